@@ -6,14 +6,15 @@
         grads = reduce.allocate(1_000_000, "float32")  # where the backend reduces without a copy
         reduce(grads, op="mean")  # in place, on every rank
 
-The mean of the gradients of all ranks, in memory that the backend chose, is the whole idea.
+The backend allocates the memory of the gradients, and averages them there over all ranks.
 """
 
 from allreduce.process import start
 
 start.start()  # MPI, before anything that uses it is imported
 
-from allreduce.elastic import standby as spares  # noqa: E402
+from allreduce import notices  # noqa: E402
+from allreduce.elastic import standby  # noqa: E402
 from allreduce.registry import BACKENDS, available, create  # noqa: E402
 from allreduce.topology import Topology  # noqa: E402
 
@@ -22,4 +23,11 @@ __version__ = "0.1.0"  # pyproject.toml and CHANGELOG.md follow it
 NAMES = tuple(BACKENDS)
 """Every backend's name; `available()` gives those that work here."""
 
-__all__ = ["NAMES", "Topology", "available", "create", "spares"]
+__all__ = ["NAMES", "Topology", "available", "create", "standby"]
+
+
+def __getattr__(name: str) -> object:
+    if name != "spares":
+        raise AttributeError(f"module 'allreduce' has no attribute {name!r}")
+    notices.deprecated("allreduce.spares", "allreduce.standby")
+    return standby

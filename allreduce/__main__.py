@@ -1,12 +1,11 @@
 """The command line of the library: python -m allreduce doctor"""
 
 import argparse
-import difflib
 import os
 import platform
 import sys
 import traceback
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from types import ModuleType
 from typing import Any, NoReturn
 
@@ -16,23 +15,24 @@ from mpi4py import MPI
 
 from allreduce import Topology, __version__
 from allreduce.doctor import command as doctor
-from allreduce.doctor.network import said_when_late
+from allreduce.doctor.network import advise_if_late
 from allreduce.errors import AllReduceError, LauncherError, OptionError
 from allreduce.health import abort
 from allreduce.health.stall import STALL, TIMEOUT
+from allreduce.keywords import near
 from allreduce.machine import mpi_library
 from allreduce.transport import processes
 from allreduce.transport.control import raise_together
 
 COMMANDS: dict[str, ModuleType] = {"doctor": doctor}
-FAILED = 2  # exit codes: 0 to 2 say what the doctor has found; it is a problem when it can't look
+FAILED = 2  # exit code if the doctor can't run; 0 to 2 are the level of its worst finding
 BAD_OPTIONS = 64  # as sysexits.h has it
-PATIENCE = {STALL: "20", TIMEOUT: "90"}  # waits are short here, where ranks can reach each other
+PATIENCE = {STALL: "20", TIMEOUT: "90"}  # the doctor's waits are short if ranks can reach each other
 EXAMPLES = """\
 examples:
   python -m allreduce doctor                 this machine
-  mpirun -n 4 python -m allreduce doctor     these ranks, the hosts under them and the network between
-  python -m allreduce doctor --help          what it looks at, and what its exit code says
+  mpirun -n 4 python -m allreduce doctor     these ranks, their hosts and the network between them
+  python -m allreduce doctor --help          what it checks, and what its exit code means
 
 To train:            mpirun -n 4 python -m trainers --help
 To measure backends: mpirun -n 4 python -m benchmarks.bandwidth --help
@@ -40,7 +40,7 @@ To measure backends: mpirun -n 4 python -m benchmarks.bandwidth --help
 
 
 class Parser(argparse.ArgumentParser):
-    """Raises OptionError for bad arguments, and is silent on all ranks but one.
+    """An argument parser that raises OptionError for bad arguments, and prints on one rank only.
 
     shown: whether this rank prints.
     """
@@ -54,7 +54,7 @@ class Parser(argparse.ArgumentParser):
         options, rest = self.parse_known_args(args, namespace)
         if rest:
             unknown = rest[0].partition("=")[0]
-            self.error(f"unrecognized arguments: {' '.join(rest)}{meant(unknown, self._option_string_actions)}")
+            self.error(f"unrecognized arguments: {' '.join(rest)}{near(unknown, self._option_string_actions)}")
         return options
 
     def error(self, message: str) -> NoReturn:
@@ -67,14 +67,14 @@ class Parser(argparse.ArgumentParser):
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command on all ranks; returns the exit code, the same on each. Collective."""
-    abort.fail_with(FAILED)
+    abort.set_error_exit_code(FAILED)
     for variable, seconds in PATIENCE.items():
         os.environ.setdefault(variable, seconds)
     try:
-        with said_when_late():
+        with advise_if_late():
             topology = _topology()
         return _main(sys.argv[1:] if arguments is None else arguments, topology)
-    except AllReduceError as error:  # of ranks that can't reach each other; they may be anywhere
+    except AllReduceError as error:  # the ranks can't reach each other, so no collective exit is possible
         abort.end_job(f"{type(error).__name__}: {error}\n", FAILED)
     except Exception:
         if processes.here()[1] > 1:
@@ -84,7 +84,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _topology() -> Topology:
-    """The topology of all ranks, or of this one alone where the launcher is a wrong one: then that is a finding."""
+    """Return the topology of all ranks; of this rank alone under a wrong launcher, which the doctor then reports."""
     try:
         return Topology()
     except LauncherError:
@@ -101,12 +101,12 @@ def _main(arguments: Sequence[str], topology: Topology) -> int:
             print(f"allreduce: error: {error}", file=sys.stderr, flush=True)
             abort.write_down(str(error))
         code = BAD_OPTIONS
-    raise_together(topology.world, None)  # the first rank that leaves with a code ends the job, so let rank 0 print
+    raise_together(topology.world, None)  # a rank that exits with a code ends the job, so rank 0 must have printed
     return code
 
 
 def parse(arguments: Sequence[str], shown: bool) -> tuple[str, argparse.Namespace]:
-    """The command, and its options. Raises OptionError, the same on all ranks; --help and --version exit."""
+    """Return the command and its options. Raises the same OptionError on all ranks; --help and --version exit."""
     top = Parser(shown, prog="python -m allreduce", usage="%(prog)s COMMAND [OPTION...]", epilog=EXAMPLES)
     top.description = "commands:\n" + "".join(f"  {name:<10} {module.ABOUT}\n" for name, module in COMMANDS.items())
     top.add_argument("--version", action="version", version=version())
@@ -116,20 +116,14 @@ def parse(arguments: Sequence[str], shown: bool) -> tuple[str, argparse.Namespac
         module.add_options(parser)
         return arguments[0], parser.parse_args(arguments[1:])
     if arguments and not arguments[0].startswith("-"):
-        top.error(f"no command is called {arguments[0]!r}{meant(arguments[0], COMMANDS)}")
+        top.error(f"no command is called {arguments[0]!r}{near(arguments[0], COMMANDS)}")
     top.parse_args(arguments)
     top.print_help()
     sys.exit(0)
 
 
-def meant(word: str, known: Iterable[str]) -> str:
-    """ "; did you mean ...?", or nothing where nothing is like it."""
-    near = difflib.get_close_matches(word, list(known), n=1, cutoff=0.5)
-    return f"; did you mean {near[0]}?" if near else ""
-
-
 def version() -> str:
-    """This package's version, and those of what it stands on."""
+    """Return the versions of this package and of the libraries that it needs, as text."""
     libraries = f"{mpi_library()}, mpi4py {mpi4py.__version__}, NumPy {np.__version__}"
     return f"allreduce {__version__} ({libraries}, Python {platform.python_version()})"
 

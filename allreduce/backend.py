@@ -1,4 +1,4 @@
-"""Seam 1: what a backend is. Everything that backends share is written once, here."""
+"""AllReduce, the base class of all backends: the methods that users call, and those that an algorithm writes."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
@@ -10,19 +10,22 @@ from numpy.typing import DTypeLike
 
 from allreduce import notices
 from allreduce.arrays import chunks, dtypes, gpu, ops, rows, trees, workspace
-from allreduce.arrays.memory_kinds import FOREIGN, GPU
+from allreduce.arrays.memory_kinds import ALLOCATED, FOREIGN, GPU
 from allreduce.arrays.ops import Op
 from allreduce.arrays.workspace import Workspace
 from allreduce.engine import call as records
 from allreduce.engine.call import REDUCING, Call
-from allreduce.engine.engine import CHECKS, NOTHING, Admitted, Engine, Find, Place, Trial, Work
+from allreduce.engine.engine import CHECKS, NOTHING, AdmittedCall, Engine, Locate, Trial, Work
 from allreduce.engine.same_data import SameData
 from allreduce.errors import (
     AllReduceError,
     ClosedError,
+    CollectiveTimeoutError,
     CopyError,
     NotAnArrayError,
     OptionError,
+    RankLeftError,
+    RankLostError,
     UnavailableError,
     UnsupportedDtypeError,
     UnsupportedOpError,
@@ -31,37 +34,44 @@ from allreduce.health import abort
 from allreduce.process import children
 from allreduce.topology import Topology
 from allreduce.transport import chunked
+from allreduce.transport.control import everywhere
 from allreduce.transport.deferred_free import free_later
+from allreduce.transport.shared_segment import Location
 
 BackendT = TypeVar("BackendT", bound="AllReduce")
 PartT = TypeVar("PartT", bound="Topology | AllReduce")
+OUT_OF_STEP = (CollectiveTimeoutError, RankLeftError, RankLostError)  # after these the ranks can't agree
 
 
-class Recipe(NamedTuple):
-    """What create() was asked for: `create(recipe.name, topology, **recipe.options)` makes it again."""
+class Config(NamedTuple):
+    """The arguments of create(): `create(config.name, topology, **config.options)` creates an equal backend."""
 
     name: str
     options: dict[str, Any]
 
 
 class Hooks(NamedTuple):
-    """What a backend does inside of a call, for backends that are made of it and wrappers around it.
+    """A backend's hooks, for composed backends and wrappers, which call them inside their own calls.
 
-    They check nothing and agree on nothing: the caller's own call has done both before. Each is a method that the
-    algorithm writes, or inherits from AllReduce, where its docstring is.
+    Hooks neither check arguments nor compare them between ranks: the outer call has done both. AllReduce documents
+    the methods.
+
+    owners: by id, the arrays that own memory in which the algorithm reduces without a copy. An entry is removed when
+        its array is freed.
     """
 
+    owners: dict[int, Any]
     allocate: Callable[[int, np.dtype, str | None], Any]
     memory: Callable[[Any], int]
-    place: Callable[[Any], Place | None]
+    locate: Callable[[Any], Location | None]
     resolve: Callable[[str, np.dtype], Op]
     route: Callable[[Call], Work | Trial]
-    finding: Callable[[Call], Find | None]
+    locator_for: Callable[[Call], Locate | None]
     reduce: Callable[[np.ndarray, Op], None]
 
 
 class Phases(NamedTuple):
-    """The two phases of an algorithm inside of a call, as `Hooks`."""
+    """The two phases of a TwoPhase backend, unchecked like `Hooks`."""
 
     reduce_scatter: Callable[[np.ndarray, Op], None]
     all_gather: Callable[[np.ndarray], None]
@@ -70,64 +80,93 @@ class Phases(NamedTuple):
 class AllReduce(ABC):
     """An AllReduce algorithm on the ranks of a topology.
 
-    topology: a `Topology`; the backend takes a communicator of its own from it.
-    check: how the ranks compare shape, dtype, op and memory of their arrays. "first": in every call, on one node in
-        shared memory, on several nodes by one small all-reduce; the first call of each signature costs another message.
-        "always": each call costs that other message. "never": calls are not compared, and cost no message.
-        Ranks that differ all raise the same DisagreementError, before anything is changed.
+    topology: a `Topology`; the backend creates its own communicator from it.
+    check: how the ranks compare shape, dtype, op and memory of their arrays. "first": in every call, in shared memory
+        on one node, by one small all-reduce on several; the first call of each signature costs one more message.
+        "always": every call costs that one more message. "never": calls are not compared, and cost no message.
+        If the ranks differ, all raise the same DisagreementError, before anything is changed.
 
     Creating, `allocate`, calling and `close` are collective: every rank does them, in the same order.
     """
 
-    sums = True  # False: it has an operation of its own and no others, so it averages no gradients
-    sums_half = True  # False: float16 and bfloat16 are refused by name
-    by_array = False  # True: each array of a tree is reduced by itself, not all of them as one
-    copies_foreign = ""  # what happens to arrays that are not from `allocate`, when that costs a copy
+    sums = True  # False: the backend has only its own operation (adasum) and can't average gradients
+    sums_half = True  # False: float16 and bfloat16 raise UnsupportedDtypeError
+    by_array = False  # True: each array of a tree is reduced separately, not all in one buffer
+    one_node = False  # True: all ranks must be on one node
+    needs_gpu = False  # True: a GPU for each rank is needed
+    copies_foreign = ""  # the notice for arrays not from `allocate`, if they are copied; "" if they are not
 
     def __init__(self, topology: Topology, *, check: str = "first") -> None:
         if check not in CHECKS:
             raise OptionError(f"check={check!r} is unknown; use one of {', '.join(CHECKS)}")
         self.check, self.name = check, type(self).__name__
-        self.recipe: Recipe | None = None  # set by create(): what makes this backend again, on other ranks
-        self.owns_topology = False  # set by create() when it made the topology
-        self.part_of: AllReduce | None = None  # set by the backend that made this one for its own calls
+        self.config: Config | None = None  # set by create(): recreates this backend on other ranks
+        self.owns_topology = False  # set by create() if it has created the topology
+        self.part_of: AllReduce | None = None  # set by the backend that has created this one for its own calls
         self.workspace = Workspace()
         self._pinned = gpu.Pinned()
-        self._known: dict[tuple, Callable[[Any], None]] = {}  # what __call__ looks up: plain arrays in C order
-        self.packed: dict[Any, Any] = {}  # by dtype and device: the buffer of the arrays of trees
+        # (shape, dtype, op, memory) -> function that runs the call, for NumPy arrays in C order
+        self._known: dict[tuple, Callable[[Any], None]] = {}
+        self.packed: dict[Any, Any] = {}  # (dtype, device) -> buffer into which the arrays of trees are packed
         self._layouts: dict[trees.Key, trees.Layout] = {}
-        with topology.detector.hearing():
-            self._connect(topology)
+        self._parts: list[Topology | AllReduce] = []
+        try:
+            self._connect_together(topology)
+        except Exception as error:
+            topology.let_go(self)  # a topology closes and abandons only what is complete
+            if everywhere(error, topology.world):
+                self._release()
+            raise
+
+    def _connect_together(self, topology: Topology) -> None:
+        """Do `_connect`; an error of one rank is raised on all: a backend exists on all its ranks or on none."""
+        error: Exception | None = None
+        try:
+            with topology.detector.translating_failures():
+                self._connect(topology)
+        except OUT_OF_STEP:
+            raise
+        except Exception as met:
+            if topology.closed or everywhere(met, topology.world):
+                raise
+            error = met
+        topology.agree([], f"create {type(self).__name__}", error)
 
     def _connect(self, topology: Topology) -> None:
-        """Make all that depends on the ranks; algorithms add theirs. Collective. `abandon` drops it."""
-        self._parts: list[Topology | AllReduce] = []
+        """Create everything that depends on the ranks; subclasses extend this. Collective. `abandon` drops it."""
+        self._owners: dict[int, Any] = {}  # see Hooks; read in every call, because `_memory` is slower
         self.topology = topology
         self.rank, self.size = topology.rank, topology.size
         self._engine = Engine(topology, self, self.check)
-        self._same_data = SameData(self._engine, self.rank, looks=self.size > 1 and self.check != "never")
-        self._comm = topology.private(self, self._engine.wait)  # data
+        self._same_data = SameData(self._engine, self.rank, compares=self.size > 1 and self.check != "never")
+        self._comm = self._engine.comm
         self.closed = False
+
+    @property
+    def recipe(self) -> Config | None:
+        """The old name of `config`; warns, and goes with the next release."""
+        notices.deprecated("backend.recipe", "backend.config")
+        return self.config
 
     # What users call: memory
 
     def allocate(self, length: int, dtype: DTypeLike = "float32", device: str | None = None) -> Any:
-        """A zeroed 1-D array of `length` elements where this backend reduces without a copy. Collective.
+        """Return a zeroed 1-D array of `length` elements that this backend reduces without a copy. Collective.
 
-        Of NumPy, its address is divisible by 64, so that XLA (JAX), too, works on it without copying.
-        device: "cpu" for a NumPy array, "cuda" for a CuPy array; by default whichever this backend
-        reduces where it is. A slice of the array is as good as the whole: it is reduced in place too.
+        A contiguous slice of the array is reduced without a copy, too. NumPy arrays are 64-byte aligned, so XLA (JAX)
+        uses them without a copy. device: "cpu" for a NumPy array, "cuda" for a CuPy array; by default the one that
+        this backend reduces without a copy.
         """
         self.check_open()
         call: Call | None = None
         array, error = None, None
         try:
             self.check_dtype(dtypes.parse(dtype))
-            call = records.of_allocation(length, dtype, device)
+            call = records.allocation_call(length, dtype, device)
         except AllReduceError as refused:
             error = refused
         asked = f"allocate({length!r}, {dtype!r}, device={device!r})"
-        self._engine.agree(records.row(call, 0), asked, error)
+        self._engine.agree(records.agreement_values(call, 0), asked, error)
         assert call is not None
         try:
             array = self._allocate(call.length, call.dtype, device)
@@ -141,65 +180,68 @@ class AllReduce(ABC):
     def __call__(self, buffer: Any, op: str = "mean") -> None:
         """Reduce `buffer` over all ranks, in place: afterwards all ranks hold the same bits. Collective.
 
-        buffer: a contiguous, writable NumPy or CuPy array of any shape, the same on all ranks: (2, 3) on one and
-            (3, 2) on another is a DisagreementError, alone as in a list. Arrays from `allocate` are reduced where they
-            are, others at the cost of a copy where the backend needs it.
-            Or a list, tuple or dict of arrays, nested as you like: they are put together and reduced as one.
+        buffer: a contiguous, writable NumPy or CuPy array, or a nested list, tuple or dict of such arrays, which are
+            packed by dtype and reduced together. Shapes and dtypes must be equal on all ranks. Arrays from `allocate`
+            are reduced without a copy; others are copied if the backend needs it.
         op: "sum", "mean" or "average" (of floating dtypes), "max", "min" or "prod". float16 and bfloat16 are
-            summed in float32 and rounded once; sums of integers wrap round; of truth values, sum and max are
-            "or", prod and min are "and".
+            summed in float32 and rounded once. Integer sums wrap around. For bool, sum and max are logical or, prod and
+            min logical and.
 
-        Raises a named AllReduceError on all ranks, before anything is changed, when an array can't be
-        reduced or the ranks disagree.
+        Raises a named AllReduceError on all ranks, before anything is changed, when an array can't be reduced or the
+        ranks disagree.
         """
         run = None
         if type(buffer) is np.ndarray and buffer.flags.carray:  # the usual case, at the cost of one look-up
-            memory = FOREIGN if buffer.base is None else self._memory(buffer)
+            base = buffer.base
+            memory = FOREIGN if base is None else ALLOCATED if id(base) in self._owners else self._memory(buffer)
             try:  # noqa: SIM105, suppress() would cost as much as the look-up
                 run = self._known.get((buffer.shape, buffer.dtype, op, memory))
-            except TypeError:  # an op that can't be a key; _admit refuses it by name
+            except TypeError:  # an op that is not hashable; _admit raises its error
                 pass
         if run is None:
             if isinstance(buffer, trees.KINDS):
                 self.reduce_tree(buffer, op)
                 return
-            run = self._admit_reduction(buffer, op)[1]
+            run = self._function("all_reduce", buffer, op)[1]
             buffer = np.asarray(buffer) if isinstance(buffer, np.ndarray) else buffer  # no subclass of it
         run(buffer if buffer.ndim == 1 else buffer.reshape(-1, order="A"))
 
-    def bind(self, array: Any, op: str = "mean") -> Callable[[], None]:
-        """A function that reduces `array` as a call does, each time in fewer steps. Collective.
+    def bind(self, array: Any, op: str = "mean", kind: str = "all_reduce") -> Callable[[], None]:
+        """Return a function that reduces `array` in place, with less overhead than a call. Collective.
 
-        Like MPI's persistent collectives: the arguments are checked and agreed on once, here. Each call of the function
-        is collective; the ranks compare it with each other's calls as they compare all calls. The function keeps the
-        array's memory, and works until the backend is closed.
+        Like MPI's persistent collectives: the arguments are checked and agreed on once, here. Calling the function is
+        collective, and the ranks compare it like any other call. The function holds a reference to the array, and works
+        until the backend is closed.
+
+        kind: "all_reduce"; "reduce_scatter" of a TwoPhase, which leaves this rank's part of the result in
+            `array[reduce.owned(array.size)]`; or "all_gather", which has no op.
         """
         self.check_open()
-        admitted, _ = self._admit_reduction(array, op)
+        admitted, _ = self._function(kind, array, op)
         if self.check == "always":
-            return partial(self, array, op)
+            return partial(self, array, op) if kind == "all_reduce" else partial(self._run_phase, kind, array, op)
         array = np.asarray(array) if isinstance(array, np.ndarray) else array
         return self._engine.bind(admitted, array.reshape(-1, order="A"))
 
     def sparse(self, indices: Any, values: Any, rows: int, op: str = "mean") -> tuple[Any, Any]:
-        """The sums, over all ranks, of rows of a table of `rows` rows, of which each rank brings some. Collective.
+        """Sum sparse rows over all ranks: each rank passes some rows of a table of `rows` rows. Collective.
 
-        indices: a 1-D array of integers from 0 to rows - 1: to which row of the table each of `values` belongs. In any
-            order, and more than once: what has the same index is added. Each rank has its own, any number, also none.
-        values: an array of shape (len(indices), ...); dtype and the shape of a row are alike on all ranks. NumPy's
-            or CuPy's; neither array is changed.
+        indices: 1-D integer array, values 0 to rows - 1: the table row of each row of `values`. Any order; rows with
+            equal indices are added. Length and values may differ between ranks; may be empty.
+        values: an array of shape (len(indices), ...); NumPy or CuPy; dtype and row shape must be equal on all ranks.
+            Neither array is changed.
         op: "sum", or "mean" ("average"): the sum divided by the number of ranks, also of those without that row.
 
-        Returns new arrays, the same bits on all ranks: the rows that any rank has brought, int64, ascending, each once,
-        and their sums, of shape (number of these, ...), of the dtype of `values`. 16-bit floats are added in float32
-        and rounded once. The memory that it takes is that of the rows which were brought, never that of the table.
+        Returns (indices, sums), new arrays with the same bits on all ranks. indices: the distinct indices of all ranks,
+        int64, ascending. sums: shape (len(indices), ...), the dtype of `values`; 16-bit floats are added in float32 and
+        rounded once. Memory is proportional to the rows passed, not to the table.
 
-        How: each rank adds what it has twice; then the indices of all are gathered, and their rows, which every rank
-        adds up in the order of the ranks. Where many ranks bring the same rows these are reduced by the backend
-        instead, with zeros for what a rank has not: when the ranks bring at least twice as many rows as there are
-        different ones, of 1 MiB and more. (2 to 4 ranks, 64 to 16384 rows of 8 to 256 elements: below 1 MiB neither
-        way was faster beyond doubt; above, gathering took 0.6 to 1 times as long as reducing at 1.7 times as many
-        rows, the same at 2.1, and 1.1 to 1.6 times as long where all ranks bring the same.)
+        Algorithm: each rank adds its duplicate rows. Indices and rows are all-gathered, and every rank adds them in
+        rank order. If the ranks pass at least twice as many rows as there are distinct indices, and the sums have at
+        least 1 MiB, the backend reduces the distinct rows as one dense array instead (zeros for rows that a rank
+        lacks). (2 to 4 ranks, 64 to 16384 rows of 8 to 256 elements: below 1 MiB neither way was clearly faster. Above,
+        gathering took 0.6 to 1 times as long as reducing at 1.7 rows for each distinct index, the same time at 2.1, and
+        1.1 to 1.6 times as long when all ranks passed the same indices.)
 
         Raises on all ranks, before anything is sent: DisagreementError (another dtype, width, `rows` or op on some
         rank), OptionError (indices out of range), NotAnArrayError, UnsupportedOpError, UnsupportedDtypeError.
@@ -215,12 +257,13 @@ class AllReduce(ABC):
         found, sums = results[0]
         return (gpu.cupy().asarray(found), gpu.cupy().asarray(sums)) if gpu.is_gpu_array(values) else (found, sums)
 
-    # What users call: arrays that go from rank to rank as they are
+    # What users call: arrays that are copied between ranks
 
     def broadcast(self, array: Any, root: int = 0) -> None:
-        """Overwrite `array` on every rank with what rank `root` has in it. Collective.
+        """Overwrite `array` on every rank with rank `root`'s array. Collective.
 
-        array: as for a call, of the same shape on all ranks, and of any dtype without references to Python objects.
+        array: an array or tree as in `__call__`, with the same shapes and dtypes on all ranks; any dtype without
+            references to Python objects.
         """
         if isinstance(array, trees.KINDS):
             arrays: list[Any] = []
@@ -235,10 +278,10 @@ class AllReduce(ABC):
             flat.set(host)
 
     def stack(self, array: Any) -> Any:
-        """All ranks' arrays, on every rank: a new array of shape (ranks, *array.shape). Collective.
+        """Return all ranks' arrays stacked: a new NumPy array of shape (size, *array.shape), on every rank. Collective.
 
         array: an array, or a number, of the same shape and dtype on all ranks, of any dtype as in `broadcast`; or a
-            tree of arrays, which gives a tree. It stays as it is. The new one is NumPy's, of CuPy's arrays too.
+            tree of arrays, which gives a tree. It is not changed. The result is a NumPy array also for a CuPy array.
         """
         if isinstance(array, trees.KINDS):
             arrays: list[Any] = []
@@ -251,21 +294,19 @@ class AllReduce(ABC):
             table[self.rank] = mine
         call, op = self._admit("stack", table)
         parts = [table[rank : rank + 1].reshape(-1) for rank in range(self.size)]
-        self._engine.run(call, op, lambda *_: self._hand_round(parts), table)
+        self._engine.run(call, op, lambda *_: self._broadcast_slices(parts), table)
         return table
 
     def all_gather(self, buffer: np.ndarray) -> None:
         """Fill `buffer` on every rank from the slices that the ranks own (see `owned`), in place. Collective.
 
-        buffer: a contiguous 1-D array of the same length and dtype on all ranks, of any dtype as in `broadcast`; what
-            is outside of this rank's own slice is overwritten.
+        buffer: a contiguous 1-D array of the same length and dtype on all ranks, of any dtype as in `broadcast`;
+        elements outside this rank's `owned` slice are overwritten.
         """
-        call, op = self._admit("all_gather", buffer)
-        work = NOTHING if not call.length or self.size == 1 else self._gathering(call)
-        self._engine.prepare(self._prepared(call, op, work))(buffer)
+        self._run_phase("all_gather", buffer)
 
     def owned(self, length: int, rank: int | None = None) -> slice:
-        """The slice of a buffer of `length` elements that `rank` finishes, this rank when none is given."""
+        """Return the slice of a buffer of `length` elements that `rank` owns (default: this rank). Local."""
         return chunks.chunk(length, self.size, self.rank if rank is None else rank)
 
     # What users call: trees of arrays
@@ -277,7 +318,7 @@ class AllReduce(ABC):
         _overwrite(arrays, self.on_arrays("all_reduce", structure, arrays, op, changes=True))
 
     def reduced(self, tree: Any, op: str = "mean") -> Any:
-        """A tree of the reduced arrays of `tree`, which stay as they are. Collective.
+        """Return a tree of reduced arrays; `tree` is not changed. Collective.
 
         The new arrays are views of the backend's memory, valid until its next call with a tree.
         """
@@ -288,18 +329,18 @@ class AllReduce(ABC):
     def on_arrays(
         self, kind: str, structure: str, arrays: Sequence[Any], op: str = "sum", root: int = 0, changes: bool = False
     ) -> list[Any]:
-        """What a call of this kind makes of each array: the arrays of one dtype travel in one buffer. Collective.
+        """Run a collective on a list of arrays, packed into one buffer per dtype; return each result. Collective.
 
-        kind: "all_reduce", "broadcast" or "stack". structure: of the tree, alike on all ranks as the arrays' shapes.
-        changes: whether the arrays are overwritten with the results. Results of "stack" are new; others are views of
-        the backend's memory, valid until its next call with a tree.
+        kind: "all_reduce", "broadcast" or "stack". structure: from trees.flatten; equal on all ranks, as the arrays'
+        shapes and dtypes. changes: the caller overwrites the arrays with the results, so they must be writable. Results
+        of "stack" are new arrays; others are views of the backend's memory, valid until its next call with a tree.
         """
         layout = self._admit_tree(kind, structure, arrays, op, changes)
         found: list[Any] = [None] * len(arrays)
         for group in layout.groups:
             parts = [part for _, part, _ in group.places] if self.by_array else [slice(None)]
             with self._engine.working_on(layout):
-                buffer = self._packing(group)
+                buffer = self._tree_buffer(group)
                 group.pack(arrays, buffer)
                 if kind == "stack":
                     buffer = self.stack(buffer)
@@ -312,39 +353,39 @@ class AllReduce(ABC):
                 found[number] = buffer[..., part].reshape((*buffer.shape[:-1], *shape))
         return found
 
-    # What users ask
+    # Queries
 
     def chosen(self, array: Any) -> str:
-        """The name of the backend that has reduced `array`: this one's, unless it passes calls on to others. Local."""
+        """Return the name of the backend that reduces `array`: this backend, or the one that "auto" selects. Local."""
         return self.name
 
     @property
     def exact(self) -> "AllReduce":
-        """What loses no digits on the way: this, or the backend inside of one that sends fewer. Local."""
+        """The backend for values that must not be compressed: this one, or the one inside a `Compressed`. Local."""
         return self
 
     def sent(self, dtype: np.dtype) -> np.dtype:
-        """The dtype in which arrays of `dtype` reach the other ranks: another one where fewer bits are sent. Local."""
+        """Return the dtype in which arrays of `dtype` are sent: another one only under compression. Local."""
         return dtype
 
     @cached_property
     def hooks(self) -> Hooks:
-        """For backends and wrappers around this one."""
-        methods = self._allocate, self._memory, self._place, self._resolve, self._route, self._finding, self._reduce
-        return Hooks(*methods)
+        """This backend's hooks, for backends and wrappers that contain it."""
+        memory = self._owners, self._allocate, self._memory, self._locate
+        return Hooks(*memory, self._resolve, self._route, self._locator_for, self._reduce)
 
     def tag(self) -> int:
-        """The tag of the messages of the call that is under way. Local."""
+        """Return the message tag of the running call. Local."""
         return self._engine.tag() if self.part_of is None else self.part_of.tag()
 
     def check_dtype(self, dtype: np.dtype) -> None:
-        """Raise UnsupportedDtypeError where this backend reduces no arrays of `dtype`. Local."""
+        """Raise UnsupportedDtypeError if this backend can't reduce arrays of `dtype`. Local."""
         if dtype not in dtypes.TYPES:
             raise dtypes.unsupported(dtype)
         if dtypes.is_half(dtype) and not self.sums_half:
             raise UnsupportedDtypeError(
-                f"{self.name} does not reduce {dtype}: sums of 16-bit floats in MPI are not dependable; "
-                'use "auto", "shared", "ring" or another backend of ours, which sum them in float32'
+                f"{self.name} does not reduce {dtype}: MPI libraries' sums of 16-bit floats are unreliable; "
+                'use "auto", "shared" or "ring", which sum them in float32'
             )
 
     def check_open(self) -> None:
@@ -352,24 +393,25 @@ class AllReduce(ABC):
         if self._engine.broken is not None:
             self._engine.refuse()
         if self.closed:
-            raise ClosedError(f"{self.name} is closed; create it again to go on")
+            raise ClosedError(f"{self.name} is closed; create a new one")
 
     # Ends
 
     def close(self) -> None:
-        """Free communicators, windows and scratch memory. Collective; closing twice does nothing.
+        """Free communicators and scratch memory. Collective; closing twice does nothing.
 
-        Arrays from `allocate` that are still in use stay valid. When a rank was lost, this is `abandon`.
+        Arrays from `allocate` that are still in use stay valid. After a rank has failed, or after a broken call, it
+        does `abandon` instead.
         """
         if self.closed:
             return
-        if self._engine.broken is not None:  # the other ranks may be anywhere
+        if self._engine.broken is not None:  # the other ranks may be in any call
             self.abandon()
             return
         try:
             self._close_together()
         except Exception as error:
-            if self.topology.detector.loss_of(error) is None:
+            if self.topology.detector.failure_behind(error) is None:
                 raise
             self.abandon()
         if self.owns_topology:
@@ -379,24 +421,31 @@ class AllReduce(ABC):
         self._engine.agree([], f"close() of {self.name}")
         self.closed = True
         self._close()
+        self._release()
+
+    def _release(self) -> None:
+        """Close the parts, and free the communicators. Collective."""
         for part in reversed(self._parts):
             part.close()
         self._forget()
-        self.topology.release(self._comm, self)
-        self._engine.close()
+        if "_engine" in vars(self):  # `_connect` has come that far
+            self._engine.close()
 
     def abandon(self) -> None:
-        """Let go of everything without the other ranks, who may be lost. Local; what they share stays to the end."""
+        """Drop all resources without communicating, because ranks may have failed. Local.
+
+        Memory that MPI or a late rank may still write to is freed later.
+        """
         self.closed = True
-        free_later((self.workspace, self._pinned))  # messages that are still under way write there
+        free_later((self.workspace, self._pinned))  # unfinished messages may still write there
         self.workspace, self._pinned = Workspace(), gpu.Pinned()
         self._engine.stop()
         self._forget()
         for part in self._parts:
             part.abandon()
 
-    def _keep(self, part: PartT) -> PartT:
-        """`part`, a backend or topology that was made for this backend's own calls and ends with it."""
+    def _add_part(self, part: PartT) -> PartT:
+        """Return `part`, a backend or topology created for this backend's own calls, and close it with this one."""
         self._parts.append(part)
         if isinstance(part, AllReduce):
             part.part_of = self
@@ -410,23 +459,23 @@ class AllReduce(ABC):
         return self
 
     def __exit__(self, kind: object, *_: object) -> None:
-        if kind is None:  # after an exception the other ranks may not come to a collective close
+        if kind is None:  # after an exception the other ranks may not reach a collective close
             self.close()
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         raise CopyError(
             f"the backend {self.name!r} can't be copied or pickled: its communicators belong to this process. "
-            "Keep `backend.recipe`: create(recipe.name, topology, **recipe.options) makes another, on all ranks"
+            "Keep `backend.config`: create(config.name, topology, **config.options) makes another, on all ranks"
         )
 
     def __repr__(self) -> str:
         return f"<{self.name} on {self.topology}>"
 
-    # What an algorithm writes: `_reduce`, and what it does otherwise than here
+    # Hooks that an algorithm implements: `_reduce` is required, the others have defaults
 
     @abstractmethod
     def _reduce(self, buffer: np.ndarray, op: Op) -> None:
-        """Reduce a 1-D array in place; length and number of ranks are at least 1 and 2."""
+        """Reduce a 1-D array in place. There are at least 1 element and 2 ranks. Collective."""
 
     def _allocate(self, length: int, dtype: np.dtype, device: str | None) -> Any:
         if device != "cuda":
@@ -435,99 +484,156 @@ class AllReduce(ABC):
         return gpu.cupy().zeros(length, dtype)
 
     def _memory(self, buffer: np.ndarray) -> int:
-        """ALLOCATED for an array, or a slice of one, that `_allocate` gave and that is reduced where it is.
+        """Return ALLOCATED if `buffer` lies in memory from `_allocate`, else FOREIGN. Local.
 
-        Asked for each array that is a view of other memory; an array that owns its memory is FOREIGN.
+        Called only for views; an array that owns its memory is FOREIGN.
         """
         return FOREIGN
 
-    def _place(self, buffer: np.ndarray) -> Place | None:
-        """Where in memory from `allocate` the array begins; None for other arrays, and where it does not matter."""
+    def _locate(self, buffer: np.ndarray) -> Location | None:
+        """Return the location of an array in memory from `allocate`; None for other arrays, and for backends that do
+        not use locations. Local.
+        """
         return None
 
     def _resolve(self, op: str, dtype: np.dtype) -> Op:
-        """The operation called `op` for arrays of `dtype`, or the error that says why there is none."""
+        """Return the Op named `op` for `dtype`. Raises UnsupportedOpError. Local."""
         return ops.resolve(op, dtype, self.size)
 
     def _route(self, call: Call) -> Work | Trial:
-        """What reduces arrays of such a call; asked once for each."""
+        """Return the function that does all_reduce for calls like `call`. Called once per signature, on all ranks
+        ("auto" creates backends here).
+        """
         if call.length == 0 or self.size == 1:
             return NOTHING
         self._say_copies(call)
         return self._reduce_gpu if call.memory == GPU else self._reduce
 
-    def _finding(self, call: Call) -> Find | None:
-        """What tells the place of an array in memory from `allocate`, where `_reduce` needs the same place on all ranks
-        and does not itself compare it on all of them. Asked after `_route`."""
+    def _locator_for(self, call: Call) -> Locate | None:
+        """Return `_locate` if the engine must compare locations between ranks: `_reduce` needs equal locations and does
+        not compare them on all ranks itself. Otherwise None. Called after `_route`.
+        """
         return None
 
-    def _gathering(self, call: Call) -> Work:
-        """What gathers the ranks' slices of such arrays."""
-        return lambda buffer, _: self._hand_round([buffer[self.owned(buffer.size, rank)] for rank in range(self.size)])
+    def _scatter_work_for(self, call: Call) -> Work:
+        """Return the function that does reduce_scatter for calls like `call`."""
+        raise OptionError(f'{self.name!r} has no reduce_scatter; use a two-phase backend such as "ring"')
+
+    def _gather_work_for(self, call: Call) -> Work:
+        """Return the function that does all_gather for calls like `call`."""
+        return lambda buffer, _: self._broadcast_slices(
+            [buffer[self.owned(buffer.size, rank)] for rank in range(self.size)]
+        )
 
     def _close(self) -> None:  # noqa: B027, most hold nothing else
-        """Free what the algorithm holds besides `_comm`, `workspace` and what it has kept. Collective."""
+        """Free the algorithm's own resources. Collective.
+
+        `close` frees `_comm`, `workspace` and the parts registered by `_add_part`.
+        """
 
     def _reduce_gpu(self, buffer: Any, op: Op) -> None:
-        """Reduce a 1-D CuPy array: by way of pinned host memory, for algorithms of the CPU."""
+        """Reduce a 1-D CuPy array in place, staged through pinned host memory."""
+        everything = slice(None)
+        self._stage(buffer, everything, lambda host: self._reduce(host, op), everything)
+
+    def _stage(self, buffer: Any, read: slice, work: Callable[[np.ndarray], object], written: slice) -> None:
+        """Do `work` on a copy of a 1-D CuPy array in pinned host memory, for algorithms of the CPU.
+
+        read, written: the parts of the array that are copied to the host before, and to the GPU after.
+        """
         host = self._pinned.like(buffer)
-        buffer.get(out=host)  # waits for the current stream, so the GPU has finished writing
-        self._reduce(host, op)
-        buffer.set(host)
+        buffer[read].get(out=host[read])  # waits for the current stream, so the GPU has finished writing
+        work(host)
+        buffer[written].set(host[written])
         gpu.synchronize()  # the host memory is used again in the next call
 
-    def _hand_round(self, slices: Sequence[np.ndarray]) -> None:
-        """Every rank's slice, in turn, to all others."""
+    def _broadcast_slices(self, slices: Sequence[np.ndarray]) -> None:
+        """Broadcast every rank's slice to all ranks, rank by rank. slices: by rank, overwritten in place."""
         for rank, part in enumerate(slices):
             chunked.overwrite(self._comm, part, rank)
 
     def _say_copies(self, call: Call) -> None:
-        """Say once that arrays in such memory are copied, where they are. Local."""
-        if call.memory == FOREIGN and self.copies_foreign and self.part_of is None:  # "auto" knows why
+        """Log once that arrays not from `allocate` are copied, if this backend copies them. Local."""
+        # the outer backend has selected it and knows
+        if call.memory == FOREIGN and self.copies_foreign and self.part_of is None:
             notices.once(self.rank, self.copies_foreign)
 
-    # The way of a call to the engine: this rank's arguments are checked, then the ranks agree on them
+    # From a call to the engine: this rank's arguments are checked, then the ranks agree on them
 
     def _admit(self, kind: str, array: Any, op: str = "sum", root: int | None = None) -> tuple[Call, Op]:
-        """The call with this array, on which all ranks have agreed, and its operation. Collective where that is due."""
-        self.check_open()
-        abort.communicates()
-        error, call, resolved = None, None, ops.OPS["sum"]
-        try:
-            call = records.of_array(kind, array, op, self._where(array))
+        """Return the Call and the Op, after checking them and, for a new signature, agreeing on them. Collective."""
+
+        def describe() -> tuple[Call, Op]:
+            call = records.array_call(kind, array, op, self._memory_kind(array))
             if root is not None:
                 call = call._replace(root=records.check_root(root, self.size))
-            if call.reduces:
-                self.check_dtype(call.dtype)
-                resolved = self._resolve(op, call.dtype)
-                call = call._replace(op=resolved.name)  # one name, by which all ranks know it
+            if not call.reduces:
+                return call, ops.OPS["sum"]
+            self.check_dtype(call.dtype)
+            resolved = self._resolve(op, call.dtype)
+            return call._replace(op=resolved.name), resolved  # no alias: all ranks compare one name
+
+        return self._agree_on(describe)
+
+    def _agree_on(self, describe: Callable[[], tuple[Call, Op]]) -> tuple[Call, Op]:
+        """Return the Call and the Op that `describe` returns, after all ranks have agreed on them.
+
+        Collective for a new signature. If `describe` raises an AllReduceError on one rank, all ranks raise it.
+        """
+        self.check_open()
+        abort.register_thread()
+        error, call, resolved = None, None, ops.OPS["sum"]
+        try:
+            call, resolved = describe()
         except AllReduceError as refused:
-            error, call = refused, None
-        self._engine.agree_once(call, call, records.row(call, resolved.code), error)
+            error = refused
+        self._engine.agree_once(call, call, records.agreement_values(call, resolved.code), error)
         assert call is not None
         return call, resolved
 
-    def _admit_reduction(self, buffer: Any, op: str) -> tuple[Admitted, Callable[[Any], None]]:
-        """The all-reduce of `buffer`, and what runs it, which is kept where __call__ looks it up."""
-        call, resolved = self._admit("all_reduce", buffer, op)
-        admitted = self._prepared(call, resolved, self._route(call))
+    def _function(self, kind: str, buffer: Any, op: str) -> tuple[AdmittedCall, Callable[[Any], None]]:
+        """Return the record of a call of this kind with `buffer`, and the function that runs it.
+
+        Collective for a new signature. The function is cached in `_known`.
+        """
+        call, resolved = self._admit(kind, buffer, op)
+        work = self._work(call)
+        admitted = self._engine.admit(
+            call, resolved, work, self._same_data.inspector(call, resolved), self._locator_for(call)
+        )
         run = self._engine.prepare(admitted)
         if self.check != "always" and call.layout == "C":
             for name in (op, resolved.name):
-                self._known[call.shape, call.dtype, name, call.memory] = run
+                key = call.shape, call.dtype, name, call.memory
+                self._known[key if kind == "all_reduce" else (*key, kind)] = run
         return admitted, run
 
-    def _prepared(self, call: Call, op: Op, work: Work | Trial) -> Admitted:
-        return self._engine.admit(call, op, work, self._same_data.look_at(call, op), self._finding(call))
+    def _run_phase(self, kind: str, buffer: Any, op: str = "sum") -> None:
+        """Run a call of one phase, as __call__ does for an all_reduce."""
+        run = None
+        if type(buffer) is np.ndarray and buffer.flags.carray and isinstance(op, str):
+            run = self._known.get((buffer.shape, buffer.dtype, op, self._memory_kind(buffer), kind))
+        if run is None:
+            run = self._function(kind, buffer, op)[1]
+        run(buffer)
 
-    def _where(self, buffer: Any) -> int:
+    def _work(self, call: Call) -> Work | Trial:
+        """Return the function that does calls like `call`. If it raises, it does so on all ranks: they have agreed."""
+        if call.kind == "all_reduce":
+            return self._route(call)
+        if call.kind not in ("reduce_scatter", "all_gather"):
+            raise OptionError(f'{call.kind} is not for bind(); use "all_reduce", "reduce_scatter" or "all_gather"')
+        work = self._scatter_work_for(call) if call.kind == "reduce_scatter" else self._gather_work_for(call)
+        return work if call.length and self.size > 1 else NOTHING
+
+    def _memory_kind(self, buffer: Any) -> int:
         if gpu.is_gpu_array(buffer):
             return GPU
         view = isinstance(buffer, np.ndarray) and buffer.flags.forc and buffer.base is not None
         return self._memory(buffer) if view else FOREIGN
 
     def _admit_tree(self, kind: str, structure: str, arrays: Sequence[Any], op: str, changes: bool) -> trees.Layout:
-        """How the arrays lie in buffers, after the ranks have agreed on it where that is due. Collective."""
+        """Return a tree's layout, after checking its arrays and, for a new tree, agreeing on them. Collective."""
         self.check_open()
         error: AllReduceError | None = None
         key = trees.key(structure, arrays)
@@ -535,65 +641,63 @@ class AllReduce(ABC):
         reduces = kind in REDUCING
         try:
             for array in arrays:
-                records.refuse_other(array)
+                records.check_array(array)
                 if changes and not gpu.is_gpu_array(array) and not array.flags.writeable:
-                    text = "an array of this tree is read-only, and is changed in place: pass a copy of it"
+                    text = "an array of this tree is read-only, but would be changed in place; pass a copy"
                     raise NotAnArrayError(text)
             for group in layout.groups:
                 if reduces:
                     self.check_dtype(group.dtype)
                     self._resolve(op, group.dtype)
                 else:
-                    dtypes.refuse_references(group.dtype)
+                    dtypes.check_no_references(group.dtype)
         except AllReduceError as refused:
             error = refused
         self._engine.agree_once((key, str(op) if reduces else None), layout.text, [layout.number], error)
         self._layouts[key] = layout
         return layout
 
-    def _packing(self, group: trees.Group) -> Any:
-        """Memory for a group of arrays: the backend's own for dtypes that it reduces. Collective where it grows."""
+    def _tree_buffer(self, group: trees.Group) -> Any:
+        """Return a buffer for a group of a tree's arrays. Collective when it grows.
+
+        It is from `allocate` if the backend reduces the dtype.
+        """
         held = self.packed.get((group.dtype, group.device))
         if held is None or held.size < group.length:
             try:
                 self.check_dtype(group.dtype)
                 held = self.allocate(group.length, group.dtype, group.device)
-            except UnsupportedDtypeError:  # which is only moved
+            except UnsupportedDtypeError:  # it is only copied between ranks
                 held = (gpu.cupy() if group.device == "cuda" else np).empty(group.length, group.dtype)
             self.packed[group.dtype, group.device] = held
         return held[: group.length]
 
     def _admit_rows(self, indices: Any, values: Any, table_rows: int, op: str) -> tuple[Call, Op, rows.Rows]:
-        """As `_admit`, for a sparse sum; and this rank's rows without duplicates."""
-        self.check_open()
-        abort.communicates()
-        error, call, mine, resolved = None, None, None, ops.OPS["sum"]
-        try:
+        """As `_admit`, for a sparse sum; also return this rank's rows without duplicates."""
+        found: list[rows.Rows] = []
+
+        def describe() -> tuple[Call, Op]:
             given = rows.checked(indices, values, table_rows)
             if values.dtype not in dtypes.TYPES:
                 raise dtypes.unsupported(values.dtype)
             resolved = self._resolve(op, values.dtype)
             if resolved.name not in rows.OPS:
                 raise UnsupportedOpError(f'sparse() takes op "sum" or "mean", not {op!r}')
+            with np.errstate(all="ignore"):  # an overflow could raise on this rank alone
+                found.append(rows.without_duplicates(*given, dtypes.TYPES[values.dtype].accumulator))
             shape = (int(table_rows), *values.shape[1:])
             length = int(np.prod(shape, dtype=object))
-            call = Call("sparse", length, values.dtype, resolved.name, FOREIGN, "C", shape)
-            with np.errstate(all="ignore"):  # an overflow would be this rank's alone
-                mine = rows.without_duplicates(*given, dtypes.TYPES[values.dtype].accumulator)
-        except AllReduceError as refused:
-            error, call = refused, None
-        self._engine.agree_once(call, call, records.row(call, resolved.code), error)
-        assert call is not None
-        assert mine is not None
-        return call, resolved, mine
+            return Call("sparse", length, values.dtype, resolved.name, FOREIGN, "C", shape), resolved
+
+        return *self._agree_on(describe), found[0]
 
     def _add_rows(self, indices: np.ndarray, values: np.ndarray, op: Op) -> rows.Rows:
-        """The sums of all ranks' rows. indices: ascending, each once. values: 2-D, of an accumulator's dtype."""
+        """Return the sums of all ranks' rows. indices: ascending, distinct. values: 2-D, of an accumulator's dtype."""
         if self.size == 1:
             return indices.copy(), values.copy()
         counts = chunked.counts(self._comm, indices.size)
         everyone = chunked.gather(self._comm, indices, counts)
-        found, places = rows.places(everyone, counts)
+        found, places = rows.merge_indices(everyone, counts)
         sums = np.zeros((found.size, values.shape[1]), values.dtype)
         if rows.dense_is_cheaper(everyone.size, found.size, sums.nbytes):
             sums[places[self.rank]] = values
@@ -602,42 +706,45 @@ class AllReduce(ABC):
             return found, sums
         parts = np.split(chunked.gather(self._comm, values, counts), np.cumsum(counts)[:-1])
         for place, part in zip(places, parts, strict=True):
-            sums[place] += part  # no index is twice in a rank's
+            sums[place] += part  # the indices of one rank are distinct
         op.finish(sums)
         return found, sums
 
 
 class TwoPhase(AllReduce):
-    """Algorithms that are a reduce_scatter followed by an all_gather. Both can be called on their own.
+    """Base class of algorithms that do a reduce_scatter, then an all_gather. Each phase can also be called alone.
 
-    Between the phases each rank owns one slice of the buffer, `owned(length)`, and holds its result.
+    Between the phases each rank holds the result of one slice of the buffer, `owned(length)`.
     """
 
     def reduce_scatter(self, buffer: np.ndarray, op: str = "mean") -> np.ndarray:
-        """Reduce `buffer`, leaving each rank only its own slice of the result, which is returned. Collective.
+        """Reduce `buffer` over all ranks; return this rank's `owned` slice of the result, a view. Collective.
 
-        buffer: a contiguous 1-D array, as for a call; what is outside of the returned view is undefined afterwards.
-        16-bit floats are summed in float32 and rounded once.
+        buffer: a contiguous 1-D array, as for a call. Elements outside the view are undefined afterwards. 16-bit floats
+        are summed in float32 and rounded once.
         """
-        call, resolved = self._admit("reduce_scatter", buffer, op)
-        work: Work = self._scatter_gpu if call.memory == GPU else self._scatter_rounded
-        work = work if call.length and self.size > 1 else NOTHING
-        self._engine.prepare(self._prepared(call, resolved, work))(buffer)
+        self._run_phase("reduce_scatter", buffer, op)
         return buffer[self.owned(buffer.size)]
 
     @cached_property
     def phases(self) -> Phases:
-        """For backends around this one."""
+        """The two phases as hooks, for backends that contain this one."""
         return Phases(self._reduce_scatter, self._all_gather)
 
-    def _gathering(self, call: Call) -> Work:
+    def _scatter_work_for(self, call: Call) -> Work:
+        return self._scatter_gpu if call.memory == GPU else self._scatter_rounded
+
+    def _gather_work_for(self, call: Call) -> Work:
         self._say_copies(call)
         gather = self._gather_gpu if call.memory == GPU else self._all_gather
         return lambda buffer, _: gather(buffer)
 
     @abstractmethod
     def _reduce_scatter(self, buffer: np.ndarray, op: Op) -> None:
-        """Finish `owned` of a 1-D array of 32 or 64-bit elements in place; the rest may be spoilt."""
+        """Reduce this rank's `owned` slice of a 1-D array in place; other elements may be overwritten.
+
+        Never called with 16-bit floats unless the algorithm overrides `_scatter_rounded`.
+        """
 
     @abstractmethod
     def _all_gather(self, buffer: np.ndarray) -> None:
@@ -648,7 +755,7 @@ class TwoPhase(AllReduce):
         self._all_gather(buffer)
 
     def _scatter_rounded(self, buffer: np.ndarray, op: Op) -> None:
-        """reduce_scatter of any dtype: 16-bit floats travel as float32 sums and are rounded by their owner."""
+        """reduce_scatter of any dtype: 16-bit floats are sent as float32 sums, and rounded by their owner."""
         accumulator = dtypes.TYPES[buffer.dtype].accumulator
         if accumulator == buffer.dtype:
             self._reduce_scatter(buffer, op)
@@ -659,24 +766,12 @@ class TwoPhase(AllReduce):
         mine = self.owned(buffer.size)
         np.copyto(buffer[mine], wide[mine], casting="unsafe")
 
-    # Of CuPy arrays: by way of pinned host memory, for algorithms of the CPU
-
     def _scatter_gpu(self, buffer: Any, op: Op) -> None:
-        host, mine = self._pinned.like(buffer), self.owned(buffer.size)
-        buffer.get(out=host)  # waits for the current stream, so the GPU has finished writing
-        self._scatter_rounded(host, op)
-        self._to_gpu(host, buffer, mine)
+        mine = self.owned(buffer.size)
+        self._stage(buffer, slice(None), lambda host: self._scatter_rounded(host, op), mine)
 
     def _gather_gpu(self, buffer: Any) -> None:
-        host, mine = self._pinned.like(buffer), self.owned(buffer.size)
-        buffer[mine].get(out=host[mine])
-        self._all_gather(host)
-        self._to_gpu(host, buffer, slice(None))
-
-    @staticmethod
-    def _to_gpu(host: np.ndarray, buffer: Any, part: slice) -> None:
-        buffer[part].set(host[part])
-        gpu.synchronize()  # the host memory is used again in the next call
+        self._stage(buffer, self.owned(buffer.size), self._all_gather, slice(None))
 
 
 def _overwrite(arrays: Sequence[Any], changed: Sequence[Any]) -> None:

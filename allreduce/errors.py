@@ -1,7 +1,7 @@
 """Named errors. No MPI here: `transport.control` raises them on every rank, `health.abort` ends the job.
 
-An error on one rank alone is the classic hang of collective code: that rank leaves, the others wait for it.
-So a rank that finds something wrong does not raise at once; it tells the others, and all raise the same error.
+An error on one rank only is the classic hang of collective code: that rank leaves, the others wait for it. So a rank
+that finds an error does not raise it at once; it tells the others, and all ranks raise the same error.
 """
 
 
@@ -9,12 +9,12 @@ class AllReduceError(Exception):
     """Base of all errors that this library raises.
 
     ranks: the ranks of MPI.COMM_WORLD that all raised this same error, so that one report of it is enough;
-        None when it is this rank's alone.
-    teller: the rank of MPI.COMM_WORLD that reports it when nobody catches it; None: the lowest of `ranks`.
+        None when only this rank raises it.
+    reporter: the rank of MPI.COMM_WORLD that reports it if it is not caught; None: the lowest of `ranks`.
     """
 
     ranks: tuple[int, ...] | None = None
-    teller: int | None = None
+    reporter: int | None = None
 
 
 class DisagreementError(AllReduceError):
@@ -26,30 +26,30 @@ class DivergenceError(DisagreementError):
 
 
 class CollectiveTimeoutError(AllReduceError, TimeoutError):
-    """The other ranks did not come to a collective in time."""
+    """The other ranks did not reach a collective in time."""
 
 
 class RankLeftError(AllReduceError, RuntimeError):
-    """A rank has ended its program, or died, while others wait for it.
+    """A rank has ended its program, or its process has died, while others wait for it.
 
-    job_code: the exit code of a job that this ends: that of the rank's program, where it tells of an error.
+    job_code: the exit code of a job that this error ends: that of the rank's program if it is not 0, else 1.
     """
 
     job_code = 1
 
 
 class RankLostError(AllReduceError, RuntimeError):
-    """A rank has died, and MPI lets the others go on: `Topology.survivors()` is the topology of those.
+    """A rank has failed, and the others can continue (ULFM) on the topology from `Topology.survivors()`.
 
-    lost: the ranks that are known to be lost, as numbers of the topology that was in use; empty on a rank that has
-        heard of it from another one.
+    lost: the failed ranks, numbered as in the topology in use; empty on a rank that has learned of the failure from
+        another rank.
     """
 
     lost: tuple[int, ...] = ()
 
 
 class BrokenError(AllReduceError, RuntimeError):
-    """Something that failed half-way was used again: its ranks may be anywhere."""
+    """A backend or queue was used again after a call that failed part-way: its ranks may be in different calls."""
 
 
 class CommunicationError(AllReduceError, RuntimeError):
@@ -89,12 +89,12 @@ class OptionError(AllReduceError, ValueError):
 
 
 class LauncherError(AllReduceError, RuntimeError):
-    """A launcher has started several processes, and MPI takes each of them for a job of one rank."""
+    """A launcher has started several processes, and MPI treats each of them as a job of one rank."""
 
 
 class CopyError(AllReduceError, TypeError):
-    """Something that ranks use together, and that belongs to its process, was copied or pickled."""
+    """A topology or backend, which belongs to its process, was copied or pickled."""
 
 
 class ChildError(AllReduceError, RuntimeError):
-    """A child process, which is no rank, called what needs MPI."""
+    """A child process, which is not a rank, made a call that needs MPI."""

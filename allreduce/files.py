@@ -1,4 +1,4 @@
-"""Text files that are written aside and renamed, so that what was there is lost only when all is written."""
+"""Writes text files under a temporary name and renames them: a complete file alone replaces an old one."""
 
 import contextlib
 import os
@@ -10,7 +10,7 @@ from allreduce.errors import OptionError
 
 
 def writable(path: str) -> bool:
-    """Whether a file can be written at `path`, as `replacing` does; for options, before the work begins. Local."""
+    """Return whether `replacing` can write to `path`. For options, before the work begins. Local."""
     special = os.path.exists(path) and not os.path.isfile(path)
     folder = os.path.dirname(os.path.realpath(path))
     return not os.path.isdir(path) and os.access(path if special else folder, os.W_OK)
@@ -18,14 +18,14 @@ def writable(path: str) -> bool:
 
 @contextlib.contextmanager
 def replacing(path: str, what: str) -> Iterator[TextIO]:
-    """A text file that becomes `path` when it is complete; a device or a pipe is written to.
+    """Context manager: a text file that replaces `path` when it is complete. Devices and pipes are written directly.
 
-    Raises OptionError, in which it is called `what`.
+    what: the file's name in the OptionError that is raised if it can't be written.
     """
     target = os.path.realpath(path)
     special = os.path.exists(target) and not os.path.isfile(target) and not os.path.isdir(target)
     folder, name = os.path.split(target)
-    aside = target if special else os.path.join(folder, f".{name}.{secrets.token_hex(4)}")  # which nobody can foresee
+    aside = target if special else os.path.join(folder, f".{name}.{secrets.token_hex(4)}")  # unpredictable
     try:
         with open(aside, "w" if special else "x", encoding="ascii") as file:
             yield file

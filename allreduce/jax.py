@@ -2,9 +2,9 @@
 
     grads = allreduce.jax.pmean(grads, reduce)  # the mean over all ranks: a new tree
 
-They are ordered: all of a process run one after the other, in the order in which the program has them, compiled or not
-(an ordered effect of JAX). So ranks that run the same program call the backend alike. The backend's own calls
-(`reduce(array)`) are not in that order: before them comes jax.effects_barrier().
+Collectives are an ordered effect of JAX: a process runs them one after the other in program order, compiled or not. So
+ranks that run the same program make the same calls. Direct calls of the backend (`reduce(array)`) are not part of that
+order: call jax.effects_barrier() before them.
 """
 
 import contextlib
@@ -34,11 +34,12 @@ except ImportError as error:
         f'allreduce.jax needs JAX, which can\'t be imported ({error}): pip install ".[jax]" in the checkout'
     ) from error
 
-_KNOWS_BUFFERS = find_spec("jax.experimental.buffer_callback") is not None  # functions on XLA's memory; JAX 0.6.2
+# callbacks that get XLA's buffers; JAX 0.6.2 and later
+_KNOWS_BUFFERS = find_spec("jax.experimental.buffer_callback") is not None
 (_of_callbacks,) = jax.make_jaxpr(lambda: io_callback(lambda: None, None, ordered=True))().effects
 
 
-# What takes every dtype, and keys of random numbers: the name of the backend's call.
+# Collectives that take every dtype and PRNG keys -> the backend's call.
 _MOVES = {"all_gather": "stack", "broadcast": "broadcast"}
 
 
@@ -49,21 +50,22 @@ class _Order(type(_of_callbacks)):  # type: ignore[misc]
         return "allreduce"
 
 
-with contextlib.suppress(ImportError, AttributeError):  # else jax.checkpoint refuses collectives, in words of its own
+with contextlib.suppress(ImportError, AttributeError):  # without this jax.checkpoint refuses collectives
     from jax._src import effects
 
-    effects.remat_allowed_effects.add_type(_Order)  # it keeps what a collective has given, and calls it once
+    effects.remat_allowed_effects.add_type(_Order)  # checkpoint saves a collective's result instead of calling it again
 
 _ORDERED = _Order()
 _TOKEN = jax.make_jaxpr(jax.lax.create_token)().out_avals[0]
 
-_met: weakref.WeakKeyDictionary[AllReduce, BaseException] = weakref.WeakKeyDictionary()  # the last error of each
+# backend -> its last error
+_last_errors: weakref.WeakKeyDictionary[AllReduce, BaseException] = weakref.WeakKeyDictionary()
 
 
 class Collective(NamedTuple):
-    """What a backend is to do with the arrays of one dtype. root: of "broadcast", and of the sum that is its gradient.
+    """A collective on the arrays of one dtype. root: of "broadcast", also in its gradient.
 
-    names: of the arrays in the tree, by which ranks compare what they brought.
+    names: paths of the arrays in the tree, which the ranks compare.
     """
 
     backend: AllReduce
@@ -72,15 +74,18 @@ class Collective(NamedTuple):
     root: int = 0
 
     def on_host(self, *arrays: np.ndarray) -> list[Any]:
-        """Runs in a thread of XLA's, which copies the result before anything ordered goes on."""
+        """Run the collective; return new arrays or views of the backend's memory.
+
+        XLA calls it in its own thread, and copies the result before the next ordered call.
+        """
         try:
             return self._run(arrays)
         except BaseException as error:
-            _met[self.backend] = error
+            _last_errors[self.backend] = error
             raise
 
     def on_buffers(self, _: Any, *buffers: Any) -> tuple[()]:
-        """The same, on XLA's own memory: a token and arrays, then a token and the places of the results."""
+        """Run the collective on XLA's buffers: a token and the arguments, then a token and the results."""
         half = len(buffers) // 2
         made = self.on_host(*map(np.asarray, buffers[1:half]))
         for place, array in zip(buffers[half + 1 :], made, strict=True):
@@ -94,70 +99,75 @@ class Collective(NamedTuple):
 
 
 def pmean(tree: Any, backend: AllReduce) -> Any:
-    """The mean over all ranks of every array of a tree, of floating dtypes. Collective. Its gradient is a mean too."""
+    """Return the mean over all ranks of each array of a tree (floating dtypes), as a new tree. Collective.
+
+    The gradient is the mean of the ranks' gradients.
+    """
     return _call(tree, backend, "mean")
 
 
 def psum(tree: Any, backend: AllReduce) -> Any:
-    """The sum over all ranks. Collective. Its gradient is a sum too, as of the sum of all ranks' losses."""
+    """Return the sum over all ranks of each array of a tree. Collective. The gradient is the ranks' sum, too."""
     return _call(tree, backend, "sum")
 
 
 def pmax(tree: Any, backend: AllReduce) -> Any:
-    """The maximum over all ranks. Collective. It has no gradient."""
+    """Return the maximum over all ranks of each array of a tree. Collective. No derivative: UnsupportedOpError."""
     return _call(tree, backend, "max")
 
 
 def pmin(tree: Any, backend: AllReduce) -> Any:
-    """The minimum over all ranks. Collective. It has no gradient."""
+    """Return the minimum over all ranks of each array of a tree. Collective. No derivative: UnsupportedOpError."""
     return _call(tree, backend, "min")
 
 
 def all_gather(tree: Any, backend: AllReduce) -> Any:
-    """The arrays of all ranks, (ranks, *shape). Collective. Its gradient is this rank's part of the sum of all.
+    """Stack each array of a tree over all ranks: shape (size, *shape). Collective.
 
-    tree: of arrays of any dtype, keys of random numbers too.
+    tree: of arrays of any dtype, PRNG keys too. The gradient is this rank's slice of the sum of the ranks' gradients.
     """
     return _call(tree, backend, "all_gather")
 
 
 def broadcast(tree: Any, backend: AllReduce, root: int = 0) -> Any:
-    """The arrays of rank `root`. Collective. Its gradient is the sum of all ranks' on `root`, zero elsewhere.
+    """Return rank `root`'s arrays. Collective. Raises OptionError for an invalid root.
 
-    tree: as of `all_gather`.
+    tree: as of `all_gather`. The gradient is the sum of the ranks' gradients on `root`, zero elsewhere.
     """
     return _call(tree, backend, "broadcast", check_root(root, backend.size))
 
 
 @contextlib.contextmanager
 def named_errors(backend: AllReduce) -> Iterator[None]:
-    """Inside of `with` a JaxRuntimeError, of compiled code in which a call of `backend` failed, is that call's error.
+    """Context manager: replace the JaxRuntimeError of compiled code by the error of `backend`'s call that caused it.
 
-    Whatever was compiled has to be waited for in here: jax.block_until_ready(...).
+    Wait for compiled code inside it: jax.block_until_ready(...).
     """
     try:
         yield
     except jax.errors.JaxRuntimeError as error:
-        met = _met.pop(backend, None)
+        met = _last_errors.pop(backend, None)
         if met is None:
             raise
         raise met from error
 
 
 def _call(tree: Any, backend: AllReduce, kind: str, root: int = 0) -> Any:
-    """Do `kind` with the arrays of a tree; those of a dtype go together.
+    """Run a collective on the arrays of a tree, one call for each dtype; return a new tree.
 
-    Raises on this rank what can be seen before anything runs: OptionError, UnsupportedDtypeError, UnsupportedOpError.
-    Inside of a function that the caller has compiled, what ranks find out together comes as JAX's JaxRuntimeError, with
-    the error's name and text in it; see `named_errors`.
+    Invalid arguments raise OptionError, UnsupportedDtypeError or UnsupportedOpError on this rank, before anything runs.
+    Inside a compiled function, errors of the call itself arrive as JAX's JaxRuntimeError, with the error's name and
+    text in it; see `named_errors`.
     """
     if not isinstance(backend, AllReduce):
-        raise OptionError(f"a backend is needed, allreduce.create(...), not {type(backend).__qualname__}")
+        raise OptionError(f"pass a backend, allreduce.create(...), not {type(backend).__qualname__}")
     if MPI.Query_thread() < MPI.THREAD_SERIALIZED:
-        raise UnavailableError("collectives of JAX run in a thread of XLA's, and this MPI was started for one thread")
+        raise UnavailableError(
+            "JAX collectives run in an XLA thread, but MPI was initialized without MPI_THREAD_SERIALIZED"
+        )
     leaves, structure = jax.tree_util.tree_flatten_with_path(tree)
     arrays = [jax.numpy.asarray(leaf) for _, leaf in leaves]
-    keys = {}  # of random numbers: what they were made by
+    keys = {}  # array number -> PRNG implementation of a key array
     if kind in _MOVES:
         for number, array in enumerate(arrays):
             if jax.dtypes.issubdtype(array.dtype, jax.dtypes.prng_key):
@@ -166,7 +176,7 @@ def _call(tree: Any, backend: AllReduce, kind: str, root: int = 0) -> Any:
     names = ", ".join(jax.tree_util.keystr(path) or "*" for path, _ in leaves)  # addresses may be in `structure`
     for array in arrays:
         if kind in _MOVES:
-            dtypes.refuse_references(array.dtype)
+            dtypes.check_no_references(array.dtype)
         else:
             backend.check_dtype(array.dtype)
             ops.resolve(kind, array.dtype, backend.size)
@@ -180,7 +190,7 @@ def _call(tree: Any, backend: AllReduce, kind: str, root: int = 0) -> Any:
     return jax.tree.unflatten(structure, made)
 
 
-# The primitive: what JAX has to know about such a call
+# The primitive: the rules by which JAX handles such a call
 
 _primitive = Primitive("allreduce")
 _primitive.multiple_results = True
@@ -205,21 +215,25 @@ def _lower(ctx: Any, *arrays: Any, collective: Collective) -> Any:
 
 
 def _check_devices(context: Any) -> None:
-    """context: of jit, of shard_map, of pmap; each knows the number of devices by another name."""
+    """Raise UnavailableError if the program runs on several devices.
+
+    context: of jit, shard_map or pmap; each names the device count differently.
+    """
     mesh, axes = getattr(context, "mesh", None), getattr(context, "axis_env", None)
     counts = getattr(context, "num_devices", 1), getattr(mesh, "size", 1), getattr(axes, "nreps", 1)
     if max(counts) > 1:
         raise UnavailableError(
             f"collectives of allreduce.jax work on one device of each rank, and this program runs on {max(counts)}: "
-            "bring the arrays to one of them first (jax.device_put, or array.addressable_data(0) of what jax.lax.pmean "
+            "move the arrays to one of them first (jax.device_put, or array.addressable_data(0) of what jax.lax.pmean "
             "has made equal on them), or start one rank for each device"
         )
 
 
 def _call_on_buffers(ctx: Any, token: Any, arrays: tuple[Any, ...], collective: Collective) -> Any:
-    """What jax.experimental.buffer_callback does, in order: results lie where the arguments were, if these may go.
+    """Lower to a callback on XLA's buffers, as jax.experimental.buffer_callback does, but ordered.
 
-    So they need no new memory, whose first touch costs more than the reduction where it is large.
+    Results reuse the arguments' memory where XLA allows it: the first touch of large new memory costs more than the
+    reduction.
     """
     ctx.module_context.add_host_callback(collective.on_buffers)
     number = np.uint64(len(ctx.module_context.host_callbacks) - 1)
@@ -230,7 +244,7 @@ def _call_on_buffers(ctx: Any, token: Any, arrays: tuple[Any, ...], collective: 
 
 
 def _eager(*arrays: Any, collective: Collective) -> list[Any]:
-    """Outside of `jit` it is compiled by itself: so it is in the same order as what else was compiled."""
+    """Run a collective outside `jit`, compiled separately, so that it stays ordered with compiled collectives."""
     with named_errors(collective.backend), jax.disable_jit(False):
         return jax.block_until_ready(_alone(*arrays, collective=collective))
 
@@ -241,19 +255,20 @@ def _alone(*arrays: Any, collective: Collective) -> list[Any]:
 
 
 def _derive(primals: Any, tangents: Any, *, collective: Collective) -> tuple[list[Any], list[Any]]:
-    """All but the extremes are linear."""
+    """JVP rule. All collectives but max and min are linear."""
     made = _primitive.bind(*primals, collective=collective)
     if all(type(tangent) is ad.Zero for tangent in tangents):
         return made, [ad.Zero.from_primal_value(array) for array in made]
     if collective.kind in ("max", "min"):
-        raise UnsupportedOpError(
-            f"p{collective.kind} has no derivative; put jax.lax.stop_gradient(...) round what is given to it"
-        )
+        raise UnsupportedOpError(f"p{collective.kind} has no derivative; pass jax.lax.stop_gradient(x) to it")
     return made, _primitive.bind(*map(ad.instantiate_zeros, tangents), collective=collective)
 
 
 def _transpose(slopes: Any, *arrays: Any, collective: Collective) -> list[Any]:
-    """The derivative of the sum of all ranks' losses by this rank's arrays, where all run the same program."""
+    """Transpose rule: the gradient of the sum of all ranks' losses with respect to this rank's arrays.
+
+    All ranks must run the same program.
+    """
     rank, kind = collective.backend.rank, collective.kind
     given = [ad.instantiate_zeros(slope) for slope in slopes]
     if kind in ("sum", "mean"):
@@ -265,7 +280,7 @@ def _transpose(slopes: Any, *arrays: Any, collective: Collective) -> list[Any]:
 
 
 def _batch(arrays: Any, axes: Any, *, collective: Collective) -> tuple[list[Any], list[Any]]:
-    """Elements are reduced one by one, so what jax.vmap has stacked is reduced as it is."""
+    """Batching rule: collectives work element by element, so an array batched by jax.vmap is passed on unchanged."""
     moved = 1 if collective.kind == "all_gather" else 0
     found = _primitive.bind(*arrays, collective=collective)
     return found, [axis if axis is None else axis + moved for axis in axes]

@@ -1,4 +1,4 @@
-"""A keyword argument that a call does not take: named with its class and the nearest one, once for all ranks."""
+"""Errors about unknown keyword arguments: they name the class and the nearest argument; one rank reports them."""
 
 import difflib
 import functools
@@ -12,15 +12,15 @@ CallableT = TypeVar("CallableT", bound=Callable[..., Any])
 
 
 def near(unknown: str, known: Iterable[str]) -> str:
-    """What to say of a name that is not known: "; did you mean 'update'?", or "" where none is near. Local."""
+    """Return a suggestion for an unknown name: "; did you mean 'update'?", or "" if no name is near. Local."""
     found = difflib.get_close_matches(unknown, list(known), n=1, cutoff=0.5)
     return f"; did you mean {found[0]!r}?" if found else ""
 
 
 def known_only(method: CallableT) -> CallableT:
-    """A method, or constructor, that raises a TypeError for keywords it does not take, before it does anything.
+    """Decorator: the method raises TypeError for unknown keyword arguments, before it does anything.
 
-    The error is reported by one rank alone when nobody catches it, as all errors are once a topology was made.
+    If the error is not caught, one rank reports it, as it does for all errors once a topology was created.
     """
     taken = [name for name in inspect.signature(method).parameters if name != "self"]
     known = frozenset(taken)

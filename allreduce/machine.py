@@ -1,4 +1,4 @@
-"""What kind of machine this is (measurements made on one kind say nothing about another), and what runs on it."""
+"""The kind of this machine (measurements of one kind do not apply to another), and the versions that run on it."""
 
 import os
 import platform
@@ -12,11 +12,11 @@ import numpy as np
 from mpi4py import MPI
 
 OURS = "allreduce"
-LOADED = ("torch", "cupy", "ml_dtypes")  # where the program has imported them
+LOADED = ("torch", "cupy", "ml_dtypes")  # compared if the program has imported them
 
 
 class Machine(TypedDict):
-    """Alike on all machines of one kind: no host names."""
+    """Equal on all machines of one kind: it has no host names."""
 
     cpu: str  # the model's name
     cores: int  # logical ones
@@ -24,12 +24,12 @@ class Machine(TypedDict):
 
 
 def identify() -> Machine:
-    """The kind of the machine that this rank runs on: with all its cores, wherever the launcher has bound the rank."""
+    """Return the kind of this rank's machine, with all its cores, whichever of them the rank is bound to."""
     return {"cpu": _cpu_model(), "cores": os.cpu_count() or 1, "mpi": mpi_library()}
 
 
 def cores() -> list[int]:
-    """The logical cores that this process may run on: by its affinity and its cpuset."""
+    """Return the logical cores that this process may run on (affinity and cpuset)."""
     try:
         return sorted(os.sched_getaffinity(0))
     except AttributeError:  # not on Linux
@@ -37,13 +37,13 @@ def cores() -> list[int]:
 
 
 def mpi_library() -> str:
-    """Name and version of the MPI library, "Open MPI v5.0.11" or "MPICH Version: 5.0.2" say."""
+    """Return name and version of the MPI library: "Open MPI v5.0.11", for example."""
     first = MPI.Get_library_version().strip("\0").strip().splitlines()[0]
     return " ".join(first.split(",")[0].split())
 
 
 def versions() -> dict[str, str]:
-    """The versions of what runs on this rank, which should be the same on all; by name. Nothing is imported."""
+    """Return the versions of Python, MPI and loaded packages by name; ranks should have the same. Imports nothing."""
     found = {"Python": platform.python_version(), "NumPy": np.__version__, "mpi4py": mpi4py.__version__}
     found["MPI"] = mpi_library()
     for name in (OURS, *LOADED):
@@ -54,7 +54,7 @@ def versions() -> dict[str, str]:
 
 
 def digest_of_versions() -> int:
-    """Of all of them, for a message that goes round anyway."""
+    """Return a hash of `versions()`, which the ranks compare in a message that they exchange anyway."""
     return zlib.crc32(repr(sorted(versions().items())).encode())
 
 

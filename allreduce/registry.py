@@ -1,4 +1,4 @@
-"""The names of the backends. A new backend is one file and one line here."""
+"""`create`, and the table of backends by name. A new backend is one file and one line here."""
 
 import importlib
 import inspect
@@ -7,7 +7,7 @@ import zlib
 from typing import Any
 
 from allreduce import keywords
-from allreduce.backend import AllReduce, Recipe
+from allreduce.backend import AllReduce, Config, TwoPhase
 from allreduce.errors import AllReduceError, OptionError, UnavailableError, UnknownBackendError
 from allreduce.topology import Topology
 from allreduce.tracing.trace import Trace
@@ -26,7 +26,7 @@ BACKENDS = {
     "nccl": "allreduce.backends.nccl:Nccl",
     "auto": "allreduce.backends.auto:Auto",
 }
-OTHERS = {  # made by name alone: their operation is another one, so nothing has them in the place of those above
+OTHERS = {  # created by name only, and not in NAMES: they do not sum, so they can't replace the others
     "adasum": "allreduce.backends.adasum:Adasum",
 }
 
@@ -40,21 +40,23 @@ def create(
     trace: str | os.PathLike[str] | Trace | None = None,
     **options: Any,
 ) -> AllReduce:
-    """The backend called `name` on the ranks of `topology`. Collective.
+    """Create the backend `name` on the ranks of `topology`. Collective.
 
-    name: one of `allreduce.NAMES`; or "adasum", which gives no sums.
+    name: one of `allreduce.NAMES`; or "adasum", which does not sum.
     topology: all ranks of MPI.COMM_WORLD when none is given; such a topology is closed with the backend.
-    check: when ranks compare what they were given: "first" time of a signature, "always" or "never".
-    compress: "bfloat16" or "float16": float32 and float64 travel as 16 bits (see allreduce.wrappers.compressed).
+    check: when the ranks compare a call's arguments in full: at the "first" call of a signature, "always" or "never"
+        (see AllReduce).
+    compress: "bfloat16" or "float16": float32 and float64 are sent as 16-bit floats (see
+        allreduce.wrappers.compressed).
     trace: records all calls (see allreduce.wrappers.traced.Traced): the path of a file for Perfetto, which `close`
-        writes, or an allreduce.tracing.trace.Trace that others use too.
+        writes, or an allreduce.tracing.trace.Trace that is shared with other users.
     options: the backend's own: root=0 of "reduce_to_one", node="shared" and cross="ring" of
         "hierarchical_copy".
 
     Raises on all ranks: UnknownBackendError, OptionError, UnavailableError (which says what is missing),
     DisagreementError when ranks ask for different backends.
     """
-    if "comm" in options or not isinstance(topology, Topology | None):  # before anything is made, on all ranks
+    if "comm" in options or not isinstance(topology, Topology | None):  # before anything is created, on all ranks
         given = "comm=" if "comm" in options else type(topology).__qualname__
         remedy = f"create({name!r}, topology=allreduce.Topology(comm))"
         raise OptionError(f"create({name!r}) takes an allreduce.Topology, not {given}: {remedy}")
@@ -64,7 +66,7 @@ def create(
     topology.check_open()
     error: AllReduceError | None = None
     try:
-        backend_class = _load(name)
+        backend_class = class_of(name)
         arguments = _arguments(name, backend_class, check, options)
         if compress is not None:
             compressed.parse(compress, backend_class.sums_half, name)
@@ -76,7 +78,7 @@ def create(
     row = f"create({name!r}, check={check!r}{sent}{traced}{shown})"
     try:
         topology.agree([zlib.crc32(row.encode())], row, error)
-        with topology.detector.hearing(), topology.trial():
+        with topology.detector.translating_failures():
             backend = _constructed(backend_class, topology, arguments)
         backend.name = name
         if compress is not None:
@@ -88,7 +90,7 @@ def create(
         if owned:
             topology.close()
         raise
-    backend.recipe = Recipe(name, {"check": check, **options})
+    backend.config = Config(name, {"check": check, **options})
     backend.owns_topology = owned
     return backend
 
@@ -98,17 +100,22 @@ def _constructed(kind: type[AllReduce], topology: Topology, arguments: dict[str,
         return kind(topology, **arguments)
     except AllReduceError as error:
         if error.ranks is None and isinstance(error, OptionError | UnavailableError):
-            known(error, topology.world)  # arguments are alike on all ranks, so what is refused is refused on all
+            known(error, topology.world)  # all ranks have the same arguments, so all refuse them
         raise
 
 
 def _traced(backend: AllReduce, trace: str | os.PathLike[str] | Trace) -> AllReduce:
-    """`backend` with its calls recorded; closing it closes the backend. Collective."""
+    """Wrap `backend`, so that its calls are recorded; closing the wrapper closes the backend. Collective."""
     try:
         return Traced(backend.topology, inner=backend, trace=trace, owns_inner=True)
     except AllReduceError:  # on all ranks
         backend.close()
         raise
+
+
+def two_phase() -> tuple[str, ...]:
+    """The names of the backends with the two phases reduce_scatter and all_gather. Local."""
+    return tuple(name for name in BACKENDS if issubclass(class_of(name), TwoPhase))
 
 
 def available(topology: Topology | None = None) -> tuple[str, ...]:
@@ -129,13 +136,14 @@ def available(topology: Topology | None = None) -> tuple[str, ...]:
 
 
 def _shown(value: object) -> str:
-    """An option's value in words that are the same on all ranks: no addresses."""
+    """Format an option's value, equally on all ranks: without addresses."""
     if isinstance(value, str | int | float | tuple | os.PathLike) or value is None:
         return repr(value)
     return str(getattr(value, "__qualname__", type(value).__qualname__))
 
 
-def _load(name: str) -> type[AllReduce]:
+def class_of(name: str) -> type[AllReduce]:
+    """Return the class of a backend, whose attributes say what it can do. Local. Raises UnknownBackendError."""
     backends = {**BACKENDS, **OTHERS}
     if not isinstance(name, str) or name not in backends:
         hint = keywords.near(str(name), backends) or "."
@@ -145,7 +153,7 @@ def _load(name: str) -> type[AllReduce]:
 
 
 def _arguments(name: str, backend_class: type[AllReduce], check: str, options: dict[str, Any]) -> dict[str, Any]:
-    """The keyword arguments of a constructor; a backend composed of others is given the means to make them."""
+    """Return a constructor's keyword arguments: `make` and `names` are added for backends composed of others."""
     given = {"make": _part, "names": tuple(BACKENDS)}
     taken = [each for each in inspect.signature(backend_class).parameters if each != "topology"]
     offered = [each for each in taken if each not in given]
@@ -158,7 +166,7 @@ def _arguments(name: str, backend_class: type[AllReduce], check: str, options: d
 
 
 def _part(name: str, topology: Topology) -> AllReduce:
-    """A backend that another one is composed of. Collective."""
+    """Create a part of a composed backend. Collective."""
     if name in OTHERS:
-        raise OptionError(f"{name!r} gives no sums and can't be a part of another backend; use one of the others")
+        raise OptionError(f"{name!r} does not sum, so it can't be a part of another backend; use one of the others")
     return create(name, topology, check="never")

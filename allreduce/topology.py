@@ -1,11 +1,12 @@
-"""Where the ranks are (nodes, communicators), who uses a topology, and what is left of it when a rank fails."""
+"""Topology: the ranks of a job, their nodes and communicators, the users of these, and recovery after failures."""
 
 import contextlib
+import functools
 import threading
 import weakref
 import zlib
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NoReturn, Protocol, TypeVar
 
 import numpy as np
@@ -19,32 +20,21 @@ from allreduce.health.status import FAR_ROWS, ROW_BYTES, StatusRows
 from allreduce.process import children, launcher
 from allreduce.transport import deferred_free, liveness, processes, ulfm
 from allreduce.transport.cma import CMA
-from allreduce.transport.control import agree, all_values, everywhere, known, root_value
+from allreduce.transport.control import agree, all_values, known, root_value
 from allreduce.transport.shared_segment import CommonSegment
 from allreduce.transport.wait import NamedCall, WaitRecord, record_of, waiting, watched
 
 TAGS = 1 << 15  # every MPI has at least this many
 NodeSizes = int | Sequence[int] | None  # `ranks_per_node`
-KindT = TypeVar("KindT", bound="OneOfAKind")
+KindT = TypeVar("KindT", bound="Closeable")
 
 
 class Closeable(Protocol):
-    """What uses a communicator of a topology and has to be closed before it."""
+    """A user of a topology's communicators, closed before them; or a service that all users share (see `once`)."""
 
     def close(self) -> None: ...
 
     def abandon(self) -> None: ...
-
-
-class OneOfAKind(Closeable, Protocol):
-    """What all users of a topology have in common, one object of a kind: see `Topology.once`.
-
-    taken: the numbers of users' parts. take_back: of users who can't give them back. Local, alike on all ranks.
-    """
-
-    def taken(self) -> set[int]: ...
-
-    def take_back(self, parts: set[int]) -> None: ...
 
 
 class Topology:
@@ -55,24 +45,27 @@ class Topology:
         last may be smaller) or a sequence of sizes that add up to the number of ranks. Ranks that do not
         really share memory are never put on one simulated node.
     timeout: seconds that a rank waits for others before it gives up with a CollectiveTimeoutError; by default
-        ALLREDUCE_TIMEOUT_SECONDS, else 1800. After ALLREDUCE_STALL_SECONDS, else 30, a wait is first told.
+        ALLREDUCE_TIMEOUT_SECONDS, else 1800. After ALLREDUCE_STALL_SECONDS, else 30, a wait is reported.
 
     Raises LauncherError when a launcher has started several processes and MPI.COMM_WORLD has one rank: torchrun, srun
-    without PMI, another MPI's mpirun. `Topology(MPI.COMM_SELF)` and ALLREDUCE_ALONE=1 are for one rank on purpose.
+    without PMI, another MPI's mpirun. Use `Topology(MPI.COMM_SELF)` or ALLREDUCE_ALONE=1 for one rank on purpose.
 
-    Communicators (all owned here and freed by `close`):
+    Communicators (owned here and freed by `close`):
         world   all ranks
         node    the ranks that share memory with this one
         cross   the ranks with this one's node rank, one on each node that has such a rank
         host    as `node`, before nodes are simulated: the ranks that really share memory
+    Communicators with the same ranks may be one and the same, and a communicator of this rank alone is MPI.COMM_SELF.
 
-    With uneven nodes, `cross` differs in size from rank to rank; `leaders_only` is then true and only
-    node rank 0 of each node should speak for it.
+    With uneven nodes `leaders_only` is true: then only the leaders' `cross` has a rank of every node, and only leaders
+    should use it.
     """
 
+    node_rank: int
+    node_size: int
     cores: int  # of this node
-    sharing: int  # ranks that share them
-    previous_ranks: tuple[int, ...]  # the rank that each rank had in the topology before, for one of `survivors`
+    sharing: int  # ranks that share these cores
+    previous_ranks: tuple[int, ...]  # by rank: its rank in the topology before `survivors`; else itself
 
     def __init__(
         self,
@@ -82,6 +75,7 @@ class Topology:
         *,
         parent: "Topology | None" = None,
         original: "Topology | None" = None,
+        on_one_host: bool = False,
     ) -> None:
         children.check()
         if original is not None:
@@ -100,22 +94,22 @@ class Topology:
         try:
             with waiting(comm, asked):
                 first = self.own(comm.Dup())
-            revoke = weakref.WeakMethod(self.cut_off)  # MPI keeps the detector with `first`; a topology can be dropped
+            revoke = weakref.WeakMethod(self.revoke_comms)  # MPI keeps the detector of a topology that is dropped
             self.detector = StallDetector(first, self.timeout, revoke=lambda: (call := revoke()) and call())
             watched(first, self.detector, self.wait_record())
             with waiting(first, asked):
-                self._connect(first)
+                self._connect(first, on_one_host or (parent is not None and parent.host.size == parent.size))
         except BaseException:
             self.closed = True
-            self._leave_owned()
+            self._defer_free()
             if self._revoked and "detector" in vars(self):  # without a failure others may still wait in it
                 self.detector.abandon()
             raise
         if parent is not None:
-            self.cores, self.sharing = parent.cores, parent.sharing  # whose ranks need them too
+            self.cores, self.sharing = parent.cores, parent.sharing  # the parent's other ranks use these cores too
 
     def _begin(self, parent: "Topology | None") -> None:
-        """Become a child before there is anything to wait for: when the parent hears of a failure, so does this."""
+        """Initialize, and register with the parent before any wait: a failure in the parent then reaches this one."""
         self._owned: list[MPI.Intracomm] = []
         self._users: list[Closeable] = []
         self._children: list[Topology] = []
@@ -124,46 +118,80 @@ class Topology:
         self._revoked, self.closed = False, False
         self._unrevoked: MPI.Intracomm | None = None  # of _owned; no failure revokes it
         if parent is not None:
-            self._revoked = parent.begin_child(self)
+            self._revoked = parent.add_child(self)
 
-    def begin_child(self, child: "Topology") -> bool:
-        """`child` is made from this one, and closed with it. True: a rank was lost already. Local."""
+    def add_child(self, child: "Topology") -> bool:
+        """Register a child topology, which is closed with this one. True: a rank has already failed. Local."""
         self._children = [each for each in self._children if not each.closed] + [child]
         return self._revoked
 
-    def _connect(self, comm: MPI.Intracomm) -> None:
-        """Make all communicators but the detector's, which is `comm`. Collective."""
+    def _connect(self, comm: MPI.Intracomm, on_one_host: bool) -> None:
+        """Create all communicators but `comm`. Collective. on_one_host: it is known that all ranks share memory.
+
+        comm: for agreements, and for the detector's messages. An agreement is a collective call, so no message matches
+            it.
+        """
+        self._control = comm
         self.world: MPI.Intracomm = self.own(comm.Dup(), watch=True)
-        self._control = self.private()
-        self._finish = self.detector.wait_record(self.number(), raises=True)  # where `finished` waits, and
-        if ulfm.in_force():  # ranks that leave say so on a communicator that no failure revokes
+        self._finish = self.detector.wait_record(self.number(), raises=True)  # where `finished` waits
+        if ulfm.in_force():  # ranks announce that they leave on a communicator that no failure revokes
             self._unrevoked = self.own(self.world.Dup())
-            self.detector.messages.part_on(self._unrevoked, self._finish)
+            self.detector.messages.use_unrevoked(self._unrevoked, self._finish)
         self.previous_ranks = tuple(range(self.size))
-        self.host: MPI.Intracomm = self.own(self.world.Split_type(MPI.COMM_TYPE_SHARED, key=self.rank), watch=True)
+        self.host: MPI.Intracomm = self.world
+        if not on_one_host:
+            self.host = self.own(self.world.Split_type(MPI.COMM_TYPE_SHARED, key=self.rank), watch=True)
         found = all_values(self.host, [machine.cores(), self.rank, liveness.own()], "learn what this node has")
         self.cores = len(set().union(*(cores for cores, *_ in found)))
         self.sharing = self.host.size
-        if self.sharing > self.cores and not self.is_part:  # of which that was said
-            text = f"{self.sharing} ranks share the {self.cores} cores of this node: expect no speed-up from more "
-            notices.once(self.rank, text + "ranks, and times of communication that are mostly waits for a core")
-        self.node: MPI.Intracomm = self.host
-        if self._ranks_per_node is not None:
+        if self.sharing > self.cores and not self.is_part:  # the parent has already said so
+            text = f"{self.sharing} ranks share the {self.cores} cores of this node: more ranks give no speed-up, "
+            notices.once(self.rank, text + "and communication times are mostly waits for a core")
+        if self._ranks_per_node is None:
+            self.node = self.host
+        elif self._ranks_per_node == 1:
+            self.node = MPI.COMM_SELF
+        else:
             number = _simulated_node(self.rank, self._ranks_per_node)
             self.node = self.own(self.host.Split(number, key=self.rank), watch=True)
+        self.node_rank, self.node_size = self.node.rank, self.node.size
         self.cma = CMA(self.node)
         nodes, self.node_index = self._number_nodes()
         self.node_sizes = tuple(map(len, nodes))
         here = {rank: liveness.of_json(process) for _, rank, process in found if process is not None}
         rows = _shared_rows(self.node)
-        # A topology that is dropped leaves its communicators, with which MPI keeps the detector, and so the rows.
+        # MPI keeps the communicators of a dropped topology, these keep the detector, and it keeps the rows.
         self._release_rows = weakref.finalize(self, _leave_rows, self.detector, rows)
         self._release_rows.atexit = False
         self.detector.connect(nodes, self.node_index, rows, here)
-        self.cross: MPI.Intracomm = self.own(self.world.Split(self.node.rank, self.node_index), watch=True)
+        self.cross = self._pairs()
+
+    @functools.cached_property
+    def node(self) -> MPI.Intracomm:
+        """The `node` of a duplicate: created at its first use, which is collective over the world."""
+        if self.nodes == self.size:
+            return MPI.COMM_SELF
+        return self.world if self.nodes == 1 else self._split(self.node_index, self.rank)
+
+    @functools.cached_property
+    def cross(self) -> MPI.Intracomm:
+        """The `cross` of a duplicate: created at its first use, as `node` is."""
+        return self._pairs()
+
+    def _pairs(self) -> MPI.Intracomm:
+        if self.nodes == 1:
+            return MPI.COMM_SELF
+        if self.nodes == self.size:
+            return self.world
+        return self._split(self.node_rank, self.node_index)
+
+    def _split(self, colour: int, order: int) -> MPI.Intracomm:
+        """Return the communicator of the ranks with the same `colour`, sorted by `order`. Collective."""
+        with waiting(self.world, "make a communicator"):
+            return self.own(self.world.Split(colour, order), watch=True)
 
     def _number_nodes(self) -> tuple[list[list[int]], int]:
-        """The ranks of all nodes, and which node is this rank's. Nodes are in the order of their leaders. Collective.
+        """Return the ranks of each node, and the index of this rank's node. Nodes are sorted by leader. Collective.
 
         Ranks compare their versions in the same message.
         """
@@ -187,14 +215,6 @@ class Topology:
         return self.world.size
 
     @property
-    def node_rank(self) -> int:
-        return self.node.rank
-
-    @property
-    def node_size(self) -> int:
-        return self.node.size
-
-    @property
     def nodes(self) -> int:
         """The number of nodes."""
         return len(self.node_sizes)
@@ -213,9 +233,9 @@ class Topology:
 
     @classmethod
     def of_ranks(cls, ranks: Sequence[int], name: str, timeout: float | None = None) -> "Topology":
-        """The topology of some ranks of MPI.COMM_WORLD, in the given order. Collective over these alone.
+        """Return the topology of some ranks of MPI.COMM_WORLD, in the given order. Collective over these ranks only.
 
-        name: tells this call from others that go on at the same time; the same on all of them.
+        name: distinguishes concurrent calls; must be equal on these ranks.
         """
         children.check()
         everyone = MPI.COMM_WORLD.Get_group()
@@ -234,29 +254,34 @@ class Topology:
             everyone.Free()
 
     def inside(self) -> "Topology":
-        """The topology of this node alone: its ranks, one node. Collective over the node."""
+        """Return the topology of this node's ranks. Collective over the node.
+
+        The first call on a duplicate is collective over the world: it creates the duplicate's `node`.
+        """
         self.check_open()
-        return Topology(self.node, timeout=self.timeout, parent=self)
+        return Topology(self.node, timeout=self.timeout, parent=self, on_one_host=True)
 
     def across(self) -> "Topology | None":
-        """The topology of one rank per node, each on a node of its own. Collective over the world.
+        """Return the topology of one rank per node, each on its own node. Collective over the world.
 
         Equal nodes: the ranks with this rank's node rank. Uneven nodes: the leaders; None on other ranks.
         """
+        self.check_open()
+        cross = self.cross  # a duplicate creates it now, on all ranks
         if self.leaders_only and self.node_rank:
             return None
-        return Topology(self.cross, ranks_per_node=1, timeout=self.timeout, parent=self)
+        return Topology(cross, ranks_per_node=1, timeout=self.timeout, parent=self)
 
     def split(self, colour: int, ranks_per_node: NodeSizes = None, on_error: str = "job") -> "Topology":
-        """The topology of the ranks that bring the same `colour`, in the order of their ranks here. Collective.
+        """Split the ranks by `colour`, and return the topology of this rank's part, in rank order. Collective.
 
-        It belongs to its user, who closes it before this one (or leaves that to this one's `close`). Its waits,
-        agreements and errors are its own: an error that all its ranks raise, and catch, is no other part's concern.
+        The caller may close it; otherwise `close` of this topology does. Its waits, agreements and errors do not
+        involve the other parts.
 
-        on_error: what an exception ends that nobody catches: the whole "job", or the programs of this "part" alone
-            (alike on its ranks) while the part is open. Its other ranks, which wait for the one that has left, get a
-            RankLeftError; other parts go on, and the job's exit code says in the end that one has failed. A wait
-            inside of MPI, a thread that dies, and Ctrl-C end the job all the same.
+        on_error: what an uncaught exception ends: the whole "job", or only the programs of this "part" while it is
+            open. Equal on the ranks of a part. With "part", ranks of the part that wait for the failed one raise
+            RankLeftError, other parts continue, and the job's exit code shows the failure. An endless wait inside MPI,
+            an exception in a thread, and Ctrl-C still end the job.
         """
         self.agree([], "Topology.split", _bad_split(colour, on_error))
         with waiting(self.world, "Topology.split"):
@@ -267,46 +292,45 @@ class Topology:
             self.release(comm)
         part.agree([on_error == "part"], f"split(on_error={on_error!r})")
         if on_error == "part":
-            part.stand_apart()
+            part.isolate()
         return part
 
-    def stand_apart(self) -> None:
-        """Errors and failures of ranks of other parts are no concern of this one's from now on. Local."""
+    def isolate(self) -> None:
+        """Isolate this part: failures in the parent don't revoke it, its uncaught errors don't end the job. Local."""
         self.apart = True
         abort.contain(self)
 
     def duplicate(self) -> "Topology":
-        """The same ranks and nodes on communicators of its own. Collective.
+        """Return a topology of the same ranks and nodes with its own communicators. Collective.
 
-        For users that make things in the middle of their calls, in whichever thread those run.
+        For users that create backends or communicators during a call, in any thread. Its `node` and `cross` are created
+        at their first use, which must be the same call on all ranks.
         """
         self.check_open()
         return Topology(original=self)
 
     def _duplicate(self, original: "Topology") -> None:
-        self.__dict__.update(vars(original))
+        self.__dict__.update({name: value for name, value in vars(original).items() if name not in ("node", "cross")})
         self._begin(original)
         self.original, self._numbers = original, original.number() << 16
         with waiting(original.world, "Topology.duplicate"):
-            copies = [self.own(comm.Dup(), watch=True) for comm in (original.world, original.node, original.cross)]
-        self.world, self.node, self.cross = copies
-        self._control = self.private()
+            self._control = self.world = self.own(original.world.Dup(), watch=True)  # only users' calls carry data
 
     # Communicators and their users
 
     def agree(self, values: Sequence[int], text: str, error: Exception | None = None) -> None:
-        """Return when all ranks bring equal `values` and no error; raise on all of them otherwise. Collective.
+        """Return if all ranks pass equal `values` and no error; otherwise raise the same error on all. Collective.
 
-        text: this rank's side in words. At most 8 values.
+        values: at most 8. text: this rank's call in words.
         """
         self.check_open()
         agree(self._control, values, text, error)
 
     def private(self, user: Closeable | None = None, wait: WaitRecord | None = None) -> MPI.Intracomm:
-        """A duplicate of `world` on which its user's messages are its own. Collective; owned here.
+        """Return a duplicate of `world` for one user's messages. The topology owns it. Collective.
 
         user: closed before the communicator when the topology is closed.
-        wait: the wait record of agreements on it; a record of its own when none is given.
+        wait: the wait record of agreements on it; by default a new one.
         """
         self.check_open()
         if user is not None and user not in self._users:
@@ -317,31 +341,31 @@ class Topology:
         return comm
 
     def use(self, user: Closeable) -> None:
-        """`user` is closed before the topology, before those that began to use it earlier. Local."""
+        """Register a user: `close` closes users before the communicators, the last registered first. Local."""
         self._users.append(user)
 
     def let_go(self, user: Closeable) -> None:
-        """`user` was closed. Local."""
+        """Unregister a user that has been closed. Local."""
         if user in self._users:
             self._users.remove(user)
 
     def wait_record(self) -> WaitRecord:
-        """A record of a user's waits for other ranks. Collective: all ranks make their records in the same order."""
+        """Create a record of a user's waits for other ranks. Local; all ranks create theirs in the same order."""
         return self.detector.wait_record(self.number())
 
     def own(self, comm: MPI.Comm, watch: bool = False) -> MPI.Intracomm:
-        """Free a communicator in the end. Local. watch: waits on it have a record of their own."""
+        """Take ownership of a communicator: `close` frees it. Local. watch: create a wait record for it."""
         assert isinstance(comm, MPI.Intracomm)
         with self._guard:
             self._owned.append(comm)
-            if self._revoked:  # while it was made; other ranks may not have it
+            if self._revoked:  # while it was created; other ranks may not have it
                 ulfm.revoke(comm)
         if watch:
             watched(comm, self.detector, self.wait_record())
         return comm
 
     def release(self, comm: MPI.Intracomm, user: Closeable | None = None) -> None:
-        """Free a communicator that `private` gave to `user`. Collective."""
+        """Free a communicator of `private` or `own`, and unregister `user` if given. Collective."""
         if user is not None:
             self.let_go(user)
         with self._guard:
@@ -351,42 +375,16 @@ class Topology:
         comm.Free()
 
     def once(self, kind: Callable[["Topology"], KindT]) -> KindT:
-        """`kind(self)`, made at the first use and closed with this. Making it is collective, where `kind` says so."""
+        """Return the topology's one `kind(self)`, created at the first use (collective if its constructor is)."""
         self.check_open()
         if kind not in self._made_once:
             self._made_once[kind] = kind(self)
         return self._made_once[kind]
 
     def number(self) -> int:
-        """A number for a user, which no other one has. All ranks ask for theirs in the same order."""
+        """Return a new number, unique in this topology. Local; all ranks call it in the same order."""
         self._numbers += 1
         return self._numbers
-
-    @contextlib.contextmanager
-    def trial(self) -> Iterator[None]:
-        """What is taken from here inside is given back when it ends in an error. Collective then.
-
-        For constructors that may refuse, on all ranks.
-        """
-        owned, users, children = list(self._owned), list(self._users), list(self._children)
-        taken = {kind: made.taken() for kind, made in self._made_once.items()}
-        try:
-            yield
-        except Exception as error:
-            if everywhere(error, self.world):
-                for child in [each for each in self._children if each not in children]:
-                    child.close()
-                self._users = users
-                for kind, made in list(self._made_once.items()):
-                    if kind in taken:
-                        made.take_back(made.taken() - taken[kind])
-                    else:
-                        self._made_once.pop(kind).close()
-                for comm in [each for each in reversed(self._owned) if each not in owned]:
-                    self.release(comm)
-            elif ulfm.lost(error) is not None:
-                self._users = users  # what is half made can't be abandoned
-            raise
 
     # Lifetime
 
@@ -396,13 +394,13 @@ class Topology:
             raise ClosedError("this topology is closed; make a new Topology()")
 
     def close(self) -> None:
-        """Close what still uses this topology, then free every communicator; after a loss `abandon`. Collective."""
+        """Close all users, then free every communicator; after a failure, do `abandon` instead. Collective."""
         if self.closed:
             return
         try:
             self._close_together()
         except Exception as error:
-            if self.detector.loss_of(error) is None:
+            if self.detector.failure_behind(error) is None:
                 raise
             self.closed = False
             self.detector.leave("it has closed the topology")
@@ -412,7 +410,7 @@ class Topology:
         agree(self._control, [], f"close {self}", None)
         for user in [*reversed(self._users), *reversed(self._children)]:
             user.close()
-        if self.closed:  # by one of them: a trainer closes the topology that a loss has left it with
+        if self.closed:  # by one of them: a trainer closes the topology that it has after a failure
             return
         self.closed = True
         for made in [*reversed(self._made_once.values())]:
@@ -424,7 +422,7 @@ class Topology:
             self.release(comm)
 
     def abandon(self) -> None:
-        """Let go of everything without the other ranks, who may be lost. Local; communicators stay to the end."""
+        """Drop everything without communicating, because ranks may have failed. Local. Frees no communicator now."""
         if self.closed:
             return
         self.closed = True
@@ -432,13 +430,13 @@ class Topology:
             user.abandon()
         for made in [*reversed(self._made_once.values())]:
             made.abandon()
-        self._leave_owned()
+        self._defer_free()
         if self.original is None:
-            self.detector.abandon()  # it keeps the rows: others may wait for this rank, and must hear that it leaves
+            self.detector.abandon()  # keeps the rows: ranks that wait for this one must learn that it leaves
             self._release_rows.detach()
 
-    def _leave_owned(self) -> None:
-        """Leave all communicators as they are: other ranks may use them, if they were not revoked."""
+    def _defer_free(self) -> None:
+        """Free revoked communicators later; never free the others, because other ranks may use them."""
         with self._guard:
             if self._revoked:
                 deferred_free.free_comms_later(self._owned)
@@ -460,16 +458,17 @@ class Topology:
     # Failures
 
     def revoke(self) -> None:
-        """End every wait, of all ranks, in what this topology and its children communicate with. Local.
+        """Revoke the communicators of this topology and its children: all ranks' waits on them end. Local.
 
-        From then on all their calls raise RankLostError, but `finished`, `survivors` and `abandon`. A RankLostError
-        was raised after this was done. Parts of `split(on_error="part")` go on. Without ULFM nothing happens.
+        After that all calls raise RankLostError, except `finished`, `survivors` and `abandon`. When a call raises
+        RankLostError, this has already been done. Parts from `split(on_error="part")` are not revoked. Does nothing
+        without ULFM.
         """
         if ulfm.in_force() and not self.closed:
-            self.detector.lose()
+            self.detector.handle_failure()
 
-    def cut_off(self) -> None:
-        """Revoke what this topology and its children communicate with. Local. For its detector."""
+    def revoke_comms(self) -> None:
+        """Revoke the communicators of this topology and its children. Local. Called by the detector."""
         with self._guard:
             self._revoked = True
             for comm in self._owned:
@@ -477,50 +476,52 @@ class Topology:
                     ulfm.revoke(comm)
         for child in list(self._children):
             if not (child.apart or child.closed):
-                child.cut_off()
-                if "detector" in vars(child):  # it is not still being made
-                    child.detector.lose()
+                child.revoke_comms()
+                if "detector" in vars(child):  # its constructor has come that far
+                    child.detector.handle_failure()
 
     def finished(self, ok: bool = True) -> bool:
-        """Whether all ranks that are left come here with `ok`: the same answer on all of them. Collective over those.
+        """Return whether all surviving ranks pass ok=True, the same on all of them. Collective over these.
 
-        The end of what a loss may interrupt: ranks that have heard of it come with ok=False, others, whose calls have
-        all returned, with True. On False all of them call `survivors` and do it again; on True it is done, whoever
-        has died meanwhile, and a loss is met in the next call. Nobody must wait for others on the way here but
-        in calls of this topology, its children and its backends. Without ULFM the answer is `ok`, and nobody waits.
+        Call it after work that a failure may interrupt. A rank passes ok=False if a call raised RankLostError, True if
+        all its calls returned. If the answer is False, all ranks call `survivors` and repeat the work. If it is True,
+        the work is complete; a rank that has failed meanwhile is reported in the next call. Between the work and this
+        call a rank may wait for others only in calls of this topology, its children and its backends. Without ULFM it
+        returns `ok` at once.
 
-        Raises RankLeftError when a rank comes no more without being lost: it has ended its program, or closed this.
+        Raises RankLeftError if a rank that has not failed will not take part: it has ended its program or closed this
+        topology.
         """
         self.check_open()
         if not ulfm.in_force():
             return ok
-        call = NamedCall("finished: the end of what a lost rank may interrupt")
+        call = NamedCall("finished: agree whether all surviving ranks have completed the work")
         self._finish.begin(call)
         try:
-            return ulfm.agree(self.world, ok, lambda: self.detector.messages.look_at_end(call))
+            return ulfm.agree(self.world, ok, lambda: self.detector.messages.check_finish(call))
         finally:
             self._finish.end()
 
     def survivors(self, admit: bool = True) -> "Topology":
-        """The topology of the ranks that are left, in their order, on the nodes they were on. Collective over those.
+        """Return a topology of the surviving ranks, in rank order, each on its node. Collective over these.
 
-        When another rank dies meanwhile, it is made again. This topology and all that uses it are revoked and
-        abandoned; arrays from `allocate` stay readable. Simulated nodes keep those of their ranks that are left. The
-        new topology's `previous_ranks` are the ranks that its ranks had here.
+        If another rank fails meanwhile, it starts again. This topology and all its users are revoked and abandoned;
+        arrays from `allocate` stay readable. Each rank stays on its simulated node. `previous_ranks` of the new
+        topology holds the ranks that its ranks have here.
 
-        admit: whether standby ranks join where there are some (see allreduce.spares.man), the same on all ranks.
+        admit: whether standby ranks may join, if there are any (`allreduce.standby`); equal on all ranks.
 
-        Raises UnavailableError where ULFM is not in force.
+        Raises UnavailableError without ULFM.
         """
         self.check_open()
         if not ulfm.in_force():
             raise UnavailableError(
-                "ranks can't be outlived in this job: start it with Open MPI's mpirun --with-ft ulfm"
+                "this job can't continue after a rank fails: start it with Open MPI's mpirun --with-ft ulfm"
             )
         self.revoke()
         made = type(self).of_survivors(self.world, self._ranks_per_node, self.timeout)
         if self.apart:
-            made.stand_apart()
+            made.isolate()
         self.abandon()
         return made
 
@@ -531,14 +532,14 @@ class Topology:
         ranks_per_node: NodeSizes = None,
         timeout: float | None = None,
     ) -> "Topology":
-        """`Topology(...)` of those ranks of `comm` that are alive, whoever dies meanwhile. Collective over those.
+        """Create a Topology of the living ranks of `comm`; start again if one fails meanwhile. Collective over these.
 
-        For the start of a program that goes on without lost ranks. Without ULFM it is `Topology(...)`.
+        For the start of programs that continue after failures. Without ULFM it is `Topology(...)`.
         """
         children.check()
         comm = _checked(comm)
         while ulfm.in_force():
-            with waiting(comm, "make a topology of the ranks that are left"):
+            with waiting(comm, "create a topology of the surviving ranks"):
                 left = ulfm.shrink(comm)
             previous, made = processes.ranks_in(comm, left), None
             try:
@@ -564,7 +565,7 @@ children.guard(
 
 
 def _leave_rows(detector: StallDetector, rows: StatusRows | None) -> None:
-    """A topology was closed or dropped: other ranks that wait in it hear that this one leaves, then its rows go."""
+    """Finalizer of a topology: tell ranks that wait in it that this rank leaves, then release its status rows."""
     with contextlib.suppress(Exception):
         detector.leave("it has dropped the topology")
     if rows is not None:
@@ -572,7 +573,7 @@ def _leave_rows(detector: StallDetector, rows: StatusRows | None) -> None:
 
 
 def _shared_rows(node: MPI.Intracomm) -> StatusRows | None:
-    """The rows of the ranks of `node`, which share memory; None on all of them when it is full. Collective."""
+    """Create the status rows of a node's ranks in shared memory; None on all of them when it is full. Collective."""
     if node.size == 1:
         return None
     try:
@@ -594,9 +595,9 @@ def _simulated_node(rank: int, ranks_per_node: int | Sequence[int]) -> int:
 
 
 def nodes_left(ranks_per_node: NodeSizes, left: Sequence[int], ranks: int) -> NodeSizes:
-    """`ranks_per_node` of those ranks that are left of `ranks`: each stays on its node."""
+    """Return `ranks_per_node` for the surviving ranks `left` of `ranks`; each stays on its node."""
     if ranks_per_node is None or _bad_ranks_per_node(ranks_per_node, ranks) is not None:
-        return ranks_per_node  # Topology refuses what is bad
+        return ranks_per_node  # Topology raises its error
     return list(Counter(_simulated_node(rank, ranks_per_node) for rank in left).values())
 
 
@@ -636,7 +637,7 @@ def _bad_timeout(timeout: float | None) -> OptionError | None:
 
 
 def _checked(comm: MPI.Intracomm | None) -> MPI.Intracomm:
-    """The communicator that was given, or MPI.COMM_WORLD; OptionError when nothing can be done on it."""
+    """Return `comm`, or MPI.COMM_WORLD for None. Raises OptionError if it is not a usable intracommunicator."""
     if comm is None or comm is MPI.COMM_WORLD:
         launcher.check(MPI.COMM_WORLD.size)
         return MPI.COMM_WORLD
@@ -649,9 +650,9 @@ def _checked(comm: MPI.Intracomm | None) -> MPI.Intracomm:
 
 
 def _compare_versions(comm: MPI.Intracomm, digests: Sequence[int]) -> None:
-    """Tell which ranks have other versions, where their digests, the same on all of them, differ. Collective.
+    """If the ranks' version digests differ, log which ranks have which versions. Collective.
 
-    Raises DisagreementError on all ranks when it is ours: what they send each other need not mean the same.
+    Raises DisagreementError on all ranks if versions of allreduce differ: their messages may be incompatible.
     """
     if len(set(digests)) == 1:
         return

@@ -1,8 +1,8 @@
-"""Benchmarks of the AllReduce backends and trainers: a command for each question; README.md lists them.
+"""Benchmarks of the AllReduce backends and trainers, one command each; README.md lists them.
 
 mpirun -n 4 python -m benchmarks.bandwidth   which backend is fastest at which size, and by how much?
 python -m benchmarks.compare a.json b.json   did a change make anything slower?
-mpirun -n 4 python -m benchmarks.tune        measure once, so that "auto" decides by measurement
+mpirun -n 4 python -m benchmarks.tune        write the table by which "auto" selects backends
 """
 
-import allreduce  # noqa: F401  # first: it says what to install where there is no MPI
+import allreduce  # noqa: F401  # first: without MPI its error says what to install

@@ -1,11 +1,11 @@
-"""What does a checkpoint cost a training? The step that writes one, and the steps while a thread writes it.
+"""Measures the cost of a checkpoint: in the step that starts it, and in the steps while a thread writes it.
 
     mpirun -n 2 python -m benchmarks.checkpoint --json out.json
 
-A NumpyNetwork of 10 M parameters with Adam is trained, with a checkpoint every so many steps. The time of a step is
-that from its begin to the begin of the next, the slowest rank's: the step that writes copies the state and hands it to
-the thread of rank 0; while the thread writes, it takes part of a core from the steps that follow, which they feel
-where no core is left. --framework torch trains a module with torch.optim.Adam in its place.
+Trains a NumpyNetwork of 10 M parameters with Adam (--framework torch: a module with torch.optim.Adam) and a checkpoint
+every --every steps. The time of a step is from its beginning to the beginning of the next step, on the slowest rank.
+The step that starts a checkpoint copies the state and passes it to a thread of rank 0. While the thread writes, it uses
+part of a core, which slows the following steps if no core is free.
 """
 
 import argparse
@@ -19,22 +19,21 @@ from typing import Any
 
 import numpy as np
 
-import allreduce
+from allreduce import Topology
 from allreduce.transport.control import root_value, together
-from benchmarks.lib import cli, outputs, timing
+from benchmarks.lib import cli, timing
+from benchmarks.lib.outputs import Screen
 from trainers import Checkpoint, MirroredTrainer, NumpyNetwork
 from trainers.backends import UPDATES
 from trainers.files import checkpoint as files
 from trainers.replica import Replica
 from trainers.watching.callback import Callback
 
-PROGRAM = "benchmarks.checkpoint"
 FEATURES, CLASSES = 512, 10
 PLAIN, WRITES, DURING = "no checkpoint", "the step that writes", "while it is written"
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = cli.parser(PROGRAM, __doc__)
+def _options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--parameters", type=cli.at_least(0.01, float), default=10.0, metavar="M", help="millions (default: 10)")
     add("--batch", type=cli.at_least(1), default=128, metavar="N", help="rows per rank (default: 128)")
@@ -44,28 +43,10 @@ def _parser() -> argparse.ArgumentParser:
     add("--framework", choices=["numpy", "torch"], default="numpy", help="(default: numpy)")
     add("--folder", metavar="DIR", help="where rank 0 writes (default: a temporary folder here)")
     cli.add_json_option(parser)
-    return parser
-
-
-class Steps(Callback):
-    """When each step began, and on rank 0 whether the checkpoint before it was on its way to the disk."""
-
-    reads_batches = False
-
-    def __init__(self, folder: str, every: int) -> None:
-        self._folder, self._every = folder, every
-        self.begins: list[float] = []
-        self.writing: list[bool] = []
-
-    def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
-        begun = batch - batch % self._every  # steps before the checkpoint that was begun last
-        path = files.path_of(self._folder, begun)
-        self.writing.append(bool(begun) and self.trainer.rank == 0 and not os.path.exists(path))
-        self.begins.append(time.perf_counter())
 
 
 def replica_of(options: argparse.Namespace) -> Replica:
-    """The model: two hidden layers of one size, which gives about the parameters that were asked for."""
+    """Return a replica with two equal hidden layers and about `options.parameters` million parameters."""
     wanted, ends = options.parameters * 1e6, FEATURES + CLASSES
     hidden = max(1, round((-ends + (ends**2 + 4 * wanted) ** 0.5) / 2))
     sizes = [FEATURES, hidden, hidden, CLASSES]
@@ -86,20 +67,32 @@ def _module(sizes: Sequence[int]) -> Replica:
     return TorchReplica(module, torch.nn.CrossEntropyLoss(), torch.optim.Adam(module.parameters(), lr=1e-4))
 
 
-def rows_of(options: argparse.Namespace, ranks: int) -> tuple[np.ndarray, np.ndarray]:
-    """The data of the steps that were asked for."""
-    rows = options.steps * options.batch * ranks
-    return np.random.default_rng(0).standard_normal((rows, FEATURES), np.float32), np.arange(rows) % CLASSES
+class Steps(Callback):
+    """Records when each step begins, and on rank 0 whether the previous checkpoint is still being written then."""
+
+    reads_batches = False
+
+    def __init__(self, folder: str, every: int) -> None:
+        self._folder, self._every = folder, every
+        self.begins: list[float] = []
+        self.writing: list[bool] = []
+
+    def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
+        begun = batch - batch % self._every  # the number of steps at the last checkpoint
+        path = files.path_of(self._folder, begun)
+        self.writing.append(bool(begun) and self.trainer.rank == 0 and not os.path.exists(path))
+        self.begins.append(time.perf_counter())
 
 
-def measure(topology: allreduce.Topology, options: argparse.Namespace, folder: str) -> dict[str, Any]:
-    """Seconds of the steps of each kind, and the bytes of a checkpoint. Collective."""
+def measure(topology: Topology, options: argparse.Namespace, folder: str) -> dict[str, Any]:
+    """Return the seconds of each kind of step, and the size of a checkpoint. Collective."""
     replica = replica_of(options)
-    x, y = rows_of(options, topology.size)
+    batch = options.batch * topology.size
+    x = np.random.default_rng(0).standard_normal((options.steps * batch, FEATURES), np.float32)
+    y = np.arange(len(x)) % CLASSES
     steps = Steps(folder, options.every)
     with MirroredTrainer(replica, "auto", topology, update=options.update) as trainer:
         given = Checkpoint(folder, f"{options.every} steps", keep=2)
-        batch = options.batch * topology.size
         trainer.fit(x, y, 1, batch, checkpoint=given, callbacks=[steps], progress=False, shuffle=False)
     times = timing.slowest(topology.world, np.diff(steps.begins))
     writing = timing.slowest(topology.world, np.array(steps.writing[:-1], np.int64))
@@ -114,23 +107,22 @@ def measure(topology: allreduce.Topology, options: argparse.Namespace, folder: s
     }
 
 
-def _run(topology: allreduce.Topology, options: argparse.Namespace) -> int:
-    screen = outputs.Screen(topology.world, options.json)
+def _run(topology: Topology, options: argparse.Namespace, screen: Screen) -> int:
     with tempfile.TemporaryDirectory(dir=options.folder or ".", prefix="checkpoints-") as own:
         folder = root_value(topology.world, own, "learn the folder")
         result = measure(topology, options, folder)
-        together(topology.world, lambda: None)  # nobody's folder goes before all are done
+        together(topology.world, lambda: None)  # no rank removes its folder before all ranks are done
     what = f"{options.framework}, {options.update}, {result['parameters'] / 1e6:.1f} M parameters, Adam"
     screen.say(
         f"{topology}: {what}, {options.batch} rows per rank",
         f"a checkpoint of {result['bytes'] / 1e6:.0f} MB every {options.every} steps",
         timing.table(result["seconds"], PLAIN),
     )
-    screen.put({**vars(options), "ranks": topology.size, "nodes": topology.nodes, **result})
+    screen.write_record({**vars(options), "ranks": topology.size, "nodes": topology.nodes, **result})
     return 0
 
 
-main = cli.command(_parser, _run)
+main = cli.command("benchmarks.checkpoint", __doc__, _options, _run)
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -1,10 +1,10 @@
-"""Did anything become slower? Compares two files of `benchmarks.bandwidth --json`.
+"""Compares two files of `benchmarks.bandwidth --json`, and reports regressions.
 
     python -m benchmarks.compare before.json after.json --threshold 10%
 
-Wrong results are regressions. A size is one when its median and its minimum are both slower by more than the
-threshold (a busy machine spoils medians, but seldom minima), a backend when the geometric means of both over all
-sizes are.
+Wrong results are regressions. A size is a regression if its median and its minimum are both slower by more than the
+threshold: other load on the machine raises medians, but seldom minima. A backend is a regression if the geometric
+means of both over all sizes are slower by more than that.
 Exit code: 0 no regression, 1 regressions, 2 the files can't be compared.
 """
 
@@ -18,14 +18,13 @@ from statistics import geometric_mean
 from benchmarks.lib import cli
 from benchmarks.lib.results import TITLES, FileError, Result, Run, load
 from benchmarks.lib.sizes import show
-from trainers.datasets.parser import Parser
 
 Key = tuple[str, str, int]  # backend, memory, size
 
 
 @dataclass(frozen=True)
 class Ratio:
-    """Times of the second run over those of the first: above 1 is slower."""
+    """Times of the second run divided by those of the first: above 1 is slower."""
 
     backend: str
     memory: str
@@ -40,7 +39,7 @@ class Ratio:
 
 
 def ratios(before: Run, after: Run) -> list[Ratio]:
-    """What both runs measured."""
+    """Return the ratios for every backend, memory and size that both runs measured."""
     old: dict[Key, Result] = {(each.backend, each.memory, each.size): each for each in before.results}
     found = []
     for new in after.results:
@@ -52,7 +51,7 @@ def ratios(before: Run, after: Run) -> list[Ratio]:
 
 
 def means(found: Sequence[Ratio]) -> dict[tuple[str, str], tuple[float, float]]:
-    """Geometric means of the ratios of medians and of minima, by backend and memory."""
+    """Return (backend, memory) -> the geometric means of the ratios of medians, and of minima."""
     grouped: dict[tuple[str, str], list[Ratio]] = {}
     for each in found:
         grouped.setdefault((each.backend, each.memory), []).append(each)
@@ -63,7 +62,7 @@ def means(found: Sequence[Ratio]) -> dict[tuple[str, str], tuple[float, float]]:
 
 
 def only_in(one: Run, other: Run) -> list[str]:
-    """What `one` measured and `other` did not: backend, memory, and at how many sizes."""
+    """Return one line for each backend and memory that only `one` measured, with the number of sizes."""
     common = {(each.backend, each.memory, each.size) for each in other.results}
     counts = Counter((e.backend, e.memory) for e in one.results if (e.backend, e.memory, e.size) not in common)
     return [
@@ -72,19 +71,19 @@ def only_in(one: Run, other: Run) -> list[str]:
 
 
 def differences(before: Run, after: Run) -> list[str]:
-    """What makes two runs hard to compare."""
-    told = []
+    """Return a line for each difference between the machines and places of two runs."""
+    found = []
     for name in ("cpu", "cores", "mpi", "numpy", "mpi4py", "python"):
         old, new = before.machine.get(name), after.machine.get(name)
         if old != new:
-            told.append(f"{name}: {old} before, {new} after")
+            found.append(f"{name}: {old} before, {new} after")
     if before.place() != after.place():
-        told.append(f"{before.place()} before, {after.place()} after")
-    return told
+        found.append(f"{before.place()} before, {after.place()} after")
+    return found
 
 
 def report(found: Sequence[Ratio], threshold: float) -> tuple[list[str], list[str]]:
-    """The lines of the table, and the regressions."""
+    """Return the lines of the table, and a line for each regression."""
     lines = [
         f"# {'backend':<18} {'memory':<10} {'size':>10} {'before(us)':>12} {'after(us)':>12} {'ratio':>7} {'min':>7}"
     ]
@@ -108,13 +107,7 @@ def report(found: Sequence[Ratio], threshold: float) -> tuple[list[str], list[st
     return lines, regressions
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Compare two files; the exit code."""
-    args = _parser().parse_args(argv)
-    return cli.alone("benchmarks.compare", lambda: _run(args))
-
-
-def _run(args: argparse.Namespace) -> int:
+def _compare(args: argparse.Namespace) -> int:
     before, after = load(args.before), load(args.after)
     if (before.dtype, before.op) != (after.dtype, after.op):
         raise FileError(f"{before.dtype} {before.op} can't be compared with {after.dtype} {after.op}")
@@ -151,16 +144,17 @@ def _threshold(text: str) -> float:
     except ValueError:
         value = -1.0
     if not 0 <= value < 100:
-        raise argparse.ArgumentTypeError(f"must be a share such as 10% or 0.1, got {text!r}")
+        raise argparse.ArgumentTypeError(f"must be a fraction such as 10% or 0.1, got {text!r}")
     return value
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = Parser(prog="python -m benchmarks.compare", description=__doc__)
+def _options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("before", metavar="BEFORE.json")
     parser.add_argument("after", metavar="AFTER.json")
     parser.add_argument("--threshold", type=_threshold, default=0.1, metavar="SHARE", help="default 10%%")
-    return parser
+
+
+main = cli.serial_command("benchmarks.compare", __doc__, _options, _compare)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Kills ranks of real jobs, again and again: a front of tests/faults, which only a checkout has.
+"""Runs the fault tests of tests/faults, which kill ranks of real jobs. Needs a checkout.
 
 python -m benchmarks.faults --runs 300      the same as python -m tests.faults --runs 300, from any folder
 """
@@ -12,10 +12,10 @@ ROOT = Path(__file__).resolve().parents[1]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the fault framework of this checkout; the exit code."""
+    """Run the fault tests of this checkout; returns the exit code."""
     if not (ROOT / "tests" / "faults").exists():
-        told = f"there is no {ROOT / 'tests' / 'faults'}; run this in a checkout, since the wheel has no tests"
-        print(f"benchmarks.faults: error: {told}", file=sys.stderr)
+        problem = f"there is no {ROOT / 'tests' / 'faults'}; run this in a checkout, since the wheel has no tests"
+        print(f"benchmarks.faults: error: {problem}", file=sys.stderr)
         return 2
     sys.path.insert(0, str(ROOT))
     return int(importlib.import_module("tests.faults.__main__").main(arguments))

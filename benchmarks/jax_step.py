@@ -1,10 +1,11 @@
-"""The time of one JAX training step on several ranks, by how gradients are averaged.
+"""Measures the time of a JAX training step on several ranks, for each way of averaging gradients.
 
     mpirun -n 2 python -m benchmarks.jax_step --json out.json
 
-"none": each rank by itself, compiled as one function. "replica": JaxReplica, whose gradients are reduced in the memory
-of the backend. "pmean": allreduce.jax.pmean inside of the compiled step. "gloo": JAX's own collectives between these
-processes. One step of each in turn, so that a machine that drifts hits all alike; the slowest rank's time.
+"none": no communication; each rank computes a step as one compiled function. "replica": JaxReplica, whose gradients are
+reduced in the memory of the backend. "pmean": allreduce.jax.pmean inside of the compiled step. "gloo": JAX's own
+collectives between the ranks. The variants take turns, one step each, so that a drifting machine affects all alike.
+Times are of the slowest rank.
 
 A network of 784 features, two equal hidden layers and 10 classes, SGD, float32. Every rank computes with one thread
 unless XLA_FLAGS says otherwise.
@@ -24,7 +25,8 @@ import numpy as np
 import allreduce
 from allreduce import Topology
 from allreduce.transport.control import all_values, root_value
-from benchmarks.lib import cli, outputs, timing
+from benchmarks.lib import cli, timing
+from benchmarks.lib.outputs import Screen
 
 os.environ.setdefault("XLA_FLAGS", "--xla_cpu_multi_thread_eigen=false")  # before JAX is imported
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
@@ -38,23 +40,20 @@ except ImportError as error:
 import allreduce.jax as ours
 from trainers.replicas.jax import JaxReplica
 
-PROGRAM = "benchmarks.jax_step"
 FEATURES, CLASSES, RATE = 784, 10, 0.01
 VARIANTS = ("none", "replica", "pmean", "gloo")
 
 Step = Callable[[], None]
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = cli.parser(PROGRAM, __doc__)
+def _options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--parameters", type=_millions, default=[2.4, 10.0], metavar="M,M", help="millions (default: 2.4,10)")
     add("--batch", type=cli.at_least(1), default=32, metavar="N", help="rows per rank (default: 32)")
     add("--steps", type=cli.at_least(1), default=40, metavar="N", help="timed steps of each variant (default: 40)")
     cli.add_some(parser, "--variants", VARIANTS)
     add("--allreduce", choices=allreduce.NAMES, default="auto", metavar="NAME", help="(default: auto)")
-    add("--json", metavar="FILE", help="write the results as JSON")
-    return parser
+    cli.add_json_option(parser)
 
 
 def _millions(text: str) -> list[float]:
@@ -62,7 +61,7 @@ def _millions(text: str) -> list[float]:
 
 
 def model(millions: float) -> list[tuple[np.ndarray, np.ndarray]]:
-    """Weights and biases of about so many millions of parameters."""
+    """Return the weights and biases of a network with about `millions` million parameters."""
     width = max(1, round((-FEATURES - CLASSES + ((FEATURES + CLASSES) ** 2 + 4e6 * millions) ** 0.5) / 2))
     random, sizes = np.random.default_rng(0), [FEATURES, width, width, CLASSES]
     return [
@@ -82,7 +81,7 @@ def loss(output: Any, y: Any) -> Any:
 
 
 def _changed(params: Any, state: Any, x: Any, y: Any, mean: Callable[[Any], Any]) -> tuple[Any, Any, Any]:
-    """One step of SGD, with `mean` of the gradients."""
+    """Return the results of one step of SGD, which calls `mean` on the gradients."""
     value, gradients = jax.value_and_grad(lambda tree: loss(apply(tree, x), y))(params)
     changes, state = optax.sgd(RATE).update(mean(gradients), state, params)
     return optax.apply_updates(params, changes), state, value
@@ -99,13 +98,13 @@ def _looping(step: Any, params: Any, x: Any, y: Any) -> Step:
 
 
 def compiled(params: Any, x: Any, y: Any, mean: Callable[[Any], Any]) -> Step:
-    """A step that is one compiled function, which knows of no other process."""
+    """Return a step that is one compiled function of this process alone."""
     step = jax.jit(partial(_changed, mean=mean), donate_argnums=(0, 1))
     return _looping(step, jax.tree.map(jnp.array, params), x, y)
 
 
 def replica(params: Any, x: Any, y: Any, reduce: Any) -> Step:
-    """What a MirroredTrainer does with a JaxReplica in a step."""
+    """Return a step that does what MirroredTrainer does with a JaxReplica."""
     trained = JaxReplica(apply, loss, params, optax.sgd(RATE))
     buffer = reduce.allocate(trained.gradient_length, trained.gradient_dtype)
     trained.bind(buffer)
@@ -119,18 +118,18 @@ def replica(params: Any, x: Any, y: Any, reduce: Any) -> Step:
 
 
 def connect(topology: Topology) -> None:
-    """Make JAX's own group of these processes. Collective; before JAX computes anything."""
+    """Connect these processes in JAX. Collective. Call it before JAX computes anything."""
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
-    local = len(set(all_values(topology.world, socket.gethostname(), "meet for gloo"))) == 1
+    local = len(set(all_values(topology.world, socket.gethostname(), "exchange the address for gloo"))) == 1
     host = "127.0.0.1" if local else socket.getfqdn()
     with socket.create_server((host if local else "", 0)) as listener:
         port = listener.getsockname()[1]
-    host, port = root_value(topology.world, [host, port], "meet for gloo")
+    host, port = root_value(topology.world, [host, port], "exchange the address for gloo")
     jax.distributed.initialize(f"{host}:{port}", topology.size, topology.rank, local_device_ids=[0])
 
 
 def gloo(params: Any, x: Any, y: Any) -> Step:
-    """One compiled function of all processes, with JAX's own mean."""
+    """Return a step that is one compiled function of all processes, with JAX's own pmean."""
     from jax.sharding import Mesh, NamedSharding
     from jax.sharding import PartitionSpec as Spec
 
@@ -161,7 +160,7 @@ def gloo(params: Any, x: Any, y: Any) -> Step:
 
 
 def measure(topology: Topology, options: argparse.Namespace, millions: float) -> dict[str, list[float]]:
-    """Seconds of each step of the slowest rank, by variant. Collective."""
+    """Return variant -> seconds of each step, on the slowest rank. Collective."""
     params, random = model(millions), np.random.default_rng(topology.rank)
     x = random.standard_normal((options.batch, FEATURES), np.float32)
     y = random.integers(0, CLASSES, options.batch).astype(np.int32)
@@ -178,8 +177,7 @@ def measure(topology: Topology, options: argparse.Namespace, millions: float) ->
     return times
 
 
-def _run(topology: Topology, options: argparse.Namespace) -> int:
-    screen = outputs.Screen(topology.world, options.json)
+def _run(topology: Topology, options: argparse.Namespace, screen: Screen) -> int:
     if "gloo" in options.variants:
         connect(topology)
     results = []
@@ -191,11 +189,11 @@ def _run(topology: Topology, options: argparse.Namespace) -> int:
         screen.say(f"{topology}: {millions:g} M parameters, batch {options.batch}", timing.table(times))
     if "gloo" in options.variants:
         jax.distributed.shutdown()
-    screen.put({"ranks": topology.size, "batch": options.batch, "results": results})
+    screen.write_record({"ranks": topology.size, "batch": options.batch, "results": results})
     return 0
 
 
-main = cli.command(_parser, _run)
+main = cli.command("benchmarks.jax_step", __doc__, _options, _run)
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -1,12 +1,11 @@
-"""What would training cost on more machines than you have? The cost model of each backend, fitted and checked.
+"""Predicts training on more machines than you have, by a cost model of each backend that measurements can fit.
 
     python -m benchmarks.scaling --model bert-large --node-size 8 --link 100gbit
     python -m benchmarks.scaling --fit node2.json node4.json node5.json --fit-rig rig2x2.json --plot scaling.png
-    python -m benchmarks.scaling --published
 
-No mpirun here: it computes. --fit reads files of `benchmarks.bandwidth --json`, fits the constants to them,
-and says how far the model is off, by backend and size, also for numbers of ranks that it was not fitted to.
-Then the constants of a node are the fitted ones, those of the network come from --link.
+Runs without mpirun: it only computes. --fit reads files of `benchmarks.bandwidth --json`, fits the constants to them,
+and reports the errors of the model by backend and size, and for each place those of a fit to all other places. The
+predictions use the fitted constants of a node, and the network of --link.
 """
 
 import argparse
@@ -14,44 +13,29 @@ import importlib.util
 import json
 import re
 import sys
-from collections.abc import Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
-from benchmarks.lib import cli, outputs, plot
+from benchmarks.lib import cli, outputs
 from benchmarks.lib.results import FileError
-from benchmarks.predicting import fitting, published
+from benchmarks.predicting import fitting
 from benchmarks.predicting.costs import Machine, on_link
 from benchmarks.predicting.forecast import BACKWARD, GAIN, MODELS, MOST_RANKS, Forecast, forecast
-from trainers.datasets.parser import Parser
 
 _UNITS = {"k": 1e3, "m": 1e6, "g": 1e9}
 _TIMES = {"ns": 1e-9, "us": 1e-6, "ms": 1e-3}
 DTYPES = {"float32": 4, "float16": 2, "bfloat16": 2}
-LINK_LATENCY = 5e-6  # of a cluster's network, where --link names none
+LINK_LATENCY = 5e-6  # of the network, if --link gives none
 CAVEATS = (
     "The model knows no congestion between switches, no stragglers and no failures: beyond a few nodes it is a bound.",
     "Backends run on the CPU; gradients on a GPU are first copied to the host (at PCIe's speed), which is not counted.",
-    "native stands for a tree between nodes; MPI libraries choose among many algorithms, so take its lines as rough.",
+    "native is modelled as a tree between nodes; MPI libraries select among many algorithms, so its times are rough.",
 )
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Print what was asked for; the exit code."""
-    args = _parser().parse_args(argv)
-    return cli.alone("benchmarks.scaling", lambda: _run(args))
-
-
-def _run(args: argparse.Namespace) -> int:
-    _check(args)
-    if args.published:
-        print("\n".join(published.report(Machine())))
-        if args.json:
-            cases = [
-                {**asdict(case), "step_seconds": published.solve(case), "ways": _ways(case)} for case in published.CASES
-            ]
-            outputs.write(args.json, json.dumps({"published": cases}, indent=1) + "\n")
-        return 0
+def _predict(args: argparse.Namespace) -> int:
+    if (args.fit or args.fit_rig) and importlib.util.find_spec("scipy") is None:
+        raise FileError('--fit needs SciPy; pip install ".[bench]" in the checkout')
     record: dict[str, Any] = {}
     machine, points = _fit(args, record) if args.fit or args.fit_rig else (Machine(), [])
     fitted = machine
@@ -69,10 +53,6 @@ def _run(args: argparse.Namespace) -> int:
 
         save(args.plot, forecasts, _setting(args), points, fitted)
     return 0
-
-
-def _ways(case: published.Case) -> list[dict[str, Any]]:
-    return [asdict(way) for way in published.alternatives(case, Machine())]
 
 
 def _plain(found: Forecast) -> dict[str, Any]:
@@ -102,10 +82,9 @@ def _fit(args: argparse.Namespace, record: dict[str, Any]) -> tuple[Machine, lis
     start = Machine(cores=cores.pop() if cores else Machine().cores, burst=fitting.RIG_BURST if rigs else 0)
     points = points + more
     machine = fitting.fit(points, start)
-    check = fitting.leave_out(points, start)
     places = fitting.by_place(points, machine, start)
     errors = fitting.errors(points, machine)
-    print("\n".join(fitting.lines(points, machine, errors, places, check)))
+    print("\n".join(fitting.lines(points, machine, errors, places)))
     record["fit"] = {
         "constants": asdict(machine),
         "points": len(points),
@@ -115,7 +94,6 @@ def _fit(args: argparse.Namespace, record: dict[str, Any]) -> tuple[Machine, lis
         "places": [asdict(place) for place in places],
         "cells": [asdict(cell) for cell in fitting.cells(points, machine)],
         "not_fitted": fitting.untouched(points, machine),
-        "held_out": asdict(check) if check else None,
     }
     return machine, points
 
@@ -141,10 +119,10 @@ def _table(found: Forecast, args: argparse.Namespace) -> list[str]:
     ]
     for row in found.rows[1:]:
         others = sorted((value, name) for name, value in row.seconds.items() if name != row.winner)
-        told = ", ".join(f"{name} {_milliseconds(value)}" for value, name in others)
+        rest = ", ".join(f"{name} {_milliseconds(value)}" for value, name in others)
         lines.append(
             f"  {row.ranks:>6}{row.nodes:>7}  {row.winner:<18}{_milliseconds(row.seconds[row.winner]):>15}"
-            f"{row.step * 1e3:>10.1f}{row.speedup:>9.4g}{row.efficiency:>6.0%}{row.efficiency_overlapped:>9.0%}  {told}"
+            f"{row.step * 1e3:>10.1f}{row.speedup:>9.4g}{row.efficiency:>6.0%}{row.efficiency_overlapped:>9.0%}  {rest}"
         )
     if found.saturation is None:
         saturation = f"none up to {found.rows[-1].ranks} ranks (doubling still gains {GAIN:.0%} or more)"
@@ -168,41 +146,27 @@ def _milliseconds(seconds: float) -> str:
 # ---- Options ----
 
 
-def _check(args: argparse.Namespace) -> None:
-    for option, path in (("json", args.json), ("plot", args.plot)):
-        if path and (problem := outputs.unwritable(path)):
-            raise FileError(f"--{option} {path}: {problem}")
-    if (args.fit or args.fit_rig) and importlib.util.find_spec("scipy") is None:
-        raise FileError('--fit needs SciPy; pip install ".[bench]" in the checkout')
-    if args.plot:
-        if args.published:
-            raise FileError("--plot draws predictions, and --published has none; leave one of them out")
-        if problem := plot.missing(args.plot):
-            raise FileError(problem)
-
-
 def _link(text: str) -> tuple[float, float]:
-    """Bits per second and seconds of "100gbit" or "100gbit,2us"."""
+    """Return bits per second and seconds for "100gbit" or "100gbit,2us"."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)([kmg])bit(?:,(\d+(?:\.\d+)?)(ns|us|ms))?", text.strip().lower())
     if match is None or float(match[1]) == 0:
         raise argparse.ArgumentTypeError(f"must be a rate such as 10gbit, or with a latency 100gbit,2us, got {text!r}")
     return float(match[1]) * _UNITS[match[2]], float(match[3]) * _TIMES[match[4]] if match[3] else LINK_LATENCY
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = Parser(prog="python -m benchmarks.scaling", description=__doc__)
+def _options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--fit", nargs="+", metavar="FILE", help="runs of benchmarks.bandwidth --json to fit the constants to")
-    add("--fit-rig", nargs="+", metavar="FILE", help="the same, of scripts/cluster_sim.sh: its hosts share one machine")
-    add("--time", choices=("median", "min"), default="median", help="which time of a run (min where others were busy)")
+    add("--fit-rig", nargs="+", metavar="FILE", help="as --fit, of scripts/cluster_sim.sh: hosts share one machine")
+    add("--time", choices=("median", "min"), default="median", help="which time of a run (min if the machine was busy)")
     cli.add_some(parser, "--model", MODELS, default=["resnet50"])
-    add("--step-time", type=cli.at_least(1e-6, float, 1e6), metavar="SECONDS", help="computing time of a step, instead")
+    add("--step-time", type=cli.at_least(1e-6, float, 1e6), metavar="SECONDS", help="computing time of a step")
     add("--node-size", type=cli.at_least(1, int, 1024), default=8, metavar="N", help="ranks of a node (default 8)")
     add("--cores", type=cli.at_least(1, int, 4096), metavar="N", help="cores of a node (default: one a rank)")
     add(
         "--link", type=_link, default=_link("100gbit"), metavar="RATE", help="of a node: 100gbit (default), 10gbit,20us"
     )
-    add("--dtype", choices=tuple(DTYPES), default="float32", help="of the gradients on the wire")
+    add("--dtype", choices=tuple(DTYPES), default="float32", help="of the gradients that are sent")
     add(
         "--overlap",
         type=cli.at_least(0, float, 1),
@@ -217,10 +181,11 @@ def _parser() -> argparse.ArgumentParser:
         metavar="N",
         help="predict up to (default 4096)",
     )
-    add("--published", action="store_true", help="explain the speedups that were published for TensorFlow")
     add("--json", metavar="FILE", help="everything that is printed")
     add("--plot", metavar="FILE", help="a picture (.png, .svg, .pdf); needs matplotlib")
-    return parser
+
+
+main = cli.serial_command("benchmarks.scaling", __doc__, _options, _predict)
 
 
 if __name__ == "__main__":

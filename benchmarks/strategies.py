@@ -1,35 +1,347 @@
-"""Which strategy of training suits? The same network, data and epochs under all, with and without a slow rank.
+"""Compares the training strategies on the same network, data and epochs, with and without a slow rank.
 
     mpirun -n 5 python -m benchmarks.strategies --json out.json --plot out.png
 
-A row takes a fixed time on every rank (--row-us), as if each had a processor of its own; the rest of it is slept. So
-the strategies differ by who waits for whom and by what travels, also where ranks outnumber cores. The slow rank is
-rank 1, a worker under every strategy. Ranks are simulated nodes of one unless --ranks-per-node says otherwise: what
-they exchange travels in messages, which are counted (an MPI_Allreduce as a ring would send it).
+Computing a row takes a fixed time (--row-us): a rank sleeps for the rest of it, as if it had a processor of its own.
+So the strategies differ only in waits and messages, even if ranks outnumber cores. The slow rank is rank 1, a worker in
+every strategy. By default every rank is a simulated node, so that all data is sent in messages, which are counted (an
+MPI_Allreduce as a ring would send it).
 """
 
 import argparse
 import platform
 import sys
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from statistics import median
 from typing import Any
+
+import numpy as np
+from mpi4py import MPI
 
 from allreduce.errors import OptionError
 from allreduce.machine import identify
 from allreduce.topology import Topology
-from allreduce.transport.control import known
+from allreduce.transport.control import all_values, known
 from benchmarks.lib import cli, outputs, plot
-from benchmarks.lib.strategy_runs import SLOW_RANK, VARIANTS, Bench, Outcome, Variant, lineup
-from trainers import datasets
+from benchmarks.lib.outputs import Screen
+from trainers import NumpyNetwork, datasets
+from trainers.cli import options
+from trainers.trainer import Trainer
+from trainers.watching.callback import Callback, Logs
 
-KEEPS_SPEED = 1.25  # times the time with equal ranks
-SAME_ACCURACY = 0.02
-HALF = 0.6
-LEVEL = 1.05  # times the fastest one's time: as fast as that
+# Counting the bytes that are sent
+
+
+class Traffic:
+    """The bytes that this rank has sent to each other rank. comm: of all ranks."""
+
+    def __init__(self, comm: MPI.Intracomm) -> None:
+        self._comm = comm
+        self._group = comm.Get_group()
+        self.sent = np.zeros(comm.size)
+
+    def world_ranks(self, comm: MPI.Comm) -> Sequence[int]:
+        """Return the ranks of `comm` as ranks of the communicator of all ranks."""
+        group = comm.Get_group()
+        try:
+            return MPI.Group.Translate_ranks(group, range(group.size), self._group)
+        finally:
+            group.Free()
+
+    def through(self, sent: np.ndarray) -> np.ndarray:
+        """Return the bytes that each rank has sent and received. sent: by this rank, to each other one. Collective."""
+        table = np.empty((self._comm.size, self._comm.size))
+        self._comm.Allgather(sent, table)
+        return table.sum(0) + table.sum(1)
+
+
+class CountedComm(MPI.Intracomm):
+    """A communicator that counts bytes sent: messages, and Allreduce (as a ring) and broadcasts (as a chain).
+
+    Communicators made from it count too. Writes to shared memory are not counted.
+    """
+
+    _traffic: Traffic | None = None
+    _world_ranks: Sequence[int] = ()
+
+    @classmethod
+    def of(cls, comm: MPI.Comm, traffic: Traffic | None) -> "CountedComm":
+        """Return a communicator with the same handle that adds to `traffic`."""
+        made = cls(comm)
+        made._traffic = traffic
+        made._world_ranks = traffic.world_ranks(comm) if traffic is not None and comm != MPI.COMM_NULL else ()
+        return made
+
+    def counted(self, made: MPI.Comm) -> "CountedComm":
+        """Return a communicator that was made from this one, as one that counts too."""
+        return CountedComm.of(made, self._traffic)
+
+    def count_message(self, buffer: Any, dest: int, share: float = 1.0) -> None:
+        """Count a message: `share` times the bytes of `buffer`."""
+        if self._traffic is not None:
+            self._traffic.sent[self._world_ranks[dest]] += share * nbytes(buffer)
+
+    def Send_init(self, buf: Any, dest: int, *args: Any, **options: Any) -> Any:  # noqa: N802, MPI's names
+        request = _CountedRequest(super().Send_init(buf, dest, *args, **options))
+        request.count = lambda: self.count_message(buf, dest)
+        return request
+
+    def Allreduce(self, sendbuf: Any, recvbuf: Any, *args: Any, **options: Any) -> None:  # noqa: N802
+        if self.size > 1:
+            self.count_message(recvbuf, (self.rank + 1) % self.size, 2 * (self.size - 1) / self.size)
+        super().Allreduce(sendbuf, recvbuf, *args, **options)
+
+
+def _making(name: str) -> Callable[..., Any]:
+    plain = getattr(MPI.Intracomm, name)
+    return lambda comm, *args, **options: comm.counted(plain(comm, *args, **options))
+
+
+def _sending(name: str) -> Callable[..., Any]:
+    plain = getattr(MPI.Intracomm, name)
+
+    def send(comm: CountedComm, buf: Any, dest: int, *args: Any, **options: Any) -> Any:
+        comm.count_message(buf, dest)
+        return plain(comm, buf, dest, *args, **options)
+
+    return send
+
+
+def _broadcasting(name: str) -> Callable[..., Any]:
+    plain = getattr(MPI.Intracomm, name)
+
+    def broadcast(comm: CountedComm, buf: Any, root: int = 0) -> Any:
+        following = (comm.rank + 1) % comm.size
+        if following != root:
+            comm.count_message(buf, following)
+        return plain(comm, buf, root)
+
+    return broadcast
+
+
+COUNTED = {
+    _making: ("Dup", "Split", "Split_type"),
+    _sending: ("Send", "Isend", "Issend"),
+    _broadcasting: ("Bcast", "Ibcast"),
+}
+for make, names in COUNTED.items():
+    for each in names:
+        setattr(CountedComm, each, make(each))
+
+
+class _CountedRequest(MPI.Prequest):
+    """Calls `count` at each start."""
+
+    count: Any = None
+
+    def Start(self) -> None:  # noqa: N802
+        self.count()
+        super().Start()
+
+
+def nbytes(buffer: Any) -> int:
+    """Return the bytes of a buffer of MPI: an array, or (array, count, datatype) and shorter forms of it."""
+    if not isinstance(buffer, tuple | list):
+        return memoryview(buffer).nbytes
+    if len(buffer) == 3 and isinstance(buffer[1], int):
+        return buffer[1] * buffer[2].Get_size()
+    return memoryview(buffer[0]).nbytes
+
+
+# The runs
+
+SLOW_RANK = 1  # a worker in every strategy
+
+
+@dataclass(frozen=True)
+class Variant:
+    """A strategy with its options, as the command line takes them.
+
+    servers: the number of servers. least: the smallest number of ranks. spare: the number of ranks whose rows a step
+        leaves out.
+    """
+
+    name: str
+    arguments: tuple[str, ...]
+    servers: int = 0
+    least: int = 2
+    spare: int = 0
+
+
+def _served(name: str, servers: int, *more: str) -> Variant:
+    arguments = ("--strategy", "parameter_server", "--servers", str(servers), *more)
+    return Variant(name, arguments, servers, servers + 2)
+
+
+VARIANTS = [
+    Variant("mirrored", ()),
+    Variant("central storage", ("--strategy", "central_storage")),
+    Variant("1 spare replica", ("--strategy", "spare_replicas", "--spare", "1"), least=3, spare=1),
+    _served("1 server, sync", 1, "--updates", "sync"),
+    _served("2 servers, sync", 2, "--updates", "sync"),
+    _served("1 server, async", 1),
+    _served("2 servers, async", 2),
+    _served("1 server, async, scale", 1, "--stale", "scale"),
+]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """The results of one run.
+
+    slow: whether one rank was slow. workers: the number of ranks that computed. seconds: the median time of an epoch.
+        updates_per_second: of the parameters. samples_per_second: of the samples whose gradients were used. staleness:
+        staleness[s] gradients were s updates stale, over all epochs. megabytes: sent and received in an epoch by the
+        rank `busiest`, which has the most.
+    """
+
+    variant: str
+    slow: bool
+    workers: int
+    seconds: float
+    updates_per_second: float
+    samples_per_second: float
+    accuracy: float
+    staleness: tuple[int, ...]
+    dropped: int
+    megabytes: float
+    busiest: int
+
+    @property
+    def mean_staleness(self) -> float:
+        gradients = sum(self.staleness)
+        return sum(behind * count for behind, count in enumerate(self.staleness)) / gradients if gradients else 0.0
+
+    def as_dict(self) -> dict[str, Any]:
+        return {**asdict(self), "staleness": list(self.staleness), "mean_staleness": self.mean_staleness}
+
+
+class PacedNetwork(NumpyNetwork):
+    """A NumpyNetwork whose gradients take a fixed time per row, as if each rank had an accelerator of its own.
+
+    pace: seconds per row; the rank sleeps for what is left of them.
+    """
+
+    pace = 0.0
+
+    def gradients(self, x: np.ndarray, y: np.ndarray, share: float) -> Any:
+        begin = time.perf_counter()
+        values = super().gradients(x, y, share)
+        rest = len(x) * self.pace - (time.perf_counter() - begin)
+        if rest > 0:
+            time.sleep(rest)
+        return values
+
+
+class Bench:
+    """Runs variants on the ranks of a topology. Collective."""
+
+    def __init__(self, topology: Topology, chosen: argparse.Namespace) -> None:
+        self._world, self._chosen = topology, chosen
+        self._data = datasets.load(chosen.data)
+        self._traffic = Traffic(topology.world)
+
+    def run(self, variant: Variant, slow: bool) -> Outcome:
+        chosen = self._options(variant)
+        servers = spread(all_values(self._world.world, self._world.node_index, "learn the nodes"), variant.servers)
+        comm = CountedComm.of(self._world.world.Split(0, self._world.rank in servers), self._traffic)
+        with Topology(comm, self._chosen.ranks_per_node or None, self._world.timeout) as topology:
+            network = self._network(chosen, slow)
+            with options.make_trainer(chosen, network, topology, variant.servers) as trainer:
+                outcome = self._fit(trainer, variant, slow, chosen)
+        comm.Free()
+        return outcome
+
+    def _options(self, variant: Variant) -> argparse.Namespace:
+        given = ["--data", self._chosen.data, "--epochs", self._chosen.epochs, "--batch-size", self._chosen.batch_size]
+        given += ["--hidden", self._chosen.hidden, *variant.arguments]
+        return options.parse([str(each) for each in given], shown=False)
+
+    def _network(self, chosen: argparse.Namespace, slow: bool) -> PacedNetwork:
+        data = self._data
+        sizes = [data.features, *chosen.hidden, len(data.classes)]
+        network = PacedNetwork(sizes, optimizer=chosen.optimizer, lr=chosen.lr, seed=chosen.seed)
+        network.scale_input(data.shift, data.scale)
+        network.pace = 1e-6 * self._chosen.row_us
+        if slow and self._world.rank == SLOW_RANK:
+            network.pace *= self._chosen.slow_factor
+        return network
+
+    def _fit(self, trainer: Trainer, variant: Variant, slow: bool, chosen: argparse.Namespace) -> Outcome:
+        data, meter = self._data, _Meter(self._traffic)
+        history = trainer.fit(
+            data.x_train,
+            data.y_train,
+            chosen.epochs,
+            chosen.batch_size,
+            seed=chosen.seed,
+            progress=False,
+            callbacks=[meter],
+        )
+        accuracy = trainer.evaluate(data.x_test, data.y_test)["accuracy"]
+        through = self._traffic.through(meter.sent) / chosen.epochs
+        seconds = median(epoch.seconds for epoch in history)
+        behind = [np.array(getattr(epoch, "staleness", ()), np.int64) for epoch in history]
+        staleness = np.zeros(max(map(len, behind)), np.int64)
+        for each in behind:
+            staleness[: len(each)] += each
+        steps = -(-len(data.x_train) // chosen.batch_size)
+        updates = staleness.sum() / len(history) if staleness.size else steps
+        used = len(data.x_train) * (1 - variant.spare / trainer.size)
+        return Outcome(
+            variant.name,
+            slow,
+            trainer.size - variant.servers,
+            seconds,
+            updates / seconds,
+            used / seconds,
+            accuracy,
+            tuple(staleness.tolist()),
+            sum(getattr(epoch, "dropped", 0) for epoch in history),
+            through.max() / 1e6,
+            int(through.argmax()),
+        )
+
+
+class _Meter(Callback):
+    """Measures the bytes that this rank sends between the beginning of the first and the end of the last epoch."""
+
+    reads_batches = False
+
+    def __init__(self, traffic: Traffic) -> None:
+        self._traffic = traffic
+        self.sent = self._before = traffic.sent.copy()
+
+    def on_epoch_begin(self, epoch: int, logs: Logs | None = None) -> None:
+        if epoch == 0:
+            self._before = self._traffic.sent.copy()
+
+    def on_epoch_end(self, epoch: int, logs: Logs | None = None) -> None:
+        self.sent = self._traffic.sent - self._before
+
+
+def spread(nodes: Sequence[int], servers: int) -> list[int]:
+    """Return the ranks of the servers: the last rank of each of the last nodes, or the last ranks if nodes are too few.
+
+    nodes: the node of each rank.
+    """
+    ranks = range(len(nodes))
+    lasts = [rank for rank in ranks if nodes[rank] not in nodes[rank + 1 :]]
+    return list((lasts if len(lasts) >= servers else ranks)[-servers:]) if servers else []
+
+
+def lineup(names: Sequence[str], ranks: int) -> list[Variant]:
+    """Return the variants with these names (none: all) that `ranks` ranks can run."""
+    return [each for each in VARIANTS if (not names or each.name in names) and each.least <= ranks]
+
+
+# Output
 
 
 def table(outcomes: Sequence[Outcome]) -> list[str]:
-    """A line for each run; the runs with a slow rank follow the others."""
+    """Return a line for each run; the runs with a slow rank come last."""
     head = f"{'':<25}{'s/epoch':>8}{'updates/s':>11}{'samples/s':>11}{'accuracy':>10}{'behind':>8}{'dropped':>9}"
     lines = [f"# {head}{'MB/epoch':>10}{'MB/s':>8}  busiest"]
     for slow in (False, True):
@@ -49,89 +361,6 @@ def row(outcome: Outcome) -> str:
     )
 
 
-def findings(outcomes: Sequence[Outcome]) -> list[str]:
-    """A sentence for each claim of which the runs are there."""
-    by_name = {(each.variant, each.slow): each for each in outcomes}
-    lines = []
-    for claim in (_fastest, _spare, _steps, _accuracy, _bytes):
-        lines += claim(by_name)
-    return lines
-
-
-Runs = dict[tuple[str, bool], Outcome]
-
-
-def _verdict(shown: bool, claim: str, figures: str) -> str:
-    return f"{'Shown' if shown else 'Refuted'}: {claim} ({figures})"
-
-
-def _fastest(runs: Runs) -> list[str]:
-    equal = sorted((each for each in runs.values() if not each.slow), key=lambda each: -each.samples_per_second)
-    mirrored = runs.get(("mirrored", False))
-    if len(equal) < 2 or mirrored is None:
-        return []
-    figures = ", ".join(f"{each.variant} {each.samples_per_second:.0f}" for each in equal[:3])
-    shown = mirrored.samples_per_second * LEVEL >= equal[0].samples_per_second
-    claim = "with equal ranks nothing is faster than mirrored, by more than 5 %"
-    return [_verdict(shown, claim, f"samples/s: {figures}")]
-
-
-def _spare(runs: Runs) -> list[str]:
-    ratios = _ratios(runs)
-    if not {"mirrored", "1 spare replica"} <= ratios.keys():
-        return []
-    spare, mirrored = ratios["1 spare replica"], ratios["mirrored"]
-    figures = f"an epoch takes {spare:.2f} times as long with a slow rank; mirrored {mirrored:.2f} times"
-    shown = spare <= KEEPS_SPEED and spare < mirrored
-    return [_verdict(shown, "spare replicas keep their speed with a slow rank", figures)]
-
-
-def _steps(runs: Runs) -> list[str]:
-    slow = sorted((each for each in runs.values() if each.slow), key=lambda each: -each.updates_per_second)
-    if not any("async" in each.variant for each in slow) or len(slow) < 2:
-        return []
-    figures = ", ".join(f"{each.variant} {each.updates_per_second:.0f}" for each in slow[:4])
-    return [_verdict("async" in slow[0].variant, "with a slow rank async does most steps", f"updates/s: {figures}")]
-
-
-def _accuracy(runs: Runs) -> list[str]:
-    lines = []
-    for slow in (False, True):
-        mirrored, scaled = runs.get(("mirrored", slow)), runs.get(("1 server, async, scale", slow))
-        if mirrored and scaled:
-            figures = f"{scaled.accuracy:.4f}, mirrored {mirrored.accuracy:.4f}"
-            kept = runs.get(("1 server, async", slow))
-            figures += f'; stale="keep" {kept.accuracy:.4f}' if kept else ""
-            where = "with a slow rank" if slow else "with equal ranks"
-            shown = scaled.accuracy >= mirrored.accuracy - SAME_ACCURACY
-            lines.append(_verdict(shown, f'{where} async reaches the accuracy with stale="scale"', figures))
-    return lines
-
-
-def _bytes(runs: Runs) -> list[str]:
-    lines = []
-    for kind in ("sync", "async"):
-        one, two = runs.get((f"1 server, {kind}", False)), runs.get((f"2 servers, {kind}", False))
-        if one and two:
-            shares = one.megabytes / one.workers, two.megabytes / two.workers
-            figures = (
-                f"{kind}: {shares[0]:.1f} and {shares[1]:.1f} MB an epoch and worker; an epoch takes "
-                f"{one.seconds:.3f} s with {one.workers} workers and {two.seconds:.3f} s with {two.workers}"
-            )
-            claim = "two servers halve the bytes through the busiest rank"
-            lines.append(_verdict(shares[1] <= HALF * shares[0], claim, figures))
-    return lines
-
-
-def _ratios(runs: Runs) -> dict[str, float]:
-    """By variant, how much longer an epoch takes with a slow rank."""
-    return {
-        name: each.seconds / runs[name, False].seconds
-        for (name, slow), each in runs.items()
-        if slow and (name, False) in runs
-    }
-
-
 EQUAL, SLOW = "#1f77b4", "#d62728"
 PANELS = (
     ("seconds an epoch", lambda each: each.seconds, "{:.2f}"),
@@ -143,7 +372,7 @@ PANELS = (
 
 
 def draw(outcomes: Sequence[Outcome], title: str, kind: str = "png") -> bytes:
-    """The picture as the content of a file of a kind: "png", "svg", "pdf"."""
+    """Return the picture as the content of a file. kind: "png", "svg" or "pdf"."""
     from matplotlib.figure import Figure
 
     names = list(dict.fromkeys(each.variant for each in outcomes))
@@ -173,7 +402,7 @@ def _bars(axis: Any, outcomes: Sequence[Outcome], names: list[str], value: Any, 
 
 
 def _histogram(axis: Any, outcomes: Sequence[Outcome], names: list[str]) -> None:
-    """How many gradients were so many updates behind, as a band of squares for each run."""
+    """Draw the histogram of staleness of each run as a row of squares."""
     most = max([len(each.staleness) for each in outcomes] or [0])
     for each in outcomes:
         place = names.index(each.variant) + (0.2 if each.slow else -0.2)
@@ -185,11 +414,7 @@ def _histogram(axis: Any, outcomes: Sequence[Outcome], names: list[str]) -> None
     axis.set_title("updates behind: the darker, the more gradients", fontsize=11)
 
 
-PROGRAM = "benchmarks.strategies"
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = cli.parser(PROGRAM, __doc__)
+def _options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     cli.add_some(parser, "--only", [each.name for each in VARIANTS], ";")
     add("--data", default="digits", metavar="SET", help=f"{' or '.join(datasets.NAMES)}, or files (default: digits)")
@@ -204,7 +429,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--row-us", type=cli.at_least(0, float), default=500, metavar="US", help="time of a row (default: 500 us)")
     add(
         "--slow-factor", type=cli.at_least(0, float), default=5, metavar="X",
-        help="so many times as long does a row take on the slow rank; 0: no runs with one (default: 5)",
+        help="factor on the time of a row on the slow rank; 0: no runs with a slow rank (default: 5)",
     )  # fmt: skip
     add(
         "--ranks-per-node", type=cli.at_least(0), default=1, metavar="N",
@@ -212,23 +437,19 @@ def _parser() -> argparse.ArgumentParser:
     )  # fmt: skip
     add("--plot", metavar="FILE", help="draw the comparison (.png, .svg, .pdf)")
     cli.add_json_option(parser)
-    return parser
 
 
-def _run(topology: Topology, args: argparse.Namespace) -> int:
-    screen = outputs.Screen(topology.world, args.json, {"--plot": args.plot})
-    if args.plot and (problem := plot.missing(args.plot)):
-        raise known(OptionError(problem), topology.world)
+def _run(topology: Topology, args: argparse.Namespace, screen: Screen) -> int:
     variants = lineup(args.only, topology.size)
     if not variants:
         raise known(OptionError("too few ranks for any of these: start 2 or more"), topology.world)
     outcomes = _measure(topology, args, variants, screen)
-    screen.say("#", *table(outcomes), "#", *findings(outcomes))
+    screen.say("#", *table(outcomes))
     options = {name: value for name, value in vars(args).items() if name not in ("json", "plot")}
     machine = {"machine": platform.machine(), "mpi": identify()["mpi"]}
     sizes = {"ranks": topology.size, "nodes": topology.nodes, "cores": topology.cores}
     runs = [each.as_dict() for each in outcomes]
-    screen.put({**sizes, **machine, "options": options, "runs": runs, "findings": findings(outcomes)})
+    screen.write_record({**sizes, **machine, "options": options, "runs": runs})
     if args.plot and topology.rank == 0:
         title = (
             f"{args.data}, {args.hidden} hidden units, batch {args.batch_size}, {args.epochs} epochs, "
@@ -238,9 +459,7 @@ def _run(topology: Topology, args: argparse.Namespace) -> int:
     return 0
 
 
-def _measure(
-    topology: Topology, args: argparse.Namespace, variants: list[Variant], screen: outputs.Screen
-) -> list[Outcome]:
+def _measure(topology: Topology, args: argparse.Namespace, variants: list[Variant], screen: Screen) -> list[Outcome]:
     bench = Bench(topology, args)
     slows = (False, True) if args.slow_factor and topology.size > SLOW_RANK else (False,)
     screen.say(
@@ -260,7 +479,7 @@ def _measure(
     return list(best.values())
 
 
-main = cli.command(_parser, _run)
+main = cli.command("benchmarks.strategies", __doc__, _options, _run)
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -1,9 +1,9 @@
-"""Who waits for whom? Sums up a trace: where each rank's time went, and which rank the others waited for.
+"""Summarizes a trace: how each rank spent its time, and which rank the others waited for.
 
     mpirun -n 4 python -m trainers --trace trace.json
     python -m benchmarks.timeline trace.json
 
-To look at every step open the file in https://ui.perfetto.dev.
+To see every step, open the file in https://ui.perfetto.dev.
 Exit code: 0, or 2 when the file can't be read.
 """
 
@@ -16,13 +16,12 @@ import os
 import re
 import sys
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import IO, Any, NamedTuple, TextIO
 
 from benchmarks.lib import cli, outputs, plot
 from benchmarks.lib.results import FileError
-from trainers.cli.options import Parser
 from trainers.files import model_file
 
 MOST_BYTES, MOST_SLICES = 1 << 30, 1 << 22
@@ -37,7 +36,7 @@ KINDS = ("data", "compute", "agree", WAIT, REDUCE, "communication", "update", "e
 
 
 class Slice(NamedTuple):
-    """What a rank did from `begin` to `end`, in microseconds. last: the rank that came last to a call, else None."""
+    """An activity of a rank from `begin` to `end`, in microseconds. last: the rank that joined a call last, or None."""
 
     rank: int
     row: int
@@ -52,9 +51,10 @@ class Slice(NamedTuple):
 class Summary:
     """Sums of a trace, in seconds.
 
-    shares: by (rank, row) and kind: time of its own, without the slices inside of it; "other" is the time outside of
-        all slices, and that of kinds of other programs. Each moment counts once, so they add up to `seconds`.
-    waits: by (who, for whom): what a rank's first row waited. late: by rank, how many calls it came last to.
+    shares: (rank, row) -> kind -> time in slices of this kind, without the slices inside of them. "other" is the time
+        outside of all slices and in unknown kinds. The times of a row add up to `seconds`.
+    waits: (waiting rank, rank waited for) -> seconds, on the waiting rank's main row. late: rank -> number of calls
+        that it joined last.
     """
 
     seconds: float
@@ -66,7 +66,7 @@ class Summary:
 
 
 def load(path: str) -> list[Slice]:
-    """The slices of a file, by time. Raises FileError."""
+    """Return the slices of a trace file, sorted by time. Raises FileError."""
     try:
         with model_file.open_regular(path) as file:
             if model_file.size(file) > MOST_BYTES:
@@ -96,21 +96,21 @@ def _slices(file: IO[bytes]) -> Iterator[Slice]:
 
 
 def _events(text: TextIO) -> Iterator[Any]:
-    """The events of a trace, read one after another: as a whole they would take many times the file's size.
+    """Yield the events of a trace one by one, because parsing the whole file would take many times its size in memory.
 
-    What follows their list is not looked at.
+    Ignores what follows the list of events.
     """
     decoder, buffer = json.JSONDecoder(), text.read(PIECE)
     begin = LIST.match(buffer) or NAMED_LIST.search(buffer)  # the format's two shapes
     if begin is None:
-        json.loads(buffer)  # or it says what is wrong with it
+        json.loads(buffer)  # which raises an error if it is not JSON
         raise ValueError("it has no list of events")
     place, first, more = begin.end(), True, buffer
     while True:
         if more and len(buffer) - place < PIECE:
             more = text.read(PIECE)
             buffer, place = buffer[place:] + more, 0
-        place = SPACE.match(buffer, place).end()  # type: ignore[union-attr]  # which matches everywhere
+        place = SPACE.match(buffer, place).end()  # type: ignore[union-attr]  # SPACE matches everywhere
         if buffer.startswith("]", place):
             return
         if not first:
@@ -133,7 +133,7 @@ def _slice(number: int, event: dict[str, Any]) -> Slice:
     if "call" in about:
         call = _quoted(about.get("series")), _integer(number, about, "call", 1 << 40)
     kind = event.get("cat")
-    # Rounded to the nanoseconds that were written: a sum of two floats may end behind the begin of the next slice.
+    # Rounded to nanoseconds, as written: a sum of two floats could be larger than the beginning of the next slice.
     begin, end = round(begin, DIGITS), round(begin + duration, DIGITS)
     return Slice(rank, row, kind if kind in KINDS else OTHER, begin, end, last, call)
 
@@ -153,13 +153,13 @@ def _integer(number: int, event: dict[str, Any], name: str, most: int) -> int:
 
 
 def _quoted(value: object) -> str:
-    """A value of the file, as far as it fits a line; no control characters reach a terminal."""
+    """Return a value of the file for a message: short, and without control characters."""
     text = ascii(value)
     return text if len(text) <= 40 else f"{text[:37]}..."
 
 
 def summary(slices: list[Slice]) -> Summary:
-    """slices: sorted by time, at least one."""
+    """Sum up slices into a Summary. slices: sorted by time, at least one."""
     begin, end = min(each.begin for each in slices), max(each.end for each in slices)
     shares = {row: _own_times(those, end - begin) for row, those in rows(slices).items()}
     waits: dict[tuple[int, int], float] = {}
@@ -177,7 +177,7 @@ def summary(slices: list[Slice]) -> Summary:
 
 
 def rows(slices: list[Slice]) -> dict[tuple[int, int], list[Slice]]:
-    """The slices by rank and row, in their order."""
+    """Return (rank, row) -> its slices, in their order."""
     found: dict[tuple[int, int], list[Slice]] = {}
     for each in slices:
         found.setdefault((each.rank, each.row), []).append(each)
@@ -185,12 +185,12 @@ def rows(slices: list[Slice]) -> dict[tuple[int, int], list[Slice]]:
 
 
 def _own_times(row: list[Slice], whole: float) -> dict[str, float]:
-    """Seconds by kind of one row, each without the slices inside of it."""
+    """Return the seconds of each kind in one row, without nested slices."""
     own = dict.fromkeys((*KINDS, OTHER), 0.0)
-    around: list[Slice] = []  # those that go on, the last to begin last: a moment is that one's
+    around: list[Slice] = []  # the open slices, in order of begin; time counts for the last one
     turn = row[0].begin
 
-    def go_on(until: float) -> None:
+    def advance(until: float) -> None:
         nonlocal turn
         while around and turn < until:
             end = min(around[-1].end, until)
@@ -201,9 +201,9 @@ def _own_times(row: list[Slice], whole: float) -> dict[str, float]:
         turn = max(turn, until)
 
     for each in row:
-        go_on(each.begin)
+        advance(each.begin)
         around.append(each)
-    go_on(max(each.end for each in row))
+    advance(max(each.end for each in row))
     own[OTHER] += max(whole / 1e6 - sum(own.values()), 0.0)
     return own
 
@@ -223,7 +223,7 @@ COLOURS = {
 
 
 def draw(slices: list[Slice], title: str, kind: str = "png") -> bytes:
-    """The picture as the content of a file of a kind: "png", "svg", "pdf"."""
+    """Return the picture as the content of a file. kind: "png", "svg" or "pdf"."""
     from matplotlib.figure import Figure
 
     shown = dict(list(rows(slices).items())[:MOST_ROWS])
@@ -244,7 +244,7 @@ def draw(slices: list[Slice], title: str, kind: str = "png") -> bytes:
 
 
 def name(rank: int, row: int) -> str:
-    """What a row is called: 0 is the program's own thread, others work in the background."""
+    """Return the name of a row: row 0 is the main thread, other rows are background threads."""
     return f"rank {rank}" if row == 0 else f"rank {rank}, background"
 
 
@@ -253,7 +253,7 @@ MUCH = 0.1  # of a row's time outside of all spans
 
 
 def report(found: Summary) -> list[str]:
-    """The lines of the report."""
+    """Return the lines of the report."""
     shown = [kind for kind in (*KINDS, OTHER) if any(times[kind] > 0 for times in found.shares.values())]
     plural = "s" * (found.ranks != 1)
     lines = [f"# {found.ranks} rank{plural}, {found.seconds:.3f} s; share of the time:"]
@@ -278,7 +278,7 @@ def _waits(found: Summary) -> list[str]:
         lines.append(f"  rank {who} waited {seconds:.3f} s for rank {whom}")
     if len(pairs) > MOST_PAIRS:
         lines.append(f"  and {len(pairs) - MOST_PAIRS} pairs more")
-    if not found.late:  # a trace of another program's, or one of which a part was left out
+    if not found.late:  # the trace is of another program, or incomplete
         return lines
     rank, times = max(found.late.items(), key=lambda each: (each[1], -each[0]))
     lost = sum(seconds for (_, whom), seconds in found.waits.items() if whom == rank)
@@ -290,15 +290,7 @@ def _waits(found: Summary) -> list[str]:
     return lines
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Sum up a file; the exit code."""
-    args = _parser().parse_args(argv)
-    return cli.alone("benchmarks.timeline", lambda: _run(args))
-
-
-def _run(args: argparse.Namespace) -> int:
-    if args.plot and (problem := plot.missing(args.plot) or outputs.unwritable(args.plot)):
-        raise FileError(problem)
+def _sum_up(args: argparse.Namespace) -> int:
     slices = load(args.trace)
     print("\n".join(report(summary(slices))))
     if args.plot:
@@ -306,11 +298,12 @@ def _run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = Parser(prog="python -m benchmarks.timeline", description=__doc__)
+def _options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("trace", metavar="TRACE.json")
     parser.add_argument("--plot", metavar="FILE", help="draw it too (.png, .svg or .pdf; needs matplotlib)")
-    return parser
+
+
+main = cli.serial_command("benchmarks.timeline", __doc__, _options, _sum_up)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Draws the pictures of CONTRIBUTING.md into docs/pictures: the way of a call, and the way of a training step.
+"""Draws the pictures of CONTRIBUTING.md into docs/pictures: the path of a call, and the path of a training step.
 
 python docs/pictures.py        (needs matplotlib: the extra "bench")
 """
@@ -17,7 +17,7 @@ COLOURS = {"your program": "#f3e3bf", "trainers": "#d6e6cf", "allreduce": "#cfdf
 
 
 class Box(NamedTuple):
-    """A stop on the way. house: a key of COLOURS. file: where to read the code; "" for none."""
+    """A layer on the path. house: a key of COLOURS. file: where to read the code; "" for none."""
 
     house: str
     title: str
@@ -27,19 +27,21 @@ class Box(NamedTuple):
 
 YOURS = "your program"
 CALL = [
-    Box(YOURS, 'reduce(grads, op="mean")', "", "On every rank. The backend has chosen the memory: reduce.allocate(n)."),
+    Box(YOURS, 'reduce(grads, op="mean")', "", "On every rank. The backend made the memory: reduce.allocate(n)."),
     Box("allreduce", "AllReduce.__call__", "allreduce/backend.py", "Looks up the call's record: dtype, length, op."),
-    Box("allreduce", "Engine.prepare", "allreduce/engine/engine.py", "The ranks compare records, and wait for all."),
-    Box("allreduce", "Ring._reduce", "allreduce/backends/ring.py", "The algorithm, in place. A backend writes this."),
+    Box("allreduce", "Engine.prepare", "allreduce/engine/engine.py", "The ranks compare their calls."),
+    Box(
+        "allreduce", "Ring._reduce", "allreduce/backends/ring.py", "The algorithm, in place. Each backend has its own."
+    ),
     Box("allreduce", "Transfer", "allreduce/transport/point_to_point.py", "Sends and receives chunks, and adds them."),
     Box("allreduce", "wait", "allreduce/transport/wait.py", "The stall detector (health/stall.py) sees every wait."),
-    Box("MPI", "Isend, Irecv, Test", "", "The messages hold chunks of the gradients and nothing else."),
+    Box("MPI", "Isend, Irecv, Test", "", "The messages contain only chunks of the gradients."),
 ]
 STEP = [
     Box(YOURS, "trainer.fit(x, y, epochs=10, batch_size=100)", "", "On every rank, with the same rows."),
-    Box("trainers", "Fit", "trainers/fit/loop.py", "Takes this rank's rows of the batch; tells callbacks."),
-    Box("trainers", "Mirrored.compute", "trainers/strategies/mirrored.py", "Has the replica compute the gradients."),
-    Box("trainers", "Replica", "trainers/replicas/", "Writes gradients into the buffer of the backend. Knows no MPI."),
+    Box("trainers", "Fit", "trainers/fit/loop.py", "Takes this rank's rows of the batch; calls callbacks."),
+    Box("trainers", "Mirrored.compute", "trainers/strategies/mirrored.py", "Lets the replica compute the gradients."),
+    Box("trainers", "Replica", "trainers/replicas/", "Writes gradients into the buffer of the backend. Uses no MPI."),
     Box(
         "trainers",
         "Mirrored.step",

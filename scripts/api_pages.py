@@ -1,8 +1,8 @@
 """Writes the pages of the site: python scripts/api_pages.py FOLDER (scripts/docs.sh installs pdoc).
 
-pdoc writes the API reference from the docstrings, as Markdown: in them a line "name: what it is" becomes an item of a
-list. The guides (README.md and those beside the code) become pages among those: the front page is index.html, and
-pdoc's list of modules modules.html.
+pdoc writes the API reference from the docstrings, as Markdown, in which a line "name: description" becomes an item of
+a list. The guides (README.md and those in the packages) become pages too: the front page is index.html, and pdoc's list
+of modules modules.html.
 """
 
 import inspect
@@ -14,9 +14,9 @@ import warnings
 from collections.abc import Iterator
 from pathlib import Path
 
-os.environ.setdefault("KERAS_BACKEND", "torch")  # Keras' own choice may not be installed
+os.environ.setdefault("KERAS_BACKEND", "torch")  # Keras' default may not be installed
 
-import keras  # noqa: F401 - it starts a process, which pdoc would not let it do
+import keras  # noqa: F401 - its import starts a process, which pdoc does not allow
 import markdown2
 import pdoc
 import pdoc.docstrings
@@ -47,7 +47,7 @@ ITEM = re.compile(r"[\w.`*\[\]]+(, [\w.`*\[\]]+)*: \S")
 
 
 def modules() -> Iterator[str]:
-    """Every module of the packages, but for programs."""
+    """Yield every module of the packages except __main__."""
     for package in PACKAGES:
         for path in sorted((ROOT / package).rglob("*.py")):
             name = ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
@@ -56,14 +56,14 @@ def modules() -> Iterator[str]:
 
 
 def guides() -> list[Path]:
-    """README.md, those beside the code, CONTRIBUTING.md and CHANGELOG.md, relative to the checkout."""
+    """Return README.md, those of the packages, CONTRIBUTING.md and CHANGELOG.md, relative to the checkout."""
     folders = (*PACKAGES, "scripts", "tests")
     beside = [path.relative_to(ROOT) for folder in folders for path in sorted((ROOT / folder).rglob("README.md"))]
     return [Path("README.md"), *beside, Path("CONTRIBUTING.md"), Path("CHANGELOG.md")]
 
 
 def as_markdown(docstring: str) -> str:
-    """A docstring of this project as Markdown: its lists of arguments as lists."""
+    """Return a docstring of this project as Markdown: its arguments as a list."""
     lines: list[str] = []
     in_item = False
     for line in docstring.splitlines():
@@ -79,19 +79,19 @@ def as_markdown(docstring: str) -> str:
 
 
 def page_of(path: Path) -> Path:
-    """The page that a file of the checkout becomes, both relative to their roots: itself, where it becomes none."""
+    """Return the page of a guide or module, and any other path as it is; all paths are relative to their roots."""
     if path == Path("README.md"):
         return Path("index.html")
     return path.with_suffix(".html") if path.suffix in (".md", ".py") else path
 
 
 def write_guides(root: Path, paths: list[Path], folder: Path) -> None:
-    """paths: the guides, relative to root. folder: where pdoc has written its pages."""
+    """Write the pages of the guides. paths: of the guides, relative to root. folder: with the pages of pdoc."""
     (folder / "index.html").rename(folder / "modules.html")
     titles = {path: (root / path).read_text().partition("\n")[0].lstrip("# ") for path in paths}
     template = pdoc.render.env.from_string(PAGE)
     extras = {**pdoc.render_helpers.markdown_extensions, "toc": None}
-    extras.pop("link-patterns")  # what is to be a link is written as one
+    extras.pop("link-patterns")  # links are written as links
     for path in paths:
         up = "../" * len(path.parent.parts)
         html = markdown2.markdown((root / path).read_text(), extras=extras)
@@ -103,7 +103,7 @@ def write_guides(root: Path, paths: list[Path], folder: Path) -> None:
 
 
 def _linked(root: Path, path: Path, folder: Path, link: "re.Match[str]") -> str:
-    """A link to a page instead of to a guide; what is no page, a picture or the licence, is copied beside it."""
+    """Return the link to the page of a file; a file without a page (a picture, the licence) is copied."""
     target = (root / path.parent / link[2]).resolve().relative_to(root)
     page = page_of(target)
     if page == target:
@@ -114,11 +114,11 @@ def _linked(root: Path, path: Path, folder: Path, link: "re.Match[str]") -> str:
 
 
 def main(folder: str) -> None:
-    for name in trainers.__all__:  # imported when first used, which pdoc does not know
+    for name in trainers.__all__:  # they are imported on first use, which pdoc does not trigger
         setattr(trainers, name, getattr(trainers, name))
     call = allreduce.backend.AllReduce.__call__
     call.__doc__ = f"{inspect.getdoc(call)}\n@public"  # pdoc leaves methods with underscores out
-    warnings.filterwarnings("ignore", "The module specification", UserWarning)  # a module comes with its package too
+    warnings.filterwarnings("ignore", "The module specification", UserWarning)  # packages list their modules too
     convert = pdoc.docstrings.convert
     pdoc.docstrings.convert = lambda text, style, source: convert(as_markdown(text), style, source)
     pdoc.render.configure(docformat="markdown", show_source=False, footer_text=f"allreduce {allreduce.__version__}")

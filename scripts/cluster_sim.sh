@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Pretends that this Linux machine is several hosts with a slow network between them; see --help.
+# Simulates several hosts with a slow network between them on this Linux machine; see --help.
 set -euo pipefail
 
 readonly SUBNET=10.0.0 # seen only inside namespaces of our own
@@ -13,7 +13,7 @@ Usage: cluster_sim.sh HOSTS RATE -- COMMAND [ARGUMENT...]
 
 Runs COMMAND under Open MPI's mpirun on several "hosts" made on this one Linux machine: each is a
 network, host-name and mount namespace with shared memory of its own, so that MPI takes it for another
-machine, and each hangs on a switch by one link that is shaped to RATE in both directions.
+machine. One link, limited to RATE in both directions, connects each host to a switch.
 
   HOSTS    2x2  two hosts with two ranks each      4x1  four hosts with one rank each
            3+1  two hosts, of three ranks and one  2+2+1 and so on
@@ -26,17 +26,17 @@ Examples:
 
 It needs root with CAP_SYS_ADMIN and CAP_NET_ADMIN (docker run --privileged), the tools ip and tc
 (iproute2), nsenter, setpriv and unshare (util-linux), and Open MPI 5: the mpirun on PATH, or else the
-one in this checkout's .venv. The exit status is that of COMMAND; 2 says that the rig could not be made.
+one in this checkout's .venv. The exit status is that of COMMAND; 2 means that the hosts could not be set up.
 
-Everything is taken down at the end, after a failure and after Ctrl-C: all processes run in one PID
+Everything is removed at the end, after a failure and after Ctrl-C: all processes run in one PID
 namespace, which ends with them, and no link or name ever appears outside of these namespaces. All
-hosts share this machine's cores, so only what the links limit is to be believed.
+hosts share this machine's cores, so trust only times that the links limit.
 
-A link that was idle lets a burst through before it holds to RATE: a millisecond's worth, at least 128 KiB.
+An idle link lets a burst through before it limits the rate: the bytes of a millisecond, at least 128 KiB.
 CLUSTER_SIM_BURST=1mb (bytes, as tc writes them) allows more, so that a rank that had to wait for a core can
-catch up; it flatters transfers that are not much longer.
-CLUSTER_SIM_CUT=HOST:FILE drops all that goes to and from a host (0, 1, ...) from the moment that FILE is there,
-and CLUSTER_SIM_MPIRUN="--with-ft ulfm" adds options of mpirun's.
+catch up; transfers that are not much longer then look too fast.
+CLUSTER_SIM_CUT=HOST:FILE drops all packets to and from a host (0, 1, ...) as soon as FILE exists,
+and CLUSTER_SIM_MPIRUN="--with-ft ulfm" adds options to mpirun.
 TEXT
 }
 

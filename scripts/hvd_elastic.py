@@ -1,7 +1,7 @@
-"""Horovod's elastic example, written anew: the training goes on when ranks are lost.
+"""Horovod's elastic example, rewritten: the training continues when ranks fail.
 
 mpirun --with-ft ulfm -n 3 python scripts/hvd_elastic.py --lose 1    # rank 1 is killed in the second epoch
-mpirun -n 3 python scripts/hvd_elastic.py                            # without ULFM a lost rank ends the job
+mpirun -n 3 python scripts/hvd_elastic.py                            # without ULFM a failed rank ends the job
 """
 
 import os
@@ -15,9 +15,9 @@ from trainers.cli.options import Parser
 
 parser = Parser(description=__doc__)
 parser.add_argument("--epochs", type=int, default=5)
-parser.add_argument("--batch-size", type=int, default=16, help="of each rank")
-parser.add_argument("--lr", type=float, default=0.02, help="of one rank; scaled by their number")
-parser.add_argument("--lose", type=int, default=None, help="a rank that is killed in the second epoch, to see it")
+parser.add_argument("--batch-size", type=int, default=16, help="rows of a batch of one rank")
+parser.add_argument("--lr", type=float, default=0.02, help="learning rate for one rank; scaled by the number of ranks")
+parser.add_argument("--lose", type=int, default=None, help="a rank that is killed in the second epoch, for a test")
 options = parser.parse_args()
 
 hvd.init()
@@ -45,17 +45,17 @@ def train(state: hvd.elastic.TorchState) -> None:
             optimizer.step()
             sampler.record_batch(batch, options.batch_size)
             if batch % 10 == 9:
-                state.commit()  # what was done since is done again after a loss
+                state.commit()  # after a failure the training continues from here
         state.epoch += 1
         sampler.set_epoch(state.epoch)
         state.commit()
 
 
 def on_reset() -> None:
-    """Ranks were lost: the learning rate follows their number."""
+    """Ranks have failed: scale the learning rate to the number of ranks."""
     for group in optimizer.param_groups:
         group["lr"] = options.lr * hvd.size()
-    print(f"rank {first_rank} goes on as rank {hvd.rank()} of {hvd.size()}, in epoch {state.epoch + 1}", flush=True)
+    print(f"rank {first_rank} continues as rank {hvd.rank()} of {hvd.size()}, in epoch {state.epoch + 1}", flush=True)
 
 
 state = hvd.elastic.TorchState(model=model, optimizer=optimizer, sampler=sampler, epoch=0)

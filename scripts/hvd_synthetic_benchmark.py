@@ -1,4 +1,4 @@
-"""Horovod's synthetic benchmark, written anew: how many samples a second a model trains on data that is made up.
+"""Horovod's synthetic benchmark, rewritten: samples per second of a model that trains on random data.
 
 python scripts/hvd_synthetic_benchmark.py
 mpirun -n 2 python scripts/hvd_synthetic_benchmark.py --width 2048 --fp16
@@ -12,14 +12,14 @@ import trainers.horovod.torch as hvd  # was: import horovod.torch as hvd
 from trainers.cli.options import Parser
 
 parser = Parser(description=__doc__)
-parser.add_argument("--batch-size", type=int, default=32, help="of each rank")
-parser.add_argument("--width", type=int, default=1024, help="of the hidden layers")
+parser.add_argument("--batch-size", type=int, default=32, help="rows of a batch of one rank")
+parser.add_argument("--width", type=int, default=1024, help="width of the hidden layers")
 parser.add_argument("--layers", type=int, default=4)
-parser.add_argument("--warm-up", type=int, default=5, help="batches that are not counted")
+parser.add_argument("--warm-up", type=int, default=5, help="batches that are not timed")
 parser.add_argument("--iterations", type=int, default=10)
-parser.add_argument("--batches", type=int, default=5, help="of an iteration")
-parser.add_argument("--groups", type=int, default=None, help="gradients are averaged in so many groups")
-parser.add_argument("--fp16", action="store_true", help="gradients travel as float16")
+parser.add_argument("--batches", type=int, default=5, help="batches of an iteration")
+parser.add_argument("--groups", type=int, default=None, help="number of groups in which gradients are averaged")
+parser.add_argument("--fp16", action="store_true", help="send gradients as float16")
 options = parser.parse_args()
 
 hvd.init()
@@ -41,7 +41,7 @@ x, y = torch.randn(options.batch_size, options.width), torch.randint(10, (option
 
 
 def run(batches: int) -> float:
-    """Seconds that so many batches take."""
+    """Train on so many batches; returns the seconds."""
     begin = time.perf_counter()
     for _ in range(batches):
         optimizer.zero_grad()

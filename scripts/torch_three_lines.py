@@ -23,7 +23,7 @@ scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=20)
 
 for epoch in range(20):
     order = torch.randperm(len(x_train), generator=torch.Generator().manual_seed(epoch))
-    for batch in order.split(64)[:-1]:  # without the last, short one: every rank's part must be as large
+    for batch in order.split(64)[:-1]:  # not the short last batch: the ranks' parts must be equal
         batch = batch[optimizer.topology.rank :: optimizer.topology.size]  # + 3
         optimizer.zero_grad()
         loss = torch.nn.functional.cross_entropy(model(x_train[batch]), y_train[batch])

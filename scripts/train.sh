@@ -5,7 +5,7 @@
 #   bash scripts/train.sh --data iris --allreduce ring
 #   RANKS=2 bash scripts/train.sh --epochs 5 --save model.npz
 #   bash scripts/train.sh --help
-# The ranks reach no other machine, and no other machine reaches them; NETWORK=host leaves them the machine's network.
+# The ranks and other machines can't reach each other; NETWORK=host lets the ranks use the machine's network.
 set -euo pipefail
 . "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
 

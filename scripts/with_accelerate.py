@@ -3,7 +3,7 @@
 mpirun -n 2 python scripts/with_accelerate.py
 
 Accelerate knows no backend by the name "allreduce" (InitProcessGroupKwargs(backend="allreduce") is refused) and makes
-a process group of its own, mostly gloo's, when there is none. The one that it finds it takes.
+a process group of its own, mostly with gloo, if there is none; it uses an existing one.
 """
 
 try:
@@ -21,7 +21,7 @@ from trainers import datasets
 
 
 def main() -> None:
-    dist.init_process_group("allreduce")  # this is all
+    dist.init_process_group("allreduce")  # the only change
     accelerator = Accelerator(cpu=True)
     torch.manual_seed(0)
     network = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.ReLU(), torch.nn.Linear(64, 10))
@@ -31,7 +31,7 @@ def main() -> None:
     rows = TensorDataset(x, torch.as_tensor(data.y_train))
     loader = DataLoader(rows, batch_size=32, shuffle=True, drop_last=True)
     model, optimizer, loader = accelerator.prepare(network, optimizer, loader)
-    accelerator.print(require(model))  # raises where Accelerate runs on anything else
+    accelerator.print(require(model))  # raises if Accelerate uses another backend
 
     for _ in range(5):
         for inputs, labels in loader:

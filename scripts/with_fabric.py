@@ -27,14 +27,14 @@ def main() -> None:
         accelerator="cpu",
         devices=ranks.node_size,
         num_nodes=ranks.nodes,
-        strategy=DDPStrategy(process_group_backend="allreduce"),  # this is all
+        strategy=DDPStrategy(process_group_backend="allreduce"),  # the only change
     )
     fabric.launch()
     fabric.seed_everything(0)
     network = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.ReLU(), torch.nn.Linear(64, 10))
     optimizer = torch.optim.SGD(network.parameters(), lr=0.1, momentum=0.9)
     model, optimizer = fabric.setup(torch.compile(network), optimizer)
-    fabric.print(require(model))  # raises where Fabric runs on anything else
+    fabric.print(require(model))  # raises if Fabric uses another backend
 
     data = datasets.load("digits")
     x = torch.as_tensor((data.x_train - data.shift) * data.scale).float()

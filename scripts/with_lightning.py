@@ -25,7 +25,7 @@ class Digits(lightning.LightningModule):
     def __init__(self) -> None:
         super().__init__()
         self.network = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.ReLU(), torch.nn.Linear(64, 10))
-        self.accuracy = torchmetrics.Accuracy("multiclass", num_classes=10)  # gathered over the same ranks
+        self.accuracy = torchmetrics.Accuracy("multiclass", num_classes=10)  # reduced over the same ranks
 
     def training_step(self, batch: tuple[torch.Tensor, torch.Tensor], index: int) -> torch.Tensor:
         x, y = batch
@@ -40,7 +40,7 @@ class Digits(lightning.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
 
     def on_train_start(self) -> None:
-        line = require(self.trainer.model)  # raises where Lightning runs on anything else
+        line = require(self.trainer.model)  # raises if Lightning uses another backend
         if self.global_rank == 0:
             print(line)
 
@@ -56,7 +56,7 @@ def main() -> None:
         accelerator="cpu",
         devices=ranks.node_size,
         num_nodes=ranks.nodes,
-        strategy=DDPStrategy(process_group_backend="allreduce"),  # this is all
+        strategy=DDPStrategy(process_group_backend="allreduce"),  # the only change
         max_epochs=5,
         logger=False,
         enable_checkpointing=False,

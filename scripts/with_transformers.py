@@ -3,7 +3,7 @@
 mpirun -n 2 python scripts/with_transformers.py
 
 The Trainer knows no backend by the name "allreduce" (TrainingArguments(ddp_backend="allreduce") is refused) and makes
-a process group of its own, mostly gloo's, when there is none. The one that it finds it takes.
+a process group of its own, mostly with gloo, if there is none; it uses an existing one.
 """
 
 import tempfile
@@ -21,7 +21,7 @@ from allreduce.torch_backend import require
 
 
 class Shown(TrainerCallback):
-    """Says by what the gradients are averaged; raises where it isn't us."""
+    """Prints the backend that averages the gradients; raises if it is another one."""
 
     trainer: Trainer
 
@@ -33,7 +33,7 @@ class Shown(TrainerCallback):
 
 
 def main() -> None:
-    dist.init_process_group("allreduce")  # this is all
+    dist.init_process_group("allreduce")  # the only change
     torch.manual_seed(0)
     tokens = torch.randint(1, 50, (256, 8))
     rows = [{"input_ids": row, "labels": int(row[0] > 25)} for row in tokens]

@@ -1,4 +1,4 @@
-"""Data-parallel training: a trainer drives replicas, a replica wraps a model of any framework.
+"""Data-parallel training: a trainer trains one replica per rank; a replica wraps a model of any framework.
 
     from trainers import MirroredTrainer, NumpyNetwork
 
@@ -35,7 +35,7 @@ __all__ = [
     "Terminating",
 ]
 
-_HOMES = {
+_MODULES = {
     "CentralStorageTrainer": "trainers.central_storage",
     "Checkpoint": "trainers.state.checkpoints",
     "EmbeddingNetwork": "trainers.replicas.numpy.embedding",
@@ -50,7 +50,7 @@ _HOMES = {
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
+    if name not in _MODULES:
         raise AttributeError(f"module 'trainers' has no attribute {name!r}; it has {', '.join(__all__)}")
-    home = importlib.import_module(_HOMES[name])
+    home = importlib.import_module(_MODULES[name])
     return getattr(home, name, home)  # roles is the module itself

@@ -1,11 +1,11 @@
-"""The backend that suits an update: what "auto" means, and which backends can divide the work."""
+"""Selects the backend for an update: the meaning of "auto", and the checks of a given backend."""
 
 from typing import Any
 
 import numpy as np
 
 import allreduce
-from allreduce import notices
+from allreduce import notices, registry
 from allreduce.arrays import dtypes, gpu
 from allreduce.backend import AllReduce, TwoPhase
 from allreduce.backends.auto import Auto
@@ -19,10 +19,12 @@ UPDATES = ("replicated", "sharded")
 def backend_for(
     given: str | AllReduce, topology: Topology, update: str, compress: str | None = None, device: str = "cpu"
 ) -> AllReduce:
-    """The backend for an update, made on `topology` unless one is given. Collective.
+    """Return `given` if it is a backend, else create the backend of that name on `topology`, checked for the update.
+    Collective.
 
-    All ranks give the same. "sharded" needs one with two phases, and "auto" names it. compress: of the backend that is
-    made. device: of the arrays, "cpu" or "cuda". Raises OptionError on all, and UnavailableError.
+    given: a name or a backend, the same on all ranks. update: "sharded" needs a TwoPhase backend; "auto" then selects
+        one. compress: an option of the backend that is created. device: of the arrays, "cpu" or "cuda". Raises
+        OptionError or UnavailableError on all ranks.
     """
     if device == "cuda" and (update == "sharded" or given == "nccl"):
         backend = connected_nccl(given, topology, compress)
@@ -31,7 +33,7 @@ def backend_for(
     if update == "sharded" and given == "auto":
         return _two_phase_auto(topology, compress)
     backend = given if isinstance(given, AllReduce) else allreduce.create(given, topology, compress=compress)
-    error = _unfit(backend, update)
+    error = _backend_error(backend, update)
     if error is None:
         return backend
     if backend is not given:
@@ -40,25 +42,27 @@ def backend_for(
     raise error
 
 
-def _unfit(backend: AllReduce, update: str) -> OptionError | None:
-    """Why a backend can't serve an update. Local."""
+def _backend_error(backend: AllReduce, update: str) -> OptionError | None:
+    """Return the error if a backend can't be used for an update, or None. Local."""
     if not backend.sums:
         return OptionError(
-            f'{backend.name!r} makes no sums of gradients, which training needs; use "auto" or another backend'
+            f'{backend.name!r} does not sum gradients, which training needs; use "auto" or another backend'
         )
     if update == "sharded" and not isinstance(backend, TwoPhase):
+        names = ", ".join(f'"{name}"' for name in registry.two_phase())
         return OptionError(
-            f'update="sharded" needs a backend with reduce_scatter and all_gather, and {backend.name!r} has none; use '
-            '"auto", "shared", "ring", "halving_doubling" or "hierarchical_copy"'
+            f'update="sharded" needs a backend with reduce_scatter and all_gather, and {backend.name!r} has none; '
+            f'use "auto" or one of {names}'
         )
     return None
 
 
 def connected_nccl(given: str | AllReduce, topology: Topology, compress: str | None) -> AllReduce | None:
-    """The backend "nccl", connected on the GPUs that are current; None where another one is to be used. Collective.
+    """Create the backend "nccl" on the current GPUs and test it; returns None if another backend is to be used.
+    Collective.
 
-    Made where `given` is "nccl", or "auto" and it works: ranks that share a GPU, say, are found out here and not in the
-    first step. Raises UnavailableError on all ranks.
+    given: "nccl" must work; with "auto" None is returned if it does not. The test finds ranks that share a GPU here,
+        not in the first step. Raises UnavailableError on all ranks.
     """
     if topology.size == 1 or given not in ("nccl", "auto"):
         return None
@@ -72,36 +76,36 @@ def connected_nccl(given: str | AllReduce, topology: Topology, compress: str | N
             backend.close()
         if given == "nccl":
             raise
-        notices.once(topology.rank, f'"auto" does without "nccl": {error}')
+        notices.once(topology.rank, f'"auto" does not use "nccl": {error}')
         return None
 
 
-def used_by(backend: AllReduce, buffer: Any, device: str) -> str:
-    """The name of what reduces `buffer`, which is the backend's choice where that is "auto". Local."""
+def backend_name(backend: AllReduce, buffer: Any, device: str) -> str:
+    """Return the name of the backend that reduces `buffer`: with "auto" the selected one. Local."""
     if isinstance(backend.exact, Auto):
         return backend.exact.choice(len(buffer), buffer.dtype, device)[0]
     return backend.name
 
 
-def compression_twice(backend: Any, compress: str | None) -> OptionError | None:
-    """Why a backend that is given takes no `compress` from others, if there is one. Local."""
+def compress_error(backend: Any, compress: str | None) -> OptionError | None:
+    """Return the error if `compress` is given together with a backend instance, or None. Local."""
     if compress is None or not isinstance(backend, AllReduce):
         return None
     return OptionError(
-        f"compress={compress!r}: {backend!r} is made already; pass its name, or make it with "
+        f"compress={compress!r}: {backend!r} exists already; pass its name, or create it with "
         f"allreduce.create({backend.name!r}, topology, compress={compress!r})"
     )
 
 
-def own_memory(replica: Replica) -> Any:
-    """Memory for a replica's gradients when the backend's is given back. Local."""
+def allocate_own(replica: Replica) -> Any:
+    """Allocate memory for a replica's gradients or parameters that belongs to no backend, on its device. Local."""
     if replica.device == "cuda":
         return gpu.cupy().zeros(replica.gradient_length, dtypes.parse(replica.gradient_dtype))
     return np.zeros(replica.gradient_length, dtypes.parse(replica.gradient_dtype))
 
 
 def _two_phase_auto(topology: Topology, compress: str | None) -> AllReduce:
-    """What suits the nodes, and otherwise the ring, which needs nothing but messages."""
+    """Create the two-phase backend that suits the number of nodes, or "ring" if that one is unavailable. Collective."""
     name = "hierarchical_copy" if topology.nodes > 1 else "shared"
     try:
         return allreduce.create(name, topology, compress=compress)

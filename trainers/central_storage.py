@@ -14,16 +14,16 @@ from trainers.trainer import Trainer
 class CentralStorageTrainer(Trainer[CentralStorage]):
     """Synchronous training with the parameters and the optimizer on one rank.
 
-    It keeps MirroredTrainer's promises: the results are the same to float tolerance, and all replicas hold the same
-    bits. Optimizer state takes memory on the storage rank alone; on one node the parameters do too. Edits of
-    parameters in place are for `edit`, as with update="sharded".
+    As with MirroredTrainer, the results are those of one rank to float tolerance, and all replicas hold the same
+    bits. Optimizer state takes memory on the storage rank alone; on one node the parameters do too. Use `edit` to
+    change parameters in place, as with update="sharded".
 
-    A replica without `bind_parameters`, or on a GPU, gets its whole state after each step instead, by a copy.
+    For a replica without `bind_parameters` or on a GPU, the whole state is broadcast after each step instead.
 
         with CentralStorageTrainer(NumpyNetwork([64, 32, 10]), storage=0) as trainer:
             history = trainer.fit(x, y, epochs=10, batch_size=100)
 
-    Also attributes: `storage`, the rank that holds the parameters, and `allreduce` and `buffer`, as of MirroredTrainer.
+    Attributes: `storage`, the rank that holds the parameters; `allreduce` and `buffer` as in MirroredTrainer.
     """
 
     @known_only
@@ -40,15 +40,16 @@ class CentralStorageTrainer(Trainer[CentralStorage]):
         """Make the replicas equal and move their parameters to the storage rank. Collective.
 
         replica: this rank's copy of the model.
-        topology: of the ranks that train together; all ranks by default.
+        topology: the ranks that train together; all ranks by default.
         storage: the rank that holds the parameters and updates them. It computes too.
-        device: where they are: "cpu" or "cuda", that of the replicas, which None stands for.
-        copies: as of MirroredTrainer: 2: another rank keeps what the storage rank has, and takes its place.
-        on_failure: as of MirroredTrainer. Without the storage rank a fit goes back to its last checkpoint, on rank 0.
+        device: the device of the parameters, "cpu" or "cuda"; must be the replicas' device. None: the replicas' device.
+        copies: 2: another rank has a backup of the storage rank's state, and replaces that rank if it fails.
+        on_failure: as in MirroredTrainer. If the storage rank fails and copies=1, rank 0 becomes the storage rank, and
+            a fit goes back to its last checkpoint.
 
-        Raises on all ranks, and leaves nothing behind: ArgumentError, DisagreementError (models that differ).
+        Raises ArgumentError, or DisagreementError (models that differ), on all ranks, and frees what it created.
         """
-        if isinstance(topology, JoiningRank):  # the others know where the storage is
+        if isinstance(topology, JoiningRank):  # the other ranks know the storage rank
             storage = 0
         strategy = CentralStorage(replica, type(self).__name__, storage, device, copies)
         super().__init__(strategy, topology, on_failure)
@@ -60,11 +61,11 @@ class CentralStorageTrainer(Trainer[CentralStorage]):
 
     @property
     def allreduce(self) -> AllReduce:
-        """The backend that adds up the gradients."""
+        """The backend that sums the gradients."""
         assert self.strategy.allreduce is not None
         return self.strategy.allreduce
 
     @property
     def buffer(self) -> Any:
-        """What is reduced in every step; None when the trainer is closed."""
+        """The array that is reduced in every step; None after `close`."""
         return self.strategy.buffer

@@ -1,7 +1,6 @@
-"""The checks of a training: whether gradients can be averaged, and whether the replicas are still equal in bits.
+"""Checks during training: whether gradients can be averaged, and whether all replicas still have the same bits.
 
-CheckGradients and CheckDivergence ask for them in a trainer's fit, check_gradients= and check_every= in a
-MirroredOptimizer.
+The callbacks CheckGradients and CheckDivergence use them, and MirroredOptimizer(check_gradients=, check_every=).
 """
 
 import itertools
@@ -24,17 +23,17 @@ from trainers.errors import NotFiniteError
 
 # Whether replicas are equal
 
-DIVERGENCE_ANSWERS = ("raise", "copy")  # to replicas that differ
+DIVERGENCE_ANSWERS = ("raise", "copy")  # what happens if replicas differ
 MAJORITY = "majority"
-LEARNING_RATES = "learning rates"  # the name by which they are compared
-DIVERGENCE_WAITS = "compare the replicas"
-LACKING = -1  # the sum of an array that a rank lacks
+LEARNING_RATES = "learning rates"  # their name in a comparison
+COMPARE = "compare the replicas"
+LACKING = -1  # stands for the checksum of an array that a rank does not have
 
-Compared = Mapping[str, np.ndarray | str]  # what must be equal on all ranks, by name: host arrays, or texts
+Compared = Mapping[str, np.ndarray | str]  # name -> what must be equal on all ranks: host array or text
 
 
 class Source:
-    """Whose replica is copied when ranks differ. It stays the same process when ranks are lost and renumbered.
+    """The rank whose replica is copied when replicas differ. After failures it is found again by its rank in the job.
 
     given: "majority", or a rank of `comm`. rank: "majority", or the rank of that process in the newest communicator.
     """
@@ -43,8 +42,8 @@ class Source:
         self.rank = given
         self.number = None if given == MAJORITY else processes.world_ranks(comm)[int(given)]  # in the job
 
-    def move(self, comm: MPI.Comm) -> None:
-        """Find the source in `comm`, the newest communicator; if it is lost, take the majority. Local."""
+    def find_again(self, comm: MPI.Comm) -> None:
+        """Find the source in `comm`, the newest communicator; if it has failed, use the majority. Local."""
         if self.number is None:
             return
         ranks = processes.world_ranks(comm)
@@ -53,32 +52,33 @@ class Source:
             return
         if comm.rank == 0:
             notices.log.warning(
-                "allreduce: rank %d of the job is lost, whose replica was to be copied when replicas differ (source=); "
-                "from now on it is that of the majority",
+                "allreduce: rank %d of the job, the source of copies when replicas differ (source=), has failed; "
+                "from now on the majority is the source",
                 self.number,
             )
         self.rank, self.number = MAJORITY, None
 
 
 class Divergence:
-    """What differs between ranks; the same on all of them.
+    """The differences between the replicas; the same object on all ranks.
 
-    names: of what was compared. sums: of each rank (rows) and name (columns), int64. sides: each rank's first
-        difference in words.
+    names: of the arrays compared. sums: (ranks, names) int64, CRC-32 of each array. values: for each rank, its value of
+        the first array that differs, as text.
     """
 
-    def __init__(self, names: list[str], sums: np.ndarray, sides: list[str]) -> None:
-        self.names, self.sums, self.sides = names, sums, sides
+    def __init__(self, names: list[str], sums: np.ndarray, values: list[str]) -> None:
+        self.names, self.sums, self.values = names, sums, values
 
     def root(self, source: str | int) -> int:
-        """The rank whose replica is to be everyone's: `source`, or the first of the most that are equal."""
+        """Return the rank whose replica is copied to all: `source`, or the lowest rank of the largest group of equal
+        replicas."""
         if source != MAJORITY:
             return int(source)
         rows = [tuple(row) for row in self.sums.tolist()]
         return rows.index(max(rows, key=lambda row: (rows.count(row), -rows.index(row))))
 
     def differing(self, root: int) -> list[int]:
-        """The ranks that differ from `root` in anything."""
+        """Return the ranks whose arrays differ from those of `root`."""
         return np.flatnonzero((self.sums != self.sums[root]).any(axis=1)).tolist()
 
     def __str__(self) -> str:
@@ -88,7 +88,7 @@ class Divergence:
         usual = max(values, key=lambda value: (values.count(value), value == values[0]))
         odd = [str(rank) for rank, value in enumerate(values) if value != usual]
         ranks = f"rank{'s' * (len(odd) > 1)} {', '.join(odd)} differ{'s' * (len(odd) == 1)}"
-        table = "\n".join(f"  rank {rank}: {self.names[first]}: {side}" for rank, side in enumerate(self.sides))
+        table = "\n".join(f"  rank {rank}: {self.names[first]}: {side}" for rank, side in enumerate(self.values))
         return (
             f"the replicas are no longer equal: {ranks} from the others in {self.names[first]}, the first of "
             f"{differ.size} differences. Gradients, parameters or hyperparameters were changed on some ranks only:\n"
@@ -104,11 +104,11 @@ def check_equal(
     copy: Callable[[int], object],
     when: str = "",
 ) -> bool:
-    """Compare the replicas of all ranks; make them equal again where they differ, or raise. Collective.
+    """Compare the replicas of all ranks; if they differ, copy one to all ranks, or raise. Collective.
 
-    read: gives this rank's arrays. on_divergence: "raise" or "copy". source: whose replica is copied: "majority" or a
-    rank. copy: gives all ranks the replica of this rank. when: begins the text of the error and of the warning.
-    Returns True when replicas were copied. Raises DivergenceError on all ranks.
+    read: returns this rank's arrays. on_divergence: "raise" or "copy". source: "majority", or the rank whose replica is
+        copied. copy: copy(root) copies that rank's replica to all ranks; collective. when: prefix of the error and the
+        warning. Returns True when replicas were copied. Raises DivergenceError on all ranks.
     """
     found = compare(comm, together(comm, read))
     if found is None:
@@ -125,27 +125,27 @@ def check_equal(
 
 
 def compare(comm: MPI.Intracomm, held: Compared) -> Divergence | None:
-    """What differs between the ranks; None when nothing does. Collective.
+    """Compare arrays over all ranks; returns the Divergence, or None if all are equal. Collective.
 
-    A name that a rank lacks differs there. Costs one reading of all arrays (a CRC, 4 GB/s here) and a message of
-    16 bytes; more only when ranks differ.
+    An array that a rank does not have counts as different. Costs one reading of all arrays (a CRC, 4 GB/s here) and
+    a message of 16 bytes; more only if ranks differ.
     """
     own = {name: zlib.crc32(_memory(value)) for name, value in held.items()}
     whole = zlib.crc32(repr(sorted(own.items())).encode())
     low = np.array([whole, -whole], np.int64)  # the minimum of -x is minus the maximum: one message gives both
-    wait_for(comm, comm.Iallreduce(MPI.IN_PLACE, low, MPI.MIN), DIVERGENCE_WAITS)
+    wait_for(comm, comm.Iallreduce(MPI.IN_PLACE, low, MPI.MIN), COMPARE)
     if low[0] == -low[1]:
         return None
-    ranks = all_values(comm, own, DIVERGENCE_WAITS)
+    ranks = all_values(comm, own, COMPARE)
     names = list(dict.fromkeys(name for rank in ranks for name in rank))
     sums = np.array([[rank.get(name, LACKING) for name in names] for rank in ranks], np.int64)
     first = names[int(np.flatnonzero((sums != sums[0]).any(axis=0))[0])]
-    side = _side(held[first], own[first]) if first in held else "has none"
-    return Divergence(names, sums, all_values(comm, side, DIVERGENCE_WAITS))
+    side = _value_text(held[first], own[first]) if first in held else "has none"
+    return Divergence(names, sums, all_values(comm, side, COMPARE))
 
 
-def refusal(every: Any, on_divergence: Any, source: Any, ranks: int | None) -> str:
-    """What is wrong with such options; "" for nothing. ranks: their number, None where it is not known."""
+def options_error(every: Any, on_divergence: Any, source: Any, ranks: int | None) -> str:
+    """Return the error text if these options are invalid, or "". ranks: the number of ranks, None if not known."""
     if isinstance(every, bool) or not isinstance(every, int) or every < 1:
         return f"every must be an integer >= 1, got {every!r}"
     if on_divergence not in DIVERGENCE_ANSWERS:
@@ -163,8 +163,8 @@ def _memory(value: np.ndarray | str) -> Any:
     return np.ascontiguousarray(value).reshape(-1).view(np.uint8).data
 
 
-def _side(value: np.ndarray | str, crc: int) -> str:
-    """A rank's value, in words."""
+def _value_text(value: np.ndarray | str, crc: int) -> str:
+    """Return a rank's value as text for the table of a Divergence."""
     if isinstance(value, str):
         return value
     text = f"crc {crc:08x}"
@@ -176,11 +176,11 @@ def _side(value: np.ndarray | str, crc: int) -> str:
 
 # Whether gradients can be averaged
 
-ANSWERS = ("raise", "skip")  # to gradients that can't be averaged
-BLOCK = 1 << 18  # elements that are read together, where one dot product of all is not enough
-WAITS = "hear whether all gradients are numbers"
-ADVICE = "look at its rows of the batch, scale the features, or lower the learning rate"
-FINITE = [0, 0, 0, -1, 0]  # what a rank tells that has found nothing
+ANSWERS = ("raise", "skip")  # what happens if gradients can't be averaged
+BLOCK = 1 << 18  # elements that are checked together, if the dot product of all is not finite
+CHECK_GRADIENTS = "learn whether all gradients are finite"
+ADVICE = "look at that rank's rows of the batch, scale the features, or lower the learning rate"
+FINITE = [0, 0, 0, -1, 0]  # `GradientCheck.row` of a rank that has found nothing
 
 
 class Span(NamedTuple):
@@ -192,20 +192,20 @@ class Span(NamedTuple):
 
 
 class GradientArray(NamedTuple):
-    """Gradients in a 1-D array, or the sparse gradient of a table. sent: the dtype in which they go to other ranks."""
+    """Gradients in a 1-D array, or the sparse gradient of a table. sent: the dtype in which they are sent."""
 
     spans: Sequence[Span]
     dtype: np.dtype
     sent: np.dtype
 
     def name(self, element: int) -> str:
-        """The parameter of an element, and which of its elements it is."""
+        """Return the name of the parameter that holds `element`, and the index of the element in it."""
         span = next(each for each in self.spans if each.start <= element < each.start + each.size)
         return f"{span.name} (element {element - span.start})"
 
 
 def table(name: str, size: int, dtype: np.dtype) -> GradientArray:
-    """A table with sparse gradients, of this many elements. Its rows are sent as they are."""
+    """Return the GradientArray of a table of `size` elements with sparse gradients, whose rows are sent in `dtype`."""
     return GradientArray([Span(name, 0, size)], dtype, dtype)
 
 
@@ -217,15 +217,16 @@ class Problem(NamedTuple):
 
 
 class GradientCheck:
-    """Sees whether the gradients of a step can be averaged: they are numbers, and their sum is.
+    """Checks that the gradients of a step can be averaged: each is finite, and so is their sum.
 
-    on_bad: "raise": all ranks raise a NotFiniteError. "skip": all ranks leave out the step. arrays: of all gradients.
+    on_bad: "raise": all ranks raise a NotFiniteError. "skip": all ranks leave out the step. arrays: the GradientArrays
+        of this rank's gradients.
 
-    In each step a rank calls `begin`, `look` or `look_at_rows` for each of its arrays, and `finish` with all ranks.
+    In each step a rank calls `begin`; `check_array` or `check_rows` for each of its arrays; `finish`, with all ranks.
 
-    finite: whether all gradients of this rank that it has looked at can be averaged. norm: of these gradients. row: how
-    many are NaN, infinite, and finite but too large for the dtype in which they are sent; then the first of these:
-    number of its span over all arrays, number of the element.
+    finite: whether all gradients checked so far on this rank can be averaged. norm: their 2-norm, 0 if not finite.
+    row: the numbers of NaN, of infinite elements, and of elements too large for the dtype in which they are sent; then
+        the span and the element of the first of them.
     """
 
     def __init__(self, on_bad: str, arrays: Sequence[GradientArray]) -> None:
@@ -238,7 +239,7 @@ class GradientCheck:
         self.begin()
 
     def begin(self) -> None:
-        """A step begins. Local."""
+        """Begin a step: forget the results of the previous one. Local."""
         self._squares, self.row, self.left_out = 0.0, list(FINITE), False
 
     @property
@@ -249,16 +250,16 @@ class GradientCheck:
     def norm(self) -> float:
         return math.sqrt(self._squares) if self.finite else 0.0
 
-    def look(self, number: int, gradients: Any) -> None:
-        """Look at this rank's gradients of the array with this number, on the host or a GPU. Local."""
+    def check_array(self, number: int, gradients: Any) -> None:
+        """Check this rank's gradients of array `number`; 1-D, on the host or a GPU. Local."""
         most = self._most[number]
         squares = _squares(gradients)
         if not squares < most * most:
             squares = self._count(number, gradients, self.arrays[number].spans)
         self._squares += squares
 
-    def look_at_rows(self, number: int, indices: Any, values: Any) -> None:
-        """Look at a sparse gradient: rows of a table, by their indices; its other rows are zeros. Local."""
+    def check_rows(self, number: int, indices: Any, values: Any) -> None:
+        """Check a sparse gradient of array `number`: `values` are the rows `indices` of a table. Local."""
         flat, clean = values.reshape(-1), self.finite
         squares = _squares(flat)
         if not squares < math.inf:
@@ -268,7 +269,7 @@ class GradientCheck:
         self._squares += squares
 
     def _count(self, number: int, gradients: Any, spans: Sequence[Span]) -> float:
-        """Count what can't be averaged; returns the sum of the squares of the rest, in float64."""
+        """Count in `row` what can't be averaged; returns the sum of squares of the blocks without any, in float64."""
         squares, row, most = 0.0, self.row, self._most[number]
         for at, (_, start, size) in enumerate(spans, self._first_spans[number]):
             for begin in range(start, start + size, BLOCK):
@@ -288,20 +289,22 @@ class GradientCheck:
     def finish(
         self, comm: MPI.Intracomm, overflowing: Callable[[int], int], when: str = "", may_leave_out: bool = True
     ) -> bool:
-        """All ranks have looked at their gradients: raise, or leave the step out, if these can't be averaged.
+        """Combine the checks of all ranks: if a gradient can't be averaged, raise or leave the step out. Call after all
+        `check_array`s.
 
         Collective; costs a message of 16 bytes. Returns `left_out`.
 
-        overflowing: for the number of an array, the first element whose sum over the ranks is none (see `overflow`),
-            -1 for no element; collective. Called where that may be, which costs a second reading of the gradients.
-        when: begins the text. may_leave_out: False for a step that can't be left out.
+        overflowing: overflowing(number) returns the first element of array `number` whose sum over the ranks overflows
+            (see `overflow`), or -1; collective. Called only if an overflow is possible; reads the gradients a second
+            time.
+        when: prefix of the error and the warning. may_leave_out: False for a step that can't be left out.
         """
         sums = np.array([self.norm, not self.finite])
-        wait_for(comm, comm.Iallreduce(MPI.IN_PLACE, sums), WAITS)
+        wait_for(comm, comm.Iallreduce(MPI.IN_PLACE, sums), CHECK_GRADIENTS)
         problem = None
         if sums[1]:
             rows = np.empty((comm.size, len(FINITE)), np.int64)
-            wait_for(comm, comm.Iallgather(np.array(self.row, np.int64), rows), WAITS)
+            wait_for(comm, comm.Iallgather(np.array(self.row, np.int64), rows), CHECK_GRADIENTS)
             problem = self.describe(rows.tolist())
         elif not sums[0] < largest(self._sent) / 2:
             problem = self._overflow(float(sums[0]), overflowing)
@@ -315,41 +318,42 @@ class GradientCheck:
         return True
 
     def _overflow(self, norms: float, overflowing: Callable[[int], int]) -> Problem | None:
-        """The first sum that overflows. norms: the sum of those of all ranks. Collective."""
+        """Return the Problem of the first sum that overflows, or None. norms: the sum over the ranks. Collective."""
         for number, array in enumerate(self.arrays):
             if not norms < largest(array.sent) / 2 and (at := overflowing(number)) >= 0:
-                where = f"{array.name(at)}, and every rank's own are numbers: they are too large for {array.sent}"
+                where = f"{array.name(at)}, although each rank's gradients are finite: too large for {array.sent}"
                 same = array.dtype == array.sent
                 advice = "lower the learning rate, or clip" if same else _advice(array.sent)
                 return Problem(f"the sum of gradients overflows in {where}", advice)
         return None
 
     def describe(self, rows: Sequence[Sequence[int]]) -> Problem:
-        """Name the ranks that have brought gradients that can't be averaged, and the parameters. rows: of all ranks."""
+        """Name the ranks whose gradients can't be averaged, and the parameters. rows: `row` of every rank."""
         texts = []
         for rank, (nan, infinite, large, span, element) in enumerate(rows):
             if nan or infinite or large:
                 where = f"the first in {self._spans[span].name} (element {element})"
-                texts.append(f"rank {rank} has brought {_counted(nan, infinite, large, self._sent)}, {where}")
+                texts.append(f"rank {rank} has {_counted(nan, infinite, large, self._sent)}, {where}")
         if any(row[2] for row in rows):
             return Problem(f"gradients can't be averaged: {'; '.join(texts)}", _advice(self._sent))
-        return Problem(f"gradients are no numbers: {'; '.join(texts)}", ADVICE)
+        return Problem(f"gradients are not finite: {'; '.join(texts)}", ADVICE)
 
 
 def overflow(comm: MPI.Intracomm, gradients: Any, length: int, dtype: np.dtype) -> int:
-    """The first element whose sum over the ranks may be no number, though each rank's gradient is; -1 for none.
+    """Return the first element whose sum over the ranks may overflow although each rank's gradient is finite; -1 if
+    there is none.
 
-    Collective. It adds up all gradients in float64, by absolute value, since the order in which a backend adds them
-    decides whether large ones that cancel overflow.
+    Collective. It sums absolute values, in float64, because whether large gradients of opposite sign overflow depends
+    on the order in which a backend adds them.
 
-    gradients: None on ranks that have none. dtype: of the sums, in which gradients are sent. Rounding each of them to
-        it may make the sum larger.
+    gradients: 1-D; None on ranks without gradients. dtype: in which gradients are sent and summed; the bound allows for
+        rounding to it.
     """
     bound = largest(dtype) * (1 - float(ml_dtypes.finfo(dtype).eps))
     for begin in range(0, length, BLOCK):
         end = min(begin + BLOCK, length)
         sums = np.zeros(end - begin) if gradients is None else np.abs(_wide(gradients[begin:end]))
-        wait_for(comm, comm.Iallreduce(MPI.IN_PLACE, sums), WAITS)
+        wait_for(comm, comm.Iallreduce(MPI.IN_PLACE, sums), CHECK_GRADIENTS)
         over = np.flatnonzero(sums > bound)
         if over.size:
             return begin + int(over[0])
@@ -357,29 +361,29 @@ def overflow(comm: MPI.Intracomm, gradients: Any, length: int, dtype: np.dtype) 
 
 
 def overflowed(comm: MPI.Intracomm, averages: Any, element: Callable[[int], int]) -> int:
-    """The first element that is no number in the averages of any rank; -1 for none. Collective.
+    """Return the first element that is not finite in any rank's averages; -1 if there is none. Collective.
 
-    averages: what this rank has of them, 1-D. element: the number of one of these elements in the whole array.
+    averages: this rank's part of the averages, 1-D. element: maps an index in it to the index in the whole array.
     """
     bad = np.flatnonzero(~np.isfinite(_on_host(averages)))
     none = np.iinfo(np.int64).max
-    first = combine(comm, np.array([element(int(bad[0])) if bad.size else none]), WAITS, MPI.MIN)[0]
+    first = combine(comm, np.array([element(int(bad[0])) if bad.size else none]), CHECK_GRADIENTS, MPI.MIN)[0]
     return -1 if first == none else int(first)
 
 
 def element_of(indices: Any, values: Any, at: int) -> int:
-    """The element of a table that is element `at` of these rows of it."""
+    """Return the index in the flattened table of element `at` of the flattened `values`."""
     row, column = divmod(at, values.size // len(values))
     return int(indices[row]) * (values.size // len(values)) + column
 
 
 def largest(dtype: np.dtype) -> float:
-    """The largest number of a floating dtype, bfloat16 too."""
+    """Return the largest finite number of a floating-point dtype, bfloat16 included."""
     return float(ml_dtypes.finfo(dtype).max)
 
 
 def _advice(sent: np.dtype) -> str:
-    other = 'take compress="bfloat16"' if sent == dtypes.FLOAT16 else "leave out compress"
+    other = 'use compress="bfloat16"' if sent == dtypes.FLOAT16 else "leave out compress"
     return f"they are sent as {sent} (compress): {other}, scale the features, or lower the learning rate"
 
 
@@ -393,7 +397,7 @@ def _counted(nan: int, infinite: int, large: int, sent: np.dtype) -> str:
 
 
 def _squares(gradients: Any) -> float:
-    """The sum of the squares; no number when a gradient is none, or when their squares are too large."""
+    """Return the sum of squares; not finite if a gradient is not finite, or if the sum overflows."""
     if dtypes.is_half(gradients.dtype):
         wide = (gradients[at : at + BLOCK].astype(np.float32) for at in range(0, len(gradients), BLOCK))
         return float(sum(float(block.dot(block)) for block in wide))
@@ -402,7 +406,7 @@ def _squares(gradients: Any) -> float:
 
 
 def _wide(block: Any) -> np.ndarray:
-    """A block on the host, in float64."""
+    """Return a block on the host, in float64."""
     return _on_host(block).astype(np.float64)
 
 

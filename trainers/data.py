@@ -1,4 +1,4 @@
-"""The rows that a rank sees: the same seeded permutation on every rank, and every rank's share of each batch.
+"""Divides data among the ranks: the same seeded permutation on every rank, and every rank's share of each batch.
 
 A batch is global. Batch s of an epoch is rows order[s * B : (s + 1) * B]; rank r takes the r-th chunk of
 it. So the batches do not depend on the number of ranks; the last may be short, and a rank may have no row.
@@ -20,12 +20,11 @@ class Samples:
     """A data set whose rows are fetched when they are needed.
 
     data: len(data) is the number of rows, and data[i] is row i, a pair (x, y).
-    collate: makes (x, y), arrays whose first axis is the sample, of a list of rows; by default the x and the y
-        of the rows are stacked. Rows that are no pairs need one of your own.
+    collate: makes (x, y), arrays whose first axis is the sample, from a list of rows; by default the x and the y
+        of the rows are stacked. Rows that are not pairs need a collate.
 
-    Rows come from `data.__getitems__(list of numbers)` where there is one (PyTorch's protocol); else, without
-    a collate, from data[array of numbers] where that gives the same (x, y) as row by row; else row by row.
-    Raises ArgumentError.
+    Rows come from `data.__getitems__(list of numbers)`, if it exists (PyTorch's protocol); else, without a collate,
+    from data[array of numbers], if that gives the same (x, y) as row by row; else row by row. Raises ArgumentError.
     """
 
     def __init__(self, data: Any, collate: Collate | None = None) -> None:
@@ -59,7 +58,7 @@ class Samples:
         return f"{self.name} of {self._rows} rows, {sides}"
 
     def take(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """x and y of these rows. Raises DataError, which names the data set and quotes its error."""
+        """Return x and y of these rows. Raises DataError, which names the data set and quotes its error."""
         if rows.size == 0:
             return self._none
         try:
@@ -83,14 +82,15 @@ class Samples:
         return self._data[rows]
 
     def _takes_arrays(self, probe: np.ndarray) -> bool:
-        """Whether rows by an array of numbers are the rows one by one; a random augmentation shows that it is not."""
+        """Whether data[array of numbers] gives the same rows as data[number] does; False if rows are augmented at
+        random."""
         try:
             x, y = (np.asarray(side) for side in self._at_once(probe))
             return all(
                 there.dtype == here.dtype and np.array_equal(there, here)
                 for there, here in zip((x, y), self.first, strict=True)
             )
-        except Exception:  # whatever it raises, it takes no arrays
+        except Exception:  # any error: it takes no arrays
             return False
 
 
@@ -106,17 +106,19 @@ def _shown(rows: np.ndarray) -> str:
     return f"{shown}, ... ({rows.size} of them)" if rows.size > 5 else shown
 
 
-OF_ARRAYS, OF_SAMPLES = 64, 16  # rows that are read, spread over all; a data set may take long for each
+# rows read for a fingerprint, spread over all rows: of arrays, and of data sets, whose rows may be slow
+OF_ARRAYS, OF_SAMPLES = 64, 16
 SHOWN = 5  # rows that a message names
 
-Fingerprint = dict[str, dict[str, Any]]  # of "x" and "y": "kind", dtype and shape of a row; "rows", sums of some rows
+# for "x" and "y": "kind", the dtype and shape of a row; "rows", the CRC-32 of some rows
+Fingerprint = dict[str, dict[str, Any]]
 
 
 def fingerprint(x: Any, y: Any) -> Fingerprint:
     """The fingerprint of arrays x and y, or of Samples and None, to tell data sets apart. Raises DataError.
 
-    Rows of arrays are read once. Rows of a data set are read twice, since it may augment them at random: x, or y, gets
-    no checksums when the two readings differ. The caller restores the global random generators that a data set used.
+    Rows of arrays are read once. Rows of a data set are read twice, because it may augment them at random: x, or y,
+    gets no checksums if the two readings differ. The caller restores the global random generators that a data set used.
     """
     rows = _sampled(len(x), OF_SAMPLES if isinstance(x, Samples) else OF_ARRAYS)
     if not isinstance(x, Samples):
@@ -129,7 +131,7 @@ def fingerprint(x: Any, y: Any) -> Fingerprint:
 
 
 def difference(before: Any, now: Fingerprint, count: int) -> str:
-    """The difference between the data of a checkpoint and the data of now, in words; "" for none.
+    """Return the difference between the data of a checkpoint and the data of now as text; "" for none.
 
     before: the fingerprint in the checkpoint, not validated yet. count: the number of rows of now.
     """
@@ -151,7 +153,7 @@ def difference(before: Any, now: Fingerprint, count: int) -> str:
 
 
 def _sampled(count: int, most: int) -> np.ndarray:
-    """Row numbers spread over `count` rows: at most so many, the first and the last among them."""
+    """Return at most `most` row numbers spread over `count` rows, including the first and the last."""
     return np.unique(np.linspace(0, count - 1, min(count, most)).astype(np.int64))
 
 
@@ -177,11 +179,11 @@ class Batch(NamedTuple):
 
 
 class Batches:
-    """The shares of one rank, epoch by epoch.
+    """Gives one rank its share of every global batch, epoch by epoch.
 
     x, y: the whole data, the same on every rank (memory maps will do); or `Samples`, and None.
     batch_size: rows in a global batch.
-    part, parts: every batch is cut into `parts`, and the shares are that part; None for shares without rows.
+    parts: the number of parts of every batch. part: the part that this rank gets; None for shares without rows.
     ahead: how many batches may be fetched in advance; the arrays of a batch stay valid while these are fetched.
     """
 
@@ -197,17 +199,17 @@ class Batches:
         ahead: int = 0,
     ) -> None:
         self.rows, self.batch_size = len(x), min(batch_size, len(x))
-        self._x, self._y, self._ahead = x, y, ahead
+        self._x, self._y, self.ahead = x, y, ahead
         self._seed, self._shuffle = seed, shuffle
-        self.checked = not isinstance(x, Samples)  # all rows could be checked before
-        self.divide(part, parts)
+        self.checked = not isinstance(x, Samples)  # whether all rows could be checked before the training (arrays)
+        self.set_part(part, parts)
 
-    def divide(self, part: int | None, parts: int) -> None:
-        """From now on every batch is cut into `parts`, and the shares are this part."""
+    def set_part(self, part: int | None, parts: int) -> None:
+        """Set the number of parts of every batch, and the part that this rank gets."""
         self._part, self._parts = part, parts
         most = -(-self.batch_size // parts)
         x = self._x
-        self._source = x if isinstance(x, Samples) else _Arrays(x, self._y, most, self._ahead + 1)
+        self._source = x if isinstance(x, Samples) else _Arrays(x, self._y, most, self.ahead + 1)
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -241,7 +243,7 @@ class Batches:
         return order(self.rows, self._seed, number, self._shuffle)
 
     def share(self, visited: np.ndarray, step: int, part: int | None) -> Batch:
-        """A part of batch `step` of an epoch that visits the rows in this order. Raises DataError."""
+        """Return part `part` of batch `step` of an epoch with the row order `visited`. Raises DataError."""
         batch = visited[step * self.batch_size : (step + 1) * self.batch_size]
         mine = batch[:0] if part is None else batch[chunk(batch.size, self._parts, part)]
         x, y = self._source.take(mine)
@@ -249,7 +251,7 @@ class Batches:
 
 
 class _Arrays:
-    """Rows of arrays, copied into memory that is used again after `sets` calls. most: rows in a call."""
+    """Copies rows of arrays into `sets` pairs of buffers, which are used in turn. most: the most rows in a call."""
 
     def __init__(self, x: np.ndarray, y: Any, most: int, sets: int) -> None:
         self._x, self._y = x, y

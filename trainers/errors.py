@@ -4,12 +4,13 @@ They do not derive from allreduce.errors.AllReduceError, because data sets and s
 without MPI as well; `ranks` means the same here as there.
 """
 
-MOST_CHARACTERS, LAST_CHARACTERS = 500, 150  # of an error that quotes a file; what to do stands at its end
+# the longest error text that quotes a file, and how much of its end is kept
+MOST_CHARACTERS, LAST_CHARACTERS = 500, 150
 LEFT_OUT = " ... "
 
 
 def printable(text: str) -> str:
-    """A text for people that quotes a file: control characters are escaped, and the middle of a long one left out."""
+    """Return a text in which control characters are escaped; the middle of a long text is left out."""
     escaped = _escaped(text[:MOST_CHARACTERS])
     if len(text) <= MOST_CHARACTERS and len(escaped) <= MOST_CHARACTERS:
         return escaped
@@ -24,23 +25,23 @@ def _escaped(text: str) -> str:
 class TrainerError(Exception):
     """Base of the errors of this package.
 
-    ranks: the ranks of MPI.COMM_WORLD that all raised this same error, so that one report of it is enough;
-        None when it is this rank's alone.
+    ranks: the ranks of MPI.COMM_WORLD that all raised this error, so that one report of it is enough; None if only
+        this rank raised it.
     """
 
     ranks: tuple[int, ...] | None = None
 
 
 class ArgumentError(TrainerError, ValueError):
-    """An argument makes no sense: shapes that do not fit, a batch size below 1, an unknown name."""
+    """An argument is invalid: shapes that do not fit, a batch size below 1, an unknown name."""
 
 
 class RoleError(ArgumentError):
-    """The roles of the ranks make no sense: no worker left, a TF_CONFIG that does not describe these ranks."""
+    """The roles of the ranks are invalid: no worker left, a TF_CONFIG that does not describe these ranks."""
 
 
 class _FileError(TrainerError, ValueError):
-    """What is wrong with a file, which may be anybody's: what is quoted of it is made `printable`."""
+    """Base of errors about a file. Its text may quote an untrusted file, so it is made `printable`."""
 
     def __init__(self, text: object = "") -> None:
         super().__init__(printable(str(text)))
@@ -55,11 +56,11 @@ class ModelFileError(_FileError):
 
 
 class CheckpointError(ModelFileError):
-    """A checkpoint can't be written, or there is none that this training can go on from."""
+    """A checkpoint can't be written, or there is none from which this training can be resumed."""
 
 
 class UnusableError(CheckpointError):
-    """A checkpoint is damaged, or this kind of trainer can't go on from it; an older checkpoint may be usable."""
+    """A checkpoint is damaged, or this kind of trainer can't resume from it; an older checkpoint may be usable."""
 
 
 class DivergedError(TrainerError, ArithmeticError):
@@ -67,4 +68,4 @@ class DivergedError(TrainerError, ArithmeticError):
 
 
 class NotFiniteError(DivergedError):
-    """Gradients became NaN or infinite; the message names the ranks that brought them."""
+    """Gradients became NaN or infinite; the message names the ranks that computed them."""

@@ -15,12 +15,12 @@ from allreduce.errors import CommunicationError, DisagreementError, RankLeftErro
 from allreduce.topology import Topology
 from allreduce.transport import ulfm
 from allreduce.transport.chunked import LARGEST, broadcast
-from allreduce.transport.control import agree, everywhere, known, root_value, together
+from allreduce.transport.control import agree, all_values, everywhere, known, root_value, together
 from allreduce.transport.wait import waiting
 
 
 class Owner(Protocol):
-    """What a group belongs to: its topology closes or abandons it, when that is closed or abandoned itself."""
+    """The owner of a group. The topology closes or abandons it when the topology itself is closed or abandoned."""
 
     def close(self) -> None: ...
 
@@ -30,28 +30,29 @@ class Owner(Protocol):
 class RankGroup:
     """The ranks that train together. It stays the same object when ranks fail or join.
 
-    topology: of these ranks. comm: a communicator for this group's own messages. rank: this rank there; -1 while it
-    waits to join a fit. size: how many ranks there are.
+    topology: the topology of these ranks. comm: a communicator for this group's own messages. rank: this rank in it; -1
+    while it waits to join a fit. size: the number of ranks.
     """
 
     def __init__(self, topology: Topology, owner: Owner) -> None:
-        """Collective."""
+        """Create the group on the ranks of `topology`. Collective."""
         self._owner = owner
         self.replace(topology)
 
     def replace(self, topology: Topology) -> None:
-        """Go on with other ranks, after `abandon` or at the beginning. Collective over the new ranks."""
+        """Use the ranks of `topology` from now on. Collective over these ranks."""
         self.topology = topology
         self.rank, self.size = topology.rank, topology.size
         self.comm: MPI.Intracomm = topology.private(self._owner)
 
     def close_owner_first(self) -> None:
-        """The topology closes the owner before everything that uses the topology now, as its backend does. Local."""
+        """Make the topology close the owner before the objects that use the topology now, such as the owner's backend.
+        Local."""
         self.topology.let_go(self._owner)
         self.topology.use(self._owner)
 
     def abandon(self) -> None:
-        """The topology no longer closes the owner: some of these ranks have failed. Local."""
+        """Detach the owner from the topology, because ranks have failed. Local."""
         self.topology.let_go(self._owner)
 
     def release(self) -> None:
@@ -66,41 +67,51 @@ class RankGroup:
     # Agreement
 
     def agree(self, row: str, error: Exception | None = None) -> None:
-        """Raise on all ranks an error of any of them, or that their rows differ. Collective.
+        """Check that all ranks make the same call without an error; otherwise raise the same error on all ranks.
+        Collective.
 
-        row: this rank's side of a call in words.
+        row: the call and its arguments on this rank, as text.
         """
         try:
             agree(self.comm, [zlib.crc32(row.encode())], row, error)
         except DisagreementError as differ:
-            tell_collective(differ, row)
+            explain_collective(differ, row)
             raise
 
     def enter(self, row: str, error: Exception | None = None) -> None:
-        """As `agree`, at the beginning of a call to which some ranks may never come."""
+        """As `agree`, at the beginning of a public call; explains in the error if another rank left without making the
+        call."""
         try:
             self.agree(row, error)
         except RankLeftError as left:
-            tell_collective(left, row)
+            explain_collective(left, row)
             raise
 
+    def values(self, value: Any, row: str) -> list[Any]:
+        """Return every rank's `value`, by rank. Collective. If another rank raises an error, all ranks raise it.
+
+        value: JSON-serializable; tuples become lists. row: the caller's name, the same on all ranks.
+        """
+        self.enter(row)
+        return all_values(self.comm, value, row)
+
     def on_one(self, action: Callable[[], None], root: int = 0) -> None:
-        """Do something on rank `root`; its error, whatever it is, is raised on all ranks. Collective."""
+        """Call `action` on rank `root`; an error in it is raised on all ranks. Collective."""
         together(self.comm, lambda: action() if self.rank == root else None)
 
-    def in_step(self, error: BaseException) -> bool:
-        """Whether all ranks leave a block by this error, so that they can go on together. Local."""
+    def all_raise(self, error: BaseException) -> bool:
+        """Whether all ranks raise this error and none has failed: collective calls are still possible. Local."""
         return isinstance(error, Exception) and everywhere(error, self.comm) and ulfm.lost(error) is None
 
     def knows(self, error: BaseException) -> bool:
-        """Whether all ranks raise this error, or all hear of it since it tells of a failed rank. Local."""
+        """Whether all ranks know of this error: all raise it, or it reports a failed rank. Local."""
         return everywhere(error, self.comm) or ulfm.lost(error) is not None
 
 
-def tell_collective(error: DisagreementError | RankLeftError, row: str) -> None:
-    """Add to an error that calls are collective, where a rank has made another call, or none.
+def explain_collective(error: DisagreementError | RankLeftError, row: str) -> None:
+    """Append to an error that the call is collective, if a rank has made another call or none. Changes `error`.
 
-    row: this rank's side of the call in words.
+    row: the call and its arguments on this rank, as text.
     """
     text = str(error)
     if isinstance(error, RankLeftError):
@@ -108,24 +119,25 @@ def tell_collective(error: DisagreementError | RankLeftError, row: str) -> None:
         return
     names = list(dict.fromkeys(_name(row) for row in re.findall(r"^  rank \d+: (.*)", text, re.MULTILINE)))
     if len(names) > 1:
-        told = f"{' and '.join(names)} are collective: every rank calls them, in one order, without an `if rank == 0`"
-        error.args = (f"{text}\n{told}",)
+        advice = f"{' and '.join(names)} are collective: every rank calls them, in one order, without an `if rank == 0`"
+        error.args = (f"{text}\n{advice}",)
 
 
 def _name(row: str) -> str:
-    """The name of a call in words: "evaluate" of "evaluate: x float32[100, 64]"."""
+    """Return the name in the text of a call: "evaluate" of "evaluate: x float32[100, 64]"."""
     return re.split("[:,(]", row, maxsplit=1)[0].strip()
 
 
-# What `dtype.str` says of arrays of numbers, behind the order of bytes, and of texts, not of objects.
+# `dtype.str` of number dtypes without the byte order; TEXTS matches those of text dtypes. Object dtypes are not
+# allowed.
 DTYPES = {"b1", "i1", "i2", "i4", "i8", "u1", "u2", "u4", "u8", "f2", "f4", "f8", "c8", "c16", "V1", "V2"}
 TEXTS = re.compile(r"[<>|=][SU]\d{1,7}")
 MOST_AXES = 32
-NAMED = {"bfloat16": BFLOAT16}  # by `dtype.name`: what `dtype.str` says of these is true of any two bytes
+NAMED = {"bfloat16": BFLOAT16}  # by `dtype.name`: `dtype.str` does not identify these
 
 
 def gather_rows(comm: MPI.Intracomm, rows: np.ndarray) -> None:
-    """Complete an array of which every rank has filled its chunk of rows, in place. Collective."""
+    """Gather rows in place: every rank has filled its chunk of `rows`, and receives the others. Collective."""
     spans = [chunk(len(rows), comm.size, rank) for rank in range(comm.size)]
     counts, starts = [span.stop - span.start for span in spans], [span.start for span in spans]
     width = rows.itemsize * int(np.prod(rows.shape[1:]))
@@ -138,23 +150,27 @@ def gather_rows(comm: MPI.Intracomm, rows: np.ndarray) -> None:
 def broadcast_arrays(
     comm: MPI.Intracomm, state: Mapping[str, np.ndarray], root: int, what: str
 ) -> dict[str, np.ndarray]:
-    """The root's arrays, on all ranks; what the others bring is not looked at. Collective.
+    """Broadcast the root's arrays and return them on all ranks; `state` of other ranks is ignored. Collective.
 
-    CommunicationError on all ranks when these are told to be what no state has.
+    Raises CommunicationError on all ranks if the announced names, dtypes or shapes are invalid. what: names the call in
+    stall reports.
     """
     arrays = {name: np.asarray(array, order="C") for name, array in state.items()} if comm.rank == root else {}
-    own = [[name, dtype_name(array.dtype), array.shape] for name, array in arrays.items()]
-    shapes = root_value(comm, own, what, root)
-    if not described(shapes):
-        raise known(CommunicationError(f"{what}: rank {root} has told of arrays that no state has"), comm)
-    if comm.rank != root:
-        arrays = {name: np.empty(shape, dtype_of(dtype)) for name, dtype, shape in shapes}
-    broadcast(comm, arrays.values(), root, what)
-    return arrays
+    shapes = root_value(comm, layout(arrays), what, root)
+    if not is_valid_layout(shapes):
+        raise known(CommunicationError(f"{what}: rank {root} announced invalid names, dtypes or shapes"), comm)
+    made = together(comm, lambda: arrays or {name: np.empty(shape, dtype_of(dtype)) for name, dtype, shape in shapes})
+    broadcast(comm, made.values(), root, what)
+    return made
+
+
+def layout(arrays: Mapping[str, np.ndarray]) -> list[list[Any]]:
+    """Return [name, dtype, shape] of each array, as `is_valid_layout` checks them."""
+    return [[name, dtype_name(array.dtype), [*array.shape]] for name, array in arrays.items()]
 
 
 def dtype_name(dtype: np.dtype) -> str:
-    """The text that `dtype_of` takes."""
+    """Return the name of a dtype, which `dtype_of` takes."""
     return dtype.name if dtype.name in NAMED else dtype.str
 
 
@@ -163,8 +179,9 @@ def dtype_of(name: str) -> np.dtype:
     return np.dtype(NAMED.get(name, name))
 
 
-def described(shapes: Any, most: int = LARGEST) -> bool:
-    """Whether this, a JSON value, is [name, dtype, shape] of arrays of numbers or texts, of `most` bytes in all."""
+def is_valid_layout(shapes: Any, most: int = LARGEST) -> bool:
+    """Whether a JSON value is a list of [name, dtype, shape] of number or text arrays, of at most `most` bytes
+    together."""
     nbytes = 0
     for entry in shapes if isinstance(shapes, list) else [None]:
         if not isinstance(entry, list) or len(entry) != 3 or not all(isinstance(word, str) for word in entry[:2]):

@@ -1,7 +1,7 @@
 """Tells glibc's malloc to keep the memory that a training step frees.
 
-A framework that makes its activations and gradients anew in every step frees tens of megabytes at its end.
-glibc gives such blocks back to the system and takes them again in the next step, page by page: for an MLP of
+A framework that allocates its activations and gradients in every step frees tens of megabytes at the step's end.
+glibc returns such blocks to the system and gets them again in the next step, page by page: for an MLP of
 10 M parameters in PyTorch 9,000 page faults and 15 of 53 ms. So trainers tell malloc to keep the memory, once a
 process; the price is that the process stays as large as its largest step. ALLREDUCE_MALLOC=default leaves malloc
 as it is, and so does any setting of its own (MALLOC_..., GLIBC_TUNABLES).
@@ -15,16 +15,17 @@ from allreduce.notices import log
 
 OPTION = "ALLREDUCE_MALLOC"  # "keep" or "default"
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # of malloc.h
-LARGEST_BLOCK = 32 << 20  # the most that malloc takes from its heap
-KEPT = 1 << 30  # what may lie free at the end of the heap
+LARGEST_BLOCK = 32 << 20  # the largest block that malloc takes from its heap
+KEPT = 1 << 30  # bytes that may stay free at the end of the heap
 
 _done: list[bool] = []
 
 
 def keep_freed_memory() -> bool:
-    """Have malloc serve every block up to LARGEST_BLOCK from its heap, and keep that; whether it does. Local.
+    """Make malloc serve blocks up to LARGEST_BLOCK from its heap and keep freed memory. Returns whether that worked.
+    Local.
 
-    Only the first call does anything. Says so once, at the level INFO of the logger "allreduce".
+    Only the first call does anything. Logs it once, at level INFO of the logger "allreduce".
     """
     if not _done:
         _done.append(_is_wanted() and _set())

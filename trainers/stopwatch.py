@@ -10,9 +10,10 @@ COMMUNICATION = "communication"  # the kind of these spans
 
 
 class Stopwatch:
-    """Adds up the time between `start` and `stop`; `read` returns the seconds and begins anew. On the host's clock.
+    """Adds up the time between `start` and `stop`; `read` returns the seconds and resets the sum. Uses the host's
+    clock.
 
-    trace: gets each of these times as a span, as the host sees them, when it is given.
+    trace: if set, each start-stop interval is recorded in it as a span, by the host's clock.
     """
 
     def __init__(self) -> None:
@@ -33,7 +34,7 @@ class Stopwatch:
 
 
 class StreamStopwatch(Stopwatch):
-    """The same by events on the current CUDA stream, so that nothing waits until `read`."""
+    """A Stopwatch that uses events on the current CUDA stream; only `read` waits for the GPU."""
 
     def __init__(self) -> None:
         super().__init__()

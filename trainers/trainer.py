@@ -1,4 +1,4 @@
-"""The face of all trainers: fit, evaluate, predict, save, load, edit, and the agreement of the ranks about them."""
+"""The base of all trainers: fit, evaluate, predict, save, load, edit, and the check that all ranks call them alike."""
 
 import functools
 import hashlib
@@ -20,7 +20,7 @@ from allreduce.transport.wait import waiting
 from trainers.data import Batches, Collate, Samples
 from trainers.errors import ArgumentError, TrainerError
 from trainers.fit.checkpointing import make_saver
-from trainers.fit.evaluation import evaluated, predicted
+from trainers.fit.evaluation import evaluate_chunk, predict_chunk
 from trainers.fit.loop import Fit
 from trainers.fit.prefetch import AHEAD, wanted
 from trainers.group import RankGroup, gather_rows
@@ -31,6 +31,7 @@ from trainers.state.adopt import mirror
 from trainers.state.checkpoints import Checkpoint
 from trainers.strategies.interface import Strategy
 from trainers.watching.history import History
+from trainers.watching.progress import Progress
 
 TrainerT = TypeVar("TrainerT", bound="Trainer[Any]")
 StrategyT = TypeVar("StrategyT", bound=Strategy)
@@ -39,7 +40,8 @@ P = ParamSpec("P")
 
 
 def recoverable(method: Callable[Concatenate[Any, P], ResultT]) -> Callable[Concatenate[Any, P], ResultT]:
-    """A method of a trainer that is one collective call, which survives failed ranks where that is asked for."""
+    """Decorator: a method that is one collective call, which the remaining ranks repeat after a failure with
+    on_failure="continue"."""
 
     @functools.wraps(method)
     def call(self: "Trainer[Any]", *args: P.args, **options: P.kwargs) -> ResultT:
@@ -52,24 +54,24 @@ class Trainer(Generic[StrategyT]):
     """Trains a replica together with the trainers of the other ranks of a topology.
 
     Every method is collective: all ranks call it with the same arguments. x and y are the whole data on
-    every rank, arrays whose first axis is the sample; `fit` and `evaluate` take data sets too. Arguments that
-    make no sense, and ranks that disagree about them, raise the same ArgumentError or DisagreementError on all.
+    every rank, arrays whose first axis is the sample; `fit` and `evaluate` take data sets too. Invalid arguments
+    raise the same ArgumentError on all ranks, and arguments that differ the same DisagreementError.
 
     replica: this rank's copy of the model. strategy: how a step is computed and applied. group: the ranks.
-    recovery: what happens when some of them fail.
+    recovery: what happens when ranks fail.
     """
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
         raise CopyError(
             f"a {type(self).__name__} can't be copied or pickled: its communicators belong to this process. "
             'Keep the model: `save("model.npz")` writes a file that loads on any number of ranks; '
-            'fit(checkpoint=Checkpoint("run")) writes one from which the training goes on'
+            'fit(checkpoint=Checkpoint("run")) writes checkpoints from which a fit can be resumed'
         )
 
     def __init__(self, strategy: StrategyT, topology: Topology | None, on_failure: str | None) -> None:
-        """Agree on the arguments, and make the strategy on the ranks. Collective.
+        """Check the arguments on all ranks, and set up the strategy on them. Collective.
 
-        topology: of the ranks that train; None for all ranks. It is closed with the trainer then.
+        topology: the ranks that train; None for all ranks, on a new topology that is closed with the trainer.
         """
         self.strategy, self.replica = strategy, strategy.replica
         self.recovery = Recovery(strategy, on_failure)
@@ -77,7 +79,7 @@ class Trainer(Generic[StrategyT]):
 
     @property
     def topology(self) -> Topology:
-        """Of the ranks that train; a new one after a failure."""
+        """The topology of the ranks that train; a new one after a failure."""
         return self.group.topology
 
     @property
@@ -87,42 +89,43 @@ class Trainer(Generic[StrategyT]):
 
     @property
     def size(self) -> int:
-        """How many ranks train."""
+        """The number of ranks that train."""
         return self.group.size
 
     @property
     def closed(self) -> bool:
-        """Whether it was closed."""
+        """Whether the trainer was closed."""
         return self.strategy.closed
 
     @property
     def measured(self) -> Any:
-        """What the last step has measured, and behind it the FLAGS."""
+        """1-D array: the metrics of the last step, then the sums of the flags over the ranks
+        (strategies.interface.FLAGS)."""
         return self.strategy.measured
 
     @property
     def steps(self) -> int:
-        """How many steps the ranks have taken together."""
+        """The number of steps that the ranks have taken together."""
         return self.strategy.steps
 
     @property
     def trace(self) -> Trace | None:
-        """Where a callback has what is done recorded, if one has."""
+        """The trace in which a callback records this fit, or None."""
         return self.strategy.trace
 
     @property
     def losses(self) -> list[Failure]:
-        """The ranks that have failed so far, the same on all ranks."""
+        """The failures so far, in order; the same on all ranks."""
         return self.recovery.failures
 
     @property
     def goes_on(self) -> bool:
-        """Whether the training goes on with the other ranks when one fails."""
+        """Whether the other ranks continue the training when one fails."""
         return self.recovery.goes_on
 
     @property
     def stop_training(self) -> bool:
-        """Set by a callback on any rank: the fit ends on all of them."""
+        """Set it in a callback on any rank to end the fit on all ranks."""
         return self.strategy.stop_training
 
     @stop_training.setter
@@ -153,36 +156,36 @@ class Trainer(Generic[StrategyT]):
 
         x, y: ALL rows, on every rank: each rank takes its share of every batch. Arrays, or memory maps; or in x
             a data set with len() and rows by number whose rows are pairs (x, y), and no y (see
-            trainers.data.Samples). What a data set raises on one rank is raised on all, as DataError.
+            trainers.data.Samples). An error in a data set on one rank is raised on all, as DataError.
         batch_size: rows in a GLOBAL batch, divided among the ranks. It need not be divisible, and the last one may be
             short: gradients are weighted by samples, so that any number of ranks trains as one rank would.
         seed, shuffle: epoch e visits the rows in the order of data.order(rows, seed, e, shuffle).
         validation_data: (x, y) or a data set, evaluated after each epoch.
-        callbacks: what watches the training, with Keras' events (trainers.watching.callback.Callback). Each rank
+        callbacks: objects with the events of Keras callbacks (see trainers.watching.callback.Callback). Each rank
             calls its own, so they may be given to some ranks only; an exception in one is raised on all ranks.
-        collate: makes (x, y), arrays, of a list of a data set's rows; by default they are stacked.
-        checkpoint: where and how often the training is written down: a Checkpoint, or a folder. resume: go on from
-            the newest good one there, if any (CheckpointError when it is of another model or other settings); `epochs`
-            counts from the beginning, and the history has all. On as many ranks the bits are as if it never stopped.
-        prefetch: whether a thread fetches the next batch meanwhile; by default of data sets and memory maps.
+        collate: makes (x, y), arrays, from a list of a data set's rows; by default they are stacked.
+        checkpoint: where and how often checkpoints are written: a Checkpoint, or a folder. resume: continue from the
+            newest usable checkpoint there, if any; raises CheckpointError if it is of another model or of other
+            settings. `epochs` counts from the beginning of the training, and the history contains all epochs. With the
+            same number of ranks the result has the same bits as an uninterrupted training.
+        prefetch: whether a thread fetches the next batches during a step; None: for data sets and memory maps only.
         progress: print a line per epoch on rank 0, and on a terminal a bar. stream: where, if not to stdout.
 
         Returns the history, the same on all ranks. Raises, on all ranks, DivergedError when the loss becomes NaN or
-        infinite, and Terminated, which is a SystemExit, when SIGTERM has come to any rank.
+        infinite, and Terminated, which is a SystemExit, when any rank has received SIGTERM.
         """
         settings: dict[str, Any] = {"epochs": epochs, "batch_size": batch_size, "seed": seed, "shuffle": shuffle}
         settings["validation_data"] = "none" if validation_data is None else "given"
         settings |= {"checkpoint": checkpoint, "resume": resume}
-        fetches_ahead = wanted(x, y) if prefetch is None else prefetch
+        ahead = AHEAD if (wanted(x, y) if prefetch is None else prefetch) else 0
         strategy, group = self.strategy, self.group
 
         def begin() -> Fit:
-            rows = self._admit("fit", x, y, settings, collate)
+            rows = self._check_call("fit", x, y, settings, collate)
             validate = None
             if validation_data is not None:
-                validate = partial(self._evaluate, *self._admit_validation(validation_data, collate))
+                validate = partial(self._evaluate, *self._check_validation(validation_data, collate))
             mirror(strategy)
-            ahead = AHEAD if fetches_ahead else 0
             batches = Batches(*rows, batch_size, strategy.part, strategy.parts, seed, shuffle, ahead)
             saver = together(
                 group.comm, partial(make_saver, strategy, batches, checkpoint, resume, validate is not None)
@@ -192,12 +195,9 @@ class Trainer(Generic[StrategyT]):
                 batches,
                 epochs,
                 watched=self,
-                goes_on=self.goes_on,
                 validate=validate,
                 callbacks=callbacks,
-                fetches_ahead=fetches_ahead,
-                progress=progress,
-                stream=stream,
+                progress=Progress(progress, group.rank, batches.steps, epochs, stream),
                 saver=saver,
             )
 
@@ -205,29 +205,29 @@ class Trainer(Generic[StrategyT]):
 
     @recoverable
     def evaluate(self, x: Any, y: np.ndarray | None = None, collate: Collate | None = None) -> dict[str, float]:
-        """The replica's metrics ("loss", "accuracy", ...), means over these rows; the ranks share the work.
+        """Return the replica's metrics ("loss", "accuracy", ...), means over these rows; the ranks share the work.
 
         x, y, collate: all rows on every rank, arrays or a data set, as for `fit`.
         """
-        return self._evaluate(*self._admit("evaluate", x, y, collate=collate))
+        return self._evaluate(*self._check_call("evaluate", x, y, collate=collate))
 
     @recoverable
     def predict(self, x: np.ndarray) -> np.ndarray:
-        """The replica's output for every row, in order, on every rank; the ranks share the work.
+        """Return the replica's output for every row, in order, on every rank; the ranks share the work.
 
         For a NumpyNetwork: (rows, outputs) float32, probabilities with a cross-entropy loss.
         """
-        x, _ = self._admit("predict", x, NO_TARGETS)
+        x, _ = self._check_call("predict", x, NO_TARGETS)
         group = self.group
-        outputs = together(group.comm, lambda: predicted(self.replica, x, group.size, group.rank))
+        outputs = together(group.comm, lambda: predict_chunk(self.replica, x, group.size, group.rank))
         gather_rows(group.comm, outputs)
         return outputs
 
     @recoverable
     def save(self, path: str) -> None:
-        """Write the model, with the optimizer's state, to exactly `path`, by rank 0. Raises ModelFileError.
+        """Write the model, with the optimizer's state, to exactly `path`. Raises ModelFileError on all ranks.
 
-        Collective, as all methods: every rank calls it, without an `if rank == 0`, and rank 0 alone writes.
+        Collective: every rank calls it, without an `if rank == 0`; rank 0 writes.
 
         The file (.npz, no pickle) does not depend on the number of ranks; NumpyNetwork.load reads it without MPI.
         """
@@ -237,7 +237,7 @@ class Trainer(Generic[StrategyT]):
 
     @recoverable
     def load(self, path: str) -> None:
-        """Take on the model in `path`, which rank 0 reads and hands to all ranks. Raises ModelFileError."""
+        """Load the model in `path` on all ranks; only rank 0 reads the file. Raises ModelFileError on all ranks."""
         self.group.enter("load")
         self.group.on_one(lambda: self.replica.restore(path))
         mirror(self.strategy, whole=False)
@@ -245,9 +245,9 @@ class Trainer(Generic[StrategyT]):
     def edit(self, change: Callable[[], object]) -> None:
         """Change the model's parameters in place by `change()`, the same on all ranks. Collective.
 
-        It is called on every rank, or, where the ranks of a node have one copy of the parameters, on one rank of
-        each node, while the others wait. An error of it is raised on all ranks. When a rank fails meanwhile, those
-        that are left do it anew, on the parameters as they were. Trainers with servers have no edit.
+        `change` is called on every rank, or, if the ranks of a node share one copy of the parameters, on one rank of
+        each node, while the others wait. An error in it is raised on all ranks. If a rank fails meanwhile, the
+        remaining ranks call it again, on the parameters as they were. Trainers with servers have no edit.
         """
         self._call(EditCall(self.strategy, change))
 
@@ -264,27 +264,28 @@ class Trainer(Generic[StrategyT]):
         return [each.tobytes().hex() for each in everyone]
 
     def record(self, trace: Trace | None) -> None:
-        """Record what this rank does in `trace` from now on, or, with None, no more. Local, on all ranks or on none."""
+        """Record this rank's work in `trace` from now on; None stops that. Local; call it on all ranks or on none."""
         self.strategy.record(trace)
 
     def span(self, kind: str) -> AbstractContextManager[None]:
-        """What is done inside is "data", "compute", "update", ... in the trace, if there is one. Local."""
+        """Return a context manager that records its block in the trace, if any, as "data", "compute", ... Local."""
         return self.strategy.span(kind)
 
     def surviving(self, action: Callable[[], ResultT]) -> ResultT:
-        """What `action()` returns, a collective call of the user's own on this trainer's `topology`. Collective.
+        """Call `action()`, a collective function of the user's on `topology`, and return its result. Collective.
 
-        Where the training goes on without failed ranks, this is made again by those that are left.
+        With on_failure="continue", the remaining ranks call it again after a failure.
         """
 
         def run() -> ResultT:
-            self.group.enter("surviving")  # a rank that came to another call is told now, not after a time-out
+            self.group.enter("surviving")  # a rank that made another call gets its error now, not after a time-out
             return action()
 
         return self._call(Call("a call of the user's", run))
 
     def close(self) -> None:
-        """Free what the trainer made; the replica stays usable. A failed rank meanwhile, or closing twice, is well."""
+        """Free what the trainer created; the replica stays usable. Collective. Closing twice, or a failed rank, is no
+        error."""
         if self.closed:
             return
         strategy, group = self.strategy, self.group
@@ -303,7 +304,7 @@ class Trainer(Generic[StrategyT]):
             self.abandon()
 
     def abandon(self) -> None:
-        """Let go of everything without the other ranks, of which some may have failed. Local; the replica lives on."""
+        """Free everything without the other ranks, some of which may have failed. Local; the replica stays usable."""
         self.strategy.closed = True
         self.strategy.abandon()
 
@@ -311,13 +312,13 @@ class Trainer(Generic[StrategyT]):
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, _: object) -> None:
-        if error is None or self.group.in_step(error):  # or else others may not come to a collective close
+        if error is None or self.group.all_raise(error):  # otherwise other ranks may not call the collective close
             self.close()
 
     # Calls
 
     def _call(self, call: Call[ResultT]) -> ResultT:
-        """Make a call, which survives failed ranks where that is asked for. Collective."""
+        """Make a call, which with on_failure="continue" survives failed ranks. Collective."""
         try:
             self._check_open()
             return self.recovery.run(call)
@@ -326,50 +327,52 @@ class Trainer(Generic[StrategyT]):
 
     def _check_open(self) -> None:
         if self.closed:
-            raise ClosedError(f"this {type(self).__name__} is closed; make another to go on")
+            raise ClosedError(f"this {type(self).__name__} is closed; create another one")
         if not self.strategy.holds_replica:
             raise ClosedError(
-                f"this {type(self).__name__} trains no more, since a {self.replica.hold.holder.name} was made on its "
-                "replica; use that one"
+                f"this {type(self).__name__} can't train any more: a {self.replica.hold.holder.name} was created on "
+                "its replica; use that one"
             )
 
     def _evaluate(self, x: Any, y: np.ndarray | None) -> dict[str, float]:
         group, replica = self.group, self.replica
-        with np.errstate(all="ignore"):  # a model that has diverged has a loss that says so
-            sums = together(group.comm, lambda: evaluated(replica, x, y, group.size, group.rank))
-        combine(group.comm, sums, "add up an evaluation")
+        with np.errstate(all="ignore"):  # the loss shows it if the model has diverged
+            sums = together(group.comm, lambda: evaluate_chunk(replica, x, y, group.size, group.rank))
+        combine(group.comm, sums, "sum the metrics of an evaluation")
         return dict(zip(replica.metrics, (sums / len(x)).tolist(), strict=True))
 
     # Their arguments
 
-    def _admit(
+    def _check_call(
         self, call: str, x: Any, y: Any, settings: dict[str, Any] | None = None, collate: Collate | None = None
     ) -> tuple[Any, Any]:
-        """Arrays x and y, or Samples and None, when all ranks bring the same and it makes sense; or all raise."""
+        """Check the arguments of a call on all ranks; returns arrays x and y, or Samples and None. Raises the same
+        error on all ranks if they are invalid or differ. Collective."""
         self._check_open()
-        data, row, error = look_at(self.replica, call, (x, y), settings or {}, collate)
+        data, row, error = check_call(self.replica, call, (x, y), settings or {}, collate)
         try:
             self.group.enter(row, error)
         except DisagreementError as differ:
-            tell_who_divides(differ, row, settings or {})
+            explain_division(differ, row, settings or {})
             raise
         return data
 
-    def _admit_validation(self, given: Any, collate: Collate | None) -> tuple[Any, Any]:
+    def _check_validation(self, given: Any, collate: Collate | None) -> tuple[Any, Any]:
         pair = isinstance(given, tuple | list)
         x, y = given if pair and len(given) == 2 else (given, None)
-        return self._admit("validation_data of fit", x, y, collate=None if pair else collate)
+        return self._check_call("validation_data of fit", x, y, collate=None if pair else collate)
 
 
-NO_TARGETS = object()  # in the place of y: x is rows without y, for a prediction
+NO_TARGETS = object()  # as y: x has no y, for a prediction
 
-Looked = tuple[tuple[Any, Any], str, Exception | None]
+CheckedCall = tuple[tuple[Any, Any], str, Exception | None]
 
 
-def look_at(
+def check_call(
     replica: Replica, call: str, data: tuple[Any, Any], settings: dict[str, Any], collate: Collate | None = None
-) -> Looked:
-    """The data as arrays x and y, or as Samples and None; this rank's side of the call in words; what is wrong.
+) -> CheckedCall:
+    """Convert and check the data of a call. Returns (x and y as arrays, or Samples and None), the call as text, and the
+    error or None. Local.
 
     data: arrays x and y, x and NO_TARGETS, or a data set and None. settings: the other arguments, by name.
     """
@@ -391,15 +394,16 @@ def look_at(
         replica.check(*checked)
     except (TrainerError, ValueError, TypeError) as refused:
         error = refused if isinstance(refused, TrainerError) else ArgumentError(f"{call}: {refused}")
-    except Exception as refused:  # whatever a data set or a model raises, the other ranks must not wait for this one
+    except Exception as refused:  # of a data set or a model; the other ranks must not wait for this one
         error = ArgumentError(f"{call}: {type(refused).__name__}: {refused}")
     return (x, y), row, error
 
 
-def tell_who_divides(error: DisagreementError, row: str, settings: dict[str, Any]) -> None:
-    """Add to the table of an error, where ranks differ in their rows alone, what was most likely meant otherwise.
+def explain_division(error: DisagreementError, row: str, settings: dict[str, Any]) -> None:
+    """If the ranks differ only in their rows, append to the error that the trainer divides the rows itself. Changes
+    `error`.
 
-    row: this rank's side of the call, from `look_at`.
+    row: the call as text, from `check_call`.
     """
     text = str(error)
     call, end = f": {row.partition(': ')[0]}: ", _described("", [""], settings)[2:]
@@ -420,7 +424,7 @@ def _described(call: str, data: list[str], settings: dict[str, Any]) -> str:
 
 
 def _sides(x: np.ndarray, y: np.ndarray | None) -> list[str]:
-    """Arrays in words: shapes, dtypes, and a checksum of the first and the last row."""
+    """Return arrays as text: dtype, shape, and a checksum of the first and the last row."""
     data = {"x": x} if y is None else {"x": x, "y": y}
     return [f"{name} {array.dtype}{list(array.shape)} {_checksum(array)}" for name, array in data.items()]
 
@@ -441,6 +445,6 @@ def _check_settings(settings: dict[str, Any]) -> None:
 def _check_rows(x: np.ndarray, y: np.ndarray | None) -> None:
     if x.ndim == 0 or (y is not None and (y.ndim == 0 or len(x) != len(y))):
         shapes = f"x has shape {x.shape}" + ("" if y is None else f" and y has shape {y.shape}")
-        raise ArgumentError(f"{shapes}; they must have one row for each sample, and as many of one as of the other")
+        raise ArgumentError(f"{shapes}; they must have the same number of rows, one for each sample")
     if y is not None and len(x) == 0:
         raise ArgumentError("there are no samples: x and y are empty")

@@ -1,1 +1,1 @@
-"""What is known of arrays, without any MPI."""
+"""Pure array code: dtypes, operations, chunks, trees, GPU staging. No communication."""

@@ -25,10 +25,10 @@ def power_of_two(ranks: int) -> tuple[int, int]:
 
 
 def halvings(buffer: np.ndarray, parts: int, rank: int) -> Iterator[tuple[int, np.ndarray, np.ndarray]]:
-    """How `rank` halves a buffer with ever farther partners, until one of `parts` chunks is left, a power of two.
+    """Yield the steps of recursive halving for `rank`: (partner, part it keeps, part it sends), nearest partner first.
 
-    Yields the partner, the part that is kept and the part that is given, from the nearest partner on. Rank 1 of four
-    keeps chunks 2 and 3 of what it shares with rank 0, and chunk 2 of what it shares with rank 3.
+    parts: the number of chunks, a power of two; one chunk is left at the end. Example: of 4 chunks, rank 1 keeps 2 and
+    3 in the step with rank 0, then 2 in the step with rank 3.
     """
     low, high, distance = 0, parts, 1
     while distance < parts:
@@ -54,15 +54,15 @@ def segment(span: slice, step: int, index: int) -> slice:
 
 
 def binomial(rank: int, root: int, size: int) -> tuple[int | None, list[int]]:
-    """The rank that this one gets the root's data from, and those that it hands it to, farthest first."""
-    place = (rank - root) % size  # the root is at place 0
-    lowest = place & -place if place else size
-    reach = [1 << k for k in reversed(range(size.bit_length())) if 1 << k < lowest]
-    children = [(place + step + root) % size for step in reach if place + step < size]
-    parent = (place - lowest + root) % size if place else None
+    """Return this rank's parent (None for the root) and children, farthest first, in a binomial tree."""
+    relative = (rank - root) % size  # to the root
+    lowest = relative & -relative if relative else size
+    distances = [1 << k for k in reversed(range(size.bit_length())) if 1 << k < lowest]
+    children = [(relative + step + root) % size for step in distances if relative + step < size]
+    parent = (relative - lowest + root) % size if relative else None
     return parent, children
 
 
 def subtree(rank: int, size: int) -> range:
-    """This rank, and all to which it hands on what comes from rank 0."""
+    """Return this rank and its descendants in the binomial tree of root 0."""
     return range(rank, min(rank + (rank & -rank), size)) if rank else range(size)

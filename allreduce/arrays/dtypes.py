@@ -1,4 +1,4 @@
-"""The one table of element types: NumPy dtype, NCCL type, dtype of the sum; MPI knows the rest by itself."""
+"""The table of element types: NumPy dtype -> code, NCCL type, accumulator dtype. mpi4py maps NumPy dtypes to MPI's."""
 
 import zlib
 from typing import NamedTuple
@@ -37,7 +37,7 @@ _WIRE = {FLOAT16: _U16, BFLOAT16: _U16, BOOL: _U8}
 
 
 def parse(dtype: DTypeLike) -> np.dtype:
-    """The table's dtype for what a user wrote ("float32", numpy.float32, "bfloat16", ...)."""
+    """Return the table's dtype for "float32", numpy.float32, "bfloat16", ... Raises UnsupportedDtypeError."""
     try:
         parsed = BFLOAT16 if dtype == "bfloat16" else np.dtype(dtype)
     except TypeError:
@@ -48,13 +48,13 @@ def parse(dtype: DTypeLike) -> np.dtype:
 
 
 def code(dtype: np.dtype) -> int:
-    """A number by which ranks compare dtypes: that of the table, or a hash of one that is only moved."""
+    """Return a number by which ranks compare dtypes: the table's code, or a hash for dtypes that are only copied."""
     known = TYPES.get(dtype)
     return known.code if known else zlib.crc32(repr(dtype).encode())
 
 
-def refuse_references(dtype: np.dtype) -> None:
-    """Raise UnsupportedDtypeError where elements are references to memory of this process, which can't be moved."""
+def check_no_references(dtype: np.dtype) -> None:
+    """Raise UnsupportedDtypeError if elements are references to Python objects, which can't be sent."""
     if dtype.hasobject:
         raise UnsupportedDtypeError(f"dtype {dtype} holds references to objects of this process, which can't be sent")
 
@@ -71,9 +71,6 @@ def is_half(dtype: np.dtype) -> bool:
 
 
 def wire(array: np.ndarray) -> np.ndarray:
-    """The same memory as a dtype that MPI knows: 16-bit floats as uint16, and as bytes truth values and other dtypes.
-
-    array: contiguous, 1-D.
-    """
+    """View a contiguous 1-D array as a dtype that MPI knows: 16-bit floats as uint16, bool and unlisted as uint8."""
     kind = _WIRE.get(array.dtype, None if array.dtype in TYPES else _U8)
     return array if kind is None else array.view(kind)

@@ -1,10 +1,10 @@
-"""Combines float16 arrays in float32 by integer operations: the bits of NumPy's casts, several times as fast.
+"""Combines float16 arrays in float32, with the bits of NumPy's casts, by integer operations: several times as fast.
 
-A 32-bit word holds two neighbours. Moved to where float32 keeps sign, exponent and fraction, the bits of a
-float16 are a float32 of 2^-112 times its value: a product with a power of two is exact, and so is every sum
-of such products that the true sum is, subnormal ones included. So the sum is formed in that scale, and moved
-back with one rounding to the nearest, ties to even. The idea is F. Giesen's: half to float done quick, 2012.
-Infinities, NaNs and sums beyond float16 need the casts. (A process that flushes subnormals flushes them here.)
+A 32-bit word holds two neighbouring elements. A float16's bits, moved to the positions of float32's sign, exponent and
+fraction, are a float32 of 2^-112 times its value. Scaling by a power of two is exact, also for subnormals, so scaled
+values sum to the scaled sum. The sum is formed at that scale, then converted back with one rounding (to nearest, ties
+to even). Infinities, NaNs and sums beyond float16's range use NumPy's casts instead. The idea is F. Giesen's: half to
+float done quick, 2012. (A process that flushes subnormals flushes them here, too.)
 """
 
 from collections.abc import Sequence
@@ -14,10 +14,10 @@ import numpy as np
 from allreduce.arrays.ops import Op
 from allreduce.arrays.workspace import Workspace
 
-WORD = np.dtype(np.int32)  # signed: shifting right brings the sign along
+WORD = np.dtype(np.int32)  # signed: a right shift keeps the sign
 FLOAT = np.dtype(np.float32)
 NOTHING = slice(0, 0)
-SCALE_FREE = (np.add, np.maximum, np.minimum)  # the ufuncs that a common factor passes through
+SCALE_FREE = (np.add, np.maximum, np.minimum)  # ufuncs f with f(c*a, c*b) == c*f(a, b) for c > 0
 
 MAGNITUDE = np.uint16(0x7FFF)
 INFINITY = 0x7C00
@@ -29,10 +29,10 @@ REST = np.int32(0x7FFF0000)  # exponent and fraction
 
 
 def combine(parts: Sequence[np.ndarray], out: np.ndarray, op: Op, workspace: Workspace) -> slice:
-    """Combine float16 arrays in their order and finish them in `out`, which may be one of them.
+    """Combine float16 arrays in order, apply op.finish, and write the result to `out`, which may be one of them.
 
-    Returns the slice of `out` that is done: all but an odd element at its ends, or nothing, with nothing
-    changed, where the values or the operation are not for this way.
+    Returns the slice of `out` that is complete: all but an unpaired element at either end. The slice is empty, and
+    `out` unchanged, if the values or the operation need NumPy's casts.
     """
     span = _whole_words(parts, out)
     if op.combine not in SCALE_FREE or span == NOTHING:
@@ -56,7 +56,7 @@ def combine(parts: Sequence[np.ndarray], out: np.ndarray, op: Op, workspace: Wor
 
 
 def _whole_words(parts: Sequence[np.ndarray], out: np.ndarray) -> slice:
-    """The part of `out` that whole words cover; nothing if they lie differently in `parts`."""
+    """Return the slice of `out` that whole 32-bit words cover; empty if the arrays' alignments differ."""
     places = {array.ctypes.data % WORD.itemsize for array in (out, *parts)}
     if len(places) > 1:
         return NOTHING
@@ -66,13 +66,13 @@ def _whole_words(parts: Sequence[np.ndarray], out: np.ndarray) -> slice:
 
 
 def _largest(part: np.ndarray, scratch: np.ndarray) -> np.uint16:
-    """The bits of the largest magnitude; a NaN's are the largest of all."""
+    """Return the bits of the largest magnitude; a NaN's are larger than all others."""
     magnitudes = np.bitwise_and(part.view(np.uint16), MAGNITUDE, out=scratch.view(np.uint16)[: part.size])
     return np.uint16(magnitudes.max())
 
 
 def _widen(word: np.ndarray, out: np.ndarray) -> None:
-    """The float32 bits of the upper float16 of every word, then those of the lower ones."""
+    """Write to `out` the scaled float32 bits of every word's upper float16, then those of the lower ones."""
     upper, lower = out[: word.size], out[word.size :]
     np.right_shift(word, 3, out=upper)
     np.left_shift(word, 16, out=lower)
@@ -81,7 +81,7 @@ def _widen(word: np.ndarray, out: np.ndarray) -> None:
 
 
 def _narrow(bits: np.ndarray, spare: np.ndarray, word: np.ndarray) -> None:
-    """The words from what `_widen` gives, rounded; `bits` are spoilt."""
+    """Inverse of `_widen`, with rounding: write to `word`; `bits` and `spare` are overwritten."""
     np.right_shift(bits, 13, out=spare)  # round: add half a unit, less the smallest bit where the last one is even
     np.bitwise_and(spare, 1, out=spare)
     np.add(bits, spare, out=bits)

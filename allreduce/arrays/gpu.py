@@ -1,4 +1,4 @@
-"""CuPy arrays on the way through CPU backends: recognised without importing CuPy, staged in pinned memory."""
+"""CuPy arrays: detection without importing CuPy, selection of device and stream, staging through pinned host memory."""
 
 import ctypes
 import functools
@@ -21,7 +21,7 @@ def is_gpu_array(array: object) -> bool:
 
 
 def cupy() -> Any:
-    """The module CuPy, or an error that says what to install."""
+    """Import and return CuPy. Raises UnavailableError, which says what to install."""
     try:
         import cupy
     except ImportError as error:
@@ -29,19 +29,20 @@ def cupy() -> Any:
     return cupy
 
 
-_device: int | None = None  # the GPU that this process has taken for its own; see `choose_device`
+_device: int | None = None  # the GPU that this process uses; see `choose_device`
 
 
-def keep_device(device: int) -> None:
-    """This rank's GPU is the one that the program has chosen: 0 too. Local."""
+def set_device(device: int) -> None:
+    """Use GPU `device` as this rank's, also if it is 0. Local."""
     global _device
     _device = device
 
 
 def choose_device(node_rank: int) -> None:
-    """Make this rank's GPU the current one of this thread: the ranks of a node take its GPUs in turn. Local.
+    """Make this rank's GPU current in this thread. Local.
 
-    A program that has made another device than 0 the current one has chosen by itself. New threads begin with 0.
+    The rank's GPU is fixed at the first call: the current device if it is not 0 (the program has selected it),
+    otherwise node_rank modulo the number of GPUs. Raises UnavailableError.
     """
     global _device
     runtime = cupy().cuda.runtime
@@ -61,15 +62,15 @@ def synchronize() -> None:
 
 
 def stream_of(stream: Any, device: int) -> Any:
-    """CuPy's object for a stream of PyTorch's on GPU `device`; used by `with`, it is CuPy's current stream."""
+    """Return CuPy's object for a PyTorch stream on GPU `device`; `with` makes it CuPy's current stream."""
     streams = cupy().cuda
     if hasattr(streams.Stream, "from_external") and hasattr(stream, "__cuda_stream__"):  # since CuPy 14
         return streams.Stream.from_external(stream)
     return streams.ExternalStream(stream.cuda_stream, device)
 
 
-def carried(work: Callable[[], Any]) -> Callable[[], Any]:
-    """`work` for another thread to do: on the GPU and the stream that are current in this one."""
+def on_current_stream(work: Callable[[], Any]) -> Callable[[], Any]:
+    """Wrap `work` so that another thread runs it on this thread's current device and stream."""
     device, stream = cupy().cuda.Device(), cupy().cuda.get_current_stream()
 
     def there() -> Any:
@@ -79,15 +80,15 @@ def carried(work: Callable[[], Any]) -> Callable[[], Any]:
     return there
 
 
-class Turns:
-    """The order in which calls use memory of a GPU that they have in common, whichever streams they come from."""
+class StreamOrder:
+    """Orders calls on different streams that share GPU memory."""
 
     def __init__(self) -> None:
         self._done: Any = None
 
     @contextmanager
-    def taken(self) -> Iterator[None]:
-        """Inside, the current stream comes after the call before; the next call comes after it."""
+    def ordered(self) -> Iterator[None]:
+        """Context manager: the current stream waits for the previous call; the next call waits for this one."""
         cuda = cupy().cuda
         stream = cuda.get_current_stream()
         if self._done is None:
@@ -107,7 +108,7 @@ class Pinned:
         self._workspace: Workspace | None = None
 
     def like(self, array: Any) -> np.ndarray:
-        """Memory for what a 1-D CuPy array holds; the same in each call, grown where it has to be."""
+        """Return pinned host memory of a 1-D CuPy array's length and dtype. The next call reuses it."""
         if self._workspace is None:
             self._workspace = Workspace(_pinned)
         return self._workspace.array("staged", array.size, array.dtype)
@@ -122,14 +123,14 @@ def _pinned(nbytes: int) -> np.ndarray:
 
 @functools.cache
 def mpi_is_cuda_aware() -> bool:
-    """True when this MPI is known to take device pointers; others crash on them.
+    """Return True if this MPI is known to accept device pointers (an MPI that does not crashes on them).
 
-    ALLREDUCE_CUDA_AWARE=1 or 0 decides; without it the MPI library is asked (MPIX_Query_cuda_support,
-    which Open MPI and MPICH's derivatives offer). MPI libraries that can't be asked count as not aware.
+    ALLREDUCE_CUDA_AWARE=1 or 0 decides; without it the MPI library is asked (MPIX_Query_cuda_support, which Open MPI
+    and MPICH's derivatives offer). MPI libraries that can't be asked count as not aware.
     """
-    told = os.environ.get("ALLREDUCE_CUDA_AWARE")
-    if told is not None:
-        return told == "1"
+    value = os.environ.get("ALLREDUCE_CUDA_AWARE")
+    if value is not None:
+        return value == "1"
     try:
         return bool(ctypes.CDLL(None).MPIX_Query_cuda_support())
     except (AttributeError, OSError):

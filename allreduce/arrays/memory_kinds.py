@@ -1,3 +1,3 @@
-"""What the ranks must pass alike in one call, read off an array or refused by name."""
+"""The kinds of memory that an array can be in; the ranks compare them in each call."""
 
 FOREIGN, ALLOCATED, GPU = 0, 1, 2  # where an array's memory is; ranks must agree about it

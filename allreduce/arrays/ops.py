@@ -12,7 +12,7 @@ from allreduce.errors import UnsupportedOpError
 
 @dataclass(frozen=True, slots=True)
 class Op:
-    """What an algorithm applies to two pieces of a buffer, and once to every finished piece."""
+    """A reduction operation: `combine` merges two pieces; `finish` is applied once to each complete piece."""
 
     name: str
     code: int  # for agreements between ranks
@@ -27,11 +27,11 @@ class Op:
             np.multiply(piece, self.scale, out=piece)
 
     def keeps_nan(self, dtype: np.dtype) -> bool:
-        """True for the maximum and minimum of floats: a NaN of any rank is the result, where others drop it."""
+        """Return True for max and min of floats: a NaN on any rank makes the result NaN (MPI and NCCL may drop it)."""
         return self.name in ("max", "min") and dtype.kind not in "iub"
 
     def unscaled(self) -> "Op":
-        """The same operation for a part of the way: whoever does the last part scales."""
+        """Return the operation without the mean's scaling, for all phases but the last one."""
         return replace(self, scale=None)
 
 
@@ -49,9 +49,10 @@ BOOLEAN = {np.add: OPS["max"], np.multiply: OPS["min"]}  # "or" and "and", on tr
 
 
 def resolve(name: str, dtype: np.dtype, ranks: int) -> Op:
-    """The operation called `name` for arrays of `dtype` on `ranks` ranks.
+    """Return the Op called `name` for arrays of `dtype` on `ranks` ranks.
 
-    Of truth values a sum is "or" and a product is "and", as with NumPy; those of integers wrap round.
+    For bool, a sum is logical or and a product logical and, as in NumPy. Integers wrap around. Raises
+    UnsupportedOpError.
     """
     op = OPS.get(ALIASES.get(name, name)) if isinstance(name, str) else None
     if op is None:

@@ -1,4 +1,4 @@
-"""Rows of a table: checks of what one rank brings, and sums of what all ranks bring. Pure."""
+"""Sparse rows of a table: argument checks, sums of duplicate rows, merged indices of all ranks. No communication."""
 
 from typing import Any
 
@@ -15,16 +15,19 @@ DENSE_RATIO, DENSE_BYTES = 2, 1 << 20  # see dense_is_cheaper
 Rows = tuple[np.ndarray, np.ndarray]  # indices, and a row of values for each
 
 
-def dense_is_cheaper(brought: int, found: int, nbytes: int) -> bool:
-    """Whether reducing the rows as one dense array is cheaper than gathering every rank's rows.
+def dense_is_cheaper(passed: int, found: int, nbytes: int) -> bool:
+    """Return whether reducing the rows as one dense array is cheaper than gathering every rank's rows.
 
-    brought: rows, of all ranks together. found: how many of these are different ones. nbytes: of the sums.
+    passed: number of rows that all ranks pass. found: number of distinct indices. nbytes: size of the sums.
     """
-    return nbytes >= DENSE_BYTES and brought >= DENSE_RATIO * found
+    return nbytes >= DENSE_BYTES and passed >= DENSE_RATIO * found
 
 
 def checked(indices: Any, values: Any, rows: int) -> Rows:
-    """The arguments of a sparse sum in the host's memory, or the error that says what is wrong with them."""
+    """Check the arguments of a sparse sum; return them in host memory, indices as int64.
+
+    Raises OptionError or NotAnArrayError.
+    """
     if isinstance(rows, bool) or not isinstance(rows, int | np.integer) or rows < 0:
         raise OptionError(f"rows={rows!r}: give the number of the table's rows, an integer from 0 on")
     for name, array in (("indices", indices), ("values", values)):
@@ -37,23 +40,23 @@ def checked(indices: Any, values: Any, rows: int) -> Rows:
         )
     if values.ndim == 0 or values.shape[0] != indices.size:
         raise NotAnArrayError(
-            f"values must have a row for each of the {indices.size} indices, and have the shape {values.shape}"
+            f"values must have one row for each of the {indices.size} indices; their shape is {values.shape}"
         )
-    found, brought = (each.get() if gpu.is_gpu_array(each) else np.asarray(each) for each in (indices, values))
+    found, passed = (each.get() if gpu.is_gpu_array(each) else np.asarray(each) for each in (indices, values))
     if found.size and not (found.min() >= 0 and found.max() < rows):
         wrong = found[(found < 0) | (found >= rows)]
         raise OptionError(
-            f"{wrong.size} of {found.size} indices are no rows of a table of {rows} (the first is {wrong[0]}); "
-            f"give them from 0 to {rows - 1}"
+            f"{wrong.size} of {found.size} indices are out of range for a table of {rows} rows "
+            f"(the first is {wrong[0]}); use 0 to {rows - 1}"
         )
     length = int(rows) * int(np.prod(values.shape[1:], dtype=object))
     if length > LARGEST_TABLE:
         raise OptionError(f"rows={rows!r} of shape {values.shape[1:]} are {length} elements; at most {LARGEST_TABLE}")
-    return found.astype(INDEX, copy=False), brought
+    return found.astype(INDEX, copy=False), passed
 
 
 def without_duplicates(indices: np.ndarray, values: np.ndarray, accumulator: np.dtype) -> Rows:
-    """Indices ascending, each once, and a row of sums for each, of the accumulator's dtype; a 2-D array. Contiguous."""
+    """Add rows with equal indices. Returns distinct ascending indices, and 2-D sums of the accumulator's dtype."""
     table = values.reshape(indices.size, int(np.prod(values.shape[1:], dtype=np.int64)))
     if (indices[1:] > indices[:-1]).all():
         return np.ascontiguousarray(indices), np.ascontiguousarray(table, accumulator)
@@ -67,8 +70,8 @@ def without_duplicates(indices: np.ndarray, values: np.ndarray, accumulator: np.
     return ordered[first], np.add.reduceat(rows, np.flatnonzero(first), axis=0)
 
 
-def places(everyone: np.ndarray, counts: np.ndarray) -> tuple[np.ndarray, list[np.ndarray]]:
-    """The different ones of all ranks' indices, ascending; and for each rank, where its own are among these.
+def merge_indices(everyone: np.ndarray, counts: np.ndarray) -> tuple[np.ndarray, list[np.ndarray]]:
+    """Return the distinct indices of all ranks, ascending, and for each rank the positions of its indices among them.
 
     everyone: the ranks' indices, one rank after the other. counts: how many each rank has.
     """

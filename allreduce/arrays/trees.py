@@ -1,7 +1,7 @@
-"""Trees: lists, tuples and dicts of arrays in the place of one array. Pure: where their arrays lie in buffers.
+"""Trees (nested lists, tuples and dicts) of arrays, and their layout in flat buffers. No communication.
 
-The arrays of one dtype lie one after the other in one buffer. A layout is computed once for each structure, shapes
-and dtypes, and the ranks compare it by a number.
+The arrays of one dtype lie one after the other in one buffer. A layout is computed once for each structure, shapes and
+dtypes, and the ranks compare it by a number.
 """
 
 import math
@@ -16,9 +16,8 @@ from allreduce.arrays import gpu
 KINDS = (list, tuple, dict)
 LONGEST = 400  # characters of a tree in an error
 
-Key = tuple[
-    str, tuple[tuple[tuple[int, ...], Any, bool], ...]
-]  # structure; shape, dtype and "on the GPU" of each array
+# structure; shape, dtype and "on the GPU" of each array
+Key = tuple[str, tuple[tuple[tuple[int, ...], Any, bool], ...]]
 
 
 class Group(NamedTuple):
@@ -58,7 +57,7 @@ def flatten(tree: Any, arrays: list[Any]) -> str:
 
 
 def rebuild(tree: Any, arrays: list[Any]) -> Any:
-    """A tree of the same structure that holds `arrays`, in the order of `flatten`."""
+    """Return a tree of the same structure that holds `arrays`, in the order of `flatten`."""
     return _rebuilt(tree, arrays[::-1])
 
 
@@ -76,12 +75,12 @@ def _rebuilt(tree: Any, left: list[Any]) -> Any:
 
 
 def key(structure: str, arrays: Sequence[Any]) -> Key:
-    """What a layout depends on."""
+    """Return the key of a tree's layout: the structure, and each array's shape, dtype and device."""
     return structure, tuple([(np.shape(each), getattr(each, "dtype", None), gpu.is_gpu_array(each)) for each in arrays])
 
 
 def layout(key: Key) -> Layout:
-    """Where arrays of these shapes and dtypes lie."""
+    """Compute the layout: arrays of one dtype and device lie one after the other in one buffer."""
     structure, kinds = key
     places: dict[tuple[Any, str], list[tuple[int, slice, tuple[int, ...]]]] = {}
     ends: dict[tuple[Any, str], int] = {}

@@ -17,7 +17,7 @@ class Workspace:
         self._held: dict[str, np.ndarray] = {}
 
     def array(self, name: str, length: int, dtype: np.dtype) -> np.ndarray:
-        """A 1-D array of uninitialised `length` elements, a view of the piece called `name`."""
+        """Return an uninitialized 1-D array of `length` elements, a view of the piece `name`."""
         nbytes = length * dtype.itemsize
         held = self._held.get(name)
         if held is None or held.size < nbytes:
@@ -25,16 +25,16 @@ class Workspace:
         return held[:nbytes].view(dtype)
 
     def clear(self) -> None:
-        """Give all memory back."""
+        """Drop all pieces."""
         self._held.clear()
 
 
-BYTES = 64  # a cache line; XLA copies what is not aligned so
+ALIGNMENT = 64  # bytes, a cache line; XLA copies arrays that are aligned less
 
 
 def zeros(length: int, dtype: np.dtype) -> np.ndarray:
-    """`length` zeros at an address divisible by 64; the system gives their pages when they are first touched."""
+    """Return `length` zeros at an address divisible by 64. The system allocates pages when they are first touched."""
     nbytes = length * dtype.itemsize
-    memory = np.zeros(nbytes + BYTES - 1, np.uint8)
-    start = -memory.ctypes.data % BYTES
+    memory = np.zeros(nbytes + ALIGNMENT - 1, np.uint8)
+    start = -memory.ctypes.data % ALIGNMENT
     return memory[start : start + nbytes].view(dtype)

@@ -1,12 +1,12 @@
-"""Adasum: vectors are added as far as they point in different directions, and averaged as far as in the same.
+"""Adasum: adds vectors as far as they are orthogonal, and averages them as far as they are parallel.
 
 S. Maleki, M. Musuvathi, T. Mytkowicz, O. Saarikivi and others: Scaling distributed training with adaptive summation,
-2021 (arXiv 2006.02924). Of two vectors it makes
+2021 (arXiv 2006.02924). It combines two vectors a and b to
 
     (1 - a.b / (2 a.a)) a + (1 - a.b / (2 b.b)) b
 
-which is a + b where a.b = 0, and a where a = b; a vector of zeros leaves the other one as it is. More vectors are
-combined in pairs, pairs of pairs and so on, by recursive halving and doubling with p the largest power of two up to n.
+which is a + b if a.b = 0, and a if a = b; a vector of zeros leaves the other one unchanged. More vectors are combined
+in pairs, pairs of pairs and so on, by recursive halving and doubling with p the largest power of two up to n.
 Steps: 2 log2 p, log2 p (log2 p + 1) / 2 small ones for the dot products, and 2 more when n > p. Bytes sent per rank:
 2 S (p - 1) / p; each of the n - p extra ranks hands its buffer to a partner and gets the result back.
 """
@@ -23,19 +23,19 @@ from allreduce.errors import UnsupportedOpError
 from allreduce.topology import Topology
 from allreduce.transport.point_to_point import Transfer
 
-TINY = math.sqrt(sys.float_info.min)  # squares below have lost digits; such a vector counts as zeros
+TINY = math.sqrt(sys.float_info.min)  # a smaller squared norm has lost digits; such a vector counts as zero
 
 
 class Adasum(AllReduce):
     """One operation, "adasum", of floating dtypes: `create("adasum", topology)`, then `reduce(array, "adasum")`.
 
-    It gives no sums, so it stands in no other backend's place: it is not among `allreduce.NAMES`, "auto" never takes
-    it, no backend has it as a part, and any other operation is an UnsupportedOpError. All ranks get the same bits. In a
-    list, tuple or dict each array is a vector of its own, as the layers of a model are in the paper.
+    It does not sum, so it can't replace another backend: it is not in `allreduce.NAMES`, "auto" never selects it, no
+    backend contains it, and any other op raises UnsupportedOpError. All ranks get the same bits. In a list, tuple or
+    dict each array is a separate vector, as the layers of a model are in the paper.
 
-    The result depends on who is paired with whom. Horovod asks for a power of two of ranks; here any number will do:
-    what extra ranks bring is first combined with the vectors of ranks 0, 1, ... Of five ranks: ((0 4) 1) (2 3).
-    Dot products are formed in float64; 16-bit floats are combined in float32 and rounded once.
+    The result depends on which ranks are paired. Horovod needs a power of two of ranks; here any number works: the
+    vectors of extra ranks are first combined with those of ranks 0, 1, ... Of five ranks: ((0 4) 1) (2 3). Dot products
+    are formed in float64; 16-bit floats are combined in float32 and rounded once.
     """
 
     sums = False
@@ -49,7 +49,7 @@ class Adasum(AllReduce):
     def _resolve(self, op: str, dtype: np.dtype) -> Op:
         if not (isinstance(op, str) and op == ops.ADASUM.name):
             raise UnsupportedOpError(
-                f'op {op!r} is none of the backend "adasum", which makes no sums: call it with op="adasum", or create '
+                f'the backend "adasum", which makes no sums, has no op {op!r}: call it with op="adasum", or create '
                 "another backend"
             )
         if dtype.kind in "iub":
@@ -72,7 +72,7 @@ class Adasum(AllReduce):
         self._copy_back(buffer, wide, mine)
 
     def _widened(self, buffer: np.ndarray) -> np.ndarray:
-        """The array in which the work is done: `buffer`, or its content as float32."""
+        """Return the array to work in: `buffer`, or a copy of it in float32 for 16-bit floats."""
         accumulator = dtypes.TYPES[buffer.dtype].accumulator
         if accumulator == buffer.dtype:
             return buffer
@@ -91,8 +91,10 @@ class Adasum(AllReduce):
         _combine(kept, arrived, (first, second) if lower else (second, first))
 
     def _add_up(self, dots: np.ndarray, distance: int) -> None:
-        """Dot products of whole vectors, from those of the parts that a block of 2 * `distance` ranks has: in pairs, so
-        that all of the block have the same bits."""
+        """Sum the parts' dot products over a block of 2 * `distance` ranks, in place.
+
+        Ranks exchange in pairs, so that all ranks of the block get the same bits.
+        """
         theirs = np.empty_like(dots)
         near = 1
         while near <= distance:
@@ -101,7 +103,7 @@ class Adasum(AllReduce):
             near *= 2
 
     def _dots(self, first: np.ndarray, second: np.ndarray) -> np.ndarray:
-        """first.second, first.first and second.second in float64."""
+        """Return first.second, first.first and second.second in float64."""
         dots = np.zeros(3)
         for pair in zip(self._transfer.segments(first), self._transfer.segments(second), strict=True):
             one, other = (part.astype(np.float64, copy=False) for part in pair)
@@ -109,7 +111,7 @@ class Adasum(AllReduce):
         return dots
 
     def _copy_back(self, buffer: np.ndarray, wide: np.ndarray, mine: np.ndarray) -> None:
-        """Every rank's finished part to all ranks. mine: this rank's, a view of `wide`."""
+        """Copy every rank's finished part into all ranks' `buffer`. mine: this rank's part, a view of `wide`."""
         steps = list(chunks.halvings(buffer, self._power, self.rank))
         if wide is not buffer:
             np.copyto(steps[-1][1], mine, casting="unsafe")
@@ -119,12 +121,12 @@ class Adasum(AllReduce):
             self._transfer.send(buffer, self.rank + self._power)
 
     def _arrived(self, like: np.ndarray) -> np.ndarray:
-        """Scratch memory for what another rank sends."""
+        """Return scratch memory for another rank's vector."""
         return self.workspace.array("arrived", like.size, like.dtype)
 
 
 def _scales(dots: np.ndarray) -> tuple[float, float]:
-    """By what the two vectors are multiplied."""
+    """Return the factors of the two vectors. dots: see `_dots`."""
     product, first, second = dots.tolist()
     return _scale(product, first), _scale(product, second)
 
@@ -134,7 +136,7 @@ def _scale(product: float, square: float) -> float:
 
 
 def _combine(kept: np.ndarray, arrived: np.ndarray, scales: tuple[float, float]) -> None:
-    """scales[0] * kept + scales[1] * arrived, in `kept`; `arrived` is spoilt."""
+    """Write scales[0] * kept + scales[1] * arrived to `kept`; `arrived` is overwritten."""
     np.multiply(kept, scales[0], out=kept)
     np.multiply(arrived, scales[1], out=arrived)
     np.add(kept, arrived, out=kept)

@@ -1,4 +1,4 @@
-"""Auto: picks a backend for each call, by a measured table where this machine has one, else by one rule."""
+"""Auto: selects a backend for each call, by a measured table if this machine has one, else by a built-in rule."""
 
 import os
 from collections.abc import Callable, Collection
@@ -10,25 +10,24 @@ from numpy.typing import DTypeLike
 
 from allreduce import notices
 from allreduce.arrays import dtypes
-from allreduce.arrays.memory_kinds import ALLOCATED, GPU
+from allreduce.arrays.memory_kinds import ALLOCATED, FOREIGN, GPU
 from allreduce.arrays.ops import Op
 from allreduce.backend import AllReduce
 from allreduce.backends.decision_table import Rule, rule_for
 from allreduce.engine.call import Call
-from allreduce.engine.engine import Find, Trial, Work
+from allreduce.engine.engine import Locate, Trial, Work
 from allreduce.errors import OptionError, UnavailableError
 from allreduce.topology import Topology
-from allreduce.transport.shared_segment import LARGEST_BYTES
+from allreduce.transport.shared_segment import STAGING_BYTES
 
-# Measured with Open MPI 5 and MPICH 5 on a 2-core EPYC, 2 to 4 ranks; `rule` tells where they count.
+# Measured with Open MPI 5 and MPICH 5 on a 2-core EPYC, 2 to 4 ranks; used in `rule`.
 SMALL_BYTES = 64 * 1024
 SHARED_BYTES_PER_RANK = 64 * 1024
-STAGED_BYTES = LARGEST_BYTES  # over the ranks: arrays that go through the stage in two turns
 LAST_RESORT = "ring"  # needs nothing but messages
 
 
 def rule(topology: Topology, nbytes: int, dtype: np.dtype, memory: int) -> tuple[str, str]:
-    """The backend for one call, and why. All ranks pass the same, so all choose the same."""
+    """Return (backend name, reason) for a call. Depends on the arguments only, so all ranks select the same. Local."""
     if memory == GPU:
         return "nccl", "CuPy arrays"
     half = dtypes.is_half(dtype)
@@ -38,7 +37,7 @@ def rule(topology: Topology, nbytes: int, dtype: np.dtype, memory: int) -> tuple
         return "hierarchical_copy", f"{topology.nodes} nodes"
     if half:
         return "shared", "16-bit floats are summed in float32 while they are in the cache"
-    least, most = SHARED_BYTES_PER_RANK * topology.size, STAGED_BYTES // topology.size
+    least, most = SHARED_BYTES_PER_RANK * topology.size, STAGING_BYTES // topology.size
     if nbytes < least:
         return "native", f"below {_size(least)} the MPI library's latency wins"
     if memory == ALLOCATED:
@@ -54,18 +53,18 @@ def _size(nbytes: int) -> str:
     return f"{nbytes >> 20} MiB" if nbytes >= 1 << 20 else f"{nbytes >> 10} KiB"
 
 
-def home(topology: Topology) -> str:
-    """The backend whose memory `allocate` gives."""
+def allocator(topology: Topology) -> str:
+    """Return the name of the backend that allocates. Local."""
     return "hierarchical_copy" if topology.nodes > 1 else "shared"
 
 
 class Auto(AllReduce):
-    """Creates the backends that its rule names when they are first needed, and passes calls on to them.
+    """Selects a backend for each call, creates it at its first use, and forwards the call to it.
 
-    A backend that turns out not to work here is replaced, which is said once: on the GPU by staging
-    through the host, elsewhere by LAST_RESORT.
+    A backend that does not work here is replaced, with one notice: on the GPU by staging through the host, elsewhere by
+    LAST_RESORT.
 
-    make: creates a backend from its name and a topology; names: of the backends that there are (given by `create`).
+    make: creates a backend from its name and a topology; names: of all backends (both from `create`).
     table: the path of a decision table from `python -m benchmarks.tune`; by default the one in
         $ALLREDUCE_TABLE, else this machine's in the user's cache folder. "" for none.
     choose: a rule to use instead of any table.
@@ -88,16 +87,17 @@ class Auto(AllReduce):
 
     def _connect(self, topology: Topology) -> None:
         super()._connect(topology)
-        # Parts are made in the middle of calls, in whichever thread those run: they have a topology of their own.
-        self._ground = self._keep(topology.duplicate())
+        # Parts are created during calls, in any thread, so they have a separate topology.
+        self._parts_topology = self._add_part(topology.duplicate())
         self._choose = self._rule or rule_for(self._comm, topology, self._table, rule, self._names)
         self._made: dict[str, AllReduce] = {}
-        self._lacking: dict[str, str] = {}
+        self._unavailable: dict[str, str] = {}
+        self._allocator: AllReduce | None = None  # the part whose memory `allocate` gives
 
     def choice(self, length: int, dtype: DTypeLike = "float32", device: str = "cpu") -> tuple[str, str]:
-        """The name of the backend for an array from `allocate`, and why. Local, from any thread.
+        """Return (backend name, reason) for an array from `allocate`. Local, from any thread.
 
-        A backend that no call has needed so far may still turn out not to work here, which is said then.
+        A backend that no call has used yet may still turn out to be unavailable.
         """
         parsed = dtypes.parse(dtype)
         return self._decide(length * parsed.itemsize, parsed, GPU if device == "cuda" else ALLOCATED, self._made.get)
@@ -105,24 +105,28 @@ class Auto(AllReduce):
     def chosen(self, array: Any) -> str:
         if array.size == 0 or self.size == 1:
             return self.name
-        return self._decide(array.nbytes, array.dtype, self._where(array), self._made.get)[0]
+        return self._decide(array.nbytes, array.dtype, self._memory_kind(array), self._made.get)[0]
 
     def _allocate(self, length: int, dtype: np.dtype, device: str | None) -> Any:
         if device == "cuda":
             if self.size > 1:  # so that `choice` knows whether that works
                 self._decide(length * dtype.itemsize, dtype, GPU, self._part)
             return super()._allocate(length, dtype, device)
-        name = home(self.topology)
+        name = allocator(self.topology)
         part = self._part(name)
         if part is not None:
             try:
                 array = part.hooks.allocate(length, dtype, device)
-                self._memory = part.hooks.memory  # type: ignore[method-assign,assignment]  # without a frame between
-                self.__dict__.pop("hooks", None)  # has the method of before
+                self._allocator = part
+                self._owners = part.hooks.owners
+                self.__dict__.pop("hooks", None)  # it has the previous owners
                 return array
             except UnavailableError as error:
                 notices.once(self.rank, f'"auto" allocates ordinary memory, so "{name}" will copy: {error}')
         return super()._allocate(length, dtype, device)
+
+    def _memory(self, buffer: np.ndarray) -> int:
+        return FOREIGN if self._allocator is None else self._allocator.hooks.memory(buffer)
 
     def _route(self, call: Call) -> Work | Trial:
         if call.length == 0 or self.size == 1:
@@ -134,21 +138,24 @@ class Auto(AllReduce):
         return Trial(partial(self._try, part, part.hooks.route(call), call))
 
     def _try(self, part: AllReduce, work: Work | Trial, call: Call, buffer: Any, op: Op) -> Work | Trial:
-        """Do `work` of `part`, and select another backend should it tell that it can't work here after all."""
+        """Do `work`. If it raises UnavailableError, mark `part` as unavailable, and do another backend's.
+
+        Returns the work for later calls.
+        """
         try:
             work(buffer, op)
         except UnavailableError as error:  # raised on all ranks, before anything was changed
-            self._lack(part.name, error)
+            self._mark_unavailable(part.name, error)
             self._known.clear()
             work = self._route(call)
             work(buffer, op)
         return work
 
-    def _finding(self, call: Call) -> Find | None:
+    def _locator_for(self, call: Call) -> Locate | None:
         if call.length == 0 or self.size == 1 or call.memory == GPU:
             return None
         name, _ = self._decide(call.length * call.dtype.itemsize, call.dtype, call.memory, self._part)
-        return self._made[name].hooks.finding(call)
+        return self._made[name].hooks.locator_for(call)
 
     def _reduce(self, buffer: np.ndarray, op: Op) -> None:
         self._route(Call("all_reduce", buffer.size, buffer.dtype, op.name, self._memory(buffer)))(buffer, op)
@@ -156,26 +163,26 @@ class Auto(AllReduce):
     def _decide(
         self, nbytes: int, dtype: np.dtype, memory: int, find: Callable[[str], AllReduce | None]
     ) -> tuple[str, str]:
-        """The backend for a call, and why. find: `_part`, which makes it, or a local look at those that there are."""
+        """Return (backend name, reason). find: `_part`, which creates a backend, or a local look-up of created ones."""
         name, why = self._choose(self.topology, nbytes, dtype, memory)
         part = find(name)
         if part is not None and dtypes.is_half(dtype) and not part.sums_half:
             name, why = rule(self.topology, nbytes, dtype, memory)  # a table that was edited by hand
             find(name)
-        if name in self._lacking:
-            name, why = LAST_RESORT, f'"{name}" can\'t be used here: {self._lacking[name]}'
+        if name in self._unavailable:
+            name, why = LAST_RESORT, f'"{name}" can\'t be used here: {self._unavailable[name]}'
             find(name)
         return name, why
 
     def _part(self, name: str) -> AllReduce | None:
-        """The backend called `name`, made at its first use; None when it can't work here. Collective then."""
-        if name not in self._made and name not in self._lacking:
+        """Return the backend `name`, created at its first use (collective then); None if it is unavailable."""
+        if name not in self._made and name not in self._unavailable:
             try:
-                self._made[name] = self._keep(self._make(name, self._ground))
+                self._made[name] = self._add_part(self._make(name, self._parts_topology))
             except UnavailableError as error:
-                self._lack(name, error)
-        return None if name in self._lacking else self._made[name]
+                self._mark_unavailable(name, error)
+        return None if name in self._unavailable else self._made[name]
 
-    def _lack(self, name: str, error: UnavailableError) -> None:
-        self._lacking[name] = str(error)
-        notices.once(self.rank, f'"auto" does without "{name}": {error}')
+    def _mark_unavailable(self, name: str, error: UnavailableError) -> None:
+        self._unavailable[name] = str(error)
+        notices.once(self.rank, f'"auto" does not use "{name}": {error}')

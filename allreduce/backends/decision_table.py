@@ -31,11 +31,11 @@ Rule = Callable[[Topology, int, np.dtype, int], tuple[str, str]]
 
 
 class TableError(ValueError):
-    """A file that is no decision table of this version, or one of another kind of machine."""
+    """A file is not a decision table of this version, or is one of another kind of machine."""
 
 
 class Key(NamedTuple):
-    """What an entry was measured for."""
+    """The conditions for which an entry was measured."""
 
     node_sizes: tuple[int, ...]
     simulated: bool  # simulated nodes say nothing about real ones
@@ -44,7 +44,7 @@ class Key(NamedTuple):
 
 
 class Step(NamedTuple):
-    """A range of sizes: from the end of the one before up to and with `up_to` bytes (None: no end)."""
+    """A range of sizes: from the end of the previous range to `up_to` bytes, inclusive (None: no end)."""
 
     up_to: int | None
     backend: str
@@ -54,22 +54,22 @@ Entries = dict[Key, list[Step]]
 
 
 def default_path() -> Path:
-    """Where this kind of machine's table lies: in $XDG_CACHE_HOME or ~/.cache, a file for each kind."""
+    """Return the path of this kind of machine's table, in $XDG_CACHE_HOME or ~/.cache. Local."""
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     kind = zlib.crc32(json.dumps(identify(), sort_keys=True).encode())
     return cache / "allreduce" / f"decisions-{kind:08x}.json"
 
 
 def table_path(given: str | os.PathLike[str] | None = None) -> Path | None:
-    """The given path, else the one in $ALLREDUCE_TABLE, else the default one; None when it is empty."""
-    chosen = os.environ.get(ENVIRONMENT) if given is None else os.fspath(given)
-    if chosen is None:
+    """Return the given path, else the one in $ALLREDUCE_TABLE, else the default one; None if it is empty. Local."""
+    path = os.environ.get(ENVIRONMENT) if given is None else os.fspath(given)
+    if path is None:
         return default_path()
-    return Path(chosen) if chosen else None
+    return Path(path) if path else None
 
 
 def dumps(entries: Entries) -> str:
-    """The text of a table of this machine."""
+    """Return the text of a table of this machine. Local."""
     listed = [
         {
             "ranks": sum(key.node_sizes),
@@ -83,7 +83,7 @@ def dumps(entries: Entries) -> str:
 
 
 def loads(text: str, machine: Machine, names: Collection[str]) -> Entries:
-    """The entries of a table's text; TableError says what is wrong with it. names: of the backends that it may name."""
+    """Return the entries of a table's text. Raises TableError. names: of the backends that it may contain."""
     try:
         table = json.loads(text)
     except (ValueError, RecursionError) as error:
@@ -109,17 +109,17 @@ def rule_for(
     builtin: Rule,
     names: Collection[str],
 ) -> Rule:
-    """The rule of this machine's table for `topology`, or `builtin` when there is none. Collective.
+    """Return the rule of this machine's table for `topology`, or `builtin` if there is none. Collective.
 
-    Rank 0 reads and says once which table it is, or why one can't be used; that there is none is no news (a line at
-    debug level). Calls that the table has no entry for (other dtypes, GPU arrays) are left to `builtin`.
+    Rank 0 reads the table, and logs which one it is or why it can't be used; a missing table is logged at debug level
+    only. `builtin` decides calls that the table has no entry for (other dtypes, GPU arrays).
     """
-    read, said = _read(topology, given, names) if comm.rank == 0 else ({}, "")
-    told = [[*key, steps] for key, steps in read.items()], said
-    listed, said = root_value(comm, told, "learn how to choose a backend")
+    read, notice = _read(topology, given, names) if comm.rank == 0 else ({}, "")
+    message = [[*key, steps] for key, steps in read.items()], notice
+    listed, notice = root_value(comm, message, "learn how to choose a backend")
     entries = {(dtype, memory): [Step(*step) for step in steps] for dtype, memory, steps in listed}
-    if comm.size > 1 and said:
-        notices.once(comm.rank, said)
+    if comm.size > 1 and notice:
+        notices.once(comm.rank, notice)
     return _as_rule(entries, builtin) if entries else builtin
 
 
@@ -135,7 +135,7 @@ def _as_rule(entries: dict[tuple[str, str], list[Step]], builtin: Rule) -> Rule:
 
 
 def _bounds(steps: list[Step], index: int) -> str:
-    """The sizes that a range covers, in words."""
+    """Format the sizes that a range covers."""
     end = steps[index].up_to
     if end is not None:
         return f"for sizes up to {end} bytes"
@@ -145,7 +145,7 @@ def _bounds(steps: list[Step], index: int) -> str:
 def _read(
     topology: Topology, given: str | os.PathLike[str] | None, names: Collection[str]
 ) -> tuple[dict[tuple[str, str], list[Step]], str]:
-    """The entries for this topology, by dtype and memory, and what to say about them."""
+    """Return the entries for this topology, by dtype and memory, and the notice about them."""
     rule = '"auto" decides by its built-in rule'
     path = None
     try:
@@ -157,7 +157,7 @@ def _read(
         tune = f"mpirun -n {topology.size} python -m benchmarks.tune measures one"
         notices.log.debug("allreduce: %s: there is no table %s (%s)", rule, path, tune)
         return {}, ""
-    except Exception as error:  # whatever it is, the other ranks wait for this one
+    except Exception as error:  # of any type: the other ranks wait for this one
         return {}, f"{rule}: the table {path or 'in the cache folder'} is refused: {error}"
     mine = {(key.dtype, key.memory): steps for key, steps in entries.items() if key[:2] == topology_key(topology)}
     if not mine:
@@ -166,9 +166,9 @@ def _read(
 
 
 def read_text(path: Path) -> str:
-    """What a table's file holds. Raises OSError, ValueError: only regular files of a sensible size are read.
+    """Return the text of a table's file. Raises OSError or ValueError. Only regular files up to MOST_BYTES are read.
 
-    A pipe could make us wait for ever, and a device never ends.
+    A pipe may block for ever, and a device never ends.
     """
     with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
         if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
@@ -183,7 +183,7 @@ def read_text(path: Path) -> str:
 
 
 def topology_key(topology: Topology) -> tuple[tuple[int, ...], bool]:
-    """The part of a Key that describes a topology."""
+    """Return the part of a Key that describes a topology."""
     return topology.node_sizes, topology.simulated
 
 
@@ -210,7 +210,7 @@ def _steps(ranges: list[dict[str, Any]], names: Collection[str]) -> list[Step]:
 
 
 def _words(machine: object) -> str:
-    """A machine, which another rank or another program may have described."""
+    """Format a machine read from a file, whose content is untrusted."""
     if not isinstance(machine, dict):
         return "unknown"
     parts = list(machine.items())[: len(Machine.__annotations__)]

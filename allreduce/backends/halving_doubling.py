@@ -29,7 +29,7 @@ class HalvingDoubling(TwoPhase):
         self._power, self._extras = chunks.power_of_two(self.size)
 
     def owned(self, length: int, rank: int | None = None) -> slice:
-        """A chunk of `length` / p elements for each of the first p ranks, nothing for the extra ones."""
+        """Return a chunk of `length` / p elements for each of the first p ranks, an empty one for the extra ranks."""
         rank = self.rank if rank is None else rank
         if rank >= self._power:
             return slice(length, length)

@@ -1,12 +1,12 @@
 """Hierarchical copy: reduce inside each node, all-reduce across the nodes, copy inside each node.
 
-After TensorFlow's HierarchicalCopyAllReduce and ChainerMN's two_dimensional (equal nodes: every local
-rank carries its own slice across) and hierarchical (uneven nodes: the leaders carry everything).
-Steps: those of the parts. Bytes across m equal nodes: 2 S (m - 1) / m a node, shared by its ranks; of 16-bit floats
-too where nodes have one rank each. Otherwise node sums go across as float32 and results come back as they are: 3/4 of
-float32's bytes. With half of them, 16 bits, a sum can't be rounded once, at the end: two float16, one of [1024, 2048)
-and one of [0.5, 1), have 2^20 different sums, and the owner must tell them all apart, because what its own node brings
-may take the larger one away. (The originals of two ranks are 32 bits too, and those of more ranks are more.)
+After TensorFlow's HierarchicalCopyAllReduce and ChainerMN's two_dimensional (equal nodes: every rank sends its own
+slice across) and hierarchical (uneven nodes: the leaders send everything).
+Steps: those of the parts. Bytes across m equal nodes: 2 S (m - 1) / m a node, shared by its ranks; also of 16-bit
+floats if nodes have one rank each. Otherwise node sums are sent as float32 and results as 16-bit floats: 3/4 of
+float32's bytes. Node sums of 16 bits would be rounded twice: a float16 in [1024, 2048) plus one in [0.5, 1) has
+2^20 possible values, and the owner needs the exact one, because its own node's sum may cancel the larger term.
+(Sending the originals of two or more ranks takes 32 bits or more, too.)
 """
 
 from collections.abc import Callable
@@ -19,15 +19,15 @@ from allreduce.arrays.memory_kinds import ALLOCATED
 from allreduce.arrays.ops import Op
 from allreduce.backend import AllReduce, TwoPhase
 from allreduce.engine.call import Call
-from allreduce.engine.engine import Find
-from allreduce.errors import AllReduceError, OptionError
+from allreduce.engine.engine import Locate
+from allreduce.errors import OptionError
 from allreduce.topology import Topology
 from allreduce.transport.control import all_values, together
 from allreduce.transport.point_to_point import Transfer
 
 
 class HierarchicalCopy(TwoPhase):
-    """Composed of two backends.
+    """Reduces inside nodes by one backend, and across nodes by another.
 
     node: the backend inside a node, one with the two phases reduce_scatter and all_gather.
     cross: the backend across nodes.
@@ -49,16 +49,12 @@ class HierarchicalCopy(TwoPhase):
     def _connect(self, topology: Topology) -> None:
         super()._connect(topology)
         make, (node, cross) = self._make, self._names
-        inside, across = self._keep(topology.inside()), topology.across()
+        inside, across = self._add_part(topology.inside()), topology.across()
         if across:
-            self._keep(across)
-        try:
-            self._node = together(self._comm, lambda: _two_phase(node, self._keep(make(node, inside))))
-            self._cross = together(self._comm, lambda: self._keep(make(cross, across)) if across else None)
-        except AllReduceError:  # on all ranks, so they can close together
-            self.close()
-            raise
-        self.copies_foreign = self._node.copies_foreign
+            self._add_part(across)
+        self._node = together(self._comm, lambda: _two_phase(node, self._add_part(make(node, inside))))
+        self._cross = together(self._comm, lambda: self._add_part(make(cross, across)) if across else None)
+        self.copies_foreign, self._owners = self._node.copies_foreign, self._node.hooks.owners
         self._leaders_only = topology.leaders_only
         self._ranks_inside: list[int] = []
         if self._leaders_only:
@@ -66,7 +62,7 @@ class HierarchicalCopy(TwoPhase):
         self._transfer = Transfer(self._comm, self.workspace, self.tag)
 
     def owned(self, length: int, rank: int | None = None) -> slice:
-        """This rank's share of the buffer among the ranks of its node; nodes hold the same. rank: a node rank."""
+        """Return the slice that a node rank (by default this rank's) owns; all nodes divide the buffer equally."""
         return self._node.owned(length, rank)
 
     def _allocate(self, length: int, dtype: np.dtype, device: str | None) -> Any:
@@ -75,16 +71,16 @@ class HierarchicalCopy(TwoPhase):
     def _memory(self, buffer: np.ndarray) -> int:
         return self._node.hooks.memory(buffer)
 
-    def _finding(self, call: Call) -> Find | None:
-        """The backend inside of a node compares places too, but what it finds is an error of that node alone."""
+    def _locator_for(self, call: Call) -> Locate | None:
+        """Compare locations on all ranks: the node's backend does so too, but raises its error on that node only."""
         several = 1 < self.topology.nodes < self.size  # and one of them has several ranks
-        return self._node.hooks.place if several and call.memory == ALLOCATED else None
+        return self._node.hooks.locate if several and call.memory == ALLOCATED else None
 
     def _reduce_scatter(self, buffer: np.ndarray, op: Op) -> None:
         self._reduce_into(buffer, buffer, op)
 
     def _scatter_rounded(self, buffer: np.ndarray, op: Op) -> None:
-        """16-bit floats cross the network as such, but for the sums of several ranks of a node."""
+        """16-bit floats are sent across nodes as they are, except sums of several ranks of a node, sent as float32."""
         sums = buffer
         if dtypes.is_half(buffer.dtype) and not self._originals_cross():
             sums = self.workspace.array("wide", buffer.size, dtypes.TYPES[buffer.dtype].accumulator)
@@ -96,11 +92,11 @@ class HierarchicalCopy(TwoPhase):
             self._node.phases.all_gather(buffer)
 
     def _originals_cross(self) -> bool:
-        """True where what goes across are no sums, but what the ranks brought, and the other side can sum that."""
+        """Return True if every node has one rank, so that 16-bit originals are sent, and `cross` can sum them."""
         return self._node.size == 1 and not self._leaders_only and self._cross is not None and self._cross.sums_half
 
     def _reduce_into(self, sums: np.ndarray, buffer: np.ndarray, op: Op) -> None:
-        """Reduce `sums`, and leave what this rank owns of it, finished and rounded, in `buffer`; it may be the same."""
+        """Reduce `sums`, and write this rank's slice, finished and rounded, to `buffer`; both may be one array."""
         if self._node.size > 1:
             self._node.phases.reduce_scatter(sums, op.unscaled())
         if self._leaders_only:
@@ -110,7 +106,7 @@ class HierarchicalCopy(TwoPhase):
             self._across(sums[mine], buffer[mine], op)
 
     def _across(self, sums: np.ndarray, part: np.ndarray, op: Op) -> None:
-        """All-reduce `sums` across nodes, and finish and round them in `part`, which may be the same."""
+        """All-reduce `sums` across nodes, and write them, finished and rounded, to `part`; both may be one array."""
         cross = self._cross
         if cross is None or cross.size == 1 or not part.size:
             op.finish(sums)
@@ -126,7 +122,7 @@ class HierarchicalCopy(TwoPhase):
             np.copyto(part, sums, casting="unsafe")
 
     def _through_leader(self, sums: np.ndarray, buffer: np.ndarray, op: Op) -> None:
-        """Uneven nodes: the leader collects the slices of its node, carries them across, and hands them back."""
+        """Uneven nodes: the leader receives its node's slices, all-reduces them across nodes, and sends them back."""
         leader, *others = self._ranks_inside
         if self.rank != leader:
             mine = self.owned(buffer.size)

@@ -1,4 +1,4 @@
-"""Native: the MPI library's own MPI_Allreduce, the yardstick for the others."""
+"""Native: the MPI library's own MPI_Allreduce, the baseline for the others."""
 
 from functools import partial
 from typing import Any
@@ -10,7 +10,7 @@ from allreduce.arrays import chunks, dtypes, gpu, ops
 from allreduce.arrays.ops import Op
 from allreduce.backend import AllReduce
 from allreduce.engine.call import Call
-from allreduce.engine.engine import Quiet, Trial, Work
+from allreduce.engine.engine import DirectWork, Trial, Work
 from allreduce.transport.operations import numpy_operation
 
 LARGEST_COUNT = 1 << 30  # elements in one call: an MPI count is a C int in Open MPI 5
@@ -18,7 +18,7 @@ MEAN_BYTES = 1 << 20  # a mean is reduced in pieces of this size, each scaled wh
 
 
 def largest_piece(itemsize: int, op: Op) -> int:
-    """Elements in one call: as many as MPI's counts allow, or as fit the cache when they are scaled after it."""
+    """Return the most elements of one MPI call: MPI's limit; for a mean, as many as fit the cache, to be scaled."""
     return LARGEST_COUNT if op.scale is None else MEAN_BYTES // itemsize
 
 
@@ -36,22 +36,22 @@ class Native(AllReduce):
             return self._plain(op.mpi) if op.scale is None else self._mean_of_one_piece(op.scale, dtype)
         return route
 
-    def _plain(self, operation: MPI.Op) -> Quiet:
-        """What the MPI library does by itself: nothing is left to decide in each call."""
-        return Quiet(partial(self._comm.Allreduce, MPI.IN_PLACE), operation, _typed)
+    def _plain(self, operation: MPI.Op) -> DirectWork:
+        """Return work that calls MPI_Allreduce directly, with nothing to decide in each call."""
+        return DirectWork(partial(self._comm.Allreduce, MPI.IN_PLACE), operation, _typed)
 
-    def _mean_of_one_piece(self, scale: float, dtype: np.dtype) -> Quiet:
+    def _mean_of_one_piece(self, scale: float, dtype: np.dtype) -> DirectWork:
         """As `_plain`, for a mean."""
         all_reduce, in_place, total = self._comm.Allreduce, MPI.IN_PLACE, MPI.SUM
         datatype = MPI.Datatype.fromcode(dtype.char)
-        factor = np.full((), scale, dtype)  # a number NumPy would convert in each call
+        factor = np.full((), scale, dtype)  # NumPy would convert a Python number in each call
         scaled = self._engine.quiet(np.multiply)
 
         def mean(buffer: np.ndarray, _: Op) -> None:
             all_reduce(in_place, [buffer, datatype], total)
             scaled(buffer, factor, buffer)
 
-        return Quiet(mean)
+        return DirectWork(mean)
 
     def _reduce(self, buffer: np.ndarray, op: Op) -> None:
         operation = _operation(op, buffer.dtype)
@@ -61,7 +61,7 @@ class Native(AllReduce):
             op.finish(buffer[piece])
 
     def _reduce_gpu(self, buffer: Any, op: Op) -> None:
-        # NumPy's operations are functions of the host.
+        # NumPy's operations run on the host.
         if not gpu.mpi_is_cuda_aware() or _operation(op, buffer.dtype) is not op.mpi:
             super()._reduce_gpu(buffer, op)
             return
@@ -70,13 +70,13 @@ class Native(AllReduce):
 
 
 def _typed(buffer: np.ndarray) -> list[Any]:
-    """An array as mpi4py takes it with the fewest look-ups."""
+    """Return the buffer specification that costs mpi4py the fewest look-ups."""
     return [buffer, MPI.Datatype.fromcode(buffer.dtype.char)]
 
 
 def _operation(op: Op, dtype: np.dtype) -> MPI.Op:
-    """MPI's operation, or NumPy's where MPI's may do something else."""
-    # The maximum and minimum of floats lose a NaN or not by its rank. Open MPI's sums of 8-bit integers don't wrap
-    # round where it uses vector instructions: they stop at the largest one.
+    """Return MPI's operation, or NumPy's if MPI's may differ from it."""
+    # MPI's maximum and minimum of floats keep or lose a NaN depending on the rank that has it. Open MPI's sums of 8-bit
+    # integers saturate, instead of wrapping round, if it uses vector instructions.
     saturates = dtype.itemsize == 1 and op.combine is np.add and dtype != dtypes.BOOL
     return numpy_operation(op.combine, dtype) if saturates or op.keeps_nan(dtype) else op.mpi

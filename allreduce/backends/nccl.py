@@ -23,13 +23,15 @@ SHARED_GPU_VERSION = 23000  # since 2.30, NCCL_MULTI_RANK_GPU_ENABLE=1 lets rank
 
 
 class Nccl(TwoPhase):
-    """One GPU a rank (see gpu.choose_device), and arrays on that GPU; others are copied there and back.
+    """For one GPU a rank (see gpu.choose_device) and arrays on that GPU; others are copied there and back.
 
-    The NCCL communicator is made at the first use, because it binds the device that is current then.
+    The NCCL communicator is created at the first use, because it binds the device that is current then.
 
-    What a call does is ordered by CuPy's current stream, and not done yet when it returns: whoever reads the result
-    does so on that stream, or waits for it.
+    A call runs in order on CuPy's current stream, and may return before it is complete: read the result on that stream,
+    or synchronize first.
     """
+
+    needs_gpu = True
 
     def __init__(self, topology: Topology, *, check: str = "first") -> None:
         topology.agree([], '"nccl"', _missing())
@@ -49,7 +51,7 @@ class Nccl(TwoPhase):
         return super()._allocate(length, dtype, device or "cuda")
 
     def owned(self, length: int, rank: int | None = None) -> slice:
-        """Equal parts, as NCCL has them; the last rank's has what is left over."""
+        """Return equal slices, as NCCL needs them; the last rank's has the remainder too."""
         rank = self.rank if rank is None else rank
         part = length // self.size
         return slice(rank * part, length if rank == self.size - 1 else (rank + 1) * part)
@@ -60,7 +62,7 @@ class Nccl(TwoPhase):
         np.copyto(buffer, staged.get(), casting="unsafe")
 
     def _reduce_gpu(self, buffer: Any, op: Op) -> None:
-        with self._settled_on(buffer):
+        with self._on_nccl_stream(buffer):
             accumulator = dtypes.TYPES[buffer.dtype].accumulator
             if buffer.dtype == accumulator:
                 self._reduce_in_place(buffer, op)
@@ -70,12 +72,12 @@ class Nccl(TwoPhase):
             buffer[...] = wide.astype(buffer.dtype)  # rounds 16-bit floats, once
 
     def _reduce_in_place(self, buffer: Any, op: Op) -> None:
-        """All-reduce in NCCL, and let no NaN be lost, as its maximum and minimum do."""
-        lost = self._lost(buffer, op)
+        """All-reduce by NCCL; for max and min also restore the NaNs that NCCL drops."""
+        nans = self._nans(buffer, op)
         self._call(self._all_reduce, buffer, op)
-        if lost is not None:
-            self._call(self._all_reduce, lost, ops.OPS["sum"])  # NaN where any rank has one, else 0
-            self._cupy.add(buffer, lost, out=buffer)
+        if nans is not None:
+            self._call(self._all_reduce, nans, ops.OPS["sum"])  # NaN where any rank has one, else 0
+            self._cupy.add(buffer, nans, out=buffer)
 
     def _reduce_scatter(self, buffer: np.ndarray, op: Op) -> None:
         staged, mine = self._on_gpu(buffer, buffer.dtype), self.owned(buffer.size)
@@ -83,7 +85,7 @@ class Nccl(TwoPhase):
         buffer[mine] = staged[mine].get()
 
     def _scatter_gpu(self, buffer: Any, op: Op) -> None:
-        with self._settled_on(buffer):
+        with self._on_nccl_stream(buffer):
             accumulator, mine = dtypes.TYPES[buffer.dtype].accumulator, self.owned(buffer.size)
             if buffer.dtype == accumulator:
                 self._scatter_in_place(buffer, op, mine)
@@ -93,42 +95,42 @@ class Nccl(TwoPhase):
             buffer[mine] = wide[mine].astype(buffer.dtype)
 
     def _scatter_in_place(self, buffer: Any, op: Op, mine: slice) -> None:
-        """As `_reduce_in_place`; what is `mine` is finished then."""
-        lost = self._lost(buffer, op)
+        """Reduce-scatter by NCCL into buffer[mine], with NaNs as in `_reduce_in_place`."""
+        nans = self._nans(buffer, op)
         self._call(self._scatter, buffer, op, buffer[mine])
-        if lost is not None:
-            self._call(self._scatter, lost, ops.OPS["sum"], lost[mine])
-            self._cupy.add(buffer[mine], lost[mine], out=buffer[mine])
+        if nans is not None:
+            self._call(self._scatter, nans, ops.OPS["sum"], nans[mine])
+            self._cupy.add(buffer[mine], nans[mine], out=buffer[mine])
 
     def _all_gather(self, buffer: np.ndarray) -> None:
         if buffer.dtype not in dtypes.TYPES:  # nor may CuPy know it
-            self._hand_round([buffer[self.owned(buffer.size, rank)] for rank in range(self.size)])
+            self._broadcast_slices([buffer[self.owned(buffer.size, rank)] for rank in range(self.size)])
             return
         staged = self._on_gpu(buffer, buffer.dtype)
         self._gather_gpu(staged)
         np.copyto(buffer, staged.get())
 
     def _gather_gpu(self, buffer: Any) -> None:
-        with self._settled_on(buffer):
+        with self._on_nccl_stream(buffer):
             self._gather(buffer)
 
     def _on_gpu(self, buffer: np.ndarray, dtype: np.dtype) -> Any:
         """A copy of a NumPy array on this rank's GPU."""
         gpu.choose_device(self.topology.node_rank)
         if self._communicator is None:
-            self._join_gpus()
+            self._connect_nccl()
         with self._cupy.cuda.Device(self._device):
             return self._cupy.asarray(buffer.astype(dtype, copy=False))
 
     @contextmanager
-    def _settled_on(self, buffer: Any) -> Iterator[None]:
-        """Inside, what CuPy does is on NCCL's stream: after what the caller's has already, before what that gets next.
+    def _on_nccl_stream(self, buffer: Any) -> Iterator[None]:
+        """Context manager: make NCCL's stream CuPy's current one, ordered after and before the caller's stream's work.
 
-        So all calls use the scratch memory on one stream, whichever streams they come from. The ranks are connected
-        before, and the array is where they are. Collective at the first time.
+        So all calls use the scratch memory on one stream. Connects the ranks at the first use (collective then). Raises
+        OptionError if the array is on another GPU.
         """
         if self._communicator is None:
-            self._join_gpus()
+            self._connect_nccl()
         if buffer.device.id != self._device:
             raise OptionError(
                 f'"nccl" is connected on GPU {self._device} and the array is on GPU {buffer.device.id}; '
@@ -146,25 +148,25 @@ class Nccl(TwoPhase):
                 caller.wait_event(self._ready)
 
     def _widened(self, buffer: Any, accumulator: np.dtype) -> Any:
-        """A copy of a 16-bit array as what its sums are formed in."""
+        """Copy a 16-bit array to scratch memory of the dtype in which it is summed."""
         if self._wide is None or self._wide.size < buffer.size:
             self._wide = self._cupy.empty(buffer.size, accumulator)
         wide = self._wide[: buffer.size]
         wide[...] = buffer
         return wide
 
-    def _lost(self, buffer: Any, op: Op) -> Any:
-        """The NaN that NCCL's maximum and minimum would lose, and 0 elsewhere; None where it would lose none."""
+    def _nans(self, buffer: Any, op: Op) -> Any:
+        """Return an array with the NaNs that NCCL's max and min would drop, 0 elsewhere; None for other operations."""
         return self._cupy.where(self._cupy.isnan(buffer), buffer, 0) if op.keeps_nan(buffer.dtype) else None
 
-    # What NCCL is asked for; `_all_reduce` and `_scatter` are called by `_call`
+    # Calls of NCCL; `_all_reduce` and `_scatter` are called by `_call`
 
     def _all_reduce(self, buffer: Any, kind: int, op: int) -> None:
         pointer = buffer.data.ptr
         self._communicator.allReduce(pointer, pointer, buffer.size, kind, op, self._stream.ptr)
 
     def _scatter(self, buffer: Any, kind: int, op: int) -> None:
-        """Equal parts by one call, and what is left over to the last rank, as one launch."""
+        """Reduce-scatter equal slices, and reduce the remainder to the last rank, in one group."""
         part, rest = divmod(buffer.size, self.size)
         pointer, end = buffer.data.ptr, buffer.data.ptr + (buffer.size - rest) * buffer.itemsize
         self._nccl.groupStart()
@@ -176,7 +178,7 @@ class Nccl(TwoPhase):
         self._nccl.groupEnd()
 
     def _gather(self, buffer: Any) -> None:
-        """As bytes, so of any dtype."""
+        """All-gather bytes, so any dtype."""
         part, rest = (count * buffer.itemsize for count in divmod(buffer.size, self.size))
         pointer, end = buffer.data.ptr, buffer.data.ptr + part * self.size
         self._nccl.groupStart()
@@ -187,9 +189,9 @@ class Nccl(TwoPhase):
         self._nccl.groupEnd()
 
     def _call(self, launch: Callable[[Any, int, int], None], buffer: Any, op: Op, result: Any = None) -> None:
-        """NCCL, and the mean where it has none.
+        """Launch an NCCL call, and scale the result for a mean if NCCL has no average.
 
-        result: the part of the array that is finished then; all of it when none is given.
+        result: the part of the array that holds the result (default: all of it).
         """
         average = op.scale == 1 / self.size and self._nccl.get_version() >= AVERAGE_VERSION
         launch(buffer, dtypes.TYPES[buffer.dtype].nccl, AVERAGE if average else op.nccl)
@@ -197,25 +199,25 @@ class Nccl(TwoPhase):
             result = buffer if result is None else result
             self._cupy.multiply(result, op.scale, out=result)
 
-    def _join_gpus(self) -> None:
-        """Make the NCCL communicator on the current device. Collective."""
+    def _connect_nccl(self) -> None:
+        """Create the NCCL communicator on the current device. Collective."""
         cuda = self._cupy.cuda
         self._device = cuda.runtime.getDevice()
         mine = together(self._comm, lambda: _identity(cuda.runtime, self._device))
         raise_together(self._comm, self._shared_gpu(all_values(self._comm, mine, "learn which GPUs the ranks have")))
-        unique = together(self._comm, lambda: list(self._nccl.get_unique_id()) if self.rank == 0 else None)
-        meeting = _as_cupy_takes_it(self._cupy, root_value(self._comm, unique, "meet in NCCL"))
+        own_id = together(self._comm, lambda: list(self._nccl.get_unique_id()) if self.rank == 0 else None)
+        unique_id = _as_cupy_takes_it(self._cupy, root_value(self._comm, own_id, "share NCCL's unique id"))
         error: AllReduceError | None = None
         try:
-            self._communicator = self._nccl.NcclCommunicator(self.size, meeting, self.rank)
+            self._communicator = self._nccl.NcclCommunicator(self.size, unique_id, self.rank)
             self._stream = cuda.Stream(non_blocking=True)
             self._ready = cuda.Event(disable_timing=True)
-        except Exception as refused:  # NcclError, and what CuPy raises for codes of NCCL that it does not know
+        except Exception as refused:  # NcclError, or CuPy's error for an NCCL code that it does not know
             error = UnavailableError(f"NCCL could not connect {self.size} ranks: {refused}; NCCL_DEBUG=INFO says more")
         raise_together(self._comm, error)
 
     def _shared_gpu(self, holders: list[str]) -> UnavailableError | None:
-        """An error when this rank shares its GPU and this NCCL would not allow it. holders: the ranks' GPUs."""
+        """Return an error if this rank shares its GPU and this NCCL does not allow it. holders: the ranks' GPUs."""
         sharing = [rank for rank, holder in enumerate(holders) if holder == holders[self.rank]]
         version = self._nccl.get_version()
         allowed = version >= SHARED_GPU_VERSION and os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1"
@@ -233,7 +235,7 @@ class Nccl(TwoPhase):
         self._disconnect()
 
     def abandon(self) -> None:
-        """Also what is under way on the GPU is ended, since it may wait there for ranks that never come."""
+        """Also abort running NCCL calls, which may wait on the GPU for failed ranks."""
         super().abandon()
         if self._communicator is not None:
             self._communicator.abort()
@@ -244,10 +246,10 @@ class Nccl(TwoPhase):
 
 
 def _identity(runtime: Any, device: int) -> str:
-    """What two ranks have alike that hold the same GPU, and no others.
+    """Return a text that identifies this rank's GPU among all hosts. Local.
 
-    The UUID alone is too little: CuPy cuts it off at its first zero byte. Which machine this is the kernel tells; host
-    names may be alike in containers.
+    The UUID is not enough: CuPy cuts it off at its first zero byte. The boot id identifies the machine, because
+    containers may share a host name.
     """
     boot = Path("/proc/sys/kernel/random/boot_id")
     machine = boot.read_text().strip() if boot.exists() else platform.node()
@@ -255,22 +257,22 @@ def _identity(runtime: Any, device: int) -> str:
     return f"{machine} {runtime.deviceGetPCIBusId(device)} {uuid}"
 
 
-def _as_cupy_takes_it(cupy: Any, unique: list[int]) -> bytes | tuple[int, ...]:
-    """NCCL's unique id as this rank's CuPy wants it: bytes since 14.0, C's signed chars before."""
+def _as_cupy_takes_it(cupy: Any, own_id: list[int]) -> bytes | tuple[int, ...]:
+    """Convert NCCL's unique id to the form that this rank's CuPy needs: bytes since 14.0, signed chars before."""
     if int(cupy.__version__.partition(".")[0]) >= 14:
-        return bytes(number & 255 for number in unique)
-    return tuple((number & 255 ^ 128) - 128 for number in unique)
+        return bytes(number & 255 for number in own_id)
+    return tuple((number & 255 ^ 128) - 128 for number in own_id)
 
 
 def _missing() -> UnavailableError | None:
-    """What this backend lacks here: CuPy, NCCL or a GPU."""
+    """Return the error that names what is missing here (CuPy, NCCL or a GPU), or None. Local."""
     try:
         cupy = gpu.cupy()
         if cupy.cuda.runtime.getDeviceCount() == 0:
             return UnavailableError('"nccl" needs an NVIDIA GPU and there is none here; use another backend')
     except UnavailableError as error:
         return UnavailableError(f'"nccl" needs CuPy: {error}')
-    except Exception as error:  # CuPy without a driver raises errors of its own kinds
+    except Exception as error:  # without a driver CuPy raises its own errors
         return UnavailableError(f'"nccl" needs an NVIDIA GPU, and CuPy finds none ({error}); use another backend')
     try:
         from cupy.cuda import nccl

@@ -1,6 +1,6 @@
-"""Reduce to one: one rank adds everything up and hands the result out, as TensorFlow's ReductionToOneDevice.
+"""Reduce to one: one rank sums all buffers and broadcasts the result, as TensorFlow's ReductionToOneDevice.
 
-The only algorithm here that adds in rank order whatever the root, so its sums do not depend on who adds.
+It adds in rank order, so the result does not depend on the root.
 Steps: 1 + log2 n. Bytes: each rank sends S, the root receives (n - 1) S; on the way back a rank sends S to each of its
 children in the tree, of which the root has the most, log2 n.
 """
@@ -34,5 +34,5 @@ class ReduceToOne(AllReduce):
             self._transfer.collect(buffer, op)
         else:
             self._transfer.send(buffer, self.root)
-        # Back along a binomial tree: a segment is passed on while the next one arrives.
+        # Back along a binomial tree: a segment is forwarded while the next one is received.
         self._transfer.relay(buffer, *binomial(self.rank, self.root, self.size))

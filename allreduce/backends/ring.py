@@ -1,7 +1,8 @@
-"""Ring: bandwidth-optimal, the classic of deep learning.
+"""Ring: bandwidth-optimal, the classic all-reduce of deep learning.
 
 P. Patarasuk, X. Yuan: Bandwidth optimal all-reduce algorithms for clusters of workstations, 2009.
-Steps: 2 (n - 1). Bytes sent per rank: 2 S (n - 1) / n, of 16-bit floats too, but on nodes of many ranks (`shorter`).
+Steps: 2 (n - 1). Bytes sent per rank: 2 S (n - 1) / n, also of 16-bit floats, except on nodes with many ranks (see
+`shorter`).
 """
 
 from collections import Counter
@@ -22,20 +23,20 @@ from allreduce.transport.wait import wait
 
 
 class Step(NamedTuple):
-    """What a rank does with one chunk when its turn has come, in this order."""
+    """A rank's actions on one chunk in one step, in this order."""
 
     chunk: int
     receives: bool  # from the left
-    combines: bool  # what arrives is added to the chunk; otherwise it takes its place
+    combines: bool  # True: the received data is added to the chunk; False: it replaces the chunk
     finishes: bool  # the sum is complete
     sends: bool  # to the right
 
 
 def plan(rank: int, ranks: int, first: int, last: int) -> list[Step]:
-    """Steps `first` to `last` of a rank, of 1 to 2 * ranks - 1: those up to `ranks` are the reduce-scatter, those
-    from there on the all-gather.
+    """Return steps `first` to `last` of a rank. Steps 1 to `ranks` are the reduce-scatter, steps `ranks` to
+    2 * ranks - 1 the all-gather.
 
-    Partial sums walk round the ring once, finished chunks walk round it once more. All steps of rank 0 of 3:
+    Partial sums travel round the ring once, then finished chunks once. All steps of rank 0 of 3:
 
         chunk 2: send; chunk 1: receive, combine, send; chunk 0: receive, combine, finish, send;
         chunk 2: receive, send; chunk 1: receive
@@ -53,11 +54,11 @@ def plan(rank: int, ranks: int, first: int, last: int) -> list[Step]:
 
 
 def shorter(nodes: Sequence[int]) -> bool:
-    """Whether fewer bytes leave a node when the owner of 16-bit floats gets the originals, and not sums as float32.
+    """Return whether fewer bytes leave the nodes if 16-bit floats are sent to their owner, not summed as float32.
 
-    nodes: the node of each rank. Originals go to every owner on another node, and there are as many as ranks here;
-    partial sums have twice their size, and cross only where a node's last rank hands them on. So it is the originals
-    on nodes of up to three ranks (and inside of one node), as a rule.
+    nodes: the node of each rank. Originals: each rank sends a chunk to every owner on another node. Partial sums: twice
+        the size, but only a node's last rank sends them to another node. So originals usually win with up to three
+        ranks a node, and on one node.
     """
     ranks = len(nodes)
     originals = ranks**2 - sum(size**2 for size in Counter(nodes).values())  # pairs across nodes: a chunk each
@@ -66,17 +67,17 @@ def shorter(nodes: Sequence[int]) -> bool:
 
 
 class Ring(TwoPhase):
-    """Each segment of a chunk goes on to the right at once, so no link is idle between two steps.
+    """A rank forwards each segment of a chunk to the right at once, so no link is idle between two steps.
 
-    16-bit floats are summed by their owner, who gets all ranks' originals straight from them where that is `shorter`:
-    their partial sums have to travel as float32, or they would be rounded at each rank.
+    16-bit floats: if that is `shorter`, all ranks send their originals to the owner, which sums them. Otherwise partial
+    sums are sent as float32, because they would be rounded at each rank.
     """
 
     def _connect(self, topology: Topology) -> None:
         super()._connect(topology)
         self._transfer = Transfer(self._comm, self.workspace, self.tag)
         self._left, self._right = (self.rank - 1) % self.size, (self.rank + 1) % self.size
-        nodes = all_values(self._comm, topology.node_index, "learn who is on which node")
+        nodes = all_values(self._comm, topology.node_index, "share the nodes of ranks")
         self._sends_originals = shorter(nodes)
         self._plan = plan(self.rank, self.size, 1, 2 * self.size - 1)
         self._scatter_plan = plan(self.rank, self.size, 1, self.size)
@@ -101,12 +102,12 @@ class Ring(TwoPhase):
         self._walk(buffer, self._gather_plan, None)
 
     def _walk(self, buffer: np.ndarray, steps: Sequence[Step], op: Op | None) -> None:
-        """Do `steps`, segment by segment. op: for those that combine or finish."""
+        """Do `steps`, segment by segment. op: for steps that combine or finish."""
         parts = [self._segments(buffer, step) for step in steps]
         pieces = [(step, part) for step, of_step in zip(steps, parts, strict=True) for part in of_step]
         lap = sum(map(len, parts[: self.size]))
         sends: list[MPI.Request] = []
-        # An arrival takes the place of what was sent from there a lap ago, so it can't be that far ahead.
+        # A segment is received into memory that was sent one lap ago, so receives run less than a lap ahead.
         arrivals = self._transfer.arrivals(self._expected(pieces, lap, sends), min(AHEAD, lap - 1))
         for step, part in pieces:
             arrived = next(arrivals) if step.receives else part
@@ -121,7 +122,7 @@ class Ring(TwoPhase):
     def _expected(
         self, pieces: Sequence[tuple[Step, np.ndarray]], lap: int, sends: list[MPI.Request]
     ) -> Iterator[Arrival]:
-        """What arrives from the left, in order."""
+        """Yield the segments that arrive from the left, in order."""
         for index, (step, part) in enumerate(pieces):
             if step.receives:
                 if not step.combines and index >= lap:

@@ -1,1 +1,1 @@
-"""`python -m allreduce doctor`: is this place fit for training, and if it is not, what is to be done?"""
+"""`python -m allreduce doctor`: checks whether these hosts are fit for training, and says what to change."""

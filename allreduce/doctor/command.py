@@ -1,7 +1,7 @@
 """The command `doctor`: its options, the checks of all ranks, its progress, and its report.
 
-A check gathers facts on each rank, and judges the facts of all ranks (`CHECKS`). An error in gathering on one rank is a
-finding too, so no rank waits for it.
+A check gathers facts on each rank, and judges the facts of all ranks (`CHECKS`). If gathering fails on a rank, its
+error is a finding, so that no rank waits for it.
 """
 
 import argparse
@@ -19,11 +19,11 @@ from allreduce.doctor.findings import Finding, Needs, Rank, exit_code, grouped, 
 from allreduce.errors import OptionError
 from allreduce.files import replacing, writable
 from allreduce.health import abort
-from allreduce.notices import on_terminal
+from allreduce.process.proc import on_terminal
 from allreduce.topology import Topology
 from allreduce.transport.control import all_values, together
 
-ABOUT = "says whether this place is fit for training, and what to do where it is not"
+ABOUT = "checks whether these hosts are fit for training, and says what to change"
 DEFAULT_PARAMETERS = 25_000_000  # a ResNet-50's
 DEFAULT_SECONDS = 10.0
 LAUNCHER_SECONDS = 0.2
@@ -33,23 +33,23 @@ MORE = """\
 Run it as the training will be run, under the same launcher, with as many ranks on the same hosts:
   mpirun -n 4 python -m allreduce doctor
   srun -N 2 --ntasks-per-node 8 python -m allreduce doctor --parameters 350M --json doctor.json
-Alone (python -m allreduce doctor) it looks at this machine only.
+Without a launcher (python -m allreduce doctor) it checks this machine only.
 
-A finding is ok, a warning (training works, and something makes it slow or fragile) or a problem (something does not
-work). Below each that is not ok stands what to do. The exit code is that of the worst finding: 0 all is ok, 1 there
-are warnings, 2 there are problems, or it could not look (ranks don't meet, say); 64 is for bad options.
+A finding is ok, a warning (training works, but something makes it slow or fragile) or a problem (something does not
+work). Each that is not ok has advice below it. The exit code is that of the worst finding: 0 all is ok, 1 there are
+warnings, 2 there are problems, or the doctor could not run (ranks can't connect, say); 64 means bad options.
 """
 
-Tell = Callable[[str], None]
+ShowProgress = Callable[[str], None]
 
 
 class Check(NamedTuple):
     """A part of the examination."""
 
     area: str  # the heading of its findings
-    gather: Callable[[Topology, str], Any]  # this rank's facts; given the host name of rank 0
+    gather: Callable[[Topology, str], Any]  # returns this rank's facts; gets the host name of rank 0
     judge: Callable[[Sequence[Rank], Needs], Iterable[Finding]]  # pure; Rank.facts are those of this check
-    collective: bool = False  # `gather` is collective, so its error is no fact of one rank: it ends the examination
+    collective: bool = False  # `gather` is collective, so an error in it ends the examination
 
 
 CHECKS = {
@@ -65,7 +65,7 @@ FAILED = "failed"  # in place of the facts of a check that failed
 
 
 class Examination(NamedTuple):
-    """What was found; the same on all ranks."""
+    """The facts, findings and measurements; the same on all ranks."""
 
     ranks: list[Rank]
     findings: list[Finding]
@@ -75,13 +75,13 @@ class Examination(NamedTuple):
 def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--parameters", type=parameters, metavar="N",
-        help="of the model to be trained, such as 350M: what it needs of /dev/shm and of memory (default: 25M); when "
-        "given, too little of them is a problem, and not only a warning",
+        help="of the model to be trained, such as 350M, for the checks of /dev/shm and memory (default: 25M); if "
+        "given, too little of them is a problem, not only a warning",
     )  # fmt: skip
     parser.add_argument("--json", metavar="FILE", help="write all facts and findings; - writes them to standard output")
     parser.add_argument(
         "--seconds", type=seconds, default=DEFAULT_SECONDS, metavar="S",
-        help=f"for measuring pairs of ranks, at most; 0 leaves that out (default: {DEFAULT_SECONDS:g})",
+        help=f"longest time to measure pairs of ranks; 0 skips that (default: {DEFAULT_SECONDS:g})",
     )  # fmt: skip
 
 
@@ -89,13 +89,13 @@ def run(chosen: argparse.Namespace, topology: Topology) -> int:
     """Examine, report on rank 0, and return the exit code, the same on all ranks. Collective."""
     together(topology.world, lambda: check_target(chosen.json) if topology.rank == 0 else None)
     needs = Needs(chosen.parameters or DEFAULT_PARAMETERS, asked=chosen.parameters is not None)
-    tell = _progress(topology.rank == 0)
-    found = examine(topology, needs, chosen.seconds, tell)
-    tell("")
+    show_progress = _progress(topology.rank == 0)
+    found = examine(topology, needs, chosen.seconds, show_progress)
+    show_progress("")
     title = f"allreduce doctor: {topology}"
     together(topology.world, lambda: show(title, found, chosen.json) if topology.rank == 0 else None)
     code = exit_code(found.findings)
-    if found.results.unreachable:  # messages to them are still under way, so MPI would not come to its end
+    if found.results.unreachable:  # messages to them are pending, so MPI_Finalize would not return
         abort.end_job("some ranks don't answer\n", code)
     return code
 
@@ -103,19 +103,19 @@ def run(chosen: argparse.Namespace, topology: Topology) -> int:
 # The examination
 
 
-def examine(topology: Topology, needs: Needs, seconds: float, tell: Tell) -> Examination:
-    """Run all checks. Collective. seconds: for measuring pairs; 0 leaves that out. tell: shows the progress."""
+def examine(topology: Topology, needs: Needs, seconds: float, show_progress: ShowProgress) -> Examination:
+    """Run all checks. Collective. seconds: to measure pairs; 0 skips that. show_progress: shows the progress."""
     comm = topology.private()
-    tell("looking at each rank")
+    show_progress("checking each rank")
     hosts = all_values(comm, socket.gethostname(), "gather host names")
     facts = {key: _gathered(check, topology, hosts[0]) for key, check in CHECKS.items()}
     ranks = ranks_of(hosts, all_values(comm, [topology.node_index, facts], "gather what each rank has found"))
-    results = pairs.measure_all(topology, [rank.node for rank in ranks], seconds, tell)
+    results = pairs.measure_all(topology, [rank.node for rank in ranks], seconds, show_progress)
     return Examination(ranks, judge(ranks, needs, results), results)
 
 
 def _gathered(check: Check, topology: Topology, first: str) -> Any:
-    """The facts of a check on this rank, or its error: the other ranks wait for this one."""
+    """Return a check's facts on this rank, or its error: if it were raised, the other ranks would wait for this one."""
     if check.collective:
         return check.gather(topology, first)
     try:
@@ -124,16 +124,16 @@ def _gathered(check: Check, topology: Topology, first: str) -> Any:
         return {FAILED: f"{type(error).__name__}: {error}"}
 
 
-def ranks_of(hosts: Sequence[str], heard: Sequence[Any]) -> list[Rank]:
-    """The ranks, on nodes with names of their own: containers may all have one host name."""
-    host_of = {node: host for (node, _), host in zip(heard, hosts, strict=True)}
+def ranks_of(hosts: Sequence[str], reports: Sequence[Any]) -> list[Rank]:
+    """Return the ranks, on nodes with different names: containers may all have the same host name."""
+    host_of = {node: host for (node, _), host in zip(reports, hosts, strict=True)}
     times = Counter(host_of.values())
     names = {node: f"{host}#{node}" if times[host] > 1 else host for node, host in host_of.items()}
-    return [Rank(rank, node, names[node], facts) for rank, (node, facts) in enumerate(heard)]
+    return [Rank(rank, node, names[node], facts) for rank, (node, facts) in enumerate(reports)]
 
 
 def judge(ranks: Sequence[Rank], needs: Needs, results: pairs.Results) -> list[Finding]:
-    """The findings made of the facts and measurements of all ranks. Pure."""
+    """Return the findings from the facts and measurements of all ranks. Pure."""
     findings: list[Finding] = []
     for key, check in CHECKS.items():
         findings += (found._replace(area=check.area) for found in judge_one(key, ranks, needs))
@@ -143,16 +143,16 @@ def judge(ranks: Sequence[Rank], needs: Needs, results: pairs.Results) -> list[F
 
 
 def judge_one(key: str, ranks: Sequence[Rank], needs: Needs) -> Iterable[Finding]:
-    """The findings of one check."""
+    """Yield the findings of one check."""
     well, failed = _facts_of(key, ranks)
     if well:
         yield from CHECKS[key].judge(well, needs)
     for text, some in grouped(failed, lambda rank: rank.facts[FAILED]).items():
-        yield problem("looking", f"failed on {named(some)}: {text}", "please report this, with its text")
+        yield problem("check", f"failed on {named(some)}: {text}", "please report this, with its text")
 
 
 def _facts_of(key: str, ranks: Sequence[Rank]) -> tuple[list[Rank], list[Rank]]:
-    """The ranks with the facts of one check alone: those on which it worked, and those on which it failed."""
+    """Return the ranks with one check's facts only: those on which it worked, and those on which it failed."""
     every = [rank._replace(facts=rank.facts[key]) for rank in ranks]
     failed = [rank for rank in every if isinstance(rank.facts, dict) and FAILED in rank.facts]
     return [rank for rank in every if rank not in failed], failed
@@ -161,28 +161,28 @@ def _facts_of(key: str, ranks: Sequence[Rank]) -> tuple[list[Rank], list[Rank]]:
 # Progress and report
 
 
-def _progress(shown: bool) -> Tell:
-    """Shows, on a terminal, how far the examination has come: a line that is written over."""
+def _progress(shown: bool) -> ShowProgress:
+    """Return a function that shows the progress on a terminal, in one line that it overwrites."""
     if not (shown and on_terminal()):
         return lambda text: None
 
-    def tell(text: str) -> None:
+    def show_progress(text: str) -> None:
         sys.stderr.write(f"\r\033[K{text}")
         sys.stderr.flush()
-        if not text:  # the launcher passes standard output on by another way, which may be faster
+        if not text:  # the launcher forwards standard output separately, maybe faster
             time.sleep(LAUNCHER_SECONDS)
 
-    return tell
+    return show_progress
 
 
 def check_target(path: str | None) -> None:
-    """Find out before the examination whether the JSON can be written. Raises OptionError."""
+    """Raise OptionError if the JSON can't be written, before the examination."""
     if path is not None and path != STANDARD_OUTPUT and not (path and writable(path)):
         raise OptionError(f"--json {path}: this can't be written; give a file in a folder that exists")
 
 
 def show(title: str, found: Examination, json_path: str | None) -> None:
-    """Print the report, and write the JSON. Raises OptionError when that fails."""
+    """Print the report, and write the JSON. Raises OptionError if that fails."""
     stream, descriptor = sys.stdout, 1
     if json_path == STANDARD_OUTPUT:
         print(as_json(title, found), end="", flush=True)
@@ -195,7 +195,7 @@ def show(title: str, found: Examination, json_path: str | None) -> None:
 
 
 def as_json(title: str, found: Examination) -> str:
-    """Everything that was found, for a program."""
+    """Return everything that was found, as JSON."""
     content = {
         "title": title,
         "exit_code": exit_code(found.findings),
@@ -215,7 +215,7 @@ def as_json(title: str, found: Examination) -> str:
 
 
 def parameters(text: str) -> int:
-    """A number of parameters, for argparse: 25000000, 25M, 1.5B."""
+    """Parse a number of parameters, for argparse: 25000000, 25M, 1.5B."""
     number, unit = (text[:-1], text[-1:].upper()) if text[-1:].upper() in UNITS else (text, "")
     value = _number(number.replace("_", "")) * UNITS.get(unit, 1)
     if not 1 <= value <= 10**15:
@@ -224,7 +224,7 @@ def parameters(text: str) -> int:
 
 
 def seconds(text: str) -> float:
-    """A time to measure, for argparse."""
+    """Parse a time in seconds, for argparse."""
     value = _number(text)
     if not 0 <= value <= 3600:
         raise argparse.ArgumentTypeError(f"must be a number of seconds from 0 to 3600, got {text!r}")
@@ -232,7 +232,7 @@ def seconds(text: str) -> float:
 
 
 def _number(text: str) -> float:
-    """A number, or -1 where the text is none."""
+    """Parse a number; -1 if the text is none."""
     try:
         return float(text)
     except ValueError:

@@ -1,4 +1,4 @@
-"""What the doctor finds: the facts of the ranks, the findings made of these facts, and the report of the findings."""
+"""The facts of the ranks, the findings that the doctor makes from them, and the report of the findings."""
 
 import textwrap
 from collections.abc import Callable, Hashable, Iterable, Sequence
@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, TypeVar
 from allreduce.health.status import spans
 
 OK, WARNING, PROBLEM = LEVELS = ("ok", "warning", "problem")
-EXTRA = 'pip install ".[doctor]" in the checkout'  # libraries by which the doctor sees more
+EXTRA = 'pip install ".[doctor]" in the checkout'  # libraries that let the doctor check more
 MOST_NAMED = 5  # items of a list that are named; the others are counted
 WIDTH, NARROWEST = 110, 40
 COLOURS = {OK: "\033[32m", WARNING: "\033[33m", PROBLEM: "\033[31m"}
@@ -19,7 +19,7 @@ KeyT = TypeVar("KeyT", bound=Hashable)
 
 
 class Rank(NamedTuple):
-    """The facts that one rank has gathered: all of them by the names of checks, or those of one check."""
+    """The facts that one rank has gathered: of all checks, by name, or of one check."""
 
     rank: int
     node: int
@@ -48,7 +48,7 @@ ok, warning, problem = (partial(Finding, level) for level in LEVELS)
 
 
 def alike(name: str, kinds: dict[str, list[Rank]], advice: str, level: str = WARNING) -> Finding:
-    """ok where all ranks have the same, else a finding of `level` that says which ranks have what."""
+    """Return ok if all ranks have the same value, otherwise a finding of `level`. kinds: the ranks of each value."""
     if len(kinds) == 1:
         return ok(name, next(iter(kinds)))
     return Finding(level, name, "; ".join(f"{kind} on {named(ranks)}" for kind, ranks in kinds.items()), advice)
@@ -58,12 +58,12 @@ def alike(name: str, kinds: dict[str, list[Rank]], advice: str, level: str = WAR
 
 
 def exit_code(findings: Iterable[Finding]) -> int:
-    """0, 1 or 2: the level of the worst finding."""
+    """Return 0, 1 or 2: the level of the worst finding."""
     return max((LEVELS.index(finding.level) for finding in findings), default=0)
 
 
 def report(title: str, findings: Sequence[Finding], coloured: bool = False) -> str:
-    """The findings in lines: a heading for each area, then level, name and text; the advice below."""
+    """Format the findings: a heading for each area, then level, name and text; the advice below."""
     levels, names = max(map(len, LEVELS)), max(len(finding.name) for finding in findings)
     indent = " " * (2 + levels + 2 + names + 2)
     lines = [title]
@@ -79,14 +79,14 @@ def report(title: str, findings: Sequence[Finding], coloured: bool = False) -> s
 
 
 def _wrapped(text: str, first: str, indent: str) -> list[str]:
-    """The lines of a text. first: stands before the first line, where the others have `indent`."""
+    """Wrap a text to lines. first: the prefix of the first line; the others have `indent`."""
     width = max(NARROWEST, WIDTH - len(indent))
     lines = textwrap.wrap(text, width, break_long_words=False, break_on_hyphens=False) or [""]
     return [first + lines[0], *(indent + line for line in lines[1:])]
 
 
 def summary(findings: Sequence[Finding]) -> str:
-    """How many findings there are of each level, and the exit code."""
+    """Format the number of findings of each level, and the exit code."""
     counts = {level: sum(finding.level == level for finding in findings) for level in LEVELS}
     code = exit_code(findings)
     if not code:
@@ -99,12 +99,12 @@ def summary(findings: Sequence[Finding]) -> str:
 
 
 def by_node(ranks: Iterable[Rank]) -> list[list[Rank]]:
-    """The ranks of each node."""
+    """Return the ranks of each node."""
     return list(grouped(ranks, lambda rank: rank.node).values())
 
 
 def grouped(ranks: Iterable[Rank], key: Callable[[Rank], KeyT]) -> dict[KeyT, list[Rank]]:
-    """The ranks with each value of `key`, in the order in which the values first occur."""
+    """Group the ranks by `key`, in the order in which its values first occur."""
     found: dict[KeyT, list[Rank]] = {}
     for rank in ranks:
         found.setdefault(key(rank), []).append(rank)
@@ -117,7 +117,7 @@ def named(ranks: Sequence[Rank]) -> str:
 
 
 def some(texts: Sequence[str], separator: str = "; ") -> str:
-    """The first few texts, and how many more there are."""
+    """Join the first few texts, and say how many more there are."""
     more = len(texts) - MOST_NAMED
     return separator.join(texts[:MOST_NAMED]) + (f"{separator}and {more} more" if more > 0 else "")
 

@@ -1,7 +1,7 @@
-"""Checks of a host and what is installed there: MPI, versions, cores, memory, GPUs.
+"""Checks of a host and its software: MPI, versions, cores, memory, GPUs.
 
-Each check is a function that gathers facts on a rank, local and without MPI calls that wait, and a pure one that judges
-the facts of all ranks.
+Each check is a local function that gathers facts on a rank, without MPI calls that wait, and a pure one that judges the
+facts of all ranks.
 """
 
 import importlib.metadata
@@ -43,7 +43,7 @@ from allreduce.machine import cores, identify, mpi_library
 from allreduce.process import launcher
 from allreduce.topology import Topology
 from allreduce.transport import ulfm
-from allreduce.transport.shared_segment import LARGEST_BYTES, SHARED_MEMORY, SPARE_BYTES
+from allreduce.transport.shared_segment import SHARED_MEMORY, SPARE_BYTES, STAGING_BYTES
 
 # MPI and its launcher
 
@@ -53,7 +53,7 @@ FIRST_WITH_ULFM = 5  # of Open MPI
 
 
 def gather_mpi(topology: Topology, first: str) -> dict[str, Any]:
-    launch = launcher.mistaken(topology.size)
+    launch = launcher.unrecognized_launch(topology.size)
     return {
         "library": mpi_library(),
         "threads": THREADS[THREAD_LEVELS.index(MPI.Query_thread())],
@@ -70,7 +70,7 @@ def judge_mpi(ranks: Sequence[Rank], needs: Needs) -> Iterator[Finding]:
     if facts["launch"] is not None:
         launch = launcher.Launch(**facts["launch"])
         text = f"{launch.launcher} has started {launch.processes} processes ({launch.variable}), and MPI sees 1 rank: "
-        advice = f"{launch.remedy}; where each process is to be a job of its own: {launcher.ALONE}=1"
+        advice = f"{launch.remedy}; if each process should be a separate job, set {launcher.ALONE}=1"
         yield problem("launcher", text + "each is alone", advice)
     lesser = [rank for rank in ranks if rank.facts["threads"] != THREADS[-1]]
     if lesser:
@@ -79,16 +79,16 @@ def judge_mpi(ranks: Sequence[Rank], needs: Needs) -> Iterator[Finding]:
         yield warning("threads", text, advice)
     else:
         yield ok("threads", f"{THREADS[-1]}: gradients can be reduced in the background")
-    yield ok("a lost rank", _lost_rank(facts))
+    yield ok("failed rank", _lost_rank(facts))
 
 
 def _lost_rank(facts: dict[str, Any]) -> str:
-    """The effect of a lost rank on the job. The user chooses it, so every effect is ok."""
+    """Return the effect of a failed rank on the job. The user chooses it, so every effect is ok."""
     if facts["ulfm"]:
-        return "ULFM is in force: with --on-failure continue the others go on without it"
+        return "ULFM is in force: with the trainers' --on-failure continue the others go on without it"
     version = re.match(r"Open MPI v(\d+)", facts["library"])
     if version and int(version[1]) >= FIRST_WITH_ULFM:
-        return "ends the job; with mpirun --with-ft ulfm and --on-failure continue the others would go on"
+        return "ends the job; with mpirun --with-ft ulfm and the trainers' --on-failure continue the others go on"
     return "ends the job, and this MPI has nothing else to offer: train with --checkpoint, and go on with --resume"
 
 
@@ -96,12 +96,12 @@ def _lost_rank(facts: dict[str, Any]) -> str:
 
 LIBRARIES = ("numpy", "mpi4py", "ml_dtypes", "torch")
 PREFIXES = ("cupy", "nvidia-nccl")  # of names with a CUDA version behind them
-TRIED = {"torch": ("2.7.0", "2.13.0", "2.15.0")}  # with this version of allreduce, oldest first
+TRIED = {"torch": ("2.7.0", "2.13.0", "2.15.0")}  # versions tested with this version of allreduce, oldest first
 SAME = "install the same on all hosts: one environment in a folder that all of them see, or one container image"
 
 
 def gather_versions(topology: Topology, first: str) -> dict[str, Any]:
-    """The version of each installed package that ranks should have in common, and the CPU. Nothing is imported."""
+    """Return the versions of installed packages that ranks should have in common, and the CPU. Imports nothing."""
     installed = {
         name.lower(): distribution.version
         for distribution in importlib.metadata.distributions()
@@ -113,7 +113,7 @@ def gather_versions(topology: Topology, first: str) -> dict[str, Any]:
 
 
 def _code() -> str:
-    """A short hash of this package's files: checkouts of one version may differ."""
+    """Return a short hash of this package's files: checkouts of one version may differ."""
     folder, value = Path(allreduce.__file__).parent, 0
     for path in sorted(folder.rglob("*.py")):
         value = zlib.crc32(path.read_bytes(), zlib.crc32(path.relative_to(folder).as_posix().encode(), value))
@@ -127,7 +127,7 @@ def judge_versions(ranks: Sequence[Rank], needs: Needs) -> Iterator[Finding]:
         kinds = grouped(ranks, lambda rank, name=name: rank.facts["versions"].get(name, "missing"))  # type: ignore[misc]
         if len(kinds) == 1:
             same.append(f"{name} {next(iter(kinds))}")
-        else:  # ranks with different code of ours may make different calls
+        else:  # ranks with different versions of allreduce may make different calls
             yield alike(name, kinds, SAME, PROBLEM if name == "allreduce" else WARNING)
     yield ok("the same", ", ".join(same))
     for name, tried in TRIED.items():
@@ -147,7 +147,7 @@ def _minor(version: str) -> tuple[int, ...]:
 
 # Cores
 
-CONTROL_GROUP = Path("/sys/fs/cgroup")  # a container's limits, which no library reads
+CONTROL_GROUP = Path("/sys/fs/cgroup")  # a container's limits
 
 
 def gather_cores(topology: Topology, first: str) -> dict[str, Any]:
@@ -155,7 +155,7 @@ def gather_cores(topology: Topology, first: str) -> dict[str, Any]:
 
 
 def _quota() -> float | None:
-    """The cores' worth of time that a container may use; None for no limit."""
+    """Return the container's CPU quota in cores; None for no limit."""
     try:
         if (CONTROL_GROUP / "cpu.max").exists():
             quota, period = (CONTROL_GROUP / "cpu.max").read_text().split()
@@ -167,7 +167,7 @@ def _quota() -> float | None:
 
 
 def _threads() -> int:
-    """The threads that a matrix product of this rank takes: BLAS libraries tell; PyTorch takes OMP_NUM_THREADS."""
+    """Return the threads of a matrix product: as BLAS libraries report; for PyTorch, OMP_NUM_THREADS or all cores."""
     told = os.environ.get("OMP_NUM_THREADS", "").split(",")[0]
     assumed = int(told) if told.isdecimal() and int(told) else len(cores())
     counts = [assumed] if importlib.util.find_spec("torch") is not None else []
@@ -186,7 +186,7 @@ def judge_cores(ranks: Sequence[Rank], needs: Needs) -> Iterator[Finding]:
         yield ok("ranks per node", f"{len(nodes[0])} {where}")
     else:
         text = some([f"{len(here)} on {here[0].host}" for here in nodes], ", ")
-        advice = "nodes of one size are faster: all ranks carry slices between them, not the first of each node alone"
+        advice = "use nodes of equal size: then all ranks send slices across nodes, not only each node's first rank"
         yield warning("ranks per node", text, advice)
     yield _cores_per_rank(nodes)
     yield from _binding(nodes)
@@ -194,7 +194,7 @@ def judge_cores(ranks: Sequence[Rank], needs: Needs) -> Iterator[Finding]:
 
 
 def _cores_per_rank(nodes: Sequence[Sequence[Rank]]) -> Finding:
-    rooms = [(here, _room(here)) for here in nodes]
+    rooms = [(here, _usable_cores(here)) for here in nodes]
     oversubscribed = [(here, room) for here, room in rooms if room < len(here)]
     if not oversubscribed:
         return ok("cores per rank", f"at least {min(room / len(here) for here, room in rooms):.3g}")
@@ -216,11 +216,11 @@ def _cores_per_rank(nodes: Sequence[Sequence[Rank]]) -> Finding:
 
 
 def _binding(nodes: Sequence[Sequence[Rank]]) -> Iterator[Finding]:
-    """Ranks that were bound to the same few cores while other cores of their node are free."""
+    """Find ranks that are bound to the same few cores while other cores of their node are free."""
     found = [
         f"{here[0].host}: {named(sharing)} on {plural(len(bound), 'core')} ({spans(bound)})"
         for here in nodes
-        if _room(here) >= len(here)
+        if _usable_cores(here) >= len(here)
         for bound, sharing in grouped(here, lambda rank: tuple(rank.facts["cores"])).items()
         if len(sharing) > len(bound)
     ]
@@ -232,7 +232,7 @@ def _binding(nodes: Sequence[Sequence[Rank]]) -> Iterator[Finding]:
 def _blas_threads(ranks: Sequence[Rank], nodes: Sequence[Sequence[Rank]]) -> Finding:
     shown = spans({rank.facts["threads"] for rank in ranks})
     for here in nodes:
-        threads, room = sum(rank.facts["threads"] for rank in here), _room(here)
+        threads, room = sum(rank.facts["threads"] for rank in here), _usable_cores(here)
         if threads > max(room, len(here)):
             text = f"{shown} a rank: {here[0].host} has {threads} threads for {plural(room, 'core')}"
             advice = f"export OMP_NUM_THREADS={max(1, int(room) // len(here))} (and the same for all ranks)"
@@ -244,8 +244,8 @@ def _union(here: Sequence[Rank]) -> set[int]:
     return set().union(*(rank.facts["cores"] for rank in here))
 
 
-def _room(here: Sequence[Rank]) -> float:
-    """The cores that the ranks of a node may keep busy."""
+def _usable_cores(here: Sequence[Rank]) -> float:
+    """Return the number of cores that the ranks of a node may keep busy."""
     quota = here[0].facts["quota"]
     return len(_union(here)) if quota is None else min(len(_union(here)), quota)
 
@@ -254,8 +254,6 @@ def _room(here: Sequence[Rank]) -> float:
 
 ELEMENT = 4  # bytes of a float32
 COPIES = 4  # of the parameters' bytes on every rank: parameters, gradients, and the two moments of Adam
-MALLOC = "ALLREDUCE_MALLOC"  # see trainers/malloc.py
-OTHER_MALLOCS = ("jemalloc", "tcmalloc", "mimalloc")
 
 
 def gather_memory(topology: Topology, first: str) -> dict[str, Any]:
@@ -265,13 +263,12 @@ def gather_memory(topology: Topology, first: str) -> dict[str, Any]:
         "shared_bytes": shared.total,
         "shared_free": shared.free,
         "available": _available(),
-        "malloc": _malloc(),
         "cma": topology.cma.works,
     }
 
 
 def _available() -> int | None:
-    """Bytes that the ranks of this machine, or of this container, can still have; None where psutil is missing."""
+    """Return the memory in bytes available on this machine or in this container; None without psutil."""
     try:
         import psutil
     except ImportError:
@@ -287,31 +284,10 @@ def _available() -> int | None:
     return free
 
 
-def _malloc() -> str:
-    """What malloc does with memory that a training step frees, in words."""
-    preloaded = next((name for name in OTHER_MALLOCS if name in os.environ.get("LD_PRELOAD", "")), None)
-    if preloaded:
-        return f"{preloaded}, by LD_PRELOAD: left as it is"
-    library, version = platform.libc_ver()
-    if library != "glibc":
-        return f"{library or 'a malloc'} that trainers leave as it is"
-    tuned = [name for name in os.environ if name.startswith("MALLOC_")]
-    tuned += ["GLIBC_TUNABLES"] if "malloc" in os.environ.get("GLIBC_TUNABLES", "") else []
-    name = f"glibc {version}"
-    if MALLOC in os.environ:
-        kept = os.environ[MALLOC] != "default"
-        return f"{name}: {'trainers have it keep freed memory' if kept else 'left as it is'}, as {MALLOC} says"
-    if tuned:
-        return f"{name}: left as {', '.join(sorted(tuned))} has it"
-    return f"{name}: trainers have it keep the memory that a step frees ({MALLOC}=default stops that)"
-
-
 def judge_memory(ranks: Sequence[Rank], needs: Needs) -> Iterator[Finding]:
     nodes = by_node(ranks)
     yield _shared(nodes, needs)
     yield _memory(nodes, needs)
-    kinds = grouped(ranks, lambda rank: rank.facts["malloc"])
-    yield alike("malloc", kinds, "give all ranks the same environment (mpirun -x NAME exports NAME)")
     apart = [here[0].host for here in nodes if len(here) > 1 and not here[0].facts["cma"]]
     if apart:
         text = "ranks may not read each other's memory, so arrays not from allocate() cost two copies"
@@ -324,11 +300,11 @@ def judge_memory(ranks: Sequence[Rank], needs: Needs) -> Iterator[Finding]:
 
 
 def _shared(nodes: Sequence[Sequence[Rank]], needs: Needs) -> Finding:
-    """Space for each rank's buffer of gradients, for the parameters of a sharded update, and for a staging buffer."""
+    """Check shared memory: space for each rank's gradients, the parameters of a sharded update, a staging buffer."""
     short, fatal = [], False
     for here in nodes:
         free, ranks = here[0].facts["shared_free"], len(here)
-        wanted = needs.parameters * ELEMENT * (ranks + 1) + LARGEST_BYTES + ranks * SPARE_BYTES
+        wanted = needs.parameters * ELEMENT * (ranks + 1) + STAGING_BYTES + ranks * SPARE_BYTES
         if ranks > 1 and free < wanted:
             short.append(f"{here[0].host}: {nbytes(free)} free, {nbytes(wanted)} wanted")
             fatal = fatal or free < ranks * SPARE_BYTES
@@ -338,7 +314,7 @@ def _shared(nodes: Sequence[Sequence[Rank]], needs: Needs) -> Finding:
         least = min(here[0].facts["shared_free"] for here in nodes)
         return ok(path, f"{nbytes(least)} free: enough for {model}")
     advice = f"docker run --shm-size=8g, or mount -o remount,size=8g {path}; " + (
-        "MPI itself dies of bus errors with so little"
+        "with so little, MPI itself crashes with bus errors"
         if fatal
         else '"shared" refuses without it, and "auto" falls back to ordinary memory, which is slower'
     )
@@ -348,7 +324,7 @@ def _shared(nodes: Sequence[Sequence[Rank]], needs: Needs) -> Finding:
 def _memory(nodes: Sequence[Sequence[Rank]], needs: Needs) -> Finding:
     known = [(here, here[0].facts["available"]) for here in nodes if here[0].facts["available"] is not None]
     if not known:
-        return ok("memory", f"unknown; {EXTRA} tells how much is available")
+        return ok("memory", f"unknown; {EXTRA} shows how much is available")
     wanted = needs.parameters * ELEMENT * COPIES
     short = [
         f"{here[0].host}: {nbytes(available)} available, {nbytes(wanted * len(here))} wanted"
@@ -362,7 +338,7 @@ def _memory(nodes: Sequence[Sequence[Rank]], needs: Needs) -> Finding:
     return ok("memory", f"{nbytes(min(available for _, available in known))} available: enough for {model}")
 
 
-# GPUs: which rank has which, whether two ranks have the same, and whether CuPy, NCCL and MPI can use them
+# GPUs: their assignment to ranks, and whether CuPy, NCCL and MPI can use them
 
 PRESENT = Path("/proc/driver/nvidia/gpus")
 VISIBLE = "CUDA_VISIBLE_DEVICES"
@@ -376,7 +352,7 @@ def gather_gpus(topology: Topology, first: str) -> dict[str, Any]:
     try:
         found["driver"], found["devices"] = _devices(found["visible"])
     except ImportError:
-        found["trouble"] = f"the library that tells more of them is missing: {EXTRA}"
+        found["trouble"] = f"the library that lists GPUs is missing: {EXTRA}"
     except Exception as error:  # NVMLError, which belongs to the library
         found["trouble"] = f"{type(error).__name__}: {error}" if found["present"] else ""
     if found["devices"]:
@@ -386,10 +362,10 @@ def gather_gpus(topology: Topology, first: str) -> dict[str, Any]:
 
 
 def _devices(visible: str | None) -> tuple[int, list[dict[str, Any]]]:
-    """The driver's CUDA version, and the devices that this process sees. Raises ImportError or pynvml.NVMLError.
+    """Return the driver's CUDA version and the devices that this process sees. Raises ImportError or pynvml.NVMLError.
 
-    NVML is asked, which makes no CUDA context and needs no CuPy. visible: CUDA_VISIBLE_DEVICES, which NVML does not
-    know: numbers and UUIDs, or beginnings of these. As in CUDA, an entry that names no device hides those behind it.
+    It asks NVML, which creates no CUDA context and needs no CuPy. visible: CUDA_VISIBLE_DEVICES, which NVML ignores:
+    numbers and UUIDs, or their beginnings. As in CUDA, an entry that names no device hides those after it.
     """
     import pynvml
 
@@ -419,7 +395,7 @@ def _devices(visible: str | None) -> tuple[int, list[dict[str, Any]]]:
 
 
 def _cupy() -> dict[str, Any] | None:
-    """Versions and trouble of CuPy; None where it is not installed. It is imported only where there is a GPU."""
+    """Return CuPy's versions and error; None if it is not installed. Called only where there is a GPU."""
     if importlib.util.find_spec("cupy") is None:
         return None
     found: dict[str, Any] = {"version": "?", "runtime": None, "nccl": None, "trouble": ""}
@@ -427,7 +403,7 @@ def _cupy() -> dict[str, Any] | None:
         cupy = gpu.cupy()
         found["version"], found["runtime"] = cupy.__version__, cupy.cuda.runtime.runtimeGetVersion()
         cupy.cuda.runtime.getDeviceCount()
-    except Exception as error:  # of CuPy's own kinds
+    except Exception as error:  # CuPy's own errors
         return found | {"trouble": str(error)}
     try:
         from cupy.cuda import nccl
@@ -474,7 +450,7 @@ def _assigned(ranks: Sequence[Rank]) -> Finding:
         pairs = [f"rank {rank.rank}: GPU {rank.facts['mine']}" for rank in here]
         kinds = {f"{_mine(rank)['name']}, {nbytes(_mine(rank)['bytes'])}" for rank in here}
         texts.append(f"{here[0].host} ({' and '.join(sorted(kinds))}): {some(pairs, ', ')}")
-    return ok("which rank has which", some(texts))
+    return ok("assignment", some(texts))
 
 
 def _duplicates(ranks: Sequence[Rank]) -> Iterator[Finding]:
@@ -507,7 +483,7 @@ def _software(ranks: Sequence[Rank]) -> Iterator[Finding]:
 
 
 def _nccl(ranks: Sequence[Rank]) -> Finding:
-    """On ranks that all have a CuPy that works."""
+    """Check NCCL, on ranks that all have a working CuPy."""
     numbers = grouped(ranks, lambda rank: rank.facts["cupy"]["nccl"])
     if None in numbers:
         where = f" on {named(numbers[None])}" if len(numbers) > 1 else ""
@@ -520,15 +496,15 @@ def _cuda_aware(ranks: Sequence[Rank]) -> Finding:
     name = "CUDA-aware MPI"
     without = [rank for rank in ranks if not rank.facts["cuda_aware"]]
     if not without:
-        return ok(name, "MPI takes arrays in GPU memory")
+        return ok(name, 'yes: "native" hands arrays in GPU memory to MPI')
     if len(ranks) == 1 or not ranks[0].facts["devices"]:
         return ok(name, "no, and nothing here asks for it")
     where = f" on {named(without)}" if len(without) < len(ranks) else ""
-    text = f"no{where}: arrays in GPU memory go through pinned host memory, unless the backend is nccl"
+    text = f'no{where}: "native" copies arrays in GPU memory to pinned host memory first, as all backends but nccl do'
     advice = "fine with nccl; else an MPI that was built with CUDA (ALLREDUCE_CUDA_AWARE=1 if it can't say so itself)"
     return warning(name, text, advice)
 
 
 def _version(number: int | None) -> str:
-    """12.8 of 12080, CUDA's number for it."""
+    """Format CUDA's version number: 12080 as 12.8."""
     return "?" if not number else f"{number // 1000}.{number % 1000 // 10}"

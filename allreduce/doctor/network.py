@@ -1,7 +1,6 @@
-"""The network between hosts: interfaces that all of them have in common, host names that lead somewhere, clocks."""
+"""Checks of the network between hosts: shared networks, resolvable host names, clocks."""
 
 import ipaddress
-import os
 import socket
 import sys
 import threading
@@ -12,6 +11,7 @@ from pathlib import Path
 from typing import Any, TypedDict
 
 from allreduce.doctor.findings import EXTRA, Finding, Needs, Rank, by_node, ok, some, warning
+from allreduce.process import variables
 from allreduce.topology import Topology
 from allreduce.tracing import clocks
 
@@ -20,7 +20,6 @@ INFINIBAND = Path("/sys/class/infiniband")
 SKEW_SECONDS = 0.1
 BILLION = 1e9
 PATIENCE_SECONDS = 12.0
-RANK_VARIABLES = ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK", "SLURM_PROCID")  # of launchers
 
 
 class Interface(TypedDict):
@@ -33,7 +32,7 @@ class Interface(TypedDict):
 
 
 def gather(topology: Topology, first: str) -> dict[str, Any] | None:
-    """The facts of the first rank of each node. first: the host name of rank 0."""
+    """Return the facts of each node's first rank; None on other ranks. first: the host name of rank 0."""
     if topology.node_rank:
         return None
     return {
@@ -61,29 +60,29 @@ def judge(ranks: Sequence[Rank], needs: Needs) -> Iterator[Finding]:
 
 
 def link_speed(ranks: Sequence[Rank]) -> float | None:
-    """Bytes a second of the fastest interface that all hosts have in common, where that is known."""
+    """Return bytes a second of the fastest network that all hosts share; None if unknown."""
     leaders = _leaders(ranks)
     slowest = [_slowest(leaders, network) for network in _shared_networks(leaders)]
     return max(slowest, default=0) * 1e6 / 8 or None
 
 
 def _leaders(ranks: Sequence[Rank]) -> list[Rank]:
-    """The first rank of each node, which alone has facts."""
+    """Return the first rank of each node; only these have facts."""
     return [rank for rank in ranks if rank.facts is not None]
 
 
 def _slowest(leaders: Sequence[Rank], network: str) -> int:
-    """The least speed of the hosts' interfaces in a network, in Mb/s; 0 where one is unknown."""
+    """Return the lowest speed of the hosts' interfaces in a network, in Mb/s; 0 if one is unknown."""
     return min(each["speed"] or 0 for rank in leaders for each in _up(rank) if each["network"] == network)
 
 
 def _up(rank: Rank) -> list[Interface]:
-    """The interfaces that may lead to other hosts."""
+    """Return the interfaces that are not loopback."""
     return [each for each in rank.facts["interfaces"] or [] if not ipaddress.ip_address(each["address"]).is_loopback]
 
 
 def _shared_networks(leaders: Sequence[Rank]) -> list[str]:
-    """The networks that all hosts are in, each with an address of its own."""
+    """Return the networks that all hosts are in, each with a different address."""
     networks = [{each["network"] for each in _up(rank)} for rank in leaders]
     twice = _addresses_of_several(leaders)
     confused = {each["network"] for rank in leaders for each in _up(rank) if each["address"] in twice}
@@ -91,7 +90,7 @@ def _shared_networks(leaders: Sequence[Rank]) -> list[str]:
 
 
 def _addresses_of_several(leaders: Sequence[Rank]) -> dict[str, list[str]]:
-    """The hosts of each address that several hosts have."""
+    """Return the hosts of each address that several hosts have."""
     owners: dict[str, list[str]] = {}
     for rank in leaders:
         for each in _up(rank):
@@ -115,7 +114,7 @@ def _common(leaders: Sequence[Rank]) -> Finding:
 
 
 def _same_addresses(leaders: Sequence[Rank]) -> Iterator[Finding]:
-    """Bridges of containers have the same address everywhere; MPI may try them, and wait for ever."""
+    """Find addresses that several hosts have (container bridges): MPI may try them, and wait for ever."""
     if twice := _addresses_of_several(leaders):
         names = sorted({each["name"] for rank in leaders for each in _up(rank) if each["address"] in twice})
         text = some([f"{address} is the address of {' and '.join(hosts[:2])}" for address, hosts in twice.items()])
@@ -127,32 +126,32 @@ def _infiniband(leaders: Sequence[Rank]) -> Iterator[Finding]:
     having = [rank for rank in leaders if rank.facts["infiniband"]]
     lacking = [rank.host for rank in leaders if not rank.facts["infiniband"]]
     if having and lacking:
-        advice = "MPI falls back to the slower network for these hosts: leave them out, or have their adapters seen to"
+        advice = "MPI falls back to the slower network for these hosts: leave them out, or have their adapters checked"
         yield warning("InfiniBand", f"missing on {some(lacking, ', ')}", advice)
     elif having:
         yield ok("InfiniBand", ", ".join(having[0].facts["infiniband"]))
 
 
 def _names(leaders: Sequence[Rank], several: bool) -> Finding:
-    """gloo, and PyTorch's stores, use host names; MPI does not."""
+    """Check host names, which gloo and PyTorch's stores use; MPI does not."""
     facts, first = leaders[0].facts, leaders[0].facts["first"]
     if not several and facts["resolves"]:
         return ok("host names", f"{facts['name']} is {facts['resolves']}")
     for fails, text, advice in (
         (
             lambda own: not own["resolves"],
-            "its own name leads nowhere",
-            "PyTorch's gloo and TCPStore go by names: add `ADDRESS NAME` of each host to /etc/hosts of all",
+            "its own host name does not resolve",
+            "PyTorch's gloo and TCPStore use host names: add `ADDRESS NAME` of each host to /etc/hosts of all",
         ),
         (
             lambda own: not own["first_resolves"],
-            f"the name of rank 0's host, {first}, leads nowhere",
+            f"the name of rank 0's host, {first}, does not resolve",
             f"PyTorch's stores are on {first}: give its address (MASTER_ADDR), or name it in /etc/hosts",
         ),
         (
             lambda own: ipaddress.ip_address(own["resolves"]).is_loopback,
-            "its own name leads to itself alone (127...)",
-            "gloo would listen where no other host comes: set GLOO_SOCKET_IFNAME, or mend /etc/hosts",
+            "its own host name resolves to a loopback address (127...)",
+            "gloo would listen on loopback only: set GLOO_SOCKET_IFNAME, or fix /etc/hosts",
         ),
     ):
         if hosts := [rank.host for rank in leaders if fails(rank.facts)]:
@@ -161,7 +160,7 @@ def _names(leaders: Sequence[Rank], several: bool) -> Finding:
 
 
 def resolved(name: str) -> str:
-    """The IPv4 address of a host's name; nothing when it has none, or none in time."""
+    """Return the IPv4 address of a host name; "" if it has none, or none in time."""
     found: list[str] = []
 
     def ask() -> None:
@@ -170,14 +169,14 @@ def resolved(name: str) -> str:
         except (OSError, UnicodeError):
             return
 
-    asking = threading.Thread(target=ask, daemon=True)  # an answer can't be waited for with a limit
+    asking = threading.Thread(target=ask, daemon=True)  # gethostbyname has no time limit
     asking.start()
     asking.join(NAME_SECONDS)
     return found[0] if found else ""
 
 
 def interfaces() -> list[Interface] | None:
-    """This host's interfaces with IPv4; None where psutil is missing."""
+    """Return this host's interfaces with IPv4; None without psutil."""
     try:
         import psutil
     except ImportError:
@@ -200,11 +199,11 @@ def interfaces() -> list[Interface] | None:
 
 
 def compare_clocks(topology: Topology, first: str) -> list[float]:
-    """The seconds by which each node's clock is ahead of rank 0's; on rank 0 of several nodes. Collective."""
+    """Return the seconds by which each node's clock is ahead of rank 0's, on rank 0; [] elsewhere. Collective."""
     comm = topology.cross  # of the first ranks of nodes
     if topology.node_rank or comm.size == 1:
         return []
-    return [heard.ahead / BILLION for heard in clocks.compare(comm, time.time_ns)]
+    return [offset.ahead / BILLION for offset in clocks.compare(comm, time.time_ns)]
 
 
 def judge_clocks(ranks: Sequence[Rank], needs: Needs) -> Iterator[Finding]:
@@ -223,15 +222,15 @@ def judge_clocks(ranks: Sequence[Rank], needs: Needs) -> Iterator[Finding]:
         yield ok("skew", "no difference that can be measured")
 
 
-# Before the ranks meet
+# Before the ranks are connected
 
 
 @contextmanager
-def said_when_late(seconds: float = PATIENCE_SECONDS) -> Iterator[None]:
-    """While ranks first contact each other: after so many seconds rank 0 prints `connecting_advice`. Local."""
-    timer = threading.Timer(seconds, _say)
+def advise_if_late(seconds: float = PATIENCE_SECONDS) -> Iterator[None]:
+    """Context manager: if the body takes longer than `seconds`, rank 0 prints `connecting_advice`. Local."""
+    timer = threading.Timer(seconds, _print_advice)
     timer.daemon = True
-    if next((os.environ[name] for name in RANK_VARIABLES if name in os.environ), "0") == "0":
+    if variables.first(variables.ANY_RANK, "0") == "0":
         timer.start()
     try:
         yield
@@ -239,24 +238,24 @@ def said_when_late(seconds: float = PATIENCE_SECONDS) -> Iterator[None]:
         timer.cancel()
 
 
-def _say() -> None:
+def _print_advice() -> None:
     try:
         found = interfaces()
-    except OSError:  # a sandbox, say, that does not tell
+    except OSError:  # in a sandbox, say
         found = None
     sys.stderr.write(connecting_advice(socket.gethostname(), found or []))
     sys.stderr.flush()
 
 
 def connecting_advice(host: str, found: Sequence[Interface]) -> str:
-    """What may keep ranks from meeting, and what to do about it."""
+    """Return text on why ranks may be unable to connect, and what to do."""
     own = [each for each in found if not each["network"].startswith("127.")]
     shown = ", ".join(f"{each['name']} in {each['network']}" for each in own) or f"no known network ({EXTRA})"
     include = own[0]["network"] if own else "NETWORK"
     return (
-        "allreduce doctor: the ranks have not met yet. MPI can't connect some of them, or a host is slow to start.\n"
+        "allreduce doctor: the ranks are not connected yet: MPI can't connect some, or a host is slow to start.\n"
         f"  This host, {host}, has {shown}.\n"
-        "  -> a firewall between the hosts must let all ports through; where hosts have networks that lead nowhere\n"
+        "  -> a firewall between the hosts must let all ports through; where hosts have networks of their own\n"
         "     (of containers and virtual machines, say), name the one that all of them are in, in Open MPI by\n"
         f"     mpirun --mca btl_tcp_if_include {include} --prtemca prte_if_include {include}\n"
     )

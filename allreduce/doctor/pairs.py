@@ -1,4 +1,4 @@
-"""Pairs of ranks: how long a small message takes and how fast a large one is, and which pairs are much slower."""
+"""Measures latency and bandwidth of pairs of ranks, and finds pairs that are much slower than the others."""
 
 import itertools
 import os
@@ -20,18 +20,18 @@ from allreduce.transport.wait import wait_until
 
 SMALL_BYTES, LARGE_BYTES = 8, 1 << 20
 TURNS = 20  # of the small message
-USUAL = 0.25  # the quantile of their times that counts: some turns wait for a core that something else has
-ANSWER_SECONDS = 15.0  # a rank that takes longer is not reached
-LARGE_SECONDS, LARGE_TURNS = 0.03, 4  # so long, and so often at most, for the large message
-SECOND_LOOKS = 2  # at pairs that seem slow,
-SECOND_SHARE = 0.2  # each with so much of the time
+USUAL = 0.25  # the quantile of their times that is reported: some round trips wait for a core
+ANSWER_SECONDS = 15.0  # a rank that takes longer counts as unreachable
+LARGE_SECONDS, LARGE_TURNS = 0.03, 4  # for the large message: seconds, and round trips at most
+REPEATS = 2  # repeated measurements of pairs that seem slow
+REPEAT_SHARE = 0.2  # the share of the time for each of them
 MOST_PAIRS = 4000
-LEAST_ALIKE = 3  # of fewer pairs of a kind none can be called slow
-SLOWER = 3.0  # times the median of its kind, in bandwidth
-LATER = 5.0  # times the median of its kind, in latency, and besides
+LEAST_ALIKE = 3  # with fewer pairs of a kind, none counts as slow
+SLOWER = 3.0  # a slow pair's bandwidth is below the median of its kind by this factor
+LATER = 5.0  # a slow pair's latency exceeds the median of its kind by this factor, and by
 LATER_SECONDS = 50e-6
-LONG_SECONDS = 50e-6  # a latency within a node that says that something is wrong
-SHARE_OF_LINK = 0.25  # of what an interface promises
+LONG_SECONDS = 50e-6  # a latency within a node above which something is wrong
+SHARE_OF_LINK = 0.25  # of an interface's nominal speed
 KINDS = ("same node", "across nodes")
 CAUSES = {
     KINDS[0]: "which cores they are bound to, and at what else runs there",
@@ -42,7 +42,7 @@ Pair = tuple[int, int]
 
 
 class Measured(NamedTuple):
-    """Of one pair of ranks."""
+    """The measurement of one pair of ranks."""
 
     first: int
     second: int
@@ -51,47 +51,47 @@ class Measured(NamedTuple):
 
 
 class Results(NamedTuple):
-    """The measured pairs, and those that did not answer; the same on all ranks."""
+    """The measured pairs, and those without an answer; the same on all ranks."""
 
     measured: list[Measured]
     unreachable: list[Pair]
 
 
 class SilentError(Exception):
-    """A rank does not answer another one."""
+    """A rank does not answer another rank."""
 
 
 # Measuring
 
 
-def measure_all(topology: Topology, nodes: Sequence[int], seconds: float, tell: Callable[[str], None]) -> Results:
-    """Measure pairs of all ranks, and again those that seem slow. Collective.
+def measure_all(topology: Topology, nodes: Sequence[int], seconds: float, show: Callable[[str], None]) -> Results:
+    """Measure pairs of all ranks, and repeat those that seem slow. Collective.
 
-    nodes: the node of each rank. tell: what shows the progress.
+    nodes: the node of each rank. show: shows the progress.
     """
     if topology.size == 1 or not seconds:
         return Results([], [])
     comm = topology.private()
 
-    def told(done: int, rounds: int) -> None:
-        tell(f"measuring pairs of ranks, {seconds:g} s at most: round {done} of {rounds}")
+    def show_round(done: int, rounds: int) -> None:
+        show(f"measuring pairs of ranks, {seconds:g} s at most: round {done} of {rounds}")
 
-    results = measure(comm, plan(nodes), seconds * (1 - SECOND_LOOKS * SECOND_SHARE), told)
-    for _ in range(SECOND_LOOKS):
+    results = measure(comm, plan(nodes), seconds * (1 - REPEATS * REPEAT_SHARE), show_round)
+    for _ in range(REPEATS):
         suspects = slow(results.measured, nodes)
         if not suspects or results.unreachable:
             break
-        again = measure(comm, [[pair[:2]] for pair in suspects], seconds * SECOND_SHARE, told)
+        again = measure(comm, [[pair[:2]] for pair in suspects], seconds * REPEAT_SHARE, show_round)
         results = Results(better(results.measured, again.measured), again.unreachable)
     return results
 
 
 def measure(
-    comm: MPI.Intracomm, rounds: Sequence[Sequence[Pair]], seconds: float, tell: Callable[[int, int], None]
+    comm: MPI.Intracomm, rounds: Sequence[Sequence[Pair]], seconds: float, show: Callable[[int, int], None]
 ) -> Results:
     """Measure pairs of `comm`, round by round, until the time is over. Collective.
 
-    tell: called after each round with its number and how many there are.
+    show: called after each round with its number and how many there are.
     """
     deadline = time.monotonic() + seconds
     large = np.ones(LARGE_BYTES, np.uint8)
@@ -106,29 +106,29 @@ def measure(
                 if comm.rank == second:
                     _answer(comm, first, large)
                 elif comm.rank == first:
-                    found.append((first, second, *_ask(comm, second, large)))
+                    found.append((first, second, *_measure_pair(comm, second, large)))
             except SilentError:
                 silent.append((first, second))
-        tell(number + 1, len(rounds))
-    heard = all_values(comm, [found, silent], "gather what pairs of ranks have measured")
-    measured = sorted(Measured(*pair) for mine, _ in heard for pair in mine)
-    return Results(measured, sorted({(one, other) for _, mine in heard for one, other in mine}))
+        show(number + 1, len(rounds))
+    reports = all_values(comm, [found, silent], "gather what pairs of ranks have measured")
+    measured = sorted(Measured(*pair) for mine, _ in reports for pair in mine)
+    return Results(measured, sorted({(one, other) for _, mine in reports for one, other in mine}))
 
 
-def _ask(comm: MPI.Intracomm, other: int, large: np.ndarray) -> tuple[float, float]:
-    """Latency and bandwidth to a rank that is in `_answer`."""
+def _measure_pair(comm: MPI.Intracomm, other: int, large: np.ndarray) -> tuple[float, float]:
+    """Measure latency and bandwidth to a rank that is in `_answer`."""
     small = np.zeros(SMALL_BYTES, np.uint8)
-    _turn(comm, other, small)  # the first contact of two ranks makes their connection
-    latency = float(np.quantile([_turn(comm, other, small) for _ in range(TURNS)], USUAL)) / 2
-    once = _turn(comm, other, large)
+    _round_trip(comm, other, small)  # the first message of two ranks connects them
+    latency = float(np.quantile([_round_trip(comm, other, small) for _ in range(TURNS)], USUAL)) / 2
+    once = _round_trip(comm, other, large)
     more = int(min(LARGE_TURNS, max(1, LARGE_SECONDS / once)))
     _complete(comm.Isend(np.array([more]), other))
-    best = min(_turn(comm, other, large) for _ in range(more))
+    best = min(_round_trip(comm, other, large) for _ in range(more))
     return latency, 2 * LARGE_BYTES / min(best, once)
 
 
-def _turn(comm: MPI.Intracomm, other: int, message: np.ndarray) -> float:
-    """Seconds of a message there and back."""
+def _round_trip(comm: MPI.Intracomm, other: int, message: np.ndarray) -> float:
+    """Return the seconds of a round trip."""
     begin = time.perf_counter()
     _complete(comm.Isend(message, other))
     _complete(comm.Irecv(message, other))
@@ -138,19 +138,19 @@ def _turn(comm: MPI.Intracomm, other: int, message: np.ndarray) -> float:
 def _answer(comm: MPI.Intracomm, other: int, large: np.ndarray) -> None:
     small, more = np.zeros(SMALL_BYTES, np.uint8), np.ones(1, np.int64)
     for message in [small] * (1 + TURNS) + [large]:
-        _return(comm, other, message)
+        _echo(comm, other, message)
     _complete(comm.Irecv(more, other))
     for _ in range(int(more[0])):
-        _return(comm, other, large)
+        _echo(comm, other, large)
 
 
-def _return(comm: MPI.Intracomm, other: int, message: np.ndarray) -> None:
+def _echo(comm: MPI.Intracomm, other: int, message: np.ndarray) -> None:
     _complete(comm.Irecv(message, other))
     _complete(comm.Isend(message, other))
 
 
 def _complete(request: MPI.Request) -> None:
-    """Wait for one message without sleeping, which would be measured too. Raises SilentError when it does not come."""
+    """Wait for one message without sleeping, which would be measured too. Raises SilentError if none comes."""
     if not wait_until(request.Test, ANSWER_SECONDS, pause=lambda now: os.sched_yield()):
         free_later(request)
         raise SilentError
@@ -160,10 +160,9 @@ def _complete(request: MPI.Request) -> None:
 
 
 def plan(nodes: Sequence[int]) -> list[list[Pair]]:
-    """Rounds of pairs, such that a node has one pair in each: no pair is in another's way.
+    """Return rounds of pairs. In a round each node is in at most one pair, so pairs do not disturb each other.
 
-    nodes: the node of each rank. Every rank, and every two nodes, come early; all pairs come in the end, where they
-    are not more than MOST_PAIRS.
+    nodes: the node of each rank. Early rounds cover every rank and every two nodes; all pairs follow, up to MOST_PAIRS.
     """
     members: dict[int, list[int]] = {}
     for rank, node in enumerate(nodes):
@@ -171,7 +170,7 @@ def plan(nodes: Sequence[int]) -> list[list[Pair]]:
     turns = [*(_inside(ranks) for ranks in members.values()), _between(list(members.values()))]
     free: Counter[int] = Counter()  # the first round in which a node has no pair yet
     rounds: list[list[Pair]] = []
-    for pair in itertools.islice(_in_turn(turns), MOST_PAIRS):
+    for pair in itertools.islice(_interleave(turns), MOST_PAIRS):
         ends = {nodes[rank] for rank in pair}
         number = max(free[node] for node in ends)
         free.update({node: number + 1 - free[node] for node in ends})
@@ -181,7 +180,7 @@ def plan(nodes: Sequence[int]) -> list[list[Pair]]:
 
 
 def _inside(ranks: Sequence[int]) -> Iterator[Pair]:
-    """All pairs of a node: neighbours first."""
+    """Yield all pairs of a node: neighbours first."""
     size = len(ranks)
     for distance in range(1, size // 2 + 1):
         for index in range(size if 2 * distance < size else distance):
@@ -189,7 +188,7 @@ def _inside(ranks: Sequence[int]) -> Iterator[Pair]:
 
 
 def _between(members: Sequence[Sequence[int]]) -> Iterator[Pair]:
-    """All pairs across nodes: those of the same place in their nodes first."""
+    """Yield all pairs across nodes: pairs of equal node rank first."""
     most = max(map(len, members))
     for shift in range(most):
         for place in range(most):
@@ -198,8 +197,8 @@ def _between(members: Sequence[Sequence[int]]) -> Iterator[Pair]:
                     yield one[place], other[(place + shift) % most]
 
 
-def _in_turn(sources: Sequence[Iterator[Pair]]) -> Iterator[Pair]:
-    """One of each in turn, until all are empty."""
+def _interleave(sources: Sequence[Iterator[Pair]]) -> Iterator[Pair]:
+    """Yield one item of each source in turn, until all are empty."""
     for several in itertools.zip_longest(*sources):
         yield from (pair for pair in several if pair is not None)
 
@@ -208,7 +207,7 @@ def _in_turn(sources: Sequence[Iterator[Pair]]) -> Iterator[Pair]:
 
 
 def slow(measured: Sequence[Measured], nodes: Sequence[int]) -> list[Measured]:
-    """The pairs that are much slower than the median of their kind."""
+    """Return the pairs that are much slower than the median of their kind."""
     found = []
     for alike in _kinds(measured, nodes).values():
         if len(alike) < LEAST_ALIKE:
@@ -220,7 +219,7 @@ def slow(measured: Sequence[Measured], nodes: Sequence[int]) -> list[Measured]:
 
 
 def better(measured: Sequence[Measured], again: Sequence[Measured]) -> list[Measured]:
-    """The best of two measurements of each pair: what is slow by chance is so once."""
+    """Merge two measurements of each pair, keeping the better values: a chance delay rarely repeats."""
     second = {(pair.first, pair.second): pair for pair in again}
     merged = []
     for pair in measured:
@@ -232,7 +231,7 @@ def better(measured: Sequence[Measured], again: Sequence[Measured]) -> list[Meas
 
 
 def judge(ranks: Sequence[Rank], needs: Needs, results: Results, link: float | None) -> Iterator[Finding]:
-    """link: bytes a second of the fastest interface that the hosts have in common, where it is known."""
+    """Yield the findings. link: bytes a second of the fastest network that the hosts share; None if unknown."""
     nodes = [rank.node for rank in ranks]
     for name, alike in _kinds(results.measured, nodes).items():
         yield _of_kind(name, alike, ranks, needs, link)
@@ -245,7 +244,7 @@ def judge(ranks: Sequence[Rank], needs: Needs, results: Results, link: float | N
 
 
 def _kinds(measured: Sequence[Measured], nodes: Sequence[int]) -> dict[str, list[Measured]]:
-    """The pairs within nodes, and those across nodes, where there are any."""
+    """Group pairs by kind: within nodes, and across nodes. Kinds without pairs are left out."""
     found: dict[str, list[Measured]] = {name: [] for name in KINDS}
     for pair in measured:
         found[KINDS[nodes[pair.first] != nodes[pair.second]]].append(pair)
@@ -253,7 +252,7 @@ def _kinds(measured: Sequence[Measured], nodes: Sequence[int]) -> dict[str, list
 
 
 def _medians(alike: Sequence[Measured]) -> tuple[float, float]:
-    """Latency and bandwidth; where half of the pairs are slow, those of the other half."""
+    """Return the median latency and bandwidth; with half of the pairs slow, those of the other half."""
     return median_low(pair.latency for pair in alike), median_high(pair.bandwidth for pair in alike)
 
 
@@ -266,8 +265,8 @@ def _of_kind(name: str, alike: Sequence[Measured], ranks: Sequence[Rank], needs:
         text += f": gradients of {count(needs.parameters)} parameters take {wire:.2g} s a step or more"
         if link is not None and bandwidth < SHARE_OF_LINK * link:
             advice = (
-                f"an interface promises {speed(link)}: have MPI use it (Open MPI: --mca btl_tcp_if_include NETWORK), "
-                "and look who else uses it"
+                f"an interface has {speed(link)}: make MPI use it (Open MPI: --mca btl_tcp_if_include NETWORK), "
+                "and check what else uses it"
             )
             return warning(name, text, advice)
     elif latency > LONG_SECONDS:
@@ -277,7 +276,7 @@ def _of_kind(name: str, alike: Sequence[Measured], ranks: Sequence[Rank], needs:
 
 
 def _slow_ones(name: str, pairs: Sequence[Measured], ranks: Sequence[Rank]) -> Finding:
-    """The finding for the slow pairs of one kind."""
+    """Return the finding for the slow pairs of one kind."""
     texts = []
     for pair in sorted(pairs, key=lambda pair: pair.bandwidth):
         hosts = " - ".join(dict.fromkeys((ranks[pair.first].host, ranks[pair.second].host)))
@@ -289,7 +288,7 @@ def _slow_ones(name: str, pairs: Sequence[Measured], ranks: Sequence[Rank]) -> F
 
 
 def _in_common(pairs: Sequence[Measured], ranks: Sequence[Rank]) -> str:
-    """The rank, or else the one host, that all slow pairs have in common; nothing for a single pair."""
+    """Return the rank, or else the host, that all slow pairs have in common; "" for a single pair."""
     if len(pairs) < 2:
         return ""
     if common := set.intersection(*({pair.first, pair.second} for pair in pairs)):

@@ -1,1 +1,1 @@
-"""Ranks that join a running job."""
+"""Recovery after failed ranks, and standby ranks that replace them."""

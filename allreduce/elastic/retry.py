@@ -1,11 +1,11 @@
-"""The one loop that goes on after failed ranks: next topology, repair, agree; again until all ranks have repaired.
+"""The recovery loop after failed ranks: form the next topology, repair, agree; repeat until all have repaired.
 
-- An attempt is a collective action. After it the ranks that are left agree whether all of them have completed it.
+- An attempt is a collective action. After it the surviving ranks agree whether all of them have completed it.
 - If not, they form the next topology, and every rank repairs what depends on the ranks.
-- They agree on the repair too. When a rank has failed meanwhile, they form another topology and repair once more.
+- They agree on the repair too. If a rank has failed meanwhile, they form another topology and repair again.
 - When all ranks have repaired, every rank commits. That is local, so no failure can divide the ranks there.
 
-Everything here is collective over the ranks that are left. Where ULFM is not in force, a failure ends the job.
+Everything here is collective over the surviving ranks. Without ULFM a failure ends the job.
 """
 
 from collections.abc import Callable
@@ -29,7 +29,7 @@ class Outcome(Generic[ResultT]):
     """How a collective action has ended on this rank.
 
     results: the result, in a tuple because it may be None; empty after an error. error: the error that it raised.
-    failure: the failed rank that the error tells of; None when all ranks raise the error.
+    failure: the RankLostError behind the error; None if all ranks raise the error.
     """
 
     results: tuple[ResultT, ...] = ()
@@ -37,16 +37,16 @@ class Outcome(Generic[ResultT]):
     failure: RankLostError | None = None
 
     def result(self) -> ResultT:
-        """The result; raises the error."""
+        """Return the result, or raise the error."""
         if self.error is not None:
             raise self.error
         return self.results[0]
 
 
 def attempt(topology: Topology, action: Callable[[], ResultT]) -> Outcome[ResultT]:
-    """Do a collective action. When a rank has failed, all waits of all ranks in `topology` end.
+    """Run a collective action, and return its outcome. After a failure, revoke `topology`, which ends all waits in it.
 
-    An error that neither tells of a failure nor is raised on all ranks is raised here: it ends the job.
+    Raises an error that is neither a failure nor raised on all ranks: it ends the job.
     """
     try:
         return Outcome((action(),))
@@ -61,15 +61,15 @@ def attempt(topology: Topology, action: Callable[[], ResultT]) -> Outcome[Result
 
 
 def survivors(topology: Topology) -> Topology:
-    """The next topology where nothing else has to be done before."""
+    """Return topology.survivors(): the default `advance`."""
     return topology.survivors()
 
 
 def recover(topology: Topology, repair: Repair, advance: Advance = survivors) -> Topology:
-    """The next topology, on which all ranks have repaired and committed. Raises errors that all ranks raise in it.
+    """Form the next topology, repair on it, commit, and return it. Raises errors that all ranks raise in `repair`.
 
-    repair: repairs on the next topology. It may communicate, and changes nothing that a second repair needs. It returns
-        what this rank does when all ranks have repaired, if anything. advance: makes the next topology of the last one.
+    repair(topology): may communicate, and must be repeatable. It returns a local function that commits, or None;
+    recover calls it once all ranks have repaired. advance(topology): returns the next topology.
     """
     while True:
         topology = advance(topology)
@@ -81,9 +81,9 @@ def recover(topology: Topology, repair: Repair, advance: Advance = survivors) ->
 
 
 def retry(topology: Topology, action: Callable[[Topology], ResultT], advance: Advance = survivors) -> ResultT:
-    """The result of `action(topology)`, which the ranks that are left do again after a failure.
+    """Run `action(topology)`, after a failure again on the next topology, and return its result.
 
-    advance: makes the topology for the next attempt, by `survivors` or by a `recover`.
+    advance(topology): returns the next topology, by `survivors` or by a `recover`.
     """
     while True:
         outcome = attempt(topology, partial(action, topology))

@@ -1,12 +1,11 @@
-"""Standby ranks wait until they take the places of failed ranks.
+"""Standby ranks, which replace failed ranks.
 
-An elastic world has working ranks and, behind them, standby ranks. A topology of its own (`everyone`) has both kinds.
-When a rank fails, the ranks that are left form `everyone` anew, and its first ranks work: those that worked before, in
-their order, then as many standby ranks as there are free places. So a job can end with as many working ranks as it
-began with.
+An elastic world has working ranks and, after them, standby ranks. The topology `everyone` contains both. When a rank
+fails, the surviving ranks form a new `everyone`. Its first ranks work: those that worked before, in their order, then
+standby ranks in the free places. So a job can end with as many working ranks as it began with.
 
-Every `everyone` ends for all its ranks in the same way, on which they agree by its `finished`: the work is done, or a
-rank has failed and they form the next one.
+The ranks of an `everyone` agree by its `finished` how it ends: the work is done, or a rank has failed and they form the
+next one.
 """
 
 from functools import partial
@@ -14,6 +13,7 @@ from functools import partial
 import numpy as np
 from mpi4py import MPI
 
+from allreduce import notices
 from allreduce.elastic.retry import attempt, retry
 from allreduce.errors import OptionError, RankLostError, UnavailableError
 from allreduce.topology import Topology
@@ -28,9 +28,9 @@ NOTHING = np.empty(0, np.uint8)
 
 
 class ElasticWorld(Topology):
-    """The working ranks: the first ranks of `everyone`, `places` at most. Collective over the working ranks.
+    """The topology of the working ranks: the first ranks of `everyone`, at most `places`. Collective over these.
 
-    Its `survivors` has standby ranks in the places of failed ones, and its `close` releases the ranks that still wait.
+    `survivors` replaces failed ranks by standby ranks, and `close` releases the standby ranks that still wait.
     """
 
     def __init__(self, everyone: Topology, comm: MPI.Intracomm, places: int) -> None:
@@ -38,9 +38,9 @@ class ElasticWorld(Topology):
         self.everyone, self.places = everyone, places
 
     def survivors(self, admit: bool = True) -> Topology:
-        """The next working ranks. Collective over the working ranks that are left and the standby ranks.
+        """Return the topology of the next working ranks. Collective over surviving working and standby ranks.
 
-        Its `previous_ranks` are the ranks that they had here, JOINED for those that join.
+        Its `previous_ranks` holds the ranks that they have here, JOINED for those that join.
         """
         self.check_open()
         self.everyone.revoke()
@@ -51,7 +51,7 @@ class ElasticWorld(Topology):
         return made
 
     def close(self) -> None:
-        """Close it, release the ranks that wait, and close `everyone`. Collective over the working ranks."""
+        """Close this topology, release the standby ranks, and close `everyone`. Collective over the working ranks."""
         if self.closed:
             return
         super().close()
@@ -62,9 +62,9 @@ class ElasticWorld(Topology):
 
 
 class JoiningRank(Topology):
-    """A standby rank that takes a place: this rank alone, and as its `survivors` the ranks that it joins.
+    """The topology of a standby rank that replaces a failed one: this rank alone, until it joins by `survivors`.
 
-    A trainer that is made on it takes on the state of the others in its first call.
+    A trainer created on it loads the other ranks' state in its first call.
     """
 
     def __init__(self, joins: Topology) -> None:
@@ -72,20 +72,18 @@ class JoiningRank(Topology):
         self.joins = joins
 
     def survivors(self, admit: bool = True) -> Topology:
-        """The ranks that this one joins. Local."""
+        """Return the topology of the ranks that this one joins. Local."""
         self.abandon()
         return self.joins
 
 
-def man(topology: Topology, spares: int) -> Topology | None:
-    """The topology of the working ranks: all of `topology` but the last `spares`. Collective over `topology`.
+def elastic_world(topology: Topology, spares: int) -> Topology | None:
+    """Make the last `spares` ranks standby ranks, and return the topology of the working ranks. Collective.
 
-    When a rank fails meanwhile, there is one standby rank less.
+    On a standby rank the call blocks. It returns a `JoiningRank` when the rank replaces a failed one, and None when the
+    working ranks have closed their topology or ended. If a rank fails during the call, there is one standby rank fewer.
 
-    On a standby rank this waits. It returns a `JoiningRank` when the rank takes a place, and None when the others have
-    closed their topology, or ended, and the rank was not needed.
-
-    Raises OptionError when no rank would work, UnavailableError where no rank outlives another, on all ranks;
+    Raises OptionError when no rank would work, and UnavailableError when the job ends with a failed rank, on all ranks;
     RankLostError on the standby ranks when all others have failed.
     """
     error: Exception | None = None
@@ -95,14 +93,13 @@ def man(topology: Topology, spares: int) -> Topology | None:
         )
     elif not ulfm.in_force():
         error = UnavailableError(
-            "spare ranks take the place of lost ones, and in this job no rank outlives another: start it with Open "
-            "MPI's mpirun --with-ft ulfm"
+            "standby ranks need a job that continues after a rank fails: start it with Open MPI's mpirun --with-ft ulfm"
         )
     places = topology.size - (0 if error else int(spares))
 
     def form(everyone: Topology) -> tuple[Topology, ElasticWorld | None]:
-        with everyone.detector.hearing():
-            everyone.agree([], f"man(spares={spares!r})", error)
+        with everyone.detector.translating_failures():
+            everyone.agree([], f"elastic_world(spares={spares!r})", error)
         return everyone, _working(everyone, places, places)
 
     everyone, made = retry(topology, form)
@@ -110,7 +107,7 @@ def man(topology: Topology, spares: int) -> Topology | None:
 
 
 def _stand_by(everyone: Topology, places: int) -> Topology | None:
-    """Wait on a standby rank until it has a place, or until the work is done."""
+    """Wait on a standby rank until it joins the working ranks, or until the work is done."""
     while not _all_done(everyone, done=False):
         if everyone.closed:
             return None
@@ -124,19 +121,19 @@ def _stand_by(everyone: Topology, places: int) -> Topology | None:
 def _next_world(
     everyone: Topology, places: int, previous: int, admit: bool = False, done: bool = False
 ) -> tuple[Topology, ElasticWorld | None]:
-    """Form the next `everyone` and its working ranks; None on other ranks, and when the work is done. Collective.
+    """Form the next `everyone` and its elastic world; None on standby ranks, and if the work is done. Collective.
 
-    previous: this rank's number among the ranks that worked before, or JOINED. Ranks that worked say whether standby
-    ranks are admitted now, and whether the work is done.
+    previous: this rank's number among the ranks that worked before, or JOINED. admit, done: whether standby ranks are
+        admitted, and whether the work is done, as ranks that worked before pass it.
     """
 
     def form(everyone: Topology) -> tuple[Topology, ElasticWorld | None]:
         states = np.empty((everyone.size, 3), np.int64)
-        with everyone.detector.hearing(), waiting(everyone.world, "learn which ranks work"):
+        with everyone.detector.translating_failures(), waiting(everyone.world, "learn which ranks work"):
             everyone.world.Allgather(np.array([previous, admit, done], np.int64), states)
         ranks, admitted, ended = states.T
         if ranks.max() == JOINED:
-            text = "all working ranks have failed, and with them the state from which standby ranks would go on"
+            text = "all working ranks have failed, so the state that standby ranks would take over is gone"
             raise known(RankLostError(text), everyone.world)
         if ended.any():
             return everyone, None
@@ -149,8 +146,8 @@ def _next_world(
 
 
 def _working(everyone: Topology, working: int, places: int) -> ElasticWorld | None:
-    """The elastic world of the first `working` ranks; None on the others. Collective over `everyone`."""
-    with everyone.detector.hearing():
+    """Return the elastic world of the first `working` ranks; None on the others. Collective over `everyone`."""
+    with everyone.detector.translating_failures():
         with waiting(everyone.world, "divide working and standby ranks"):
             comm = everyone.own(everyone.world.Split(everyone.rank < working, everyone.rank))
         try:
@@ -160,40 +157,47 @@ def _working(everyone: Topology, working: int, places: int) -> ElasticWorld | No
 
 
 def _all_done(everyone: Topology, done: bool) -> bool:
-    """Whether the work is done on all ranks; false when a rank failed meanwhile. Collective over `everyone`.
+    """Return whether the work is done on all ranks; False if a rank has failed meanwhile. Collective over `everyone`.
 
-    done: this rank has done its work. The others wait until they hear that, or that the working ranks have ended their
-    programs, when `everyone` is closed.
+    done: True on working ranks. Standby ranks (False) wait until rank 0 announces the end. If the working ranks have
+        ended their programs instead, `everyone` is abandoned.
     """
-    outcome = attempt(everyone, partial(_tell_done if done else _hear_done, everyone))
+    outcome = attempt(everyone, partial(_send_done if done else _poll_done, everyone))
     if everyone.closed or not everyone.finished(outcome.failure is None):
         return False
     outcome.result()
     return True
 
 
-def _tell_done(everyone: Topology) -> None:
-    with everyone.detector.hearing():
+def _send_done(everyone: Topology) -> None:
+    with everyone.detector.translating_failures():
         if everyone.rank == 0:
-            with waiting(everyone.world, "tell the standby ranks that the work is done"):
+            with waiting(everyone.world, "send that the work is done to the standby ranks"):
                 for rank in range(1, everyone.size):
                     everyone.world.Send(NOTHING, rank, DONE)
         else:
             _receive_done(everyone)
 
 
-def _hear_done(everyone: Topology) -> None:
-    detector, told = everyone.detector, partial(everyone.world.Iprobe, 0, DONE)
-    with detector.hearing():
+def _poll_done(everyone: Topology) -> None:
+    detector, done = everyone.detector, partial(everyone.world.Iprobe, 0, DONE)
+    with detector.translating_failures():
         wait_until(
-            lambda: told() or detector.messages.left, meanwhile=detector.check, pause=Pause(longest=POLL_SECONDS)
+            lambda: done() or detector.messages.left, meanwhile=detector.check, pause=Pause(longest=POLL_SECONDS)
         )
-        if told():
+        if done():
             _receive_done(everyone)
-        else:  # the working ranks have ended their programs without a word
+        else:  # the working ranks have ended their programs without announcing it
             everyone.abandon()
 
 
 def _receive_done(everyone: Topology) -> None:
-    with waiting(everyone.world, "hear that the work is done"):
+    with waiting(everyone.world, "receive that the work is done"):
         everyone.world.Recv(NOTHING, 0, DONE)
+
+
+def __getattr__(name: str) -> object:
+    if name != "man":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    notices.deprecated("allreduce.spares.man", "allreduce.standby.elastic_world")
+    return elastic_world

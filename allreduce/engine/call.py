@@ -1,4 +1,4 @@
-"""A collective call as a record: what all ranks must pass alike. Its only validation, and its fingerprint."""
+"""The record of a collective call: the arguments that must be equal on all ranks; validation; fingerprint."""
 
 import hashlib
 import zlib
@@ -15,15 +15,16 @@ _MEMORY = {FOREIGN: "ordinary memory", ALLOCATED: "memory from allocate()", GPU:
 KINDS = ("all_reduce", "reduce_scatter", "all_gather", "allocate", "broadcast", "stack", "sparse")
 REDUCING = ("all_reduce", "reduce_scatter", "sparse")
 _FLAT = ("reduce_scatter", "all_gather")
-PLACED = ("all_reduce", "reduce_scatter", "all_gather")  # in which it matters whose memory the array is
-LARGEST = 2**40 - 1  # elements; no machine has the memory
-NUMBER_BITS, HASH_BITS = 2, 61  # of a fingerprint: the sequence number of the call, and the hash of its record
-AGREEING = 1 << NUMBER_BITS  # the fingerprint of all agreements by message, which find what differs themselves
-NUMBER = (1 << NUMBER_BITS) - 1
+USES_ALLOCATED = ("all_reduce", "reduce_scatter", "all_gather")  # kinds that treat memory from `allocate` differently
+LARGEST = 2**40 - 1  # elements; more than the memory of any machine
+# bits of a fingerprint: the low ones for the call's sequence number, the others for a hash of its record
+SEQUENCE_BITS, HASH_BITS = 2, 61
+AGREEING = 1 << SEQUENCE_BITS  # fingerprint of every agreement by message; the message compares the values
+SEQUENCE_MASK = (1 << SEQUENCE_BITS) - 1
 
 
 class Call(NamedTuple):
-    """What all ranks must pass alike in one call."""
+    """The arguments of a call that must be equal on all ranks."""
 
     kind: str  # one of KINDS
     length: int
@@ -36,7 +37,7 @@ class Call(NamedTuple):
 
     @property
     def reduces(self) -> bool:
-        """Whether elements are combined, and not only moved."""
+        """True if the call combines elements of the ranks, False if it only copies them."""
         return self.kind in REDUCING
 
     def __str__(self) -> str:
@@ -48,8 +49,8 @@ class Call(NamedTuple):
         return f"{self.kind}: length {self.length}{shape}, dtype {self.dtype}, {op}{memory}{order}{root}"
 
 
-def row(call: Call | None, op_code: int) -> list[int]:
-    """A call as the numbers that the ranks compare in an agreement; zeros for arguments that were refused."""
+def agreement_values(call: Call | None, op_code: int) -> list[int]:
+    """Encode a call as 7 integers for an agreement; zeros if this rank refused the arguments (`call` is None)."""
     if call is None:
         return [0] * 7
     rest = zlib.crc32(repr((call.shape, call.root)).encode())
@@ -58,21 +59,25 @@ def row(call: Call | None, op_code: int) -> list[int]:
 
 
 def fingerprint(call: Call) -> int:
-    """A hash of a call, whose lowest bits (NUMBER) are left for its sequence number.
+    """Hash a call. The lowest SEQUENCE_BITS bits are 0, for the sequence number.
 
-    It is the same on all ranks, which Python's own hashes are not.
+    Equal calls have equal fingerprints on all ranks (Python's `hash` differs between processes).
     """
     digest = hashlib.blake2b(repr(call).encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "little") >> (64 - HASH_BITS) << NUMBER_BITS
+    return int.from_bytes(digest, "little") >> (64 - HASH_BITS) << SEQUENCE_BITS
 
 
-# Validation: each function returns what was asked for, or raises the error that says what is wrong
+# Validation: each function returns a valid value or raises a named error. Local.
 
 
-def of_array(kind: str, array: Any, op: str, memory: int, root: int | None = None) -> Call:
-    """The call of this kind with an array that is changed in place."""
+def array_call(kind: str, array: Any, op: str, memory: int, root: int | None = None) -> Call:
+    """Check an array for a call of this kind, and return the Call. Raises NotAnArrayError, NotContiguousError or
+    UnsupportedDtypeError.
+    """
+    if kind not in KINDS:
+        raise OptionError(f"kind={kind!r} is unknown; use one of {', '.join(KINDS)}")
     if memory != GPU:
-        refuse_other(array)
+        check_array(array)
     flags = array.flags
     if not (flags.c_contiguous or flags.f_contiguous):
         raise NotContiguousError(
@@ -80,19 +85,20 @@ def of_array(kind: str, array: Any, op: str, memory: int, root: int | None = Non
             "reduce numpy.ascontiguousarray(array) and copy the result back"
         )
     if memory != GPU and not (flags.writeable and flags.aligned):
-        raise NotAnArrayError("the array is read-only or not aligned; it is reduced in place, so pass a copy of it")
+        raise NotAnArrayError("the array is read-only or not aligned, but is changed in place; pass a copy")
     if kind in _FLAT and array.ndim != 1:
         raise NotAnArrayError(f"{kind} takes a 1-D array, not one of shape {array.shape} in {_MEMORY[memory]}")
     if kind not in REDUCING:
-        dtypes.refuse_references(array.dtype)
-    if memory == ALLOCATED and kind not in PLACED:
+        dtypes.check_no_references(array.dtype)
+    if memory == ALLOCATED and kind not in USES_ALLOCATED:
         memory = FOREIGN
     layout = "C" if flags.c_contiguous else "F"
+    op = op if kind in REDUCING else "sum"
     return Call(kind, array.size, array.dtype, op, memory, layout, tuple(array.shape), root)
 
 
-def of_allocation(length: Any, dtype: Any, device: str | None) -> Call:
-    """The call that allocates an array."""
+def allocation_call(length: Any, dtype: Any, device: str | None) -> Call:
+    """Check the arguments of `allocate`, and return the Call. Raises OptionError or UnsupportedDtypeError."""
     parsed = dtypes.parse(dtype)
     if isinstance(length, bool) or not isinstance(length, int | np.integer) or not 0 <= length <= LARGEST:
         raise OptionError(f"length must be an integer from 0 to {LARGEST}, got {length!r}")
@@ -102,25 +108,25 @@ def of_allocation(length: Any, dtype: Any, device: str | None) -> Call:
 
 
 def check_root(root: Any, size: int) -> int:
-    """The rank that `root` names, of a topology of `size` ranks."""
+    """Return `root` as an int; raise OptionError unless 0 <= root < size."""
     if isinstance(root, bool) or not isinstance(root, int | np.integer) or not 0 <= root < size:
         raise OptionError(f"root must be a rank of this topology, 0 to {size - 1}, got {root!r}")
     return int(root)
 
 
-def refuse_other(array: Any) -> None:
-    """Raise NotAnArrayError for what is no array of NumPy or CuPy."""
+def check_array(array: Any) -> None:
+    """Raise NotAnArrayError unless `array` is a NumPy or CuPy array. Masked arrays are refused."""
     if not is_gpu_array(array) and (not isinstance(array, np.ndarray) or isinstance(array, np.ma.MaskedArray)):
         kind = f"{type(array).__module__}.{type(array).__qualname__}"
         raise NotAnArrayError(f"a NumPy or CuPy array is needed, not {kind}{_hint(array)}")
 
 
 def _hint(buffer: Any) -> str:
-    """What to pass in place of another library's array."""
+    """Return a hint for the error: what to pass instead of this object."""
     if hasattr(buffer, "detach"):
         return "; for a CPU tensor pass tensor.detach().numpy()"
     if hasattr(buffer, "__array__") and not isinstance(buffer, np.ndarray):  # JAX: its arrays never change
-        return "; it is reduced in place, so pass numpy.array(it), a copy, and take the result from there"
+        return "; it can't be changed in place: pass a copy, numpy.array(x), and read the result from that"
     if isinstance(buffer, int | float | complex):
-        return "; numbers go in an array, numpy.array([1.0, 2.0]), which is reduced in place"
+        return "; put numbers in an array, numpy.array([1.0, 2.0])"
     return ""

@@ -1,9 +1,9 @@
-"""The fingerprint table: in shared memory, each rank writes what it has been called with, and reads the others.
+"""The fingerprint table: shared memory in which each rank writes its call's fingerprint and reads the other ranks'.
 
 Comparing arguments by a message would cost as much as a small reduction. Comparing a fingerprint of 64 bits in shared
-memory costs next to nothing, so the ranks compare it in every call. No rank begins a call before all have come to it.
-So a rank can be one call ahead of another, and not two: two fingerprints for each user and rank are enough.
-A table exists where all ranks share a node. Elsewhere a message compares the calls (see allreduce.engine.engine).
+memory costs next to nothing, so the ranks compare it in every call. No rank starts the work of a call before all
+ranks have reached it. A rank is therefore at most one call ahead of another, and two fingerprints for each user and
+rank are enough. A table exists if all ranks share a node. Otherwise a message compares the calls (see engine.py).
 """
 
 import sys
@@ -11,94 +11,80 @@ from typing import NamedTuple
 
 import numpy as np
 
-from allreduce.engine.call import NUMBER
+from allreduce.engine.call import SEQUENCE_MASK
 from allreduce.errors import UnavailableError
 from allreduce.topology import Topology
 from allreduce.transport.shared_segment import CommonSegment
 
-USERS = 64  # of one topology at a time; any more do without
-TURNS = 2
+USERS = 64  # slots; further users of the topology compare calls by message
+PARITIES = 2  # fingerprints of a rank in a slot: of even and of odd calls
 
-
-# A part of the table, the number that this rank writes there, and the part's bytes when all ranks wrote that number.
+# All ranks' fingerprints in a slot, the fingerprint that this rank writes, and the bytes there once all ranks have
+# written it.
 Round = tuple[memoryview, int, bytes]
 
 
 class Slot(NamedTuple):
-    """A user's part of the table.
+    """One user's slot of the table.
 
-    part: its number. met: how often the ranks have met there before. turns: the fingerprints of all ranks, for calls in
-    turn. place: the index of this rank's.
+    number: its index in the table. sequence: rendezvous in it so far. fingerprints: of all ranks, for even and for odd
+    calls. rank: this rank's index in each.
     """
 
-    part: int
-    met: int
-    turns: tuple[memoryview, memoryview]
-    place: int
+    number: int
+    sequence: int
+    fingerprints: tuple[memoryview, memoryview]
+    rank: int
 
     def rounds(self, fingerprint: int) -> list[Round]:
-        """The round of calls with this fingerprint, for each sequence number. Made once: small calls must be quick."""
-        numbered = [(self.turns[number % TURNS], fingerprint | number) for number in range(NUMBER + 1)]
-        return [(words, mine, mine.to_bytes(8, sys.byteorder) * len(words)) for words, mine in numbered]
+        """Return the Round of calls with this fingerprint for each sequence number. Computed once per signature."""
+        numbered = [(self.fingerprints[call % PARITIES], fingerprint | call) for call in range(SEQUENCE_MASK + 1)]
+        return [
+            (fingerprints, mine, mine.to_bytes(8, sys.byteorder) * len(fingerprints)) for fingerprints, mine in numbered
+        ]
 
 
 class FingerprintTable:
-    """The table of one topology, `topology.once(FingerprintTable)`. Creating and closing are collective.
+    """The table of one topology, `topology.once(FingerprintTable)`. Creating it is collective.
 
-    Backends on a duplicate of a topology are parts of a user, and compare no calls.
+    A duplicate of a topology has no table: its backends are parts of another backend, which compares the calls.
     """
 
     def __init__(self, topology: Topology) -> None:
         self._node = node = topology.host
-        self.free = dict.fromkeys(range(USERS), 0)  # parts that no user has: how often ranks have met there
-        self._window: CommonSegment | None = None
-        self._words: memoryview | None = None
+        self.free = dict.fromkeys(range(USERS), 0)  # free slots: index -> rendezvous so far
+        self._segment: CommonSegment | None = None
+        self._fingerprints: memoryview | None = None
         if node.size == topology.size > 1 and topology.original is None:
             try:
-                self._window = CommonSegment(node, USERS * TURNS * node.size, np.dtype(np.int64))
-                self._words = memoryview(self._window.array)  # type: ignore[arg-type]
-            except UnavailableError:  # on all ranks: their memory is full, and they do without
+                self._segment = CommonSegment(node, USERS * PARITIES * node.size, np.dtype(np.int64))
+                self._fingerprints = memoryview(self._segment.array)  # type: ignore[arg-type]
+            except UnavailableError:  # on all ranks: shared memory is full; calls are compared by message
                 pass
 
     def take(self) -> Slot | None:
-        """A part for a new user. All ranks ask in the same order."""
-        if self._words is None or not self.free:
+        """Return a slot for a new user, or None if there is none. Local; all ranks call it in the same order."""
+        if self._fingerprints is None or not self.free:
             return None
-        part = min(self.free)
+        number = min(self.free)
         size = self._node.size
-        even = part * TURNS * size
+        even = number * PARITIES * size
         odd = even + size
-        turns = self._words[even:odd], self._words[odd : odd + size]
-        return Slot(part, self.free.pop(part), turns, self._node.rank)
+        fingerprints = self._fingerprints[even:odd], self._fingerprints[odd : odd + size]
+        return Slot(number, self.free.pop(number), fingerprints, self._node.rank)
 
-    def give_back(self, part: int, met: int) -> None:
-        """The user is closed. The next one goes on counting, so that it can't take old words for new ones."""
-        self.free[part] = met
-
-    def taken(self) -> set[int]:
-        """The parts that users have. Local."""
-        return {*range(USERS)} - {*self.free}
-
-    def take_back(self, parts: set[int]) -> None:
-        """Users who can't give these parts back have taken them. Local, alike on all ranks."""
-        for part in parts:
-            self.free[part] = self._met(part)
-
-    def _met(self, part: int) -> int:
-        """How often ranks have met in a part, as far as anybody needs to know: by the words that this one has left."""
-        assert self._words is not None
-        size = self._node.size
-        even, odd = (self._words[(part * TURNS + turn) * size + self._node.rank] & NUMBER for turn in range(TURNS))
-        return odd if (odd - even) & NUMBER == 1 else even
+    def release(self, number: int, sequence: int) -> None:
+        """Release a slot. Its next user continues the count `sequence`, so old fingerprints never look new. Local."""
+        self.free[number] = sequence
 
     def close(self) -> None:
         """Free the memory. Local."""
-        if self._words is not None:
-            self._words.release()
-            self._words = None
-        if self._window is not None:
-            self._window.free()
+        if self._fingerprints is not None:
+            self._fingerprints.release()
+            self._fingerprints = None
+        if self._segment is not None:
+            self._segment.free()
 
     def abandon(self) -> None:
-        """Let go of the memory. Local."""
-        self._words = self._window = None
+        """Drop the references to the memory, without freeing the segment. Local."""
+        self._fingerprints = self._segment = None

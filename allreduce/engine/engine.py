@@ -1,7 +1,8 @@
-"""The engine of one backend's calls: the ranks compare each call, wait for each other, and work.
+"""Runs the collective calls of one backend: the ranks compare the call, wait for each other, then do the work.
 
-A call passes through three steps. `admit`: the ranks agree on the arguments, where that is due. `run`: they see that
-all have come to the same call, and then each does its part. A call that fails half-way is the backend's last.
+A call has three steps. `agree_once`: the ranks agree on the arguments, at the first call of a signature. `admit`: makes
+the call's record. `prepare`: returns the function that waits until all ranks have reached the same call, then does the
+work. After a call that failed on some ranks only, the backend refuses further calls.
 """
 
 import contextvars
@@ -20,7 +21,7 @@ from mpi4py import MPI
 
 from allreduce.arrays.ops import Op
 from allreduce.arrays.trees import Layout
-from allreduce.engine.call import AGREEING, NUMBER, NUMBER_BITS, Call, fingerprint
+from allreduce.engine.call import AGREEING, SEQUENCE_BITS, SEQUENCE_MASK, Call, fingerprint
 from allreduce.engine.consistency import FingerprintTable, Slot
 from allreduce.engine.queue import without_frames
 from allreduce.errors import AllReduceError, BrokenError, CommunicationError, OptionError, RankLostError
@@ -30,30 +31,32 @@ from allreduce.topology import Topology
 from allreduce.transport import ulfm
 from allreduce.transport.control import Comparison, agree, combine, everywhere
 from allreduce.transport.deferred_free import free_later
+from allreduce.transport.shared_segment import Location
 from allreduce.transport.wait import LOOK_SECONDS, NamedCall
-from allreduce.transport.wait import Call as Shown
+from allreduce.transport.wait import Call as DescribedCall
 
-Work = Callable[[Any, Op], object]  # what a rank does with a 1-D array, in place, when all ranks have come
-Place = tuple[int, int]  # in memory from `allocate`: the number of the array, alike on all ranks, and bytes from there
-Find = Callable[[Any], Place | None]  # the place of a 1-D array
+Work = Callable[[Any, Op], object]  # works on a 1-D array in place; called after all ranks have reached the call
+Locate = Callable[[Any], Location | None]  # returns the location of a 1-D array, or None
 CHECKS = ("first", "always", "never")
-CONTEXTS = int(np.__version__.partition(".")[0]) >= 2  # NumPy's handling of errors belongs to a context, not a thread
-TAGS = 32749  # the largest prime below the number that every MPI has at least
-LOOKS = 20  # at the fingerprint table, in a row; then
-SPIN_SECONDS, YIELD_SECONDS, SLEEP_SECONDS = 2e-5, 1e-3, 5e-5  # how a rank waits for late ones: ever more lightly
+# NumPy 2 keeps np.errstate per contextvars context, NumPy 1 per thread
+ERRSTATE_PER_CONTEXT = int(np.__version__.partition(".")[0]) >= 2
+TAGS = 32749  # largest prime below 32767, the smallest MPI_TAG_UB that the standard allows
+POLLS = 20  # reads of the fingerprint table before the slower loop of `_wait_for_fingerprints`
+# a waiting rank polls for SPIN_SECONDS, yields its core until YIELD_SECONDS, then sleeps SLEEP_SECONDS between polls
+SPIN_SECONDS, YIELD_SECONDS, SLEEP_SECONDS = 2e-5, 1e-3, 5e-5
 
 
 @dataclass(frozen=True, slots=True)
-class Quiet:
-    """Work in which NumPy can raise and warn of nothing.
+class DirectWork:
+    """Work that can't cause NumPy floating-point errors, so it runs without the np.errstate wrapper of `quiet`.
 
-    argument: what `run` gets in the place of the Op, if it is given. fixed: converts a bound array, once, to the
-    argument that `run` takes in its place.
+    argument: passed to `run` instead of the Op, if not None. convert: converts an array, once, when it is bound; `run`
+    gets the result instead of the array.
     """
 
     run: Callable[[Any, Any], object]
     argument: Any = None
-    fixed: Callable[[np.ndarray], Any] | None = None
+    convert: Callable[[np.ndarray], Any] | None = None
 
     def __call__(self, flat: Any, op: Op) -> object:
         return self.run(flat, op if self.argument is None else self.argument)
@@ -61,7 +64,7 @@ class Quiet:
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """Work that finds out, in the first call, how later ones are done: `run` does it, and returns the work of those."""
+    """Work of a first call: `run` does it and returns the work for later calls, which may be a Trial again."""
 
     run: Callable[[Any, Op], "Work | Trial"]
 
@@ -69,16 +72,16 @@ class Trial:
         return self.run(flat, op)
 
 
-class Admitted:
-    """A call on whose arguments all ranks have agreed.
+class AdmittedCall:
+    """The record of a call whose arguments all ranks have agreed on.
 
-    work: does it; its second argument is `argument`. fingerprint: of the call, the tree and the place. tree: whose
-    arrays are in the buffer, if it is one. find: tells where a buffer lies in memory from `allocate`, where the ranks
-    must compare that too. place: what it told. settling: functions to call once `work` is final; None afterwards.
-    fixed: as that of Quiet. rounds: see Slot.
+    work: called with the array and `argument`. fingerprint: of the call, the tree and the location. tree: layout of the
+    tree whose arrays the buffer holds, or None. locate: locates a buffer in memory from `allocate`, if the ranks must
+    compare locations; location: the location found. settling: functions to call once `work` is final; None after that.
+    convert: see DirectWork. rounds: see Slot.
     """
 
-    __slots__ = ("argument", "call", "find", "fingerprint", "fixed", "place", "rounds", "settling", "tree", "work")
+    __slots__ = "argument", "call", "convert", "fingerprint", "locate", "location", "rounds", "settling", "tree", "work"
 
     def __init__(
         self,
@@ -87,36 +90,37 @@ class Admitted:
         argument: Any,
         work: Callable[[Any, Any], object],
         tree: Layout | None = None,
-        find: Find | None = None,
-        place: Place | None = None,
+        locate: Locate | None = None,
+        location: Location | None = None,
     ) -> None:
         self.call, self.argument, self.work = call, argument, work
-        self.tree, self.find, self.place = tree, find, place
-        self.fixed: Callable[[np.ndarray], Any] | None = None
+        self.tree, self.locate, self.location = tree, locate, location
+        self.convert: Callable[[np.ndarray], Any] | None = None
         self.settling: list[Callable[[], None]] | None = []
-        self.fingerprint = fingerprint(call) ^ (tree.number << NUMBER_BITS if tree else 0)
-        if place is not None:
-            self.fingerprint ^= zlib.crc32(f"{place}".encode()) << NUMBER_BITS
+        self.fingerprint = fingerprint(call) ^ (tree.number << SEQUENCE_BITS if tree else 0)
+        if location is not None:
+            self.fingerprint ^= zlib.crc32(f"{location}".encode()) << SEQUENCE_BITS
         self.rounds = () if slot is None else slot.rounds(self.fingerprint)
 
     def __call__(self, flat: Any, _: Any) -> object:
-        """Do the work, as a part of another call."""
+        """Do the work. Makes this record usable as the `work` of another record (see `bind`)."""
         return self.work(flat, self.argument)
 
     def __str__(self) -> str:
-        place = f", array {self.place[0]} from allocate() at byte {self.place[1]}" if self.place else ""
+        location = f", array {self.location[0]} from allocate() at byte {self.location[1]}" if self.location else ""
         tree = f", of {self.tree.text}" if self.tree else ""
-        return f"{self.call}{place}; {self.call.length * self.call.dtype.itemsize} bytes{tree}"
+        return f"{self.call}{location}; {self.call.length * self.call.dtype.itemsize} bytes{tree}"
 
 
 class Engine:
-    """What a backend does together with the other ranks. Creating it and `close` are collective.
+    """Compares a backend's calls between the ranks, and runs them. The constructor and `close` are collective.
 
-    In each call the ranks compare what they were called with, before anything is changed. Where all ranks share a node
-    they compare fingerprints in shared memory, which costs next to nothing; elsewhere by one small all-reduce. Ranks
-    that differ all raise the same error, and can go on. Nobody begins a call before all have come to it.
+    Before a call changes data, the ranks compare fingerprints of their arguments: in shared memory if all ranks are on
+    one node, otherwise by one small all-reduce. If fingerprints differ, all ranks raise the same DisagreementError, and
+    the backend stays usable. No rank starts the work before all ranks have reached the call.
 
-    user: the backend. check: one of CHECKS, as a backend's. "never": messages of a call have a tag of its own.
+    user: the backend. check: one of CHECKS (see AllReduce). With "never" nothing is compared, and the message tag
+    differs from call to call.
     """
 
     stopped: bool = False  # the backend is closed, or `broken`, or a copy in a forked child
@@ -125,32 +129,36 @@ class Engine:
         compare = check != "never"
         self.check = check
         self._topology, self._user = topology, user
-        self.broken: BaseException | None = None  # what ended a call half-way
+        # the error that ended a call on some ranks only; later calls are refused
+        self.broken: BaseException | None = None
         self.wait = topology.wait_record()
-        self._control = topology.private(wait=self.wait)
+        self.comm = topology.private(user, self.wait)  # for data
+        self._control = topology.private(wait=self.wait) if compare else self.comm
         self._compares = compare and topology.size > 1
         self._slot = topology.once(FingerprintTable).take() if compare else None
         self._comparison = Comparison(self._control) if self._compares and self._slot is None else None
-        oversubscribed = topology.sharing > topology.cores  # then a late rank needs the core on which this one looks
-        self._looks, self._spin = range(1 if oversubscribed else LOOKS), 0.0 if oversubscribed else SPIN_SECONDS
+        oversubscribed = topology.sharing > topology.cores  # a late rank may need the core that this rank would poll on
+        self._polls, self._spin = range(1 if oversubscribed else POLLS), 0.0 if oversubscribed else SPIN_SECONDS
         self._agreed: set[Any] = set()  # keys of calls on which the ranks have agreed
-        self._thread = 0  # the one that called last
-        self._met = self._slot.met if self._slot else 0  # how often the ranks have met
+        self._thread = 0  # id of the thread that called last; 0 sends the next call through `_record_for`
+        self._sequence = self._slot.sequence if self._slot else 0  # rendezvous in the slot so far
         self._silent = contextvars.Context()
         self._silent.run(np.seterr, all="ignore")
-        self._tree: Layout | None = None  # whose arrays the calls of one thread work on,
-        self._tree_thread = 0  # this one
-        self._finds = False  # whether any call has `find`; then `run` looks for it, as for a tree
-        self._of_trees: dict[tuple[int, int], Admitted] = {}  # records of the calls that have worked on trees
+        self._tree: Layout | None = None  # layout of the tree that `_tree_thread`'s calls work on
+        self._tree_thread = 0  # id of that thread
+        self._any_locate = False  # True: some call has `locate`, so all calls go through `_record_for`
+        # (fingerprint, tree id) -> record of that call on that tree
+        self._of_trees: dict[tuple[int, int], AdmittedCall] = {}
         self._agreeing = () if self._slot is None else self._slot.rounds(AGREEING)
 
     # Admission
 
     def agree_once(self, key: Any, text: object, values: list[int], error: AllReduceError | None) -> None:
-        """Agree on `values` with the other ranks, where that is due for a call that is known by `key`.
+        """Agree on `values` with the other ranks: at the first call with `key` (check="first"), or always ("always").
 
-        Whether it is due depends on nothing but the keys seen so far, which are the same on all ranks as long as they
-        have agreed; so all ranks come to it, or none. error: why this rank refuses the call; all ranks raise it.
+        The keys seen so far are the same on all ranks, so all ranks agree here or none does. error: why this rank
+        refuses the call. A rank that refuses always agrees; the other ranks meet it here or in the comparison of their
+        calls, and all raise `error`. With check="never" only this rank raises it.
         """
         if self.check == "always" or (self.check == "first" and (error or key not in self._agreed)):
             text = f"refused, {type(error).__name__}: {error}" if error else text
@@ -160,35 +168,35 @@ class Engine:
         self._agreed.add(key)
 
     def admit(
-        self, call: Call, op: Op, work: Work | Trial, look: Callable[[Any], bool] | None, find: Find | None
-    ) -> Admitted:
-        """A call that is done by `work` from now on. Local.
+        self, call: Call, op: Op, work: Work | Trial, inspect: Callable[[Any], bool] | None, locate: Locate | None
+    ) -> AdmittedCall:
+        """Return the record of a call that `work` does from now on. Local.
 
-        look: called with the array in each call, until it returns False: it is not due any more. find: as of Admitted.
+        inspect: called with the array before the work, until it returns False. locate: see AdmittedCall.
         """
 
         def begin(flat: Any, op: Op) -> None:
-            """The first calls: they look at the array, and settle how later ones are done."""
-            nonlocal work, look
-            if look is not None and not look(flat):
-                look = None
+            """Do the first calls: inspect the array, and replace a Trial by the work that it returns."""
+            nonlocal work, inspect
+            if inspect is not None and not inspect(flat):
+                inspect = None
             if isinstance(work, Trial):
                 work = work.run(flat, op)
             else:
                 work(flat, op)
-            if look is None and not isinstance(work, Trial):
+            if inspect is None and not isinstance(work, Trial):
                 self._settle(admitted, work)
 
-        admitted = Admitted(self._slot, call, op, self.quiet(begin), find=find)
-        if find is not None:
-            self._finds, self._thread = True, 0
-        if look is None and not isinstance(work, Trial):
+        admitted = AdmittedCall(self._slot, call, op, self.quiet(begin), locate=locate)
+        if locate is not None:
+            self._any_locate, self._thread = True, 0
+        if inspect is None and not isinstance(work, Trial):
             self._settle(admitted, work)
         return admitted
 
-    def _settle(self, admitted: Admitted, work: Work) -> None:
-        if isinstance(work, Quiet):
-            admitted.work, admitted.fixed = work.run, work.fixed
+    def _settle(self, admitted: AdmittedCall, work: Work) -> None:
+        if isinstance(work, DirectWork):
+            admitted.work, admitted.convert = work.run, work.convert
             admitted.argument = admitted.argument if work.argument is None else work.argument
         else:
             admitted.work = self.quiet(work)
@@ -197,11 +205,11 @@ class Engine:
             settled()
 
     def quiet(self, work: Callable[..., object]) -> Callable[..., Any]:
-        """`work`, which raises and warns of nothing, whatever np.seterr and the filters of warnings say in any call.
+        """Wrap `work` so that NumPy ignores floating-point errors in it, whatever np.seterr is in the calling thread.
 
-        An overflow in the sum would be an error of one rank alone.
+        Otherwise an overflow could raise on one rank alone.
         """
-        if CONTEXTS:
+        if ERRSTATE_PER_CONTEXT:
             return partial(self._silent.copy().run, work)  # a context can't be entered twice
 
         def quietly(*args: Any) -> Any:
@@ -213,68 +221,70 @@ class Engine:
     # Calls
 
     def run(self, call: Call, op: Op, work: Work, flat: Any) -> None:
-        """Have `work` done on `flat`, when all ranks have come to the same call."""
-        self.prepare(Admitted(self._slot, call, op, work))(flat)
+        """Wait until all ranks have reached the same call, then do `work` on the 1-D array `flat`. Collective."""
+        self.prepare(AdmittedCall(self._slot, call, op, work))(flat)
 
-    def prepare(self, admitted: Admitted, bound: list[Any] | None = None) -> Callable[..., None]:
-        """A function that does a call's work on a 1-D array, when all ranks have come to the same call. Local.
+    def prepare(self, admitted: AdmittedCall, bound: list[Any] | None = None) -> Callable[..., None]:
+        """Return a function that runs the call on a 1-D array: it waits until all ranks have reached the same call,
+        then does the work. Local; the function is collective.
 
-        bound: holds the array on which it works; its caller gives none then. The function reads as few attributes as it
-        can: a small call spends its time here.
+        bound: a list of one array to work on; the function then takes no argument. The function reads few attributes,
+        because small calls spend their time here.
         """
-        wait, slot, comparison, looks, ident = self.wait, self._slot, self._comparison, self._looks, get_ident
-        place = 0 if slot is None else slot.place
+        wait, slot, comparison, polls, ident = self.wait, self._slot, self._comparison, self._polls, get_ident
+        rank = 0 if slot is None else slot.rank
 
         def run(flat: Any = None) -> None:
-            call = admitted if ident() == self._thread else self._specific(admitted, flat)
+            call = admitted if ident() == self._thread else self._record_for(admitted, flat)
             if wait.call is not None or self.stopped:
                 self.refuse()
             try:
                 wait.count += 1
-                wait.call = call  # threads change where functions are called, so none comes between the check and this
+                wait.call = call  # no function call, so no thread switch, between the check above and this line
                 if slot is not None:
-                    met = self._met = self._met + 1
-                    words, mine, alike = call.rounds[met & NUMBER]
-                    words[place] = mine
-                    for _ in looks:
-                        if words.tobytes() == alike:
+                    sequence = self._sequence = self._sequence + 1
+                    fingerprints, mine, alike = call.rounds[sequence & SEQUENCE_MASK]
+                    fingerprints[rank] = mine
+                    for _ in polls:
+                        if fingerprints.tobytes() == alike:
                             break
                     else:
-                        self._rendezvous(words, mine, call)
+                        self._rendezvous(fingerprints, mine, call)
                 elif comparison is not None:
                     comparison.agree(call)
                 admitted.work(flat if bound is None else bound[0], admitted.argument)
             except BaseException as error:
-                self._break_off(call, error, flat if bound is None else bound[0])
+                self._handle_failure(call, error, flat if bound is None else bound[0])
                 raise
             finally:
                 wait.call = None
 
         return run
 
-    def bind(self, admitted: Admitted, flat: Any) -> Callable[[], None]:
-        """A function without arguments that does a call's work on this array, as `prepare`. Local."""
+    def bind(self, admitted: AdmittedCall, flat: Any) -> Callable[[], None]:
+        """Return a function without arguments that runs the call on `flat`, as `prepare` does. Local."""
         bound = [flat]
 
-        def fix() -> None:
-            if admitted.fixed is not None:
-                bound[0] = admitted.fixed(flat)
+        def convert() -> None:
+            if admitted.convert is not None:
+                bound[0] = admitted.convert(flat)
 
-        if admitted.find is not None:  # the array stays where it is
-            place = admitted.find(flat)
-            standing = Admitted(self._slot, admitted.call, admitted.argument, admitted, place=place)
-            return self.prepare(standing, bound)
+        if admitted.locate is not None:  # the array does not move, so it is located once
+            location = admitted.locate(flat)
+            located = AdmittedCall(self._slot, admitted.call, admitted.argument, admitted, location=location)
+            return self.prepare(located, bound)
         if admitted.settling is None:
-            fix()
+            convert()
         else:
-            admitted.settling.append(fix)
+            admitted.settling.append(convert)
         return self.prepare(admitted, bound)
 
     @contextmanager
     def working_on(self, tree: Layout) -> Iterator[None]:
-        """Inside, this thread's calls work on arrays of `tree`, which has to be alike on all ranks too. Local.
+        """Context manager: in this thread's calls inside, the ranks also compare `tree`. Local.
 
-        Plain calls don't look for it: it is found as another thread is. Raises OptionError while another thread calls.
+        It clears `_thread`, so that calls go through `_record_for`, which adds the tree. Raises OptionError while
+        another thread calls.
         """
         if self.wait.call is not None:
             self.refuse()
@@ -285,80 +295,81 @@ class Engine:
             self._tree = None
 
     def _notice_thread(self) -> None:
-        self._thread = get_ident() if self._tree is None and not self._finds else 0
-        abort.communicates()
+        self._thread = get_ident() if self._tree is None and not self._any_locate else 0
+        abort.register_thread()
 
-    def _specific(self, admitted: Admitted, flat: Any) -> Admitted:
-        """The record to compare: `admitted`, or of the tree on which this thread works, or of the place of `flat`.
+    def _record_for(self, admitted: AdmittedCall, flat: Any) -> AdmittedCall:
+        """Return the record that the ranks compare: `admitted`, or a copy of it with the tree of `working_on` and the
+        location of `flat`.
 
-        It says what the call is; its work stays that of `admitted`.
+        Only its text and fingerprint are used; the work is that of `admitted`.
         """
         self._notice_thread()
         tree = self._tree if self._tree_thread == get_ident() else None
-        if admitted.find is not None:
-            place = admitted.find(flat)
-            return Admitted(self._slot, admitted.call, admitted.argument, nothing, tree, place=place)
+        if admitted.locate is not None:
+            location = admitted.locate(flat)
+            return AdmittedCall(self._slot, admitted.call, admitted.argument, nothing, tree, location=location)
         if tree is None:
             return admitted
         key = admitted.fingerprint, tree.number
         if key not in self._of_trees:
-            self._of_trees[key] = Admitted(self._slot, admitted.call, None, nothing, tree)
+            self._of_trees[key] = AdmittedCall(self._slot, admitted.call, None, nothing, tree)
         return self._of_trees[key]
 
     def tag(self) -> int:
-        """The tag of messages of the call that is under way.
+        """Return the message tag of the running call. Local.
 
-        Where calls are not compared, ranks in different ones wait, until the stall detector tells them. Elsewhere all
-        messages have the same tag.
+        It is 0 where calls are compared. With check="never" it depends on the call, so messages of different calls do
+        not match; the ranks then wait until the stall detector reports them.
         """
         call = self.wait.call
-        return 0 if call is None or self._compares else ((call.fingerprint >> NUMBER_BITS) + self.wait.count) % TAGS
+        return 0 if call is None or self._compares else ((call.fingerprint >> SEQUENCE_BITS) + self.wait.count) % TAGS
 
     def agree(self, values: list[int], text: str, error: Exception | None = None) -> None:
-        """Return when all ranks bring equal `values` and no error; otherwise raise on all of them.
+        """Return if all ranks pass equal `values` and no error; raise on all of them otherwise. Collective.
 
-        text: this rank's side in words.
+        text: this rank's call in words, for the table in the DisagreementError.
         """
-        wait, said = self.wait, NamedCall(text, AGREEING)
+        wait, named = self.wait, NamedCall(text, AGREEING)
         if get_ident() != self._thread:
             self._notice_thread()
         if wait.call is not None or self.broken is not None:
             self.refuse()
         try:
-            wait.call = said
-            wait.begin(said)
+            wait.call = named
+            wait.begin(named)
             if self._slot is not None:
-                self._met += 1
-                words, mine, _ = self._agreeing[self._met & NUMBER]
-                words[self._slot.place] = mine
-                self._rendezvous(words, mine, said, error)
+                self._sequence += 1
+                fingerprints, mine, _ = self._agreeing[self._sequence & SEQUENCE_MASK]
+                fingerprints[self._slot.rank] = mine
+                self._rendezvous(fingerprints, mine, named, error)
             agree(self._control, values, text, error)
-        except BaseException as refused:
-            self._break_off(said, refused)
+        except BaseException as raised:
+            self._handle_failure(named, raised)
             raise
         finally:
             wait.end()
 
-    def lowest(self, numbers: np.ndarray) -> np.ndarray:
-        """Overwrite a few numbers with the lowest of all ranks. Collective; inside of a call that they agree on."""
+    def minimum(self, numbers: np.ndarray) -> np.ndarray:
+        """Return a small array, overwritten by its minimum over all ranks. Collective, inside an agreed call only."""
         return combine(self._control, numbers, "compare arrays", MPI.MIN)
 
     # Ends
 
     def refuse(self) -> None:
-        """Raise the error of a backend that is closed or broken, or that another thread is calling. Local."""
+        """Raise the error of a call that can't start: broken, closed, or another thread is in a call. Local."""
         if isinstance(self.broken, RankLostError):
             raise ulfm.again(self.broken)
         if self.broken is not None:
             raise BrokenError(
-                f"{self._user!r} can't go on, since a call has failed half-way ({type(self.broken).__name__}: "
-                f"{self.broken}); the ranks may be in different calls. Make a new Topology and backend on all of them"
+                f"{self._user!r} is broken: an earlier call failed part-way ({type(self.broken).__name__}: "
+                f"{self.broken}), so ranks may be in different calls. Create a new Topology and backend on all of them"
             ) from self.broken
         if self.stopped:
             self._user.check_open()
         raise OptionError(
             f"{self._user!r} is called while another thread of this rank is in {self.wait.call}; give each thread "
-            "a backend on a Topology of its own, or let one thread make all calls"
+            "a backend on its own Topology, or let one thread make all calls"
         )
 
     def stop(self) -> None:
@@ -368,26 +379,31 @@ class Engine:
         self._of_trees.clear()
 
     def close(self) -> None:
-        """Give the communicator and the part of the fingerprint table back. Collective."""
+        """Free the communicator and the slot of the fingerprint table. Collective."""
         self.stop()
         if self._slot is not None:
-            self._topology.once(FingerprintTable).give_back(self._slot.part, self._met)
-        self._topology.release(self._control)
+            self._topology.once(FingerprintTable).release(self._slot.number, self._sequence)
+        if self._control is not self.comm:
+            self._topology.release(self._control)
+        self._topology.release(self.comm, self._user)
 
-    def _rendezvous(self, words: memoryview, mine: int, call: Shown, error: Exception | None = None) -> None:
-        """Wait until all ranks have come, and see that they came to the same call."""
-        if self._all_words(words, mine & NUMBER).count(mine) < self._topology.size:  # all ranks see the same words
+    def _rendezvous(
+        self, fingerprints: memoryview, mine: int, call: DescribedCall, error: Exception | None = None
+    ) -> None:
+        """Wait until all ranks have reached a call; raise DisagreementError on all ranks if the calls differ."""
+        # all ranks read the same table, so all of them agree here or none does
+        if self._wait_for_fingerprints(fingerprints, mine & SEQUENCE_MASK).count(mine) < self._topology.size:
             agree(self._control, [zlib.crc32(mine.to_bytes(8, "little"))], str(call), error)
 
-    def _all_words(self, table: memoryview, number: int) -> list[int]:
-        """The fingerprints of all ranks, when all have come."""
+    def _wait_for_fingerprints(self, table: memoryview, number: int) -> list[int]:
+        """Wait until every rank has written a fingerprint with this sequence number; return all fingerprints."""
         begin = looked = time.monotonic()
         self.wait.error, self.wait.raises = None, True
         try:
             while True:
-                words = table.tolist()
-                if all(each & NUMBER == number for each in words):
-                    return words
+                fingerprints = table.tolist()
+                if all(each & SEQUENCE_MASK == number for each in fingerprints):
+                    return fingerprints
                 now = time.monotonic()
                 if now - begin > YIELD_SECONDS:
                     time.sleep(SLEEP_SECONDS)
@@ -400,13 +416,16 @@ class Engine:
         finally:
             self.wait.raises = False
 
-    def _break_off(self, call: Shown, error: BaseException, array: Any = None) -> None:
-        """A call has failed: what all ranks raise leaves them in step, anything else (a node's error) does not."""
+    def _handle_failure(self, call: DescribedCall, error: BaseException, array: Any = None) -> None:
+        """Mark the backend as broken, unless all ranks raise this error: then they are still in step.
+
+        Raises RankLostError or CommunicationError instead if that names the cause.
+        """
         if everywhere(error, self._topology.world):
             return
-        free_later(array)  # late ranks, and messages that are under way, may still write there
+        free_later(array)  # late ranks and unfinished messages may still write there
         self.stopped = True
-        if (lost := self._topology.detector.loss_of(error)) is not None:
+        if (lost := self._topology.detector.failure_behind(error)) is not None:
             self.broken = lost
             raise lost from (None if isinstance(error, RankLostError) else error)
         self.broken = without_frames(error)
@@ -416,10 +435,10 @@ class Engine:
 
 
 def nothing(flat: Any, op: Op) -> None:
-    """The work of a call on no element, or of one rank alone, or that only moves."""
+    """Do nothing: the work of a call on 0 elements or with 1 rank."""
 
 
-NOTHING = Quiet(nothing)
+NOTHING = DirectWork(nothing)
 
 
 def _stop_in_child() -> None:

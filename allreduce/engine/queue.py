@@ -1,16 +1,18 @@
-"""One worker for each topology: it runs the calls of several users in one order that all ranks follow.
+"""The worker of a topology: runs the calls of all queues in the same order on all ranks.
 
-Collectives match by their order. Two optimizers whose buckets are ready in another order on another rank, or two
-threads, would reduce one's gradients into the other's. So every rank announces its calls to rank 0, and when all
-ranks have announced a call, rank 0 says that it is next. An announcement also carries what the call is, so that
-ranks which disagree hear of it before they do anything. (The idea is Horovod's: A. Sergeev, M. Del Balso, 2018.)
+Collectives match by their order. If the buckets of two optimizers (or the calls of two threads) become ready in
+different orders on different ranks, gradients of one would be added to gradients of the other. So every rank announces
+its calls to rank 0. When all ranks have announced a call, rank 0 sends them the decision to run it next. An
+announcement carries a digest of the call, so a disagreement is found before any data moves. (The idea is Horovod's:
+A. Sergeev, M. Del Balso, 2018.)
 
-While no user asks for a thread, whoever waits for a call does this work meanwhile.
+Without a worker thread, the thread that waits for a call does the worker's work.
 """
 
 import atexit
 import copy
 import itertools
+import math
 import threading
 import time
 import weakref
@@ -23,11 +25,18 @@ from typing import TypeVar
 import numpy as np
 from mpi4py import MPI
 
-from allreduce.errors import AllReduceError, BrokenError, ClosedError, RankLostError, UnavailableError
+from allreduce.errors import (
+    AllReduceError,
+    BrokenError,
+    ClosedError,
+    CollectiveTimeoutError,
+    RankLostError,
+    UnavailableError,
+)
 from allreduce.health import abort
 from allreduce.process import children
 from allreduce.topology import Topology
-from allreduce.transport.control import agree, raise_together
+from allreduce.transport.control import agree, all_values, disagreement, raise_together
 from allreduce.transport.wait import LOOK_SECONDS, NamedCall, Pause
 
 ANNOUNCE, DECIDE = 1, 2  # tags
@@ -35,60 +44,70 @@ RUN, REFUSE = 1, 2
 
 
 def without_frames(error: BaseException) -> BaseException:
-    """A copy to be kept: an error that is raised keeps all that the functions held which it has passed."""
+    """Return a copy of an error without its traceback, whose frames would keep buffers alive."""
     try:
         return copy.copy(error)
-    except Exception:  # of a type that can't be made again
+    except Exception:  # of a type that can't be copied
         return BrokenError(f"{type(error).__name__}: {error}")
 
 
 class Future:
-    """A call that was submitted. `begin` and `end` are its times by time.perf_counter(), in seconds.
+    """A submitted call. `begin`, `end`: time.perf_counter() at the start and the end of its work.
 
-    It begins when all ranks have come to it, so the time does not hold that of others.
+    The work starts after all ranks have submitted the call and earlier calls have ended, so waiting for them is not
+    counted. A call that fails before its work starts takes no time.
     """
 
     def __init__(
         self,
         work: Callable[[], object],
         queue: "Queue | None" = None,
-        what: str = "",
+        description: str = "",
         digest: int = 0,
         ended: Callable[[BaseException | None], object] | None = None,
+        limit: float = math.inf,
+        late: Callable[[], BaseException] | None = None,
     ) -> None:
-        self.queue, self.what, self.digest = queue, what, digest
+        self.queue, self.description, self.digest = queue, description, digest
+        self.limit, self._late = limit, late
         self._ended = ended
         self._work: Callable[[], object] | None = work
         self._done = threading.Event()
         self.error: BaseException | None = None
-        self.begin = self.end = 0.0
+        self.begin, self.end = math.inf, 0.0  # no limit applies to a call that has not begun
 
     def run(self) -> None:
-        """Do the work in the calling thread; what it raises is kept for `wait`."""
-        work, self._work = self._work, None  # its buffer is the caller's again when it has ended
+        """Do the work in the calling thread, and store its error for `wait`."""
+        work, self._work = self._work, None  # drop the reference to the caller's buffer
         assert work is not None
         self.begin = time.perf_counter()
         try:
             work()
-        except BaseException as error:  # a thread has nobody else to tell
+        except BaseException as error:  # `wait` raises it; the worker thread has no caller
             self.error = error
         self.finish(None)
 
     def finish(self, error: BaseException | None) -> None:
-        """Mark the call as ended."""
+        """Mark the call as ended, with `error` if it has none of its own, and call `ended`."""
         self.end = time.perf_counter()
+        self.begin = min(self.begin, self.end)  # it may have failed before it began
         self.error = self.error or error
         self._done.set()
         ended, self._ended = self._ended, None
         if ended is not None:
             ended(self.error)
 
+    def late(self) -> BaseException:
+        """Return the error of a call that has taken longer than its limit."""
+        text = f"{self.description} was not done within {self.limit:g} s"
+        return CollectiveTimeoutError(text) if self._late is None else self._late()
+
     def done(self) -> bool:
-        """True when the call has ended, well or not."""
+        """Return whether the call has ended, with or without an error."""
         return self._done.is_set()
 
     def wait(self, timeout: float | None = None) -> None:
-        """Wait for the call to end, and raise what it raised. TimeoutError after `timeout` seconds."""
+        """Wait for the call to end, and raise its error. After `timeout` seconds: TimeoutError; the call goes on."""
         if self.queue is not None and not self._done.is_set():
             self.queue.worker.wait_for(self._done, timeout)
         if self.error is not None:
@@ -98,13 +117,13 @@ class Future:
 class Queue:
     """The calls of one user, which run in the order in which they were submitted.
 
-    alone: the topology has no other user, so the order of the program is enough and nothing is announced.
+    alone: the topology's only queue: program order is the same on all ranks, so nothing is announced.
     """
 
     def __init__(self, worker: "Worker", number: int, name: str, alone: bool) -> None:
         self.worker, self.number, self.name, self.alone = worker, number, name, alone
         self.wait = worker.detector.wait_record(-((worker.number << 20) + number), raises=True)
-        self.broken: BaseException | None = None  # a call has failed before all ranks had come to it
+        self.broken: BaseException | None = None  # the error after which it takes no more calls
         self.closed = False
         self.submitted = 0
         self.futures: deque[Future] = deque()
@@ -112,23 +131,26 @@ class Queue:
     def submit(
         self,
         work: Callable[[], object],
-        what: str = "",
+        description: str = "",
         numbers: Sequence[int] = (),
         ended: Callable[[BaseException | None], object] | None = None,
+        limit: float = math.inf,
+        late: Callable[[], BaseException] | None = None,
     ) -> Future:
-        """Have `work` called when all ranks have submitted the queue's next call. Local: returns at once.
+        """Submit a call: the worker does `work` once all ranks have submitted the call. Local; returns at once.
 
-        what, numbers: alike on all ranks; otherwise all of them get the same DisagreementError, and the queue is
-        broken. ended: called when the call has ended or was given up, with the error if there is one, in whichever
-        thread that is. Never wait for a call inside of `work`.
+        description, numbers: describe the call, and must be equal on all ranks. Otherwise the future fails with the
+        same DisagreementError on all ranks, and the queue takes no more calls. ended: called with the error or None
+        when the call has ended or was cancelled, in any thread. limit: seconds that `work` may take; after that the
+        call and all waiting ones fail with the error that `late` returns. Do not wait for a future inside `work`.
         """
         if self.closed:
             raise ClosedError(f"{self.name} is closed")
-        text = f"{what or 'call'} of {self.name}" + (f" {list(numbers)}" if numbers else "")
-        return self.worker.submit(self, Future(work, self, text, zlib.crc32(text.encode()), ended))
+        text = f"{description or 'call'} of {self.name}" + (f" {list(numbers)}" if numbers else "")
+        return self.worker.submit(self, Future(work, self, text, zlib.crc32(text.encode()), ended, limit, late))
 
     def close(self) -> None:
-        """No more calls. Collective, as any call of the queue; local when the queue is broken."""
+        """Wait for the submitted calls, and take no more. Collective; local if the queue is broken or `alone`."""
         if self.closed:
             return
         try:
@@ -137,26 +159,26 @@ class Queue:
         finally:
             self.abandon()
 
-    # What the worker calls, with its lock held but in `listen`
+    # Called by the worker with its lock held, except `poll`
 
     def announce(self, future: Future) -> None:
-        """Tell rank 0 that this rank has come to a call."""
+        """Announce a submitted call to rank 0."""
         if not self.futures:
-            self.wait.begin(NamedCall(future.what))
+            self.wait.begin(NamedCall(future.description))
         self.futures.append(future)
         self.worker.announce(self.number, self.submitted, future.digest)
 
-    def listen(self, lock: threading.Lock) -> None:
-        """Receive what ranks have sent to this queue alone."""
+    def poll(self, lock: threading.Lock) -> None:
+        """Receive the messages of a queue that has its own communicator. Called without the lock."""
 
-    def take_back(self) -> list[Future]:
-        """The calls that wait, which are given up."""
-        given_up = list(self.futures)
+    def cancel_waiting(self) -> list[Future]:
+        """Remove and return the calls that wait for other ranks."""
+        cancelled = list(self.futures)
         self.futures.clear()
-        return given_up
+        return cancelled
 
     def abandon(self) -> None:
-        """No more calls. Local."""
+        """Take no more calls, and fail the waiting ones with ClosedError. Local."""
         self.closed = True
         self.worker.drop(self)
 
@@ -165,7 +187,10 @@ QueueT = TypeVar("QueueT", bound=Queue)
 
 
 class Worker:
-    """The queues of one topology's ranks, `topology.once(Worker)`. Creating it, `queue` and `close` are collective."""
+    """Runs the calls of a topology's queues in the same order on all ranks; get it with `topology.once(Worker)`.
+
+    The constructor and `queue` are collective.
+    """
 
     def __init__(self, topology: Topology) -> None:
         self.detector, self.number = topology.detector, topology.number()
@@ -174,21 +199,22 @@ class Worker:
         self._queues: dict[int, Queue] = {}
         self._numbers = itertools.count(1)  # of queues
         self._announced: dict[tuple[int, int], dict[int, int]] = {}  # rank 0: call -> rank -> digest
-        self._ready: deque[tuple[int, Queue, Future]] = deque()  # decided: run, or refuse
+        self._ready: deque[tuple[int, Queue, Future]] = deque()  # decided calls: RUN or REFUSE
         self._open = 0  # calls that have not ended
-        self._sent: list[tuple[MPI.Request, np.ndarray]] = []  # messages on their way
-        self._changed = threading.Lock()  # held for moments
-        self._turning = threading.Lock()  # held by who does the worker's work
+        self._sent: list[tuple[MPI.Request, np.ndarray]] = []  # sends that have not ended
+        self._lock = threading.Lock()  # held briefly, never while waiting for a rank
+        self._work_lock = threading.Lock()  # held by the thread that does the worker's work
         self._thread: threading.Thread | None = None
         self._wake: SimpleQueue[bool] = SimpleQueue()
         self._running: Future | None = None
-        running.add(self)
+        _workers.add(self)
+        self.detector.checks.add(self)
 
     def queue(self, name: str, threaded: bool = False, alone: bool = False) -> Queue:
-        """A queue for a new user. Collective.
+        """Create a queue. Collective.
 
-        threaded: a thread runs the calls of all queues from now on. UnavailableError on all ranks when MPI was not
-        started with MPI_THREAD_MULTIPLE on all of them.
+        threaded: start the worker thread, which then runs the calls of all queues. Raises UnavailableError on all ranks
+        if MPI lacks MPI_THREAD_MULTIPLE on any.
         """
         agree(
             self._control, [zlib.crc32(name.encode()), threaded, alone], f"queue({name!r}, {threaded=}, {alone=})", None
@@ -196,7 +222,7 @@ class Worker:
         return self.add(lambda worker, number: Queue(worker, number, name, alone), threaded)
 
     def add(self, make: Callable[["Worker", int], QueueT], threaded: bool = False) -> QueueT:
-        """The queue that `make` makes, for this worker and with this number. Collective; raises as `queue`."""
+        """Create a queue by `make(worker, number)`, and add it. Collective; raises as `queue`."""
         if threaded:
             self._start()
         queue = make(self, next(self._numbers))
@@ -205,15 +231,15 @@ class Worker:
 
     def _start(self) -> None:
         if self._thread is None:
-            raise_together(self._control, refused())
+            raise_together(self._control, thread_error())
             self._thread = threading.Thread(target=self._work, name="allreduce worker", daemon=True)
             self._thread.start()
 
     def submit(self, queue: Queue, future: Future) -> Future:
-        """Take a call on; see Queue.submit."""
+        """Announce a call to rank 0, or make it ready if nothing needs announcing; see Queue.submit."""
         self.detector.check()
         try:
-            with self.detector.hearing(), self._changed:
+            with self.detector.translating_failures(), self._lock:
                 self._take(queue, future)
         except RankLostError as lost:
             self.fail(queue, lost)
@@ -225,7 +251,7 @@ class Worker:
     def _take(self, queue: Queue, future: Future) -> None:
         if queue.broken is not None:
             raise BrokenError(
-                f"{queue.name} can't go on: an earlier call has failed ({type(queue.broken).__name__}: {queue.broken})"
+                f"{queue.name} is broken: an earlier call failed ({type(queue.broken).__name__}: {queue.broken})"
             ) from queue.broken
         queue.submitted += 1
         self._open += 1
@@ -235,14 +261,14 @@ class Worker:
             queue.announce(future)
 
     def announce(self, number: int, count: int, digest: int) -> None:
-        """Tell rank 0 that this rank has come to call `count` of a queue. With the lock held."""
+        """Announce call `count` of queue `number` to rank 0. The caller holds the lock."""
         if self._comm.rank == 0:
-            self._note(0, number, count, digest)
+            self._record(0, number, count, digest)
         else:
             self._send(np.array([number, count, digest], np.int64), 0, ANNOUNCE)
 
     def wait_for(self, done: threading.Event, timeout: float | None) -> None:
-        """Return when `done` is set; do the worker's work meanwhile where there is no thread for it."""
+        """Wait until `done` is set; without a worker thread, do the worker's work meanwhile. Raises TimeoutError."""
         deadline = None if timeout is None else time.monotonic() + timeout
         if self._thread is not None and threading.current_thread() is not self._thread:
             if not done.wait(timeout):
@@ -250,48 +276,41 @@ class Worker:
             return
         self._work_until(done.is_set, deadline)
 
-    def taken(self) -> set[int]:
-        """The numbers of the queues that users have. Local."""
-        return {*self._queues}
-
-    def take_back(self, parts: set[int]) -> None:
-        """Drop the queues with these numbers, whose users can't close them. Local, alike on all ranks."""
-        for number in parts:
-            self._queues[number].abandon()
-
     def drop(self, queue: Queue) -> None:
-        """Forget a queue. Local."""
+        """Fail the queue's waiting calls with ClosedError, and remove the queue. Local."""
         self.fail(queue, ClosedError(f"{queue.name} is closed"))
         self._queues.pop(queue.number, None)
         self.detector.forget(queue.wait)
 
     def close(self) -> None:
-        """End the thread. Collective in so far as all ranks' calls must have ended."""
+        """Abandon the queues and end the thread. Local; all ranks' calls must have ended before."""
         for queue in list(self._queues.values()):
             queue.abandon()
         thread, self._thread = self._thread, None
         if thread is not None:
             self._wake.put(False)
             thread.join()
-        running.discard(self)
+        _workers.discard(self)
 
     def abandon(self) -> None:
-        """Give all calls up. Local. A thread that is inside of MPI stays there, unless it hears of a lost rank."""
+        """Abandon the queues. Local. A worker thread inside an MPI call stays there, unless a rank has failed: then
+        wait up to EXIT_SECONDS for it.
+        """
         for queue in list(self._queues.values()):
             queue.abandon()
         if self._thread is not None:
             self._wake.put(False)
             if self.detector.lost is not None and self._thread is not threading.current_thread():
                 self._thread.join(EXIT_SECONDS)
-        running.discard(self)
+        _workers.discard(self)
 
-    # The work: in the thread, or in whoever waits
+    # The work, done by the worker thread or by a thread that waits for a call
 
     def _work(self) -> None:
         try:
             while self._wake.get():
                 self._work_until(lambda: self._open == 0, None)
-        except BaseException as error:  # nothing may end this thread in silence: others wait for its calls
+        except BaseException as error:  # callers wait for this thread, so they must get its error
             self._thread = None
             for queue in list(self._queues.values()):
                 self.fail(queue, error)
@@ -299,36 +318,37 @@ class Worker:
                 self._ready.popleft()[2].finish(error)
 
     def _work_until(self, done: Callable[[], bool], deadline: float | None) -> None:
-        pause, looked = Pause(), time.monotonic()
+        pause, checked = Pause(), time.monotonic()
         while not done():
             busy = False
-            if self._turning.acquire(blocking=False):  # otherwise another thread does it
+            if self._work_lock.acquire(blocking=False):  # otherwise another thread does it
                 try:
-                    busy = self._turn()
+                    busy = self._step()
                 finally:
-                    self._turning.release()
+                    self._work_lock.release()
             if busy:
                 pause.begin()
                 continue
             now = time.monotonic()
             pause(now)
-            if now - looked > LOOK_SECONDS or self.detector.lost is not None:
-                looked = now
-                self._look()
+            if now - checked > LOOK_SECONDS or self.detector.lost is not None:
+                checked = now
+                self._check_waits()
             if deadline is not None and now > deadline:
                 raise TimeoutError("not done in time")
 
-    def _turn(self) -> bool:
-        """Hear what the ranks have announced or rank 0 has decided, and run one call. True when there was one."""
+    def _step(self) -> bool:
+        """Receive announcements and decisions, and run one call if one is ready. Returns whether it ran one."""
         if self.size > 1 and not self._ready and self.detector.lost is None:
-            with self.detector.hearing():
+            with self.detector.translating_failures():
                 self._listen()
-        if not self._ready:
-            return False
-        verb, queue, future = self._ready.popleft()
-        self._running = future
+        with self._lock:
+            if not self._ready:
+                return False
+            verb, queue, future = self._ready.popleft()
+            self._running = future
         try:
-            if queue.broken is not None:  # this rank has given up meanwhile
+            if queue.broken is not None:  # it has failed meanwhile
                 future.finish(without_frames(queue.broken))
             elif verb == RUN:
                 future.run()
@@ -336,7 +356,7 @@ class Worker:
                 self._refuse(queue, future)
         finally:
             self._running = None
-            with self._changed:
+            with self._lock:
                 self._open -= 1
         return True
 
@@ -346,35 +366,38 @@ class Worker:
         status = MPI.Status()
         while self._comm.Iprobe(tag=tag, status=status):
             self._comm.Recv(message, status.source, tag)
-            with self._changed:
+            with self._lock:
                 first, second, third = message.tolist()
                 if tag == ANNOUNCE:
-                    self._note(status.source, first, second, third)
+                    self._record(status.source, first, second, third)
                 else:
                     self._decided(first, second)
         for queue in list(self._queues.values()):
-            queue.listen(self._changed)
+            queue.poll(self._lock)
 
     def decide(self, queue: Queue, future: Future, added: int) -> None:
-        """A call is next. added: 1, less the submitted calls that it stands for. With the lock held."""
+        """Make a decided call ready to run. added: the change in the number of open calls: 1 minus the submitted calls
+        it stands for. The caller holds the lock.
+        """
         self._open += added
         self._ready.append((RUN, queue, future))
 
     def _send(self, message: np.ndarray, rank: int, tag: int) -> None:
-        """Begin to send, and wait for nobody: other threads want the lock that is held here."""
+        """Start a non-blocking send. It must not wait: the caller holds the lock."""
         self._sent = [pair for pair in self._sent if not pair[0].Test()]
         self._sent.append((self._comm.Isend(message, rank, tag), message))
 
-    def _note(self, rank: int, number: int, count: int, digest: int) -> None:
-        """Rank 0: `rank` has come to a call; when all have, it is next."""
-        sides = self._announced.setdefault((number, count), {})
-        sides[rank] = digest
-        if len(sides) < self.size:
+    def _record(self, rank: int, number: int, count: int, digest: int) -> None:
+        """Rank 0: record `rank`'s announcement; when all ranks have announced the call, send the decision to all."""
+        digests = self._announced.setdefault((number, count), {})
+        digests[rank] = digest
+        if len(digests) < self.size:
             return
         del self._announced[number, count]
-        if number not in self._queues:  # this rank has given up, so nobody may begin: the others' waits end by time
+        # this rank has dropped the queue, so no rank may run the call; the others time out
+        if number not in self._queues:
             return
-        verb = RUN if len(set(sides.values())) == 1 else REFUSE
+        verb = RUN if len(set(digests.values())) == 1 else REFUSE
         for other in range(1, self.size):
             self._send(np.array([verb, number, 0], np.int64), other, DECIDE)
         self._decided(verb, number)
@@ -382,42 +405,63 @@ class Worker:
     def _decided(self, verb: int, number: int) -> None:
         queue = self._queues.get(number)
         if queue is None or not queue.futures:
-            return  # this rank has given up meanwhile
+            return  # the queue was closed, or has failed meanwhile
         self._ready.append((verb, queue, queue.futures.popleft()))
         queue.wait.end()
         if queue.futures:
-            queue.wait.begin(NamedCall(queue.futures[0].what))
+            queue.wait.begin(NamedCall(queue.futures[0].description))
 
     def _refuse(self, queue: Queue, future: Future) -> None:
-        """All ranks came, with different calls."""
-        error: BaseException = BrokenError(f"the ranks disagreed about {future.what}")
-        try:
-            agree(self._comm, [future.digest], future.what, None)  # the control communicator is the main thread's
-        except BaseException as told:
-            error = told
+        """Fail a call that differs between the ranks, with the same DisagreementError on all. Collective."""
+        error: BaseException
+        try:  # on the communicator of announcements: the control communicator is the main thread's
+            error = disagreement(self._comm, all_values(self._comm, future.description, future.description))
+        except BaseException as raised:
+            error = raised
         self.fail(queue, error)
         future.finish(error)
 
-    def _look(self) -> None:
-        """See whether what is waited for can still come."""
-        for queue in list(self._queues.values()):
+    def _check_waits(self) -> None:
+        """Have the stall detector check every queue's wait, and fail the queues whose wait ended in an error."""
+        for queue in [each for each in self._queues.values() if each.broken is None]:
             try:
                 self.detector.look(queue.wait)
             except AllReduceError as error:
                 self.fail(queue, error)
 
     def fail(self, queue: Queue, error: BaseException) -> None:
-        """Give a queue's calls up."""
-        with self._changed:
+        """Fail the waiting calls of a queue, and refuse further ones. Local.
+
+        The last call ends first: users may wait for it when the others end.
+        """
+        with self._lock:
             queue.broken = queue.broken or without_frames(error)
             queue.wait.end()
-            given_up = queue.take_back()
-            self._open -= len(given_up)
-        for future in given_up:
+            cancelled = queue.cancel_waiting()
+            cancelled += [future for _, owner, future in self._ready if owner is queue]
+            self._ready = deque(each for each in self._ready if each[1] is not queue)
+            self._open -= len(cancelled)
+        for future in reversed(cancelled):
             future.finish(error)
 
-    def idle(self, limit: float) -> bool:
-        """Wait for the calls that were submitted, for `limit` seconds at most. False: one still runs."""
+    def give_up(self, queue: Queue, error: BaseException) -> None:
+        """Fail all calls of a queue, also the running one, whose thread may never return from it. Local."""
+        self.fail(queue, error)
+        queue.wait.final = queue.broken  # the running call may wait with this record, now or later
+        future = self._running
+        if future is not None and future.queue is queue:
+            future.finish(error)
+
+    def check_deadline(self) -> None:
+        """Fail a queue whose running call exceeds its limit; in another thread, because it runs users' callbacks."""
+        future = self._running
+        if future is None or future.queue is None or future.queue.broken is not None:
+            return
+        if time.perf_counter() - future.begin > future.limit:
+            threading.Thread(target=self.give_up, args=(future.queue, future.late()), daemon=True).start()
+
+    def wait_idle(self, limit: float) -> bool:
+        """Wait up to `limit` seconds for the submitted calls. Returns False if one is still running."""
         deadline = time.monotonic() + limit
         while self._open and time.monotonic() < deadline:
             time.sleep(0.01)
@@ -426,33 +470,35 @@ class Worker:
     threaded = property(lambda self: self._thread is not None)
 
 
-EXIT_SECONDS = 10.0  # the end of a program waits so long for calls that are under way
-running: "weakref.WeakSet[Worker]" = weakref.WeakSet()
+EXIT_SECONDS = 10.0  # how long the program's exit waits for running calls
+_workers: "weakref.WeakSet[Worker]" = weakref.WeakSet()
 
 
-def multiple() -> bool:
-    """Whether several threads may communicate. Local."""
+def has_thread_multiple() -> bool:
+    """Return whether MPI runs with MPI_THREAD_MULTIPLE. Local."""
     return MPI.Query_thread() == MPI.THREAD_MULTIPLE
 
 
-def refused() -> UnavailableError | None:
-    """Why there can be no thread that communicates; None when there can. Local."""
-    if multiple():
+def thread_error() -> UnavailableError | None:
+    """Return the error to raise if a second thread may not call MPI; None if it may. Local."""
+    if has_thread_multiple():
         return None
     return UnavailableError(
-        "a thread that communicates needs an MPI that was started with MPI_THREAD_MULTIPLE; mpi4py asks for it by "
-        "itself unless mpi4py.rc.threads or mpi4py.rc.thread_level were changed, so this MPI library does not offer it"
+        "a worker thread needs MPI_THREAD_MULTIPLE. mpi4py requests it unless mpi4py.rc.threads or "
+        "mpi4py.rc.thread_level was changed; if neither was, this MPI library does not support it"
     )
 
 
 @atexit.register
 def _end() -> None:
-    """MPI can't be finalised while a thread is inside of it: wait a little, then end the job."""
+    """Close the workers at exit. MPI can't be finalized while a thread is in it: if a call is still running after
+    EXIT_SECONDS, end the job.
+    """
     if children.forked():  # it has a copy of the workers, and none of their threads
         return
-    for worker in list(running):
+    for worker in list(_workers):
         if worker.threaded and not MPI.Is_finalized():
-            if not worker.idle(EXIT_SECONDS):
+            if not worker.wait_idle(EXIT_SECONDS):
                 abort.end_job("a collective still hangs at the end of the program; MPI_Abort ends the job\n", 1)
             worker.close()
 

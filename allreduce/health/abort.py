@@ -1,4 +1,4 @@
-"""The end of the whole job: an error of one rank alone would leave all others waiting for it for ever."""
+"""Ends the whole job after an uncaught error on one rank; otherwise the others would wait for it for ever."""
 
 import atexit
 import contextlib
@@ -20,11 +20,11 @@ from allreduce.process import children
 from allreduce.transport import ulfm
 from allreduce.transport.processes import here
 
-TOLD_SECONDS = 2.0  # a rank waits so long for the lowest rank with the same error to report it
-ALIKE_SECONDS = 1.0  # the same, for rank 0, when no rank knows which ranks have the error
-ERROR_FILE = "ALLREDUCE_ERROR_FILE"  # names a file for the error that ends the job: mpirun's own text follows ours
-LIFE_FILE = "ALLREDUCE_LIFE_FILE"  # names a file for the begin and the end of each rank's program
-TRACEBACK = "ALLREDUCE_TRACEBACK"  # "full": also the frames inside of the library
+REPORT_SECONDS = 2.0  # how long ranks with an error wait for the one that reports it
+ALIKE_SECONDS = 1.0  # how long ranks with an error wait for rank 0 if no rank knows which ranks have the error
+ERROR_FILE = "ALLREDUCE_ERROR_FILE"  # a path: ranks append the error that ends the job (mpirun's text follows ours)
+LIFE_FILE = "ALLREDUCE_LIFE_FILE"  # a path: each rank appends the begin and the end of its program
+TRACEBACK = "ALLREDUCE_TRACEBACK"  # "full": print the frames inside the library too
 LIBRARY = ("allreduce", "trainers")
 TITLE = "Traceback (most recent call last):\n"
 INSTALLED = tuple({sysconfig.get_path(name) + os.sep for name in ("stdlib", "platstdlib", "purelib", "platlib")})
@@ -46,11 +46,11 @@ _parts: "weakref.WeakSet[Part]" = weakref.WeakSet()
 
 
 def install() -> None:
-    """From now on an uncaught exception prints its traceback, with the rank, and ends the whole job. Local.
+    """Install hooks: an uncaught exception prints its traceback, with the rank, and ends the whole job. Local.
 
-    A hook that the program has set prints before; one that it sets later is noticed when the program ends. Exceptions
-    in threads end the job when the thread has called a collective. A rank that ends without an exception tells the
-    others (`on_leaving`). Interactive sessions are left alone.
+    An excepthook that the program set earlier runs first; one that it sets later is detected at exit. An exception in a
+    thread ends the job if the thread has called a collective. A rank that ends without an exception tells the others
+    (`on_leaving`). Interactive sessions are left alone.
     """
     if _installed or hasattr(sys, "ps1"):
         return
@@ -63,18 +63,18 @@ def install() -> None:
             return
         interrupted = issubclass(kind, KeyboardInterrupt)
         part_alone = in_part() and not interrupted
-        if part_alone and not _tells(error):
+        if part_alone and not _reports(error):
             return
-        leave_to_teller(error)
+        wait_for_reporter(error)
         text = "interrupted\n" if interrupted else traceback_of(error)
         if previous is not sys.__excepthook__ and not interrupted:
             previous(kind, error, trace)
             text = f"{kind.__name__}\n"
         write_down(_of_this_rank("interrupted\n" if interrupted else "".join(traceback.format_exception_only(error))))
         if part_alone:
-            say(text)  # and the end of MPI waits for the other parts
+            print_error(text)  # MPI_Finalize then waits for the other parts
         else:
-            end_job(text, 130 if interrupted else code_of(error), written=True)
+            end_job(text, 130 if interrupted else exit_code_of(error), written=True)
 
     def thread_hook(args: threading.ExceptHookArgs) -> None:
         previous_thread(args)
@@ -84,18 +84,20 @@ def install() -> None:
             and args.exc_type is not SystemExit
         ):
             name = args.thread.name if args.thread else "?"
-            end_job(f"{args.exc_type.__name__} in thread {name!r}, which other ranks may wait for\n", code_of(None))
+            end_job(
+                f"{args.exc_type.__name__} in thread {name!r}, which other ranks may wait for\n", exit_code_of(None)
+            )
 
     sys.excepthook, threading.excepthook = hook, thread_hook
-    children.note_exit_codes()
+    children.record_exit_codes()
     atexit.register(_at_exit, hook)
 
 
 @functools.cache
-def note_life() -> None:
-    """Note in the file that the environment names, if it does, that this program has begun, and its end. Local, once.
+def record_lifetime() -> None:
+    """Append the begin and the end of this program to the file in ALLREDUCE_LIFE_FILE, if set. Local, once.
 
-    mpirun of a job with ULFM whose ranks were all killed returns 0, as it does for a job that has ended well.
+    With ULFM, mpirun returns 0 also for a job whose ranks were all killed.
     """
 
     def ended() -> None:
@@ -107,53 +109,53 @@ def note_life() -> None:
 
 
 def traceback_of(error: BaseException) -> str:
-    """The traceback as Python prints it, without repetitions and without frames of this library.
+    """Format a traceback as Python prints it, without repetitions and without frames of this library. Local.
 
-    An error that a check has raised again on all ranks is printed once, unless it passed through other code than one
-    package's, such as a callback. Frames inside of this library are left out, unless the environment asks for them or
-    the error comes from a mistake of the library.
+    An error that a check has raised again on all ranks is printed once, unless it passed through code of more than one
+    package, such as a callback. Frames inside this library are left out, unless ALLREDUCE_TRACEBACK asks for them or
+    the error may be a bug of the library.
     """
     cause, chain = error.__cause__, True
     if cause is not None and (type(cause), str(cause)) == (type(error), str(error)):
         packages = [_package(frame) for frame, _ in traceback.walk_tb(cause.__traceback__)]
         chain = cause.__cause__ is not None or not {*packages} <= {*packages[:1], "allreduce"}
-    told = traceback.TracebackException.from_exception(error)
-    left_out = 0 if os.environ.get(TRACEBACK) == "full" else _shorten(told, error, chain)
-    text = "".join(told.format(chain=chain))
+    shown = traceback.TracebackException.from_exception(error)
+    left_out = 0 if os.environ.get(TRACEBACK) == "full" else _shorten(shown, error, chain)
+    text = "".join(shown.format(chain=chain))
     if not left_out:
         return text
     note = f"  ({left_out} frames inside of the library are left out; {TRACEBACK}=full shows them)\n"
     return text.replace(TITLE, TITLE + note, 1)
 
 
-def _shorten(told: traceback.TracebackException, error: BaseException, chain: bool) -> int:
-    """Take the frames of this library, and of what it calls, out of an error's traceback; returns how many they were.
+def _shorten(shown: traceback.TracebackException, error: BaseException, chain: bool) -> int:
+    """Remove the frames of this library, and of code that it calls, from a traceback; return how many. Local.
 
-    chain: out of those of the errors that it comes from, too.
+    chain: from the tracebacks of the error's causes, too.
     """
     left_out = 0
     context = None if error.__suppress_context__ else error.__context__
-    for cause_told, cause in ((told.__cause__, error.__cause__), (told.__context__, context)):
-        if chain and cause_told is not None and cause is not None:
-            left_out += _shorten(cause_told, cause, chain)
+    for cause_shown, cause in ((shown.__cause__, error.__cause__), (shown.__context__, context)):
+        if chain and cause_shown is not None and cause is not None:
+            left_out += _shorten(cause_shown, cause, chain)
             break
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
-    if len(frames) != len(told.stack) or _of_the_library(error):
+    if len(frames) != len(shown.stack) or _may_be_our_bug(error):
         return left_out
     kept, within = [], False
-    for frame, summary in zip(frames, told.stack, strict=True):
+    for frame, summary in zip(frames, shown.stack, strict=True):
         within = _inside(frame, within)
         if not within:
             kept.append(summary)
     left_out += len(frames) - len(kept)
-    told.stack[:] = kept
+    shown.stack[:] = kept
     return left_out
 
 
-def _of_the_library(error: BaseException) -> bool:
-    """Whether an error may be a mistake of this library, whose frames are needed then.
+def _may_be_our_bug(error: BaseException) -> bool:
+    """Return whether an error may be a bug of this library, so that its frames are needed.
 
-    That is an error that is none of our named errors, and that our code has raised, or installed code that ours calls.
+    True if it is not a named error, and was raised in our code or in installed code that ours calls.
     """
     if type(error).__module__.partition(".")[0] in LIBRARY:
         return False
@@ -170,22 +172,22 @@ def _of_the_library(error: BaseException) -> bool:
 
 
 def _inside(frame: FrameType, within: bool) -> bool:
-    """Whether a frame is this library's, or of installed code that it calls. within: this of the frame before."""
+    """Return whether a frame is of this library, or of installed code that it calls. within: of the frame before."""
     if _package(frame) in LIBRARY:
         return True
     return within and frame.f_code.co_filename.startswith(("<frozen ", *INSTALLED))
 
 
 def _package(frame: FrameType) -> str:
-    """The first package of the module that a frame belongs to; of `python -m package` too."""
+    """Return the top-level package of a frame's module; of `python -m package` too."""
     names = frame.f_globals
     return str(names.get("__package__") or names.get("__name__") or "").partition(".")[0]
 
 
-def code_of(error: BaseException | None) -> int:
-    """The exit code of a job that ends by this error: that of the rank whose leaving has caused it, else 1.
+def exit_code_of(error: BaseException | None) -> int:
+    """Return the exit code of a job that this error ends: that of the rank that has left and caused it, else 1.
 
-    `fail_with` replaces the 1.
+    `set_error_exit_code` replaces the 1. Local.
     """
     while error is not None:
         code = getattr(error, "job_code", None)
@@ -195,56 +197,56 @@ def code_of(error: BaseException | None) -> int:
     return _failure[0]
 
 
-def fail_with(code: int) -> None:
-    """From now on errors end the job with this exit code. For programs in which 1 has a meaning. Local."""
+def set_error_exit_code(code: int) -> None:
+    """Make errors end the job with this exit code. For programs in which 1 has a meaning. Local."""
     _failure[:] = [code]
 
 
-def communicates() -> None:
-    """Note that the current thread calls collectives, so that other ranks may wait for it."""
+def register_thread() -> None:
+    """Register the current thread as one that calls collectives: an uncaught error in it ends the job. Local."""
     _threads.add(threading.current_thread())
 
 
-def on_leaving(tell: Callable[[str], object]) -> None:
-    """Have `tell` called with the reason when this rank's program ends, before MPI does."""
-    _leaving.append(tell)
+def on_leaving(call: Callable[[str], object]) -> None:
+    """Register a function that is called with the reason when this rank's program ends, before MPI does. Local."""
+    _leaving.append(call)
 
 
 def contain(part: "Part") -> None:
-    """From now on an uncaught exception ends this rank's program but not the job, until `part` is closed. Local."""
+    """Make an uncaught exception end this rank's program but not the job, until `part` is closed. Local."""
     _parts.add(part)
 
 
 def in_part() -> bool:
-    """Whether an uncaught exception leaves the other parts alone."""
+    """Return whether an uncaught exception ends this rank's program only, not the job. Local."""
     return any(not part.closed for part in _parts)
 
 
-def leave_to_teller(error: BaseException) -> None:
-    """Return at once on the one rank that reports an error; other ranks that have it wait for the job to end.
+def wait_for_reporter(error: BaseException) -> None:
+    """Return at once on the rank that reports an error; sleep on others that have it, so that its report comes first.
 
-    Where no rank knows which ranks have it, all may (a missing file): the others give rank 0 the time to report it.
+    If no rank knows which ranks have the error, all may (a missing file): the others give rank 0 time to report it.
     """
-    if not _tells(error):
-        time.sleep(TOLD_SECONDS)
+    if not _reports(error):
+        time.sleep(REPORT_SECONDS)
     elif getattr(error, "ranks", None) is None and here()[0] > 0:
         time.sleep(ALIKE_SECONDS)
 
 
-def _tells(error: BaseException) -> bool:
-    """Whether this rank reports an error: the rank that brought it, else the lowest that has it."""
+def _reports(error: BaseException) -> bool:
+    """Return whether this rank reports an error: its `reporter` does, else the lowest rank that has it. Local."""
     ranks = range(here()[1]) if isinstance(error, KeyboardInterrupt) else getattr(error, "ranks", None)
-    teller = getattr(error, "teller", None)
-    if teller is None:
-        teller = min(ranks) if ranks else here()[0]
-    return here()[0] == teller
+    reporter = getattr(error, "reporter", None)
+    if reporter is None:
+        reporter = min(ranks) if ranks else here()[0]
+    return here()[0] == reporter
 
 
-def say(text: str) -> None:
-    """Print an error's text, with the rank, behind what the program has printed."""
-    with contextlib.suppress(OSError, ValueError):  # its reader has ended, or it is closed: the job must end
+def print_error(text: str) -> None:
+    """Print an error's text to stderr, prefixed with the rank, after the program's output. Local."""
+    with contextlib.suppress(OSError, ValueError):  # a closed pipe or stream: the job must end all the same
         sys.stdout.flush()
-    # Not sys.stderr: torch.distributed wraps the hook and prints what it wrote there afterwards, too late.
+    # Not sys.stderr: torch.distributed wraps the hook, and prints what was written there later, too late.
     stderr = sys.__stderr__ or sys.stderr
     with contextlib.suppress(OSError, ValueError):
         stderr.write(_of_this_rank(text))
@@ -252,12 +254,12 @@ def say(text: str) -> None:
 
 
 def write_down(text: str) -> None:
-    """Add an error to the file that the environment names, if it does; see scripts/train.sh."""
+    """Append an error to the file in ALLREDUCE_ERROR_FILE, if set; see scripts/train.sh. Local."""
     _append(ERROR_FILE, text)
 
 
 def _append(variable: str, text: str) -> None:
-    """Add lines to the file that an environment variable names, if it does."""
+    """Append a line to the file that an environment variable names, if it is set."""
     if path := os.environ.get(variable):
         with contextlib.suppress(OSError), open(path, "a", encoding="utf-8", errors="replace") as file:
             file.write(text.rstrip("\n") + "\n")
@@ -268,38 +270,38 @@ def _of_this_rank(text: str) -> str:
     return f"rank {rank} of {size}: {text}"
 
 
-def on_ending(tell: Callable[[int], object]) -> None:
-    """Have `tell` called with the exit code when this rank ends the job, from any thread."""
-    _ending.append(tell)
+def on_ending(call: Callable[[int], object]) -> None:
+    """Register a function that is called with the exit code, from any thread, when this rank ends the job. Local."""
+    _ending.append(call)
 
 
-def follow(code: int) -> NoReturn:
-    """End this process: another rank ends the job, and has reported why. From any thread."""
-    with contextlib.suppress(OSError, ValueError):  # its reader has ended, or it is closed
+def exit_quietly(code: int) -> NoReturn:
+    """End this process without a message: another rank ends the job, and has reported why. From any thread."""
+    with contextlib.suppress(OSError, ValueError):  # a closed pipe or stream
         sys.stdout.flush()
     os._exit(code)
 
 
 def end_job(text: str, code: int, written: bool = False) -> NoReturn:
-    """Print why, with the rank, and end all ranks. From any thread. written: the error is in ERROR_FILE already."""
-    say(text)
+    """Print `text`, with the rank, and end all ranks. From any thread. written: it is in ERROR_FILE already."""
+    print_error(text)
     if not written:
         write_down(_of_this_rank(text))
-    for tell in _ending:
-        tell(code)
-    time.sleep(0.5)  # MPICH's launcher drops output that it has not passed on before the end
-    if not ulfm.all_others_failed(MPI.COMM_WORLD):  # for MPI_Abort of the last living rank Open MPI's mpirun returns 0
+    for call in _ending:
+        call(code)
+    time.sleep(0.5)  # MPICH's launcher drops output that it has not forwarded before the end
+    if not ulfm.all_others_failed(MPI.COMM_WORLD):  # after MPI_Abort by the only living rank mpirun returns 0
         MPI.COMM_WORLD.Abort(code)
     os._exit(code)
 
 
 def _at_exit(hook: object) -> None:
-    """The program ends on this rank: by an exception that our hook did not see, or so that others must know."""
+    """At exit: end the job if an exception has bypassed our hook; else tell the others that this program has ended."""
     if MPI.Is_finalized() or children.forked():
         return
     died = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
     if died is not None and sys.excepthook is not hook and here()[1] > 1 and not in_part():
-        leave_to_teller(died)
-        end_job(f"{type(died).__name__}: {died}\n", code_of(died))
-    for tell in _leaving:
-        tell("it has ended its program" if died is None else f"{type(died).__name__}: {died}")
+        wait_for_reporter(died)
+        end_job(f"{type(died).__name__}: {died}\n", exit_code_of(died))
+    for call in _leaving:
+        call("it has ended its program" if died is None else f"{type(died).__name__}: {died}")

@@ -1,8 +1,8 @@
-"""The Python stacks of all ranks in files, when a wait takes long: they show what a rank does that has not come.
+"""Writes the Python stacks of all ranks to files during a long wait: they show what the missing ranks do.
 
-ALLREDUCE_STALL_STACKS names a folder, in which each rank appends to a file of its own. A rank whose wait is reported
-asks all others for their stacks by a status message. A thread of each writes them, whatever the program does meanwhile.
-Where that thread can't run, because C code holds Python's lock, a timer of faulthandler, which needs no lock, does it.
+ALLREDUCE_STALL_STACKS names a folder, in which each rank appends to its own file. The rank that reports a wait asks all
+others for their stacks by a status message. A thread of each rank writes them, whatever the program does meanwhile. If
+that thread can't run, because C code holds the GIL, a timer of faulthandler, which needs no GIL, writes them.
 """
 
 import faulthandler
@@ -15,26 +15,26 @@ from allreduce.notices import log
 from allreduce.transport import processes
 
 STACKS = "ALLREDUCE_STALL_STACKS"
-AGAIN_SECONDS = 5.0  # several ranks ask at about the same time
-ARM_SECONDS = 1.0  # how often the timer is put off
-LONGEST_SECONDS = 1e9  # from here on, which is decades, there is no timer; it refuses ten times as many
+AGAIN_SECONDS = 5.0  # minimum interval: several ranks ask at about the same time
+ARM_SECONDS = 1.0  # how often the timer is restarted
+LONGEST_SECONDS = 1e9  # no timer above that (decades): faulthandler refuses ten times as much
 
 _files: dict[str, IO[str] | None] = {}
 _times = {"dumped": -AGAIN_SECONDS, "armed": -ARM_SECONDS}
 
 
-def wanted() -> bool:
-    """Whether stacks are to be written."""
+def enabled() -> bool:
+    """Return whether stacks are to be written. Local."""
     return bool(os.environ.get(STACKS))
 
 
-def place() -> str:
-    """The files of all ranks, for people."""
+def file_pattern() -> str:
+    """Return the path pattern of all ranks' files, for messages. Local."""
     return os.path.join(os.environ.get(STACKS, ""), "stacks-rank-*.txt")
 
 
 def dump(why: str) -> None:
-    """Append the stacks of all threads of this rank to its file; nothing where that was just done. Local."""
+    """Append the stacks of all threads of this rank to its file, unless that was just done. Local."""
     now = time.monotonic()
     file = _file()
     if file is not None and now - _times["dumped"] >= AGAIN_SECONDS:
@@ -43,7 +43,7 @@ def dump(why: str) -> None:
             _write(file, why)
         except OSError as error:  # a full disk; the wait goes on
             faulthandler.cancel_dump_traceback_later()
-            _give_up(error)
+            _disable(error)
 
 
 def _write(file: IO[str], why: str) -> None:
@@ -53,8 +53,8 @@ def _write(file: IO[str], why: str) -> None:
     print(file=file, flush=True)
 
 
-def put_off(seconds: float) -> None:
-    """Have the stacks written after so many seconds unless this is called again before. Local."""
+def restart_timer(seconds: float) -> None:
+    """Restart the timer that writes the stacks after `seconds` and a little more. Local."""
     now = time.monotonic()
     file = _file()
     if file is not None and seconds < LONGEST_SECONDS and now - _times["armed"] >= ARM_SECONDS:
@@ -63,7 +63,7 @@ def put_off(seconds: float) -> None:
 
 
 def stop() -> None:
-    """The program ends. Local."""
+    """Stop the timer, at exit. Local."""
     if _files:
         faulthandler.cancel_dump_traceback_later()
 
@@ -74,18 +74,18 @@ def _file() -> IO[str] | None:
         try:
             os.makedirs(folder, exist_ok=True)
             path = os.path.join(folder, f"stacks-rank-{processes.here()[0]}.txt")
-            _files[folder] = open(path, "a", 1, opener=_no_link)  # noqa: SIM115, a timer may write there to the end
+            _files[folder] = open(path, "a", 1, opener=_no_link)  # noqa: SIM115, a timer may write to it until exit
         except OSError as error:
-            _give_up(error)
+            _disable(error)
     return _files.get(folder)
 
 
 def _no_link(path: str, flags: int) -> int:
-    """Open a file, but none that a link leads to: the folder may be everybody's."""
+    """Open a file, but do not follow a link: other users may write to the folder."""
     return os.open(path, flags | os.O_NOFOLLOW, 0o666)
 
 
-def _give_up(error: OSError) -> None:
+def _disable(error: OSError) -> None:
     folder = os.environ.get(STACKS, "")
     log.warning("%s=%s: stacks can't be written there: %s", STACKS, folder, error)
     _files[folder] = None

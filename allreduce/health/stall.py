@@ -1,20 +1,22 @@
-"""The stall detector: says which rank waits where and which has not come, and ends waits that would last for ever.
+"""The stall detector: reports which ranks wait where and which are missing; ends waits that would last for ever.
 
-- A rank that has waited for a second tells the others where (status_messages.py). A rank that tells nothing does not
-  wait. So every waiting rank knows where all ranks are, and no rank has to answer. Nothing is sent while all is well.
+- A rank that has waited for a second sends a status message that says where (status_messages.py). A rank that has sent
+  none is not waiting. So every waiting rank knows where all ranks are, and no rank has to answer. Nothing is sent while
+  all is well.
 - Of the ranks that wait in a call, one reports it.
-- A rank whose process has ended without telling MPI counts as lost where ranks may be lost, and else as one that left.
-- A wait in a loop of ours (agreements, queues of the worker) ends in an error that is raised there. A wait inside of
-  MPI can't be left: its error is printed, and the job ends.
-- Ranks that wait in different calls, one in a backend's and one in an agreement, say, end by the time-out, and are told
-  long before where all ranks are. That they wait for ever is never certain: a rank may come to a call by another
-  thread, also by one that Python does not know (XLA's, autograd's); not every call needs all ranks, so a rank may be
-  behind in a call that others have left; and ranks with roles (servers) call a backend unequally often, so counts
-  don't tell which rank is behind.
-- Where ranks may fail while others go on (transport/ulfm.py), the watchdog also listens for failures. It revokes the
-  topology's communicators then, so that waits inside of MPI return, and sets `lost` for loops of ours.
+- A rank whose process has ended without telling MPI counts as failed under ULFM, and otherwise as one that has left.
+- A wait in a loop of ours (agreements, queues of the worker) ends in an error that is raised there. A wait inside MPI
+  can't be interrupted: its error is printed, and the job ends.
+- Ranks that wait in different calls (one in a backend's call, one in an agreement) end in a time-out; the report shows
+  much earlier where all ranks are. They are not ended sooner, because it is never certain that they wait for ever: a
+  rank may reach a call in another thread, also in one that Python does not know (XLA's, autograd's); not every call
+  needs all ranks, so a rank may be behind in a call that others have left; and ranks with roles (servers) call a
+  backend unequally often, so counts do not show which rank is behind.
+- Under ULFM (transport/ulfm.py) the watchdog also asks MPI for failed ranks. After a failure it revokes the topology's
+  communicators, so that waits inside MPI return, and sets `lost` for loops of ours.
 """
 
+import copy
 import functools
 import os
 import threading
@@ -22,28 +24,30 @@ import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from typing import Protocol
 
 from mpi4py import MPI
 
-from allreduce.errors import AllReduceError, CollectiveTimeoutError, DisagreementError, OptionError, RankLostError
+from allreduce.errors import AllReduceError, CollectiveTimeoutError, OptionError, RankLostError
 from allreduce.health import abort, stacks
 from allreduce.health.status import StatusRows
 from allreduce.health.status_messages import StatusMessages
 from allreduce.notices import log
 from allreduce.transport import liveness, processes, ulfm
+from allreduce.transport.control import different_calls
 from allreduce.transport.liveness import Process
 from allreduce.transport.wait import LOOK_SECONDS, Call, Pause, WaitRecord, default, wait_until
 
 STALL, TIMEOUT = "ALLREDUCE_STALL_SECONDS", "ALLREDUCE_TIMEOUT_SECONDS"
-TELL_SECONDS = 1.0  # after which a wait is told to the other ranks
-SOON_SECONDS = 1.0  # by then MPI has told of a rank that has died
+ANNOUNCE_SECONDS = 1.0  # length of a wait after which this rank announces it to the others
+SOON_SECONDS = 1.0  # how long MPI may take to report a failed rank
 SHOWN = 8  # calls in a report
-END_SECONDS = 1.0  # to wait for a thread that looks at waits while this one ends the job
-LEFT_SECONDS = 2.0  # the last messages of a rank that has left may still be on their way
+END_SECONDS = 1.0  # to wait for a thread that checks waits while this one ends the job
+LEFT_SECONDS = 2.0  # how long the last messages of a rank that has left may be on their way
 
 
 def seconds(variable: str, default: float) -> float:
-    """A number of seconds from the environment; 0 or less means no limit. OptionError when it is no number."""
+    """Return a number of seconds from the environment; 0 or less: no limit. Raises OptionError if it is no number."""
     given = os.environ.get(variable)
     try:
         value = float(given) if given else default
@@ -54,12 +58,19 @@ def seconds(variable: str, default: float) -> float:
     return value if value > 0 else float("inf")
 
 
-class StallDetector:
-    """The waits of one topology's ranks. Creating it and `close` are collective.
+class Deadlines(Protocol):
+    """Calls that may take too long without a wait for other ranks; checked when the waits are, in any thread."""
 
-    comm: a communicator of its own; of this rank alone before the ranks can send each other status messages.
+    def check_deadline(self) -> None: ...
+
+
+class StallDetector:
+    """Reports long waits of a topology's ranks, and ends waits that can't succeed. Constructor and `close`: collective.
+
+    comm: for status messages, which are sent after `connect`. isolated: for communicators outside any topology; comm is
+        then MPI.COMM_SELF, and no status messages are sent.
     timeout, stall: seconds after which a wait ends in a CollectiveTimeoutError, and after which it is reported.
-    revoke: revokes the topology's communicators when a rank is lost; called in any thread.
+    revoke: revokes the topology's communicators after a failure; called in any thread.
     """
 
     def __init__(
@@ -67,22 +78,23 @@ class StallDetector:
         comm: MPI.Intracomm,
         timeout: float,
         stall: float | None = None,
-        lonely: bool = False,
+        isolated: bool = False,
         revoke: Callable[[], object] = bool,
     ) -> None:
         self.timeout, self.stall = timeout, seconds(STALL, 30.0) if stall is None else stall
-        self.lost: RankLostError | None = None  # a rank has died, or another one says so
-        self._lonely, self._revoke = lonely, revoke
+        self.lost: RankLostError | None = None  # a rank has failed, or another rank has revoked the topology
+        self._isolated, self._revoke = isolated, revoke
         self.messages = StatusMessages(comm)
-        self._rank, ranks = processes.here() if lonely else (comm.rank, comm.size)
+        self._rank, ranks = processes.here() if isolated else (comm.rank, comm.size)
         self.active = ranks > 1
+        self.checks: weakref.WeakSet[Deadlines] = weakref.WeakSet()
         self._waits: list[WaitRecord] = []
-        self._told_seconds = min(TELL_SECONDS, self.stall / 2)
-        self._lock = threading.RLock()  # a rank may end the job while it looks
+        self._announce_seconds = min(ANNOUNCE_SECONDS, self.stall / 2)
+        self._lock = threading.RLock()  # a rank may end the job during a check
         self._from_threads = MPI.Query_thread() == MPI.THREAD_MULTIPLE
         self.closed = False
-        if self.active and stacks.wanted():
-            stacks.put_off(self.stall)
+        if self.active and stacks.enabled():
+            stacks.restart_timer(self.stall)
         _watchdog.add(self)
 
     def connect(
@@ -93,18 +105,18 @@ class StallDetector:
             self.messages.connect(nodes, own, rows, found)
 
     def wait_record(self, number: int, raises: bool = False) -> WaitRecord:
-        """A new WaitRecord, which is looked at from now on."""
+        """Create a WaitRecord, which is checked from now on. Local."""
         wait = WaitRecord(number, raises)
         self._waits.append(wait)
         return wait
 
     def forget(self, wait: WaitRecord) -> None:
-        """Look at a record no more."""
+        """Stop checking a record. Local."""
         if wait in self._waits:
             self._waits.remove(wait)
 
     def close(self) -> None:
-        """Stop, and receive what others have sent, so that the communicator can be freed. Collective."""
+        """Stop, and receive all pending messages, so that the communicator can be freed. Collective."""
         with self._lock:
             self.closed = True
             self._waits.clear()
@@ -117,8 +129,11 @@ class StallDetector:
             self._waits.clear()
             self.messages.release()
 
-    def listen(self) -> None:
-        """Ask MPI whether a rank was lost; then the topology's communicators are revoked. From any thread."""
+    def poll_failures(self) -> None:
+        """Ask MPI for failed ranks; after a failure, revoke the topology's communicators. From any thread.
+
+        Also ends this process if another rank has announced that it ends the job.
+        """
         if self.closed or self.messages.size == 1:
             return
         try:
@@ -130,13 +145,13 @@ class StallDetector:
         except MPI.Exception as error:
             if ulfm.lost(error) is None:
                 raise
-            self.lose()
+            self.handle_failure()
         if self.messages.ended is not None:
-            self.messages.ends(self.messages.ended)  # this rank passes it on to its neighbours
-            abort.follow(self.messages.ended)
+            self.messages.announce_end(self.messages.ended)  # forwards it to this rank's neighbours
+            abort.exit_quietly(self.messages.ended)
 
-    def lose(self) -> RankLostError:
-        """A rank is lost: end every wait of the topology, on all ranks. Local."""
+    def handle_failure(self) -> RankLostError:
+        """Record that a rank has failed, and revoke the topology, which ends all ranks' waits. Local."""
         with self._lock:
             first = self.lost is None
             lost = self.lost = self.lost or ulfm.loss(None if self.closed else self.messages.comm)
@@ -145,38 +160,44 @@ class StallDetector:
             self._revoke()
         return lost
 
-    def loss_of(self, error: BaseException) -> RankLostError | None:
-        """The RankLostError in place of `error` when that comes from a lost rank; every wait ends then. Local."""
+    def failure_behind(self, error: BaseException) -> RankLostError | None:
+        """Return the RankLostError to raise instead of `error` if a failed rank caused it, else None. Local.
+
+        The topology is then revoked.
+        """
         if not ulfm.in_force():
             return None
-        told = ulfm.lost(error)
-        if self._lonely:
-            return told
-        if told is None and ulfm.may_be(error):  # MPI may report a failed rank as its cause soon
-            wait_until(lambda: self.lost is not None, SOON_SECONDS, pause=Pause(longest=ulfm.HEAR_SECONDS))
-            told = self.lost
-        return None if told is None else ulfm.again(self.lose())
+        failure = ulfm.lost(error)
+        if self._isolated:
+            return failure
+        if failure is None and ulfm.may_be_failure(error):  # MPI may soon report the failed rank that caused it
+            wait_until(lambda: self.lost is not None, SOON_SECONDS, pause=Pause(longest=ulfm.POLL_SECONDS))
+            failure = self.lost
+        return None if failure is None else ulfm.again(self.handle_failure())
 
     @contextmanager
-    def hearing(self) -> Iterator[None]:
-        """Turn what MPI raises inside when a rank was lost into a RankLostError, and end every wait."""
+    def translating_failures(self) -> Iterator[None]:
+        """If an error in the body is caused by a failed rank, revoke the topology and raise RankLostError instead."""
         try:
             yield
         except Exception as error:
-            lost = self.loss_of(error)
+            lost = self.failure_behind(error)
             if isinstance(error, MPI.Exception) and lost is not None:
-                ulfm.release_numbers()
+                ulfm.unblock_comm_creation()
             if lost is None or (isinstance(error, RankLostError) and error.args == lost.args):
                 raise
             raise lost from (None if isinstance(error, RankLostError) else error)
 
     def check(self) -> None:
-        """Raise RankLostError when a rank was lost. For loops that wait: it costs nothing."""
+        """Raise RankLostError if a rank has failed. For loops that wait: it costs nothing. Local."""
         if self.lost is not None:
             raise ulfm.again(self.lost)
 
     def look(self, wait: WaitRecord | None = None) -> None:
-        """Exchange status messages, and judge all waits. Raises the error of `wait`. From any thread."""
+        """Exchange status messages, report long waits and end hopeless ones. From any thread.
+
+        Raises `wait.final` or `wait.error`.
+        """
         if wait is not None:
             self.check()
         if not self.closed and self.active and self._lock.acquire(blocking=False):
@@ -185,67 +206,70 @@ class StallDetector:
                     self._look(time.monotonic(), wait is not None or self._from_threads)
             finally:
                 self._lock.release()
-        if wait is not None and wait.error is not None:
-            raise wait.error
+        error = None if wait is None else copy.copy(wait.final) or wait.error  # a traceback would keep buffers alive
+        if error is not None:
+            raise error
 
     def leave(self, why: str, wait: WaitRecord | None = None) -> None:
-        """Tell the others that this rank makes no further calls: of one user or, when its program ends, of any."""
+        """Tell the others that this rank makes no further calls of one user or, without `wait`, of any."""
         if self.closed or self.messages.size == 1 or (wait is not None and self.lost is not None):
             return
         try:
             with self._lock:
-                self.messages.leaves(why, wait)
-        except MPI.Exception as error:  # the others notice a lost rank by themselves
+                self.messages.announce_leaving(why, wait)
+        except MPI.Exception as error:  # the others learn of the failed rank from MPI
             if ulfm.lost(error) is None:
                 raise
 
     def end(self, code: int) -> None:
-        """Tell the others that this rank ends the job. From any thread, also while it looks."""
+        """Tell the others that this rank ends the job. From any thread, also during a check."""
         if not self.closed and self.lost is None and self._lock.acquire(timeout=END_SECONDS):
             try:
-                self.messages.ends(code)
+                self.messages.announce_end(code)
             finally:
                 self._lock.release()
 
     def _look(self, now: float, may_communicate: bool) -> None:
+        for each in list(self.checks):
+            each.check_deadline()
         long = []
         for wait in list(self._waits):
             call = wait.call
-            if not wait.new(now) and call is not None and now - wait.since >= self._told_seconds:
+            if not wait.new(now) and call is not None and now - wait.since >= self._announce_seconds:
                 long.append((wait, call))
-        self.messages.waits(long)
+        self.messages.set_waits(long)
         if may_communicate and self.lost is None:
             self.messages.exchange()
         if long:
-            liveness.declare_gone() if self._lonely else self.messages.look_for_gone_processes()
+            liveness.declare_gone() if self._isolated else self.messages.look_for_gone_processes()
         for wait, call in long:
             self._judge(wait, call, now)
-        if stacks.wanted():
+        if stacks.enabled():
             self._give_stacks()
 
     # Stacks
 
     def _ask_for_stacks(self, wait: WaitRecord) -> None:
-        """Write the stacks of this rank to its file, and have all other ranks do so."""
-        log.warning("the stacks of all ranks are in %s", stacks.place())
+        """Write the stacks of this rank to its file, and request those of all other ranks."""
+        log.warning("the stacks of all ranks are in %s", stacks.file_pattern())
         stacks.dump(f"waits in {wait}")
-        self.messages.asks_for_stacks(str(wait))
+        self.messages.request_stacks(str(wait))
 
     def _give_stacks(self) -> None:
-        """Write the stacks of this rank to its file, whatever it does, when another rank asks."""
-        stacks.put_off(self.stall)
-        for rank, text in self.messages.asked_for_stacks():
+        """Write the stacks of this rank to its file for each new request of another rank."""
+        stacks.restart_timer(self.stall)
+        for rank, text in self.messages.new_stack_requests():
             stacks.dump(f"rank {rank} waits in {text}; here {self.status() or 'nothing is waited for'}")
 
     def status(self) -> str:
-        """Where this rank waits, then its last calls, newest first, on lines; "" before its first call. Local."""
+        """Return lines: where this rank waits, then its last calls, newest first; "" before its first. Local."""
         now, lines = time.monotonic(), []
         used = [wait for wait in self._waits if wait.call or wait.last]
         for wait in sorted(used, key=lambda wait: (wait.call is None, -wait.since))[:SHOWN]:
             if wait.call is not None:
                 lines.append(f"waits since {now - wait.since if wait.since else 0:.1f} s in {wait}")
             else:
-                lines.append(f"{wait.count} calls in one place, among the last: {wait.last}")
+                lines.append(f"{wait.count} calls of one backend or communicator; the last one seen: {wait.last}")
         return "\n  ".join(lines)
 
     # Judgement
@@ -254,11 +278,9 @@ class StallDetector:
         waited = now - wait.since
         error: AllReduceError | None = None
         patience = min(LEFT_SECONDS, self.timeout / 2)
-        left = self.messages.gone(wait, now - patience, call)
+        left = self.messages.left_error(wait, now - patience, call)
         if self.messages.disagree(wait, call):
-            error = DisagreementError(
-                f"the ranks disagree about this call; it must be the same on all of them:\n{self.messages.table(call)}"
-            )
+            error = different_calls(self.messages.table(call))
         elif left is not None:
             error = left
         elif waited > self.timeout:
@@ -266,46 +288,46 @@ class StallDetector:
                 f"waited {waited:.0f} s for other ranks in: {wait}{self._where(call)}\n"
                 f"  ({TIMEOUT} or Topology(timeout=seconds) sets how long a rank waits)"
             )
-        elif waited > self.stall and not wait.warned and self._speaks(wait, call):
+        elif waited > self.stall and not wait.warned and self._reports(wait, call):
             wait.warned = True
             log.warning(
                 "rank %d has waited %.0f s for other ranks in: %s%s", self._rank, waited, wait, self._where(call)
             )
-            if stacks.wanted():
+            if stacks.enabled():
                 self._ask_for_stacks(wait)
         if error is None or wait.call is not call:
             return
-        self.messages.gives_up(wait, call)
+        self.messages.note_given_up(wait, call)
         if self.messages.size > 1 and not abort.in_part():
-            error.teller = self.messages.teller(wait, call)
+            error.reporter = self.messages.reporter(wait, call)
         if wait.raises:
             wait.error = error
         else:
-            abort.leave_to_teller(error)
-            abort.end_job(f"{type(error).__name__}: {error}\n", abort.code_of(error))
+            abort.wait_for_reporter(error)
+            abort.end_job(f"{type(error).__name__}: {error}\n", abort.exit_code_of(error))
 
-    def _speaks(self, wait: WaitRecord, call: Call) -> bool:
-        """Whether this rank reports a wait. Before ranks exchange status messages, few ranks do: 0, 1, 2, 4, 8, ..."""
+    def _reports(self, wait: WaitRecord, call: Call) -> bool:
+        """Return whether this rank reports a wait. Without status messages only ranks 0, 1, 2, 4, 8, ... do."""
         if self.messages.size > 1:
-            return self.messages.speaker(wait, call, SHOWN)
+            return self.messages.is_reporter(wait, call, SHOWN)
         return self._rank & (self._rank - 1) == 0
 
     def _where(self, call: Call) -> str:
-        """Where all ranks are, on lines of their own; "" where ranks exchange no status messages."""
+        """Return the table of where all ranks are, on new lines; "" without status messages."""
         return f"\n{self.messages.table(call)}" if self.messages.size > 1 else ""
 
 
 @functools.cache
-def lonely() -> StallDetector:
-    """The detector of communicators that belong to no topology yet: it knows nothing of other ranks."""
+def default_detector() -> StallDetector:
+    """Return the detector for communicators outside any topology: it knows nothing of other ranks. Local."""
     try:
         timeout, stall = seconds(TIMEOUT, 1800.0), seconds(STALL, 30.0)
     except OptionError:  # Topology raises it
         timeout, stall = 1800.0, 30.0
-    return StallDetector(MPI.COMM_SELF, timeout, stall, lonely=True)
+    return StallDetector(MPI.COMM_SELF, timeout, stall, isolated=True)
 
 
-default.append(lonely)
+default.append(default_detector)
 
 
 class _Watchdog:
@@ -327,29 +349,29 @@ class _Watchdog:
     def _run(self) -> None:
         listens = ulfm.in_force()
         if listens:
-            ulfm.end_alone()
+            ulfm.finalize_without_barrier()
         looked = time.monotonic()
-        while not self._stop.wait(ulfm.HEAR_SECONDS if listens else LOOK_SECONDS):
+        while not self._stop.wait(ulfm.POLL_SECONDS if listens else LOOK_SECONDS):
             due = not listens or time.monotonic() - looked > LOOK_SECONDS
             looked = time.monotonic() if due else looked
             for detector in self.detectors():
-                if MPI.Is_finalized():  # the program goes on without it
+                if MPI.Is_finalized():  # the program continues after MPI_Finalize
                     return
                 try:
                     with ulfm.alone_for_now():
                         if listens:
-                            detector.listen()
+                            detector.poll_failures()
                         if due:
                             detector.look()
                 except Exception:  # without the watchdog hangs would go unreported
-                    log.exception("the watchdog met an error, and goes on")
+                    log.exception("the watchdog met an error, and continues")
 
     def detectors(self) -> list[StallDetector]:
         with self._lock:
             return list(self._detectors)
 
     def _end(self, why: str) -> None:
-        """The program ends, and MPI after this."""
+        """At exit, before MPI_Finalize: stop the thread, and tell the other ranks that this one leaves."""
         self._stop.set()
         stacks.stop()
         if self._thread is not None:
@@ -358,7 +380,7 @@ class _Watchdog:
             detector.leave(why)
 
     def _end_others(self, code: int) -> None:
-        """With ULFM, Open MPI's MPI_Abort ends no other rank as long as none was lost; so they are told."""
+        """Under ULFM, tell the other ranks to end: Open MPI's MPI_Abort ends none of them if no rank has failed."""
         if ulfm.in_force():
             for detector in self.detectors():
                 detector.end(code)
@@ -368,6 +390,6 @@ _watchdog = _Watchdog()
 
 
 def status() -> str:
-    """Where this rank waits and what it has called, by all detectors, for people. Local, from any thread."""
+    """Return where this rank waits and its last calls, of all detectors, as text. Local, from any thread."""
     texts = [text for detector in _watchdog.detectors() if (text := detector.status())]
     return "\n  ".join(texts) or "it has made no call that took long"

@@ -1,6 +1,6 @@
-"""The state of a job, as ranks tell it when a wait is long: facts, each with the ranks that it holds for. No MPI here.
+"""The state of a job during a long wait: facts, each with the ranks that it holds for. No MPI here.
 
-Ranks that wait in the same call bring the same fact, so the state of a whole job is a few facts with ranges of ranks,
+Ranks that wait in the same call have the same fact, so the state of a whole job is a few facts with ranges of ranks,
 however many ranks it has.
 """
 
@@ -15,7 +15,7 @@ WAITING, LEFT, STALLED, ENDED, SILENT = range(5)
 NOT_COME = "has not come: it computes, is stopped, or waits for something else"
 SEVERAL = {NOT_COME: "have not come: they compute, are stopped, or wait for something else"}
 TEXT_BYTES = 300
-MOST_FACTS = 40  # in a message; beyond, calls of few ranks become OTHERS
+MOST_FACTS = 40  # in a message; beyond that, the calls with the fewest ranks are merged into OTHERS
 OTHERS = "other calls"
 MOST_BYTES = 1 << 20  # of a message that is decoded; states are smaller
 LINES, RANGES = 18, 10  # of a table
@@ -27,11 +27,11 @@ OWN_BYTES, FAR_BYTES = ROW_BYTES - HEAD_BYTES, FAR_ROWS * ROW_BYTES - HEAD_BYTES
 class Fact(NamedTuple):
     """A fact about ranks.
 
-    WAITING: in the call `text`; number, turn: those of its WaitRecord; fingerprint: the call's.
-    LEFT: for the reason `text`; number: of the WaitRecord whose calls they make no more, 0: of any; turn: the exit code
-        of their program; fingerprint: how many agreements on what is finished they have passed.
-    STALLED: they ask for all stacks, for the turn-th time. ENDED: they end the job with the exit code `turn`.
-    SILENT: nothing can be heard of them, for the reason `text`.
+    WAITING: they wait in the call `text`; number, turn: number and count of the WaitRecord; fingerprint: the call's.
+    LEFT: they make no further calls, for the reason `text`; number: of the WaitRecord, 0: no calls of any; turn: the
+        exit code of their program; fingerprint: the number of `finished` agreements that they took part in.
+    STALLED: they request all ranks' stacks; turn: the number of the request.
+    ENDED: they end the job with the exit code `turn`. SILENT: no message arrives from them, for the reason `text`.
     """
 
     kind: int
@@ -45,13 +45,13 @@ State = Mapping[Fact, Collection[int]]  # ranks, as numbers of the topology
 
 
 def fact(kind: int, number: int, turn: int, fingerprint: int, text: str) -> Fact:
-    """A Fact whose text is no longer than a message takes."""
+    """Create a Fact, with its text cut to TEXT_BYTES and without control characters."""
     cut = text.encode(errors="replace")[:TEXT_BYTES].decode(errors="ignore")
     return Fact(kind, number, turn, fingerprint, "".join(filter(str.isprintable, cut)))
 
 
 def merged(states: Iterable[State]) -> dict[Fact, set[int]]:
-    """All facts of several states."""
+    """Merge several states."""
     found: dict[Fact, set[int]] = {}
     for state in states:
         for each, ranks in state.items():
@@ -60,7 +60,7 @@ def merged(states: Iterable[State]) -> dict[Fact, set[int]]:
 
 
 def limited(state: State) -> State:
-    """The same, with at most MOST_FACTS: calls of few ranks become OTHERS."""
+    """Return a state with at most MOST_FACTS facts; the calls with the fewest ranks are merged into OTHERS."""
     if len(state) <= MOST_FACTS:
         return state
     order = sorted(state, key=lambda each: (each.kind == WAITING, -len(state[each]), min(state[each])))
@@ -75,7 +75,7 @@ def limited(state: State) -> State:
 
 
 def fitting(state: State, nbytes: int) -> bytes:
-    """A state as a message of at most `nbytes`, without its last facts where that is necessary."""
+    """Encode a state as a message of at most `nbytes`, if necessary without its last facts."""
     facts = list(state)
     while len(message := encode({each: state[each] for each in facts})) > nbytes:
         facts.pop()
@@ -83,13 +83,13 @@ def fitting(state: State, nbytes: int) -> bytes:
 
 
 def encode(state: State) -> bytes:
-    """A state as a message."""
+    """Encode a state as a message."""
     facts = [[*each, ranges(ranks)] for each, ranks in sorted(state.items())]
     return json.dumps(facts, ensure_ascii=False, separators=(",", ":")).encode()
 
 
 def decode(message: bytes, ranks: int) -> dict[Fact, set[int]]:
-    """The state of `ranks` ranks in a message; empty when the message is not in the format of this version."""
+    """Decode the state of `ranks` ranks from a message; empty if the message does not have this version's format."""
     try:
         facts = json.loads(message) if len(message) <= MOST_BYTES else None
     except (ValueError, RecursionError):
@@ -114,7 +114,7 @@ def _members(pair: Any, ranks: int) -> range:
 
 
 def ranges(ranks: Iterable[int]) -> list[list[int]]:
-    """[first, last] of each run of consecutive ranks."""
+    """Return [first, last] of each run of consecutive ranks."""
     found: list[list[int]] = []
     for rank in sorted(ranks):
         if found and found[-1][1] == rank - 1:
@@ -125,19 +125,22 @@ def ranges(ranks: Iterable[int]) -> list[list[int]]:
 
 
 def spans(numbers: Iterable[int]) -> str:
-    """Numbers for people: "0-2, 5"."""
+    """Format numbers as text: "0-2, 5"."""
     return ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in ranges(numbers))
 
 
 def listed(ranks: Collection[int]) -> str:
-    """Ranks for people: "rank 3", "ranks 0-2, 5"; of many runs the first few."""
+    """Format ranks as text: "rank 3", "ranks 0-2, 5"; of many runs only the first."""
     shown = [rank for first, last in ranges(ranks)[:RANGES] for rank in range(first, last + 1)]
     more = f" and {len(ranks) - len(shown)} more" if len(shown) < len(ranks) else ""
     return f"rank{'s' * (len(ranks) > 1)} {spans(shown)}{more}"
 
 
 def table(state: State, size: int, rank: int, call: str) -> str:
-    """Where all ranks are, as this `rank` knows, which waits in `call`: at most 20 lines, one for ranks in one call."""
+    """Format a table of where all ranks are, as known to `rank`, which waits in `call`.
+
+    At most 20 lines: ranks in the same call share one.
+    """
     waits: dict[int, list[str]] = {rank: [call]}
     left, silent = {}, {}
     for each, ranks in sorted(state.items()):
@@ -160,7 +163,7 @@ def table(state: State, size: int, rank: int, call: str) -> str:
     important = sorted(places, key=lambda where: (where.startswith("waits in "), -len(places[where])))[:LINES]
     lines = [_line(ranks, where) for where, ranks in places.items() if where in important]
     others = [other for where in places if where not in important for other in places[where]]
-    return "\n".join(lines + ([f"  {listed(others)}: wait in {len(places) - LINES} other places"] if others else []))
+    return "\n".join(lines + ([f"  {listed(others)}: wait in {len(places) - LINES} other calls"] if others else []))
 
 
 def _line(ranks: list[int], where: str) -> str:
@@ -170,12 +173,12 @@ def _line(ranks: list[int], where: str) -> str:
 
 
 class StatusRows:
-    """The status of the ranks of a node, in memory that they share: each rank writes its own row and reads all rows.
+    """The status of a node's ranks, in memory that they share: each rank writes its own row and reads all rows.
 
     The leader writes another, longer row: the facts of other nodes. The rank that has written a row may compute, be
     stopped, or have ended when others read it. A row has a length and a checksum before its content, so a reader
-    recognizes a row that is being written. A row also counts the looks of its rank: a leader whose count stands still
-    passes on no facts of other nodes.
+    recognizes a row that is being written. A row also counts its rank's checks: a leader whose count does not grow is
+    not forwarding other nodes' facts.
 
     memory: of shape (ranks + FAR_ROWS, ROW_BYTES), dtype uint8, zero at first. own: the index of this rank.
     """
@@ -188,30 +191,30 @@ class StatusRows:
     def _use(self, memory: np.ndarray) -> None:
         self._bytes = memory.reshape(-1)
         heads = memory[: self.far + 1, :HEAD_BYTES].view(np.int64)
-        self._heads, self._looks = heads[:, :2], heads[:, 2]  # length and checksum; looks
+        self._heads, self._checks = heads[:, :2], heads[:, 2]  # length and checksum; checks
 
     def release(self) -> None:
-        """Release the shared memory; a copy takes its place. Local, from any thread, at any time."""
+        """Release the shared memory, and use a copy instead. Local, from any thread, at any time."""
         self._use(self._bytes.reshape(-1, ROW_BYTES).copy())
 
     def write(self, content: bytes, far: bool = False) -> None:
-        """Set this rank's row, of at most OWN_BYTES. far: the one of other nodes instead, of at most FAR_BYTES."""
+        """Write this rank's row, of at most OWN_BYTES. far: the row of other nodes instead, of at most FAR_BYTES."""
         index = self.far if far else self.own
         head = len(content), zlib.crc32(content)
         if tuple(self._heads[index].tolist()) != head:
             self._bytes[self._place(index, len(content))] = np.frombuffer(content, np.uint8)
             self._heads[index] = head
 
-    def count_look(self) -> None:
-        """Count a look of this rank."""
-        self._looks[self.own] += 1
+    def count_check(self) -> None:
+        """Count a check of this rank."""
+        self._checks[self.own] += 1
 
-    def looks(self, index: int) -> int:
-        """How often the rank with this index has looked."""
-        return int(self._looks[index])
+    def checks(self, index: int) -> int:
+        """Return how many checks the rank with this index has made."""
+        return int(self._checks[index])
 
     def changed(self) -> list[tuple[int, bytes]]:
-        """The rows that have changed since the last call: (index, content)."""
+        """Return (index, content) of each row that has changed since the last call."""
         heads = self._heads.copy()
         news = []
         for index in np.flatnonzero((heads != self._seen).any(axis=1)).tolist():

@@ -1,9 +1,9 @@
-"""The status dump: at SIGUSR1 a rank prints where it waits and the stacks of its threads, and goes on.
+"""The status dump: at SIGUSR1 a rank prints where it waits and the stacks of its threads, and continues.
 
-- faulthandler prints the stack of the main thread at once, also while C code holds Python's lock.
+- faulthandler prints the stack of the main thread at once, also while C code holds the GIL.
 - A thread, which a byte from Python's own signal handler wakes, prints where the rank waits, and the stacks of all
-  threads. It holds the lock: stacks that change while they are read crash the program.
-- Both work while the main thread is inside of MPI. A handler that the program has set, or sets later, stays.
+  threads. It holds the GIL, because stacks that change while they are read would crash the program.
+- Both work while the main thread is inside MPI. A handler that the program has set, or sets later, stays.
 """
 
 import faulthandler
@@ -19,15 +19,15 @@ from allreduce.health.stall import status
 from allreduce.process import children
 from allreduce.transport import processes
 
-_installed: list[int] = []  # both ends of a pair of sockets, open to the end of the program
+_installed: list[int] = []  # both ends of a pair of sockets, open until exit
 
 
 def install() -> None:
-    """From now on uncaught errors end the job (`abort`), and SIGUSR1 prints where this rank waits. Local.
+    """Make uncaught errors end the job (`abort`), and SIGUSR1 print where this rank waits. Local.
 
     A handler that the program has for the signal stays.
     """
-    abort.note_life()
+    abort.record_lifetime()
     if processes.here()[1] > 1:
         abort.install()
     free = hasattr(signal, "SIGUSR1") and signal.getsignal(signal.SIGUSR1) is signal.SIG_DFL
@@ -43,23 +43,23 @@ def install() -> None:
     os.set_blocking(writer, False)
     _installed.extend((reader, writer))
     previous = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
-    if previous != -1:  # a loop of asyncio, say, which hears all signals; stacks must do
+    if previous != -1:  # an asyncio loop, say, receives all signals: then only faulthandler prints
         signal.set_wakeup_fd(previous)
     signal.signal(signal.SIGUSR1, lambda *_: None)
     faulthandler.register(signal.SIGUSR1, file=stderr, all_threads=False, chain=True)
     threading.Thread(target=_listen, args=(reader, stderr), name="allreduce signals", daemon=True).start()
-    os.register_at_fork(after_in_child=_let_go)
+    os.register_at_fork(after_in_child=_detach_in_child)
 
 
 def _listen(reader: int, stderr: TextIO) -> None:
     while received := os.read(reader, 64):
         if signal.SIGUSR1 in received and not children.forked():
-            abort.say(f"process {os.getpid()} on {socket.gethostname()}:\n  {status()}\n")
+            abort.print_error(f"process {os.getpid()} on {socket.gethostname()}:\n  {status()}\n")
             faulthandler.dump_traceback(stderr)
 
 
-def _let_go() -> None:
-    """A forked child is no rank, and would wake its parent's thread."""
+def _detach_in_child() -> None:
+    """In a forked child: remove the wakeup descriptor, which would wake the parent's thread."""
     previous = signal.set_wakeup_fd(-1)
     if previous not in (-1, _installed[1]):
         signal.set_wakeup_fd(previous)

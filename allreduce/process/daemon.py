@@ -1,9 +1,9 @@
-"""The launcher's daemon: the process of mpirun, mpiexec or Slurm on this host that has started this rank.
+"""The launcher's daemon: the process of mpirun, mpiexec or Slurm on this host that started this rank.
 
-A daemon that is killed, or that takes the job for ended, does not end its ranks: a rank in its own code goes on, and a
-rank in a call of MPI waits for ever. So a rank ends by itself when its daemon has ended.
+A daemon that is killed, or that believes the job has ended, does not end its ranks: a rank in its own code continues,
+and a rank in an MPI call waits for ever. So a rank ends by itself when its daemon has ended.
 
-PR_SET_PDEATHSIG does not serve: the kernel sends that signal when the thread that started this process ends, and Open
+PR_SET_PDEATHSIG can't be used: the kernel sends that signal when the thread that started this process ends, and Open
 MPI's daemon may end such threads. Also the parent may be a shell, or `timeout`, between the daemon and the rank.
 """
 
@@ -13,46 +13,32 @@ import sys
 import threading
 import time
 from contextlib import suppress
-from pathlib import Path
 
-VARIABLES = ("PMIX_NAMESPACE", "PMIX_RANK", "PMI_RANK", "PMI_FD", "PMI_PORT", "PMI_JOBID")  # of a rank
+from allreduce.process import proc, variables
+
 DAEMONS = ("prterun", "prted", "orted", "hydra_pmi_proxy", "slurmstepd")  # as /proc names them
-GRACE_SECONDS = 1.0  # for a daemon that ends its ranks, and itself a moment earlier
+GRACE_SECONDS = 1.0  # the daemon may exit a moment before it has ended its ranks
 
 _followed: list[int] = []  # descriptors of daemons
 
 
 def told() -> str:
-    """The values by which the launcher has told this process which rank it is; "" without a launcher. Local."""
-    return " ".join(os.environ.get(name, "") for name in VARIABLES).strip()
-
-
-def ancestors() -> list[tuple[int, str]]:
-    """Number and name of this process's ancestors, the parent first, as far as /proc tells. Local."""
-    found, number = [], os.getppid()
-    while number > 1:
-        try:
-            status = Path(f"/proc/{number}/stat").read_text(errors="replace")
-        except OSError:
-            break
-        name, rest = status[status.index("(") + 1 :].rsplit(") ", 1)
-        found.append((number, name))
-        number = int(rest.split()[1])
-    return found
+    """Return the launcher's variables that identify this rank, joined; "" without a launcher. Local."""
+    return " ".join(os.environ.get(name, "") for name in variables.PROCESS).strip()
 
 
 def find() -> tuple[int, str] | None:
-    """Number and name of the daemon that has started this rank; None without one, or where none is found. Local."""
+    """Return pid and name of the daemon that started this rank; None if there is none, or none is found. Local."""
     if not told():
         return None
-    return next((ancestor for ancestor in ancestors() if ancestor[1] in DAEMONS), None)
+    return next((ancestor for ancestor in proc.ancestors() if ancestor[1] in DAEMONS), None)
 
 
 def follow() -> None:
-    """From now on this process ends, with exit code 1, when the daemon that has started it has ended. Local, once.
+    """Start a thread that ends this process, with exit code 1, when its launcher's daemon has ended. Local, once.
 
-    Nothing happens without a daemon: a program that no launcher has started outlives its shell. The same where the
-    system has no pidfd_open (Linux before 5.3).
+    Does nothing without a daemon: a program that no launcher has started outlives its shell. Also nothing without
+    pidfd_open (Linux before 5.3).
     """
     found = find()
     if found is None or _followed or not hasattr(os, "pidfd_open"):

@@ -1,7 +1,7 @@
-"""The launcher of this process: how many processes it says that it has started, and whether MPI knows of them.
+"""The launcher of this process: detects that it has started several processes and MPI does not know of them.
 
-MPI takes a process for a job of one rank when torchrun, horovodrun or another MPI's launcher has started it, or srun
-without a plugin for this MPI. Then each process trains a model of its own, and all write the same files.
+MPI treats a process as a job of one rank if torchrun, horovodrun or another MPI's launcher has started it, or srun
+without a plugin for this MPI. Then each process would train a separate model, and all would write the same files.
 """
 
 import os
@@ -12,18 +12,17 @@ from mpi4py import MPI
 
 from allreduce.errors import LauncherError
 from allreduce.machine import mpi_library
+from allreduce.process.variables import OPEN_MPI_SIZE, OTHERS, PMI_SIZE, STEP_SIZE
 
-ALONE = "ALLREDUCE_ALONE"  # 1: processes that a launcher has started together are jobs of one rank each, on purpose
-TORCH, OPEN_MPI, PMI, STEP = "WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS"
-HOROVOD = "HOROVOD_SIZE"
+ALONE = "ALLREDUCE_ALONE"  # 1: each process of a launcher is a job of one rank, on purpose
 SRUN = (
-    "start it with srun --mpi=pmix (Open MPI) or srun --mpi=pmi2 (MPICH); srun --mpi=list shows the plugins that there "
-    "are. Or start it with mpirun inside of sbatch or salloc"
+    "start it with srun --mpi=pmix (Open MPI) or srun --mpi=pmi2 (MPICH); srun --mpi=list shows the plugins. "
+    "Or start it with mpirun inside sbatch or salloc"
 )
 
 
 class Launch(NamedTuple):
-    """What the environment says of the processes that were started together with this one."""
+    """A launcher that has started several processes, according to the environment. remedy: what the user should do."""
 
     launcher: str
     variable: str
@@ -32,49 +31,50 @@ class Launch(NamedTuple):
 
 
 def started(variables: Mapping[str, str], process: int) -> Launch | None:
-    """The launcher that has started this process as one of several, or None. Local.
+    """Return the launcher that has started this process as one of several, or None. Local.
 
-    variables: the environment. process: the number of this process.
+    variables: the environment. process: the pid of this process.
 
-    SLURM_NTASKS says nothing: batch scripts and salloc's shells have it too, which are one process. Only the tasks of
-    a step have SLURM_STEP_NUM_TASKS. A launcher inside of a step replaces it: mpirun starts its daemons by srun.
+    SLURM_NTASKS is not used: batch scripts and salloc's shells, which are one process, have it too. Only the tasks of a
+    step have SLURM_STEP_NUM_TASKS. A launcher inside a step replaces it: mpirun starts its daemons by srun.
     """
-    world, pmi, open_mpi, step = (_number(variables, name) for name in (TORCH, PMI, OPEN_MPI, STEP))
-    torch = Launch("torchrun", TORCH, world, _in_the_place_of("torchrun"))
+    torchrun, horovodrun = OTHERS.values()
+    world, pmi, open_mpi, step = (_number(variables, name) for name in (torchrun, PMI_SIZE, OPEN_MPI_SIZE, STEP_SIZE))
+    torch = Launch("torchrun", torchrun, world, _with_mpirun("torchrun"))
     if world > 1 and "TORCHELASTIC_RUN_ID" in variables:
         return torch
     if pmi > 1:
         by_slurm = variables.get("SLURM_MPI_TYPE", "").startswith("pmi")
         by = f"srun --mpi={variables['SLURM_MPI_TYPE']}" if by_slurm else "the mpiexec of MPICH or a relative of it"
-        return Launch(by, PMI, pmi, SRUN if by_slurm else _mpirun())
+        return Launch(by, PMI_SIZE, pmi, SRUN if by_slurm else _mpirun())
     if open_mpi > 1:
-        return Launch("Open MPI's mpirun", OPEN_MPI, open_mpi, _mpirun())
-    if (horovod := _number(variables, HOROVOD)) > 1:  # without MPI: it starts its processes by itself
-        return Launch("horovodrun", HOROVOD, horovod, _in_the_place_of("horovodrun"))
-    if world > 1:  # after the others, whose number trainers and torch_backend may have copied there
+        return Launch("Open MPI's mpirun", OPEN_MPI_SIZE, open_mpi, _mpirun())
+    if (horovod := _number(variables, horovodrun)) > 1:  # without MPI: horovodrun starts its processes itself
+        return Launch("horovodrun", horovodrun, horovod, _with_mpirun("horovodrun"))
+    if world > 1:  # last: trainers and torch_backend may have copied the others' number there
         return torch._replace(launcher="a launcher of PyTorch's processes, such as torchrun,")
-    if step > 1 and not ({PMI, OPEN_MPI} & set(variables)) and not _in_a_shell(variables, process):
+    if step > 1 and not ({PMI_SIZE, OPEN_MPI_SIZE} & set(variables)) and not _in_a_shell(variables, process):
         plugin = variables.get("SLURM_MPI_TYPE", "none")
-        return Launch("srun" if plugin == "none" else f"srun --mpi={plugin}", STEP, step, SRUN)
+        return Launch("srun" if plugin == "none" else f"srun --mpi={plugin}", STEP_SIZE, step, SRUN)
     return None
 
 
-def mistaken(ranks: int) -> Launch | None:
-    """The launcher whose processes MPI takes for jobs of one rank each, or None where all is well. Local.
+def unrecognized_launch(ranks: int) -> Launch | None:
+    """Return the launcher whose processes MPI treats as separate jobs of one rank, or None. Local.
 
     ranks: those of MPI.COMM_WORLD.
     """
     if ranks > 1 or os.environ.get(ALONE) == "1" or MPI.Comm.Get_parent() != MPI.COMM_NULL:
-        return None  # a parent: MPI itself has started this process, later than the others
+        return None  # a parent: MPI itself has started this process (MPI_Comm_spawn)
     return started(os.environ, os.getpid())
 
 
 def check(ranks: int) -> None:
-    """Raise LauncherError where several processes were started and MPI sees each of them alone. Local.
+    """Raise LauncherError if a launcher started several processes, and MPI treats each as a job of one rank. Local.
 
     ranks: those of MPI.COMM_WORLD.
     """
-    launch = mistaken(ranks)
+    launch = unrecognized_launch(ranks)
     if launch is not None:
         raise LauncherError(
             f"{launch.launcher} has started {launch.processes} processes ({launch.variable}={launch.processes}), and "
@@ -83,8 +83,8 @@ def check(ranks: int) -> None:
         )
 
 
-def _in_the_place_of(launcher: str) -> str:
-    return f"start it with mpirun in the place of {launcher}: mpirun -n N python SCRIPT"
+def _with_mpirun(launcher: str) -> str:
+    return f"start it with mpirun instead of {launcher}: mpirun -n N python SCRIPT"
 
 
 def _mpirun() -> str:
@@ -100,5 +100,5 @@ def _number(variables: Mapping[str, str], name: str) -> int:
 
 
 def _in_a_shell(variables: Mapping[str, str], process: int) -> bool:
-    """Whether this is a program in the shell of `srun --pty bash`: that is one process, whatever the step has."""
+    """Return whether this program runs in the shell of `srun --pty bash`: then it is one process."""
     return "SLURM_PTY_PORT" in variables and variables.get("SLURM_TASK_PID") != str(process)

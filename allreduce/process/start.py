@@ -1,11 +1,11 @@
-"""The start of MPI, which everything else in this package needs: it comes first when `allreduce` is imported."""
+"""Starts MPI, which everything else in this package needs: called first when `allreduce` is imported."""
 
 import faulthandler
 import os
 import sys
 
 from allreduce.errors import OptionError
-from allreduce.process import children, daemon
+from allreduce.process import children, daemon, variables
 
 COMMANDS = ("allreduce", "benchmarks", "trainers")  # packages with command lines
 CANNOT_START = 2  # the exit code of a command
@@ -19,17 +19,17 @@ LIMIT_SECONDS = 120.0  # for the start of MPI where ranks may fail (ULFM)
 
 
 def start() -> None:
-    """Start MPI in a rank, and end the rank with its launcher. In a child of a rank MPI is imported and not started.
+    """Start MPI in a rank, which then ends with its launcher. In a child of a rank, import MPI without starting it.
 
-    Raises ImportError, which says what to install, where MPI can't be imported; one of our commands ends with that in
-    one line. Raises OptionError when the limit of the start is no number.
+    Raises ImportError, which says what to install, if MPI can't be imported; our commands print that as one line and
+    exit. Raises OptionError if ALLREDUCE_START_SECONDS is not a number.
     """
     try:
         import mpi4py
 
         if children.is_child():
-            mpi4py.rc.initialize = False  # no effect where the program has imported mpi4py.MPI before
-        if ULFM in os.environ:  # ranks may fail, and the end of Open MPI waits for those of their host
+            mpi4py.rc.initialize = False  # no effect if the program has imported mpi4py.MPI before
+        if ULFM in os.environ:  # ranks may fail, and Open MPI's finalize waits for all ranks of the host
             os.environ.setdefault("OMPI_MCA_async_mpi_finalize", "1")
         import_mpi()
     except (ImportError, RuntimeError) as error:
@@ -47,11 +47,11 @@ def start() -> None:
 
 
 def import_mpi() -> None:
-    """Import mpi4py.MPI, which starts MPI. With ULFM, end this process when that takes longer than the limit.
+    """Import mpi4py.MPI, which starts MPI. With ULFM, end this process if that takes longer than the limit.
 
-    With ULFM, the start of Open MPI waits for ever for a rank that was killed before. It holds Python's lock, so no
-    thread of Python can end it; only faulthandler can, and prints the stack. So the innermost function has the
-    explanation as its name. Raises OptionError.
+    With ULFM, Open MPI's start waits for ever for a rank that was killed before. It holds the GIL, so no Python thread
+    can end it; only faulthandler can, and it prints the stack. So the explanation is the name of the innermost
+    function. Raises OptionError.
     """
 
     def import_it() -> None:
@@ -61,10 +61,10 @@ def import_mpi() -> None:
     if not seconds:
         import_it()
         return
-    rank, ranks = (os.environ.get(f"OMPI_COMM_WORLD_{name}", "?") for name in ("RANK", "SIZE"))
+    rank, ranks = variables.first(variables.RANK, "?"), variables.first(variables.SIZE, "?")
     explanation = (
         f"rank {rank} of {ranks}: MPI has not started in {seconds:g} s, so this rank ends the job: most likely another "
-        f"rank was killed before MPI was up (if ranks need longer to come here, set {LIMIT}=seconds)"
+        f"rank was killed before MPI was up (if ranks need longer to start, set {LIMIT}=seconds)"
     )
     import_it.__code__ = import_it.__code__.replace(co_name=explanation)
     faulthandler.dump_traceback_later(seconds, exit=True, file=2)
@@ -75,7 +75,7 @@ def import_mpi() -> None:
 
 
 def _limit() -> float:
-    """The seconds that the environment gives to the start of MPI, or the default; 0 is no limit. Raises OptionError."""
+    """Return the limit for the start of MPI in seconds; 0: no limit. Raises OptionError."""
     text = os.environ.get(LIMIT) or LIMIT_SECONDS
     try:
         seconds = float(text)
@@ -87,7 +87,7 @@ def _limit() -> float:
 
 
 def _end_a_command(error: Exception) -> None:
-    """End `python -m` of one of our commands with what is missing, in place of a traceback. Return in a program."""
+    """In one of our commands (`python -m`): print what is missing, in place of a traceback, and exit."""
     option, command = sys.orig_argv[-len(sys.argv) - 1 :][:2] if len(sys.orig_argv) > len(sys.argv) else ("", "")
     if option.startswith("-") and option.endswith("m") and command.partition(".")[0] in COMMANDS:
         missing = f"no MPI library that mpi4py can load ({str(error).partition(chr(10))[0]})"

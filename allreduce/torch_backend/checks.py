@@ -1,4 +1,4 @@
-"""The arguments of a call: their forms, and checks that raise before any rank waits.
+"""Normalizes and checks the arguments of a call. Errors are raised on this rank, before anything is sent.
 
 Every error names the call (`name`) and the values that the user gave.
 """
@@ -15,8 +15,8 @@ Tensors = torch.Tensor | Sequence[torch.Tensor]
 # The forms in which users and PyTorch's layers pass the same arguments
 
 
-def only(name: str, tensors: Tensors) -> torch.Tensor:
-    """The tensor of a call, given as it is or as a list of one (PyTorch's lists were one for each GPU of a process)."""
+def single_tensor(name: str, tensors: Tensors) -> torch.Tensor:
+    """Return the one tensor of a call, which may come in a list of one (older PyTorch: one for each GPU)."""
     if isinstance(tensors, torch.Tensor):
         return tensors
     if len(tensors) != 1:
@@ -24,8 +24,8 @@ def only(name: str, tensors: Tensors) -> torch.Tensor:
     return tensors[0]
 
 
-def only_list(name: str, tensors: Sequence[Any]) -> list[torch.Tensor]:
-    """The list of tensors of a call, as it is or as a list of one list; empty on ranks that give no list."""
+def single_list(name: str, tensors: Sequence[Any]) -> list[torch.Tensor]:
+    """Return the list of tensors of a call, which may come in a list of one; empty on ranks that give no list."""
     if not tensors or isinstance(tensors[0], torch.Tensor):
         return list(tensors)
     if len(tensors) != 1:
@@ -34,33 +34,33 @@ def only_list(name: str, tensors: Sequence[Any]) -> list[torch.Tensor]:
 
 
 def operation(opts: Any, op: Any = None) -> Any:
-    """The ReduceOp that a caller gave by name, in options or as it is; SUM where there is none."""
+    """Return the ReduceOp: `op`, else from `opts` (an options object or the operation), else SUM."""
     given = opts if op is None else op
     return dist.ReduceOp.SUM if given is None else getattr(given, "reduceOp", given)
 
 
 def root_of(name: str, opts: Any, root: int | None, ranks: int) -> int:
-    """The root that a caller gave by name, in options or as a number; rank 0 where there is none."""
+    """Return `root`, else the root in `opts` (an options object or a number), else 0. ValueError if it is no rank."""
     given = opts if root is None else root
     number = 0 if given is None else getattr(given, "rootRank", given)
-    member(name, number, ranks, "root")
+    check_member(name, number, ranks, "root")
     return number
 
 
 # Checks
 
 
-def not_offered(what: str, instead: str) -> NotImplementedError:
-    return NotImplementedError(f'backend "{NAME}" does not offer {what}; {instead}')
+def not_offered(feature: str, instead: str) -> NotImplementedError:
+    return NotImplementedError(f'backend "{NAME}" does not offer {feature}; {instead}')
 
 
-def member(name: str, rank: int, ranks: int, role: str = "rank") -> None:
+def check_member(name: str, rank: int, ranks: int, role: str = "rank") -> None:
     """`rank` must be a rank of the group."""
     if not 0 <= rank < ranks:
         raise ValueError(f"{name}: {role} {rank} is not a rank of the group, which has the ranks 0 to {ranks - 1}")
 
 
-def devices(name: str, tensors: Sequence[torch.Tensor]) -> None:
+def check_devices(name: str, tensors: Sequence[torch.Tensor]) -> None:
     """Tensors must be dense, or sparse in all_reduce, and on CPUs or CUDA devices."""
     for tensor in tensors:
         if tensor.layout != torch.strided and not (name == "all_reduce" and tensor.is_sparse):
@@ -71,14 +71,14 @@ def devices(name: str, tensors: Sequence[torch.Tensor]) -> None:
             raise NotImplementedError(f'{name} of backend "{NAME}" takes CPU and CUDA tensors, not {tensor.device}')
 
 
-def dtypes(name: str, output: torch.Tensor, sources: Sequence[torch.Tensor]) -> None:
+def check_same_dtype(name: str, output: torch.Tensor, sources: Sequence[torch.Tensor]) -> None:
     """Inputs and output must have one dtype: bits are moved, not converted."""
     for source in sources:
         if source.dtype != output.dtype:
             raise TypeError(f"{name}: the input is {source.dtype} and the output {output.dtype}; convert one of them")
 
 
-def one_dtype(name: str, tensors: Sequence[torch.Tensor]) -> None:
+def check_one_dtype(name: str, tensors: Sequence[torch.Tensor]) -> None:
     """Tensors that travel together must have one dtype."""
     if not tensors:
         raise ValueError(f"{name}: no tensor was given; give one or more")
@@ -87,7 +87,7 @@ def one_dtype(name: str, tensors: Sequence[torch.Tensor]) -> None:
         raise ValueError(f"{name}: the tensors are {', '.join(kinds)}; call it once for each dtype")
 
 
-def pairs(name: str, outputs: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
+def check_pairs(name: str, outputs: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
     """There must be an input for each output."""
     if len(outputs) != len(sources):
         raise ValueError(f"{name}: {len(outputs)} outputs and {len(sources)} inputs; give as many of both")
@@ -95,52 +95,55 @@ def pairs(name: str, outputs: Sequence[torch.Tensor], sources: Sequence[torch.Te
         raise ValueError(f"{name}: no tensor was given; give one or more")
 
 
-def count(name: str, tensors: Sequence[object], ranks: int) -> None:
+def check_count(name: str, tensors: Sequence[object], ranks: int) -> None:
     """There must be one tensor for each rank."""
     if len(tensors) != ranks:
         raise ValueError(f"{name}: {len(tensors)} tensors were given for {ranks} ranks; give one for each")
 
 
-def for_each_rank(name: str, tensors: Sequence[torch.Tensor], ranks: int, rank: int, own: torch.Tensor) -> None:
+def check_list(name: str, tensors: Sequence[torch.Tensor], ranks: int, rank: int, own: torch.Tensor) -> None:
     """A list must have one tensor for each rank; this rank's must fit `own`, from or to which it is copied."""
-    count(name, tensors, ranks)
+    check_count(name, tensors, ranks)
     for tensor in tensors:
         if tensor.dtype != own.dtype:
             raise TypeError(f"{name}: this rank's tensor is {own.dtype} and another is {tensor.dtype}; convert one")
     if tensors[rank].nbytes != own.nbytes:
         raise ValueError(
-            f"{name}: this rank's tensor is {tuple(own.shape)} and its place in the list {tuple(tensors[rank].shape)}"
+            f"{name}: this rank's tensor has shape {tuple(own.shape)}, but its entry in the list "
+            f"{tuple(tensors[rank].shape)}"
         )
 
 
-def at_root(name: str, tensors: Sequence[torch.Tensor], ranks: int, rank: int, own: torch.Tensor, root: int) -> None:
+def check_root_list(
+    name: str, tensors: Sequence[torch.Tensor], ranks: int, rank: int, own: torch.Tensor, root: int
+) -> None:
     """The list of a gather or scatter must have a tensor for each rank on the root, and be empty on all other ranks."""
     if rank == root:
-        for_each_rank(name, tensors, ranks, rank, own)
+        check_list(name, tensors, ranks, rank, own)
     elif tensors:
         raise ValueError(
             f"{name}: a list is given by the root alone, rank {root}; this is rank {rank}, with {len(tensors)} tensors"
         )
 
 
-def scattered(name: str, output: torch.Tensor, inputs: Sequence[torch.Tensor], ranks: int, rank: int) -> None:
+def check_scatter(name: str, output: torch.Tensor, inputs: Sequence[torch.Tensor], ranks: int, rank: int) -> None:
     """A reduce_scatter takes an input for each rank, or a single one that can be cut into equal parts."""
-    dtypes(name, output, inputs)
+    check_same_dtype(name, output, inputs)
     if len(inputs) == 1:
         length = inputs[0].numel()
         if length % ranks:
             raise ValueError(f"{name}: {length} elements can't be split evenly among {ranks} ranks")
         share = length // ranks
     else:
-        count(name, inputs, ranks)
+        check_count(name, inputs, ranks)
         share = inputs[rank].numel()
     if share != output.numel():
         raise ValueError(f"{name}: the output has {output.numel()} elements and this rank's share of the input {share}")
 
 
-def gathered(name: str, output: torch.Tensor, source: torch.Tensor, ranks: int) -> None:
+def check_gather(name: str, output: torch.Tensor, source: torch.Tensor, ranks: int) -> None:
     """The output must have room for every rank's `source`."""
-    dtypes(name, output, [source])
+    check_same_dtype(name, output, [source])
     if output.numel() != source.numel() * ranks:
         raise ValueError(
             f"{name}: {ranks} ranks with {source.numel()} elements each fill {source.numel() * ranks} elements, and "
@@ -148,7 +151,7 @@ def gathered(name: str, output: torch.Tensor, source: torch.Tensor, ranks: int) 
         )
 
 
-def exchanged(
+def split_bytes(
     name: str,
     output: torch.Tensor,
     source: torch.Tensor,
@@ -156,8 +159,8 @@ def exchanged(
     source_rows: Sequence[int],
     ranks: int,
 ) -> tuple[list[int], list[int]]:
-    """The numbers of bytes from each rank and to each rank, in an exchange of slices."""
-    dtypes(name, output, [source])
+    """Check an all_to_all_single; return the bytes received from each rank and sent to each rank."""
+    check_same_dtype(name, output, [source])
     if not output_rows and not source_rows and output.numel() != source.numel():
         raise ValueError(
             f"{name}: the input has {source.numel()} elements and the output {output.numel()}; give the split sizes"

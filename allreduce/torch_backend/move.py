@@ -21,7 +21,7 @@ LARGEST = (1 << 31) - 1  # an MPI count or displacement is a C int in Open MPI 5
 class TensorMover:
     """Moves tensors on one communicator. It sends and receives plain tensors (contiguous, on the CPU) in place.
 
-    Module `checks` has checked the arguments. All methods are collective.
+    The caller has checked the arguments (module `checks`). All methods are collective.
     """
 
     def __init__(self, comm: MPI.Intracomm) -> None:
@@ -35,66 +35,69 @@ class TensorMover:
     def all_gather(self, outputs: Sequence[torch.Tensor], source: torch.Tensor) -> None:
         """Fill outputs[r] from rank r's `source`. The numbers of elements may differ between ranks."""
         source = readable(source)
-        with _received(outputs) as everything, self._waiting("all_gather"):
-            self._comm.Allgatherv(whole(as_bytes(source)), everything)
+        with _receive_buffer(outputs) as everything, self._waiting("all_gather"):
+            self._comm.Allgatherv(mpi_buffer(as_bytes(source)), everything)
 
     def all_gather_single(self, output: torch.Tensor, source: torch.Tensor) -> None:
         """Fill the r-th of equal slices of `output` from rank r's `source`."""
         with writable(output) as memory:
-            source = _apart(source, memory)
-            everything = parts(as_bytes(memory), [source.nbytes] * self._comm.size)
+            source = _without_overlap(source, memory)
+            everything = mpi_parts(as_bytes(memory), [source.nbytes] * self._comm.size)
             with self._waiting("all_gather"):
-                self._comm.Allgatherv(whole(as_bytes(source)), everything)
+                self._comm.Allgatherv(mpi_buffer(as_bytes(source)), everything)
 
     def gather(self, outputs: Sequence[torch.Tensor], source: torch.Tensor, root: int) -> None:
         """Fill outputs[r] on rank `root` from rank r's `source`."""
         source = readable(source)
-        with _received(outputs) as everything, self._waiting("gather"):
-            self._comm.Gatherv(whole(as_bytes(source)), everything if self._comm.rank == root else None, root)
+        with _receive_buffer(outputs) as everything, self._waiting("gather"):
+            self._comm.Gatherv(mpi_buffer(as_bytes(source)), everything if self._comm.rank == root else None, root)
 
     def scatter(self, output: torch.Tensor, sources: Sequence[torch.Tensor], root: int) -> None:
         """Fill rank r's `output` from sources[r] on rank `root`."""
         with writable(output) as memory, self._waiting("scatter"):
-            everything = _joined(sources) if self._comm.rank == root else None
-            self._comm.Scatterv(everything, whole(as_bytes(memory)), root)
+            everything = _concatenated(sources) if self._comm.rank == root else None
+            self._comm.Scatterv(everything, mpi_buffer(as_bytes(memory)), root)
 
     def all_to_all(self, outputs: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
-        """Fill outputs[r] from the element of rank r's `sources` that has this rank's number."""
-        with _received(outputs) as everything, self._waiting("all_to_all"):
-            self._comm.Alltoallv(_joined(sources), everything)
+        """Fill outputs[r] from rank r's sources[this rank]."""
+        with _receive_buffer(outputs) as everything, self._waiting("all_to_all"):
+            self._comm.Alltoallv(_concatenated(sources), everything)
 
     def all_to_all_single(
         self, output: torch.Tensor, source: torch.Tensor, output_sizes: Sequence[int], source_sizes: Sequence[int]
     ) -> None:
         """Exchange slices: source_sizes[r] bytes go to rank r, output_sizes[r] come from it."""
         with writable(output) as memory:
-            source = _apart(source, memory)
+            source = _without_overlap(source, memory)
             with self._waiting("all_to_all"):
-                self._comm.Alltoallv(parts(as_bytes(source), source_sizes), parts(as_bytes(memory), output_sizes))
+                self._comm.Alltoallv(
+                    mpi_parts(as_bytes(source), source_sizes),
+                    mpi_parts(as_bytes(memory), output_sizes),
+                )
 
     def _waiting(self, name: str) -> AbstractContextManager[None]:
         return waiting(self._comm, f"{name} of a process group")
 
 
-def _apart(source: torch.Tensor, memory: torch.Tensor) -> torch.Tensor:
-    """`source` in plain memory that does not overlap `memory`: MPI forbids an overlap, and FSDP passes a part of it."""
+def _without_overlap(source: torch.Tensor, memory: torch.Tensor) -> torch.Tensor:
+    """Return `source` in plain memory apart from `memory`. MPI forbids overlap; FSDP passes a slice of the output."""
     first, second = memory.data_ptr(), source.data_ptr()
     overlap = first < second + source.nbytes and second < first + memory.nbytes
     return readable(source.clone() if overlap else source)
 
 
-def _joined(tensors: Sequence[torch.Tensor]) -> list[Any]:
-    """A copy of the tensors, one after another, as parts."""
+def _concatenated(tensors: Sequence[torch.Tensor]) -> list[Any]:
+    """Concatenate the tensors; return the MPI buffer specification with one part for each."""
     memory = np.concatenate([as_bytes(readable(tensor)) for tensor in tensors])
-    return parts(memory, [tensor.nbytes for tensor in tensors])
+    return mpi_parts(memory, [tensor.nbytes for tensor in tensors])
 
 
 @contextmanager
-def _received(outputs: Sequence[torch.Tensor]) -> Iterator[list[Any]]:
-    """Memory in which MPI receives consecutive parts, which are copied to `outputs` at the end."""
+def _receive_buffer(outputs: Sequence[torch.Tensor]) -> Iterator[list[Any]]:
+    """Context manager: an MPI receive buffer with a part for each of `outputs`, copied to them at the end."""
     sizes = [output.nbytes for output in outputs]
     memory = np.empty(sum(sizes), np.uint8)
-    yield parts(memory, sizes)
+    yield mpi_parts(memory, sizes)
     for (begin, end), output in zip(pairwise([0, *accumulate(sizes)]), outputs, strict=True):
         with writable(output) as plain:
             as_bytes(plain)[:] = memory[begin:end]
@@ -103,14 +106,14 @@ def _received(outputs: Sequence[torch.Tensor]) -> Iterator[list[Any]]:
 # Memory as MPI takes it: counts of bytes, or of larger units where a count of bytes would not fit into a C int
 
 
-def whole(memory: np.ndarray) -> list[Any]:
-    """All of `memory`, an array of bytes."""
+def mpi_buffer(memory: np.ndarray) -> list[Any]:
+    """Return the MPI buffer specification of a byte array."""
     ((count,), _, unit) = _in_units([memory.size])
     return [memory, count, unit]
 
 
-def parts(memory: np.ndarray, sizes: Sequence[int]) -> list[Any]:
-    """`memory` as consecutive parts of `sizes` bytes, one a rank."""
+def mpi_parts(memory: np.ndarray, sizes: Sequence[int]) -> list[Any]:
+    """Return the MPI buffer specification of consecutive parts of a byte array; sizes: bytes for each rank."""
     counts, displacements, unit = _in_units(sizes)
     return [memory, counts, displacements, unit]
 

@@ -26,7 +26,7 @@ def apply() -> None:
 
 
 def _replace(replacement: Function, name: str, *owners: Any) -> None:
-    """Let `owners` have, under this name, replacement(original, ...); not where this PyTorch has no such function."""
+    """Replace the function `name` of `owners` by `replacement(original, ...)`, if this PyTorch has it."""
     original = getattr(owners[0], name, None)
     if original is None or hasattr(original, "_replaced_by_allreduce"):
         return
@@ -43,7 +43,7 @@ def _replace(replacement: Function, name: str, *owners: Any) -> None:
 def _monitored_barrier(
     original: Function, group: Any = None, timeout: timedelta | float | None = None, wait_all_ranks: bool = False
 ) -> None:
-    """PyTorch's own refuses all backends but gloo.
+    """Call our group's monitored_barrier: PyTorch's function refuses every backend but gloo.
 
     A program that has imported the function by its name before this backend was loaded keeps PyTorch's.
     """
@@ -55,12 +55,15 @@ def _monitored_barrier(
 
 
 def _attach_flight_recorder(original: Function, group: Any, *args: Any, **options: Any) -> Any:
-    """From 2.15 on PyTorch asks a backend in C++ for the group's name, and raises where there is none."""
+    """Skip the flight recorder for our groups.
+
+    PyTorch 2.15 and later asks a C++ backend for the group's name, and raises without one.
+    """
     return None if isinstance(group, AllReduceProcessGroup) else original(group, *args, **options)
 
 
 def _register_builtin_comm_hook(original: Function, model: DistributedDataParallel, comm_hook_type: Any) -> None:
-    """DDP's reducer runs its built-in hooks in C++ on a backend in C++; without one it ends in an internal assert."""
+    """Refuse DDP's built-in comm hooks for our groups: without a C++ backend they fail in an internal assert."""
     if isinstance(model.process_group, AllReduceProcessGroup):
         raise not_offered(
             f"the built-in comm hook {comm_hook_type}",

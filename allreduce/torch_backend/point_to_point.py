@@ -14,18 +14,18 @@ from allreduce import notices
 from allreduce.errors import RankLeftError
 from allreduce.health.stall import LEFT_SECONDS
 from allreduce.topology import Topology
-from allreduce.torch_backend.move import whole
+from allreduce.torch_backend.move import mpi_buffer
 from allreduce.torch_backend.tensors import as_bytes, is_plain, readable
-from allreduce.torch_backend.work import TimedOut, Work, seconds, untraced
+from allreduce.torch_backend.work import TimedOut, Work, not_compiled, timeout_seconds
 from allreduce.transport import ulfm
 from allreduce.transport.wait import NamedCall, wait_until
 
-SHORT_SECONDS = 0.5  # a wait as long as this gets into the stall report
-EXIT_SECONDS = 10.0  # the end of the program waits so long for sends that were not waited for
+SHORT_SECONDS = 0.5  # longer waits are shown in the stall report
+EXIT_SECONDS = 10.0  # how long the program's exit waits for unfinished sends
 
 
 class MessageWaits:
-    """A rank's waits for messages of one group, with stall reports. Creating it is collective.
+    """Waits for messages of one group, and shows the waits in stall reports. Creating it is collective.
 
     group: the group's name. The report shows one wait at a time; waits of further threads end in the same errors.
     """
@@ -38,10 +38,10 @@ class MessageWaits:
         self._taken = threading.Lock()
 
     def wait(self, done: Callable[[], bool], limit: float, message: str, peer: int) -> None:
-        """Return when `done` is true. limit: in seconds; zero looks once.
+        """Wait until `done()` is true. limit: seconds; 0 checks once.
 
-        message: in words. peer: its other rank, negative for any. Raises TimedOut after `limit`, with a table of where
-        all ranks are when that is long, and RankLeftError when the peer has left.
+        message: description for errors. peer: the other rank, negative for any. Raises RankLeftError if the peer has
+        left, TimedOut after `limit` (with a table of all ranks' waits if `limit` exceeds SHORT_SECONDS).
         """
         deadline = time.monotonic() + limit
         if wait_until(done, min(limit, SHORT_SECONDS)):
@@ -53,11 +53,11 @@ class MessageWaits:
                 if wait_until(lambda: done() or self._has_left(message, peer), deadline - time.monotonic()):
                     return
                 table = f"\n{self._messages.table(call)}"
-        raise TimedOut(f"{message} was not done within {limit:g} s: the other rank did not do its part{table}")
+        raise TimedOut(f"{message} was not done within {limit:g} s: the other rank did not send or receive it{table}")
 
     @contextmanager
     def _reported(self, call: NamedCall) -> Iterator[None]:
-        """Show the wait in the stall report, unless it shows that of another thread."""
+        """Show the wait in the stall report, unless the report shows the wait of another thread."""
         if not self._taken.acquire(blocking=False):
             yield
             return
@@ -79,7 +79,7 @@ class MessageWaits:
         return False
 
 
-@untraced
+@not_compiled
 class Message(Work):
     """A message between two ranks. Any thread may wait for it; one thread at a time calls MPI.
 
@@ -98,21 +98,21 @@ class Message(Work):
         """Start sending the tensor."""
         self._memory = readable(self._tensor)
         self._receives, self._peer = False, dest
-        return self._started(comm.Isend(whole(as_bytes(self._memory)), dest, tag))
+        return self._started(comm.Isend(mpi_buffer(as_bytes(self._memory)), dest, tag))
 
     def receive(self, comm: MPI.Intracomm, source: int, tag: int) -> "Message":
         """Start receiving into the tensor; `source` may be MPI.ANY_SOURCE."""
         plain = is_plain(self._tensor)
         self._memory = self._tensor if plain else torch.empty(self._tensor.shape, dtype=self._tensor.dtype)
         self._receives, self._peer = True, source
-        return self._started(comm.Irecv(whole(as_bytes(self._memory)), source, tag))
+        return self._started(comm.Irecv(mpi_buffer(as_bytes(self._memory)), source, tag))
 
     def wait(self, timeout: timedelta | float | None = None) -> bool:
         """Wait until the message has arrived, or until a sent tensor may be changed again."""
-        return self.wait_for(seconds(timeout, self.limit))
+        return self.wait_for(timeout_seconds(timeout, self.limit))
 
     def wait_for(self, limit: float) -> bool:
-        """Wait as `wait` does, for `limit` seconds; zero looks once."""
+        """Wait as `wait` does, for `limit` seconds; 0 checks once."""
         self._waits.wait(self.is_completed, limit, self.name, self._peer)
         return super().wait()
 
@@ -133,7 +133,7 @@ class Message(Work):
         return True
 
     def cancel(self) -> None:
-        """Give up receiving. A message that was sent is not taken back."""
+        """Cancel a receive. Does nothing for a send."""
         with self._lock:
             if self._request is None or not self._receives:
                 return
@@ -153,7 +153,7 @@ class Message(Work):
 
     def _started(self, request: MPI.Request) -> "Message":
         for message in list(_in_flight):
-            message.is_completed()  # forgets it
+            message.is_completed()  # removes it from _in_flight once complete
         self._request = request
         _in_flight.add(self)
         return self
@@ -179,11 +179,11 @@ def _finish_sends() -> None:
         wait_until(message.is_completed, deadline - time.monotonic())
     if _in_flight:
         names = ", ".join(sorted({message.name for message in _in_flight}))
-        notices.log.warning("allreduce: nobody has received some messages at the end of the program: %s", names)
+        notices.log.warning("allreduce: the program ended before these messages were received: %s", names)
 
 
 def barrier_tag(comm: MPI.Intracomm) -> int:
-    """The tag of monitored_barrier, the largest of this MPI; users' tags are smaller."""
+    """Return the tag of monitored_barrier, the largest of this MPI; users' tags are smaller."""
     largest = comm.Get_attr(MPI.TAG_UB)
     assert isinstance(largest, int)
     return largest
@@ -194,18 +194,18 @@ class MonitoredBarrier:
 
     def __init__(self, comm: MPI.Intracomm, waits: MessageWaits) -> None:
         self._comm, self._waits = comm, waits
-        self._number = 0  # of this barrier; travels in the messages
+        self._number = 0  # of this barrier; sent in its messages
 
     def __call__(self, limit: float, wait_all_ranks: bool) -> None:
-        """After `limit` seconds raise TimedOut, on rank 0 with the rank that did not come.
+        """Wait for all ranks; raise TimedOut after `limit` seconds, on rank 0 with the missing rank. Collective.
 
-        wait_all_ranks: name all ranks that did not come, and not only the first of them. The texts hold the words of
-        gloo's errors, for which programs may look.
+        wait_all_ranks: name all missing ranks, not only the first. The errors contain gloo's wording, which programs
+        may match.
         """
         self._number += 1
         deadline = time.monotonic() + limit
         if self._comm.rank:
-            self._send("telling rank 0", 0, limit)
+            self._send("reporting to rank 0", 0, limit)
             self._await_answer(deadline, limit)
             return
         missing = []
@@ -234,14 +234,13 @@ class MonitoredBarrier:
                 f"send/recv from rank 0: {error}"
             ) from None
 
-    def _send(self, what: str, rank: int, limit: float) -> None:
-        self._step(what, limit).send(self._comm, rank, barrier_tag(self._comm)).wait_for(limit)
+    def _send(self, step: str, rank: int, limit: float) -> None:
+        self._message(step, limit).send(self._comm, rank, barrier_tag(self._comm)).wait_for(limit)
 
-    def _receive(self, what: str, rank: int, deadline: float, limit: float) -> None:
-        """Wait for the message of this barrier; older ones are of barriers that were given up."""
+    def _receive(self, step: str, rank: int, deadline: float, limit: float) -> None:
+        """Wait for the message of this barrier; older ones are of barriers that timed out."""
         while True:
-            step = self._step(what, limit)
-            message = step.receive(self._comm, rank, barrier_tag(self._comm))
+            message = self._message(step, limit).receive(self._comm, rank, barrier_tag(self._comm))
             try:
                 message.wait_for(max(deadline - time.monotonic(), 0))
             except (TimedOut, RankLeftError):
@@ -250,6 +249,6 @@ class MonitoredBarrier:
             if int(message.result()[0]) >= self._number:
                 return
 
-    def _step(self, what: str, limit: float) -> Message:
+    def _message(self, step: str, limit: float) -> Message:
         token = torch.tensor([self._number], dtype=torch.int64)
-        return Message("monitored_barrier", f"monitored_barrier ({what})", token, limit, self._waits)
+        return Message("monitored_barrier", f"monitored_barrier ({step})", token, limit, self._waits)

@@ -1,6 +1,6 @@
-"""The process group: the calls of torch.distributed, turned into operations for the group's executor."""
+"""The process group: turns torch.distributed's calls into operations of the group's executor."""
 
-# What PyTorch's stubs say of these methods differs from version to version, and some have two forms at once.
+# PyTorch's stubs of these methods differ from version to version, and some give two signatures.
 # mypy: disable-error-code="override, assignment"
 
 import math
@@ -19,31 +19,39 @@ from allreduce import notices
 from allreduce.errors import CollectiveTimeoutError, OptionError, RankLeftError, RankLostError, UnavailableError
 from allreduce.topology import Topology
 from allreduce.torch_backend import checks
-from allreduce.torch_backend.checks import NAME, Tensors, not_offered, only, only_list, operation
+from allreduce.torch_backend.checks import NAME, Tensors, not_offered, operation, single_list, single_tensor
 from allreduce.torch_backend.move import TensorMover
 from allreduce.torch_backend.point_to_point import Message, MessageWaits, MonitoredBarrier, barrier_tag
 from allreduce.torch_backend.reduce import Options, TensorReducer, resolve
 from allreduce.torch_backend.tensors import Streams
-from allreduce.torch_backend.work import Executor, Several, TimedOut, Work, exact_seconds, seconds, untraced
+from allreduce.torch_backend.work import (
+    CoalescedWork,
+    Executor,
+    TimedOut,
+    Work,
+    exact_seconds,
+    not_compiled,
+    timeout_seconds,
+)
 
 CLOSE_SECONDS = 10.0  # destroy_process_group waits this long for the other ranks to call it too
 
 
 def device_names() -> list[str]:
-    """The devices whose tensors the backend takes here. Asking for CUDA's this way starts nothing, so forks go on."""
+    """Return the device types that the backend takes here. CUDA is not initialized, so forked children still can."""
     return ["cpu", "cuda"] if torch.cuda.device_count() else ["cpu"]
 
 
-@untraced
+@not_compiled
 class AllReduceProcessGroup(dist.ProcessGroup):
     """A process group over our backends and MPI.
 
     topology: of the group's ranks, which `shutdown` closes. timeout: seconds for an operation.
 
     torch.distributed, DDP's reducer (in C++), the functional collectives and users call the methods by these names and
-    arguments: `opts` are PyTorch's options for the call, or their content (an operation, a root, a time-out). Older
-    names of the same call are kept for older versions of PyTorch. A call with senseless arguments raises at once, and
-    submits nothing. All calls but messages are executed in the order of submission.
+    arguments; a method has further names for older versions of PyTorch. `opts` is PyTorch's options object, or the
+    value itself (operation, root or timeout). Invalid arguments raise at once, on this rank, and nothing is submitted.
+    All operations except messages run in the order of submission.
     """
 
     def __init__(
@@ -56,7 +64,7 @@ class AllReduceProcessGroup(dist.ProcessGroup):
         timeout: timedelta,
         name: str,
     ) -> None:
-        super().__init__(rank, size)  # type: ignore[call-arg] # the form for subclasses, which the stubs leave out
+        super().__init__(rank, size)  # type: ignore[call-arg] # the signature for subclasses, which the stubs lack
         self._store = store
         self._topology = topology
         self._timeout = timeout.total_seconds()  # of an operation
@@ -68,8 +76,8 @@ class AllReduceProcessGroup(dist.ProcessGroup):
         self._reducer = TensorReducer(topology, comm, options)
         self._executor = Executor(topology, name, options.overlap)
         self._coalesced: list[Work] | None = None
-        self._alone = False  # whether a monitored barrier has missed a rank
-        self.in_words = f"{options.backend} on {topology}"
+        self._rank_missing = False  # True after a monitored barrier has timed out
+        self.description = f"{options.backend} on {topology}"
 
     def _submit(
         self,
@@ -80,53 +88,55 @@ class AllReduceProcessGroup(dist.ProcessGroup):
         timeout: Any = None,
         *,
         read: Sequence[torch.Tensor] = (),
-        alike: str = "",
+        signature: str = "",
     ) -> Work:
-        """Have `action` executed after all that was submitted before.
+        """Submit `action`, to run after all earlier operations; return its Work.
 
-        written, read: its tensors. opts, timeout: where the caller may have given a time-out. alike: the arguments
-        that must be the same on all ranks, in words; the ranks compare them before the operation begins.
+        written, read: the tensors it writes and reads. opts, timeout: either may hold the caller's timeout.
+        signature: the arguments that must be equal on all ranks, in words; compared before the operation starts.
         """
-        checks.devices(name, [*written, *read])
+        checks.check_devices(name, [*written, *read])
         streams = Streams([*written, *read])
 
         def run() -> None:
-            streams.before()
+            streams.wait_for_caller()
             action()
-            streams.after()
+            streams.synchronize()
 
-        limit = seconds(timeout or getattr(opts, "timeout", None), self._timeout)
-        return self._bracketed(self._executor.submit(Work(name, written, limit, alike), run))
+        limit = timeout_seconds(timeout or getattr(opts, "timeout", None), self._timeout)
+        return self._coalesce(self._executor.submit(Work(name, written, limit, signature), run))
 
     # Reductions
 
     def allreduce(self, tensors: Tensors, opts: Any = None, timeout: Any = None, *, op: Any = None) -> Work:
-        tensor = only("all_reduce", tensors)
+        tensor = single_tensor("all_reduce", tensors)
         reduction = resolve(operation(opts, op), tensor.dtype, tensor.is_sparse)
         action = partial(self._reducer.all_reduce, tensor, reduction)
-        return self._submit("all_reduce", [tensor], action, opts, timeout, alike=f"{_of([tensor])}, {reduction.op}")
+        signature = f"{_lengths([tensor])}, {reduction.op}"
+        return self._submit("all_reduce", [tensor], action, opts, timeout, signature=signature)
 
     def allreduce_coalesced(self, tensors: Tensors, opts: Any = None) -> Work:
         tensors = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
-        checks.one_dtype("all_reduce_coalesced", tensors)
+        checks.check_one_dtype("all_reduce_coalesced", tensors)
         reduction = resolve(operation(opts), tensors[0].dtype)
         action = partial(self._reducer.all_reduce_many, tensors, reduction)
-        return self._submit("all_reduce_coalesced", tensors, action, opts, alike=f"{_of(tensors)}, {reduction.op}")
+        signature = f"{_lengths(tensors)}, {reduction.op}"
+        return self._submit("all_reduce_coalesced", tensors, action, opts, signature=signature)
 
     def reduce(
         self, tensors: Tensors, opts: Any = None, op: Any = None, timeout: Any = None, *, root: int | None = None
     ) -> Work:
-        tensor, root = only("reduce", tensors), checks.root_of("reduce", opts, root, self.size())
+        tensor, root = single_tensor("reduce", tensors), checks.root_of("reduce", opts, root, self.size())
         reduction = resolve(operation(None if isinstance(opts, int) else opts, op), tensor.dtype)
         action = partial(self._reducer.reduce, tensor, root, reduction)
-        alike = f"{_of([tensor])}, {reduction.op}, to rank {root}"
-        return self._submit("reduce", [tensor], action, opts, timeout, alike=alike)
+        signature = f"{_lengths([tensor])}, {reduction.op}, to rank {root}"
+        return self._submit("reduce", [tensor], action, opts, timeout, signature=signature)
 
     def reduce_scatter(
         self, outputs: Tensors, inputs: Sequence[Any], opts: Any = None, timeout: Any = None, *, op: Any = None
     ) -> Work:
-        output, sources = only("reduce_scatter", outputs), only_list("reduce_scatter", inputs)
-        checks.count("reduce_scatter", sources, self.size())
+        output, sources = single_tensor("reduce_scatter", outputs), single_list("reduce_scatter", inputs)
+        checks.check_count("reduce_scatter", sources, self.size())
         return self._reduce_scatter("reduce_scatter", [output], [sources], operation(opts, op), opts, timeout)
 
     def reduce_scatter_single(self, output: torch.Tensor, source: torch.Tensor, opts: Any = None) -> Work:
@@ -136,7 +146,7 @@ class AllReduceProcessGroup(dist.ProcessGroup):
         self, outputs: list[torch.Tensor], sources: list[torch.Tensor], opts: Any = None
     ) -> Work:
         name = "reduce_scatter_tensor_coalesced"
-        checks.pairs(name, outputs, sources)
+        checks.check_pairs(name, outputs, sources)
         return self._reduce_scatter(name, outputs, [[source] for source in sources], operation(opts), opts)
 
     def _reduce_scatter(
@@ -150,7 +160,7 @@ class AllReduceProcessGroup(dist.ProcessGroup):
     ) -> Work:
         """Reduce each of the outputs from its list of inputs."""
         for output, sources in zip(outputs, inputs, strict=True):
-            checks.scattered(name, output, sources, self.size(), self.rank())
+            checks.check_scatter(name, output, sources, self.size(), self.rank())
         reductions = [resolve(op, output.dtype) for output in outputs]
 
         def action() -> None:
@@ -158,31 +168,32 @@ class AllReduceProcessGroup(dist.ProcessGroup):
                 self._reducer.reduce_scatter(output, sources, reduction)
 
         read = list(chain(*inputs))
-        alike = f"{_of(read)}, {reductions[0].op}"
-        return self._submit(name, outputs, action, opts, timeout, read=read, alike=alike)
+        signature = f"{_lengths(read)}, {reductions[0].op}"
+        return self._submit(name, outputs, action, opts, timeout, read=read, signature=signature)
 
     _reduce_scatter_base = reduce_scatter_single
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
 
-    # Movements
+    # Data movement
 
     def broadcast(self, tensors: Tensors, opts: Any = None, timeout: Any = None, *, root: int | None = None) -> Work:
-        tensor, root = only("broadcast", tensors), checks.root_of("broadcast", opts, root, self.size())
+        tensor, root = single_tensor("broadcast", tensors), checks.root_of("broadcast", opts, root, self.size())
         action = partial(self._mover.broadcast, tensor, root)
-        return self._submit("broadcast", [tensor], action, opts, timeout, alike=f"{_of([tensor])} from rank {root}")
+        signature = f"{_lengths([tensor])} from rank {root}"
+        return self._submit("broadcast", [tensor], action, opts, timeout, signature=signature)
 
     def allgather(self, outputs: Sequence[Any], inputs: Tensors, opts: Any = None, timeout: Any = None) -> Work:
-        source, received = only("all_gather", inputs), only_list("all_gather", outputs)
+        source, received = single_tensor("all_gather", inputs), single_list("all_gather", outputs)
         return self._all_gather_lists("all_gather", [received], [source], opts, timeout)
 
     def allgather_coalesced(
         self, outputs: list[list[torch.Tensor]], sources: list[torch.Tensor], opts: Any = None
     ) -> Work:
         name = "all_gather_coalesced"
-        checks.one_dtype(name, sources)
-        checks.count(name, outputs, self.size())
+        checks.check_one_dtype(name, sources)
+        checks.check_count(name, outputs, self.size())
         for of_rank in outputs:
-            checks.pairs(name, of_rank, sources)
+            checks.check_pairs(name, of_rank, sources)
         lists = [[of_rank[index] for of_rank in outputs] for index in range(len(sources))]
         return self._all_gather_lists(name, lists, sources, opts)
 
@@ -194,16 +205,16 @@ class AllReduceProcessGroup(dist.ProcessGroup):
         opts: Any,
         timeout: Any = None,
     ) -> Work:
-        """Fill each of the lists, which have a tensor for each rank, from its source on every rank."""
+        """Fill lists[i], which has one tensor for each rank, from every rank's sources[i]."""
         for received, source in zip(lists, sources, strict=True):
-            checks.for_each_rank(name, received, self.size(), self.rank(), source)
+            checks.check_list(name, received, self.size(), self.rank(), source)
 
         def action() -> None:
             for received, source in zip(lists, sources, strict=True):
                 self._mover.all_gather(received, source)
 
         written = list(chain(*lists))
-        return self._submit(name, written, action, opts, timeout, read=sources, alike=_of(written))
+        return self._submit(name, written, action, opts, timeout, read=sources, signature=_lengths(written))
 
     def all_gather_single(self, output: torch.Tensor, source: torch.Tensor, opts: Any = None) -> Work:
         return self._all_gather("all_gather_into_tensor", [output], [source], opts)
@@ -214,16 +225,16 @@ class AllReduceProcessGroup(dist.ProcessGroup):
         return self._all_gather("all_gather_into_tensor_coalesced", outputs, sources, opts)
 
     def _all_gather(self, name: str, outputs: list[torch.Tensor], sources: list[torch.Tensor], opts: Any) -> Work:
-        """Fill each of the outputs from its source on every rank."""
-        checks.pairs(name, outputs, sources)
+        """Fill outputs[i] from every rank's sources[i]."""
+        checks.check_pairs(name, outputs, sources)
         for output, source in zip(outputs, sources, strict=True):
-            checks.gathered(name, output, source, self.size())
+            checks.check_gather(name, output, source, self.size())
 
         def action() -> None:
             for output, source in zip(outputs, sources, strict=True):
                 self._mover.all_gather_single(output, source)
 
-        return self._submit(name, outputs, action, opts, read=sources, alike=_of(sources))
+        return self._submit(name, outputs, action, opts, read=sources, signature=_lengths(sources))
 
     _allgather_base = all_gather_single
     allgather_into_tensor_coalesced = all_gather_single_coalesced
@@ -231,32 +242,32 @@ class AllReduceProcessGroup(dist.ProcessGroup):
     def gather(
         self, outputs: Sequence[Any], inputs: Tensors, opts: Any = None, timeout: Any = None, *, root: int | None = None
     ) -> Work:
-        source, received = only("gather", inputs), only_list("gather", outputs)
+        source, received = single_tensor("gather", inputs), single_list("gather", outputs)
         root = checks.root_of("gather", opts, root, self.size())
-        checks.at_root("gather", received, self.size(), self.rank(), source, root)
+        checks.check_root_list("gather", received, self.size(), self.rank(), source, root)
         action = partial(self._mover.gather, received, source, root)
-        alike = f"{_of([source])} to rank {root}"
-        return self._submit("gather", received, action, opts, timeout, read=[source], alike=alike)
+        signature = f"{_lengths([source])} to rank {root}"
+        return self._submit("gather", received, action, opts, timeout, read=[source], signature=signature)
 
     def scatter(
         self, outputs: Tensors, inputs: Sequence[Any], opts: Any = None, timeout: Any = None, *, root: int | None = None
     ) -> Work:
-        output, sources = only("scatter", outputs), only_list("scatter", inputs)
+        output, sources = single_tensor("scatter", outputs), single_list("scatter", inputs)
         root = checks.root_of("scatter", opts, root, self.size())
-        checks.at_root("scatter", sources, self.size(), self.rank(), output, root)
+        checks.check_root_list("scatter", sources, self.size(), self.rank(), output, root)
         action = partial(self._mover.scatter, output, sources, root)
-        alike = f"{_of([output])} from rank {root}"
-        return self._submit("scatter", [output], action, opts, timeout, read=sources, alike=alike)
+        signature = f"{_lengths([output])} from rank {root}"
+        return self._submit("scatter", [output], action, opts, timeout, read=sources, signature=signature)
 
     def alltoall(
         self, outputs: list[torch.Tensor], sources: list[torch.Tensor], opts: Any = None, timeout: Any = None
     ) -> Work:
-        checks.count("all_to_all", sources, self.size())
-        checks.for_each_rank("all_to_all", outputs, self.size(), self.rank(), sources[self.rank()])
-        checks.one_dtype("all_to_all", sources)
+        checks.check_count("all_to_all", sources, self.size())
+        checks.check_list("all_to_all", outputs, self.size(), self.rank(), sources[self.rank()])
+        checks.check_one_dtype("all_to_all", sources)
         action = partial(self._mover.all_to_all, outputs, sources)
-        alike = f" of {sources[0].dtype}"
-        return self._submit("all_to_all", outputs, action, opts, timeout, read=sources, alike=alike)
+        signature = f" of {sources[0].dtype}"
+        return self._submit("all_to_all", outputs, action, opts, timeout, read=sources, signature=signature)
 
     def all_to_all_single(
         self,
@@ -267,10 +278,10 @@ class AllReduceProcessGroup(dist.ProcessGroup):
         opts: Any = None,
         timeout: Any = None,
     ) -> Work:
-        sizes = checks.exchanged("all_to_all_single", output, source, output_splits, source_splits, self.size())
+        sizes = checks.split_bytes("all_to_all_single", output, source, output_splits, source_splits, self.size())
         action = partial(self._mover.all_to_all_single, output, source, *sizes)
-        alike = f" of {source.dtype}"
-        return self._submit("all_to_all_single", [output], action, opts, timeout, read=[source], alike=alike)
+        signature = f" of {source.dtype}"
+        return self._submit("all_to_all_single", [output], action, opts, timeout, read=[source], signature=signature)
 
     alltoall_base = all_to_all_single
 
@@ -278,80 +289,80 @@ class AllReduceProcessGroup(dist.ProcessGroup):
 
     def send(self, tensors: Tensors, dest: int, tag: int) -> Work:
         message = self._message("send", f"send to rank {dest} with tag {tag}", tensors, tag, dest)
-        with self._topology.detector.hearing():
-            return self._bracketed(message.send(self._messages, dest, tag))
+        with self._topology.detector.translating_failures():
+            return self._coalesce(message.send(self._messages, dest, tag))
 
     def recv(self, tensors: Tensors, source: int, tag: int) -> Work:
         message = self._message("recv", f"recv from rank {source} with tag {tag}", tensors, tag, source)
-        with self._topology.detector.hearing():
-            return self._bracketed(message.receive(self._messages, source, tag))
+        with self._topology.detector.translating_failures():
+            return self._coalesce(message.receive(self._messages, source, tag))
 
     def recv_anysource(self, tensors: Tensors, tag: int) -> Work:
         message = self._message("recv", f"recv from any rank with tag {tag}", tensors, tag)
-        with self._topology.detector.hearing():
-            return self._bracketed(message.receive(self._messages, MPI.ANY_SOURCE, tag))
+        with self._topology.detector.translating_failures():
+            return self._coalesce(message.receive(self._messages, MPI.ANY_SOURCE, tag))
 
     def _message(self, kind: str, name: str, tensors: Tensors, tag: int, rank: int = 0) -> Message:
-        tensor = only(kind, tensors)
-        checks.member(kind, rank, self.size())
-        checks.devices(name, [tensor])
+        tensor = single_tensor(kind, tensors)
+        checks.check_member(kind, rank, self.size())
+        checks.check_devices(name, [tensor])
         if self._executor.broken is not None:
             raise self._executor.broken
         largest = barrier_tag(self._messages) - 1
         if not 0 <= tag <= largest:
             raise ValueError(f"{name}: tag {tag} is not between 0 and {largest}, the largest of this MPI")
-        Streams([tensor]).before()
+        Streams([tensor]).wait_for_caller()
         return Message(kind, name, tensor, self._timeout, self._waits)
 
     # Barriers
 
     def barrier(self, opts: Any = None, timeout: Any = None) -> Work:
-        """An operation that does nothing: it begins when all ranks have come to it."""
+        """Submit an empty operation; it ends once all ranks have reached it."""
         return self._submit("barrier", [], _nothing, opts, timeout)
 
     def monitored_barrier(self, timeout: timedelta | float | None = None, wait_all_ranks: bool = False) -> None:
-        """A barrier that names the rank which did not come in time, on rank 0.
+        """Wait for all ranks; after `timeout` raise TimedOut, on rank 0 with the missing rank. Collective.
 
-        timeout: a timedelta or seconds; zero waits for nobody. By default, and where it is negative, the group's.
-        torch.distributed.monitored_barrier comes here too. wait_all_ranks: name all ranks that are missing, and not
-        only the first of them.
+        timeout: a timedelta or seconds; 0 does not wait. None or negative: the group's timeout. wait_all_ranks: name
+        all missing ranks, not only the first. torch.distributed.monitored_barrier calls this too.
         """
         limit = self._timeout if timeout is None else exact_seconds(timeout)
         try:
-            with self._topology.detector.hearing():
+            with self._topology.detector.translating_failures():
                 self._monitored_barrier(limit if limit >= 0 else self._timeout, wait_all_ranks)
         except TimedOut:
-            self._alone = True
+            self._rank_missing = True
             raise
 
-    # Coalescing, of the kind that brackets calls of any sort (batch_isend_irecv, DTensor)
+    # Coalescing of the calls between _start_coalescing and _end_coalescing (batch_isend_irecv, DTensor)
 
     def _start_coalescing(self, device: Any = None) -> None:
         self._coalesced = []
 
-    def _bracketed(self, work: Work) -> Work:
+    def _coalesce(self, work: Work) -> Work:
         if self._coalesced is not None:
             self._coalesced.append(work)
         return work
 
     def _end_coalescing(self, device: Any = None) -> Work:
         members, self._coalesced = self._coalesced or [], None
-        return Several("coalesced operations", members, self._timeout)
+        return CoalescedWork("coalesced operations", members, self._timeout)
 
     # The end of the group
 
     def shutdown(self) -> None:
-        """Free the communicators and shared windows, after all that was submitted. Collective.
+        """Finish all submitted operations, then free communicators and shared memory. Collective.
 
-        A rank that has waited for the other ranks for some seconds frees nothing: the end of the program does.
+        If other ranks do not follow within CLOSE_SECONDS, nothing is freed until the program ends.
         """
-        if not (self._executor.close(0.0 if self._alone else CLOSE_SECONDS) and self._freed()):
+        if not (self._executor.close(0.0 if self._rank_missing else CLOSE_SECONDS) and self._free()):
             notices.log.warning(
-                "allreduce: this process group is not freed: an operation has failed, or other ranks don't destroy it"
+                "allreduce: this process group is not freed: an operation failed, or another rank did not call "
+                "destroy_process_group"
             )
 
-    def _freed(self) -> bool:
-        """Free what the group has made. A rank may have given up just before this one came, and is not waited for."""
+    def _free(self) -> bool:
+        """Free the group's resources; return False if another rank does not take part within CLOSE_SECONDS."""
         self._topology.detector.timeout = min(self._topology.detector.timeout, CLOSE_SECONDS)
         try:
             self._reducer.close()
@@ -362,11 +373,11 @@ class AllReduceProcessGroup(dist.ProcessGroup):
         return True
 
     def abort(self) -> None:
-        """Give the group up: the running operation and all that wait fail, nothing is freed."""
+        """Fail the running operation and all waiting ones. Local; nothing is freed."""
         self._executor.fail(RuntimeError("this process group has been aborted"))
 
-    # The group itself: PyTorch keeps names and abilities in a C++ backend, which a group written in Python has not.
-    # C++ asks by the names in mixed case, Python by the others; state_dict and async_save ask for devices.
+    # Group properties. PyTorch keeps names and capabilities in a C++ backend object, which a group written in Python
+    # lacks. C++ calls the camelCase names, Python the others; state_dict and async_save ask for devices.
 
     _name = _description = ""
     _device_types = property(lambda _: [torch.device(name) for name in device_names()])
@@ -402,7 +413,7 @@ class AllReduceProcessGroup(dist.ProcessGroup):
         self._timeout = exact_seconds(timeout)
 
     def _set_sequence_number_for_group(self) -> None:
-        """Nothing to agree on: MPI keeps the order."""
+        """Do nothing: MPI needs no sequence number."""
 
     def _get_sequence_number_for_group(self) -> int:
         return self._executor.submitted
@@ -420,20 +431,20 @@ class AllReduceProcessGroup(dist.ProcessGroup):
 def _nothing() -> None: ...
 
 
-def _of(tensors: Sequence[torch.Tensor]) -> str:
-    """How many elements of which dtype: " of 3 elements of torch.float32", " of 3, 4 elements ..." of several."""
+def _lengths(tensors: Sequence[torch.Tensor]) -> str:
+    """Describe tensors: " of 3 elements of torch.float32", " of 3, 4 elements ..." of several."""
     lengths = ", ".join(str(tensor.numel()) for tensor in tensors)
     return f" of {lengths} elements of {tensors[0].dtype}" if tensors else ""
 
 
 def create_group(request: Any, pg_options: Any) -> AllReduceProcessGroup:
-    """Make the process group for which torch.distributed asks. Collective over the members of the group.
+    """Create the process group that torch.distributed requests. Collective over the members of the group.
 
     request: PyTorch's store, rank, size, timeout, name and global ranks of the group (none for the world).
     """
     options = Options.parse(pg_options)
     members = list(request.global_ranks_in_group)
-    # The group has time-outs of its own, by which its program may go on.
+    # No topology timeout: operations have their own, and the program may go on after one.
     topology = Topology.of_ranks(members, request.group_id, math.inf) if members else Topology(timeout=math.inf)
     if (request.group_rank, request.group_size) != (topology.rank, topology.size):
         raise OptionError(
@@ -447,16 +458,15 @@ def create_group(request: Any, pg_options: Any) -> AllReduceProcessGroup:
     )
 
 
-_FIRST = f'call torch.distributed.init_process_group("{NAME}") before the framework makes a process group of its own'
+_FIRST = f'call torch.distributed.init_process_group("{NAME}") before the framework creates its own process group'
 
 
 def require(model: torch.nn.Module | None = None) -> str:
-    """Make sure that torch.distributed runs on this backend. Local: nothing is sent.
+    """Check that torch.distributed uses this backend; return one line that describes it. Local.
 
-    For programs whose framework makes its process group itself. model: what the framework trains; then its
-    DistributedDataParallel must be there, and use this backend too. Returns one line to print: the backend in force and
-    its ranks. Raises UnavailableError, which says what is in force instead: no process group, gloo, a model that is not
-    wrapped.
+    For programs whose framework creates the process group itself. model: if given, it must contain a
+    DistributedDataParallel that uses this backend (not needed with one rank). Raises UnavailableError, which says what
+    was found instead: no process group, gloo, a model that is not wrapped.
     """
     if not dist.is_initialized():
         raise UnavailableError(f"torch.distributed has no process group; {_FIRST}")
@@ -465,7 +475,7 @@ def require(model: torch.nn.Module | None = None) -> str:
         raise UnavailableError(f'torch.distributed runs on "{name}", not on "{NAME}"; {_FIRST}')
     if model is not None:
         _require_wrapped(model)
-    return f"torch.distributed: {NAME}, {group.in_words}"
+    return f"torch.distributed: {NAME}, {group.description}"
 
 
 def _require_wrapped(model: torch.nn.Module) -> None:

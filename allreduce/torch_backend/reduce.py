@@ -95,9 +95,9 @@ class Reduction:
 
 
 def resolve(op: Any, dtype: torch.dtype, sparse: bool = False) -> Reduction:
-    """The reduction for a ReduceOp (or the RedOpType inside of it) on tensors of `dtype`.
+    """Return the reduction for a ReduceOp (or its RedOpType) on tensors of `dtype`.
 
-    Raises TypeError when the operation has no meaning for the dtype, NotImplementedError when it is not offered.
+    Raises TypeError if the operation is not defined for the dtype, NotImplementedError if it is not offered.
     """
     kind, real = getattr(op, "op", op), _REAL.get(dtype, dtype)
     table = _OF_FLOATS if real.is_floating_point else _OF_BOOLS if dtype == torch.bool else _OF_INTEGERS
@@ -112,8 +112,8 @@ def resolve(op: Any, dtype: torch.dtype, sparse: bool = False) -> Reduction:
         name = name.lower()
     if sparse and (name not in ("sum", "mean") or dtype.is_complex):
         raise NotImplementedError(
-            f'all_reduce of backend "allreduce" takes sparse tensors of 32 and 64-bit integers and floats with SUM and '
-            f"AVG; convert this one of {dtype} with to_dense()"
+            f'all_reduce of backend "allreduce" takes sparse tensors of floats and of 32 and 64-bit integers with '
+            f"SUM and AVG; convert this one of {dtype} with to_dense()"
         )
     factor = op.__getstate__()[1] if kind == _RED.PREMUL_SUM else None
     return Reduction(name, factor, divide=kind == _RED.AVG and not real.is_floating_point)
@@ -121,12 +121,12 @@ def resolve(op: Any, dtype: torch.dtype, sparse: bool = False) -> Reduction:
 
 @dataclass(frozen=True)
 class Options:
-    """For `init_process_group("allreduce", pg_options=Options("ring"))` and `new_group(pg_options=...)`.
+    """Options of the process group, for `init_process_group("allreduce", pg_options=Options("ring"))` and `new_group`.
 
     backend: one of `allreduce.NAMES`; by default what the environment variable ALLREDUCE_BACKEND names,
-        else "auto". new_group does not inherit the world's options; it goes by the environment variable too.
+        else "auto". new_group does not inherit the world's options; without pg_options it uses the same default.
     settings: further arguments of `allreduce.create` (check="always", cross="ring", ...). check, compress and trace
-        apply to every reduction of floats, also to reduce_scatter, for which "auto" has a backend of its own.
+        also apply to reduce_scatter, for which "auto" uses "shared" or "ring".
     overlap: False runs every operation in the calling thread, before the call returns; then only messages and
         monitored_barrier have timeouts.
 
@@ -146,7 +146,7 @@ class Options:
 
     @classmethod
     def parse(cls, given: object) -> "Options":
-        """What a user passed as pg_options: Options, a backend's name, or None."""
+        """Convert pg_options (Options, a backend's name, or None) to Options. Raises TypeError."""
         if given is None:
             return cls()
         if isinstance(given, str):
@@ -195,7 +195,7 @@ class TensorReducer:
     def adasum(self, tensor: torch.Tensor) -> None:
         """Combine a tensor with those of the other ranks, in place; see allreduce/backends/adasum.py."""
         with writable(tensor, filled=True) as memory:
-            self._made("adasum")(as_array(memory), "adasum")
+            self._get_backend("adasum")(as_array(memory), "adasum")
 
     def reduce(self, tensor: torch.Tensor, root: int, reduction: Reduction) -> None:
         """Reduce into `tensor` of rank `root`; the tensors of the others do not change."""
@@ -205,15 +205,15 @@ class TensorReducer:
             self._reduce(readable(tensor).clone(), reduction)
 
     def reduce_scatter(self, output: torch.Tensor, inputs: Sequence[torch.Tensor], reduction: Reduction) -> None:
-        """Reduce the r-th of `inputs` into `output` of rank r. A single input stands for equal slices of it."""
+        """Reduce inputs[r] of all ranks into rank r's `output`. A single input is split into equal slices."""
         lengths = [tensor.numel() for tensor in inputs]
         if len(inputs) == 1:
             lengths = [lengths[0] // self._comm.size] * self._comm.size
         end = list(accumulate(lengths))[self._comm.rank]
-        flat = self._gathered(inputs, output.dtype)
+        flat = self._concatenated(inputs, output.dtype)
         mine = flat[end - lengths[self._comm.rank] : end]
         with writable(output) as memory:
-            backend = self._scatterer() if len(set(lengths)) == 1 and reduction.op.islower() else None
+            backend = self._scatter_backend() if len(set(lengths)) == 1 and reduction.op.islower() else None
             if backend is None:
                 self._reduce(flat, reduction)
             else:
@@ -259,8 +259,8 @@ class TensorReducer:
         else:
             tensor.copy_(torch.div(tensor, self._comm.size, rounding_mode="trunc"))
 
-    def _gathered(self, inputs: Sequence[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
-        """A copy of the inputs, one after another, in scratch memory."""
+    def _concatenated(self, inputs: Sequence[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
+        """Concatenate the inputs in scratch memory."""
         length = sum(tensor.numel() for tensor in inputs)
         raw = self._workspace.array("scattered", length * dtype.itemsize, np.dtype(np.uint8))
         flat = torch.from_numpy(raw).view(dtype)
@@ -270,39 +270,39 @@ class TensorReducer:
     # Backends
 
     def backend(self) -> AllReduce:
-        """The backend of the options. Collective at its first use."""
-        return self._made(self._options.backend)
+        """Return the backend that the options name. Collective at its first use."""
+        return self._get_backend(self._options.backend)
 
-    def _scatterer(self) -> TwoPhase | None:
-        """A backend whose reduce_scatter leaves rank r the r-th of equal slices; None when there is none."""
+    def _scatter_backend(self) -> TwoPhase | None:
+        """Return a backend whose reduce_scatter gives rank r the r-th of equal slices, or None. Collective once."""
         if self._options.backend != "auto":
             backend = self.backend()
         else:
-            backend = self._made("shared" if self._scatters_shared else "ring")
+            backend = self._get_backend("shared" if self._scatters_shared else "ring")
         return backend if _slices_equally(backend) else None  # type: ignore[return-value]
 
     @functools.cached_property
     def _scatters_shared(self) -> bool:
-        """Whether "auto" has a reduce_scatter done in shared memory. Collective at its first use."""
+        """True: reduce_scatter uses "shared" under "auto". Collective at its first use."""
         if self._topology.nodes > 1:
             return False
         try:
-            self._made("shared")
+            self._get_backend("shared")
         except UnavailableError as error:
             notices.once(self._comm.rank, f'reduce_scatter uses "ring": {error}')
             return False
         return True
 
-    def _made(self, name: str) -> AllReduce:
-        """The backend called `name`, with the user's settings. Collective at its first use."""
+    def _get_backend(self, name: str) -> AllReduce:
+        """Return the backend called `name`, with the user's settings. Collective at its first use."""
         if name not in self._backends:
             self._backends[name] = allreduce.create(name, self._topology, **self._settings(name))
         return self._backends[name]
 
     def _settings(self, name: str) -> dict[str, Any]:
-        """The user's settings for a backend: all for the selected one, the general ones for one that replaces it.
+        """Return the settings for a backend: all settings for the selected one, the general ones for any other.
 
-        All backends of the group share one trace. Collective where that has to be made.
+        All backends of the group share one trace. Collective when the trace is created.
         """
         given = self._options.settings
         settings = {key: given[key] for key in given if name == self._options.backend or key in GENERAL}
@@ -314,14 +314,17 @@ class TensorReducer:
 
 
 def _slices_equally(backend: AllReduce) -> bool:
-    """Whether rank r owns the r-th of equal slices after the backend's reduce_scatter. The same on all ranks."""
-    while isinstance(backend, Wrapper):  # which owns what its inner backend owns
+    """Return whether the backend's reduce_scatter gives rank r the r-th of equal slices. The same on all ranks."""
+    while isinstance(backend, Wrapper):  # a wrapper owns the slices that its inner backend owns
         backend = backend.inner
     return isinstance(backend, TwoPhase) and type(backend).owned is TwoPhase.owned
 
 
 def _mpi_operation(name: str, dtype: np.dtype) -> MPI.Op:
-    """MPI's operation; NumPy's for short integers, which Open MPI's vector instructions don't let wrap round."""
+    """Return the MPI operation.
+
+    For sums and products of 8- and 16-bit integers it calls NumPy: Open MPI's vectorized ones do not wrap around.
+    """
     ufunc = {"SUM": np.add, "PROD": np.multiply}.get(name)
     return numpy_operation(ufunc, dtype) if ufunc is not None and dtype.itemsize <= 2 else getattr(MPI, name)
 
@@ -350,9 +353,9 @@ def _cupy_reduce(backend: AllReduce, tensor: torch.Tensor, op: str) -> None:
 
 @torch.no_grad()
 def sparse_all_reduce(backend: AllReduce, tensor: torch.Tensor, reduction: Reduction) -> None:
-    """Reduce a sparse tensor (COO) in place: it is coalesced then, and has the same bits on all ranks. Collective.
+    """Reduce a sparse COO tensor in place. Collective. The result is coalesced, with the same bits on all ranks.
 
-    A rank sends only the entries that it has. The numbers of sparse and dense dimensions are alike on all ranks.
+    A rank sends only the entries that it has. The numbers of sparse and dense dimensions must be equal on all ranks.
     """
     shape, entries = tensor.shape[: tensor.sparse_dim()], tensor._nnz()
     strides = torch.tensor([math.prod(shape[at + 1 :]) for at in range(len(shape))], dtype=torch.int64)

@@ -16,12 +16,13 @@ from urllib.parse import parse_qs, urlparse
 import torch.distributed as dist
 
 from allreduce.errors import UnavailableError
+from allreduce.process import variables
 from allreduce.topology import Topology
 from allreduce.transport.control import on_all, raise_together, root_value, together
 
 CONNECT_SECONDS = 3.0
 LOOPBACK = "127.0.0.1"
-# Where Open MPI, libfabric (MPICH) and UCX are told the interfaces or networks that they use between hosts, or not.
+# Environment variables that tell Open MPI, libfabric (MPICH) and UCX which networks between hosts to use, or not to use
 INCLUDE = ("OMPI_MCA_btl_tcp_if_include", "FI_TCP_IFACE", "FI_SOCKETS_IFACE", "UCX_NET_DEVICES")
 EXCLUDE = ("OMPI_MCA_btl_tcp_if_exclude",)
 _SIOCGIFADDR = 0x8915  # Linux: the IPv4 address of a network interface
@@ -30,30 +31,30 @@ Found = tuple[dist.Store, int, int]
 Handler = Callable[..., Iterator[Found]]
 
 
-# The variables that torchrun sets for scripts, and those of Open MPI's, MPICH's and Intel's launchers.
+# The variables that torchrun sets for scripts -> the variables of MPI launchers with the same values
 _LAUNCHERS = {
-    "RANK": ("OMPI_COMM_WORLD_RANK", "PMI_RANK"),
-    "WORLD_SIZE": ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE"),
-    "LOCAL_RANK": ("OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID"),
-    "LOCAL_WORLD_SIZE": ("OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS"),
+    "RANK": variables.RANK,
+    "WORLD_SIZE": variables.SIZE,
+    "LOCAL_RANK": variables.LOCAL_RANK,
+    "LOCAL_WORLD_SIZE": variables.LOCAL_SIZE,
 }
-_STORE = ("MASTER_ADDR", "MASTER_PORT")  # where rank 0 is, in the environment
+_STORE = ("MASTER_ADDR", "MASTER_PORT")  # the address of rank 0's store
 
 
 def set_environment_from_launcher() -> None:
     """Set the variables that torchrun sets, where they are not set: RANK, WORLD_SIZE, LOCAL_RANK, ... Local.
 
-    Those that no launcher tells are set by `rendezvous`.
+    `rendezvous` sets those that the launcher does not provide.
     """
-    for name, variables in _LAUNCHERS.items():
-        for variable in variables:
-            if variable in os.environ:
-                os.environ.setdefault(name, os.environ[variable])
+    for name, launchers in _LAUNCHERS.items():
+        if value := variables.first(launchers):
+            os.environ.setdefault(name, value)
 
 
-def serve_environment() -> None:
-    """Have PyTorch's handler of env:// get from MPI what the environment does not have."""
-    module = importlib.import_module("torch.distributed.rendezvous")  # by name: a function hides it
+def install_env_handler() -> None:
+    """Replace PyTorch's env:// handler: values missing from the environment come from MPI. Local."""
+    # torch.distributed.rendezvous is also a function, which hides the module
+    module = importlib.import_module("torch.distributed.rendezvous")
     original = module._rendezvous_handlers["env"]
 
     def handler(url: str, timeout: timedelta = timedelta(minutes=30), **rest: Any) -> Iterator[Found]:
@@ -65,10 +66,10 @@ def serve_environment() -> None:
 
 
 def rendezvous(url: str, timeout: timedelta, original: Handler) -> Iterator[Found]:
-    """The store, this rank and the number of ranks, from MPI. Collective over all ranks of mpirun.
+    """Yield (store, rank, world size) from MPI. Collective over all ranks of the job.
 
-    url: "env://", with ?rank=0&world_size=2 where the program says so itself.
-    original: PyTorch's own handler of env://, for programs that are told where rank 0 is.
+    url: "env://", with ?rank=0&world_size=2 if the program passes them. original: PyTorch's env:// handler, used if
+    MASTER_ADDR and MASTER_PORT are set.
     """
     with Topology() as topology:
         numbers = (topology.rank, topology.size, topology.node_rank, topology.node_size)
@@ -80,11 +81,11 @@ def rendezvous(url: str, timeout: timedelta, original: Handler) -> Iterator[Foun
         return
     given = parse_qs(urlparse(url).query)
     yield store, int(given.get("rank", [numbers[0]])[0]), int(given.get("world_size", [numbers[1]])[0])
-    raise RuntimeError("ranks of one mpirun can't meet again: start the program anew")
+    raise RuntimeError("a second rendezvous is not possible under mpirun: restart the program")
 
 
 def store_of_rank_0(topology: Topology, timeout: timedelta) -> dist.Store:
-    """The store of rank 0, a TCPStore on the first of its addresses that every node reaches. Collective."""
+    """Create rank 0's TCPStore on the first of its addresses that every node can connect to. Collective."""
     world = topology.world
     listeners = together(world, lambda: _listeners(topology.host.size == topology.size) if topology.rank == 0 else [])
     try:
@@ -101,15 +102,15 @@ def store_of_rank_0(topology: Topology, timeout: timedelta) -> dist.Store:
 
 
 def _listeners(locally: bool) -> list[socket.socket]:
-    """A socket at a free port of each address that the store may have, most promising first.
+    """Open a listening socket on each candidate address of the store, best first.
 
-    The store asks nobody for a password. So the store of one machine's ranks listens to no other machine, and the store
-    of several hosts listens on one network alone.
+    The store has no authentication. So it listens on loopback if all ranks share a machine, otherwise on a single
+    network.
     """
     found = []
     for address in [LOOPBACK] if locally else _addresses():
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
-        with suppress(OSError):  # the host's name may lead to an address of another host
+        with suppress(OSError):  # the host's name may resolve to an address of another host
             found.append(socket.create_server((address, 0), family=family, backlog=socket.SOMAXCONN))
     return found
 
@@ -120,7 +121,7 @@ def _address(listener: socket.socket) -> tuple[str, int]:
 
 
 def _all_reach(topology: Topology, address: tuple[str, int]) -> bool:
-    """Whether one rank of every node can connect to a socket of rank 0's. Collective."""
+    """Return whether one rank of every node can connect to a socket of rank 0. Collective."""
     reached = topology.node_rank > 0
     if not reached:
         with suppress(OSError):
@@ -130,18 +131,18 @@ def _all_reach(topology: Topology, address: tuple[str, int]) -> bool:
 
 
 def _serve(listener: socket.socket, timeout: timedelta) -> dist.TCPStore:
-    """A store that listens on `listener`, which belongs to the store then."""
+    """Create a store on the socket `listener`, which it then owns."""
     address, port = _address(listener)
     file = listener.detach()
     serve = partial(dist.TCPStore, address, port, None, True, timeout, wait_for_workers=False, master_listen_fd=file)
     try:
         return serve()
-    except NotImplementedError:  # the newer kind of store of PyTorch 2.7, say, takes no socket that is open already
+    except NotImplementedError:  # the libuv store of some versions (PyTorch 2.7) takes no open socket
         return serve(use_libuv=False)
 
 
 def _addresses() -> list[str]:
-    """This host's addresses but the loopback's, most promising first; where MPI is told interfaces, those alone."""
+    """Return this host's non-loopback addresses, best first; only those that MPI is configured to use, if any are."""
     named = []
     with suppress(OSError):
         entries = socket.getaddrinfo(socket.gethostname(), None, type=socket.SOCK_STREAM)

@@ -29,21 +29,21 @@ _DTYPES = {
 
 
 def is_plain(tensor: torch.Tensor) -> bool:
-    """True when the tensor's memory can be read and written as it is."""
+    """Return True if the tensor is contiguous, on the CPU, and not lazily conjugated or negated ("plain")."""
     return tensor.device.type == "cpu" and tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
 
 
 def readable(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor in plain memory; a copy when it is on a GPU, strided or lazily conjugated."""
+    """Return the tensor in plain memory; a copy if it is on a GPU, strided or lazily conjugated."""
     tensor = tensor.detach()
     return tensor if is_plain(tensor) else tensor.cpu().resolve_conj().resolve_neg().contiguous()
 
 
 @contextmanager
 def writable(tensor: torch.Tensor, filled: bool = False) -> Iterator[torch.Tensor]:
-    """Plain memory to write the new content of `tensor` to: its own, or a copy that is copied back at the end.
+    """Context manager: plain memory for the new content of `tensor`: its own, or a buffer that is copied to it later.
 
-    filled: the memory begins with the tensor's content.
+    filled: the memory has the tensor's content at first.
     """
     tensor = tensor.detach()
     if is_plain(tensor):
@@ -55,19 +55,19 @@ def writable(tensor: torch.Tensor, filled: bool = False) -> Iterator[torch.Tenso
 
 
 def as_bytes(tensor: torch.Tensor) -> np.ndarray:
-    """The memory of a plain tensor as bytes, for operations that only move it."""
+    """Return the memory of a plain tensor as bytes, for operations that only move it."""
     return _memory(tensor, np.dtype(np.uint8))
 
 
 def as_array(tensor: torch.Tensor) -> np.ndarray:
-    """The memory of a plain tensor as a 1-D array, for operations that reduce it; complex numbers as pairs."""
+    """Return the memory of a plain tensor as a 1-D array, for operations that reduce it; complex numbers as pairs."""
     return _memory(tensor, _DTYPES[tensor.dtype])
 
 
 def _memory(tensor: torch.Tensor, dtype: np.dtype) -> np.ndarray:
-    """An array on the tensor's memory, valid as long as the caller holds the tensor.
+    """Return an array on the tensor's memory, valid as long as the caller holds the tensor.
 
-    Not by tensor.numpy(), after which PyTorch never resizes the storage again: FSDP has to.
+    tensor.numpy() is not used: after it PyTorch can't resize the storage any more, which FSDP does.
     """
     if tensor.nbytes == 0:
         return np.empty(0, dtype)
@@ -82,12 +82,12 @@ class Streams:
         self._devices = {tensor.device for tensor in tensors if tensor.is_cuda}
         self._written = [torch.cuda.current_stream(device).record_event() for device in self._devices]
 
-    def before(self) -> None:
+    def wait_for_caller(self) -> None:
         """Wait until the caller's kernels have written the tensors."""
         for event in self._written:
             event.synchronize()
 
-    def after(self) -> None:
-        """Wait until all that this thread started on the GPU is done."""
+    def synchronize(self) -> None:
+        """Wait until the GPU has done all that this thread has started."""
         for device in self._devices:
             torch.cuda.current_stream(device).synchronize()

@@ -1,1 +1,1 @@
-"""When each rank did what, for Perfetto."""
+"""Records what each rank does and when, for Perfetto."""

@@ -1,9 +1,9 @@
 """Clocks of different ranks, compared by exchanged timestamps.
 
-Rank 0 asks another rank for its time, again and again. The answer with the shortest round trip says most: that
-clock showed it half a round trip ago, to within the other half. (F. Cristian: Probabilistic clock synchronization,
-1989; NTP does the same.) Clocks also drift, so they are compared at the beginning and at the end, and what lies
-between is interpolated.
+Rank 0 asks every rank for its time, ROUNDS times. The answer with the shortest round trip counts: the other clock
+showed that time half a round trip ago, with an error of at most half a round trip. (F. Cristian: Probabilistic clock
+synchronization, 1989; NTP does the same.) Clocks drift, so they are compared at the start and at the end; times between
+are interpolated.
 """
 
 import time
@@ -19,10 +19,10 @@ ROUNDS, WHAT = 12, "compare clocks"
 now = time.perf_counter_ns
 
 
-class Comparison(NamedTuple):
-    """Of one rank's clock with rank 0's, in nanoseconds.
+class ClockOffset(NamedTuple):
+    """The offset of one rank's clock from rank 0's, in nanoseconds.
 
-    here: rank 0's time. ahead: how much more the other clock shows. error: by which `ahead` may be wrong.
+    here: rank 0's time at the comparison. ahead: the other clock minus rank 0's. error: bound on the error of `ahead`.
     """
 
     here: int
@@ -30,14 +30,14 @@ class Comparison(NamedTuple):
     error: int
 
 
-def compare(comm: MPI.Intracomm, clock: Callable[[], int] | None = None) -> list[Comparison]:
-    """The comparison of every rank's clock, on rank 0; an empty list on the others. Collective.
+def compare(comm: MPI.Intracomm, clock: Callable[[], int] | None = None) -> list[ClockOffset]:
+    """Measure every rank's clock offset. Collective. Returns the offsets by rank on rank 0, [] on other ranks.
 
-    clock: what shows nanoseconds, such as time.time_ns; `now` when none is given.
+    clock: a function that returns nanoseconds, such as time.time_ns; `now` when none is given.
     """
     clock = clock or now
     if comm.rank == 0:
-        return [Comparison(clock(), 0, 0), *(_ask(comm, rank, clock) for rank in range(1, comm.size))]
+        return [ClockOffset(clock(), 0, 0), *(_ask(comm, rank, clock) for rank in range(1, comm.size))]
     stamp = np.empty(1, np.int64)
     with waiting(comm, WHAT):
         for _ in range(ROUNDS):
@@ -47,7 +47,7 @@ def compare(comm: MPI.Intracomm, clock: Callable[[], int] | None = None) -> list
     return []
 
 
-def _ask(comm: MPI.Intracomm, rank: int, clock: Callable[[], int]) -> Comparison:
+def _ask(comm: MPI.Intracomm, rank: int, clock: Callable[[], int]) -> ClockOffset:
     best, stamp = None, np.empty(1, np.int64)
     with waiting(comm, WHAT):
         for _ in range(ROUNDS):
@@ -55,25 +55,25 @@ def _ask(comm: MPI.Intracomm, rank: int, clock: Callable[[], int]) -> Comparison
             comm.Send(stamp, rank)
             comm.Recv(stamp, rank)
             answered = clock()
-            heard = comparison(asked, int(stamp[0]), answered)
-            if best is None or heard.error < best.error:
-                best = heard
+            offset = clock_offset(asked, int(stamp[0]), answered)
+            if best is None or offset.error < best.error:
+                best = offset
     assert best is not None
     return best
 
 
-def comparison(asked: int, shown: int, answered: int) -> Comparison:
-    """Of a clock that showed `shown` at some time between two of this one.
+def clock_offset(asked: int, shown: int, answered: int) -> ClockOffset:
+    """Return the offset of a clock that showed `shown` between `asked` and `answered` of this clock.
 
-    A difference below its own error is none: ranks of one machine have one clock.
+    An offset below its error counts as 0: ranks of one machine share a clock.
     """
     middle, error = (asked + answered) // 2, (answered - asked + 1) // 2
     ahead = shown - middle
-    return Comparison(middle, ahead if abs(ahead) > error else 0, error)
+    return ClockOffset(middle, ahead if abs(ahead) > error else 0, error)
 
 
-def aligned(times: np.ndarray, first: Comparison, last: Comparison) -> np.ndarray:
-    """Times of another rank's clock as rank 0's clock showed them. (n,) int64 -> (n,) int64"""
+def aligned(times: np.ndarray, first: ClockOffset, last: ClockOffset) -> np.ndarray:
+    """Convert times of another rank's clock to rank 0's, between two comparisons. (n,) int64 -> (n,) int64"""
     shown = np.array([first.here + first.ahead, last.here + last.ahead])
     if shown[1] <= shown[0]:
         return times - first.ahead

@@ -1,7 +1,7 @@
 """The spans of all ranks as one list of events, in the Trace Event Format that Perfetto and chrome://tracing read.
 
-A process is a rank, and a thread one of its rows. Nothing travels with a call: who came last to it, and how long
-the others waited for that rank, comes out here, where the times of all ranks lie on one clock.
+In the file a process is a rank, and a thread is one of its rows. Which rank reached a call last, and how long the
+others waited for it, is computed here, after all times are on rank 0's clock.
 """
 
 import json
@@ -11,13 +11,13 @@ from typing import Any, NamedTuple, TextIO
 
 import numpy as np
 
-from allreduce.tracing.clocks import Comparison, aligned
+from allreduce.tracing.clocks import ClockOffset, aligned
 
 Event = dict[str, Any]
 
 WAITED = "waited"  # a span of this kind names the series and the number of the call that was waited for
 WAIT, REDUCE = "wait", "reduce"  # categories, as are the kinds of spans
-MOST = 1 << 62  # of a number that another rank tells
+MOST = 1 << 62  # largest number accepted from another rank
 ROWS = ("training", "in the background")
 
 
@@ -31,16 +31,18 @@ class Span(NamedTuple):
 
 
 class Call(NamedTuple):
-    """A call that ranks made together. came: when this rank came to it. about: what is shown of it."""
+    """One rank's part of a collective call. number: sequence number in its series. arrived: when this rank reached it.
+    details: shown in the file.
+    """
 
     row: int
     series: int
     number: int
     name: str
-    came: int
+    arrived: int
     begin: int
     end: int
-    about: dict[str, Any]
+    details: dict[str, Any]
 
 
 class Recorded(NamedTuple):
@@ -52,15 +54,15 @@ class Recorded(NamedTuple):
 
 
 class Arrival(NamedTuple):
-    """Who came last to a call, and when."""
+    """The rank that reached a call last, and when."""
 
     rank: int
     time: int
 
 
-def recorded(told: Any) -> Recorded:
-    """What another rank has told of itself, as JSON has it. Anything else raises one of a few usual errors."""
-    spans, calls, left_out = told
+def parse_record(record: Any) -> Recorded:
+    """Convert a rank's record from JSON. Raises ValueError, TypeError or another built-in error if it is malformed."""
+    spans, calls, left_out = record
     return Recorded(
         [Span(_number(row), str(kind), _number(begin), _number(end)) for row, kind, begin, end in spans],
         [_call(*call) for call in calls],
@@ -68,9 +70,9 @@ def recorded(told: Any) -> Recorded:
     )
 
 
-def _call(row: Any, series: Any, number: Any, name: Any, came: Any, begin: Any, end: Any, about: Any) -> Call:
-    times = _number(came), _number(begin), _number(end)
-    return Call(_number(row), _number(series), _number(number), str(name), *times, dict(about))
+def _call(row: Any, series: Any, number: Any, name: Any, arrived: Any, begin: Any, end: Any, details: Any) -> Call:
+    times = _number(arrived), _number(begin), _number(end)
+    return Call(_number(row), _number(series), _number(number), str(name), *times, dict(details))
 
 
 def _number(value: Any) -> int:
@@ -79,22 +81,22 @@ def _number(value: Any) -> int:
     return value
 
 
-def on_one_clock(recorded: Recorded, first: Comparison, last: Comparison) -> Recorded:
-    """The same with the times of rank 0's clock."""
+def on_one_clock(recorded: Recorded, first: ClockOffset, last: ClockOffset) -> Recorded:
+    """Convert all times to rank 0's clock."""
     spans, calls = recorded.spans, recorded.calls
     times = [time for span in spans for time in (span.begin, span.end)]
-    times += [time for call in calls for time in (call.came, call.begin, call.end)]
+    times += [time for call in calls for time in (call.arrived, call.begin, call.end)]
     clock = iter(aligned(np.array(times, np.int64), first, last).tolist())
     return Recorded(
         [span._replace(begin=next(clock), end=next(clock)) for span in spans],
-        [call._replace(came=next(clock), begin=next(clock), end=next(clock)) for call in calls],
+        [call._replace(arrived=next(clock), begin=next(clock), end=next(clock)) for call in calls],
         recorded.left_out,
     )
 
 
 def events(ranks: list[Recorded], series: list[str]) -> list[Event]:
     """All events, sorted by time; the earliest is at 0."""
-    last = _last_to_come(ranks)
+    last = _last_arrivals(ranks)
     found = [event for rank, recorded in enumerate(ranks) for event in _of_rank(rank, recorded, last, series)]
     begin = min((event["ts"] for event in found), default=0)
     for event in found:
@@ -104,22 +106,22 @@ def events(ranks: list[Recorded], series: list[str]) -> list[Event]:
 
 
 def write(file: TextIO, made: Iterable[Event], about: dict[str, Any]) -> None:
-    """An event a line."""
+    """Write the events as JSON, one event a line."""
     file.write('{"displayTimeUnit": "ms", "otherData": ' + json.dumps(about) + ', "traceEvents": [')
     for number, event in zip(count(), made):
         file.write(("," if number else "") + "\n" + json.dumps(event, allow_nan=False))
     file.write("\n]}\n")
 
 
-def _last_to_come(ranks: list[Recorded]) -> dict[tuple[int, int], Arrival]:
-    """For each call that all ranks have recorded; those of which one had no room left are unknown."""
-    came: dict[tuple[int, int], list[Arrival]] = {}
+def _last_arrivals(ranks: list[Recorded]) -> dict[tuple[int, int], Arrival]:
+    """Return (series, number) -> the last rank's arrival, for calls that all ranks have recorded."""
+    arrived: dict[tuple[int, int], list[Arrival]] = {}
     for rank, recorded in enumerate(ranks):
         for call in recorded.calls:
-            came.setdefault((call.series, call.number), []).append(Arrival(rank, call.came))
+            arrived.setdefault((call.series, call.number), []).append(Arrival(rank, call.arrived))
     return {
         call: max(arrivals, key=lambda arrival: arrival.time)
-        for call, arrivals in came.items()
+        for call, arrivals in arrived.items()
         if len(arrivals) == len(ranks) > 1
     }
 
@@ -127,7 +129,7 @@ def _last_to_come(ranks: list[Recorded]) -> dict[tuple[int, int], Arrival]:
 def _of_rank(rank: int, recorded: Recorded, last: dict[tuple[int, int], Arrival], series: list[str]) -> Iterator[Event]:
     calls = {(call.series, call.number): call for call in recorded.calls}
     for row, kind, begin, end in recorded.spans:
-        if end < begin:  # no rank can have done that
+        if end < begin:  # no valid span
             continue
         if not kind.startswith(WAITED):
             yield _event(rank, row, kind, kind, begin, end, {})
@@ -136,24 +138,24 @@ def _of_rank(rank: int, recorded: Recorded, last: dict[tuple[int, int], Arrival]
         waited = calls.get((number, turn))
         if waited is not None and waited.row != row:
             yield from _divided(rank, row, last.get((number, turn)), begin, end, "not hidden", {})
-        elif waited is not None and end > waited.end:  # this row shows the call itself, and then the work behind it
+        elif waited is not None and end > waited.end:  # the row shows the call; only the rest of the wait is added
             yield _event(rank, row, "agreement", REDUCE, max(begin, waited.end), end, {})
     ends: dict[int, int] = {}
     for call in recorded.calls:
-        # Calls of the background wait for their turn behind others; what is left is a wait for other ranks.
-        start = max(call.came, ends.get(call.row, call.came)) if call.came < call.begin else call.begin
+        # A call in the background first waits for earlier calls of its row; the rest is a wait for other ranks.
+        start = max(call.arrived, ends.get(call.row, call.arrived)) if call.arrived < call.begin else call.begin
         ends[call.row] = call.end
-        details = {**call.about, "series": series[call.series], "call": call.number}
+        details = {**call.details, "series": series[call.series], "call": call.number}
         yield from _divided(rank, call.row, last.get((call.series, call.number)), start, call.end, call.name, details)
 
 
 def _divided(
     rank: int, row: int, last: Arrival | None, begin: int, end: int, name: str, about: dict[str, Any]
 ) -> Iterator[Event]:
-    """A call: first the wait for the rank that came last, then what was done together.
+    """Yield a call's events: the wait for the last rank, then the work.
 
-    No rank ends a call before the last one has come to it. Where the times say so, clocks differ by more than is known,
-    and no wait is shown.
+    No rank ends a call before the last one has reached it. If the times contradict that, the clocks' error is larger
+    than estimated, and no wait is shown.
     """
     turn = begin
     if last is not None and last.time > end:

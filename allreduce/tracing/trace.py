@@ -22,14 +22,14 @@ now = time.perf_counter_ns
 
 
 class Trace:
-    """A file for https://ui.perfetto.dev: a row for each rank, and one more for what it does in the background.
+    """Records spans and calls on every rank, and writes them to one file for https://ui.perfetto.dev.
 
-    path: of the file, which rank 0 writes. topology: of the ranks that are traced. most: spans that a rank keeps;
-        what comes later is left out, and that is said.
+    path: of the file, which rank 0 writes. topology: of the ranks that are traced. most: spans and calls that a rank
+    keeps; later ones are dropped, with a warning.
 
-    Creating and `close`, which writes the file, are collective; all else is local and costs about a microsecond.
-    Every rank uses the trace in the same way: the n-th call of a series on one rank is that on all.
-    Raises OptionError on all ranks when the file can't be written, which is tried at once.
+    The constructor, `move` and `close`, which writes the file, are collective; the other methods are local and take
+    about a microsecond. The n-th call of a series must be the same collective call on all ranks. The constructor raises
+    OptionError on all ranks if the file can't be written.
     """
 
     def __init__(self, path: str | os.PathLike[str], topology: Topology, most: int = MOST_SPANS) -> None:
@@ -37,8 +37,8 @@ class Trace:
         self.closed = False
         self._comm = topology.private(self)
         self._series: list[str] = []
-        # Of this rank; spans and series write here themselves, because a call more would cost as much again.
-        self.room = most  # for so many more spans and calls
+        # This rank's records. Spans and series append to them directly: another function call would double the cost.
+        self.room = most  # spans and calls that can still be added
         self.rows = _Rows({get_ident(): 0})
         self.spans: list[Span] = []
         self.calls: list[Call] = []
@@ -56,38 +56,38 @@ class Trace:
             raise OptionError(f"the trace can't be written to {self.path}: give a file in a folder that exists")
 
     def span(self, kind: str) -> contextlib.AbstractContextManager[None]:
-        """What is done inside is a span of this kind: "data", "compute", "update", ... Local."""
+        """Return a context manager that records its body as a span of this kind, such as "compute". Local."""
         return _Recording(self, kind)
 
     def note(self, kind: str, begin: int, end: int | None = None) -> None:
-        """A span of this kind from `begin` on, until `end` or now; times of time.perf_counter_ns(). Local."""
+        """Record a span from `begin` to `end` (default: now), in nanoseconds of time.perf_counter_ns(). Local."""
         end = end or now()
         if self.room > 0:
             self.room -= 1
             self.spans.append(Span(self.rows[get_ident()], kind, begin, end))
         else:
-            self.leave_out()
+            self.count_dropped()
 
     def series(self, name: str) -> "Series":
-        """Calls that ranks make together, each of which ends when all have come to it. Local."""
+        """Return a new series of collective calls. Local; all ranks create their series in the same order."""
         self._series.append(name)
         return Series(self, len(self._series) - 1)
 
     def move(self, topology: Topology) -> None:
-        """Go on with the ranks of another topology, those that are left of this one's. Collective over them."""
+        """Continue on another topology, whose ranks are those left after a failure. Collective over them."""
         self.topology, self._comm = topology, topology.private(self)
         self._first = clocks.compare(self._comm)
 
     def close(self) -> None:
         """Collect what the ranks have recorded, and write the file. Collective; closing twice does nothing.
 
-        Raises OptionError on all ranks when the file can't be written after all.
+        Raises OptionError on all ranks if the file can't be written.
         """
         if self.closed:
             return
         self.closed = True
         try:
-            together(self._comm, lambda: None)  # nobody waits inside of MPI for a rank that comes late
+            together(self._comm, lambda: None)  # wait for late ranks here, where the wait can end in an error
             last = clocks.compare(self._comm)
             everyone = self._collect()
             together(self._comm, lambda: self._write(everyone, last) if everyone else None)
@@ -103,23 +103,23 @@ class Trace:
         return self
 
     def __exit__(self, kind: object, *_: object) -> None:
-        if kind is None:  # after an exception the other ranks may not come to a collective close
+        if kind is None:  # after an exception the other ranks may not reach a collective close
             self.close()
 
-    def leave_out(self) -> None:
-        """A span or call for which no room is left is not kept."""
+    def count_dropped(self) -> None:
+        """Count a span or call that was dropped for lack of room; rank 0 warns once."""
         if not self._left_out and self.topology.rank == 0:
             log.warning("%s: the first %d spans of each rank are kept, later ones left out", self.path, self.most)
         self._left_out += 1
 
     def _collect(self) -> list[Recorded]:
-        """What all ranks have recorded, on rank 0. Collective."""
+        """Return what all ranks have recorded, on rank 0; [] on other ranks. Collective."""
         mine = Recorded(self.spans, self.calls, self._left_out)
         self.spans, self.calls = [], []
         packed = bytes_to_root(self._comm, json.dumps(mine).encode(), "collect a trace")
         return [_of_rank(rank, text) for rank, text in enumerate(packed)]
 
-    def _write(self, everyone: list[Recorded], last: list[clocks.Comparison]) -> None:
+    def _write(self, everyone: list[Recorded], last: list[clocks.ClockOffset]) -> None:
         ranks = [
             merging.on_one_clock(recorded, *ends) for recorded, *ends in zip(everyone, self._first, last, strict=True)
         ]
@@ -136,16 +136,16 @@ class Trace:
 
 
 def _of_rank(rank: int, text: bytes) -> Recorded:
-    """What a rank has recorded. Raises CommunicationError when it can't be read."""
+    """Parse the record of a rank. Raises CommunicationError if it is malformed."""
     try:
-        return merging.recorded(json.loads(text))
+        return merging.parse_record(json.loads(text))
     except (ValueError, TypeError, KeyError, IndexError, OverflowError, RecursionError) as error:
         reason = notices.shown(str(error), 200)
-        raise CommunicationError(f"what rank {rank} has recorded can't be read: {reason}") from error
+        raise CommunicationError(f"the trace record of rank {rank} can't be read: {reason}") from error
 
 
 class _Rows(dict[int, int]):
-    """The rows of threads: 0 for the one that made the trace, 1, 2, ... for others as they come."""
+    """Thread id -> row: 0 for the thread that has created the trace, 1, 2, ... for others, by their first record."""
 
     def __missing__(self, thread: int) -> int:
         self[thread] = row = len(self)
@@ -153,7 +153,7 @@ class _Rows(dict[int, int]):
 
 
 class _Recording:
-    """A span that goes on."""
+    """The context manager of Trace.span."""
 
     __slots__ = ("_begin", "_kind", "_trace")
 
@@ -169,11 +169,11 @@ class _Recording:
             trace.room -= 1
             trace.spans.append(Span(trace.rows[get_ident()], self._kind, self._begin, end))
         else:
-            trace.leave_out()
+            trace.count_dropped()
 
 
 class Series:
-    """The calls of one backend, or of something else that all ranks come to in the same order."""
+    """A series of collective calls, such as those of one backend. All ranks make them in the same order."""
 
     def __init__(self, trace: Trace, number: int) -> None:
         self._trace, self._number = trace, number
@@ -181,26 +181,29 @@ class Series:
         self._came = 0
 
     def came(self, at: int) -> None:
-        """The next call is one to which this rank has come at `at`, before its turn. For calls in the background."""
+        """Set the time at which this rank submitted the next call, for calls that run later in a worker thread."""
         self._came = at
 
     def note(self, name: str, begin: int, about: dict[str, Any]) -> None:
-        """A call was made, from `begin` until now. about: what is shown of it, the same object for equal calls."""
-        end, came, self._came = now(), self._came or begin, 0
+        """Record a call from `begin` to now. about: details for the file; pass the same object for equal calls."""
+        end, arrived, self._came = now(), self._came or begin, 0
         trace, number = self._trace, self.count
         self.count += 1
         if trace.room > 0:
             trace.room -= 1
             row = trace.rows[get_ident()]
-            trace.calls.append(Call(row, self._number, number, name, came, begin, end, about))
+            trace.calls.append(Call(row, self._number, number, name, arrived, begin, end, about))
         else:
-            trace.leave_out()
+            trace.count_dropped()
 
     def waited(self, begin: int) -> None:
-        """This rank has done nothing but wait, from `begin` until now, for the last call that was made."""
+        """Record that this rank only waited, from `begin` to now, for the last call of the series."""
         self._trace.note(f"{merging.WAITED} {self._number} {self.count - 1}", begin)
 
 
 def of(given: "str | os.PathLike[str] | Trace", topology: Topology) -> tuple[Trace, bool]:
-    """The trace that an option `trace=` means, and whether it was made here, for its maker to close. Collective."""
+    """Return the Trace for an option `trace=` (a Trace or a path), and whether it was created here. Collective if so.
+
+    A Trace that was created here is closed by the caller.
+    """
     return (given, False) if isinstance(given, Trace) else (Trace(given, topology), True)

@@ -23,27 +23,27 @@ def broadcast(comm: MPI.Intracomm, arrays: Iterable[np.ndarray], root: int, what
 
 
 def overwrite(comm: MPI.Intracomm, array: np.ndarray, root: int) -> None:
-    """As `broadcast`, for one array, inside of `waiting`. Collective."""
+    """Broadcast one contiguous array from `root`, in place. Collective; call it inside `waiting`."""
     for piece in pieces(array):
         comm.Bcast(piece, root)
 
 
 def pieces(array: np.ndarray) -> Iterator[np.ndarray]:
-    """A contiguous array's memory as bytes, in pieces that MPI can count."""
+    """Yield a contiguous array's memory as byte arrays of at most PIECE bytes. Local."""
     memory = array.reshape(-1).view(np.uint8) if array.nbytes else np.empty(0, np.uint8)  # elements may have no bytes
     for span in segments(slice(0, memory.size), PIECE):
         yield memory[span]
 
 
 def counts(comm: MPI.Intracomm, mine: int) -> np.ndarray:
-    """Every rank's number, by rank, int64; inside of `waiting`. Collective."""
+    """Return every rank's `mine`, by rank, int64. Collective; call it inside `waiting`."""
     everyone = np.empty(comm.size, np.int64)
     comm.Allgather(np.array([mine], np.int64), everyone)
     return everyone
 
 
 def gather(comm: MPI.Intracomm, mine: np.ndarray, lengths: np.ndarray) -> np.ndarray:
-    """All ranks' arrays one after another; inside of `waiting`. Collective.
+    """Return all ranks' arrays, concatenated, on every rank. Collective; call it inside `waiting`.
 
     mine: a contiguous array of any dtype. lengths: the first dimension of each rank's array; the others are equal.
     """
@@ -60,7 +60,7 @@ def gather(comm: MPI.Intracomm, mine: np.ndarray, lengths: np.ndarray) -> np.nda
 
 
 def bytes_to_root(comm: MPI.Intracomm, mine: bytes, what: str) -> list[bytes]:
-    """Every rank's bytes, by rank, on rank 0; none elsewhere. Collective."""
+    """Gather every rank's bytes on rank 0: a list by rank; [] on other ranks. Collective."""
     sizes = _checked(comm, all_values(comm, len(mine), what), what)
     if comm.rank:
         _send(comm, mine, 0, what)
@@ -69,7 +69,7 @@ def bytes_to_root(comm: MPI.Intracomm, mine: bytes, what: str) -> list[bytes]:
 
 
 def bytes_of_root(comm: MPI.Intracomm, everyone: list[bytes], what: str) -> bytes:
-    """This rank's bytes of the list that rank 0 brings; the others bring an empty list. Collective."""
+    """Scatter a list of bytes, one entry for each rank, from rank 0; others pass []. Return this rank's. Collective."""
     sizes = _checked(comm, root_value(comm, [len(each) for each in everyone], what), what)
     if comm.rank:
         return _receive(comm, sizes[comm.rank], 0, what)
@@ -81,8 +81,8 @@ def bytes_of_root(comm: MPI.Intracomm, everyone: list[bytes], what: str) -> byte
 def _checked(comm: MPI.Intracomm, sizes: list[int], what: str) -> list[int]:
     """Check the sizes that ranks have sent before memory is allocated for them. All ranks see the same sizes."""
     if len(sizes) != comm.size or not all(type(size) is int and 0 <= size <= LARGEST for size in sizes):
-        told = str(sizes)[:SHOWN]
-        raise known(CommunicationError(f"{what}: ranks can't have {told} bytes to send; {LARGEST} are the most"), comm)
+        shown = str(sizes)[:SHOWN]
+        raise known(CommunicationError(f"{what}: invalid message sizes {shown}; the limit is {LARGEST} bytes"), comm)
     return sizes
 
 

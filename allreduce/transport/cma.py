@@ -25,7 +25,7 @@ class _Span(ctypes.Structure):
 
 
 def _call(name: str) -> Any:
-    """A function of the C library, or None where there is no such thing."""
+    """Return a function of the C library; None if it has none of this name."""
     function = getattr(ctypes.CDLL(None, use_errno=True), name, None)
     if function is not None:
         span = ctypes.POINTER(_Span)
@@ -38,9 +38,9 @@ _read, _write = _call("process_vm_readv"), _call("process_vm_writev")
 
 
 class CMA:
-    """Access of the ranks of a node to each other's memory. Making it is collective.
+    """Reads and writes the memory of the other ranks of a node. The constructor is collective.
 
-    works: whether all ranks have access; the same on all.
+    works: True if every rank can access every rank; equal on all ranks.
     """
 
     def __init__(self, comm: MPI.Intracomm) -> None:
@@ -51,11 +51,11 @@ class CMA:
         with waiting(comm, "exchange addresses"):
             comm.Allgather(mine, everyone)
         self._pids = everyone[:, 0].tolist()
-        works = all(self._sees(rank, *row) for rank, row in enumerate(everyone[:, 1:].tolist()))
-        self.works = on_all(comm, works, "see each other's memory")  # and then nobody uses `secret` any more
+        works = all(self._can_access(rank, *row) for rank, row in enumerate(everyone[:, 1:].tolist()))
+        self.works = on_all(comm, works, "check access to each other's memory")  # after it no rank reads `secret`
 
     def address(self, array: np.ndarray) -> int:
-        """The address of an array for other ranks; 0 for memory that they can't access (of some devices)."""
+        """Return an array's address for other ranks; 0 for memory that they can't access (of some devices)."""
         begin, byte = MPI.Get_address(array), np.empty(1, np.uint8)
         last = begin + array.nbytes - 1
         return begin if all(_move(_read, self._pids[self._rank], at, byte) == 1 for at in (begin, last)) else 0
@@ -74,13 +74,13 @@ class CMA:
             moved = _move(function, self._pids[rank], address + done, memory[done:])
             if moved <= 0:
                 reason = os.strerror(ctypes.get_errno())
-                raise CommunicationError(f"the memory of rank {rank} of this node can't be reached any more: {reason}")
+                raise CommunicationError(f"the memory of rank {rank} of this node is no longer accessible: {reason}")
             done += moved
 
-    def _sees(self, rank: int, address: int, secret: int) -> bool:
-        """Whether this rank can read a rank's secret, and write it back.
+    def _can_access(self, rank: int, address: int, secret: int) -> bool:
+        """Return whether this rank can read a rank's secret, and write it back. Local.
 
-        Where ranks have PID namespaces of their own, the process with a rank's number may be another one.
+        The secret identifies the process: in another PID namespace a rank's pid may belong to a different one.
         """
         found = np.zeros(1, np.int64)
         pid = self._pids[rank]
@@ -89,7 +89,7 @@ class CMA:
 
 
 def _move(function: Any, pid: int, address: int, array: np.ndarray) -> int:
-    """The number of bytes that were moved; negative after an error."""
+    """Copy bytes from or to a process; return how many were copied, or a negative number after an error. Local."""
     if function is None:
         return -1
     here, there = _Span(MPI.Get_address(array), array.nbytes), _Span(address, array.nbytes)

@@ -1,7 +1,7 @@
-"""Control messages: agreements, which raise an error on every rank or on none, and small values.
+"""Control messages: agreements, which raise an error on all ranks or on none, and exchanges of small values.
 
-Control messages have communicators of their own, which carry no data. Values travel as JSON, because a pickle could
-run code of the sender.
+Control messages have separate communicators, which carry no data. Values are sent as JSON, because a pickle could run
+code of the sender.
 """
 
 import json
@@ -16,46 +16,46 @@ from mpi4py import MPI
 from allreduce.errors import AllReduceError, DisagreementError
 from allreduce.notices import log
 from allreduce.transport import processes
-from allreduce.transport.wait import Call, wait_for
+from allreduce.transport.wait import SMALL, Call, wait_for
 
 ResultT = TypeVar("ResultT")
 ErrorT = TypeVar("ErrorT", bound=BaseException)
 Portable = tuple[str, str, str]  # an error: its type's module and name, its text
 
-AGREED_VALUES = 8  # one size for all agreements: ranks in different agreements get a table too
+AGREED_VALUES = 8  # one message size, so that ranks in different agreements still match, and get the table
 _REST = (0,) * (AGREED_VALUES - 1)
-LONE_SECONDS = 60.0  # a rank with an error waits so long for the others
-LARGEST_VALUES = 1 << 30  # bytes of JSON that are taken from other ranks
+LONE_SECONDS = 60.0  # how long a rank with an error waits for the others
+LARGEST_VALUES = 1 << 30  # bytes of JSON that are accepted from other ranks
 
 
 def raise_together(comm: MPI.Comm, error: Exception | None) -> None:
-    """Raise on every rank when at least one rank brings an error. Collective.
+    """Raise on every rank if any rank passes an error. Collective.
 
-    Every rank raises the error of the lowest rank that has one, with that rank named in its text;
-    without any error the cost is one small all-reduce.
+    All ranks raise the error of the lowest such rank; its text names the rank. Without an error the cost is one small
+    all-reduce.
     """
     found = np.array([error is not None], dtype=np.int64)
-    wait_for(comm, comm.Iallreduce(MPI.IN_PLACE, found, MPI.SUM), "hear whether all ranks are well")
+    wait_for(comm, comm.Iallreduce(MPI.IN_PLACE, found, MPI.SUM), "check whether any rank has an error")
     if found[0]:
-        raise _first_error(comm, [portable for _, portable in _exchange(comm, "what went wrong", error)]) from error
+        raise _first_error(comm, [portable for _, portable in _exchange(comm, "exchange errors", error)]) from error
 
 
 def together(comm: MPI.Comm, step: Callable[[], ResultT]) -> ResultT:
-    """Call `step` and return its result; an error that it raises on some ranks is raised on all. Collective."""
+    """Call `step` and return its result; an error that it raises on some ranks is raised on all ranks. Collective."""
     result, error = None, None
     try:
         result = step()
-    except Exception as met:  # whatever it is, the other ranks must not wait for this one
+    except Exception as met:  # of any type: the other ranks must not wait for this one
         error = met
     raise_together(comm, error)
     return cast(ResultT, result)
 
 
 def agree(comm: MPI.Comm, values: Sequence[int], side: str, error: Exception | None) -> None:
-    """Return when all ranks bring equal `values` and no error; otherwise raise on all of them. Collective.
+    """Return if all ranks pass equal `values` and no error; otherwise raise the same error on all ranks. Collective.
 
-    values: at most AGREED_VALUES. side: this rank's call in words, its line in the table of a
-    DisagreementError. An agreement costs one small all-reduce; only a failed one exchanges text.
+    values: at most AGREED_VALUES. side: this rank's call in words, for the table of a DisagreementError. An agreement
+        costs one small all-reduce; only a failed one exchanges text.
     """
     row = [error is not None, *values, *[0] * (AGREED_VALUES - len(values))]
     mine = np.array([*row, *[-each for each in row]], np.int64)  # the minimum of -x is minus the maximum
@@ -66,33 +66,33 @@ def agree(comm: MPI.Comm, values: Sequence[int], side: str, error: Exception | N
     except AllReduceError as ended:
         if error is None:
             raise
-        raise error from ended  # an error of this rank alone, for which the others do not come
+        raise error from ended  # this rank's error; the other ranks take no part in the agreement
     if error is not None or not np.array_equal(low, mine):
         _raise_difference(comm, side, error)
 
 
 class Comparison:
-    """Agreements on known calls, in memory that is used again. Making it is local.
+    """Compares calls by fingerprint, in memory that is reused. The constructor is local.
 
-    An agreement of any other kind may meet one of these: all ranks get the table then.
+    If other ranks are in another agreement, all ranks raise a DisagreementError with the table. pause: see `wait_for`.
     """
 
-    def __init__(self, comm: MPI.Comm) -> None:
-        self._comm = comm
+    def __init__(self, comm: MPI.Comm, pause: tuple[float, float] = SMALL) -> None:
+        self._comm, self._pause = comm, pause
         self._low = np.zeros(2 * (AGREED_VALUES + 1), np.int64)
 
     def agree(self, call: Call) -> None:
-        """As the function `agree`, for the fingerprint of a call and no error. Collective."""
+        """Return if all ranks pass calls with equal fingerprints; otherwise raise the same error on all. Collective."""
         low, fingerprint = self._low, call.fingerprint
         low[:] = 0
         low[1], low[AGREED_VALUES + 2] = fingerprint, -fingerprint
-        wait_for(self._comm, self._comm.Iallreduce(MPI.IN_PLACE, low, MPI.MIN), "compare a call")
+        wait_for(self._comm, self._comm.Iallreduce(MPI.IN_PLACE, low, MPI.MIN), "compare calls", pause=self._pause)
         if low.tolist() != [0, fingerprint, *_REST, 0, -fingerprint, *_REST]:
             _raise_difference(self._comm, str(call), None)
 
 
 def _raise_difference(comm: MPI.Comm, side: str, error: Exception | None) -> NoReturn:
-    """Raise, on all ranks, the error that one of them has, or a DisagreementError. Collective."""
+    """Raise on all ranks the error of the lowest rank that has one, otherwise a DisagreementError. Collective."""
     sides = _exchange(comm, side, error)
     if any(side_error is not None for _, side_error in sides):
         raise _first_error(comm, [side_error for _, side_error in sides]) from error
@@ -100,28 +100,31 @@ def _raise_difference(comm: MPI.Comm, side: str, error: Exception | None) -> NoR
 
 
 def disagreement(comm: MPI.Comm, sides: Sequence[str]) -> DisagreementError:
-    """The error of ranks that brought these sides of a call; all ranks of `comm` raise it."""
-    table = "\n".join(f"  rank {rank}: {side}" for rank, side in enumerate(sides))
-    error = DisagreementError(f"the ranks disagree about this call; it must be the same on all of them:\n{table}")
-    return known(error, comm)
+    """Return the error of ranks in different calls, which all ranks of `comm` raise. sides: the calls, by rank."""
+    return known(different_calls("\n".join(f"  rank {rank}: {side}" for rank, side in enumerate(sides))), comm)
+
+
+def different_calls(table: str) -> DisagreementError:
+    """Return the error of ranks in different calls. table: a line for each rank."""
+    return DisagreementError(f"the ranks disagree about this call; it must be the same on all of them:\n{table}")
 
 
 def known(error: ErrorT, comm: MPI.Comm) -> ErrorT:
-    """`error`, marked as one that all ranks of `comm` raise. Errors of other packages are agreed on as well."""
+    """Mark `error` as one that all ranks of `comm` raise, by its attribute `ranks`, and return it. Local."""
     error.ranks = processes.world_ranks(comm)  # type: ignore[attr-defined]
     return error
 
 
 def everywhere(error: BaseException, comm: MPI.Comm) -> bool:
-    """Whether all ranks of `comm` raise this error, so that they are in step; others may not know of it. Local."""
+    """Return whether all ranks of `comm` raise this error, so that they stay in step. Local."""
     return set(processes.world_ranks(comm)) <= set(getattr(error, "ranks", None) or ())
 
 
 def all_values(comm: MPI.Comm, value: Any, what: str) -> list[Any]:
-    """Every rank's `value`, by rank. Collective. value: what JSON can hold; tuples become lists.
+    """Return every rank's `value`, by rank. Collective. value: JSON-serializable; tuples become lists.
 
-    Two all-reduces of tables in which a rank fills its own part: MPI's run on a tree or a ring. A non-blocking
-    all-gather of Open MPI connects all pairs of ranks.
+    It takes two all-reduces of tables in which each rank fills its own part: Open MPI's non-blocking all-gather would
+    connect all pairs of ranks.
     """
     mine = np.frombuffer(json.dumps(value).encode(), np.uint8)
     lengths = np.zeros(comm.size, np.int64)
@@ -136,7 +139,7 @@ def all_values(comm: MPI.Comm, value: Any, what: str) -> list[Any]:
 
 
 def root_value(comm: MPI.Comm, value: Any, what: str, root: int = 0) -> Any:
-    """Rank `root`'s `value`, on all ranks, as all_values(); what others bring does not matter. Collective."""
+    """Return rank `root`'s `value` on all ranks. Collective. value: see all_values(); ignored on other ranks."""
     mine = np.frombuffer(json.dumps(value).encode() if comm.rank == root else b"", np.uint8)
     length = np.array([mine.size])
     wait_for(comm, comm.Ibcast(length, root), what)
@@ -147,44 +150,44 @@ def root_value(comm: MPI.Comm, value: Any, what: str, root: int = 0) -> Any:
 
 
 def combine(comm: MPI.Comm, numbers: np.ndarray, what: str, op: MPI.Op = MPI.SUM) -> np.ndarray:
-    """Overwrite a few numbers with those of all ranks, added up say; returns them. Collective."""
+    """All-reduce a small array in place, and return it. Collective. op: the sum by default."""
     if comm.size > 1:
         wait_for(comm, comm.Iallreduce(MPI.IN_PLACE, numbers, op), what)
     return numbers
 
 
 def on_all(comm: MPI.Comm, true: bool, what: str) -> bool:
-    """Whether `true` is True on all ranks. Collective."""
+    """Return whether `true` is True on all ranks. Collective."""
     return bool(combine(comm, np.array([true], np.uint8), what, MPI.MIN)[0])
 
 
 def _check_size(comm: MPI.Comm, nbytes: int, what: str) -> None:
-    """All ranks see the same size."""
+    """Raise on all ranks if a size, which is equal on all of them, is out of range."""
     if not 0 <= nbytes <= LARGEST_VALUES:
         raise known(AllReduceError(f"{what}: values of {nbytes} bytes; at most {LARGEST_VALUES} are sent"), comm)
 
 
 def _exchange(comm: MPI.Comm, side: str, error: Exception | None) -> list[tuple[str, Portable | None]]:
-    """Every rank's side of a failed agreement: in words, and its error. Collective."""
+    """Return every rank's call, in words, and error in a failed agreement, by rank. Collective."""
     sides = all_values(comm, [side, _portable(error)], side)
     return [(words, tuple(portable) if portable else None) for words, portable in sides]
 
 
 def _portable(error: Exception | None) -> Portable | None:
-    """An exception as values from which any rank can build it: its type's module and name, and its text."""
+    """Convert an exception to values from which any rank can build it: its type's module and name, and its text."""
     if error is None:
         return None
     kind = type(error)
     try:
         if _found(kind.__module__, kind.__qualname__) is kind and isinstance(kind(str(error)), kind):
             return kind.__module__, kind.__qualname__, str(error)
-    except Exception:  # UnicodeDecodeError and the like want more arguments than a text
+    except Exception:  # UnicodeDecodeError, for example, takes more arguments than a text
         log.debug("%s can't be made from a text", kind)
     return AllReduceError.__module__, AllReduceError.__qualname__, f"{kind.__name__}: {error}"
 
 
 def _found(module: str, name: str) -> type[Exception]:
-    """An exception's type where this rank has imported it; else AllReduceError."""
+    """Return an exception type if this rank has imported it; otherwise AllReduceError."""
     kind = getattr(sys.modules.get(module), name, None)
     return kind if isinstance(kind, type) and issubclass(kind, Exception) else AllReduceError
 
@@ -195,5 +198,5 @@ def _first_error(comm: MPI.Comm, errors: Sequence[Portable | None]) -> Exception
     error = known(
         _found(module, name)(text if all(error == first for error in errors) else f"rank {rank}: {text}"), comm
     )
-    error.teller = error.ranks[rank]  # type: ignore[attr-defined]  # whose traceback shows where it comes from
+    error.reporter = error.ranks[rank]  # type: ignore[attr-defined]  # its traceback shows the cause
     return error

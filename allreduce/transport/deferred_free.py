@@ -1,7 +1,7 @@
-"""Deferred free: memory that was given up half-way and that MPI, or another rank, may still write into.
+"""Deferred free: keeps the memory of unfinished operations, into which MPI or another rank may still write.
 
-Without failed ranks that happens once, at the end of a program, so the memory stays to the end. A program that goes on
-after failures frees what it gave up two failures ago: since then all ranks that are left have met many times.
+Without failed ranks this happens only at the end of a program, and the memory is never freed. Each recovery frees the
+memory deferred before the previous recovery: all surviving ranks have synchronized since.
 """
 
 from collections.abc import Iterable
@@ -14,17 +14,17 @@ _revoked: list[list[MPI.Comm]] = [[]]  # communicators
 
 
 def free_later(given_up: Any) -> None:
-    """Hold an object, or memory. Local."""
+    """Keep an object alive until MPI and other ranks can no longer write to its memory. Local."""
     _given_up[-1].append(given_up)
 
 
 def free_comms_later(comms: Iterable[MPI.Comm]) -> None:
-    """Hold communicators that were revoked. Local."""
+    """Keep revoked communicators, and free them later. Local."""
     _revoked[-1].extend(comms)
 
 
 def repaired() -> None:
-    """The ranks go on after a failure: free what was given up before the failure before it. Local."""
+    """Free what was deferred before the previous recovery; called after each recovery. Local."""
     for comm in [comm for comms in _revoked[:-1] for comm in comms]:
         comm.Free()
     _given_up[:-1] = []

@@ -1,24 +1,24 @@
-"""Liveness: whether the process of a rank of this machine has ended without telling MPI, as by `os._exit`.
+"""Liveness: detects that a rank's process on this machine has ended without telling MPI (by `os._exit`, say).
 
-A process counts as gone only when this is certain: both have the same PID namespace, and the number of the process is
-unused, or belongs to a process that started later, or to a zombie.
+A process counts as gone only when this is certain: it has this rank's PID namespace, and its pid is unused, or belongs
+to a process that started later, or to a zombie.
 """
 
 import functools
 import os
 from collections.abc import Mapping
-from contextlib import suppress
 from typing import Any, NamedTuple
 
 from allreduce.notices import log
+from allreduce.process import proc
 from allreduce.transport import ulfm
 
-_known: dict[int, "Process"] = {}  # by number in the job: those of this node that a topology has shown
+_known: dict[int, "Process"] = {}  # by world rank: processes of this node that a topology has registered
 _declared: set["Process"] = set()
 
 
 class Process(NamedTuple):
-    """A rank's process. start: its start time in clock ticks; space: its PID namespace; name: Open MPI's for it."""
+    """A rank's process. start: its start time in clock ticks; space: its PID namespace; name: its name in Open MPI."""
 
     pid: int
     start: int
@@ -27,31 +27,31 @@ class Process(NamedTuple):
 
 
 def of_json(value: list[Any]) -> Process:
-    """A process that another rank has sent as JSON, which has no tuples."""
+    """Convert a JSON list from another rank to a Process. Local."""
     pid, start, space, name = value
     return Process(pid, start, space, None if name is None else (name[0], name[1]))
 
 
 @functools.cache
 def own() -> Process | None:
-    """This process; None where the system does not tell when it started (no /proc). Local."""
+    """Return this process; None if its start time is unknown (no /proc). Local."""
     try:
         space = os.readlink("/proc/self/ns/pid")
     except OSError:
         return None
-    found = _state_and_start(os.getpid())
-    return None if found is None else Process(os.getpid(), found[1], space, ulfm.name_in_job())
+    found = proc.stat(os.getpid())
+    return None if found is None else Process(os.getpid(), found.start, space, ulfm.name_in_job())
 
 
 def gone(process: Process) -> bool:
-    """Whether a process has ended. False where that can't be known. Local."""
+    """Return whether a process has ended; False if unknown. Local."""
     here = own()
     if here is None or here.space != process.space:
         return False
-    found = _state_and_start(process.pid)
+    found = proc.stat(process.pid)
     if found is not None:
-        return found[0] in "ZX" or found[1] != process.start
-    try:  # /proc may hide a process that lives
+        return found.state in "ZX" or found.start != process.start
+    try:  # /proc may hide a living process
         os.kill(process.pid, 0)
     except ProcessLookupError:
         return True
@@ -61,30 +61,22 @@ def gone(process: Process) -> bool:
 
 
 def know(processes: Mapping[int, Process]) -> None:
-    """These ranks of this node, by their numbers in the job, have these processes. Local."""
+    """Register processes of ranks of this node, by world rank. Local."""
     _known.update(processes)
 
 
 def declare_gone() -> None:
-    """Report every known process that has ended as failed to MPI, where ranks may be lost. Local."""
+    """Report every registered process that has ended as failed to MPI, under ULFM. Local."""
     for process in [process for process in _known.values() if process not in _declared and gone(process)]:
         declare(process)
 
 
 def declare(process: Process) -> bool:
-    """Report a process that has ended as failed to MPI. False where this MPI can't be told. Local."""
+    """Report a process that has ended as failed to MPI. False if this MPI has no such interface. Local."""
     if process in _declared:
         return True
     if process.name is None or not ulfm.declare_failed(process.name):
         return False
     _declared.add(process)
-    log.debug("process %d of this node has ended without a word; it counts as a lost rank", process.pid)
+    log.debug("process %d of this node has ended without telling MPI; it counts as a failed rank", process.pid)
     return True
-
-
-def _state_and_start(pid: int) -> tuple[str, int] | None:
-    """The state and the start time of a process, from /proc; None where it has none there."""
-    with suppress(OSError, ValueError, IndexError), open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as f:
-        fields = f.read().rpartition(")")[2].split()
-        return fields[0], int(fields[19])
-    return None

@@ -1,4 +1,4 @@
-"""The numbers of ranks in the whole job: their ranks in MPI.COMM_WORLD."""
+"""World ranks: the ranks of processes in MPI.COMM_WORLD."""
 
 import functools
 
@@ -6,12 +6,12 @@ from mpi4py import MPI
 
 
 def world_ranks(comm: MPI.Comm) -> tuple[int, ...]:
-    """The numbers in the job of the ranks of `comm`: their ranks in MPI.COMM_WORLD. Local."""
+    """Return the world ranks of the ranks of `comm`. Local."""
     return ranks_in(MPI.COMM_WORLD, comm)
 
 
 def ranks_in(comm: MPI.Comm, part: MPI.Comm) -> tuple[int, ...]:
-    """The ranks in `comm` of all ranks of `part`. Local."""
+    """Return the ranks that the ranks of `part` have in `comm`. Local."""
     few, everyone = part.Get_group(), comm.Get_group()
     ranks = MPI.Group.Translate_ranks(few, range(few.size), everyone)
     few.Free()
@@ -21,5 +21,5 @@ def ranks_in(comm: MPI.Comm, part: MPI.Comm) -> tuple[int, ...]:
 
 @functools.cache
 def here() -> tuple[int, int]:
-    """This rank's number in the job, and how many there are; after the end of MPI too. Local."""
+    """Return this process's world rank and the world size; after MPI_Finalize only if called before. Local."""
     return MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size

@@ -1,33 +1,36 @@
-"""Shared segments: memory that the ranks of a node share, one file in memory that all of them map.
+"""Shared segments: memory that the ranks of a node share, a file in /dev/shm that all of them map.
 
-- The file has a name only until all ranks have opened it, so no file is left, however a process ends.
+- The file has a name only until all ranks have opened it, so no file is left behind, however a process ends.
 - Its pages are allocated before they are touched: too small a /dev/shm is an error, never a bus error.
-- A mapping lives as long as the last array in it, and the memory as long as the last mapping. So freeing it needs no
-  other rank. (A window of MPI can only be freed by all ranks together: an array that outlived its backend held it for
-  ever.)
+- A mapping lives as long as the last array in it, and the memory as long as the last mapping. So freeing it is local.
+  (Freeing an MPI window is collective: an array that outlived its backend would keep it for ever.)
 """
 
 import ctypes
 import errno
+import itertools
 import mmap
 import os
 import secrets
 import tempfile
 import weakref
 from contextlib import suppress
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from mpi4py import MPI
 
-from allreduce.arrays.chunks import chunk, segment
+from allreduce.arrays.chunks import chunk
+from allreduce.arrays.memory_kinds import ALLOCATED, FOREIGN
 from allreduce.errors import UnavailableError
 from allreduce.transport.control import raise_together, root_value, together
 from allreduce.transport.wait import wait_for
 
 SHARED_MEMORY = "/dev/shm" if os.path.isdir("/dev/shm") else tempfile.gettempdir()
 PAGE_BYTES = mmap.PAGESIZE
-SPARE_BYTES = 512 * 1024  # for each rank, left free for the MPI library: some allocate nothing before they write
+Location = tuple[int, int]  # of an array: an allocation's number, equal on all ranks, and the byte offset in it
+STAGING_BYTES = 16 * 1024 * 1024  # of a node, whatever the number of ranks; a container may have 64 MB in all
+SPARE_BYTES = 512 * 1024  # left free for the MPI library, for each rank: some reserve no pages before they write
 
 _system = ctypes.CDLL(None, use_errno=True)
 _system.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_int64]
@@ -35,54 +38,91 @@ _system.mmap.restype = ctypes.c_void_p
 _system.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
 
 
-class SharedSegment:
-    """`nbytes` zeroed bytes for each rank of a communicator whose ranks share a node. Collective.
+def shared_rows(comm: MPI.Intracomm, nbytes: int) -> np.ndarray:
+    """Return zeros of shape (ranks, nbytes), dtype uint8: rows that all ranks read and write. Collective.
 
-    nbytes: the same on all ranks.
+    The ranks of `comm` share a node. Raises UnavailableError on all of them if the memory is not available.
+    """
+    row = _whole_pages(nbytes)  # no page belongs to two ranks
+    return _map(comm, row * comm.size).reshape(comm.size, row)[:, :nbytes]
 
-    Raises UnavailableError on all ranks of `comm` where the memory can't be had.
+
+class _Segment(NamedTuple):
+    """The rows of one array. memory: all rows, while the array is in use. begin, end: addresses of this rank's row."""
+
+    memory: "weakref.ref[np.ndarray]"
+    begin: int
+    end: int
+
+
+class SharedArrays:
+    """Allocates 1-D arrays that all ranks of a node read and write. The constructor is local.
+
+    comm: a communicator whose ranks share a node.
     """
 
-    def __init__(self, comm: MPI.Intracomm, nbytes: int) -> None:
+    def __init__(self, comm: MPI.Intracomm) -> None:
         self._comm = comm
-        self._nbytes = nbytes
-        self._part = _whole_pages(nbytes)  # no page belongs to two ranks
-        self._memory: np.ndarray | None = _map(comm, self._part * comm.size)
-        self._alive = weakref.ref(self._memory)
-        self.address = MPI.Get_address(self._memory) + comm.rank * self._part  # of this rank's bytes
-        self.end = self.address + nbytes
+        self._segments: dict[int, _Segment] = {}  # by number; numbers are not reused
+        self.owners: dict[int, weakref.ref[np.ndarray]] = {}  # by id: the arrays that NumPy's slices have as `base`
+        self._numbers = itertools.count()
 
-    @property
-    def ranks(self) -> np.ndarray | None:
-        """All ranks' bytes as an array of shape (ranks, nbytes), dtype uint8; None once they are freed."""
-        memory = self._alive()
-        return None if memory is None else memory.reshape(self._comm.size, self._part)[:, : self._nbytes]
+    def __len__(self) -> int:
+        return len(self._segments)
 
-    def give(self) -> np.ndarray:
-        """This rank's bytes. From now on the segment lives on this rank as long as the last view of them."""
-        assert self._memory is not None
-        given = self._memory.reshape(self._comm.size, self._part)[self._comm.rank, : self._nbytes]
-        self._memory = None
-        return given
+    def allocate(self, length: int, dtype: np.dtype) -> np.ndarray:
+        """Return `length` zeros. Collective. Raises UnavailableError on all ranks if the memory is not available."""
+        nbytes = length * dtype.itemsize
+        mine = shared_rows(self._comm, nbytes)[self._comm.rank]
+        owner, begin = mine.base, MPI.Get_address(mine)
+        assert owner is not None
+        self._segments = {number: each for number, each in self._segments.items() if each.memory() is not None}
+        self._segments[next(self._numbers)] = _Segment(weakref.ref(owner), begin, begin + nbytes)
+        key, owners = id(owner), self.owners
+        owners[key] = weakref.ref(owner, lambda _: owners.pop(key, None))  # an id may be reused
+        return mine.view(dtype)
 
-    def alive(self) -> bool:
-        """True until the last view of the bytes that `give` returned is gone."""
-        return self._alive() is not None
+    def locate(self, buffer: np.ndarray) -> Location | None:
+        """Return the location of one of these arrays, or of a slice of one; None for other arrays. Local."""
+        address = MPI.Get_address(buffer)
+        for number, segment in self._segments.items():
+            if segment.begin <= address < segment.end and buffer.size and segment.memory() is not None:
+                return number, address - segment.begin
+        return None
+
+    def memory_of(self, buffer: np.ndarray) -> int:
+        """Return ALLOCATED for one of these arrays or a slice of one, else FOREIGN. Local."""
+        if id(buffer.base) in self.owners and buffer.size:
+            return ALLOCATED
+        return FOREIGN if self.locate(buffer) is None else ALLOCATED
+
+    def of_all_ranks(self, array: np.ndarray, location: Location) -> list[np.ndarray]:
+        """Return all ranks' arrays at the location and of the length of this rank's `array`. Local."""
+        number, offset = location
+        memory = self._segments[number].memory()
+        assert memory is not None  # this rank's array lies in it
+        rows = memory.reshape(self._comm.size, -1)
+        return list(rows[:, offset : offset + array.nbytes].view(array.dtype))
 
     def fence(self) -> None:
-        """Everything written to the segment before, by any rank, is seen by all ranks afterwards. Collective."""
-        # A rank leaves a barrier between processes of one machine only after it has seen what the others wrote before
-        # they entered: the barrier uses atomics in shared memory, or system calls, and both order earlier writes.
+        """Barrier: writes of any rank before it are visible to all ranks after it. Collective."""
+        # A barrier between processes of one machine uses atomics in shared memory, or system calls. Both order earlier
+        # writes, so a rank that leaves the barrier sees what the others wrote before they entered it.
         self._comm.Barrier()
+
+    def clear(self) -> None:
+        """Drop the arrays; the memory of an array that is still in use stays. Local."""
+        self._segments.clear()
+        self.owners.clear()
 
 
 class CommonSegment:
     """One 1-D array of `length` zeros that all ranks of a communicator map as the same bytes. Collective.
 
-    The ranks of `comm` must share a node. A `SharedSegment` gives every rank memory of its own that others can
-    reach; here there is one memory, and what any rank writes is what all of them read after a `fence`.
+    The ranks of `comm` must share a node. `SharedArrays` allocates an array for each rank. Here all ranks have the same
+    array: what any rank writes, all ranks read after a `fence`.
 
-    Raises UnavailableError on all ranks of `comm` where the memory can't be had.
+    Raises UnavailableError on all ranks of `comm` if the memory is not available.
     """
 
     def __init__(self, comm: MPI.Intracomm, length: int, dtype: np.dtype) -> None:
@@ -91,11 +131,11 @@ class CommonSegment:
         self.array = _map(comm, _whole_pages(nbytes))[:nbytes].view(dtype)
 
     def fence(self) -> None:
-        """Everything written to the array before, by any rank, is seen by all ranks afterwards. Collective."""
-        wait_for(self._comm, self._comm.Ibarrier(), "the fence of memory that ranks have in common")
+        """Barrier: writes of any rank before it are visible to all ranks after it. Collective."""
+        wait_for(self._comm, self._comm.Ibarrier(), "fence of a shared segment")
 
     def free(self) -> None:
-        """Let go of the memory, which lives as long as the last array in it, of any rank. Local."""
+        """Drop the array. The memory lives as long as any rank holds a view of it. Local."""
         del self.array
 
 
@@ -104,10 +144,10 @@ def _whole_pages(nbytes: int) -> int:
 
 
 def _map(comm: MPI.Intracomm, nbytes: int) -> np.ndarray:
-    """`nbytes` zeroed bytes that all ranks map: whole pages. Every view of the array keeps it alive. Collective."""
-    name = f"allreduce-{secrets.token_hex(16)}"  # of rank 0's
-    path = os.path.join(SHARED_MEMORY, root_value(comm, name, "learn where memory is that ranks have in common"))
-    raise_together(comm, None)  # all ranks know the name before the file exists, and can remove it when rank 0 dies
+    """Return zeroed whole pages that all ranks map; every view of the array keeps them mapped. Collective."""
+    name = f"allreduce-{secrets.token_hex(16)}"  # rank 0's is used
+    path = os.path.join(SHARED_MEMORY, root_value(comm, name, "share the name of a shared segment"))
+    raise_together(comm, None)  # all know the name before the file exists, so they can remove it if rank 0 dies
     mine = chunk(nbytes // PAGE_BYTES, comm.size, comm.rank)  # pages: allocated near the rank that touches them
     try:
         together(comm, lambda: _create(path, nbytes, comm.size) if comm.rank == 0 else None)
@@ -127,16 +167,16 @@ def _remove(path: str) -> None:
 
 
 def _create(path: str, nbytes: int, ranks: int) -> None:
-    """Make an empty file that only this user's processes can open."""
+    """Create an empty file that only this user's processes can open."""
     try:
-        _see_space(nbytes, ranks)
+        _check_space(nbytes, ranks)
         os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600))
     except OSError as error:
         raise _unavailable(error, nbytes, ranks) from error
 
 
 def _claim(path: str, nbytes: int, pages: slice, ranks: int) -> np.ndarray:
-    """Map the whole file, and allocate its `pages`."""
+    """Map the whole file, and allocate its `pages`. Local."""
     begin, end = pages.start * PAGE_BYTES, pages.stop * PAGE_BYTES
     try:
         file = os.open(path, os.O_RDWR)
@@ -144,7 +184,7 @@ def _claim(path: str, nbytes: int, pages: slice, ranks: int) -> np.ndarray:
             os.ftruncate(file, nbytes)  # the first rank sets the size
             if end > begin and hasattr(os, "posix_fallocate"):
                 os.posix_fallocate(file, begin, end - begin)
-            _see_space(0, ranks)
+            _check_space(0, ranks)
             memory = _mapping(file, nbytes)
         finally:
             os.close(file)
@@ -155,7 +195,7 @@ def _claim(path: str, nbytes: int, pages: slice, ranks: int) -> np.ndarray:
 
 
 def _mapping(file: int, nbytes: int) -> np.ndarray:
-    """A file as bytes, mapped until the last view of them is gone. (mmap.mmap holds a file descriptor as long.)"""
+    """Map a file as a byte array, until its last view is gone. (mmap.mmap would hold a file descriptor as long.)"""
     address = _system.mmap(None, nbytes, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED, file, 0)
     if address == ctypes.c_void_p(-1).value:
         raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
@@ -165,8 +205,8 @@ def _mapping(file: int, nbytes: int) -> np.ndarray:
     return memory
 
 
-def _see_space(nbytes: int, ranks: int) -> None:
-    """Raise OSError unless `nbytes` are free, and what MPI needs besides; without it, MPI dies of bus errors."""
+def _check_space(nbytes: int, ranks: int) -> None:
+    """Raise OSError unless `nbytes` plus MPI's reserve are free; without a reserve MPI crashes with a bus error."""
     space = os.statvfs(SHARED_MEMORY)
     if space.f_bavail * space.f_frsize < nbytes + ranks * SPARE_BYTES:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -174,7 +214,9 @@ def _see_space(nbytes: int, ranks: int) -> None:
 
 def _unavailable(error: Exception, nbytes: int, ranks: int) -> UnavailableError:
     if not (isinstance(error, OSError) and error.errno == errno.ENOSPC):
-        return UnavailableError(f"the ranks can't share memory in {SHARED_MEMORY} ({error}); use another, ring say")
+        return UnavailableError(
+            f"the ranks can't share memory in {SHARED_MEMORY} ({error}); use another backend, ring say"
+        )
     space = os.statvfs(SHARED_MEMORY)
     wanted, free = nbytes + ranks * SPARE_BYTES, space.f_bavail * space.f_frsize
     return UnavailableError(
@@ -182,83 +224,3 @@ def _unavailable(error: Exception, nbytes: int, ranks: int) -> UnavailableError:
         f"{SHARED_MEMORY} has {free / 2**20:.1f} MiB free; enlarge it (docker run --shm-size=8g, or "
         f"mount -o remount,size=8g {SHARED_MEMORY}) or use another backend, ring say"
     )
-
-
-LEAST_BYTES = 512 * 1024
-LARGEST_BYTES = 16 * 1024 * 1024  # of a node, whatever the number of ranks; a container may have 64 MB in all
-CACHE_LINE = 64
-# Arrays tend to begin at the start of a page. Copies between equal offsets in pages are slow on many processors (AMD's
-# Zen 4: twice as slow), so the slots begin in the middle of a page.
-OFFSET = 2048
-
-
-def wanted_bytes(nbytes: int, ranks: int) -> int:
-    """The size of a staging buffer through which an array of `nbytes` passes in two turns; at most LARGEST_BYTES.
-
-    A third turn would write slots that their last reader still has in its cache. Where ranks share no cache, that takes
-    twenty times as long as a copy: 27 ns a line between the complexes of an EPYC.
-    """
-    return min(1 << max(nbytes * ranks - 1, 1).bit_length(), LARGEST_BYTES)
-
-
-class StagingBuffer:
-    """A table of slots in `nbytes` of shared memory in all, through which arrays pass. Collective.
-
-    Raises UnavailableError on all ranks of `comm` where the memory can't be had.
-    """
-
-    def __init__(self, comm: MPI.Intracomm, nbytes: int) -> None:
-        self.rank, self.size, self.nbytes = comm.rank, comm.size, nbytes
-        slots = 2 * self.size
-        # Whole cache lines, so that segments of every dtype are aligned.
-        self.slot_bytes = max(nbytes // (self.size * slots * CACHE_LINE), 1) * CACHE_LINE
-        memory = SharedSegment(comm, OFFSET + slots * self.slot_bytes).ranks
-        assert memory is not None
-        self.table = memory[:, OFFSET:].reshape(self.size, 2, self.size, self.slot_bytes)
-        self.turn = 0  # of all calls so far
-
-
-class StagedArray:
-    """One 1-D array on its way through the table. Local."""
-
-    def __init__(self, stage: StagingBuffer, array: np.ndarray) -> None:
-        self._stage, self._array = stage, array
-        self._step = stage.slot_bytes // array.itemsize  # elements of a segment
-        self.turns = -(-array.size // (self._step * stage.size))
-        self._others = [rank for rank in range(stage.size) if rank != stage.rank]
-
-    def put_others(self, turn: int) -> None:
-        """Copy what the other ranks reduce into the table; nothing after the last turn."""
-        for other in self._others:
-            np.copyto(self._slot(turn, self._stage.rank, other), self._array[self._span(turn, other)])
-
-    def own(self, turn: int) -> np.ndarray:
-        """The segment that this rank reduces, in the array itself."""
-        return self._array[self._span(turn, self._stage.rank)]
-
-    def contributions(self, turn: int) -> list[np.ndarray]:
-        """All ranks' segments of this rank's chunk; its own is in the array."""
-        mine = self._stage.rank
-        ranks = range(self._stage.size)
-        return [self.own(turn) if rank == mine else self._slot(turn, rank, mine) for rank in ranks]
-
-    def put_own(self, turn: int) -> None:
-        """Copy what this rank has reduced into the table; nothing after the last turn."""
-        np.copyto(self._slot(turn, self._stage.rank, self._stage.rank), self.own(turn))
-
-    def get_others(self, turn: int) -> None:
-        """Copy what the other ranks have reduced out of the table."""
-        for other in self._others:
-            np.copyto(self._array[self._span(turn, other)], self._slot(turn, other, other))
-
-    def end(self) -> None:
-        """Leave the table to the next array. All ranks have made the same turns."""
-        self._stage.turn += self.turns
-
-    def _span(self, turn: int, rank: int) -> slice:
-        return segment(chunk(self._array.size, self._stage.size, rank), self._step, turn)
-
-    def _slot(self, turn: int, rank: int, part: int) -> np.ndarray:
-        span = self._span(turn, part)
-        nbytes = (span.stop - span.start) * self._array.itemsize
-        return self._stage.table[rank, (self._stage.turn + turn) % 2, part, :nbytes].view(self._array.dtype)

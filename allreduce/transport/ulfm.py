@@ -1,6 +1,6 @@
-"""ULFM, MPI's user-level failure mitigation: ranks may fail while the others go on. The only module that calls it.
+"""ULFM, MPI's user-level failure mitigation: the job survives failed ranks. The only module that calls it.
 
-Without `mpirun --with-ft ulfm` no function of MPI is called here: a rank that dies takes the job with it.
+Without `mpirun --with-ft ulfm` no MPI function is called here: a rank that dies ends the job.
 """
 
 import contextlib
@@ -20,19 +20,19 @@ from allreduce.transport import processes
 from allreduce.transport.deferred_free import free_later
 from allreduce.transport.wait import SMALL, Pause, wait_until
 
-HEAR_SECONDS = 0.005  # between two times that the watchdog asks MPI for failed ranks
-PATIENCE_SECONDS = 0.1  # for local steps
+POLL_SECONDS = 0.005  # interval at which the watchdog asks MPI for failed ranks
+PATIENCE_SECONDS = 0.1  # longest wait for a local step
 MARK = 0b110  # bits that every rank sets in an agreement; a result without them was garbled
 
-# Held while the watchdog communicates, and while a thread begins to agree. When a message of an agreement comes to one
-# thread while another thread begins the agreement, Open MPI (5.0.11 and before, era_cb_fn) replaces the rank's value by
-# an address. So "all are well" became "not all", in silence, once in a thousand times. No address has the bits of MARK.
+# Held while the watchdog communicates, and while a thread begins an agreement. If one thread receives a message of an
+# agreement while another thread begins it, Open MPI (5.0.11 and before, era_cb_fn) replaces the rank's value by an
+# address. So "all ok" silently became "not all ok", once in a thousand times. No address has the bits of MARK.
 alone = threading.Lock()
 
 
 @contextlib.contextmanager
 def alone_for_now() -> Iterator[None]:
-    """Hold `alone`, unless another thread holds it for long: the watchdog must not wait for other ranks."""
+    """Hold `alone`; go on without it after PATIENCE_SECONDS, because the watchdog must not wait for other ranks."""
     held = alone.acquire(timeout=PATIENCE_SECONDS)
     try:
         yield
@@ -43,7 +43,7 @@ def alone_for_now() -> Iterator[None]:
 
 @functools.cache
 def in_force() -> bool:
-    """Whether ranks may die without ending the job: Open MPI's ULFM, and a thread that hears of it. Local."""
+    """Return whether the job survives failed ranks: Open MPI's ULFM is on, with MPI_THREAD_MULTIPLE. Local."""
     if os.environ.get(ULFM, "").lower() not in ("1", "true", "yes", "on", "enabled"):
         return False
     if MPI.get_vendor()[0] != "Open MPI" or MPI.Query_thread() != MPI.THREAD_MULTIPLE:
@@ -55,8 +55,8 @@ def in_force() -> bool:
     return True
 
 
-def end_alone() -> None:
-    """Have MPI end on this rank without the launcher's barrier of all ranks. Local.
+def finalize_without_barrier() -> None:
+    """Make MPI_Finalize on this rank skip the launcher's barrier of all ranks. Local.
 
     Open MPI's launcher may not notice a rank that failed shortly before, and the others would hang.
     """
@@ -75,7 +75,7 @@ class _Name(ctypes.Structure):
 
 @functools.cache
 def name_in_job() -> tuple[int, int] | None:
-    """Open MPI's name of this process, for `declare_failed`; None where it can't be had. Local."""
+    """Return Open MPI's name of this process, for `declare_failed`; None if unknown. Local."""
     if not in_force():
         return None
     try:
@@ -86,10 +86,10 @@ def name_in_job() -> tuple[int, int] | None:
 
 
 def declare_failed(name: tuple[int, int]) -> bool:
-    """Report a process that has ended as failed to MPI, which tells all ranks. False where this is not offered. Local.
+    """Report a process that has ended as failed to MPI, which tells all ranks. False if this MPI can't do that. Local.
 
-    Open MPI's launcher reports a process that a signal has ended, or one that ends with 0 before MPI does. It does not
-    report one that ends with another exit code: the other ranks would wait for it for ever. name: its `name_in_job`.
+    Open MPI's launcher reports a process that a signal has ended, or that exits with 0 before MPI_Finalize. It does not
+    report one that exits with another code: the other ranks would wait for it for ever. name: its `name_in_job`.
     """
     if not in_force():
         return False
@@ -108,7 +108,7 @@ def declare_failed(name: tuple[int, int]) -> bool:
 
 
 def lost(error: BaseException | None) -> RankLostError | None:
-    """The RankLostError that `error` is, or comes from, or a new one where it comes from MPI's; else None. Local."""
+    """Return the RankLostError among an error and its causes, or a new one for such an error of MPI, or None. Local."""
     if not in_force():
         return None
     for cause in _causes(error):
@@ -119,16 +119,16 @@ def lost(error: BaseException | None) -> RankLostError | None:
     return None
 
 
-def may_be(error: BaseException | None) -> bool:
-    """Whether an error may come from a lost rank that MPI reports only later. Local.
+def may_be_failure(error: BaseException | None) -> bool:
+    """Return whether `error` may be caused by a failed rank that MPI will report later. Local.
 
-    Some calls of Open MPI report a dead rank as "error in status" or "other".
+    Some Open MPI calls report a failed rank as "error in status" or "other".
     """
     return any(isinstance(cause, CommunicationError | MPI.Exception) for cause in _causes(error))
 
 
 def _causes(error: BaseException | None) -> list[BaseException]:
-    """An error and its causes, each once: `raise error from error` makes an error its own cause."""
+    """Return an error and its causes, each once: `raise error from error` makes an error its own cause."""
     causes: list[BaseException] = []
     while error is not None and not any(error is cause for cause in causes):
         causes.append(error)
@@ -137,28 +137,28 @@ def _causes(error: BaseException | None) -> list[BaseException]:
 
 
 def loss(comm: MPI.Comm | None) -> RankLostError:
-    """The error of lost ranks of `comm`; None: of a topology that is closed. Local."""
+    """Create the RankLostError that names the failed ranks of `comm`. None: the topology is already closed. Local."""
     if comm is None:
-        return RankLostError("a rank was lost while this one closed a topology of both")
+        return RankLostError("a rank was lost while this rank closed a topology that contains both")
     lost = failed(comm)
     ranks = f"rank{'s' * (len(lost) > 1)} {', '.join(map(str, lost))}" if lost else "a rank"
     be = "were" if len(lost) > 1 else "was"
     error = RankLostError(f"{ranks} of {comm.size} {be} lost; Topology.survivors() goes on with those that are left")
     error.lost = lost
     world = processes.world_ranks(comm)
-    error.teller = min(world[rank] for rank in range(comm.size) if rank not in lost)
+    error.reporter = min(world[rank] for rank in range(comm.size) if rank not in lost)
     return error
 
 
 def again(error: RankLostError) -> RankLostError:
-    """The same error, to be raised once more, maybe in another thread."""
+    """Return a copy of the error, to be raised again, maybe in another thread."""
     other = RankLostError(*error.args)
-    other.lost, other.teller = error.lost, error.teller
+    other.lost, other.reporter = error.lost, error.reporter
     return other
 
 
 def failed(comm: MPI.Comm) -> tuple[int, ...]:
-    """The ranks of a communicator that this rank knows to be dead. Local."""
+    """Return the ranks of a communicator that this rank knows to have failed. Local."""
     dead, everyone = comm.Get_failed(), comm.Get_group()
     ranks = tuple(sorted(MPI.Group.Translate_ranks(dead, range(dead.size), everyone)))
     dead.Free()
@@ -167,7 +167,7 @@ def failed(comm: MPI.Comm) -> tuple[int, ...]:
 
 
 def all_others_failed(world: MPI.Intracomm) -> bool:
-    """Whether all other ranks of the job have failed, or it has one rank. Local. False where ranks can't fail alone.
+    """Return whether all other ranks of the job have failed, or it has one rank. Local. False without ULFM.
 
     world: the communicator of the job.
     """
@@ -175,36 +175,36 @@ def all_others_failed(world: MPI.Intracomm) -> bool:
         return False
     try:
         with contextlib.suppress(MPI.Exception):  # it raises when a rank has failed
-            world.Iprobe()  # MPI notices failures inside of its calls
+            world.Iprobe()  # MPI notices failures inside its calls
         return len(failed(world)) == world.size - 1
     except (MPI.Exception, NotImplementedError):  # an Open MPI that was built without it
         return False
 
 
 def acknowledge(comm: MPI.Comm) -> None:
-    """From now on messages from any rank of `comm` can be received, although ranks have failed. Local."""
+    """Acknowledge the failed ranks of `comm`, so that receiving from MPI.ANY_SOURCE works again. Local."""
     comm.Ack_failed()
 
 
 def revoke(comm: MPI.Comm) -> None:
-    """End every call on a communicator, now and later, on all ranks. Local."""
+    """Revoke a communicator: running and later calls on it fail on all ranks. Local."""
     comm.Revoke()
 
 
 def shrink(comm: MPI.Intracomm) -> MPI.Intracomm:
-    """The communicator of the living ranks of `comm`, which may be revoked. Collective over those."""
-    release_numbers()
+    """Return a communicator of the living ranks of `comm`, which may be revoked. Collective over these."""
+    unblock_comm_creation()
     with alone:  # it begins with an agreement
         left = comm.Shrink()
     assert isinstance(left, MPI.Intracomm)
     return left
 
 
-def release_numbers() -> None:
-    """Let communicators be made again after a failed rank has interrupted the making of one. Local.
+def unblock_comm_creation() -> None:
+    """Allow communicators to be created again after a failed rank has interrupted a creation. Local.
 
-    Open MPI 5 gives a number to one new communicator at a time, the one with the oldest parent first. An interrupted
-    one does not pass the turn on, so all others would wait for ever. COMM_SELF is the oldest parent after COMM_WORLD.
+    Open MPI 5 numbers one new communicator at a time, the one with the oldest parent first. An interrupted creation
+    does not pass the turn on, so all others would wait for ever. COMM_SELF is the oldest parent after COMM_WORLD.
     """
     comm, request = MPI.COMM_SELF.Idup()
     if wait_until(request.Test, PATIENCE_SECONDS):
@@ -212,22 +212,23 @@ def release_numbers() -> None:
 
 
 def agree(comm: MPI.Comm, ok: bool, meanwhile: Callable[[], object] = bool) -> bool:
-    """Whether all living ranks of `comm` bring True: one answer for all, whichever ranks fail meanwhile. Collective.
+    """Return whether all living ranks of `comm` pass ok=True: the same on all, even if ranks fail meanwhile.
+    Collective.
 
-    `comm` may be revoked. Only the arrival of all living ranks ends the call, or an error of `meanwhile`, which is
-    called again and again.
+    `comm` may be revoked. The call ends only when all living ranks have reached it, or with an error of `meanwhile`,
+    which is called repeatedly.
     """
     while True:
         comm.Ack_failed()
         try:
             bits = _agreed(comm, MARK + ok, meanwhile)
-        except MPI.Exception as error:  # on all ranks: one has failed that some rank had not acknowledged
+        except MPI.Exception as error:  # on all ranks: some rank had not acknowledged a failed one
             if error.Get_error_class() != MPI.ERR_PROC_FAILED:
                 raise
         else:
             if bits & MARK == MARK:
                 return bool(bits & 1)
-            log.debug("an agreement was garbled, and is made again")
+            log.debug("an agreement was garbled, and is repeated")
 
 
 def _agreed(comm: MPI.Comm, flags: int, meanwhile: Callable[[], object]) -> int:

@@ -1,9 +1,8 @@
 """Waiting for other ranks: the one loop that waits, the record of each wait, and the watcher of these records.
 
-MPI's own waits poll, so a thread that waits beside one that computes looks and sleeps in turn (`wait_until`). A wait on
-a communicator has a `WaitRecord`, at which the communicator's `Watcher` looks, so it ends in a result or in a named
-error. Calls of MPI that wait stand inside of `waiting`. Outside of `allreduce.transport`, and of backends, whose calls
-have records, there is no other wait.
+MPI's blocking waits poll and occupy a core, so `wait_until` alternates polls and sleeps. Every wait on a communicator
+has a `WaitRecord`, which the communicator's `Watcher` checks, so it ends in a result or a named error. Blocking MPI
+calls are made inside `waiting`. Backends' calls have records too; other modules do not wait.
 """
 
 import functools
@@ -16,13 +15,13 @@ from typing import Any, NamedTuple, Protocol
 
 from mpi4py import MPI
 
-from allreduce.errors import AllReduceError, CollectiveTimeoutError
+from allreduce.errors import CollectiveTimeoutError
 from allreduce.transport.deferred_free import free_later
 
-EAGER_SECONDS = 2e-5  # a wait looks for so long before it sleeps
-SHORTEST_SLEEP, LONGEST_SLEEP = 2e-5, 2e-4  # seconds; TCP's buffers keep a link busy for as long
-SMALL = 1e-3, 1e-3  # the same, of waits for small messages, which are seldom long
-LOOK_SECONDS = 0.25  # how often a watcher looks at the waits
+EAGER_SECONDS = 2e-5  # how long a wait polls before its first sleep
+SHORTEST_SLEEP, LONGEST_SLEEP = 2e-5, 2e-4  # no longer than TCP's buffers keep a link busy
+SMALL = 1e-3, 1e-3  # (eager, longest sleep) of waits for small messages, which are mostly short
+LOOK_SECONDS = 0.25  # interval at which a watcher checks the waits
 
 
 # The record of a wait
@@ -48,38 +47,39 @@ class NamedCall(NamedTuple):
 
 
 class WaitRecord:
-    """The waits of one user (a backend, a queue, a communicator) for other ranks, one call at a time.
+    """Records the call in which one user (a backend, a queue, a communicator) waits for other ranks.
 
-    number: of the user, the same on all ranks. call: the one under way, or None. count: of the user's calls so far.
-    Setting `call` and `count` is all that a call costs. error: found by the watcher, for the user to raise.
-    raises: the user looks at `error` while it waits; otherwise it is inside of MPI.
+    number: the user's, equal on all ranks. call: the running call, or None. count: the user's calls so far. A call sets
+        both and clears `error`. error: set by the watcher, for the user to raise. raises: True if the user checks it
+        while it waits; False if it is inside MPI. final: the error of all waits from now on, of a queue given up.
     """
 
     def __init__(self, number: int, raises: bool = False) -> None:
         self.number, self.raises = number, raises
         self.count = 0
         self.call: Call | None = None
-        self.error: AllReduceError | None = None
+        self.error: BaseException | None = None
+        self.final: BaseException | None = None  # unlike `error`, it is not cleared by `begin`
         self._seen: tuple[int, Call | None] = (0, None)
-        self.last: Call | None = None  # that a look of the watcher has met; most calls are over before
+        self.last: Call | None = None  # the last call that the watcher saw; most end between two checks
         self.since = 0.0
         self.warned = False
 
     def begin(self, call: Call) -> None:
-        """This rank comes to `call`."""
+        """Record that this rank has reached `call`."""
         self.count += 1
         self.error = None
         self.call = call
 
     def end(self) -> None:
-        """The call is done, or given up."""
+        """Record that the call has ended."""
         self.call = None
 
     def __str__(self) -> str:
-        return f"{self.call}, call {self.count} there"
+        return f"{self.call} (call number {self.count})"
 
     def new(self, now: float) -> bool:
-        """True when this is another call than at the last look."""
+        """Return True if the call is not the one of the last check."""
         if self._seen == (self.count, self.call) and self.call is not None:
             return False
         self._seen = (self.count, self.call)
@@ -92,39 +92,40 @@ class WaitRecord:
 
 
 class Watcher(Protocol):
-    """Looks at the waits on communicators, and ends those that would last for ever: health's stall detector.
+    """Checks the waits on communicators, and ends those that would last for ever: health's stall detector.
 
-    wait_record: a new record, looked at until `forget`. hearing: inside, MPI's error about a failed rank becomes a
-    RankLostError. check: raises it when a rank has failed, at no cost. look: at all records; raises `wait`'s error.
+    wait_record: creates a record, which is checked until `forget`. translating_failures: context manager that raises
+    RankLostError in place of MPI's error about a failed rank. check: raises RankLostError if a rank has failed; cheap.
+    look: checks all records; raises `wait.final` or `wait.error`.
     """
 
     def wait_record(self, number: int, raises: bool = False) -> WaitRecord: ...
 
     def forget(self, wait: WaitRecord) -> None: ...
 
-    def hearing(self) -> AbstractContextManager[None]: ...
+    def translating_failures(self) -> AbstractContextManager[None]: ...
 
     def check(self) -> None: ...
 
     def look(self, wait: WaitRecord | None = None) -> None: ...
 
 
-default: list[Callable[[], Watcher]] = []  # makes the watcher of communicators that `watched` was not called for
+default: list[Callable[[], Watcher]] = []  # creates the watcher of communicators without one
 
 
 @functools.cache
 def _watched() -> int:
-    """The key of what is tied to a communicator; made at its first use, because MPI does not run in child processes."""
+    """Return the key of communicators' attribute (watcher, record). Created late: child processes do not start MPI."""
     return MPI.Comm.Create_keyval()
 
 
 def watched(comm: MPI.Comm, watcher: Watcher, wait: WaitRecord) -> None:
-    """From now on waits on `comm` use this record of `watcher`."""
+    """Make waits on `comm` use this record of `watcher`. Local."""
     comm.Set_attr(_watched(), (watcher, wait))
 
 
 def record_of(comm: MPI.Comm) -> WaitRecord | None:
-    """The record of waits on a communicator, if it is watched."""
+    """Return the record of waits on a communicator, if it is watched. Local."""
     pair: Any = comm.Get_attr(_watched())
     return pair[1] if pair else None
 
@@ -132,15 +133,18 @@ def record_of(comm: MPI.Comm) -> WaitRecord | None:
 # Waits on a communicator
 
 
-def wait_for(comm: MPI.Comm, request: MPI.Request, what: str, limit: float = math.inf) -> None:
-    """Wait for a control message; the watcher reports it when it takes long.
+def wait_for(
+    comm: MPI.Comm, request: MPI.Request, what: str, limit: float = math.inf, pause: tuple[float, float] = SMALL
+) -> None:
+    """Wait for a control message; the watcher reports a long wait.
 
-    limit: seconds after which the wait is given up; never longer than the topology's timeout.
-    Raises CollectiveTimeoutError, RankLeftError or DisagreementError on this rank when the others don't come.
+    what: for reports. limit: seconds until CollectiveTimeoutError; the topology's timeout applies too. pause: see
+        `Pause`. Raises CollectiveTimeoutError, RankLeftError or DisagreementError on this rank if the other ranks do
+        not come.
     """
     with _recorded(comm, what, raises=True) as (watcher, wait):
         try:
-            if not (request.Test() or wait_until(request.Test, limit, looking(watcher, wait), Pause(*SMALL))):
+            if not (request.Test() or wait_until(request.Test, limit, looking(watcher, wait), Pause(*pause))):
                 raise CollectiveTimeoutError(f"waited {limit:.0f} s for other ranks in: {what}")
         except BaseException:
             free_later(request)  # and its buffer, into which MPI may still write
@@ -149,9 +153,10 @@ def wait_for(comm: MPI.Comm, request: MPI.Request, what: str, limit: float = mat
 
 @contextmanager
 def waiting(comm: MPI.Comm, what: str) -> Iterator[None]:
-    """For a call of MPI that waits for the other ranks of `comm` and that no loop of ours can end. Local.
+    """Context manager for a blocking MPI call on `comm`, which no loop of ours can end. Local.
 
-    When they don't come, the watcher reports which ranks are missing in `what`, and ends the job.
+    If other ranks do not come, the watcher reports which ranks are missing in `what`, and ends the job after the
+    timeout.
     """
     with _recorded(comm, what, raises=False):
         yield
@@ -159,7 +164,7 @@ def waiting(comm: MPI.Comm, what: str) -> Iterator[None]:
 
 @contextmanager
 def _recorded(comm: MPI.Comm, what: str, raises: bool) -> Iterator[tuple[Watcher, WaitRecord]]:
-    """Record that this rank waits on a communicator, in `what` unless a backend's call is under way."""
+    """Record that this rank waits on a communicator, in `what` unless a backend's call is running."""
     pair: Any = comm.Get_attr(_watched())
     if pair:
         watcher, wait = pair
@@ -171,7 +176,7 @@ def _recorded(comm: MPI.Comm, what: str, raises: bool) -> Iterator[tuple[Watcher
         wait.begin(NamedCall(what))
     inside, wait.raises = wait.raises, raises
     try:
-        with watcher.hearing():
+        with watcher.translating_failures():
             yield watcher, wait
     finally:
         wait.raises = inside
@@ -182,7 +187,7 @@ def _recorded(comm: MPI.Comm, what: str, raises: bool) -> Iterator[tuple[Watcher
 
 
 def looking(watcher: Watcher, wait: WaitRecord) -> Callable[[], None]:
-    """For `wait_until`: has the watcher look at this wait now and then, and raises the error that it finds."""
+    """Return a function for `wait_until`: has the watcher check this wait at intervals, and raises the error found."""
     looked = time.monotonic()
 
     def look() -> None:
@@ -200,18 +205,18 @@ def looking(watcher: Watcher, wait: WaitRecord) -> Callable[[], None]:
 
 
 class Pause:
-    """The pause of a thread between two looks: none at first, then sleeps of growing length."""
+    """The pause between two polls: none at first, then sleeps of growing length."""
 
     def __init__(self, eager: float = EAGER_SECONDS, longest: float = LONGEST_SLEEP) -> None:
         self._eager, self._longest = eager, longest
         self.begin()
 
     def begin(self) -> None:
-        """A wait begins."""
+        """Start again without sleeping, for a new wait."""
         self._until, self._sleep = time.monotonic() + self._eager, SHORTEST_SLEEP
 
     def __call__(self, now: float) -> None:
-        """now: by time.monotonic()."""
+        """Sleep, unless the wait has just begun. now: from time.monotonic()."""
         if now > self._until:
             time.sleep(self._sleep)
             self._sleep = min(2 * self._sleep, self._longest)
@@ -223,10 +228,10 @@ def wait_until(
     meanwhile: Callable[[], object] | None = None,
     pause: Callable[[float], object] | None = None,
 ) -> bool:
-    """Call `done`, in which MPI makes progress, until it is true, and mostly sleep in between.
+    """Poll `done()`, in which MPI makes progress, until it returns True; sleep between polls. Local.
 
-    False when it is not true after `limit` seconds; zero looks once. meanwhile: called between two looks; an error that
-    it raises ends the wait. pause: called with the time, by time.monotonic(), after that.
+    Returns False after `limit` seconds; 0 polls once. meanwhile: called between two polls; an error that it raises ends
+    the wait. pause: called after `meanwhile`, with time.monotonic().
     """
     pause, deadline = pause or Pause(), time.monotonic() + limit
     while not done():
@@ -240,7 +245,7 @@ def wait_until(
 
 
 def wait(*requests: MPI.Request) -> None:
-    """Complete all requests, one by one (see `all_done`). A thread beside the main one sleeps meanwhile."""
+    """Wait for all requests, one by one (see `all_done`). Threads other than the main one sleep between polls."""
     if threading.get_ident() != threading.main_thread().ident:
         wait_until(lambda: all_done(requests))
     else:
@@ -249,10 +254,10 @@ def wait(*requests: MPI.Request) -> None:
 
 
 def all_done(requests: Sequence[MPI.Request]) -> bool:
-    """Whether all requests are complete. They are tested one by one, not by MPI_Testall or MPI_Waitall.
+    """Return whether all requests are complete. They are tested one by one, not by MPI_Testall or MPI_Waitall.
 
-    When a rank is lost, Open MPI marks all requests of such a call as failed, also those that go on, and frees them
-    when the call ends in an error. A request that completes later then ends the program ("Send error after request
+    When a rank has failed, Open MPI marks all requests of such a call as failed, also those that continue, and frees
+    them when the call raises an error. A request that completes later then ends the program ("Send error after request
     freed").
     """
     return all(request.Test() for request in requests)

@@ -1,1 +1,1 @@
-"""Backends around a backend."""
+"""Backends that wrap another backend."""

@@ -1,14 +1,11 @@
-"""Background: the calls of another backend run in the topology's worker, so that computation goes on meanwhile.
+"""Background: runs another backend's calls in the topology's worker thread, so that computation overlaps with them.
 
-MPI mostly moves data only while some thread is inside of an MPI call, so overlap needs a thread; and
-collectives match by their order, so one thread runs them all, in an order that all ranks follow.
+MPI mostly moves data only while some thread is in an MPI call, so overlap needs a thread. Collectives match by their
+order, so one thread runs them all, in the same order on all ranks.
 """
 
 from collections.abc import Callable, Sequence
 from typing import Any
-
-import numpy as np
-from numpy.typing import DTypeLike
 
 from allreduce.arrays import gpu
 from allreduce.backend import AllReduce
@@ -19,18 +16,18 @@ from allreduce.wrappers.wrapper import Wrapper
 
 
 def oversubscribed(topology: Topology) -> bool:
-    """True where some node has no core to spare for a second thread of each of its ranks. Collective."""
+    """Return True if some node has fewer than two cores for each of its ranks. Collective."""
     return not on_all(topology.world, topology.cores >= 2 * topology.sharing, "see whether cores are to spare")
 
 
 class Background(Wrapper):
     """Runs the calls of a backend in a thread. Creating it is collective.
 
-    `submit` returns at once; calling it as any other backend submits and waits. All ranks submit the same calls,
-    several users of one topology in any order. Until a call has ended its buffer belongs to it, and the backend
-    must be used through the wrapper only.
+    `submit` returns at once; all other collective methods submit and wait. All ranks must submit the same calls in the
+    same order; the calls of different users of a topology may interleave differently. Do not touch a buffer before its
+    call has ended, and use the inner backend only through the wrapper.
 
-    Raises UnavailableError on all ranks when MPI was not started with MPI_THREAD_MULTIPLE on all of them.
+    Raises UnavailableError on all ranks if MPI lacks MPI_THREAD_MULTIPLE on any.
     """
 
     def __init__(self, topology: Topology, *, inner: AllReduce) -> None:
@@ -38,43 +35,17 @@ class Background(Wrapper):
         super().__init__(topology, inner=inner)
         self._queue = queue
 
-    def submit(self, work: Callable[[], object], what: str = "", numbers: Sequence[int] = ()) -> Future:
-        """Have the thread call `work`, after all that was submitted here before. Not to be waited for inside."""
-        self.check_open()
-        return self._queue.submit(work, what, numbers)
+    def submit(self, work: Callable[[], object], description: str = "", numbers: Sequence[int] = ()) -> Future:
+        """Submit `work`, which the worker thread runs after all earlier submissions. Local; see Queue.submit.
 
-    def __call__(self, buffer: Any, op: str = "mean") -> None:
-        self._in_queue(lambda: self.inner(buffer, op), buffer)
-
-    def bind(self, array: Any, op: str = "mean") -> Callable[[], None]:
-        inner = self._in_queue(lambda: self.inner.bind(array, op), array)
-        return lambda: self._in_queue(inner, array)
-
-    def allocate(self, length: int, dtype: DTypeLike = "float32", device: str | None = None) -> Any:
-        return self._in_queue(lambda: self.inner.allocate(length, dtype, device))
-
-    def broadcast(self, array: Any, root: int = 0) -> None:
-        self._in_queue(lambda: self.inner.broadcast(array, root), array)
-
-    def stack(self, array: Any) -> Any:
-        return self._in_queue(lambda: self.inner.stack(array), array)
-
-    def sparse(self, indices: Any, values: Any, rows: int, op: str = "mean") -> tuple[Any, Any]:
-        return self._in_queue(lambda: self.inner.sparse(indices, values, rows, op), values)
-
-    def all_gather(self, buffer: np.ndarray) -> None:
-        self._in_queue(lambda: self.inner.all_gather(buffer), buffer)
-
-    def reduce_scatter(self, buffer: np.ndarray, op: str = "mean") -> np.ndarray:
-        self._check_phases()
-        return self._in_queue(lambda: self.inner.reduce_scatter(buffer, op), buffer)  # type: ignore[attr-defined]
-
-    def _in_queue(self, call: Callable[[], Any], array: Any = None) -> Any:
-        """What `call` of the inner backend returns: in its turn, and in the thread that communicates.
-
-        array: what the call works on; one of CuPy's on the caller's stream.
+        Do not wait for a future inside `work`.
         """
-        call = gpu.carried(call) if gpu.is_gpu_array(array) else call
+        self.check_open()
+        return self._queue.submit(work, description, numbers)
+
+    def around(self, kind: str, call: Callable[[], Any], array: Any = None, op: str = "") -> Any:
+        """Run `call` in the worker thread, wait, and return its result; a CuPy array is used on the caller's stream."""
+        call = gpu.on_current_stream(call) if gpu.is_gpu_array(array) else call
         results: list[Any] = []
         self.submit(lambda: results.append(call())).wait()
         return results[0]

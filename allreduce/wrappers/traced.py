@@ -1,12 +1,11 @@
-"""Traced: a backend whose calls are recorded: when this rank came, when they ended, what they reduced and how.
+"""Traced: records each call of a backend: start, end, bytes, dtype, operation and backend.
 
-For who waited for whom nothing is exchanged in a call: ranks know a call by its number, and compare the times at
-which they came to it when the trace is written.
+Calls exchange no extra messages. When the trace is written, calls are matched by sequence number; their start times
+show which rank was last.
 """
 
 import os
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -20,12 +19,12 @@ from allreduce.wrappers.wrapper import Wrapper
 
 
 class Traced(Wrapper):
-    """Records the calls of a backend in a trace. Creating it is collective, as every use.
+    """Records the calls of a backend in a trace. The constructor is collective if `trace` is a path.
 
-    trace: a Trace, which its owner closes, or the path of a file, which is written when this is closed.
-    owns_inner: whether `close` closes the backend too.
+    trace: a Trace, which its owner closes, or the path of a file, which is written when this is closed. owns_inner:
+    whether `close` closes the backend too.
 
-    A call on a GPU's arrays may end before the GPU is done (NCCL); what is recorded is what the host spent on it.
+    For GPU arrays the recorded time is the host's; the GPU may finish later (NCCL).
     """
 
     def __init__(
@@ -36,69 +35,47 @@ class Traced(Wrapper):
         trace: str | os.PathLike[str] | Trace,
         owns_inner: bool = False,
     ) -> None:
-        self.trace, self._owns_trace = tracing.of(trace, topology)  # first: it may be refused
+        self.trace, self._owns_trace = tracing.of(trace, topology)  # first, because it may raise
         super().__init__(topology, inner=inner, owns_inner=owns_inner)
         self.calls = self.trace.series(inner.name)
-        self._chooses = type(inner).chosen is not AllReduce.chosen  # by the memory of an array, too
-        self._shown: dict[tuple, tuple[str, dict[str, Any]]] = {}
+        # True: the selected backend may also depend on the array's memory
+        self._chooses = type(inner).chosen is not AllReduce.chosen
+        self._descriptions: dict[tuple, tuple[str, dict[str, Any]]] = {}
+
+    # A call with a tree is recorded as the calls on its buffers
 
     def __call__(self, buffer: Any, op: str = "mean") -> None:
-        if self._shut:
+        if isinstance(buffer, trees.KINDS):
             self.check_open()
-        if isinstance(buffer, trees.KINDS):  # what is recorded are its buffers
             self.reduce_tree(buffer, op)
             return
+        if self._closed:
+            self.check_open()
         begin = now()
         self.inner(buffer, op)
-        self._note("all_reduce", buffer, begin, op)
-
-    def bind(self, array: Any, op: str = "mean") -> Callable[[], None]:
-        inner = super().bind(array, op)
-
-        def bound() -> None:
-            begin = now()
-            inner()
-            self._note("all_reduce", array, begin, op)
-
-        return bound
-
-    def reduce_scatter(self, buffer: np.ndarray, op: str = "mean") -> np.ndarray:
-        return self._recorded("reduce_scatter", partial(super().reduce_scatter, buffer, op), buffer, op)
-
-    def all_gather(self, buffer: np.ndarray) -> None:
-        self._recorded("all_gather", partial(super().all_gather, buffer), buffer)
+        self._record("all_reduce", buffer, begin, op)
 
     def broadcast(self, array: Any, root: int = 0) -> None:
-        if isinstance(array, trees.KINDS):
-            AllReduce.broadcast(self, array, root)
-        else:
-            self._recorded("broadcast", partial(super().broadcast, array, root), array)
+        (AllReduce if isinstance(array, trees.KINDS) else Wrapper).broadcast(self, array, root)
 
     def stack(self, array: Any) -> Any:
-        if isinstance(array, trees.KINDS):
-            return AllReduce.stack(self, array)
-        return self._recorded("stack", partial(super().stack, array))
+        return (AllReduce if isinstance(array, trees.KINDS) else Wrapper).stack(self, array)
 
-    def sparse(self, indices: Any, values: Any, rows: int, op: str = "mean") -> tuple[Any, Any]:
+    def around(self, kind: str, call: Callable[[], Any], array: Any = None, op: str = "") -> Any:
         begin = now()
-        result = super().sparse(indices, values, rows, op)
-        self._note("sparse", result[1], begin, op)
+        result = super().around(kind, call)
+        if kind not in ("allocate", "bind"):
+            shown = result[1] if kind == "sparse" else array
+            self._record(kind, result if kind == "stack" else shown, begin, op)
         return result
 
-    def _recorded(self, kind: str, work: Callable[[], Any], array: Any = None, op: str = "") -> Any:
-        """What `work` returns; its array, when none is given."""
-        begin = now()
-        result = work()
-        self._note(kind, result if array is None else array, begin, op)
-        return result
-
-    def _note(self, call: str, array: Any, begin: int, op: str = "") -> None:
+    def _record(self, call: str, array: Any, begin: int, op: str = "") -> None:
         key: tuple = call, op, array.nbytes, array.dtype.num
         if self._chooses and type(array) is np.ndarray:
             key = *key, self.inner.hooks.memory(array)
-        shown = self._shown.get(key)
+        shown = self._descriptions.get(key)
         if shown is None:
-            shown = self._shown[key] = self._describe(call, array, op)
+            shown = self._descriptions[key] = self._describe(call, array, op)
         self.calls.note(shown[0], begin, shown[1])
 
     def _describe(self, call: str, array: Any, op: str) -> tuple[str, dict[str, Any]]:

@@ -1,4 +1,4 @@
-"""Wrapper: a backend around a backend. What it does not change, the inner one does."""
+"""Wrapper: base class of backends that forward to an inner backend."""
 
 import functools
 from collections.abc import Callable
@@ -12,15 +12,16 @@ from allreduce.backend import AllReduce, Hooks, Phases, TwoPhase
 from allreduce.errors import ClosedError, OptionError
 from allreduce.topology import Topology
 
+METHODS = {"all_reduce": "__call__", "reduce_scatter": "reduce_scatter", "all_gather": "all_gather"}  # by kind
+
 
 class Wrapper(AllReduce):
-    """Forwards everything to `inner`, which stays its owner's, who closes it after the wrapper.
+    """Forwards all methods to `inner`. The owner of `inner` closes it, after the wrapper.
 
     owns_inner: closing the wrapper closes the inner backend too.
 
-    Checks, communicators, memory and tags are the inner backend's, so making a wrapper is local and cheap. What
-    an inner backend offers beyond a backend's methods is found here too: the phases of a TwoPhase (a wrapper of
-    one is a TwoPhase itself), `choice` of "auto".
+    The wrapper has no communicator or memory of its own, so the constructor is local and cheap. Other attributes of
+    `inner` are available on the wrapper (`choice` of "auto"); a wrapper of a TwoPhase is a TwoPhase.
     """
 
     def __new__(cls, topology: Topology, *, inner: AllReduce, **options: Any) -> "Wrapper":
@@ -28,12 +29,12 @@ class Wrapper(AllReduce):
         return object.__new__(kind)
 
     def __init__(self, topology: Topology, *, inner: AllReduce, owns_inner: bool = False) -> None:
-        self.inner = inner  # first: attributes that are not here are looked up in it
+        self.inner = inner  # first: missing attributes are looked up in it
         self.topology, self.rank, self.size = topology, topology.rank, topology.size
         self.name = inner.name
         self.sums, self.sums_half, self.copies_foreign = inner.sums, inner.sums_half, inner.copies_foreign
         self.by_array = inner.by_array
-        self._shut = self.owns_topology = False
+        self._closed = self.owns_topology = False
         self._owns_inner = owns_inner
         if owns_inner:
             topology.use(self)
@@ -48,7 +49,7 @@ class Wrapper(AllReduce):
 
     @property
     def closed(self) -> bool:  # type: ignore[override]
-        return self._shut or self.inner.closed
+        return self._closed or self.inner.closed
 
     @property
     def exact(self) -> AllReduce:
@@ -57,7 +58,7 @@ class Wrapper(AllReduce):
 
     @property
     def part_of(self) -> AllReduce | None:
-        """The inner backend asks whose part it is: for its tags, and for what it tells of copies."""
+        """The inner backend's `part_of`, which decides its message tags and its notices."""
         return self.inner.part_of
 
     @part_of.setter
@@ -69,46 +70,48 @@ class Wrapper(AllReduce):
 
     # What users call
 
+    def around(self, kind: str, call: Callable[[], Any], array: Any = None, op: str = "") -> Any:
+        """Run `call`, a call of the inner backend, and return its result. All collective methods below call this.
+
+        kind: of the call, as its method is called, or "all_reduce". array, op: of the call, where it has one.
+        """
+        if self._closed:
+            self.check_open()
+        return call()
+
     def allocate(self, length: int, dtype: DTypeLike = "float32", device: str | None = None) -> Any:
-        self.check_open()
-        return self.inner.allocate(length, dtype, device)
+        return self.around("allocate", lambda: self.inner.allocate(length, dtype, device))
 
     def __call__(self, buffer: Any, op: str = "mean") -> None:
-        if self._shut:
-            self.check_open()
-        self.inner(buffer, op)
+        self.around("all_reduce", functools.partial(self.inner, buffer, op), buffer, op)
 
-    def bind(self, array: Any, op: str = "mean") -> Callable[[], None]:
-        self.check_open()
-        inner = self.inner.bind(array, op)
-
-        def bound() -> None:
-            if self._shut:
-                self.check_open()
-            inner()
-
-        return bound
+    def bind(self, array: Any, op: str = "mean", kind: str = "all_reduce") -> Callable[[], None]:
+        method = METHODS.get(kind, "")  # "" of an unknown kind, which the inner backend refuses
+        for each in type(self).__mro__:
+            if each is Wrapper or {"bind", "around"} & vars(each).keys():
+                break
+            if method in vars(each):  # the wrapper does this call in another way than `inner`
+                return functools.partial(getattr(self, method), array, *([] if kind == "all_gather" else [op]))
+        bound = self.around("bind", lambda: self.inner.bind(array, op, kind), array)
+        return functools.partial(self.around, kind, bound, array, "" if kind == "all_gather" else op)
 
     def reduce_scatter(self, buffer: np.ndarray, op: str = "mean") -> np.ndarray:
-        """As the inner backend's. Raises OptionError, before anything is sent, where that is no TwoPhase."""
+        """As TwoPhase.reduce_scatter. Raises OptionError, before anything is sent, if `inner` is no TwoPhase."""
         self._check_phases()
-        return self.inner.reduce_scatter(buffer, op)  # type: ignore[attr-defined]
+        scatter: Any = self.inner
+        return self.around("reduce_scatter", lambda: scatter.reduce_scatter(buffer, op), buffer, op)
 
     def all_gather(self, buffer: np.ndarray) -> None:
-        self.check_open()
-        self.inner.all_gather(buffer)
+        self.around("all_gather", lambda: self.inner.all_gather(buffer), buffer)
 
     def broadcast(self, array: Any, root: int = 0) -> None:
-        self.check_open()
-        self.inner.broadcast(array, root)
+        self.around("broadcast", lambda: self.inner.broadcast(array, root), array)
 
     def stack(self, array: Any) -> Any:
-        self.check_open()
-        return self.inner.stack(array)
+        return self.around("stack", lambda: self.inner.stack(array), array)
 
     def sparse(self, indices: Any, values: Any, rows: int, op: str = "mean") -> tuple[Any, Any]:
-        self.check_open()
-        return self.inner.sparse(indices, values, rows, op)
+        return self.around("sparse", lambda: self.inner.sparse(indices, values, rows, op), values, op)
 
     def owned(self, length: int, rank: int | None = None) -> slice:
         return self.inner.owned(length, rank)
@@ -117,10 +120,10 @@ class Wrapper(AllReduce):
         return self.inner.chosen(array)
 
     def close(self) -> None:
-        """Give back what the wrapper has of its own. Collective; closing twice does nothing."""
-        if self._shut:
+        """Free the wrapper's own resources, and close `inner` if owns_inner. Collective; closing twice does nothing."""
+        if self._closed:
             return
-        self._shut = True
+        self._closed = True
         self._close()
         if self._owns_inner:
             self.topology.let_go(self)
@@ -129,24 +132,24 @@ class Wrapper(AllReduce):
             self.topology.close()
 
     def abandon(self) -> None:
-        """Let go of what the wrapper has of its own. Local; an inner backend of another owner stays as it is."""
-        self._shut = True
+        """Drop the wrapper's own resources, and abandon `inner` if owns_inner. Local."""
+        self._closed = True
         if self._owns_inner:
             self.inner.abandon()
 
-    # What a backend of several parts calls in those parts
+    # Checks
 
     def check_open(self) -> None:
-        if self._shut:
-            raise ClosedError(f"this {type(self).__name__} of {self.name} is closed; make it again to go on")
+        if self._closed:
+            raise ClosedError(f"this {type(self).__name__} of {self.name} is closed; create a new one")
         self.inner.check_open()
 
     def _check_phases(self) -> None:
         self.check_open()
         if not isinstance(self.inner, TwoPhase):
-            raise OptionError(f'{self.name!r} has no reduce_scatter; use a backend that has the two phases, "ring" say')
+            raise OptionError(f'{self.name!r} has no reduce_scatter; use a two-phase backend such as "ring"')
 
-    # What AllReduce, or TwoPhase, asks of every backend
+    # Hooks of AllReduce and TwoPhase
 
     @property
     def hooks(self) -> Hooks:
@@ -171,5 +174,5 @@ class Wrapper(AllReduce):
 
 @functools.cache
 def _two_phase(kind: type[Wrapper]) -> type[Wrapper]:
-    """A kind of wrapper that is a TwoPhase too, as a sharded update asks; its methods are the wrapper's."""
+    """Return a subclass of a wrapper class that is also a TwoPhase; the wrapper's methods come first."""
     return type(kind.__name__, (kind, TwoPhase), {"__module__": kind.__module__, "__doc__": kind.__doc__})

@@ -1,8 +1,13 @@
-"""The command lines: parsed on rank 0 for all ranks, types of options, one report of an error that all ranks raise."""
+"""Command lines of benchmarks: options, output, and one report of an error that all ranks raise.
+
+A benchmark has a function that adds options to a parser, and one that measures; `command` and `serial_command` return
+its `main`.
+"""
 
 import argparse
 import difflib
 import math
+import shlex
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -14,24 +19,77 @@ from allreduce.arrays import dtypes, ops
 from allreduce.errors import AllReduceError, OptionError
 from allreduce.topology import Topology
 from allreduce.transport.control import everywhere, raise_together, root_value
-from benchmarks.lib import sizes
+from benchmarks.lib import outputs, sizes
+from benchmarks.lib.outputs import Screen
 from benchmarks.lib.results import FileError
 from trainers.datasets.parser import Parser
 
-Action = Callable[[Topology, argparse.Namespace], int]
-INTERRUPTED = 130  # exit code, as a shell has it
+Action = Callable[[Topology, argparse.Namespace, Screen], int]
+INTERRUPTED = 130  # exit code, as in a shell
 NCCL_TYPES = {"float": "float32", "double": "float64", "half": "float16", "int": "int32"}
 NCCL_OPS = {"avg": "mean"}
 
 
-def parser(program: str, about: str | None, epilog: str | None = None) -> argparse.ArgumentParser:
-    """The parser of a module that mpirun starts; texts are shown as they are written."""
-    return Parser(prog=f"mpirun -n N python -m {program}", description=about, epilog=epilog)
+def command(
+    name: str,
+    about: str | None,
+    options: Callable[[Parser], object],
+    action: Action,
+    epilog: str | None = None,
+) -> Callable[..., int]:
+    """Return the `main` of a benchmark that mpirun starts: main(argv=None) -> exit code. Collective.
+
+    name: of the module: "benchmarks.bandwidth". about, epilog: texts of --help. options: adds the benchmark's options
+        to a parser. action: measures, and returns the exit code. It is called after a check that its files (see
+        outputs.FILES) can be written.
+
+    An error that all ranks raise is printed in one line, by rank 0, and the exit code is 2. After Ctrl-C the exit code
+    is 130 with a single rank; with more ranks the launcher decides: MPICH's passes the signal on (130); Open MPI's
+    kills the ranks, drops their last output, and returns 1.
+    """
+
+    def main(argv: Sequence[str] | None = None) -> int:
+        parser = Parser(prog=f"mpirun -n N python -m {name}", description=about, epilog=epilog)
+        options(parser)
+        with Topology() as topology:
+            given = list(sys.argv[1:] if argv is None else argv)
+            parsed = _parse_together(parser, given, topology.world)
+
+            def act() -> int:
+                outputs.check(topology.world, parsed)
+                line = f"mpirun -n {topology.size} python -m {name} {shlex.join(given)}".rstrip()
+                return action(topology, parsed, Screen(topology.rank == 0, getattr(parsed, "json", None), line))
+
+            return _reported(name, topology.world, act)
+
+    return main
 
 
-def parse_together(parser: argparse.ArgumentParser, argv: Sequence[str] | None, comm: MPI.Intracomm) -> Any:
-    """Rank 0 parses and tells the others: help and errors appear once, and all ranks exit alike. Collective."""
-    given = list(sys.argv[1:] if argv is None else argv)
+def serial_command(
+    name: str,
+    about: str | None,
+    options: Callable[[Parser], object],
+    action: Callable[[argparse.Namespace], int],
+) -> Callable[..., int]:
+    """Return the `main` of a command without MPI. Its exit code is 2 after a FileError or OSError."""
+
+    def main(argv: Sequence[str] | None = None) -> int:
+        parser = Parser(prog=f"python -m {name}", description=about)
+        options(parser)
+        parsed = parser.parse_args(argv)
+        try:
+            if problems := outputs.problems(parsed):
+                raise FileError("; ".join(problems))
+            return action(parsed)
+        except (FileError, OSError) as error:
+            print(f"{name}: error: {error}", file=sys.stderr)
+            return 2
+
+    return main
+
+
+def _parse_together(parser: argparse.ArgumentParser, given: list[str], comm: MPI.Intracomm) -> argparse.Namespace:
+    """Parse on rank 0 first, so that help and errors appear once, and all ranks exit alike. Collective."""
     code, parsed = None, None
     if comm.rank == 0:
         try:
@@ -46,47 +104,21 @@ def parse_together(parser: argparse.ArgumentParser, argv: Sequence[str] | None, 
     return parsed or parser.parse_args(given)
 
 
-def command(parser: Callable[[], argparse.ArgumentParser], action: Action) -> Callable[..., int]:
-    """The `main` of a module that mpirun starts: main(argv=None) measures and prints; the exit code. Collective."""
-    return lambda argv=None: run(parser(), argv, action)
-
-
-def run(parser: argparse.ArgumentParser, argv: Sequence[str] | None, action: Action) -> int:
-    """The whole of a command that mpirun starts: all ranks parse, and do the action together; the exit code.
-
-    An error that all ranks raise is printed in one line, by rank 0, and the exit code is 2. Ctrl-C on a single rank
-    gives 130; with more ranks the launcher decides: MPICH's hands the signal on, and the code is 130; Open MPI's ends
-    the ranks by itself, drops what they print last, and its code is 1.
-    """
-    with Topology() as topology:
-        options = parse_together(parser, argv, topology.world)
-        return _reported(parser.prog.rpartition(" ")[2], topology.world, lambda: action(topology, options))
-
-
-def _reported(program: str, comm: MPI.Intracomm, main: Callable[[], int]) -> int:
+def _reported(name: str, comm: MPI.Intracomm, action: Callable[[], int]) -> int:
     try:
-        return main()
+        return action()
     except AllReduceError as error:
         if comm.size > 1 and not everywhere(error, comm):
             raise
         if comm.rank == 0:
-            print(f"{program}: error: {error}", file=sys.stderr, flush=True)
-        comm.Barrier()  # mpirun kills all ranks when one ends with a code, so rank 0 speaks first
+            print(f"{name}: error: {error}", file=sys.stderr, flush=True)
+        comm.Barrier()  # mpirun kills all ranks when one exits with a nonzero code, so rank 0 prints first
         return 2
     except KeyboardInterrupt:
         if comm.size > 1:
-            raise  # the hook of Topology says so and ends the job; the others would wait for this rank
-        print(f"{program}: interrupted", file=sys.stderr, flush=True)
+            raise  # the hook of Topology prints it and ends the job; the others would wait for this rank
+        print(f"{name}: interrupted", file=sys.stderr, flush=True)
         return INTERRUPTED
-
-
-def alone(program: str, action: Callable[[], int]) -> int:
-    """What a command without MPI does; the exit code, 2 after an error that names a file."""
-    try:
-        return action()
-    except (FileError, OSError) as error:
-        print(f"{program}: error: {error}", file=sys.stderr)
-        return 2
 
 
 def size(text: str) -> int:
@@ -106,7 +138,7 @@ def dtype(text: str) -> np.dtype:
 
 
 def op(text: str) -> str:
-    """An operation by nccl-tests' name or ours, for argparse."""
+    """An operation by nccl-tests' name or this library's, for argparse."""
     name = NCCL_OPS.get(text, text)
     if name not in ops.OPS:
         raise argparse.ArgumentTypeError(f"{text!r} is unknown; use one of {', '.join([*ops.OPS, *NCCL_OPS])}")
@@ -151,28 +183,30 @@ def names(text: str) -> list[str]:
 
 
 def add_some(
-    parser: argparse.ArgumentParser, option: str, known: Iterable[str], separator: str = ",", default: Any = None
+    parser: argparse.ArgumentParser,
+    option: str,
+    known: Iterable[str],
+    separator: str = ",",
+    default: Sequence[str] | None = None,
+    about: str = "",
 ) -> None:
-    """An option that takes some of the known names, or all. default: all."""
-    names, about = list(known), f"{separator} ".join(known)
+    """Add an option whose value is some of the names `known`. default: all of them. about: describes them in --help."""
+    allowed = list(known)
+    default = allowed if default is None else default
+    some, chosen = f"{separator} ".join(allowed), separator.join(default) or "none"
 
     def parse(text: str) -> list[str]:
-        given = names if text == "all" else [part.strip() for part in text.split(separator) if part.strip()]
+        given = allowed if text == "all" else [part.strip() for part in text.split(separator) if part.strip()]
         for name in given:
-            if name not in names:
-                near = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
+            if name not in allowed:
+                near = difflib.get_close_matches(name, allowed, n=1, cutoff=0.5)
                 hint = f"did you mean {near[0]!r}? " if near else ""
-                raise argparse.ArgumentTypeError(f"{name!r} is unknown; {hint}use all, or some of {about}")
+                raise argparse.ArgumentTypeError(f"{name!r} can't be given; {hint}use all, or some of {some}")
         return list(dict.fromkeys(given))
 
-    default = names if default is None else default
-    parser.add_argument(
-        option,
-        type=parse,
-        default=default,
-        metavar=f"A{separator}B",
-        help=f"all, or some of: {about} (default: {separator.join(default) if len(default) < len(names) else 'all'})",
-    )
+    text = f"{about}: all, or some of {some}".removeprefix(": ")
+    text += f" (default: {'all' if len(default) == len(allowed) else chosen})"
+    parser.add_argument(option, type=parse, default=default, metavar=f"A{separator}B", help=text)
 
 
 def add_json_option(parser: argparse.ArgumentParser) -> None:
@@ -182,7 +216,7 @@ def add_json_option(parser: argparse.ArgumentParser) -> None:
 
 
 def add_measuring_options(parser: argparse.ArgumentParser, budget: str) -> None:
-    """The options of everything that measures."""
+    """Add the options of commands that measure calls."""
     parser.add_argument("-n", "--iters", type=at_least(1), metavar="N", help="timed iterations; by default the budget")
     parser.add_argument(
         "-w", "--warmup_iters", type=at_least(0), metavar="N", help="iterations before timing; default 5"
@@ -200,7 +234,7 @@ def add_measuring_options(parser: argparse.ArgumentParser, budget: str) -> None:
 
 
 def checked_op(comm: MPI.Intracomm, name: str, element: np.dtype) -> None:
-    """Refuse an operation that has no meaning for a dtype. Collective."""
+    """Raise OptionError on all ranks if an operation is not defined for a dtype. Collective."""
     error: AllReduceError | None = None
     try:
         ops.resolve(name, element, comm.size)

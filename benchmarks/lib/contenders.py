@@ -4,7 +4,6 @@ A peer is a function from (topology, op) to a Contender; a new one is one functi
 """
 
 import datetime
-import difflib
 import os
 import socket
 from collections.abc import Callable, Sequence
@@ -33,17 +32,17 @@ def _accept(dtype: np.dtype) -> str | None:
 
 @dataclass
 class Contender:
-    """call reduces a 1-D array in place, on all ranks; allocate is missing where memory can't be asked for."""
+    """call: reduces a 1-D array in place, on all ranks. allocate: None if the contender does not allocate memory."""
 
     name: str
     call: Callable[[np.ndarray], None]
     allocate: Callable[[int, np.dtype], np.ndarray] | None = None
-    refuse: Callable[[np.dtype], str | None] = _accept  # why it can't reduce a dtype; collective
+    refuse: Callable[[np.dtype], str | None] = _accept  # returns why it can't reduce a dtype, or None; collective
     close: Callable[[], Any] = _nothing  # collective
 
 
 def of_backend(backend: AllReduce, op: str) -> Contender:
-    """A backend as a contender. NumPy arrays are measured, in the memory that the backend gives for them."""
+    """Return a backend as a contender, for NumPy arrays and those of its allocate(device="cpu")."""
 
     def refuse(dtype: np.dtype) -> str | None:
         try:
@@ -54,20 +53,6 @@ def of_backend(backend: AllReduce, op: str) -> Contender:
 
     allocate = partial(backend.allocate, device="cpu")
     return Contender(backend.name, partial(backend, op=op), allocate, refuse, backend.close)
-
-
-ALL = "all"  # in place of the names of backends: those that work here
-
-
-def check_names(topology: Topology, option: str, asked: Sequence[str], known: Sequence[str]) -> None:
-    """Refuse unknown names, with the nearest known one. Collective."""
-    unknown = [name for name in asked if name not in known]
-    error = None
-    if unknown:
-        near = difflib.get_close_matches(unknown[0], known, n=1, cutoff=0.5)
-        hint = f"did you mean {near[0]!r}? " if near else ""
-        error = OptionError(f"{option} {unknown[0]}: no such name; {hint}there are: {', '.join(known)}")
-    raise_together(topology.world, error)
 
 
 def gather(
@@ -81,15 +66,12 @@ def gather(
     dtype_asked: bool = True,
     compress: str | None = None,
 ) -> tuple[list[Contender], dict[str, str]]:
-    """The contenders, and those that can't take part with the reason. Collective.
+    """Create the contenders; also returns {name: reason} of those that are left out. Collective.
 
-    names: backends; those that don't work here, or not with this dtype, are left out when they are
-        `optional`, and an error otherwise.
-    dtype_asked: False when nobody asked for this dtype: those that can't reduce it are left out too.
-    compress: of all backends, as `allreduce.create` takes it.
+    names: of backends. optional: leave out backends that don't work here or with this dtype; else they are errors.
+    dtype_asked: whether the user gave the dtype. If not, contenders that can't reduce it are left out.
+    compress: as in `allreduce.create`, for all backends.
     """
-    check_names(topology, "--backends", names, allreduce.NAMES)
-    check_names(topology, "--peers", peers, list(PEERS))
     found: list[Contender] = []
     skipped: dict[str, str] = {}
     for name in names:
@@ -118,7 +100,7 @@ TIMEOUT = datetime.timedelta(seconds=60)
 
 
 def mpi4py(topology: Topology, op: str) -> Contender:
-    """The bare call of mpi4py, comm.Allreduce(IN_PLACE, array): what Python and MPI cost without this library."""
+    """The bare call of mpi4py, comm.Allreduce(IN_PLACE, array): the cost of Python and MPI without this library."""
     comm = topology.private()
     plain = ops.OPS["sum" if op == "mean" else op].mpi
     scale = 1 / comm.size if op == "mean" else None
@@ -159,7 +141,7 @@ PEERS: dict[str, Callable[[Topology, str], Contender]] = {"gloo": gloo, "mpi4py"
 
 
 def _import_torch(comm: MPI.Intracomm) -> Any:
-    """The module torch, or the same error on all ranks. Collective."""
+    """Import torch, or raise the same error on all ranks. Collective."""
     error: AllReduceError | None = None
     torch: Any = None
     try:
@@ -181,8 +163,8 @@ def join(distributed: Any, topology: Topology) -> None:
     from allreduce.torch_backend.rendezvous import store_of_rank_0
 
     store = store_of_rank_0(topology, TIMEOUT)
-    if len(set(all_values(topology.world, socket.gethostname(), "meet for gloo"))) == 1:
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # host names often lead nowhere in containers
+    if len(set(all_values(topology.world, socket.gethostname(), "exchange the address for gloo"))) == 1:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # host names often do not resolve in containers
     error = None
     try:
         distributed.init_process_group(
@@ -195,7 +177,7 @@ def join(distributed: Any, topology: Topology) -> None:
 
 
 def _tensor(torch: Any, array: np.ndarray) -> Any:
-    """A tensor on the memory of an array."""
+    """Return a tensor in the memory of an array."""
     if array.dtype == dtypes.BFLOAT16:
         return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
     return torch.from_numpy(array)

@@ -1,4 +1,4 @@
-"""The machine: its description, its free memory, and the memory that a process takes."""
+"""The machine: its description, its free memory, and the memory of a process."""
 
 import ctypes
 import gc
@@ -20,7 +20,7 @@ from benchmarks.lib import sizes
 
 
 def describe(peers: list[str]) -> dict[str, Any]:
-    """What a reader needs to judge the figures: machine, MPI library, versions, load."""
+    """Return the machine, MPI library, versions and load, for the record of a run."""
     libraries = ["numpy", "mpi4py", "ml_dtypes", *(["torch"] if "gloo" in peers else [])]
     return {
         **identify(),
@@ -33,7 +33,7 @@ def describe(peers: list[str]) -> dict[str, Any]:
 
 
 def available_bytes() -> int | None:
-    """Memory that this machine can still give without swapping; None where Linux does not tell."""
+    """Return the bytes of memory that are available without swapping; None if unknown."""
     try:
         with open("/proc/meminfo") as file:
             lines = dict(line.split(":") for line in file)
@@ -43,27 +43,29 @@ def available_bytes() -> int | None:
 
 
 def check_memory(comm: MPI.Intracomm, each: int) -> None:
-    """Raise OptionError on all ranks when some machine can't hold `each` bytes for all of its ranks. Collective."""
+    """Raise OptionError on all ranks if a machine does not have `each` bytes for each of its ranks. Collective."""
     local = comm.Split_type(MPI.COMM_TYPE_SHARED)  # not a topology's node, which may be simulated
     ranks = local.size
     local.Free()
     free, wanted = available_bytes(), each * ranks
     error = None
     if free is not None and wanted >= free:
-        told = f"{ranks} ranks need {sizes.show(wanted)} for their arrays and their machine has {sizes.show(free)} left"
-        error = OptionError(f"{told}; measure smaller sizes, or fewer backends")
+        problem = (
+            f"{ranks} ranks need {sizes.show(wanted)} for their arrays and their machine has {sizes.show(free)} left"
+        )
+        error = OptionError(f"{problem}; measure smaller sizes, or fewer backends")
     raise_together(comm, error)
 
 
 def trim() -> None:
-    """Give freed memory back to the system, so that the next variant starts from the same place."""
+    """Return freed memory to the system, so that every variant starts in the same state."""
     gc.collect()
     if sys.platform == "linux" and hasattr(ctypes.CDLL(None), "malloc_trim"):
         ctypes.CDLL(None).malloc_trim(0)
 
 
 def _memory_now() -> float:
-    """This process's proportional set size in bytes; 0 where the system does not tell."""
+    """Return this process's proportional set size in bytes; 0 if unknown."""
     try:
         with open("/proc/self/smaps_rollup") as file:
             return next(1024.0 * int(line.split()[1]) for line in file if line.startswith("Pss:"))
@@ -73,7 +75,7 @@ def _memory_now() -> float:
 
 @contextmanager
 def peak_memory() -> Iterator[list[float]]:
-    """Sample the memory while the block runs; the one number in the list becomes the highest rise in bytes."""
+    """Sample the memory during the block. Yields a list; its one element becomes the largest increase in bytes."""
     before, peak, done = _memory_now(), [0.0], threading.Event()
 
     def sample() -> None:

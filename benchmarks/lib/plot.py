@@ -8,9 +8,9 @@ import zlib
 from pathlib import Path
 from typing import Any
 
+from benchmarks.lib.advice import Crossover, competing, crossovers, times_of
 from benchmarks.lib.results import MEMORIES, TITLES, Result, Run
 from benchmarks.lib.sizes import show
-from benchmarks.lib.verdict import Crossover, competing, crossovers, times_of
 
 COLOURS = {
     "native": "#4d4d4d",
@@ -35,14 +35,14 @@ def colour(backend: str) -> str:
 
 
 def mark(backend: str) -> tuple[str, str]:
-    """The backend's mark in matplotlib and in plotly: colours alone don't reach every reader."""
+    """Return the backend's mark in matplotlib and in plotly, for readers who can't tell the colours apart."""
     known = list(COLOURS)
     index = known.index(backend) if backend in known else zlib.crc32(backend.encode())
     return _MARKS[index % len(_MARKS)]
 
 
 def width(backend: str) -> float:
-    """Lines that readers look for first are thicker."""
+    """Return the line width; native and auto are thicker."""
     return 2.6 if backend in ("native", "auto") else 1.8
 
 
@@ -52,7 +52,7 @@ ROWS = (("busbw", "bus bandwidth (GB/s)"), ("time_us", "time (us)"))
 
 
 def missing(path: str) -> str | None:
-    """Why no picture can be drawn to this path, or None."""
+    """Return why no picture can be drawn to this path, or None."""
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
     except ImportError as error:
@@ -62,24 +62,24 @@ def missing(path: str) -> str | None:
 
 
 def kind_of(path: str) -> str:
-    """The kind of picture that a file of this name holds: "png"."""
+    """Return the kind of picture in a file of this name, such as "png"."""
     return Path(path).suffix.lstrip(".").lower()
 
 
 def content(figure: Any, kind: str) -> bytes:
-    """What a file of a kind holds of a Figure of matplotlib."""
+    """Return a matplotlib Figure as the content of a file of this kind."""
     found = io.BytesIO()
     figure.savefig(found, format=kind, dpi=110)
     return found.getvalue()
 
 
 def draw(run: Run, kind: str = "png") -> bytes:
-    """The picture as the content of a file of a kind: "png", "svg", "pdf"."""
+    """Return the picture as the content of a file. kind: "png", "svg" or "pdf"."""
     return content(figure_of(run), kind)
 
 
 def figure_of(run: Run) -> Any:
-    """The picture as matplotlib's Figure."""
+    """Return the picture as a matplotlib Figure."""
     from matplotlib.figure import Figure
 
     memories = [memory for memory in MEMORIES if run.of(memory)]
@@ -99,7 +99,7 @@ def figure_of(run: Run) -> Any:
         f"AllReduce of {run.dtype} ({run.op}), {run.place()}\n{machine['cpu']}, {machine['cores']} cores, "
         f"{machine['mpi']}, {run.date[:10]}",
         fontsize=12,
-        parse_math=False,  # nothing that comes from a machine or a file is a formula
+        parse_math=False,  # names of machines and files are not formulas
     )
     handles = {handle.get_label(): handle for axis in axes.flat for handle in axis.get_legend_handles_labels()[0]}
     legend = figure.legend(handles=list(handles.values()), loc="outside lower center", ncols=5, frameon=False)
@@ -109,22 +109,21 @@ def figure_of(run: Run) -> Any:
 
 
 def ticks(run: Run) -> list[int]:
-    """Sizes to label on an axis: powers of 8 from the smallest to the largest size."""
+    """Return the sizes to label on an axis: powers of 8 from the smallest to the largest size."""
     sizes = [result.size for result in run.results]
     powers = [8**power for power in range(1, 14)]
     return [power for power in powers if min(sizes) <= power <= max(sizes)] or sorted(set(sizes))
 
 
 def points(run: Run, memory: str, backend: str) -> list[Result]:
-    """A backend's curve."""
+    """Return the results of a backend, sorted by size."""
     return sorted((each for each in run.of(memory) if each.backend == backend), key=lambda each: each.size)
 
 
 def numbered(run: Run, memory: str, width: float) -> list[tuple[float, Crossover]]:
-    """The crossovers by rising size, each with the size above which its number stands: its own, or a little more where
-    the number before it needs the room.
+    """Return (size, crossover) in ascending order. size: where its number is drawn without overlapping another one.
 
-    width: of a number, as a share of the axis, which has the logarithm of the size.
+    width: of a number, as a fraction of the (logarithmic) axis.
     """
     sizes = [result.size for result in run.results]
     factor = (max(sizes) / min(sizes)) ** width
@@ -137,7 +136,7 @@ def numbered(run: Run, memory: str, width: float) -> list[tuple[float, Crossover
 
 
 def crossings_in_words(run: Run, memory: str, width: int) -> list[str]:
-    """Lines of about so many characters: "1: native → shared at 32 KiB", and the next crossovers."""
+    """Return the crossovers as lines of about `width` characters: "1: native → shared at 32 KiB, ..."."""
     lines: list[str] = []
     for number, each in enumerate(crossovers(competing(times_of(run, memory))), start=1):
         words = f"{number}: {each.before} → {each.after} at {show(each.nbytes)}"

@@ -1,14 +1,14 @@
-"""The HTML page of a run: one file with everything in it, which a browser opens without a network. Needs plotly."""
+"""The HTML page of a run: one file that a browser opens without a network. Needs plotly."""
 
 import math
 from collections.abc import Sequence
 from html import escape
 from typing import Any
 
+from benchmarks.lib.advice import advice, times_of, wrong_results
 from benchmarks.lib.plot import colour, crossings_in_words, mark, numbered, points, ticks, width
 from benchmarks.lib.results import MEMORIES, TITLES, Result, Run
 from benchmarks.lib.sizes import show
-from benchmarks.lib.verdict import times_of
 
 NUMBER_WIDTH = 0.03  # of a panel's width, where it is narrowest
 TITLE_WIDTH = 60  # characters above a panel
@@ -18,7 +18,6 @@ body { font: 15px/1.5 system-ui, "DejaVu Sans", sans-serif; color: #222; margin:
   padding: 0 1.5em; }
 h1 { font-size: 1.6em; margin-bottom: 0.1em } h2 { font-size: 1.2em; margin: 1.6em 0 0.4em }
 p.sub { color: #555; margin-top: 0 } p.advice { font-size: 1.2em; font-weight: bold }
-ul.verdict { background: #f3f6f9; padding: 0.8em 1em 0.8em 2.2em; }
 table { border-collapse: collapse; font-variant-numeric: tabular-nums; font-size: 13px }
 th, td { padding: 3px 10px; text-align: right; border-bottom: 1px solid #e4e4e4 }
 th { position: sticky; top: 0; background: #fff } td.name, th.name { text-align: left }
@@ -32,7 +31,7 @@ code { background: #f3f6f9; padding: 0.1em 0.4em } dd, code { overflow-wrap: any
 
 
 def missing() -> str | None:
-    """Why no page can be made, or None."""
+    """Return why no page can be written, or None."""
     try:
         import plotly.offline  # noqa: F401
     except ImportError as error:
@@ -40,8 +39,8 @@ def missing() -> str | None:
     return None
 
 
-def page(run: Run, verdict: Sequence[str], advice: str) -> str:
-    """The whole page as HTML."""
+def page(run: Run) -> str:
+    """Return the page as HTML."""
     from plotly.offline import get_plotlyjs
 
     title = f"AllReduce of {run.dtype} ({run.op}), {run.place()}"
@@ -52,8 +51,8 @@ def page(run: Run, verdict: Sequence[str], advice: str) -> str:
         f"<title>{escape(title)}</title><style>{_STYLE}</style>",
         f"<script>{get_plotlyjs()}</script></head><body>",
         f"<h1>{escape(title)}</h1><p class=sub>{escape(_where(run))}</p>",
-        f"<p class=advice>{escape(advice)}</p>",
-        "<h2>Verdict</h2><ul class=verdict>" + "".join(f"<li>{escape(line)}</li>" for line in verdict) + "</ul>",
+        f"<p class=advice>{escape(advice(run))}</p>",
+        *(f"<p class=bad>{escape(line)}</p>" for line in wrong_results(run)),
         *(f"<h2>{title}</h2><div class=wide>{_chart(run, quantity, label)}</div>" for quantity, title, label in charts),
         "<p class=sub>Click a name to hide it, double-click to see it alone, drag to zoom. Dotted lines: where "
         "another backend becomes the fastest, by the numbers above. All times are medians over the iterations, of the "
@@ -64,7 +63,7 @@ def page(run: Run, verdict: Sequence[str], advice: str) -> str:
 
 
 def _chart(run: Run, quantity: str, label: str) -> str:
-    """One panel for allocated arrays and one for foreign ones, on the same scale."""
+    """Return a chart with a panel for allocated arrays and one for foreign arrays, on the same scale."""
     from plotly.subplots import make_subplots
 
     memories = [memory for memory in MEMORIES if run.of(memory)]
@@ -114,7 +113,7 @@ def _trace(backend: str, curve: Sequence[Result], quantity: str, in_legend: bool
 
 
 def _mark_crossovers(figure: Any, run: Run, memory: str, column: int) -> None:
-    """Lines with numbers above the panel, where no curve is."""
+    """Draw a line for each crossover, with its number above the panel."""
     for number, (place, crossing) in enumerate(numbered(run, memory, NUMBER_WIDTH), start=1):
         figure.add_vline(x=crossing.nbytes, line={"color": "#888", "dash": "dot", "width": 1.2}, row=1, col=column)
         # on a log axis annotations, unlike lines, take the exponent
@@ -122,7 +121,7 @@ def _mark_crossovers(figure: Any, run: Run, memory: str, column: int) -> None:
 
 
 def _above(figure: Any, column: int, text: str, size: int, x: float, xref: str = "", yshift: int = 0) -> None:
-    """A text above a panel."""
+    """Write a text above a panel."""
     axis = f"x{column}" if column > 1 else "x"
     figure.add_annotation(
         text=text,
@@ -139,14 +138,14 @@ def _above(figure: Any, column: int, text: str, size: int, x: float, xref: str =
 
 
 def _where(run: Run) -> str:
-    """What the figures are of, in one line: ranks and nodes, the machine, the MPI library, the day."""
+    """Return one line that describes the run: ranks and nodes, machine, MPI library, date."""
     machine = run.machine
     each = " each" * (run.nodes > 1 and not run.simulated)
     return f"{run.place()}; {machine['cpu']}, {machine['cores']} cores{each}; {machine['mpi']}; {run.date}"
 
 
 def _table(run: Run) -> str:
-    """Sizes as groups of rows, a backend each; the fastest of its size and memory is bold."""
+    """Return the HTML table: for each size one row per backend; the fastest time of each size and memory is bold."""
     memories = [memory for memory in MEMORIES if run.of(memory)]
     top = "".join(f"<th colspan=5>{escape(TITLES[memory])}</th>" for memory in memories)
     names = "<th>time (us)</th><th>min</th><th>p99</th><th>busbw (GB/s)</th><th>#wrong</th>" * len(memories)

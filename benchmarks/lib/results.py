@@ -1,11 +1,10 @@
-"""The results of a run of benchmarks.bandwidth: the record that is saved, compared, plotted and fitted to."""
+"""The results of a run of benchmarks.bandwidth, as they are saved, compared, plotted and fitted."""
 
 import csv
 import io
 import json
 import math
 import os
-from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -22,14 +21,14 @@ MEMORIES = ("allocated", "foreign")
 TITLES = {"allocated": "arrays from allocate()", "foreign": "foreign arrays"}
 
 
-MOST_BYTES = 1 << 24  # of a file; one result takes 300
+MOST_BYTES = 1 << 24  # of a file; a result takes 300
 MOST_RANKS, MOST_COUNT = 1 << 20, 1 << 62
 LEAST_US, MOST_US = 1e-6, 1e15  # thirty years
-LONGEST_TEXT = 1000  # of what is shown
+LONGEST_TEXT = 1000  # of texts that are shown
 
 
 class FileError(ValueError):
-    """A file that holds no results of this version. What it quotes of the file is made printable."""
+    """An error about a file without results of this version. Its text, which may quote the file, is made printable."""
 
     def __init__(self, text: object) -> None:
         super().__init__(printable(str(text)))
@@ -37,7 +36,7 @@ class FileError(ValueError):
 
 @dataclass(frozen=True)
 class Result:
-    """One backend reducing arrays of one size in one kind of memory. Times are of the slowest rank."""
+    """The result of one backend for one size and kind of memory. Times are of the slowest rank."""
 
     backend: str
     memory: str  # "allocated" by the backend, or "foreign"
@@ -54,7 +53,7 @@ class Result:
 
 @dataclass
 class Run:
-    """All results of one run, and where and how they were measured."""
+    """All results of one run, with the machine and the settings."""
 
     machine: dict[str, Any]
     node_sizes: list[int]
@@ -90,7 +89,7 @@ class Run:
 def summarize(
     backend: str, memory: str, count: int, itemsize: int, ranks: int, seconds: np.ndarray, wrong: int | None
 ) -> Result:
-    """A Result from the time of each iteration, in seconds, already the maximum over the ranks."""
+    """Return a Result. seconds: the time of each iteration on the slowest rank."""
     size = count * itemsize
     middle, least, most = np.median(seconds), seconds.min(), np.percentile(seconds, 99)
     algbw = float(size / middle / 1e9)
@@ -109,13 +108,13 @@ def summarize(
     )
 
 
-def to_json(run: Run, verdict: Iterable[str] = (), advice: str = "") -> str:
+def to_json(run: Run, advice: str = "") -> str:
     head = {"format": FORMAT, "version": VERSION, "ranks": run.ranks, "nodes": run.nodes}
-    return json.dumps({**head, **asdict(run), "verdict": list(verdict), "advice": advice}, indent=1) + "\n"
+    return json.dumps({**head, **asdict(run), "advice": advice}, indent=1) + "\n"
 
 
 def from_json(text: str) -> Run:
-    """The run that `to_json` wrote; FileError says what is wrong with the text."""
+    """Read a run that `to_json` wrote. Raises FileError if the text is invalid."""
     try:
         found = json.loads(text)
     except (ValueError, RecursionError) as error:
@@ -136,7 +135,7 @@ def from_json(text: str) -> Run:
 
 
 def _check(run: Run) -> None:
-    """Raise ValueError unless everything has the type that it should have, and texts can be shown to people."""
+    """Raise ValueError if a value has a wrong type, or a text is not printable."""
     machine, nodes = run.machine, run.node_sizes
     if not isinstance(machine, dict) or not all(
         isinstance(value, str | int | float | None) for value in machine.values()
@@ -156,7 +155,7 @@ def _check(run: Run) -> None:
 
 
 def _checked(result: Result) -> Result:
-    """The same result, if its figures can be divided by. Raises ValueError."""
+    """Return a result after checking its numbers. Raises ValueError."""
     counts = (result.size, result.count, result.iterations)
     times = (result.time_us, result.min_us, result.p99_us)
     rates = (result.algbw, result.busbw)
@@ -186,7 +185,7 @@ def _check_text(text: Any) -> None:
 
 
 def load(path: str | Path) -> Run:
-    """The run saved in a file; FileError says what is wrong with it and what to give instead."""
+    """Load the run in a file. Raises FileError."""
     text = text_of(path, MOST_BYTES, WANTED)
     try:
         return from_json(text)
@@ -195,10 +194,10 @@ def load(path: str | Path) -> Run:
 
 
 def text_of(path: str | Path, most: int, wanted: str) -> str:
-    """What a regular file of at most so many bytes holds. Raises FileError, which says what is `wanted` instead."""
+    """Return the text of a regular file of at most `most` bytes. Raises FileError with the hint `wanted`."""
     try:
         with model_file.open_regular(os.fspath(path)) as file:
-            content = model_file.take(file, most + 1)
+            content = model_file.read_up_to(file, most + 1)
     except OSError as error:
         raise FileError(f"{path} can't be read ({error.strerror or error}); {wanted}") from None
     if len(content) > most:
@@ -210,7 +209,7 @@ def text_of(path: str | Path, most: int, wanted: str) -> str:
 
 
 def to_csv(run: Run) -> str:
-    """One line for each result."""
+    """Return the results as CSV, a line for each."""
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
     columns = list(Result.__dataclass_fields__)

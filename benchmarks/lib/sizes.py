@@ -1,4 +1,4 @@
-"""Sizes in bytes: read from the command line, swept as nccl-tests does, written for people."""
+"""Sizes in bytes: parsed from the command line, swept as in nccl-tests, formatted for people."""
 
 import re
 
@@ -16,7 +16,7 @@ def parse(text: str) -> int:
 
 
 def sweep(first: int, last: int, factor: float = 2, step: int | None = None) -> list[int]:
-    """The sizes from `first` to `last`, each `factor` times the one before, or `step` bytes more."""
+    """Return the sizes from `first` to `last`, each `factor` times the one before, or `step` bytes more."""
     found = []
     size = first
     while size <= last:
@@ -26,7 +26,7 @@ def sweep(first: int, last: int, factor: float = 2, step: int | None = None) -> 
 
 
 def whole(sizes: list[int], itemsize: int) -> list[int]:
-    """The sizes rounded down to whole elements, without empty and repeated ones."""
+    """Return the sizes rounded down to whole elements, without zeros and repetitions."""
     rounded = [size // itemsize * itemsize for size in sizes]
     return list(dict.fromkeys(size for size in rounded if size))
 

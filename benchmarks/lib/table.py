@@ -1,24 +1,24 @@
-"""The tables of a run. The long one has nccl-tests' columns, then the backend, and the spread: a line for each size and
-backend. The short one has a line for each size: the fastest backend, and how auto and native do beside it."""
+"""The tables of a run. The long one has a line for each size and backend: nccl-tests' columns, the backend, min and
+p99. The short one has a line for each size: the fastest backend, and the times of auto and native."""
 
 from collections.abc import Sequence
 
+from benchmarks.lib.advice import BARE, BASELINE, CHOOSER
 from benchmarks.lib.results import MEMORIES, TITLES, Result, Run
 from benchmarks.lib.sizes import show
-from benchmarks.lib.verdict import BARE, BASELINE, CHOOSER
 
 _TYPES = {"float32": "float", "float64": "double", "float16": "half"}
 _HEAD = "{:>12}  {:>12}  {:>8}  {:>6}  {:>6}"
 _SIDE = "{:>7}  {:>6}  {:>6} {:>6}"
 _TAIL = "{:<17} {:>7}  {:>7}  {:>7}  {:>7}"
-SIDES = MEMORIES[::-1]  # foreign where nccl-tests has out-of-place, allocated where it has in-place
+SIDES = MEMORIES[::-1]  # in the columns out-of-place and in-place of nccl-tests
 _GAP = "  "
 _SHORT = "{:<17} {:>8} {:>7}"  # the fastest backend, its time, its busbw
 _BESIDE = " {:>8}"
 
 
 def header(run: Run) -> str:
-    """Everything above the rows."""
+    """Return the lines above the rows."""
     lines = [
         _place(run),
         "# All in place. time: median over the iterations of the slowest rank's time; min and p99 to the right",
@@ -42,7 +42,7 @@ def header(run: Run) -> str:
 
 
 def row(run: Run, results: Sequence[Result]) -> str:
-    """One row: what one backend took for one size, with foreign and allocated arrays."""
+    """Return one row: the times of one backend for one size, with foreign and allocated arrays."""
     some = results[0]
     kind = _TYPES.get(run.dtype, run.dtype)
     head = _HEAD.format(some.size, some.count, kind, "avg" if run.op == "mean" else run.op, -1)
@@ -56,7 +56,7 @@ def row(run: Run, results: Sequence[Result]) -> str:
 
 
 def short_header(run: Run, backends: Sequence[str]) -> str:
-    """Everything above the short rows. backends: those that are measured."""
+    """Return the lines above the short rows. backends: those that are measured."""
     beside = _beside(backends)
     head = _SHORT.format("fastest", "us", "GB/s") + "".join(_BESIDE.format(name) for name in beside)
     titles = "  ".join(f"{TITLES[memory]:<{len(head)}}" for memory in MEMORIES)
@@ -73,7 +73,7 @@ def short_header(run: Run, backends: Sequence[str]) -> str:
 
 
 def short_row(results: Sequence[Result]) -> str:
-    """One line: the results of one size."""
+    """Return one line with the results of one size."""
     wrong = {each.backend: None for each in results if each.wrong}
     beside = _beside([each.backend for each in results])
     sides = []
@@ -89,12 +89,12 @@ def short_row(results: Sequence[Result]) -> str:
         sides.append(
             side + "".join(_BESIDE.format(_time(here[name].time_us) if name in here else "-") for name in beside)
         )
-    told = f"  WRONG: {', '.join(wrong)}" if wrong else ""
-    return f"{show(results[0].size):>10}  {'  '.join(sides)}{told}".rstrip()
+    warning = f"  WRONG: {', '.join(wrong)}" if wrong else ""
+    return f"{show(results[0].size):>10}  {'  '.join(sides)}{warning}".rstrip()
 
 
 def _beside(backends: Sequence[str]) -> list[str]:
-    """Those that have a column of their own where they are measured beside others."""
+    """Return the backends with a column of their own, "auto" and "native", if others are measured too."""
     return [name for name in (CHOOSER, BASELINE) if name in backends and len(set(backends)) > 1]
 
 
@@ -104,7 +104,7 @@ def _place(run: Run) -> str:
 
 
 def footer(run: Run) -> str:
-    """The two lines that scripts look for in nccl-tests' output."""
+    """Return the two lines that scripts expect in nccl-tests' output."""
     wrong = sum(result.wrong or 0 for result in run.results)
     verified = any(result.wrong is not None for result in run.results)
     state = ("OK" if wrong == 0 else "FAILED") if verified else "(not verified)"
@@ -124,6 +124,6 @@ def _side(result: Result | None) -> str:
 
 
 def _time(microseconds: float) -> str:
-    """Seven characters, as many digits as nccl-tests shows."""
+    """Format a time with as many digits as nccl-tests."""
     digits = 0 if microseconds >= 10000 else 1 if microseconds >= 100 else 2
     return f"{microseconds:.{digits}f}"

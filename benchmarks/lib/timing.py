@@ -1,11 +1,11 @@
-"""Timing, the same for every benchmark: of calls on arrays (`measure`) and of training steps (`take_turns`).
+"""Timing for all benchmarks: of calls on arrays (`measure`), and of training steps (`take_turns`).
 
-All cells (a contender and an array) take turns: A B C A B C ..., so a machine that drifts hits all of them.
-With small arrays a turn is a burst of up to 10 iterations after one that is not timed. Otherwise each call would be the
-first after another contender's, and its code would no longer be in the cache, which costs up to twice its own time.
-Before each iteration every rank writes its array, as a training step writes its gradients: so each cell
-starts with the same state of the caches, and sums don't grow until they overflow. Then a barrier, then the
-call. An iteration takes as long as its slowest rank. `Checker` verifies the results, after the timing.
+All cells (a contender and an array) take turns: A B C A B C ..., so a drifting machine affects all of them alike. With
+small arrays a turn is one untimed iteration and a burst of up to 10 timed ones. Otherwise each call would follow one of
+another contender, with its code no longer in the cache, which costs up to twice its own time. Before each iteration
+every rank writes its array, as a training step writes its gradients. So each cell starts with the same state of the
+caches, and sums do not overflow. Then follow a barrier and the call. The time of an iteration is that of its slowest
+rank. `Checker` verifies the results after the timing.
 """
 
 import gc
@@ -20,15 +20,16 @@ from mpi4py import MPI
 
 from allreduce.arrays import dtypes, ops
 from allreduce.transport.control import combine
+from benchmarks.lib.results import Result, summarize
 
-PERIOD = 8191  # prime, so that no chunk or segment that lands in the wrong place looks right
-ROWS = 64  # periods compared at a time: they fit the cache
+PERIOD = 8191  # prime, so that a chunk or segment at a wrong position is detected
+ROWS = 64  # periods compared at a time: they fit into the cache
 
 
 class Checker:
-    """Fills arrays of one dtype and checks what one operation made of them.
+    """Fills arrays of one dtype, and checks the results of one operation on them.
 
-    All ranks' values are known to every rank: they repeat after PERIOD elements and differ between ranks.
+    Every rank knows the values of all ranks. They repeat after PERIOD elements and differ between ranks.
     """
 
     def __init__(self, comm: MPI.Intracomm, dtype: np.dtype, op: str) -> None:
@@ -38,14 +39,14 @@ class Checker:
         self._low, self._high = _bounds(everyone, dtype, op)
 
     def fill(self, array: np.ndarray) -> None:
-        """Put this rank's values into a 1-D array."""
+        """Write this rank's values into a 1-D array."""
         rows = _rows(array)
         rows[:] = self._mine
         rest = array[rows.size :]
         rest[:] = self._mine[: rest.size]
 
     def wrong(self, array: np.ndarray) -> int:
-        """The number of wrong elements on all ranks, of an array that was filled and reduced. Collective."""
+        """Return the number of wrong elements, on all ranks, of an array that was filled and reduced. Collective."""
         rows = _rows(array)
         count = sum(self._outside(rows[start : start + ROWS]) for start in range(0, len(rows), ROWS))
         count += self._outside(array[rows.size :])
@@ -63,7 +64,7 @@ def _rows(array: np.ndarray) -> np.ndarray:
 
 
 def _values(rank: int, op: str) -> np.ndarray:
-    """One period in float64: whole numbers from -20 to 40; products stay small because most factors are 1 or -1."""
+    """Return one period in float64: integers from -20 to 40; for products mostly 1 and -1, so that they stay small."""
     index = np.arange(PERIOD)
     mixed = (index * 17 + rank * 29 + index * rank % 7) % 61
     if op != "prod":
@@ -72,12 +73,12 @@ def _values(rank: int, op: str) -> np.ndarray:
 
 
 def _typed(values: np.ndarray, dtype: np.dtype) -> np.ndarray:
-    """Whole numbers as another dtype: of integers too short for them their last bits."""
+    """Convert integral float64 values to `dtype`; values too large for an integer dtype wrap around."""
     return values.astype(np.int64).astype(dtype)
 
 
 def _bounds(everyone: np.ndarray, dtype: np.dtype, op: str) -> tuple[np.ndarray, np.ndarray]:
-    """The least and largest right results: exact for integers and max/min, else a rounding error per summand."""
+    """Return the smallest and largest correct results: equal for integers and max/min, else with rounding errors."""
     accumulator, combine_all = dtypes.TYPES[dtype].accumulator, ops.OPS[op].combine.reduce
     exact: np.ndarray
     if dtype.kind in "iub":  # sums wrap round
@@ -99,14 +100,14 @@ def _epsilon(dtype: np.dtype) -> float:
 
 LEAST_ITERATIONS, MOST_ITERATIONS = 5, 1000
 MOST_BURST = 10
-BURST_BYTES = 8 << 20  # a burst moves about as much; from this size on a turn is one iteration
+BURST_BYTES = 8 << 20  # moved by a burst; for arrays of this size or larger a turn is one iteration
 WARMUPS = 5
-WARMUP_SHARE = 0.15  # of a size's budget; warming up ends earlier then, unless -w is given
+WARMUP_SHARE = 0.15  # of a size's budget, for warming up; not if -w is given
 
 
 @dataclass(frozen=True)
 class Cell:
-    """What is timed: `call` on the first elements of `array`."""
+    """A timed call: `call` on the first elements of `array`."""
 
     backend: str
     memory: str  # "allocated" or "foreign"
@@ -116,7 +117,7 @@ class Cell:
 
 @dataclass(frozen=True)
 class Plan:
-    """How often. Without `iterations`, as often as `seconds` allow for one size."""
+    """The number of iterations per size; without `iterations`, as many as fit into `seconds`."""
 
     seconds: float
     iterations: int | None = None
@@ -128,8 +129,8 @@ def measure(
 ) -> tuple[np.ndarray, list[int | None]]:
     """Time all cells on arrays of `count` elements, and verify them afterwards. Collective.
 
-    Returns seconds of the slowest rank, of shape (cells, iterations), and the number of wrong elements of
-    each cell on all ranks (None without a checker).
+    Returns the seconds of the slowest rank, of shape (cells, iterations), and for each cell the number of wrong
+    elements on all ranks (None without a checker).
     """
     turns = [(cell.call, cell.array[:count]) for cell in cells]
     burst = min(max(BURST_BYTES // max(turns[0][1].nbytes, 1), 1), MOST_BURST)
@@ -141,11 +142,24 @@ def measure(
     return times, [None if checker is None else _verify(call, array, checker) for call, array in turns]
 
 
+def measure_size(
+    comm: MPI.Intracomm, cells: Sequence[Cell], size: int, plan: Plan, checker: Checker | None
+) -> list[Result]:
+    """Return the results of all cells for arrays of `size` bytes. Collective."""
+    itemsize = cells[0].array.itemsize
+    count = size // itemsize
+    times, wrong = measure(comm, cells, count, plan, checker)
+    return [
+        summarize(cell.backend, cell.memory, count, itemsize, comm.size, seconds, bad)
+        for cell, seconds, bad in zip(cells, times, wrong, strict=True)
+    ]
+
+
 Turns = Sequence[tuple[Callable[[np.ndarray], None], np.ndarray]]
 
 
 def _rounds(comm: MPI.Intracomm, turns: Turns, iterations: int, burst: int) -> np.ndarray:
-    """Seconds of the slowest rank, for each cell and iteration."""
+    """Return the seconds of the slowest rank, for each cell and iteration."""
     times = np.zeros((len(turns), iterations))
     collecting = gc.isenabled()
     gc.disable()
@@ -163,7 +177,7 @@ def _rounds(comm: MPI.Intracomm, turns: Turns, iterations: int, burst: int) -> n
 
 
 def _time(comm: MPI.Intracomm, call: Callable[[np.ndarray], None], array: np.ndarray, seconds: np.ndarray) -> None:
-    """Fill `seconds` with what the calls take on this rank."""
+    """Write the time of each call on this rank into `seconds`."""
     clock, barrier = time.perf_counter, comm.Barrier
     for iteration in range(seconds.size):
         array.fill(1)
@@ -174,9 +188,9 @@ def _time(comm: MPI.Intracomm, call: Callable[[np.ndarray], None], array: np.nda
 
 
 def _warm_up(comm: MPI.Intracomm, turns: Turns, plan: Plan, burst: int) -> float:
-    """Untimed rounds; returns what an iteration of all cells took, in seconds, the same on all ranks.
+    """Run untimed rounds; returns the seconds of one iteration of all cells, the same on all ranks.
 
-    The first call of a size also makes workspace and agreements, so there is always one round.
+    At least one round, because the first call of a size allocates workspace and agrees on it.
     """
     spent = last = 0.0
     for done in range(max(plan.warmups if plan.warmups is not None else WARMUPS, 1)):
@@ -195,13 +209,13 @@ def _verify(call: Callable[[np.ndarray], None], array: np.ndarray, checker: Chec
     return checker.wrong(array)
 
 
-# Steps of a training: as long as a call of everything that takes part, one after another
+# Training steps: the variants take turns, one step each
 
 
 def take_turns(
     comm: MPI.Intracomm, steps: Mapping[str, Callable[[], object]], turns: int, warmups: int
 ) -> dict[str, list[float]]:
-    """Seconds of each step of the slowest rank: one step of each in turn, after some that are not timed. Collective."""
+    """Return name -> seconds of each step on the slowest rank. The steps take turns, after warmups. Collective."""
     times = np.zeros((len(steps), warmups + turns))
     for turn in range(warmups + turns):
         for row, step in enumerate(steps.values()):
@@ -213,31 +227,28 @@ def take_turns(
 
 
 def slowest(comm: MPI.Intracomm, values: np.ndarray) -> np.ndarray:
-    """The largest of all ranks' values, element by element. Collective."""
+    """Return the largest value of all ranks, element by element. Collective."""
     found = np.ascontiguousarray(values)
     comm.Allreduce(MPI.IN_PLACE, found, MPI.MAX)
     return found
 
 
 def summary(seconds: Sequence[float]) -> dict[str, float]:
-    """Milliseconds of the steps of one kind."""
+    """Return median, minimum and 90th percentile in milliseconds."""
     p90 = sorted(seconds)[-1 - len(seconds) // 10]
     return {"median_ms": 1e3 * median(seconds), "min_ms": 1e3 * min(seconds), "p90_ms": 1e3 * p90}
 
 
-def table(times: Mapping[str, Sequence[float]], reference: str | None = None) -> str:
-    """A line for each kind of step. reference: the kind whose median is compared with all others'."""
-    width = max(map(len, times)) + 2
-    versus = f"  / {reference}" if reference else ""
-    lines = [f"{'':<{width}}{'steps':>6}{'median ms':>11}{'min':>9}{'p90':>9}{'max':>9}{versus}"]
+def table(times: Mapping[str, Sequence[float]], *references: str) -> str:
+    """Return a line for each kind of step. references: kinds; the medians of all kinds are divided by theirs."""
+    width, known = max(map(len, times)) + 2, [name for name in references if times.get(name)]
+    heads = [f"  / {name}" for name in known]
+    lines = [f"{'':<{width}}{'steps':>6}{'median ms':>11}{'min':>9}{'p90':>9}{'max':>9}{''.join(heads)}"]
     for name, each in times.items():
-        if len(each):
+        if each:
             row = summary(each)
             line = f"{name:<{width}}{len(each):>6}{row['median_ms']:>11.1f}{row['min_ms']:>9.1f}{row['p90_ms']:>9.1f}"
-            ratio = (
-                f"{median(each) / median(times[reference]):>{len(versus)}.2f}"
-                if reference and len(times[reference])
-                else ""
-            )
-            lines.append(f"{line}{1e3 * max(each):>9.1f}{ratio}")
+            ratios = [median(each) / median(times[reference]) for reference in known]
+            shown = (f"{ratio:>{len(head)}.2f}" for ratio, head in zip(ratios, heads, strict=True))
+            lines.append(f"{line}{1e3 * max(each):>9.1f}{''.join(shown)}")
     return "\n".join(lines)

@@ -1,14 +1,14 @@
-"""The cost model: what each backend costs on paper, in latency, bandwidth and reduction.
+"""The cost model: the time of each backend, computed from latency, bandwidth and reduction.
 
 The alpha-beta-gamma model: a message of S bytes takes alpha + S beta, adding S bytes takes S gamma.
 R. Hockney: The communication challenge for MPP, 1994. R. Thakur, R. Rabenseifner, W. Gropp: Optimization of
 collective communication operations in MPICH, 2005. P. Patarasuk, X. Yuan: Bandwidth optimal all-reduce
-algorithms for clusters of workstations, 2009. The model adds what they leave out and real machines take time for:
-handshakes before long messages, ranks that share a core, fresh memory, links that both directions load.
+algorithms for clusters of workstations, 2009. The model adds what these leave out: handshakes before long messages,
+ranks that share a core, page faults of new memory, and links used in both directions.
 
-n ranks, m nodes, S bytes; seconds, bytes, seconds per byte throughout. First the constants, the nodes, and the steps
-that several algorithms take; then a function for each backend. The formulas follow the code in allreduce/: segments,
-staging, and a result that its owner writes to all.
+n ranks, m nodes, S bytes; seconds, bytes, seconds per byte throughout. First come the constants, the nodes, and steps
+of several algorithms; then a function for each backend. The formulas follow the code in allreduce/: segments, staging,
+and results that their owner writes to all ranks.
 """
 
 from collections import Counter
@@ -20,28 +20,28 @@ from math import ceil, log2
 SEGMENT = 1024 * 1024  # bytes in one message (allreduce/transport/point_to_point.py)
 EAGER, NET_EAGER = 4096, 65536  # bytes; longer messages need a handshake first (Open MPI: in a node, by TCP)
 MAPPED = 32 << 20  # bytes; a longer temporary is fresh memory in every call (the most that glibc's malloc keeps)
-HALF = 0.5  # of a turn of the ranks on a core: so long waits, on average, who waits for one that waits for others
-QUEUE = 256 * 1024  # bytes on a link before the acknowledgements of the other direction queue behind them
+HALF = 0.5  # average wait for a rank that itself waits, as a fraction of one scheduling round of the ranks on a core
+QUEUE = 256 * 1024  # bytes in flight on a link above which acknowledgements of the other direction are delayed
 
 
 @dataclass(frozen=True)
 class Machine:
-    """The constants. Seconds, and seconds per byte; the last three are given, the others can be fitted."""
+    """The constants, in seconds and seconds per byte. The last three are given, the others can be fitted."""
 
-    call: float = 5e-6  # what a call of ours costs before anything moves
-    alpha: float = 5e-6  # a message of ours between ranks of a node: Python and MPI, both sides
+    call: float = 5e-6  # fixed cost of a call in this library
+    alpha: float = 5e-6  # a message between ranks of a node: Python and MPI, both sides
     handshake: float = 4e-6  # more for a message longer than EAGER
     beta: float = 1.5e-10  # a byte copied from or to another rank's memory, by a message or by the system
     gamma: float = 1e-10  # a byte added, and the sum written where it belongs
     fence: float = 2e-6  # one round of a node's barrier; it has log2 n
-    switch: float = 2e-5  # until a rank that others wait for gets the core, by ranks that poll on it before
+    switch: float = 2e-5  # until a rank that others wait for gets the core: for each rank that polls on it before
     lib_alpha: float = 1e-6  # a message inside of the MPI library's own all-reduce
     lib_switch: float = 1e-5  # `switch` there: C polls and yields more often than Python
     fault: float = 3e-10  # a byte of fresh memory: the kernel clears and maps its page
     net_alpha: float = 2e-5  # a message between nodes, besides `alpha`
     net_switch: float = 1e-4  # `switch` between nodes: packets and their interrupts need the core as well
     net_beta: float = 8e-9  # a byte between nodes, on the link of a node; both directions at once
-    duplex: float = 0.1  # more for it, as a part, where two nodes swap: acknowledgements queue behind data
+    duplex: float = 0.1  # relative slowdown when two nodes send to each other: acknowledgements are delayed behind data
     bus: float = 5e-12  # a byte through the memory of a node, however many cores ask for it
     burst: float = 0  # bytes that a shaped link lets through at once after it was idle (cluster_sim.sh)
     cores: int = 16  # of a node
@@ -51,7 +51,7 @@ FITTED = tuple(name for name in Machine.__dataclass_fields__ if name not in ("bu
 
 
 def on_link(k: Machine, bandwidth: float, latency: float) -> Machine:
-    """The same nodes on a switched network: each link `bandwidth` bytes per second both ways, `latency` seconds."""
+    """Return the constants with a switched network: `bandwidth` bytes per second in each direction, `latency` s."""
     return replace(k, net_beta=1 / bandwidth, net_alpha=latency, duplex=0.0, burst=0.0)
 
 
@@ -59,10 +59,10 @@ def on_link(k: Machine, bandwidth: float, latency: float) -> Machine:
 class Cluster:
     """The nodes that the ranks are on.
 
-    sizes: ranks of each node. one_machine: the nodes are pretended and share one machine's cores and memory
-    (simulated nodes, cluster_sim.sh). linked: messages between nodes travel over a network (not so on
-    simulated nodes). crowd: ranks that share cores and memory, where it is not these alone. active: ranks that
-    work at the same time, where the others wait.
+    sizes: the number of ranks of each node. one_machine: all nodes share one machine's cores and memory (simulated
+        nodes, cluster_sim.sh). linked: messages between nodes use a network (not on simulated nodes). crowd: the number
+        of ranks that share cores and memory, if more than these; else 0. active: the number of ranks that work at the
+        same time; 0 for all.
     """
 
     sizes: tuple[int, ...]
@@ -84,22 +84,22 @@ class Cluster:
         return f"{self.n} ranks" if self.m == 1 else "+".join(map(str, self.sizes)) + " ranks"
 
     @cached_property
-    def together(self) -> int:
-        """Ranks that share cores and memory."""
+    def sharing_ranks(self) -> int:
+        """The number of ranks that share cores and memory."""
         return self.crowd or (self.n if self.one_machine else max(self.sizes))
 
     @cached_property
     def working(self) -> int:
-        """Ranks that share cores and work at the same time."""
-        return min(self.active, self.together) or self.together
+        """The number of those that work at the same time."""
+        return min(self.active, self.sharing_ranks) or self.sharing_ranks
 
     def with_working(self, ranks: int) -> "Cluster":
-        """The same ranks in a phase in which only some of all work."""
+        """Return the same ranks in a phase in which only `ranks` of them work."""
         return _changed(self, ranks, self.sizes, self.crowd)
 
     def part(self, sizes: tuple[int, ...]) -> "Cluster":
-        """Some of the ranks, on the same machine with all others."""
-        return _changed(self, self.active, sizes, self.together)
+        """Return some of the ranks, which share the machine with all the others."""
+        return _changed(self, self.active, sizes, self.sharing_ranks)
 
 
 @cache
@@ -108,13 +108,13 @@ def _changed(at: Cluster, active: int, sizes: tuple[int, ...], crowd: int) -> Cl
 
 
 def message(k: Machine, s: float) -> float:
-    """What the messages cost in which s bytes travel within a node, besides their bytes."""
+    """Return the latency cost of the messages that carry s bytes within a node."""
     return max(1, ceil(s / SEGMENT)) * (k.alpha + (k.handshake if s > EAGER else 0.0))
 
 
 @cache
 def crossing(at: Cluster, ranks: int, distance: int) -> int:
-    """How many of a node's first `ranks` ranks have their partner, `distance` away, on another; the most of any."""
+    """Of the first `ranks` ranks, return the most on one node whose partner, `distance` away, is on another one."""
     if at.m == 1 or not at.linked:
         return 0
     node = [index for index, size in enumerate(at.sizes) for _ in range(size)]
@@ -127,16 +127,16 @@ def crossing(at: Cluster, ranks: int, distance: int) -> int:
 
 
 def latency(k: Machine, at: Cluster, s: float, own: float, turn: float) -> float:
-    """Until a message from another node begins to arrive; a long one is announced and asked for first.
+    """Return the time until a message from another node begins to arrive. Long messages need a handshake first.
 
-    own: what the sender's software takes. turn: how much of a turn of the ranks on a core passes before it is on.
+    own: software time of the sender. turn: the fraction of a scheduling round before the receiver gets the core.
     """
     return own + (3 if s > NET_EAGER else 1) * (k.net_alpha + turn * k.net_switch * excess(k, at))
 
 
 @dataclass(frozen=True)
 class Wire:
-    """What happens on links: time until messages arrive, and bytes that the fullest link carries out and in."""
+    """The cost of messages on links: latencies, and bytes that the busiest link carries in each direction."""
 
     latency: float = 0.0
     out: float = 0.0
@@ -149,28 +149,27 @@ class Wire:
         return Wire(times * self.latency, times * self.out, times * self.back)
 
     def seconds(self, k: Machine) -> float:
-        """One after the other; but what a link may send at once after a pause hides behind latencies."""
+        """Return the time of messages one after another. The burst after a pause overlaps with latencies."""
         after = max(0.0, self.out - k.burst) + max(0.0, self.back - k.burst)
         return max(self.latency + after * k.net_beta, max(self.out, self.back) * k.net_beta)
 
 
 def hop(k: Machine, at: Cluster, s: float, sharing: int = 1, own: float | None = None) -> Wire:
-    """s bytes to another node, over a link that `sharing` ranks of the node use at once. own: `alpha`, or MPI's."""
+    """Return the cost of s bytes to another node, over a link of `sharing` ranks at once. own: default `alpha`."""
     return Wire(latency(k, at, s, k.alpha if own is None else own, HALF), s * sharing)
 
 
 def swap(k: Machine, at: Cluster, s: float, sharing: int = 1, own: float | None = None) -> Wire:
-    """`hop` where as much comes back over the same connection at the same time."""
+    """As `hop`, with the same number of bytes in the other direction at the same time."""
     behind = max(0.0, s * sharing - QUEUE) * k.duplex / sharing
     return Wire(latency(k, at, s, k.alpha if own is None else own, 1.0), s * sharing + behind)
 
 
-def walk(k: Machine, at: Cluster, n: int, s: float, sharing: int = 1) -> float:
-    """A ring of n ranks, each with s bytes. Across nodes `sharing` ranks of each have rings of their own.
+def ring_time(k: Machine, at: Cluster, n: int, s: float, sharing: int = 1) -> float:
+    """Return the time of a ring all-reduce of s bytes on n ranks. Across nodes, `sharing` rings per node run at once.
 
-    Within a node the core does everything, one after the other. Across nodes every segment walks on at once:
-    either the link is busy all the time, or the core, or a single segment waits for itself until it has arrived
-    and been added.
+    Within a node the core does all the work, one step after another. Across nodes segments are pipelined: the time is
+    that of the link, of the core, or of the latencies of a single segment, whichever is the largest.
     """
     part, steps = s / n, 2 * (n - 1)
     core = steps * work(k, at, message(k, part) + part * (k.beta + k.gamma / 2), 2.5 * part)
@@ -178,39 +177,39 @@ def walk(k: Machine, at: Cluster, n: int, s: float, sharing: int = 1) -> float:
         return core + steps * HALF * waiting(k, at)
     kind, segment = swap if n == 2 else hop, min(part, SEGMENT)
     link, alone = kind(k, at, part, sharing), kind(k, at, segment, sharing)
-    adding = (n - 1) * segment * k.gamma * crowd(k, at)
+    adding = (n - 1) * segment * k.gamma * ranks_per_core(k, at)
     return max((steps * alone).seconds(k) + adding, steps * link.out * k.net_beta, core)
 
 
 def in_two_phases(k: Machine, node: Cluster, s: float, allocated: bool) -> float:
-    """reduce_scatter and all_gather of `shared`: a pass each through the memory, and a fence before and after."""
+    """Return the time of `shared`'s reduce_scatter and all_gather: a pass over the memory each, between two fences."""
     n = node.n
     copied = (1 if allocated else 2) * (n - 1) / n * s
     return 4 * fence(k, node) + work(k, node, (n - 1) / n * s * k.gamma + copied * k.beta, 3 * s)
 
 
 def work(k: Machine, at: Cluster, seconds: float, touched: float) -> float:
-    """What each rank's core takes `seconds` for, with the ranks it is shared with; or what the memory takes."""
-    return max(seconds * crowd(k, at), touched * at.together * k.bus)
+    """Return the time of `seconds` of work on each rank's core: times the ranks on a core, or limited by the memory."""
+    return max(seconds * ranks_per_core(k, at), touched * at.sharing_ranks * k.bus)
 
 
-def crowd(k: Machine, at: Cluster) -> int:
-    """Working ranks on the fullest core. Those that wait poll, so the scheduler sees no core idle and moves none."""
+def ranks_per_core(k: Machine, at: Cluster) -> int:
+    """Return the working ranks on the fullest core. Waiting ranks poll, so the scheduler sees no idle core."""
     return ceil(at.working / k.cores)
 
 
 def excess(k: Machine, at: Cluster) -> int:
-    """Ranks that have the same core before the one that others wait for."""
-    return ceil(at.together / k.cores) - 1
+    """Return the number of other ranks on the core of the rank that others wait for."""
+    return ceil(at.sharing_ranks / k.cores) - 1
 
 
 def waiting(k: Machine, at: Cluster) -> float:
-    """What the scheduler takes to bring on a rank of the node that others wait for."""
+    """Return the time until the scheduler runs the rank that others wait for."""
     return k.switch * excess(k, at)
 
 
 def fence(k: Machine, at: Cluster) -> float:
-    """A barrier of the ranks of a node."""
+    """Return the time of a barrier of the ranks of a node."""
     return ceil(log2(at.n)) * (k.fence + waiting(k, at)) if at.n > 1 else 0.0
 
 
@@ -219,20 +218,20 @@ Formula = Callable[[Machine, Cluster, float, bool], float]
 
 def ring(k: Machine, at: Cluster, s: float, allocated: bool = True) -> float:
     """2 (n-1) alpha + 2 (n-1)/n S beta + (n-1)/n S gamma; the slowest link sets the pace."""
-    return k.call + walk(k, at, at.n, s)
+    return k.call + ring_time(k, at, at.n, s)
 
 
 def halving_doubling(k: Machine, at: Cluster, s: float, allocated: bool = True) -> float:
     """2 log2 p alpha + 2 (p-1)/p S beta + (p-1)/p S gamma, p the power of two up to n; 2 steps of S if p < n.
 
-    The partner of the first and largest step is the farthest, so it lies on another node, and then all ranks
-    of a node use its link at once.
+    The partner of the first and largest step is the nearest rank, on the same node where it has one; the later and
+    smaller steps cross nodes, and then all ranks of a node use its link at once.
     """
     power = 1 << (at.n.bit_length() - 1)
     pairs, main = at.n - power, at.with_working(power)
     total, wire = k.call, Wire()
     for step in range(1, power.bit_length()):
-        part, sharing = s / 2**step, crossing(at, power, power >> step)
+        part, sharing = s / 2**step, crossing(at, power, 1 << (step - 1))
         if sharing:
             wire += 2 * swap(k, at, part, sharing)
             total += part * k.gamma
@@ -250,8 +249,8 @@ def halving_doubling(k: Machine, at: Cluster, s: float, allocated: bool = True) 
 def reduce_to_one(k: Machine, at: Cluster, s: float, allocated: bool = True) -> float:
     """(n-1) (alpha + S beta + S gamma) at the root, then a tree of log2 n copies, each S, in a pipeline.
 
-    While the root adds, the others wait and make room. Links: all others send over that of the root's node,
-    and the tree leaves it log2 m times.
+    While the root adds, the others wait and leave it the cores. The link of the root's node carries the messages of all
+    ranks on other nodes, and log2 m messages of the tree.
     """
     n, linked = at.n, at.linked and at.m > 1
     here, remote = (at.sizes[0], ceil(log2(at.m))) if linked else (n, 0)
@@ -266,40 +265,40 @@ def reduce_to_one(k: Machine, at: Cluster, s: float, allocated: bool = True) -> 
 
 
 def shared(k: Machine, at: Cluster, s: float, allocated: bool = True) -> float:
-    """2 fences; each rank adds S/n from n ranks and writes it to n. Others' ordinary memory: both by a copy."""
+    """2 fences; each rank adds S/n from n ranks and writes it to n. With foreign arrays both need a copy."""
     n = at.n
     copied = 0.0 if allocated else 2 * (n - 1) / n * s
     return k.call + 2 * fence(k, at) + work(k, at, (n - 1) / n * s * k.gamma + copied * k.beta, 2 * s)
 
 
 def hierarchical_copy(k: Machine, at: Cluster, s: float, allocated: bool = True) -> float:
-    """`shared`'s two phases in each node, and between them a ring across nodes, of S in all on each link.
+    """`shared`'s two phases in each node, and between them rings across nodes, of S bytes in all for each node.
 
-    Equal nodes: every local rank carries S/size. Uneven ones: the leader collects, carries, hands back.
+    Equal nodes: every local rank has a ring of S/size. Unequal nodes: the leader gathers, reduces and distributes S.
     """
     big, even = max(at.sizes), len(set(at.sizes)) == 1
     total = k.call + (in_two_phases(k, at.part((big,)), s, allocated) if big > 1 else 0.0)
     if at.m == 1:
         return total
     if even:
-        return total + walk(k, at, at.m, s / big, sharing=big)
+        return total + ring_time(k, at, at.m, s / big, sharing=big)
     collect = (big - 1) * message(k, s / big) + (big - 1) / big * s * k.beta + waiting(k, at)
-    return total + 2 * collect + walk(k, at, at.m, s)
+    return total + 2 * collect + ring_time(k, at, at.m, s)
 
 
 def native(k: Machine, at: Cluster, s: float, allocated: bool = True) -> float:
     """The faster of recursive doubling, log2 n (alpha + S beta + S gamma), and Rabenseifner's,
 
-    2 log2 p alpha + 2 (p-1)/p S beta + (p-1)/p S gamma, both with 2 steps more where n is no power of two;
-    across nodes of several ranks a tree in a pipeline, log2 m S beta. Which algorithms an MPI library really
-    takes is its own affair. Its temporary memory is fresh where it is large.
+    2 log2 p alpha + 2 (p-1)/p S beta + (p-1)/p S gamma, both with 2 more steps if n is no power of two; across nodes of
+    several ranks a pipelined tree, log2 m S beta. MPI libraries select other algorithms too. A large temporary buffer
+    is fresh memory in every call.
     """
     linked = at.linked and at.m > 1
     alone = linked and max(at.sizes) == 1
     n = at.m if alone else max(at.sizes) if linked else at.n
     power = 1 << (n.bit_length() - 1)
     steps, extra, pairs = power.bit_length() - 1, int(n > power), n - power
-    fresh = s * k.fault * crowd(k, at) if s > MAPPED and n > 1 else 0.0
+    fresh = s * k.fault * ranks_per_core(k, at) if s > MAPPED and n > 1 else 0.0
     if alone:
         whole = steps * swap(k, at, s, own=k.lib_alpha)
         halves = sum((2 * swap(k, at, s / 2**step, own=k.lib_alpha) for step in range(1, steps + 1)), Wire())
@@ -325,7 +324,7 @@ FORMULAS: dict[str, Formula] = {
 
 
 def predict(backend: str, k: Machine, at: Cluster, s: float, allocated: bool = True) -> float:
-    """Seconds that a backend takes to all-reduce s bytes; ValueError where it can't work."""
+    """Return the seconds that a backend needs to all-reduce s bytes. Raises ValueError if it can't work on `at`."""
     if backend not in FORMULAS:
         raise ValueError(f"there is no formula for {backend!r}; there are {', '.join(FORMULAS)}")
     if backend == "shared" and at.m > 1:

@@ -1,4 +1,4 @@
-"""Fits the constants of the cost model to measured runs, reports them, and says how well the model then predicts."""
+"""Fits the constants of the cost model to measured runs, and reports them and the errors of the model."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -11,15 +11,15 @@ import numpy as np
 from benchmarks.lib.results import FileError, Run, load
 from benchmarks.predicting.costs import FITTED, FORMULAS, Cluster, Machine, predict
 
-PRIOR = 0.003  # how strongly a constant stays where it began: enough for those that the data say nothing about
-ROBUST = 0.1  # errors beyond this count linearly, not squared: a busy machine has outliers
+PRIOR = 0.003  # weight that pulls a constant to its start value; decides only constants that the data do not determine
+ROBUST = 0.1  # errors above this count linearly, not squared: a busy machine has outliers
 RIG_BURST = 128 * 1024  # bytes that a link of cluster_sim.sh lets through after a pause, at 1 Gb/s
-LIMIT = 0.2  # an error above this is named, with a reason
-# More ranks on the same cores can't make these faster: they do more work, whatever the number is a power of.
+LIMIT = 0.2  # errors above this are reported with a reason
+# These backends can't become faster with more ranks on the same cores, because the work grows.
 GROWING = ("ring", "reduce_to_one", "shared", "hierarchical_copy")
-SCATTERED = 1.5  # a median of so many times the least was measured beside something else
-DISTURBED = 0.3  # part of a place's times that more ranks beat by LIMIT; then something else was running
-STEADY = 1.2  # a median of so many times the least is usual on a machine that does nothing else
+SCATTERED = 1.5  # median / minimum above which the machine was doing something else
+DISTURBED = 0.3  # fraction of a place's times that more ranks beat by LIMIT; above it the place counts as disturbed
+STEADY = 1.2  # median / minimum that is normal on an idle machine
 RANGES = (("up to 4 KiB", 0, 4096), ("to 512 KiB", 4096, 512 << 10), ("above 512 KiB", 512 << 10, float("inf")))
 
 
@@ -32,18 +32,18 @@ class Point:
     nbytes: int
     allocated: bool
     seconds: float
-    spread: float = 1.0  # of the run: this time, which is the median, as a multiple of the least
+    spread: float = 1.0  # median / minimum of the run
 
     @property
     def weight(self) -> float:
-        """In a fit: the more the run's own times scatter, the less their median says."""
+        """Weight in the fit; smaller for runs whose times scatter."""
         return min(1.0, log(STEADY) / log(self.spread)) if self.spread > STEADY else 1.0
 
     def predicted(self, machine: Machine) -> float:
         return predict(self.backend, machine, self.place, self.nbytes, self.allocated)
 
     def error(self, machine: Machine) -> float:
-        """Relative error of the prediction, signed."""
+        """Return the signed relative error of the prediction."""
         return self.predicted(machine) / self.seconds - 1
 
 
@@ -61,9 +61,9 @@ class Cell:
 def read(
     paths: Iterable[str], *, one_machine: bool = False, statistic: str = "median"
 ) -> tuple[list[Point], list[Run]]:
-    """The points of files of `benchmarks.bandwidth --json`; FileError or OSError names the file that is bad.
+    """Read the points of files of `benchmarks.bandwidth --json`. Raises FileError or OSError, which names the bad file.
 
-    one_machine: the nodes were made by cluster_sim.sh, so they share one machine's cores.
+    one_machine: the nodes were simulated by cluster_sim.sh, so they share one machine's cores.
     """
     points, runs = [], []
     for path in paths:
@@ -89,9 +89,9 @@ def _points(run: Run, one_machine: bool, statistic: str) -> Iterable[Point]:
 
 
 def fit(points: Sequence[Point], start: Machine, rounds: int = 60, first: Machine | None = None) -> Machine:
-    """The constants with the least error of log times, by Huber's loss. Needs SciPy.
+    """Fit the constants to the points, by the Huber loss of the logarithms of times. Needs SciPy.
 
-    Constants that the points say nothing about keep their values in `start`. first: where to begin to search.
+    Constants that no point depends on keep their values of `start`. first: the starting point of the search.
     """
     from scipy.optimize import least_squares
 
@@ -119,16 +119,16 @@ def _machine(start: Machine, values: np.ndarray) -> Machine:
     return replace(start, **fitted)
 
 
-# ---- How good it is ----
+# ---- The errors of the model ----
 
 
 def median_error(points: Sequence[Point], machine: Machine) -> float:
-    """Median over the points of the error, unsigned."""
+    """Return the median of the absolute errors."""
     return median(abs(point.error(machine)) for point in points)
 
 
 def cells(points: Sequence[Point], machine: Machine) -> list[Cell]:
-    """The median error of each backend in each range of sizes, and why where it is above LIMIT."""
+    """Return the median error of each backend in each range of sizes, with a reason if it is above LIMIT."""
     found, busy = [], disturbed(points)
     for backend in FORMULAS:
         for name, low, high in RANGES:
@@ -140,10 +140,10 @@ def cells(points: Sequence[Point], machine: Machine) -> list[Cell]:
 
 
 def disturbed(points: Sequence[Point]) -> dict[Cluster, float]:
-    """Part of each node's times that more ranks on the same cores beat by LIMIT, though they have more to do.
+    """Return the fraction of each place's times that more ranks on the same cores beat, though they have more work.
 
-    No formula can predict those: something else was running while they were measured. Only places where that
-    part is larger than DISTURBED are in it.
+    No formula can predict such times: other programs ran during the measurement. Only places with a fraction above
+    DISTURBED are returned.
     """
     best: dict[tuple[str, int, bool], list[tuple[int, float]]] = {}
     flat = [point for point in points if point.place.m == 1 and point.backend in GROWING]
@@ -163,27 +163,30 @@ def disturbed(points: Sequence[Point]) -> dict[Cluster, float]:
 
 
 def _reason(points: Sequence[Point], machine: Machine, busy: dict[Cluster, float], error: float) -> str:
-    """What the model leaves out that most likely explains an error above LIMIT, and where it is largest."""
+    """Return the likeliest reason for an error above LIMIT, with the places of the largest errors; "" for others."""
     if error <= LIMIT:
         return ""
     worst = [point for point in points if abs(point.error(machine)) > LIMIT]
-    told = f"measured {_worst_places(points, machine)}: "
-    oversubscribed = [point for point in worst if point.place.together > machine.cores]
+    where = f"measured {_worst_places(points, machine)}: "
+    oversubscribed = [point for point in worst if point.place.sharing_ranks > machine.cores]
     linked = [point for point in worst if point.place.m > 1 and point.place.linked]
     half = len(worst) / 2
     if sum(point.place in busy for point in worst) > half:
-        return told + "the machine was busy then (more ranks on the same cores were faster)"
+        return where + "the machine was busy (more ranks on the same cores were faster)"
     if sum(point.spread > SCATTERED for point in worst) > half:
-        return told + f"the times themselves scatter, the median is {_spread(worst):.1f} times the least"
+        return where + f"the times themselves scatter, the median is {_spread(worst):.1f} times the minimum"
     if len(oversubscribed) > half and sum(point in linked for point in oversubscribed) > half:
-        return told + "ranks outnumber cores, and a packet waits for a core too: a turn, or a slice of the scheduler's"
+        return where + "ranks outnumber cores, and packets wait for a core too, by a time that depends on the scheduler"
     if len(oversubscribed) > half:
-        return told + "ranks outnumber cores, and times hang on the scheduler, which the model knows as one constant"
+        return (
+            where
+            + "ranks outnumber cores, and times depend on the scheduler, which the model describes by one constant"
+        )
     if points[0].backend == "native":
-        return told + "the MPI library changes algorithms with sizes and ranks, and the model has two of them"
+        return where + "the MPI library changes algorithms with sizes and ranks, and the model has two of them"
     if len(linked) > half:
-        return told + "the model has no queues in links and no congestion control"
-    return told + "one cost a message, and one a byte, stand for Python, the MPI library and all caches"
+        return where + "the model has no queues in links and no congestion control"
+    return where + "the model has only one cost per message and one per byte for Python, the MPI library and all caches"
 
 
 def _spread(points: Sequence[Point]) -> float:
@@ -191,71 +194,49 @@ def _spread(points: Sequence[Point]) -> float:
 
 
 def _worst_places(points: Sequence[Point], machine: Machine) -> str:
-    """The two places with the largest errors: "slower than predicted at 4 ranks, faster at 2+2 ranks"."""
+    """Return the two places with the largest errors: "slower than predicted at 4 ranks, faster at 2+2 ranks"."""
     errors: dict[Cluster, list[float]] = {}
     for point in points:
         errors.setdefault(point.place, []).append(point.error(machine))
     worst = sorted(errors, key=lambda place: -median(map(abs, errors[place])))[:2]
-    told = [f"{'slower' if median(errors[place]) < 0 else 'faster'} at {place.name}" for place in worst]
-    return ", ".join(told).replace(" at ", " than predicted at ", 1)
+    places = [f"{'slower' if median(errors[place]) < 0 else 'faster'} at {place.name}" for place in worst]
+    return ", ".join(places).replace(" at ", " than predicted at ", 1)
 
 
 @dataclass(frozen=True)
-class Located:
-    """How well the times of one place are predicted."""
+class PlaceFit:
+    """The error of the predictions for one place."""
 
     place: str
     points: int
     error: float  # median
-    held_out: float | None  # fitted to all other places; None where there is no other
-    spread: float  # median over the points of median over least
+    held_out: float | None  # of a fit to all other places; None if there are none
+    spread: float  # median of (median / minimum) of the points
     note: str = ""
 
 
-def by_place(points: Sequence[Point], machine: Machine, start: Machine) -> list[Located]:
-    """Each place: the error of the fit, and that of a fit which has not seen this place."""
+def by_place(points: Sequence[Point], machine: Machine, start: Machine) -> list[PlaceFit]:
+    """Return for each place the error of the fit, and of a fit to all other places."""
     busy, found = disturbed(points), []
     for place in dict.fromkeys(point.place for point in points):
         some = [point for point in points if point.place == place]
         others = [point for point in points if point.place != place]
         unseen = median_error(some, fit(others, start, first=machine)) if others else None
         uneven = sum(point.spread > SCATTERED for point in some) / len(some)
-        note = f"unsteady: {uneven:.0%} have a median over {SCATTERED} times the least" if uneven > DISTURBED else ""
+        note = f"unsteady: {uneven:.0%} have a median above {SCATTERED} times the minimum" if uneven > DISTURBED else ""
         if place in busy:
             note = f"disturbed: more ranks on the same cores beat {busy[place]:.0%} of these times"
-        found.append(Located(place.name, len(some), median_error(some, machine), unseen, _spread(some), note))
+        found.append(PlaceFit(place.name, len(some), median_error(some, machine), unseen, _spread(some), note))
     return found
 
 
 def is_flat(point: Point) -> bool:
-    """Measured without a network."""
+    """Whether a point was measured without a network."""
     return point.place.m == 1 or not point.place.linked
 
 
-@dataclass(frozen=True)
-class Check:
-    """Fitted to some rank counts, held against the others."""
-
-    fitted_to: tuple[int, ...]
-    held_out: tuple[int, ...]
-    error: float  # median over the points held out
-    cells: list[Cell]
-
-
-def leave_out(points: Sequence[Point], start: Machine) -> Check | None:
-    """Fit to the runs of 2 and 4 ranks (or the two smallest counts) and predict the others."""
-    counts = sorted({point.place.n for point in points})
-    if len(counts) < 3:
-        return None
-    kept = (2, 4) if {2, 4} <= set(counts) else tuple(counts[:2])
-    machine = fit([point for point in points if point.place.n in kept], start)
-    others = [point for point in points if point.place.n not in kept]
-    held = tuple(count for count in counts if count not in kept)
-    return Check(kept, held, median_error(others, machine), cells(others, machine))
-
-
 def untouched(points: Sequence[Point], machine: Machine) -> list[str]:
-    """Constants that no point depends on, so that they were not fitted."""
+    """Return the constants that no point depends on, so that they were not fitted."""
     names = []
     for name in FITTED:
         changed: dict[str, Any] = {name: getattr(machine, name) * 1.5}
@@ -266,19 +247,17 @@ def untouched(points: Sequence[Point], machine: Machine) -> list[str]:
 
 
 def errors(points: list[Point], machine: Machine) -> dict[str, float]:
-    """Median errors: of all points, without and with a network between the ranks."""
+    """Return the median errors: of all points, without a network, and with one."""
     flat = [point for point in points if is_flat(point)]
     rig = [point for point in points if not is_flat(point)]
     groups = {"overall": points, "flat": flat, "rig": rig}
     return {name: median_error(some, machine) for name, some in groups.items() if some}
 
 
-def lines(
-    points: list[Point], machine: Machine, found: dict[str, float], places: list[Located], check: Check | None
-) -> list[str]:
+def lines(points: list[Point], machine: Machine, found: dict[str, float], places: list[PlaceFit]) -> list[str]:
     kept = untouched(points, machine)
-    told = ", ".join(f"{name} {error:.0%}" for name, error in found.items())
-    text = [f"# Fitted to {len(points)} times. Median error: {told}. Constants:"]
+    medians = ", ".join(f"{name} {error:.0%}" for name, error in found.items())
+    text = [f"# Fitted to {len(points)} times. Median error: {medians}. Constants:"]
     for name, value in asdict(machine).items():
         note = "  (not in these runs: the default)" if name in kept else "" if name in FITTED else "  (given)"
         text.append(f"#   {name:<12}{value:>12.4g}{note}")
@@ -288,16 +267,10 @@ def lines(
         unseen = "-" if place.held_out is None else f"{place.held_out:.0%}"
         row = f"  {place.place:<20}{place.points:>7}{place.error:>14.0%}{unseen:>10}{place.spread:>14.2f}"
         text.append(f"{row}  {place.note}".rstrip())
-    text.append(
-        "# held out: predicted by a fit to all other places; median/least: how much the times themselves scatter"
-    )
-    if check is None:
-        return [
-            *text,
-            "# Runs of three numbers of ranks or more would show how it predicts those it was not fitted to.",
-        ]
-    told = f"fitted to {_list(check.fitted_to)} ranks it predicts {_list(check.held_out)}"
-    return [*text, f"# Held out: {told} ranks with a median error of {check.error:.0%}"]
+    return [
+        *text,
+        "# held out: predicted by a fit to all other places; median/least: how much the times themselves scatter",
+    ]
 
 
 def _cells(found: list[Cell]) -> list[str]:
@@ -305,7 +278,3 @@ def _cells(found: list[Cell]) -> list[str]:
     for cell in found:
         text.append(f"  {cell.backend:<20}{cell.range:<16}{cell.points:>7}{cell.error:>14.0%}  {cell.reason}".rstrip())
     return text
-
-
-def _list(numbers: Sequence[int]) -> str:
-    return ", ".join(map(str, numbers))

@@ -1,4 +1,4 @@
-"""Training on more ranks: step time, efficiency, saturation and the best backend, as figures and as a picture."""
+"""Training on more ranks: step time, efficiency, saturation and the best backend, as numbers and as a picture."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -11,13 +11,13 @@ from benchmarks.predicting.costs import FORMULAS, Cluster, Machine, predict
 from benchmarks.predicting.fitting import Point, is_flat, median_error
 
 BACKWARD = 2 / 3  # of a step: the backward pass takes twice the forward pass; only it can hide communication
-GAIN = 0.10  # saturated: doubling the ranks brings less than this
+GAIN = 0.10  # saturated: doubling the ranks gains less than this
 MOST_RANKS = 4096
 
 
 @dataclass(frozen=True)
 class Model:
-    """What a training step exchanges and how long it computes, on one device."""
+    """A model: the size of its gradients, and the computing time of a step on one device."""
 
     name: str
     title: str
@@ -69,7 +69,7 @@ MODELS = {
 
 @dataclass(frozen=True)
 class Prediction:
-    """One number of ranks. Seconds; speeds are relative to one rank."""
+    """The prediction for one number of ranks. Times in seconds; efficiency relative to one rank."""
 
     ranks: int
     nodes: int
@@ -98,13 +98,13 @@ class Forecast:
 
 
 def placed(ranks: int, node_size: int) -> Cluster:
-    """Full nodes; the last takes what is left."""
+    """Return the cluster of full nodes for `ranks` ranks; the last node may be smaller."""
     full, rest = divmod(ranks, node_size)
     return Cluster((node_size,) * full + ((rest,) if rest else ()))
 
 
 def exposed(communication: float, compute: float, overlap: float) -> float:
-    """What is left of `communication` when it may hide behind the fraction `overlap` of the computation."""
+    """Return the part of `communication` that remains if the fraction `overlap` of the computation can hide it."""
     return max(0.0, communication - overlap * compute)
 
 
@@ -156,11 +156,11 @@ def _saturation(rows: list[Prediction]) -> int | None:
 
 
 MODEL_COLOURS = ("#1f77b4", "#d62728", "#2ca02c", "#9467bd", "#ff8c00", "#17becf")
-SLOWEST = 30.0  # lines that leave the fastest this far behind are cut off, or they would flatten all others
+SLOWEST = 30.0  # lines slower than the fastest by more than this factor are cut off
 
 
 def save(path: str, forecasts: list[Forecast], setting: str, points: list[Point], machine: Machine) -> None:
-    """Draw forecasts, and how the fit meets the measured points where there are some, into a file."""
+    """Draw forecasts into a file, and the errors of the fit if points are given."""
     from matplotlib.figure import Figure
 
     panels = 3 if points else 2
@@ -196,7 +196,7 @@ def _all_reduce(axis: Any, found: Forecast) -> None:
 def _efficiency(axis: Any, forecasts: list[Forecast]) -> None:
     for index, found in enumerate(forecasts):
         ranks, shade = [row.ranks for row in found.rows], MODEL_COLOURS[index % len(MODEL_COLOURS)]
-        thick = 1.6 + 1.1 * (len(forecasts) - 1 - index)  # so that a line that lies on another leaves it visible
+        thick = 1.6 + 1.1 * (len(forecasts) - 1 - index)  # so that coinciding lines stay visible
         axis.plot(ranks, [100 * row.efficiency for row in found.rows], color=shade, lw=thick, label=found.model.title)
         axis.plot(ranks, [100 * row.efficiency_overlapped for row in found.rows], color=shade, lw=thick * 0.7, ls="--")
         if found.saturation:
@@ -214,7 +214,7 @@ def _efficiency(axis: Any, forecasts: list[Forecast]) -> None:
 
 
 def _fit(axis: Any, points: list[Point], machine: Machine) -> None:
-    """Every measured time: predicted as a multiple of measured. Filled: without a network; hollow: with one."""
+    """Draw predicted / measured for every measured time. Filled marks: without a network; hollow: with one."""
     for name in dict.fromkeys(point.backend for point in points):
         some = [point for point in points if point.backend == name]
         style = {"marker": mark(name)[0], "s": 16, "alpha": 0.7, "edgecolors": colour(name), "linewidths": 0.8}
@@ -243,7 +243,7 @@ def _fit(axis: Any, points: list[Point], machine: Machine) -> None:
 
 
 def _legend(axis: Any) -> None:
-    """Below the panel, where it hides no line."""
+    """Draw the legend below the panel, where it hides no line."""
     axis.legend(fontsize=8.5, ncols=3, loc="upper center", bbox_to_anchor=(0.5, -0.17), frameon=False)
 
 

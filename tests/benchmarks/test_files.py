@@ -17,14 +17,14 @@ from tests.benchmarks.made_runs import made_run
 
 
 def save(path: Path, **options: float) -> Path:
-    path.write_text(to_json(made_run(**options), ["said"]))  # type: ignore[arg-type]
+    path.write_text(to_json(made_run(**options), "said"))  # type: ignore[arg-type]
     return path
 
 
 def test_json_and_back() -> None:
     run = made_run()
-    assert from_json(to_json(run, ["a verdict"])) == run
-    assert json.loads(to_json(run, ["a verdict"]))["verdict"] == ["a verdict"]
+    assert from_json(to_json(run, "an advice")) == run
+    assert json.loads(to_json(run, "an advice"))["advice"] == "an advice"
 
 
 def test_csv_has_a_line_for_each_result() -> None:
@@ -139,6 +139,15 @@ def test_write_replaces_as_a_whole(tmp_path: Path) -> None:
         outputs.write(path, 7)  # type: ignore[arg-type]
     assert path.read_text() == "new"
     assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_dash_is_standard_output(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert outputs.unwritable("-") is None
+    outputs.write("-", "content\n")
+    outputs.Screen(True, "-", "a command").write_record({"a": 1})
+    assert capsys.readouterr().out == 'content\n{\n "a": 1\n}\n'
+    assert not list(tmp_path.iterdir())
 
 
 def test_links_and_devices_stay_what_they_are(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ import pytest
 
 from benchmarks import scaling
 from benchmarks.lib.results import FileError, Run, summarize, to_json
-from benchmarks.predicting import fitting, published
+from benchmarks.predicting import fitting
 from benchmarks.predicting.costs import FITTED, FORMULAS, SEGMENT, Cluster, Machine, on_link, predict
 from benchmarks.predicting.fitting import Point
 from benchmarks.predicting.forecast import MODELS, Prediction, _saturation, exposed, forecast, placed
@@ -74,7 +74,9 @@ def test_hierarchical_copy_loads_each_link_as_few_ranks_as_there_are_nodes(
 def test_links_of_flat_algorithms() -> None:
     at, s = Cluster((4, 4)), 1000.0
     assert count("ring", "net_beta", at, s) == pytest.approx(2 * s * 7 / 8), "one rank of a node sends out of it"
-    assert count("halving_doubling", "net_beta", at, s) == pytest.approx(2 * 4 * s / 2), "all four at once, half each"
+    assert count("halving_doubling", "net_beta", at, s) == pytest.approx(2 * 4 * s / 8), (
+        "all four at once, an eighth each"
+    )
     assert count("reduce_to_one", "net_beta", at, s) == pytest.approx(4 * s + s), "four come, the tree crosses once"
 
 
@@ -185,14 +187,11 @@ def test_fit_stands_noise_and_outliers() -> None:
     assert fitted.net_beta == pytest.approx(TRUE.net_beta, rel=0.1)
 
 
-def test_held_out_ranks_are_predicted_and_judged() -> None:
-    check = fitting.leave_out(made_points(0.05), Machine(cores=2))
-    assert check is not None
-    assert (check.fitted_to, check.held_out) == ((2, 4), (3, 5, 8))
-    assert check.error < 0.1
-    assert fitting.leave_out(made_points(0, CLUSTERS[:2]), Machine(cores=2)) is None, (
-        "two counts leave nothing to predict"
-    )
+def test_halving_doubling_sends_its_largest_halves_inside_of_nodes() -> None:
+    """As the backend does: of two nodes of two, each rank sends and receives a quarter across, not a half."""
+    slow = replace(Machine(), net_beta=1e-6, duplex=0.0, net_alpha=0.0, net_switch=0.0)
+    size = 64 * MIB
+    assert predict("halving_doubling", slow, Cluster((2, 2)), size) == pytest.approx(size * 1e-6, rel=0.1)
 
 
 def test_constants_without_data_keep_their_values_and_are_named() -> None:
@@ -292,17 +291,6 @@ def test_strong_scaling_has_a_best_number_of_ranks() -> None:
     assert forecast(MODELS["resnet50"], slow, 1).best_strong < forecast(MODELS["resnet50"], fast, 1).best_strong
 
 
-@pytest.mark.parametrize("case", published.CASES, ids=lambda case: case.name)
-def test_published_speedups_come_out(case: published.Case) -> None:
-    ways = {way.way: way for way in published.alternatives(case, Machine())}
-    assert ways["parameter servers (as published)"].speedup == pytest.approx(case.speedup)
-    assert ways["16-bit gradients and parameters on the wire"].speedup > case.speedup
-    assert all(0 < way.speedup <= case.workers + 1e-9 for way in ways.values())
-    assert published.solve(case) > 0
-    with pytest.raises(ValueError, match="can't be explained"):
-        published.solve(replace(case, speedup=case.workers + 1.0))
-
-
 # ---- Files and the command line ----
 
 
@@ -358,11 +346,10 @@ def test_fit_report_and_record(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert "Median error: overall" in shown
     assert "flat" in shown
     assert re.search(r"3 ranks +\d+ +\d+% +\d+%", shown), "each place, and predicted from the others"
-    assert "fitted to 2, 4 ranks it predicts 3 ranks" in shown
     assert "not in these runs: the default" in shown
     found = json.loads(record.read_text())
     assert found["fit"]["median_error"] < 0.05
-    assert found["fit"]["held_out"]["error"] < 0.1
+    assert all(place["held_out"] is not None for place in found["fit"]["places"])
     assert [row["ranks"] for row in found["forecasts"][0]["rows"]] == [1, 2, 4, 8, 16, 32, 64]
 
 
@@ -378,18 +365,6 @@ def test_every_model_and_a_picture(tmp_path: Path, capsys: pytest.CaptureFixture
     assert not (tmp_path / "scaling.doc").exists()
 
 
-def test_published_on_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    record = tmp_path / "published.json"
-    assert scaling.main(["--published", "--json", str(record)]) == 0
-    shown = capsys.readouterr().out
-    assert all(f"{case.speedup:g}x on {case.workers}" in shown for case in published.CASES)
-    assert "What this leaves out" in shown
-    assert "Not checked" in shown, "what came from memory is marked"
-    assert [case["name"] for case in json.loads(record.read_text())["published"]] == [
-        case.name for case in published.CASES
-    ]
-
-
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
@@ -399,7 +374,6 @@ def test_published_on_the_command_line(tmp_path: Path, capsys: pytest.CaptureFix
         (["--node-size", "0"], "from 1 to 1024"),
         (["--overlap", "1.5"], "from 0 to 1"),
         (["--json", "/nowhere/at/all.json"], "does not exist"),
-        (["--published", "--plot", "x.png"], "leave one of them out"),
     ],
 )
 def test_bad_options(arguments: list[str], text: str, capsys: pytest.CaptureFixture[str]) -> None:

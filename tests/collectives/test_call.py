@@ -6,7 +6,7 @@ import numpy as np
 
 from allreduce.arrays.memory_kinds import ALLOCATED, FOREIGN
 from allreduce.arrays.ops import OPS
-from allreduce.engine.call import AGREEING, NUMBER, Call, fingerprint
+from allreduce.engine.call import AGREEING, SEQUENCE_MASK, Call, fingerprint
 
 
 def test_every_call_has_a_fingerprint_of_its_own() -> None:
@@ -18,4 +18,4 @@ def test_every_call_has_a_fingerprint_of_its_own() -> None:
     assert len(found) == len(made)
     assert min(found) > AGREEING
     assert max(found) < 2**63
-    assert not any(each & NUMBER for each in found)
+    assert not any(each & SEQUENCE_MASK for each in found)

@@ -12,7 +12,7 @@ import pytest
 import allreduce
 from allreduce import errors, registry
 from allreduce.engine import engine, queue
-from allreduce.engine.engine import Admitted
+from allreduce.engine.engine import AdmittedCall
 from allreduce.engine.queue import Worker
 from allreduce.errors import BrokenError, OptionError
 from allreduce.health import abort
@@ -20,7 +20,7 @@ from allreduce.transport.control import together
 from tests.ranks.together import admitted_call
 
 
-def known(reduce: Any) -> Admitted:
+def known(reduce: Any) -> AdmittedCall:
     """The call that sums ten float64 up."""
     reduce(np.ones(10), "sum")
     return admitted_call(reduce)
@@ -38,7 +38,7 @@ def test_an_array_outlives_a_call_that_failed_half_way() -> None:
     call.work = fail
     with pytest.raises(FloatingPointError):
         reduce(array, "sum")
-    with pytest.raises(BrokenError, match="has failed half-way"):
+    with pytest.raises(BrokenError, match="failed part-way"):
         reduce(array, "sum")
     reduce.close()
     del array, reduce
@@ -69,7 +69,7 @@ def test_two_threads_are_never_in_a_call_at_once(monkeypatch: pytest.MonkeyPatch
                 assert inside.wait(20)
 
         call.work = work
-        monkeypatch.setattr(engine.abort, "communicates", first_comes)
+        monkeypatch.setattr(engine.abort, "register_thread", first_comes)
         first, late = threading.Thread(target=reduce, args=(np.ones(10), "sum")), threading.Thread(target=second)
         late.start()
         first.start()
@@ -98,9 +98,9 @@ def test_an_error_of_this_rank_is_not_taken_for_one_of_all(error: Exception, mon
 def test_a_forked_child_does_not_wait_for_its_parents_calls(monkeypatch: pytest.MonkeyPatch) -> None:
     """It has a copy of the workers and none of their threads, so at its end it would wait, and then end the job."""
     with allreduce.Topology() as topology:
-        lane = topology.once(Worker).queue("slow", threaded=True)
+        slow = topology.once(Worker).queue("slow", threaded=True)
         inside, leave = threading.Event(), threading.Event()
-        pending = lane.submit(lambda: (inside.set(), leave.wait(20)))
+        future = slow.submit(lambda: (inside.set(), leave.wait(20)))
         assert inside.wait(20)
         monkeypatch.setattr(queue, "EXIT_SECONDS", 0.1)
         child = os.fork()
@@ -109,8 +109,8 @@ def test_a_forked_child_does_not_wait_for_its_parents_calls(monkeypatch: pytest.
             queue._end()
             os._exit(0)
         leave.set()
-        pending.wait()
-        lane.close()
+        future.wait()
+        slow.close()
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 
 

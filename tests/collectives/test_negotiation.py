@@ -10,7 +10,7 @@ import pytest
 from mpi4py import MPI
 
 from allreduce.arrays.chunks import binomial, subtree
-from allreduce.engine.negotiation import Fused, Named, NamedQueue, Side
+from allreduce.engine.negotiation import Fused, NamedFuture, NamedQueue, Request
 from allreduce.errors import DisagreementError
 from allreduce.transport import processes
 from allreduce.transport.wait import WaitRecord
@@ -53,18 +53,18 @@ class Worker:
         self.number, self.detector = 1, SimpleNamespace(wait_record=lambda number, raises: WaitRecord(number, raises))
         self.ran: list[tuple[str, Any, BaseException | None]] = []
 
-    def submit(self, lane: NamedQueue, pending: Named) -> Named:
-        lane.announce(pending)
-        return pending
+    def submit(self, queue: NamedQueue, future: NamedFuture) -> NamedFuture:
+        queue.announce(future)
+        return future
 
-    def decide(self, lane: NamedQueue, pending: Any, added: int) -> None:
-        assert not isinstance(pending, Fused)
-        pending.run()
-        self.ran.append((pending.name, pending.sides, pending.error))
+    def decide(self, queue: NamedQueue, future: Any, added: int) -> None:
+        assert not isinstance(future, Fused)
+        future.run()
+        self.ran.append((future.name, future.per_rank, future.error))
 
 
 class Job:
-    """The lanes of all ranks."""
+    """The queues of all ranks."""
 
     def __init__(self, size: int) -> None:
         self.size = size
@@ -72,22 +72,24 @@ class Job:
         self.sent: Counter[int] = Counter()
         self.nbytes = 0
         self.workers = [Worker() for _ in range(size)]
-        self.lanes = [
-            NamedQueue(worker, Comm(self, rank), 1, "a test", lambda same: lambda sides: None, 0)  # type: ignore[arg-type]
+        self.queues = [
+            NamedQueue(worker, Comm(self, rank), 1, "a test", lambda same: lambda per_rank: None, 0)  # type: ignore[arg-type]
             for rank, worker in enumerate(self.workers)
         ]
 
     def call(self, rank: int, name: str, **side: Any) -> None:
-        self.lanes[rank].call(name, Side(**{"same": [name, 10], "what": f"call of {name}", **side}), lambda sides: None)
+        self.queues[rank].call(
+            name, Request(**{"same": [name, 10], "description": f"call of {name}", **side}), lambda per_rank: None
+        )
 
     def settle(self) -> None:
         """Until no message is on its way."""
         while any(self.arrived.values()):
             for rank in [rank for rank, messages in self.arrived.items() if messages]:
-                for source, text in self.lanes[rank].hear():
-                    self.lanes[rank].take_in(source, text)
-                self.lanes[rank].tell()
-        self.lanes[0].tell()
+                for source, text in self.queues[rank].receive():
+                    self.queues[rank].handle(source, text)
+                self.queues[rank].send_decisions()
+        self.queues[0].send_decisions()
         if any(self.arrived.values()):
             self.settle()
 
@@ -127,7 +129,7 @@ def test_all_ranks_are_told_the_sides_of_all(size: int) -> None:
 def test_ranks_that_differ_are_refused_on_all(size: int) -> None:
     job = Job(size)
     for rank in range(size):
-        job.call(rank, "a", same=["a", 10 + (rank == 1)], what=f"{10 + (rank == 1)} elements")
+        job.call(rank, "a", same=["a", 10 + (rank == 1)], description=f"{10 + (rank == 1)} elements")
     job.settle()
     for worker in job.workers[:20]:
         error = worker.ran[0][2]
@@ -143,13 +145,13 @@ def test_ranks_that_have_joined_are_not_waited_for(size: int) -> None:
     for order in (range(size), reversed(range(size))):
         ranks = list(order)
         for rank in ranks[:-1]:
-            job.lanes[rank].join(last.append)
+            job.queues[rank].join(last.append)
         job.settle()
         job.call(ranks[-1], "rest", joinable=True)
         job.settle()
         job.call(ranks[-1], "no", same=["no"], joinable=False)
         job.settle()
-        job.lanes[ranks[-1]].join(last.append)
+        job.queues[ranks[-1]].join(last.append)
         job.settle()
         assert [name for name, *_ in job.workers[ranks[-1]].ran] == ["rest", "no", "join"]
         assert "have joined, and no join proxy" in str(job.workers[ranks[-1]].ran[1][2])

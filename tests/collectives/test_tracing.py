@@ -7,19 +7,19 @@ import numpy as np
 import pytest
 
 from allreduce.tracing import merging
-from allreduce.tracing.clocks import Comparison, aligned, comparison
+from allreduce.tracing.clocks import ClockOffset, aligned, clock_offset
 from allreduce.tracing.merging import Call, Recorded, Span, events, on_one_clock
 from tests.trace_schema import check_trace
 
 
 def test_a_clock_is_compared_in_the_middle_of_the_round_trip() -> None:
-    assert comparison(1000, 5_000_600, 1200) == Comparison(1100, 4_999_500, 100)
-    assert comparison(1000, 1190, 1200) == Comparison(1100, 0, 100)  # it may as well be the same clock
+    assert clock_offset(1000, 5_000_600, 1200) == ClockOffset(1100, 4_999_500, 100)
+    assert clock_offset(1000, 1190, 1200) == ClockOffset(1100, 0, 100)  # it may as well be the same clock
 
 
 def test_drift_is_interpolated() -> None:
     """A clock that is 1000 ahead at first and 3000 in the end, and half-way 2000."""
-    first, last = Comparison(0, 1000, 1), Comparison(1_000_000, 3000, 1)
+    first, last = ClockOffset(0, 1000, 1), ClockOffset(1_000_000, 3000, 1)
     shown = np.array([1000, 502_000, 1_003_000])
     assert aligned(shown, first, last).tolist() == [0, 500_000, 1_000_000]
     assert aligned(shown, first, first).tolist() == [0, 501_000, 1_002_000]  # compared twice at one time
@@ -56,7 +56,7 @@ def test_clocks_of_other_ranks_are_put_right_first() -> None:
     """The same, and the slow rank's clock is ahead by a million."""
     fast = Recorded([], [call(0, 2000, 2000, 10_000)])
     slow = Recorded([Span(0, "data", 1_000_500, 1_000_600)], [call(0, 1_008_000, 1_008_000, 1_010_500)])
-    ahead = Comparison(0, 1_000_000, 10), Comparison(20_000, 1_000_000, 10)
+    ahead = ClockOffset(0, 1_000_000, 10), ClockOffset(20_000, 1_000_000, 10)
     names = [row[2] for row in shown([fast, on_one_clock(slow, *ahead)])]
     assert names == ["data", "wait for rank 1", "all_reduce, ring", "all_reduce, ring"]
 

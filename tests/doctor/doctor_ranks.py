@@ -24,7 +24,7 @@ def facts_of(node: int, node_rank: int) -> dict[str, Any]:
         "cores": {"cores": [node_rank], "of": 64, "quota": None, "threads": 1},
         "memory": {
             "shared_path": "/dev/shm", "shared_bytes": 64 * GIB, "shared_free": 64 * GIB, "available": 128 * GIB,
-            "malloc": "glibc 2.36", "cma": True,
+            "cma": True,
         },
         "gpus": {
             "devices": [], "driver": None, "trouble": "", "cupy": None, "mine": None, "present": 0, "visible": None,

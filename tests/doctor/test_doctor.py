@@ -35,7 +35,7 @@ def test_a_look_that_failed_is_a_finding_and_the_others_are_judged() -> None:
     for rank, module in ((0, "memory"), (2, "network"), (3, "cores"), (3, "gpus")):
         ranks[rank].facts[module] = {command.FAILED: "OSError: no such thing"}
     findings = command.judge(ranks, NEEDS, measured(ranks))
-    failed = [finding for finding in findings if finding.name == "looking"]
+    failed = [finding for finding in findings if finding.name == "check"]
     assert [finding.text for finding in failed] == [
         f"failed on rank {rank}: OSError: no such thing" for rank in (3, 0, 3, 2)
     ]
@@ -92,12 +92,12 @@ def test_words() -> None:
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["docter"], "no command is called 'docter'; did you mean doctor?"),
-        (["doctor", "--jsn=x"], "did you mean --json?"),
+        (["docter"], "no command is called 'docter'; did you mean 'doctor'?"),
+        (["doctor", "--jsn=x"], "did you mean '--json'?"),
         (["doctor", "--parameters", "-3"], "must be a number of parameters such as 350M, 1.5B or 25000000, got '-3'"),
         (["doctor", "--parameters", "many"], "must be a number of parameters"),
         (["doctor", "--seconds", "nan"], "must be a number of seconds from 0 to 3600, got 'nan'"),
-        (["--versoin"], "did you mean --version?"),
+        (["--versoin"], "did you mean '--version'?"),
     ],
 )
 def test_bad_options(arguments: list[str], words: str) -> None:
@@ -113,7 +113,7 @@ def test_help_teaches(capsys: pytest.CaptureFixture[str]) -> None:
         assert stop.value.code == 0
     shown = capsys.readouterr().out
     assert shown.count("mpirun -n 4 python -m allreduce doctor") == 3
-    assert "64 is for bad options" in shown
+    assert "64 means bad options" in shown
 
 
 FAILS_ON_RANK_1 = """
@@ -190,7 +190,7 @@ def test_commands_on_two_ranks_speak_once(tmp_path: Path) -> None:
     assert as_json[0]["stderr"].startswith("allreduce doctor: 2 ranks on 1 node\n")
     assert as_json[0]["code"] == as_json[1]["code"] == json.loads(as_json[0]["stdout"])["exit_code"]
     assert [outcome["code"] for outcome in wrong + shown + unwritable] == [64, 64, 0, 0, 64, 64]
-    assert "did you mean doctor?" in wrong[0]["stderr"]
+    assert "did you mean 'doctor'?" in wrong[0]["stderr"]
     assert "no/x: this can't be written" in unwritable[0]["stderr"]
     for outcomes in (as_json, wrong, shown, unwritable):
         assert outcomes[1]["stdout"] == outcomes[1]["stderr"] == ""

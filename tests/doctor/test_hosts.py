@@ -12,6 +12,7 @@ from mpi4py import MPI
 
 from allreduce.doctor import command, host, network
 from allreduce.doctor.findings import EXTRA, OK, PROBLEM, WARNING, Needs, Rank
+from allreduce.process import variables
 from allreduce.topology import Topology
 from tests import launch
 from tests.doctor.doctor_ranks import GIB, LINK, cluster, judged, only, worse
@@ -23,7 +24,7 @@ def test_mpi() -> None:
     found = only(judged("mpi", alone))
     assert found.level == PROBLEM
     assert "srun has started 4 processes (N), and MPI sees 1 rank" in found.text
-    assert "use mpirun; where each process is to be a job of its own: ALLREDUCE_ALONE=1" in found.advice
+    assert "use mpirun; if each process should be a separate job, set ALLREDUCE_ALONE=1" in found.advice
     ranks = cluster(2, 2)
     ranks[3].facts["mpi"]["threads"] = "MPI_THREAD_SERIALIZED"
     assert "MPI_THREAD_SERIALIZED on rank 3" in only(judged("mpi", ranks)).text
@@ -33,7 +34,7 @@ def test_mpi() -> None:
     for change, words in (({"ulfm": True}, "in force"), ({}, "--with-ft ulfm"), ({"library": "MPICH 5"}, "--resume")):
         ranks = cluster(1)
         ranks[0].facts["mpi"] |= change
-        (said,) = [finding for finding in judged("mpi", ranks) if finding.name == "a lost rank"]
+        (said,) = [finding for finding in judged("mpi", ranks) if finding.name == "failed rank"]
         assert words in said.text
         assert said.level == OK
 
@@ -84,8 +85,6 @@ def test_memory() -> None:
     for rank in ranks[2:]:
         rank.facts["memory"] |= {"cma": False}
     assert "host1: ranks may not" in only(judged("memory", ranks)).text
-    ranks[0].facts["memory"]["malloc"] = "jemalloc"
-    assert "jemalloc on rank 0" in worse(judged("memory", ranks))[0].text
 
 
 def test_versions_that_differ() -> None:
@@ -179,7 +178,7 @@ def test_gpus_of_ranks_that_differ_from_the_first() -> None:
     assert only(judged("gpus", ranks)).text == "2.32.4 on rank 0; 2.21.5 on rank 1"
     ranks = with_gpus(cluster(2), 2)
     ranks[1].facts["gpus"]["cuda_aware"] = False
-    assert "no on rank 1: arrays" in only(judged("gpus", ranks)).text
+    assert "no on rank 1: " in only(judged("gpus", ranks)).text
     ranks = cluster(1, 1)
     ranks[1].facts["gpus"] |= {"present": 2, "visible": ""}
     assert "host1 has 2 GPUs, and no rank sees one" in only(judged("gpus", ranks)).text
@@ -308,9 +307,9 @@ def test_network() -> None:
     found = only(judged("network", ranks))
     assert "no network in common (host0: eth0 10.0.0.1, docker0 172.17.0.1; host1: eth0 10.9.0.1)" in found.text
     for change, words in (
-        ({"resolves": ""}, "host1: its own name leads nowhere"),
-        ({"first_resolves": ""}, "host1: the name of rank 0's host, host0, leads nowhere"),
-        ({"resolves": "127.0.1.1"}, "host1: its own name leads to itself alone"),
+        ({"resolves": ""}, "host1: its own host name does not resolve"),
+        ({"first_resolves": ""}, "host1: the name of rank 0's host, host0, does not resolve"),
+        ({"resolves": "127.0.1.1"}, "host1: its own host name resolves to a loopback address"),
         ({"infiniband": ["mlx5_0"]}, "missing on host0"),
     ):
         ranks = cluster(2, 2)
@@ -319,27 +318,27 @@ def test_network() -> None:
 
 
 def test_ranks_that_do_not_meet_hear_what_may_be_in_the_way(capsys: pytest.CaptureFixture[str]) -> None:
-    with network.said_when_late(seconds=60):
+    with network.advise_if_late(seconds=60):
         (timer,) = [thread for thread in threading.enumerate() if isinstance(thread, threading.Timer)]
     timer.join(30)
     assert capsys.readouterr().err == ""
-    with network.said_when_late(seconds=0):
+    with network.advise_if_late(seconds=0):
         (timer,) = [thread for thread in threading.enumerate() if isinstance(thread, threading.Timer)] or (None,)
         if timer is not None:
             timer.join(30)
-    assert "the ranks have not met yet" in capsys.readouterr().err
+    assert "the ranks are not connected yet" in capsys.readouterr().err
     said = network.connecting_advice("host0", [LINK, LINK | {"name": "lo", "network": "127.0.0.0/8"}])
     assert "This host, host0, has eth0 in 10.0.0.0/24.\n" in said
     assert "--mca btl_tcp_if_include 10.0.0.0/24" in said
     assert "has no known network" in network.connecting_advice("host0", [])
 
 
-@pytest.mark.parametrize("name", network.RANK_VARIABLES)
+@pytest.mark.parametrize("name", variables.ANY_RANK)
 def test_one_rank_says_that_they_do_not_meet(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    for other in ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK", "SLURM_PROCID"):
+    for other in variables.ANY_RANK:
         monkeypatch.delenv(other, raising=False)
     monkeypatch.setenv(name, "1")
-    with network.said_when_late(seconds=60):
+    with network.advise_if_late(seconds=60):
         assert not [thread for thread in threading.enumerate() if isinstance(thread, threading.Timer)]
 
 
@@ -350,7 +349,7 @@ def test_a_host_that_does_not_tell_of_its_network(
         raise PermissionError("no sockets here")
 
     monkeypatch.setattr(network, "interfaces", refuse)
-    network._say()
+    network._print_advice()
     assert "has no known network" in capsys.readouterr().err
 
 

@@ -77,9 +77,9 @@ def pretended(tmp_path: Path) -> Pretended:
         (["checkpoint 137", "checkpoint 1", "0"], [], 0, "4 3 2", "+ mpirun -n 2"),
         (["checkpoint 137"] * 4 + ["0"], ["--least", "3"], 0, "4 3 3 3 3", "+ mpirun -n 3"),
         (["checkpoint 137", "0"], ["--same-ranks"], 0, "4 4", "+ mpirun -n 4"),
-        (["checkpoint 9", "5", "6", "7", "0"], [], 7, "4 3 2 1", "3 starts in a row have written no checkpoint: it is"),
-        (["5", "0"], ["--attempts", "1"], 5, "4", "1 starts in a row have written no checkpoint: it is given up"),
-        (["checkpoint 1", "2", "0"], [], 2, "4 3", "the program was called wrongly: it is given up (exit code 2)"),
+        (["checkpoint 9", "5", "6", "7", "0"], [], 7, "4 3 2 1", "3 starts in a row have written no checkpoint: giv"),
+        (["5", "0"], ["--attempts", "1"], 5, "4", "1 starts in a row have written no checkpoint: giving up"),
+        (["checkpoint 1", "2", "0"], [], 2, "4 3", "the program was called wrongly: giving up (exit code 2)"),
     ],
 )  # fmt: skip
 def test_ranks_and_attempts(
@@ -117,7 +117,7 @@ def test_a_lost_host_is_left_out(mpi: str, before: str, after: str, pretended: P
     assert lines[2].startswith("-n 3 ")  # all that are left answer: one rank less
     hosts.write_text("lost1\nlost2\n")
     pretended.calls.unlink()
-    assert pretended.run(["3"], *given)[1] == "keep_going.sh: no host answers: it is given up (exit code 3)"
+    assert pretended.run(["3"], *given)[1] == "keep_going.sh: no host answers: giving up (exit code 3)"
 
 
 def test_the_job_of_slurm_goes_on_without_the_lost_node(pretended: Pretended) -> None:
@@ -217,7 +217,7 @@ def test_a_job_whose_rank_is_killed_ends_on_one_rank_less(mpi: str, tmp_path: Pa
         finally:
             launch.end(job, mark)
     assert job.returncode == 0, said
-    assert "goes on from the last checkpoint on 2 ranks" in said
+    assert "restarts from the last checkpoint on 2 ranks" in said
     assert f"resumed: {folder}/checkpoint-" in said
     written = json.loads(result.read_text())
     assert written["ranks"] == 2

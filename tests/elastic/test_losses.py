@@ -4,13 +4,14 @@ import numpy as np
 import pytest
 from mpi4py import MPI
 
-from allreduce import NAMES, Topology
+from allreduce import Topology
 from allreduce.errors import BrokenError, CommunicationError, RankLeftError, RankLostError, UnavailableError
 from allreduce.health.status import LEFT, Fact
 from allreduce.topology import nodes_left
 from allreduce.transport import ulfm
 from allreduce.transport.control import agree
 from allreduce.transport.wait import NamedCall
+from tests.backends import ON_CPU
 from tests.conftest import JobRunner
 from tests.faults import job_of
 from tests.faults.moments import losses as driver
@@ -74,7 +75,7 @@ def test_a_garbled_agreement_is_made_again() -> None:
 
 def test_every_backend_and_every_moment_is_tried() -> None:
     tried = [text.split(":") for text in FLAT + NODES]
-    assert {name for name, _ in tried} == set(NAMES) - {"nccl"}
+    assert {name for name, _ in tried} == set(ON_CPU)
     assert {moment for _, moment in tried} == set(driver.MOMENTS)
 
 
@@ -176,14 +177,14 @@ def test_who_has_left_after_an_agreement_is_not_missed_in_it() -> None:
     """The word of its leaving may come before the answer."""
     with Topology(MPI.COMM_SELF) as topology:
         notes, finish, call = topology.detector.messages, topology._finish, NamedCall("finished")
-        notes.part_on(topology.world, finish)
-        notes._heard[1] = {Fact(LEFT, 0, 0, 1, "it has ended its program"): {1}}
+        notes.use_unrevoked(topology.world, finish)
+        notes._received[1] = {Fact(LEFT, 0, 0, 1, "it has ended its program"): {1}}
         notes._merge()
         finish.begin(call)
-        notes.look_at_end(call)
+        notes.check_finish(call)
         finish.begin(call)
         with pytest.raises(RankLeftError, match="rank 1 has left"):
-            notes.look_at_end(call)
+            notes.check_finish(call)
         finish.end()
 
 
@@ -233,7 +234,7 @@ def test_those_that_are_left_stay_on_their_simulated_nodes(
 def test_what_a_loss_has_cut_off_in_the_making_is_freed_later(monkeypatch: pytest.MonkeyPatch) -> None:
     made, left = [], []
 
-    def cut_off(topology: Topology, comm: MPI.Intracomm) -> None:
+    def cut_off(topology: Topology, comm: MPI.Intracomm, _: bool) -> None:
         topology.own(comm.Dup())
         made.append(topology)
         topology._revoked = True
@@ -255,7 +256,7 @@ def test_an_error_may_be_its_own_cause(monkeypatch: pytest.MonkeyPatch) -> None:
     error = ValueError("x")
     error.__cause__ = error
     assert ulfm.lost(error) is None
-    assert not ulfm.may_be(error)
+    assert not ulfm.may_be_failure(error)
 
 
 def test_an_agreement_that_ends_in_an_error_has_no_cause_but_itself() -> None:

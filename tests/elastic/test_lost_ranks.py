@@ -61,7 +61,7 @@ def test_an_edit_that_a_lost_rank_interrupts_is_done_once(mpirun: JobRunner) -> 
 def test_a_rank_is_lost_while_the_command_loads_its_data(mpirun: JobRunner) -> None:
     job = mpirun(3, ["-c", LOADING, "--data", "iris", "--epochs", "2", "--on-failure", "continue"], ulfm=True)
     assert job.returncode == 0, job.stdout + job.stderr
-    assert "a rank was lost before the training; the other ranks begin again without it" in job.stderr
+    assert "a rank failed before the training; the other ranks start again without it" in job.stderr
     assert "2 ranks on 1 node" in job.stdout
     assert "test accuracy" in job.stdout
 
@@ -107,12 +107,15 @@ def test_a_lost_part_of_the_state_is_gone_back_for(
     check_like_alone(came)
     if name == "sharded":
         assert "a rank was lost in evaluate that alone had a part of the optimizer's state" in came["outside"]
-        assert "go on with fit(..., checkpoint=folder, resume=True), by another trainer" in came["outside"]
+        assert "continue with fit(..., checkpoint=folder, resume=True), by another trainer" in came["outside"]
         assert came["resumed"] == 6
 
 
-def test_slices_that_are_kept_twice_outlive_their_ranks(mpirun: JobRunner) -> None:
-    """But not a rank with its keeper. Then: a node in the exchange, memory in common half updated, the storage."""
+def test_slices_with_a_backup_outlive_their_ranks(mpirun: JobRunner) -> None:
+    """But not a rank together with the holder.
+
+    Then: a node in the exchange, common memory half updated, the storage.
+    """
     losing = ["shared:8:sent:0,1", "ring:3:exchange:3,4", "shared:8:update:1", "central:8:exchange:0"]
     job = mpirun(7, [*job_of("copies"), *losing], ulfm=True, timeout=120)
     assert job.returncode == 0, job.stdout + job.stderr
@@ -206,7 +209,7 @@ def test_the_replica_of_source_is_copied_after_a_loss(
     all_came = [json.loads(line) for line in job.stdout.splitlines()]
     assert [came["ranks"] for came in all_came] == [3] * 3, job.stderr
     assert {came["left"] for came in all_came} == {left}, job.stderr
-    assert (f"rank {dies} of the job is lost, whose replica was to be copied" in job.stderr) == says
+    assert (f"rank {dies} of the job, the source of copies" in job.stderr) == says
 
 
 def test_an_error_of_a_rank_that_has_joined_ends_the_job_once(mpirun: JobRunner, tmp_path: Path) -> None:

@@ -27,7 +27,7 @@ def test_five_of_six_ranks_die(mpirun: JobRunner, tmp_path: Path) -> None:
     job = mpirun(6, [*job_of("lost_torch"), tmp_path], ulfm=True, timeout=400)
     lines = job.stdout.splitlines()
     assert job.returncode == 0, job.stdout + job.stderr
-    assert sum("rank 3 of 6 was lost; 5 go on, after step 100" in line for line in lines) == 5
+    assert sum("rank 3 of 6 failed; 5 continue after step 100" in line for line in lines) == 5
     for part, left in PARTS:
         assert sum(line.startswith(f"{part}: rank ") and line.endswith(f"of {left}") for line in lines) == left, part
     assert lines.count("done") == 1
@@ -85,7 +85,7 @@ def test_slices_that_were_copied_again_are_kept_twice_again(monkeypatch: pytest.
         backup = sharded.backup = Backup(sharded.reducer.comm, 0, [[0, sharded._starts[-1]]])
         model(torch.ones(2, 3)).sum().backward()
         optimizer.step()
-        whole = sharded.join(topology.world, backup.pieces())
+        whole = sharded.assemble(topology.world, backup.pieces())
         assert whole is not None
         assert whole.steps == 1
         assert all((each == 7).all() for each in whole.parameters)

@@ -13,19 +13,26 @@ from trainers import MirroredTrainer, SpareReplicasTrainer, group
 from trainers.errors import ArgumentError
 from trainers.group import Owner, RankGroup
 from trainers.replicas.numpy.network import NumpyNetwork
-from trainers.state.adopt import Choice, Found, Piece, choose
+from trainers.state.adopt import Found, Piece, Selection, select
 from trainers.state.backup import holders
 
 
 def test_the_newest_step_whose_state_is_whole_is_chosen() -> None:
-    apart = [[(7, 8, 0, 5)], [(8, 9, 5, 10)]]  # the second rank has updated, or the first has left a step out
-    assert choose(apart, 10) == Choice(8, [(0, 0), (1, 0)])
-    twice = [[(9, 9, 0, 5), (8, 8, 0, 5)], [(8, 8, 5, 10)]]
-    assert choose(twice, 10) == Choice(8, [(0, 1), (1, 0)])
+    apart = [[(7, 8, 0, 0, 5)], [(8, 9, 0, 5, 10)]]  # the second rank has updated, or the first has left a step out
+    assert select(apart, 10) == Selection(8, [(0, 0), (1, 0)])
+    twice = [[(9, 9, 0, 0, 5), (8, 8, 0, 0, 5)], [(8, 8, 0, 5, 10)]]
+    assert select(twice, 10) == Selection(8, [(0, 1), (1, 0)])
+
+
+def test_states_of_one_step_are_not_mixed() -> None:
+    """One has replaced the other, and not all ranks have come to that."""
+    replaced = [[(7, 7, 1, 0, 5), (7, 7, 0, 0, 5)], [(7, 7, 0, 5, 10)]]
+    assert select(replaced, 10) == Selection(7, [(0, 1), (1, 0)])
+    assert select([replaced[0], [(7, 7, 0, 5, 10), (7, 7, 1, 5, 10)]], 10) == Selection(7, [(0, 0), (1, 1)])
 
 
 def test_who_has_it_whole_hands_it_to_all() -> None:
-    assert choose([[(3, 3, 0, 5)], [(3, 3, 0, 10)], [(2, 2, 0, 10)]], 10) == Choice(3, [(1, 0)])
+    assert select([[(3, 3, 0, 0, 5)], [(3, 3, 0, 0, 10)], [(2, 2, 0, 0, 10)]], 10) == Selection(3, [(1, 0)])
 
 
 def test_halves_arrive_as_what_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -52,19 +59,19 @@ def test_halves_arrive_as_what_they_are(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_a_slice_that_nobody_has_is_missed() -> None:
-    assert choose([[(4, 4, 0, 3)], [(4, 4, 5, 10)]], 10) is None
-    assert choose([[(4, 4, 0, 5)], [(5, 5, 5, 10)]], 10) is None
-    assert choose([[], []], 10) is None
+    assert select([[(4, 4, 0, 0, 3)], [(4, 4, 0, 5, 10)]], 10) is None
+    assert select([[(4, 4, 0, 0, 5)], [(5, 5, 0, 5, 10)]], 10) is None
+    assert select([[], []], 10) is None
 
 
 def test_nodes_that_cut_in_other_places_stand_in_for_each_other() -> None:
     """The longest piece leads to a gap, the shorter ones do not."""
-    halves, thirds = [[(4, 4, 0, 6)], []], [[(4, 4, 0, 4)], [(4, 4, 4, 8)], [(4, 4, 8, 12)]]
-    assert choose([*halves, *thirds], 12) == Choice(4, [(2, 0), (3, 0), (4, 0)])
+    halves, thirds = [[(4, 4, 0, 0, 6)], []], [[(4, 4, 0, 0, 4)], [(4, 4, 0, 4, 8)], [(4, 4, 0, 8, 12)]]
+    assert select([*halves, *thirds], 12) == Selection(4, [(2, 0), (3, 0), (4, 0)])
 
 
 def test_a_rank_is_asked_for_its_own_slice_before_who_keeps_it() -> None:
-    assert choose([[(4, 4, 5, 10), (4, 4, 0, 5)], [(4, 4, 0, 5)]], 10) == Choice(4, [(1, 0), (0, 0)])
+    assert select([[(4, 4, 0, 5, 10), (4, 4, 0, 0, 5)], [(4, 4, 0, 0, 5)]], 10) == Selection(4, [(1, 0), (0, 0)])
 
 
 @pytest.mark.parametrize(
@@ -96,7 +103,7 @@ def test_copies_that_make_no_sense(options: dict, match: str) -> None:
 def test_pieces_are_joined_in_order() -> None:
     first = Piece(4, 4, 0, 3, {"parameters": np.arange(3.0)}, {"steps": np.array(4)})
     second = Piece(4, 4, 3, 5, {"parameters": np.arange(3.0, 5.0)}, {"steps": np.array(9)})
-    state = Found(4, [first, second], [0, 1]).state
+    state = Found(4, [first, second]).state
     assert state["parameters"].tolist() == [0, 1, 2, 3, 4]
     assert state["steps"] == 4
 

@@ -4,7 +4,9 @@ import random
 from collections.abc import Sequence
 from dataclasses import replace
 
-from tests.faults.plans import DISAGREEMENTS, EPOCHS, IN_TWO, PROGRAMS, STEPS, Fault, Plan
+from tests.backends import IN_TWO
+from tests.faults.plans import DISAGREEMENTS, EPOCHS, PROGRAMS, STEPS, Fault, Plan
+from tests.random_calls import nodes_for
 
 # Places in the code of the rank that is lost: before, in the middle of, and after them. See `points`.
 REDUCE_POINTS = ("call", "reduce", "middle of a reduction", "end of a step")
@@ -29,7 +31,7 @@ def draw(number: int, programs: Sequence[str] = tuple(PROGRAMS), most_ranks: int
     program = chance.choices(programs, [PROGRAMS[name].weight for name in programs])[0]
     kind = PROGRAMS[program]
     ranks = max(kind.least, min(most_ranks, chance.choice((2, 3, 3, 4, 5))))
-    nodes = () if program == "spare ranks" else chance.choice(_nodes(ranks))
+    nodes = () if program == "spare ranks" else nodes_for(chance, ranks)
     names = tuple(name for name in kind.backends if name != "shared" or not nodes)
     plan = Plan(
         number=number,
@@ -48,11 +50,6 @@ def draw(number: int, programs: Sequence[str] = tuple(PROGRAMS), most_ranks: int
     if program.startswith("spare "):
         plan = replace(plan, spares=chance.randrange(program == "spare ranks", ranks - 1))
     return replace(plan, faults=tuple(_faults(chance, plan)))
-
-
-def _nodes(ranks: int) -> list[tuple[int, ...]]:
-    halves = (ranks - ranks // 2, ranks // 2)
-    return [(), (), (), halves, (1,) * ranks]
 
 
 def _faults(chance: random.Random, plan: Plan) -> list[Fault]:

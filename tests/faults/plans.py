@@ -1,15 +1,14 @@
-"""What one run does: a program in a configuration, and the faults that are injected into it. Pure."""
+"""What one run does: a program in a configuration, and the faults that are injected into it. No MPI."""
 
 from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
+
+from tests.backends import ON_CPU, SHARDED
 
 OUTSIDE = "any instant"  # the driver sends the signal, at a drawn instant
 START = "the start"
 BETWEEN = "between two fits"  # the program does it itself
 
-BACKENDS = ("auto", "shared", "ring", "halving_doubling", "reduce_to_one", "hierarchical_copy", "native")
-TWO_PHASE = ("auto", "shared", "ring", "halving_doubling", "hierarchical_copy")
-IN_TWO = ("halving_doubling", "hierarchical_copy")  # whose reductions are two calls of their own
 ROWS, BATCH, EPOCHS = 480, 48, 6  # small, so that the losses and not the steps take the time
 STEPS = ROWS // BATCH * EPOCHS
 
@@ -35,17 +34,17 @@ class Program(NamedTuple):
 
 
 PROGRAMS = {
-    "mirrored": Program(6, "training", BACKENDS, checkpoints=(0, 3, 7)),
-    "sharded": Program(4, "training", TWO_PHASE, checkpoints=(3, 7)),
+    "mirrored": Program(6, "training", ON_CPU, checkpoints=(0, 3, 7)),
+    "sharded": Program(4, "training", SHARDED, checkpoints=(3, 7)),
     "central storage": Program(3, "training", checkpoints=(3, 7)),
     "synchronous servers": Program(3, "training", checkpoints=(0, 7), least=3),
     "asynchronous servers": Program(3, "training", checkpoints=(0, 7), exact=False, together=False, least=3),
     "spare replicas": Program(3, "training", checkpoints=(0, 7), exact=False, together=False),
-    "spare ranks": Program(3, "training", BACKENDS, checkpoints=(0, 7), least=3),
-    "optimizer": Program(3, "loop", BACKENDS, ("torch",)),
-    "sharded optimizer": Program(2, "loop", TWO_PHASE, ("torch",), (3, 7)),
-    "calls": Program(5, "calls", BACKENDS),
-    "disagreement": Program(4, "disagreeing", BACKENDS),
+    "spare ranks": Program(3, "training", ON_CPU, checkpoints=(0, 7), least=3),
+    "optimizer": Program(3, "loop", ON_CPU, ("torch",)),
+    "sharded optimizer": Program(2, "loop", SHARDED, ("torch",), (3, 7)),
+    "calls": Program(5, "calls", ON_CPU),
+    "disagreement": Program(4, "disagreeing", ON_CPU),
 }
 
 
@@ -219,7 +218,7 @@ SCENARIOS = {
         faults=(
             Fault("kill", 0, "middle of a reduction", 10),
             Fault("kill", 2, "survivors", 1),
-            Fault("kill", 1, turn=30, delay=0.002),
+            Fault("kill", 1, "reduce", 30, after=True),
         ),
     ),
     "losses in shared": Plan(

@@ -37,15 +37,15 @@ POINTS = {
     ],
     "reply": [
         ("trainers.strategies.servers.mailbox:Mailbox", "reply"),
-        ("trainers.strategies.servers.service:Served", "_spread"),
+        ("trainers.strategies.servers.service:ServerStrategy", "_broadcast_parameters"),
     ],
     "call": [("allreduce.engine.engine:Engine", "prepare")],  # what it returns
-    "reduce": [("allreduce.engine.engine:Admitted", "work")],  # inside of a call, when the ranks have met
+    "reduce": [("allreduce.engine.engine:AdmittedCall", "work")],  # inside of a call, when the ranks have met
     "middle of a reduction": [("allreduce.backend:TwoPhase", "_all_gather")],
     "update": [("trainers.replica:Replica", "update"), ("trainers.pytorch.optimizer:MirroredOptimizer", "step")],
     "end of a step": [(f"{__package__}.notes:Notes", "step")],
-    "evaluate": [("trainers.trainer", "evaluated")],
-    "predict": [("trainers.trainer", "predicted")],
+    "evaluate": [("trainers.trainer", "evaluate_chunk")],
+    "predict": [("trainers.trainer", "predict_chunk")],
     "mirror": [
         ("trainers.trainer", "mirror"),
         ("trainers.strategies.mirrored", "mirror"),
@@ -65,7 +65,7 @@ POINTS = {
     "back up an array": [("trainers.state.backup", "pieces")],
     "wait for a backup": [("trainers.state.backup", "wait_for")],
     "update slices": [("trainers.pytorch.sharded:ShardedOptimizer", "step")],
-    "share slices": [("trainers.pytorch.sharded:Placement", "share")],
+    "share slices": [("trainers.pytorch.sharded:Placement", "publish")],
 }
 CUT = "cut"  # the file that scripts/cluster_sim.sh waits for
 Action = Callable[..., object]

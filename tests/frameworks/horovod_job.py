@@ -117,13 +117,13 @@ def names_in_any_order() -> None:
 def held_back() -> Iterator[None]:
     """What is submitted inside is decided together, when all ranks have left."""
     if RANK == 0:
-        session.world().once(Worker)._turning.acquire()
+        session.world().once(Worker)._work_lock.acquire()
     try:
         yield
         session.world().agree([], "all have submitted")
     finally:
         if RANK == 0:
-            session.world().once(Worker)._turning.release()
+            session.world().once(Worker)._work_lock.release()
 
 
 def fused() -> None:
@@ -205,8 +205,8 @@ def gradients() -> None:
 def joined() -> None:
     """Who has no data left stands in, with what changes nothing."""
     if RANK == 0:  # what the others submit soon is decided together
-        session.world().once(Worker)._turning.acquire()
-        threading.Timer(0.3, session.world().once(Worker)._turning.release).start()
+        session.world().once(Worker)._work_lock.acquire()
+        threading.Timer(0.3, session.world().once(Worker)._work_lock.release).start()
     else:
         handles = [hvd.allreduce_async(here(2 + at), name=f"small {at}", op=hvd.Sum) for at in range(5)]
         for at, handle in enumerate(handles):
@@ -383,6 +383,14 @@ def states() -> None:
     for call in (hvd.broadcast_object, hvd.allgather_object):
         with pytest.raises(NotSendableError, match="no pickle"):
             call(network if RANK == 0 else 1)
+        for tensor, words in ((torch.eye(2).to_sparse(), "send .*dense tensors"), (here(2).to("meta"), "meta tensor")):
+            with pytest.raises(NotSendableError, match=words):
+                call(tensor if RANK == 0 else 1)
+    row = torch.arange(6.0)
+    held = [row[::2], row[::6], row[:1].expand(3), torch.tensor([1 + 2j, 3j]).conj().imag, row.view(2, 3).t()]
+    for found in (hvd.broadcast_object(held if RANK == 0 else None), hvd.allgather_object(held)[-1]):
+        for there, tensor in zip(found, held, strict=True):
+            same(there, tensor)
 
 
 def batch_norm() -> None:
@@ -405,7 +413,7 @@ def bad_input() -> None:
     for rank in (0, 1):
         if rank == RANK:  # it is under way until the others come, after the barrier
             handle = hvd.allreduce_async(here(2), name=f"twice {rank}")
-            with pytest.raises(DuplicateNameError, match=f"twice {rank} is under way"):
+            with pytest.raises(DuplicateNameError, match=f"twice {rank} has not ended"):
                 hvd.allreduce_async(here(2), name=f"twice {rank}")
         hvd.barrier()
         if rank != RANK:
@@ -421,11 +429,11 @@ def bad_input() -> None:
         hvd.allgather(here(2, 2 + RANK))
     for call, match in (
         (lambda: hvd.broadcast(here(2), SIZE), "root_rank"),
-        (lambda: hvd.alltoall(here(SIZE + 1)), "shared equally"),
+        (lambda: hvd.alltoall(here(SIZE + 1)), "divided equally"),
         (lambda: hvd.alltoall(here(2), [2] * SIZE), "more than the 2 rows"),
         (lambda: hvd.reducescatter(torch.tensor(1.0)), "has no rows"),
         (lambda: hvd.allreduce(here(2), op=17), "op=17 is unknown"),
-        (lambda: hvd.allreduce(here(2), average=True, op=hvd.Sum), "op= alone"),
+        (lambda: hvd.allreduce(here(2), average=True, op=hvd.Sum), "op= only"),
         (lambda: hvd.allreduce(here(2), postscale_factor=float("nan")), "finite"),
         (lambda: hvd.synchronize(10**6), "no handle"),
         (lambda: hvd.DistributedOptimizer(network()), "takes an optimizer of torch.optim, not Sequential"),

@@ -100,11 +100,11 @@ def test_which_gradients_are_averaged_together(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_which_calls_run_as_one() -> None:
-    from allreduce.engine.negotiation import Decision, groups
+    from allreduce.engine.negotiation import Decision, fuse
 
     def together(limit: int, *calls: tuple[str, int]) -> list[list[int]]:
         decisions = [Decision(str(number), None, [], None, kin, nbytes) for number, (kin, nbytes) in enumerate(calls)]
-        return [[int(decision.name) for decision in group] for group in groups(decisions, limit)]
+        return [[int(decision.name) for decision in group] for group in fuse(decisions, limit)]
 
     assert together(100) == []
     assert together(100, ("a", 40), ("b", 1), ("a", 60), ("a", 1), ("b", 1)) == [[0, 2], [1, 4], [3]]
@@ -147,7 +147,7 @@ def test_a_rank_is_lost(mpirun: JobRunner) -> None:
     """Two of three go on from the last commit, with the same parameters, and take what is left of the epoch."""
     job = mpirun(3, [SCRIPTS / "hvd_elastic.py", "--epochs", "3", "--lose", "1"], ulfm=True, timeout=240)
     assert job.returncode == 0, job.stdout + job.stderr
-    assert job.stdout.count("goes on as rank") == 2
+    assert job.stdout.count("continues as rank") == 2
     assert "2 ranks: test accuracy 0.9" in job.stdout
 
 

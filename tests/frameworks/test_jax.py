@@ -1,4 +1,4 @@
-"""JAX on several ranks: trainers with JaxReplica, and the collectives of allreduce.jax."""
+"""JAX: the script and the benchmark on two ranks. tests/ranks/frameworks/test_jax.py has the rest."""
 
 import json
 import re
@@ -18,20 +18,13 @@ VARIANTS = ("none", "replica", "pmean", "gloo")
 SILENT = {"TF_CPP_MIN_LOG_LEVEL": "3"}  # of compilations that take long, on busy cores
 DEVICES = "--xla_force_host_platform_device_count=2"
 CACHE = launch.ROOT / ".pytest_cache" / "jax"
+ENVIRONMENT = {**QUICK, "JAX_COMPILATION_CACHE_DIR": str(CACHE), "XLA_FLAGS": DEVICES}  # of the tests on ranks
 
 
 @pytest.fixture(autouse=True)
 def jax_is_there() -> None:
     if not all(map(find_spec, ("jax", "optax"))):
         lacking('JAX and optax are not installed: pip install ".[jax]" in the checkout')
-
-
-def test_job(mpirun: JobRunner) -> None:
-    """All that jax_job.py asserts, in one job, because importing JAX takes longer."""
-    environment = {**QUICK, "JAX_COMPILATION_CACHE_DIR": str(CACHE), "XLA_FLAGS": DEVICES}
-    job = mpirun(2, ["-m", "tests.frameworks.jax_job", "trainers", "calls"], timeout=300, env=environment)
-    assert job.returncode == 0, job.stdout + job.stderr
-    assert sorted(job.stdout.splitlines()) == ["rank 0 is done", "rank 1 is done"]
 
 
 def test_script(mpirun: JobRunner) -> None:

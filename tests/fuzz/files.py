@@ -120,7 +120,7 @@ def checkpoint_members(folder: Path) -> tuple[bytes, dict[str, bytes], dict[str,
     path.unlink()
     with zipfile.ZipFile(io.BytesIO(content)) as file:
         members = {name.removesuffix(".npy"): file.read(name) for name in file.namelist()}
-    said = json.loads(str(np.load(io.BytesIO(members[model_file.BESIDE]))))
+    said = json.loads(str(np.load(io.BytesIO(members[model_file.CHECKPOINT]))))
     return content, members, said
 
 
@@ -158,7 +158,7 @@ def results() -> list[dict[str, Any]]:
                 for backend in ("ring", "native", "auto"):
                     seconds = np.array([1e-5 + size * 1e-9 * speed] * 3)
                     run.results.append(summarize(backend, memory, size // 4, 4, ranks, seconds, 0))
-        runs.append(json.loads(to_json(run, ["a verdict"])))
+        runs.append(json.loads(to_json(run, "an advice")))
     return runs
 
 
@@ -192,7 +192,7 @@ def shapes() -> list[Any]:
 
 def message() -> bytes:
     """A rank's own state."""
-    return model_file.packed({"random": np.arange(3), "watching.step": np.array(1)})
+    return model_file.pack({"random": np.arange(3), "watching.step": np.array(1)})
 
 
 def bomb(size: int) -> bytes:

@@ -12,8 +12,8 @@ from allreduce.tracing import trace
 from allreduce.transport import chunked as sizes
 from allreduce.transport.wait import NamedCall
 from trainers import group
-from trainers.strategies.servers.epoch import Dealer, EpochLedger, EpochServer, Rule
-from trainers.strategies.servers.mailbox import BYE, PUSH, Arrival, Head, Parcel
+from trainers.strategies.servers.epoch import Dealer, EpochLedger, EpochServer, StalenessRule
+from trainers.strategies.servers.mailbox import BYE, PUSH, Arrival, Header, Message
 
 
 class OneNode:
@@ -63,7 +63,7 @@ class _Post:
 
 def read_notes(value: list[bytes], _: Path) -> str:
     notes = StatusMessages(_Post(value))  # type: ignore[arg-type]
-    notes.listen()  # of ranks that are not connected, each may tell this one
+    notes.receive()  # of ranks that are not connected, each may tell this one
     return notes.table(NamedCall("a call"))
 
 
@@ -72,7 +72,7 @@ MOST = 1 << 24  # bytes, in the place of what fits a machine
 
 def read_shapes(value: Any, _: Path) -> None:
     """What a rank says of the arrays that it is about to send."""
-    if not group.described(value, MOST):
+    if not group.is_valid_layout(value, MOST):
         raise CommunicationError("no state has such arrays")
     for _name, dtype, shape in value:
         np.empty(shape, dtype)
@@ -84,9 +84,9 @@ def read_sizes(value: list[Any], _: Path) -> None:
 
 
 class _Mailbox:
-    """A server's, with what workers have sent: (worker, tag, head)."""
+    """A server's, with what workers have sent: (worker, tag, header)."""
 
-    def __init__(self, messages: list[tuple[int, int, Head]]) -> None:
+    def __init__(self, messages: list[tuple[int, int, Header]]) -> None:
         self._messages = list(messages)
 
     def open(self, tags: Any) -> None:
@@ -95,13 +95,13 @@ class _Mailbox:
     def next(self, text: str) -> Arrival:
         if not self._messages:
             raise CommunicationError("nothing comes any more")
-        worker, tag, head = self._messages.pop(0)
-        parcel = self.parcel()
-        parcel.head = head
-        return Arrival(worker, tag, parcel)
+        worker, tag, header = self._messages.pop(0)
+        message = self.message()
+        message.header = header
+        return Arrival(worker, tag, message)
 
-    def parcel(self) -> Parcel:
-        return Parcel(1, 4, np.dtype("float32"))
+    def message(self) -> Message:
+        return Message(1, 4, np.dtype("float32"))
 
     def _nothing(self, *_: Any, **__: Any) -> None:
         pass
@@ -117,16 +117,16 @@ class _Shard:
 PARTS = 6
 
 
-def read_pushes(value: tuple[bool, str, list[tuple[int, int, Head]]], _: Path) -> None:
+def read_pushes(value: tuple[bool, str, list[tuple[int, int, Header]]], _: Path) -> None:
     """An epoch of a server, of which three workers send heads that they like. first: it deals the parts."""
     first, stale, messages = value
     shard, epoch = _Shard(), EpochLedger()
     epoch.begin(0, PARTS)
-    rule = Rule(stale, 2)
+    rule = StalenessRule(stale, 2)
 
-    def apply(parcel: Parcel, factor: float) -> None:
+    def apply(message: Message, factor: float) -> None:
         shard.version += 1
 
     dealer = Dealer(range(PARTS), range(3), rule.bound) if first else None
-    mailbox: Any = _Mailbox([*messages, *((worker, PUSH, Head(BYE)) for worker in range(3))])
+    mailbox: Any = _Mailbox([*messages, *((worker, PUSH, Header(BYE)) for worker in range(3))])
     EpochServer(mailbox, shard, rule, dealer, apply, lambda: False, epoch).serve(range(3))  # type: ignore[arg-type]

@@ -18,20 +18,20 @@ from allreduce.machine import identify
 from allreduce.registry import BACKENDS
 from benchmarks import compare, scaling, timeline
 from benchmarks.lib import plot, report
+from benchmarks.lib.advice import advice
 from benchmarks.lib.results import FileError, load
-from benchmarks.lib.verdict import verdict
 from benchmarks.predicting import fitting
 from benchmarks.timeline import load as load_trace
 from trainers import datasets
 from trainers.cli import roles
 from trainers.errors import ArgumentError, CheckpointError, DataError, ModelFileError, RoleError
 from trainers.files import checkpoint, model_file
-from trainers.files.model_file import BESIDE, HEADER
+from trainers.files.model_file import CHECKPOINT, HEADER
 from trainers.fit import checkpointing
 from trainers.replicas.numpy.network import NumpyNetwork
 from trainers.state import checkpoints
-from trainers.strategies.servers.mailbox import ASK, PUSH, Head
-from trainers.strategies.servers.strategy import STALE
+from trainers.strategies.servers.mailbox import ASK, PUSH, Header
+from trainers.strategies.servers.strategy import CHOICES
 from trainers.watching.csv_logger import CSVLogger
 
 from . import files, peers
@@ -127,7 +127,9 @@ def _members(
         return st.tuples(st.just(name), st.one_of(*own, mutated(valid, 3), claimed, plain))
 
     extra = st.tuples(
-        st.sampled_from(("x.npy", "x", "../x.npy", "\x1b[31m.npy", f"{BESIDE}.rank-1.a.npy", f"{BESIDE}.rank7.a.npy")),
+        st.sampled_from(
+            ("x.npy", "x", "../x.npy", "\x1b[31m.npy", f"{CHECKPOINT}.rank-1.a.npy", f"{CHECKPOINT}.rank7.a.npy")
+        ),
         st.just(b""),
     )
     altered = st.one_of(*map(change, names))
@@ -184,7 +186,7 @@ def _read_checkpoints(value: dict[str, Content], folder: Path) -> None:
     network.learning_rates = saved.progress.rates
     network.load_state(saved.state)
     for own in saved.local:
-        model_file.unpacked(model_file.packed(own))
+        model_file.unpack(model_file.pack(own))
     checkpoint.prune(str(folder), saved.progress.total, 1)
     checkpoint.clean(str(folder))
 
@@ -203,8 +205,11 @@ def _checkpoints() -> "st.SearchStrategy[Any]":
         """With checksums that fit, so that what it says is looked at."""
         held = {**members, **altered}
         if isinstance(tree, dict):
-            tree = {**tree, "checksums": {name: zipfile.crc32(each) for name, each in held.items() if name != BESIDE}}  # type: ignore[attr-defined]
-        held[BESIDE] = files.npy(np.array(json.dumps(tree)))
+            tree = {
+                **tree,
+                "checksums": {name: zipfile.crc32(each) for name, each in held.items() if name != CHECKPOINT},
+            }  # type: ignore[attr-defined]
+        held[CHECKPOINT] = files.npy(np.array(json.dumps(tree)))
         return files.archive([(f"{name}.npy", each) for name, each in held.items()], zipfile.ZIP_STORED, None, b"")
 
     changes = st.lists(
@@ -218,7 +223,7 @@ def _checkpoints() -> "st.SearchStrategy[Any]":
     one = st.one_of(
         st.builds(signed, trees([said], 2), changes),
         mutated([whole], 2),
-        _members([members], {BESIDE: _text_array([said]), **ours}),
+        _members([members], {CHECKPOINT: _text_array([said]), **ours}),
     )
     return st.dictionaries(st.sampled_from(names), contents(one), min_size=1, max_size=3)
 
@@ -265,7 +270,7 @@ def _read_results(value: tuple[Content, Content], folder: Path) -> str:
     code, said = quietly(compare.main, paths)  # type: ignore[arg-type]
     for path in paths:
         with suppress(FileError):
-            verdict(load(path))
+            advice(load(path))
     return _outcome(code, said)
 
 
@@ -298,8 +303,7 @@ class _Page(HTMLParser):
 
 def _read_page(value: Content, folder: Path) -> str:
     run = load(lay(folder / "a.json", value))
-    said = verdict(run)
-    page = report.page(run, said)
+    page = report.page(run)
     rest = page.partition("</script>")[2]  # after plotly's own
     parser = _Page()
     parser.feed(rest)
@@ -307,7 +311,7 @@ def _read_page(value: Content, folder: Path) -> str:
     assert "<script>alert" not in rest
     assert "alert(1)</script>" not in rest
     plot.draw(run)
-    return "\n".join(said)
+    return advice(run)
 
 
 def _results() -> "st.SearchStrategy[Any]":
@@ -341,7 +345,7 @@ def _logs() -> "st.SearchStrategy[Any]":
 
 
 def _read_own(value: bytes, _: Path) -> None:
-    model_file.unpacked(value)
+    model_file.unpack(value)
 
 
 def _own() -> "st.SearchStrategy[Any]":
@@ -349,17 +353,17 @@ def _own() -> "st.SearchStrategy[Any]":
 
 
 def _read_random(value: dict[str, Any], _: Path) -> None:
-    before = checkpoints.take()
+    before = checkpoints.random_state()
     try:
-        checkpoints.load({name: np.array(array) for name, array in value.items()})
+        checkpoints.load_random_state({name: np.array(array) for name, array in value.items()})
         np.random.random(3)
         np.random.randn(3)
     finally:
-        checkpoints.load(before)
+        checkpoints.load_random_state(before)
 
 
 def _randoms() -> "st.SearchStrategy[Any]":
-    state = {name: array.tolist() for name, array in checkpoints.take().items()}
+    state = {name: array.tolist() for name, array in checkpoints.random_state().items()}
     far = [
         {**state, checkpoints.NUMPY: [place, *state[checkpoints.NUMPY][1:]]} for place in (-1, 625, 1 << 30, 1 << 62)
     ]
@@ -388,10 +392,10 @@ def _sizes() -> "st.SearchStrategy[Any]":
 
 def _pushes() -> "st.SearchStrategy[Any]":
     number = st.one_of(st.integers(-1, 8), st.sampled_from((-(2**63), 2**63 - 1, 2**31, 2**40)))
-    likely = st.builds(Head, st.integers(0, 2), st.integers(0, 5), st.integers(0, 2), st.integers(0, 1), st.just(0))
-    head = st.one_of(likely, likely, st.builds(Head, number, number, number, number, number))
+    likely = st.builds(Header, st.integers(0, 2), st.integers(0, 5), st.integers(0, 2), st.integers(0, 1), st.just(0))
+    head = st.one_of(likely, likely, st.builds(Header, number, number, number, number, number))
     message = st.tuples(st.integers(0, 2), st.sampled_from((ASK, ASK, PUSH)), head)
-    return st.tuples(st.booleans(), st.sampled_from(STALE), st.lists(message, max_size=30))
+    return st.tuples(st.booleans(), st.sampled_from(CHOICES["stale"]), st.lists(message, max_size=30))
 
 
 FILES = (DataError,)

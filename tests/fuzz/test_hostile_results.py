@@ -99,7 +99,7 @@ def test_a_sparse_data_set_is_not_taken_into_memory(tmp_path: Path) -> None:
     path = tmp_path / "set.npz"
     path.touch()
     os.truncate(path, 1 << 42)
-    with pytest.raises(DataError, match=r"set\.npz is no \.npz archive"):
+    with pytest.raises(DataError, match=r"set\.npz is not an \.npz archive"):
         datasets.load(str(path))
 
 
@@ -122,7 +122,7 @@ def test_a_page_shows_what_it_is_told_as_text() -> None:
     run.results = [result.__class__(**{**vars(result), "backend": f"{result.backend}{harm}"}) for result in run.results]
     run.machine = {"cpu": harm, "cores": 2, "mpi": harm, harm: harm}
     run.command, run.date, run.skipped = harm, harm, {harm: harm}
-    page = report.page(run, [harm], harm).partition("</script>")[2]
+    page = report.page(run).partition("</script>")[2]
     assert page.count("alert(1)") > 10
     assert harm not in page
     assert "<script>alert" not in page.replace("\\u003c", "<")  # as plotly would read it
@@ -236,12 +236,12 @@ def test_links_that_others_have_laid_are_not_followed(tmp_path: Path, name: str)
 @pytest.mark.parametrize("place", [-1, 625, 1 << 30, 1 << 62])
 def test_a_random_state_that_points_elsewhere(place: int) -> None:
     """NumPy would read there, and crash."""
-    state = checkpoints.take()
+    state = checkpoints.random_state()
     altered = state[checkpoints.NUMPY].copy()
     altered[0] = place
     with pytest.raises(ValueError, match="624 words"):
-        checkpoints.load({**state, checkpoints.NUMPY: altered})
-    assert all((each == state[name]).all() for name, each in checkpoints.take().items())
+        checkpoints.load_random_state({**state, checkpoints.NUMPY: altered})
+    assert all((each == state[name]).all() for name, each in checkpoints.random_state().items())
 
 
 @pytest.mark.parametrize(
@@ -257,10 +257,10 @@ def test_a_history_that_makes_no_sense(name: str, value: Any) -> None:
 
 def test_a_damaged_message_with_arrays() -> None:
     content = files.message()
-    assert sorted(model_file.unpacked(content)) == ["random", "watching.step"]
+    assert sorted(model_file.unpack(content)) == ["random", "watching.step"]
     for damaged in (b"", content[:-30], content.replace(b"NUMPY", b"NUMPI")):
         with pytest.raises(CheckpointError, match="damaged"):
-            model_file.unpacked(damaged)
+            model_file.unpack(damaged)
 
 
 def test_a_log_that_is_a_pipe_is_not_read(tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ from tests.gpu.fake_gpu import Gpu, TorchCuda
 from tests.ranks.grid import expected, numpy_dtype, values
 from trainers import MirroredTrainer
 from trainers.pytorch import MirroredOptimizer
-from trainers.pytorch.buckets import flat
+from trainers.pytorch.buckets import allocate_flat
 from trainers.replicas.pytorch import devices
 from trainers.strategies.sharded import ShardedUpdate
 
@@ -91,9 +91,9 @@ def check_background() -> None:
 def check_one_rank() -> None:
     """Nothing goes to the host and back for a backend that has nobody to talk to; what looks at gradients sees them."""
     with allreduce.Topology(MPI.COMM_SELF) as topology, allreduce.create("ring", topology) as reduce:
-        memory = flat(reduce, 8, "float32", devices.Cuda(HOST, CUDA)).part(2, 6)
+        memory = allocate_flat(reduce, 8, "float32", devices.Cuda(HOST, CUDA)).part(2, 6)
         memory.tensor.fill_(1.0)
-        memory.through(reduce)
+        memory.run_on_array(lambda: reduce(memory.array))
         assert not memory.array.any()
         assert memory.tensor.eq(1).all()
         assert memory.fetched().all()
@@ -152,9 +152,9 @@ def on_gpu(run: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
 
 def watched(optimizer: MirroredOptimizer, model: torch.nn.Module) -> None:
     """Look for races in the gradients and parameters, and see that gradients are where they should be."""
-    for memory in optimizer._parts.reducer.buckets:
-        GPU.track(memory.tensor.data_ptr(), memory.tensor.nbytes)
-        assert type(memory.array) is (CUPY.ndarray if optimizer.backend.name == "nccl" else np.ndarray)
+    for bucket in optimizer._parts.reducer.dense:
+        GPU.track(bucket.memory.tensor.data_ptr(), bucket.memory.tensor.nbytes)
+        assert type(bucket.memory.array) is (CUPY.ndarray if optimizer.backend.name == "nccl" else np.ndarray)
     for parameter in model.parameters():
         GPU.track(parameter.data_ptr(), parameter.nbytes)
 
@@ -172,7 +172,11 @@ def check_optimizer() -> None:
 
 def check_waits() -> None:
     """Without any one of the waits between streams there is a race, so the checks above would find it missing."""
-    for where, name in ((devices._Streams, "leave"), (devices._Streams, "back"), (CUPY.cuda.Stream, "wait_event")):
+    for where, name in (
+        (devices._Streams, "submitted"),
+        (devices._Streams, "wait_on_stream"),
+        (CUPY.cuda.Stream, "wait_event"),
+    ):
         patch = pytest.MonkeyPatch()
         patch.setattr(where, name, lambda *_: None)
         on_gpu(optimized, watched, steps=2, allreduce="nccl", overlap=True)
@@ -189,7 +193,7 @@ def check_replica() -> None:
         if isinstance(trainer.strategy.update, ShardedUpdate):
             assert type(tracked(trainer.strategy.update._array)) is CUPY.ndarray
 
-    for name in ("take_back", "hand_over"):
+    for name in ("torch_after_cupy", "cupy_after_torch"):
         patch = pytest.MonkeyPatch()
         patch.setattr(devices.Cuda, name, lambda _: None)
         on_gpu(fitted, watch, allreduce="nccl")

@@ -33,21 +33,21 @@ def test_a_call_comes_after_all_that_has_written() -> None:
             with cuda.stream(cuda.Stream()):
                 gpu.access(10 * at, 10, True, "a gradient", gpu.of_torch)
                 if at < noted:
-                    crossing.note()
-        crossing.leave()
-        with crossing.inside():
+                    crossing.mark_writer()
+        crossing.submitted()
+        with crossing.running():
             gpu.access(0, 20, True, "a reduction", gpu.of_torch)
         assert bool(gpu.races) == (noted == 1)
         gpu.races.clear()
         if noted == 2:
-            crossing.back()
+            crossing.wait_on_stream()
         gpu.access(0, 20, False, "an update", gpu.of_torch)
         assert bool(gpu.races) == (noted == 1)
         assert gpu.synchronized == 0  # the host has waited for nothing
 
 
 def test_threads_take_the_gpu_of_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    """CUDA's current device is a thread's own: the lane's would be GPU 0 on all ranks."""
+    """CUDA's current device is a thread's own: the worker's would be GPU 0 on all ranks."""
     held = threading.local()
     runtime = SimpleNamespace(getDevice=lambda: getattr(held, "device", 0), getDeviceCount=lambda: 4)
     device = lambda number: SimpleNamespace(use=lambda: setattr(held, "device", number))  # noqa: E731
@@ -65,7 +65,7 @@ def test_threads_take_the_gpu_of_the_process(monkeypatch: pytest.MonkeyPatch) ->
         monkeypatch.setattr(gpu, "_device", None)
         held.device = current
         if chosen is not None:
-            gpu.keep_device(chosen)
+            gpu.set_device(chosen)
         assert taken(6) == [expected] * 2
 
 
@@ -79,7 +79,7 @@ def test_an_optimizer_is_tried_out_where_its_parameters_are() -> None:
     """Fused ones count their steps on the GPU, where a saved state's have to go."""
     import torch
 
-    from trainers.replicas.pytorch.optimizer import _tried
+    from trainers.replicas.pytorch.optimizer import _trial_state
 
     class Counting(torch.optim.SGD):
         def step(self, closure: object = None) -> None:  # type: ignore[override]
@@ -87,7 +87,7 @@ def test_an_optimizer_is_tried_out_where_its_parameters_are() -> None:
                 self.state[parameter]["step"] = torch.zeros((), device=parameter.device)
 
     optimizer = Counting([torch.nn.Parameter(torch.ones(1))], lr=0.1)
-    assert _tried(optimizer, torch.device("meta"))["step"].device.type == "meta"
+    assert _trial_state(optimizer, torch.device("meta"))["step"].device.type == "meta"
 
 
 @pytest.mark.skipif(shutil.which("nvidia-smi") is not None, reason="this machine may have a GPU")

@@ -15,7 +15,7 @@ from allreduce.transport.wait import NamedCall
 def test_a_rank_leaves_one_place_or_all(number: int, ends: bool) -> None:
     """A failed call is the end of its backend, not of other backends' calls with the same rank."""
     detector = StallDetector(MPI.COMM_SELF, 100.0)
-    detector.messages._heard[1] = {Fact(LEFT, number, text="its call failed"): {1}}
+    detector.messages._received[1] = {Fact(LEFT, number, text="its call failed"): {1}}
     detector.messages._merge()
     detector.messages._left = dict.fromkeys(detector.messages._left, time.monotonic() - 50)
     wait = detector.wait_record(7, raises=True)
@@ -40,6 +40,6 @@ def test_where_a_rank_stands_among_many_places() -> None:
         wait.new(3.0)
     waits[30].begin(NamedCall("all_reduce"))
     waits[30].new(1.0)
-    assert "in all_reduce, call 1 there" in detector.status().splitlines()[0]
+    assert "in all_reduce (call number 1)" in detector.status().splitlines()[0]
     assert "a call that was quick" in detector.status().splitlines()[1]
     detector.abandon()

@@ -42,7 +42,7 @@ def test_a_stall_and_a_signal(mpirun: JobRunner, tmp_path: Path, mpi: str) -> No
     assert job.returncode == 0, job.stderr
     assert job.stdout.count("came to the end") == 3
     assert "rank 0 has waited" in job.stderr
-    assert "200000 bytes, call " in job.stderr
+    assert "200000 bytes (call number " in job.stderr
     assert str(folder / "stacks-rank-*.txt") in job.stderr
     assert "in looks_for_data" in (folder / "stacks-rank-1.txt").read_text()
     assert "in keeps_the_lock" in (folder / "stacks-rank-2.txt").read_text()
@@ -119,7 +119,7 @@ def stacks_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_stacks_after_ages(stacks_in: Path) -> None:
     """Longer than any clock of the system counts: never."""
     for seconds in (1e10, 1e12, 1e300, float("inf")):
-        stacks.put_off(seconds)
+        stacks.restart_timer(seconds)
     faulthandler.cancel_dump_traceback_later()
 
 

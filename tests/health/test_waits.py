@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from tests import launch
+from tests.backends import ON_CPU
 from tests.conftest import JobRunner
 
 BOTH = pytest.mark.parametrize("mpi", launch.MPIS)
@@ -65,7 +66,7 @@ for case in sys.argv[1:]:
     topology.abandon()
 """
 OTHER_CALLS = [
-    *(f"{name}:op" for name in ("ring", "native", "shared", "halving_doubling", "reduce_to_one", "auto")),
+    *(f"{name}:op" for name in ON_CPU),
     *(f"{name}:length" for name in ("ring", "native", "auto", "hierarchical_copy")),
     *(f"{name}:memory" for name in ("auto", "hierarchical_copy")),
 ]

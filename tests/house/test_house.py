@@ -24,12 +24,13 @@ if sys.version_info >= (3, 11):
 else:
     import tomli as tomllib  # comes with pytest
 
-# Limits. A change may lower one of these numbers and may not raise it. The comment after each is the aim.
+# Limits. A change may lower one of these numbers. It may raise LINES by the lines of a new feature, and no other
+# number. The comment after each is the aim.
 MODULES_IN_CIRCLES = 0  # modules that import each other, directly or by way of others
 FOLDERS_IN_CIRCLES = 0  # the same of the modules and folders that lie in one folder
 FLOORS = {"allreduce": 13, "trainers": 13, "benchmarks": 13}  # 13 each: layers of modules and folders
 ROOT_MODULES = {"allreduce": 9, "trainers": 14}  # 12 and 16: modules directly in the package's folder
-LINES = 42_578  # 34,000: of .py and .sh in allreduce, trainers, benchmarks and scripts
+LINES = 42_246  # 34,000: of .py and .sh in allreduce, trainers, benchmarks and scripts
 FINDINGS = dict.fromkeys(("SLF001", "C901", "PLR0912", "PLR0915"), 0)  # of ruff in the product, whatever noqa says
 
 CORE = {"numpy", "mpi4py", "ml_dtypes"}
@@ -84,7 +85,8 @@ def test_the_root_of_a_package_has_few_modules(package: str) -> None:
 def test_the_product_has_few_lines() -> None:
     paths = [path for folder in (*PACKAGES, "scripts") for path in (launch.ROOT / folder).rglob("*")]
     lines = sum(path.read_text().count("\n") for path in paths if path.suffix in (".py", ".sh"))
-    assert lines <= LINES
+    remedy = "delete what the change makes superfluous; a new feature raises LINES by its own lines"
+    assert lines <= LINES, f"{lines} lines, and the limit is {LINES}: {remedy} (CONTRIBUTING.md)"
 
 
 def test_ruff_finds_little() -> None:

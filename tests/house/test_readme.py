@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from allreduce import NAMES
 from benchmarks.lib.results import to_json
 from tests import launch
 from tests.benchmarks.made_runs import made_run
@@ -164,6 +165,11 @@ def test_every_variable_is_told() -> None:
     table = (launch.ROOT / "allreduce" / "doctor" / "README.md").read_text().partition("| variable |")[2]
     told = set(re.findall(r"\b(?:ALLREDUCE|HOROVOD)_[A-Z_]+\b", table.partition("\n\n")[0]))
     assert used == told
+
+
+def test_every_backend_has_its_cost_in_the_table() -> None:
+    table = (launch.ROOT / "allreduce/README.md").read_text().partition("| backend | steps |")[2].partition("\n\n")[0]
+    assert re.findall(r"^\| `(\w+)` \|", table, re.MULTILINE) == list(NAMES)
 
 
 def test_the_front_page_is_short_and_leads_to_every_guide() -> None:

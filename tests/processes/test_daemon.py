@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from allreduce.process import daemon
+from allreduce.process import daemon, proc, variables
 from tests import launch
 from tests.conftest import lacking
 
@@ -19,7 +19,7 @@ PROGRAM = """
 import os, signal, sys, time
 import numpy as np
 import allreduce
-from allreduce.process import daemon
+from allreduce.process import daemon, proc, variables
 
 reduce = allreduce.create("ring")
 reduce(np.ones(3), "sum")
@@ -111,8 +111,8 @@ def appears(path: Path) -> None:
 
 def test_a_daemon_is_looked_for_only_where_a_launcher_has_told_who_this_is(monkeypatch: pytest.MonkeyPatch) -> None:
     above = [(30, "timeout"), (20, "hydra_pmi_proxy"), (10, "slurmstepd")]
-    monkeypatch.setattr(daemon, "ancestors", lambda: above)
-    for name in daemon.VARIABLES:
+    monkeypatch.setattr(proc, "ancestors", lambda: above)
+    for name in variables.PROCESS:
         monkeypatch.delenv(name, raising=False)
     assert daemon.find() is None  # a program that a job of Slurm runs by itself
     monkeypatch.setenv("PMI_RANK", "0")
@@ -122,5 +122,5 @@ def test_a_daemon_is_looked_for_only_where_a_launcher_has_told_who_this_is(monke
 
 
 def test_ancestors() -> None:
-    numbers = [number for number, _ in daemon.ancestors()]
+    numbers = [number for number, _ in proc.ancestors()]
     assert numbers[:1] == ([] if os.getppid() == 1 else [os.getppid()])

@@ -8,8 +8,8 @@ import pytest
 pytest.importorskip("torch")
 
 from allreduce.arrays.chunks import chunk
-from trainers.pytorch.buckets import blocks, parts, plan
-from trainers.state.adopt import choose
+from trainers.pytorch.buckets import blocks, plan_buckets, split
+from trainers.state.adopt import select
 
 SINGLE, DOUBLE = ("float32", 4), ("float64", 8)
 SIZES = [(5, *SINGLE), (0, *SINGLE), (100, *DOUBLE), (1000, *SINGLE), (1, *SINGLE), (7, *DOUBLE)]
@@ -17,7 +17,7 @@ SIZES = [(5, *SINGLE), (0, *SINGLE), (100, *DOUBLE), (1000, *SINGLE), (1, *SINGL
 
 @pytest.mark.parametrize("limits", [(math.inf, math.inf), (1, 1), (64, 4096)], ids=str)
 def test_every_parameter_has_one_place(limits: tuple[float, float]) -> None:
-    buckets, lengths = plan(SIZES, *limits)
+    buckets, lengths = plan_buckets(SIZES, *limits)
     seen = []
     ends = dict.fromkeys(lengths, 0)
     for bucket in buckets:
@@ -37,20 +37,20 @@ def test_every_parameter_has_one_place(limits: tuple[float, float]) -> None:
 
 
 def test_first_and_last_bucket_are_small_and_order_is_reversed() -> None:
-    buckets, _ = plan([(1000, "float32", 4)] * 10, 4000, 12000)
+    buckets, _ = plan_buckets([(1000, "float32", 4)] * 10, 4000, 12000)
     assert [len(bucket.slots) for bucket in buckets] == [1, 3, 3, 2, 1]
     assert [slot.parameter for bucket in buckets for slot in bucket.slots] == list(range(9, -1, -1))
 
 
 def test_a_large_model_needs_no_memory_to_plan() -> None:
-    buckets, lengths = plan([(3 << 30, "bfloat16", 2)] * 3, 1 << 20, 25 << 20)
+    buckets, lengths = plan_buckets([(3 << 30, "bfloat16", 2)] * 3, 1 << 20, 25 << 20)
     assert lengths["bfloat16"] == 9 << 30 > sys.maxsize >> 40
     assert len(buckets) == 3
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 5, 2000])
 def test_pieces_cover_each_element_once(ranks: int) -> None:
-    buckets, _ = plan(SIZES, 64, 4096)
+    buckets, _ = plan_buckets(SIZES, 64, 4096)
     owners: dict[tuple[str, int], int] = {}
     offsets: dict[tuple[str, int], int] = {}
     for rank in range(ranks):
@@ -71,7 +71,7 @@ def test_pieces_cover_each_element_once(ranks: int) -> None:
 
 @pytest.mark.parametrize("nodes", [(2, 1), (1, 3), (2, 5)], ids=str)
 def test_nodes_of_different_size_cut_in_the_same_places(nodes: tuple[int, int]) -> None:
-    buckets, _ = plan(SIZES, 64, 4096)
+    buckets, _ = plan_buckets(SIZES, 64, 4096)
     owned = {
         (size, rank): [chunk(bucket.stop - bucket.start, size, rank) for bucket in buckets]
         for size in nodes
@@ -94,11 +94,11 @@ def test_pieces_of_nodes_of_different_sizes_fit_together() -> None:
     """Those of two nodes that have lost a rank each, but not when both have lost the same elements."""
     halves, thirds = [[slice(0, 6), slice(6, 12)], [slice(0, 4), slice(4, 8), slice(8, 12)]]
     cuts = sorted({each.start for each in halves + thirds})
-    offers = lambda ranks: [[(5, 5, *ends) for ends in parts(mine, cuts)] for mine in ranks]  # noqa: E731
-    assert parts(slice(4, 4), cuts) == []
-    assert choose(offers(halves), 12) is not None
-    found = choose(offers([halves[0], *thirds[1:]]), 12)
+    offers = lambda ranks: [[(5, 5, 0, *ends) for ends in split(mine, cuts)] for mine in ranks]  # noqa: E731
+    assert split(slice(4, 4), cuts) == []
+    assert select(offers(halves), 12) is not None
+    found = select(offers([halves[0], *thirds[1:]]), 12)
     assert found is not None
     assert found.pieces == [(0, 0), (1, 0), (1, 1), (2, 0)]
-    assert choose(offers([halves[0], *thirds[2:]]), 12) is None
-    assert choose(offers(halves[1:]), 12) is None
+    assert select(offers([halves[0], *thirds[2:]]), 12) is None
+    assert select(offers(halves[1:]), 12) is None

@@ -157,8 +157,8 @@ def test_three_lines_reach_the_accuracy_of_one_rank(mpirun: JobRunner) -> None:
 def test_training_step_benchmark(tmp_path: Path) -> None:
     pytest.importorskip("torch")
     wrong = {
-        "--models mlpp": "'mlpp' is unknown; did you mean 'mlp'? use all, or some of mlp, transformer, conv",
-        "--json no/out.json": "does not exist; make it first",
+        "--models mlpp": "'mlpp' can't be given; did you mean 'mlp'? use all, or some of mlp, transformer, conv",
+        "--json no/out.json": "does not exist; create it first",
     }
     short = ["--models", "conv", "--batch", "4", "--steps", "2", "--warmup", "1", "--verify", "3", "--json", "out.json"]
     options = [*map(str.split, wrong), [*short, "--variants", "DDP + gloo; replicated; sharded"]]

@@ -10,22 +10,16 @@ from mpi4py import MPI
 import allreduce
 from allreduce.backend import AllReduce, TwoPhase
 from allreduce.wrappers.background import Background
+from tests import random_calls
+from tests.random_calls import LENGTHS, op_for, reduced
 from tests.sequences.calls import Calls
 from tests.sequences.making import names
 
-DTYPES = ("float32", "float32", "float64", "int32", "int64", "float16")
-OPS: dict[str, Callable[[np.ndarray], np.ndarray]] = {
-    "sum": lambda rows: rows.sum(0),
-    "mean": lambda rows: rows.mean(0),
-    "max": lambda rows: rows.max(0),
-    "min": lambda rows: rows.min(0),
-    "prod": lambda rows: rows.prod(0),
-}
-LENGTHS = (0, 1, 2, 3, 5, 16, 17, 1000, 4099, 70001)
+DTYPES = (*random_calls.DTYPES, "float16")
 AGREED = (4, 6)  # refused calls about which ranks agree in any case
 
 
-class Place:
+class Group:
     """A topology, and which ranks of the job are in this rank's part of it."""
 
     def __init__(self, name: str, topology: allreduce.Topology, ranks: list[int]) -> None:
@@ -35,8 +29,8 @@ class Place:
 class Used:
     """A backend, the arrays that it gave, and what is under way in the background: each a check for its end."""
 
-    def __init__(self, name: str, backend: AllReduce, place: Place, compressed: bool) -> None:
-        self.name, self.backend, self.place, self.compressed = name, backend, place, compressed
+    def __init__(self, name: str, backend: AllReduce, group: Group, compressed: bool) -> None:
+        self.name, self.backend, self.group, self.compressed = name, backend, group, compressed
         self.arrays: list[np.ndarray] = []
         self.pending: list[tuple[Any, Callable[[], None]]] = []
         self.inner: AllReduce | None = None
@@ -47,7 +41,7 @@ class Backends(Calls):
 
     def __init__(self, comm: MPI.Intracomm, seed: int, folder: str, verbose: bool) -> None:
         super().__init__(comm, seed, folder, verbose)
-        self.places: list[Place] = []
+        self.groups: list[Group] = []
         self.used: list[Used] = []
         self.numbers = np.random.default_rng(seed)
 
@@ -55,7 +49,7 @@ class Backends(Calls):
         actions: list[tuple[Callable[[Used], None], int]] = [
             (self.reduce, 10), (self.allocate, 3), (self.tree, 2), (self.broadcast, 2), (self.collect, 2),
             (self.gather, 2), (self.scatter, 2), (self.sparse, 2), (self.refuse, 4), (self.submit, 3), (self.close, 2),
-            (self.close_place, 1), (self.drop, 1),
+            (self.close_group, 1), (self.drop, 1),
         ]  # fmt: skip
         for _ in range(calls * 3):
             if not self.used or (len(self.used) < 5 and self.chance(0.12)):
@@ -68,49 +62,49 @@ class Backends(Calls):
             action(used)
         while self.used:
             self.close(self.pick(*self.used))
-        for place in self.places:
-            self.well("Topology.close", place.topology.close)
+        for group in self.groups:
+            self.well("Topology.close", group.topology.close)
 
     # Making
 
-    def place(self) -> Place:
-        if self.places and self.chance(0.75):
-            return self.pick(*self.places)
+    def group(self) -> Group:
+        if self.groups and self.chance(0.75):
+            return self.pick(*self.groups)
         kind = self.pick("flat", "nodes of 2", "nodes of 1", "split", "duplicate")
         everyone = list(range(self.size))
-        if kind == "split" and self.places:
-            half, base = self.rank % 2, self.places[0].topology
+        if kind == "split" and self.groups:
+            half, base = self.rank % 2, self.groups[0].topology
             ranks = [rank for rank in everyone if rank % 2 == half]
-            if len(self.places[0].ranks) == self.size:
-                made = Place(kind, self.well("split", lambda: base.split(half)), ranks)
-                self.places.append(made)
+            if len(self.groups[0].ranks) == self.size:
+                made = Group(kind, self.well("split", lambda: base.split(half)), ranks)
+                self.groups.append(made)
                 return made
-        if kind == "duplicate" and self.places:
-            base_place = self.pick(*self.places)
-            made = Place(kind, self.well("duplicate", base_place.topology.duplicate), base_place.ranks)
-            self.places.append(made)
+        if kind == "duplicate" and self.groups:
+            base = self.pick(*self.groups)
+            made = Group(kind, self.well("duplicate", base.topology.duplicate), base.ranks)
+            self.groups.append(made)
             return made
         nodes = {"nodes of 2": 2, "nodes of 1": 1}.get(kind)
-        made = Place(kind, self.well("Topology", lambda: allreduce.Topology(ranks_per_node=nodes)), everyone)
-        self.places.append(made)
+        made = Group(kind, self.well("Topology", lambda: allreduce.Topology(ranks_per_node=nodes)), everyone)
+        self.groups.append(made)
         return made
 
     def create(self) -> None:
-        place, name = self.place(), self.pick(*names())
+        group, name = self.group(), self.pick(*names())
         options: dict[str, Any] = {"check": self.pick("first", "first", "always")}
         if name != "native" and self.chance(0.15):
             options["compress"] = self.pick("bfloat16", "float16")
         threaded = self.chance(0.2)
-        self.note(f"create {name} on {place.name} of {len(place.ranks)}, {options}{', Background' * threaded}")
-        backend, error = self.call("create", lambda: allreduce.create(name, place.topology, **options))
+        self.note(f"create {name} on {group.name} of {len(group.ranks)}, {options}{', Background' * threaded}")
+        backend, error = self.call("create", lambda: allreduce.create(name, group.topology, **options))
         if error is not None:
             wanted = name == "shared" or "compress" in options
             self.check(wanted and isinstance(error, allreduce.errors.AllReduceError), f"create {name}: {error!r}")
             return
-        used = Used(f"{name} on {place.name}", backend, place, "compress" in options)
+        used = Used(f"{name} on {group.name}", backend, group, "compress" in options)
         if threaded:
             used.inner = backend
-            used.backend = self.well("Background", lambda: Background(place.topology, inner=backend))
+            used.backend = self.well("Background", lambda: Background(group.topology, inner=backend))
         self.used.append(used)
 
     # Values
@@ -118,10 +112,10 @@ class Backends(Calls):
     def rows(self, used: Used, shape: Any, dtype: str) -> np.ndarray:
         """The arrays of all ranks of the job; those of this part are reduced."""
         full = self.numbers.integers(1, 4, size=(self.size, *np.atleast_1d(shape))).astype(dtype)
-        return full[used.place.ranks]
+        return full[used.group.ranks]
 
     def mine(self, used: Used, rows: np.ndarray) -> np.ndarray:
-        return rows[used.place.ranks.index(self.rank)]
+        return rows[used.group.ranks.index(self.rank)]
 
     def near(self, used: Used, what: str, found: Any, wanted: np.ndarray) -> None:
         loose = 0.02 if used.compressed or np.asarray(found).dtype == np.float16 else 1e-5
@@ -130,13 +124,7 @@ class Backends(Calls):
         self.check(near, text)
         crc = zlib.crc32(np.ascontiguousarray(found).tobytes())
         everyone = dict(enumerate(self.comm.allgather(crc)))
-        self.check(len({everyone[rank] for rank in used.place.ranks}) == 1, f"{what} of {used.name}: bits differ")
-
-    def wanted(self, rows: np.ndarray, op: str) -> np.ndarray:
-        return OPS[op](rows.astype("float64"))
-
-    def op_for(self, dtype: str) -> str:
-        return self.pick("sum", "max", "min", "prod") if dtype.startswith("int") else self.pick(*OPS)
+        self.check(len({everyone[rank] for rank in used.group.ranks}) == 1, f"{what} of {used.name}: bits differ")
 
     # Calls
 
@@ -168,13 +156,13 @@ class Backends(Calls):
             array = np.zeros((self.pick(2, 30), 7) if kind == "two axes" else self.pick(*LENGTHS), dtype)
         if not self.takes(used, dtype):
             return
-        op = self.op_for(dtype)
+        op = op_for(self.draw, dtype)
         self.note(f"{op} of {array.shape} {dtype}, {kind}, by {used.name}")
         for _ in range(self.pick(1, 1, 2)):
             rows = self.rows(used, array.shape, dtype)
             array[...] = self.mine(used, rows)
             self.well("reduce", lambda: used.backend(array, op))
-            self.near(used, op, array, self.wanted(rows, op))
+            self.near(used, op, array, reduced(rows, op))
 
     def tree(self, used: Used) -> None:
         shapes = self.pick([(3,), (2, 2)], [(5,), (0,), (1000,)], [(4,)])
@@ -183,12 +171,12 @@ class Backends(Calls):
         self.note(f"a tree of {shapes} by {used.name}")
         self.well("tree", lambda: used.backend(tree, "sum"))
         for leaf, each in zip(tree.values(), rows, strict=True):
-            self.near(used, "a tree", leaf, self.wanted(each, "sum"))
+            self.near(used, "a tree", leaf, reduced(each, "sum"))
 
     def broadcast(self, used: Used) -> None:
         root = self.draw.randrange(self.size)
-        root = min(root, (self.size // 2) - 1) if used.place.name == "split" else root
-        root = max(0, min(root, min(self.comm.allgather(len(used.place.ranks))) - 1))
+        root = min(root, (self.size // 2) - 1) if used.group.name == "split" else root
+        root = max(0, min(root, min(self.comm.allgather(len(used.group.ranks))) - 1))
         dtype, length = self.pick(*DTYPES), self.pick(*LENGTHS)
         self.note(f"broadcast {length} {dtype} from {root} by {used.name}")
         rows = self.rows(used, length, dtype)
@@ -204,7 +192,7 @@ class Backends(Calls):
         self.near(used, "collect", found, rows.astype("float64"))
 
     def gather(self, used: Used) -> None:
-        if "hierarchical" in used.name and used.place.topology.nodes > 1:  # whose nodes must have the same slices
+        if "hierarchical" in used.name and used.group.topology.nodes > 1:  # whose nodes must have the same slices
             return
         length = self.pick(*LENGTHS)
         self.note(f"all_gather {length} by {used.name}")
@@ -226,7 +214,7 @@ class Backends(Calls):
         found = self.well("reduce_scatter", lambda: used.backend.reduce_scatter(array, "sum"))  # type: ignore[attr-defined]
         part = (used.inner or used.backend).owned(length)
         loose = 0.02 if used.compressed else 1e-5
-        near = np.allclose(found, self.wanted(rows, "sum")[part], rtol=loose)
+        near = np.allclose(found, reduced(rows, "sum")[part], rtol=loose)
         self.check(near, f"reduce_scatter of {used.name}: {found[:8]}")
 
     def sparse(self, used: Used) -> None:
@@ -236,9 +224,9 @@ class Backends(Calls):
         indices = [self.numbers.integers(0, table, count) for count in counts]
         values = [self.numbers.integers(1, 4, (count, width)).astype("float32") for count in counts]
         wanted = np.zeros((table, width))
-        for rank in used.place.ranks:
+        for rank in used.group.ranks:
             np.add.at(wanted, indices[rank], values[rank])
-        there = sorted({int(each) for rank in used.place.ranks for each in indices[rank]})
+        there = sorted({int(each) for rank in used.group.ranks for each in indices[rank]})
         mine = indices[self.rank], values[self.rank]
         found, sums = self.well("sparse", lambda: used.backend.sparse(*mine, table, "sum"))
         self.check(found.tolist() == there, f"sparse of {used.name}: {found}, not {there}")
@@ -253,7 +241,7 @@ class Backends(Calls):
         array, inner = np.array(self.mine(used, rows)), used.inner
         self.note(f"submit {array.size} to {used.name}")
         pending = self.well("submit", lambda: backend.submit(lambda: inner(array, "sum")))
-        used.pending.append((pending, lambda: self.near(used, "background", array, self.wanted(rows, "sum"))))
+        used.pending.append((pending, lambda: self.near(used, "background", array, reduced(rows, "sum"))))
 
     def wait(self, used: Used) -> None:
         for pending, check in used.pending:
@@ -263,8 +251,8 @@ class Backends(Calls):
 
     def refuse(self, used: Used) -> None:
         """What one rank of a part brings is wrong, or another than before; then all is well again."""
-        size = len(used.place.ranks)
-        bad = used.place.ranks[self.draw.randrange(10) % size] == self.rank
+        size = len(used.group.ranks)
+        bad = used.group.ranks[self.draw.randrange(10) % size] == self.rank
         backend, length = used.backend, self.pick(5, 1000)
         one, other = np.ones(length, "float32"), np.ones(length + 1, "float32")
         dtype = np.ones(length, "float64")
@@ -284,9 +272,9 @@ class Backends(Calls):
             lambda: backend.stack(other if bad else one),
             lambda: backend({"a": one} if bad else [one], "sum"),
         ]
-        # Ranks that meet on no board compare nothing that is known to some of them, unless they always do.
-        place = used.place
-        meet = backend.check == "always" or (place.topology.nodes == 1 and place.name != "duplicate")
+        # Ranks without a fingerprint table compare no call that some of them know already, unless check="always".
+        group = used.group
+        meet = backend.check == "always" or (group.topology.nodes == 1 and group.name != "duplicate")
         differ = all(self.comm.allgather(meet and size > 1))
         number = self.draw.choice(range(len(tries)) if differ else AGREED)
         self.note(f"refused call {number} of {used.name}")
@@ -299,7 +287,7 @@ class Backends(Calls):
         rows = self.rows(used, length, "float32")
         array = np.array(self.mine(used, rows))
         self.well("reduce", lambda: backend(array, "sum"))
-        self.near(used, "sum after a refusal", array, self.wanted(rows, "sum"))
+        self.near(used, "sum after a refusal", array, reduced(rows, "sum"))
 
     # Ends
 
@@ -319,20 +307,20 @@ class Backends(Calls):
             self.refused("after close", lambda: used.backend(np.ones(5, "float32"), "sum"), "ClosedError")
             self.well("close again", used.backend.close)
 
-    def close_place(self, used: Used) -> None:
+    def close_group(self, used: Used) -> None:
         """A topology is closed, and its backends with it."""
-        place = used.place
-        children = [each for each in self.places if each.name in ("split", "duplicate")]
-        if place is self.places[0] or place in children or self.chance(0.5):
+        group = used.group
+        children = [each for each in self.groups if each.name in ("split", "duplicate")]
+        if group is self.groups[0] or group in children or self.chance(0.5):
             return
         self.note(f"close the topology of {used.name}")
-        gone = [each for each in self.used if each.place is place]
+        gone = [each for each in self.used if each.group is group]
         for each in gone:
             self.wait(each)
         if any(each.name == "duplicate" for each in children):  # of which one, nobody has noted
             return
-        self.places.remove(place)
-        self.well("Topology.close", place.topology.close)
+        self.groups.remove(group)
+        self.well("Topology.close", group.topology.close)
         self.used = [each for each in self.used if each not in gone]
         for each in gone:
             self.closed(each)

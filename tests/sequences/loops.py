@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 import allreduce
 from allreduce.arrays.chunks import chunk
+from tests.backends import ON_CPU, ON_NODES, SHARDED
 from tests.sequences.calls import Calls, FailureError
 from tests.sequences.models import CLASSES, FEATURES
 from trainers.pytorch import MirroredOptimizer
@@ -126,16 +127,12 @@ class Loops(Calls):
 
     def make(self, loop: Loop) -> None:
         update = self.pick("replicated", "sharded")
-        names = ["auto", "ring", "halving_doubling", "shared"]
-        if update == "replicated":
-            names += ["native", "hierarchical_copy", "reduce_to_one"]
-        backend = self.pick(*names)
+        backend = self.pick(*(SHARDED if update == "sharded" else ON_CPU))
         if not self.topologies or self.chance(0.1):
             nodes = self.pick(None, None, 2, 1)
             made = self.well("Topology", lambda: allreduce.Topology(ranks_per_node=nodes))
             self.topologies.append(made)
-        plain = self.topologies[0] if backend != "shared" else None
-        topology = self.pick(None, plain) if backend == "shared" else self.pick(None, *self.topologies)
+        topology = self.pick(None, *self.topologies) if backend in ON_NODES else None
         options = {
             "update": update,
             "overlap": self.pick(True, False, "auto"),

@@ -8,6 +8,7 @@ from mpi4py import MPI
 import allreduce
 from allreduce.errors import UnavailableError
 from allreduce.transport import ulfm
+from tests.backends import ON_CPU, SHARDED
 from tests.sequences.calls import Calls, FailureError, Folder, Side
 from tests.sequences.models import OPTIMIZERS, Model, State, numpy_network
 from trainers import CentralStorageTrainer, MirroredTrainer, ParameterServerTrainer, SpareReplicasTrainer
@@ -18,7 +19,7 @@ Make = Callable[..., Trainer]
 
 def names() -> list[str]:
     """Backends that average on the CPU."""
-    return [name for name in allreduce.available() if name not in ("nccl", "adasum")]
+    return [name for name in allreduce.available() if name in ON_CPU]
 
 
 class Making(Calls):
@@ -104,7 +105,7 @@ class Making(Calls):
         )
 
     def _sharded(self) -> tuple[str, Make]:
-        backend, copies = self.pick("auto", "ring", "halving_doubling", "shared"), self.pick(1, 1, 2)
+        backend, copies = self.pick(*SHARDED), self.pick(1, 1, 2)
         options = {"update": "sharded", "copies": min(copies, self.size)}
         return f"MirroredTrainer({backend}, {options})", lambda replica, ranks, **more: MirroredTrainer(
             replica, backend, ranks, **options, **more

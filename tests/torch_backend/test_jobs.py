@@ -249,7 +249,7 @@ def test_destroying_a_group_that_another_rank_leaves_meanwhile_raises_nothing(mp
             dist.init_process_group("allreduce")
             dist.all_reduce(torch.ones(3))
             if dist.get_rank() == 1:
-                dist.group.WORLD._freed = lambda: sys.exit(0)
+                dist.group.WORLD._free = lambda: sys.exit(0)
             dist.destroy_process_group()
             print("goes on", flush=True)
         """),

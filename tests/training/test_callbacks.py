@@ -48,7 +48,7 @@ def fit(callback: Any, epochs: list[dict[str, Any]], trainer: Trainer | None = N
                 break
         every.train_end({})
     finally:
-        every.let_go()
+        every.release()
     return trainer
 
 
@@ -155,7 +155,7 @@ def test_model_checkpoint(tmp_path: Path) -> None:
     with pytest.raises(ArgumentError, match=r"can't be filled in \(KeyError\('mae'\)\); there are: epoch, val_loss"):
         fit(ModelCheckpoint(tmp_path / "{mae}.npz"), epochs)
     trainer = Trainer()
-    with pytest.raises(ArgumentError, match="no folder that can be written"):
+    with pytest.raises(ArgumentError, match="not a writable folder"):
         fit(ModelCheckpoint(tmp_path / "missing" / "{epoch}.npz"), epochs, trainer)
     assert not hasattr(trainer, "epochs")
 
@@ -261,7 +261,7 @@ def test_timelines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     train(Timeline("trace.json"), Away())
     assert (tmp_path / "trace.json").exists()
-    with pytest.raises(ArgumentError, match=r"other: this fit is recorded already, in .*/one; give one Timeline"):
+    with pytest.raises(ArgumentError, match=r"other: this fit is already recorded in .*/one; use one Timeline"):
         train(Timeline(tmp_path / "one"), Timeline(tmp_path / "other"))
     for most in (0, True, "9"):
         with pytest.raises(ArgumentError, match="most must be an integer >= 1, got"):

@@ -172,7 +172,7 @@ HEADERS = {
     "another format": ({"format": 2}, "has format 2, and this version reads format 1"),
     "a negative step": ({"step": -1}, "step is -1"),
     "a step of text": ({"step": "1"}, "step is '1'"),
-    "steps that were not measured": ({"step": 5}, "5 steps, and measured"),
+    "steps that were not measured": ({"step": 5}, "5 steps, and their values are"),
     "too many ranks": ({"ranks": 1 << 40}, "1099511627776 ranks"),
     "no number of seconds": ({"seconds": float("nan")}, "seconds is nan"),
     "more history than epochs": ({"history": [{}] * 9}, "a history of 9"),

@@ -36,7 +36,7 @@ def test_every(every: str) -> None:
 
 @pytest.mark.parametrize("every", ["", "500", 500, "0 steps", "0.5 epochs", "-1 s", "0 s", "fortnight", None])
 def test_every_that_makes_no_sense(every: Any) -> None:
-    with pytest.raises(ArgumentError, match='say it as "epoch", "5 epochs", "500 steps", "30 seconds", "10 minutes"'):
+    with pytest.raises(ArgumentError, match='use "epoch", "5 epochs", "500 steps", "30 seconds", "10 minutes"'):
         Checkpoint("run", every)
 
 
@@ -102,9 +102,9 @@ def test_a_snapshot_does_not_change_and_its_memory_is_used_again() -> None:
 def test_random_numbers_go_on_where_they_were() -> None:
     random.gauss(0, 1)  # it keeps another number
     np.random.normal()
-    state = model_file.unpacked(model_file.packed(checkpoints.take()))
+    state = model_file.unpack(model_file.pack(checkpoints.random_state()))
     drawn = [random.gauss(0, 1), random.random(), np.random.normal(), np.random.rand()]
-    checkpoints.load(state)
+    checkpoints.load_random_state(state)
     assert [random.gauss(0, 1), random.random(), np.random.normal(), np.random.rand()] == drawn
 
 
@@ -139,7 +139,7 @@ def test_options_that_need_a_folder() -> None:
     for given in (["--resume"], ["--checkpoint-every", "5 steps"]):
         with pytest.raises(ArgumentError, match="needs --checkpoint DIR"):
             parse(given, shown=False)
-    with pytest.raises(ArgumentError, match=r"--checkpoint-every: every='5' makes no sense: say it as \"epoch\""):
+    with pytest.raises(ArgumentError, match=r"--checkpoint-every: every='5' is no period: use \"epoch\""):
         parse(["--checkpoint", "run", "--checkpoint-every", "5"], shown=False)
     assert parse(["--checkpoint", "run", "--resume"], shown=False).checkpoint == "run"
     with pytest.raises(ArgumentError, match="--other-data needs --resume"):
@@ -171,7 +171,7 @@ def test_what_a_rank_can_not_go_on_with_is_named(damage: dict[str, np.ndarray], 
     path = checkpoint.paths(str(tmp_path))[0]
     whole = checkpoint.read(path)
     checkpoint.write(path, replace(whole, local=[{**whole.local[0], **damage} if damage else {}]))
-    with pytest.raises(CheckpointError, match="is damaged, or of another model: a rank can't go on with what"):
+    with pytest.raises(CheckpointError, match="is damaged, or of another model: a rank can't load its own"):
         fitted(str(tmp_path), 3, resume=True)
 
 
@@ -198,6 +198,6 @@ def test_two_trainings_do_not_write_to_one_folder_at_once(tmp_path: Path) -> Non
     with MirroredTrainer(NumpyNetwork([2, 2])) as trainer:
         trainer.fit(x, y, epochs=1, checkpoint=str(tmp_path), callbacks=[Intrudes()], progress=False)
         assert refused == [
-            f"another training that goes on now writes its checkpoints to {tmp_path}; give each a folder of its own"
+            f"another running training writes its checkpoints to {tmp_path}; give each a folder of its own"
         ]
         trainer.fit(x, y, epochs=2, checkpoint=str(tmp_path), resume=True, progress=False)  # free again

@@ -16,7 +16,7 @@ from trainers.callbacks import CheckDivergence, CheckGradients
 from trainers.checks import Divergence, GradientArray, GradientCheck, Span
 from trainers.cli import options, results
 from trainers.errors import ArgumentError, NotFiniteError
-from trainers.trainer import tell_who_divides
+from trainers.trainer import explain_division
 from trainers.watching.history import Epoch
 
 SPANS = [Span("weights", 0, 600_000), Span("bias", 600_000, 7)]
@@ -25,7 +25,7 @@ SPANS = [Span("weights", 0, 600_000), Span("bias", 600_000, 7)]
 def check_of(gradients: np.ndarray, sent: np.dtype) -> GradientCheck:
     """A check that has looked at these gradients."""
     check = GradientCheck("raise", [GradientArray(SPANS, gradients.dtype, sent)])
-    check.look(0, gradients)
+    check.check_array(0, gradients)
     return check
 
 
@@ -37,10 +37,10 @@ def test_what_is_no_number_is_counted_and_named(dtype: str) -> None:
     assert found.norm == pytest.approx(0.25 * 600_007**0.5, rel=1e-2)
     gradients[[300_000, 600_001, 600_003]] = np.nan
     gradients[400_000] = -np.inf
-    found.look(0, gradients)
+    found.check_array(0, gradients)
     assert found.row == [3, 1, 0, 0, 300_000]
     text, _ = found.describe([checks.FINITE, found.row])
-    assert text.endswith("rank 1 has brought 3 NaN and 1 infinite gradients, the first in weights (element 300000)")
+    assert text.endswith("rank 1 has 3 NaN and 1 infinite gradients, the first in weights (element 300000)")
     found.begin()
     assert found.finite
 
@@ -63,7 +63,7 @@ def test_what_is_too_large_to_be_sent() -> None:
     assert found.row == [1, 0, 2, 0, 5]
     text, advice = found.describe([found.row])
     assert text == (
-        "gradients can't be averaged: rank 0 has brought 1 NaN gradient and 2 too large for float16, "
+        "gradients can't be averaged: rank 0 has 1 NaN gradient and 2 too large for float16, "
         "the first in weights (element 5)"
     )
     assert 'compress="bfloat16"' in advice
@@ -102,9 +102,9 @@ def test_whose_replica_is_copied(columns: list[int], source: str | int, root: in
 
 def test_what_is_compared_is_bits() -> None:
     assert checks.compare(MPI.COMM_SELF, {"a": np.array([np.nan]), "none": np.zeros((0, 2)), "text": "x"}) is None
-    assert checks.refusal(1, "copy", 1, 2) == ""
+    assert checks.options_error(1, "copy", 1, 2) == ""
     for bad in ((0, "copy", 0, 2), (1, "ignore", 0, 2), (1, "copy", 2, 2), (1, "copy", True, 2), (True, "copy", 0, 2)):
-        assert checks.refusal(*bad)
+        assert checks.options_error(*bad)
 
 
 def test_options_of_the_command_line() -> None:
@@ -145,5 +145,5 @@ def test_a_step_that_is_left_out_leaves_batch_norm_alone(spare: bool) -> None:
 )
 def test_only_other_rows_are_explained(side: str, explained: bool) -> None:
     error = DisagreementError(f"the ranks disagree:\n  rank 0: fit: x 2, epochs=1\n  rank 1: {side}")
-    tell_who_divides(error, "fit: x 2, epochs=1", {"epochs": 1})
+    explain_division(error, "fit: x 2, epochs=1", {"epochs": 1})
     assert ("A trainer takes all rows" in str(error)) == explained

@@ -149,7 +149,7 @@ BAD_NPZ: dict[str, tuple[Callable[[Path], object], str]] = {
     "text": (lambda path: np.savez(path, x=np.array(["a"] * 7), y=LABELS), "not numeric"),
     "empty": (lambda path: np.savez(path, x=IMAGES[:0], y=LABELS[:0]), "is empty"),
     "no bytes": (lambda path: path.write_bytes(b""), "is empty"),
-    "no archive": (lambda path: path.write_text("x,y"), r"no \.npz archive"),
+    "no archive": (lambda path: path.write_text("x,y"), r"not an \.npz archive"),
     "objects": (lambda path: np.savez(path, x=np.array([{}] * 7), y=LABELS), "allow_pickle"),
     "labels": (lambda path: np.savez(path, x=IMAGES, y=LABELS - 1.0), r"label of sample 0 is -1\.0"),
     "fractions": (lambda path: np.savez(path, x=IMAGES, y=LABELS + 0.5), r"label of sample 0 is 0\.5"),
@@ -271,15 +271,15 @@ BAD_CSV = {
     "only a header": ("a,b,label\n", "has no samples"),
     "one sample": ("1,2,0\n", "one sample"),
     "one column": ("1\n2\n", "line 1 has one column"),
-    "text": ("1,2,0\n1,x,0\n", "line 2, column 2: 'x' is no number"),
-    "hole": ("a,b,c\n1,2,0\n1,,0\n", "line 3, column 2: '' is no number"),
+    "text": ("1,2,0\n1,x,0\n", "line 2, column 2: 'x' is not a number"),
+    "hole": ("a,b,c\n1,2,0\n1,,0\n", "line 3, column 2: '' is not a number"),
     "nan": ("1,2,0\n1,nan,0\n", "line 2, column 2 is nan"),
     "infinite": ("1,2,0\n1,inf,0\n", "line 2, column 2 is inf"),
     "truncated": ("1,2,0\n1,2,1\n1,2", r"line 3 has 2 columns and line 1 has 3; is the file truncated\?"),
     "label": ("1,2,0\n1,2,0.5\n", r"label of sample 1 is 0\.5"),
     "no label": ("1,2,0\n1,2,\n1,2,1\n", "line 2 has no label"),
     "no name": ("1,2,cat\n\n1,2,dog\n1,2, \n", "line 4 has no label"),
-    "garbled": ("1,2,0\n1,2,1\n1,2,l\n1,2,0\n", "line 3: the label 'l' is no number, unlike others"),
+    "garbled": ("1,2,0\n1,2,1\n1,2,l\n1,2,0\n", "line 3: the label 'l' is not a number, unlike others"),
     "odd number": ("1,2,cat\n1,2,dog\n1,2,7\n", "line 3: the label '7' is a number, unlike others"),
     "negative": ("1,2,-1\n1,2,0\n", r"label of sample 0 is -1\.0"),
     "huge": ("1,2,5\n1,2,123456789\n", r"label of sample 1 is 123456789"),
@@ -298,7 +298,7 @@ def test_bad_csv(tmp_path: Path, fault: str) -> None:
 
 def test_binary_csv(tmp_path: Path) -> None:
     (tmp_path / "set.csv").write_bytes(b"\xff\xfe\x00")
-    with pytest.raises(DataError, match="is no text"):
+    with pytest.raises(DataError, match="is not a text file"):
         datasets.load(str(tmp_path / "set.csv"))
 
 
@@ -342,9 +342,9 @@ def test_a_made_folder_overwrites_nothing(tmp_path: Path, monkeypatch: pytest.Mo
     assert command_line.main(["make", str(empty)]) == 0
     before = sorted(tmp_path.rglob("*"))
     for folder, text in {
-        "empty": "is there already; nothing is overwritten",
-        "full": "is there already",
-        "file": "is there already",
+        "empty": "exists already; nothing is overwritten",
+        "full": "exists already",
+        "file": "exists already",
         "none/mnist": "the folder .*none does not exist",
     }.items():
         with pytest.raises(DataError, match=text):

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.frameworks.replica_checks import check_slices
 from trainers.errors import ArgumentError, ModelFileError
 from trainers.files.model_file import replacing
 from trainers.replicas.numpy import optimizers as numpy_optimizers
@@ -77,6 +78,26 @@ def test_shares_add_up_to_the_whole(loss: str, y: np.ndarray) -> None:
         total += buffer
     network.gradients(X, y, 1.0)
     np.testing.assert_allclose(total, buffer, atol=1e-6)
+
+
+@pytest.mark.parametrize("optimizer", numpy_optimizers.OPTIMIZERS)
+def test_slices_end_as_the_whole(optimizer: str) -> None:
+    whole, first, second = (NumpyNetwork([4, 6, 3], optimizer=optimizer) for _ in range(3))
+    check_slices(whole, first, second, X, CLASSES)
+
+
+def test_a_slice_has_its_own_part_of_the_optimizers_state_only() -> None:
+    network = NumpyNetwork([4, 6, 3])
+    network.bind_parameters(np.empty(network.gradient_length, np.float32))
+    network.gradients(X, CLASSES, 1.0)
+    network.update(slice(5, 12))
+    assert {name: array.size for name, array in network.optimizer.state.items()} == {
+        "first_moment": 7,
+        "second_moment": 7,
+    }
+    moment = network.state()["optimizer.first_moment"]
+    assert np.array_equal(np.flatnonzero(moment), 5 + np.flatnonzero(network.optimizer.state["first_moment"]))
+    assert moment.any()
 
 
 def test_nothing_is_allocated_in_a_second_step() -> None:
@@ -265,7 +286,7 @@ def test_bad_model_files(tmp_path: Path) -> None:
     network.save(str(path))
     with pytest.raises(ModelFileError, match="sizes 4-6-3, and this one has 4-5-3"):
         NumpyNetwork([4, 5, 3], activation="tanh").restore(str(path))
-    with pytest.raises(ModelFileError, match="does not fit SGD"):
+    with pytest.raises(ModelFileError, match="the saved model is another one: optimizer"):
         NumpyNetwork([4, 6, 3], activation="tanh", optimizer="sgd").restore(str(path))
     path.write_bytes(whole)
     NumpyNetwork([4, 6, 3], activation="tanh").restore(str(path))
@@ -381,7 +402,7 @@ def test_a_network_with_a_table_is_saved_and_loaded(tmp_path: Path) -> None:
     other = EmbeddingNetwork([4, 3], words=8)
     with pytest.raises(ModelFileError, match="words=7"):
         other.restore(path)
-    with pytest.raises(ModelFileError, match="its table is"):
+    with pytest.raises(ModelFileError, match="the saved model is another one: table"):
         other.load_state(network.state())
     with pytest.raises(ModelFileError, match="another kind"):
         NumpyNetwork.load(path)

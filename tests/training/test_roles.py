@@ -58,9 +58,9 @@ def test_a_cluster_as_tensorflow_writes_it() -> None:
 
 
 HOSTILE = {
-    "no JSON": ("{'cluster': 1}", "TF_CONFIG is no JSON text"),
-    "cut short": (config()[:-1], "TF_CONFIG is no JSON text"),
-    "deep": ("[" * 100_000, "TF_CONFIG is no JSON text"),
+    "no JSON": ("{'cluster': 1}", "TF_CONFIG is not valid JSON"),
+    "cut short": (config()[:-1], "TF_CONFIG is not valid JSON"),
+    "deep": ("[" * 100_000, "TF_CONFIG is not valid JSON"),
     "long number": ('{"cluster": ' + "9" * 10_000 + "}", "TF_CONFIG"),
     "large": (" " * 100 + "x" * (1 << 20), "TF_CONFIG has 1048676 characters"),
     "list": ("[1]", "must be an object with a cluster and a task"),
@@ -131,9 +131,9 @@ def test_ranks_without_tasks_take_them_in_order() -> None:
         (
             {"worker": 2},
             [("worker", 0)] * 2,
-            "ranks 0 and 1 both say that they are worker 0; give every rank a task of",
+            "ranks 0 and 1 are both worker 0; give every rank a task of",
         ),
-        ({"worker": 2}, [("worker", 0), None], "TF_CONFIG of rank 1 names no task, and that of others does"),
+        ({"worker": 2}, [("worker", 0), None], "TF_CONFIG of rank 1 names no task, unlike that of others"),
     ],
 )
 def test_every_rank_has_a_task_of_its_own(cluster: dict[str, int], tasks: list[Any], text: str) -> None:

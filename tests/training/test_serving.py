@@ -17,7 +17,16 @@ from trainers import NumpyNetwork, stopwatch
 from trainers.data import Batch, Batches
 from trainers.errors import ArgumentError, DataError, DivergedError
 from trainers.replicas.numpy.optimizers import SGD, Adam
-from trainers.strategies.servers.epoch import DROPPED, EMPTY, LEFT, NO_PART, Dealer, EpochLedger, EpochServer, Rule
+from trainers.strategies.servers.epoch import (
+    DROPPED,
+    EMPTY,
+    LEFT,
+    NO_PART,
+    Dealer,
+    EpochLedger,
+    EpochServer,
+    StalenessRule,
+)
 from trainers.strategies.servers.mailbox import (
     AGAIN,
     ASK,
@@ -30,14 +39,14 @@ from trainers.strategies.servers.mailbox import (
     WORK,
     Arrival,
     Client,
-    Head,
+    Header,
     Mailbox,
-    Parcel,
-    Waits,
+    Message,
+    Waiter,
 )
 from trainers.strategies.servers.service import Shard
-from trainers.strategies.servers.strategy import Rows
-from trainers.strategies.spare_replicas import collect
+from trainers.strategies.servers.strategy import EpochRows
+from trainers.strategies.spare_replicas import receive_round
 from trainers.watching.meter import Tally
 
 
@@ -120,11 +129,15 @@ def test_a_stop_ends_the_dealing() -> None:
 
 
 def test_what_becomes_of_stale_gradients() -> None:
-    assert [Rule("keep").factor(each) for each in (0, 7)] == [1, 1]
-    assert [Rule("scale").factor(each) for each in (0, 1, 3)] == [1, 0.5, 0.25]
-    assert [Rule("drop", 2).factor(each) for each in (0, 2, 3)] == [1, 1, 0]
-    assert Rule("scale", None, 0.5).factor(1) == 0.25
-    assert [Rule("keep", 3).bound, Rule("scale", 3).bound, Rule("drop", 3).bound] == [3, 3, None]
+    assert [StalenessRule("keep").factor(each) for each in (0, 7)] == [1, 1]
+    assert [StalenessRule("scale").factor(each) for each in (0, 1, 3)] == [1, 0.5, 0.25]
+    assert [StalenessRule("drop", 2).factor(each) for each in (0, 2, 3)] == [1, 1, 0]
+    assert StalenessRule("scale", None, 0.5).factor(1) == 0.25
+    assert [StalenessRule("keep", 3).bound, StalenessRule("scale", 3).bound, StalenessRule("drop", 3).bound] == [
+        3,
+        3,
+        None,
+    ]
 
 
 def test_what_becomes_of_parts_is_counted() -> None:
@@ -146,18 +159,18 @@ def begun(count: int) -> EpochLedger:
 @pytest.mark.parametrize("dtype", [np.float32, np.float64, ml_dtypes.bfloat16])
 @pytest.mark.parametrize("length", [0, 1, 1001])
 def test_a_parcel_is_one_message(length: int, dtype: Any) -> None:
-    sent, received = (Parcel(3, length, np.dtype(dtype)) for _ in range(2))
-    sent.head = head = Head(2, 1 << 40, 7, 1)
+    sent, received = (Message(3, length, np.dtype(dtype)) for _ in range(2))
+    sent.header = header = Header(2, 1 << 40, 7, 1)
     sent.measures[:] = 1.5, -2, np.nan
     sent.body[:] = np.arange(length) % 50
-    request = MPI.COMM_SELF.Irecv(received.message(), 0, 1)
-    MPI.COMM_SELF.Send(sent.message(), 0, 1)
+    request = MPI.COMM_SELF.Irecv(received.mpi_buffer(), 0, 1)
+    MPI.COMM_SELF.Send(sent.mpi_buffer(), 0, 1)
     request.Wait()
-    assert received.head == head
+    assert received.header == header
     np.testing.assert_array_equal(received.measures, sent.measures)
     np.testing.assert_array_equal(received.body, sent.body)
-    assert sent.message()[1] * UNIT < 3 * UNIT + length * np.dtype(dtype).itemsize
-    assert sent.message(whole=False)[1] == 1
+    assert sent.mpi_buffer()[1] * UNIT < 3 * UNIT + length * np.dtype(dtype).itemsize
+    assert sent.mpi_buffer(with_body=False)[1] == 1
 
 
 def shard_of(optimizer: Any) -> tuple[NumpyNetwork, Shard]:
@@ -229,7 +242,7 @@ def test_rows_are_fetched_before_they_are_needed(ahead: bool) -> None:
 
     x = np.arange(12.0).reshape(12, 1)
     batches = Recorded(x, x, 4, 0, 2, shuffle=False, ahead=1)
-    rows = Rows(batches, 0, 2, ahead)
+    rows = EpochRows(batches, 0, 2, ahead)
     rows.prepare(3)  # the second half of the second batch
     assert fetched == [1] * ahead
     np.testing.assert_array_equal(rows.take(3).x[:, 0], [6, 7])
@@ -242,21 +255,21 @@ def test_rows_are_fetched_before_they_are_needed(ahead: bool) -> None:
 class Script(Mailbox):
     """A mailbox to which these messages come, one after the other."""
 
-    def __init__(self, messages: list[tuple[int, Head]]) -> None:
+    def __init__(self, messages: list[tuple[int, Header]]) -> None:
         self.messages = messages
 
     def next(self, text: str) -> Arrival:
-        worker, head = self.messages.pop(0)
-        parcel = Parcel(0, 0, np.dtype(np.float32))
-        parcel.head = head
-        return Arrival(worker, PUSH, parcel)
+        worker, header = self.messages.pop(0)
+        message = Message(0, 0, np.dtype(np.float32))
+        message.header = header
+        return Arrival(worker, PUSH, message)
 
 
 def test_a_step_takes_the_first_gradients_and_drops_late_ones() -> None:
     late: list[int] = []
-    script = [(3, Head(GRADIENTS, 4)), (1, Head(GRADIENTS, 3)), (2, Head(NOTHING, 4)), (0, Head(GRADIENTS, 4))]
-    mailbox = Script([*script, (1, Head(GRADIENTS, 4))])
-    found = collect(mailbox, 4, 2, lambda arrival: late.append(arrival.worker))
+    script = [(3, Header(GRADIENTS, 4)), (1, Header(GRADIENTS, 3)), (2, Header(NOTHING, 4)), (0, Header(GRADIENTS, 4))]
+    mailbox = Script([*script, (1, Header(GRADIENTS, 4))])
+    found = receive_round(mailbox, 4, 2, lambda arrival: late.append(arrival.worker))
     assert [arrival.worker for arrival in found.used] == [0, 3]  # in one order, whoever was first
     assert late == [1]
     assert [arrival.worker for arrival in found.others] == [2]
@@ -266,21 +279,21 @@ def test_a_step_takes_the_first_gradients_and_drops_late_ones() -> None:
 class Counter(Mailbox):
     """A mailbox to which these messages come, and which notes the answers: to whom, and of which kind."""
 
-    def __init__(self, messages: list[tuple[int, int, Head]]) -> None:
+    def __init__(self, messages: list[tuple[int, int, Header]]) -> None:
         self.messages = messages
         self.answers: list[tuple[int, int]] = []
 
     def next(self, text: str) -> Arrival:
-        worker, tag, head = self.messages.pop(0)
-        parcel = self.parcel()
-        parcel.head = head
-        return Arrival(worker, tag, parcel)
+        worker, tag, header = self.messages.pop(0)
+        message = self.message()
+        message.header = header
+        return Arrival(worker, tag, message)
 
-    def parcel(self) -> Parcel:
-        return Parcel(0, 0, np.dtype(np.float32))
+    def message(self) -> Message:
+        return Message(0, 0, np.dtype(np.float32))
 
-    def reply(self, parcel: Parcel, worker: int, whole: bool) -> None:
-        self.answers.append((worker, parcel.head.kind))
+    def reply(self, message: Message, worker: int, with_body: bool) -> None:
+        self.answers.append((worker, message.header.kind))
 
     def open(self, tags: Any) -> None: ...
     def clear(self, arrival: Arrival) -> None: ...
@@ -293,39 +306,43 @@ def none_yet() -> EpochLedger:
 
 def test_workers_that_rest_hear_that_the_others_go_on() -> None:
     """Otherwise they would wait for the whole epoch, which may take longer than any rank waits for another."""
-    asks, pushes = Head(), Head(GRADIENTS)
+    asks, pushes = Header(), Header(GRADIENTS)
     first = [(1, ASK, asks), (0, ASK, asks), (0, ASK, asks), (0, PUSH, pushes)]
     second = [(1, ASK, asks), (0, ASK, asks), (0, PUSH, pushes)]
-    mailbox = Counter([*first, *second, (1, PUSH, Head(BYE)), (0, PUSH, Head(BYE))])
+    mailbox = Counter([*first, *second, (1, PUSH, Header(BYE)), (0, PUSH, Header(BYE))])
     shard: Any = SimpleNamespace(version=0, parameters=np.zeros(0, np.float32))
-    EpochServer(mailbox, shard, Rule(), Dealer(range(2), range(1)), lambda *_: None, bool, none_yet()).serve(range(2))
+    EpochServer(mailbox, shard, StalenessRule(), Dealer(range(2), range(1)), lambda *_: None, bool, none_yet()).serve(
+        range(2)
+    )
     assert mailbox.answers == [(0, WORK), (1, AGAIN), (0, WORK), (1, END), (0, END)]
 
 
 def test_other_servers_are_not_behind_the_first() -> None:
     """A worker's question may overtake its gradients, which the first server has taken already."""
-    mailbox = Counter([(0, ASK, Head(taken=1)), (0, PUSH, Head(GRADIENTS)), (0, PUSH, Head(BYE))])
+    mailbox = Counter([(0, ASK, Header(taken=1)), (0, PUSH, Header(GRADIENTS)), (0, PUSH, Header(BYE))])
     shard: Any = SimpleNamespace(version=0, parameters=np.zeros(0, np.float32))
     done: list[str] = []
     mailbox.reply = lambda *_, **__: done.append("answered")  # type: ignore[assignment]
-    EpochServer(mailbox, shard, Rule(), None, lambda *_: done.append("applied"), bool, none_yet()).serve(range(1))
+    EpochServer(mailbox, shard, StalenessRule(), None, lambda *_: done.append("applied"), bool, none_yet()).serve(
+        range(1)
+    )
     assert done == ["applied", "answered"]
 
 
 def test_an_epoch_that_goes_on_applies_no_part_twice() -> None:
     """A worker died; what it had is dealt to others, and one server had taken part 3 before."""
-    pushes = [(0, PUSH, Head(GRADIENTS, part)) for part in (1, 3)]
-    mailbox = Counter([(0, ASK, Head()), (0, ASK, Head()), *pushes, (0, ASK, Head()), (0, PUSH, Head(BYE))])
+    pushes = [(0, PUSH, Header(GRADIENTS, part)) for part in (1, 3)]
+    mailbox = Counter([(0, ASK, Header()), (0, ASK, Header()), *pushes, (0, ASK, Header()), (0, PUSH, Header(BYE))])
     epoch = none_yet()
     epoch.outcomes[:] = 0, LEFT, 0, 0
     shard: Any = SimpleNamespace(version=0, parameters=np.zeros(0, np.float32))
     applied: list[int] = []
     dealer = Dealer([1, 3], range(1))
 
-    def apply(parcel: Parcel, factor: float) -> None:
-        applied.append(parcel.head.step)
+    def apply(message: Message, factor: float) -> None:
+        applied.append(message.header.step)
 
-    EpochServer(mailbox, shard, Rule(), dealer, apply, bool, epoch).serve(range(1))
+    EpochServer(mailbox, shard, StalenessRule(), dealer, apply, bool, epoch).serve(range(1))
     assert applied == [1]
     assert all(map(epoch.has, range(4)))
     assert not dealer.cut_short
@@ -360,9 +377,11 @@ def test_a_replica_that_can_not_be_copied_says_so() -> None:
 
 
 def test_an_error_of_a_worker_ends_a_step() -> None:
-    found = collect(Script([(0, Head(NOTHING, 0, halt=1))]), 0, 2, lambda arrival: None)
+    found = receive_round(Script([(0, Header(NOTHING, 0, halt=1))]), 0, 2, lambda arrival: None)
     assert found.failed
-    found = collect(Script([(0, Head(GRADIENTS, 0, halt=1)), (1, Head(GRADIENTS, 0))]), 0, 2, lambda arrival: None)
+    found = receive_round(
+        Script([(0, Header(GRADIENTS, 0, halt=1)), (1, Header(GRADIENTS, 0))]), 0, 2, lambda arrival: None
+    )
     assert found.stop
     assert not found.failed
 
@@ -370,9 +389,9 @@ def test_an_error_of_a_worker_ends_a_step() -> None:
 def test_what_a_loss_has_cut_off_goes_two_losses_later() -> None:
     """Every repair leaves a mailbox and clients behind, as large as the model."""
     with Topology(MPI.COMM_SELF) as topology:
-        waits, dtype = Waits(topology, stopwatch.make("cpu")), np.dtype(np.float32)
-        mailbox = Mailbox(topology.world, waits, [0], 1, 8, dtype)
-        client = Client(topology.world, waits, waits, [0], [slice(0, 8)], 1, dtype)
+        waiter, dtype = Waiter(topology, stopwatch.make("cpu")), np.dtype(np.float32)
+        mailbox = Mailbox(topology.world, waiter, [0], 1, 8, dtype)
+        client = Client(topology.world, waiter, waiter, [0], [slice(0, 8)], 1, dtype)
         held = weakref.ref(mailbox), weakref.ref(client)
         mailbox.abandon()
         client.abandon()

@@ -17,6 +17,7 @@ from mpi4py import MPI
 from allreduce.health import status
 from allreduce.health.status import FAR_ROWS, HEAD_BYTES, LEFT, ROW_BYTES, WAITING, Fact, StatusRows
 from allreduce.health.status_messages import Neighbour, StatusMessages, tree
+from allreduce.process import proc
 from allreduce.transport import liveness, processes
 from allreduce.transport.wait import NamedCall, WaitRecord
 from tests.conftest import JobRunner
@@ -110,7 +111,7 @@ def all_wait(every: list[StatusMessages], but: int, text: str = "all_reduce") ->
     wait.begin(NamedCall(text, 5))
     for messages in every:
         if messages.rank != but:
-            messages.waits([(wait, NamedCall(text, 5))])
+            messages.set_waits([(wait, NamedCall(text, 5))])
     return wait
 
 
@@ -127,9 +128,11 @@ def test_all_ranks_hear_of_all_in_a_few_short_messages(job: tuple[Network, list[
     assert sum(network.sent.values()) <= 2 * math.log2(size) * len(leaders)
     call = NamedCall("all_reduce", 5)
     assert [
-        messages.rank for messages in (*leaders, every[-1]) if messages.rank != LATE and messages.speaker(wait, call, 8)
+        messages.rank
+        for messages in (*leaders, every[-1])
+        if messages.rank != LATE and messages.is_reporter(wait, call, 8)
     ] == [0]
-    assert {messages.teller(wait, call) for messages in (every[0], every[-1])} == {0}
+    assert {messages.reporter(wait, call) for messages in (every[0], every[-1])} == {0}
     assert every[-1].table(call).splitlines() == [
         f"  ranks 0-776, 778-{size - 1}: wait in all_reduce",
         f"  rank {LATE}: {status.NOT_COME}",
@@ -153,10 +156,10 @@ def test_ends_of_programs_are_told_in_a_few_messages(job: tuple[Network, list[St
     """A rank that has left makes no further looks."""
     network, every = job
     for messages in every:
-        messages.leaves("it has ended its program", None)
+        messages.announce_leaving("it has ended its program", None)
     assert max(network.sent.values(), default=0) <= 3
     network, every = make(1024, 64)
-    every[100].leaves("it has ended its program", None)  # no leader
+    every[100].announce_leaving("it has ended its program", None)  # no leader
     rounds(every)
     assert all(messages.left for messages in every if messages._neighbours or messages.rank % 64 > 61)
 
@@ -173,7 +176,7 @@ def test_ranks_behind_one_that_takes_no_messages(monkeypatch: pytest.MonkeyPatch
     assert lines == [
         "  ranks 0-1, 4-5, 10-13: wait in all_reduce",
         f"  rank 2: {status.NOT_COME}",
-        "  ranks 3, 6-9, 14-15: can't be heard: rank 2, which passes their messages on, takes none",
+        "  ranks 3, 6-9, 14-15: can't be heard: rank 2, which forwards their messages, receives none",
     ]
 
 
@@ -188,7 +191,7 @@ def test_ranks_of_a_node_whose_leader_is_stopped(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(time, "monotonic", lambda: now + 60)
     rounds(every, without=frozenset([2]))
     assert every[3].table(NamedCall("all_reduce")).splitlines() == [
-        "  ranks 0-1, 4-5: can't be heard: rank 2, which passes their messages on, takes none",
+        "  ranks 0-1, 4-5: can't be heard: rank 2, which forwards their messages, receives none",
         f"  rank 2: {status.NOT_COME}",
         "  rank 3: waits in all_reduce",
     ]
@@ -204,13 +207,13 @@ def test_a_wait_that_has_ended_in_an_error_is_still_seen(monkeypatch: pytest.Mon
     monkeypatch.setattr(processes, "world_ranks", lambda comm: range(comm.size))
     _, every = make(3, 3)
     wait = all_wait(every, 1)
-    every[2].gives_up(wait, NamedCall("all_reduce", 5))
-    every[2].waits([])
+    every[2].note_given_up(wait, NamedCall("all_reduce", 5))
+    every[2].set_waits([])
     every[0].exchange()
     assert "  ranks 0, 2: wait in all_reduce" in every[0].table(NamedCall("all_reduce", 5))
     now = time.monotonic()
     monkeypatch.setattr(time, "monotonic", lambda: now + 60)
-    every[2].waits([])
+    every[2].set_waits([])
     every[0].exchange()
     assert "  ranks 1-2: have not come" in every[0].table(NamedCall("all_reduce", 5))
 
@@ -236,12 +239,12 @@ def test_every_rank_hears_which_one_has_left_and_which_differ(shared: bool, monk
     _, every = make(10, 4, shared)
     wait = all_wait(every, 9)
     other = NamedCall("broadcast", 6)
-    every[9].waits([(wait, other)])
-    every[3].leaves("it has ended its program", None)
+    every[9].set_waits([(wait, other)])
+    every[3].announce_leaving("it has ended its program", None)
     rounds(every)
     for messages in every[:3] + every[4:]:
         assert messages.disagree(wait, other if messages.rank == 9 else NamedCall("all_reduce", 5))
-        error = messages.gone(wait, time.monotonic() + 1, NamedCall("all_reduce"))
+        error = messages.left_error(wait, time.monotonic() + 1, NamedCall("all_reduce"))
         assert "rank 3 has left: it has ended its program" in str(error)
 
 
@@ -276,9 +279,9 @@ def other_process(code: str) -> tuple[subprocess.Popen, liveness.Process]:
     started = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE)
     mine = liveness.own()
     assert mine is not None
-    state = liveness._state_and_start(started.pid)
+    state = proc.stat(started.pid)
     assert state is not None
-    return started, mine._replace(pid=started.pid, start=state[1])
+    return started, mine._replace(pid=started.pid, start=state.start)
 
 
 @pytest.fixture
@@ -313,10 +316,10 @@ def test_a_rank_whose_process_has_ended_has_left(monkeypatch: pytest.MonkeyPatch
     assert not messages.left, "nobody waits"
     wait = WaitRecord(7)
     wait.begin(NamedCall("all_reduce"))
-    messages.waits([(wait, NamedCall("all_reduce"))])
+    messages.set_waits([(wait, NamedCall("all_reduce"))])
     messages.look_for_gone_processes()
-    error = messages.gone(wait, time.monotonic() + 1, NamedCall("all_reduce"))
-    assert "rank 2 has left: its process (2) has ended without a word" in str(error)
+    error = messages.left_error(wait, time.monotonic() + 1, NamedCall("all_reduce"))
+    assert "rank 2 has left: its process (2) has ended without telling MPI" in str(error)
 
 
 def test_the_tree() -> None:

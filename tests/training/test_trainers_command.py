@@ -40,7 +40,7 @@ def test_four_ranks_reach_the_accuracy(mpi: str, data: str, mpirun: JobRunner, t
     assert result["history"][-1]["loss"] < result["history"][0]["loss"] / 4
     lines = job.stdout.splitlines()
     assert lines[0] == "4 ranks on 1 node, on cpu"
-    assert re.match(r"allreduce: \w+ \(chosen by auto: .+\)", lines[1])
+    assert re.match(r"allreduce: \w+ \(selected by auto: .+\)", lines[1])
     assert lines[-1] == f"test accuracy: {result['test_accuracy']:.4f}"
     assert sum(line.startswith("epoch ") for line in lines) == result["epochs"]
     loaded, tested = NumpyNetwork.load(str(tmp_path / "model.npz")), datasets.load(data)
@@ -52,7 +52,7 @@ def test_simulated_nodes_and_a_named_backend(mpirun: JobRunner) -> None:
     args = ["-m", "trainers", "--data", "iris", "--epochs", "1", "--ranks-per-node", "1,2"]
     job = mpirun(3, [*args, "--allreduce", "hierarchical_copy"])
     assert job.returncode == 0, job.stderr
-    assert "3 ranks on 2 simulated nodes (1+2), on cpu\nallreduce: hierarchical_copy (as asked for)" in job.stdout
+    assert "3 ranks on 2 simulated nodes (1+2), on cpu\nallreduce: hierarchical_copy (as given)" in job.stdout
 
 
 def test_a_training_goes_on_with_other_data_when_that_is_asked_for(tmp_path: Path) -> None:
@@ -106,7 +106,7 @@ BAD = {
     "large nodes": (["--ranks-per-node", "3"], "--ranks-per-node 3: this job has 2 ranks, so no node has 3"),
     "saved to stdout": (["--save", "-"], "--save -: only --json can go to the standard output"),
     "one phase": (["--update", "sharded", "--allreduce", "native"], "'native' has none; use"),
-    "no sums": (["--allreduce", "adasum"], "'adasum' makes no sums of gradients"),
+    "no sums": (["--allreduce", "adasum"], "'adasum' does not sum gradients"),
     "no worker": (["--strategy", "parameter_server", "--servers", "2"], "2 servers of 2 ranks leave no worker: start"),
     "target": (["--save", "/no/such/folder/m.npz"], "--save /no/such/folder/m.npz: this can't be written"),
     "model": (["--load", "missing.npz"], "missing.npz can't be read"),
@@ -184,7 +184,7 @@ def test_bad_arguments_end_the_job_with_one_line(bad: str, mpi: str, mpirun: Job
 def test_tf_config_that_does_not_describe_the_job_ends_with_one_line(mpirun: JobRunner) -> None:
     job = mpirun(2, ["-m", "trainers"], env={"TF_CONFIG": '{"cluster": {"worker": ["a"], "ps": ["b"]}}'})
     assert job.returncode == 2
-    assert job.stderr.count("error: TF_CONFIG has 1 ps, for which this training has no use: take --strategy") == 1
+    assert job.stderr.count("error: TF_CONFIG has 1 ps, which this training does not use: add --strategy") == 1
     assert "Traceback" not in job.stderr
 
 
@@ -221,7 +221,7 @@ def test_a_model_that_is_no_classifier_is_refused_at_once(mpirun: JobRunner, tmp
     NumpyNetwork([64, 10], loss="mean_squared_error").save(str(tmp_path / "model.npz"))
     job = mpirun(2, ["-m", "trainers", "--load", tmp_path / "model.npz"])
     assert job.returncode == 2
-    assert job.stderr.count("its loss is mean_squared_error; this trains and tests classifiers only") == 1
+    assert job.stderr.count("its loss is mean_squared_error; this program trains classifiers only") == 1
     assert "epoch" not in job.stdout
 
 
@@ -240,7 +240,7 @@ def test_json_alone_on_the_standard_output(mpirun: JobRunner, tmp_path: Path) ->
     assert job.returncode == 0, job.stderr
     result = json.loads(job.stdout)
     assert (result["update"], result["allreduce_used"], len(result["history"])) == ("sharded", "shared", 2)
-    assert "allreduce: shared (chosen for the sharded update)" in job.stderr
+    assert "allreduce: shared (selected for the sharded update)" in job.stderr
     assert sum(line.startswith("epoch ") for line in job.stderr.splitlines()) == 2
     assert not list(tmp_path.iterdir())
 
@@ -355,15 +355,18 @@ def test_defaults_depend_on_the_data() -> None:
         (["--ranks-per-node", "0"], "must be a number of ranks such as 2, or a list such as 3,1, got '0'"),
         (["--optimizer", "lion"], "invalid choice: 'lion'"),
         (["--load", "m.npz", "--hidden", "3", "--lr", "1"], "leave out --hidden, --lr"),
-        (["--spare", "2"], "--spare 2: --strategy mirrored has no use for it; .* --strategy spare_replicas"),
-        (["--strategy", "spare_replicas", "--allreduce", "ring"], "--allreduce ring: --strategy spare_replicas has no"),
-        (["--strategy", "central_storage", "--servers", "1"], "--servers 1: .* take --strategy parameter_server"),
-        (["--strategy", "parameter_server", "--storage-rank", "1"], "--storage-rank 1: .* --strategy central_storage"),
+        (["--spare", "2"], "--spare 2 has no effect with --strategy mirrored; .* --strategy spare_replicas"),
+        (
+            ["--strategy", "spare_replicas", "--allreduce", "ring"],
+            "--allreduce ring has no effect with --strategy spare",
+        ),
+        (["--strategy", "central_storage", "--servers", "1"], "--servers 1 .* use --strategy parameter_server"),
+        (["--strategy", "parameter_server", "--storage-rank", "1"], "--storage-rank 1 .* --strategy central_storage"),
         (
             ["--strategy", "parameter_server", "--updates", "sync", "--stale", "drop"],
-            "--stale drop: --updates sync has no use for it; leave it out, or take --updates async",
+            "--stale drop has no effect with --updates sync; leave it out, or use --updates async",
         ),
-        (["--strategy", "parameter_server", "--stale", "drop"], "--stale drop needs --max-staleness N: how many"),
+        (["--strategy", "parameter_server", "--stale", "drop"], "--stale drop needs --max-staleness N: grad"),
         (["--strategy", "parameter_server", "--servers", "0"], "must be an integer >= 1, got '0'"),
         (["--strategy", "mirorred"], "invalid choice: 'mirorred'"),
         (["--spares", "1"], "--spares 1 needs --on-failure continue"),
@@ -385,7 +388,7 @@ def test_every_option_of_a_strategy_is_refused_by_those_that_have_no_use_for_it(
             if other in option.strategies:
                 assert str(getattr(parse([*given, *needed], True), option.name)) == value
             else:
-                with pytest.raises(ArgumentError, match=f"{option.flag} {value}: --strategy {other} has no use for it"):
+                with pytest.raises(ArgumentError, match=f"{option.flag} {value} has no effect with --strategy {other}"):
                     parse(given, True)
 
 
@@ -397,7 +400,7 @@ def test_every_option_needs_the_options_that_it_declares(option: Option) -> None
     strategy = ["--strategy", option.strategies[0]] if option.strategies else []
     for name, values in option.needs.items():
         wrong = [BY_NAME[name].flag, BY_NAME[name].choices[0]] if values else []
-        with pytest.raises(ArgumentError, match=f"{option.flag}.* (needs|take) {BY_NAME[name].flag}"):
+        with pytest.raises(ArgumentError, match=f"{option.flag}.* (needs|use) {BY_NAME[name].flag}"):
             parse([*strategy, option.flag, *value, *wrong], True)
 
 

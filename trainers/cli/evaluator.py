@@ -1,4 +1,4 @@
-"""The evaluator: a rank that does not train, and evaluates the newest checkpoint during the training."""
+"""The evaluator: a rank that does not train, but evaluates each new checkpoint during the training."""
 
 import csv
 import json
@@ -21,22 +21,22 @@ from trainers.fit import evaluation
 from trainers.replica import Replica
 from trainers.watching.callback import writing
 
-LOOK_SECONDS = 0.1  # between two looks at the folder
+LOOK_SECONDS = 0.1  # between two polls of the folder
 FORMATS = (".jsonl", ".csv")
 END = 1  # the tag of the message that says that the training has ended
 
 
 class Evaluator:
-    """Evaluates the newest checkpoint in a folder, again and again, on one rank alone.
+    """Evaluates each new checkpoint in a folder. No MPI.
 
-    replica: of the model that is trained; it loads the state of each checkpoint.
+    replica: a replica of the trained model, into which each checkpoint is loaded.
     folder: where the checkpoints are; it need not exist yet.
     x, y: the data, arrays; or Samples, and None.
     output: a file that gets a line for each evaluation: JSON lines (.jsonl) or a table (.csv); None for none.
-    append: go on at the end of that file, as a resumed training does.
-    stream: where each evaluation is printed, if not to stdout; quiet: nowhere.
+    append: append to that file, as for a resumed training.
+    stream: where each evaluation is printed; None for stdout. quiet: print nothing.
 
-    Raises ArgumentError when the output can't be written, or has another ending.
+    Raises ArgumentError when the output can't be written, or has another file name extension.
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class Evaluator:
         self._stream, self._quiet = stream, quiet
         names = ["epoch", "step", *replica.metrics, "seconds", "checkpoint"]
         self._file = None if output is None else _Lines(output, names, append)
-        self._seen = ""  # the newest path at the last look
+        self._seen = ""  # the newest path at the last poll
         self.evaluations: list[dict[str, Any]] = []
 
     def run(self, ended: Callable[[], bool]) -> list[dict[str, Any]]:
@@ -66,7 +66,7 @@ class Evaluator:
         """
         over = False
         while not over:
-            over = ended()  # asked before the look, so that the last checkpoint is not missed
+            over = ended()  # asked before the poll, so that the last checkpoint is not missed
             found = self._newest()
             if found is not None:
                 self._evaluate(*found)
@@ -75,7 +75,7 @@ class Evaluator:
         return self.evaluations
 
     def _newest(self) -> tuple[str, checkpoint.Saved] | None:
-        """The newest good checkpoint; None when there is none since the last look."""
+        """Return the newest usable checkpoint; None if there is no new one since the last call."""
         try:
             paths = checkpoint.paths(self._folder)
         except OSError as error:
@@ -87,7 +87,7 @@ class Evaluator:
         found = checkpoint.newest(self._folder)
         if found is None or any(found[1].progress.total == each["step"] for each in self.evaluations[-1:]):
             return None
-        self._seen = max(self._seen, found[0])  # a newer one has come meanwhile
+        self._seen = max(self._seen, found[0])  # a newer one may have been written meanwhile
         return found
 
     def _evaluate(self, path: str, saved: checkpoint.Saved) -> None:
@@ -96,8 +96,8 @@ class Evaluator:
         if saved.kind != kind:
             raise CheckpointError(f"{path} is of a {saved.kind}, and the evaluator has a {kind}")
         self._replica.load_state(saved.state)
-        with np.errstate(all="ignore"):  # a model that has diverged has a loss that says so
-            sums = evaluation.evaluated(self._replica, *self._data, 1, 0)
+        with np.errstate(all="ignore"):  # the loss shows it if the model has diverged
+            sums = evaluation.evaluate_chunk(self._replica, *self._data, 1, 0)
         means = dict(zip(self._replica.metrics, (sums / len(self._data[0])).tolist(), strict=True))
         progress = saved.progress
         row = {"epoch": progress.epoch, "step": progress.total, **means, "seconds": time.perf_counter() - begin}
@@ -110,7 +110,7 @@ class Evaluator:
 
 
 class _Lines:
-    """A file to which each evaluation is written at once, as a line."""
+    """Writes each evaluation to a file at once, as a line."""
 
     def __init__(self, path: str, names: list[str], append: bool) -> None:
         self._path, self._names = path, names
@@ -129,37 +129,39 @@ class _Lines:
             file.write(json.dumps(without_nan(row), allow_nan=False) + "\n")
 
 
-class Ending:
-    """Tells the evaluator that the training has ended, well or not: the chief sends a message when it leaves the block.
+class EndSignal:
+    """Context manager: when the chief leaves its block, also by an error, it sends the evaluator the message that the
+    training has ended.
 
-    comm: of all ranks, for this alone. chief, evaluator: their ranks there; evaluator is None where there is none.
+    comm: a communicator of all ranks, used for nothing else. chief, evaluator: ranks in it; evaluator is None if there
+        is none.
 
         with ending:
             if rank == evaluator:
-                evaluator.run(ending.heard)
+                evaluator.run(ending.received)
             else:
                 ...  # train
     """
 
     def __init__(self, comm: MPI.Intracomm, chief: int, evaluator: int | None) -> None:
         self._comm, self._chief, self._evaluator = comm, chief, evaluator
-        self._heard = False
+        self._received = False
 
-    def heard(self) -> bool:
+    def received(self) -> bool:
         """On the evaluator: whether the training has ended. Local."""
-        if not self._heard and self._comm.Iprobe(self._chief, END):
-            with waiting(self._comm, "hear that the training has ended"):
+        if not self._received and self._comm.Iprobe(self._chief, END):
+            with waiting(self._comm, "learn that the training has ended"):
                 self._comm.Recv(np.empty(0, np.uint8), self._chief, END)
-            self._heard = True
-        return self._heard
+            self._received = True
+        return self._received
 
-    def __enter__(self) -> "Ending":
+    def __enter__(self) -> "EndSignal":
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
         if self._evaluator is not None and self._comm.rank == self._chief:
-            with waiting(self._comm, "tell the evaluator that the training has ended"):
+            with waiting(self._comm, "notify the evaluator that the training has ended"):
                 self._comm.Send(np.empty(0, np.uint8), self._evaluator, END)
         if self._comm.rank == self._evaluator:
-            # An error of the evaluator waits for the end of the training.
-            wait_until(self.heard, pause=Pause(longest=LOOK_SECONDS))
+            # An error of the evaluator is raised only after the end of the training.
+            wait_until(self.received, pause=Pause(longest=LOOK_SECONDS))

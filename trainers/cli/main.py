@@ -26,7 +26,7 @@ from allreduce.transport.control import everywhere, known, raise_together, root_
 from allreduce.transport.wait import waiting
 from trainers import datasets
 from trainers.cli import results, roles
-from trainers.cli.evaluator import Ending, Evaluator
+from trainers.cli.evaluator import EndSignal, Evaluator
 from trainers.cli.options import SERVERS, make_callbacks, make_trainer, parse
 from trainers.errors import ArgumentError, DivergedError, TrainerError
 from trainers.recovery.terminating import Terminated, Terminating
@@ -54,10 +54,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
             while (prepared := prepare(arguments, world)) is None:
                 world = world.survivors()
             _run(*prepared, world)
-            sigterm.heard = True  # too late: all is done
+            sigterm.known = True  # all work is done: ignore the signal
     except (AllReduceError, TrainerError) as error:
         if world.size > 1 and not everywhere(error, world.world):
-            raise  # the other ranks do not know: the hook of Topology shows the traceback and ends the job
+            raise  # the other ranks do not have this error: the hook of Topology shows the traceback and ends the job
         own = processes.world_ranks(world.world)
         if processes.here()[0] == min(getattr(error, "ranks", None) or own) == own[0]:  # not a rank that joined others
             _say(world, f"error: {error}", sys.stderr)
@@ -77,7 +77,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 class Job(NamedTuple):
-    """What all ranks know before they take their roles."""
+    """The options, roles and data of the job; the same on all ranks."""
 
     options: argparse.Namespace
     roles: roles.Roles
@@ -85,7 +85,7 @@ class Job(NamedTuple):
 
     @property
     def stream(self) -> TextIO:
-        """Where lines for people go: with --json - the standard output is for the results alone."""
+        """The stream for messages: stderr with `--json -`, which uses stdout for the results; else stdout."""
         return sys.stderr if self.options.json == results.STANDARD_OUTPUT else sys.stdout
 
 
@@ -97,10 +97,10 @@ class Member(NamedTuple):
 
 
 def prepare(arguments: Sequence[str] | None, world: Topology) -> tuple[Job, Member | None] | None:
-    """The job, and this rank's part in it. Collective.
+    """Read the options and data, and create this rank's topology and network. Collective.
 
-    Returns None when a rank was lost meanwhile and --on-failure continue is given: the remaining ranks begin again.
-    With --spares the part is None, since a spare rank may wait for it until the training ends.
+    Returns None if a rank failed meanwhile and --on-failure continue is given: the remaining ranks begin again. With
+    --spares, Member is None: `join` makes it later, because it blocks on a spare rank.
     """
 
     def read_and_join() -> tuple[Job, Member | None]:
@@ -111,14 +111,14 @@ def prepare(arguments: Sequence[str] | None, world: Topology) -> tuple[Job, Memb
     if world.finished(outcome.failure is None):
         return outcome.result()
     if not _goes_on(arguments):
-        raise outcome.failure or RankLostError("a rank was lost before the training")
+        raise outcome.failure or RankLostError("a rank failed before the training")
     if world.rank == 0:
-        log.warning("trainers: a rank was lost before the training; the other ranks begin again without it")
+        log.warning("trainers: a rank failed before the training; the other ranks start again without it")
     return None
 
 
 def _goes_on(arguments: Sequence[str] | None) -> bool:
-    """Whether the arguments, as far as they can be read, say that the training goes on without lost ranks."""
+    """Whether --on-failure continue is given; False if the arguments are invalid."""
     try:
         return parse(arguments, shown=False).on_failure == "continue"
     except (Exception, SystemExit):
@@ -138,7 +138,7 @@ def _read(arguments: Sequence[str] | None, world: Topology) -> Job:
 
 
 def check(options: argparse.Namespace, assigned: roles.Roles) -> None:
-    """Raise ArgumentError when the options do not go together with the roles of the ranks."""
+    """Raise ArgumentError if the options do not fit the number and roles of the ranks."""
     given, ranks = options.ranks_per_node, len(assigned.training)
     if isinstance(given, int) and given > ranks:
         raise ArgumentError(
@@ -158,16 +158,16 @@ def check(options: argparse.Namespace, assigned: roles.Roles) -> None:
 
 
 def join(job: Job, world: Topology) -> Member | None:
-    """The topology of the ranks that train, and this rank's network. Collective.
+    """Create the topology of the ranks that train, and this rank's network. Collective.
 
-    A spare rank waits here until it takes the place of a lost one; None when it was not needed.
+    A spare rank waits here until it replaces a failed rank. Returns None if it was not needed.
     """
     options = job.options
     if options.spares:
-        manned = standby.man(world, options.spares)
-        if manned is None:
+        member = standby.elastic_world(world, options.spares)
+        if member is None:
             return None
-        return Member(manned, together(manned.world, lambda: _network(job, manned)))
+        return Member(member, together(member.world, lambda: _network(job, member)))
     topology = roles.training(world, job.roles, options.ranks_per_node)
     return Member(topology, together(world.world, lambda: _network(job, topology)))
 
@@ -180,7 +180,7 @@ def _network(job: Job, topology: Topology) -> NumpyNetwork:
         network = NumpyNetwork.load(options.load, options.device)
         if "accuracy" not in network.metrics:
             loss = network.config()["loss"]
-            raise ArgumentError(f"--load {options.load}: its loss is {loss}; this trains and tests classifiers only")
+            raise ArgumentError(f"--load {options.load}: its loss is {loss}; this program trains classifiers only")
         return network
     network = NumpyNetwork(
         [data.features, *options.hidden, len(data.classes)],
@@ -194,7 +194,7 @@ def _network(job: Job, topology: Topology) -> NumpyNetwork:
     return network
 
 
-# The training, and the evaluator beside it
+# The training and the evaluator
 
 
 def _run(job: Job, member: Member | None, world: Topology) -> None:
@@ -236,7 +236,7 @@ def _train(job: Job, member: Member) -> None:
             trainer.surviving(lambda: _write_results(job, trainer, history, scores))
         _say(trainer.topology, f"test accuracy: {scores['accuracy']:.4f}", stream)
     if options.spares:
-        trainer.topology.close()  # the spare ranks stop waiting
+        trainer.topology.close()  # ends the wait of the spare ranks
 
 
 def _introduce(job: Job, member: Member, trainer: Trainer[Any]) -> None:
@@ -244,12 +244,12 @@ def _introduce(job: Job, member: Member, trainer: Trainer[Any]) -> None:
     options, data, (topology, network) = job.options, job.data, member
     lines = [f"{topology}, on {network.device}"]
     if options.spares:
-        lines.append(f"spare ranks: {options.spares}, which wait")
+        lines.append(f"spare ranks: {options.spares}, standing by")
     if job.roles.servers or job.roles.evaluator is not None:
         lines.append(f"roles: {job.roles}")
-    lines.append(results.how(trainer, options))
+    lines.append(results.strategy_line(trainer, options))
     if ulfm.in_force() or options.on_failure:
-        lines.append(f"if a rank is lost: {trainer.recovery}")
+        lines.append(f"if a rank fails: {trainer.recovery}")
     lines += [f"data: {data}", f"rows of each class: {data.classes_in_words()}"]
     layers, optimizer = "-".join(map(str, network.sizes)), network.config()["optimizer"]
     model = f"{layers}, {network.gradient_length:,} parameters"
@@ -260,10 +260,10 @@ def _introduce(job: Job, member: Member, trainer: Trainer[Any]) -> None:
 
 
 def _check_loss(loss: float, world: Topology) -> None:
-    """Raise DivergedError on all ranks when the last update of the training has ruined the model."""
+    """Raise DivergedError on all ranks if the test loss is not finite."""
     if not math.isfinite(loss):
         error = DivergedError(f"the loss of the test data is {loss}: lower the learning rate, or scale the features")
-        raise known(error, world.world)  # the ranks have measured it together
+        raise known(error, world.world)  # all ranks have the same loss
 
 
 def _write_results(job: Job, trainer: Trainer[Any], history: Any, scores: dict[str, float]) -> None:
@@ -278,14 +278,14 @@ def _train_and_evaluate(job: Job, member: Member, world: Topology) -> None:
     evaluator = together(world.world, lambda: _evaluator(job, member.network) if evaluates else None)
     error: Exception | Terminated | None = None
     try:
-        with Ending(world.private(), job.roles.chief, job.roles.evaluator) as end:
+        with EndSignal(world.private(), job.roles.chief, job.roles.evaluator) as end:
             if evaluator is not None:
-                evaluator.run(end.heard)
+                evaluator.run(end.received)
             else:
                 _train(job, member)
     except (Exception, Terminated) as met:
         if not (evaluates or everywhere(met, member.topology.world)):
-            raise  # the other ranks that train do not know
+            raise  # the other training ranks do not have this error
         error = met
     _end_together(job, world, error)
     if options.evaluations:
@@ -308,11 +308,11 @@ def _evaluator(job: Job, network: NumpyNetwork) -> Evaluator:
 def _end_together(job: Job, world: Topology, error: Exception | Terminated | None) -> None:
     """Raise the error of the training on all ranks, or else the evaluator's. Collective.
 
-    error: this rank's; all ranks that train have the same one.
+    error: of this rank, or None; all ranks that train have the same one.
     """
     kind = next((number for number, each in enumerate(ENDS) if isinstance(error, each)), len(ENDS) - 1)
-    told = None if error is None else (kind, str(error))
-    failed = root_value(world.world, told, "hear how the training has ended", job.roles.chief)
+    own = None if error is None else (kind, str(error))
+    failed = root_value(world.world, own, "learn how the training ended", job.roles.chief)
     if failed is None:
         assert not isinstance(error, Terminated)
         raise_together(world.world, error)

@@ -18,12 +18,13 @@ from trainers.datasets.parser import Parser
 from trainers.errors import ArgumentError
 from trainers.mirrored import MirroredTrainer
 from trainers.parameter_server import ParameterServerTrainer
-from trainers.recovery.recovery import CHOICES
+from trainers.recovery.recovery import ON_FAILURE
 from trainers.replica import Replica
 from trainers.replicas.numpy.network import ACTIVATIONS
 from trainers.replicas.numpy.optimizers import OPTIMIZERS
 from trainers.spare_replicas import SpareReplicasTrainer
 from trainers.state.checkpoints import period
+from trainers.strategies.servers.strategy import CHOICES as SERVER_CHOICES
 from trainers.trainer import Trainer
 
 EXAMPLES = """examples:
@@ -39,7 +40,7 @@ EXAMPLES = """examples:
   mpirun -n 4 python -m trainers --strategy spare_replicas --spare 1
 """
 
-# What a value must look like
+# Converters of values
 
 
 def integer(least: int) -> Any:
@@ -119,11 +120,11 @@ class Option:
     metavar: stands for the value in --help. An option without metavar and choices is a flag.
     type: converts the value, or raises argparse.ArgumentTypeError.
     help: what the option does. --help adds the default, and what the option needs.
-    choices: the values, where there are few.
-    default: the value when the option is not given. default_text: the default in --help, where `default` is not enough.
-    strategies: the values of --strategy that take the option; none for an option that has nothing to do with them.
-    needs: the other options that must be given too, and their values; () for any value.
-    argument: the trainer's name of the option, where it is another one; "" when the trainer does not take it.
+    choices: the allowed values, if there are few.
+    default: the value when the option is not given. default_text: the default in --help, if it is not `default`.
+    strategies: the values of --strategy that take the option; none if the option does not depend on the strategy.
+    needs: other options that must be given too -> their allowed values, () for any.
+    argument: the name of the trainer's argument, if it differs from `name`; "" if the trainer has no such argument.
     writes: whether the value names a file, which must be writable before the training begins.
     callback: makes the callback that the option asks for, from all parsed options.
     """
@@ -144,7 +145,7 @@ class Option:
 
     @property
     def flag(self) -> str:
-        """The option as the command line spells it."""
+        """The option as it is written on the command line."""
         return "--" + self.name.replace("_", "-")
 
     def given(self, value: Any) -> str:
@@ -153,13 +154,13 @@ class Option:
 
     def add_to(self, group: Any) -> None:
         """Add the option to a group of a parser, where its value is None when it is not given."""
-        told = []
+        notes = []
         if self.default_text or not (self.default is None or self.default is False):
-            told.append(f"default: {self.default_text or self.default}")
+            notes.append(f"default: {self.default_text or self.default}")
         some = self.strategies if self.strategies != tuple(STRATEGIES) else ()
         if needs := ({"strategy": some} if some else {}) | dict(self.needs):
-            told.append(f"with {' and '.join(_required(name, values) for name, values in needs.items())}")
-        text = f"{self.help} ({'; '.join(told)})" if told else self.help
+            notes.append(f"with {' and '.join(_required(name, values) for name, values in needs.items())}")
+        text = f"{self.help} ({'; '.join(notes)})" if notes else self.help
         if self.choices:
             group.add_argument(self.flag, choices=list(self.choices), help=text)
         elif self.metavar:
@@ -220,8 +221,8 @@ OPTIONS: dict[str, tuple[Option, ...]] = {
             "divides the work and the optimizer's memory",
         ),
         Option(
-            "compress", choices=SHORT, default_text="as they are", strategies=(MIRRORED,),
-            help="send gradients as 16-bit numbers, which rounds them; for slow networks between nodes",
+            "compress", choices=SHORT, default_text="none", strategies=(MIRRORED,),
+            help="send gradients rounded to this 16-bit type; for slow networks between nodes",
         ),
         Option(
             "storage_rank", "R", integer(0), default=0, strategies=(CENTRAL,), argument="storage",
@@ -229,48 +230,49 @@ OPTIONS: dict[str, tuple[Option, ...]] = {
         ),
         Option(
             "copies", "N", integer(1), default=1, strategies=(MIRRORED, CENTRAL),
-            help="2: another rank has a backup of each slice (--update sharded) or of the storage (central_storage). "
-            "When a rank is lost, the training goes on without a checkpoint. Backups cost a message in every step",
+            help="2: another rank has a backup of each slice (--update sharded) or of the storage (central_storage), "
+            "so the training continues after a failure without a checkpoint. Backups cost a message in every step",
         ),
         Option(
             "servers", "N", integer(1), default_text="1", strategies=(SERVERS,),
             help="number of servers; the last ranks are the servers",
         ),
         Option(
-            "updates", choices=("sync", "async"), default="async", strategies=(SERVERS,),
+            "updates", choices=SERVER_CHOICES["updates"], default="async", strategies=(SERVERS,),
             help="async: a server applies each gradient when it arrives; sync: a server waits for the gradients of all "
             "workers",
         ),
         Option(
-            "stale", choices=("keep", "drop", "scale"), default="keep", strategies=(SERVERS,), needs=ASYNC,
-            help="what a server does with a gradient whose parameters were updated meanwhile. keep: it applies the "
-            "gradient; drop: it discards the gradient when that is more than --max-staleness updates behind; scale: it "
-            "divides the learning rate by 1 + the number of updates",
+            "stale", choices=SERVER_CHOICES["stale"], default="keep", strategies=(SERVERS,), needs=ASYNC,
+            help="what a server does with a gradient whose parameters have been updated since it was computed (the "
+            "number of these updates is its staleness). keep: apply it; drop: discard it if its staleness exceeds "
+            "--max-staleness; scale: divide the learning rate by 1 + its staleness",
         ),
         Option(
             "max_staleness", "N", integer(0), default_text="no bound", strategies=(SERVERS,), needs=ASYNC,
-            help="how many updates a gradient may be behind; with --stale keep or scale fast workers wait",
+            help="the largest staleness of a gradient; with --stale keep or scale fast workers wait to keep it",
         ),
         Option(
             "warm_up", "N", integer(0), default=0, strategies=(SERVERS,), needs=ASYNC,
             help="one worker alone trains the first N epochs",
         ),
         Option(
-            "lr_by_workers", choices=("keep", "divide"), default="keep", strategies=(SERVERS,), needs=ASYNC,
-            argument="learning_rate", help="divide: the servers divide the learning rate by the number of workers",
+            "lr_by_workers", choices=SERVER_CHOICES["learning_rate"], default="keep", strategies=(SERVERS,),
+            needs=ASYNC, argument="learning_rate",
+            help="divide: the servers divide the learning rate by the number of workers",
         ),
         Option(
             "spare", "N", integer(0), default=1, strategies=(SPARE,),
             help="a step does not wait for the N slowest ranks",
         ),
         Option(
-            "on_failure", choices=CHOICES, default_text="stop", strategies=tuple(STRATEGIES),
-            help="what happens when a rank is lost, if the job was started with mpirun --with-ft ulfm. continue: the "
-            "other ranks go on; stop: they write a checkpoint, if --checkpoint is given, and the job ends",
+            "on_failure", choices=ON_FAILURE, default_text="stop", strategies=tuple(STRATEGIES),
+            help="what happens when a rank fails, if the job was started with mpirun --with-ft ulfm. continue: the "
+            "other ranks continue; stop: they write a checkpoint, if --checkpoint is given, and the job ends",
         ),
         Option(
             "spares", "N", integer(0), default=0, strategies=(MIRRORED, CENTRAL), needs={"on_failure": ("continue",)},
-            argument="", help="the last N ranks wait, and take the places of lost ranks",
+            argument="", help="the last N ranks stand by, and replace failed ranks",
         ),
     ),
     "roles (TF_CONFIG can give them instead)": (
@@ -307,12 +309,12 @@ OPTIONS: dict[str, tuple[Option, ...]] = {
         ),
         Option(
             "resume", default=False, needs={"checkpoint": ()},
-            help="go on from the newest good checkpoint, if there is one; --epochs counts from the beginning of the "
-            "training",
+            help="continue from the newest usable checkpoint, if there is one; --epochs counts from the beginning of "
+            "the training",
         ),
         Option(
             "other_data", default=False, needs={"resume": ()},
-            help="resume with other rows, or with rows in another order, which is an error without this option",
+            help="allow --resume with other rows, or with rows in another order",
         ),
         Option(
             "json", "FILE", writes=True,
@@ -331,7 +333,7 @@ OPTIONS: dict[str, tuple[Option, ...]] = {
         Option(
             "csv", "FILE", writes=True,
             callback=lambda options: callbacks.CSVLogger(options.csv, append=options.resume),
-            help="write a line for each epoch; with --resume, go on with the file",
+            help="write a line for each epoch; with --resume, append to the file",
         ),
         Option(
             "early_stopping", "N", integer(1),
@@ -351,7 +353,7 @@ OPTIONS: dict[str, tuple[Option, ...]] = {
         Option(
             "check_gradients", choices=checks.ANSWERS,
             callback=lambda options: callbacks.CheckGradients(options.check_gradients),
-            help="check in every step that no rank has NaN or infinite gradients, and name the ranks that have. "
+            help="check in every step that no rank has NaN or infinite gradients, and name the ranks that have some. "
             "raise: the job ends with an error; skip: all ranks leave the step out",
         ),
     ),
@@ -364,7 +366,7 @@ BY_NAME = {option.name: option for group in OPTIONS.values() for option in group
 
 
 class RankParser(Parser):
-    """Raises ArgumentError for bad arguments, and is silent on all ranks but one.
+    """Raises ArgumentError for bad arguments, and prints on one rank only.
 
     shown: whether this rank prints.
     """
@@ -382,9 +384,9 @@ class RankParser(Parser):
 
 
 def parse(arguments: Sequence[str] | None, shown: bool) -> argparse.Namespace:
-    """The checked options, with their defaults. Raises ArgumentError; --help exits. shown: whether this rank prints.
+    """Return the checked options, with their defaults. Raises ArgumentError; --help exits.
 
-    The options of other strategies stay None.
+    The options of other strategies stay None. shown: whether this rank prints.
     """
     parser = RankParser(
         shown,
@@ -413,11 +415,11 @@ def parse(arguments: Sequence[str] | None, shown: bool) -> argparse.Namespace:
 
 
 def _check_needs(option: Option, options: argparse.Namespace) -> None:
-    """Raise ArgumentError when an option was given without what it needs."""
+    """Raise ArgumentError when an option was given without the options that it needs."""
     value = getattr(options, option.name)
     given = option.given(value)
     needs = {"strategy": option.strategies} if option.strategies else {}
-    if value != 0:  # none of something needs nothing
+    if value != 0:  # 0 switches an option off, so it needs no others
         needs |= option.needs
     for name, values in needs.items():
         found = getattr(options, name) or (BY_NAME[name].default if values else None)
@@ -425,33 +427,33 @@ def _check_needs(option: Option, options: argparse.Namespace) -> None:
             raise ArgumentError(f"{given} needs {_required(name, values)}")
         if values and found not in values:
             raise ArgumentError(
-                f"{given}: {BY_NAME[name].given(found)} has no use for it; leave it out, or take "
+                f"{given} has no effect with {BY_NAME[name].given(found)}; leave it out, or use "
                 f"{_required(name, values)}"
             )
 
 
 def _required(name: str, values: Sequence[str]) -> str:
-    """An option that another one needs, as the command line spells it."""
+    """Return an option that another one needs, as it is written on the command line."""
     return f"{BY_NAME[name].flag} {' or '.join(values) or BY_NAME[name].metavar}".rstrip()
 
 
 def _check_values(options: argparse.Namespace) -> None:
-    """Raise ArgumentError for values that do not go together."""
+    """Raise ArgumentError for values that contradict each other."""
     if options.stale == "drop" and options.max_staleness is None:
-        raise ArgumentError("--stale drop needs --max-staleness N: how many updates behind is too many")
+        raise ArgumentError("--stale drop needs --max-staleness N: gradients of a larger staleness are dropped")
     given = [each.flag for each in OPTIONS["network"] if getattr(options, each.name) is not None]
     if options.load and given:
         raise ArgumentError(f"--load takes the network and its optimizer from the file; leave out {', '.join(given)}")
 
 
-def described(options: argparse.Namespace) -> dict[str, Any]:
-    """The strategy and its options, as --json writes them."""
+def strategy_options(options: argparse.Namespace) -> dict[str, Any]:
+    """Return the strategy and its options as a dict, as --json writes them."""
     own = [option.name for option in BY_NAME.values() if options.strategy in option.strategies]
     return {name: getattr(options, name) for name in ("strategy", *own)}
 
 
 def make_trainer(options: argparse.Namespace, replica: Replica, topology: Topology, servers: int) -> Trainer[Any]:
-    """The trainer that the options describe. servers: so many of the last ranks are servers. Collective."""
+    """Create the trainer that the options describe. servers: the number of servers, the last ranks. Collective."""
     given = {
         option.argument or option.name: getattr(options, option.name)
         for option in BY_NAME.values()
@@ -463,6 +465,6 @@ def make_trainer(options: argparse.Namespace, replica: Replica, topology: Topolo
 
 
 def make_callbacks(options: argparse.Namespace) -> list[Any]:
-    """The callbacks that the options ask for, the same on all ranks."""
+    """Create the callbacks that the options ask for, the same on all ranks."""
     asked = [option for option in BY_NAME.values() if option.callback and getattr(options, option.name)]
     return [option.callback(options) for option in asked if option.callback]

@@ -1,4 +1,4 @@
-"""The results of a training that the command line writes: where, and what."""
+"""Collects and writes the results of the command line's training (--json)."""
 
 import argparse
 import json
@@ -20,7 +20,7 @@ STANDARD_OUTPUT = "-"
 
 
 def check_targets(options: argparse.Namespace) -> None:
-    """Raise ArgumentError before the training when a file of its results can't be written."""
+    """Raise ArgumentError if a file that an option names can't be written. Call before the training."""
     for option in declared.BY_NAME.values():
         path = getattr(options, option.name)
         if not option.writes or not path or (option.name, path) == ("json", STANDARD_OUTPUT):
@@ -31,35 +31,35 @@ def check_targets(options: argparse.Namespace) -> None:
             raise ArgumentError(f"{option.flag} {path}: this can't be written; give a file in a folder that exists")
 
 
-def how(trainer: Trainer, options: argparse.Namespace) -> str:
-    """How the ranks work together, in a line."""
+def strategy_line(trainer: Trainer, options: argparse.Namespace) -> str:
+    """Return one line that names the backend, or the strategy and its options."""
     if isinstance(trainer, MirroredTrainer):
         return "allreduce: {} ({})".format(*_backend(trainer, options))
-    strategy, *own = [(name.replace("_", " "), value) for name, value in declared.described(options).items()]
+    strategy, *own = [(name.replace("_", " "), value) for name, value in declared.strategy_options(options).items()]
     shown = ", ".join(f"{name} {value}" for name, value in own if value is not None)
     return f"strategy: {strategy[1]} ({shown})"
 
 
 def _backend(trainer: MirroredTrainer, options: argparse.Namespace) -> tuple[str, str]:
-    """The backend that reduces the gradients, and why this one."""
+    """Return the name of the backend that reduces the gradients, and why it was selected."""
     if isinstance(trainer.allreduce, Auto):
         name, why = trainer.allreduce.choice(len(trainer.buffer), trainer.buffer.dtype, trainer.replica.device)
-        return name, f"chosen by auto: {why}"
-    why = "as asked for" if options.allreduce == trainer.allreduce.name else "chosen for the sharded update"
+        return name, f"selected by auto: {why}"
+    why = "as given" if options.allreduce == trainer.allreduce.name else "selected for the sharded update"
     return trainer.allreduce.name, why
 
 
 def result(
     options: argparse.Namespace, trainer: Trainer, assigned: Roles, history: History, scores: dict[str, float]
 ) -> dict[str, Any]:
-    """The results that --json writes. Collective over the ranks that train."""
+    """Return the results that --json writes. Collective over the ranks that train."""
     backend = {"allreduce_used": _backend(trainer, options)[0]} if isinstance(trainer, MirroredTrainer) else {}
     return {
         "data": options.data,
         "test_accuracy": scores["accuracy"],
         "test_loss": scores["loss"],
         "history": [epoch.as_dict() for epoch in history],
-        **declared.described(options),
+        **declared.strategy_options(options),
         **backend,
         "roles": assigned.as_dict(),
         "ranks": trainer.size,
@@ -76,7 +76,7 @@ def result(
 
 
 def without_nan(value: Any) -> Any:
-    """A value that JSON can hold: numbers that are not finite become None."""
+    """Return a copy of `value` in which numbers that are not finite are None."""
     if isinstance(value, dict):
         return {name: without_nan(each) for name, each in value.items()}
     if isinstance(value, list | tuple):

@@ -29,18 +29,19 @@ from trainers.errors import RoleError
 
 NAME = "TF_CONFIG"
 CHIEF, WORKER, SERVER, EVALUATOR = "chief", "worker", "ps", "evaluator"
-TYPES = (CHIEF, WORKER, SERVER, EVALUATOR)  # in the order in which tasks are given to ranks where no rank names its own
+TYPES = (CHIEF, WORKER, SERVER, EVALUATOR)  # in the order in which ranks get tasks if no rank names its own
 MOST_CHARACTERS = 1 << 20
 MOST_TASKS = 1 << 16
 SHOWN = 60  # characters of a value in a message
 _SHORT = reprlib.Repr()  # of a JSON value, which may be nested as deep as Python's stack
 _SHORT.maxlevel, _SHORT.maxdict, _SHORT.maxlist, _SHORT.maxstring = 2, 8, 8, SHOWN
 
-Task = tuple[str, int]  # its type, and its index among those
+Task = tuple[str, int]  # its type, and its index among the tasks of that type
 
 
 class TFConfig(NamedTuple):
-    """tasks: how many there are of each type, in the order of TYPES. task: this process's; None where none is named."""
+    """The content of TF_CONFIG. tasks: the number of tasks of each type, in the order of TYPES. task: this process's
+    task, or None."""
 
     tasks: tuple[int, ...]
     task: Task | None
@@ -50,7 +51,7 @@ class TFConfig(NamedTuple):
 
 
 def read(text: str | None) -> TFConfig | None:
-    """The content of TF_CONFIG; None when it is not set, or empty ("{}" in TensorFlow). Raises RoleError."""
+    """Parse the text of TF_CONFIG; returns None if it is not set or empty ("{}" is empty too). Raises RoleError."""
     if text is None or not text.strip():
         return None
     if len(text) > MOST_CHARACTERS:
@@ -58,7 +59,7 @@ def read(text: str | None) -> TFConfig | None:
     try:
         config = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise RoleError(f"{NAME} is no JSON text ({shown(str(error))}): {shown(text)}") from None
+        raise RoleError(f"{NAME} is not valid JSON ({shown(str(error))}): {shown(text)}") from None
     if not isinstance(config, dict):
         raise RoleError(f"{NAME} must be an object with a cluster and a task; it is {shown(config)}")
     if not config:
@@ -66,12 +67,12 @@ def read(text: str | None) -> TFConfig | None:
     tasks = _tasks(config.get("cluster"))
     task = None if config.get("task") in (None, {}) else _task(config["task"], tasks)
     if task is not None and task[0] == EVALUATOR and not tasks[EVALUATOR]:
-        tasks[EVALUATOR] = 1  # TensorFlow: it is no part of the training cluster, which need not list it
+        tasks[EVALUATOR] = 1  # as in TensorFlow, the cluster need not list the evaluator
     return TFConfig(tuple(tasks.values()), task)
 
 
 def _tasks(cluster: Any) -> dict[str, int]:
-    """The number of tasks of each type in a cluster."""
+    """Return the number of tasks of each type in a cluster."""
     if not isinstance(cluster, dict) or not cluster:
         raise RoleError(
             f'{NAME} has no cluster such as {{"worker": ["host1:port", "host2:port"]}}; its cluster is {shown(cluster)}'
@@ -93,7 +94,7 @@ def _tasks(cluster: Any) -> dict[str, int]:
 
 
 def _task(task: Any, tasks: dict[str, int]) -> Task:
-    """The type and the index of a process's own task."""
+    """Return the type and the index of a process's own task."""
     if not isinstance(task, dict) or task.get("type") not in TYPES:
         raise RoleError(
             f'{NAME}: the task must be such as {{"type": "worker", "index": 0}}, of a type {", ".join(TYPES)}; it is '
@@ -101,7 +102,7 @@ def _task(task: Any, tasks: dict[str, int]) -> Task:
         )
     kind, index = task["type"], task.get("index", 0 if task["type"] in (CHIEF, EVALUATOR) else None)
     if isinstance(index, str) and index.isascii() and index.isdecimal() and len(index) < 10:
-        index = int(index)  # TensorFlow takes it so
+        index = int(index)  # TensorFlow accepts a text
     most = max(tasks[kind], kind == EVALUATOR)
     if isinstance(index, bool) or not isinstance(index, int) or not 0 <= index < most:
         there = f"0 to {most - 1}" if most else f"none, for the cluster has no {kind}"
@@ -110,13 +111,13 @@ def _task(task: Any, tasks: dict[str, int]) -> Task:
 
 
 def shown(value: Any) -> str:
-    """A value that was given, in ASCII and cut short, so that it can be printed whatever it is."""
+    """Return a value as short ASCII text, for error messages."""
     text = ascii(value[: SHOWN + 1]) if isinstance(value, str) else ascii(_SHORT.repr(value))[1:-1]
     return text if len(text) <= SHOWN else text[:SHOWN] + "..."
 
 
 class Roles(NamedTuple):
-    """The ranks of each role, in the order of their numbers there. Every rank has one role."""
+    """The ranks of each role, in order. Every rank has exactly one role."""
 
     chief: int
     workers: tuple[int, ...] = ()
@@ -151,15 +152,15 @@ def assign(
     *,
     chief: int | None = None,
 ) -> Roles:
-    """The roles of the ranks of `topology`, the same on all of them. Collective.
+    """Return the roles of the ranks of `topology`, the same on all of them. Collective.
 
-    servers: how many ranks are parameter servers; None: as many as in TF_CONFIG, and one where that is not set.
-    evaluator: whether a rank evaluates; None: when TF_CONFIG has one.
-    environment: where TF_CONFIG is looked up.
+    servers: the number of parameter servers; None: as many as in TF_CONFIG, or one if that is not set.
+    evaluator: whether a rank evaluates; None: if TF_CONFIG has an evaluator.
+    environment: the environment variables, for TF_CONFIG.
     chief: the rank of the chief; None: that of TF_CONFIG, else 0.
 
-    Raises RoleError on all ranks when TF_CONFIG is damaged, does not describe these ranks or contradicts the arguments,
-    and when no rank is left as a worker; DisagreementError when ranks have different clusters.
+    Raises RoleError on all ranks if TF_CONFIG is damaged, does not describe these ranks or contradicts the arguments,
+    or if no rank is left as a worker; DisagreementError if ranks have different clusters.
     """
     config = together(topology.world, lambda: read(environment.get(NAME)))
     error = None
@@ -172,7 +173,7 @@ def assign(
     text = f"roles: {servers} servers, evaluator {evaluator}, chief {chief}, {NAME}: {config or 'not set'}"
     topology.agree([config is not None, *trained, *asked], text, error)
     own = None if config is None else [config.task, config.tasks[-1]]
-    everyone = all_values(topology.world, own, "tell each other the roles")
+    everyone = all_values(topology.world, own, "exchange the roles")
 
     def decide() -> Roles:
         if config is None:
@@ -187,7 +188,8 @@ def assign(
 
 
 def training(topology: Topology, roles: Roles, ranks_per_node: int | Sequence[int] | None = None) -> Topology:
-    """The topology of the ranks that train, chief first; on the evaluator one of this rank alone. Collective."""
+    """Create the topology of the ranks that train, with the chief as rank 0; on the evaluator, a topology of itself
+    alone. Collective."""
     if roles.training == tuple(range(topology.size)):
         return Topology(topology.world, ranks_per_node, topology.timeout)
     evaluates = topology.rank == roles.evaluator
@@ -201,7 +203,7 @@ def training(topology: Topology, roles: Roles, ranks_per_node: int | Sequence[in
 
 
 def by_rank(ranks: int, servers: int = 0, evaluator: bool = False, chief: int = 0) -> Roles:
-    """The roles of so many ranks without TF_CONFIG. Raises RoleError when no rank is left as a worker."""
+    """Return the roles of `ranks` ranks without TF_CONFIG. Raises RoleError if no rank is left as a worker."""
     trained = ranks - evaluator
     workers = trained - servers
     if workers < 1:
@@ -215,7 +217,8 @@ def by_rank(ranks: int, servers: int = 0, evaluator: bool = False, chief: int = 
 
 
 def by_task(config: TFConfig, named: Sequence[Task | None]) -> Roles:
-    """The roles of ranks that have named these tasks of a cluster. Raises RoleError unless each has one of its own."""
+    """Return the roles of ranks by the tasks of a cluster. named: each rank's task, all None to assign them in order.
+    Raises RoleError if tasks and ranks do not match one to one."""
     tasks = [(kind, index) for kind, count in zip(TYPES, config.tasks, strict=True) for index in range(count)]
     silent = [rank for rank, task in enumerate(named) if task is None]
     if len(tasks) != len(named):
@@ -224,13 +227,13 @@ def by_task(config: TFConfig, named: Sequence[Task | None]) -> Roles:
             f"rank{'s' * (len(named) != 1)}; every task is a rank: start mpirun -n {len(tasks)}, or change the cluster"
         )
     if silent and len(silent) < len(named):
-        raise RoleError(f"{NAME} of rank {silent[0]} names no task, and that of others does; all must, or none")
+        raise RoleError(f"{NAME} of rank {silent[0]} names no task, unlike that of others; name one on all or on none")
     holders: dict[Task, int] = {}
     for rank, task in enumerate(tasks if silent else named):
         assert task is not None
         if task in holders:
             raise RoleError(
-                f"{NAME}: ranks {holders[task]} and {rank} both say that they are {task[0]} {task[1]}; give every rank "
+                f"{NAME}: ranks {holders[task]} and {rank} are both {task[0]} {task[1]}; give every rank "
                 "a task of its own (mpirun -n 1 -x TF_CONFIG=... : -n 1 ...), or leave out the task on all of them"
             )
         holders[task] = rank
@@ -250,7 +253,7 @@ def _check_clash(roles: Roles, servers: int | None, evaluator: bool | None, chie
         raise RoleError(f"{NAME} has no ps, and this training needs a server: add one to the cluster")
     if servers == 0 and there:
         raise RoleError(
-            f"{NAME} has {there} ps, for which this training has no use: take --strategy parameter_server, or remove "
+            f"{NAME} has {there} ps, which this training does not use: add --strategy parameter_server, or remove "
             "them from the cluster"
         )
     if servers not in (None, there):

@@ -17,10 +17,10 @@ __all__ = ["NAMES", "Dataset", "load"]
 
 
 def load(source: str) -> Dataset:
-    """A data set by its name ("digits", "iris") or its path: a folder of MNIST-format files (gzipped or not), an
+    """Load a data set by its name ("digits", "iris") or its path: a folder of MNIST-format files (gzipped or not), an
     .npz with x_train, y_train, x_test, y_test (or x, y), or a .csv (.csv.gz) with the label in the last column.
 
-    A set that comes without a test part is split 80 : 20, in the same way at every call. Raises DataError.
+    A data set without a test part is split 80 : 20, in the same way at every call. Raises DataError.
     """
     if source in NAMES:
         return table.load(str(_HERE / f"{source}.csv.gz"), source)
@@ -36,7 +36,7 @@ def load(source: str) -> Dataset:
         return _archive(source)
     if source.endswith((".csv", ".csv.gz")):
         return table.load(source)
-    raise DataError(f"{source} is none of the known formats, which are {_FORMATS}")
+    raise DataError(f"{source} has none of the known formats: {_FORMATS}")
 
 
 SPLIT = ("x_train", "y_train", "x_test", "y_test")
@@ -44,12 +44,12 @@ WHOLE = ("x", "y")
 
 
 def _archive(path: str) -> Dataset:
-    """An .npz archive. Arrays of Python objects are refused: reading them would run code from the file."""
+    """Load an .npz archive. Arrays of Python objects raise DataError: reading them would run code from the file."""
 
     def refusal(error: Exception) -> DataError:
-        return DataError(f"{path} is no .npz archive of numbers, or it is damaged: {error}")
+        return DataError(f"{path} is not an .npz archive of numbers, or is damaged: {error}")
 
-    with files.seekable(path) as (file, size), model_file.opened(file, size, refusal) as archive:
+    with files.seekable(path) as (file, size), model_file.open_archive(file, size, refusal) as archive:
         names = next((names for names in (SPLIT, WHOLE) if set(names) <= set(archive.names)), None)
         if names is None:
             held = ", ".join(archive.names) or "nothing"

@@ -1,9 +1,9 @@
-"""Data sets to try things with.
+"""Makes small data sets for experiments.
 
     python -m trainers.datasets make mnist/                    a folder of MNIST-format files
     mpirun -n 4 python -m trainers --data mnist/ --epochs 5    trains on them
 
-make writes 1,437 images to train and 360 to test: the digits that come along, enlarged to 28x28 bytes. It downloads
+make writes 1,437 images to train and 360 to test: the data set "digits", enlarged to 28x28 bytes. It downloads
 nothing and overwrites nothing. Exit code: 0, or 2 when the folder can't be made.
 """
 
@@ -21,20 +21,20 @@ from trainers.datasets import idx
 from trainers.datasets.parser import Parser
 from trainers.errors import DataError
 
-SIDE, BOX = 28, 20  # pixels of an image, and of the box in its middle that MNIST's digits fill
+SIDE, BOX = 28, 20  # pixels of an image, and of the box in its middle that the digit fills, as in MNIST
 
 
 def make(folder: str) -> datasets.Dataset:
-    """Write the four files of the MNIST format to a folder that is not there or empty; what they hold.
+    """Write the four files of the MNIST format to a new or empty folder; returns the Dataset.
 
-    The folder appears whole or not at all. Raises DataError.
+    Writes a temporary folder and renames it. Raises DataError.
     """
     target = os.path.realpath(folder)
     if os.path.lexists(target) and not (os.path.isdir(target) and not os.listdir(target)):
-        raise DataError(f"{folder} is there already; nothing is overwritten: give another name, or remove it first")
+        raise DataError(f"{folder} exists already; nothing is overwritten: give another name, or remove it first")
     parent, name = os.path.split(target)
     if not os.path.isdir(parent):
-        raise DataError(f"the folder {parent} does not exist; make it first")
+        raise DataError(f"the folder {parent} does not exist; create it first")
     aside = Path(parent, f".{name}.{secrets.token_hex(4)}")
     try:
         aside.mkdir()
@@ -56,10 +56,10 @@ def _write(folder: Path) -> None:
 
 
 def enlarged(digits: np.ndarray) -> np.ndarray:
-    """Images of 28x28 bytes of digits of 8x8 numbers from 0 to 16, (rows, 64), interpolated between the pixels."""
+    """Enlarge digits, (rows, 64) with values 0 to 16, to (rows, 28, 28) uint8 images, by linear interpolation."""
     images = digits.reshape(-1, 8, 8)
-    places = np.clip((np.arange(BOX) + 0.5) * 8 / BOX - 0.5, 0, 7)  # of the larger pixels' centres among the smaller
-    weights = np.maximum(0, 1 - np.abs(places[:, None] - np.arange(8)))
+    centres = np.clip((np.arange(BOX) + 0.5) * 8 / BOX - 0.5, 0, 7)  # of the new pixels' centres, in old pixels
+    weights = np.maximum(0, 1 - np.abs(centres[:, None] - np.arange(8)))
     border = (SIDE - BOX) // 2
     large = np.zeros((len(images), SIDE, SIDE), np.uint8)
     inside = np.rint(weights @ images @ weights.T * (255 / 16))
@@ -68,10 +68,10 @@ def enlarged(digits: np.ndarray) -> np.ndarray:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Make what the command line says; the exit code."""
+    """Run the command line; returns the exit code."""
     parser = Parser(prog="python -m trainers.datasets", description=__doc__)
     parser.add_argument("command", choices=["make"], help="what to do")
-    parser.add_argument("folder", metavar="FOLDER", help="the folder to make: one that is not there, or is empty")
+    parser.add_argument("folder", metavar="FOLDER", help="the folder to create; if it exists, it must be empty")
     options = parser.parse_args(arguments)
     try:
         print(f"made {make(options.folder)}")

@@ -9,20 +9,20 @@ import numpy as np
 from trainers.errors import DataError, printable
 
 TEST_PART = 5  # every fifth sample is for testing
-SPLIT_SEED = 47  # see README.md beside this
-FEW_ROWS = 5  # a class with fewer is warned of: a fifth of them, for testing, is not one row
+SPLIT_SEED = 47  # see README.md in this folder
+FEW_ROWS = 5  # classes with fewer rows get a warning: a fifth of them is less than one test row
 MOST_SHOWN, MOST_WARNED = 20, 5  # classes in one line, and of each kind in warnings
 LONGEST_NAME = 40  # characters of a class in such a line
-MANY_CLASSES = 1000  # more than this, and more than rows: labels that are no class numbers
+MANY_CLASSES = 1000  # a label above this, and above the number of rows, is not a class number
 
 
 @dataclass(frozen=True)
 class Dataset:
     """Samples and labels, split into a training and a test set.
 
-    x_train, x_test: (rows, features), raw numbers as they are in the file.
+    x_train, x_test: (rows, features), raw numbers of the file.
     y_train, y_test: (rows,) int64 class numbers, 0 to len(classes) - 1.
-    shift, scale: (x - shift) * scale suits a network; numbers, or one a feature, taken from the training set.
+    shift, scale: (x - shift) * scale is the input of a network; numbers, or one per feature, from the training set.
     """
 
     name: str
@@ -45,12 +45,12 @@ class Dataset:
         )
 
     def rows_of_classes(self) -> np.ndarray:
-        """How many rows each class has, to train and to test: (len(classes),) int64."""
+        """Return the number of rows of each class, to train and to test together: (len(classes),) int64."""
         labels = np.concatenate([self.y_train, self.y_test])
         return np.bincount(labels, minlength=len(self.classes))
 
     def classes_in_words(self) -> str:
-        """ "no: 60, yes: 59": the rows of every class; of more than 20 classes those of the smallest."""
+        """Return the classes' rows as text, "no: 60, yes: 59"; of more than 20 classes only the smallest."""
         rows = self.rows_of_classes()
         if len(rows) <= MOST_SHOWN:
             return ", ".join(f"{_short(name)}: {count}" for name, count in zip(self.classes, rows, strict=True))
@@ -59,8 +59,8 @@ class Dataset:
         return f"{len(rows)} classes, {rows.min()} to {rows.max()}; the smallest are {few}"
 
     def warnings(self) -> list[str]:
-        """A sentence for each sign of mistyped labels: classes that differ only in case or spaces, classes of few rows,
-        class numbers that no row has. Empty where there is none."""
+        """Return a sentence for each sign of mistyped labels: classes that differ only in case or spaces, classes of
+        few rows, class numbers that no row has."""
         rows = self.rows_of_classes().tolist()
         quoted = [f"{_short(name)!r} ({n} row{'s' * (n != 1)})" for name, n in zip(self.classes, rows, strict=True)]
         alike = self._alike()
@@ -72,18 +72,18 @@ class Dataset:
         return [f"{self.name}: {text}" for text in texts]
 
     def _alike(self) -> list[list[int]]:
-        """The classes whose names differ only in case or spaces."""
+        """Return groups of classes whose names differ only in case or spaces."""
         groups: dict[str, list[int]] = {}
         for number, name in enumerate(self.classes):
             groups.setdefault("".join(unicodedata.normalize("NFC", name).casefold().split()), []).append(number)
         return [group for group in groups.values() if len(group) > 1]
 
-    def _small(self, told: set[int], rows: list[int], quoted: list[str]) -> list[str]:
-        """A sentence for each small class that may be mistyped, and one for all others. told: classes to leave out."""
-        small = [number for number, count in enumerate(rows) if 0 < count < FEW_ROWS and number not in told]
+    def _small(self, skipped: set[int], rows: list[int], quoted: list[str]) -> list[str]:
+        """Return a sentence for each small class that may be mistyped, one for the others. skipped: left out."""
+        small = [number for number, count in enumerate(rows) if 0 < count < FEW_ROWS and number not in skipped]
         named = self.classes != _numbers(len(self.classes))
         large = [_short(self.classes[number]) for number in np.argsort(rows)[-MOST_SHOWN:] if rows[number] >= FEW_ROWS]
-        near = {  # of the first ones only: where most classes are small, none is a typo
+        near = {  # only of the first: if most classes are small, none is a typo
             number: found[0]
             for number in small[:MOST_WARNED]
             if (found := difflib.get_close_matches(_short(self.classes[number]), large if named else [], n=1))
@@ -100,12 +100,12 @@ def _short(name: str) -> str:
 
 
 def _listed(names: list[str]) -> str:
-    """The first names, and how many more there are."""
+    """Join the first names, and the number of the others."""
     return ", ".join(names[:MOST_WARNED]) + f" and {len(names) - MOST_WARNED} more" * (len(names) > MOST_WARNED)
 
 
 def _numbers(count: int) -> tuple[str, ...]:
-    """The names of classes that have only numbers."""
+    """Return the names of `count` classes that have only numbers."""
     return tuple(map(str, range(count)))
 
 
@@ -115,7 +115,7 @@ def make(
     test: tuple[np.ndarray, np.ndarray] | None = None,
     classes: tuple[str, ...] | None = None,
 ) -> Dataset:
-    """A checked Dataset; without a test set a fifth of the samples becomes one. Raises DataError."""
+    """Check the arrays and make a Dataset; without a test set, split off a fifth of the samples. Raises DataError."""
     sets = [_checked(name, *train)]
     sets += [_checked(f"{name} (test)", *test)] if test else []
     if test is None:
@@ -133,7 +133,7 @@ def make(
 
 
 def split(y: np.ndarray) -> np.ndarray:
-    """The rows that are for testing: a fifth of every class, the same rows at every call; (rows,) bool."""
+    """Return a mask of the test rows, (rows,) bool: a fifth of every class, the same rows at every call."""
     shuffled = np.random.default_rng(SPLIT_SEED).permutation(len(y))
     by_class = shuffled[np.argsort(y[shuffled], kind="stable")]
     count = -(-len(y) // TEST_PART)
@@ -143,7 +143,7 @@ def split(y: np.ndarray) -> np.ndarray:
 
 
 def _checked(name: str, x: np.ndarray, y: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Samples as (rows, features), and labels as int64 class numbers. Raises DataError."""
+    """Return samples as (rows, features), and labels as int64 class numbers. Raises DataError."""
     if x.ndim < 1 or len(x) == 0 or x.size == 0:
         raise DataError(f"{name} is empty: x has shape {x.shape}")
     if x.dtype.kind not in "iufb" or y.dtype.kind not in "iuf":
@@ -165,7 +165,7 @@ def _checked(name: str, x: np.ndarray, y: np.ndarray) -> tuple[np.ndarray, np.nd
 
 
 def _scaling(x: np.ndarray) -> tuple[np.ndarray | float, np.ndarray | float]:
-    """Bytes are pixels and are divided by 255; other features get mean 0 and standard deviation 1."""
+    """Return shift and scale: bytes are pixels, divided by 255; other features get mean 0, standard deviation 1."""
     if x.dtype == np.uint8:
         return 0.0, 1 / 255
     mean, deviation = x.mean(axis=0, dtype=np.float64), x.std(axis=0, dtype=np.float64)

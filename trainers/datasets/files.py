@@ -15,9 +15,9 @@ GZIP = b"\x1f\x8b"
 
 @contextmanager
 def opened(path: str) -> Iterator[tuple[IO[bytes], int]]:
-    """A file to read from, unpacked when it is gzipped (whatever its name), and the most bytes that it may hold.
+    """Open a file, unpacked if it is gzipped (whatever its name); yields it and the most bytes that it may hold.
 
-    Raises DataError, also for errors of reading in the block.
+    Raises DataError, also for read errors in the block.
     """
     try:
         with model_file.open_regular(path) as file:
@@ -38,23 +38,23 @@ def opened(path: str) -> Iterator[tuple[IO[bytes], int]]:
 
 @contextmanager
 def seekable(path: str) -> Iterator[tuple[IO[bytes], int]]:
-    """As `opened`, for random access: a gzipped file is unpacked into memory. Also gives the size of the file."""
+    """As `opened`, for random access: a gzipped file is unpacked into memory. Yields the file and its size."""
     with opened(path) as (file, most):
         if most == 0:
             raise DataError(f"{path} is empty")
         if not isinstance(file, gzip.GzipFile):
             yield file, most
             return
-        content = model_file.take(file, most + 1)
+        content = model_file.read_up_to(file, most + 1)
     if len(content) > most:
-        raise bomb(path, most)
+        raise too_large_error(path, most)
     yield io.BytesIO(content), len(content)
 
 
-def left(file: IO[bytes], enough: int) -> int:
-    """The bytes from here to the end of an opened file, counted to one more than `enough`. Keeps none of them.
+def remaining(file: IO[bytes], enough: int) -> int:
+    """Return the number of bytes from here to the end of an opened file, at most `enough` + 1. Restores the position.
 
-    A gzipped file is unpacked for that, and a second time when it is read: the size in its header may be wrong.
+    A gzipped file is unpacked for that, and again when it is read: the size in its header may be wrong.
     """
     if not isinstance(file, gzip.GzipFile):
         return model_file.size(file) - file.tell()
@@ -65,6 +65,6 @@ def left(file: IO[bytes], enough: int) -> int:
     return count
 
 
-def bomb(path: str, most: int) -> DataError:
-    """The error about a compressed file that holds more than `most` bytes."""
-    return DataError(f"{path} unpacks to more than {most} bytes, which is hardly data; unpack it yourself to use it")
+def too_large_error(path: str, most: int) -> DataError:
+    """Return the error about a compressed file that holds more than `most` bytes."""
+    return DataError(f"{path} unpacks to more than {most} bytes, too many for its size; unpack it yourself to use it")

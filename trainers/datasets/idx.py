@@ -17,9 +17,10 @@ NAMES = ("{part}-images-idx3-ubyte", "{part}-labels-idx1-ubyte")
 
 
 def load(folder: str) -> dataset.Dataset:
-    """train-images-idx3-ubyte, train-labels-idx1-ubyte, t10k-images-idx3-ubyte and t10k-labels-idx1-ubyte.
+    """Load a data set from a folder with the files train-images-idx3-ubyte, train-labels-idx1-ubyte,
+    t10k-images-idx3-ubyte and t10k-labels-idx1-ubyte.
 
-    With .gz or without, and "." or "-" before "idx". Without the t10k files a fifth of the training
+    The names may have "." instead of "-" before "idx", and end in ".gz". Without the t10k files a fifth of the training
     samples is for testing. Raises DataError.
     """
     train = _part(folder, "train")
@@ -29,31 +30,31 @@ def load(folder: str) -> dataset.Dataset:
 
 
 def read(path: str, dimensions: str) -> np.ndarray:
-    """The array in an IDX file. dimensions: "labels" (1-D) or "images" (2-D or more). Raises DataError."""
+    """Return the array in an IDX file. dimensions: "labels" (1-D) or "images" (2-D or more). Raises DataError."""
     with files.opened(path) as (file, most):
         dtype, shape = _header(path, file, dimensions)
         wanted = math.prod(shape) * dtype.itemsize
-        found = files.left(file, min(wanted, most))  # before memory is taken for it
+        found = files.remaining(file, min(wanted, most))  # before memory is allocated for it
         if most < found <= wanted:
-            raise files.bomb(path, most)
+            raise files.too_large_error(path, most)
         if found != wanted:
             header = 4 + 4 * len(shape)
             state, has = ("truncated", header + found) if found < wanted else ("too long", "more")
             raise DataError(f"{path} is {state}: its header says {header + wanted} bytes (shape {shape}), it has {has}")
-        content = model_file.take(file, wanted)
+        content = model_file.read_up_to(file, wanted)
     if wanted == 0:
         raise DataError(f"{path} is empty: its header says shape {shape}")
     return np.frombuffer(content, dtype).reshape(shape).astype(dtype.newbyteorder("="), copy=False)
 
 
 def content(array: np.ndarray) -> bytes:
-    """The IDX file of an array of bytes."""
+    """Return the content of an IDX file for a uint8 array."""
     return struct.pack(f">HBB{array.ndim}I", 0, 8, array.ndim, *array.shape) + array.tobytes()
 
 
 def _header(path: str, file: IO[bytes], dimensions: str) -> tuple[np.dtype, tuple[int, ...]]:
-    """The dtype and the shape from the header of an IDX file."""
-    magic = model_file.take(file, 4)
+    """Return the dtype and the shape from the header of an IDX file."""
+    magic = model_file.read_up_to(file, 4)
     if not magic:
         raise DataError(f"{path} is empty")
     if len(magic) < 4:
@@ -62,7 +63,7 @@ def _header(path: str, file: IO[bytes], dimensions: str) -> tuple[np.dtype, tupl
     expected = "0x00000801" if dimensions == "labels" else "0x00000803"
     if zero or kind not in TYPES or ndim == 0 or (ndim == 1) != (dimensions == "labels") or ndim > MOST_DIMENSIONS:
         raise DataError(f"{path} has magic number 0x{magic.hex()}; {dimensions} in IDX format have {expected}")
-    sizes = model_file.take(file, 4 * ndim)
+    sizes = model_file.read_up_to(file, 4 * ndim)
     if len(sizes) < 4 * ndim:
         raise DataError(f"{path} is truncated: {4 + len(sizes)} bytes, and its header alone takes {4 + 4 * ndim}")
     return np.dtype(TYPES[kind]), struct.unpack(f">{ndim}I", sizes)
@@ -77,7 +78,7 @@ def _part(folder: str, part: str) -> tuple[np.ndarray, np.ndarray] | None:
         raise DataError(f"{folder} has {os.path.basename(str(found))} but no {part} {lacking} beside it")
     x, y = read(images, "images"), read(labels, "labels")
     if len(x) != len(y):
-        raise DataError(f"{images} has {len(x)} images and {labels} has {len(y)} labels; they don't belong together")
+        raise DataError(f"{images} has {len(x)} images and {labels} has {len(y)} labels; the numbers must be equal")
     return x, y
 
 

@@ -1,4 +1,4 @@
-"""The parser of all command lines. It lies here since `python -m trainers.datasets` runs without MPI."""
+"""The parser of all command lines. It is in this package because `python -m trainers.datasets` runs without MPI."""
 
 import argparse
 import difflib
@@ -6,7 +6,7 @@ from typing import Any
 
 
 class Parser(argparse.ArgumentParser):
-    """Takes no abbreviated options, and names the nearest option when one is mistyped. Shows texts as they are."""
+    """Takes no abbreviated options, and suggests the nearest option for a mistyped one. Keeps line breaks of texts."""
 
     def __init__(self, **options: Any) -> None:
         options.setdefault("formatter_class", argparse.RawDescriptionHelpFormatter)

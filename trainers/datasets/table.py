@@ -1,4 +1,4 @@
-"""CSV files, gzipped or not: one sample a line, the label in the last column, a header or none."""
+"""CSV files, gzipped or not: one sample per line, the label in the last column, with or without a header."""
 
 import io
 import warnings
@@ -10,16 +10,16 @@ import numpy as np
 from trainers.datasets import dataset, files
 from trainers.errors import DataError
 
-BLOCK = 1 << 22  # characters that are parsed at a time, so that memory grows with what is found
+BLOCK = 1 << 22  # characters that are parsed at a time, to bound the memory
 LONGEST_LINE = 1 << 24  # characters
 LONGEST_SHOWN = 60  # characters of a cell in an error
-MOST_NAMES = 1 << 16  # different labels that are no numbers
+MOST_NAMES = 1 << 16  # different labels that are not numbers
 
 Line = tuple[int, str]  # its number in the file, and its text
 
 
 def load(path: str, name: str | None = None) -> dataset.Dataset:
-    """Features are numbers; labels are class numbers, or names, which are numbered in alphabetical order.
+    """Load a data set from a CSV file. Labels are class numbers, or names, which are numbered in alphabetical order.
 
     Raises DataError.
     """
@@ -42,7 +42,7 @@ def load(path: str, name: str | None = None) -> dataset.Dataset:
 
 
 def _blocks(path: str) -> Iterator[list[Line]]:
-    """The lines that are not blank, with their numbers in the file, a few megabytes of them at a time."""
+    """Yield lists of the non-blank lines with their line numbers, a few megabytes at a time."""
     lines: list[Line] = []
     taken, held, number = 0, 0, 0
     try:
@@ -52,7 +52,7 @@ def _blocks(path: str) -> Iterator[list[Line]]:
                 number += 1
                 taken += len(line)
                 if taken > most:
-                    raise files.bomb(path, most)
+                    raise files.too_large_error(path, most)
                 if len(line) == LONGEST_LINE:
                     raise DataError(f"{path}, line {number} has more than {LONGEST_LINE} characters; is it a table?")
                 if line := line.rstrip("\n"):
@@ -62,7 +62,7 @@ def _blocks(path: str) -> Iterator[list[Line]]:
                     yield _not_blank(lines)
                     lines, held = [], 0
     except UnicodeDecodeError as error:
-        raise DataError(f"{path} is no text: {error}") from error
+        raise DataError(f"{path} is not a text file: {error}") from error
     if not taken:
         raise DataError(f"{path} is empty")
     if lines := _not_blank(lines):
@@ -99,17 +99,17 @@ def _features(path: str, lines: list[Line]) -> np.ndarray:
     source = io.StringIO("\n".join(line.rpartition(",")[0] for _, line in lines))
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of a block in which all cells are empty
+            warnings.simplefilter("ignore")  # about a block of empty cells
             x = np.loadtxt(source, dtype=np.float32, delimiter=",", comments=None, quotechar='"', ndmin=2)
     except ValueError as error:
         raise DataError(f"{path}, {_first_wrong_cell(lines) or error}") from error
-    if len(x) != len(lines):  # loadtxt passes over empty lines, and a quote may go on in the next one
+    if len(x) != len(lines):  # loadtxt skips empty lines, and a quoted cell may continue on the next line
         wrong_cell = _first_wrong_cell(lines) or f"line {lines[0][0]} or after: a quotation mark is not closed"
         raise DataError(f"{path}, {wrong_cell}")
     wrong = np.argwhere(~np.isfinite(x))
     if wrong.size:
         row, column = wrong[0]
-        raise DataError(f"{path}, line {lines[row][0]}, column {column + 1} is {x[row, column]}, no finite number")
+        raise DataError(f"{path}, line {lines[row][0]}, column {column + 1} is {x[row, column]}, not a finite number")
     return x
 
 
@@ -117,7 +117,7 @@ def _first_wrong_cell(lines: list[Line]) -> str | None:
     for number, line in lines:
         for column, cell in enumerate(line.split(",")[:-1], start=1):
             if not _is_number(cell):
-                return f"line {number}, column {column}: {cell.strip()[:LONGEST_SHOWN]!r} is no number"
+                return f"line {number}, column {column}: {cell.strip()[:LONGEST_SHOWN]!r} is not a number"
     return None
 
 
@@ -127,8 +127,8 @@ class _Labels:
     def __init__(self, path: str) -> None:
         self._path = path
         self._numbers, self._names = array("d"), array("q")  # one of them stays empty
-        self._places: dict[str, int] = {}  # of the names, in the order in which they came
-        self._first: dict[bool, tuple[int, str]] = {}  # number or none -> where the first one is
+        self._numbers_by_name: dict[str, int] = {}  # name -> number in order of appearance
+        self._first: dict[bool, tuple[int, str]] = {}  # whether a label is a number -> the first such label: line, text
 
     def add(self, lines: list[Line]) -> None:
         for number, line in lines:
@@ -140,24 +140,24 @@ class _Labels:
             if numeric:
                 self._numbers.append(float(cell))
             else:
-                self._names.append(self._places.setdefault(cell, len(self._places)))
-        if len(self._places) > MOST_NAMES:
+                self._names.append(self._numbers_by_name.setdefault(cell, len(self._numbers_by_name)))
+        if len(self._numbers_by_name) > MOST_NAMES:
             raise DataError(f"{self._path} has more than {MOST_NAMES} different labels; the label is the last column")
 
     def numbered(self) -> tuple[np.ndarray, tuple[str, ...] | None]:
-        """The labels as numbers, and the names of the classes where they have some."""
+        """Return the labels as class numbers, and the names of the classes (None if labels are numbers)."""
         if len(self._first) > 1:
             odd = len(self._numbers) <= len(self._names)
-            number, cell = self._first[odd]  # of the kind that fewer labels have
+            number, cell = self._first[odd]  # the first label of the rarer kind
             raise DataError(
-                f"{self._path}, line {number}: the label {cell!r} is {'a' if odd else 'no'} number, "
+                f"{self._path}, line {number}: the label {cell!r} is {'a' if odd else 'not a'} number, "
                 "unlike others; labels must be all class numbers or all names"
             )
         if self._numbers:
             return np.array(self._numbers), None
-        classes = sorted(self._places)
+        classes = sorted(self._numbers_by_name)
         order = np.empty(len(classes), np.int64)
-        order[[self._places[name] for name in classes]] = np.arange(len(classes))
+        order[[self._numbers_by_name[name] for name in classes]] = np.arange(len(classes))
         return order[np.array(self._names)], tuple(classes)
 
 

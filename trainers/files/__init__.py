@@ -1,1 +1,1 @@
-"""Models as files: no pickle, written aside and renamed."""
+"""Model files and checkpoints: no pickle, written to a temporary file that is renamed."""

@@ -1,8 +1,8 @@
-"""Checkpoints: files from which a training goes on. No pickle, no MPI.
+"""Checkpoints: files from which a training resumes. No pickle, no MPI.
 
-A checkpoint is a model file (trainers.files.model_file), so whatever loads a saved model loads it too. What it has
-besides begins with "checkpoint": where the training was, what of it belongs to single ranks, and the checksums of
-everything. A file takes its name when it is complete and on the disk, so a kill at any moment leaves the ones before.
+A checkpoint is a model file (trainers.files.model_file), so whatever loads a saved model loads it too. Its additional
+entries begin with "checkpoint": the progress of the training, the state of single ranks, and checksums. A file gets its
+name only when it is complete and on disk, so a kill at any moment leaves the earlier checkpoints intact.
 """
 
 import fcntl
@@ -23,28 +23,29 @@ import numpy as np
 
 from trainers.errors import CheckpointError, ModelFileError, UnusableError
 from trainers.files import model_file
-from trainers.files.model_file import BESIDE, HEADER, check_numbers, header_of, model_in, replacing, sync_folder
+from trainers.files.model_file import CHECKPOINT, HEADER, check_numbers, header_of, model_in, replacing, sync_folder
 
 log = logging.getLogger("trainers")
 
 FORMAT = 1
-LOCAL, MEASURED = f"{BESIDE}.rank", f"{BESIDE}.measured"
+LOCAL, MEASURED = f"{CHECKPOINT}.rank", f"{CHECKPOINT}.measured"
 NAME = re.compile(r"checkpoint-(\d{8,18})\.npz")
-ASIDE = re.compile(r"\.(checkpoint-\d{8,18}|best)\.npz\.[0-9a-f]{8}")  # what a killed writer leaves; see `replacing`
+TEMPORARY = re.compile(r"\.(checkpoint-\d{8,18}|best)\.npz\.[0-9a-f]{8}")  # of a killed writer; see `replacing`
 BEST = "best.npz"
 
 
 @dataclass(frozen=True)
 class Progress:
-    """How far a training has come: all of it fits JSON.
+    """The progress of a training; all fields are JSON types.
 
-    epoch: epochs that are finished; step: steps that are done of the next one; total: steps since the beginning.
-    seconds: what these steps of an unfinished epoch took.
-    ranks: of the job.
+    epoch: number of finished epochs. step: number of steps done in the next one. total: number of steps since the
+        beginning.
+    seconds: the time that the steps of the unfinished epoch took.
+    ranks: the number of ranks of the job.
     settings: what a resumed training must share, by name: "batch_size", "seed", "rows", ...
     shapes: of the named parameters, in their order: [["layer 1 weights", [64, 32]], ...]; may be empty.
     rates: the learning rates, one a group of parameters.
-    choices: what was chosen for the job: {"allreduce": "shared", ...}.
+    choices: the backend and update that the job used: {"allreduce": "shared", ...}.
     history: the epochs so far, as trainers.watching.history.Epoch.as_dict gives them.
     """
 
@@ -105,7 +106,7 @@ def write(path: str, saved: Saved) -> None:
                 model_file.put(archive, name, array)
             sums = {member.filename[:-4]: member.CRC for member in archive.infolist()}
             header = {"format": FORMAT, "checksums": sums, **asdict(saved.progress)}
-            model_file.put(archive, BESIDE, np.array(json.dumps(header, default=_plain)))
+            model_file.put(archive, CHECKPOINT, np.array(json.dumps(header, default=_plain)))
     except OSError as error:
         raise CheckpointError(f"the checkpoint can't be written to {path}: {error.strerror or error}") from error
 
@@ -120,26 +121,26 @@ def _arrays(saved: Saved) -> Iterator[tuple[str, np.ndarray]]:
 
 
 def _plain(value: Any) -> Any:
-    """NumPy's numbers and arrays, which callbacks may have put into a history."""
+    """Convert a NumPy number or array to JSON types; callbacks may put them into a history."""
     return value.tolist()
 
 
 def read(path: str) -> Saved:
-    """The checkpoint in `path`. Raises CheckpointError, also when any bit of what it holds was altered."""
+    """Read and verify the checkpoint in `path`. Raises CheckpointError, also if any bit of its contents has changed."""
 
-    def refusal(error: object) -> CheckpointError:
+    def damaged(error: object) -> CheckpointError:
         return CheckpointError(f"{path} is no checkpoint, or it is damaged ({error})")
 
     try:
         file = model_file.open_regular(path)
     except OSError as error:
         raise CheckpointError(f"the checkpoint {path} can't be read: {error.strerror or error}") from error
-    with file, model_file.opened(file, model_file.size(file), refusal) as archive:
-        header = json.loads(str(archive[BESIDE]))
+    with file, model_file.open_archive(file, model_file.size(file), damaged) as archive:
+        header = json.loads(str(archive[CHECKPOINT]))
         if header["format"] != FORMAT:
             raise CheckpointError(f"{path} has format {header['format']}, and this version reads format {FORMAT}")
         sums = archive.checksums
-        del sums[BESIDE]
+        del sums[CHECKPOINT]
         if sums != header["checksums"]:
             raise ValueError("its checksums are not those of its arrays")
         progress = _progress(header)
@@ -153,13 +154,13 @@ def read(path: str) -> Saved:
                 local[int(rank)][own] = archive[name]
         measured = archive[MEASURED]
         if measured.ndim != 2 or len(measured) != progress.step or measured.dtype.kind != "f":
-            raise ValueError(f"{progress.step} steps, and measured {measured.dtype}{measured.shape}")
+            raise ValueError(f"{progress.step} steps, and their values are {measured.dtype}{measured.shape}")
         kind, config = str(model["kind"]), dict(model["config"])
     return Saved(kind, config, state, progress, local, measured)
 
 
 def _progress(header: dict[str, Any]) -> Progress:
-    """What the header says, when it makes sense."""
+    """Return the Progress in the header. Raises KeyError, TypeError or ValueError if a field is invalid."""
     given = {name: header[name] for name in Progress.__dataclass_fields__}
     for name, kind in (("epoch", int), ("step", int), ("total", int), ("ranks", int), ("seconds", float)):
         if type(given[name]) is not kind or not 0 <= given[name] < 2**62:
@@ -174,12 +175,11 @@ def _progress(header: dict[str, Any]) -> Progress:
 
 
 def newest(folder: str, check: Callable[[str, Saved], object] | None = None) -> tuple[str, Saved] | None:
-    """The newest usable checkpoint of a folder and its path; None when there are no checkpoints there.
+    """Return the path and contents of the newest usable checkpoint in a folder; None if the folder has no checkpoints.
 
-    check: called with a path and its checkpoint; raises UnusableError for one that is to be passed over, and anything
-        else for one that ends the search.
-    One that is damaged is passed over too, each with a line to the logger "trainers". Raises CheckpointError when there
-    are some, and none of them is usable, or the folder can't be read.
+    check: check(path, checkpoint) raises UnusableError to skip a checkpoint, or another error to end the search.
+        Damaged checkpoints are skipped too. Each skipped one is logged to "trainers". Raises CheckpointError if no
+        checkpoint of several is usable, or the folder can't be read.
     """
     try:
         found = paths(folder)
@@ -191,7 +191,7 @@ def newest(folder: str, check: Callable[[str, Saved], object] | None = None) -> 
             saved = read(path)
         except ModelFileError as error:
             if not os.path.exists(path):
-                continue  # its writer has newer ones by now
+                continue  # removed meanwhile by its writer, which has written newer ones
             unusable = error
         else:
             try:
@@ -203,14 +203,14 @@ def newest(folder: str, check: Callable[[str, Saved], object] | None = None) -> 
         errors.append(str(unusable))
         log.warning("trainers: %s; the one before is used", unusable)
     if errors:
-        raise CheckpointError(f"no checkpoint in {folder} can be used: {errors[0]}; remove them to begin anew")
+        raise CheckpointError(f"no checkpoint in {folder} can be used: {errors[0]}; remove them to begin again")
     return None
 
 
 def prune(folder: str, total: int, keep: int) -> None:
     """Remove all checkpoints but the `keep` newest ones, after `total` steps or less. Raises CheckpointError.
 
-    What claims to be of later steps is damaged, or training would have begun there; so it stays, and does not count.
+    A checkpoint of later steps is damaged, or training would have resumed from it. It is not removed and not counted.
     """
     for path in paths(folder, total)[keep:]:
         try:
@@ -221,13 +221,13 @@ def prune(folder: str, total: int, keep: int) -> None:
 
 
 def keep_as_best(path: str) -> None:
-    """Keep a checkpoint as best.npz of its folder, also when it is removed itself. Raises CheckpointError."""
+    """Link or copy a checkpoint to best.npz in its folder, where `prune` does not remove it. Raises CheckpointError."""
     best = os.path.join(os.path.dirname(path), BEST)
-    aside = f"{os.path.dirname(best)}/.{BEST}.{secrets.token_hex(4)}"
+    temporary = f"{os.path.dirname(best)}/.{BEST}.{secrets.token_hex(4)}"
     try:
         try:
-            os.link(path, aside)
-            os.replace(aside, best)
+            os.link(path, temporary)
+            os.replace(temporary, best)
             sync_folder(os.path.dirname(best))
         except OSError:  # not every file system has links
             with open(path, "rb") as source, replacing(best, durable=True) as file:
@@ -238,9 +238,10 @@ def keep_as_best(path: str) -> None:
 
 @contextmanager
 def in_use(folder: str) -> Iterator[None]:
-    """Meanwhile no other training may write there, in this process or another. Raises CheckpointError.
+    """Context manager: lock the folder for one training. Raises CheckpointError if another one, in any process, has
+    locked it.
 
-    Where the file system has no locks for folders (NFS), nobody is refused.
+    On file systems without locks for folders (NFS), nothing is locked.
     """
     handle = os.open(folder, os.O_RDONLY)
     try:
@@ -248,7 +249,7 @@ def in_use(folder: str) -> Iterator[None]:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise CheckpointError(
-                f"another training that goes on now writes its checkpoints to {folder}; give each a folder of its own"
+                f"another running training writes its checkpoints to {folder}; give each a folder of its own"
             ) from None
         except OSError:
             pass
@@ -258,8 +259,8 @@ def in_use(folder: str) -> Iterator[None]:
 
 
 def clean(folder: str) -> None:
-    """Remove what writers that were killed have left. Raises OSError."""
+    """Remove the temporary files of writers that were killed. Raises OSError."""
     for name in os.listdir(folder):
-        if ASIDE.fullmatch(name):
-            with suppress(FileNotFoundError, IsADirectoryError):  # no folder is of ours
+        if TEMPORARY.fullmatch(name):
+            with suppress(FileNotFoundError, IsADirectoryError):  # this module creates no folders of such names
                 os.unlink(os.path.join(folder, name))

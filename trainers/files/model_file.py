@@ -1,6 +1,6 @@
 """Model files: a .npz of plain arrays, readable with NumPy alone. No pickle, no MPI, no number of ranks.
 
-A checkpoint (trainers.files.checkpoint) is a model file with more in it, which is passed over here.
+A checkpoint (trainers.files.checkpoint) is a model file with additional arrays, which are ignored here.
 """
 
 import io
@@ -19,12 +19,13 @@ import numpy as np
 
 from trainers.errors import CheckpointError, ModelFileError, TrainerError
 
-METHODS = (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED)  # what NumPy writes; the others can hide any size in any file
+# the methods that NumPy writes; others could unpack a small file to any size
+METHODS = (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED)
 HEADERS = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}
 
 
 class Archive:
-    """The arrays of an .npz archive by name, each read when it is asked for. Raises all kinds of errors."""
+    """The arrays of an .npz archive by name, each read on access. Invalid bytes raise any error; see `open_archive`."""
 
     def __init__(self, archive: zipfile.ZipFile, packed: int) -> None:
         self._archive = archive
@@ -43,7 +44,7 @@ class Archive:
 
     @property
     def checksums(self) -> dict[str, int]:
-        """The CRC-32 of each array's member; bytes that do not have it are refused when they are read."""
+        """The CRC-32 of each array's member; reading an array checks it."""
         return {name: member.CRC for name, member in self._members.items()}
 
     def __getitem__(self, name: str) -> np.ndarray:
@@ -58,15 +59,16 @@ class Archive:
             return np.lib.format.read_array(file, allow_pickle=False)
 
     def _check_header(self, name: str, file: IO[bytes], size: int) -> None:
-        """Hold what an array's header claims against the bytes that there are, before memory is taken for it."""
+        """Raise ValueError if an array's header does not match its size in bytes, before memory is allocated for it."""
         shape, _, dtype = HEADERS[np.lib.format.read_magic(file)](file)
         wanted = file.tell() + math.prod(shape) * dtype.itemsize
-        if wanted != size and not dtype.hasobject:  # of objects read_array says what is wrong with them
+        if wanted != size and not dtype.hasobject:  # read_array refuses object arrays with an error of its own
             raise ValueError(f"{name} has {size} bytes; its header says {wanted} (shape {shape}, {dtype})")
 
 
 def put(archive: zipfile.ZipFile, name: str, array: np.ndarray) -> None:
-    """Write an array as `name`, uncompressed, as NumPy does; no copy, and no piece that holds up other threads."""
+    """Write an array as member `name`, uncompressed, as NumPy does. Writes small pieces without a copy, so that other
+    threads can run."""
     array = np.asarray(array, order="C")
     with archive.open(f"{name}.npy", "w", force_zip64=True) as member:
         np.lib.format.write_array_header_1_0(member, np.lib.format.header_data_from_array_1_0(array))
@@ -75,8 +77,8 @@ def put(archive: zipfile.ZipFile, name: str, array: np.ndarray) -> None:
             member.write(content[start : start + PIECE])
 
 
-def packed(arrays: Mapping[str, np.ndarray]) -> bytes:
-    """Arrays as one piece of memory, for a message."""
+def pack(arrays: Mapping[str, np.ndarray]) -> bytes:
+    """Pack arrays into bytes (an .npz archive), for a message."""
     memory = io.BytesIO()
     with zipfile.ZipFile(memory, "w") as archive:
         for name, array in arrays.items():
@@ -84,28 +86,32 @@ def packed(arrays: Mapping[str, np.ndarray]) -> bytes:
     return memory.getvalue()
 
 
-def unpacked(content: bytes) -> dict[str, np.ndarray]:
-    """What `packed` was given, on another rank say. Raises CheckpointError when it was damaged on its way."""
-    damaged = "a message with what a rank has for a checkpoint is damaged"
-    with opened(io.BytesIO(content), len(content), lambda error: CheckpointError(f"{damaged}: {error}")) as archive:
+def unpack(content: bytes) -> dict[str, np.ndarray]:
+    """Unpack the bytes of `pack` into arrays. Raises CheckpointError if they are damaged."""
+
+    def damaged(error: object) -> CheckpointError:
+        return CheckpointError(f"the message with a rank's part of a checkpoint is damaged: {error}")
+
+    with open_archive(io.BytesIO(content), len(content), damaged) as archive:
         return {name: archive[name] for name in archive.names}
 
 
 @contextmanager
-def opened(file: IO[bytes], packed: int, refusal: Callable[[Exception], TrainerError]) -> Iterator[Archive]:
-    """The archive in a file of `packed` bytes; whatever is found wrong in the block raises refusal(what it was)."""
+def open_archive(file: IO[bytes], packed: int, error_of: Callable[[Exception], TrainerError]) -> Iterator[Archive]:
+    """Context manager: open the archive in `file`, which has `packed` bytes. An exception in the block is raised as
+    error_of(exception); a TrainerError is raised as it is."""
     try:
         with zipfile.ZipFile(file) as archive:
             yield Archive(archive, packed)
     except TrainerError:
         raise
-    except Exception as error:  # zipfile, zlib, tokenize and NumPy raise a dozen types for bytes that are wrong
-        raise refusal(error) from error
+    except Exception as error:  # zipfile, zlib, tokenize and NumPy raise a dozen types for invalid bytes
+        raise error_of(error) from error
 
 
 HEADER = "model"  # the array that holds the JSON text {"format", "kind", "config"}
 FORMAT = 1
-BESIDE = "checkpoint"  # names that begin so are no part of the model
+CHECKPOINT = "checkpoint"  # names with this prefix do not belong to the model
 
 
 def write(path: str, kind: str, config: dict[str, Any], state: dict[str, np.ndarray]) -> None:
@@ -118,35 +124,35 @@ def write(path: str, kind: str, config: dict[str, Any], state: dict[str, np.ndar
 
 
 def header_of(kind: str, config: dict[str, Any]) -> np.ndarray:
-    """What says which model the other arrays are."""
+    """Return the header: an array of the JSON text {"format", "kind", "config"}."""
     return np.array(json.dumps({"format": FORMAT, "kind": kind, "config": config}))
 
 
 def read(path: str, kind: str) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
-    """The config and the state of a model of this kind. Raises ModelFileError."""
+    """Read a model of class `kind`; returns (config, state). Raises ModelFileError."""
 
-    def refusal(error: object) -> ModelFileError:
+    def damaged(error: object) -> ModelFileError:
         return ModelFileError(f"{path} is no model file, or it is damaged ({error}); save() writes one")
 
     try:
         file = open_regular(path)
     except OSError as error:
         raise ModelFileError(f"the model file {path} can't be read: {error.strerror or error}") from error
-    with file, opened(file, size(file), refusal) as archive:
+    with file, open_archive(file, size(file), damaged) as archive:
         header, arrays = model_in(archive)
     if header.get("format") != FORMAT or header.get("kind") != kind:
         found = f"{header.get('kind')}, format {header.get('format')}"
         raise ModelFileError(f"{path} holds a model of another kind ({found}); expected {kind}, format {FORMAT}")
     if not isinstance(header.get("config"), dict):
-        raise refusal("its header has no config")
+        raise damaged("its header has no config")
     for name, array in arrays.items():
         check_numbers(path, name, array)
     return header["config"], arrays
 
 
 def model_in(archive: Archive) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
-    """The header and the arrays of the model. Raises all kinds of errors."""
-    arrays = {name: archive[name] for name in archive.names if not name.startswith(BESIDE)}
+    """Return the header and the arrays of the model in an archive. Invalid contents may raise any exception."""
+    arrays = {name: archive[name] for name in archive.names if not name.startswith(CHECKPOINT)}
     header = json.loads(str(arrays.pop(HEADER)))
     if not isinstance(header, dict):
         raise ValueError(f"its header is {header!r}")
@@ -154,7 +160,8 @@ def model_in(archive: Archive) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
 
 
 def check_numbers(path: str, name: str, array: np.ndarray) -> None:
-    """Refuse text, and numbers that training can't go on from; a module's own buffers may hold infinities."""
+    """Raise ModelFileError if an array is not numeric, or if parameters, optimizer state or inputs are not finite.
+    (Other buffers may hold infinities.)"""
     if array.dtype.kind not in "iufcb":
         raise ModelFileError(f"{path} is damaged: {name} is {array.dtype}, no numbers")
     trained = name == "parameters" or name.startswith(("optimizer.", "input."))
@@ -164,11 +171,12 @@ def check_numbers(path: str, name: str, array: np.ndarray) -> None:
 
 @contextmanager
 def replacing(path: str, durable: bool = False) -> Iterator[IO[bytes]]:
-    """A file that takes the place of `path` when it is complete; after an exception nothing is left.
+    """Context manager: write to a temporary file, which replaces `path` at the end of the block. After an exception it
+    is removed.
 
-    A link is followed. What is no regular file (/dev/stdout, a named pipe) stays, and is written to as it is.
-    durable: have it on the disk before it takes its place, and its name after, so that a crash of the machine leaves
-        either the old file or the new one. It replaces a link or a pipe too, which nobody but a user could mean.
+    A symbolic link is followed. Anything that is not a regular file (/dev/stdout, a named pipe) is written in place.
+    durable: sync the file before it replaces `path`, and the folder afterwards, so that a crash of the machine leaves
+        either the old or the new file. Also replaces a link or a pipe at `path`.
     """
     if not durable:
         if is_special(path):
@@ -176,25 +184,26 @@ def replacing(path: str, durable: bool = False) -> Iterator[IO[bytes]]:
                 yield file
             return
         path = os.path.realpath(path)
-    aside = os.path.join(os.path.dirname(path), f".{os.path.basename(path)}.{secrets.token_hex(4)}")
-    handle = os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)  # as the umask has it
+    temporary = os.path.join(os.path.dirname(path), f".{os.path.basename(path)}.{secrets.token_hex(4)}")
+    # permissions as the umask allows
+    handle = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
     try:
         with os.fdopen(handle, "wb") as file:
             yield file
             if durable:
                 file.flush()
                 os.fsync(file.fileno())
-        os.replace(aside, path)
+        os.replace(temporary, path)
     except BaseException:
         with suppress(FileNotFoundError):  # the whole folder may be gone
-            os.unlink(aside)
+            os.unlink(temporary)
         raise
     if durable:
         sync_folder(os.path.dirname(path))
 
 
 def sync_folder(folder: str) -> None:
-    """Have the names in a folder on the disk."""
+    """Sync a folder, so that the names of its files are on disk."""
     handle = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -203,16 +212,18 @@ def sync_folder(folder: str) -> None:
 
 
 def is_special(path: str) -> bool:
-    """Whether something is there that is no regular file."""
+    """Whether `path` exists and is not a regular file."""
     return os.path.exists(path) and not os.path.isfile(path)
 
 
-PIECE = 1 << 20  # bytes read at a time, so that memory grows with what comes, never with what a header claims
-LEAST_LIMIT, MOST_FOLD = 1 << 25, 25  # what is compressed may become so many bytes, or so many times its size
+PIECE = 1 << 20  # bytes read at a time, so that memory grows with the bytes read, not with what a header claims
+# compressed data may unpack to LEAST_LIMIT bytes or to MOST_FOLD times its size, whichever is more
+LEAST_LIMIT, MOST_FOLD = 1 << 25, 25
 
 
 def open_regular(path: str) -> IO[bytes]:
-    """A regular file, open for reading. Raises OSError: a pipe could make us wait for ever, a device never ends."""
+    """Open a regular file for reading. Raises OSError for anything else: a pipe may block for ever, a device may never
+    end."""
     file = open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK))  # noqa: SIM115
     if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
         file.close()
@@ -226,12 +237,12 @@ def size(file: IO[bytes]) -> int:
 
 
 def most_unpacked(packed: int) -> int:
-    """The bytes that a compressed file of `packed` bytes may hold; data is never compressed more than that."""
+    """Return the largest unpacked size that is accepted for a file of `packed` bytes."""
     return max(LEAST_LIMIT, MOST_FOLD * packed)
 
 
-def take(file: IO[bytes], count: int) -> bytearray:
-    """The next `count` bytes, or what is left when there are fewer."""
+def read_up_to(file: IO[bytes], count: int) -> bytearray:
+    """Read the next `count` bytes, or all that remain if there are fewer."""
     taken = bytearray()
     while len(taken) < count and (piece := file.read(min(PIECE, count - len(taken)))):
         taken += piece

@@ -1,4 +1,4 @@
-"""The checkpoints of one fit: collected from all ranks, written by rank 0 beside the training, and gone on from."""
+"""The checkpoints of a fit: collects them from all ranks, writes them in a thread of rank 0, and resumes from them."""
 
 import itertools
 import logging
@@ -24,6 +24,7 @@ from trainers.errors import ArgumentError, CheckpointError, ModelFileError, Unus
 from trainers.files import checkpoint as files
 from trainers.files import model_file
 from trainers.files.checkpoint import Progress, Saved
+from trainers.group import is_valid_layout, layout
 from trainers.replica import Replica
 from trainers.state import checkpoints
 from trainers.state.adopt import RATES, adopt_whole
@@ -34,14 +35,15 @@ from trainers.watching.history import VALIDATED, VALIDATION, Epoch, History
 
 log = logging.getLogger("trainers")
 
-REPLICA, WATCHING = "replica.", "watching."  # what of a rank's own state is its replica's, and its callbacks'
+# prefixes of a rank's own arrays: those of its replica, and of its callbacks
+REPLICA, WATCHING = "replica.", "watching."
 
 
 class Saver:
-    """Writes the checkpoints of a fit, and finds the one that it goes on from.
+    """Writes the checkpoints of a fit, and loads the one from which it resumes.
 
-    batches: of the fit. resume: whether to go on from the newest.
-    known: names in its history, of which `checkpoint.best` must be one.
+    batches: of the fit. resume: whether to resume from the newest checkpoint in the folder.
+    known: the names in the fit's history; `checkpoint.best` must be one of them.
 
     Raises ArgumentError, on this rank.
     """
@@ -58,15 +60,17 @@ class Saver:
         self._settings, self._steps = batches.settings, batches.steps
         self._data, self._same_data = _fingerprint(batches, strategy.replica), checkpoint.same_data
         self._writer = ThreadPoolExecutor(1, "writes checkpoints")
-        self._writing: Future[None] | None = None  # the last work of the writer, until somebody has heard of its end
-        self._held = ExitStack()
-        self.watching: dict[str, np.ndarray] = {}  # what a checkpoint has of this rank's callbacks
+        self._writing: Future[None] | None = None  # the last write, until `finish` has taken its result
+        self._folder_lock = ExitStack()
+        # the state of this rank's callbacks in the checkpoint that was loaded
+        self.watching: dict[str, np.ndarray] = {}
         self._memory: dict[str, np.ndarray] = {}  # rank 0's copy of the state, which the writer reads
-        self._choices: dict[str, str] = {}
-        self._written = 0  # steps before the last checkpoint
+        self._selections: dict[str, str] = {}
+        self._written = 0  # number of steps at the last checkpoint
         self._since = time.monotonic()
-        self._saving = self._overdue = False  # one is collected; one was not written, since a rank was lost
-        self._is_mine = False  # rank 0: whether the folder is taken
+        # _saving: a checkpoint is being collected. _overdue: one was not written, because a rank failed
+        self._saving = self._overdue = False
+        self._has_lock = False  # whether this rank, rank 0, has locked the folder
         if self._watched and self._watched not in known:
             raise ArgumentError(
                 f"Checkpoint(best={checkpoint.best!r}): this fit measures {', '.join(known)}"
@@ -80,60 +84,60 @@ class Saver:
     # Where the training begins
 
     def open(self) -> tuple[str, Progress, np.ndarray] | None:
-        """Find out whether checkpoints can be written, and take on the newest when there is one. Collective.
+        """Check that checkpoints can be written, and load the newest one, if there is one. Collective.
 
-        Returns its path, how far it is, and the values of the steps of its unfinished epoch; None where there is
-        none, and the training begins from the beginning. Raises CheckpointError on all ranks, before anything is
-        changed.
+        Returns its path, its progress, and the values of the steps of its unfinished epoch, (steps, metrics); None if
+        there is no checkpoint. Raises CheckpointError on all ranks, before anything is changed.
         """
         comm = self._group.comm
-        self._choices = self._strategy.choices()
-        resumed = self._take_newest(self._look)
-        self._strategy.snapshot(self._memory)  # takes the memory now, and shows that the state can be collected
+        self._selections = self._strategy.selections()
+        resumed = self._load_newest(self._find_newest)
+        self._strategy.snapshot(self._memory)  # allocates the memory now, and tests that the state can be collected
         together(comm, self._check_room)
         return resumed
 
     def go_back(self) -> tuple[str, Progress, np.ndarray] | None:
-        """As `open`, in the middle of a fit: take on the newest checkpoint, since the state is lost. Collective."""
+        """Load the newest checkpoint during a fit, because the state is lost. Returns as `open`. Collective."""
         self._end_writing()
-        return self._take_newest(lambda: files.newest(self._folder))
+        return self._load_newest(lambda: files.newest(self._folder, check_arrays))
 
-    def _take_newest(self, look: Callable[[], tuple[str, Saved] | None]) -> tuple[str, Progress, np.ndarray] | None:
+    def _load_newest(self, find: Callable[[], tuple[str, Saved] | None]) -> tuple[str, Progress, np.ndarray] | None:
         comm = self._group.comm
-        found = together(comm, lambda: look() if self._chief else None)
-        told = found and [found[0], asdict(found[1].progress), found[1].measured.tolist()]
-        told = root_value(comm, told, "hear of the newest checkpoint")
-        if told is None:
+        found = together(comm, lambda: find() if self._chief else None)
+        progress_info = found and [found[0], asdict(found[1].progress), found[1].measured.tolist()]
+        progress_info = root_value(comm, progress_info, "receive the progress of the newest checkpoint")
+        if progress_info is None:
             return None
-        progress = Progress(**told[1])
-        self._take_on(None if found is None else found[1], progress)
+        progress = Progress(**progress_info[1])
+        self._load(None if found is None else found[1], progress)
         self._written = progress.total
-        return told[0], progress, np.array(told[2])
+        return progress_info[0], progress, np.array(progress_info[2])
 
-    def _look(self) -> tuple[str, Saved] | None:
-        """The newest checkpoint, if the training may go on from it. On rank 0."""
-        self._take_folder()
+    def _find_newest(self) -> tuple[str, Saved] | None:
+        """Return the newest checkpoint from which this training may resume, or None. On rank 0."""
+        self._lock_folder()
         return files.newest(self._folder, self._check)
 
     def _check(self, path: str, saved: Saved) -> None:
-        """Raise CheckpointError unless the training may go on from a checkpoint. On rank 0."""
+        """Raise CheckpointError if the training may not resume from a checkpoint. On rank 0."""
         if not self._resumes:
             raise CheckpointError(
-                f"{self._folder} holds checkpoints of another training, the newest of {saved.progress}; go on from "
-                "it with resume=True (--resume), or give another folder"
+                f"{self._folder} holds checkpoints of another training, the newest of {saved.progress}; resume "
+                "from it (resume=True, --resume), or give another folder"
             )
+        check_arrays(path, saved)
         check(path, saved, self._strategy.replica, self._settings, self._steps)
         progress, strategy = saved.progress, self._strategy
         differs = data.difference(progress.settings.get("data"), self._data, self._settings["rows"])
         if differs and self._same_data:
             raise CheckpointError(
-                f"{path} is of a training with other data: {differs}; give the same rows in the same order, or go on "
+                f"{path} is of a training with other data: {differs}; give the same rows in the same order, or train "
                 "with these on purpose: checkpoint=Checkpoint(folder, same_data=False), --other-data"
             )
         if progress.step and not strategy.synchronous:
-            text = f"{path} is of the middle of an epoch, and {strategy.name} goes on from the end of one"
+            text = f"{path} is of the middle of an epoch, and a {strategy.name} resumes from the end of one"
             raise UnusableError(text)
-        before, now = (choices.get("allreduce") for choices in (progress.choices, self._choices))
+        before, now = (choices.get("allreduce") for choices in (progress.choices, self._selections))
         if before != now:
             chosen = f"{before} before, and by {now} now"
             log.warning("trainers: gradients were averaged by %s: the last bits may differ", chosen)
@@ -141,34 +145,35 @@ class Saver:
             text = f"{progress.ranks} ranks, and this training has {self._group.size}"
             log.warning("trainers: %s was written on %s: the last bits may differ, and random states do", path, text)
 
-    def _take_folder(self) -> None:
-        """Make the folder where it is missing, clean it of what killed writers have left, and keep it until `close`.
+    def _lock_folder(self) -> None:
+        """Create the folder if it is missing, lock it until `close`, and remove temporary files of killed writers.
 
         Raises CheckpointError.
         """
         folder = self._folder
         try:
             os.makedirs(folder, exist_ok=True)
-            self._held.enter_context(files.in_use(folder))
+            self._folder_lock.enter_context(files.in_use(folder))
             with tempfile.TemporaryFile(dir=folder) as file:
                 file.write(b"room?")
             files.clean(folder)
         except OSError as error:
             reason = f"{error.strerror or error}; give a folder that can be written to"
             raise CheckpointError(f"checkpoints can't be written to {folder}: {reason}") from error
-        self._is_mine = True
+        self._has_lock = True
 
-    def side(self) -> dict[str, Any]:
-        """What this rank tells the others when a rank was lost. Local."""
-        return {"mine": self._is_mine, "saving": self._saving, "written": self._written}
+    def recovery_info(self) -> dict[str, Any]:
+        """Return the values of this rank that `rejoin` needs from all ranks, as JSON types. Local."""
+        return {"has_lock": self._has_lock, "saving": self._saving, "written": self._written}
 
-    def rejoin(self, sides: list[dict[str, Any]]) -> None:
-        """The ranks are others, and rank 0 may be a new one. sides: all ranks' `side`. Collective."""
-        self._written = max(side["written"] for side in sides)
-        self._overdue |= not sides[0]["mine"] or any(side["saving"] for side in sides)
+    def rejoin(self, infos: list[dict[str, Any]]) -> None:
+        """Continue on new ranks after a failure; a new rank 0 locks the folder. infos: `recovery_info()` of every rank.
+        Collective."""
+        self._written = max(info["written"] for info in infos)
+        self._overdue |= not infos[0]["has_lock"] or any(info["saving"] for info in infos)
         self._saving = False
-        self._choices = self._strategy.choices()
-        together(self._group.comm, lambda: self._take_folder() if self._chief and not self._is_mine else None)
+        self._selections = self._strategy.selections()
+        together(self._group.comm, lambda: self._lock_folder() if self._chief and not self._has_lock else None)
 
     def _check_room(self) -> None:
         needed = sum(array.nbytes for array in self._memory.values())
@@ -177,8 +182,8 @@ class Saver:
                 f"checkpoints can't be written to {self._folder}: one takes {needed:,} bytes, and {free:,} are free"
             )
 
-    def _take_on(self, saved: Saved | None, progress: Progress) -> None:
-        """Give all ranks the state of a checkpoint, which rank 0 has read. Collective."""
+    def _load(self, saved: Saved | None, progress: Progress) -> None:
+        """Load a checkpoint on all ranks. Collective. saved: the checkpoint on rank 0, None elsewhere."""
         comm = self._group.comm
         state = None if saved is None else saved.state | {RATES: np.array(progress.rates)}
         try:
@@ -188,46 +193,47 @@ class Saver:
             raise known(CheckpointError(text), comm) from error
         same = progress.ranks == self._group.size
         packed = together(comm, lambda: [] if saved is None else self._packed(saved, same))
-        mine = model_file.unpacked(bytes_of_root(comm, packed, "hear what a checkpoint has of each rank"))
-        self.watching = _taken(mine, WATCHING)
-        if same:  # or else what is each rank's own can't be that of other ranks
-            together(comm, lambda: self._take_own(_taken(mine, REPLICA), mine))
+        own = model_file.unpack(bytes_of_root(comm, packed, "receive this rank's part of a checkpoint"))
+        self.watching = _with_prefix(own, WATCHING)
+        if same:  # with another number of ranks, the ranks' own states do not fit
+            together(comm, lambda: self._load_own(_with_prefix(own, REPLICA), own))
 
-    def _take_own(self, local: dict[str, np.ndarray], own: dict[str, np.ndarray]) -> None:
-        """Take on the replica's `local` state of this rank, and the random numbers of its programs in `own`. Local."""
+    def _load_own(self, local: dict[str, np.ndarray], own: dict[str, np.ndarray]) -> None:
+        """Load the replica's local state `local`, and the states of the global random generators in `own`. Local."""
         try:
             self._strategy.replica.load_local_state(local)
-            checkpoints.load(own)
+            checkpoints.load_random_state(own)
         except (ModelFileError, KeyError, IndexError, TypeError, ValueError, OverflowError) as error:
             text = f"the checkpoint in {self._folder} is damaged, or of another model"
-            raise CheckpointError(f"{text}: a rank can't go on with what is its own: {error!r}") from error
+            raise CheckpointError(f"{text}: a rank can't load its own state: {error!r}") from error
 
     def _packed(self, saved: Saved, same: bool) -> list[bytes]:
-        """For each rank what was its own; on another number of ranks, what was rank 0's, for their callbacks."""
+        """Return the packed own arrays of every rank. With another number of ranks: those of rank 0 for all, for their
+        callbacks."""
         if same:
-            return [model_file.packed(local) for local in saved.local]
-        return [model_file.packed(saved.local[0])] * self._group.size
+            return [model_file.pack(local) for local in saved.local]
+        return [model_file.pack(saved.local[0])] * self._group.size
 
-    # While it goes on
+    # During the fit
 
-    def wants(self) -> bool:
-        """Whether this rank says that it is time, by the clock; only rank 0 ever does. Local."""
+    def is_time(self) -> bool:
+        """Whether a checkpoint is due by rank 0's clock, or overdue; False on other ranks. Local."""
         late = self._unit == "seconds" and time.monotonic() - self._since >= self._count
         return self._chief and (late or self._overdue)
 
     def due(self, total: int, asked: bool) -> bool:
-        """Whether a checkpoint is to be written after `total` steps. asked: by a rank's `wants`. Local."""
+        """Whether to write a checkpoint after `total` steps. asked: whether `is_time` of rank 0 was True. Local."""
         return asked or (self._unit == "steps" and total // self._count > self._written // self._count)
 
     def due_after(self, epochs: int) -> bool:
-        """Whether a checkpoint is to be written after so many epochs. Collective."""
+        """Whether to write a checkpoint after `epochs` epochs. Collective."""
         if self._overdue:  # on all ranks
             return True
         if self._unit == "epochs":
             return epochs % self._count == 0
         asked = self._unit == "seconds"
         if asked:
-            asked = root_value(self._group.comm, self.wants(), "hear whether it is time for a checkpoint")
+            asked = root_value(self._group.comm, self.is_time(), "learn whether a checkpoint is due")
         return self.due(epochs * self._steps, asked)
 
     def is_best(self, history: History) -> bool:
@@ -237,21 +243,21 @@ class Saver:
         return bool(values) and values[-1] < min((value for value in values[:-1] if value == value), default=math.inf)
 
     def save(self, progress: Progress, callbacks: Callbacks, measured: np.ndarray, best: bool = False) -> None:
-        """Have a copy of everything written while the training goes on. Collective.
+        """Collect a checkpoint on rank 0, and start writing it in a thread. Collective.
 
         callbacks: this rank's. measured: the values of the steps of an unfinished epoch.
-        What the checkpoint before has met, a full disk say, is raised here, on all ranks.
+        Raises the error of the previous checkpoint (a full disk, for example) on all ranks.
         """
         self._saving = True
-        packed, watching = together(self._group.comm, partial(self._own, callbacks))
+        packed, watching = together(self._group.comm, partial(self._finish_and_pack, callbacks))
         state = self._strategy.snapshot(self._memory)
-        everyone = bytes_to_root(self._group.comm, packed, "collect what each rank has of a checkpoint")
+        gathered = bytes_to_root(self._group.comm, packed, "collect the ranks' parts of a checkpoint")
         self._written, self._since = progress.total, time.monotonic()
 
         def start() -> None:
             replica = self._strategy.replica
-            local = [model_file.unpacked(each) for each in everyone]
-            local[0] |= watching  # which may be large, and does not change
+            local = [model_file.unpack(each) for each in gathered]
+            local[0] |= watching  # not packed: it may be large, and does not change
             saved = Saved(type(replica).__name__, replica.config(), state, progress, local, measured)
             self._writing = self._writer.submit(self._write, saved, best)
 
@@ -259,7 +265,7 @@ class Saver:
         self._saving = self._overdue = False
 
     def progress(self, history: History, epoch: int, step: int = 0, seconds: float = 0.0) -> Progress:
-        """How far the training is. Local."""
+        """Return the progress of the training at this step. Local."""
         return Progress(
             epoch=epoch,
             step=step,
@@ -268,21 +274,22 @@ class Saver:
             seconds=seconds,
             settings=self._settings | {"data": self._data},
             shapes=[[name, list(shape)] for name, shape in self._strategy.replica.shapes().items()],
-            choices=self._choices,
+            choices=self._selections,
             rates=self._strategy.replica.learning_rates,
             history=[each.as_dict() for each in history],
         )
 
-    def _own(self, callbacks: Callbacks) -> tuple[bytes, dict[str, np.ndarray]]:
-        """What belongs to this rank alone, for a message, and what to its callbacks; the chief's stays out of it."""
+    def _finish_and_pack(self, callbacks: Callbacks) -> tuple[bytes, dict[str, np.ndarray]]:
+        """Wait for the last write, then return this rank's own arrays, packed for a message, and those of its callbacks
+        (not in the message of rank 0). Local."""
         self.finish()
         own = {f"{REPLICA}{name}": array for name, array in self._strategy.replica.local_state().items()}
         watching = {f"{WATCHING}{name}": array for name, array in callbacks.state().items()}
-        own |= checkpoints.take()
-        return model_file.packed(own if self._chief else own | watching), watching
+        own |= checkpoints.random_state()
+        return model_file.pack(own if self._chief else own | watching), watching
 
     def _write(self, saved: Saved, best: bool) -> None:
-        """Write a checkpoint, and remove those that it makes superfluous. In the writer's thread."""
+        """Write a checkpoint, and remove the oldest ones. In the writer's thread."""
         path = files.path_of(self._folder, saved.progress.total)
         files.write(path, saved)
         if best:
@@ -290,54 +297,54 @@ class Saver:
         files.prune(self._folder, saved.progress.total, self._keep)
 
     def check(self) -> None:
-        """Raise what the writing has met so far, on this rank. Local."""
+        """Raise the error of the last write, if it has ended in one; do not wait for it. On this rank. Local."""
         if self._writing is not None and self._writing.done():
             self.finish()
 
     def finish(self) -> None:
-        """Wait until all is on the disk. Raises CheckpointError, on this rank. Local."""
+        """Wait until the last checkpoint is on disk. Raises its CheckpointError, on this rank. Local."""
         writing, self._writing = self._writing, None
         if writing is not None:
             writing.result()
 
     def _end_writing(self) -> None:
-        """Wait until all is on the disk; an error is logged, since something else ends the fit. Local."""
+        """Wait for the last write; log its error, because another error already ends the fit. Local."""
         try:
             self.finish()
         except Exception as error:
             log.error("trainers: %s", error)
 
     def close(self) -> None:
-        """Wait until all is on the disk, and give the folder back; an error is logged. Local."""
+        """Wait for the last write, and unlock the folder; log an error of the write. Local."""
         self._end_writing()
         self._writer.shutdown()
         self._memory.clear()
-        self._held.close()
-        self._is_mine = False
+        self._folder_lock.close()
+        self._has_lock = False
 
 
-def _taken(own: dict[str, np.ndarray], whose: str) -> dict[str, np.ndarray]:
-    """The arrays whose names begin with `whose`, which is taken off."""
-    return {name.removeprefix(whose): array for name, array in own.items() if name.startswith(whose)}
+def _with_prefix(own: dict[str, np.ndarray], prefix: str) -> dict[str, np.ndarray]:
+    """Return the arrays whose names begin with `prefix`, which is removed."""
+    return {name.removeprefix(prefix): array for name, array in own.items() if name.startswith(prefix)}
 
 
 def _fingerprint(batches: Batches, replica: Replica) -> Fingerprint:
-    """The fingerprint of the data. Leaves the random generators as they were. Raises DataError. Local."""
-    programs, own = checkpoints.take(), replica.local_state()
+    """Return the fingerprint of the data. Restores the random generators. Raises DataError. Local."""
+    programs, own = checkpoints.random_state(), replica.local_state()
     try:
         return batches.fingerprint()
     finally:
-        checkpoints.load(programs)
+        checkpoints.load_random_state(programs)
         replica.load_local_state(own)
 
 
 def make_saver(
     strategy: Strategy, batches: Batches, checkpoint: Checkpoint | str | None, resume: bool, validates: bool
 ) -> Saver | None:
-    """What `fit` was asked for. Raises ArgumentError, on this rank."""
+    """Create the Saver for the arguments of `fit`; None without a checkpoint. Raises ArgumentError, on this rank."""
     if checkpoint is None:
         if resume:
-            raise ArgumentError("resume=True goes on from a checkpoint: give the folder of them, checkpoint=...")
+            raise ArgumentError("resume=True needs the folder of the checkpoints: give checkpoint=...")
         return None
     known = strategy.replica.metrics
     known += tuple(f"{VALIDATED}{name}" for name in known if validates)
@@ -345,11 +352,17 @@ def make_saver(
     return Saver(strategy, batches, given, resume, known)
 
 
-def check(path: str, saved: Saved, replica: Replica, settings: dict[str, Any], steps: int) -> None:
-    """Refuse a checkpoint that is no earlier state of this training. Raises CheckpointError.
+def check_arrays(path: str, saved: Saved) -> None:
+    """Raise UnusableError if the state of a checkpoint can't be sent to the other ranks."""
+    if not is_valid_layout(layout(saved.state)):
+        raise UnusableError(f"{path} is damaged: it holds arrays that can't be sent to other ranks")
 
-    settings: that must be the same. steps: of an epoch.
-    Raises UnusableError where an older checkpoint may do: this one is damaged.
+
+def check(path: str, saved: Saved, replica: Replica, settings: dict[str, Any], steps: int) -> None:
+    """Raise CheckpointError if a checkpoint is not an earlier state of this training.
+
+    settings: must equal those of the checkpoint. steps: the number of steps in an epoch.
+    Raises UnusableError if the checkpoint is damaged, so that an older one may be usable.
     """
     progress = saved.progress
     if saved.kind != type(replica).__name__:
@@ -371,7 +384,7 @@ def check(path: str, saved: Saved, replica: Replica, settings: dict[str, Any], s
     for name, value in settings.items():
         if progress.settings.get(name) != value:
             values = f"{name}={progress.settings.get(name)!r}, and this one has {name}={value!r}"
-            raise CheckpointError(f"{path} is of a training with {values}; give the same to go on from it")
+            raise CheckpointError(f"{path} is of a training with {values}; give the same to resume from it")
     if len(progress.rates) != len(replica.learning_rates):
         counts = f"{len(progress.rates)} learning rates, and this one has {len(replica.learning_rates)}"
         raise CheckpointError(f"{path} is of a training with {counts}")

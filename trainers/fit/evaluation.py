@@ -11,8 +11,9 @@ from trainers.replica import Replica
 ROWS = 1024  # that a replica evaluates or predicts at a time
 
 
-def predicted(replica: Replica, x: np.ndarray, ranks: int, rank: int) -> np.ndarray:
-    """An array for the output of every row, of which the chunk of `rank` is filled."""
+def predict_chunk(replica: Replica, x: np.ndarray, ranks: int, rank: int) -> np.ndarray:
+    """Predict the chunk of rows of `rank`. Returns an array for the outputs of all rows, in which only that chunk is
+    filled."""
     mine = chunk(len(x), ranks, rank)
     parts = [replica.predict(x[part]) for part in segments(mine, ROWS)]
     like = parts[0] if parts else replica.predict(x[:1])  # not every model can be fed with no rows
@@ -22,8 +23,8 @@ def predicted(replica: Replica, x: np.ndarray, ranks: int, rank: int) -> np.ndar
     return outputs
 
 
-def evaluated(replica: Replica, x: Any, y: np.ndarray | None, ranks: int, rank: int) -> np.ndarray:
-    """The sums of the replica's metrics over the rows in the chunk of `rank`; (metrics,) float64.
+def evaluate_chunk(replica: Replica, x: Any, y: np.ndarray | None, ranks: int, rank: int) -> np.ndarray:
+    """Evaluate the chunk of rows of `rank`; returns the sums of the replica's metrics, (metrics,) float64.
 
     x, y: all rows, arrays; or Samples, and None.
     """

@@ -1,4 +1,4 @@
-"""The next batch is fetched while this one computes."""
+"""Fetches the next batches in a thread while a batch is computed."""
 
 import queue
 import threading
@@ -10,16 +10,16 @@ import numpy as np
 
 ItemT = TypeVar("ItemT")
 AHEAD = 2  # batches: one that waits, and one that is being fetched
-END_SECONDS = 10.0  # a data set that does not come back from a row by then is left to itself
+END_SECONDS = 10.0  # to wait for the thread at the end; a thread that takes longer keeps running
 
 
 def wanted(x: Any, y: Any) -> bool:
-    """Whether rows are not in memory: of a data set, which comes without y, and of memory maps."""
+    """Whether the rows are not in memory: they come from a data set (y is None) or a memory map."""
     return y is None or isinstance(x, np.memmap) or isinstance(y, np.memmap)
 
 
 def ahead(items: Iterator[ItemT]) -> Generator[ItemT]:
-    """The same items, which a thread asks for before they are needed: at most AHEAD of them. No MPI there.
+    """Yield the items, fetched in advance by a thread, at most AHEAD of them. `items` must not use MPI.
 
     An exception of `items` is raised here, where its item would have come. Closing this iterator ends the thread.
     """
@@ -33,7 +33,7 @@ def ahead(items: Iterator[ItemT]) -> Generator[ItemT]:
                 ready.put((item, None))
                 if stopped.is_set():
                     return
-        except BaseException as met:  # the thread has nobody to raise it to
+        except BaseException as met:  # raised where the item is consumed
             error = met
         ready.put((None, error))
 
@@ -49,7 +49,7 @@ def ahead(items: Iterator[ItemT]) -> Generator[ItemT]:
             yield item
     finally:
         stopped.set()
-        with suppress(queue.Empty):  # room for what the thread holds
+        with suppress(queue.Empty):  # make room, so that the thread is not blocked in `put`
             while True:
                 ready.get_nowait()
         thread.join(END_SECONDS)

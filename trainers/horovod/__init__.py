@@ -1,7 +1,7 @@
-"""Horovod's API: a script that says `import horovod.torch as hvd` runs with `import trainers.horovod.torch as hvd`.
+"""Horovod's API: in a script replace `import horovod.torch as hvd` by `import trainers.horovod.torch as hvd`.
 
-`import trainers.horovod as horovod` stands in for `import horovod`, and trainers.horovod.torch.mpi_ops for its module.
-Which calls there are, and where they differ from Horovod's, is in trainers/horovod/README.md.
+`import trainers.horovod as horovod` replaces `import horovod`, and trainers.horovod.torch.mpi_ops Horovod's module.
+trainers/horovod/README.md lists the calls, and the differences from Horovod's.
 """
 
 try:

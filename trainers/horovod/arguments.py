@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from allreduce.torch_backend.reduce import Reduction, resolve
-from trainers.horovod.errors import ArgumentError, deprecated
+from trainers.horovod.errors import ArgumentError, warn_deprecated
 
 
 class Op(enum.IntEnum):
@@ -35,7 +35,7 @@ _OPS = {
 
 @functools.cache
 def reduction(op: Op, dtype: torch.dtype) -> Reduction:
-    """How tensors of a dtype are reduced. Raises TypeError or NotImplementedError where they can't be."""
+    """Return the Reduction for `op` and `dtype`. Raises TypeError or NotImplementedError if there is none."""
     return resolve(_OPS[op], dtype)
 
 
@@ -43,11 +43,11 @@ _ADASUM = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 def operation(op: int | None, average: bool | None) -> Op:
-    """The operation that the arguments op and average mean."""
+    """The operation that the arguments `op` and `average` select. Raises ArgumentError."""
     if op is not None and average is not None:
-        raise ArgumentError("give op= alone; average= is its old name")
+        raise ArgumentError("give op= only; average= is deprecated")
     if average is not None:
-        deprecated("average= is Horovod's old name of op=hvd.Average and op=hvd.Sum")
+        warn_deprecated("average= is Horovod's old name of op=hvd.Average and op=hvd.Sum")
         return Op.Average if average else Op.Sum
     try:
         return Op.Average if op is None else Op(op)
@@ -56,8 +56,8 @@ def operation(op: int | None, average: bool | None) -> Op:
         raise ArgumentError(f"op={op!r} is unknown; there are {names}") from None
 
 
-def tensors(kind: str, given: Sequence[Any], rows: bool = False) -> None:
-    """Raise ArgumentError unless all are dense tensors; rows: with a first dimension."""
+def check_tensors(kind: str, given: Sequence[Any], rows: bool = False) -> None:
+    """Raise ArgumentError unless all are dense tensors. rows: each must also have a first dimension."""
     if not given:
         raise ArgumentError(f"{kind} of no tensor: give at least one")
     for each in given:
@@ -69,12 +69,12 @@ def tensors(kind: str, given: Sequence[Any], rows: bool = False) -> None:
             raise ArgumentError(f"{kind}: a tensor without dimensions has no rows; give it one with tensor.view(1)")
 
 
-def reduces(kind: str, op: Op, given: Sequence[torch.Tensor]) -> None:
-    """Raise ArgumentError where the operation has no meaning for a tensor's dtype."""
+def check_reduction(kind: str, op: Op, given: Sequence[torch.Tensor]) -> None:
+    """Raise ArgumentError if the operation does not support a tensor's dtype."""
     for dtype in {each.dtype for each in given}:
         if op == Op.Adasum:
             if dtype not in _ADASUM:
-                raise ArgumentError(f"{kind}: Adasum of {dtype}: it combines floating-point tensors")
+                raise ArgumentError(f"{kind}: Adasum is for floating-point tensors, not {dtype}")
             continue
         try:
             reduction(op, dtype)
@@ -82,8 +82,8 @@ def reduces(kind: str, op: Op, given: Sequence[torch.Tensor]) -> None:
             raise ArgumentError(f"{kind}: {op.name} of {dtype}: {error}") from None
 
 
-def factors(kind: str, scales: tuple[Any, Any]) -> tuple[float, float]:
-    """Prescale and postscale factor as numbers."""
+def check_factors(kind: str, scales: tuple[Any, Any]) -> tuple[float, float]:
+    """The prescale and postscale factor as floats. Raises ArgumentError."""
     try:
         before, after = map(float, scales)
     except (TypeError, ValueError):
@@ -93,12 +93,12 @@ def factors(kind: str, scales: tuple[Any, Any]) -> tuple[float, float]:
     return before, after
 
 
-def splits(tensor: torch.Tensor, given: Any, size: int) -> list[int]:
-    """How many rows go to each of `size` ranks."""
+def check_splits(tensor: torch.Tensor, given: Any, size: int) -> list[int]:
+    """The number of rows that go to each of `size` ranks. Raises ArgumentError."""
     rows = len(tensor)
     if given is None:
         if rows % size:
-            raise ArgumentError(f"alltoall: {rows} rows can't be shared equally by {size} ranks; give splits")
+            raise ArgumentError(f"alltoall: {rows} rows can't be divided equally among {size} ranks; give splits")
         return [rows // size] * size
     if isinstance(given, torch.Tensor):
         if given.dtype not in (torch.int32, torch.int64) or given.dim() != 1:
@@ -122,7 +122,7 @@ def layout(tensor: torch.Tensor, rows: bool = False) -> list[Any]:
     return [list(tensor.shape[1:] if rows else tensor.shape), dtype_name(tensor.dtype)]
 
 
-def shown(given: Sequence[torch.Tensor]) -> str:
-    """Tensors in words."""
+def describe(given: Sequence[torch.Tensor]) -> str:
+    """Describe the dtypes and shapes of tensors, for messages."""
     few = ", ".join(f"{dtype_name(each.dtype)} {list(each.shape)}" for each in given[:4])
     return few + (f" and {len(given) - 4} more" if len(given) > 4 else "")

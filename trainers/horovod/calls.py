@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from allreduce.engine.negotiation import NamedQueue, Side, Sides
+from allreduce.engine.negotiation import NamedQueue, PerRank, Request
 from allreduce.engine.queue import Future, Worker
 from allreduce.errors import AllReduceError, OptionError
 from allreduce.topology import Topology
@@ -21,14 +21,15 @@ from allreduce.torch_backend.reduce import Options, TensorReducer
 from allreduce.torch_backend.tensors import Streams, readable, writable
 from trainers.horovod import timeline
 from trainers.horovod.arguments import Op, reduction
-from trainers.horovod.errors import ArgumentError, DuplicateNameError, internal
+from trainers.horovod.errors import ArgumentError, DuplicateNameError, as_internal_error
 
 __all__ = ["poll", "synchronize"]
 
-Work = Callable[[Sides], Sequence[Any]]
+Work = Callable[[PerRank], Sequence[Any]]
 
 FUSION_THRESHOLD = "HOROVOD_FUSION_THRESHOLD"  # in the environment, in bytes, as Horovod has it
-FUSION_BYTES = 1 << 20  # a call costs as much as moving some 100 KiB; larger tensors need no copy by themselves
+# a call costs as much as copying about 100 KiB; tensors above this limit are reduced without a copy
+FUSION_BYTES = 1 << 20
 
 
 def fusion_bytes() -> int:
@@ -49,7 +50,7 @@ class Members:
         fuse_bytes = fusion_bytes()
         self.topology, self.ranks = topology, list(ranks)
         self.rank, self.size = topology.rank, topology.size
-        made = topology.duplicate()  # for the worker's thread, while this thread may use `topology`
+        made = topology.duplicate()  # used by the worker's thread; the main thread uses `topology`
         self._comm = made.private()
         self.reducer, self.mover = TensorReducer(made, self._comm, Options()), TensorMover(self._comm)
         names = topology.private()
@@ -62,23 +63,23 @@ class Members:
         self._counts: Counter[str] = Counter()
 
     def name(self, kind: str, given: str | None) -> str:
-        """A call's name; the n-th call of a kind without one has the same on all ranks."""
+        """The name of a call. An unnamed one gets its kind and its number among them, which is equal on all ranks."""
         if given is not None:
             return f"{kind}.{given}"
         self._counts[kind] += 1
         return f"{kind}.noname.{self._counts[kind]}"
 
-    def begin_numbers(self) -> None:
-        """Number calls without a name from 1 again: ranks that had joined have made fewer. Local, on all ranks."""
+    def reset_numbers(self) -> None:
+        """Number unnamed calls from 1 again, because ranks that had joined made fewer. Local; call it on all ranks."""
         self._counts.clear()
 
     def close(self) -> None:
-        """Wait for the calls, then close the topology and all that uses it. Local when a call has stalled."""
+        """Wait for the calls, then close the topology and all that uses it. Local if the queue is broken."""
         if self.queue.broken is not None:
             self.topology.abandon()
             return
         try:
-            synchronize(submit(self, "close", None, Side("close", what="hvd.shutdown"), [], lambda _: [None]))
+            synchronize(submit(self, "close", None, Request("close", description="hvd.shutdown"), [], lambda _: [None]))
         except AllReduceError:
             self.topology.abandon()
             raise
@@ -90,9 +91,9 @@ class Members:
 class Call:
     """A call from its submission to its result. The worker's thread runs it, in order with the caller's GPU streams.
 
-    work: gets all ranks' sides and returns a list of results. grouped: the result is a tuple. record: called at the
-    end, with the time of the begin. Calls whose work is a Reducing with the same members, operation and scales can run
-    as one.
+    work: work(all ranks' `own`) returns a list of results. grouped: the result is a tuple. record: record(begin
+    time), called at the end. Calls whose works are Reducing objects with equal members, operation and scales can be
+    fused.
     """
 
     future: Future
@@ -108,12 +109,12 @@ class Call:
         self._record, self._streams = record, Streams(tensors)
         self.results: Sequence[Any] = ()
 
-    def __call__(self, sides: Sides) -> None:
+    def __call__(self, per_rank: PerRank) -> None:
         with self.around():
-            self.results = self.work(sides)
+            self.results = self.work(per_rank)
 
-    def together(self, others: "Sequence[Call]") -> None:
-        """Run as one with these."""
+    def run_fused(self, others: "Sequence[Call]") -> None:
+        """Run this call and `others` as one reduction."""
         calls = [self, *others]
         works: list[Reducing] = [call.work for call in calls]  # type: ignore[misc]
         with ExitStack() as around:
@@ -126,36 +127,36 @@ class Call:
     @contextmanager
     def around(self) -> Iterator[None]:
         begin = time.perf_counter()
-        self._streams.before()
+        self._streams.wait_for_caller()
         yield
-        self._streams.after()
+        self._streams.synchronize()
         if self._record is not None:
             self._record(begin)
 
     def result(self) -> Any:
-        """Wait for the call; its result, or several. Raises HorovodInternalError when it failed."""
+        """Wait for the call, and return its result or a tuple of them. Raises HorovodInternalError if it failed."""
         try:
             self.future.wait()
         except AllReduceError as error:
-            raise internal(error) from error
+            raise as_internal_error(error) from error
         return tuple(self.results) if self.grouped else self.results[0]
 
 
 _numbers = itertools.count()
 _last = -1
-_open: dict[int, Call] = {}  # by handle; nobody has asked for their results
+_open: dict[int, Call] = {}  # handle -> call whose result has not been taken
 
 
 def submit(
     members: Members,
     kind: str,
     name: str | None,
-    side: Side,
+    request: Request,
     tensors: Sequence[torch.Tensor],
     work: Work,
     grouped: bool = False,
 ) -> int:
-    """Have `work` called when all members have come to this name; a handle for what it returns. Local.
+    """Submit `work`, which runs once all members have submitted this name. Returns a handle for `synchronize`. Local.
 
     Raises DuplicateNameError.
     """
@@ -163,7 +164,7 @@ def submit(
     full = members.name(kind, name)
     call = Call(work, tensors, grouped, timeline.begin(full))
     try:
-        call.future = members.queue.call(full, side._replace(what=f"{full}: {side.what}"), call)
+        call.future = members.queue.call(full, request._replace(description=f"{full}: {request.description}"), call)
     except OptionError as error:
         raise DuplicateNameError(str(error)) from None
     _last = next(_numbers)
@@ -177,7 +178,7 @@ def poll(handle: int) -> bool:
 
 
 def synchronize(handle: int) -> Any:
-    """Wait for a call, and return its result: a tensor, or several. None for a handle that was synchronized before.
+    """Wait for a call, and return its result: a tensor or a tuple. Returns None if the handle was synchronized before.
 
     Raises HorovodInternalError when the call failed.
     """
@@ -186,8 +187,8 @@ def synchronize(handle: int) -> Any:
     return _open.pop(handle).result() if handle in _open else None
 
 
-def forget() -> None:
-    """Drop all handles: their session has ended."""
+def drop_handles() -> None:
+    """Drop all handles, because their session has ended."""
     _open.clear()
 
 
@@ -196,14 +197,14 @@ _Scales = tuple[float, float]  # before and after a reduction
 
 @dataclass(frozen=True)
 class Reducing:
-    """The work of an allreduce, in place: tensors of one dtype are reduced together, by Adasum each by itself."""
+    """The work of an allreduce, in place: tensors of one dtype are reduced together, but with Adasum one by one."""
 
     members: Members
     tensors: Sequence[torch.Tensor]
     op: Op
     scales: _Scales
 
-    def __call__(self, _: Sides) -> Sequence[torch.Tensor]:
+    def __call__(self, _: PerRank) -> Sequence[torch.Tensor]:
         reducer = self.members.reducer
         for dtype in dict.fromkeys(tensor.dtype for tensor in self.tensors):
             group = [tensor for tensor in self.tensors if tensor.dtype == dtype]
@@ -222,7 +223,7 @@ class Reducing:
 
 
 def _scale(tensor: torch.Tensor, factor: float) -> None:
-    """Multiply in place: short floats by way of float32, integers of float64."""
+    """Multiply in place; 16-bit floats are multiplied in float32, integers in float64."""
     if factor == 1.0:
         return
     tensor = tensor.detach()
@@ -234,7 +235,7 @@ def _scale(tensor: torch.Tensor, factor: float) -> None:
 
 
 def reduce_scatter(members: Members, tensor: torch.Tensor, op: Op, scales: _Scales) -> torch.Tensor:
-    """This rank's rows of the reduced tensor: the first ranks have one more where they can't be shared evenly."""
+    """This rank's rows of the reduced tensor; the first ranks get one more if they don't divide evenly."""
     source = tensor.clone() if scales[0] != 1.0 else tensor
     _scale(source, scales[0])
     rows, ranks = len(tensor), members.size
@@ -246,17 +247,17 @@ def reduce_scatter(members: Members, tensor: torch.Tensor, op: Op, scales: _Scal
 
 
 def all_gather(members: Members, tensor: torch.Tensor, rows: Sequence[int]) -> torch.Tensor:
-    """The ranks' tensors, `rows` of each, one after another."""
+    """The ranks' tensors, concatenated in rank order. rows: the number of rows of each."""
     output = tensor.new_empty((sum(rows), *tensor.shape[1:]))
-    with writable(output) as place:
-        members.mover.all_gather(list(place.split(list(rows))), tensor)
+    with writable(output) as view:
+        members.mover.all_gather(list(view.split(list(rows))), tensor)
     return output
 
 
 def all_to_all(
     members: Members, tensor: torch.Tensor, splits: Sequence[Sequence[int]]
 ) -> tuple[torch.Tensor, list[int]]:
-    """The rows that all ranks have sent to this one, and how many came from each. splits[r][s]: rows from r to s."""
+    """The rows sent to this rank, and their number from each rank. splits[r][s]: the number of rows from r to s."""
     received = [row[members.rank] for row in splits]
     output = tensor.new_empty((sum(received), *tensor.shape[1:]))
     width = tensor.element_size() * tensor.new_empty((1, *tensor.shape[1:]), device="meta").numel()
@@ -266,9 +267,9 @@ def all_to_all(
 
 
 def join_proxy(members: Members, same: Any) -> Call:
-    """The call of a rank that has joined, with tensors that do not change the others' result.
+    """Return the call that a joined rank makes in place of its own: its tensors are neutral in the reduction.
 
-    same: the part of its Side that all ranks share; see `_allreduce` in module collectives.
+    same: the part of its Request that all ranks share; see `_allreduce` in module collectives.
     """
     _, layouts, op, *scales = same
     tensors = [

@@ -1,9 +1,9 @@
-"""The collectives of Horovod's API. Each is described once; `Collective` makes the functions that Horovod has of it.
+"""The collectives of Horovod's API. Each is declared once; `Collective` makes Horovod's functions of it.
 
-A description checks the arguments of a call and submits it; module `calls` does the work. A name stands for the same
-call on all ranks of the process set, which may come to their names in any order; calls of a kind without a name are
-matched by their number. An argument that makes no sense raises an ArgumentError (a ValueError) at once. When the
-ranks' arguments differ, all ranks raise a MismatchError, for an asynchronous call in `synchronize`.
+A declaration checks the arguments of a call and submits it; module `calls` does the work. Calls with the same name
+match on all ranks of the process set, whatever the order of names on each rank. Calls without a name match by kind and
+sequence number. An argument that makes no sense raises an ArgumentError (a ValueError) at once. When the ranks'
+arguments differ, all ranks raise a MismatchError, for an asynchronous call in `synchronize`.
 
 Derivatives are Horovod's: the gradient of an allgather or a broadcast is the average of the ranks' gradients, not
 their sum; the gradient of an allreduce is the same allreduce of the gradients.
@@ -15,13 +15,13 @@ from typing import Any
 
 import torch
 
-from allreduce.engine.negotiation import Side
+from allreduce.engine.negotiation import Request
 from allreduce.torch_backend.reduce import Reduction, sparse_all_reduce
 from trainers.horovod import arguments, calls, session
 from trainers.horovod.arguments import Op
 from trainers.horovod.calls import submit, synchronize
 from trainers.horovod.compression import Compression, Compressor
-from trainers.horovod.errors import AdasumError, ArgumentError, internal
+from trainers.horovod.errors import AdasumError, ArgumentError, as_internal_error
 from trainers.horovod.session import ProcessSet, global_process_set
 
 __all__ = ["Adasum", "Average", "Max", "Min", "Product", "Sum", "barrier", "join"]
@@ -38,34 +38,34 @@ Average, Sum, Adasum, Min, Max, Product = Op
 class Form:
     """One form of a collective: of one tensor or of several ("grouped_..."), into new tensors or in place ("..._").
 
-    kind: its name in messages. overwrites: the call writes its result into the tensors that it is given.
+    kind: its name in messages. overwrites: the work writes its result into its input tensors.
     """
 
     def __init__(self, name: str, overwrites: bool, grouped: bool, in_place: bool) -> None:
         self.kind, self.first = (f"grouped_{name}", "tensors") if grouped else (name, "tensor")
         self.overwrites, self.grouped, self.in_place = overwrites, grouped, in_place
 
-    def checked(self, given: Any) -> list[torch.Tensor]:
-        """The tensors of a call. Raises ArgumentError."""
+    def check_tensors(self, given: Any) -> list[torch.Tensor]:
+        """The tensors of a call, as a list. Raises ArgumentError."""
         tensors = list(given) if self.grouped else [given]
-        arguments.tensors(self.kind, tensors, rows=not self.overwrites)
+        arguments.check_tensors(self.kind, tensors, rows=not self.overwrites)
         return tensors
 
-    def taken(self, given: Any) -> list[torch.Tensor]:
-        """The tensors for the work of a call: the caller's memory, or copies that may be overwritten."""
-        tensors = self.checked(given)
+    def input_tensors(self, given: Any) -> list[torch.Tensor]:
+        """Return the tensors on which the call works: the caller's own, or copies that it may overwrite."""
+        tensors = self.check_tensors(given)
         if self.in_place:
             return tensors
         return [tensor.detach().clone() if self.overwrites else tensor.detach() for tensor in tensors]
 
 
 class Collective:
-    """A collective, and the functions that Horovod has of it.
+    """Makes Horovod's functions of one collective: synchronous, asynchronous, grouped, in place.
 
     describe: describe(form, tensor, ...) checks the arguments and submits the call. The functions have its signature
         and its docstring; those of several tensors take `tensors` instead of `tensor`.
     backward: backward(ctx, gradients of the results) -> gradients of the tensors.
-    overwrites: as of Form. compresses: whether the function that waits takes `compression` too, after `name`.
+    overwrites: see Form. compresses: whether synchronous functions have an argument `compression`, after `name`.
     """
 
     def __init__(
@@ -89,21 +89,21 @@ class Collective:
                 args = (options.pop(form.first), *args)
             return describe(form, *args, **options)
 
-        return self._published(call, form, "_async", self._signature(form, returns=int))
+        return self._document(call, form, "_async", self._signature(form, returns=int))
 
     def synchronous(self, *, grouped: bool = False, in_place: bool = False) -> Callable[..., Any]:
-        """The function that waits for its result; where it returns new tensors, it has a derivative."""
+        """The function that waits for its result; if it returns new tensors, it is differentiable."""
         form = Form(self._name, self._overwrites, grouped, in_place)
         signature = self._signature(form, Sequence[torch.Tensor] if grouped else torch.Tensor, not in_place)
         if in_place:
             begin = self.asynchronous(grouped=grouped, in_place=True)
-            return self._published(lambda *args, **options: synchronize(begin(*args, **options)), form, "", signature)
+            return self._document(lambda *args, **options: synchronize(begin(*args, **options)), form, "", signature)
         names, default = list(signature.parameters), Compression.none if self._compresses else None
         at = names.index("compression") - 1 if self._compresses else len(names)
 
         def call(*args: Any, **options: Any) -> Any:
             given, *rest = (options.pop(form.first), *args) if form.first in options else args
-            tensors = form.checked(given)
+            tensors = form.check_tensors(given)
             compression = rest.pop(at) if len(rest) > at else options.pop("compression", default)
             if compression is None:
                 results: Sequence[torch.Tensor] = self.wait(form, tensors, rest, options)
@@ -113,19 +113,19 @@ class Collective:
             results = [compression.decompress(*each) for each in zip(reduced, contexts, strict=True)]
             return results if grouped else results[0]
 
-        return self._published(call, form, "", signature)
+        return self._document(call, form, "", signature)
 
     def wait(
         self, form: Form, tensors: Sequence[torch.Tensor], rest: Sequence[Any], options: dict[str, Any]
     ) -> tuple[torch.Tensor, ...]:
-        """The results of a call, with their history where a tensor has one."""
+        """Run a call and return its results, differentiable if a tensor requires a gradient. Collective."""
         if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
             return Differentiable.apply(self, form, rest, options, *tensors)
         found = synchronize(self.describe(form, tensors if form.grouped else tensors[0], *rest, **options))
         return found if isinstance(found, tuple) else (found,)
 
     def options(self, rest: Sequence[Any], options: dict[str, Any]) -> dict[str, Any]:
-        """The arguments behind the tensors, by name."""
+        """Return the arguments after the tensors, by name, with defaults."""
         bound = inspect.signature(self.describe).bind(None, None, *rest, **options)
         bound.apply_defaults()
         return dict(list(bound.arguments.items())[2:])
@@ -135,25 +135,25 @@ class Collective:
         annotation = Sequence[torch.Tensor] if form.grouped else torch.Tensor
         parameters = [given.replace(name=form.first, annotation=annotation), *rest]
         if self._compresses and may_compress:
-            behind = 1 + [each.name for each in parameters].index("name")
+            after_name = 1 + [each.name for each in parameters].index("name")
             compression = given.replace(name="compression", default=Compression.none, annotation=type[Compressor])
-            parameters.insert(behind, compression)
+            parameters.insert(after_name, compression)
         return inspect.Signature(parameters, return_annotation=returns)
 
-    def _published(self, call: Callable[..., Any], form: Form, suffix: str, signature: inspect.Signature) -> Any:
-        """`call` with the name, the signature and the docstring that users see."""
-        what, _, rest = (inspect.getdoc(self.describe) or "").partition("\n\n")
-        where = "Overwrites what it is given" if form.in_place else "Returns new tensors"
+    def _document(self, call: Callable[..., Any], form: Form, suffix: str, signature: inspect.Signature) -> Any:
+        """Set the name, signature and docstring of `call` that users see, and return it."""
+        summary, _, rest = (inspect.getdoc(self.describe) or "").partition("\n\n")
+        effect = "Overwrites the tensors that it is given" if form.in_place else "Returns new tensors"
         if suffix:
-            where = f"{where.replace('Returns', 'Makes')}. Returns a handle for `synchronize` and `poll` at once"
-        call.__doc__ = f"{what}\n\n{where}. {'Local' if suffix else 'Collective'}.\n\n{rest}".rstrip()
+            effect = f"{effect.replace('Returns', 'Makes')}. Returns a handle for `synchronize` and `poll` at once"
+        call.__doc__ = f"{summary}\n\n{effect}. {'Local' if suffix else 'Collective'}.\n\n{rest}".rstrip()
         call.__name__ = call.__qualname__ = f"{form.kind}{suffix}{'_' if form.in_place else ''}"
         call.__signature__ = signature  # type: ignore[attr-defined]
         return call
 
 
 class Differentiable(torch.autograd.Function):
-    """A call that waits, and its derivative. ctx.rows: of the tensors. ctx.extra: results without a derivative."""
+    """Autograd function of a synchronous call. ctx.rows: of each tensor. ctx.extra: results without a gradient."""
 
     @staticmethod
     def forward(
@@ -188,22 +188,24 @@ def _allreduce(
 ) -> int:
     """Reduce tensors of the same shape and dtype over all ranks.
 
-    op: Average by default. average: Horovod's old argument for Average and Sum. prescale_factor, postscale_factor: by
-    which tensors are multiplied before and after.
+    op: Average by default. average: deprecated; use op. prescale_factor, postscale_factor: factors before and after the
+    reduction.
     """
     members = session.members(process_set)
-    tensors, how = form.taken(tensor), arguments.operation(op, average)
-    arguments.reduces(form.kind, how, tensors)
-    scales = arguments.factors(form.kind, (prescale_factor, postscale_factor))
+    tensors, how = form.input_tensors(tensor), arguments.operation(op, average)
+    arguments.check_reduction(form.kind, how, tensors)
+    scales = arguments.check_factors(form.kind, (prescale_factor, postscale_factor))
     alike = f"{tensors[0].dtype} on {tensors[0].device.type}; {how.name}, {scales}"
-    side = Side(
+    request = Request(
         [form.kind, [arguments.layout(each) for each in tensors], int(how), *scales],
         joinable=True,
-        what=f"{arguments.shown(tensors)}; {how.name}, {scales}",
+        description=f"{arguments.describe(tensors)}; {how.name}, {scales}",
         fusion_key="" if form.grouped or how == Adasum else alike,
         nbytes=sum(each.nbytes for each in tensors),
     )
-    return submit(members, form.kind, name, side, tensors, calls.Reducing(members, tensors, how, scales), form.grouped)
+    return submit(
+        members, form.kind, name, request, tensors, calls.Reducing(members, tensors, how, scales), form.grouped
+    )
 
 
 def _allreduce_backward(ctx: Any, gradients: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
@@ -222,20 +224,20 @@ grouped_allreduce_async_ = _ALLREDUCE.asynchronous(grouped=True, in_place=True)
 
 
 def _allgather(form: Form, tensor: Any, name: str | None = None, process_set: ProcessSet = global_process_set) -> int:
-    """Join the tensors of all ranks along the first dimension, in which alone they may differ."""
-    members, tensors = session.members(process_set), form.taken(tensor)
+    """Concatenate the tensors of all ranks along the first dimension; all other dimensions must be equal."""
+    members, tensors = session.members(process_set), form.input_tensors(tensor)
     same = [form.kind, [arguments.layout(each, rows=True) for each in tensors]]
-    side = Side(same, [len(each) for each in tensors], what=arguments.shown(tensors))
+    request = Request(same, [len(each) for each in tensors], description=arguments.describe(tensors))
 
-    def work(sides: Any) -> list[torch.Tensor]:
-        rows = zip(*sides, strict=True)  # by tensor, then by rank
+    def work(per_rank: Any) -> list[torch.Tensor]:
+        rows = zip(*per_rank, strict=True)  # by tensor, then by rank
         return [calls.all_gather(members, *pair) for pair in zip(tensors, rows, strict=True)]
 
-    return submit(members, form.kind, name, side, tensors, work, form.grouped)
+    return submit(members, form.kind, name, request, tensors, work, form.grouped)
 
 
 def _allgather_backward(ctx: Any, gradients: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
-    """The rows of the averages that come from this rank's tensors."""
+    """Return this rank's rows of the averaged gradients."""
     process_set = ctx.options["process_set"]
     mean = grouped_allreduce(gradients, op=Average, process_set=process_set)
     everyone = allgather(torch.tensor([ctx.rows]), process_set=process_set)
@@ -253,18 +255,18 @@ grouped_allgather_async = _ALLGATHER.asynchronous(grouped=True)
 def _broadcast(
     form: Form, tensor: Any, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> int:
-    """Give all ranks the tensor of rank `root_rank`, a number of the world in all process sets."""
-    members, (taken,) = session.members(process_set), form.taken(tensor)
+    """Copy the tensor of rank `root_rank` to all ranks of the process set. root_rank: a rank of the world."""
+    members, (sent,) = session.members(process_set), form.input_tensors(tensor)
     if root_rank not in members.ranks:
         raise ArgumentError(f"broadcast: root_rank={root_rank!r} is none of the ranks {members.ranks}")
-    same = ["broadcast", arguments.layout(taken), int(root_rank)]
+    same = ["broadcast", arguments.layout(sent), int(root_rank)]
 
     def work(_: Any) -> list[torch.Tensor]:
-        members.mover.broadcast(taken, members.ranks.index(root_rank))
-        return [taken]
+        members.mover.broadcast(sent, members.ranks.index(root_rank))
+        return [sent]
 
-    side = Side(same, what=f"{arguments.shown([taken])} from rank {root_rank}")
-    return submit(members, form.kind, name, side, [taken], work)
+    request = Request(same, description=f"{arguments.describe([sent])} from rank {root_rank}")
+    return submit(members, form.kind, name, request, [sent], work)
 
 
 def _broadcast_backward(ctx: Any, gradients: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
@@ -288,20 +290,20 @@ def _alltoall(
 ) -> int:
     """Send rows of a tensor to each rank, and receive theirs.
 
-    splits: how many rows go to each rank, one after another; by default equally many. The result is a pair: the rows
-    that came, in the order of the ranks, and how many came from each (int32, or the dtype of `splits`).
+    splits: the number of rows for each rank, consecutive in the tensor; by default equal. The result is a pair: the
+    received rows in rank order, and the number received from each rank (int32, or the dtype of `splits`).
     """
-    members, (source,) = session.members(process_set), form.taken(tensor)
-    mine = arguments.splits(source, splits, members.size)
+    members, (source,) = session.members(process_set), form.input_tensors(tensor)
+    mine = arguments.check_splits(source, splits, members.size)
     dtype = splits.dtype if isinstance(splits, torch.Tensor) else torch.int32
 
-    def work(sides: Any) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        output, received = calls.all_to_all(members, source, sides)
+    def work(per_rank: Any) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        output, received = calls.all_to_all(members, source, per_rank)
         return [(output, torch.tensor(received, dtype=dtype))]
 
-    what = f"{arguments.shown([source])}, splits {mine}"
-    side = Side(["alltoall", arguments.layout(source, rows=True)], mine, what=what)
-    return submit(members, form.kind, name, side, [source], work)
+    description = f"{arguments.describe([source])}, splits {mine}"
+    request = Request(["alltoall", arguments.layout(source, rows=True)], mine, description=description)
+    return submit(members, form.kind, name, request, [source], work)
 
 
 def _alltoall_backward(ctx: Any, gradients: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
@@ -339,20 +341,20 @@ def _reducescatter(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> int:
-    """Reduce tensors over all ranks; every rank keeps its share of the rows, the first ranks one more where needed."""
-    members, tensors = session.members(process_set), form.taken(tensor)
+    """Reduce tensors over all ranks; each rank gets its part of the rows, the first ranks one more if needed."""
+    members, tensors = session.members(process_set), form.input_tensors(tensor)
     how = arguments.operation(op, None)
     if how == Adasum:
-        raise AdasumError(f"{form.kind}: there is no Adasum of parts; use hvd.allreduce")
-    arguments.reduces(form.kind, how, tensors)
-    scales = arguments.factors(form.kind, (prescale_factor, postscale_factor))
+        raise AdasumError(f"{form.kind} does not support Adasum; use hvd.allreduce")
+    arguments.check_reduction(form.kind, how, tensors)
+    scales = arguments.check_factors(form.kind, (prescale_factor, postscale_factor))
     same = [form.kind, [arguments.layout(each) for each in tensors], int(how), *scales]
-    side = Side(same, what=f"{arguments.shown(tensors)}; {how.name}, {scales}")
+    request = Request(same, description=f"{arguments.describe(tensors)}; {how.name}, {scales}")
 
     def work(_: Any) -> list[torch.Tensor]:
         return [calls.reduce_scatter(members, each, how, scales) for each in tensors]
 
-    return submit(members, form.kind, name, side, tensors, work, form.grouped)
+    return submit(members, form.kind, name, request, tensors, work, form.grouped)
 
 
 def _reducescatter_backward(ctx: Any, gradients: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
@@ -371,32 +373,33 @@ grouped_reducescatter_async = _REDUCESCATTER.asynchronous(grouped=True)
 
 
 def barrier(process_set: ProcessSet = global_process_set) -> None:
-    """Wait until all ranks of the process set have come here."""
-    side = Side("barrier", what="hvd.barrier")
-    synchronize(submit(session.members(process_set), "barrier", None, side, [], lambda _: [None]))
+    """Wait until all ranks of the process set have called this. Collective."""
+    request = Request("barrier", description="hvd.barrier")
+    synchronize(submit(session.members(process_set), "barrier", None, request, [], lambda _: [None]))
 
 
 def join(device: int = -1) -> int:
-    """Have no more data: take part in the others' calls of allreduce until all ranks have joined. Collective.
+    """Declare that this rank has no more data; it then takes part in allreduces until all have joined. Collective.
 
-    Meanwhile this rank adds zeros to sums and averages (which are still divided by the number of all ranks), and
-    neutral values to other operations; other collectives raise a MismatchError. Returns the rank that joined last.
-    device: as in Horovod; no effect here.
+    Meanwhile this rank contributes zeros to sums and averages (averages are still divided by the number of all ranks),
+    and neutral values to min, max and product. Other collectives raise MismatchError. Returns the rank that joined
+    last.
+    device: ignored.
     """
-    came: list[int] = []
+    last: list[int] = []
     members = session.members(global_process_set)
     try:
-        members.queue.join(came.append).wait()
+        members.queue.join(last.append).wait()
     except Exception as error:
-        raise internal(error) from error
-    members.begin_numbers()
-    return came[0]
+        raise as_internal_error(error) from error
+    members.reset_numbers()
+    return last[0]
 
 
 def sparse_allreduce_async(
     tensor: torch.Tensor, name: str | None, op: int, process_set: ProcessSet = global_process_set
 ) -> Callable[[], torch.Tensor]:
-    """Add up, or average, sparse tensors (COO) of one shape on all ranks, with any number of entries on each.
+    """Sum or average sparse COO tensors of one shape over all ranks, with any number of entries on each. Local.
 
     Returns a function that waits for the result, a new coalesced tensor.
     """
@@ -404,7 +407,7 @@ def sparse_allreduce_async(
     if not isinstance(tensor, torch.Tensor) or tensor.layout != torch.sparse_coo:
         raise ArgumentError("sparse_allreduce takes sparse tensors (torch.sparse_coo); hvd.allreduce takes dense ones")
     if op not in (Average, Sum):
-        raise ArgumentError(f"sparse_allreduce makes hvd.Sum and hvd.Average, not {op!r}")
+        raise ArgumentError(f"sparse_allreduce supports hvd.Sum and hvd.Average, not {op!r}")
     if not tensor.is_floating_point() and op == Average:
         raise ArgumentError(f"sparse_allreduce: there is no average of {tensor.dtype}")
     mine = tensor.detach()
@@ -415,13 +418,13 @@ def sparse_allreduce_async(
         return [result]
 
     same = ["sparse", arguments.layout(tensor), tensor.sparse_dim(), int(op)]
-    side = Side(same, what=f"{arguments.shown([tensor])}, sparse; {Op(op).name}")
-    handle = submit(members, "sparse_allreduce", name, side, [tensor], work)
+    request = Request(same, description=f"{arguments.describe([tensor])}, sparse; {Op(op).name}")
+    handle = submit(members, "sparse_allreduce", name, request, [tensor], work)
     return lambda: synchronize(handle)
 
 
 def sparse_allreduce(
     tensor: torch.Tensor, name: str | None = None, op: int = Average, process_set: ProcessSet = global_process_set
 ) -> torch.Tensor:
-    """The reduction of sparse tensors itself; see `sparse_allreduce_async`. Collective."""
+    """Sum or average sparse COO tensors over all ranks, as `sparse_allreduce_async`. Collective."""
     return sparse_allreduce_async(tensor, name, op, process_set)()

@@ -1,4 +1,4 @@
-"""Compression: what travels instead of a tensor, and how it becomes one of the tensor's dtype again."""
+"""Compression of tensors before they are sent, and its inverse."""
 
 from typing import ClassVar
 
@@ -6,28 +6,28 @@ import torch
 
 
 class Compressor:
-    """Two functions that undo one another, up to rounding. dtype: of floats that travel; None: they stay as they are.
+    """`compress` and its inverse `decompress`, up to rounding. dtype: in which floats are sent; None: unchanged.
 
-    Sums of 16-bit floats are made in float32 and rounded once, by our backends. Integers stay as they are.
+    Backends sum 16-bit floats in float32 and round once. Integers are not compressed.
     """
 
     dtype: ClassVar[torch.dtype | None] = None
 
     @classmethod
     def compress(cls, tensor: torch.Tensor) -> "tuple[torch.Tensor, torch.dtype | None]":
-        """What travels, and what `decompress` needs to know."""
+        """Return the tensor to send, and the context for `decompress`."""
         if cls.dtype is None or not tensor.is_floating_point():
             return tensor, None
         return tensor.to(cls.dtype), tensor.dtype
 
     @staticmethod
     def decompress(tensor: torch.Tensor, context: "torch.dtype | None") -> torch.Tensor:
-        """A tensor of the dtype that `compress` was given."""
+        """Return the tensor in the dtype that it had before `compress`."""
         return tensor if context is None else tensor.to(context)
 
 
 class NoneCompressor(Compressor):
-    """Everything travels as it is."""
+    """No compression."""
 
 
 class FP16Compressor(Compressor):
@@ -43,7 +43,7 @@ class BF16Compressor(Compressor):
 
 
 class Compression:
-    """What `compression=` takes."""
+    """The values of `compression=`."""
 
     none = NoneCompressor
     fp16 = FP16Compressor

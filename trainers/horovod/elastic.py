@@ -1,7 +1,7 @@
-"""hvd.elastic: a training goes on with the ranks that are left, where MPI lets ranks be outlived.
+"""hvd.elastic: training continues on the remaining ranks after a failure, if MPI supports it.
 
-That is Open MPI's ULFM, `mpirun --with-ft ulfm`. Elsewhere a rank that fails ends the job. No ranks join, and the
-process sets of the previous ranks are gone after a failure: make them again in a reset callback.
+It needs ULFM (Open MPI 5, `mpirun --with-ft ulfm`); otherwise a failed rank ends the job. No ranks join. Process sets
+do not survive a failure: create them again in a reset callback.
 """
 
 import copy
@@ -26,10 +26,11 @@ ResultT = TypeVar("ResultT")
 
 
 class ElasticSampler(torch.utils.data.Sampler[int]):
-    """The rows that are left of this epoch, shared by the ranks that are left. As Horovod's.
+    """Samples the remaining rows of an epoch, divided among the current ranks, as Horovod's ElasticSampler.
 
-    dataset: its length is used. Every rank takes equally many; the first rows come again where they don't divide.
-    Call `record_batch` after each batch and `set_epoch` after each epoch. Put it into TorchState, which sends it round.
+    dataset: its length is used. Every rank gets the same number of rows; some rows are repeated if they don't divide
+    evenly. Call `record_batch` after each batch and `set_epoch` after each epoch. Pass it to TorchState, which
+    synchronizes it.
     """
 
     def __init__(self, dataset: Sized, shuffle: bool = True, seed: int = 0) -> None:
@@ -38,25 +39,25 @@ class ElasticSampler(torch.utils.data.Sampler[int]):
         self.reset()
 
     def set_epoch(self, epoch: int) -> None:
-        """Begin an epoch: all rows are there again, in another order."""
+        """Begin an epoch with all rows, in another order."""
         self.epoch, self.processed_num = epoch, 0
         self.reset()
 
     def record_batch(self, batch_idx: int, batch_size: int) -> None:
-        """This rank, and so each of them, has taken a batch. batch_idx: as in Horovod; no effect here."""
+        """Count a batch of `batch_size` rows on every rank as processed. batch_idx: ignored."""
         self.processed_num += batch_size * self.num_replicas
 
     def state_dict(self) -> dict[str, int]:
-        """Epoch and rows taken."""
+        """The epoch, and the number of its rows that are processed."""
         return {"epoch": self.epoch, "processed_num": self.processed_num}
 
     def load_state_dict(self, state_dict: dict[str, int]) -> None:
-        """Go on from there."""
+        """Continue from this state, with the current ranks."""
         self.epoch, self.processed_num = state_dict["epoch"], state_dict["processed_num"]
         self.reset()
 
     def reset(self) -> None:
-        """Share what is left by the ranks that there are."""
+        """Divide the remaining rows among the current ranks."""
         self.num_replicas, self.rank = session.size(), session.rank()
         rows = list(range(len(self.dataset)))
         if self.shuffle:
@@ -75,50 +76,50 @@ class ElasticSampler(torch.utils.data.Sampler[int]):
 
 
 class TorchState:
-    """A model, an optimizer, and whatever else `hvd.elastic.run` shall keep, as attributes.
+    """The state that `hvd.elastic.run` restores after a failure: a model, an optimizer and other values, as attributes.
 
-    model, optimizer: of PyTorch. Further ones: modules, optimizers and ElasticSamplers by their state_dict; all else
-    (numbers of batches and epochs, lists ...) as it is, if broadcast_object can send it.
+    model, optimizer: PyTorch's. others: modules, optimizers and ElasticSamplers are saved by their state_dict; all else
+    (numbers of batches and epochs, lists ...) by value, if broadcast_object can send it.
     """
 
     def __init__(
         self, model: torch.nn.Module | None = None, optimizer: torch.optim.Optimizer | None = None, **others: Any
     ) -> None:
         given = {"model": model, "optimizer": optimizer, **others}
-        self._held = {name for name, each in given.items() if hasattr(each, "state_dict")}
-        self._plain = set(given) - self._held
+        self._stateful = {name for name, each in given.items() if hasattr(each, "state_dict")}
+        self._plain = set(given) - self._stateful
         if clash := {name for name in given if hasattr(type(self), name)}:
-            raise ArgumentError(f"TorchState: {', '.join(sorted(clash))} is the name of a method; take another one")
+            raise ArgumentError(f"TorchState: {', '.join(sorted(clash))} is the name of a method; use another name")
         self._callbacks: list[Callable[[], object]] = []
         for name, each in given.items():
             setattr(self, name, each)
         self.save()
 
     def register_reset_callbacks(self, callbacks: list[Callable[[], object]]) -> None:
-        """Have these called when ranks were lost, after the state was given back: to change the learning rate, say."""
+        """Call these after a failure, when the state is restored; for example to change the learning rate. Local."""
         self._callbacks.extend(callbacks)
 
     def save(self) -> None:
-        """Keep the state in memory."""
-        self._saved = {name: copy.deepcopy(getattr(self, name).state_dict()) for name in self._held}
+        """Keep a copy of the state in memory. Local."""
+        self._saved = {name: copy.deepcopy(getattr(self, name).state_dict()) for name in self._stateful}
         self._saved_plain = {name: copy.deepcopy(getattr(self, name)) for name in self._plain}
 
     commit = save
-    """Horovod's name. No hosts are added while a job runs, so there is nothing to ask for."""
+    """Horovod's name of `save`. It does not check for new hosts, because none are added here."""
 
     def check_host_updates(self) -> None:
-        """Nothing: MPI tells of lost ranks by itself, and none are added."""
+        """Do nothing: MPI reports failures, and hosts are not added."""
 
     def restore(self) -> None:
-        """Give back what was saved last."""
+        """Restore the state that was saved last. Local."""
         for name, state in self._saved.items():
             getattr(self, name).load_state_dict(copy.deepcopy(state))
         for name, value in self._saved_plain.items():
             setattr(self, name, copy.deepcopy(value))
 
     def sync(self) -> None:
-        """Take on rank 0's state, and save it. Collective."""
-        for name in sorted(self._held):
+        """Copy rank 0's state to all ranks, and save it. Collective."""
+        for name in sorted(self._stateful):
             held = getattr(self, name)
             if isinstance(held, torch.nn.Module):
                 broadcast_parameters(held.state_dict(), root_rank=0)
@@ -132,8 +133,8 @@ class TorchState:
         self.save()
 
     def on_reset(self) -> None:
-        """Ranks were lost: share what is left of the data, and call the callbacks."""
-        for name in self._held:
+        """After a failure: divide the remaining data among the remaining ranks, and call the reset callbacks. Local."""
+        for name in self._stateful:
             if isinstance(getattr(self, name), ElasticSampler):
                 getattr(self, name).reset()
         for callback in self._callbacks:
@@ -143,9 +144,9 @@ class TorchState:
 def run(
     train: Callable[Concatenate[TorchState, Arguments], ResultT],
 ) -> Callable[Concatenate[TorchState, Arguments], ResultT]:
-    """`train(state, ...)`; after a failure the ranks that are left begin it again from the last `state.commit()`.
+    """Decorates `train(state, ...)`: after a failure the remaining ranks call it again from the last `state.commit()`.
 
-    All ranks begin with rank 0's state. Collective.
+    All ranks begin with rank 0's state. The decorated function is collective.
     """
 
     @functools.wraps(train)
@@ -165,6 +166,6 @@ def run(
 
 
 def _begin_session(topology: Topology) -> None:
-    """Begin a session of the ranks that are left. Collective."""
-    calls.forget()
+    """Begin a session of the remaining ranks. Collective."""
+    calls.drop_handles()
     session.begin(topology)

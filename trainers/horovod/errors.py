@@ -1,4 +1,4 @@
-"""Errors. Horovod's users catch HorovodInternalError and ValueError; ours catch the classes of allreduce.errors."""
+"""Errors. Horovod's users catch HorovodInternalError and ValueError; ours catch those of allreduce.errors."""
 
 import warnings
 from typing import TypeVar
@@ -16,11 +16,11 @@ ErrorT = TypeVar("ErrorT", bound=AllReduceError)
 
 
 class HorovodInternalError(AllReduceError, RuntimeError):
-    """A collective has failed; its cause says why. hvd.elastic.run goes on after those that come from a lost rank."""
+    """A collective call has failed; __cause__ is the reason. hvd.elastic.run continues after failures of ranks."""
 
 
 class MismatchError(HorovodInternalError, DisagreementError):
-    """Under one name, ranks have given tensors of different shapes or dtypes, or other arguments."""
+    """Ranks called the same name with different shapes, dtypes or other arguments."""
 
 
 class StalledError(HorovodInternalError, CollectiveTimeoutError):
@@ -32,7 +32,7 @@ class LeftError(HorovodInternalError, RankLeftError):
 
 
 class LostError(HorovodInternalError, RankLostError):
-    """A rank has died."""
+    """A rank has failed."""
 
 
 class NotInitializedError(AllReduceError, ValueError):
@@ -55,7 +55,7 @@ class ProcessSetError(OptionError):
 
 
 class NotSendableError(OptionError, TypeError):
-    """An object can't be sent without a pickle, and a pickle from another rank can run any code."""
+    """An object could only be sent as a pickle, which is not supported: reading a pickle can run any code."""
 
 
 class OrderError(AllReduceError, AssertionError):
@@ -63,7 +63,7 @@ class OrderError(AllReduceError, AssertionError):
 
 
 class AdasumError(HorovodInternalError, NotImplementedError):
-    """This call has no Adasum."""
+    """This call does not support Adasum."""
 
 
 _KINDS: tuple[tuple[type[AllReduceError], type[HorovodInternalError]], ...] = (
@@ -74,7 +74,7 @@ _KINDS: tuple[tuple[type[AllReduceError], type[HorovodInternalError]], ...] = (
 )
 
 
-def internal(error: BaseException) -> HorovodInternalError:
+def as_internal_error(error: BaseException) -> HorovodInternalError:
     """The error that `synchronize` raises when `error` has ended a call."""
     if isinstance(error, HorovodInternalError):
         return error
@@ -83,10 +83,10 @@ def internal(error: BaseException) -> HorovodInternalError:
     made = kind(text)
     made.ranks = getattr(error, "ranks", None)
     if isinstance(made, LostError) and isinstance(error, RankLostError):
-        made.lost, made.teller = error.lost, error.teller
+        made.lost, made.reporter = error.lost, error.reporter
     return made
 
 
-def deprecated(text: str) -> None:
-    """Say once a place that an argument is Horovod's old one."""
+def warn_deprecated(text: str) -> None:
+    """Warn that an argument is deprecated, once per place of the call."""
     warnings.warn(text, DeprecationWarning, stacklevel=4)

@@ -1,4 +1,4 @@
-"""DistributedOptimizer: averages gradients while backward goes on, or combines the changes of a step by Adasum.
+"""DistributedOptimizer: averages gradients during backward, or combines the updates of a step with Adasum.
 
 A group of gradients is averaged as soon as backward has computed all of them.
 """
@@ -11,11 +11,11 @@ from typing import Any
 import torch
 
 from trainers.horovod import session
-from trainers.horovod.arguments import operation, reduces
+from trainers.horovod.arguments import check_reduction, operation
 from trainers.horovod.calls import fusion_bytes, synchronize
 from trainers.horovod.collectives import Adasum, Average, grouped_allreduce_async_, sparse_allreduce_async
 from trainers.horovod.compression import Compression, Compressor
-from trainers.horovod.errors import ArgumentError, OrderError, deprecated
+from trainers.horovod.errors import ArgumentError, OrderError, warn_deprecated
 from trainers.horovod.session import ProcessSet, global_process_set
 
 Group = tuple[torch.Tensor, ...]
@@ -33,30 +33,31 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
     sparse_as_dense: bool = False,
     process_set: ProcessSet = global_process_set,
 ) -> Any:
-    """An optimizer of the same class, with the same parameters and state, that steps by averaged gradients.
+    """Return an optimizer of the same class, parameters and state, which averages gradients before each step.
 
-    named_parameters: of the model, so that errors and timelines have names, and ranks may differ in the order in which
-        gradients are ready. They must name all parameters.
-    backward_passes_per_step: gradients of so many backward passes add up before they are averaged.
+    named_parameters: the model's, all of the optimizer's among them. Names are used in errors and timelines, and let
+        ranks differ in the order in which gradients are ready.
+    backward_passes_per_step: the number of backward passes whose gradients are summed before they are averaged.
     op: Average, Sum or Adasum. With Adasum every rank updates by its own gradients, and the changes of each parameter
         are combined. Backward averages nothing then, so groups and sparse_as_dense have no effect, and the optimizers'
         states differ between ranks.
-    gradient_predivide_factor: with Average, gradients are divided by it before the sum, and by the rest after it.
-    groups: how many groups of gradients are averaged together, or which; all others go by themselves. By default
-        neighbours go together up to 1 MiB, or HOROVOD_FUSION_THRESHOLD bytes of the environment (0: each by itself).
+    gradient_predivide_factor: with Average, gradients are divided by it before the sum, and by size / factor after it.
+    groups: the number of groups of gradients that are averaged together, or lists of parameters; parameters in no list
+        are averaged one by one. By default neighbours are grouped up to 1 MiB, or HOROVOD_FUSION_THRESHOLD bytes of the
+        environment (0: each by itself).
     sparse_as_dense: sparse gradients are averaged as dense ones.
-    process_set: of the ranks that average; on others this is the plain optimizer.
+    process_set: the ranks that average; on other ranks the optimizer is unchanged.
 
     A group of gradients is averaged as soon as backward has all of it. Raises ArgumentError.
     """
     if gradient_predivide_factor != 1.0 and op != Average:
-        raise ArgumentError("gradient_predivide_factor goes with op=hvd.Average alone")
+        raise ArgumentError("gradient_predivide_factor needs op=hvd.Average")
     if backward_passes_per_step <= 0:
         raise ArgumentError(f"backward_passes_per_step={backward_passes_per_step}: give 1 or more")
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise ArgumentError(f"DistributedOptimizer takes an optimizer of torch.optim, not {type(optimizer).__name__}")
     if num_groups:
-        deprecated("num_groups is Horovod's old name of groups")
+        warn_deprecated("num_groups is Horovod's old name of groups")
     averaging = Averaging(
         optimizer.param_groups,
         named_parameters,
@@ -68,14 +69,14 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
         sparse_as_dense,
         process_set,
     )
-    return _remade(optimizer, DistributedAdasum if op == Adasum else Distributed, averaging)
+    return _with_class(optimizer, DistributedAdasum if op == Adasum else Distributed, averaging)
 
 
-def _remade(optimizer: torch.optim.Optimizer, part: "type[Distributed]", averaging: "Averaging") -> Any:
-    """An optimizer of the same class with `part` before it."""
+def _with_class(optimizer: torch.optim.Optimizer, part: "type[Distributed]", averaging: "Averaging") -> Any:
+    """Return an optimizer with the same attributes, of a class derived from `part` and the optimizer's class."""
     kind: Any = type(type(optimizer).__name__, (part, type(optimizer)), {})
     made = kind.__new__(kind)
-    # A scheduler may have put its own `step` into the optimizer, which is that of the plain one.
+    # A scheduler may have replaced the plain optimizer's `step`; do not copy that.
     plain = {name: held for name, held in vars(optimizer).items() if name != "step"}
     made.__dict__.update(plain, _averaging=averaging)
     return made
@@ -88,7 +89,7 @@ _TWICE = (
 
 
 class Distributed(torch.optim.Optimizer):
-    """What DistributedOptimizer adds to an optimizer's class."""
+    """Mixin that DistributedOptimizer adds to an optimizer's class."""
 
     _averaging: "Averaging"
     _synchronized = False
@@ -100,11 +101,11 @@ class Distributed(torch.optim.Optimizer):
 
     @property
     def backward_passes_per_step(self) -> int:
-        """How many backward passes add up to the gradient of a step."""
+        """The number of backward passes whose gradients are summed for a step."""
         return self._averaging.passes
 
     def set_backward_passes_per_step(self, passes: int) -> None:
-        """Change it, between steps."""
+        """Set the number of backward passes per step. Call it between steps."""
         self._averaging.passes = passes
         self._averaging.begin()
 
@@ -125,7 +126,7 @@ class Distributed(torch.optim.Optimizer):
 
     @contextmanager
     def skip_synchronize(self) -> Iterator[None]:
-        """Inside, `step` averages nothing: `synchronize` has done it."""
+        """Context manager: `step` does not average gradients in the block, because `synchronize` has done it."""
         self._should_synchronize = False
         try:
             yield
@@ -160,21 +161,21 @@ class Distributed(torch.optim.Optimizer):
 
 
 class DistributedAdasum(Distributed):
-    """What DistributedOptimizer(op=hvd.Adasum) adds to an optimizer's class.
+    """Mixin that DistributedOptimizer(op=hvd.Adasum) adds to an optimizer's class.
 
-    Gradients and the optimizer's state (momentum and the like) stay each rank's own. `step` combines the changes that
-    the ranks' optimizers make to the parameters, each parameter's by itself.
+    Gradients and optimizer state (momentum, for example) are local to each rank. `step` combines the ranks' changes of
+    each parameter with Adasum.
     """
 
     def synchronize(self) -> None:
-        """Nothing: gradients are this rank's own."""
+        """Do nothing: gradients are local to each rank."""
 
     def skip_synchronize(self) -> Any:
-        """An OrderError, as in Horovod."""
+        """Raise an OrderError, as in Horovod."""
         raise OrderError("with op=hvd.Adasum optimizer.step() itself communicates: there is nothing to skip")
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Update, and combine that with all ranks' updates. Collective. closure: computes this rank's gradients."""
+        """Update, and combine the changes with those of all ranks. closure: computes the gradients. Collective."""
         return self._averaging.combine(self.param_groups, lambda: super(Distributed, self).step(closure))
 
 
@@ -201,37 +202,38 @@ class Averaging:
         self._compression, self._op, self._sparse_as_dense = compression, operation(op, None), sparse_as_dense
         self._scales = (1 / predivide, predivide) if op == Average else (1.0, 1.0)
         self._process_set = process_set
-        learning = _learning(param_groups)
-        reduces("DistributedOptimizer", self._op, learning)
+        trained = _trained(param_groups)
+        check_reduction("DistributedOptimizer", self._op, trained)
         self._active = bool(process_set.included()) and session.size() > 1
-        self._given = groups is not None
+        self._groups_given = groups is not None
         self._groups: list[Group] = []
         self._group_of: dict[torch.Tensor, Group] = {}
-        self._left: dict[torch.Tensor, int] = {}  # backward passes until it is averaged
+        # parameter -> number of backward passes before its gradient is averaged
+        self._passes_left: dict[torch.Tensor, int] = {}
         self._handles: dict[Group, Any] = {}
         if self._op != Adasum:
-            self._watch(learning, _groups(learning, groups))
+            self._register(trained, _groups(trained, groups))
 
-    def _watch(self, learning: list[torch.Tensor], groups: list[Group]) -> None:
-        """Average gradients in these groups from now on. Between steps."""
+    def _register(self, trained: list[torch.Tensor], groups: list[Group]) -> None:
+        """Average gradients in these groups from now on. Call it between steps."""
         self._groups += groups
         self._group_of.update((parameter, group) for group in groups for parameter in group)
         self.begin()
         if self._active:
-            for parameter in learning:
+            for parameter in trained:
                 parameter.register_post_accumulate_grad_hook(self._ready)
 
     def add(self, param_group: dict[str, Any]) -> None:
-        """Average the gradients of these parameters, too, each by itself. Between steps."""
+        """Average the gradients of these parameters, too, one by one. Call it between steps."""
         parameters = param_group["params"]
         self.names.update((each, f"added.{number}") for number, each in enumerate(parameters, len(self.names)))
         if self._op != Adasum:
-            learning = _learning([param_group])
-            self._watch(learning, [(each,) for each in learning])
+            trained = _trained([param_group])
+            self._register(trained, [(each,) for each in trained])
 
     @property
     def calls(self) -> int:
-        """How many reductions a step has."""
+        """The number of reductions in a step."""
         return len(self._groups)
 
     @property
@@ -241,7 +243,7 @@ class Averaging:
 
     def begin(self) -> None:
         """Expect the gradients of a new step. Averages that have begun are dropped."""
-        self._left = dict.fromkeys(self._group_of, self.passes)
+        self._passes_left = dict.fromkeys(self._group_of, self.passes)
         self._handles = {}
 
     def finish(self) -> None:
@@ -253,20 +255,20 @@ class Averaging:
                 self._submit(group)
         try:
             for group, handle in self._handles.items():
-                self._take(group, handle)
+                self._store_averages(group, handle)
         finally:
             self.begin()
 
     def _ready(self, parameter: torch.Tensor) -> None:
-        """Backward has added to the gradient of `parameter`."""
-        if self._left[parameter] <= 0:
+        """Autograd hook: count a backward pass of `parameter`; start the average of its group when all are complete."""
+        if self._passes_left[parameter] <= 0:
             raise OrderError(
                 f"the gradient of {self.names[parameter]} was computed more than {self.passes} times before "
                 "optimizer.step(): give DistributedOptimizer backward_passes_per_step to add several up"
             )
-        self._left[parameter] -= 1
+        self._passes_left[parameter] -= 1
         group = self._group_of[parameter]
-        if not any(self._left[each] for each in group):
+        if not any(self._passes_left[each] for each in group):
             self._submit(group)
 
     def _submit(self, group: Group) -> None:
@@ -279,19 +281,19 @@ class Averaging:
             self._handles[group] = sparse_allreduce_async(gradients[0], name, self._op, self._process_set)
             return
         if any(each.is_sparse for each in gradients) and not self._sparse_as_dense:
-            if not self._given:
-                self._part(group)
+            if not self._groups_given:
+                self._split_sparse(group)
                 return
             raise ArgumentError(f"the group of {name} has sparse gradients: give sparse_as_dense=True, or no groups")
         dense = [each.to_dense() if each.is_sparse else each for each in gradients]
         short, contexts = zip(*map(self._compression.compress, dense), strict=True)
         before, after = self._scales
-        # A group of one, too: what is fused by the time at which it is ready may be rounded otherwise in the next run.
+        # Also for a group of one: fusion depends on timing, so rounding could differ from run to run.
         handle = grouped_allreduce_async_(short, None, name, self._op, before, after, self._process_set)
         self._handles[group] = handle, contexts
 
-    def _part(self, group: Group) -> None:
-        """Divide a group in which gradients are sparse: each of these goes by itself from now on."""
+    def _split_sparse(self, group: Group) -> None:
+        """Split a group with sparse gradients: each sparse gradient becomes a group of its own."""
         parts: list[Group] = [(each,) for each in group if _gradient(each).is_sparse]
         if dense := tuple(each for each in group if not _gradient(each).is_sparse):
             parts.append(dense)
@@ -301,8 +303,8 @@ class Averaging:
             self._group_of.update(dict.fromkeys(part, part))
             self._submit(part)
 
-    def _take(self, group: Group, handle: Any) -> None:
-        """Wait, and put averages into gradients."""
+    def _store_averages(self, group: Group, handle: Any) -> None:
+        """Wait for the averages of a group, and store them in its gradients."""
         if callable(handle):
             group[0].grad = handle()
             return
@@ -317,17 +319,17 @@ class Averaging:
 
     def combine(self, param_groups: list[dict[str, Any]], step: Callable[[], Any]) -> Any:
         """Call `step`, and replace its changes of the parameters by the Adasum of all ranks' changes. Collective."""
-        learning = _learning(param_groups)
-        if not self._active or not learning:
+        trained = _trained(param_groups)
+        if not self._active or not trained:
             return step()
-        before = [parameter.detach().clone() for parameter in learning]
+        before = [parameter.detach().clone() for parameter in trained]
         returned = step()
         with torch.no_grad():
-            changes = [parameter - old for parameter, old in zip(learning, before, strict=True)]
+            changes = [parameter - old for parameter, old in zip(trained, before, strict=True)]
             short, contexts = zip(*map(self._compression.compress, changes), strict=True)
-            name = f"adasum.{self.names[learning[0]]}"
+            name = f"adasum.{self.names[trained[0]]}"
             combined = synchronize(grouped_allreduce_async_(short, None, name, Adasum, process_set=self._process_set))
-            for parameter, old, change, context in zip(learning, before, combined, contexts, strict=True):
+            for parameter, old, change, context in zip(trained, before, combined, contexts, strict=True):
                 parameter.copy_(old + self._compression.decompress(change, context))
         return returned
 
@@ -337,14 +339,14 @@ def _gradient(parameter: torch.Tensor) -> torch.Tensor:
     return parameter.grad
 
 
-def _learning(param_groups: list[dict[str, Any]]) -> list[torch.Tensor]:
+def _trained(param_groups: list[dict[str, Any]]) -> list[torch.Tensor]:
     return [parameter for group in param_groups for parameter in group["params"] if parameter.requires_grad]
 
 
 def names_of(
     param_groups: list[dict[str, Any]], named: "Iterable[tuple[str, torch.Tensor]] | None"
 ) -> dict[torch.Tensor, str]:
-    """The parameters' names, unique ones. Raises ArgumentError."""
+    """The parameters' names, which must be unique. Raises ArgumentError."""
     own = [parameter for group in param_groups for parameter in group["params"]]
     if named is None:
         return {parameter: f"parameter.{number}" for number, parameter in enumerate(own)}
@@ -358,36 +360,36 @@ def names_of(
     found = {parameter: name for name, parameter in pairs}
     missing = [number for number, parameter in enumerate(own) if parameter not in found]
     if missing:
-        raise ArgumentError(f"named_parameters lacks parameters of the optimizer: those with the numbers {missing}")
+        raise ArgumentError(f"named_parameters lacks parameters of the optimizer: those with the indices {missing}")
     return found
 
 
-def _groups(learning: list[torch.Tensor], asked: "int | Sequence[Sequence[torch.Tensor]] | None") -> list[Group]:
-    """Which gradients are averaged together. Raises ArgumentError."""
-    if asked is None:
-        return _fused(learning, fusion_bytes())
-    if isinstance(asked, int):
-        if asked <= 0:
-            raise ArgumentError(f"groups={asked}: give a number above 0, or lists of parameters")
-        size = max(1, -(-len(learning) // asked))
-        return [tuple(learning[first : first + size]) for first in range(0, len(learning), size)]
-    members = [parameter for group in asked for parameter in group]
+def _groups(trained: list[torch.Tensor], groups: "int | Sequence[Sequence[torch.Tensor]] | None") -> list[Group]:
+    """The groups of gradients that are averaged together. Raises ArgumentError."""
+    if groups is None:
+        return _fused(trained, fusion_bytes())
+    if isinstance(groups, int):
+        if groups <= 0:
+            raise ArgumentError(f"groups={groups}: give a number above 0, or lists of parameters")
+        size = max(1, -(-len(trained) // groups))
+        return [tuple(trained[first : first + size]) for first in range(0, len(trained), size)]
+    members = [parameter for group in groups for parameter in group]
     if not all(isinstance(each, torch.Tensor) for each in members):
         raise ArgumentError("groups are lists of parameters")
     if len({id(each) for each in members}) < len(members):
         raise ArgumentError("groups: a parameter is in two of them")
-    own = {id(each) for each in learning}
-    grouped = [tuple(each for each in group if id(each) in own) for group in asked]
+    own = {id(each) for each in trained}
+    grouped = [tuple(each for each in group if id(each) in own) for group in groups]
     taken = {id(each) for each in members}
-    return [group for group in grouped if group] + [(each,) for each in learning if id(each) not in taken]
+    return [group for group in grouped if group] + [(each,) for each in trained if id(each) not in taken]
 
 
-def _fused(learning: list[torch.Tensor], threshold: int) -> list[Group]:
-    """Neighbours of `threshold` bytes together, in the order in which backward comes to them: from the last one on."""
+def _fused(trained: list[torch.Tensor], threshold: int) -> list[Group]:
+    """Group neighbours of up to `threshold` bytes, from the last parameter to the first, the order of backward."""
     groups: list[Group] = []
     group: list[torch.Tensor] = []
     held = 0
-    for parameter in reversed(learning):
+    for parameter in reversed(trained):
         nbytes = parameter.numel() * parameter.element_size()
         if group and held + nbytes > threshold:
             groups.append(tuple(group))

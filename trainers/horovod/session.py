@@ -1,4 +1,4 @@
-"""From init to shutdown: process sets, the session that holds them, and questions about ranks and the build."""
+"""init and shutdown, process sets, and the queries about ranks and the build."""
 
 import itertools
 import zlib
@@ -23,10 +23,10 @@ __all__ += ["gloo_enabled", "gpu_available", "mpi_enabled", "mpi_threads_support
 
 
 class ProcessSet:
-    """Some of the ranks, perhaps this one among them.
+    """A set of ranks that make calls together.
 
-    ranks_or_comm: their numbers, or a communicator of them. It can be used when it was given to `hvd.init`, or to
-    `hvd.add_process_set`. Raises ProcessSetError.
+    ranks_or_comm: rank numbers, or an mpi4py communicator. Pass the set to `hvd.init` or `hvd.add_process_set` before
+    use. Raises ProcessSetError.
     """
 
     def __init__(self, ranks_or_comm: Sequence[int] | MPI.Comm) -> None:
@@ -44,15 +44,15 @@ class ProcessSet:
             raise ProcessSetError(f"ProcessSet({ranks_or_comm!r}): give a list of ranks, or a communicator of mpi4py")
 
     def size(self) -> int | None:
-        """How many ranks it has; None when it is not in use."""
-        return None if self.process_set_id is None else len(known(self).ranks)
+        """The number of its ranks; None if the set is not in use."""
+        return None if self.process_set_id is None else len(registered(self).ranks)
 
     def rank(self) -> int | None:
-        """This rank's number in it; None when it is not in use. Raises ProcessSetError on other ranks."""
+        """This rank's number in the set; None if it is not in use. Raises ProcessSetError on ranks outside."""
         return None if self.process_set_id is None else members(self).rank
 
     def included(self) -> bool | None:
-        """Whether this rank is in it; None for one that is not in use, of a communicator."""
+        """Whether this rank is in the set; None for a set made from a communicator that was not added yet."""
         return None if self.ranks is None else world().rank in self.ranks
 
     def __str__(self) -> str:
@@ -83,10 +83,10 @@ class Session:
         self.sets = {0: Registered(everyone, self.world)}
 
     def close(self) -> None:
-        """Close all process sets, with what is made on them. Collective."""
-        for held in list(self.sets.values())[:0:-1]:
-            if held.members is not None:
-                held.members.close()
+        """Close all process sets. Collective."""
+        for entry in list(self.sets.values())[:0:-1]:
+            if entry.members is not None:
+                entry.members.close()
         self.world.close()
 
 
@@ -101,41 +101,41 @@ def begin(topology: Topology) -> None:
 
 
 def current() -> Session:
-    """The session. Raises NotInitializedError."""
+    """The current session. Raises NotInitializedError if there is none."""
     if _session is None:
         raise NotInitializedError
     return _session
 
 
 def world() -> Topology:
-    """All ranks."""
+    """The topology of all ranks."""
     return current().topology
 
 
-def known(process_set: ProcessSet) -> Registered:
-    """A process set in use. Raises ProcessSetError."""
+def registered(process_set: ProcessSet) -> Registered:
+    """The record of a process set. Raises ProcessSetError if it is not in use."""
     number = process_set.process_set_id
-    held = None if number is None else current().sets.get(number)
-    if held is None or (number and held.ranks != process_set.ranks):  # of an earlier session, say
-        raise ProcessSetError(f"{process_set} is not in use; give it to hvd.init or hvd.add_process_set on all ranks")
-    return held
+    entry = None if number is None else current().sets.get(number)
+    if entry is None or (number and entry.ranks != process_set.ranks):  # of an earlier session, say
+        raise ProcessSetError(f"{process_set} is not in use; pass it to hvd.init or hvd.add_process_set on all ranks")
+    return entry
 
 
 def members(process_set: ProcessSet) -> Members:
     """The members of a process set that has this rank in it. Raises ProcessSetError."""
-    held = known(process_set)
-    if held.members is None:
-        raise ProcessSetError(f"rank {rank()} is not in {process_set}; only its ranks make calls of it")
-    return held.members
+    entry = registered(process_set)
+    if entry.members is None:
+        raise ProcessSetError(f"rank {rank()} is not in {process_set}; only its ranks may make its calls")
+    return entry.members
 
 
 def init(
     comm: Sequence[int] | MPI.Intracomm | None = None, process_sets: Sequence[ProcessSet] | str | None = None
 ) -> None:
-    """Start, on all ranks or those of `comm`. Collective over them; does nothing when it was done before.
+    """Start, on all ranks or those of `comm`. Collective over them; a second call does nothing.
 
-    comm: a communicator, or ranks of the world. process_sets: sets to be used beside the global one; "dynamic" is
-    accepted too, as sets can be added and removed at any time here. When one can't be added, nothing has begun.
+    comm: a communicator, or ranks of the world. process_sets: sets to add to the global one. "dynamic" is accepted and
+    ignored: sets can always be added and removed. If a set can't be added, init is undone.
     """
     if _session is not None:
         return
@@ -168,9 +168,9 @@ def shutdown() -> None:
 
 
 def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
-    """Make a set of ranks ready for use. Collective over all ranks; returns the set.
+    """Register a process set. Collective over all ranks; returns the set.
 
-    Raises ProcessSetError, on all of them, when there is one of these ranks already, or they are none.
+    Raises ProcessSetError on all ranks if the ranks are invalid, or a set of these ranks exists.
     """
     given = process_set if isinstance(process_set, ProcessSet) else ProcessSet(process_set)
     here = current()
@@ -182,7 +182,7 @@ def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
 
 
 def _ranks_of(topology: Topology, given: ProcessSet) -> list[int]:
-    """The set's ranks, when all ranks mean the same and there is no such set yet. Collective."""
+    """Return the set's ranks; raises unless all ranks pass the same ones and there is no such set yet. Collective."""
     ranks, error = given.ranks, None
     if given.mpi_comm is not None and ranks is None:
         mine = given.mpi_comm.Get_group() if given.mpi_comm != MPI.COMM_NULL else None
@@ -207,16 +207,16 @@ def _make(topology: Topology, ranks: list[int]) -> Members | None:
 
 
 def remove_process_set(process_set: ProcessSet) -> bool:
-    """Forget a set. Collective over all ranks. False for the global one, and one that is not in use."""
+    """Unregister a process set. Returns False for the global set and one not in use. Collective over all ranks."""
     here = current()
     number: Any = process_set.process_set_id
     here.topology.agree([-1 if number is None else number], f"remove_process_set({process_set})")
     if not number:
         return False
-    held = here.sets.pop(number)
+    entry = here.sets.pop(number)
     process_set.process_set_id = None
-    if held.members is not None:
-        held.members.close()
+    if entry.members is not None:
+        entry.members.close()
     return True
 
 
@@ -251,12 +251,12 @@ def cross_size() -> int:
 
 
 def cross_rank() -> int:
-    """The number of this node among those."""
+    """The index of this node among the nodes that have a rank of this local rank."""
     return world().cross.rank
 
 
 def is_homogeneous() -> bool:
-    """Whether all nodes have as many ranks."""
+    """Whether all nodes have the same number of ranks."""
     return not world().leaders_only
 
 
@@ -310,7 +310,7 @@ def gpu_available(ext_base_name: str = "torch", verbose: bool = False) -> bool:
 def start_timeline(file_path: str, mark_cycles: bool = False) -> None:
     """Record the calls from now on; rank 0 writes them to a file in `stop_timeline`. Local.
 
-    Started again, the recording begins anew. Raises ArgumentError when the file can't be written.
+    A second call starts a new recording. Raises ArgumentError when the file can't be written.
     """
     timeline.start(file_path, rank(), mark_cycles)
 

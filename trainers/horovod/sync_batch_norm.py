@@ -1,4 +1,4 @@
-"""Batch normalization by the mean and the variance of all ranks' rows."""
+"""Batch normalization with mean and variance over the batches of all ranks."""
 
 import torch
 from torch.nn.modules.batchnorm import _BatchNorm
@@ -10,8 +10,8 @@ from trainers.horovod.session import ProcessSet, global_process_set, members
 class SyncBatchNorm(_BatchNorm):
     """BatchNorm1d, 2d or 3d over the batches of all ranks, which may differ in size. On CPUs as well.
 
-    In training, forward and backward are collective: two sums of a number for each channel. process_set: of the ranks
-    that share their statistics. Otherwise as torch.nn.BatchNorm2d.
+    In training, forward and backward are collective: two allreduces of one number per channel. process_set: the ranks
+    that share statistics. Other arguments as torch.nn.BatchNorm2d.
     """
 
     def __init__(
@@ -34,7 +34,7 @@ class SyncBatchNorm(_BatchNorm):
         if not (self.training or self.running_mean is None) or members(self.process_set).size == 1:
             return super().forward(input)
         self._check_input_dim(input)
-        wide = input.to(torch.promote_types(input.dtype, torch.float32))  # sums of short floats are made in float32
+        wide = input.to(torch.promote_types(input.dtype, torch.float32))  # 16-bit floats are summed in float32
         others = [dimension for dimension in range(input.dim()) if dimension != 1]
         rows = wide.new_tensor([input.numel() // input.size(1)])
         sums = self._sum(torch.cat([wide.sum(others), rows]))
@@ -42,7 +42,7 @@ class SyncBatchNorm(_BatchNorm):
         centred = wide - (sums[:-1] / sums[-1]).view(shape)
         variance = self._sum((centred * centred).sum(others)) / sums[-1]
         if self.running_mean is not None:
-            self._follow(sums.detach(), variance.detach())
+            self._update_running_statistics(sums.detach(), variance.detach())
         output = centred * torch.rsqrt(variance + self.eps).view(shape)
         if self.weight is not None:
             output = output * self.weight.view(shape) + self.bias.view(shape)
@@ -52,8 +52,8 @@ class SyncBatchNorm(_BatchNorm):
         return allreduce(mine, op=Sum, process_set=self.process_set)
 
     @torch.no_grad()
-    def _follow(self, sums: torch.Tensor, variance: torch.Tensor) -> None:
-        """Move the running statistics, as torch.nn.BatchNorm2d does. sums: of the channels, and the number of rows."""
+    def _update_running_statistics(self, sums: torch.Tensor, variance: torch.Tensor) -> None:
+        """Update them as torch.nn.BatchNorm2d does. sums: of each channel, then the number of values per channel."""
         assert self.running_mean is not None
         assert self.running_var is not None
         assert self.num_batches_tracked is not None

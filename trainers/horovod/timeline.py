@@ -1,4 +1,4 @@
-"""Horovod's timeline: what the calls of rank 0 waited for, and how long they took, for chrome://tracing or Perfetto."""
+"""Horovod's timeline: records how long the calls of rank 0 waited and ran, for chrome://tracing or Perfetto."""
 
 import atexit
 import json
@@ -12,7 +12,7 @@ from trainers.horovod.errors import ArgumentError
 
 
 class Timeline:
-    """Events of named calls: NEGOTIATE_... until all ranks have come, then the call itself, in a row for each name."""
+    """Events of named calls, one row a name: NEGOTIATE_... until all ranks have submitted the call, then the call."""
 
     def __init__(self, path: str, mark_cycles: bool) -> None:
         self.path, self.mark_cycles = path, mark_cycles
@@ -21,7 +21,7 @@ class Timeline:
         self._events: list[dict[str, Any]] = []
 
     def add(self, name: str, submitted: float, begin: float) -> None:
-        """A call that began at `begin` has ended now; times by time.perf_counter()."""
+        """Record a call that began at `begin` and has ended now. Times are of time.perf_counter()."""
         row = self._rows.setdefault(name, len(self._rows) + 1)
         kind = name.partition(".")[0].upper()
         end = time.perf_counter()
@@ -32,7 +32,7 @@ class Timeline:
             self._events.append({"name": event, "ph": "X", "pid": 0, "tid": row, **span})
 
     def write(self) -> None:
-        """The file, whole or not at all."""
+        """Write the file, through a temporary file."""
         names = [
             {"name": "thread_name", "ph": "M", "pid": 0, "tid": row, "args": {"name": name}}
             for name, row in self._rows.items()
@@ -47,11 +47,11 @@ class Timeline:
 
 
 _timeline: Timeline | None = None
-VARIABLE = "HOROVOD_TIMELINE"  # a file; what Horovod's users set to "DYNAMIC" means that nothing is recorded yet
+VARIABLE = "HOROVOD_TIMELINE"  # the path of the file; "DYNAMIC" (Horovod's value): record only after start_timeline
 
 
 def from_environment(rank: int) -> None:
-    """Record from now on when the environment names a file, until the end of the program. Local."""
+    """If the environment names a file, record from now on until the end of the program. Local."""
     path = os.environ.get(VARIABLE, "DYNAMIC")
     if path != "DYNAMIC" and _timeline is None:
         start(path, rank)
@@ -81,6 +81,6 @@ def stop() -> None:
 
 
 def begin(name: str) -> Callable[[float], None] | None:
-    """A call is submitted: what to call when it has ended, with the time when it began; None without a recording."""
+    """Record a submission. Returns a function to call with the call's begin time after it has ended, or None."""
     recording, submitted = _timeline, time.perf_counter()
     return None if recording is None else lambda begin: recording.add(name, submitted, begin)

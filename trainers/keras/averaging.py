@@ -1,4 +1,4 @@
-"""Averages of Keras' gradients over the ranks, with each of Keras' backends."""
+"""Averages gradients of Keras over the ranks, for each of Keras' backends."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -13,36 +13,36 @@ Average = Callable[[Sequence[Any]], list[Any]]
 
 
 class Averaging:
-    """The mean over all ranks of a list of tensors of Keras' backend; None stays None. Collective.
+    """Callable: averages a list of gradients (tensors of Keras' backend, or None) over all ranks. Collective.
 
-    Inside of `with averaging.done():` gradients stay as they are, since they were averaged already.
+    In the block of `with averaging.disabled():` a call returns its gradients, which are averaged already, unchanged.
     """
 
     def __init__(self, backend: AllReduce) -> None:
-        self._average, self._done = MAKERS[keras.backend.backend()](backend), False
+        self._average, self._disabled = MAKERS[keras.backend.backend()](backend), False
 
     def __call__(self, gradients: Sequence[Any]) -> Sequence[Any]:
-        return gradients if self._done else self._average(gradients)
+        return gradients if self._disabled else self._average(gradients)
 
     @contextmanager
-    def done(self) -> Iterator[None]:
-        before, self._done = self._done, True
+    def disabled(self) -> Iterator[None]:
+        before, self._disabled = self._disabled, True
         try:
             yield
         finally:
-            self._done = before
+            self._disabled = before
 
 
 def wait_for_compiled() -> None:
-    """Wait for compiled code that still runs: its collective calls come before the next ones. Local."""
+    """Wait for compiled code that still runs, because its collective calls must come before the next ones. Local."""
     if keras.backend.backend() == "jax":
         import jax
 
         jax.effects_barrier()
 
 
-def outside() -> Any:
-    """A context in which variables have values, also while a function is compiled around it."""
+def eager_scope() -> Any:
+    """Context manager: variables have values in the block, even while TensorFlow traces the function around it."""
     if keras.backend.backend() == "tensorflow":
         import tensorflow
 
@@ -53,7 +53,7 @@ def outside() -> Any:
 def mirror_variables(variables: Sequence[Any], backend: AllReduce) -> None:
     """Overwrite Keras' variables with those of rank 0. Collective."""
     wait_for_compiled()
-    with outside():
+    with eager_scope():
         arrays = [np.array(keras.ops.convert_to_numpy(variable)) for variable in variables]
         backend.broadcast(arrays, root=0)
         if backend.rank:
@@ -100,7 +100,7 @@ def _of_tensorflow(backend: AllReduce) -> Average:
             for number, array in zip(numbers, arrays, strict=True):
                 tree[number] = array
             averages = backend.reduced(tree, "mean")
-            return [averages[number].copy() for number in numbers]  # TensorFlow keeps the memory of what it is given
+            return [averages[number].copy() for number in numbers]  # TensorFlow keeps a reference to the array
 
         found: list[Any] = [None] * len(gradients)
         averages = tf.nest.flatten(tf.numpy_function(on_host, dense, [each.dtype for each in dense]))

@@ -1,4 +1,4 @@
-"""Callbacks for `model.fit` on many ranks, with a MirroredOptimizer. All ranks are given the same ones."""
+"""Callbacks for `model.fit` on several ranks, with a MirroredOptimizer. Pass the same callbacks on all ranks."""
 
 from functools import partial
 from typing import Any
@@ -10,9 +10,9 @@ from allreduce.transport.control import raise_together
 from trainers.errors import ArgumentError
 from trainers.keras.averaging import mirror_variables, wait_for_compiled
 from trainers.keras.optimizer import mirrored
-from trainers.watching.learning_rate import WARM_UP, is_positive, warmed
+from trainers.watching.learning_rate import WARM_UP, is_positive, warm_up_fraction
 
-STEERING = (
+CHANGE_TRAINING = (
     keras.callbacks.BackupAndRestore,
     keras.callbacks.EarlyStopping,
     keras.callbacks.LearningRateScheduler,
@@ -24,18 +24,18 @@ HOOKS = [name for name in vars(keras.callbacks.Callback) if name.startswith("on_
 
 
 class StartFromFirstRank(keras.callbacks.Callback):
-    """When fit begins, the model's weights and the optimizer's state become those of rank 0. Collective.
+    """Copies the weights and the optimizer state of rank 0 to all ranks when fit begins. Collective.
 
-    So only rank 0 needs to load weights. A model with its optimizer is loaded on all ranks, or on none. Each rank keeps
-    the random state of its own layers.
-    Raises ArgumentError on all ranks when the model is not built: begin it with a keras.Input, or call model.build.
+    So only rank 0 needs to load weights. If a model is loaded together with its optimizer, load it on all ranks. The
+    random state of layers is not copied. Raises ArgumentError on all ranks when the model is not built: begin it with a
+    keras.Input, or call model.build.
     """
 
     def on_train_begin(self, logs: Any = None) -> None:
         optimizer, error = mirrored(self.model), None
         if not (self.model.built and self.model.weights):
             error = ArgumentError(
-                f"{self.model.name} is not built, so it has no weights yet that could become those of rank 0: begin it "
+                f"{self.model.name} is not built, so it has no weights yet that rank 0's could be copied to: begin it "
                 "with a keras.Input(shape), or call model.build(shape) before fit"
             )
         raise_together(optimizer.topology.world, error)
@@ -45,10 +45,10 @@ class StartFromFirstRank(keras.callbacks.Callback):
 
 
 class AverageMetrics(keras.callbacks.Callback):
-    """Averages the metrics of an epoch, numbers or arrays, over the ranks, those of the validation too. Collective.
+    """Averages the metrics of an epoch (numbers or arrays, also of the validation) over the ranks. Collective.
 
-    Put it before callbacks that read metrics: then EarlyStopping, ReduceLROnPlateau and the history see the same on all
-    ranks. All ranks have the same weight, so give them equally many rows (`shard` does).
+    Put it before callbacks that read metrics: then EarlyStopping, ReduceLROnPlateau and the history get the same values
+    on all ranks. All ranks have the same weight, so give them equally many rows (`shard` does).
     """
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
@@ -63,17 +63,18 @@ class AverageMetrics(keras.callbacks.Callback):
 class SaveOnFirstRank(keras.callbacks.Callback):
     """Wraps a callback that only rank 0 calls: ModelCheckpoint, TensorBoard, CSVLogger.
 
-    The callback must not change the training, which would change on rank 0 alone; those of STEERING are refused.
+    The callback must not change the training, because the change would happen on rank 0 only. Callbacks in
+    CHANGE_TRAINING raise ArgumentError.
     """
 
     def __init__(self, callback: keras.callbacks.Callback) -> None:
         super().__init__()
         if not isinstance(callback, keras.callbacks.Callback):
-            raise ArgumentError(f"SaveOnFirstRank takes a callback of Keras', not {type(callback).__qualname__}")
-        if isinstance(callback, STEERING):
+            raise ArgumentError(f"SaveOnFirstRank takes a Keras callback, not {type(callback).__qualname__}")
+        if isinstance(callback, CHANGE_TRAINING):
             raise ArgumentError(
-                f"{type(callback).__name__} changes the training, and would on rank 0 alone: give it to all ranks as "
-                "it is, behind AverageMetrics (and a BackupAndRestore a folder of its own on each)"
+                f"{type(callback).__name__} changes the training, here on rank 0 only: pass it to fit on all ranks "
+                "without SaveOnFirstRank, after AverageMetrics (and give BackupAndRestore a different folder on each)"
             )
         self.callback = callback
         for name in HOOKS:
@@ -98,7 +99,7 @@ class SaveOnFirstRank(keras.callbacks.Callback):
 class WarmUp(keras.callbacks.Callback):
     """Multiplies the learning rate by the number of ranks, in equal steps over the first epochs (Goyal et al. 2017).
 
-    The optimizer is made with the rate for one rank's batch. After the warm-up other callbacks may change the rate.
+    Create the optimizer with the learning rate for one rank's batch. After the warm-up other callbacks may change it.
 
     epochs: of the warm-up. scale: the factor at its end; None: the number of ranks. verbose: 1 to print the rate.
     Raises ArgumentError for other numbers, and in fit when the optimizer's rate is a schedule.
@@ -123,7 +124,7 @@ class WarmUp(keras.callbacks.Callback):
             self._set(1.0)
         except (AttributeError, TypeError) as error:
             raise ArgumentError(
-                "WarmUp sets the learning rate, and this optimizer's is a schedule: make it with a number, or let the "
+                "WarmUp sets the learning rate, and this optimizer has a schedule: create it with a number, or let the "
                 "schedule begin with the warm-up"
             ) from error
         self._begun = True
@@ -141,13 +142,13 @@ class WarmUp(keras.callbacks.Callback):
 
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
         if not self._over:
-            if hasattr(self.model, "jax_state_sync"):  # or the rate that is set would be overwritten
+            if hasattr(self.model, "jax_state_sync"):  # else JAX would overwrite the rate that is set here
                 self.model.jax_state_sync()
             self._set(self._part(batch))
 
     def _part(self, batch: int) -> float:
         done = self._epoch + (batch + 1) / (self.params.get("steps") or 1)
-        return 1 + (self._scale - 1) * warmed(done, self.epochs)
+        return 1 + (self._scale - 1) * warm_up_fraction(done, self.epochs)
 
     def _set(self, factor: float) -> None:
         mirrored(self.model).learning_rate = self._rate * factor

@@ -15,16 +15,16 @@ from trainers.backends import backend_for
 from trainers.keras.averaging import MAKERS, Averaging, mirror_variables, wait_for_compiled
 
 _SCALED = (
-    "compile() has put a LossScaleOptimizer around a MirroredOptimizer (mixed_float16 asks for one): a rank whose own "
-    "gradients overflow would leave out a step that the others take. Put it inside: "
+    "compile() has put a LossScaleOptimizer around a MirroredOptimizer (mixed_float16 asks for one): a rank whose "
+    "gradients overflow would skip a step that the other ranks take. Put it inside: "
     "MirroredOptimizer(keras.optimizers.LossScaleOptimizer(optimizer))"
 )
 
 
 class Mirrored:
-    """The part that MirroredOptimizer adds to an optimizer's class."""
+    """Mixin that MirroredOptimizer adds to an optimizer's class."""
 
-    built: bool  # these are Keras'
+    built: bool  # this and the next three are Keras' attributes
     variables: list[Any]
     learning_rate: Any
     loss_scale_factor: float | None
@@ -34,7 +34,7 @@ class Mirrored:
     _owns_backend: bool
 
     def mirror(self, backend: AllReduce, owns_backend: bool) -> None:
-        """Average with this backend from now on. Collective if there are variables, which become those of rank 0."""
+        """Set the backend that averages gradients. If the optimizer is built: collective, copies rank 0's variables."""
         self.backend, self._averaging, self._owns_backend = backend, Averaging(backend), owns_backend
         if self.built:
             mirror_variables(self.variables, backend)
@@ -50,16 +50,16 @@ class Mirrored:
 
     def apply(self, grads: Sequence[Any], trainable_variables: Sequence[Any] | None = None) -> Any:
         averages = self._averaging(grads) if len(grads) else grads
-        with self._averaging.done():
+        with self._averaging.disabled():
             return super().apply(averages, trainable_variables)  # type: ignore[misc]
 
     def stateless_apply(self, optimizer_variables: Any, grads: Sequence[Any], trainable_variables: Any) -> Any:
         averages = self._averaging(grads)
-        with self._averaging.done():
+        with self._averaging.disabled():
             return super().stateless_apply(optimizer_variables, averages, trainable_variables)  # type: ignore[misc]
 
     def close(self) -> None:
-        """Free the backend, if this optimizer has made it. The optimizer takes no more steps. Collective."""
+        """Free the backend, if this optimizer has made it. No step may follow. Collective."""
         wait_for_compiled()
         if self._owns_backend:
             self.backend.close()
@@ -78,18 +78,19 @@ def MirroredOptimizer(  # noqa: N802 - a class to its users, as for PyTorch
         model.compile(optimizer=MirroredOptimizer(keras.optimizers.Adam(1e-3)), loss="mse")
 
     optimizer: a keras.optimizers.Optimizer or the name of one. It is changed and returned. Its class becomes a subclass
-        of the same name, so that a model is saved with the plain optimizer.
+        of the same name, so that a saved model contains the plain optimizer.
     allreduce: the name of a backend, or a backend, which the caller closes.
     topology: the ranks; by default all ranks, or those of the given backend.
 
-    It also has `backend`, `topology` and `close()`. The variables that it is built with become those of rank 0; see
-    StartFromFirstRank for the rest of the model.
+    It also has `backend`, `topology` and `close()`. When it is built, rank 0's trainable variables are copied to all
+    ranks; StartFromFirstRank copies the other weights too.
 
     All ranks must apply the same number of gradients, of the same shapes in the same order, or all raise a
-    DisagreementError. JAX and TensorFlow raise the errors of compiled code as their own, with our names in the text.
+    DisagreementError. JAX and TensorFlow raise the errors of compiled code as their own, with the original error's name
+    in the text.
 
-    Raises on all ranks: OptionError (no optimizer of Keras', one that is mirrored already, a backend of Keras' without
-    gradients, a backend that makes no sums), UnknownBackendError, UnavailableError.
+    Raises on all ranks: OptionError (not a Keras optimizer, or a mirrored one; a Keras backend without gradients; an
+    AllReduce backend that does not support sums), UnknownBackendError, UnavailableError.
     """
     if isinstance(allreduce, AllReduce):
         ranks, name, made = allreduce.topology, allreduce.name, False
@@ -106,7 +107,7 @@ def MirroredOptimizer(  # noqa: N802 - a class to its users, as for PyTorch
         ranks.agree([zlib.crc32(text.encode())], text, error)
         backend = backend_for(allreduce, ranks, "replicated")
     except Exception as refused:
-        if made and everywhere(refused, ranks.world):  # so all ranks come to the close
+        if made and everywhere(refused, ranks.world):  # all ranks have this error, so `close` can be collective
             ranks.close()
         raise
     backend.owns_topology |= made
@@ -118,7 +119,7 @@ def MirroredOptimizer(  # noqa: N802 - a class to its users, as for PyTorch
 
 
 def _plain(optimizer: Any) -> Any:
-    """An optimizer that can be mirrored. Raises OptionError."""
+    """Return a Keras optimizer that can be mirrored, from an optimizer or its name. Raises OptionError."""
     if keras.backend.backend() not in MAKERS:
         raise OptionError(
             f"Keras' backend {keras.backend.backend()!r} computes no gradients; set KERAS_BACKEND to one of "
@@ -127,18 +128,18 @@ def _plain(optimizer: Any) -> Any:
     if isinstance(optimizer, str):
         optimizer = keras.optimizers.get(optimizer)
     if isinstance(optimizer, Mirrored):
-        raise OptionError("this optimizer is a MirroredOptimizer already: give the plain one, or use it as it is")
+        raise OptionError("this optimizer is a MirroredOptimizer already: use it as it is, or pass the plain one")
     if not isinstance(optimizer, keras.optimizers.Optimizer):
         kind = type(optimizer)
         raise OptionError(
-            f"MirroredOptimizer takes an optimizer of Keras' (keras.optimizers.Adam(1e-3), say) or its name, not "
+            f"MirroredOptimizer takes a Keras optimizer (for example keras.optimizers.Adam(1e-3)) or its name, not "
             f"{kind.__module__}.{kind.__qualname__}"
         )
     return optimizer
 
 
 def _derived(plain: type) -> type:
-    """A subclass of `plain` and Mirrored that is saved under the name of `plain`, and loaded as `plain`."""
+    """Return a subclass of Mirrored and `plain`. Keras saves it under the name of `plain`, and loads it as `plain`."""
 
     def from_config(cls: type, config: dict[str, Any], custom_objects: Any = None) -> Any:
         return plain.from_config(config, custom_objects)  # type: ignore[attr-defined]
@@ -152,7 +153,7 @@ def _derived(plain: type) -> type:
 
 
 def mirrored(model: Any) -> Mirrored:
-    """The MirroredOptimizer that a model was compiled with. Raises OptionError."""
+    """Return the MirroredOptimizer that a model was compiled with. Raises OptionError."""
     optimizer = getattr(model, "optimizer", None)
     if not isinstance(optimizer, Mirrored):
         raise OptionError(
@@ -160,5 +161,5 @@ def mirrored(model: Any) -> Mirrored:
             f"{type(optimizer).__name__}"
         )
     if keras.backend.backend() == "tensorflow" and model.jit_compile:
-        raise OptionError("TensorFlow's XLA compiles no call of other ranks: model.compile(..., jit_compile=False)")
+        raise OptionError("TensorFlow's XLA can't compile calls of MPI: use model.compile(..., jit_compile=False)")
     return optimizer

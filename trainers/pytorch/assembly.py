@@ -1,4 +1,4 @@
-"""The parts of a MirroredOptimizer: made by all ranks together, made again after a rank was lost, and given back."""
+"""Creates the parts of a MirroredOptimizer, creates them again after a failure, and frees them."""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack
@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from allreduce import create, notices
-from allreduce.backend import AllReduce, Recipe, TwoPhase
+from allreduce.backend import AllReduce, Config, TwoPhase
 from allreduce.elastic.retry import Commit
 from allreduce.errors import ClosedError
 from allreduce.topology import Topology
@@ -22,31 +22,29 @@ from trainers.backends import backend_for, connected_nccl
 from trainers.pytorch.buckets import own_gpu
 from trainers.pytorch.hooks import Hook
 from trainers.pytorch.optimizer_group import DROPPED, OptimizerGroup, group_of
-from trainers.pytorch.options import Options, check_arguments, check_still_fit, describe, sort
-from trainers.pytorch.recovery import newest_replica, regroup, surviving, tell_policy
+from trainers.pytorch.options import Options, check_arguments, check_still_fit, describe, split_frozen
+from trainers.pytorch.recovery import announce_policy, receive_newest_replica, regroup
 from trainers.pytorch.reducer import Reducer
-from trainers.pytorch.report import TracedClock
-from trainers.pytorch.sharded import Kernels, ShardedOptimizer, Whole
-from trainers.pytorch.sparse import SparseGradients, sparse_parameters, warn_of_dense
+from trainers.pytorch.report import Clock
+from trainers.pytorch.sharded import FullState, Kernels, ShardedOptimizer
+from trainers.pytorch.sparse import sparse_parameters, warn_of_dense
 from trainers.pytorch.state import broadcast_state, broadcast_tensors, compare
 from trainers.replicas.pytorch import devices
 from trainers.replicas.pytorch.devices import Host
 from trainers.replicas.pytorch.replica import Buffers
 from trainers.state.backup import NO_BACKUP
 
-MIB = 1 << 20
-
 
 class Assembly:
-    """The parts of one MirroredOptimizer. It knows nothing of the MirroredOptimizer, which owns it.
+    """The parts of one MirroredOptimizer. It has no reference to the MirroredOptimizer, which may be dropped.
 
     optimizer: the plain one. The constructor checks the arguments and gives all ranks rank 0's model and state. It is
     collective, and raises on all ranks, before anything is changed.
 
-    topology: the ranks. backend: reduces. reducer: averages gradients. sharded: updates slices; None where every rank
-    updates everything. kernels: fused ones of the plain optimizer. trained, frozen: its parameters by name. buffers:
-    the model's, as they were before the step, with check_gradients="skip". source: whose replica is copied when they
-    differ.
+    topology: the ranks. backend: reduces the gradients. reducer: averages them. sharded: updates this rank's slice;
+    None for a replicated update. kernels: fused ones of the plain optimizer. trained, frozen: its parameters by name.
+    buffers: the model's, as they were before the step, with check_gradients="skip". source: the rank whose replica is
+    copied when replicas differ.
     """
 
     topology: Topology
@@ -59,13 +57,13 @@ class Assembly:
         self.optimizer, self.model, self.options = optimizer, model, options
         self.buffers = Buffers(model)
         self.closed = False
-        self.slices_lost = False  # the last recovery has not found all slices of a sharded update
-        self._whole: Whole | None = None  # the state of all slices, while a lost rank is recovered from
+        self.slices_lost = False  # slices of a sharded update could not be recovered
+        self._recovered_state: FullState | None = None  # the state of all slices, during a recovery
         given = options.allreduce.topology if isinstance(options.allreduce, AllReduce) else options.topology
         group = group_of(given)
         self._make(given or group.topology, group)
         self.source = checks.Source(options.source, self.topology.world)
-        tell_policy(self.topology)
+        announce_policy(self.topology)
         warn_of_threads(self.topology)
 
     @property
@@ -73,31 +71,31 @@ class Assembly:
         """How many steps the optimizer has done."""
         return self.reducer.steps
 
-    # Made by all ranks together
+    # Creation
 
     def _make(self, topology: Topology, group: OptimizerGroup, steps: int = 0) -> None:
-        """Make all parts, after so many steps. Collective. What fails is given back."""
+        """Create all parts; `steps` steps are done already. Collective. After an error everything created is freed."""
         self.topology = topology
-        self._made = ExitStack()  # gives the parts back, by all ranks together
-        self._local = ExitStack()  # takes the parts' hands off the model, on this rank alone, when a rank was lost
+        self._cleanup = ExitStack()  # frees the parts, collectively
+        self._local_cleanup = ExitStack()  # detaches the parts from the model, locally, after a failure
         try:
             self._make_parts(group, steps)
         except Exception as error:
             if everywhere(error, topology.world):
-                self._made.close()
+                self._cleanup.close()
             else:
-                self._local.close()
+                self._local_cleanup.close()
             raise
 
     def _make_parts(self, group: OptimizerGroup, steps: int) -> None:
         topology, options, optimizer, model = self.topology, self.options, self.optimizer, self.model
-        self.buffers.forget()  # of a step that a failed rank has interrupted
+        self.buffers.forget()  # saved in a step that a failure interrupted
         comm = topology.private()
         number = group.enter(comm)
-        self._made.callback(group.leave, number)
-        self._made.callback(topology.release, comm)
+        self._cleanup.callback(group.leave, number)
+        self._cleanup.callback(topology.release, comm)
         check_arguments(comm, optimizer, model, options)
-        self.trained, self.frozen = sort(optimizer, model)
+        self.trained, self.frozen = split_frozen(optimizer, model)
         compare(comm, describe(optimizer, model))
         warn_of_dense(comm.rank, optimizer, model, self.trained)
         device = devices.device_of(self.trained.values())
@@ -108,7 +106,7 @@ class Assembly:
         self._make_reducer(comm, group, number, device)
         self.reducer.steps = steps
         if traced is not None:
-            self.reducer.clock = TracedClock(traced.trace, traced.calls)
+            self.reducer.clock = Clock(traced.trace, traced.calls)
         self.kernels, self.sharded = Kernels(optimizer, comm), None
         if options.update == "sharded" and self.reducer.parameters:
             self._shard(comm)
@@ -118,155 +116,138 @@ class Assembly:
         group.members[number] = self
 
     def _make_backend(self, comm: MPI.Intracomm, device: Host) -> Traced | None:
-        """Make what reduces; what traces it where a trace is asked for. Collective."""
+        """Create the backend, wrapped in a Traced if a trace is given; returns the Traced or None. Collective."""
         backend = together(comm, partial(_backend, self.options, self.topology, device))
         if backend is not self.options.allreduce:
-            self._made.callback(backend.close)
+            self._cleanup.callback(backend.close)
         traced = None
         if self.options.trace is not None:
             backend = traced = Traced(self.topology, inner=backend, trace=self.options.trace)
-            self._made.callback(traced.close)
+            self._cleanup.callback(traced.close)
         self.backend = backend
         return traced
 
     def _make_reducer(self, comm: MPI.Intracomm, group: OptimizerGroup, number: int, device: Host) -> None:
-        """Make the buckets of dense gradients, and those of sparse ones. Collective."""
-        options = self.options
-        queue, during = group.queue(number, self.topology, options.overlap, device.kind == "cuda")
-        self._made.callback(queue.abandon)
-        are_sparse = sparse_parameters(self.optimizer, self.model)
-        dense = {name: each for name, each in self.trained.items() if id(each) not in are_sparse}
-        sparse = {name: each for name, each in self.trained.items() if id(each) in are_sparse}
-        self.reducer = Reducer(
-            dense,
-            SparseGradients(sparse, self.backend.sparse),
-            bucket_bytes=(options.first_bucket_mb * MIB, options.bucket_mb * MIB),
-            queue=queue,
-            during=during,
-            comm=comm,
-            backend=self.backend,
-            scatter=options.update == "sharded" and bool(dense),
-            check_gradients=options.check_gradients,
-            group=group,
-            number=number,
-            guard=partial(surviving, group),
-            device=device,
-        )
-        self._made.callback(self.reducer.close)
-        self._local.callback(self.reducer.close, None)
+        """Create the Reducer, with the buckets of dense and sparse gradients. Collective."""
+        queue, during = group.queue(number, self.topology, self.options.overlap, device.kind == "cuda")
+        self._cleanup.callback(queue.abandon)
+        sparse = sparse_parameters(self.optimizer, self.model)
+        self.reducer = Reducer(self.trained, sparse, self.options, self.backend, comm, queue, during, group, number)
+        self._cleanup.callback(self.reducer.close)
+        self._local_cleanup.callback(self.reducer.close, None)
 
     def _shard(self, comm: MPI.Intracomm) -> None:
-        """Divide the update by the ranks. Collective."""
+        """Create the ShardedOptimizer. Collective."""
         assert isinstance(self.backend, TwoPhase)
         copies = self.options.copies
         if copies == 2 and not ulfm.in_force():
             notices.once(comm.rank, NO_BACKUP)
             copies = 1
         self.sharded = ShardedOptimizer(self.optimizer, self.reducer, self.backend, comm, self.kernels, copies)
-        self._made.callback(self.sharded.close)
-        self._local.callback(self.sharded.abandon)
+        self._cleanup.callback(self.sharded.close)
+        self._local_cleanup.callback(self.sharded.abandon)
         for module in self.model.modules():
-            self._hook(module.register_load_state_dict_post_hook(Hook(self.sharded.placement.accept)))
+            self._hook(module.register_load_state_dict_post_hook(Hook(self.sharded.placement.accept_edits)))
 
     def _hook(self, hook: RemovableHandle) -> None:
-        """Remove a hook of the model in the end."""
-        self._made.callback(hook.remove)
-        self._local.callback(hook.remove)
+        """Register a hook of the model, to be removed at the end."""
+        self._cleanup.callback(hook.remove)
+        self._local_cleanup.callback(hook.remove)
 
     # In use
 
     def usable(self) -> AbstractContextManager[None]:
-        """For a collective call: inside, a lost rank has the parts made again, and is raised. Raises ClosedError."""
+        """Context manager of a collective call: see recovery.surviving. Raises ClosedError when this is closed."""
         if self.closed:
-            raise ClosedError("this MirroredOptimizer is closed; make it again to go on")
+            raise ClosedError("this MirroredOptimizer is closed; make a new one to continue")
         check_still_fit(self.optimizer, self.trained, self.frozen)
         return self.reducer.guard()
 
-    def placed_again(self) -> None:
-        """All ranks have the same parameters, each in its own memory: place and keep them. Collective, in the queue."""
+    def parameters_copied(self) -> None:
+        """Move parameters that were copied to all ranks into flat memory; back them up. Collective, in the queue."""
         if self.sharded is not None:
             self.sharded.placement.move_in()
             self.sharded.keep(self.reducer.steps)
 
-    def join_in(self) -> Callable[[], object]:
-        """Take part in an average that other ranks have begun; call the result to finish it."""
-        return self.reducer.join_in()
+    def start_average(self) -> Callable[[], object]:
+        """Start the average that other ranks have begun; returns a function that finishes it. Collective."""
+        return self.reducer.start_average()
 
     # The end
 
     def close(self) -> None:
-        """Give everything back. Collective; closing twice does nothing."""
+        """Free everything. Collective; closing twice does nothing."""
         while not self.closed:
             group = self.reducer.group
             ok = True
             try:
-                self.reducer.together("closes the optimizer", lambda: None)
+                self.reducer.run_in_queue("closes the optimizer", lambda: None)
             except Exception as error:
                 if ulfm.lost(error) is None:
                     raise
                 ok = False
             if ulfm.in_force() and not group.topology.finished(ok):
-                lost = regroup(group)  # others have not done their last step; they do it, or it is done already
+                lost = regroup(group)  # other ranks may still have to do their last step
                 if self.slices_lost:
                     raise lost
                 continue
             self.closed = True
-            self._made.close()
+            self._cleanup.close()
 
     def dropped(self) -> None:
-        """The program has dropped the MirroredOptimizer: its model must not go on as if it were averaged. Local."""
+        """Called when the MirroredOptimizer is garbage-collected: backward raises from now on. Local."""
         if not self.closed:
             self.closed = True
             self.reducer.close(DROPPED)
-            self.reducer.group.keep(self.reducer.number, self._made)
+            self.reducer.group.keep(self.reducer.number, self._cleanup)
 
     def drop(self) -> None:
-        """Another rank has dropped this optimizer. Local."""
-        self._local.close()
+        """Close this optimizer locally, because another rank has dropped it. Local."""
+        self._local_cleanup.close()
         self.closed = True
 
-    # After a rank was lost
+    # After a failure
 
     def newest_state(self, comm: MPI.Intracomm) -> Commit:
-        """Get the newest state that the ranks of `comm` have; the result takes it on, locally. Collective."""
-        steps, take = newest_replica(comm, self.model, self.optimizer, self.steps)
-        whole = self._whole_slices(comm)
+        """Receive the newest state of the ranks of `comm`; returns a function that loads it, locally. Collective."""
+        steps, load = receive_newest_replica(comm, self.model, self.optimizer, self.steps)
+        state = self._assembled_state(comm)
 
         @torch.no_grad()
         def commit() -> None:
-            take()
+            load()
             self.reducer.steps = steps
-            self.slices_lost = self.sharded is not None and whole is None
-            if whole is None:
+            self.slices_lost = self.sharded is not None and state is None
+            if state is None:
                 return
-            self._whole, self.reducer.steps = whole, whole.steps
-            for here, there in zip(self.reducer.parameters, whole.parameters, strict=True):
+            self._recovered_state, self.reducer.steps = state, state.steps
+            for here, there in zip(self.reducer.parameters, state.parameters, strict=True):
                 here.copy_(there)
             assert self.sharded is not None
-            self.optimizer.load_state_dict(self.sharded.as_plain(whole.state))
+            self.optimizer.load_state_dict(self.sharded.as_plain(state.state))
 
         return commit
 
-    def _whole_slices(self, comm: MPI.Intracomm) -> Whole | None:
-        """What the ranks that are left have of a sharded update with backups, if it is all. Collective."""
-        if any(all_values(comm, self._whole is not None, "go on without a lost rank")):
-            return self._whole  # on all of them, since all have made it their own before another one was lost
+    def _assembled_state(self, comm: MPI.Intracomm) -> FullState | None:
+        """Return the complete state of a sharded update from slices and backups of all ranks, or None. Collective."""
+        if any(all_values(comm, self._recovered_state is not None, "continue without a failed rank")):
+            return self._recovered_state  # all ranks loaded it before a second failure, so all have it
         if self.sharded is None or self.sharded.backup is None:
             return None
-        return self.sharded.join(comm, self.sharded.backup.pieces())
+        return self.sharded.assemble(comm, self.sharded.backup.pieces())
 
     def rebuild(self, group: OptimizerGroup) -> None:
-        """Make all parts again on the ranks of another group. Collective."""
+        """Create all parts again on the ranks of `group`. Collective."""
         before, old = vars(self).copy(), self.reducer
-        self._local.close()
-        self.source.move(group.topology.world)
+        self._local_cleanup.close()
+        self.source.find_again(group.topology.world)
         self.options = self.options.for_survivors(group.topology.size, self.source.rank)
-        self.closed = True  # while its parameters are nobody's
+        self.closed = True  # while its parameters have no owner
         try:
             self._make(group.topology, group, old.steps)
         except Exception as error:
-            vars(self).update(before)  # half-made parts have no state to go on from
-            self.closed = ulfm.lost(error) is None  # or else it is made once more, by those that are left then
+            vars(self).update(before)  # the new parts are incomplete; keep the old ones for the next attempt
+            self.closed = ulfm.lost(error) is None  # after another failure, the remaining ranks try again
             raise
         self.closed = False
         new = self.reducer
@@ -274,12 +255,12 @@ class Assembly:
 
     def recovered(self) -> None:
         """The recovery is complete on all ranks. Local."""
-        self._whole = None
+        self._recovered_state = None
 
 
 def _backend(options: Options, topology: Topology, device: Host) -> AllReduce:
     given = options.allreduce
-    if isinstance(given, Recipe):
+    if isinstance(given, Config):
         return create(given.name, topology, **given.options)
     if device.kind == "cuda":
         with own_gpu(device):
@@ -289,7 +270,7 @@ def _backend(options: Options, topology: Topology, device: Host) -> AllReduce:
 
 
 def warn_of_threads(topology: Topology) -> None:
-    """A notice when the ranks of a node compute with more threads than it has cores."""
+    """Notify once if the ranks of a node together compute with more threads than the node has cores."""
     cores, threads = topology.cores, torch.get_num_threads()
     if topology.node_size > 1 and topology.node_size * threads > max(cores, topology.node_size):
         notices.once(

@@ -1,7 +1,8 @@
-"""Buckets: the layout of gradients in flat buffers, and the memory of these buffers.
+"""Buckets: the layout of gradients in flat buffers, the memory of these buffers, and the work on each bucket.
 
-First pure arithmetic: where each gradient lies, how buffers are divided into buckets, which part a rank updates. Then
-the memory, on the model's device and where the backend reduces it. Then marks, which show edits of this memory.
+In this order: (1) the layout: positions of gradients, buckets, and the blocks that a rank updates; (2) the memory, on
+the model's device and where the backend reduces it; (3) gradients as views of this memory, and buckets of them, which
+are averaged; (4) marks that detect edits of this memory.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -13,14 +14,18 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from mpi4py import MPI
 from torch import Tensor
+from torch.nn import Parameter
 
 from allreduce import notices
-from allreduce.arrays import gpu
+from allreduce.arrays import dtypes, gpu
 from allreduce.backend import AllReduce
 from allreduce.errors import AllReduceError, OptionError
+from trainers import checks
+from trainers.checks import GradientArray, GradientCheck, Span
 from trainers.replicas.pytorch.devices import Host
-from trainers.replicas.pytorch.tensors import TORCH, as_tensor
+from trainers.replicas.pytorch.tensors import TORCH, as_tensor, shaped
 
 ALIGN_BYTES = 64  # every gradient begins at a cache line
 
@@ -33,7 +38,7 @@ class GradientError(AllReduceError, RuntimeError):
 
 
 def changed(name: str, now: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> str:
-    """The text of an error: the shape or dtype of a parameter or its gradient has changed."""
+    """The error text for a parameter or gradient whose shape or dtype has changed."""
     return (
         f"{name} has become {tuple(now.shape)} {now.dtype} since MirroredOptimizer was made, "
         f"where it was {tuple(shape)} {dtype}; close() it and make it again after such a change"
@@ -57,15 +62,15 @@ class Bucket(NamedTuple):
     slots: tuple[Slot, ...]
 
 
-def plan(
+def plan_buckets(
     parameters: Sequence[tuple[int, str, int]], first_bytes: float, bucket_bytes: float
 ) -> tuple[list[Bucket], dict[str, int]]:
-    """The buckets, in the order in which they are reduced, and the length of each dtype's buffer.
+    """Return the buckets, in the order in which they are reduced, and the length of each dtype's buffer.
 
-    parameters: (number of elements, dtype, bytes of an element) in the order of the model. Gradients come
-        roughly from the last parameter to the first, so this is the order in which they are laid out.
-    first_bytes, bucket_bytes: a bucket of a dtype is complete once it holds this much. And the last one holds
-        no more than first_bytes, where parameters allow: nothing is left to hide its reduction behind.
+    parameters: (number of elements, dtype, bytes per element) in the order of the model. They are laid out from last to
+        first, roughly the order in which backward computes gradients.
+    first_bytes, bucket_bytes: a bucket is complete once it has this size. The last bucket has at most first_bytes, if
+        parameter sizes allow, because no computation is left to overlap with its reduction.
     """
     done: list[Bucket] = []
     opened: dict[str, list[Slot]] = {}
@@ -101,7 +106,7 @@ def _aligned(start: int, itemsize: int) -> int:
 
 
 class Block(NamedTuple):
-    """Elements [start, stop) of the buffer of `dtype`, all of one parameter, of whose memory `offset` is the first."""
+    """Elements [start, stop) of the buffer of `dtype`; they are the elements of one parameter from `offset` on."""
 
     parameter: int
     dtype: str
@@ -113,26 +118,26 @@ class Block(NamedTuple):
 def blocks(
     buckets: Sequence[Bucket], owned: Sequence[slice], step: int, cuts: Sequence[Sequence[int]] | None = None
 ) -> list[Block]:
-    """The blocks that one rank updates: its part of each bucket, cut at the borders of the parameters and at `cuts`.
+    """Return the blocks that this rank updates: its part of each bucket, split at parameter boundaries and at `cuts`.
 
     owned: for each bucket the slice that this rank owns, counted from the bucket's start.
     step: the largest number of elements in a block.
-    cuts: for each bucket where the part of any rank begins, counted from the bucket's start. Nodes of different sizes
-        own different parts of the same bucket, and a kernel may treat the last elements of a block differently. So all
-        ranks must cut alike to get the same bits.
+    cuts: for each bucket, the starts of all ranks' parts, relative to the bucket. Nodes of different sizes own
+        different parts, and a kernel may treat the last elements of a block differently. So all ranks split at the same
+        positions, to get the same bits.
     """
     result = []
     for bucket, mine, inside in zip(buckets, owned, cuts or [()] * len(buckets), strict=True):
         for slot in bucket.slots:
-            for begin, end in parts(mine, inside):
+            for begin, end in split(mine, inside):
                 low, high = max(bucket.start + begin, slot.start), min(bucket.start + end, slot.stop)
                 for at in range(low, high, step):
                     result.append(Block(slot.parameter, bucket.dtype, at, min(at + step, high), at - slot.start))
     return result
 
 
-def parts(mine: slice, cuts: Iterable[int]) -> list[tuple[int, int]]:
-    """The parts of a slice between the cuts inside of it; none of an empty slice."""
+def split(mine: slice, cuts: Iterable[int]) -> list[tuple[int, int]]:
+    """Return (begin, end) of each part of a slice between the cuts inside of it; [] for an empty slice."""
     return list(pairwise(sorted({mine.start, mine.stop, *(at for at in cuts if mine.start < at < mine.stop)})))
 
 
@@ -143,9 +148,9 @@ ALL = slice(None)
 class Flat:
     """A part of flat memory.
 
-    array: for the backend, of NumPy or CuPy. tensor: the same memory. Where the backend works on the host and the model
-        is on a GPU, it is memory there, and is copied to and from the array. staged: then the array as a tensor, else
-        None. alone: there is one rank, so the backend changes nothing and nothing is copied.
+    array: the NumPy or CuPy array that the backend reduces. tensor: a torch tensor of the same memory; if the model is
+        on a GPU and the backend works on the host, GPU memory that is copied to and from `array`. staged: in that case
+        `array` as a tensor, else None. alone: there is only one rank, so nothing is copied.
     """
 
     array: Any
@@ -158,24 +163,24 @@ class Flat:
         staged = None if self.staged is None else self.staged[span]
         return Flat(self.array[span], self.tensor[span], staged, alone=self.alone)
 
-    def through(self, work: Callable[[Any], object], reads: slice = ALL, writes: slice = ALL) -> None:
-        """Do `work(array)`, which reads and writes these elements. The host waits only for copies."""
+    def run_on_array(self, work: Callable[[], object], reads: slice = ALL, writes: slice = ALL) -> None:
+        """Call `work`, which reads and writes these elements of `array`; copy them from and to the GPU where needed."""
         if self.staged is None or self.alone:
-            work(self.array)
+            work()
             return
         self.staged[reads].copy_(self.tensor[reads])
-        work(self.array)
+        work()
         self.tensor[writes].copy_(self.staged[writes])
 
     def fetched(self) -> Any:
-        """The array, with the values of the tensor."""
+        """Return `array` after copying the values of `tensor` to it, where these are separate."""
         if self.staged is not None:
             self.staged.copy_(self.tensor)
         return self.array
 
 
-def flat(backend: AllReduce, length: int, dtype: str, device: Host) -> Flat:
-    """Zeroed flat memory on the device, which the backend reduces without a copy. As collective as `allocate`."""
+def allocate_flat(backend: AllReduce, length: int, dtype: str, device: Host) -> Flat:
+    """Allocate zeroed 1-D memory on the device, which the backend reduces without a copy if it can. Collective."""
     if device.kind == "cpu":
         array = backend.allocate(length, dtype, "cpu")
         return Flat(array, as_tensor(array, TORCH[dtype]), None)
@@ -193,9 +198,9 @@ def flat(backend: AllReduce, length: int, dtype: str, device: Host) -> Flat:
 
 @contextmanager
 def own_gpu(device: Host) -> Iterator[None]:
-    """Inside, a backend allocates on the model's GPU, and takes it as this rank's from then on."""
+    """Context manager: backends created or used in the block allocate on the model's GPU, and keep using it."""
     with device.current():
-        gpu.keep_device(device.device.index)
+        gpu.set_device(device.device.index)
         yield
 
 
@@ -213,16 +218,144 @@ def _same_gpu(tensor: Tensor, device: Host, backend: AllReduce) -> None:
         )
 
 
+class Gradient:
+    """The gradient of a parameter, and the view into the flat buffer in which it is averaged.
+
+    name: the parameter's. flats: the buffers by dtype. start: the first element of the view in the buffer of `dtype`.
+    leftover: a reduce_scatter has left averages in `.grad` only in the part that this rank owns.
+    """
+
+    def __init__(self, name: str, parameter: Parameter, flats: Mapping[str, Tensor], dtype: str, start: int) -> None:
+        self.name, self.parameter, self.leftover = name, parameter, False
+        self._flats, self._dtype, self._start = flats, dtype, start
+        self._view = self.view_of(flats)
+        self._address = self._view.data_ptr()
+
+    def view_of(self, flats: Mapping[str, Tensor]) -> Tensor:
+        """Return the view of this parameter's elements in buffers of the gradients' layout. flats: by dtype."""
+        return shaped(flats[self._dtype], self._start, self.parameter)
+
+    def current_view(self) -> Tensor:
+        """Return the view; a new one if the program has changed the memory of the last one (`grad.data = ...`)."""
+        if self._view.data_ptr() != self._address:
+            self._view = self.view_of(self._flats)
+        return self._view
+
+    def adopt(self, check_memory: bool = False) -> bool:
+        """Make .grad the view, copying its values if needed. Returns whether it was the view already.
+
+        check_memory: also check that the view still uses the buffer's memory; module.double() changes it.
+        """
+        grad = self.parameter.grad
+        if grad is self._view and (not check_memory or grad is self.current_view()):
+            return True
+        view = self.current_view()
+        assert grad is not None
+        if grad.dtype != view.dtype or grad.shape != view.shape:
+            raise GradientError(changed(self.name, grad, tuple(view.shape), view.dtype))
+        view.copy_(grad.to_dense() if grad.is_sparse else grad)
+        self.parameter.grad, self.leftover = view, False
+        return False
+
+    def replaced(self) -> bool:
+        """Whether the program has replaced .grad by a tensor outside of the buffer (`p.grad = ...`)."""
+        grad, view = self.parameter.grad, self._view
+        if grad is None:
+            return False
+        if grad is not view and (
+            grad.is_sparse or (grad.dtype, grad.shape, grad.stride()) != (view.dtype, view.shape, view.stride())
+        ):
+            return True
+        return grad.data_ptr() != self._address
+
+    def release(self) -> None:
+        """Set .grad to None if it is the view."""
+        if self.parameter.grad is self._view:
+            self.parameter.grad = None
+
+
+SECOND = (
+    'got a second gradient after its first was averaged in slices (update="sharded"): compute all gradients of a step '
+    "but the last inside of optimizer.no_sync(), and call optimizer.zero_grad() between steps, not model.zero_grad()"
+)
+
+
+class DenseBucket:
+    """Dense gradients that are contiguous in a flat buffer, averaged by one reduction. Creating it is collective.
+
+    layout: the bucket's. memory: its part of the buffer. gradients: the gradients of all parameters. scatter: whether
+    this rank gets only the averages of the part that it owns. parameters: the indices of the bucket's parameters.
+    owned: the slice of the bucket whose averages this rank gets.
+
+    In each step call `prepare`, and in the queue `weigh`, `check` (if gradients are checked) and `reduce`.
+    """
+
+    def __init__(
+        self, layout: Bucket, memory: Flat, gradients: Sequence[Gradient], backend: AllReduce, scatter: bool
+    ) -> None:
+        self.layout, self.memory = layout, memory
+        self.parameters = [slot.parameter for slot in layout.slots]
+        self._gradients = [gradients[number] for number in self.parameters]
+        self.nbytes, self.length = memory.array.nbytes, memory.array.size
+        self.owned = backend.owned(self.length) if scatter else slice(0, self.length)
+        self._reduce = backend.bind(memory.array, "mean", "reduce_scatter" if scatter else "all_reduce")
+        self._gather = backend.bind(memory.array, kind="all_gather") if scatter else None
+        self._dtype = dtypes.parse(layout.dtype)
+        self._sent = backend.sent(self._dtype)
+
+    def gradient_array(self) -> GradientArray:
+        """Describe the bucket to a GradientCheck. Local."""
+        begin = self.layout.start
+        slots = zip(self._gradients, self.layout.slots, strict=True)
+        spans = [Span(gradient.name, slot.start - begin, slot.stop - slot.start) for gradient, slot in slots]
+        return GradientArray(spans, self._dtype, self._sent)
+
+    def prepare(self) -> list[int]:
+        """Fill the bucket with this rank's gradients, or zeros. Returns the parameters without a gradient. Local."""
+        unused = []
+        for number, gradient in zip(self.parameters, self._gradients, strict=True):
+            if gradient.parameter.grad is None:
+                gradient.current_view().zero_()
+                unused.append(number)
+            elif gradient.adopt(check_memory=True) and gradient.leftover:
+                raise GradientError(f"{gradient.name} {SECOND}")
+        return unused
+
+    def weigh(self, weight: float) -> None:
+        """Multiply this rank's gradients by its weight."""
+        if weight == 0.0:
+            self.memory.tensor.zero_()  # NaN too
+        elif weight != 1.0:
+            self.memory.tensor.mul_(weight)
+
+    def check(self, gradient_check: GradientCheck, number: int) -> None:
+        """Check this rank's gradients. number: the index of this bucket in the check."""
+        gradient_check.check_array(number, self.memory.fetched())
+
+    def reduce(self) -> None:
+        """Average the gradients over the ranks, in the part that this rank owns. Collective."""
+        self.memory.run_on_array(self._reduce, writes=self.owned)
+
+    def gather(self) -> None:
+        """Gather the averages of all parts on every rank. Collective."""
+        assert self._gather is not None
+        self.memory.run_on_array(self._gather, reads=self.owned)
+
+    def overflowed(self, comm: MPI.Intracomm) -> int:
+        """The first element whose average is not finite on some rank; -1 for none. Collective."""
+        return checks.overflowed(comm, self.memory.array[self.owned], self.owned.start.__add__)
+
+
 BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # integers by their bytes
 
 
 class Marks:
-    """Shows edits of scattered gradients that PyTorch does not count: `p.grad.data.mul_()`, `p.grad.numpy()`.
+    """Detects edits of scattered gradients that PyTorch's version counter misses (`p.grad.data`, `p.grad.numpy()`).
 
     After a reduce_scatter the elements that a rank does not own have no meaning. So the rank writes a large number into
-    one such element of each parameter's gradient. An edit of the whole gradient changes the number. It makes a norm so
-    large that clipping edits the gradient. Every element has ranks that do not own it, so some rank notices an edit on
-    all ranks. On the CPU only: on a GPU the host would have to wait.
+    one such element of each parameter's gradient. An edit of the whole gradient changes the number. The number also
+    makes the norm so large that clipping always edits the gradient. Every gradient element is unowned on some rank, so
+    an edit on all ranks is noticed by at least one. On the CPU only: on a GPU the host would have to wait.
 
     flats: the gradients by dtype. owned: the part of each bucket of `plan` that this rank owns.
     """
@@ -253,7 +386,7 @@ class Marks:
         for memory, elements, mark in self._marked:
             memory[elements] = mark
 
-    def there(self) -> bool:
+    def unchanged(self) -> bool:
         """Whether all marks are unchanged. Local."""
         return all(bool((memory[elements] == mark).all()) for memory, elements, mark in self._marked)
 

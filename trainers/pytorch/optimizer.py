@@ -19,7 +19,7 @@ from trainers.checks import check_equal
 from trainers.pytorch.assembly import Assembly
 from trainers.pytorch.options import GROUP_ADDED, Options, with_options
 from trainers.pytorch.report import Report
-from trainers.pytorch.state import broadcast_state, broadcast_tensors, comparable, load_of_root
+from trainers.pytorch.state import broadcast_state, broadcast_tensors, comparable, load_root_state
 
 
 class MirroredOptimizer(Optimizer):
@@ -38,17 +38,17 @@ class MirroredOptimizer(Optimizer):
     rank, they raise a CollectiveTimeoutError (`Topology(timeout=seconds)`). Only the order in which one backward
     reaches several optimizers is free.
 
-    Where batches have different numbers of rows, call `rows(n)` before backward: the average is then the mean over all
+    If batches have different numbers of rows, call `rows(n)` before backward; the average is then the mean over all
     rows. Where ranks have different numbers of batches, train inside of `with optimizer.join():`.
 
-    It is itself a torch.optim.Optimizer: schedulers, GradScaler and clipping take it. Parameters that no
-    rank has used keep `.grad` None. Ranks that have not used a parameter that others have used count as zeros.
+    It is a torch.optim.Optimizer, so schedulers, GradScaler and clipping accept it. Parameters that no rank has used
+    keep `.grad` None. If only some ranks have used a parameter, the gradients of the others count as zeros.
 
-    Gradients of an nn.Embedding(sparse=True), or EmbeddingBag, stay sparse where the optimizer takes such: SGD,
+    Gradients of an nn.Embedding(sparse=True), or EmbeddingBag, stay sparse if the optimizer accepts them: SGD,
     SparseAdam and Adagrad without momentum and weight_decay (trainers.pytorch.TAKES_SPARSE). Other optimizers, and
-    weights that belong to another layer too, get dense averages, and a notice says so once. Only the rows that a batch
-    has used go to the other ranks; `.grad` is a coalesced sparse tensor of all ranks' rows. Every rank updates such a
-    parameter whole, with update="sharded" too: a step changes a few of its rows, which may all lie in one slice.
+    weights that a dense layer uses too, get dense averages; a notice reports this once. Only the rows that a batch has
+    used go to the other ranks; `.grad` is a coalesced sparse tensor of all ranks' rows. Every rank updates all rows of
+    such a parameter, also with update="sharded".
 
     With update="sharded", `.grad` is averaged only in this rank's slice between backward and step(), and has no meaning
     elsewhere. Call `synchronize()` before clipping or GradScaler; otherwise step() raises a GradientError. step() sets
@@ -63,7 +63,7 @@ class MirroredOptimizer(Optimizer):
         state, are overwritten with those of rank 0; buffers (running means, say) are not averaged later.
     """
 
-    # The docstring ends with that of `Options`; see below the class.
+    # The docstring of `Options` is appended below the class.
 
     @with_options(Options)
     def __init__(self, optimizer: Optimizer, model: torch.nn.Module, options: Options) -> None:
@@ -71,14 +71,15 @@ class MirroredOptimizer(Optimizer):
         self._parts = Assembly(optimizer, model, options)
         self._skipped = 0  # steps that all ranks have left out
         weakref.finalize(self, self._parts.dropped).atexit = False
-        Optimizer.__setstate__(self, {})  # the hooks that every optimizer has; the rest is the wrapped one's
+        # creates the hooks of torch.optim.Optimizer; all else is the wrapped optimizer's
+        Optimizer.__setstate__(self, {})
         malloc.keep_freed_memory()
 
     # What an optimizer has
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
-        """The wrapped optimizer's: what is changed here takes effect."""
+        """The wrapped optimizer's param_groups; changes take effect."""
         return self.optimizer.param_groups
 
     @property
@@ -87,15 +88,15 @@ class MirroredOptimizer(Optimizer):
 
     @property
     def state(self) -> Any:  # type: ignore[override]
-        """The wrapped optimizer's state by parameter; only of frozen ones when sharded (`state_dict` gathers it)."""
+        """The wrapped optimizer's state by parameter, without the sharded parameters' (`state_dict` gathers it)."""
         return self.optimizer.state
 
     # A step
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Average the gradients, where backward has not done so, and update the parameters. Collective.
+        """Average the gradients, unless backward has done so, and update the parameters. Collective.
 
-        closure: as of any optimizer. Returns the mean of its losses over the ranks.
+        closure: as in torch.optim.Optimizer.step. Returns the mean of its losses over the ranks.
         """
         with self._parts.usable():
             reducer = self._parts.reducer
@@ -104,7 +105,7 @@ class MirroredOptimizer(Optimizer):
                 loss = self._update(closure)
             finally:
                 reducer.in_closure = False
-            self._stepped()
+            self._end_step()
             return loss
 
     def _update(self, closure: Callable[[], Any] | None) -> Any:
@@ -117,29 +118,33 @@ class MirroredOptimizer(Optimizer):
                 return self.optimizer.step(closure)
             with torch.enable_grad():
                 loss = closure()
-        reducer.average()
+        self._average()
         if not reducer.leaves_out():
             reducer.clock.update(self.optimizer.step if parts.sharded is None else parts.sharded.update)
         return loss
 
+    def _average(self) -> None:
+        """Average the gradients, unless backward has done so. Every step comes here before it updates. Collective."""
+        self._parts.reducer.average()
+
     def _mean_loss(self, closure: Callable[[], Any]) -> Any:
         """Call a closure, average its gradients, and return the mean of its losses over the ranks. Collective.
 
-        The wrapped optimizer decides by it, and must decide alike on all ranks. A tensor comes back as a new one of
-        the same shape, a number as a float, and None as None.
+        The mean, because the wrapped optimizer may branch on the loss and must branch alike on all ranks. Returns a new
+        tensor of the same shape for a tensor, a float for a number, None for None.
         """
         reducer, loss = self._parts.reducer, closure()
-        reducer.average()
+        self._average()
         if loss is None or reducer.ranks == 1:
             return loss
         value = loss.item() if isinstance(loss, torch.Tensor) else float(loss)
         weight = 1.0 if reducer.rows is None else reducer.rows.weight
-        what = "averages the loss of a closure"
-        losses = reducer.together(what, partial(all_values, reducer.comm, value * weight, what))
+        call = "averages the loss of a closure"
+        losses = reducer.run_in_queue(call, partial(all_values, reducer.comm, value * weight, call))
         mean = sum(losses) / reducer.ranks
         return torch.full_like(loss.detach(), mean) if isinstance(loss, torch.Tensor) else mean
 
-    def _stepped(self) -> None:
+    def _end_step(self) -> None:
         """End a step: count it, restore buffers when it was left out, and compare replicas when due. Collective."""
         parts, reducer, every = self._parts, self._parts.reducer, self._parts.options.check_every
         left_out = reducer.leaves_out()
@@ -150,48 +155,47 @@ class MirroredOptimizer(Optimizer):
             parts.buffers.forget()
         if left_out and parts.sharded is not None and parts.sharded.backup is not None:
             parts.sharded.backup.extend(reducer.steps + 1)
-        # Ranks that have run out of batches in join() get the parameters when it ends, so they differ now.
+        # Inside join(), ranks without batches left have old parameters until the end, so they are not compared.
         rows = reducer.rows if reducer.joining and parts.sharded is None else None
         some_are_behind = rows is not None and rows.ranks() < reducer.comm.size
-        reducer.stepped(release=parts.sharded is not None)
+        reducer.end_step(release=parts.sharded is not None)
         if every and reducer.steps % every == 0 and not some_are_behind:
-            reducer.together("compares the replicas", self._compare)
+            reducer.run_in_queue("compares the replicas", self._compare)
 
     def _compare(self) -> None:
         """Compare the replicas. Runs in the queue."""
         parts, options = self._parts, self._parts.options
         compared = stateful = parts.trained
-        if parts.sharded is not None:  # a rank has the state of its own slice alone
-            stateful = parts.sharded.apart
-            compared = stateful if parts.sharded.placement.one_memory else compared
+        if parts.sharded is not None:  # a rank has the state of its own slice only
+            stateful = parts.sharded.sparse_parameters
+            compared = stateful if parts.sharded.placement.one_segment else compared
         read = partial(comparable, self.optimizer, compared, stateful)
-        if check_equal(parts.reducer.comm, read, options.on_divergence, options.source, self._take_on):
-            parts.placed_again()
+        if check_equal(parts.reducer.comm, read, options.on_divergence, options.source, self._copy_from):
+            parts.parameters_copied()
 
-    def _take_on(self, root: int) -> None:
-        """Give all ranks the parameters, hyperparameters and state of one. Collective, in the queue."""
+    def _copy_from(self, root: int) -> None:
+        """Broadcast the parameters, hyperparameters and state of rank `root`. Collective, in the queue."""
         broadcast_tensors(self._parts.reducer.comm, self._parts.trained.values(), root)
         broadcast_state(self._parts.reducer.comm, self.optimizer, root)
 
     # Gradients
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forget the gradients. model.zero_grad() does too, except with update="sharded" and set_to_none=False."""
+        """Clear the gradients. model.zero_grad() works as well, except with update="sharded" and set_to_none=False."""
         self._parts.reducer.forget(release=False)
-        self._parts.reducer.leftover.clear()
         self.optimizer.zero_grad(set_to_none=set_to_none)
 
     def synchronize(self) -> None:
         """Make `.grad` of every parameter the average over the ranks, unless it is already. Collective.
 
-        Call it before clipping where a rank may have had no backward, and always with update="sharded".
+        Call it before clipping if a rank may not have called backward, and always with update="sharded".
         """
         with self._parts.usable():
             self._parts.reducer.synchronize()
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Inside, backward adds up this rank's gradients without averaging; the next one outside averages the sum.
+        """Context manager: backward in the block adds up local gradients; the next one after it averages the sum.
 
         for x, y in parts[:-1]:
             with optimizer.no_sync():
@@ -210,30 +214,30 @@ class MirroredOptimizer(Optimizer):
         The loss of a rank is the mean over its rows, so the average of the gradients is weighted by rows: ranks train
         as one rank does on all rows, also when their batches differ in size. The number holds until step(). With
         accumulation it is the number of rows of all parts. Any weight is allowed; 0 takes part and counts nothing.
-        Costs one small message, for which no rank waits; equal numbers change no bit. An error in the numbers is raised
-        by all ranks when they average.
+        Costs one small message in the background; with equal numbers the result has the same bits as without this call.
+        An error in the numbers is raised by all ranks when they average.
         """
         with self._parts.usable():
             self._parts.reducer.count_rows(number)
 
     @contextmanager
     def join(self) -> Iterator[None]:
-        """Inside, ranks may have different numbers of batches, each one backward and one step. Collective.
+        """Context manager: ranks may have different numbers of batches, each one backward and one step. Collective.
 
         with optimizer.join():
             for x, y in share_of_this_rank:
                 optimizer.rows(len(x))  # where batches differ in size
                 ...
 
-        A rank that leaves it takes part in the others' steps, with no rows, until all have left. Then all ranks get the
-        parameters and the state of one of the last ranks, since the rest of the loop (clipping, schedulers) did not run
-        on the others. With update="sharded" every rank updates its slice until the end, and ranks that would update
-        differently raise a DisagreementError. Raises an OptionError on all ranks when these have another
-        MirroredOptimizer.
+        A rank that reaches the end of the block takes part in the others' steps, with no rows, until all ranks have
+        reached it. Then all ranks get the parameters and the state of one of the last ranks, since the rest of the loop
+        (clipping, schedulers) did not run on the others. With update="sharded" every rank updates its slice until the
+        end, and ranks that would update differently raise a DisagreementError. Raises OptionError on all ranks if there
+        is a second MirroredOptimizer on these ranks.
         """
         with self._parts.usable():
             reducer = self._parts.reducer
-            reducer.together("enters join()", reducer.group.only_one)
+            reducer.run_in_queue("enters join()", reducer.group.only_one)
         self._parts.reducer.joining = True
         try:
             yield
@@ -248,28 +252,28 @@ class MirroredOptimizer(Optimizer):
         mine = reducer.steps
         while reducer.count_rows(0, active=False).ranks():
             reducer.forget(release=True)
-            reducer.average()
+            self._average()
             if sharded is not None and not reducer.leaves_out():
                 sharded.update()
-            self._stepped()
+            self._end_step()
         reducer.rows = None
-        reducer.together("leaves join()", partial(self._follow, mine) if sharded is None else lambda: None)
+        reducer.run_in_queue("leaves join()", partial(self._copy_furthest, mine) if sharded is None else lambda: None)
 
-    def _follow(self, mine: int) -> None:
-        """Take on the replica of a rank that has done the most steps; this rank did `mine` itself.
+    def _copy_furthest(self, mine: int) -> None:
+        """Load the replica of a rank that has done the most steps. mine: the number of steps that this rank did itself.
 
         Runs in the queue.
         """
         comm = self._parts.reducer.comm
-        steps = all_values(comm, mine, "learn who has done the most steps")
+        steps = all_values(comm, mine, "learn which rank has done the most steps")
         if min(steps) < max(steps):
-            self._take_on(steps.index(max(steps)))
+            self._copy_from(steps.index(max(steps)))
 
     # Parameters and state
 
     @contextmanager
     def editing(self) -> Iterator[None]:
-        """Inside, parameters may be edited in any way; afterwards all ranks get those of rank 0. Collective.
+        """Context manager: edit parameters in any way; at its end all ranks get those of rank 0. Collective.
 
         with optimizer.editing(), torch.no_grad():
             for parameter in model.parameters():
@@ -279,13 +283,13 @@ class MirroredOptimizer(Optimizer):
             if self._parts.sharded is not None:
                 self._parts.sharded.placement.move_out()
             yield
-            self._parts.reducer.together("edits parameters", self._take_edits)
+            self._parts.reducer.run_in_queue("edits parameters", self._take_edits)
 
     def _take_edits(self) -> None:
-        """Runs in the queue."""
+        """Copy rank 0's parameters to all ranks. Runs in the queue."""
         if self._parts.reducer.ranks > 1:
             broadcast_tensors(self._parts.reducer.comm, self.model.parameters())
-        self._parts.placed_again()
+        self._parts.parameters_copied()
 
     def state_dict(self) -> dict[str, Any]:
         """The state_dict of the plain optimizer, equal on all ranks. Collective when sharded."""
@@ -293,7 +297,7 @@ class MirroredOptimizer(Optimizer):
         if sharded is None:
             return self.optimizer.state_dict()
         with self._parts.usable():
-            return self._parts.reducer.together("gathers the optimizer's state", sharded.state_dict)
+            return self._parts.reducer.run_in_queue("gathers the optimizer's state", sharded.state_dict)
 
     def load_state_dict(self, state_dict: dict[str, Any] | None) -> None:
         """Load a state_dict of the plain optimizer: rank 0's, which all ranks get. Collective.
@@ -302,27 +306,27 @@ class MirroredOptimizer(Optimizer):
         """
         with self._parts.usable():
             parts, reducer = self._parts, self._parts.reducer
-            load = partial(load_of_root, reducer.comm, self.optimizer, state_dict)
-            reducer.together("loads the optimizer's state", load)
-            reducer.together("tries fused kernels", partial(parts.kernels.look, reducer.comm))
+            load = partial(load_root_state, reducer.comm, self.optimizer, state_dict)
+            reducer.run_in_queue("loads the optimizer's state", load)
+            reducer.run_in_queue("tries fused kernels", partial(parts.kernels.test, reducer.comm))
             if parts.sharded is not None:
                 parts.sharded.load()
-                reducer.together("backs up slices", partial(parts.sharded.keep, reducer.steps))
+                reducer.run_in_queue("backs up slices", partial(parts.sharded.keep, reducer.steps))
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Raises OptionError: the gradients' memory is laid out once. The plain optimizer can't add groups either."""
+        """Raises OptionError: the memory of gradients is laid out once. The plain optimizer can't add any either."""
         raise OptionError(GROUP_ADDED)
 
     # Its ranks, its cost, its end
 
     @property
     def topology(self) -> Topology:
-        """The ranks; those that are left after a rank was lost."""
+        """The ranks; after a failure, the remaining ones."""
         return self._parts.topology
 
     @property
     def backend(self) -> AllReduce:
-        """What reduces the gradients."""
+        """The backend that reduces the gradients."""
         return self._parts.backend
 
     @property
@@ -347,8 +351,8 @@ class MirroredOptimizer(Optimizer):
     def close(self) -> None:
         """Free memory and communicators. Collective; closing twice does nothing.
 
-        Every rank has the model as it is, without `.grad`; a backward through it raises ClosedError from now on. The
-        state of a sharded update is dropped: call `state_dict()` before, to continue elsewhere.
+        The model keeps its parameters; `.grad` becomes None, and a backward through the model raises ClosedError. The
+        optimizer state of a sharded update is dropped: call `state_dict()` first if you need it.
         """
         self._parts.close()
 
@@ -356,7 +360,7 @@ class MirroredOptimizer(Optimizer):
         return self
 
     def __exit__(self, kind: object, *_: object) -> None:
-        if kind is None:  # after an exception the other ranks may not come to a collective close
+        if kind is None:  # after an exception the other ranks may not call the collective close
             self.close()
 
     def __repr__(self) -> str:

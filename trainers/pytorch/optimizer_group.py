@@ -19,7 +19,7 @@ from allreduce.transport.processes import world_ranks
 from allreduce.wrappers.background import oversubscribed
 
 DROPPED = (
-    "the MirroredOptimizer of this model was dropped without close(), so its gradients are averaged no longer; "
+    "the MirroredOptimizer of this model was dropped without close(), so its gradients are not averaged any more; "
     "keep it in a variable as long as you train, or make a new one"
 )
 
@@ -29,42 +29,42 @@ Key = tuple[tuple[int, ...], float]
 
 
 class Member(Protocol):
-    """A MirroredOptimizer, as its group and the recovery after a lost rank see it."""
+    """The methods of a MirroredOptimizer that its group and the recovery use."""
 
     topology: Topology
     closed: bool
-    slices_lost: bool  # the recovery has not found all slices of a sharded update
+    slices_lost: bool  # slices of a sharded update could not be recovered
 
     @property
     def steps(self) -> int:
         """The number of steps that it has done."""
 
-    def join_in(self) -> Callable[[], object]:
-        """Take part in an average that other ranks have begun; call the result to finish it."""
+    def start_average(self) -> Callable[[], object]:
+        """Start the average that other ranks have begun; returns a function that finishes it. Collective."""
 
     def newest_state(self, comm: MPI.Intracomm) -> Callable[[], object]:
-        """Get the newest state of the ranks of `comm`; the result takes it on, locally. Collective."""
+        """Receive the newest state of the ranks of `comm`; returns a function that loads it, locally. Collective."""
 
     def rebuild(self, group: "OptimizerGroup") -> None:
-        """Make all parts again on the ranks of another group. Collective."""
+        """Create the optimizer's parts again on the ranks of `group`. Collective."""
 
     def recovered(self) -> None:
         """The recovery is complete on all ranks. Local."""
 
     def drop(self) -> None:
-        """Another rank has no such optimizer any more: drop everything. Local."""
+        """Close this optimizer locally, because another rank has dropped it. Local."""
 
 
 class OptimizerGroup:
     """All MirroredOptimizers of some ranks.
 
-    They may have topologies and backends of their own, and a program may use them in another order on another rank,
-    the discriminator's gradients before the generator's, for example. So their calls go through queues of ONE worker,
-    on a topology of the group, as long as there is a member.
+    Members may have different topologies and backends, and ranks may use them in different orders (discriminator before
+    generator, for example). So their calls go through queues of ONE worker, on a topology that the group owns while it
+    has members.
 
-    Freeing an optimizer's communicators is collective, and Python drops an optimizer that was not closed at another
-    time on each rank. So the group holds the remains of a dropped optimizer until the next optimizer is made, which is
-    collective. Then it frees the remains that all ranks have.
+    Freeing communicators is collective, but Python's garbage collection drops an unclosed optimizer at different times
+    on different ranks. So the group keeps the resources of dropped optimizers. When the next optimizer is created,
+    which is collective, it frees the resources of those that all ranks have dropped.
     """
 
     def __init__(self, topology: Topology) -> None:
@@ -74,25 +74,25 @@ class OptimizerGroup:
         self._newest = self._count = 0
         self.members: weakref.WeakValueDictionary[int, Member] = weakref.WeakValueDictionary()
         self._queues: dict[int, Queue] = {}  # of the members
-        self.replaced = False  # a rank was lost, and the group of the ranks that are left has replaced this one
-        self._failures = 0  # of backwards, and of queues of members that have left
-        self._remains: dict[int, ExitStack] = {}
+        self.replaced = False  # whether a rank has failed, and a group of the remaining ranks has replaced this one
+        self._failures = 0  # failed backward passes, and failed queues of members that have left
+        self._resources: dict[int, ExitStack] = {}
 
     def enter(self, comm: MPI.Intracomm) -> int:
-        """The number of a new member, the same on all ranks. Collective. It calls `leave` in the end."""
+        """Register a new member, which calls `leave` in the end; returns its number, alike on all ranks. Collective."""
         self._count += 1
         self._newest += 1
-        everyone = all_values(comm, list(self._remains), "learn which MirroredOptimizers are still used")
+        everyone = all_values(comm, list(self._resources), "learn which MirroredOptimizers are still used")
         for number in sorted(set(everyone[0]).intersection(*everyone[1:])):
-            self._remains.pop(number).close()
-        self._queue.abandon()  # with calls that ranks have given up waiting for
+            self._resources.pop(number).close()
+        self._queue.abandon()  # it may hold calls that ranks no longer wait for
         self._queue = self.topology.once(Worker).queue(f"MirroredOptimizers, {self._newest} so far")
         return self._newest
 
     def queue(self, number: int, topology: Topology, overlap: bool | str, on_gpu: bool) -> tuple[Queue, bool]:
         """A member's queue, and whether a thread runs its calls during backward. Collective.
 
-        There is no thread where it does not pay, or MPI allows none. While a GPU computes, the host's cores are free.
+        There is no thread where no gain is expected ("auto"), or MPI allows none. A GPU leaves the host's cores free.
         """
         pays = overlap if overlap != "auto" else on_gpu or _overlap_pays(topology)
         threaded = topology.size > 1 and bool(pays)
@@ -106,19 +106,19 @@ class OptimizerGroup:
 
     @property
     def failures(self) -> int:
-        """The number of backwards and queues that have failed so far, on all ranks."""
+        """The number of backward passes and queues that have failed so far, each on all ranks."""
         return self._failures + sum(map(_failed, self._queues.values()))
 
     def failed(self) -> None:
         """Count a backward that has failed on all ranks."""
         self._failures += 1
 
-    def taking_part(self, here: set[int], failures: int, failed: Callable[[], bool]) -> list[Member]:
-        """The members that average their gradients on another rank now, and not on this one. Collective.
+    def members_averaging_elsewhere(self, here: set[int], failures: int, failed: Callable[[], bool]) -> list[Member]:
+        """Return the members that average gradients on another rank now but not on this one. Collective.
 
         here: the numbers of the members that average on this rank. failures: `failures` when the first of them began;
-        it differs for a rank whose call is of a backward that has failed meanwhile. failed: whether one of the members
-        here has failed, so that other ranks may not call this any more.
+        it differs on a rank whose backward has failed meanwhile; the ranks then ask again. failed: whether one of the
+        members here has failed, so that other ranks may not call this any more.
         """
         if self._count < 2:
             return []
@@ -126,10 +126,10 @@ class OptimizerGroup:
         while not agreed:
             if failed():
                 return []  # waiting for the average raises the error
-            taking = np.zeros(self._newest + 3, np.int64)
-            taking[[number - 1 for number in here]] = 1
-            taking[-2:] = failures, -failures
-            exchange = partial(combine, self._comm, taking, "learn which MirroredOptimizers average gradients", MPI.MAX)
+            active = np.zeros(self._newest + 3, np.int64)
+            active[[number - 1 for number in here]] = 1
+            active[-2:] = failures, -failures
+            exchange = partial(combine, self._comm, active, "learn which MirroredOptimizers average gradients", MPI.MAX)
             future = self._queue.submit(exchange, "averages gradients")
             while not future.done():
                 try:
@@ -138,8 +138,8 @@ class OptimizerGroup:
                     if failed():
                         return []
             future.wait()
-            agreed = taking[-2] == -taking[-1]
-        others = [int(at) + 1 for at in np.flatnonzero(taking[:-2]) if at + 1 not in here]
+            agreed = active[-2] == -active[-1]
+        others = [int(at) + 1 for at in np.flatnonzero(active[:-2]) if at + 1 not in here]
         if any(number not in self.members for number in others):
             raise ClosedError(DROPPED)
         return [self.members[number] for number in others]
@@ -150,10 +150,10 @@ class OptimizerGroup:
         In join() a rank without batches follows the steps of the others, and does not know which of several members
         comes next. Members that a rank has dropped, or whose queue is broken, can't be used any more and don't count.
         """
-        if len(self._queues) - len(self._remains) > 1:
-            gc.collect()  # a traceback, say, holds one that the program has dropped
+        if len(self._queues) - len(self._resources) > 1:
+            gc.collect()  # a traceback, for example, may still hold a dropped optimizer
         usable = {number for number, queue in self._queues.items() if queue.broken is None}
-        usable -= set(self._remains)
+        usable -= set(self._resources)
         everyone = all_values(self._comm, list(usable), "learn which MirroredOptimizers are still used")
         members = len(set.intersection(*map(set, everyone)))
         if members > 1:
@@ -164,7 +164,7 @@ class OptimizerGroup:
             raise known(OptionError(text), self._comm)
 
     def leave(self, number: int) -> None:
-        """A member is closed. Collective."""
+        """Remove a member. Frees the group's communicator and topology with the last one. Collective."""
         self._count -= 1
         queue = self._queues.pop(number, None)
         self._failures += queue is not None and _failed(queue)
@@ -174,9 +174,9 @@ class OptimizerGroup:
             self.topology.release(self._comm)
             self.topology.close()
 
-    def keep(self, number: int, remains: ExitStack) -> None:
-        """Keep the remains of a member that was dropped. Local."""
-        self._remains[number] = remains
+    def keep(self, number: int, resources: ExitStack) -> None:
+        """Keep the resources of a dropped member until all ranks have dropped it. Local."""
+        self._resources[number] = resources
 
     def revoke(self) -> None:
         """End every wait of all ranks in the topologies of this group and of its members. Local."""
@@ -184,7 +184,7 @@ class OptimizerGroup:
             topology.revoke()
 
     def replace(self, successor: "OptimizerGroup") -> None:
-        """Ranks were lost: the group of the ranks that are left replaces this one. Local."""
+        """After a failure: replace this group by `successor`, that of the remaining ranks. Local."""
         self.replaced = True
         _groups.pop(self.key, None)
         _groups[successor.key] = successor
@@ -212,7 +212,7 @@ def _key(topology: Topology) -> Key:
 
 
 def group_of(topology: Topology | None) -> OptimizerGroup:
-    """The optimizers on the ranks of a topology; of all ranks when none is given. Collective."""
+    """The group of optimizers on a topology's ranks (default: all ranks), created if there is none. Collective."""
     base = topology or Topology()
     key = _key(base)
     if key not in _groups:

@@ -1,7 +1,7 @@
 """MirroredOptimizer's options, and the arguments that it refuses.
 
-`Options` is the one declaration of an option: its field gives the constructor's signature, the check of its value and
-the text that ranks compare; its docstring gives the documentation of MirroredOptimizer.
+`Options` declares every option once. Its fields define the constructor's signature, the checks and the text that ranks
+compare. Its docstring is part of MirroredOptimizer's.
 """
 
 import functools
@@ -17,27 +17,27 @@ from mpi4py import MPI
 from torch.nn import Module, Parameter
 from torch.optim import Optimizer
 
-from allreduce.backend import AllReduce, Recipe
+from allreduce.backend import AllReduce, Config
 from allreduce.errors import AllReduceError, OptionError, UnsupportedDtypeError
 from allreduce.keywords import known_only
 from allreduce.topology import Topology
 from allreduce.tracing.trace import Trace
 from allreduce.transport.control import agree, raise_together
 from trainers import checks
-from trainers.backends import UPDATES, compression_twice
+from trainers.backends import UPDATES, compress_error
 from trainers.checks import MAJORITY
 from trainers.pytorch.hooks import owner_of
 from trainers.pytorch.sparse import sparse_parameters
-from trainers.replicas.pytorch.optimizer import slice_refusal
+from trainers.replicas.pytorch.optimizer import slice_error_of
 from trainers.replicas.pytorch.tensors import DTYPES
 from trainers.state import backup
 
 CHECK_EVERY = 1000  # steps
 
 AGAIN = "close() this one (after state_dict(), when sharded) and make it again"
-GROUP_ADDED = f"parameters were added after MirroredOptimizer was made, so their gradients have no place; {AGAIN}"
+GROUP_ADDED = f"parameters were added after MirroredOptimizer was made, so its buffers have no room for them; {AGAIN}"
 
-Check = Callable[[Any], str]  # what is wrong with a value, after the option's name; "" for nothing
+Check = Callable[[Any], str]  # returns the error text to follow the option's name, or ""
 
 
 def one_of(*known: Any) -> dict[str, Check]:
@@ -48,7 +48,7 @@ def one_of(*known: Any) -> dict[str, Check]:
 
 
 def must_be(text: str, holds: Callable[[Any], bool], *kinds: type) -> dict[str, Check]:
-    """A field's value must be of one of these types, and hold."""
+    """A field's value must have one of these types, and satisfy `holds`. text: the requirement, for the error."""
     fits = lambda value: isinstance(value, kinds) and not isinstance(value, bool) and holds(value)  # noqa: E731
     return {"check": lambda value: "" if fits(value) else f" must be {text}, got {value!r}"}
 
@@ -60,28 +60,28 @@ SIZE = must_be("a number > 0", lambda value: value > 0, int, float)
 class Options:
     """allreduce: a backend's name, or a backend, which the caller closes.
     topology: the ranks. By default those of a given backend, or all of MPI.COMM_WORLD.
-    update: "replicated": every rank updates everything. "sharded": every rank updates its own slice, which
-        divides the update's time and the optimizer's memory by the ranks. It is for optimizers that update each
-        element independently of the others (trainers.pytorch.ELEMENTWISE). SGD, Adam and AdamW then use PyTorch's
-        fused implementation, whose last bits may differ, unless they were made with fused= or foreach=. A trial on a
-        few elements tests the fused implementation for each dtype and these options (PyTorch 2.13's fused SGD does not
+    update: "replicated": every rank updates everything. "sharded": every rank updates its own slice, which divides the
+        update's time and the optimizer's memory by the ranks. It is for optimizers that update each element
+        independently of the others (trainers.pytorch.ELEMENTWISE). SGD, Adam and AdamW then use PyTorch's fused
+        implementation, whose last bits may differ, unless they were made with fused= or foreach=. A trial on a few
+        elements tests the fused implementation for each dtype and these options (PyTorch 2.13's fused SGD does not
         update 16-bit parameters). When it fails, fused=True is replaced in `param_groups`, with a warning.
-    compress: "bfloat16" or "float16": gradients go to the other ranks with 16 bits and are added up in float32, which
-        rounds them twice; parameters lose nothing, nor do sparse gradients. For networks between nodes.
-    copies: 2, with update="sharded" and where ranks may be lost (mpirun --with-ft ulfm): after each step another rank,
-        on another node where there is one, gets a backup of this rank's slice of parameters and state. After a loss
-        the others have the whole state of the last finished step, unless a rank is lost together with the rank that
-        has its backup. Each rank needs memory for four more slices. Edits of parameters outside of `editing` and
-        `load_state_dict` (call it after the model's) are backed up with the next step.
+    compress: "bfloat16" or "float16": gradients are sent with 16 bits and added up in float32, which rounds them twice.
+        Parameters and sparse gradients are not compressed. For networks between nodes.
+    copies: 2, with update="sharded" and ULFM (mpirun --with-ft ulfm): after each step another rank, on another node
+        if there is one, gets a backup of this rank's slice of parameters and state. After a failure the remaining ranks
+        have the complete state of the last finished step, unless a rank and the rank with its backup fail together.
+        Each rank needs memory for four more slices. Edits of parameters outside of `editing` and `load_state_dict`
+        (call it after the model's) are backed up with the next step.
     overlap: True: a thread reduces buckets of gradients during backward. False: all are reduced when backward ends.
         "auto": True on several nodes, on one that has two cores a rank, and on GPUs.
     bucket_mb, first_bucket_mb: the least size of a bucket, and of the first one, in MiB, with overlap.
     check_every: the number of steps after which the ranks compare hashes of parameters, state and hyperparameters; 0
-        for never. They may differ after an edit of a gradient on one rank, a scheduler that used a rank's own loss, or
-        nn.Embedding(max_norm=). Sharded parameters of one node are one memory, and can't differ.
-    on_divergence, source: what to do when they differ. "raise": all ranks raise a DivergenceError, which names ranks
-        and parameter. "copy": all ranks get those of `source`, a rank, or the "majority" (the most frequent ones, of
-        the lowest rank among equally frequent), and training goes on.
+        for never. Replicas may differ after an edit of a gradient on one rank, a scheduler that used a rank's loss, or
+        nn.Embedding(max_norm=). The ranks of one node share the memory of sharded parameters, which can't differ.
+    on_divergence, source: what to do when replicas differ. "raise": all ranks raise a DivergenceError with the
+        ranks and the parameter. "copy": all ranks get the replica of `source` (a rank, or "majority": the one that most
+        ranks have, in a tie that of the lowest rank), and training continues.
     check_gradients: check every rank's gradients before they are averaged. "raise": all ranks raise a NotFiniteError,
         which names the rank, when gradients are NaN, infinite, or too large to be sent (65504 is the largest with
         compress="float16"). "skip": no rank takes that step (a step with a closure raises), and the model's buffers
@@ -90,7 +90,7 @@ class Options:
     trace: a file for Perfetto, written by `close`: compute, buckets, waits and updates of all ranks; or a Trace.
     """
 
-    allreduce: str | AllReduce | Recipe = "auto"
+    allreduce: str | AllReduce | Config = "auto"
     _: KW_ONLY
     topology: Topology | None = field(default=None, metadata={"compared": False})
     update: str = field(default="replicated", metadata=one_of(*UPDATES))
@@ -115,8 +115,8 @@ class Options:
         traced = ", trace=..." * (self.trace is not None)
         return f"MirroredOptimizer({', '.join(f'{name}={value!r}' for name, value in values.items())}{traced})"
 
-    def problems(self, ranks: int) -> Iterator[OptionError]:
-        """The errors in the options, for an optimizer on so many ranks. Local."""
+    def errors(self, ranks: int) -> Iterator[OptionError]:
+        """Yield the errors in the options, for an optimizer on `ranks` ranks. Local."""
         for each in fields(self):
             check = each.metadata.get("check")
             if check is not None and (wrong := check(getattr(self, each.name))):
@@ -124,24 +124,24 @@ class Options:
         if isinstance(self.allreduce, AllReduce) and self.topology not in (None, self.allreduce.topology):
             text = "has a topology of its own; pass the backend's name, or no topology"
             yield OptionError(f"{self.allreduce!r} {text}")
-        if twice := compression_twice(self.allreduce, self.compress):
+        if twice := compress_error(self.allreduce, self.compress):
             yield twice
         if self.update != "sharded" and self.copies == 2:
             yield OptionError(f'copies=2: with update="{self.update}" all ranks have everything; leave it out')
-        if senseless := backup.refusal(self.copies, ranks, goes_on=False):
-            yield OptionError(str(senseless))
-        if wrong := checks.refusal(1, self.on_divergence, self.source, ranks):
+        if wrong := backup.copies_error(self.copies, ranks, goes_on=False):
+            yield OptionError(str(wrong))
+        if wrong := checks.options_error(1, self.on_divergence, self.source, ranks):
             yield OptionError(wrong)
 
     def for_survivors(self, ranks: int, source: str | int) -> "Options":
-        """The options to make the optimizer again on so many ranks, after others were lost."""
+        """Return the options with which the optimizer is created again on `ranks` ranks after a failure."""
         given = self.allreduce
         if isinstance(given, AllReduce):
-            if given.recipe is None:
+            if given.config is None:
                 raise OptionError(
-                    f"{given!r} was not made by allreduce.create(), so it can't be made again without the lost rank"
+                    f"{given!r} was not made by allreduce.create(), so it can't be made again without the failed rank"
                 )
-            given = given.recipe
+            given = given.config
         copies = self.copies if ranks > 1 else 1
         return replace(self, allreduce=given, topology=None, trace=None, source=source, copies=copies)
 
@@ -176,11 +176,11 @@ def with_options(
 
 def check_arguments(comm: MPI.Intracomm, optimizer: Optimizer, model: Module, options: Options) -> None:
     """Raise on all ranks when the arguments of any rank are wrong, or the ranks' options differ. Collective."""
-    raise_together(comm, next(_problems(optimizer, model, options, comm.size), None))
+    raise_together(comm, next(_argument_errors(optimizer, model, options, comm.size), None))
     agree(comm, [zlib.crc32(str(options).encode())], str(options), None)
 
 
-def sort(optimizer: Optimizer, model: Module) -> tuple[dict[str, Parameter], dict[str, Parameter]]:
+def split_frozen(optimizer: Optimizer, model: Module) -> tuple[dict[str, Parameter], dict[str, Parameter]]:
     """The optimizer's parameters by name, in the order of the model: those to train, and the frozen ones."""
     chosen = {id(each) for group in optimizer.param_groups for each in group["params"]}
     named = {name: each for name, each in model.named_parameters() if id(each) in chosen}  # shared ones once
@@ -205,24 +205,24 @@ def describe(optimizer: Optimizer, model: Module) -> list[str]:
 
 
 def check_still_fit(optimizer: Optimizer, trained: dict[str, Parameter], frozen: dict[str, Parameter]) -> None:
-    """Raise an OptionError when parameters are trained now that were not when the optimizer was made. Local."""
+    """Raise OptionError if a frozen parameter has a gradient now, or parameters were added. Local."""
     for name, parameter in frozen.items():
         if parameter.requires_grad and parameter.grad is not None:
             raise OptionError(
-                f"{name} was frozen when MirroredOptimizer was made, so its gradient has no place to be "
-                f"averaged in; set requires_grad before, or {AGAIN}"
+                f"{name} was frozen when MirroredOptimizer was made, so there is no buffer for its "
+                f"gradient; set requires_grad before, or {AGAIN}"
             )
     if sum(len(group["params"]) for group in optimizer.param_groups) != len(trained) + len(frozen):
         raise OptionError(GROUP_ADDED)
 
 
-def _problems(optimizer: Optimizer, model: Module, options: Options, ranks: int) -> Iterator[AllReduceError]:
+def _argument_errors(optimizer: Optimizer, model: Module, options: Options, ranks: int) -> Iterator[AllReduceError]:
     if not isinstance(optimizer, Optimizer) or not isinstance(model, Module):
         yield OptionError(
             "MirroredOptimizer(optimizer, model) takes a torch.optim.Optimizer and a torch.nn.Module, not "
             f"{type(optimizer).__name__} and {type(model).__name__}"
         )
-    yield from options.problems(ranks)
+    yield from options.errors(ranks)
     if isinstance(model, torch.nn.parallel.DistributedDataParallel):
         yield OptionError(
             "the model is wrapped in DistributedDataParallel, which averages gradients as well; pass the plain "
@@ -230,12 +230,12 @@ def _problems(optimizer: Optimizer, model: Module, options: Options, ranks: int)
         )
     if hasattr(optimizer, "steps_skipped"):
         yield OptionError("the optimizer is a MirroredOptimizer already; pass the plain optimizer")
-    yield from _not_of_the_model(optimizer, model)
-    yield from _bad_parameters(sort(optimizer, model)[0])
-    yield from _bad_update(optimizer, model, options)
+    yield from _model_errors(optimizer, model)
+    yield from _parameter_errors(split_frozen(optimizer, model)[0])
+    yield from _update_errors(optimizer, model, options)
 
 
-def _not_of_the_model(optimizer: Optimizer, model: Module) -> Iterator[OptionError]:
+def _model_errors(optimizer: Optimizer, model: Module) -> Iterator[OptionError]:
     own = {id(each) for each in model.parameters()}
     in_groups = [each for group in optimizer.param_groups for each in group["params"]]
     foreign = [each for each in in_groups if id(each) not in own]
@@ -250,9 +250,9 @@ def _not_of_the_model(optimizer: Optimizer, model: Module) -> Iterator[OptionErr
         yield OptionError("there is nothing to train: every parameter of the optimizer has requires_grad=False")
 
 
-def _bad_parameters(trained: dict[str, Parameter]) -> Iterator[AllReduceError]:
+def _parameter_errors(trained: dict[str, Parameter]) -> Iterator[AllReduceError]:
     for name, each in trained.items():
-        yield from _bad_parameter(name, each)
+        yield from _errors_of_parameter(name, each)
         first_name, first = next(iter(trained.items()))
         if each.device != first.device:
             yield OptionError(
@@ -261,7 +261,7 @@ def _bad_parameters(trained: dict[str, Parameter]) -> Iterator[AllReduceError]:
             )
 
 
-def _bad_parameter(name: str, parameter: Parameter) -> Iterator[AllReduceError]:
+def _errors_of_parameter(name: str, parameter: Parameter) -> Iterator[AllReduceError]:
     if parameter.device.type not in ("cpu", "cuda"):
         yield OptionError(f"{name} is on {parameter.device}, and MirroredOptimizer works on CPU and CUDA tensors")
     if parameter.dtype not in DTYPES:
@@ -274,20 +274,20 @@ def _bad_parameter(name: str, parameter: Parameter) -> Iterator[AllReduceError]:
         yield OptionError(f"{name} belongs to another MirroredOptimizer, which averages it as well; close() that")
 
 
-def _bad_update(optimizer: Optimizer, model: Module, options: Options) -> Iterator[OptionError]:
+def _update_errors(optimizer: Optimizer, model: Module, options: Options) -> Iterator[OptionError]:
     sparse = sparse_parameters(optimizer, model)
-    trained = sort(optimizer, model)[0]
+    trained = split_frozen(optimizer, model)[0]
     dense = [name for name, each in trained.items() if id(each) not in sparse]
     rest = [name for name, each in trained.items() if id(each) in sparse]
     if dense and isinstance(optimizer, torch.optim.SparseAdam):
         yield OptionError(
-            f"SparseAdam needs sparse gradients, and those of {dense[0]} are averaged as dense ones, as all but those "
-            "of an nn.Embedding(sparse=True); use Adam, or an optimizer, and a MirroredOptimizer, for each kind"
+            f"SparseAdam needs sparse gradients, and {dense[0]} gets dense ones: only nn.Embedding(sparse=True) keeps "
+            "sparse ones; use Adam, or give dense and sparse parameters an optimizer, and a MirroredOptimizer, each"
         )
-    if dense and options.update == "sharded" and (reason := slice_refusal(optimizer)):
+    if dense and options.update == "sharded" and (reason := slice_error_of(optimizer)):
         yield OptionError(reason)
     if dense and rest and options.copies == 2:
         yield OptionError(
-            f"copies=2: {rest[0]} has sparse gradients, so every rank updates all of it after the slices, and a lost "
-            "rank may leave it a step ahead of them; leave out copies, or make it with sparse=False"
+            f"copies=2: {rest[0]} has sparse gradients, so every rank updates all of it after the slices, and after "
+            "a failure it may be a step ahead of them; leave out copies, or make it with sparse=False"
         )

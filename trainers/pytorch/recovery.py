@@ -1,4 +1,4 @@
-"""When ranks are lost: the others make their MirroredOptimizers again, with the newest state that they have.
+"""Recovery: after a failure the remaining ranks create their MirroredOptimizers again, with their newest state.
 
 Replicated parameters and state come from a rank that has done the most steps. Those of a sharded update come from the
 pieces of all ranks and their backups (copies=2).
@@ -21,60 +21,60 @@ from allreduce.topology import Topology
 from allreduce.transport import processes, ulfm
 from allreduce.transport.control import all_values
 from trainers.pytorch.optimizer_group import Member, OptimizerGroup
-from trainers.pytorch.state import broadcast_tensors, state_of
+from trainers.pytorch.state import broadcast_state_dict, broadcast_tensors
 
 ResultT = TypeVar("ResultT")
 
 
 @contextmanager
 def surviving(group: OptimizerGroup) -> Iterator[None]:
-    """Inside, a lost rank has all optimizers of the group made again, and is raised as a RankLostError. Collective.
+    """Context manager: when a rank fails, create the group's optimizers again, and raise a RankLostError. Collective.
 
-    Where MPI lets jobs go on without a rank (ULFM); otherwise nothing is changed.
+    Only where MPI lets jobs continue without a rank (ULFM); otherwise the error is raised as it is.
     """
     try:
         yield
     except Exception as error:
-        if ulfm.lost(error) is None or group.replaced:  # replaced: the recovery was further inside
+        if ulfm.lost(error) is None or group.replaced:  # replaced: an inner block has recovered already
             raise
-        group.revoke()  # so that all ranks that wait come out
+        group.revoke()  # ends the waits of all other ranks
         group.topology.finished(False)
         raise regroup(group) from error
 
 
-def tell_policy(topology: Topology) -> None:
-    """Say what happens when ranks are lost, unless the job ends then."""
+def announce_policy(topology: Topology) -> None:
+    """Notify once what happens when ranks fail, if the job survives that."""
     if ulfm.in_force() and topology.size > 1:
-        text = "lost ranks (ULFM): MirroredOptimizer goes on with those that are left, and raises RankLostError"
+        text = "failed ranks (ULFM): MirroredOptimizer continues on the remaining ranks, and raises RankLostError"
         notices.once(topology.rank, text)
 
 
 def regroup(group: OptimizerGroup) -> RankLostError:
-    """Make the optimizers of a group again on the ranks that are left. Returns the error that tells of the failure.
+    """Create the optimizers of a group again on the remaining ranks. Returns the error that reports the failure.
 
-    Collective over all ranks that are left, which have agreed that a rank has failed (Topology.finished).
+    Collective over the remaining ranks, which have agreed that a rank has failed (Topology.finished).
     """
     members = {number: member for number, member in sorted(group.members.items()) if not member.closed}
     before = processes.world_ranks(group.topology.world)  # asked now: the recovery frees this communicator
     newest = partial(recover, repair=partial(_newest_states, members))
-    heir = retry(newest(group.topology), partial(_rebuilt, members), newest)
-    left = processes.world_ranks(heir.topology.world)
-    group.replace(heir)
-    lost = tuple(rank for rank, number in enumerate(before) if number not in left)
-    error = _error_of(lost, len(before), members)
+    successor = retry(newest(group.topology), partial(_rebuilt, members), newest)
+    left = processes.world_ranks(successor.topology.world)
+    group.replace(successor)
+    failed = tuple(rank for rank, number in enumerate(before) if number not in left)
+    error = _error_of(failed, len(before), members)
     for member in members.values():
         member.recovered()
     return error
 
 
 def _newest_states(members: dict[int, Member], topology: Topology) -> Commit:
-    """Get the newest state of each optimizer; the result takes the states on. Collective.
+    """Receive the newest state of each optimizer. Returns a function that loads these states, locally. Collective.
 
-    Nothing is changed yet: a rank that had taken half of a state, and then lost the rank that it came from, would have
-    neither state.
+    Nothing is changed before that: if the sender failed halfway, a rank would otherwise have neither the old nor the
+    new state.
     """
     comm = topology.private()
-    everyone = all_values(comm, sorted(members), "go on without a failed rank")
+    everyone = all_values(comm, sorted(members), "continue without a failed rank")
     commits: list[Commit] = []
     for number, member in sorted(members.items()):
         on_all = all(number in numbers for numbers in everyone)
@@ -84,7 +84,7 @@ def _newest_states(members: dict[int, Member], topology: Topology) -> Commit:
 
 
 def _rebuilt(members: dict[int, Member], topology: Topology) -> OptimizerGroup:
-    """A new group, with all members made again. Collective; may be called again for the same members."""
+    """Return a new group with all members created again. Collective; can be called again for the same members."""
     group = OptimizerGroup(topology)
     for _, member in sorted(members.items()):
         if not member.closed:
@@ -92,37 +92,36 @@ def _rebuilt(members: dict[int, Member], topology: Topology) -> OptimizerGroup:
     return group
 
 
-def _error_of(lost: tuple[int, ...], size: int, members: dict[int, Member]) -> RankLostError:
-    """The error that tells of the lost ranks, of `size` ranks before."""
-    ranks = f"rank{'s' * (len(lost) > 1)} {', '.join(map(str, lost))} of {size}"
-    be, left = "were" if len(lost) > 1 else "was", size - len(lost)
+def _error_of(failed: tuple[int, ...], size: int, members: dict[int, Member]) -> RankLostError:
+    """The error that reports the failed ranks. size: the number of ranks before the failure."""
+    ranks, left = f"rank{'s' * (len(failed) > 1)} {', '.join(map(str, failed))} of {size}", size - len(failed)
     steps = max((each.steps for each in members.values()), default=0)
-    text = f"{ranks} {be} lost; {left} go{'es' * (left == 1)} on, after step {steps}"
+    text = f"{ranks} failed; {left} continue{'s' * (left == 1)} after step {steps}"
     if any(each.slices_lost for each in members.values()):
-        text += ". The lost slices of a sharded update are gone: load model and optimizer from the last checkpoint"
+        text += ". Slices of a sharded update are lost: load model and optimizer from the last checkpoint"
     error = RankLostError(text)
-    error.lost = lost
+    error.lost = failed
     return error
 
 
-def newest_replica(comm: MPI.Intracomm, model: Module, optimizer: Optimizer, steps: int) -> tuple[int, Commit]:
-    """Get parameters, buffers and optimizer state of a rank that has done the most steps. Collective.
+def receive_newest_replica(comm: MPI.Intracomm, model: Module, optimizer: Optimizer, steps: int) -> tuple[int, Commit]:
+    """Receive the parameters, buffers and optimizer state of a rank with the most steps. Collective.
 
-    Returns these steps, and what takes the state on.
+    Returns the number of those steps, and a function that loads the state, locally.
     """
-    everyone = all_values(comm, steps, "go on without a lost rank")
+    everyone = all_values(comm, steps, "continue without a failed rank")
     root = everyone.index(max(everyone))
-    takes = comm.rank != root
+    is_receiver = comm.rank != root
     own = [*model.parameters(), *model.buffers()]
-    taken = [each.detach().clone() for each in own]
-    broadcast_tensors(comm, taken, root)
-    state = state_of(comm, optimizer, root)
+    received = [each.detach().clone() for each in own]
+    broadcast_tensors(comm, received, root)
+    state = broadcast_state_dict(comm, optimizer, root)
 
     @torch.no_grad()
     def commit() -> None:
-        for here, there in zip(own, taken, strict=True):
+        for here, there in zip(own, received, strict=True):
             here.copy_(there)
-        if takes:
+        if is_receiver:
             optimizer.load_state_dict(state)
 
     return max(everyone), commit

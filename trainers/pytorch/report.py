@@ -1,4 +1,4 @@
-"""The cost of averaging: clocks that measure it, also for a trace, and the report of it."""
+"""Clocks that measure the cost of averaging (also into a trace), and Report, their result."""
 
 import threading
 import time
@@ -13,97 +13,80 @@ ResultT = TypeVar("ResultT")
 
 
 class Clock:
-    """Adds up the times of a `Report`, in seconds."""
+    """Adds up the times of a `Report`, in seconds, and records what it measures in a trace, if there is one.
 
-    def __init__(self) -> None:
+    In a trace all other time is "compute": data, forward, backward, clipping.
+    calls: the trace's series of the backend that reduces the buckets.
+    """
+
+    def __init__(self, trace: Trace | None = None, calls: Series | None = None) -> None:
         self.communication = self.exposed = self.waiting = 0.0
+        self._trace, self._calls = trace, calls
+        self._since = self.now()  # the end of the last wait or update
+        self._thread = threading.get_ident()
+        self._first: float | None = None  # when this thread submitted the first bucket that it reduces itself
 
     @staticmethod
     def now() -> float:
         return time.perf_counter()
 
+    def submitted(self, at: float) -> None:
+        """Record when the queue's next reduction was submitted. Called by the thread that runs the queue."""
+        if self._calls is not None:
+            self._calls.came(_ns(at))
+            if self._first is None and threading.get_ident() == self._thread:
+                self._first = at
+
     def add(self, pending: Sequence[Future], begin: float) -> None:
-        """Count reductions that are done by now. From `begin` on this rank had nothing to do but wait."""
+        """Count reductions that have finished. begin: the time from which this rank only waited for them."""
         self.communication += sum(each.end - each.begin for each in pending)
         exposed = sum(max(0.0, each.end - max(each.begin, begin)) for each in pending)
         self.exposed += exposed
         self.waiting += max(0.0, self.now() - begin - exposed)
-
-    def came(self, at: float) -> None:
-        """The next reduction in the queue was submitted `at`. Called in the queue's thread."""
+        if self._calls is not None:
+            self._computed(begin if self._first is None else self._first)
+            self._calls.waited(_ns(begin))
+            self._since, self._first = self.now(), None
 
     def update(self, work: Callable[[], ResultT]) -> ResultT:
-        """Update the parameters."""
-        return work()
+        """Call `work`, which updates the parameters."""
+        begin = self.now()
+        self._computed(begin)
+        result = work()
+        self._note("update", begin)
+        self._since = self.now()
+        return result
 
     def communicate(self, work: Callable[[], ResultT]) -> ResultT:
-        """Do communication during which this rank does nothing else, and count its time."""
+        """Call `work`, communication that overlaps with nothing, and count its time."""
         begin = self.now()
         result = work()
         took = self.now() - begin
         self.communication += took
         self.exposed += took
+        if self._calls is not None:
+            self._calls.waited(_ns(begin))
         return result
 
     def wait(self, work: Callable[[], ResultT]) -> ResultT:
-        """Do what only waits for the other ranks, and count its time."""
+        """Call `work`, which only waits for other ranks, and count its time."""
         begin = self.now()
         result = work()
         self.waiting += self.now() - begin
+        self._note("wait", begin)
         return result
 
+    def _computed(self, until: float) -> None:
+        if self._trace is not None and until > self._since:
+            self._trace.note("compute", _ns(self._since), _ns(until))
 
-now = time.perf_counter_ns
+    def _note(self, name: str, begin: float) -> None:
+        if self._trace is not None:
+            self._trace.note(name, _ns(begin))
 
 
-class TracedClock(Clock):
-    """A clock that also traces what it measures. The time between is "compute": data, forward, backward, clipping.
-
-    calls: of the backend that reduces the buckets.
-    """
-
-    def __init__(self, trace: Trace, calls: Series) -> None:
-        super().__init__()
-        self._trace, self._calls = trace, calls
-        self._since = now()  # neither a wait nor an update since then
-        self._thread = threading.get_ident()
-        self._first: int | None = None  # when this thread submitted the first bucket that it reduces itself
-
-    def came(self, at: float) -> None:
-        self._calls.came(int(at * 1e9))
-        if self._first is None and threading.get_ident() == self._thread:
-            self._first = int(at * 1e9)
-
-    def add(self, pending: Sequence[Future], begin: float) -> None:
-        super().add(pending, begin)
-        waits = int(begin * 1e9)
-        self._computed(waits if self._first is None else self._first)
-        self._calls.waited(waits)
-        self._since, self._first = now(), None
-
-    def update(self, work: Callable[[], ResultT]) -> ResultT:
-        begin = now()
-        self._computed(begin)
-        result = work()
-        self._trace.note("update", begin)
-        self._since = now()
-        return result
-
-    def communicate(self, work: Callable[[], ResultT]) -> ResultT:
-        begin = now()
-        result = super().communicate(work)
-        self._calls.waited(begin)
-        return result
-
-    def wait(self, work: Callable[[], ResultT]) -> ResultT:
-        begin = now()
-        result = super().wait(work)
-        self._trace.note("wait", begin)
-        return result
-
-    def _computed(self, until: int) -> None:
-        if until > self._since:
-            self._trace.note("compute", self._since, until)
+def _ns(seconds: float) -> int:
+    return int(seconds * 1e9)
 
 
 @dataclass(frozen=True)
@@ -111,12 +94,12 @@ class Report:
     """The cost of averaging on this rank since the optimizer was made. Times are in seconds.
 
     communication: spent reducing gradients and gathering parameters = hidden + exposed.
-    hidden: the part during which this rank went on computing (backward).
-    exposed: the part during which it had nothing else to do.
-    waiting: for the other ranks to begin the same call, before anything could be reduced. It is the ranks' difference
-        in speed, and no part of communication.
-    bytes: of gradients that were averaged.
-    buckets: the size of each bucket in bytes, in the order in which they are reduced.
+    hidden: the part during which this rank continued to compute (backward).
+    exposed: the part during which this rank only waited.
+    waiting: for the other ranks to begin the same call. It comes from the ranks' different speeds, and is not counted
+        in `communication`.
+    bytes: the total size of the dense gradients that were averaged.
+    buckets: the size of each bucket of them in bytes, in the order in which they are reduced.
     """
 
     backend: str
@@ -137,7 +120,7 @@ class Report:
 
     @property
     def hidden_share(self) -> float:
-        """Of the communication, between 0 and 1; 1 when there was none."""
+        """The hidden part of the communication, from 0 to 1; 1 if there was no communication."""
         return self.hidden / self.communication if self.communication else 1.0
 
     def __str__(self) -> str:

@@ -1,26 +1,25 @@
-"""The number of rows that each rank brings to a step, so that gradients are means over rows, not over ranks."""
+"""Counts the rows of all ranks in a step, so that gradients are means over rows, not over ranks."""
 
 import math
 from collections.abc import Callable
 
 import numpy as np
 from mpi4py import MPI
-from torch import Tensor
 
 from allreduce.engine.queue import Future
 from allreduce.errors import OptionError
 from allreduce.transport.control import known, raise_together
 from allreduce.transport.wait import waiting
 
-NOBODY = "no rank has rows in this step: rows(0) was called on all ranks; leave out the step on all of them"
+NO_ROWS = "no rank has rows in this step: rows(0) was called on all ranks; leave out the step on all of them"
 
 
 class Rows:
     """The rows of one step on all ranks. They are added up in the queue, before gradients are averaged.
 
-    submit: has a function called in the queue. comm: used only there.
-    mine: rows of this rank's part of the batch, or any weight. Where all ranks have equal numbers, gradients are
-        averaged as they are; otherwise each rank multiplies its gradients by `weight` first.
+    submit: submits a function to the queue. comm: a communicator, used only in the queue.
+    mine: the number of rows of this rank's batch, or any weight >= 0. If the ranks' numbers differ, each rank
+        multiplies its gradients by `weight` before they are averaged.
     active: False when this rank has no batches left (`join`).
     """
 
@@ -51,14 +50,6 @@ class Rows:
         """The factor that makes the mean over the ranks the mean over all rows. Known after `wait`."""
         return self._mine * self._comm.size / self._total if self._total else 0.0
 
-    def weigh(self, gradients: Tensor) -> None:
-        """Multiply this rank's gradients by its weight."""
-        weight = self.weight
-        if weight == 0.0:
-            gradients.zero_()  # NaN too
-        elif weight != 1.0:
-            gradients.mul_(weight)
-
     def _count(self) -> None:
         bad = self._error is not None
         found = np.array([0 if bad else self._mine, self._active, bad], dtype=np.float64)
@@ -69,4 +60,4 @@ class Rows:
             raise_together(self._comm, self._error)
         self._total, self._ranks = float(found[0]), int(found[1])
         if self._ranks and not self._total:
-            raise known(OptionError(NOBODY), self._comm)
+            raise known(OptionError(NO_ROWS), self._comm)

@@ -1,12 +1,13 @@
 """The sharded update: every rank updates only the slice of the parameters whose gradients it has finished.
 
-reduce_scatter -> the user's own optimizer on the flat slice -> all_gather of the parameters. Optimizer
-state exists once in all, divided by the ranks. Where ranks that together own everything share a node,
-the parameters live in one window of the node, so every rank writes where all read, and nothing is gathered.
-S. Rajbhandari et al.: ZeRO: Memory optimizations toward training trillion parameter models, 2020 (stage 1).
+reduce_scatter -> the user's optimizer on the slice -> all_gather of the parameters. The optimizer state exists once,
+divided among the ranks. If the ranks of each node own everything, the parameters are in one shared segment per node,
+and nothing is gathered. S. Rajbhandari et al.: ZeRO: Memory optimizations toward training trillion parameter models,
+2020 (stage 1).
 """
 
-import json
+from bisect import bisect_right
+from collections.abc import Callable
 from functools import partial
 from itertools import accumulate
 from typing import Any, NamedTuple
@@ -24,55 +25,56 @@ from allreduce.errors import OptionError
 from allreduce.transport.control import all_values, combine, on_all, raise_together, together
 from allreduce.transport.shared_segment import CommonSegment
 from allreduce.transport.wait import waiting
-from trainers.pytorch.buckets import Block, Flat, blocks, changed, flat, parts, version_of
+from trainers.pytorch.buckets import Block, DenseBucket, Flat, allocate_flat, blocks, changed, split, version_of
 from trainers.pytorch.reducer import Reducer
-from trainers.pytorch.state import from_json, to_json
 from trainers.replicas.pytorch import fused
 from trainers.replicas.pytorch.optimizer import block_on, hyperparameters, optimizer_like
-from trainers.replicas.pytorch.tensors import TORCH, as_bytes, as_tensor, shaped
-from trainers.state.adopt import Piece, newest
+from trainers.replicas.pytorch.tensors import TORCH, as_tensor, shaped
+from trainers.replicas.pytorch.values import pack, unpack
+from trainers.state.adopt import Piece, fetch_pieces, select_newest
 from trainers.state.backup import Backup
 
 PARAMETER = ""  # the name of a parameter among the tensors of its state, in a piece
-# The arrays of a piece: JSON, for each block [parameter, offset, length, values], and the bytes of all its tensors.
-TEXT, DATA = "entries", "data"
-TEXT_BYTES = 1024  # the length of the JSON is a multiple of this
-SCALARS = {"step", "eta", "mu", "mu_product"}  # state that is not elementwise, also of a parameter of no dimension
+DATA = "data"  # the only array of a piece: its blocks, packed
+SCALARS = {"step", "eta", "mu", "mu_product"}  # state entries that are scalars even for a 0-d parameter
+
+
+Owned = tuple[Block, Tensor]  # a block that this rank updates, and its elements
 
 
 class Kernels:
-    """The fused kernels of an optimizer: used only where they are right on all ranks, whose CPUs may differ.
+    """The fused kernels of an optimizer: used only if they compute correctly on all ranks, whose CPUs may differ.
 
-    optimizer: the plain one, with the same options on all ranks. comm: a communicator of all ranks, for `look` alone.
+    optimizer: the plain one, with the same options on all ranks. comm: a communicator of all ranks, for `test` alone.
     """
 
     def __init__(self, optimizer: Optimizer, comm: MPI.Intracomm) -> None:
         self._optimizer, self._rank = optimizer, comm.rank
-        self._right: set[fused.Key] = set()
-        self.look(comm)
+        self._correct: set[fused.Key] = set()
+        self.test(comm)
 
-    def look(self, comm: MPI.Intracomm) -> None:
-        """Try the kernels for the options that the optimizer has now, on all ranks. Collective."""
+    def test(self, comm: MPI.Intracomm) -> None:
+        """Test the kernels for the optimizer's current options, and record the correct ones. Collective."""
         kind = type(self._optimizer)
         if kind not in fused.KINDS:
             return
         needed = [(group, dtype) for group in self._optimizer.param_groups for dtype in fused.dtypes_of(group)]
-        right = np.array([fused.works(kind, *each) for each in needed], np.int64)
-        combine(comm, right, "try fused kernels", MPI.MIN)
-        self._right |= {fused.key_of(kind, *each) for each, is_right in zip(needed, right, strict=True) if is_right}
+        right = np.array([fused.is_correct(kind, *each) for each in needed], np.int64)
+        combine(comm, right, "test fused kernels", MPI.MIN)
+        self._correct |= {fused.key_of(kind, *each) for each, is_right in zip(needed, right, strict=True) if is_right}
 
-    def right(self, group: dict[str, object], dtype: torch.dtype) -> bool:
-        """Whether the kernel gave the right numbers on all ranks; False when options were changed since. Local."""
-        return fused.key_of(type(self._optimizer), group, dtype) in self._right
+    def correct(self, group: dict[str, object], dtype: torch.dtype) -> bool:
+        """Whether the kernel is correct on all ranks with these options; False if it was not tested. Local."""
+        return fused.key_of(type(self._optimizer), group, dtype) in self._correct
 
     def replace_broken(self) -> None:
-        """Set `fused` to None in the optimizer's groups whose kernel is not right. Local."""
-        if text := fused.replace_broken(self._optimizer, self.right):
+        """Set `fused` to None in the optimizer's groups whose kernel is not correct. Local."""
+        if text := fused.replace_broken(self._optimizer, self.correct):
             notices.once(self._rank, text)
 
 
-class Whole(NamedTuple):
-    """All parameters and all state of a sharded optimizer after `steps` steps, by the parameters' numbers."""
+class FullState(NamedTuple):
+    """The complete parameters and state of a sharded optimizer after `steps` steps; lists indexed by parameter."""
 
     steps: int
     parameters: list[Tensor]
@@ -83,10 +85,10 @@ class ShardedOptimizer:
     """Updates this rank's blocks of the parameters, which `placement` has moved into flat memory.
 
     plain: the user's optimizer. Its hyperparameters are used; it has the state only of parameters that are frozen or
-        have sparse gradients. comm: a communicator of all ranks. kernels: of `plain`. copies: 2 for a backup.
+        have sparse gradients. comm: a communicator of all ranks. kernels: those of `plain`. copies: 2 for a backup.
 
-    `update` is `placement.begin_update`, `step` and `placement.share`. Then every rank updates all parameters with
-    sparse gradients: they are in no bucket, and a batch uses a few of their rows, which may all be of one slice.
+    `update` calls `placement.begin_update`, `step` and `placement.publish`. Then every rank updates all parameters with
+    sparse gradients, which are in no bucket.
     """
 
     def __init__(
@@ -102,90 +104,91 @@ class ShardedOptimizer:
         kernels.replace_broken()
         group_of = {id(each): at for at, group in enumerate(plain.param_groups) for each in group["params"]}
         self._groups = [group_of[id(each)] for each in reducer.parameters]
-        self.apart = dict(zip(reducer.sparse.names, reducer.sparse.parameters, strict=True))  # updated whole
-        owned = reducer.owned
+        self.sparse_parameters = {bucket.name: bucket.parameter for bucket in reducer.sparse}  # updated by every rank
+        owned = [bucket.owned for bucket in reducer.dense]
         starts = all_values(comm, [each.start for each in owned], "learn where the slices of all ranks begin")
         self._cuts = [sorted(set(of_bucket)) for of_bucket in zip(*starts, strict=True)]  # the same on all ranks
-        self.placement = Placement(reducer, backend, comm, owned)
+        self.placement = Placement(reducer, backend, comm)
         self.blocks = blocks(reducer.plan, owned, block_on(reducer.device.kind), self._cuts)
         flats = self.placement.flats
         self._parts = [flats[each.dtype][each.start : each.stop] for each in self.blocks]
         self._grads = [reducer.flats[each.dtype][each.start : each.stop] for each in self.blocks]
-        self._begun: set[int] = set()  # parameters that have been updated before, by any rank
+        self._updated: set[int] = set()  # indices of parameters that any rank has updated before
         self._dtypes: list[set[torch.dtype]] = [set() for _ in plain.param_groups]  # of the averaged parameters
         for group, parameter in zip(self._groups, reducer.parameters, strict=True):
             self._dtypes[group].add(parameter.dtype)
-        self.optimizer = optimizer_like(plain, (self._of_group(at) for at in range(len(plain.param_groups))))
+        self.optimizer = optimizer_like(plain, (self._parts_of(at) for at in range(len(plain.param_groups))))
         self._starts = list(accumulate((bucket.stop - bucket.start for bucket in reducer.plan), initial=0))
         mine = [[start + own.start, start + own.stop] for start, own in zip(self._starts, owned, strict=False)]
         self.backup = Backup(comm, backend.topology.node_index, mine) if copies == 2 else None
         self.load()
         self.keep(reducer.steps)
 
-    def _one_pass(self, at: int, group: dict[str, Any], parts: list[Tensor], begun: bool) -> dict[str, Any]:
-        """The fused implementation, where the user has named none, it can do it, and every state has begun.
+    def _fused_option(self, at: int, group: dict[str, Any], parts: list[Tensor], begun: bool) -> dict[str, Any]:
+        """Return {"fused": True} if the user named no implementation, the fused one works, and all states exist.
 
-        begun: whether that is so on all ranks, which must choose alike: the bits of the two differ.
+        begun: whether the states exist on all ranks. All ranks must select alike, because the two implementations
+        differ in the last bits.
         """
         free = all(group.get(key) is None for key in ("fused", "foreach"))
         plain = not any(group.get(key) for key in ("differentiable", "capturable"))
         numbers = not any(isinstance(value, Tensor) for key, value in group.items() if key != "params")
-        on_host = self.reducer.device.kind == "cpu"  # the states of fused updates on a GPU are others
+        on_host = self.reducer.device.kind == "cpu"  # on a GPU fused updates have other states
         if not (type(self._plain) in fused.KINDS and free and plain and numbers and on_host):
             return {}
-        begun &= all(self._kernels.right(group, dtype) for dtype in self._dtypes[at])
+        begun &= all(self._kernels.correct(group, dtype) for dtype in self._dtypes[at])
         states = [self.optimizer.state.get(part) for part in parts if part.grad is not None]
         begun &= all(state and all(value is not None for value in state.values()) for state in states)
         return {"fused": begun or None}
 
-    def _of_group(self, group: int) -> list[Tensor]:
+    def _parts_of(self, group: int) -> list[Tensor]:
         own = zip(self.blocks, self._parts, strict=True)
         return [part for block, part in own if self._groups[block.parameter] == group]
 
     def update(self) -> None:
-        """Update the parameters from gradients that are averaged, in this rank's part of them at least. Collective."""
+        """Update the parameters from gradients that are averaged at least in this rank's slices. Collective."""
         reducer, placement = self.reducer, self.placement
         moved = placement.moved()
-        what = f"updates parameters with lr {', '.join(str(float(group['lr'])) for group in self._plain.param_groups)}"
+        call = f"updates parameters with lr {', '.join(str(float(group['lr'])) for group in self._plain.param_groups)}"
         if moved:
-            what += f" after {', '.join(moved)} got other memory"
+            call += f" after {', '.join(moved)} got other memory"
         begin = partial(placement.begin_update, bool(moved), reducer.take_edits())
-        used = reducer.clock.wait(partial(reducer.together, what, begin))
+        used = reducer.clock.wait(partial(reducer.run_in_queue, call, begin))
         self.step(used)
-        count = reducer.clock.wait if placement.in_common else reducer.clock.communicate
-        count(partial(reducer.together, "shares parameters", placement.share))
-        if self.apart:
+        count = reducer.clock.wait if placement.shares_memory else reducer.clock.communicate
+        count(partial(reducer.run_in_queue, "shares parameters", placement.publish))
+        if self.sparse_parameters:
             for parameter in reducer.parameters:
-                parameter.grad = None  # these are updated
+                parameter.grad = None  # already updated in slices
             self._plain.step()
         if self.backup is not None:
-            work = partial(self.keep, reducer.steps + 1)
-            reducer.clock.communicate(partial(reducer.together, "backs up slices", work))
+            work = partial(self.keep, reducer.steps + 1)  # as users count: `end_step` comes later
+            reducer.clock.communicate(partial(reducer.run_in_queue, "backs up slices", work))
 
     def keep(self, step: int) -> None:
-        """Back up the slices, as they are after this step. Runs in the queue."""
+        """Back up this rank's slices as the state after `step` steps. Runs in the queue."""
         if self.backup is not None:
             self.backup.keep(step, self._pieces())
 
     def step(self, used: np.ndarray) -> None:
         """Update this rank's blocks. Local.
 
-        used: for each parameter whether any rank has a gradient of it; others are left as they are.
+        used: for each parameter, whether any rank has a gradient; the other parameters are not changed.
         """
         for block, part, grad in zip(self.blocks, self._parts, self._grads, strict=True):
             part.grad = grad if used[block.parameter] else None
         now = {int(index) for index in np.flatnonzero(used)}
-        new = {self._groups[index] for index in now - self._begun}
-        self._kernels.replace_broken()  # a state that was loaded may ask for one again
+        new = {self._groups[index] for index in now - self._updated}
+        self._kernels.replace_broken()  # a loaded state may have set fused=True again
         # Schedulers change the user's groups.
         for at, (mine, group) in enumerate(zip(self.optimizer.param_groups, self._plain.param_groups, strict=True)):
-            mine.update(hyperparameters(group) | self._one_pass(at, group, mine["params"], begun=at not in new))
+            mine.update(hyperparameters(group) | self._fused_option(at, group, mine["params"], begun=at not in new))
         self.optimizer.step()
-        self._begun |= now
-        vars(self._plain)["_opt_called"] = True  # schedulers warn when it never was
+        self._updated |= now
+        vars(self._plain)["_opt_called"] = True  # else schedulers warn that step() was never called
 
     def abandon(self) -> None:
-        """Give this rank parameters of its own again, and drop the state. Local."""
+        """Move the parameters back into memory of this rank, and drop the state. Local."""
         self.optimizer.param_groups.clear()
         self.optimizer.state.clear()  # its keys lie in the flat memory
         self._parts.clear()
@@ -193,78 +196,85 @@ class ShardedOptimizer:
         self.placement.abandon()
 
     def close(self) -> None:
-        """As `abandon`, and give the memory back. Collective."""
+        """As `abandon`, and free the memory. Collective."""
         self.abandon()
         self.placement.close()
 
     # State, in the format of the plain optimizer
 
     def state_dict(self) -> dict[str, Any]:
-        """The plain optimizer's state_dict, gathered from all ranks, on every rank. Collective."""
-        whole = self.join(self._comm, self._pieces(with_parameters=False))
+        """The plain optimizer's state_dict, gathered from all ranks, on every rank. Collective.
+
+        Besides the result a rank needs memory for the state of one parameter: pieces are packed and sent one by one.
+        """
+        spans = self._spans(by_parameter=True)
+        pieces = [Piece(0, 0, start, stop, {}, {}) for start, stop, _ in spans]
+        pack = lambda number: pieces[number]._replace(rest={DATA: self._packed(spans[number][2])})  # noqa: E731
+        whole = self._assembled(self._comm, pieces, pack)
         assert whole is not None
         return self.as_plain(whole.state)
 
-    def _pieces(self, with_parameters: bool = True) -> list[Piece]:
-        """This rank's slices of the parameters and of their state. Local.
+    def _pieces(self) -> list[Piece]:
+        """This rank's slices of the parameters and of their state, packed. Local."""
+        spans = self._spans()
+        return [Piece(0, 0, start, stop, {}, {DATA: self._packed(held, True)}) for start, stop, held in spans]
 
-        A piece is a part of a bucket, cut alike on all ranks, so that pieces of nodes of different sizes fit together.
+    def _spans(self, by_parameter: bool = False) -> list[tuple[int, int, list[Owned]]]:
+        """The slices that this rank owns: start, stop, and the blocks inside. Local.
+
+        A slice is a part of a bucket. All ranks split at the same elements, so that slices of uneven nodes match.
+        by_parameter: split between parameters too.
         """
-        held: dict[int, list[tuple[Block, Tensor]]] = {}
+        spans: list[tuple[int, int, list[Owned]]] = []
+        for first, bucket, cuts in zip(self._starts, self.reducer.dense, self._cuts, strict=False):
+            borders = [slot.start - bucket.layout.start for slot in bucket.layout.slots] if by_parameter else []
+            spans += [(first + begin, first + end, []) for begin, end in split(bucket.owned, [*cuts, *borders])]
+        starts = [start for start, *_ in spans]
         for block, part in zip(self.blocks, self._parts, strict=True):
-            held.setdefault(self.reducer.bucket_of[block.parameter], []).append((block, part))
-        pieces = []
-        for at, (bucket, own, cuts) in enumerate(zip(self.reducer.plan, self.reducer.owned, self._cuts, strict=True)):
-            for begin, end in parts(own, cuts):
-                inside = [each for each in held.get(at, []) if begin <= each[0].start - bucket.start < end]
-                arrays = self._packed(inside, with_parameters)
-                pieces.append(Piece(0, 0, self._starts[at] + begin, self._starts[at] + end, {}, arrays))
-        return pieces
+            at = self.reducer.bucket_of[block.parameter]
+            element = self._starts[at] + block.start - self.reducer.plan[at].start
+            spans[bisect_right(starts, element) - 1][2].append((block, part))
+        return spans
 
-    def _packed(self, held: list[tuple[Block, Tensor]], with_parameters: bool) -> dict[str, np.ndarray]:
-        """The arrays of a piece: these blocks."""
-        entries: list[Any] = []
-        tensors: list[Tensor] = []
+    def _packed(self, held: list[Owned], with_parameters: bool = False) -> np.ndarray:
+        """Pack [parameter, offset, values] of each of these blocks into one array of bytes. Local."""
+        entries = []
         for block, part in held:
-            state = self.optimizer.state.get(part, {})
-            values = {PARAMETER: part.detach(), **state} if with_parameters else state
-            elementwise = {key: each for key, each in values.items() if isinstance(each, Tensor) and each.dim()}
-            rest = {key: each.dtype if key in elementwise else each for key, each in values.items()}
-            entries.append([block.parameter, block.offset, part.numel(), rest])
-            tensors += elementwise.values()
-        text = json.dumps(to_json(entries)).encode()
-        text = text.ljust(-(-len(text) // TEXT_BYTES) * TEXT_BYTES)  # counters grow, and the backup's memory stays
-        packed = [as_bytes(each.contiguous()) for each in tensors]  # one array: a backup sends each array by itself
-        return {TEXT: np.frombuffer(text, np.uint8), DATA: np.concatenate(packed or [np.empty(0, np.uint8)])}
+            parameter = {PARAMETER: part.detach()} if with_parameters else {}
+            entries.append([block.parameter, block.offset, parameter | self.optimizer.state.get(part, {})])
+        return pack(entries)
+
+    def assemble(self, comm: MPI.Intracomm, pieces: list[Piece]) -> FullState | None:
+        """Return the newest parameters and state that the pieces of all ranks complete, or None. Collective."""
+        return self._assembled(comm, pieces, pieces.__getitem__)
 
     @torch.no_grad()
-    def join(self, comm: MPI.Intracomm, pieces: list[Piece]) -> Whole | None:
-        """The newest parameters and state that the pieces of all ranks make up; None when none is whole. Collective."""
-        found = newest(comm, pieces, self._starts[-1])
-        if found is None:
+    def _assembled(self, comm: MPI.Intracomm, pieces: list[Piece], piece: Callable[[int], Piece]) -> FullState | None:
+        """As `assemble`. piece: piece(index) returns a piece of this rank with its content, when it is to be sent."""
+        selection = select_newest(comm, pieces, self._starts[-1])
+        if selection is None:
             return None
         parameters = self.reducer.parameters
         state: list[dict[str, Any]] = [{} for _ in parameters]
-        for piece in found.pieces:
-            entries = from_json(json.loads(piece.rest[TEXT].tobytes()))
-            data = piece.rest[DATA]
-            for at, offset, length, values in entries:
+        for found in fetch_pieces(comm, selection, piece):
+            for at, offset, values in unpack(found.rest[DATA])[0]:
                 for key, value in values.items():
-                    if not isinstance(value, torch.dtype):
+                    if not isinstance(value, Tensor) or not value.dim():
                         state[at][key] = value
                         continue
                     if key not in state[at]:
-                        state[at][key] = torch.empty(parameters[at].numel(), dtype=value)
-                    part = as_bytes(state[at][key][offset : offset + length])
-                    part[:], data = data[: part.size], data[part.size :]
+                        state[at][key] = torch.empty(parameters[at].numel(), dtype=value.dtype)
+                    state[at][key][offset : offset + value.numel()] = value
         for own, parameter in zip(state, parameters, strict=True):
             for key, value in own.items():
                 if isinstance(value, Tensor) and value.dim():
                     own[key] = shaped(value, 0, parameter).to(parameter.device)
-        return Whole(found.step, [own.pop(PARAMETER, each) for own, each in zip(state, parameters, strict=True)], state)
+        return FullState(
+            selection.step, [own.pop(PARAMETER, each) for own, each in zip(state, parameters, strict=True)], state
+        )
 
     def as_plain(self, gathered: list[dict[str, Any]]) -> dict[str, Any]:
-        """The plain optimizer's state_dict, with this state of the averaged parameters. Local."""
+        """The plain optimizer's state_dict, with `gathered` as the state of the sharded parameters. Local."""
         result = self._plain.state_dict()
         numbers = {
             parameter: number
@@ -277,9 +287,9 @@ class ShardedOptimizer:
 
     @torch.no_grad()
     def load(self) -> None:
-        """Move this rank's part of the state that the user's optimizer holds to here, and drop the rest."""
+        """Take the sharded parameters' state out of the user's optimizer, and keep this rank's slices of it. Local."""
         self.optimizer.state.clear()
-        self._begun = {at for at, each in enumerate(self.reducer.parameters) if self._plain.state.get(each)}
+        self._updated = {at for at, each in enumerate(self.reducer.parameters) if self._plain.state.get(each)}
         parts: dict[int, list[tuple[Block, Tensor]]] = {}
         for block, part in zip(self.blocks, self._parts, strict=True):
             parts.setdefault(block.parameter, []).append((block, part))
@@ -300,89 +310,91 @@ class ShardedOptimizer:
 class Placement:
     """Moves the parameters into flat memory, laid out like the gradients, and checks that they stay there.
 
-    owned: the part of each bucket that this rank updates. Where the ranks of each node together own everything, they
-        share one memory: each rank writes its part, and all ranks read all parts.
-    comm: a communicator of all ranks. Creating it and `close` are collective, and so is what "runs in the queue".
+    If the ranks of each node together own everything, they share one memory: each rank writes the parts of the buckets
+    that it owns, and all ranks of the node read all parts.
+
+    comm: a communicator of all ranks. Creating it, `close` and methods that "run in the queue" are collective.
     """
 
-    def __init__(self, reducer: Reducer, backend: TwoPhase, comm: MPI.Intracomm, owned: list[slice]) -> None:
+    def __init__(self, reducer: Reducer, backend: TwoPhase, comm: MPI.Intracomm) -> None:
         self._reducer, self._backend, self._comm = reducer, backend, comm
-        self._windows: list[CommonSegment] = []
-        self._owned = owned
+        self._segments: list[CommonSegment] = []
         self._memory = self._allocate()
         self.flats = {dtype: memory.tensor for dtype, memory in self._memory.items()}
-        self._homes = [reducer.view(index, self.flats) for index in range(len(reducer.parameters))]
-        self._addresses = [home.data_ptr() for home in self._homes]
+        self._gathers = [] if self.shares_memory else [self._gather_of(bucket) for bucket in reducer.dense]
+        self._views = [gradient.view_of(self.flats) for gradient in reducer.gradients]
+        self._addresses = [view.data_ptr() for view in self._views]
         self._versions: list[int] = []  # of the parameters when their edits were accepted
         self.move_in()
 
     @property
-    def in_common(self) -> bool:
+    def shares_memory(self) -> bool:
         """True when the ranks of the node share the parameters' memory."""
-        return bool(self._windows)
+        return bool(self._segments)
 
     @property
-    def one_memory(self) -> bool:
+    def one_segment(self) -> bool:
         """True when all ranks share the parameters' memory, so that these can't differ."""
-        return self.in_common and self._backend.topology.nodes == 1
+        return self.shares_memory and self._backend.topology.nodes == 1
 
     def _allocate(self) -> dict[str, Flat]:
         node, device = self._backend.topology.node, self._reducer.device
-        mine = sum(each.stop - each.start for each in self._owned)
+        owned = [bucket.owned for bucket in self._reducer.dense]
+        mine = sum(each.stop - each.start for each in owned)
         of_node = combine(node, np.array([mine]), "add up what the ranks of a node own")
-        whole = device.kind == "cpu" and of_node[0] == sum(memory.array.size for memory in self._reducer.buckets)
+        whole = device.kind == "cpu" and of_node[0] == sum(bucket.length for bucket in self._reducer.dense)
         lengths = {dtype: flat.numel() for dtype, flat in self._reducer.flats.items()}
         if on_all(self._comm, whole, "see whether each node owns everything"):
-            make = partial(_windows, node, lengths)
-            made = together(self._comm, make)  # one node's memory may be full
-            self._windows = list(made.values())
-            arrays = {dtype: window.array for dtype, window in made.items()}
+            make = partial(_segments, node, lengths)
+            made = together(self._comm, make)  # the memory of one node may be full
+            self._segments = list(made.values())
+            arrays = {dtype: segment.array for dtype, segment in made.items()}
             return {dtype: Flat(array, as_tensor(array, TORCH[dtype]), None) for dtype, array in arrays.items()}
-        return {dtype: flat(self._backend, length, dtype, device) for dtype, length in lengths.items()}
+        return {dtype: allocate_flat(self._backend, length, dtype, device) for dtype, length in lengths.items()}
 
     @torch.no_grad()
     def move_in(self) -> None:
-        """Make every parameter a view of the flat memory, with its values, which are equal on all ranks. Collective.
+        """Move every parameter into the flat memory. The values must be equal on all ranks. Collective.
 
-        Raises an OptionError on all ranks, before anything is changed, when a parameter has another dtype or shape
-        than it had.
+        Raises an OptionError on all ranks, before anything is changed, if the dtype or shape of a parameter has
+        changed.
         """
-        raise_together(self._comm, self._misfit())
-        writes = not self.in_common or self._backend.topology.node_rank == 0
-        self._fence()  # no rank reads any more
-        for parameter, home in zip(self._reducer.parameters, self._homes, strict=True):
-            if writes and parameter.data_ptr() != home.data_ptr():
-                home.copy_(parameter)
-            parameter.data = home
+        raise_together(self._comm, self._shape_error())
+        writes = not self.shares_memory or self._backend.topology.node_rank == 0
+        self._fence()  # no rank reads the memory any more
+        for parameter, view in zip(self._reducer.parameters, self._views, strict=True):
+            if writes and parameter.data_ptr() != view.data_ptr():
+                view.copy_(parameter)
+            parameter.data = view
         self._fence()
-        self.accept()
+        self.accept_edits()
 
-    def accept(self, *_: object) -> None:
+    def accept_edits(self, *_: object) -> None:
         """Accept all edits of parameters until now. Local.
 
-        A hook of the model: load_state_dict() writes the same values on every rank of a node.
+        Also a hook of the model's load_state_dict(), which writes the same values on every rank of a node.
         """
         self._versions = [version_of(each) for each in self._reducer.parameters]
 
     def move_out(self) -> None:
-        """Give every rank parameters of its own. Local."""
+        """Move the parameters out of the flat memory, into memory of this rank. Local."""
         for parameter, address in zip(self._reducer.parameters, self._addresses, strict=True):
             if parameter.data_ptr() == address:
                 parameter.data = parameter.data.clone(memory_format=torch.preserve_format)
 
     def moved(self) -> list[str]:
-        """The names of parameters with other memory now: `p.data = ...`, `vector_to_parameters`, `model.double()`."""
-        own = zip(self._reducer.names, self._reducer.parameters, self._addresses, strict=True)
-        return [name for name, parameter, address in own if parameter.data_ptr() != address]
+        """Return the names of parameters that left the flat memory (`p.data = ...`, `model.double()`)."""
+        own = zip(self._reducer.gradients, self._addresses, strict=True)
+        return [gradient.name for gradient, address in own if gradient.parameter.data_ptr() != address]
 
     def begin_update(self, moved: bool, error: Exception | None) -> np.ndarray:
-        """Check that all ranks may update. Returns for each parameter whether any rank has a gradient of it.
+        """Check that all ranks may update. Returns, for each parameter, whether any rank has a gradient of it.
 
-        Runs in the queue. Once all ranks are here, no rank reads the parameters any more. Raises on all ranks when
-        parameters were edited in a way that can't be made right.
+        Runs in the queue; after it, no rank reads the parameters until `publish`. Raises on all ranks if
+        parameters in shared memory were edited by several ranks of a node, or not on every node.
 
-        moved: whether some parameters have other memory, alike on all ranks; they are moved back. error: why this rank
-            can't update; raised on all ranks.
+        moved: whether parameters left the flat memory (the same on all ranks); they are moved back. error: why this
+            rank can't update; raised on all ranks.
         """
         if moved:
             self.move_in()
@@ -396,51 +408,56 @@ class Placement:
             raise_together(self._comm, error)
         if found[1]:
             self._refuse_edits(edited)
-            self.accept()
+            self.accept_edits()
         return found[2:]
 
-    def share(self) -> None:
-        """Give all ranks the parts that each rank has updated. Runs in the queue."""
-        if self.in_common:
+    def publish(self) -> None:
+        """Make every rank's updated parts visible on all ranks. Runs in the queue."""
+        if self.shares_memory:
             self._fence()
             return
-        for bucket, mine in zip(self._reducer.plan, self._owned, strict=True):
-            memory = self._memory[bucket.dtype].part(bucket.start, bucket.stop)
-            memory.through(self._backend.all_gather, reads=mine)
+        for gather in self._gathers:
+            gather()
 
     def abandon(self) -> None:
-        """Give this rank parameters of its own again. Local."""
+        """Move the parameters into memory of this rank. Local."""
         self.move_out()
-        for held in (self._homes, self.flats, self._memory):
+        for held in (self._gathers, self._views, self.flats, self._memory):
             held.clear()
 
     def close(self) -> None:
-        """Give every rank parameters of its own again, and the memory back. Collective."""
+        """As `abandon`, and free the memory. Collective."""
         self.abandon()
-        for window in self._windows:
-            window.free()
-        self._windows.clear()
+        for segment in self._segments:
+            segment.free()
+        self._segments.clear()
 
-    def _misfit(self) -> OptionError | None:
-        for name, parameter, home in zip(self._reducer.names, self._reducer.parameters, self._homes, strict=True):
-            if parameter.dtype != home.dtype or parameter.shape != home.shape:
-                return OptionError(changed(name, parameter, tuple(home.shape), home.dtype))
+    def _gather_of(self, bucket: DenseBucket) -> Callable[[], None]:
+        """Return a function that gathers a bucket of parameters from the ranks that own its parts. Collective."""
+        memory = self._memory[bucket.layout.dtype].part(bucket.layout.start, bucket.layout.stop)
+        return partial(memory.run_on_array, self._backend.bind(memory.array, kind="all_gather"), reads=bucket.owned)
+
+    def _shape_error(self) -> OptionError | None:
+        for gradient, view in zip(self._reducer.gradients, self._views, strict=True):
+            parameter = gradient.parameter
+            if parameter.dtype != view.dtype or parameter.shape != view.shape:
+                return OptionError(changed(gradient.name, parameter, tuple(view.shape), view.dtype))
         return None
 
     def _edited(self) -> list[str]:
         """The names of parameters in shared memory that this rank has edited in place since the last update."""
-        if not self.in_common:
+        if not self.shares_memory:
             return []
-        own = zip(self._reducer.names, self._reducer.parameters, self._versions, strict=True)
-        return [name for name, parameter, version in own if version_of(parameter) != version]
+        own = zip(self._reducer.gradients, self._versions, strict=True)
+        return [gradient.name for gradient, version in own if version_of(gradient.parameter) != version]
 
     def _refuse_edits(self, edited: list[str]) -> None:
         """Raise on all ranks unless one rank of every node has edited its memory. Collective."""
         topology = self._backend.topology
-        what = "count the ranks that have edited parameters"
-        editors = combine(topology.node, np.array([bool(edited)], np.int64), what)[0]
-        nodes = combine(self._comm, np.array([topology.node_rank == 0 and editors > 0], np.int64), what)[0]
-        most = combine(self._comm, np.array([editors]), what, MPI.MAX)[0]
+        waits_to = "count the ranks that have edited parameters"
+        editors = combine(topology.node, np.array([bool(edited)], np.int64), waits_to)[0]
+        nodes = combine(self._comm, np.array([topology.node_rank == 0 and editors > 0], np.int64), waits_to)[0]
+        most = combine(self._comm, np.array([editors]), waits_to, MPI.MAX)[0]
         error = None
         if edited and (most > 1 or nodes < topology.nodes):
             where, hence = "several ranks", "it may have been edited several times"
@@ -449,14 +466,14 @@ class Placement:
             error = OptionError(
                 f'{edited[0]} was edited in place on {where} (p.mul_(...), say), and with update="sharded" the '
                 f"parameters of all ranks of a node are the same memory, so {hence}; "
-                "do it inside of `with optimizer.editing():`, which keeps what rank 0 makes of it"
+                "edit parameters inside of `with optimizer.editing():`, which copies rank 0's to all ranks"
             )
         raise_together(self._comm, error)
 
     def _fence(self) -> None:
-        for window in self._windows:
-            window.fence()
+        for segment in self._segments:
+            segment.fence()
 
 
-def _windows(node: MPI.Intracomm, lengths: dict[str, int]) -> dict[str, CommonSegment]:
+def _segments(node: MPI.Intracomm, lengths: dict[str, int]) -> dict[str, CommonSegment]:
     return {dtype: CommonSegment(node, length, dtypes.parse(dtype)) for dtype, length in lengths.items()}

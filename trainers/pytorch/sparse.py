@@ -1,37 +1,38 @@
 """Sparse gradients: only the rows of an embedding that a batch has used are averaged and updated."""
 
-from collections.abc import Callable
+from functools import partial
 from operator import methodcaller
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from mpi4py import MPI
 from torch.nn import Embedding, EmbeddingBag, Module, Parameter
 from torch.optim import Optimizer
 
 from allreduce import notices
+from allreduce.backend import AllReduce
+from trainers import checks
+from trainers.checks import GradientArray, GradientCheck
 from trainers.pytorch.buckets import GradientError, changed
 from trainers.replicas.pytorch.tensors import as_bytes, as_tensor, numpy_dtype
 
 TAKES_SPARSE: set[type[Optimizer]] = {torch.optim.SGD, torch.optim.SparseAdam, torch.optim.Adagrad}
-"""Optimizers that update from sparse gradients. Add a class of your own if it is one of them."""
+"""Optimizer classes that accept sparse gradients. Add your own class here if it does."""
 
-Found = tuple[np.ndarray, np.ndarray]  # indices of rows, ascending or not, and the rows
-Reduce = Callable[[np.ndarray, np.ndarray, int], Found]
-Check = Callable[[np.ndarray, np.ndarray], object]  # of indices and rows
-
-# Of tensors that are not coalesced too, for which PyTorch has no public name.
+# These also work on tensors that are not coalesced. PyTorch has no public names for them.
 _indices_of, _values_of = methodcaller("_indices"), methodcaller("_values")
 
 
 def sparse_parameters(optimizer: Optimizer, model: Module) -> set[int]:
     """The ids of the optimizer's parameters whose gradients stay sparse. Local."""
     groups = {id(each): group for group in optimizer.param_groups for each in group["params"]}
-    return {number for number in given_sparse(model) if number in groups and takes(optimizer, groups[number])}
+    return {
+        number for number in sparse_in_model(model) if number in groups and accepts_sparse(optimizer, groups[number])
+    }
 
 
-def given_sparse(model: Module) -> set[int]:
+def sparse_in_model(model: Module) -> set[int]:
     """The ids of parameters with sparse gradients: those that only sparse embeddings use."""
     sparse: dict[int, bool] = {}
     for module in model.modules():
@@ -41,84 +42,91 @@ def given_sparse(model: Module) -> set[int]:
     return {number for number, is_sparse in sparse.items() if is_sparse}
 
 
-def takes(optimizer: Optimizer, group: dict[str, Any]) -> bool:
-    """Whether an optimizer with these hyperparameters takes sparse gradients."""
+def accepts_sparse(optimizer: Optimizer, group: dict[str, Any]) -> bool:
+    """Whether this optimizer accepts sparse gradients for a parameter group."""
     dense = any(group.get(key) for key in ("momentum", "weight_decay", "fused", "foreach", "differentiable"))
     return type(optimizer) in TAKES_SPARSE and not dense
 
 
 def warn_of_dense(rank: int, optimizer: Optimizer, model: Module, trained: dict[str, Parameter]) -> None:
-    """Say once which sparse gradients are made dense for an optimizer that takes no others. Local."""
-    lost = given_sparse(model) - sparse_parameters(optimizer, model)
-    names = [name for name, each in trained.items() if id(each) in lost]
+    """Notify once about sparse gradients that become dense, because the optimizer does not accept them. Local."""
+    made_dense = sparse_in_model(model) - sparse_parameters(optimizer, model)
+    names = [name for name, each in trained.items() if id(each) in made_dense]
     if names:
         kinds = ", ".join(sorted(each.__name__ for each in TAKES_SPARSE))
         text = (
             f"the sparse gradients of {', '.join(names)} are averaged as dense ones, all rows of the table: "
-            f"{type(optimizer).__name__} as it is takes no sparse ones; {kinds} without momentum and weight_decay do"
+            f"{type(optimizer).__name__} with these options does not accept sparse gradients; "
+            f"{kinds} without momentum and weight_decay do"
         )
         notices.once(rank, text)
 
 
-class SparseGradients:
-    """The sparse gradients of some parameters, and their averages.
+class SparseBucket:
+    """The sparse gradient of one parameter, a bucket of its own. As DenseBucket, with `hand_over` after `reduce`.
 
-    parameters: by name, of two dimensions. reduce: of a backend: the average over the ranks of rows of a table.
-
-    Each parameter is a bucket of its own, and has its number here. Of each: `prepare`, then `average` in the queue,
-    then `hand_over` of all.
+    number: the index of the parameter, which is 2-D. backend: averages the gradient.
     """
 
-    def __init__(self, parameters: dict[str, Parameter], reduce: Reduce) -> None:
-        self.names, self.parameters = list(parameters), list(parameters.values())
-        self.shapes = [(tuple(each.shape), each.dtype) for each in self.parameters]
-        self._reduce = reduce
-        self._mine: list[Found] = [_nothing(each) for each in self.parameters]
-        self.averages: list[Found] = list(self._mine)
+    def __init__(self, number: int, name: str, parameter: Parameter, backend: AllReduce) -> None:
+        self.name, self.parameter, self.parameters = name, parameter, [number]
+        self._average = backend.sparse
+        self._shape, self._dtype = tuple(parameter.shape), parameter.dtype  # as they must stay
+        self._own = self._averages = self._no_rows()
 
-    def prepare(self, number: int) -> bool:
-        """Take this rank's gradient of a parameter. False when there is none."""
-        parameter = self.parameters[number]
-        grad, (shape, dtype) = parameter.grad, self.shapes[number]
-        self._mine[number] = _nothing(parameter)
+    def gradient_array(self) -> GradientArray:
+        """Describe the bucket to a GradientCheck. Local."""
+        return checks.table(self.name, self.parameter.numel(), numpy_dtype(self._dtype))
+
+    def prepare(self) -> list[int]:
+        """Read this rank's gradient. Returns [the parameter's index] if it has none, else []. Local."""
+        grad = self.parameter.grad
+        self._own = self._no_rows()
         if grad is None:
-            return False
-        if (tuple(grad.shape), grad.dtype) != (shape, dtype):
-            raise GradientError(changed(self.names[number], grad, shape, dtype))
-        if not grad.is_sparse:  # it was used as another parameter too
+            return self.parameters
+        if (tuple(grad.shape), grad.dtype) != (self._shape, self._dtype):
+            raise GradientError(changed(self.name, grad, self._shape, self._dtype))
+        if not grad.is_sparse:  # a dense layer uses the parameter too
             grad = grad.to_sparse(1)
-        elif dtype.itemsize > 2:  # sums of 16 bits are rounded once, with those of the other ranks
+        # 16-bit values are not summed here: they are rounded only once, when they are summed over the ranks
+        elif self._dtype.itemsize > 2:
             grad = grad.coalesce()
         values = _values_of(grad).detach().cpu().contiguous()
-        array = as_bytes(values).view(numpy_dtype(dtype)).reshape(values.shape)
-        self._mine[number] = _indices_of(grad)[0].cpu().numpy(), array
-        return True
+        array = as_bytes(values).view(numpy_dtype(self._dtype)).reshape(values.shape)
+        self._own = _indices_of(grad)[0].cpu().numpy(), array
+        return []
 
-    def average(self, number: int, weight: float, check: Check | None) -> None:
-        """Average a gradient over the ranks. Runs in the queue.
-
-        weight: of this rank's gradient. check: sees this rank's rows, where checks are asked for.
-        """
-        indices, values = self._mine[number]
+    def weigh(self, weight: float) -> None:
+        """Multiply this rank's gradient by its weight."""
+        indices, values = self._own
         if weight == 0.0:
-            indices, values = indices[:0], values[:0]
+            self._own = indices[:0], values[:0]
         elif weight != 1.0:
-            values = values * values.dtype.type(weight)
-        if check is not None:
-            check(indices, values)
-        self.averages[number] = self._reduce(indices, values, self.shapes[number][0][0])
-        self._mine[number] = _nothing(self.parameters[number])
+            self._own = indices, values * values.dtype.type(weight)
 
-    def hand_over(self, used: np.ndarray) -> None:
-        """Make .grad of each parameter that any rank has used the average. Local."""
-        for number, (parameter, (shape, dtype)) in enumerate(zip(self.parameters, self.shapes, strict=True)):
-            indices, values = self.averages[number]
-            self.averages[number] = _nothing(parameter)
-            if used[number]:
-                table = torch.from_numpy(indices).unsqueeze(0), as_tensor(values, dtype)
-                grad = torch.sparse_coo_tensor(*table, shape, check_invariants=False, is_coalesced=True)
-                parameter.grad = grad.to(parameter.device)
+    def check(self, gradient_check: GradientCheck, number: int) -> None:
+        """Check this rank's gradient. number: the index of this bucket in the check."""
+        gradient_check.check_rows(number, *self._own)
 
+    def reduce(self) -> None:
+        """Average the gradient over the ranks. Collective."""
+        self._averages = self._average(*self._own, self._shape[0])
+        self._own = self._no_rows()
 
-def _nothing(parameter: Tensor) -> Found:
-    return np.empty(0, np.int64), np.empty((0, *parameter.shape[1:]), numpy_dtype(parameter.dtype))
+    def overflowed(self, comm: MPI.Intracomm) -> int:
+        """The first element whose average is not finite on some rank; -1 for none. Collective."""
+        indices, values = self._averages
+        return checks.overflowed(comm, values.reshape(-1), partial(checks.element_of, indices, values))
+
+    def hand_over(self, used: bool) -> None:
+        """Make .grad the average, if any rank has used the parameter. Local."""
+        indices, values = self._averages
+        self._averages = self._no_rows()
+        if used:
+            table = torch.from_numpy(indices).unsqueeze(0), as_tensor(values, self._dtype)
+            grad = torch.sparse_coo_tensor(*table, self._shape, check_invariants=False, is_coalesced=True)
+            self.parameter.grad = grad.to(self.parameter.device)
+
+    def _no_rows(self) -> tuple[np.ndarray, np.ndarray]:
+        """The indices and the rows of a gradient without rows."""
+        return np.empty(0, np.int64), np.empty((0, *self._shape[1:]), numpy_dtype(self._dtype))

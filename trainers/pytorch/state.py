@@ -1,7 +1,7 @@
-"""Compare models and optimizers of all ranks, and make them equal: one rank's become those of all."""
+"""Compares the models and optimizers of all ranks, and broadcasts those of one rank."""
 
 import zlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -17,6 +17,7 @@ from allreduce.transport.control import all_values, raise_together, root_value, 
 from trainers.checks import Compared
 from trainers.replicas.pytorch.optimizer import hyperparameters
 from trainers.replicas.pytorch.tensors import as_bytes
+from trainers.replicas.pytorch.values import empty, from_json, layouts, to_json
 
 
 def compare(comm: MPI.Intracomm, lines: list[str]) -> None:
@@ -24,10 +25,10 @@ def compare(comm: MPI.Intracomm, lines: list[str]) -> None:
 
     lines: one for each parameter, with all properties that must be alike.
     """
-    what = "compare models and optimizers"
-    if len(set(all_values(comm, zlib.crc32("\n".join(lines).encode()), what))) == 1:
+    waits_to = "compare models and optimizers"
+    if len(set(all_values(comm, zlib.crc32("\n".join(lines).encode()), waits_to))) == 1:
         return
-    everyone = all_values(comm, lines, what)
+    everyone = all_values(comm, lines, waits_to)
     first = next(at for at in range(max(map(len, everyone)) + 1) if len({_line(each, at) for each in everyone}) > 1)
     table = "\n".join(
         f"  rank {rank}: {len(each)} parameters, number {first} is {_line(each, first)}"
@@ -43,7 +44,7 @@ def _line(lines: list[str], at: int) -> str:
 def comparable(
     optimizer: Optimizer, parameters: Mapping[str, Parameter], stateful: Mapping[str, Parameter]
 ) -> Compared:
-    """These parameters, the optimizer's hyperparameters, and its state of `stateful`, for `checks.compare`. Local."""
+    """Return parameters, hyperparameters, and the optimizer's state of `stateful`, for checks.compare. Local."""
     held: dict[str, np.ndarray | str] = {f"group {at}": _text(group) for at, group in enumerate(optimizer.param_groups)}
     held |= {name: _array(each) for name, each in parameters.items()}
     states = ((name, optimizer.state.get(each, {})) for name, each in stateful.items())
@@ -60,7 +61,7 @@ def _text(group: dict) -> str:
 
 
 def _state_text(state: Mapping[str, Any]) -> str:
-    """An optimizer's state of one parameter, its tensors by their CRC."""
+    """Describe an optimizer's state of one parameter, its tensors by their CRC."""
     return ", ".join(f"{key}={_digest(value)}" for key, value in sorted(state.items(), key=lambda pair: str(pair[0])))
 
 
@@ -71,39 +72,41 @@ def _digest(value: Any) -> str:
 
 
 def broadcast_tensors(comm: MPI.Intracomm, tensors: Iterable[Tensor], root: int = 0) -> None:
-    """Overwrite tensors of any dtype with those of the root, in place; by way of the host. Collective."""
+    """Broadcast tensors of any dtype from rank `root`, in place, through host memory. Collective."""
     for tensor in tensors:
         whole = tensor.detach()
         packed = whole.cpu().contiguous()
-        broadcast(comm, [as_bytes(packed)], root, f"take on tensors of rank {root}")
+        broadcast(comm, [as_bytes(packed)], root, f"receive tensors of rank {root}")
         if packed is not whole:
             whole.copy_(packed)
 
 
 def broadcast_state(comm: MPI.Intracomm, optimizer: Optimizer, root: int = 0) -> None:
-    """Give every rank the state and the hyperparameters of the root's optimizer. Collective."""
-    state = state_of(comm, optimizer, root)
+    """Copy the state and the hyperparameters of the root's optimizer to all ranks. Collective."""
+    state = broadcast_state_dict(comm, optimizer, root)
     together(comm, lambda: None if comm.rank == root else optimizer.load_state_dict(state))
 
 
-def state_of(comm: MPI.Intracomm, optimizer: Optimizer, root: int = 0) -> dict[str, Any]:
-    """The state_dict of the root's optimizer, on all ranks. On the root its tensors are no copies. Collective."""
+def broadcast_state_dict(comm: MPI.Intracomm, optimizer: Optimizer, root: int = 0) -> dict[str, Any]:
+    """Broadcast the state_dict of the root's optimizer and return it; the root's tensors are not copied. Collective."""
     tensors: list[Tensor] = []
 
-    def packed() -> Any:
-        state = to_json(optimizer.state_dict(), tensors)
-        return [state, [[list(each.shape), to_json(each.dtype)] for each in tensors]]
+    def plain() -> Any:
+        try:
+            return to_json(optimizer.state_dict(), tensors)
+        except TypeError as error:
+            raise OptionError(f"the optimizer's state: {error}") from None
 
-    # First, as only the root finds out that its state can't be sent.
-    sent = together(comm, lambda: packed() if comm.rank == root else None)
-    state, shapes = root_value(comm, sent, "take on the state of an optimizer", root)
+    # Before any message: only the root finds out whether its state can be sent.
+    state = together(comm, lambda: plain() if comm.rank == root else None)
+    state, shapes = root_value(comm, [state, layouts(tensors)], "receive the state of an optimizer", root)
     if comm.rank != root:
-        tensors = [torch.empty(shape, dtype=from_json(dtype)) for shape, dtype in shapes]
+        tensors = empty(shapes)
     broadcast_tensors(comm, tensors, root)
     return from_json(state, tensors)
 
 
-def load_of_root(comm: MPI.Intracomm, optimizer: Optimizer, state_dict: dict[str, Any] | None) -> None:
+def load_root_state(comm: MPI.Intracomm, optimizer: Optimizer, state_dict: dict[str, Any] | None) -> None:
     """Load rank 0's state_dict into the plain optimizer of every rank. Collective.
 
     state_dict: ignored on other ranks. An error of rank 0 is raised on all ranks.
@@ -112,57 +115,9 @@ def load_of_root(comm: MPI.Intracomm, optimizer: Optimizer, state_dict: dict[str
     if comm.rank == 0:
         try:
             if state_dict is None:
-                raise OptionError("load_state_dict(None) on rank 0: its state_dict is what all ranks get")
+                raise OptionError("load_state_dict(None) on rank 0: all ranks get the state_dict of rank 0")
             optimizer.load_state_dict(state_dict)
         except Exception as refused:
             error = refused
     raise_together(comm, error)
     broadcast_state(comm, optimizer)
-
-
-def to_json(value: Any, tensors: list[Tensor] | None = None) -> Any:
-    """A value that json.dumps takes, of numbers, texts, None, dtypes, tensors, and lists, tuples and dicts of them.
-
-    tensors: gets the tensors, whose numbers the result has; without it tensors must have no axes. Reading the result
-    runs no code, as a pickle would. Raises OptionError for other types.
-    """
-    if isinstance(value, torch.dtype | torch.device):
-        return {type(value).__name__: str(value).removeprefix("torch.")}
-    if isinstance(value, Tensor) and tensors is not None:
-        tensors.append(value)
-        return {"number": len(tensors) - 1}
-    if isinstance(value, Tensor) and value.dim() == 0 and not value.is_complex():
-        return {"tensor": [to_json(value.dtype), value.item()]}
-    if isinstance(value, np.generic):
-        return to_json(value.item())
-    if isinstance(value, dict):
-        return {"dict": [[to_json(key), to_json(held, tensors)] for key, held in value.items()]}
-    if isinstance(value, list):
-        return [to_json(held, tensors) for held in value]
-    if isinstance(value, tuple) and not hasattr(value, "_fields"):  # other ranks may lack the named one
-        return {"tuple": [to_json(held, tensors) for held in value]}
-    if value is None or isinstance(value, bool | int | float | str):
-        return value
-    raise OptionError(f"the optimizer's state has a {type(value).__qualname__}, which can't be sent to other ranks")
-
-
-def from_json(value: Any, tensors: Sequence[Tensor] = ()) -> Any:
-    """The argument of `to_json`, with plain tuples and dicts. tensors: those that it has numbers of."""
-    if isinstance(value, list):
-        return [from_json(held, tensors) for held in value]
-    if not isinstance(value, dict):
-        return value
-    ((kind, held),) = value.items()
-    if kind == "number":
-        return tensors[held]
-    if kind == "dict":
-        return {from_json(key): from_json(entry, tensors) for key, entry in held}
-    if kind == "tuple":
-        return tuple(from_json(held, tensors))
-    if kind == "tensor":
-        return torch.tensor(held[1], dtype=from_json(held[0]))
-    if kind == "device":
-        return torch.device(held)
-    found = getattr(torch, held)
-    assert isinstance(found, torch.dtype)
-    return found

@@ -1,12 +1,11 @@
-"""What a trainer does when a rank fails: it goes on with the ranks that are left, or the job stops in order.
+"""Recovery of a trainer after a failure: the remaining ranks continue, or the job stops after a checkpoint.
 
 All ranks make a call of a trainer together, and they agree at its end whether all of them have completed it. If not,
-the ranks that are left form the next topology, make backend and buffers again, take on the newest state that they have
-together, and make the call again. A fit goes on where it was; other calls begin again. A call inside of another one, as
-callbacks make them, is ended by a failure, and the outermost call goes on.
+the remaining ranks form the next topology, create backend and buffers again, load the newest state that they hold
+together, and make the call again. A fit continues at its position; other calls begin again. A failure ends a call
+inside another one (made by a callback); the outermost call is made again.
 """
 
-import json
 import logging
 import time
 import zlib
@@ -15,36 +14,32 @@ from contextlib import suppress
 from functools import partial
 from typing import Any, Generic, NamedTuple, TypeVar
 
-import numpy as np
-
 from allreduce.elastic.retry import attempt, recover, retry
 from allreduce.elastic.standby import JOINED, ElasticWorld, JoiningRank
 from allreduce.errors import RankLostError
 from allreduce.topology import Topology
 from allreduce.transport import processes, ulfm
-from allreduce.transport.control import all_values, everywhere, known, root_value
+from allreduce.transport.control import all_values, everywhere, known
 from trainers.errors import ArgumentError, DivergedError
-from trainers.fit.loop import EVENTS, STEPS, Fit, PartialEpoch, Position
-from trainers.group import Owner, RankGroup, broadcast_arrays
-from trainers.state.adopt import Piece
+from trainers.fit.loop import STEPS, Fit, Position
+from trainers.group import Owner, RankGroup
+from trainers.state.adopt import Piece, newest
 from trainers.strategies.interface import Strategy
-from trainers.watching.history import Epoch, History
+from trainers.watching.history import History
 
 log = logging.getLogger("trainers")
 
 ResultT = TypeVar("ResultT")
-CHOICES = ("stop", "continue")
-MAKING = "the making of the trainer"
+ON_FAILURE = ("stop", "continue")
+CONSTRUCTION = "the construction of the trainer"
 HOW_FAR = "learn the positions of the ranks in a fit"
-HAND_OVER = "hand a fit to a joining rank"
-VALUES = "trainer.values"
 
 
 class Failure(NamedTuple):
     """Ranks that have failed together.
 
-    ranks: their ranks in MPI.COMM_WORLD. left: how many ranks went on. during: the call in which they failed, for
-    example "fit, epoch 3, step 17". seconds: until the ranks that are left had repaired.
+    ranks: their ranks in MPI.COMM_WORLD. left: the number of ranks that remained. during: the call in which they
+    failed, for example "fit, epoch 3, step 17". seconds: the duration of the recovery.
     """
 
     ranks: tuple[int, ...]
@@ -58,7 +53,7 @@ class Failure(NamedTuple):
 
 
 class Call(Generic[ResultT]):
-    """A collective call of a trainer. run: makes the call; after a failure the ranks that are left run it again."""
+    """A collective call of a trainer. run: makes the call; after a failure the remaining ranks run it again."""
 
     admits_ranks = False  # whether standby ranks may join during this call
 
@@ -66,21 +61,23 @@ class Call(Generic[ResultT]):
         self.name, self.run = name, run
 
     def open(self) -> bool:
-        """Prepare this rank to join a call that other ranks have begun. False where no rank can join it. Local."""
+        """Prepare this rank to join a call that other ranks have begun. Returns False if no rank can join it. Local."""
         return False
 
     def go_back(self) -> bool:
-        """The ranks do not have the whole state: take on an earlier one. False if there is none. Collective."""
+        """Load an earlier state, because the ranks do not have a complete one. Returns False if there is none.
+        Collective."""
         return False
 
     def rejoin(self) -> None:
-        """Come to the call's position. The ranks have equal states, those after the strategy's `steps`. Collective."""
+        """Bring this rank to the call's position. All ranks have loaded the state after `strategy.steps` steps.
+        Collective."""
 
-    def keep(self) -> None:
-        """The job stops after this: write a checkpoint from which another job can go on. Collective."""
+    def save_before_stop(self) -> None:
+        """Write a checkpoint, from which another job can resume, before the job stops. Collective."""
 
     def close(self) -> None:
-        """The call has ended, in a result or an error. Local."""
+        """Release what the call holds, after it has returned or raised. Local."""
 
     def __str__(self) -> str:
         return self.name
@@ -89,27 +86,28 @@ class Call(Generic[ResultT]):
 class Recovery:
     """Makes a trainer and its calls survive failed ranks.
 
-    failures: those so far, the same on all ranks. owns_topology: the topology was made here.
+    failures: those so far, the same on all ranks. owns_topology: whether the topology was created here.
     """
 
     def __init__(self, strategy: Strategy, on_failure: str | None) -> None:
         self._strategy, self._on_failure = strategy, on_failure
         self._continues = on_failure == "continue"
-        self._active = False  # whether the ranks outlive a failed one
+        self._active = False  # whether the other ranks survive a failed one
         self._busy = False  # inside of a call
-        self._again = False  # a call that admits standby ranks has ended; they could not find a later one
+        self._admitted = False  # a call that admits standby ranks has ended; later calls admit none
         self.failures: list[Failure] = []
         self.owns_topology = False
 
     @property
     def goes_on(self) -> bool:
-        """Whether the ranks that are left go on after a failure; otherwise the job stops in order."""
+        """Whether the remaining ranks continue after a failure; otherwise the job stops."""
         return self._active and self._continues
 
-    # The making of the trainer
+    # Construction of the trainer
 
     def make(self, topology: Topology | None, owner: Owner) -> RankGroup:
-        """Agree on the arguments, and connect the strategy. Collective over the ranks that are left when one fails.
+        """Compare the arguments of all ranks and connect the strategy; returns the group. Collective. With
+        on_failure="continue", the remaining ranks repeat it after a failure.
 
         topology: given by the user, or None for all ranks. owner: the trainer.
         """
@@ -129,7 +127,8 @@ class Recovery:
 
         connect = partial(self._connected, owner)
         try:
-            if retries and not isinstance(ranks, JoiningRank):  # the ranks that it joins are in the middle of a fit
+            # a joining rank does not retry: the other ranks are in the middle of a fit
+            if retries and not isinstance(ranks, JoiningRank):
                 group = retry(ranks, connect, advance)
             else:
                 group = attempt(ranks, partial(connect, ranks)).result()
@@ -141,7 +140,7 @@ class Recovery:
         if self._active:
             strategy.recoverable = strategy.replica.undoable = True
         if ranks is not first:
-            self._note(before, MAKING, time.monotonic() - begin)
+            self._record_failure(before, CONSTRUCTION, time.monotonic() - begin)
         return group
 
     def _connected(self, owner: Owner, ranks: Topology) -> RankGroup:
@@ -149,97 +148,99 @@ class Recovery:
         strategy = self._strategy
         group: RankGroup | None = None
         row = f"{strategy.describe()}, on_failure={self._on_failure!r}"
-        error = strategy.refusal(ranks, self._continues) or self._refusal(ranks)
+        error = strategy.argument_error(ranks, self._continues) or self._on_failure_error(ranks)
         try:
             ranks.agree([zlib.crc32(row.encode())], row, error)
             group = RankGroup(ranks, owner)
             strategy.connect(group)
             group.close_owner_first()
         except Exception as met:
-            if group is not None and everywhere(met, ranks.world):  # so all ranks come to the close
+            # all ranks have this error, so `close` can be collective
+            if group is not None and everywhere(met, ranks.world):
                 strategy.closed = True
                 group.release()
                 strategy.close()
             raise
         return group
 
-    def _refusal(self, ranks: Topology) -> ArgumentError | None:
-        """Why on_failure=... can't be had on these ranks, if it can't. Local."""
+    def _on_failure_error(self, ranks: Topology) -> ArgumentError | None:
+        """Return the error if `on_failure` is invalid or not possible on these ranks, or None. Local."""
         on_failure, replica = self._on_failure, self._strategy.replica
-        if on_failure is not None and on_failure not in CHOICES:
-            return ArgumentError(f"on_failure={on_failure!r} is unknown; use one of {', '.join(CHOICES)}, or None")
+        if on_failure is not None and on_failure not in ON_FAILURE:
+            return ArgumentError(f"on_failure={on_failure!r} is unknown; use one of {', '.join(ON_FAILURE)}, or None")
         if on_failure != "continue" or ranks.size == 1:
             return None
         if not ulfm.in_force():
             return ArgumentError(
-                'on_failure="continue" needs an MPI that lets the others live when a rank is lost: Open MPI 5, '
-                "started as mpirun --with-ft ulfm -n 4 python ...; otherwise leave it out, and go on from a checkpoint "
-                "(resume=True)"
+                'on_failure="continue" needs an MPI in which the other ranks survive a failed one: Open MPI 5, '
+                "started as mpirun --with-ft ulfm -n 4 python ...; otherwise leave it out, and resume from a "
+                "checkpoint (resume=True)"
             )
         if replica.device != "cpu":
             return ArgumentError(f'on_failure="continue" works on the CPU, and this replica is on {replica.device}')
         if not self._strategy.rebuildable:
             return ArgumentError(
-                f'on_failure="continue": {self._strategy.describe()}: its backend has no recipe by which it can be '
-                "made again on other ranks; make it with allreduce.create(), or give its name"
+                f'on_failure="continue": {self._strategy.describe()}: its backend has no config from which it can be '
+                "created on other ranks; make it with allreduce.create(), or give its name"
             )
         return None
 
     # Calls
 
     def run(self, call: Call[ResultT]) -> ResultT:
-        """The result of a call; its error is raised on all ranks. Collective.
+        """Make a call, with recovery after failures, and return its result. An error is raised on all ranks.
+        Collective.
 
-        Raises RankLostError where the job stops, and where the ranks that are left do not have a whole state.
+        Raises RankLostError if the job stops, or if the remaining ranks do not hold a complete state.
         """
         if not self._active or self._busy:
             return call.run()
         self._busy = True
         try:
-            self._warn_of_empty_places(call)
+            self._warn_of_used_standby_ranks(call)
             topology = self._strategy.group.topology
             if isinstance(topology, JoiningRank) and call.open():
                 topology = self._recover(call, topology)
             return retry(topology, lambda _: call.run(), partial(self._recover, call))
         finally:
             self._busy = False
-            self._again |= call.admits_ranks
+            self._admitted |= call.admits_ranks
 
-    def _warn_of_empty_places(self, call: Call[ResultT]) -> None:
-        """Warn before a second fit, in which no standby rank takes the place of a failed rank. Local."""
+    def _warn_of_used_standby_ranks(self, call: Call[ResultT]) -> None:
+        """Warn before a second fit, in which no standby rank replaces a failed one. Local."""
         group = self._strategy.group
-        if call.admits_ranks and self._again and group.rank == 0 and isinstance(group.topology, ElasticWorld):
+        if call.admits_ranks and self._admitted and group.rank == 0 and isinstance(group.topology, ElasticWorld):
             log.warning(
-                "trainers: a rank that is lost in this fit leaves its place empty: ranks that wait take places in the "
-                "first fit only"
+                "trainers: a rank that fails in this fit is not replaced: standby ranks join in the first fit only"
             )
 
     def _recover(self, call: Call[ResultT], topology: Topology) -> Topology:
-        """Go on with the ranks that are left, and with those that join. Returns their topology. Collective."""
+        """Recover from a failure on the remaining and joining ranks; returns their topology. Collective."""
         strategy, begin = self._strategy, time.monotonic()
-        joins, admit = isinstance(topology, JoiningRank), call.admits_ranks and not self._again
+        joins, admit = isinstance(topology, JoiningRank), call.admits_ranks and not self._admitted
         before, during = processes.world_ranks(topology.world), str(call)
 
         def repair(topology: Topology) -> None:
             nonlocal before, during
             self._repair(call, topology, joins)
-            before, during = self._tell_joining(before, during)
+            before, during = self._inform_joining_ranks(before, during)
             if not self._continues:
-                call.keep()
+                call.save_before_stop()
 
         def end() -> None:
             strategy.commit()
-            self._note(before, during, time.monotonic() - begin)
+            self._record_failure(before, during, time.monotonic() - begin)
 
         try:
             topology = recover(topology, repair, partial(self._advance, admit))
         except Exception as error:
-            if everywhere(error, strategy.group.topology.world):  # the ranks go on; it is the call that has failed
+            # all ranks have this error: the recovery worked, the call did not
+            if everywhere(error, strategy.group.topology.world):
                 end()
             raise
         end()
         if not self._continues:
-            why = self.failures[-1] if self.failures else f"ranks did not come together in {during}, but none is lost"
+            why = self.failures[-1] if self.failures else f"not all ranks completed {during}, but none has failed"
             raise known(RankLostError(f'{why}; the job stops (on_failure="stop")'), topology.world)
         return topology
 
@@ -247,16 +248,16 @@ class Recovery:
         """Keep this rank's pieces of the state, and form the next topology. Collective."""
         group, strategy = self._strategy.group, self._strategy
         group.abandon()
-        strategy.replica.undo()  # a batch of a step that was not taken
+        strategy.replica.undo()  # undo a batch whose step was not finished
         strategy.rescue()
         group.topology = topology.survivors(admit)
         self.owns_topology = True
         return group.topology
 
     def _repair(self, call: Call[ResultT], topology: Topology, joins: bool) -> None:
-        """Take on the newest state, and come to the call's position. Collective.
+        """Load the newest state, and bring all ranks to the call's position. Collective.
 
-        joins: this rank has joined since the call began, so it has no state when another rank fails in the repair.
+        joins: this rank has joined since the call began, so it has no state if another rank fails during the recovery.
         """
         strategy, group = self._strategy, self._strategy.group
         joined = all_values(topology.world, joins, "learn which ranks join")
@@ -269,13 +270,13 @@ class Recovery:
         strategy.divide()
         call.rejoin()
 
-    def _tell_joining(self, before: tuple[int, ...], during: str) -> tuple[tuple[int, ...], str]:
-        """The ranks before the failure and their call; joining ranks learn both from the others. Collective."""
+    def _inform_joining_ranks(self, before: tuple[int, ...], during: str) -> tuple[tuple[int, ...], str]:
+        """Return the ranks before the failure and their call; joining ranks receive both. Collective."""
         group = self._strategy.group
         if JOINED not in group.previous:
             return before, during
-        sides = all_values(group.comm, [before, during, self.failures], "tell joining ranks of the failures")
-        ranks, during, failures = next(side for side, old in zip(sides, group.previous, strict=True) if old != JOINED)
+        infos = all_values(group.comm, [before, during, self.failures], "inform joining ranks of the failures")
+        ranks, during, failures = next(info for info, old in zip(infos, group.previous, strict=True) if old != JOINED)
         if group.previous[group.rank] == JOINED:
             self.failures = [Failure(tuple(failed), *rest) for failed, *rest in failures]
         return tuple(ranks), during
@@ -284,16 +285,16 @@ class Recovery:
         way = "this fit has no checkpoint to go back to; fit(..., checkpoint=...) writes some"
         if not call.admits_ranks:
             way = (
-                "only a fit goes back to its last checkpoint: go on with fit(..., checkpoint=folder, resume=True), by "
-                "another trainer on trainer.topology, or by another job"
+                "only a fit goes back to its last checkpoint: continue with fit(..., checkpoint=folder, resume=True), "
+                "by another trainer on trainer.topology, or by another job"
             )
         text = f"a rank was lost in {call} that alone had a part of the optimizer's state, and {way}"
         return known(RankLostError(text), self._strategy.group.topology.world)
 
-    def _note(self, before: tuple[int, ...], during: str, seconds: float) -> None:
-        """Add the failure to `failures`, and log it where the ranks that are left go on. Local.
+    def _record_failure(self, before: tuple[int, ...], during: str, seconds: float) -> None:
+        """Add the failure to `failures`, and log it if the remaining ranks continue. Local.
 
-        before: the ranks before the failure, in MPI.COMM_WORLD. during: the call. seconds: that the repair took.
+        before: the ranks before the failure, in MPI.COMM_WORLD. during: the call. seconds: of the recovery.
         """
         group = self._strategy.group
         left = processes.world_ranks(group.topology.world)
@@ -308,7 +309,7 @@ class Recovery:
                 log.warning("trainers: rank%s %s joined", "s" * (len(joined) > 1), ", ".join(map(str, joined)))
 
     def __str__(self) -> str:
-        """What happens when a rank fails, in words that the command line prints at the start."""
+        """Describe what happens when a rank fails; the command line prints this at the start."""
         if self._strategy.group.size == 1:
             return "there are no others to go on"
         if not ulfm.in_force():
@@ -319,14 +320,14 @@ class Recovery:
         return f"the others go on{back}"
 
 
-# The calls that a failure does not simply repeat
+# Calls that a failure does not simply repeat
 
 
 class FitCall(Call[History]):
-    """A fit, which goes on where it was when a rank fails. begin: makes the fit; collective.
+    """A fit, which continues at its position after a failure. begin: creates the Fit; collective.
 
-    - The ranks do all parts of a step, and of the end of an epoch, together. So they are at most one part apart.
-    - A rank that is behind takes the logs and flags of the part from a rank that has done it, and calls its callbacks.
+    - The ranks complete each step, and each stage after the steps, together. So they are at most one of these apart.
+    - A rank that is behind takes the logs and flags from a rank that is ahead, and calls its own callbacks.
     """
 
     admits_ranks = True
@@ -342,7 +343,7 @@ class FitCall(Call[History]):
         return self._fit.run()
 
     def open(self) -> bool:
-        self._strategy.group.rank = JOINED  # until `replace` numbers it, so that callbacks do not take it for rank 0
+        self._strategy.group.rank = JOINED  # until `RankGroup.replace`, so that callbacks do not treat it as rank 0
         self._fit = self._begin()
         self._fit.open_to_join()
         return True
@@ -357,96 +358,84 @@ class FitCall(Call[History]):
         return f"fit, epoch {self._fit.position.epoch + 1}, step {self._fit.position.step + 1}"
 
     def rejoin(self) -> None:
-        """Come to the position of the rank that is ahead of all others. Collective."""
+        """Bring all ranks to the position of the rank that is furthest ahead. Collective."""
         fit, strategy, group = self._fit, self._strategy, self._strategy.group
-        if not all(all_values(group.comm, fit is not None and fit.begun, HOW_FAR)):  # nothing was trained: begin again
+        # a rank has no fit yet, so nothing was trained: begin again
+        if not all(all_values(group.comm, fit is not None and fit.begun, HOW_FAR)):
             self.close()
             self._fit = None
             return
         assert fit is not None
-        fit.batches.divide(strategy.part, strategy.parts)
+        fit.batches.set_part(strategy.part, strategy.parts)
         if group.previous[group.rank] != JOINED:
-            move(fit, strategy.steps - fit.taken)
+            move_position(fit, strategy.steps - fit.taken)
         fit.taken = strategy.steps
-        sides = all_values(group.comm, side_of(fit), HOW_FAR)
-        catch_up(fit, sides)
+        infos = all_values(group.comm, recovery_info(fit), HOW_FAR)
+        catch_up(fit, infos)
         if JOINED in group.previous:
-            hand_over(fit, group.previous)
-        fit.guarded(fit.callbacks.ranks_change)
+            send_progress(fit, group.previous[group.rank] == JOINED)
+        fit.keep_error(fit.callbacks.ranks_change)
         if fit.saver is not None:
-            fit.saver.rejoin([side["saver"] for side in sides])
-        fit.meter.look_again()
+            fit.saver.rejoin([info["saver"] for info in infos])
+        fit.meter.check_all()
 
     def go_back(self) -> bool:
         fits = all_values(self._strategy.group.comm, self._fit is not None and self._fit.begun, HOW_FAR)
         return all(fits) and self._fit is not None and self._fit.go_back()
 
-    def keep(self) -> None:
+    def save_before_stop(self) -> None:
         if self._fit is not None:
             self._fit.save_now()
 
 
-def side_of(fit: Fit) -> dict[str, Any]:
-    """What this rank tells the others of a fit, as JSON can hold it. Local."""
+def recovery_info(fit: Fit) -> dict[str, Any]:
+    """Return this rank's position, logs and flags of a fit, as JSON types, for `catch_up`. Local."""
     return {
         "position": fit.position,
         "logs": fit.logs,
         "stop": [fit.stopped, fit.strategy.stop_training],
-        "heard": fit.callbacks.heard(),
+        "called": fit.callbacks.called(),
         "asks": fit.callbacks.asks,
-        "saver": None if fit.saver is None else fit.saver.side(),
+        "saver": None if fit.saver is None else fit.saver.recovery_info(),
     }
 
 
-def move(fit: Fit, gained: int) -> None:
-    """Count `gained` more steps, of which this rank has the state and `measured` of the last one. Local."""
+def move_position(fit: Fit, gained: int) -> None:
+    """Move the fit's position by `gained` steps (-1, 0 or 1), to match the state that was loaded. Local."""
     if gained > 0:
-        fit.hear_flags()
-        with suppress(DivergedError):  # which all ranks see together, at the end
+        fit.read_flags()
+        with suppress(DivergedError):  # all ranks raise it together later, in `check_all`
             fit.end_step()
     elif gained < 0:
         fit.step_back()
 
 
-def catch_up(fit: Fit, sides: list[dict[str, Any]]) -> None:
-    """Come to the position of the rank that is ahead. sides: `side_of` of all ranks. Local, the same on all ranks."""
-    ahead = max(sides, key=lambda side: side["position"])
+def catch_up(fit: Fit, infos: list[dict[str, Any]]) -> None:
+    """Set the fit's position, logs and flags to those of the rank that is ahead. Local, the same on all ranks.
+
+    infos: `recovery_info` of every rank.
+    """
+    ahead = max(infos, key=lambda info: info["position"])
     position = Position(*ahead["position"])
     if fit.position < position:
         fit.position = position
-        if position.part != STEPS:
+        if position.stage != STEPS:
             fit.logs = ahead["logs"]
         fit.stopped, fit.strategy.stop_training = ahead["stop"]
-    fit.asks = any(side["asks"] for side in sides)
-    fit.callbacks.tell_again((tuple(event), heard) for event, heard in (side["heard"] for side in sides))
+    fit.asks = any(info["asks"] for info in infos)
+    fit.callbacks.repeat((tuple(event), called) for event, called in (info["called"] for info in infos))
 
 
-def hand_over(fit: Fit, previous: tuple[int, ...]) -> None:
-    """Give joining ranks the history and the callbacks' state of the other ranks. Collective.
-
-    previous: as of RankGroup.
-    """
-    comm = fit.strategy.group.comm
-    joins = previous[comm.rank] == JOINED
-    lead = next(rank for rank, old in enumerate(previous) if old != JOINED)
-    begun = fit.epoch_so_far()
-    epochs = (
-        [] if joins else json.loads(json.dumps([each.as_dict() for each in fit.history], default=np.ndarray.tolist))
-    )
-    told = [epochs, begun.seconds, begun.rows]
-    history, seconds, rows = root_value(comm, told, HAND_OVER, lead)
-    arrays = {} if joins else {VALUES: begun.measured, **fit.callbacks.state()}
-    arrays = broadcast_arrays(comm, arrays, lead, HAND_OVER)
+def send_progress(fit: Fit, joins: bool) -> None:
+    """Give joining ranks the state of the fit on another rank. Collective. joins: this rank has joined."""
+    found = newest(fit.group.comm, [] if joins else [Piece(0, 0, 0, 1, {}, fit.state())], length=1)
+    assert found is not None
     if joins:
-        position, epochs = fit.position, [Epoch.of_dict(epoch) for epoch in history]
-        ended = position.part > EVENTS  # and the callbacks were told
-        fit.history[:] = epochs if ended else epochs[: position.epoch]
-        fit.join(PartialEpoch(position.epoch, position.step, seconds, arrays.pop(VALUES), rows))
-        fit.guarded(lambda: fit.callbacks.load_state(arrays))
+        fit.join(found.state)
 
 
 class EditCall(Call[None]):
-    """A change of the parameters, made on all ranks that are left or on none. change: of the user's."""
+    """An `edit` of the parameters, made on all remaining ranks or on none. change: the user's function."""
 
     def __init__(self, strategy: Strategy, change: Callable[[], object]) -> None:
         super().__init__("edit", self._run)

@@ -1,10 +1,10 @@
 """SIGTERM, which clusters send before the time of a job runs out: the trainer writes a checkpoint, and the job ends.
 
 The signal may come to all ranks or to one of them (`mpirun` and `srun` pass it on to all). During a fit, a rank that
-gets the signal asks all ranks to stop after the step, by the flag that travels with the gradients. They write a
-checkpoint, where `fit` writes some, and every rank ends with exit code 143 (128 + 15), as a program does that the
-signal has ended: so `train && evaluate` does not go on with half a model, and a script that starts the job again sees
-that it is not complete. Outside of a fit, and where the program has a handler of its own, nothing changes.
+gets the signal asks all ranks to stop after the step, by the flag that is sent with the gradients. They write a
+checkpoint, where `fit` writes some, and every rank ends with exit code 143 (128 + 15), like a program that the signal
+ended. So `train && evaluate` does not evaluate an unfinished model, and a script that restarts the job sees that it is
+not complete. Outside of a fit, and where the program has a handler of its own, nothing changes.
 """
 
 import functools
@@ -48,7 +48,8 @@ class Terminated(SystemExit):
 
 
 class Terminating(Callback):
-    """In this block SIGTERM does not end the program; `here` and `asked` tell of it. Local, in the main thread.
+    """Context manager: in its block SIGTERM does not end the program; `here` and `asked` report it. Local; works in the
+    main thread only.
 
     comm: a communicator of the ranks that train together, for `asked`, for example `topology.world`.
 
@@ -67,19 +68,19 @@ class Terminating(Callback):
 
     def __init__(self, comm: MPI.Intracomm | None = None) -> None:
         self._comm = comm
-        self.heard = False  # all ranks know that it has come to one of them
+        self.known = False  # all ranks know that a rank has received the signal
         self._entered = False
 
     @property
     def here(self) -> bool:
-        """Whether the signal has come to this rank, in this block. Local."""
+        """Whether this rank has received the signal in this block. Local."""
         return self._entered and any(_here)
 
     def asked(self) -> bool:
-        """Whether the signal has come to any rank. Collective; it costs an all-reduce of one number."""
+        """Whether any rank has received the signal. Collective: an all-reduce of one number."""
         comm = self.trainer.group.comm if self._comm is None else self._comm
-        self.heard = bool(combine(comm, np.array([self.here], np.int64), "hear of SIGTERM", MPI.MAX)[0])
-        return self.heard
+        self.known = bool(combine(comm, np.array([self.here], np.int64), "learn of SIGTERM", MPI.MAX)[0])
+        return self.known
 
     def __enter__(self) -> "Terminating":
         free = bool(_here) or signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
@@ -97,13 +98,13 @@ class Terminating(Callback):
         self._entered = False
         _here.pop()
         if _here:
-            _here[-1] |= came and not self.heard
+            _here[-1] |= came and not self.known
             return
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        if came and not self.heard:  # nobody has looked since
+        if came and not self.known:  # the program has not asked for it since
             if kind is None:
                 os.kill(os.getpid(), signal.SIGTERM)
-            else:  # the error is told first; where it is caught, the next block hears of the signal
+            else:  # the error comes first; if the program catches it, the next block reports the signal
                 _missed.append(True)
 
     def on_train_batch_end(self, batch: int, logs: Logs | None = None) -> None:
@@ -157,9 +158,9 @@ def stops_at_sigterm(fit: Callable[P, ResultT]) -> Callable[P, ResultT]:
         users: Any = options.get("callbacks", ())
         with Terminating() as sigterm:
             if isinstance(users, list | tuple):
-                options["callbacks"] = (sigterm, *users)  # first, so that no other one's error keeps a rank from it
+                options["callbacks"] = (sigterm, *users)  # first, so that an error in another callback does not skip it
             result = fit(*args, **options)
-            if sigterm.heard:
+            if sigterm.known:
                 raise _terminated(args[0], options.get("checkpoint"))
         return result
 
@@ -167,11 +168,11 @@ def stops_at_sigterm(fit: Callable[P, ResultT]) -> Callable[P, ResultT]:
 
 
 def _terminated(trainer: Any, checkpoint: Any) -> Terminated:
-    """The error that all ranks raise; rank 0 prints it."""
+    """Return the error that all ranks raise; rank 0 prints it."""
     folder = getattr(checkpoint, "folder", checkpoint)
     kept = "there is no checkpoint of it; fit(..., checkpoint=...) writes one (--checkpoint)"
     if folder is not None:
-        kept = f"its newest checkpoint is in {folder}; resume=True (--resume) goes on from there"
+        kept = f"its newest checkpoint is in {folder}; resume=True (--resume) continues from there"
     error = Terminated(f"SIGTERM: the training has been stopped; {kept}")
     error.ranks = processes.world_ranks(trainer.group.comm)
     if trainer.rank == 0:

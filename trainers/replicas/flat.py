@@ -1,6 +1,6 @@
-"""A framework's optimizer on all parameters, or on a slice of them in flat memory; and a replica with one.
+"""FlatOptimizer: a framework's optimizer, on all parameters or on a flat slice. FlatReplica: a replica with one.
 
-So the ranks can divide the update: each has the optimizer's state of its own slice only.
+With slices the ranks can divide the update: each has only the optimizer state of its own slice.
 """
 
 import itertools
@@ -16,7 +16,7 @@ from trainers.replica import Replica, reserved
 
 
 class Layout:
-    """Arrays one after the other in flat memory. parts: the slice of each; length: of all of them."""
+    """Layout of arrays in flat memory. parts: the slice of each array. length: the total number of elements."""
 
     def __init__(self, shapes: Iterable[Sequence[int]]) -> None:
         self._shapes = [tuple(shape) for shape in shapes]
@@ -25,21 +25,21 @@ class Layout:
         self.length = ends[-1]
 
     def views(self, flat: Any) -> list[Any]:
-        """The arrays in `flat`: views of NumPy memory, or slices of a JAX array."""
+        """Return the arrays in `flat`: views of NumPy memory, or slices of a JAX array."""
         return [flat[part].reshape(shape) for part, shape in zip(self.parts, self._shapes, strict=True)]
 
     def write(self, arrays: Iterable[Any], flat: np.ndarray) -> None:
-        """Copy arrays into flat NumPy memory, once; JAX's are waited for. None stands for zeros."""
+        """Copy arrays into flat NumPy memory; None is written as zeros. Waits for JAX arrays."""
         for array, view in zip(arrays, self.views(flat), strict=True):
             np.copyto(view, 0 if array is None else np.asarray(array))
 
 
 class FlatOptimizer(ABC):
-    """An optimizer on the arrays of a layout, or on a slice of the flat parameters; its state has named entries.
+    """Base of optimizers on all arrays of a layout, or on a slice of the flat parameters. The state has named entries.
 
-    names: of the entries. elementwise: those with one number for each parameter; a framework has such an entry as one
-        array for each of the layout's, or as one array for the slice. All other entries are one array.
-    part: the slice whose state is here; None when it is that of all parameters.
+    names: of the entries. elementwise: the entries with one number per parameter: one array per array of the layout, or
+        one array for the slice. Every other entry is a single array.
+    part: the slice whose state this object holds; None for all parameters.
     """
 
     part: slice | None = None
@@ -49,40 +49,40 @@ class FlatOptimizer(ABC):
         self.layout, self.names, self.elementwise = layout, tuple(names), tuple(elementwise)
 
     @abstractmethod
-    def refusal(self) -> str:
-        """Why the optimizer can't work on slices; "" if it can."""
+    def slice_error(self) -> str:
+        """Return why the optimizer can't work on slices, as text; "" if it can."""
 
     @abstractmethod
     def entries(self, names: Collection[str]) -> Mapping[str, list[Any]]:
-        """The framework's arrays of these entries."""
+        """Return the framework's arrays of these entries."""
 
     @staticmethod
     @abstractmethod
     def on_host(array: Any, /) -> np.ndarray:
-        """One of the framework's arrays as a file can hold it; may be a view, and read-only."""
+        """Return one of the framework's arrays as a NumPy array for a file. It may be a view, and read-only."""
 
     @abstractmethod
     def write(self, part: slice | None, entries: Mapping[str, list[np.ndarray]]) -> None:
-        """Make the state that of a slice, or of all parameters, from copies of these arrays."""
+        """Set the state of a slice, or of all parameters (None), to copies of these arrays."""
 
     @property
     @abstractmethod
     def learning_rates(self) -> list[float]:
-        """Those that can be set."""
+        """The learning rates that can be set."""
 
     @learning_rates.setter
     @abstractmethod
     def learning_rates(self, rates: Sequence[float]) -> None: ...
 
-    def narrow(self, part: slice) -> None:
+    def restrict(self, part: slice) -> None:
         """Reduce the state to that of a slice."""
         if self.part != part:
-            self.widen()
+            self.extend()
             entries = self.entries(self.names)
             self.write(part, {name: [self._cut(name, arrays, part)] for name, arrays in entries.items()})
 
     def _cut(self, name: str, arrays: list[Any], part: slice) -> np.ndarray:
-        """The elements of a slice, of an entry of all parameters."""
+        """Return the elements of a slice, from an entry of all parameters."""
         if name not in self.elementwise:
             return self.on_host(arrays[0])
         pieces = [self.on_host(arrays[0]).reshape(-1)[:0]]
@@ -92,13 +92,13 @@ class FlatOptimizer(ABC):
                 pieces.append(self.on_host(array).reshape(-1)[start - own.start : stop - own.start])
         return np.concatenate(pieces)
 
-    def widen(self) -> None:
-        """Have the state of all parameters again, zero outside of this slice."""
+    def extend(self) -> None:
+        """Extend the state to all parameters, with zeros outside of the current slice."""
         if self.part is not None:
             self.load(self.pack({}))
 
     def pack(self, memory: dict[str, np.ndarray], without: Collection[str] = ()) -> dict[str, np.ndarray]:
-        """Copies of the state in `memory`, by name; zero outside of this slice."""
+        """Return copies of the state by name, zero outside of the current slice. memory: see Replica.snapshot."""
         held = {}
         for name, entry in self.entries([name for name in self.names if name not in without]).items():
             arrays = [self.on_host(array) for array in entry]
@@ -113,25 +113,27 @@ class FlatOptimizer(ABC):
                 whole[self.part] = arrays[0]
         return held
 
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Return the shape of each array that `pack` returns and `load` takes."""
+        whole = (self.layout.length,)
+        entries = self.entries(self.names).items()
+        return {name: whole if name in self.elementwise else self.on_host(each[0]).shape for name, each in entries}
+
     def load(self, arrays: Mapping[str, np.ndarray]) -> None:
-        """Load what `pack` gave, as the state of all parameters. ModelFileError when it is of another model."""
-        made = {}
-        for name, entry in self.entries(self.names).items():
-            elementwise = name in self.elementwise
-            shape = (self.layout.length,) if elementwise else self.on_host(entry[0]).shape
-            if name not in arrays or arrays[name].shape != shape:
-                found = f"{arrays[name].shape}" if name in arrays else "missing"
-                raise ModelFileError(f"the saved model is another one: {name} is {found} there and {shape} here")
-            made[name] = self.layout.views(arrays[name]) if elementwise else [arrays[name]]
-        self.write(None, made)
+        """Load a result of `pack` as the state of all parameters."""
+        cut = {name: self.layout.views(arrays[name]) for name in self.elementwise}
+        self.write(None, {name: cut.get(name) or [arrays[name]] for name in self.names})
 
     def elements(self, name: str) -> np.ndarray:
-        """An elementwise entry, of the slice alone."""
+        """Return an elementwise entry of the current slice."""
         return self.on_host(self.entries([name])[name][0])
 
 
 class FlatReplica(Replica):
-    """A replica with a FlatOptimizer. The subclass makes the optimizer and `_buffer`, the memory of the gradients."""
+    """A replica with a FlatOptimizer. The subclass sets `_optimizer`, and `_buffer`, the memory of the gradients.
+
+    `state` is built from `_parameters_into`, `_others` and the optimizer; `load_state` calls `_load_rest`.
+    """
 
     _optimizer: FlatOptimizer
     _buffer: Any
@@ -159,32 +161,67 @@ class FlatReplica(Replica):
 
     def bind(self, buffer: Any) -> None:
         self._check_buffer("gradient", buffer)
-        self._optimizer.widen()
+        self._optimizer.extend()
         self._buffer = buffer
 
     def bind_parameters(self, buffer: Any) -> None:
         self._check_buffer("parameter", buffer)
-        if reason := self._optimizer.refusal():
+        if reason := self._optimizer.slice_error():
             raise ArgumentError(reason)
-        self._optimizer.widen()
-        self._move(buffer)
+        self._optimizer.extend()
+        self._move_parameters(buffer)
 
     @abstractmethod
-    def _move(self, buffer: Any) -> None:
-        """Leave the parameters in `buffer`, and train them there from now on."""
+    def _move_parameters(self, buffer: Any) -> None:
+        """Copy the parameters into `buffer`, and train them there from now on."""
 
     def state(self) -> dict[str, np.ndarray]:
         return self.snapshot({})
 
+    def snapshot(self, memory: dict[str, np.ndarray], without: Collection[str] = ()) -> dict[str, np.ndarray]:
+        held = {}
+        if "parameters" not in without:
+            dtype = np.dtype("float32" if self.gradient_dtype == "bfloat16" else self.gradient_dtype)
+            held["parameters"] = reserved(memory, "parameters", (self._optimizer.layout.length,), dtype)
+            self._parameters_into(held["parameters"])
+        for name, array in self._others().items():
+            if name not in without:
+                held[name] = reserved(memory, name, array.shape, array.dtype)
+                np.copyto(held[name], array)
+        return held | self._optimizer.pack(memory, without)
+
+    @abstractmethod
+    def _parameters_into(self, flat: np.ndarray) -> None:
+        """Copy all trained parameters into flat memory on the host, bfloat16 as float32."""
+
+    def _others(self) -> dict[str, np.ndarray]:
+        """Return the rest of the state, besides the parameters and the optimizer's; may be views."""
+        return {}
+
+    def load_state(self, state: dict[str, np.ndarray]) -> None:
+        here = {"parameters": (self._optimizer.layout.length,), **self._optimizer.shapes()}
+        here |= {name: array.shape for name, array in self._others().items()}
+        there = {name: array.shape for name, array in state.items()}
+        for name in {**here, **there}:
+            if here.get(name) != there.get(name):
+                shapes = f"{there.get(name, 'missing')} there and {here.get(name, 'missing')} here"
+                raise ModelFileError(f"the saved model is another one: {name} is {shapes}")
+        self._optimizer.load(state)
+        self._load_rest(state)
+
+    @abstractmethod
+    def _load_rest(self, state: Mapping[str, np.ndarray]) -> None:
+        """Load the parameters and the rest of a checked state; the optimizer has loaded its part already."""
+
     def elements(self, name: str, part: slice) -> np.ndarray:
-        if self._optimizer.part == self._own(part):
+        if self._optimizer.part == self._parameters_in(part):
             return self._optimizer.elements(name)
         return super().elements(name, part)
 
-    def _own(self, part: slice) -> slice:
-        """The part of a slice that lies in the optimizer's parameters, which statistics follow."""
+    def _parameters_in(self, part: slice) -> slice:
+        """Return the part of a slice that lies in the trained parameters."""
         return slice(*(min(end, self._optimizer.layout.length) for end in (part.start, part.stop)))
 
     def _statistics_in(self, part: slice) -> slice:
-        """The rest of the slice."""
+        """Return the part of a slice that lies in the statistics, which follow the parameters."""
         return slice(*(max(end, self._optimizer.layout.length) for end in (part.start, part.stop)))

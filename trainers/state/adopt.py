@@ -1,15 +1,15 @@
-"""The state of a model in training: the pieces of it that ranks have, and the one way in which all ranks take it on.
+"""Loads a state of a model on all ranks: each rank offers pieces of states, and `adopt` loads the newest complete one.
 
-Whatever a state comes from (rank 0, a model file, a checkpoint, a backup, the ranks that are left), ranks offer pieces
-of it, and `adopt` gives all ranks the newest state that these pieces make up.
+The pieces may come from rank 0, a model file, a checkpoint, a backup, or the ranks that remain after a failure.
 
-A state belongs to a step: it is what the model has become after so many steps. Where every rank updates a slice, ranks
-may be one step apart when they hear of a failure. So a piece says for which steps it is good.
+A state belongs to a step: it is the state of the model after that number of steps. Where every rank updates a slice,
+ranks may be one step apart when they learn of a failure. So a piece names the steps for which it is valid.
 """
 
 import json
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -24,14 +24,15 @@ from trainers.replica import Replica
 log = logging.getLogger("trainers")
 
 Arrays = dict[str, np.ndarray]
-RATES = "trainer.learning_rates"  # what may travel with a replica's state: its learning rates
-ADOPT = "take on a state"
+RATES = "trainer.learning_rates"  # optional entry of a state: the learning rates
+ADOPT = "load a state"
 
 
 class Piece(NamedTuple):
-    """Elements `start` to `stop` of a state, good for steps `first` to `last`, between which nothing was updated.
+    """Elements `start` to `stop` of a state, valid for steps `first` to `last`, between which nothing was updated.
 
     sliced: those elements of arrays that are as long as the state, by name. rest: arrays that have no slices.
+    serial: counts replacements of the state (loads, edits); of two states of one step the higher is the newer.
     """
 
     first: int
@@ -40,9 +41,15 @@ class Piece(NamedTuple):
     stop: int
     sliced: Arrays
     rest: Arrays
+    serial: int = 0
+
+    @property
+    def offer(self) -> "Offer":
+        """The fields by which pieces are selected."""
+        return self.first, self.last, self.serial, self.start, self.stop
 
 
-class Choice(NamedTuple):
+class Selection(NamedTuple):
     """The step of the newest state, and its pieces in order: (rank, number of the piece there)."""
 
     step: int
@@ -50,140 +57,163 @@ class Choice(NamedTuple):
 
 
 class Found(NamedTuple):
-    """The newest state that the ranks have whole, on every rank: its step, its pieces in order, whose these are."""
+    """The newest complete state, on every rank: its step, and its pieces in order."""
 
     step: int
     pieces: list[Piece]
-    owners: list[int]
 
     @property
     def state(self) -> Arrays:
-        """All arrays of the state. What has no slices is the first piece's."""
+        """All arrays of the state. Arrays that have no slices are those of the first piece."""
         names = self.pieces[0].sliced
         sliced = {name: np.concatenate([piece.sliced[name] for piece in self.pieces]) for name in names}
         return {**self.pieces[0].rest, **sliced}
 
 
 class Target(Protocol):
-    """Takes on states together with other ranks: a trainer's strategy; see trainers.strategies.interface."""
+    """The part of a strategy that `adopt` uses; trainers.strategies.interface.Strategy documents the methods."""
 
     replica: Replica
     group: RankGroup
 
     def check_edits(self) -> None: ...
 
-    def whole(self, state: Mapping[str, np.ndarray]) -> Arrays: ...
+    def gather_state(self, state: Mapping[str, np.ndarray]) -> Arrays: ...
 
     def complete(self) -> None: ...
 
-    def take_on(self, step: int, state: Arrays) -> None: ...
+    def begin_change(self) -> None: ...
 
-    def share(self) -> None: ...
+    def load_state(self, step: int, state: Arrays) -> None: ...
+
+    def synchronize_state(self) -> None: ...
 
 
-Offer = tuple[int, int, int, int]  # the first numbers of a Piece
+Offer = tuple[int, int, int, int, int]  # a Piece's first, last, serial, start and stop
 
 
-def choose(offers: Sequence[Sequence[Offer]], length: int) -> Choice | None:
-    """The newest step of whose state all `length` elements are offered; None for none. offers: those of every rank."""
-    steps = {step for rank in offers for first, last, *_ in rank for step in (first, last)}
-    for step in sorted(steps, reverse=True):
-        pieces = _covering(offers, length, step)
+def select(offers: Sequence[Sequence[Offer]], length: int) -> Selection | None:
+    """Select the newest state of which the offers cover all `length` elements; None if there is none.
+
+    offers: of every rank. Pieces of one state have the same serial.
+    """
+    states = {(step, serial) for rank in offers for first, last, serial, *_ in rank for step in (first, last)}
+    for step, serial in sorted(states, reverse=True):
+        pieces = _covering(offers, length, step, serial)
         if pieces is not None:
-            return Choice(step, pieces)
+            return Selection(step, pieces)
     return None
 
 
-def _covering(offers: Sequence[Sequence[Offer]], length: int, step: int) -> list[tuple[int, int]] | None:
-    """Pieces for a step, one behind the other; of equal ones the one that its rank has named first."""
+def _covering(offers: Sequence[Sequence[Offer]], length: int, step: int, serial: int) -> list[tuple[int, int]] | None:
+    """Return adjacent pieces of a state that cover it, or None; of equal pieces the first in its rank's list."""
     fitting = [
         (start, number, rank, stop)
         for rank, pieces in enumerate(offers)
-        for number, (first, last, start, stop) in enumerate(pieces)
-        if first <= step <= last and start < stop
+        for number, (first, last, of, start, stop) in enumerate(pieces)
+        if first <= step <= last and of == serial and start < stop
     ]
-    ways: dict[int, list[tuple[int, int]]] = {0: []}  # by its end each series of pieces that begins at element 0
+    reached: dict[int, tuple[int, int, int]] = {}  # by its stop: the start, rank and number of a piece
     for start, number, rank, stop in sorted(fitting):
-        if start in ways and stop not in ways:
-            ways[stop] = [*ways[start], (rank, number)]
-    return ways.get(length)
+        if (start == 0 or start in reached) and stop not in reached:
+            reached[stop] = start, rank, number
+    pieces: list[tuple[int, int]] = []
+    at = length
+    while at:
+        if at not in reached:
+            return None
+        at, *piece = reached[at]
+        pieces.append((piece[0], piece[1]))
+    return pieces[::-1]
 
 
 def newest(comm: MPI.Intracomm, own: Sequence[Piece], length: int) -> Found | None:
-    """The newest state that the pieces of all ranks make up; None when no state is whole. Collective.
+    """Return the newest state that the pieces of all ranks complete, or None. Collective.
 
-    own: this rank's pieces, the preferred one of equal ones first. length: of the arrays from which pieces are cut.
+    own: this rank's pieces; of equal pieces the first is used. length: of the arrays of which pieces are slices.
     """
-    choice = choose(all_values(comm, [piece[:4] for piece in own], ADOPT), length)
-    if choice is None:
+    selection = select_newest(comm, own, length)
+    if selection is None:
         return None
-    found = []
-    for rank, number in choice.pieces:
-        piece = own[number] if comm.rank == rank else Piece(0, 0, 0, 0, {}, {})
-        sliced, rest = (broadcast_arrays(comm, arrays, rank, ADOPT) for arrays in (piece.sliced, piece.rest))
-        found.append(piece._replace(sliced=sliced, rest=rest))
-    return Found(choice.step, found, [rank for rank, _ in choice.pieces])
+    return Found(selection.step, list(fetch_pieces(comm, selection, own.__getitem__)))
+
+
+def select_newest(comm: MPI.Intracomm, own: Sequence[Piece], length: int) -> Selection | None:
+    """As `newest`, but send no arrays: select the pieces, for `fetch_pieces`. Collective."""
+    return select(all_values(comm, [piece.offer for piece in own], ADOPT), length)
+
+
+def fetch_pieces(comm: MPI.Intracomm, selection: Selection, piece: Callable[[int], Piece]) -> Iterator[Piece]:
+    """Yield the arrays of the selected pieces on all ranks, so that one piece at a time is in memory. Collective.
+
+    piece: returns this rank's piece of a number; all ranks raise its errors. Other fields: on the piece's rank only.
+    """
+    for rank, number in selection.pieces:
+        own = together(comm, partial(piece, number) if comm.rank == rank else lambda: Piece(0, 0, 0, 0, {}, {}))
+        sliced, rest = (broadcast_arrays(comm, arrays, rank, ADOPT) for arrays in (own.sliced, own.rest))
+        yield own._replace(sliced=sliced, rest=rest)
 
 
 def adopt(target: Target, own: Sequence[Piece], length: int = 1, live: bool = False) -> bool:
-    """Have all ranks take on the newest state that their pieces make up; false when none is whole. Collective.
+    """Load on all ranks the newest state that their pieces complete. Returns False if there is none. Collective.
 
-    own, length: as of `newest`. live: this rank's piece is what its replica has now. An error of any rank that takes
-    the state on is raised on all.
+    own, length: see `newest`. live: this rank's replica already holds the state, so it loads nothing. An error in
+        loading is raised on all ranks.
     """
     found = newest(target.group.comm, own, length)
     if found is None:
         return False
-    together(target.group.comm, lambda: None if live else target.take_on(found.step, found.state))
+    together(target.group.comm, lambda: None if live else target.load_state(found.step, found.state))
     return True
 
 
 def adopt_whole(target: Target, state: Arrays | None, live: bool = False) -> bool:
-    """Have all ranks take on the whole state that one of them has, the lowest; false when none has one. Collective.
+    """Load on all ranks the complete state of the lowest rank that gives one. Returns False if none does. Collective.
 
     state: this rank's; None on ranks that have none. live: as of `adopt`.
     """
     own = [] if state is None else [Piece(0, 0, 0, 1, {}, state)]
-    if not adopt(target, own, live=live):
-        return False
-    target.share()
-    return True
+    together(target.group.comm, target.begin_change)
+    loaded = adopt(target, own, live=live)
+    target.synchronize_state()  # also if nothing was loaded: it ends the change
+    return loaded
 
 
 def mirror(target: Target, whole: bool = True, root: int = 0) -> None:
-    """Give all replicas the state of `root`'s. Collective; DisagreementError when they are different models.
+    """Copy the state of rank `root`'s replica to all ranks. Collective. Raises DisagreementError if the models differ.
 
-    whole: first collect the parts of that state that other ranks have; false when the root has just loaded all of it.
+    whole: gather the parts that other ranks hold first; False if the root has just loaded the complete state.
     """
     replica, group = target.replica, target.group
     if whole:
         together(group.comm, target.check_edits)
     config, held = together(group.comm, lambda: (json.dumps(replica.config(), sort_keys=True), replica.state()))
-    state = dict(sorted((target.whole(held) if whole else held).items()))
+    state = dict(sorted((target.gather_state(held) if whole else held).items()))
     shapes = ", ".join(f"{name} {array.dtype}{list(np.shape(array))}" for name, array in state.items())
     group.agree(f"model: {shapes}; {config}")
     chosen = group.rank == root
     adopt_whole(target, state if chosen else None, live=chosen)
 
 
-def copied(target: Target, on_all: bool) -> Arrays:
-    """A copy of the replica's whole state, as `save` would write it; nothing on ranks but 0. Collective.
+def copy_state(target: Target, on_all: bool) -> Arrays:
+    """Return a copy of the complete state, as `save` would write it, on rank 0, and {} elsewhere. Collective.
 
-    on_all: all ranks get one, since rank 0 may fail and the others go on.
+    on_all: return a copy on all ranks, because the others may continue without rank 0.
     """
     comm, replica = target.group.comm, target.replica
     target.group.enter("a copy of the state")
     if on_all:
-        return _copy(target.whole(together(comm, replica.state)))
+        return _copy(target.gather_state(together(comm, replica.state)))
     target.complete()
     return together(comm, lambda: {} if comm.rank else _copy(replica.state()))
 
 
 def load(target: Target, state: Arrays) -> None:
-    """All ranks take on a state that `copied` has returned. Collective."""
-    target.group.enter("a state is taken on")
+    """Load on all ranks a state that `copy_state` returned. Collective. Logs a warning if the rank with the copy has
+    failed."""
+    target.group.enter("load a state")
     if not adopt_whole(target, state or None) and target.group.rank == 0:
-        log.warning("trainers: the copy of the state was lost with its rank; the model stays as it is")
+        log.warning("trainers: the rank with the copy of the state has failed; the model is not changed")
 
 
 def _copy(state: Mapping[str, np.ndarray]) -> Arrays:
@@ -191,7 +221,8 @@ def _copy(state: Mapping[str, np.ndarray]) -> Arrays:
 
 
 def to_root(comm: MPI.Intracomm, own: np.ndarray, start: int, whole: np.ndarray | None) -> None:
-    """Fill rank 0's `whole` with the parts that the ranks own, each from its `start` on; the others give None."""
+    """Gather 1-D slices into `whole` on rank 0. Collective. own: this rank's slice, which begins at element `start`.
+    whole: the array on rank 0, None elsewhere."""
     what = "collect a state on rank 0"
     parts = all_values(comm, [start, own.size], what)
     with waiting(comm, what):

@@ -6,7 +6,6 @@ before is complete. So when any rank is at step s, every rank has a backup of st
 pieces of two steps.
 """
 
-import json
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -15,25 +14,26 @@ import numpy as np
 from mpi4py import MPI
 
 from allreduce.transport.chunked import pieces
-from allreduce.transport.control import all_values
+from allreduce.transport.control import all_values, on_all, together
 from allreduce.transport.deferred_free import free_later
 from allreduce.transport.wait import wait_for
 from trainers.errors import ArgumentError
-from trainers.group import dtype_name, dtype_of
+from trainers.group import dtype_of, layout
 from trainers.state.adopt import Arrays, Piece
 
 BACKUP = "back up another rank's slice"
 TAG = 2  # of messages on a trainer's communicator, where all else is 0
 NEVER = -1
 NO_BACKUP = (
-    "copies=2: no second copies are kept, since a lost rank ends the job (mpirun --with-ft ulfm lets the others live)"
+    "copies=2: no backups are kept, because a failed rank ends the job (the others survive under mpirun --with-ft ulfm)"
 )
 
 
-def refusal(copies: object, ranks: int, goes_on: bool) -> ArgumentError | None:
-    """What is wrong with copies=..., if anything. Local.
+def copies_error(copies: object, ranks: int, goes_on: bool) -> ArgumentError | None:
+    """Return the error if `copies` is invalid, or None. Local.
 
-    goes_on: the training goes on without failed ranks, so that one rank may be what is left of several.
+    goes_on: whether the training continues after failures; then copies=2 is valid on a single rank, the rest of
+        several.
     """
     if isinstance(copies, bool) or copies not in (1, 2):
         return ArgumentError(f"copies={copies!r}: give 1, or 2 to have another rank keep each slice too")
@@ -43,27 +43,31 @@ def refusal(copies: object, ranks: int, goes_on: bool) -> ArgumentError | None:
 
 
 def holders(nodes: Sequence[int]) -> list[int]:
-    """For each rank the rank that holds its backup: each holds one, on another node as far as possible.
+    """Return, for each rank, the rank that holds its backup. Every rank holds one, if possible of a rank on another
+    node.
 
     nodes: the number of each rank's node. At least two ranks.
     """
     by_node = sorted(range(len(nodes)), key=lambda rank: nodes[rank])
-    far = max(Counter(nodes).values()) % len(nodes) or 1  # so many ranks on, another node begins for all
+    # shifting by the size of the largest node moves every rank to another node, if that is possible
+    far = max(Counter(nodes).values()) % len(nodes) or 1
     holder = {rank: by_node[(index + far) % len(nodes)] for index, rank in enumerate(by_node)}
     return [holder[rank] for rank in range(len(nodes))]
 
 
 class Generation:
-    """The pieces of one step, which are good for steps `first` to `last`: this rank's, and those of another rank.
+    """The pieces of one state, valid for steps `first` to `last`: this rank's, and those of another rank.
 
-    rest: this rank's arrays without slices as they were at that step, when they have changed since.
+    serial: see Piece. rest: this rank's arrays that have no slices, as they were at that step, if a batch may
+        have changed them since; else None.
     """
 
     def __init__(self) -> None:
         self.first = self.last = NEVER
+        self.serial = 0
         self.own, self.others = Pieces(), Pieces()
         self.rest: Arrays | None = None
-        self.memory: Arrays = {}  # of the rest
+        self.memory: Arrays = {}  # reused memory of `rest`
 
 
 class Pieces:
@@ -77,27 +81,32 @@ class Pieces:
         self.all: list[Piece] = []
 
     def lay_out(self, layout: list[Any]) -> None:
-        """Have memory for pieces of this layout."""
-        if layout != self.layout:
-            self.layout, self.all = layout, []
-            for start, stop, *parts in layout:
-                sliced, rest = (
-                    {name: np.empty(shape, dtype_of(dtype)) for name, dtype, shape in part} for part in parts
-                )
-                self.all.append(Piece(NEVER, NEVER, start, stop, sliced, rest))
+        """Allocate pieces of this layout, unless they exist. Overwrites `all`."""
+        if layout == self.layout:
+            return
+        self.layout, self.all, made = [], [], []
+        for start, stop, *parts in layout:
+            sliced, rest = ({name: np.empty(shape, dtype_of(dtype)) for name, dtype, shape in part} for part in parts)
+            made.append(Piece(NEVER, NEVER, start, stop, sliced, rest))
+        self.layout, self.all = layout, made
 
     def arrays(self, without: Mapping[str, np.ndarray]) -> list[np.ndarray]:
-        """All arrays but those of some names, in the order of the layout."""
+        """Return all arrays whose names are not in `without`, in the order of the layout."""
         return [
-            array for piece in self.all for part in piece[4:] for name, array in part.items() if name not in without
+            array
+            for piece in self.all
+            for part in (piece.sliced, piece.rest)
+            for name, array in part.items()
+            if name not in without
         ]
 
 
 class Backup:
-    """Keeps pieces of this rank and of another one, of the last two steps. Creating and `keep` are collective.
+    """Keeps the pieces of the last two steps, of this rank and of another one. The constructor and `keep` are
+    collective.
 
-    comm: of all ranks. node_index: the number of this rank's node. parts: the elements that this rank owns, [start,
-    stop] each. Where the ranks own all elements twice (each node has all), nothing is sent.
+    comm: of all ranks. node_index: the number of this rank's node. parts: the elements that this rank owns, as [start,
+        stop] pairs. If the ranks own every element twice (each node owns everything), nothing is sent.
     """
 
     def __init__(self, comm: MPI.Intracomm, node_index: int, parts: Sequence[Sequence[int]]) -> None:
@@ -110,42 +119,44 @@ class Backup:
         sends = sum(sizes) < 2 * length
         self._holder = holder[comm.rank] if sends and sizes[comm.rank] else MPI.PROC_NULL
         self._source = source if sends and sizes[source] else MPI.PROC_NULL
-        self._told: list[Any] = []  # the layouts that this rank has sent, and received, last
-        self._heard: list[Any] = []
         self._before, self._now = Generation(), Generation()
 
     def keep(self, step: int, own: Sequence[Piece], common: Mapping[str, np.ndarray] = {}) -> None:
-        """All ranks have come to this step: back up their pieces. Collective.
+        """Back up the pieces of all ranks after step `step`. Collective.
 
-        own: this rank's. common: arrays that every rank has whole now, by name: they are copied here, and not sent.
+        own: this rank's pieces. common: arrays that every rank holds completely, by name; copied locally instead of
+            sent. If the last backup is valid for `step` already, the state was replaced meanwhile: the new backup gets
+            the next serial.
         """
         self._before, self._now = self._now, self._before
-        now = self._now
-        now.first, now.rest = NEVER, None
-        now.own.lay_out([_layout(piece) for piece in own])
+        now, before = self._now, self._before
+        now.serial = before.serial + (step <= before.last)
+        now.first = now.last = NEVER
+        now.rest = None
+        self._lay_out(now, [_layout(piece) for piece in own])
         for piece, source in zip(now.own.all, own, strict=True):
             for copies, arrays in ((piece.sliced, source.sliced), (piece.rest, source.rest)):
                 for name, copy in copies.items():
                     np.copyto(copy, arrays[name])
-        self._tell_layout(now.own.layout)
-        if self._source != MPI.PROC_NULL:
-            now.others.lay_out(self._heard)
-        self._exchange(now.own.arrays(common), now.others.arrays(common))
+        self._exchange(now.own.arrays(without=common), now.others.arrays(without=common))
         for piece in now.others.all:
             for name in common.keys() & piece.sliced.keys():
                 piece.sliced[name][:] = common[name][piece.start : piece.stop]
         now.first = now.last = step
 
-    def _tell_layout(self, layout: list[Any]) -> None:
-        """Send the holder this rank's layout where it has changed, and receive the other rank's."""
-        text = np.array(bytearray(b"" if layout == self._told else json.dumps(layout).encode()), np.uint8)
-        length = np.zeros(1, np.int64)
-        self._exchange([np.array([text.size], np.int64)], [length])
-        received = np.empty(length[0], np.uint8)
-        self._exchange([text], [received])
-        self._told = layout
-        if received.size:
-            self._heard = json.loads(received.tobytes())
+    def _lay_out(self, generation: Generation, own: list[Any]) -> None:
+        """Allocate memory for the pieces of this rank and of the other one. Collective; MemoryError on all ranks."""
+        if on_all(self._comm, own == generation.own.layout, BACKUP):
+            return
+        layouts = all_values(self._comm, own, BACKUP)
+
+        def allocate() -> None:
+            generation.own.layout = []  # equal to `own` only after both are allocated
+            if self._source != MPI.PROC_NULL:
+                generation.others.lay_out(layouts[self._source])
+            generation.own.lay_out(own)
+
+        together(self._comm, allocate)
 
     def _exchange(self, own: Sequence[np.ndarray], others: Sequence[np.ndarray]) -> None:
         requests = []
@@ -162,34 +173,34 @@ class Backup:
             raise
 
     def extend(self, step: int) -> None:
-        """Nothing was updated until this step: the newest pieces are good for it too. Local."""
+        """Mark the newest pieces as valid up to `step`, because nothing was updated since. Local."""
         self._now.last = max(self._now.last, step)
 
-    def keep_rest(self, take: Callable[[Arrays], Arrays]) -> None:
-        """Copy the arrays without slices, before a batch changes them. take: copies them into memory. Local."""
+    def save_rest(self, take: Callable[[Arrays], Arrays]) -> None:
+        """Copy the arrays that have no slices, before a batch changes them. take: copies them into the given memory and
+        returns them. Local."""
         self._now.rest = take(self._now.memory)
 
     def pieces(self, live: Sequence[Piece] = ()) -> list[Piece]:
-        """Copies of all pieces that this rank has. Local.
+        """Return copies of all pieces that this rank holds. Local.
 
-        live: this rank's as they are now, copied; their `rest` stands for that of older pieces which have none.
+        live: copies of this rank's current pieces; their `rest` is used for older pieces that have none.
         """
         now, before = self._now, self._before
         if now.rest is not None:
             live = [each._replace(rest=now.rest) if each.first == now.first else each for each in live]
-        found = list(live)
-        for kept in (now, before):
-            rest = live[0].rest if live and kept.rest is None else kept.rest
-            for piece in [*kept.own.all, *kept.others.all] if kept.first != NEVER else []:
-                found.append(piece._replace(first=kept.first, last=kept.last, rest=piece.rest or rest or {}))
+        found = [each._replace(serial=now.serial) for each in live]
+        for state in (now, before):
+            rest = live[0].rest if live and state.rest is None else state.rest
+            for piece in [*state.own.all, *state.others.all] if state.first != NEVER else []:
+                rest_of = piece.rest or rest or {}
+                found.append(piece._replace(first=state.first, last=state.last, serial=state.serial, rest=rest_of))
         return [_copied(piece) for piece in found if piece.start < piece.stop]
 
 
 def _layout(piece: Piece) -> list[Any]:
-    """The layout of one piece; see Pieces."""
-    parts = piece.sliced, piece.rest
-    told = [[[name, dtype_name(each.dtype), [*each.shape]] for name, each in part.items()] for part in parts]
-    return [piece.start, piece.stop, *told]
+    """Return the layout of one piece; see Pieces."""
+    return [piece.start, piece.stop, layout(piece.sliced), layout(piece.rest)]
 
 
 def _copied(piece: Piece) -> Piece:

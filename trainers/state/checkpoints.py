@@ -1,4 +1,4 @@
-"""What a user says of checkpoints: where they go, how often they are written, and which are kept. No MPI."""
+"""The user's options for checkpoints (Checkpoint), and the state of the global random generators. No MPI."""
 
 import math
 import os
@@ -20,22 +20,22 @@ MODES = ("auto", "min", "max")
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """Where and when a training is written down, so that it can go on after it was killed.
+    """Options of a fit's checkpoints: the folder, how often they are written, and how many are kept.
 
-    folder: of this training alone; it is made when it is missing. Rank 0 writes there, and alone needs it; it also
-        needs memory for a copy of the model and the optimizer's state, which a thread writes.
-    every: "epoch", "5 epochs", "500 steps", "30 seconds", "10 minutes", "2 hours". The end of a training, and a
-        step at which a callback stops it, are written as well.
+    folder: a folder for this training alone; created if missing. Only rank 0 uses it. Rank 0 also needs memory for a
+        copy of the model and the optimizer's state, from which a thread writes.
+    every: "epoch", "5 epochs", "500 steps", "30 seconds", "10 minutes", "2 hours". A checkpoint is also written at the
+        end of the training, and when a callback stops it.
     keep: how many of the newest checkpoints stay.
     best: a name in the history ("loss", "accuracy", "validation_loss", ...): the checkpoint of the epoch in which it
         was best is kept as best.npz.
     mode: whether the lowest ("min") or the highest ("max") is the best; "auto": the lowest loss or error, the highest
         of anything else.
-    same_data: whether a training that is resumed must have the rows of the one before, in the same order, of which some
-        are compared; False to go on with others on purpose (as many of them).
+    same_data: whether a resumed training must have the same rows in the same order; some rows are compared. False:
+        other rows are accepted, as many as before.
 
-    Random numbers that a data set draws (Python's, NumPy's, the framework's own) go on exactly with prefetch=False:
-    batches that were fetched ahead have drawn theirs when the state is taken.
+    The random numbers that a data set draws (from Python, NumPy or the framework) continue exactly only with
+    prefetch=False: batches that are fetched ahead have drawn theirs before the state is saved.
 
     Raises ArgumentError.
     """
@@ -68,7 +68,7 @@ class Checkpoint:
 
 
 def period(every: str) -> tuple[float, str]:
-    """What `every` means: so many "steps", "epochs" or "seconds". Raises ArgumentError."""
+    """Parse `every` into (count, unit); unit is "steps", "epochs" or "seconds". Raises ArgumentError."""
     match = NOTATION.fullmatch(every.strip().lower()) if isinstance(every, str) else None
     count, word = (float(match[1] or 1), match[2]) if match else (0.0, "")
     if word in SECONDS and 0 < count < math.inf:
@@ -76,35 +76,35 @@ def period(every: str) -> tuple[float, str]:
     if word in UNITS and count >= 1 and count.is_integer():
         return count, UNITS[word]
     raise ArgumentError(
-        f'every={every!r} makes no sense: say it as "epoch", "5 epochs", "500 steps", "30 seconds", '
-        '"10 minutes" or "2 hours"'
+        f'every={every!r} is no period: use "epoch", "5 epochs", "500 steps", "30 seconds", "10 minutes" or "2 hours"'
     )
 
 
-WORDS = 624  # of the generator's state
+WORDS = 624  # 32-bit words in the state of NumPy's generator
 PYTHON, NUMPY = "random.python", "random.numpy"
 
 
-def take() -> dict[str, np.ndarray]:
-    """The state as arrays."""
+def random_state() -> dict[str, np.ndarray]:
+    """Return the states of Python's and NumPy's global random generators as arrays."""
     version, words, gauss = random.getstate()
-    _, keys, place, has_gauss, cached = np.random.get_state(legacy=True)
+    _, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
     return {
         PYTHON: np.array([version, *words], np.int64),
         f"{PYTHON}.gauss": np.array([] if gauss is None else [gauss]),
-        NUMPY: np.array([place, has_gauss, *keys], np.int64),
+        NUMPY: np.array([position, has_gauss, *keys], np.int64),
         f"{NUMPY}.gauss": np.array([cached]),
     }
 
 
-def load(state: dict[str, np.ndarray]) -> None:
-    """Go on with what `take` returned. Anything else raises one of a few usual errors, before anything is changed."""
+def load_random_state(state: dict[str, np.ndarray]) -> None:
+    """Load a result of `random_state` into the global random generators. Raises KeyError, TypeError, ValueError or
+    OverflowError for anything else."""
     version, *words = state[PYTHON].tolist()
     gauss = state[f"{PYTHON}.gauss"].tolist()
-    place, has_gauss, *keys = state[NUMPY].tolist()
+    position, has_gauss, *keys = state[NUMPY].tolist()
     (cached,) = state[f"{NUMPY}.gauss"].tolist()
-    if len(keys) != WORDS or not 0 <= place <= WORDS or has_gauss not in (0, 1):
-        raise ValueError(f"NumPy's random state has {len(keys)} words, the next of them {place}")  # it would be read
+    if len(keys) != WORDS or not 0 <= position <= WORDS or has_gauss not in (0, 1):
+        raise ValueError(f"NumPy's random state has {len(keys)} words, the next of them {position}")  # it would be read
     numbers = np.array(keys, np.uint32)
     random.setstate((version, tuple(words), gauss[0] if gauss else None))
-    np.random.set_state(("MT19937", numbers, place, has_gauss, cached))
+    np.random.set_state(("MT19937", numbers, position, has_gauss, cached))

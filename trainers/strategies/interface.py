@@ -1,4 +1,4 @@
-"""What a way of training must offer: `Strategy`; what it sees of a fit: `EpochRun`; how Mirrored updates: `Update`."""
+"""The `Strategy` interface, and `EpochRun`, the part of a fit that a strategy uses."""
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -20,63 +20,63 @@ from trainers.state.adopt import RATES, Arrays, Piece
 from trainers.stopwatch import Stopwatch
 from trainers.watching.meter import Meter
 
-FLAGS = ("left_out", "stop", "save", "failed")  # behind the metrics of every step: on how many ranks it is so
+# appended to each step's metrics; after the reduction: the number of ranks that set the flag
+FLAGS = ("left_out", "stop", "save", "failed")
 
 
 class EpochRun(Protocol):
-    """What a strategy sees of the fit whose epoch it runs; see trainers.fit.loop.Fit for the methods.
+    """The part of a fit that a strategy uses in `run_epoch`; trainers.fit.loop.Fit documents the methods.
 
-    batches: of the fit. fetches_ahead: whether rows are fetched before they are needed.
-    error: this rank's, until the other ranks have heard of it; it is raised after the epoch.
+    batches: the fit's batches.
+    error: an error of this rank that the other ranks do not know yet; all ranks raise it when they next agree.
     """
 
     batches: Batches
-    fetches_ahead: bool
     error: Exception | None
 
     @property
     def first_step(self) -> int: ...
 
-    def together(self, number: int) -> None: ...
+    def run_steps(self, number: int) -> None: ...
 
-    def guarded(self, action: Callable[[], Any]) -> Any: ...
+    def keep_error(self, action: Callable[[], Any]) -> Any: ...
 
     def begin_batch(self, step: int) -> None: ...
 
     def end_batch(self, step: int) -> None: ...
 
-    def checked(self, batch: Batch) -> Batch: ...
+    def check_batch(self, batch: Batch) -> Batch: ...
 
-    def unusable(self, gradients: Any, replica: Replica) -> bool: ...
-
-
-def untraced(kind: str) -> AbstractContextManager[None]:
-    """A span of no trace."""
-    return nullcontext()
+    def discard_if_unusable(self, gradients: Any, replica: Replica) -> bool: ...
 
 
 class Strategy:
-    """A way to train a replica on the ranks of a group: how a step is computed and applied, and who has which state.
+    """Computes and applies training steps on the ranks of a group, and knows which rank holds which part of the state.
 
-    replica: this rank's. name: of the trainer, for messages. part, parts: which part of every batch this rank takes,
-        None for none, and how many there are.
-    steps: that were taken together. measured: the metrics of the last step, and behind them the sums of FLAGS.
-    stop_training: set by a callback of this rank. cut_short: the last epoch has ended before its last step.
-    recoverable: whether the other ranks outlive a failed one in this job, so that pieces of the state are needed.
+    replica: this rank's replica. name: the trainer's class name, for messages. parts: the number of parts into which
+        every batch is divided. part: the part that this rank computes; None if it computes none.
+    steps: the number of steps that the ranks have taken together. measured: 1-D array: the metrics of the last step,
+        then the sums of FLAGS over the ranks.
+    stop_training: whether a callback has asked to end the fit. cut_short: whether the last epoch ended before its last
+        step.
+    recoverable: whether ranks survive the failure of another rank, so that every rank must be able to give its pieces
+        of the state.
 
-    The class says: synchronous, whether ranks take every step together, so that checkpoints may be written between two
-    steps; mirrors, after what all ranks have the same parameters, each "step" or each "epoch"; divides_state, whether
-    ranks may have parts of the state that others lack, until it is closed; rebuildable, whether it can be made again
-    on the ranks that are left.
+    Class attributes:
+    synchronous: whether all ranks take every step together, so that a checkpoint can be written between two steps.
+    mirrors: "step" or "epoch": all ranks have equal parameters after each step, or after each epoch.
+    divides_state: whether a rank may hold a part of the state that other ranks lack, until `close`.
+    rebuildable: whether the strategy can be created again on the remaining ranks after a failure.
     """
 
     synchronous = True
     mirrors = "step"
     divides_state = True
     rebuildable = True
-    saved: list[Piece] | None = None  # this rank's of the state, maybe none, while a failure is repaired
+    # this rank's pieces of the state during a recovery (the list may be empty); None otherwise
+    saved: list[Piece] | None = None
     group: RankGroup
-    clock: Stopwatch  # of the seconds in which this rank waits for others
+    clock: Stopwatch  # adds up the seconds that this rank waits for other ranks
 
     def __init__(self, replica: Replica, name: str) -> None:
         self.replica, self.name = replica, name
@@ -87,29 +87,30 @@ class Strategy:
         self.stop_training = self.cut_short = self.closed = self.recoverable = False
         self.trace: Trace | None = None
 
-    # Its making
+    # Construction
 
     def describe(self) -> str:
-        """The arguments in words, the same on all ranks. Local."""
+        """Return the arguments as text, which must be equal on all ranks. Local."""
         raise NotImplementedError
 
-    def refusal(self, ranks: Topology, goes_on: bool) -> Exception | None:
-        """What is wrong with the arguments on these ranks, if anything. Local.
+    def argument_error(self, ranks: Topology, goes_on: bool) -> Exception | None:
+        """Return the error if the arguments are invalid on these ranks, or None. Local.
 
-        goes_on: whether the training goes on without failed ranks, so that one may be what is left of several.
+        goes_on: whether the training continues after failures. A single rank may then be the only one left, and is
+            accepted.
         """
         raise NotImplementedError
 
     def renumber(self, previous: tuple[int, ...]) -> None:
-        """The ranks are others before the strategy was made: change arguments that name ranks. Local.
+        """Translate arguments that are rank numbers, after ranks failed while the trainer was being made. Local.
 
-        previous: the rank that each rank had before.
+        previous: previous[r] is the old number of rank r.
         """
 
     def connect(self, group: RankGroup) -> None:
-        """Make what depends on the ranks, and make the replicas equal. Collective.
+        """Create everything that depends on the ranks, and make the replicas equal. Collective.
 
-        Its error leaves a strategy that `close` gives back, or, when it tells of a failed rank, `abandon`.
+        After an error the caller calls `close`, or `abandon` if the error reports a failed rank.
         """
         self.closed = False
         self.group = group
@@ -118,168 +119,182 @@ class Strategy:
         self.replica.hold = Hold(self)
 
     def close(self) -> None:
-        """Give back what `connect` has made; the replica has its whole state, in memory of its own. Collective."""
+        """Free what `connect` created. Afterwards the replica holds its complete state in memory of its own.
+        Collective."""
         raise NotImplementedError
 
     def abandon(self) -> None:
-        """Let go of everything without the other ranks, of which some may have failed. Local."""
+        """Drop everything without communication, because other ranks may have failed. Local."""
         raise NotImplementedError
 
     @property
     def holds_replica(self) -> bool:
-        """Whether no other trainer was made on the replica since this one. Local."""
+        """Whether this strategy's trainer is the last one that was made on the replica. Local."""
         return self.replica.hold.holder is self
 
     # A step
 
     @property
     def errors_in_step(self) -> bool:
-        """Whether `step` sees on all ranks, before it updates, that one of them has failed."""
+        """Whether `step` skips the update on all ranks if any rank has set the flag "failed"."""
         return True
 
     def compute(self, batch: Batch | None) -> None:
-        """Compute this rank's part of a step: the gradients of `batch`, or zeros. Local; may raise anything."""
+        """Compute the gradients of `batch`, or zeros if `batch` is None. Local; may raise any exception."""
         raise NotImplementedError(f"the steps of a {self.name} are run by run_epoch")
 
     def step(self, flags: tuple[float, ...]) -> Any:
-        """Train on one global batch, of which each rank has computed its part. Collective.
+        """Combine the gradients that `compute` left on each rank, and update the parameters. Collective.
 
-        flags: this rank's FLAGS. The last one says that it has failed: where `errors_in_step`, nothing is updated then.
-        Returns the means over the global batch of the replica's metrics, and behind them the sums of the ranks'
-        flags: the same bits on all ranks, of at least 32 bits a number, on the replica's device. Runs `clock` while it
-        waits for other ranks.
+        flags: this rank's values of FLAGS, in that order. If `errors_in_step`, nothing is updated when a rank sets
+            "failed". Returns a 1-D array on the replica's device: the replica's metrics, averaged over the global
+            batch, then the sums of the flags over the ranks. All ranks get the same bits; elements have at least 32
+            bits. `clock` runs while this rank waits for others.
         """
         raise NotImplementedError(f"the steps of a {self.name} are run by run_epoch")
 
     def count_step(self) -> None:
-        """A step was taken, or left out by all ranks. Local."""
+        """Count one step that all ranks have taken or left out. Local."""
         self.steps += 1
 
     @property
-    def fresh_gradients(self) -> Any:
-        """The gradients that this rank has computed in this step, 1-D, while they are not averaged; None for none."""
+    def local_gradients(self) -> Any:
+        """This rank's gradients of the current step, 1-D, before they are averaged; None if it computes none."""
         return None
 
     @property
-    def fresh_rows(self) -> Sequence[Rows]:
-        """For each of the replica's `tables` the sparse gradient of this rank and step, not averaged yet."""
+    def local_rows(self) -> Sequence[Rows]:
+        """This rank's sparse gradients of the current step, one for each of the replica's `tables`, before they are
+        averaged."""
         return ()
 
     @property
-    def fresh_measured(self) -> Any:
-        """This rank's part of the metrics of this step, and what is behind them, while they are not added up."""
+    def local_measured(self) -> Any:
+        """This rank's contribution to `measured`, before it is summed over the ranks."""
         return self.measured
 
     @property
     def sent_dtype(self) -> np.dtype:
-        """The dtype in which gradients reach the other ranks."""
+        """The dtype in which gradients are sent to other ranks."""
         return dtypes.parse(self.replica.gradient_dtype)
 
     # An epoch
 
     def begin_fit(self) -> None:
-        """A fit begins, of which nothing is done. Local."""
+        """Reset the state of the last fit; called once, before the first epoch of a fit. Local."""
 
     def run_epoch(self, run: EpochRun, number: int) -> None:
-        """Do this rank's part of the steps of epoch `number`. Collective; errors that `run` keeps are raised later."""
-        run.together(number)
+        """Run the steps of epoch `number` (0, 1, ...) on this rank. Collective. The fit raises errors kept in
+        `run.error` later."""
+        run.run_steps(number)
 
     def end_epoch(self) -> dict[str, Any]:
-        """All ranks have done the steps of an epoch, without an error; what the logs say of it. Collective."""
+        """Return this strategy's logs of an epoch, after all ranks have finished its steps. Collective."""
         return {}
 
-    def meter(self, batches: Batches) -> Any:
-        """What measures the epochs of a fit, as a Meter does."""
+    def make_meter(self, batches: Batches) -> Any:
+        """Create the object that accumulates the metrics of an epoch: a Meter, or an object like it. Local."""
         return Meter(self.replica.metrics, batches.sizes(), self.measured.dtype, self.replica.device)
 
-    def choices(self) -> dict[str, str]:
-        """What was chosen for this job, by name, for checkpoints. Collective."""
+    def selections(self) -> dict[str, str]:
+        """Return the backend and update that this job uses, {"allreduce": "ring", ...}, for checkpoints. Collective."""
         return {}
 
     def record(self, trace: Trace | None) -> None:
-        """Record what this rank does in `trace` from now on, or, with None, no more. Local."""
+        """Record this rank's spans in `trace` from now on; None ends the recording. Local."""
         self.trace = self.clock.trace = trace
 
     def span(self, kind: str) -> AbstractContextManager[None]:
-        """What is done inside is "data", "compute", "update", ... in the trace, if there is one. Local."""
-        return untraced(kind) if self.trace is None else self.trace.span(kind)
+        """Context manager: record the block as a span of this kind ("data", "compute", "update", ...) if a trace is
+        set. Local."""
+        return nullcontext() if self.trace is None else self.trace.span(kind)
 
-    # The state that ranks hold together
+    # State distributed over the ranks
 
-    def whole(self, state: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-        """A state of the replica with what other ranks have of it. Collective."""
+    def gather_state(self, state: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+        """Return `state` (this rank's replica state) with the parts that other ranks hold filled in. Collective."""
         raise NotImplementedError
 
     def complete(self) -> None:
-        """Have rank 0's replica hold its whole state. Collective."""
-        state = self.whole(together(self.group.comm, self.replica.state))
+        """Load the complete state into rank 0's replica. Collective."""
+        state = self.gather_state(together(self.group.comm, self.replica.state))
         self.group.on_one(lambda: self.replica.load_state(state))
 
     def snapshot(self, memory: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-        """A copy of the whole state on rank 0, in `memory` as of Replica.snapshot; of nothing elsewhere. Collective."""
+        """Return a copy of the complete state on rank 0, and {} on other ranks. Collective. memory: see
+        Replica.snapshot."""
         self.complete()
         return together(self.group.comm, lambda: {} if self.group.rank else self.replica.snapshot(memory))
 
-    def apart(self) -> dict[str, str]:
-        """The parts of the replica's state that are no copies of what other ranks have, by name, and why. Local."""
+    def not_replicated(self) -> dict[str, str]:
+        """Return the state entries that are not equal copies on all ranks: {name: reason as text}. Local."""
         return {}
 
     def check_edits(self) -> None:
-        """Raise, on this rank, when the replica was edited in a way that several ranks may have done."""
+        """Raise ArgumentError, on this rank only, if parameters that ranks share were edited in place. Local."""
 
-    def take_on(self, step: int, state: Arrays) -> None:
-        """Take on the whole state after `step` steps, which all ranks take on. Local, and `share` follows."""
+    def begin_change(self) -> None:
+        """Call before another state is loaded; `synchronize_state` ends the change. Local.
+
+        In between other ranks may have changed their state already, so a rank with backups offers only these.
+        """
+
+    def load_state(self, step: int, state: Arrays) -> None:
+        """Load the complete state after `step` steps into the replica. Local; all ranks load the same state. Removes
+        RATES from `state`."""
         rates = state.pop(RATES, None)
         self.replica.load_state(state)
         if rates is not None and rates.tolist() != self.replica.learning_rates:
             self.replica.learning_rates = rates.tolist()
 
-    def share(self) -> None:
-        """The state was changed otherwise than by a step: go on when all ranks have done so. Collective."""
+    def synchronize_state(self) -> None:
+        """Call after each rank has changed its state other than by a step; returns when all ranks have. Collective."""
 
     def edit(self, change: Callable[[], object], before: list[Piece] | None = None) -> None:
-        """Change the parameters by `change()`, on all ranks or once a node. Collective.
+        """Call `change()`, which edits the parameters in place, on every rank, or on one rank per node if its ranks
+        share them. Collective.
 
-        before: takes this rank's pieces of the state as it is before any rank changes it, for `saved`.
+        before: a list; this rank's pieces of the state before the change are appended to it.
         """
         raise ArgumentError(f"a {self.name} has no edit(); change the model before the trainer is made, or load one")
 
-    # When ranks have failed
+    # Recovery after failures
 
     @property
     def outlives_ranks(self) -> bool:
-        """Whether a failed rank leaves the others alive here, and this can be made again on those."""
+        """Whether the other ranks survive a failed one, and this strategy can be created again on them."""
         return self.rebuildable and ulfm.in_force()
 
     @property
     def any_rank_may_fail(self) -> bool:
-        """Whether the ranks that are left have the whole state, whichever one fails."""
+        """Whether the remaining ranks have the complete state, whichever rank fails."""
         return True
 
     def rescue(self) -> None:
-        """Drop what the ranks share, and keep this rank's pieces of the state. Local.
+        """Keep this rank's pieces of the state, and drop everything made on the old ranks. Local.
 
         Called again when another rank fails before `commit`.
         """
         raise NotImplementedError
 
     def rebuild(self) -> None:
-        """Make again on the group's new ranks what depends on them. Collective."""
+        """Create again, on the group's new ranks, everything that depends on the ranks. Collective."""
         raise NotImplementedError
 
     def restore(self) -> bool:
-        """Take on the newest state and its `steps`; false when these ranks don't have it whole. Collective."""
+        """Load the newest state that the ranks hold completely, and set `steps`. Returns False if there is none.
+        Collective."""
         raise NotImplementedError
 
     def divide(self) -> None:
-        """All ranks have the same state: divide what they divide. Collective."""
+        """Divide the state among the ranks again, after all ranks have loaded the same one. Collective."""
 
     def commit(self) -> None:
-        """All ranks have what they need to go on: drop the pieces. Local."""
+        """Drop the pieces that `rescue` kept: the recovery is over. Local."""
 
 
-def replica_refusal(replica: Replica, strategy: Strategy) -> ArgumentError | None:
-    """Why `strategy` can't be made on this replica now, if it can't. Local."""
+def replica_error(replica: Replica, strategy: Strategy) -> ArgumentError | None:
+    """Return the error if `strategy` can't be created on this replica now, or None. Local."""
     if not isinstance(replica, Replica):
         found = replica if isinstance(replica, type) else type(replica)
         return ArgumentError(
@@ -292,7 +307,7 @@ def replica_refusal(replica: Replica, strategy: Strategy) -> ArgumentError | Non
         return None
     kind = type(replica).__name__
     return ArgumentError(
-        f"this {kind} has a {holder.name} already, in whose memory it is, and with it other ranks may have parts of "
-        f"its state: close() that first, on all ranks (`with {holder.name}(...) as trainer:` does), or make another "
-        f"{kind}"
+        f"this {kind} belongs to a {holder.name} already, which holds its parameters, and other ranks may hold parts "
+        f"of its state: close() that trainer first, on all ranks (`with {holder.name}(...) as trainer:` does), or make "
+        f"another {kind}"
     )

@@ -7,36 +7,36 @@ import numpy as np
 
 from allreduce import create, notices
 from allreduce.arrays import dtypes
-from allreduce.backend import AllReduce, Recipe
+from allreduce.backend import AllReduce, Config
 from allreduce.elastic.standby import JOINED
 from allreduce.topology import Topology
 from allreduce.tracing.trace import Trace
 from allreduce.transport.control import all_values, together
 from allreduce.wrappers.traced import Traced
 from trainers import malloc
-from trainers.backends import UPDATES, backend_for, compression_twice, own_memory, used_by
+from trainers.backends import UPDATES, allocate_own, backend_for, backend_name, compress_error
 from trainers.data import Batch
 from trainers.errors import ArgumentError
 from trainers.group import RankGroup
 from trainers.replica import Replica, Rows, Table
 from trainers.state import backup
 from trainers.state.adopt import ADOPT, RATES, Arrays, Piece, adopt, mirror
-from trainers.strategies.interface import FLAGS, Strategy, replica_refusal
-from trainers.strategies.sharded import Parts, ShardedUpdate, Update
+from trainers.strategies.interface import FLAGS, Strategy, replica_error
+from trainers.strategies.sharded import ShardedUpdate, Update
 
 
 class Mirrored(Strategy):
     """Synchronous training with one AllReduce a step; see MirroredTrainer for the arguments.
 
-    allreduce: the backend. buffer: what is reduced in every step: the gradients, and behind them the replica's metrics
-    and FLAGS; gradients that travel with fewer bits than these need have an array for them beside.
+    allreduce: the backend. buffer: 1-D array that is reduced in every step: the gradients, then the metrics and FLAGS.
+        With 16-bit or compressed gradients, metrics and FLAGS are in a separate float32 array.
     """
 
     def __init__(
         self,
         replica: Replica,
         name: str,
-        given: str | AllReduce | Recipe | None,
+        given: str | AllReduce | Config | None,
         topology: Topology | None,
         update: str = "replicated",
         compress: str | None = None,
@@ -45,28 +45,28 @@ class Mirrored(Strategy):
         super().__init__(replica, name)
         self._given, self._topology = given, topology
         self._update_name, self._compress, self._copies = update, compress, copies
-        self._recipe = given.recipe if isinstance(given, AllReduce) else given  # for other ranks; None for none
+        self._config = given.config if isinstance(given, AllReduce) else given  # to create the backend again; or None
         self._owns_backend = not isinstance(given, AllReduce)
         self.divides_state = update == "sharded"
         self.allreduce: AllReduce | None = None
         self.buffer: Any = None
-        self._measured: Any = None  # this rank's metrics and flags, a part of `buffer` or beside it
-        self._beside = False
-        self._tables = Tables(replica)
+        self._measured: Any = None  # this rank's metrics and flags: a view of the end of `buffer`, or a separate array
+        self._separate = False
+        self._tables = SparseGradients(replica)
         self._update: Update | None = None
-        self._untraced: AllReduce | None = None  # the backend, while another around it records its calls
+        self._untraced: AllReduce | None = None  # the backend, while a Traced wrapper records its calls; else None
 
-    # Its making
+    # Construction
 
     def describe(self) -> str:
         given = self._given
-        name = given.name if isinstance(given, AllReduce | Recipe) else given
+        name = given.name if isinstance(given, AllReduce | Config) else given
         options = f"update={self._update_name!r}, compress={self._compress!r}, copies={self._copies!r}"
         return f"{self.name}({type(self.replica).__name__}, {name!r}, {options})"
 
-    def refusal(self, ranks: Topology, goes_on: bool) -> Exception | None:
+    def argument_error(self, ranks: Topology, goes_on: bool) -> Exception | None:
         given, update = self._given, self._update_name
-        if error := replica_refusal(self.replica, self):
+        if error := replica_error(self.replica, self):
             return error
         if update not in UPDATES:
             return ArgumentError(f"update={update!r} is unknown; use one of {', '.join(UPDATES)}")
@@ -74,15 +74,15 @@ class Mirrored(Strategy):
             return ArgumentError(f"{given!r} has a topology of its own; pass the backend's name, or no topology")
         if update != "sharded" and self._copies == 2:
             return ArgumentError(f'copies=2: with update="{update}" all ranks have everything; leave it out')
-        twice = None if isinstance(given, Recipe) else compression_twice(given, self._compress)
-        return twice or backup.refusal(self._copies, ranks.size, goes_on)
+        twice = None if isinstance(given, Config) else compress_error(given, self._compress)
+        return twice or backup.copies_error(self._copies, ranks.size, goes_on)
 
     @property
     def rebuildable(self) -> bool:  # type: ignore[override]
-        return self._recipe is not None and self.replica.device == "cpu"
+        return self._config is not None and self.replica.device == "cpu"
 
     def renumber(self, previous: tuple[int, ...]) -> None:
-        self._given, self._topology = self._recipe, None
+        self._given, self._topology = self._config, None
 
     def connect(self, group: RankGroup) -> None:
         super().connect(group)
@@ -90,32 +90,35 @@ class Mirrored(Strategy):
         self.allreduce = self._make_backend()
         if replica.allocates and replica.device == "cpu":
             malloc.keep_freed_memory()
-        self._last = np.zeros(len(replica.metrics) + len(FLAGS), np.float32)  # what the last step has measured
-        self._ended: list[Any] = []  # while ranks restore a state: what each has ended and measured
-        self._fresh = self._last  # what the step has measured that is not ended, while a failure is repaired
+        self._last = np.zeros(len(replica.metrics) + len(FLAGS), np.float32)  # `measured` of the last finished step
+        # during `restore`, for each rank: [steps, `measured` of the last finished step, of the unfinished one, whether
+        # it has updated]
+        self._ended: list[Any] = []
+        self._unfinished = self._last  # during a recovery: `measured` of the unfinished step
         self._make_buffer()
-        mirror(self)  # evaluate and predict share their work, so they need equal replicas before any fit
+        # evaluate and predict divide the rows among the ranks, so replicas must be equal before the first fit
+        mirror(self)
         self.divide()
 
     def _make_backend(self) -> AllReduce:
-        topology, recipe = self.group.topology, self._given
-        if isinstance(recipe, Recipe):
+        topology, config = self.group.topology, self._given
+        if isinstance(config, Config):
             self._owns_backend = True
-            return create(recipe.name, topology, **recipe.options)
-        assert recipe is not None
-        return backend_for(recipe, topology, self._update_name, self._compress, self.replica.device)
+            return create(config.name, topology, **config.options)
+        assert config is not None
+        return backend_for(config, topology, self._update_name, self._compress, self.replica.device)
 
     def _make_buffer(self) -> None:
-        """Have the backend allocate what is reduced in every step, and bind the replica to it. Collective."""
+        """Allocate the gradient buffer with the backend, and bind the replica to it. Collective."""
         replica, length = self.replica, self.replica.gradient_length
         extra = len(replica.metrics) + len(FLAGS)
         lossy = self._backend.exact is not self._backend
-        self._beside = lossy or dtypes.is_half(dtypes.parse(replica.gradient_dtype))
-        buffer = self._allocate(length if self._beside else length + extra, replica.gradient_dtype)
-        self.measured = self._measured = self._allocate(extra, "float32") if self._beside else buffer[length:]
-        self.buffer = buffer  # before ranks are bound to it, of which one may fail: closing unbinds all
+        self._separate = lossy or dtypes.is_half(dtypes.parse(replica.gradient_dtype))
+        buffer = self._allocate(length if self._separate else length + extra, replica.gradient_dtype)
+        self.measured = self._measured = self._allocate(extra, "float32") if self._separate else buffer[length:]
+        self.buffer = buffer  # set before `bind`, which may raise on one rank: `close` then unbinds every rank
         together(self.group.comm, lambda: replica.bind(buffer[:length]))
-        self._update = ReplicatedUpdate(self._parts, self._tables)
+        self._update = ReplicatedUpdate(self, *self._reduced, self._tables)
 
     def _allocate(self, length: int, dtype: str) -> Any:
         return self._backend.allocate(length, dtype, device=self.replica.device)
@@ -127,24 +130,25 @@ class Mirrored(Strategy):
 
     @property
     def update(self) -> Update:
-        """How the parameters are updated."""
+        """The update in use: replicated, sharded or central."""
         assert self._update is not None
         return self._update
 
     def divide(self) -> None:
         if self._update_name == "sharded" and self.group.size > 1:
-            self._update = self._divided()
+            self._update = self._make_sharded_update()
 
-    def _divided(self) -> Update:
-        """An update that each rank does for what it owns. Collective."""
-        return ShardedUpdate(self._parts, self._copies_kept())
+    def _make_sharded_update(self) -> Update:
+        """Create the update in which each rank updates the slice that it owns. Collective."""
+        return ShardedUpdate(self, *self._reduced, self._effective_copies())
 
     @property
-    def _parts(self) -> Parts:
-        return Parts(self.replica, self._backend, self.buffer, self._measured, self.group.comm, self.clock, self.steps)
+    def _reduced(self) -> tuple[AllReduce, Any, Any]:
+        """The backend, the buffer that it reduces, and this rank's metrics and flags (see `_measured`)."""
+        return self._backend, self.buffer, self._measured
 
-    def _copies_kept(self) -> int:
-        """How many ranks have each slice. Local."""
+    def _effective_copies(self) -> int:
+        """Return how many ranks keep each slice: 1 if `copies=2` has no use, since a failure ends the job. Local."""
         if self._copies == 2 and not self.outlives_ranks:
             notices.once(self.group.rank, backup.NO_BACKUP)
             return 1
@@ -166,17 +170,18 @@ class Mirrored(Strategy):
             backend.abandon()
 
     def _drop_buffer(self) -> None:
-        """Keep no memory of the backend, in the replica neither. Local."""
+        """Drop the buffer, and bind the replica to memory of its own. Local."""
         self._update = self.measured = None
         if self.buffer is not None and self.holds_replica:
-            self.replica.bind(own_memory(self.replica))
+            self.replica.bind(allocate_own(self.replica))
         self.buffer = self._measured = None
 
     # A step
 
     @property
     def errors_in_step(self) -> bool:
-        """Looking at a GPU's flags makes the host wait; of a divided update they come back with the parameters."""
+        """False on a GPU, where reading the flags would block the host, and for a sharded update, where the flags
+        arrive with the updated parameters."""
         return isinstance(self._update, ReplicatedUpdate) and self.replica.device == "cpu"
 
     def compute(self, batch: Batch | None) -> None:
@@ -184,7 +189,7 @@ class Mirrored(Strategy):
         if batch is None:
             self.buffer[:] = 0
             measured[:metrics] = 0
-            self._tables.leave_out()
+            self._tables.take_none()
             return
         self.update.check_edits()
         self.update.begin_batch()
@@ -195,55 +200,53 @@ class Mirrored(Strategy):
     def step(self, flags: tuple[float, ...]) -> Any:
         measured = self._measured
         measured[len(self.replica.metrics) :] = flags
-        # Every rank's part is weighted by its share of the batch already, so the sum is the mean over samples.
-        if self._beside:
-            self.clock.start()
-            self._backend.exact(measured, "sum")
-            self.clock.stop()
+        # Each rank has already weighted its gradients and metrics by its share of the batch, so the sum is the mean
+        # over samples.
+        if self._separate:
+            self.update.add_up_measured()
         if not isinstance(self._update, ReplicatedUpdate):
             self._tables.reduce(self._backend)
         reduced = self.update.step()
-        return measured if self._beside else reduced
+        return measured if self._separate else reduced
 
     def count_step(self) -> None:
         super().count_step()
         if self.recoverable:
             self._last = np.array(self.measured)
-        self.update.count_steps(self.steps)
+        self.update.set_steps(self.steps)
 
     @property
-    def fresh_gradients(self) -> Any:
+    def local_gradients(self) -> Any:
         return self.buffer[: self.replica.gradient_length]
 
     @property
-    def fresh_rows(self) -> Sequence[Rows]:
-        return self._tables.brought
+    def local_rows(self) -> Sequence[Rows]:
+        return self._tables.local_rows
 
     @property
-    def fresh_measured(self) -> Any:
+    def local_measured(self) -> Any:
         return self._measured
 
     @property
     def sent_dtype(self) -> np.dtype:
         return self._backend.sent(super().sent_dtype)
 
-    def choices(self) -> dict[str, str]:
+    def selections(self) -> dict[str, str]:
         backend = self._untraced or self._backend
         name = "replicated" if isinstance(self._update, ReplicatedUpdate) else "sharded"
-        return {"allreduce": used_by(backend, self.buffer, self.replica.device), "update": name}
+        return {"allreduce": backend_name(backend, self.buffer, self.replica.device), "update": name}
 
     def record(self, trace: Trace | None) -> None:
         self.trace = trace
-        plain, self._untraced = self._untraced or self._backend, None
-        if trace is not None:
-            self._untraced = plain
+        plain = self._untraced or self._backend
+        self._untraced = None if trace is None else plain
         self.allreduce = plain if trace is None else Traced(self.group.topology, inner=plain, trace=trace)
-        self.update.record(self.allreduce, trace)
+        self.update.reduce_by(self.allreduce)
 
     # The state
 
-    def whole(self, state: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-        return self.update.whole(state)
+    def gather_state(self, state: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+        return self.update.gather_state(state)
 
     def complete(self) -> None:
         if not isinstance(self._update, ReplicatedUpdate):
@@ -252,46 +255,50 @@ class Mirrored(Strategy):
     def snapshot(self, memory: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
         return self.update.snapshot(memory, self.group.rank == 0)
 
-    def apart(self) -> dict[str, str]:
-        return self.update.apart()
+    def not_replicated(self) -> dict[str, str]:
+        return self.update.not_replicated()
 
     def check_edits(self) -> None:
         self.update.check_edits()
 
-    def share(self) -> None:
-        self.update.share()
+    def begin_change(self) -> None:
+        self.update.begin_change()
+
+    def synchronize_state(self) -> None:
+        self.update.synchronize_state()
 
     def edit(self, change: Callable[[], object], before: list[Piece] | None = None) -> None:
-        group, once = self.group, self.update.in_common
+        group, once = self.group, self.update.shares_parameters
         group.enter("edit")
         if before is not None:
             before += self.pieces()
-        self.share()
+        self.synchronize_state()
         together(group.comm, lambda: change() if not once or group.topology.node_rank == 0 else None)
-        self.share()
-        if once and self.replica.tables:  # which every rank has for itself
+        self.synchronize_state()
+        if once and self.replica.tables:  # tables are not shared: only one rank of each node has changed its own
             mirror(self)
 
-    # When ranks have failed
+    # Recovery after failures
 
     @property
     def any_rank_may_fail(self) -> bool:
         return self.update.any_rank_may_fail
 
     def pieces(self) -> list[Piece]:
-        """A copy of what this rank has of the state. Local."""
+        """Return copies of this rank's pieces of the state. Local."""
         rates = {RATES: np.array(self.replica.learning_rates)}
-        self._fresh = np.array(self._measured)
+        self._unfinished = np.array(self._measured)
         return [piece._replace(rest={**rates, **piece.rest}) for piece in self.update.pieces()]
 
     def rescue(self) -> None:
-        if self.saved is None:  # or else the state is gone: a failure in the repair begins that again
+        # already set if another rank fails during the recovery: the replica may no longer hold the state
+        if self.saved is None:
             self.saved = self.pieces()
         if self.trace is not None:
-            self.group.topology.let_go(self.trace)  # which goes on
+            self.group.topology.let_go(self.trace)  # the trace continues on the new ranks
         self.abandon()
-        self._owns_backend = True  # the one that is made now
-        self._given = self._recipe
+        self._owns_backend = True  # `rebuild` creates a backend that belongs to this strategy
+        self._given = self._config
 
     def rebuild(self) -> None:
         self.part, self.parts = self.group.rank, self.group.size
@@ -300,14 +307,15 @@ class Mirrored(Strategy):
 
     @property
     def _length(self) -> int:
-        """Of what pieces are cut from: the parameters, and what is measured, where that lies behind them."""
-        return self.replica.gradient_length + (0 if self._beside else self._last.size)
+        """Length of the array of which pieces are slices: the parameters, then metrics and flags if they are in the
+        same buffer."""
+        return self.replica.gradient_length + (0 if self._separate else self._last.size)
 
     def restore(self) -> bool:
         if self.group.previous[self.group.rank] == JOINED:
             self.saved = []  # a rank that joins has nothing of this training
         updated = any(piece.first > self.steps for piece in self.saved or [])
-        own = [self.steps, self._last.tolist(), self._fresh.tolist(), updated]
+        own = [self.steps, self._last.tolist(), self._unfinished.tolist(), updated]
         self._ended = all_values(self.group.comm, own, ADOPT)
         try:
             done = adopt(self, self.saved or [], self._length)
@@ -315,77 +323,80 @@ class Mirrored(Strategy):
                 self.steps = max(steps for steps, *_ in self._ended)
         finally:
             self._ended = []
-        self.update.count_steps(self.steps)
+        self.update.set_steps(self.steps)
         return done
 
-    def take_on(self, step: int, state: Arrays) -> None:
+    def load_state(self, step: int, state: Arrays) -> None:
         if not self._ended:
-            super().take_on(step, state)
+            super().load_state(step, state)
             return
-        # All of this is local: it is done, or not, when this rank hears of the next failure.
+        # Nothing below communicates, so a second failure can't interrupt it halfway.
         self.steps, self._last = step, self._measured_in(step, state["parameters"])
-        trained = self.replica.state()["parameters"].size  # behind them may be statistics, and what was measured
+        # the array may continue with statistics, and with metrics and flags
+        trained = self.replica.state()["parameters"].size
         state["parameters"] = state["parameters"][:trained]
         self.saved = [Piece(step, step, 0, self._length, {}, dict(state))]
         self._measured[:] = self._last
-        super().take_on(step, state)
+        super().load_state(step, state)
 
     def _measured_in(self, step: int, parameters: np.ndarray) -> np.ndarray:
-        """What the last step before a state has measured: as a rank that has ended it says, or as it came. Local."""
+        """Return `measured` of step `step`: from a rank that has finished the step, else from the end of `parameters`,
+        else from a rank that was in the step. Local."""
         ended = [last for steps, last, *_ in self._ended if steps == step]
         if not ended and parameters.size > self.replica.gradient_length:
             return parameters[self.replica.gradient_length :]
-        fresh = [fresh for *_, fresh, updated in self._ended if updated] or [self._ended[0][2]]
-        return np.array((ended or fresh)[0], self._measured.dtype)
+        unfinished = [measured for *_, measured, updated in self._ended if updated] or [self._ended[0][2]]
+        return np.array((ended or unfinished)[0], self._measured.dtype)
 
     def commit(self) -> None:
         self.saved = None
 
 
 class ReplicatedUpdate(Update):
-    """Every rank updates all parameters by the sum of all ranks' gradients. tables: of the replica."""
+    """Update in which all ranks reduce all gradients and each rank updates all parameters. tables: the sparse
+    gradients."""
 
-    def __init__(self, parts: Parts, tables: "Tables") -> None:
-        super().__init__(parts)
+    def __init__(
+        self, strategy: Strategy, backend: AllReduce, buffer: Any, measured: Any, tables: "SparseGradients"
+    ) -> None:
+        super().__init__(strategy, backend, buffer, measured)
         self._tables, self._errors_in_step = tables, self._replica.device == "cpu"
 
     def step(self) -> Any:
-        self._clock.start()
-        self._backend(self._buffer, "sum")
-        self._clock.stop()
+        self._run("all_reduce", self._buffer)
         if not (self._errors_in_step and self._measured[-1]):
             self._tables.reduce(self._backend)
-            with self.span("update"):
+            with self._strategy.span("update"):
                 self._replica.update()
         return self._measured
 
-    def count_steps(self, steps: int) -> None:
+    def set_steps(self, steps: int) -> None:
         self._steps = self._since = steps
 
 
-class Tables:
-    """The sparse gradients of a replica: `take` or `leave_out` in every step, then `reduce`.
+class SparseGradients:
+    """The sparse gradients of a replica. In each step: `take` or `take_none`, then `reduce`.
 
-    brought: of each table the rows that this rank has computed in this step, while they are not added up.
+    local_rows: for each table, this rank's rows of the current step, before they are summed.
     """
 
     def __init__(self, replica: Replica) -> None:
         self._replica = replica
-        self.brought: list[Rows] = []
+        self.local_rows: list[Rows] = []
 
     def take(self) -> None:
-        """The replica has computed the gradients of a batch. Local."""
-        self.brought = self._replica.sparse_gradients()
+        """Take the sparse gradients that the replica has just computed. Local."""
+        self.local_rows = self._replica.sparse_gradients()
 
-    def leave_out(self) -> None:
-        """This rank has no batch in this step. Local."""
-        self.brought = [_no_rows(table) for table in self._replica.tables]
+    def take_none(self) -> None:
+        """Use empty gradients, because this rank has no batch in this step. Local."""
+        self.local_rows = [_no_rows(table) for table in self._replica.tables]
 
     def reduce(self, backend: AllReduce) -> None:
-        """Give the replica the sums of all ranks' rows. Collective."""
+        """Sum the rows over all ranks, and pass the sums to the replica. Collective."""
         if tables := self._replica.tables:
-            brought = zip(tables, self.brought, strict=True)
-            self._replica.take_sparse([backend.sparse(*rows, table.rows, "sum") for table, rows in brought])
+            local = zip(tables, self.local_rows, strict=True)
+            self._replica.take_sparse([backend.sparse(*rows, table.rows, "sum") for table, rows in local])
 
 
 def _no_rows(table: Table) -> Rows:

@@ -1,160 +1,159 @@
-"""The sharded update: every rank updates only the slice of the parameters whose gradients it has finished.
+"""The sharded update: every rank updates only its own slice of the parameters.
 
-reduce_scatter -> the replica's update of a slice -> all_gather of the parameters. Where ranks that together
-own everything share a node, the parameters live in one window of the node, so every rank writes where all
-read, and nothing is gathered. What the trainer measures lies behind the gradients, and behind the parameters
-it comes back to all ranks, without a message of its own.
+reduce_scatter -> the replica's update of a slice -> all_gather of the parameters. If the ranks of each node together
+own the whole buffer, the parameters are in one shared segment per node: every rank writes its slice there, and nothing
+is gathered. Metrics and flags follow the gradients in the buffer and come back after the parameters, so they need no
+message of their own.
+
 S. Rajbhandari et al.: ZeRO: Memory optimizations toward training trillion parameter models, 2020 (stage 1).
 """
 
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
-from mpi4py import MPI
 
 from allreduce import notices
 from allreduce.arrays import dtypes, gpu
 from allreduce.backend import AllReduce, TwoPhase
 from allreduce.errors import UnavailableError
-from allreduce.tracing.trace import Series, Trace, now
 from allreduce.transport.control import combine, on_all, together
 from allreduce.transport.shared_segment import CommonSegment
-from trainers.backends import own_memory
+from trainers.backends import allocate_own
 from trainers.errors import ArgumentError
-from trainers.replica import Replica, reserved
+from trainers.replica import reserved
 from trainers.state.adopt import Piece, to_root
 from trainers.state.backup import Backup
-from trainers.stopwatch import Stopwatch
-from trainers.strategies.interface import untraced
-
-
-class Parts(NamedTuple):
-    """What an update works with.
-
-    backend: reduces `buffer` in every step: the gradients, then what is measured. measured: the latter; behind 16-bit
-    gradients an array of its own, which is reduced before the step. comm: of all ranks. clock: runs while a rank waits
-    for others. steps: that were taken before.
-    """
-
-    replica: Replica
-    backend: AllReduce
-    buffer: Any
-    measured: Any
-    comm: MPI.Intracomm
-    clock: Stopwatch
-    steps: int
+from trainers.stopwatch import COMMUNICATION
+from trainers.strategies.interface import Strategy
 
 
 class Update:
-    """How Mirrored changes the parameters by gradients that all ranks have computed: what is so unless a kind differs.
+    """How Mirrored reduces gradients and updates the parameters. The defaults suit replicated parameters.
 
-    any_rank_may_fail, apart, check_edits, share, whole: as of Strategy.
-    in_common: whether the ranks of a node have one copy of the parameters.
+    backend: reduces `buffer` in every step: the gradients, then the metrics and flags.
+    measured: the metrics and flags: the end of `buffer`, or an array that `add_up_measured` reduces before the step.
+    shares_parameters: whether the ranks of a node share one copy of the parameters.
+
+    any_rank_may_fail and the methods without a docstring: see Strategy.
     """
 
     any_rank_may_fail = True
-    in_common = False
-    span: Callable[[str], AbstractContextManager[None]] = staticmethod(untraced)
+    shares_parameters = False
 
-    def __init__(self, parts: Parts) -> None:
-        self._replica, self._backend, self._buffer, self._measured, self._comm, self._clock, self._steps = parts
-        self._since = self._steps  # the step after which this rank has updated
+    def __init__(self, strategy: Strategy, backend: AllReduce, buffer: Any, measured: Any) -> None:
+        self._strategy, self._replica = strategy, strategy.replica
+        self._comm, self._clock = strategy.group.comm, strategy.clock
+        self._buffer, self._measured = buffer, measured
+        self._steps = self._since = strategy.steps  # the number of steps taken, and that number at the last update
         self._length = self._replica.gradient_length
-        self._series: dict[str, Series] | None = None
+        self.reduce_by(backend)
 
     def begin_batch(self) -> None:
-        """A batch is computed, which may change what belongs to the state. Local."""
+        """Called before a batch is computed, because that may change entries of the state (statistics). Local."""
 
     def step(self) -> Any:
-        """Reduce the buffer, update the parameters; returns what was measured, reduced, a view. Collective."""
+        """Reduce the buffer and update the parameters. Returns the reduced metrics and flags, a view. Collective."""
         raise NotImplementedError
 
-    def count_steps(self, steps: int) -> None:
-        """So many steps were taken; one in which nothing was updated counts as well. Local."""
+    def set_steps(self, steps: int) -> None:
+        """Set the number of steps taken, including steps in which nothing was updated. Local."""
         self._steps = steps
 
     def pieces(self) -> list[Piece]:
-        """What this rank has of the state, copied: all of it, before a step or after it. Local."""
+        """Return a copy of this rank's state as pieces; here one piece that holds everything. Local."""
         return [Piece(self._since, self._steps, 0, self._buffer.size, {}, self._replica.snapshot({}))]
 
     def snapshot(self, memory: dict[str, np.ndarray], wanted: bool) -> dict[str, np.ndarray]:
-        """A copy of the replica's whole state in `memory` on rank 0, where it is wanted; elsewhere none. Collective."""
+        """Return a copy of the replica's complete state on rank 0 (wanted=True), and {} elsewhere. Collective. memory:
+        see Replica.snapshot."""
         return together(self._comm, lambda: self._replica.snapshot(memory) if wanted else {})
 
-    def whole(self, state: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+    def gather_state(self, state: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
         return dict(state)
 
-    def share(self) -> None: ...
+    def begin_change(self) -> None: ...
+
+    def synchronize_state(self) -> None: ...
 
     def check_edits(self) -> None: ...
 
-    def apart(self) -> dict[str, str]:
+    def not_replicated(self) -> dict[str, str]:
         return {}
 
-    def record(self, backend: AllReduce, trace: Trace | None) -> None:
-        """Record in `trace` what is done here; the calls of `backend` are recorded there. Local."""
-        self._backend, self.span = backend, untraced if trace is None else trace.span
-        self._series = None if trace is None else {name: trace.series(name) for name in self.series}
+    def reduce_by(self, backend: AllReduce) -> None:
+        """Use this backend from now on. Local."""
+        self._backend = backend
+        # bound collectives, by their kind and the id of their array
+        self._bound: dict[tuple[str, int], Callable[[], None]] = {}
 
-    series: tuple[str, ...] = ()  # the names of those in a trace
+    def add_up_measured(self) -> None:
+        """Sum the metrics and flags over the ranks, without compression. Collective."""
+        self._run("all_reduce", self._measured, self._backend.exact)
 
-    def note(self, series: str, what: str, begin: int) -> None:
-        """Record what all ranks have done together since `begin`. Local."""
-        if self._series is not None:
-            self._series[series].note(what, begin, {})
+    def _run(self, kind: str, array: Any, backend: AllReduce | None = None) -> None:
+        """Run a collective on an array in place: "all_reduce" (sums), "reduce_scatter" or "all_gather". Collective.
+
+        backend: used instead of the update's own. The first call binds the array.
+        """
+        self._clock.start()
+        if (kind, id(array)) not in self._bound:
+            self._bound[kind, id(array)] = (backend or self._backend).bind(array, "sum", kind)
+        self._bound[kind, id(array)]()
+        self._clock.stop()
 
     def close(self) -> None:
-        """Give the replica parameters of its own again, and its whole state. Collective."""
+        """Move the replica's parameters back into memory of its own, and load its complete state. Collective."""
 
     def abandon(self) -> None:
-        """Let go of memory that the ranks share. Local."""
+        """Drop memory that the ranks share. Local."""
 
 
 class ShardedUpdate(Update):
-    """Moves a replica's parameters into memory of this object's. Creating and all methods are collective.
+    """Update in which every rank updates only the slice of the parameters that it owns.
 
-    The replicas are equal. copies: how many ranks have each slice: 1 or 2.
+    The constructor moves the replica's parameters into memory of this object. It is collective; the replicas must be
+    equal. copies: the number of ranks that keep each slice, 1 or 2.
 
-    Raises ArgumentError on all ranks when the replica can't be updated in slices.
+    Raises ArgumentError on all ranks if the replica can't be updated in slices.
     """
 
     _backend: TwoPhase
 
-    def __init__(self, parts: Parts, copies: int = 1) -> None:
-        super().__init__(parts)
+    def __init__(self, strategy: Strategy, backend: AllReduce, buffer: Any, measured: Any, copies: int = 1) -> None:
+        super().__init__(strategy, backend, buffer, measured)
         replica, comm = self._replica, self._comm
-        self._mine = self._backend.owned(self._buffer.size)
-        self._part = slice(*self._mine.indices(self._length)[:2])
-        self._window: CommonSegment | None = None
+        self._owned = self._backend.owned(self._buffer.size)
+        self._part = slice(*self._owned.indices(self._length)[:2])
+        self._segment: CommonSegment | None = None
         self._array = self._allocate(str(replica.gradient_dtype))
         self._backup: Backup | None = None
-        self.series = ("fences", "second copies") if copies == 2 else ("fences",)
+        self._changing = False  # between `begin_change` and `synchronize_state`
         try:
             together(comm, lambda: replica.bind_parameters(self._array[: self._length]))
             if copies == 2:
-                owned = self._mine.start, self._mine.stop
+                owned = self._owned.start, self._owned.stop
                 self._backup = Backup(comm, self._backend.topology.node_index, [owned])
         except Exception:
             self._free()
             raise
-        self.share()
+        self.synchronize_state()
 
     def _allocate(self, dtype: str) -> Any:
-        """Memory that the ranks of the node have in common, where these own everything, on the CPU, and it has room."""
+        """Allocate the parameters: in a shared segment if the ranks of each node own the whole buffer on the CPU and
+        every node has room; else by the backend. Collective."""
         node, device = self._backend.topology.node, self._replica.device
-        owned = combine(node, np.array([self._mine.stop - self._mine.start]), "add up what the ranks of a node own")
+        owned = combine(node, np.array([self._owned.stop - self._owned.start]), "add up what the ranks of a node own")
         whole = device == "cpu" and owned[0] == self._buffer.size
         if on_all(self._comm, whole, "see whether each node owns everything"):
             try:
-                self._window = CommonSegment(node, self._buffer.size, dtypes.parse(dtype))
-            except UnavailableError as error:  # on all ranks of this node, and perhaps of no other
-                notices.once(node.rank, f"each rank has parameters of its own: {error}")
-            if on_all(self._comm, self._window is not None, "see whether each node has common memory"):
-                assert self._window is not None
-                return self._window.array
+                self._segment = CommonSegment(node, self._buffer.size, dtypes.parse(dtype))
+            except UnavailableError as error:  # raised on all ranks of this node, perhaps not on other nodes
+                notices.once(node.rank, f"each rank keeps its own copy of the parameters: {error}")
+            if on_all(self._comm, self._segment is not None, "see whether each node has a shared segment"):
+                assert self._segment is not None
+                return self._segment.array
             self._free()
         return self._backend.allocate(self._buffer.size, dtype, device=device)
 
@@ -163,119 +162,125 @@ class ShardedUpdate(Update):
         return self._backup is not None
 
     def begin_batch(self) -> None:
-        """A batch is computed, which may change what belongs to the state. Local."""
+        """Back up the arrays that have no slices, because computing a batch may change them (statistics). Local."""
         if self._backup is not None:
             without = ("parameters", *self._replica.elementwise)
-            self._backup.keep_rest(partial(self._replica.snapshot, without=without))
+            self._backup.save_rest(partial(self._replica.snapshot, without=without))
 
     def step(self) -> np.ndarray:
-        """Reduce the buffer, update the parameters everywhere; returns what was measured, reduced, a view."""
-        taken = self._steps + 1
-        self._clock.start()
-        self._backend.reduce_scatter(self._buffer, "sum")
-        self._clock.stop()
-        with self.span("update"):
+        """As Update.step. Each rank updates its slice; then the slices are gathered. Collective."""
+        taken, self._changing = self._steps + 1, False
+        self._run("reduce_scatter", self._buffer)
+        with self._strategy.span("update"):
             updated = self._update()
-        measured = slice(max(self._mine.start, self._length), max(self._mine.stop, self._length))
+        measured = slice(max(self._owned.start, self._length), max(self._owned.stop, self._length))
         self._array[measured] = self._buffer[measured]
         if updated:
             self._steps = self._since = taken
-        self._clock.start()
-        if self._window is None:
-            self._backend.all_gather(self._array)
+        if self._segment is None:
+            self._run("all_gather", self._array)
         else:
-            begin = now()
-            self.fence()
-            self.note("fences", "meet in common memory", begin)
-        self._clock.stop()
+            self._clock.start()
+            with self._strategy.span(COMMUNICATION):
+                self.fence()
+            self._clock.stop()
         self._replica.refresh()
-        if self._after(self._array[self._length :]):
-            self._keep(taken)
+        if self._finish_step(self._array[self._length :]):
+            self._back_up(taken)
         return self._array[self._length :]
 
-    def _keep(self, step: int) -> None:
-        """Back up the slices as they are after a step. Collective."""
+    def _back_up(self, step: int) -> None:
+        """Exchange backups of the slices after step `step`, if this update keeps backups. Collective."""
         if self._backup is None:
             return
         self._clock.start()
-        begin = now()
         replica = self._replica
         sliced = {name: replica.elements(name, self._part) for name in replica.elementwise}
-        sliced["parameters"] = self._array[self._mine]
-        own = Piece(step, step, self._mine.start, self._mine.stop, sliced, {})
-        self._backup.keep(step, [own], {"parameters": self._array})
-        self.note("second copies", "keep slices twice", begin)
+        sliced["parameters"] = self._array[self._owned]
+        own = Piece(step, step, self._owned.start, self._owned.stop, sliced, {})
+        with self._strategy.span(COMMUNICATION):
+            self._backup.keep(step, [own], {"parameters": self._array})
         self._clock.stop()
 
     def _update(self) -> bool:
-        """Update what this rank owns; whether it was."""
+        """Update the slice that this rank owns. Returns whether it was updated."""
         self._replica.update(self._part)
         return True
 
-    def count_steps(self, steps: int) -> None:
-        super().count_steps(steps)
+    def set_steps(self, steps: int) -> None:
+        super().set_steps(steps)
         if self._backup is not None:
             self._backup.extend(steps)
 
     def pieces(self) -> list[Piece]:
-        """What this rank has of the state, by itself, copied. Local."""
+        """Return copies of the pieces that this rank holds: its own slice, and the backups. Local."""
         if self._backup is not None:
-            return self._backup.pieces([self._own()])
-        return [self._own()] if self._mine.start < self._mine.stop else []
+            return self._backup.pieces([] if self._changing else [self._own()])
+        return [self._own()] if self._owned.start < self._owned.stop else []
 
     def _own(self) -> Piece:
-        """A copy of what this rank owns."""
-        self._replica.refresh()  # statistics, as they lie behind the parameters: in an unfinished step as they were
+        """Return a copy of the slice that this rank owns. Local."""
+        # load the statistics that follow the parameters; in an unfinished step, those from before the step
+        self._replica.refresh()
         names = self._replica.elementwise
         state = self._replica.snapshot({}, without=("parameters", *names))
         sliced = {name: np.array(self._replica.elements(name, self._part)) for name in names}
-        sliced["parameters"] = np.array(self._array[self._mine])  # and what was measured, behind them
-        return Piece(self._since, self._steps, self._mine.start, self._mine.stop, sliced, state)
+        # with the metrics and flags, if this rank's slice includes them
+        sliced["parameters"] = np.array(self._array[self._owned])
+        return Piece(self._since, self._steps, self._owned.start, self._owned.stop, sliced, state)
 
-    def _after(self, measured: np.ndarray) -> bool:
-        """All ranks are through the update, and this was measured; whether parameters were updated."""
+    def _finish_step(self, measured: np.ndarray) -> bool:
+        """Called after all ranks have updated. measured: the reduced metrics and flags. Returns whether parameters were
+        updated."""
         return True
 
     def fence(self) -> None:
-        """Afterwards all ranks of the node see what any of them has written, and none of them still writes."""
-        if self._window is not None:
-            self._window.fence()
+        """Wait until all ranks of the node have finished writing to the shared segment, and see all writes. Collective
+        over the node."""
+        if self._segment is not None:
+            self._segment.fence()
             self._replica.accept_edits()
 
-    def share(self) -> None:
-        """The state was changed otherwise than by a step: go on when all ranks have done so. Collective."""
+    def begin_change(self) -> None:
+        """As Strategy.begin_change: other ranks may write into the shared segment before this rank does."""
+        self.begin_batch()
+        self._changing = True
+
+    def synchronize_state(self) -> None:
+        """As Strategy.synchronize_state: wait for the ranks of the node, then back up the slices. Collective."""
         self.fence()
         self._since = self._steps
-        self._keep(self._steps)
+        self._back_up(self._steps)
+        self._changing = False
 
     @property
-    def in_common(self) -> bool:  # type: ignore[override]
-        """Whether the ranks of a node have one copy of the parameters."""
-        return self._window is not None
+    def shares_parameters(self) -> bool:  # type: ignore[override]
+        """Whether the ranks of a node share one copy of the parameters."""
+        return self._segment is not None
 
     def check_edits(self) -> None:
-        """Raise ArgumentError, on this rank, when parameters that ranks have in common were edited in place."""
-        if self._window is not None and (name := self._replica.edited()):
+        """Raise ArgumentError, on this rank only, if parameters that ranks share were edited in place. Local."""
+        if self._segment is not None and (name := self._replica.edited()):
             raise ArgumentError(
                 f'{name} was edited in place (p.mul_(...), say), and with update="sharded" the parameters of all ranks '
                 "of a node are the same memory, so it may have been edited several times; load the model again, and "
                 "edit it by trainer.edit(function)"
             )
 
-    def apart(self) -> dict[str, str]:
-        """As Strategy.apart."""
-        apart = dict.fromkeys(self._replica.elementwise, "every rank has its own slice only")
-        if self._window is not None and self._backend.topology.nodes == 1:
-            apart["parameters"] = "the ranks have one copy of them in common"
-        return apart
+    def not_replicated(self) -> dict[str, str]:
+        """As Strategy.not_replicated."""
+        reasons = dict.fromkeys(self._replica.elementwise, "each rank holds only its own slice")
+        if self._segment is not None and self._backend.topology.nodes == 1:
+            reasons["parameters"] = "the ranks share one copy"
+        return reasons
 
-    def whole(self, state: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-        """A replica's state, with what belongs to the slices collected from their owners."""
+    def gather_state(self, state: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+        """Return `state` with every array of `elementwise` gathered from the ranks that own its slices. Collective."""
         result = dict(state)
         for name in self._replica.elementwise:
             array = result[name]
-            part = slice(*self._mine.indices(array.size)[:2])
-            # Between two steps nobody needs the gradients.
+            part = slice(*self._owned.indices(array.size)[:2])
+            # Between two steps the gradient buffer is free: use it as workspace.
             fits = array.dtype == self._buffer.dtype and not gpu.is_gpu_array(self._buffer)
             gathered = self._buffer if fits else np.zeros(self._buffer.size, array.dtype)
             gathered[part] = array[part]
@@ -284,10 +289,7 @@ class ShardedUpdate(Update):
         return result
 
     def snapshot(self, memory: dict[str, np.ndarray], wanted: bool) -> dict[str, np.ndarray]:
-        """A copy of the replica's whole state in `memory` on rank 0, where it is wanted; elsewhere none. Collective.
-
-        Slices go straight to their places there.
-        """
+        """As Update.snapshot. Slices are received directly into rank 0's arrays. Collective."""
         replica, names = self._replica, self._replica.elementwise
         state = together(self._comm, lambda: replica.snapshot(memory, without=names) if wanted else {})
         for name in names:
@@ -299,22 +301,22 @@ class ShardedUpdate(Update):
         return state
 
     def close(self) -> None:
-        """Give the replica parameters of its own again, and its whole state."""
-        state = self.whole(self._replica.state())
-        self._replica.bind_parameters(own_memory(self._replica))
+        """As Update.close; frees the shared segment. Collective."""
+        state = self.gather_state(self._replica.state())
+        self._replica.bind_parameters(allocate_own(self._replica))
         self._replica.load_state(state)
-        del state  # may hold views of the window
+        del state  # may hold views of the segment
         self._free()
 
     def abandon(self) -> None:
-        """Give the replica parameters of its own, without what other ranks have of its state. Local."""
-        self._replica.bind_parameters(own_memory(self._replica))
+        """Move the replica's parameters into memory of its own, without gathering the slices of other ranks. Local."""
+        self._replica.bind_parameters(allocate_own(self._replica))
         self._array, self._buffer = np.empty(0, np.uint8), np.empty(0, np.uint8)
-        self._window = self._backup = None
+        self._segment = self._backup = None
 
     def _free(self) -> None:
-        """Collective over the node."""
+        """Free the shared segment. Collective over the node."""
         self._array = np.empty(0, np.uint8)
-        if self._window is not None:
-            self._window.free()
-            self._window = None
+        if self._segment is not None:
+            self._segment.free()
+            self._segment = None

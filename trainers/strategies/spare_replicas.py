@@ -1,6 +1,6 @@
 """The strategy of SpareReplicasTrainer: a step takes the first gradients and does not wait for the slowest ranks.
 
-The chief, rank 0, works in a thread, so that what its rank computes may take its time like any other's.
+The chief on rank 0 runs in a second thread, so that a slow computation on rank 0 does not delay the steps.
 """
 
 from collections.abc import Callable, Sequence
@@ -17,27 +17,17 @@ from trainers.group import RankGroup
 from trainers.replica import Replica
 from trainers.strategies.interface import EpochRun
 from trainers.strategies.servers.epoch import HOW_FAR
-from trainers.strategies.servers.mailbox import (
-    END,
-    GRADIENTS,
-    NOTHING,
-    PUSH,
-    WORK,
-    Arrival,
-    Head,
-    Mailbox,
-    Parcel,
-)
-from trainers.strategies.servers.service import Counts, Served, Shard, ended
+from trainers.strategies.servers.mailbox import END, GRADIENTS, NOTHING, PUSH, WORK, Arrival, Header, Mailbox, Message
+from trainers.strategies.servers.service import Counts, ServerStrategy, Shard, wait_before_raising
 from trainers.watching.meter import Tally
 
 
 class Round:
-    """What has come for one step.
+    """The pushes received for one step.
 
-    used: the first gradients, as many as were wanted, in the order of the workers' numbers.
-    others: who came without gradients: it had no rows, or has failed.
-    failed: whether somebody has met an error, so that there is no update. stop: whether training shall end after it.
+    used: the first `wanted` gradients, sorted by worker number.
+    others: pushes without gradients: the worker had no rows, or met an error.
+    failed: whether a worker met an error; then there is no update. stop: whether a worker asked to end the training.
     """
 
     def __init__(self) -> None:
@@ -46,36 +36,36 @@ class Round:
         self.failed = self.stop = False
 
     @property
-    def everybody(self) -> list[Arrival]:
+    def arrivals(self) -> list[Arrival]:
         return self.used + self.others
 
 
-def collect(mailbox: Mailbox, step: int, wanted: int, late: Callable[[Arrival], None]) -> Round:
+def receive_round(mailbox: Mailbox, step: int, wanted: int, late: Callable[[Arrival], None]) -> Round:
     """Wait until the gradients of `wanted` workers for `step` are there, or one worker has failed.
 
-    late: is given whoever comes meanwhile with what was computed for a step before.
+    late: called with each push that was computed for an earlier step.
     """
     found = Round()
     while len(found.used) < wanted and not found.failed:
         arrival = mailbox.next(f"get the gradients of step {step + 1}")
-        head = arrival.parcel.head
-        found.failed |= head.kind != GRADIENTS and bool(head.halt)
-        found.stop |= bool(head.halt)
-        if head.step != step:
+        header = arrival.message.header
+        found.failed |= header.kind != GRADIENTS and bool(header.halt)
+        found.stop |= bool(header.halt)
+        if header.step != step:
             late(arrival)
-        elif head.kind == GRADIENTS:
+        elif header.kind == GRADIENTS:
             found.used.append(arrival)
         else:
             found.others.append(arrival)
-    found.used.sort(key=lambda each: each.worker)  # so that sums do not depend on who was first
+    found.used.sort(key=lambda each: each.worker)  # so that the sum does not depend on the order of arrival
     return found
 
 
 CHIEF = 0
 
 
-class SpareReplicas(Served):
-    """See SpareReplicasTrainer. spare: for how many ranks a step does not wait."""
+class SpareReplicas(ServerStrategy):
+    """The strategy of SpareReplicasTrainer. spare: the number of ranks for which a step does not wait."""
 
     synchronous = False
     thread = "serve"
@@ -85,18 +75,18 @@ class SpareReplicas(Served):
         self.spare = self._given = spare
         self._wanted = 0  # ranks whose gradients a step takes
         self._counts = Counts()
-        self._begun, self._taken = -1, 0  # the epoch under way, and how many of its steps were taken
+        self._begun, self._taken = -1, 0  # the current epoch, and the number of its steps that were taken
 
     def describe(self) -> str:
         return f"{self.name}({type(self.replica).__name__}, spare={self._given!r})"
 
-    def _refused(self, ranks: Topology) -> Exception | None:
+    def _own_argument_error(self, ranks: Topology) -> Exception | None:
         spare = self._given
         if isinstance(spare, bool) or not isinstance(spare, int | np.integer) or not 0 <= spare < ranks.size:
             return ArgumentError(
                 f"spare must be an integer from 0 to {ranks.size - 1}, one less than there are ranks, got {spare!r}"
             )
-        return _copy_refusal(self.replica) if ranks.rank == CHIEF else None
+        return _copy_error(self.replica) if ranks.rank == CHIEF else None
 
     def renumber(self, previous: tuple[int, ...]) -> None:
         self._given = min(self._given, len(previous) - 1)
@@ -108,12 +98,13 @@ class SpareReplicas(Served):
     def connect(self, group: RankGroup) -> None:
         super().connect(group)
         self._values = np.zeros(self._measures)  # this rank's metrics and its share of the batch
-        if group.rank == CHIEF:  # where it computes; what the model is bound to is updated meanwhile
+        # rank 0 computes in these arrays; the chief's thread updates the arrays that the model is bound to
+        if group.rank == CHIEF:
             self._own_parameters, self._own_gradients = map(np.zeros_like, (self._parameters, self._gradients))
 
-    def _take_part(self) -> None:
+    def _set_part(self) -> None:
         self.part, self.parts = self.group.rank, self.group.size
-        self.spare = max(0, self.group.size - self._wanted)  # a rank that has failed is one that no step waits for
+        self.spare = max(0, self.group.size - self._wanted)  # a failed rank counts as a spare one
 
     def _agree_on_progress(self) -> None:
         self._begun, self._taken = all_values(self.group.comm, [self._begun, self._taken], HOW_FAR)[CHIEF]
@@ -131,31 +122,32 @@ class SpareReplicas(Served):
         if self.group.rank == CHIEF:
             self._run_chief(run, number)
         else:
-            self._follow(run, number, self.replica, self._parameters, self._gradients)
+            self._run_worker(run, number, self.replica, self._parameters, self._gradients)
 
     def _run_chief(self, run: EpochRun, number: int) -> None:
-        """The chief's epoch: it computes as the others do, with a copy of the model, and chiefs beside it."""
+        """Run an epoch on rank 0: compute with a copy of the model, like any rank, while the second thread runs the
+        Chief."""
         mailbox, shard, queue = self._mailbox, self._shard, self._queue
         assert mailbox is not None
         assert shard is not None
         assert queue is not None
-        copied = run.guarded(self._copy)
+        copied = run.keep_error(self._copy)
         chief = Chief(mailbox, shard, self.group.size, self.spare, self._tally, self.span, self._counts)
-        chiefing = queue.submit(partial(chief.run, run.batches.sizes().tolist(), self._taken))
+        future = queue.submit(partial(chief.run, run.batches.sizes().tolist(), self._taken))
         try:
-            with ended(chiefing):
-                self._follow(run, number, copied or self.replica, self._own_parameters, self._own_gradients)
+            with wait_before_raising(future):
+                self._run_worker(run, number, copied or self.replica, self._own_parameters, self._own_gradients)
             self.clock.start()
-            chiefing.wait()
+            future.wait()
             self.clock.stop()
         finally:
             self._taken = chief.done
         run.error = run.error or chief.error
         if copied is not None:
-            run.guarded(lambda: self.replica.load_local_state(copied.local_state()))
+            run.keep_error(lambda: self.replica.load_local_state(copied.local_state()))
 
     def _copy(self) -> Replica:
-        """A copy of the chief's replica on memory of its own."""
+        """Copy the chief's replica, and bind the copy to separate memory. Local."""
         copied = self.replica.copy()
         copied.bind_parameters(self._own_parameters)
         copied.bind(self._own_gradients)
@@ -165,34 +157,36 @@ class SpareReplicas(Served):
         self._collect_tally()
         return self._logs_of(self._counts)
 
-    def _follow(
+    def _run_worker(
         self, run: EpochRun, number: int, replica: Replica, parameters: np.ndarray, gradients: np.ndarray
     ) -> None:
-        """A rank's epoch: it computes what the chief says is the newest step.
+        """Run an epoch on a worker: compute the step that the chief names as the newest, until the chief ends the
+        epoch.
 
-        replica: computes, bound to these flat `parameters` and `gradients`.
+        replica: computes the gradients; it is bound to the flat arrays `parameters` and `gradients`.
         """
         client, visited = self._client, run.batches.order(number)
         assert client is not None
         step, kind = self._taken, WORK
         while kind == WORK:
-            computed = run.guarded(partial(self._compute_part, run, visited, step, replica, gradients))
+            computed = run.keep_error(partial(self._compute_part, run, visited, step, replica, gradients))
             halts = run.error is not None or self.stop_training
-            head = Head(GRADIENTS if computed else NOTHING, step, halt=halts)
-            client.expect(CHIEF)
-            client.push([head], gradients if computed else None, self._values)
-            client.answered()
-            client.take(parameters)
+            header = Header(GRADIENTS if computed else NOTHING, step, halt=halts)
+            client.post_receive(CHIEF)
+            client.push([header], gradients if computed else None, self._values)
+            client.wait_for_replies()
+            client.copy_parameters(parameters)
             replica.refresh()
             reply = client.replies[CHIEF]
             self.measured[: self._values.size - 1] = reply.measures[:-1]
-            run.guarded(partial(run.end_batch, step))
-            kind, step = reply.head.kind, reply.head.step
+            run.keep_error(partial(run.end_batch, step))
+            kind, step = reply.header.kind, reply.header.step
 
     def _compute_part(
         self, run: EpochRun, visited: np.ndarray, step: int, replica: Replica, gradients: np.ndarray
     ) -> bool:
-        """This rank's gradients of a step; false when it has no rows. May raise anything."""
+        """Compute this rank's gradients of `step` into `gradients`. Returns False if it has no rows. May raise any
+        exception."""
         self._values[:] = 0
         run.begin_batch(step)
         with self.span("data"):
@@ -200,26 +194,28 @@ class SpareReplicas(Served):
         if not len(batch.x):
             return False
         with self.span("compute"):
-            self._values[:-1] = replica.gradients(*run.checked(batch)[:2], batch.share)
-        if run.unusable(gradients, replica):
-            self._values[:] = gradients[:] = 0  # of no rows: the chief waits for as many ranks as bring some
+            self._values[:-1] = replica.gradients(*run.check_batch(batch)[:2], batch.share)
+        if run.discard_if_unusable(gradients, replica):
+            # zeros with share 0, not nothing: the chief waits for a fixed number of gradients
+            self._values[:] = gradients[:] = 0
             return True
         self._values[:-1] *= batch.share
         self._values[-1] = batch.share
         return True
 
 
-ROUNDING = 1e-9  # of the sum of all shares
+ROUNDING = 1e-9  # a sum of shares this close to 1 counts as 1
 
 
 class Chief:
-    """One epoch, or what is left of it.
+    """Receives the gradients of one epoch (or of the rest of one), updates the parameters and replies to the workers.
 
-    workers: how many ranks there are. spare: for how many of them a step does not wait.
-    tally: measures the steps. span: what is done inside it is named in a trace.
+    workers: the number of ranks. spare: the number of ranks for which a step does not wait.
+    tally: accumulates the metrics of the steps. span: as Strategy.span.
 
-    A push brings the worker's metrics and, last, its share of the batch; a reply the metrics of the last step.
-    counts: what is told of the epoch. error: what an update has met. done: how many steps of the epoch were taken.
+    A push carries the worker's metrics, then its share of the batch. A reply carries the metrics of the last step.
+    counts: the counts of the epoch for the history. error: the error of an update, or None. done: the number of steps
+        taken.
     """
 
     def __init__(
@@ -230,81 +226,82 @@ class Chief:
         self._workers, self._spare = workers, spare
         self._tally, self._span = tally, span
         self._means = np.full(1, np.nan)  # of the last step that was taken; NaN stands for all metrics until then
-        self._newest: Parcel | None = None  # what is sent to everyone until the next update
+        self._newest: Message | None = None  # the reply that holds the current parameters; None after an update
         self.counts = counts
         self.error: Exception | None = None
         self.done = 0
 
-    @np.errstate(all="ignore")  # a model that has diverged has a loss that says so
+    @np.errstate(all="ignore")  # a diverged model shows in the loss; NumPy's warnings add nothing
     def run(self, sizes: Sequence[int], first: int = 0) -> None:
-        """Until all ranks have heard that the epoch is over. sizes: the rows of each batch. first: step to begin at."""
+        """Run the steps from `first` on; return when every rank has received the end of the epoch. sizes: rows of each
+        batch."""
         self.done = first
         self._mailbox.open([PUSH])
-        self._send_home(self._take_steps(sizes))
+        self._end_epoch(self._take_steps(sizes))
 
     def _take_steps(self, sizes: Sequence[int]) -> list[Arrival]:
-        """All steps, or those until somebody ends the epoch; returns who waits for an answer then."""
+        """Take the remaining steps, or stop when a worker ends the epoch. Returns the pushes that have no reply yet."""
         for step, rows in list(enumerate(sizes))[self.done :]:
             wanted = max(1, min(rows, self._workers) - self._spare)  # ranks without rows have no gradients
-            found = collect(self._mailbox, step, wanted, partial(self._go_on, step))
+            found = receive_round(self._mailbox, step, wanted, partial(self._answer_late, step))
             if found.failed:
-                return found.everybody
+                return found.arrivals
             try:
                 self._update(found, step, int(rows))
-            except Exception as error:  # whatever it is, the other ranks must hear of it
+            except Exception as error:  # any exception: it must reach the other ranks
                 self.error = error
             self.done = step + 1
             is_last = step == len(sizes) - 1
             if found.stop or self.error is not None or is_last:
                 self.counts.cut_short = not is_last
-                return found.everybody
-            for arrival in found.everybody:
+                return found.arrivals
+            for arrival in found.arrivals:
                 self._answer(arrival, WORK, step + 1)
         return []
 
     def _update(self, found: Round, step: int, rows: int) -> None:
-        """One step by the mean over the rows that were used."""
-        measured = np.sum([arrival.parcel.measures for arrival in found.used], axis=0)
+        """Update the parameters by the mean gradient over the rows that were used."""
+        measured = np.sum([arrival.message.measures for arrival in found.used], axis=0)
         share, self._newest = float(measured[-1]), None
         if not share:
-            return  # every rank has left its gradients out
-        summands = [arrival.parcel.body for arrival in found.used]
+            return  # every rank has discarded its gradients
+        summands = [arrival.message.body for arrival in found.used]
         with self._span("update"):
             self._shard.add_up(summands, 1.0 if abs(share - 1) < ROUNDING else share)
             self._shard.update()
         self._means = measured[:-1] / share
         self._tally.add(self._means, share * rows, step)
 
-    def _go_on(self, step: int, arrival: Arrival) -> None:
-        """A rank is late: have it go on with `step`, the newest."""
-        self.counts.dropped += arrival.parcel.head.kind == GRADIENTS
+    def _answer_late(self, step: int, arrival: Arrival) -> None:
+        """Count the late gradients as dropped, and send their rank on to `step`, the newest."""
+        self.counts.dropped += arrival.message.header.kind == GRADIENTS
         self._answer(arrival, WORK, step)
 
-    def _send_home(self, waiting: list[Arrival]) -> None:
-        """The epoch is over: tell it to every rank that comes, until all have come."""
+    def _end_epoch(self, waiting: list[Arrival]) -> None:
+        """Send END to every rank; wait for the pushes of the late ones."""
         self._newest = None
         for arrival in waiting:
             self._answer(arrival, END, 0)
         for _ in range(self._workers - len(waiting)):
-            arrival = self._mailbox.next("have the late ranks come in at the end of an epoch")
-            self.counts.dropped += arrival.parcel.head.kind == GRADIENTS
+            arrival = self._mailbox.next("receive the pushes of the late ranks at the end of an epoch")
+            self.counts.dropped += arrival.message.header.kind == GRADIENTS
             self._answer(arrival, END, 0)
         self._mailbox.drain()
 
     def _answer(self, arrival: Arrival, kind: int, step: int) -> None:
         """Send a rank the newest parameters, and the metrics of the last step."""
         if self._newest is None:
-            self._newest = self._mailbox.parcel()
-            self._newest.head = Head(kind, step, self._shard.version)
+            self._newest = self._mailbox.message()
+            self._newest.header = Header(kind, step, self._shard.version)
             self._newest.measures[:-1] = self._means
             self._newest.body[:] = self._shard.parameters
         if kind == WORK:
             self._mailbox.clear(arrival)
-        self._mailbox.reply(self._newest, arrival.worker, whole=True)
+        self._mailbox.reply(self._newest, arrival.worker, with_body=True)
 
 
-def _copy_refusal(replica: Replica) -> ArgumentError | None:
-    """Why a replica can't be copied."""
+def _copy_error(replica: Replica) -> ArgumentError | None:
+    """Return the error if the chief's replica can't be copied, or None."""
     try:
         replica.copy()
     except ArgumentError as error:

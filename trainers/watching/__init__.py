@@ -1,1 +1,1 @@
-"""What watches a training and tells people about it."""
+"""Callbacks, metrics and progress output of a fit."""

@@ -1,4 +1,4 @@
-"""Callbacks: what a fit tells them, with the events of Keras, and what they see of it: `FitView`."""
+"""Callbacks with the events of Keras, and FitView, the part of a trainer that they may use."""
 
 import csv
 import math
@@ -25,30 +25,30 @@ NO_EVENT = (-math.inf, BEGIN)
 
 
 class StrategyView(Target, Protocol):
-    """What a callback sees of the strategy of a fit; see trainers.strategies.interface.Strategy."""
+    """The part of a strategy that callbacks use; see trainers.strategies.interface.Strategy."""
 
     mirrors: str
 
     @property
-    def fresh_gradients(self) -> Any: ...
+    def local_gradients(self) -> Any: ...
 
     @property
-    def fresh_rows(self) -> Sequence[Rows]: ...
+    def local_rows(self) -> Sequence[Rows]: ...
 
     @property
     def sent_dtype(self) -> np.dtype: ...
 
-    def apart(self) -> dict[str, str]: ...
+    def not_replicated(self) -> dict[str, str]: ...
 
 
 class FitView(Protocol):
-    """What a callback sees of the trainer that fits. It sets nothing there but `stop_training`.
+    """The part of a trainer that callbacks use. A callback sets no attribute but `stop_training`.
 
     replica: this rank's copy of the model. strategy: holds the model's state together with the other ranks.
-    group: the ranks, for messages to each other. rank, size, topology: new ones after a rank was lost; rank is -1 on a
+    group: the ranks, for messages to each other. rank, size, topology: they change after a failure; rank is -1 on a
         rank that joins a fit, until `Callback.on_ranks_change`.
-    measured: the metrics of the last step on the replica's device, and behind them the flags of the ranks.
-    goes_on: whether the fit goes on without a rank that is lost. trace: where the fit is recorded, if it is.
+    measured: 1-D array on the replica's device: the metrics of the last step, then the sums of the ranks' flags.
+    goes_on: whether the fit continues after a failure. trace: the trace in which the fit is recorded, or None.
     stop_training: set on any rank, it ends the fit on all of them: after the next batch, or at the end of the epoch.
     """
 
@@ -81,7 +81,7 @@ class FitView(Protocol):
 
 
 class Callback:
-    """Base of what watches a fit; override what you need. Every rank calls its own callbacks.
+    """Base class of callbacks; override the events you need. Every rank calls its own callbacks.
 
     trainer: the trainer, while it fits; see FitView. Setting `trainer.stop_training` on any rank ends the fit on all
         of them: after the next batch, or at the end of the epoch.
@@ -89,33 +89,32 @@ class Callback:
     epoch and batch count from 0. logs are numbers by name, the same on all ranks: "loss", "accuracy", ... of a
     batch or an epoch; at the end of an epoch also "val_loss", ... and "seconds", "samples_per_second",
     "communication_share", and of trainers with servers "staleness" (how many gradients were 0, 1, 2, ... updates
-    behind) and "dropped". An exception on any rank ends the fit on all ranks, with the same error.
+    stale) and "dropped". An exception on any rank ends the fit on all ranks, with the same error.
     """
 
-    trainer: FitView = None  # type: ignore[assignment]  # None outside of a fit, in which no event comes
-    collective = False  # True: it communicates, when an epoch or the fit begins or ends; given on all ranks or on none
-    reads_batches = True  # False: on_train_batch_end does not look at logs
+    trainer: FitView = None  # type: ignore[assignment]  # None outside of a fit
+    collective = False  # True: it communicates, but not in batch events; given on all ranks or on none
+    reads_batches = True  # False: on_train_batch_end does not use logs
     agrees = False  # True: before_update returns the same on all ranks, so the trainer sends no message for it
     verbose = 0  # 1: `_say` prints
 
     def set_trainer(self, trainer: Any) -> None:
-        """The fit begins, or with None it is over, well or not."""
+        """Set `trainer` when a fit begins; None when it has ended, also by an error."""
         if trainer is None and self.trainer is not None:
-            self._let_go()
+            self._release()
         self.trainer = trainer
 
-    def _let_go(self) -> None:
-        """The fit is over, well or not: give back what belongs to it. Local; `trainer` is there for the last time."""
+    def _release(self) -> None:
+        """Release the resources of the fit, which has ended, also by an error. Local; `trainer` is still set."""
 
     def _say(self, text: str) -> None:
-        """Print a line on rank 0, where the user wants it."""
+        """Print a line on rank 0 if `verbose`."""
         if self.verbose and self.trainer.rank == 0:
             print(text, file=sys.stdout, flush=True)
 
     def on_train_begin(self, logs: Logs | None = None) -> None:
-        """The fit begins. On a rank that joins a fit, trainer.rank is -1 here: it has no number yet.
-
-        `load_state` with the state of the other ranks, and `on_ranks_change`, follow there.
+        """Called when the fit begins. On a joining rank, trainer.rank is -1 here; `load_state`, with the state of the
+        other ranks, and `on_ranks_change` follow.
         """
 
     def on_train_end(self, logs: Logs | None = None) -> None: ...
@@ -137,28 +136,28 @@ class Callback:
         """Keras' other name of on_train_batch_end."""
 
     def before_update(self, epoch: int, batch: int) -> bool:
-        """All ranks have computed their gradients, and nothing is averaged yet. If it returns True on any rank, all
-        ranks leave the step out.
+        """Called after all ranks have computed their gradients, before these are averaged. If it returns True on any
+        rank, all ranks leave the step out.
 
         A step that is left out does not count in the means of its epoch, which are NaN where no step was taken.
 
-        Where ranks take every step together, this and `between_steps` are called on all ranks, also on one that has met
-        an error. So a callback that is `collective` may communicate in them; its errors must be raised on all ranks.
+        Where ranks take every step together, this and `between_steps` are called on all ranks, also on a rank that has
+        an error. So a `collective` callback may communicate in them, but must raise its errors on all ranks.
         """
         return False
 
     def between_steps(self, epoch: int, batch: int) -> None:
-        """All ranks have taken a step."""
+        """Called after all ranks have taken a step."""
 
     def unusable(self, gradients: Any) -> bool:
-        """Whether this rank leaves its gradients out, where ranks do not take steps together. Local."""
+        """Return True to discard this rank's gradients; called if ranks do not take steps together. Local."""
         return False
 
     def on_ranks_change(self) -> None:
-        """A rank was lost, and the fit goes on: trainer.rank, .size and .topology are new.
+        """Called when the fit continues after a failure, with new trainer.rank, .size and .topology.
 
-        It may come between any two other events. The new rank 0 takes over the files of rank 0. A batch that was not
-        finished begins again.
+        It may come between any two other events. The new rank 0 takes over the files of rank 0. An unfinished batch
+        begins again.
         """
 
     def state(self) -> dict[str, Any]:
@@ -166,23 +165,23 @@ class Callback:
         return {}
 
     def load_state(self, state: Mapping[str, np.ndarray]) -> None:
-        """Take on what `state` returned, as arrays: after on_train_begin of a resumed fit, if there was anything.
+        """Load a result of `state`, as arrays. Called after on_train_begin of a resumed fit, if there is a state.
 
         The next event is on_epoch_begin, of an unfinished epoch too.
         """
 
 
 class FileCallback(Callback):
-    """A callback whose files rank 0 writes. When rank 0 is lost, the next rank 0 goes on with them.
+    """A callback whose files rank 0 writes. If rank 0 fails, the new rank 0 continues the files.
 
-    Every rank remembers the epochs of the fit, since the lost rank may not have written the last of them.
+    Every rank remembers the epochs of the fit, because the failed rank may not have written the last ones.
     """
 
     _epochs: list[tuple[int, Logs]] | None = None  # of this fit so far; None outside of a fit
-    _writes = False  # whether this rank does
+    _writes = False  # whether this rank writes the files
 
     def _open(self, append: bool) -> None:
-        """Open the files. append: go on with the files that another rank 0 has begun in this fit."""
+        """Open the files. append: to the files that another rank 0 began in this fit."""
         raise NotImplementedError
 
     def _write_epoch(self, epoch: int, logs: Logs) -> None:
@@ -194,7 +193,8 @@ class FileCallback(Callback):
         raise NotImplementedError
 
     def _unwritten(self, epochs: list[tuple[int, Logs]]) -> list[tuple[int, Logs]]:
-        """The epochs that a lost rank 0 may not have written. epochs: all of this fit, on a new rank 0."""
+        """Return the epochs that the failed rank 0 may not have written. epochs: all of this fit. Called on the new
+        rank 0."""
         return epochs[-1:]
 
     def on_train_begin(self, logs: Logs | None = None) -> None:
@@ -220,8 +220,8 @@ class FileCallback(Callback):
     def on_train_end(self, logs: Logs | None = None) -> None:
         self._finish()
 
-    def _let_go(self) -> None:
-        with suppress(ArgumentError):  # the fit has ended in an error already
+    def _release(self) -> None:
+        with suppress(ArgumentError):  # another error has already ended the fit
             self._finish()
 
     def _finish(self) -> None:
@@ -231,7 +231,7 @@ class FileCallback(Callback):
 
 @contextmanager
 def writing(path: str) -> Iterator[None]:
-    """Raise an error of the block as an ArgumentError, which says that this file or folder can't be written."""
+    """Raise an error of the block as an ArgumentError: this file or folder can't be written."""
     try:
         yield
     except (OSError, UnicodeDecodeError, csv.Error) as error:
@@ -239,14 +239,15 @@ def writing(path: str) -> Iterator[None]:
 
 
 class Callbacks:
-    """Several callbacks as one.
+    """Calls the events of several callbacks.
 
-    Keras' own callbacks are taken too, if they need no more of a model than `stop_training`.
+    Keras' own callbacks work too, if they use nothing of a model but `stop_training`.
 
-    When a rank is lost in the middle of an event, the event is told again. A callback that has heard it does not hear
-    it twice. But callbacks that communicate hear it again together, with the attributes that they had before it.
+    - After a failure in the middle of an event, the event is called again.
+    - A callback that has finished the event is not called twice.
+    - Collective callbacks are called again on all ranks, with the attributes that they had before the event.
 
-    keeps: whether an event may be told again.
+    keeps: whether events may be repeated, so that the attributes of collective callbacks must be kept.
     """
 
     def __init__(
@@ -256,12 +257,12 @@ class Callbacks:
         for callback in self._all:
             if hasattr(callback, "set_params"):
                 callback.set_params({"epochs": epochs, "steps": steps, "verbose": 0})
-            tell = getattr(callback, "set_trainer", None) or getattr(callback, "set_model", None)
-            if tell is not None:
-                tell(trainer)
+            set_trainer = getattr(callback, "set_trainer", None) or getattr(callback, "set_model", None)
+            if set_trainer is not None:
+                set_trainer(trainer)
         self._batch_begin = self._with("on_train_batch_begin", "on_batch_begin")
         self._batch_end = self._with("on_train_batch_end", "on_batch_end")
-        # Callbacks that communicate come first, so that an error of another callback can't keep this rank from them.
+        # Collective callbacks come first, so that an error in another callback can't keep this rank from calling them.
         self._before_update = sorted(self._with("before_update"), key=lambda each: not each.collective)
         self.asks = any(not _agrees(each) for each in self._before_update)
         self._between_steps, self._unusable = self._with("between_steps"), self._with("unusable")
@@ -270,55 +271,61 @@ class Callbacks:
         self.read_batches = any(getattr(each, "reads_batches", True) for each in self._batch_end)
         self._keeps = keeps
         self._event = NO_EVENT
-        self._heard: set[int] = set()  # the callbacks that have heard it, by their order
-        self._before: dict[int, dict[str, Any]] = {}  # the attributes of those that communicate, before the event
+        self._called: set[int] = set()  # indices of the callbacks that have finished it
+        self._before: dict[int, dict[str, Any]] = {}  # the attributes of collective callbacks before it
 
     def _with(self, *events: str) -> list[Any]:
-        """The callbacks that have one of these events."""
+        """Return the callbacks that override one of these events."""
         return [callback for callback in self._all if any(_overrides(callback, event) for event in events)]
 
     def train_begin(self) -> None:
-        self._tell((-1, BEGIN), lambda callback: callback.on_train_begin({}))
+        self._call((-1, BEGIN), lambda callback: callback.on_train_begin({}))
 
     def train_end(self, logs: Logs) -> None:
-        self._tell((math.inf, END), lambda callback: callback.on_train_end(logs))
+        self._call((math.inf, END), lambda callback: callback.on_train_end(logs))
 
     def epoch_begin(self, epoch: int) -> None:
-        self._tell((epoch, BEGIN), lambda callback: callback.on_epoch_begin(epoch, {}))
+        self._call((epoch, BEGIN), lambda callback: callback.on_epoch_begin(epoch, {}))
 
     def epoch_end(self, epoch: int, logs: Logs) -> None:
-        self._tell((epoch, END), lambda callback: callback.on_epoch_end(epoch, logs))
+        self._call((epoch, END), lambda callback: callback.on_epoch_end(epoch, logs))
 
-    def _tell(self, event: Event, tell: Callable[[Any], object]) -> None:
-        """Tell an event to the callbacks that have not heard it yet."""
+    def _call(self, event: Event, action: Callable[[Any], object]) -> None:
+        """Call an event of every callback that has not finished it yet."""
         if event != self._event:
-            self._event, self._heard, self._before = event, set(), {}
+            self._event, self._called, self._before = event, set(), {}
         for at, callback in enumerate(self._all):
-            if at not in self._heard:
+            if at not in self._called:
                 if self._keeps and at in self._collective and event[0] >= 0:
                     self._prepare(at)
-                tell(callback)
-                self._heard.add(at)
+                action(callback)
+                self._called.add(at)
 
     def _prepare(self, at: int) -> None:
-        """Give a callback the attributes that it had before it heard this event for the first time."""
+        """Restore the attributes of a callback from before the first call of this event, or keep them now."""
         held = vars(self._all[at])
         if at in self._before:
             held.clear()
             held.update(self._before[at])
         self._before[at] = {name: copy(value) if _changes(value) else value for name, value in held.items()}
 
-    def heard(self) -> tuple[Event, list[int]]:
-        """The last event, and which of the callbacks that communicate have heard it, by their order among these."""
-        return self._event, [order for order, at in enumerate(self._collective) if at in self._heard]
+    def called(self) -> tuple[Event, list[int]]:
+        """Return the last event, and the indices (among the collective callbacks) of those that have finished it.
+        Local."""
+        return self._event, [order for order, at in enumerate(self._collective) if at in self._called]
 
-    def tell_again(self, sides: Iterable[tuple[Event, list[int]]]) -> None:
-        """Callbacks that communicate hear an event again when a rank has not heard it. sides: `heard` of all ranks."""
-        for event, heard in sides:
+    def repeat(self, progress: Iterable[tuple[Event, list[int]]]) -> None:
+        """Mark an event to be called again for collective callbacks that have not finished it on every rank. progress:
+        `called` of every rank. Local."""
+        for event, called in progress:
             if event < self._event:
-                self._heard -= set(self._collective)
+                self._called -= set(self._collective)
             elif event == self._event:
-                self._heard -= {at for order, at in enumerate(self._collective) if order not in heard}
+                self._called -= {at for order, at in enumerate(self._collective) if order not in called}
+
+    def forget(self) -> None:
+        """Forget the last event, because the fit goes back to a checkpoint. Local."""
+        self._event, self._called, self._before = NO_EVENT, set(), {}
 
     def ranks_change(self) -> None:
         for callback in self._all:
@@ -326,7 +333,7 @@ class Callbacks:
                 callback.on_ranks_change()
 
     def state(self) -> dict[str, np.ndarray]:
-        """The state of all callbacks, by their kind, and by their number among the callbacks of that kind."""
+        """Return the state of all callbacks, by their class, and by their number among the callbacks of that class."""
         return {
             f"{prefix}{name}": np.asarray(value)
             for prefix, callback in self._named()
@@ -334,7 +341,7 @@ class Callbacks:
         }
 
     def load_state(self, state: Mapping[str, np.ndarray]) -> None:
-        """Hand out what `state` returned."""
+        """Load a result of `state` into the callbacks."""
         for prefix, callback in self._named():
             own = {name.removeprefix(prefix): array for name, array in state.items() if name.startswith(prefix)}
             if own:
@@ -369,26 +376,27 @@ class Callbacks:
     def unusable(self, gradients: Any) -> bool:
         return any(callback.unusable(gradients) for callback in self._unusable)
 
-    def let_go(self) -> None:
-        """The fit is over: the callbacks let go of its trainer and memory. Local."""
+    def release(self) -> None:
+        """Detach all callbacks from the trainer after the fit. Local."""
         for callback in self._all:
             if hasattr(callback, "set_trainer"):
                 callback.set_trainer(None)
 
 
 def _agrees(callback: Callback) -> bool:
-    """Whether before_update returns the same on all ranks. An inherited `agrees` says nothing of an overridden one."""
+    """Whether before_update returns the same on all ranks. A class that overrides before_update must set `agrees`
+    itself."""
     kinds = [vars(callback), *map(vars, type(callback).__mro__)]
-    places = [next(at for at, own in enumerate(kinds) if name in own) for name in ("agrees", "before_update")]
-    return callback.agrees and places[0] <= places[1]
+    positions = [next(at for at, own in enumerate(kinds) if name in own) for name in ("agrees", "before_update")]
+    return callback.agrees and positions[0] <= positions[1]
 
 
 def _changes(value: Any) -> bool:
-    """Whether a value is one that callbacks change in place; arrays they replace."""
+    """Whether a value is of a type that callbacks change in place (arrays are replaced instead)."""
     return isinstance(value, list | dict | set)
 
 
 def _overrides(callback: Any, event: str) -> bool:
-    """Whether a callback has an event of its own: of its class, or set on the instance."""
+    """Whether a callback overrides an event, in its class or on the instance."""
     own = getattr(callback, event, getattr(Callback, event))
     return getattr(own, "__func__", own) is not getattr(Callback, event)

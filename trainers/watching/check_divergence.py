@@ -1,4 +1,4 @@
-"""CheckDivergence: compare the bits of the replicas every so many steps."""
+"""CheckDivergence: compares the bits of the replicas every N steps."""
 
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -8,7 +8,7 @@ import numpy as np
 
 from allreduce import notices
 from allreduce.transport.control import root_value
-from trainers.checks import LEARNING_RATES, MAJORITY, Compared, Source, check_equal, refusal
+from trainers.checks import LEARNING_RATES, MAJORITY, Compared, Source, check_equal, options_error
 from trainers.errors import ArgumentError
 from trainers.state.adopt import mirror
 from trainers.watching.callback import Callback, Logs
@@ -17,17 +17,17 @@ from trainers.watching.callback import Callback, Logs
 class CheckDivergence(Callback):
     """Compares all that must be equal on all ranks: parameters, optimizer state, learning rates. On all ranks or none.
 
-    every: how many steps lie between two checks. Where the ranks have the same parameters only when an epoch ends
-        (trainers with servers), they are compared after each epoch.
-    on_divergence: "raise": all ranks raise the same DivergenceError, which names ranks and parameters. "copy": say so,
-        give all of them the replica of one rank again, and go on.
-    source: whose replica is copied: "majority", the one that most ranks have (of the lowest rank where several are as
-        frequent), or a rank of those with which the fit begins. When that rank is lost and the others go on, it is the
-        majority from then on, which a line says.
+    every: the number of steps between checks. Trainers with servers have equal parameters only at the end of an epoch;
+        there the check follows each epoch.
+    on_divergence: "raise": all ranks raise the same DivergenceError, which names ranks and parameters. "copy": log a
+        warning, copy one rank's replica to all ranks, and continue.
+    source: the replica that is copied. "majority": the one that most ranks have, in a tie that of the lowest rank. Or a
+        rank at the beginning of the fit; if it fails and the fit continues, the majority is used from then on, with a
+        warning.
 
     A check costs one reading of the state (a CRC-32, some 4 GB/s) and a message of 16 bytes. With update="sharded" and
-    central storage, what the ranks have in common, or each a slice of, has no copies that could differ; it is left
-    out, which is said when the training begins.
+    central storage, state that ranks share or that is divided into slices has no copies to compare. It is left out; a
+    notice at the beginning lists it.
 
     Raises ArgumentError on all ranks when the fit begins.
     """
@@ -38,8 +38,8 @@ class CheckDivergence(Callback):
     def __init__(self, every: int = 100, on_divergence: str = "raise", source: str | int = MAJORITY) -> None:
         self.every, self.on_divergence, self.source = every, on_divergence, source
         self._source: Source | None = None  # in a fit
-        self._joins = False  # this rank joins, and has not heard the others' source yet
-        self.copies = 0  # how often replicas were made equal again
+        self._joins = False  # this rank joins a fit, and does not know the others' source yet
+        self.copies = 0  # how often a replica was copied
         self._steps = 1  # of an epoch
 
     def set_params(self, params: dict[str, Any]) -> None:
@@ -49,17 +49,17 @@ class CheckDivergence(Callback):
         trainer = self.trainer
         what = f"CheckDivergence(every={self.every!r}, on_divergence={self.on_divergence!r}, source={self.source!r})"
         self._joins = trainer.rank < 0
-        wrong = refusal(self.every, self.on_divergence, self.source, None if self._joins else trainer.size)
+        wrong = options_error(self.every, self.on_divergence, self.source, None if self._joins else trainer.size)
         trainer.group.agree(what, ArgumentError(f"CheckDivergence: {wrong}") if wrong else None)
         self._source = Source(MAJORITY if self._joins else self.source, trainer.group.comm)
-        apart = trainer.strategy.apart()
+        apart = trainer.strategy.not_replicated()
         if apart:
             texts = [f"{name} ({why})" for name, why in apart.items()]
             notices.once(trainer.rank, f"CheckDivergence leaves out what can't differ: {', '.join(texts)}")
 
     def on_ranks_change(self) -> None:
         if self._source is not None:
-            self._source.move(self.trainer.group.comm)
+            self._source.find_again(self.trainer.group.comm)
         self._joins = False
 
     def state(self) -> dict[str, Any]:
@@ -67,11 +67,12 @@ class CheckDivergence(Callback):
         return {"source": -1 if number is None else number}
 
     def load_state(self, state: Mapping[str, np.ndarray]) -> None:
-        if self._joins and self._source is not None and state["source"] >= 0:  # a resumed fit has ranks of its own
+        if self._joins and self._source is not None and state["source"] >= 0:  # a resumed fit has other ranks
             self._source.number = int(state["source"])
 
     def between_steps(self, epoch: int, batch: int) -> None:
-        taken = epoch * self._steps + batch + 1  # counted so, all ranks come to it, also when one was lost
+        # counted from the beginning of the fit, so that all ranks check after the same steps, also after a failure
+        taken = epoch * self._steps + batch + 1
         if self.trainer.strategy.mirrors == "step" and taken % self.every == 0:
             self._check(f"after step {batch + 1} of epoch {epoch + 1}")
 
@@ -84,22 +85,22 @@ class CheckDivergence(Callback):
         """Compare the replicas, and do what `on_divergence` says. Collective."""
         assert self._source is not None
         trainer = self.trainer
-        read = partial(_compared, trainer.replica, trainer.strategy.apart())
+        read = partial(_compared, trainer.replica, trainer.strategy.not_replicated())
         answer = self.on_divergence, self._source.rank
         self.copies += check_equal(trainer.group.comm, read, *answer, self._copy, f"{when} ")
 
     def _copy(self, root: int) -> None:
-        """Give all ranks the replica of one. Collective."""
+        """Copy the replica of rank `root` to all ranks. Collective."""
         trainer = self.trainer
         own = [*map(float, trainer.replica.learning_rates)]
-        rates = root_value(trainer.group.comm, own, "take on learning rates", root)
+        rates = root_value(trainer.group.comm, own, "broadcast the learning rates", root)
         if rates and trainer.rank != root:
             trainer.replica.learning_rates = rates
         mirror(trainer.strategy, root=root)
 
 
 def _compared(replica: Any, apart: Mapping[str, str]) -> Compared:
-    """What must be equal on all ranks by name: the state, its parameters one by one, and the learning rates."""
+    """Return the arrays and texts to compare: the state, each parameter by its name, and the learning rates."""
     held: dict[str, np.ndarray | str] = {}
     for name, array in sorted(replica.state().items()):
         if name in apart:
@@ -114,7 +115,7 @@ def _compared(replica: Any, apart: Mapping[str, str]) -> Compared:
 
 
 def _cut(parameters: np.ndarray, shapes: Mapping[str, Sequence[int]]) -> dict[str, np.ndarray]:
-    """The flat parameters by the names that their replica has for them; those without one by "parameters"."""
+    """Cut the flat parameters into the named arrays of the replica; the rest, if any, is "parameters"."""
     held, start = {}, 0
     for name, shape in shapes.items():
         end = start + int(np.prod(shape))

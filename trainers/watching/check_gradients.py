@@ -1,4 +1,4 @@
-"""CheckGradients: find NaN and infinite gradients before they are averaged, and name the rank that brings them."""
+"""CheckGradients: finds NaN and infinite gradients before they are averaged, and names the ranks that have them."""
 
 import math
 from functools import partial
@@ -20,14 +20,14 @@ class CheckGradients(Callback):
     on_bad: "raise": all ranks raise the same NotFiniteError, which names the ranks and parameters whose gradients are
         NaN or infinite. "skip": log a warning, and leave out the step on all ranks: nothing is updated, the step does
         not count in the means of its epoch (NaN where no step was taken), and a PyTorch module's buffers (batch norm's
-        statistics) become what they were before the batch. Where ranks do not take steps together (trainers with
-        servers that do not wait), the rank leaves out its gradients.
+        statistics) become what they were before the batch. Where ranks do not take steps together (asynchronous
+        servers, spare replicas), only the rank's own gradients are discarded.
 
-    Gradients that are too large for the dtype in which they are sent (65504 is the largest of compress="float16") count
-    as infinite. So do gradients that are numbers on every rank, but whose sum overflows; the sum is that of absolute
-    values, since the order in which a backend adds gradients decides whether large ones that cancel overflow. A check
-    costs a message of 16 bytes a step, and one reading of the gradients, a dot product: 1.1 ms for 10 million float32,
-    whose average over two ranks takes 12 ms.
+    Gradients too large for the dtype in which they are sent (65504 for compress="float16") count as infinite. So do
+    gradients that are finite on every rank, but whose sum of absolute values over the ranks overflows: whether large
+    gradients of opposite sign overflow depends on the order in which a backend adds them. A check costs a message of 16
+    bytes a step, and one reading of the gradients, a dot product: 1.1 ms for 10 million float32, whose average over two
+    ranks takes 12 ms.
 
     Raises ArgumentError on all ranks when the fit begins.
     """
@@ -38,7 +38,8 @@ class CheckGradients(Callback):
     def __init__(self, on_bad: str = "raise") -> None:
         self.on_bad = on_bad
         self.skipped = 0  # steps that were left out
-        self._made: GradientCheck | None = None  # of the dense gradients, and of each table
+        # the check of the dense gradients and of each table; made in the first step
+        self._made: GradientCheck | None = None
 
     def on_train_begin(self, logs: Logs | None = None) -> None:
         trainer, error = self.trainer, None
@@ -49,11 +50,11 @@ class CheckGradients(Callback):
         self._made = None
 
     def on_ranks_change(self) -> None:
-        self._made = None  # the backend is another one
+        self._made = None  # the backend has changed
 
     @property
     def _check(self) -> GradientCheck:
-        """Made in the first step: a rank that joins has no backend before, which knows the dtype that is sent."""
+        """The check, created in the first step: a joining rank has no backend, and so no `sent_dtype`, earlier."""
         if self._made is None:
             replica, sent = self.trainer.replica, self.trainer.strategy.sent_dtype
             dense = GradientArray(_spans(replica), dtypes.parse(replica.gradient_dtype), sent)
@@ -68,17 +69,17 @@ class CheckGradients(Callback):
     def before_update(self, epoch: int, batch: int) -> bool:
         check, strategy = self._check, self.trainer.strategy
         check.begin()
-        gradients, rows = strategy.fresh_gradients, strategy.fresh_rows
+        gradients, rows = strategy.local_gradients, strategy.local_rows
         if gradients is not None:
-            check.look(0, gradients)
+            check.check_array(0, gradients)
         for number, brought in enumerate(rows, 1):
-            check.look_at_rows(number, *brought)
+            check.check_rows(number, *brought)
         overflow = partial(self._overflow, gradients, rows)
         self.skipped += check.finish(self.trainer.group.comm, overflow, f"in epoch {epoch + 1}, step {batch + 1}, ")
         return check.left_out
 
     def _overflow(self, gradients: Any, rows: Any, number: int) -> int:
-        """The first element of an array whose sum may overflow, or -1. Collective."""
+        """Return the first element of array `number` whose sum may overflow, or -1. Collective."""
         _, _, sent = self._check.arrays[number]
         length = self.trainer.replica.gradient_length
         if number > 0:
@@ -89,7 +90,7 @@ class CheckGradients(Callback):
     def unusable(self, gradients: Any) -> bool:
         check = self._check
         check.begin()
-        check.look(0, gradients)
+        check.check_array(0, gradients)
         if check.finite:
             return False
         rows = [checks.FINITE] * self.trainer.size
@@ -98,12 +99,12 @@ class CheckGradients(Callback):
         if self.on_bad == "raise":
             raise NotFiniteError(f"{problem.text}: {problem.advice}")
         self.skipped += 1
-        notices.log.warning("allreduce: %s; it leaves them out", problem.text)
+        notices.log.warning("allreduce: %s; they are discarded", problem.text)
         return True
 
 
 def _spans(replica: Any) -> list[Span]:
-    """Where the gradients of each parameter lie. Behind them a replica may have statistics to average."""
+    """Return the span of each parameter in the flat gradients. Statistics to be averaged may follow them."""
     spans, start = [], 0
     for name, shape in replica.shapes().items():
         spans.append(Span(name, start, math.prod(shape)))
@@ -114,7 +115,7 @@ def _spans(replica: Any) -> list[Span]:
 
 
 def _whole(size: int, indices: Any, values: Any) -> np.ndarray:
-    """The absolute values of a sparse gradient as a dense one, 1-D, in float64. A row may occur several times."""
+    """Return the absolute values of a sparse gradient, dense, 1-D, in float64. A row may occur several times."""
     if gpu.is_gpu_array(values):
         indices, values = indices.get(), values.get()
     whole = np.zeros((size // max(1, math.prod(values.shape[1:])), *values.shape[1:]))

@@ -9,11 +9,11 @@ from trainers.watching.callback import FileCallback, Logs, writing
 
 
 class CSVLogger(FileCallback):
-    """Writes what was measured in each epoch to a file, by rank 0; on other ranks it does nothing. Keras' arguments.
+    """Writes the logs of each epoch to a CSV file on rank 0. Takes the arguments of Keras' CSVLogger.
 
-    filename: of the file. separator: between the columns. append: go on with a file that is there.
+    filename: the file. separator: one character between the columns. append: append to an existing file.
 
-    The columns are the epoch, from 0, and the logs by name; what an epoch lacks is NA. Raises ArgumentError on all
+    The columns are the epoch, from 0, and the logs by name; missing values are NA. Raises ArgumentError on all
     ranks when the file can't be written.
     """
 
@@ -59,20 +59,20 @@ class CSVLogger(FileCallback):
                 file.close()
 
     def _header(self) -> list[str]:
-        """The columns of the file that is there, if there is one."""
-        if not os.path.isfile(self.filename):  # reading a pipe would wait for ever
+        """Return the columns of the existing file; [] if there is none."""
+        if not os.path.isfile(self.filename):  # reading a pipe would block
             return []
         with open(self.filename, newline="", encoding="utf-8") as file:
             return next(csv.reader([file.readline(1 << 16)], delimiter=self.separator), [])
 
     def _last_epoch(self) -> int | None:
-        """The epoch of the last whole line."""
+        """Return the epoch of the last complete line."""
         with open(self.filename, newline="", encoding="utf-8") as file:
             lines = [line.split(self.separator)[0] for line in file if line.endswith("\n")]
         return next((int(first) for first in reversed(lines) if first.isdecimal()), None)
 
     def _ends_in_a_line(self) -> bool:
-        """Whether the last line is whole: a writer that was killed may have left a part of one."""
+        """Whether the file ends with a newline: a killed writer may have left part of a line."""
         with open(self.filename, "rb") as file:
             file.seek(-1, os.SEEK_END)
             return file.read(1) == b"\n"

@@ -1,4 +1,4 @@
-"""EarlyStopping: the training ends when a metric has stopped improving."""
+"""EarlyStopping: ends the fit when a metric has stopped improving."""
 
 import math
 import numbers
@@ -17,16 +17,16 @@ class EarlyStopping(Callback):
     """Ends the fit, on all ranks, after `patience` epochs in which `monitor` did not improve. Keras' arguments.
 
     monitor: a name in the logs of an epoch: "val_loss", "loss", "accuracy", ...
-    min_delta: a change that is no larger is no improvement.
-    patience: epochs to wait for one.
-    verbose: 1 to say on rank 0 when it stops.
+    min_delta: a smaller or equal change is no improvement.
+    patience: the number of epochs without an improvement after which the fit ends.
+    verbose: 1 to print a line on rank 0 when the fit stops.
     mode: "min", "max", or "auto", which goes by the name of the metric.
-    baseline: an improvement counts only when the metric is better than this, too.
-    restore_best_weights: at the end the model becomes that of the best epoch, with the optimizer's state. Give the
-        callback on all ranks or on none then: the ranks restore together. Rank 0 keeps a copy of the state.
+    baseline: an improvement counts only if the metric is better than this, too.
+    restore_best_weights: at the end, load the model and the optimizer's state of the best epoch, of which rank 0 keeps
+        a copy (with on_failure="continue" every rank). Then give the callback to all ranks or to none.
     start_from_epoch: epochs before this one do not count.
 
-    Raises ArgumentError, in the fit on all ranks when `monitor` is not measured there.
+    Raises ArgumentError; in the fit, on all ranks, if the logs do not have `monitor`.
     """
 
     reads_batches = False
@@ -57,7 +57,7 @@ class EarlyStopping(Callback):
     def _begin(self) -> None:
         self.wait = self.stopped_epoch = self.best_epoch = 0
         self.best: float | None = None
-        self._state: Arrays | None = None  # of the best epoch, as adopt.copied returns it
+        self._state: Arrays | None = None  # of the best epoch, as adopt.copy_state returns it
 
     def on_train_begin(self, logs: Logs | None = None) -> None:
         self._begin()
@@ -66,13 +66,13 @@ class EarlyStopping(Callback):
         value = self._monitor.value(logs)
         if epoch < self.start_from_epoch:
             return
-        if self.restore_best_weights and self._state is None:  # there may be no improvement at all: value is NaN
-            self._keep(epoch)
+        if self.restore_best_weights and self._state is None:  # there may never be an improvement: value is NaN
+            self._copy_state(epoch)
         self.wait += 1
         if self._monitor.better(value, self.best):
             self.best = value
             if self.restore_best_weights and self.best_epoch != epoch:
-                self._keep(epoch)
+                self._copy_state(epoch)
             self.best_epoch = epoch
             if self.baseline is None or self._monitor.better(value, self.baseline):
                 self.wait = 0
@@ -91,7 +91,7 @@ class EarlyStopping(Callback):
 
     def state(self) -> dict[str, Any]:
         best = {} if self.best is None else {"best": self.best}
-        mine = self._state if self._state and self.trainer.rank == 0 else {}  # others' is the same
+        mine = self._state if self._state and self.trainer.rank == 0 else {}  # equal on other ranks
         kept = {f"kept.{name}": array for name, array in mine.items()}
         epochs = [self.wait, self.stopped_epoch, self.best_epoch]
         return {"epochs": epochs, "keeps": self._state is not None, **best, **kept}
@@ -103,13 +103,13 @@ class EarlyStopping(Callback):
             kept = [name for name in state if name.startswith("kept.") and self.trainer.rank == 0]
             self._state = {name.removeprefix("kept."): state[name] for name in kept}
         if self.stopped_epoch and self.wait >= self.patience:
-            self.trainer.stop_training = True  # it was over
+            self.trainer.stop_training = True  # the fit had ended
 
-    def _keep(self, epoch: int) -> None:
-        self._state, self.best_epoch = None, epoch  # one copy at a time
-        self._state = adopt.copied(self.trainer.strategy, on_all=self.trainer.goes_on)
+    def _copy_state(self, epoch: int) -> None:
+        self._state, self.best_epoch = None, epoch  # free the previous copy first
+        self._state = adopt.copy_state(self.trainer.strategy, on_all=self.trainer.goes_on)
 
-    def _let_go(self) -> None:
+    def _release(self) -> None:
         self._state = None
 
 
@@ -123,9 +123,10 @@ def is_number(value: Any) -> bool:
 
 
 class Monitor:
-    """name: in logs: "val_loss", "accuracy", ... mode: "min", "max", or "auto", which goes by the name.
+    """Compares a metric of the logs with its best value. name: in the logs: "val_loss", ... mode: "min", "max", or
+    "auto" (by the name).
 
-    min_delta: a change that is no larger counts as none. Raises ArgumentError.
+    min_delta: a smaller or equal change is no improvement. Raises ArgumentError.
     """
 
     def __init__(self, name: str, mode: str = "auto", min_delta: float = 0.0) -> None:
@@ -139,7 +140,7 @@ class Monitor:
         self._larger = mode == "max"
 
     def value(self, logs: Logs | None) -> float:
-        """What was measured. Raises ArgumentError when nothing was measured under this name."""
+        """Return the metric's value in `logs`. Raises ArgumentError if the logs do not have it."""
         logs = logs or {}
         if self.name not in logs:
             hint = "; pass validation_data to fit" if self.name.startswith("val_") else ""

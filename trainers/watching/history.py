@@ -1,4 +1,4 @@
-"""What `fit` returns: one entry per epoch, the same on every rank."""
+"""History, the result of `fit`: one Epoch per epoch, the same on every rank."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -7,7 +7,7 @@ from typing import Any
 from trainers.watching.callback import Callback, Logs
 
 VALIDATION = "val_"  # Keras' prefix in logs
-VALIDATED = "validation_"  # ours in a history
+VALIDATED = "validation_"  # the prefix in a history
 TIMES = ("seconds", "samples_per_second", "communication_share")
 
 
@@ -16,15 +16,15 @@ class Epoch:
     """One epoch of training.
 
     epoch: 1, 2, ...
-    loss, metrics: means over the samples of the epoch, each measured before its batch changed the model.
-    validation: the same of the validation data after the epoch; empty without any.
+    loss, metrics: means over the samples of the epoch, each computed before the update of its batch.
+    validation: the same for the validation data, after the epoch; empty if there are none.
     seconds: wall-clock time without validation, the mean of the ranks.
     samples_per_second: of all ranks together.
-    communication_share: the part of that time spent in AllReduce, waiting for slower ranks included;
-        the mean of the ranks, from 0 to 1.
-    staleness: how many gradients were applied 0, 1, 2, ... updates after their parameters had been read; empty
-        where every step is taken by all ranks together.
-    dropped: how many gradients were computed and not used.
+    communication_share: the fraction of `seconds` spent in AllReduce, including waits for slower ranks; the mean of
+        the ranks.
+    staleness: staleness[s] is the number of gradients that were s updates stale when they were applied; empty if all
+        ranks take every step together.
+    dropped: the number of gradients that were computed but not used.
     """
 
     epoch: int

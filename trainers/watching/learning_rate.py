@@ -1,8 +1,7 @@
 """LearningRateSchedule: learning rates that follow the epochs, scaled to large batches, with a warm-up.
 
-P. Goyal et al.: Accurate, large minibatch SGD: training ImageNet in 1 hour, 2017: when the batch is k times as large,
-make the learning rate k times as large; and since that is too much at first, come to it from the original one in equal
-steps over the first five epochs.
+P. Goyal et al.: Accurate, large minibatch SGD: training ImageNet in 1 hour, 2017. If the batch is k times as large,
+multiply the learning rate by k; reach it from the original rate in equal steps over the first five epochs.
 """
 
 from collections.abc import Callable, Mapping
@@ -21,16 +20,16 @@ WARM_UP = 5  # epochs
 class LearningRateSchedule(Callback):
     """Sets the learning rate of the replicas. Given on all ranks or on none, since replicas must stay equal.
 
-    schedule: schedule(epoch, rate) -> rate, as Keras' LearningRateScheduler takes it: asked at the beginning of each
-        epoch (0, 1, ...) with the rate so far, of an optimizer's first group of parameters; other groups keep their
-        ratio to it. None for a constant rate.
+    schedule: schedule(epoch, rate) -> rate, as Keras' LearningRateScheduler takes it: called at the beginning of each
+        epoch (0, 1, ...) with the current rate of the first parameter group; the other groups keep their ratio to it.
+        None for a constant rate.
     scale: how many times larger the global batch is than the batch for which the rate was chosen; or "ranks": the rate
         was chosen for one rank's share of a batch, and scale is the number of ranks with which the fit begins.
     warmup_epochs: the epochs in which the rate rises, step by step, to that of the schedule: from rate / scale, or from
         0 when scale is 1. By default 5 when there is a scale, else 0.
     verbose: 1 to print the rate of each epoch on rank 0.
 
-    After the fit the rates are as they were before it. A fit that is resumed goes on with the rates that it had.
+    After the fit the rates are as they were before it. A resumed fit continues with the rates of its checkpoint.
     Raises ArgumentError, in the fit on all ranks.
     """
 
@@ -53,7 +52,7 @@ class LearningRateSchedule(Callback):
             raise ArgumentError(f"warmup_epochs must be a number >= 0, got {warmup_epochs!r}")
         self.schedule, self.scale, self.warmup_epochs, self.verbose = schedule, scale, warmup_epochs, verbose
         self._before: list[float] = []  # the rates of the groups before the fit
-        self._last = 0.0  # the rate before this epoch, which may begin again
+        self._last = 0.0  # the rate before this epoch, for an epoch that is repeated
         self._steps = 1
 
     def set_params(self, params: dict[str, Any]) -> None:
@@ -74,7 +73,7 @@ class LearningRateSchedule(Callback):
     def load_state(self, state: Mapping[str, np.ndarray]) -> None:
         self._before = state["before"].tolist()
         self._rate = self._last = float(state["rate"])
-        if "scale" in state:  # that of the ranks with which the fit began; older checkpoints have none
+        if "scale" in state:  # the scale by the number of ranks at the beginning of the fit; older checkpoints lack it
             self._scale_by(float(state["scale"]))
 
     def on_epoch_begin(self, epoch: int, logs: Logs | None = None) -> None:
@@ -83,7 +82,7 @@ class LearningRateSchedule(Callback):
             raise ArgumentError(f"the learning rates of this {kind} are {self._before}; a schedule needs one above 0")
         self._rate = self._scheduled(epoch)
         self._epoch = epoch
-        self._set(self._warmed(0))
+        self._set(self._rate_fraction(0))
         self._say(f"epoch {epoch + 1}: learning rate {self.trainer.replica.learning_rates[0]:g}")
 
     def _scheduled(self, epoch: int) -> float:
@@ -97,25 +96,25 @@ class LearningRateSchedule(Callback):
 
     def on_train_batch_begin(self, batch: int, logs: Logs | None = None) -> None:
         if self._epoch < self._warm_up:
-            self._set(self._warmed(batch))
+            self._set(self._rate_fraction(batch))
 
-    def _let_go(self) -> None:
+    def _release(self) -> None:
         if self._before:
             self.trainer.replica.learning_rates = self._before
             self._before = []
 
-    def _warmed(self, batch: int) -> float:
-        """The part of the scheduled rate for a step: less than 1 in the warm-up."""
+    def _rate_fraction(self, batch: int) -> float:
+        """Return the fraction of the scheduled rate for a step: less than 1 in the warm-up."""
         least = 1 / self._scale if self._scale > 1 else 0.0
-        return least + (1 - least) * warmed(self._epoch + (batch + 1) / self._steps, self._warm_up)
+        return least + (1 - least) * warm_up_fraction(self._epoch + (batch + 1) / self._steps, self._warm_up)
 
     def _set(self, part: float) -> None:
         factor = part * self._rate / self._before[0]
         self.trainer.replica.learning_rates = [rate * factor for rate in self._before]
 
 
-def warmed(done: float, epochs: float) -> float:
-    """How far a warm-up of so many epochs is, from 0 to 1. done: the epochs that are done, in parts too."""
+def warm_up_fraction(done: float, epochs: float) -> float:
+    """Return the finished fraction of a warm-up of `epochs` epochs, 0 to 1. done: finished epochs, fractional."""
     return min(done / epochs, 1.0) if epochs else 1.0
 
 

@@ -1,4 +1,5 @@
-"""The losses and metrics of an epoch: of the steps that all ranks take together, or summed by each rank alone."""
+"""Accumulate the metrics of an epoch: Meter for steps that all ranks take together, Tally for ranks that compute on
+their own."""
 
 import numpy as np
 from mpi4py import MPI
@@ -8,23 +9,23 @@ from allreduce.transport.control import combine, known, together
 from trainers.errors import DivergedError
 from trainers.watching.callback import Callback, Logs
 
-LOOK_EVERY = 32  # steps; looking makes the host wait for a GPU
+CHECK_EVERY = 32  # steps between checks of the loss, for which the host waits for a GPU
 
 
 def diverged(what: str) -> DivergedError:
-    """The error of a training that has diverged. what: became NaN or infinite, and where."""
+    """Return the error of a fit that has diverged. what: which value became NaN or infinite, and where."""
     return DivergedError(
-        f"{what}: lower the learning rate, scale the features, or look for NaN and very large values in the data"
+        f"{what}: lower the learning rate, scale the features, or check_loss for NaN and very large values in the data"
     )
 
 
 class Meter(Callback):
-    """One row of values a step, the loss first: the trainer's `measured` after each step.
+    """Stores the metrics of every step of an epoch, and checks that the loss is finite.
 
-    The rows stay on the device where they were computed, and are looked at now and then. A step that all ranks have
-    left out does not count: its row is NaN in `values`, and in no mean.
+    The values stay on their device and are read every CHECK_EVERY steps. A step that is left out is NaN in `values`,
+    and in no mean.
 
-    metrics: the names of the first columns of `measured`; behind them is whether the step was left out.
+    metrics: the names of the first elements of `measured`; the next element is nonzero if the step was left out.
     sizes: the rows of each batch of an epoch.
     device: where the values are, "cpu" or "cuda".
     """
@@ -40,11 +41,11 @@ class Meter(Callback):
         self._done, self._seen, self._epoch = 0, 0, epoch + 1
 
     def on_train_batch_end(self, batch: int, logs: Logs | None = None) -> None:
-        """Keep the values; every LOOK_EVERY steps look at the loss. Raises DivergedError as `look` does."""
+        """Store the values; every CHECK_EVERY steps check the loss, as `check_loss` does."""
         self._rows[batch] = self.trainer.measured[: len(self._metrics) + 1]
         self._done = batch + 1
-        if self._done % LOOK_EVERY == 0:
-            self.look()
+        if self._done % CHECK_EVERY == 0:
+            self.check_loss()
 
     def _host(self, first: int = 0) -> np.ndarray:
         """The rows of the epoch so far, from `first` on, on the host."""
@@ -60,15 +61,15 @@ class Meter(Callback):
     def values(self) -> np.ndarray:
         """The values of the epoch's steps so far, (steps, metrics), a copy on the host.
 
-        NaN is a step that was left out; a loss that became NaN is infinite here.
+        Rows of left-out steps are NaN; a loss that became NaN is given as infinity.
         """
         rows = self._host()
         values, left_out = np.nan_to_num(rows[:, :-1], nan=np.inf, posinf=np.inf, neginf=-np.inf), rows[:, -1] > 0
         values[left_out] = np.nan
         return values
 
-    def take_up(self, values: np.ndarray) -> None:
-        """Go on with an epoch whose steps so far gave these `values`."""
+    def load_values(self, values: np.ndarray) -> None:
+        """Load the values of the first steps of an epoch, (steps, metrics), as `values` returns them."""
         self._done = self._seen = len(values)
         rows = np.concatenate([values, np.isnan(values[:, :1])], axis=1).astype(self._rows.dtype)
         self._rows[: self._done] = rows if isinstance(self._rows, np.ndarray) else gpu.cupy().asarray(rows)
@@ -78,19 +79,20 @@ class Meter(Callback):
         self._done -= 1
         self._seen = min(self._seen, self._done)
 
-    def look_again(self) -> None:
-        """Look at all values of this epoch, as `look` does."""
+    def check_all(self) -> None:
+        """Check all losses of this epoch again, as `check_loss` does."""
         self._seen = 0
-        self.look()
+        self.check_loss()
 
-    def look(self) -> None:
-        """Raise DivergedError, on all ranks since all have the same values, when a new loss is not finite."""
+    def check_loss(self) -> None:
+        """Raise DivergedError if the loss of a step since the last check is not finite. All ranks raise it, because all
+        have the same values."""
         rows = self._host(self._seen)
         wrong = np.flatnonzero(~np.isfinite(rows[:, 0]) & (rows[:, -1] == 0))
         if wrong.size:
             step = self._seen + int(wrong[0]) + 1
             error = diverged(f"the loss became {float(rows[wrong[0], 0])} in epoch {self._epoch}, step {step}")
-            raise known(error, self.trainer.group.comm)  # it is the global batch's: all ranks find it in this step
+            raise known(error, self.trainer.group.comm)  # the loss is the global batch's: all ranks raise it now
         self._seen = self._done
 
     @property
@@ -108,7 +110,7 @@ class Meter(Callback):
 
 
 class Tally(Callback):
-    """Sums of the metrics over the rows that this rank has measured; after `collect` those of all ranks.
+    """Sums the metrics over the rows that this rank computes; `collect` sums them over all ranks.
 
     metrics: their names; the loss comes first.
     """
@@ -122,7 +124,7 @@ class Tally(Callback):
         self._epoch = 0
 
     def on_epoch_begin(self, epoch: int, logs: Logs | None = None) -> None:
-        if self._epoch == epoch + 1:  # it goes on, without a rank that was lost
+        if self._epoch == epoch + 1:  # the epoch continues after a failure
             return
         self._sums[:], self._epoch = 0, epoch + 1
         self._totals = self._sums
@@ -141,18 +143,18 @@ class Tally(Callback):
         """
         together(comm, lambda: self._check(finite))
         totals = self._sums.copy()
-        combine(comm, totals, "add up what an epoch has measured")
+        combine(comm, totals, "sum the metrics of an epoch")
         self._totals = totals
 
     def _check(self, finite: bool) -> None:
         if not finite:
             raise diverged(f"parameters became NaN or infinite in epoch {self._epoch}")
 
-    def look(self) -> None:
-        """Nothing: every loss is looked at when it is added."""
+    def check_loss(self) -> None:
+        """Does nothing: `add` checks every loss."""
 
-    def look_again(self) -> None:
-        """Nothing: a rank that has seen a loss that is not finite has kept the error."""
+    def check_all(self) -> None:
+        """Does nothing: a rank keeps the error that `add` has raised."""
 
     @property
     def rows(self) -> int:

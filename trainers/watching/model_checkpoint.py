@@ -14,16 +14,16 @@ from trainers.watching.early_stopping import Monitor, is_number
 class ModelCheckpoint(Callback):
     """Saves the model by `trainer.save` at the end of epochs. Given on all ranks or on none. Keras' arguments.
 
-    filepath: of the file; it may name the epoch, which counts from 1, and what was measured:
-        "run/{epoch:02d}-{val_loss:.3f}.npz". Without that, the file is replaced each time.
-    monitor, mode: the metric that must improve with save_best_only. initial_value_threshold: on what it must improve at
-        first.
-    verbose: 1 to say on rank 0 what was saved.
-    save_best_only: only when `monitor` is better than ever before.
-    save_freq: "epoch". To go on after a crash, and every so many steps or seconds, there are checkpoints of a fit.
+    filepath: the file. It may contain the epoch, which counts from 1, and the logs:
+        "run/{epoch:02d}-{val_loss:.3f}.npz". Otherwise the file is replaced each time.
+    monitor, mode: the metric that must improve, with save_best_only. initial_value_threshold: the value that the first
+        saved epoch must improve on.
+    verbose: 1 to print the path of each saved model on rank 0.
+    save_best_only: save only if `monitor` is better than in all epochs before.
+    save_freq: "epoch". To resume after a crash, or to save every N steps or seconds, use fit(checkpoint=...).
 
-    Raises ArgumentError on all ranks: before the training when the folder can't be written or the name asks for what
-    is not measured, after the first epoch otherwise; ModelFileError when a file can't be written.
+    Raises ArgumentError on all ranks: before the training if the folder can't be written, after an epoch if the logs
+    lack `monitor` or a name in `filepath`. Raises ModelFileError if a file can't be written.
     """
 
     collective = True
@@ -42,7 +42,7 @@ class ModelCheckpoint(Callback):
         if save_freq != "epoch":
             raise ArgumentError(f'save_freq={save_freq!r}: models are saved at the end of epochs, save_freq="epoch"')
         if initial_value_threshold is not None and not is_number(initial_value_threshold):
-            raise ArgumentError(f"initial_value_threshold={initial_value_threshold!r} is no number")
+            raise ArgumentError(f"initial_value_threshold={initial_value_threshold!r} is not a finite number")
         self.filepath, self.verbose, self.save_best_only = os.fspath(filepath), verbose, save_best_only
         self._monitor = Monitor(monitor, mode)
         self.best = initial_value_threshold
@@ -77,7 +77,7 @@ class ModelCheckpoint(Callback):
 
     def _check_folder(self) -> None:
         folder = os.path.dirname(os.path.abspath(self.filepath))
-        if "{" in folder:  # known when something was measured
+        if "{" in folder:  # not known before the first epoch
             return
         if not os.path.isdir(folder) or not os.access(folder, os.W_OK):
-            raise ArgumentError(f"filepath={self.filepath!r}: {folder} is no folder that can be written; make it first")
+            raise ArgumentError(f"filepath={self.filepath!r}: {folder} is not a writable folder; create it first")

@@ -1,9 +1,9 @@
-"""The progress of a fit for a user, on rank 0: a line per epoch, and on a terminal a bar."""
+"""Prints the progress of a fit on rank 0: a line per epoch, and on a terminal a bar."""
 
 import sys
 from typing import Any, TextIO
 
-from allreduce.notices import on_terminal
+from allreduce.process.proc import on_terminal
 from trainers.watching.callback import Callback, Logs
 from trainers.watching.history import Epoch
 
@@ -11,23 +11,24 @@ BAR_DELAY = 0.5  # seconds; shorter epochs get their line and no bar
 
 
 class Progress(Callback):
-    """wanted: False for no output. stream: where the lines go."""
+    """Prints the progress of a fit on rank 0. wanted: False for no output. stream: where lines are printed; None for
+    stdout."""
 
     reads_batches = False
 
     def __init__(self, wanted: bool, rank: int, steps: int, epochs: int, stream: TextIO | None = None) -> None:
         self._wanted = wanted
-        self._look_who_shows(rank)
+        self._set_output(rank)
         self._steps, self._epochs = steps, epochs
         self._stream = stream
         self._bar: Any = None
 
-    def _look_who_shows(self, rank: int) -> None:
+    def _set_output(self, rank: int) -> None:
         self._shown = self._wanted and rank == 0
         self._bars = self._shown and on_terminal()
 
     def on_ranks_change(self) -> None:
-        self._look_who_shows(self.trainer.rank)
+        self._set_output(self.trainer.rank)
 
     def on_epoch_begin(self, epoch: int, logs: Logs | None = None) -> None:
         if self._bars:
@@ -40,14 +41,14 @@ class Progress(Callback):
 
     def on_train_batch_end(self, batch: int, logs: Logs | None = None) -> None:
         if self._bar is not None:
-            self._bar.update(batch + 1 - self._bar.n)  # some ranks do not come to every batch
+            self._bar.update(batch + 1 - self._bar.n)  # a rank may not compute every batch
 
     def on_epoch_end(self, epoch: int, logs: Logs | None = None) -> None:
         self.close()
         if self._shown:
             print(Epoch.of_logs(epoch, logs or {}), file=self._stream, flush=True)
 
-    def say(self, text: str) -> None:
+    def print_line(self, text: str) -> None:
         """Print a line."""
         if self._shown:
             print(text, file=self._stream, flush=True)

@@ -14,16 +14,16 @@ from trainers.watching.history import VALIDATION
 
 
 class TensorBoard(FileCallback):
-    """Shows the training in TensorBoard: `tensorboard --logdir logs`. Rank 0 writes; on others it does nothing.
+    """Shows the training in TensorBoard: `tensorboard --logdir logs`. Only rank 0 writes.
 
     log_dir: gets the folders "train" and, with validation data, "validation", as Keras writes them.
-    update_freq: "epoch"; "batch", or a number of steps, to write loss and metrics of batches too, which makes the host
-        wait for a GPU.
+    update_freq: "epoch"; "batch", or a number of steps, to write loss and metrics of batches too, for which the host
+        waits for a GPU.
 
     By epoch: epoch_loss and the other metrics, epoch_learning_rate, epoch_samples_per_second,
-    epoch_communication_share, epoch_seconds, and what else a trainer measures: numbers as such, lists of how often 0,
-    1, 2, ... came (staleness) as histograms. By batch: batch_loss, ... Raises ArgumentError on all ranks when the
-    package that writes is missing (the extra "tensorboard"), or the folder can't be written.
+    epoch_communication_share, epoch_seconds, and all other logs of the trainer: numbers as scalars, lists of counts
+    (staleness) as histograms. By batch: batch_loss, ... Raises ArgumentError on all ranks if tensorboardX is missing
+    (the extra "tensorboard"), or if the folder can't be written.
     """
 
     def __init__(self, log_dir: str | os.PathLike[str] = "logs", update_freq: str | int = "epoch") -> None:
@@ -38,7 +38,7 @@ class TensorBoard(FileCallback):
     def on_train_begin(self, logs: Logs | None = None) -> None:
         self._step = 0
         if self.trainer.goes_on:
-            _package()  # takes seconds, for which the other ranks would wait when this rank becomes rank 0
+            _package()  # imports for seconds; the other ranks would wait if this rank became rank 0 later
         super().on_train_begin(logs)
 
     def _open(self, append: bool) -> None:
@@ -85,7 +85,7 @@ class TensorBoard(FileCallback):
 
 
 class EventFile:
-    """An event file in `folder`, which is made. Raises ArgumentError."""
+    """Writes an event file in `folder`, which is created. Raises ArgumentError."""
 
     def __init__(self, folder: str) -> None:
         self._summary, self._event, writer = _package()
@@ -98,7 +98,7 @@ class EventFile:
         self._add(self._summary.scalar(tag, value), step)
 
     def histogram(self, tag: str, counts: Any, step: int) -> None:
-        """counts: how often 0, 1, 2, ... came."""
+        """Add a histogram of integers. counts: counts[i] is the number of values i."""
         number = sum(counts)
         sums = [sum(n * at**power for at, n in enumerate(counts)) for power in (1, 2)]
         limits = [at + 0.5 for at in range(len(counts))]

@@ -1,4 +1,4 @@
-"""Timeline: a trace of what each rank does at what time, as a file for https://ui.perfetto.dev."""
+"""Timeline: writes a trace of the activities of each rank to a file for https://ui.perfetto.dev."""
 
 import os
 
@@ -9,12 +9,13 @@ from trainers.watching.callback import Callback, Logs
 
 
 class Timeline(Callback):
-    """Writes a trace of the training when it ends: rows of data, compute, reductions, waits for others and updates.
+    """Records a trace of the fit and writes it at the end: spans of data, compute, reductions, waits and updates.
 
-    path: of the file, which rank 0 writes. most: spans that each rank keeps.
+    path: the file, which rank 0 writes. most: the largest number of spans per rank.
 
     Given on all ranks or on none. `python -m benchmarks.timeline FILE` shows which ranks wait for which. A fit that
-    ends in an error writes nothing, and the spans of a lost rank are lost. For a GPU the trace shows the host's time.
+    ends in an error writes nothing, and the spans of a failed rank are missing. For a GPU the trace shows
+    the host's time.
     """
 
     collective = True
@@ -28,23 +29,23 @@ class Timeline(Callback):
 
     def on_train_begin(self, logs: Logs | None = None) -> None:
         self.trainer.group.enter("Timeline begins")
-        self._let_go()
+        self._release()
         if self.trainer.trace is not None:
             raise ArgumentError(
-                f"{self.path}: this fit is recorded already, in {self.trainer.trace.path}; give one Timeline"
+                f"{self.path}: this fit is already recorded in {self.trainer.trace.path}; use one Timeline"
             )
         self._trace = Trace(self.path, self.trainer.topology, self.most)
         self.trainer.record(self._trace)
 
     def on_ranks_change(self) -> None:
         if self._trace is not None:
-            self.trainer.record(self._trace)  # of what was made anew
+            self.trainer.record(self._trace)  # connect the new backend to the trace
 
     def on_train_end(self, logs: Logs | None = None) -> None:
         trainer, trace = self.trainer, self._trace
         trainer.group.enter("Timeline ends")
         if not all(all_values(trainer.group.comm, trace is not None and not trace.closed, "write a trace")):
-            self._let_go()  # a rank was lost while it was collected
+            self._release()  # a rank failed while the trace was collected
             return
         assert trace is not None
         trainer.record(None)
@@ -53,8 +54,8 @@ class Timeline(Callback):
         trace.close()
         self._trace = None
 
-    def _let_go(self) -> None:
-        """An error has ended the fit if there is a trace still: it can't be written."""
+    def _release(self) -> None:
+        """Drop a trace that was not written, because an error ended the fit."""
         if self._trace is not None:
             self.trainer.record(None)
             self._trace.abandon()

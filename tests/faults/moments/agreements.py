@@ -13,7 +13,7 @@ from allreduce.transport import ulfm
 
 
 def main(seconds: float) -> None:
-    ulfm.HEAR_SECONDS = 1e-5  # the watchdog listens nearly all the time
+    ulfm.POLL_SECONDS = 1e-5  # the watchdog listens nearly all the time
     topology, draw = allreduce.Topology(), np.random.default_rng(5)
     calls = wrong = 0
     end, goes_on = time.monotonic() + seconds, True

@@ -22,7 +22,7 @@ EPOCHS = 3
 
 
 def trained(name: str, kind: Any, ranks: Topology, moment: tuple[str, int, int] | None, **options: Any) -> None:
-    """moment: of this rank's death; with second copies of slices it is in the update of the memory in common."""
+    """moment: of this rank's death; with backups of slices it is in the update of the memory in common."""
     torch.manual_seed(7)
     norm = torch.nn.BatchNorm1d(8)
     module = torch.nn.Sequential(norm, torch.nn.Linear(8, 3))

@@ -26,7 +26,7 @@ STEP = BATCHES + 1  # in which they die: the first after an edit
 MOMENTS = {
     "update": ("update", 1, True),  # parameters are half updated
     "gathered": ("back up", 1, False),
-    "exchange": ("back up an array", 7, False),  # after the layouts; something was sent
+    "exchange": ("back up an array", 4, False),  # one array was sent, and another was not
     "sent": ("wait for a backup", 3, False),
     "kept": ("back up", 1, True),
 }

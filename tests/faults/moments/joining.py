@@ -30,7 +30,7 @@ def main(kind: str, folder: str = "") -> None:
     deaths = Deaths(moments.get(pool.rank))
     if kind == "mirrored" and pool.rank == 5:  # while the others form the ranks that work
         die()
-    ranks = standby.man(pool, pool.size - WORKING)
+    ranks = standby.elastic_world(pool, pool.size - WORKING)
     if ranks is None:
         print("not needed", flush=True)
         return

@@ -3,7 +3,7 @@
     mpirun --with-ft ulfm -n 4 python -m tests.faults.moments.losses RANKS_PER_NODE BACKEND:MOMENT ...
 
 In each round the ranks that are left make a backend and use it, and one of them dies at the moment; the others repair,
-make the backend again by its recipe, and see that its sums are right. Rank 0 prints a line a round.
+make the backend again by its config, and see that its sums are right. Rank 0 prints a line a round.
 """
 
 import sys
@@ -131,7 +131,7 @@ def repaired(topology: Topology, text: str) -> Topology:
     name, moment = text.split(":")
     victim = len(text) % topology.size
     try:
-        with topology.detector.hearing():  # a part's error has the part's numbers
+        with topology.detector.translating_failures():  # a part's error has the part's numbers
             attempt(name, moment, topology, topology.rank == victim)
     except RankLostError as error:
         lost = error.lost

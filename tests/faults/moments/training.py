@@ -6,7 +6,9 @@ TRAINING: one of TRAININGS below. Prints, from the rank that is 0 in the end, wh
 """
 
 import json
+import os
 import sys
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -19,6 +21,7 @@ from tests.faults import points
 from tests.faults.points import die
 from trainers import CentralStorageTrainer, Checkpoint, MirroredTrainer, NumpyNetwork, ParameterServerTrainer
 from trainers.callbacks import Callback, LearningRateSchedule
+from trainers.files.checkpoint import path_of
 
 ROWS, BATCH, EPOCHS = 210, 42, 6  # batches that 1 to 3 ranks can divide, and 4 can't
 
@@ -38,15 +41,20 @@ def schedule() -> LearningRateSchedule:
 
 
 class Deaths(Callback):
-    """Has this rank die at a moment: (event, epoch, batch), batch 0 for those of epochs."""
+    """Has this rank die at a moment: (event, epoch, batch), batch 0 for those of epochs.
 
-    def __init__(self, moment: tuple[str, int, int] | None) -> None:
-        self.moment, self.epoch = moment, -1
+    file: must exist before this rank dies.
+    """
+
+    def __init__(self, moment: tuple[str, int, int] | None, file: str = "") -> None:
+        self.moment, self.epoch, self.file = moment, -1, file
         self.told: list[str] = []
 
     def _come(self, event: str, batch: int = 0) -> None:
         self.told.append(f"{event} {self.epoch} {batch}")
         if (event, self.epoch, batch) == self.moment:
+            while self.file and not os.path.exists(self.file):
+                time.sleep(0.01)
             die()
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
@@ -103,7 +111,8 @@ def storage(ranks: Topology, options: dict[str, str]) -> dict[str, Any]:
     """The rank with the storage dies: back to a checkpoint, and one of four dies on the way."""
     if ranks.rank == 3:
         points.at("go back", die)
-    deaths = Deaths(("epoch_begin", 2, 0) if ranks.rank == 0 else None)
+    written = path_of(options["folder"], 2 * (ROWS // BATCH))
+    deaths = Deaths(("epoch_begin", 2, 0) if ranks.rank == 0 else None, written)
     return trained(ranks, {}, deaths, Checkpoint(options["folder"], every="epoch"), CentralStorageTrainer)
 
 

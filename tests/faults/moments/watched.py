@@ -91,7 +91,7 @@ def fitted(topology: Topology, folder: Path, story: Story, scale: Any, **options
 def main(way: str, dies: str, folder: str, *injected: str) -> None:
     ranks: Topology | None = Topology()
     if way == "standby":
-        ranks = standby.man(ranks, 1)
+        ranks = standby.elastic_world(ranks, 1)
     if ranks is None:
         return
     late = isinstance(ranks, standby.JoiningRank)

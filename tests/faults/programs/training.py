@@ -47,7 +47,7 @@ def run(plan: Plan, notes: Notes, folder: Path, topology: Topology) -> None:
     """Train, and where only a fit could go back to a checkpoint, go on from it by another trainer."""
     ranks: Topology | None = topology
     if plan.program == "spare ranks":
-        ranks = standby.man(topology, plan.spares)
+        ranks = standby.elastic_world(topology, plan.spares)
         if ranks is None:
             notes.add("end", idle=True)
             return

@@ -1,4 +1,4 @@
-"""Random programs of collective calls, each with at most one injected disagreement. Pure: no MPI, no allreduce.
+"""Random programs of collective calls, each with at most one injected disagreement. Pure: no MPI.
 
 A program is the list of calls that every rank makes. An injection changes the list of one rank; `Program.of_rank`
 gives what that rank does. All comes from the seed, so that every rank knows what the others do, and what must come
@@ -11,16 +11,9 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-BACKENDS = ("shared", "ring", "halving_doubling", "reduce_to_one", "hierarchical_copy", "native", "auto")
-NODES: dict[int, tuple[tuple[int, ...] | None, ...]] = {  # the first backend is for one node
-    1: (None,),
-    2: (None, None, (1, 1)),
-    3: (None, (2, 1), (1, 2), (1, 1, 1)),
-    4: (None, (2, 2), (3, 1), (1, 1, 2)),
-}
-LENGTHS = (1, 2, 3, 5, 17, 1000, 70_000)
-DTYPES = ("float32", "float32", "float64", "int32", "int64", "uint8")
-OPS = ("sum", "mean", "max", "min", "prod")
+from tests.backends import ON_CPU, ON_NODES
+from tests.random_calls import DTYPES, LENGTHS, OPS, nodes_for, op_for, reduced
+
 TOGETHER = ("reduce", "broadcast", "collect")  # calls that give numbers
 CHECKS = ("first", "always")
 
@@ -100,11 +93,11 @@ def make(seed: int, kinds: Sequence[str] = KINDS, checks: Sequence[str] = CHECKS
     kind = kinds[seed % len(kinds)]
     check = checks[seed // len(kinds) % len(checks)]
     ranks = chance.choice((1, 2, 2, 2, 3, 3, 4))
-    nodes = chance.choice(NODES[ranks])
+    nodes = nodes_for(chance, ranks) or None
     hosts = nodes is not None and chance.random() < 0.6
     rank = chance.randrange(ranks)
     while True:  # until the kind finds something in the program to change
-        calls = _calls(chance, ranks, BACKENDS if nodes is None else BACKENDS[1:])
+        calls = _calls(chance, ranks, ON_CPU if nodes is None else ON_NODES)
         injected = _inject(chance, kind, calls)
         if injected is not None:
             return Program(seed, ranks, check, nodes, hosts, kind, rank, tuple(calls), tuple(injected))
@@ -117,15 +110,15 @@ def _calls(chance: random.Random, ranks: int, names: Sequence[str]) -> list[Call
     backends = chance.choice((1, 1, 2, 3))
     for backend in range(backends):
         calls.append(Call("create", backend, chance.choice(names)))
-        dtype, length = chance.choice(DTYPES), chance.choice(LENGTHS)
+        dtype, length = chance.choice(DTYPES), chance.choice(LENGTHS[1:])
         allocated = [Call("allocate", backend, array=array, length=length, dtype=dtype) for array in range(2)]
         if chance.random() < 0.3:
-            allocated.append(replace(allocated[0], array=2, length=chance.choice(LENGTHS)))
+            allocated.append(replace(allocated[0], array=2, length=chance.choice(LENGTHS[1:])))
         calls += allocated
         for _ in range(chance.randint(1, 3)):
             choices.append(_move(chance, _reduction(chance, backend, allocated), ranks))
             if choices[-1].what == "reduce" and chance.random() < 0.4:
-                choices.append(replace(choices[-1], op=_op(chance, choices[-1].dtype)))
+                choices.append(replace(choices[-1], op=op_for(chance, choices[-1].dtype)))
     calls += [chance.choice(choices) for _ in range(chance.randint(4, 12))]
     if chance.random() < 0.5:
         calls += [Call("close", backend) for backend in range(backends)]
@@ -136,12 +129,12 @@ def _reduction(chance: random.Random, backend: int, allocated: list[Call]) -> Ca
     array = chance.choice(allocated)
     if chance.random() < 0.3:
         dtype = chance.choice(DTYPES)
-        return Call("reduce", backend, length=chance.choice(LENGTHS), dtype=dtype, op=_op(chance, dtype))
+        return Call("reduce", backend, length=chance.choice(LENGTHS[1:]), dtype=dtype, op=op_for(chance, dtype))
     part = chance.choice(((0, 8), (0, 8), (0, 4), (4, 8), (1, 7)))
     begin, end = ends(part, array.length)
     return Call(
         "reduce", backend, array=array.array, part=part, length=end - begin, dtype=array.dtype,
-        op=_op(chance, array.dtype),
+        op=op_for(chance, array.dtype),
     )  # fmt: skip
 
 
@@ -150,10 +143,6 @@ def _move(chance: random.Random, call: Call, ranks: int) -> Call:
     what = chance.choice(("reduce", "reduce", "reduce", "reduce", "broadcast", "collect"))
     op = {"broadcast": str(chance.randrange(ranks)), "collect": ""}.get(what, call.op)
     return replace(call, what=what, op=op)
-
-
-def _op(chance: random.Random, dtype: str) -> str:
-    return chance.choice([op for op in OPS if op != "mean" or dtype.startswith("float")])
 
 
 def ends(part: tuple[int, int], length: int) -> tuple[int, int]:
@@ -212,7 +201,9 @@ def _other_op(chance: random.Random, calls: list[Call], place: int) -> list[Call
     if known:
         calls[place] = chance.choice(known)
         return calls
-    calls[place] = replace(call, op=next(op for op in chance.sample(OPS, 5) if op not in (call.op, "mean")))
+    calls[place] = replace(
+        call, op=next(op for op in chance.sample(list(OPS), len(OPS)) if op not in (call.op, "mean"))
+    )
     return calls
 
 
@@ -272,7 +263,7 @@ def _no_call(chance: random.Random, calls: list[Call], place: int) -> list[Call]
 
 def _other_name(chance: random.Random, calls: list[Call], place: int) -> list[Call]:
     call = calls[place]
-    calls[place] = replace(call, name=chance.choice([name for name in BACKENDS[1:] if name != call.name]))
+    calls[place] = replace(call, name=chance.choice([name for name in ON_NODES if name != call.name]))
     return calls
 
 
@@ -314,9 +305,7 @@ def expected(program: Program, call: Call, turn: int) -> np.ndarray | None:
         there = [each for each in program.of_rank(rank) if each.what in TOGETHER and each.backend == call.backend]
         if turn >= len(there) or there[turn].signature != call.signature:
             return None
-        sides.append(values(call, rank, turn).astype(np.float64))
+        sides.append(values(call, rank, turn))
     if call.what != "reduce":
-        return sides[0] if call.what == "broadcast" else np.stack(sides)
-    functions = {"sum": np.sum, "mean": np.mean, "max": np.max, "min": np.min, "prod": np.prod}
-    exact = functions[call.op](np.stack(sides), axis=0)
-    return exact % 256 if call.dtype == "uint8" else exact
+        return (sides[0] if call.what == "broadcast" else np.stack(sides)).astype(np.float64)
+    return reduced(np.stack(sides), call.op)

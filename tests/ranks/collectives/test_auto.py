@@ -126,7 +126,7 @@ def test_falls_back_where_shared_memory_is_too_small(
         name, why = reduce.choice(1 << 22)  # type: ignore[attr-defined]
     assert name == "ring"
     assert "shared memory is too small" in why
-    said = [record.message for record in caplog.records if "does without" in record.message]
+    said = [record.message for record in caplog.records if "does not use" in record.message]
     assert len(said) == (world.rank == 0)
 
 

@@ -38,6 +38,44 @@ def test_it_reduces_as_a_call(name: str, shape: str, topology_of: Callable[..., 
                     np.testing.assert_allclose(array, (turn * SIZE + SUM) * factor, rtol=1e-6)
 
 
+@pytest.mark.parametrize("check", ["first", "always"])
+@pytest.mark.parametrize("name", ["ring", "halving_doubling", "shared", "hierarchical_copy"])
+def test_the_two_phases(name: str, check: str, topology_of: Callable[..., allreduce.Topology]) -> None:
+    with allreduce.create(name, topology_of(None), check=check) as reduce:
+        for array in (reduce.allocate(10), np.empty(10), np.empty(0)):
+            scatter, gather = reduce.bind(array, "mean", "reduce_scatter"), reduce.bind(array, kind="all_gather")
+            mine = array[reduce.owned(array.size)]
+            for turn in range(6):
+                array[:] = turn + reduce.rank + 1
+                scatter()
+                np.testing.assert_allclose(mine, turn + SUM / SIZE, rtol=1e-6)
+                gather() if reduce.rank % 2 else reduce.all_gather(array)  # which are the same call
+                np.testing.assert_allclose(array, turn + SUM / SIZE, rtol=1e-6)
+                array[:] = turn + reduce.rank + 1
+                np.testing.assert_allclose(reduce.reduce_scatter(array, "sum"), turn * SIZE + SUM, rtol=1e-6)
+                reduce.all_gather(array)
+                np.testing.assert_allclose(array, turn * SIZE + SUM, rtol=1e-6)
+
+
+def test_kinds_that_are_not_there(flat: allreduce.Topology) -> None:
+    with allreduce.create("native", flat) as reduce:
+        for kind in ("reduce_scatter", "broadcast", "all_to_all"):
+            raised_everywhere(flat.world, errors.OptionError, lambda kind=kind: reduce.bind(np.ones(3), "sum", kind))  # type: ignore[misc]
+        reduce.bind(np.ones(3), kind="all_gather")()
+
+
+@several
+def test_phases_that_differ(flat: allreduce.Topology) -> None:
+    with allreduce.create("ring", flat) as reduce:
+        array, odd = np.ones(3 * SIZE), reduce.rank == SIZE - 1
+        for _ in range(2):
+            mine = reduce.all_gather if odd else lambda array: reduce.reduce_scatter(array, "sum")
+            raised_everywhere(flat.world, errors.DisagreementError, lambda mine=mine: mine(array))  # type: ignore[misc]
+        strided = np.ones(6 * SIZE)[::2]  # alike in shape and dtype
+        reduce.all_gather(array)
+        raised_everywhere(flat.world, errors.NotContiguousError, lambda: reduce.all_gather(strided))
+
+
 def test_several_are_called_in_any_order(flat: allreduce.Topology) -> None:
     with allreduce.create("auto", flat) as reduce:
         whole = reduce.allocate(100)
@@ -55,6 +93,18 @@ def test_every_check(flat: allreduce.Topology) -> None:
             array = np.full(5, reduce.rank + 1.0)
             reduce.bind(array, "sum")()
             assert (array == SUM).all()
+
+
+def test_a_wrapper_that_reduces_in_its_own_way_does_so_when_bound_too(flat: allreduce.Topology) -> None:
+    class Doubling(Wrapper):
+        def __call__(self, buffer: np.ndarray, op: str = "mean") -> None:
+            super().__call__(buffer, op)
+            buffer *= 2
+
+    with allreduce.create("ring", flat) as inner, Doubling(flat, inner=inner) as reduce:
+        array = np.full(5, reduce.rank + 1.0)
+        reduce.bind(array, "sum")()
+        assert (array == 2 * SUM).all()
 
 
 def test_bad_arguments_are_refused_when_it_is_bound(flat: allreduce.Topology) -> None:
@@ -134,6 +184,22 @@ def test_threads(flat: allreduce.Topology) -> None:
         assert "while another thread of this rank is in" in str(found[0])
 
 
+def check_bound_calls(wrapper: Wrapper, times: int) -> Callable[[], None]:
+    """Check the sums of bound calls of all three kinds. Returns the bound all-reduce. Collective."""
+    array = np.empty(10, "float32")
+    bound = wrapper.bind(array, "sum")
+    scatter, gather = wrapper.bind(array, "sum", "reduce_scatter"), wrapper.bind(array, kind="all_gather")
+    for _ in range(times):
+        array[:] = wrapper.rank + 1
+        bound()
+        assert (array == SUM).all()
+        array[:] = wrapper.rank + 1
+        scatter()
+        gather()
+        assert (array == SUM).all()
+    return bound
+
+
 @pytest.mark.parametrize("kind", ["wrapper", "compressed", "traced", "background"])
 def test_wrappers(kind: str, flat: allreduce.Topology, tmp_path: object) -> None:
     with allreduce.create("ring", flat) as inner:
@@ -147,11 +213,21 @@ def test_wrappers(kind: str, flat: allreduce.Topology, tmp_path: object) -> None
         else:
             wrapper = Background(flat, inner=inner)
         with wrapper:
-            array = np.empty(10, "float32")
-            bound = wrapper.bind(array, "sum")
-            for _ in range(3):
-                array[:] = wrapper.rank + 1
-                bound()
-                assert (array == SUM).all()
+            bound = check_bound_calls(wrapper, times=3)
         with pytest.raises(errors.ClosedError):
             bound()
+
+
+@pytest.mark.parametrize("method", ["__call__", "reduce_scatter", "all_gather"])
+def test_a_wrapper_that_does_one_call_in_another_way(method: str, flat: allreduce.Topology) -> None:
+    """bind calls the method that the wrapper overrides, and no other."""
+    called = []
+
+    def override(self: Wrapper, *arguments: object) -> object:
+        called.append(method)
+        return getattr(Wrapper, method)(self, *arguments)
+
+    kind = type("Other", (Wrapper,), {method: override})
+    with allreduce.create("ring", flat) as inner, kind(flat, inner=inner) as wrapper:
+        check_bound_calls(wrapper, times=1)
+        assert called == [method]

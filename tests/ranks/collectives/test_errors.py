@@ -11,6 +11,11 @@ from mpi4py import MPI
 import allreduce
 from allreduce import errors
 from allreduce.backend import AllReduce, TwoPhase
+from allreduce.backends.central import Central
+from allreduce.backends.ring import Ring
+from allreduce.backends.shared import Shared
+from allreduce.transport.control import known
+from tests.backends import ON_CPU
 from tests.ranks.together import admitted_call, raised_everywhere, usable
 
 SIZE = MPI.COMM_WORLD.size
@@ -133,7 +138,11 @@ BAD_ARRAYS: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "list": (lambda: [1.0, 2.0], errors.NotAnArrayError, "not builtins.float"),
     "float": (lambda: 1.5, errors.NotAnArrayError, "not builtins.float"),
     "tensor": (_tensor, errors.NotAnArrayError, r"tensor.detach().numpy()"),
-    "JAX array": (JaxLike, errors.NotAnArrayError, "JaxLike; it is reduced in place, so pass numpy.array(it)"),
+    "JAX array": (
+        JaxLike,
+        errors.NotAnArrayError,
+        "JaxLike; it can't be changed in place: pass a copy, numpy.array(x)",
+    ),
     "read-only": (_read_only, errors.NotAnArrayError, "read-only"),
     "gaps": (lambda: np.zeros((4, 4))[:, :2], errors.NotContiguousError, "ascontiguousarray"),
     "reversed": (lambda: np.zeros(4)[::-1], errors.NotContiguousError, "not contiguous"),
@@ -373,12 +382,63 @@ def test_options_in_another_order(flat: allreduce.Topology) -> None:
     allreduce.create("hierarchical_copy", flat, **{key: options[key] for key in order}).close()
 
 
-def test_a_recipe_makes_it_again(flat: allreduce.Topology) -> None:
+def test_a_config_makes_it_again(flat: allreduce.Topology) -> None:
     with allreduce.create("reduce_to_one", flat, root=flat.size - 1, check="always") as reduce:
-        recipe = reduce.recipe
-    assert recipe is not None
-    with allreduce.create(recipe.name, flat, **recipe.options) as again:
+        config = reduce.config
+    assert config is not None
+    with allreduce.create(config.name, flat, **config.options) as again:
         assert (again.root, again.check) == (flat.size - 1, "always")  # type: ignore[attr-defined]
+
+
+def _central(topology: allreduce.Topology) -> AllReduce:
+    return Central(topology, root=SIZE - 1)
+
+
+MADE: dict[str, tuple[type[AllReduce], Callable[[allreduce.Topology], AllReduce]]] = {
+    "ring": (Ring, lambda topology: allreduce.create("ring", topology)),
+    "node": (Shared, lambda topology: allreduce.create("hierarchical_copy", topology)),
+    "cross": (Ring, lambda topology: allreduce.create("hierarchical_copy", topology)),
+    "central": (Central, _central),
+}
+
+
+@several
+@pytest.mark.parametrize("case", MADE)
+@pytest.mark.parametrize("failing", [0, 1])
+def test_one_rank_fails_while_a_backend_is_made(
+    case: str, failing: int, world: MPI.Intracomm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All ranks raise its error, nothing of the backend is left, and the next one can be made."""
+    kind, make = MADE[case]
+    if case == "cross" and failing:
+        pytest.skip("the lowest rank of each node crosses")
+    with allreduce.Topology(ranks_per_node=2, timeout=20) as topology:
+        before, connect = len(topology._owned), kind._connect
+
+        def connect_all_but_one(self: AllReduce, topology: allreduce.Topology) -> None:
+            connect(self, topology)
+            if world.rank == failing and (case != "cross" or topology.is_part):
+                raise MemoryError("this rank alone")
+
+        with monkeypatch.context() as patched:
+            patched.setattr(kind, "_connect", connect_all_but_one)
+            assert "this rank alone" in raised_everywhere(world, MemoryError, lambda: make(topology))
+        assert len(topology._owned) == before
+        assert all(child.closed for child in topology._children)
+        with make(topology) as reduce:
+            array = np.ones(3)
+            reduce(array, "sum")
+            assert array.tolist() == [SIZE] * 3
+
+
+def test_an_error_before_a_backend_has_anything(
+    flat: allreduce.Topology, world: MPI.Intracomm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(self: AllReduce, topology: allreduce.Topology) -> None:
+        raise known(errors.UnavailableError("nothing here"), topology.world)
+
+    monkeypatch.setattr(AllReduce, "_connect", refuse)
+    assert raised_everywhere(world, errors.UnavailableError, lambda: allreduce.create("ring", flat)) == "nothing here"
 
 
 @pytest.mark.parametrize("name", ["ring", "shared", "hierarchical_copy", "auto"])
@@ -435,7 +495,7 @@ def test_a_call_that_failed_half_way_is_the_last(
         monkeypatch.setattr(call, "work", fail)
         with pytest.raises(seen):
             reduce(np.ones(10), "sum")
-        with pytest.raises(errors.BrokenError, match="has failed half-way"):
+        with pytest.raises(errors.BrokenError, match="failed part-way"):
             reduce(np.ones(10), "sum")
         reduce.close()
         world.Barrier()
@@ -456,7 +516,7 @@ def test_an_overflow_is_no_error_of_one_rank(name: str, way: Any) -> None:
         reduce.close()
 
 
-NUMERIC = (*[name for name in allreduce.NAMES if name != "nccl"], "adasum")
+NUMERIC = (*ON_CPU, "adasum")
 
 
 @pytest.mark.parametrize("compress", [None, "float16"])

@@ -11,12 +11,12 @@ import allreduce
 from allreduce.arrays import dtypes
 from allreduce.backend import TwoPhase
 from allreduce.errors import DisagreementError, NotAnArrayError, NotContiguousError, UnavailableError
+from tests.backends import ON_CPU
 from tests.gpu import fake_cupy
 from tests.ranks.grid import OPS, expected, lengths, numpy_dtype, shapes, values
 from tests.ranks.together import usable
 
 SIZE = MPI.COMM_WORLD.size
-ON_CPU = [name for name in allreduce.NAMES if name != "nccl"]
 several = pytest.mark.skipif(SIZE == 1, reason="one rank has nothing to stage")
 
 

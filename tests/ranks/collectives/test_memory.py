@@ -17,7 +17,7 @@ from allreduce.arrays.memory_kinds import ALLOCATED
 from allreduce.backend import AllReduce
 from allreduce.backends.shared import Shared
 from allreduce.errors import UnavailableError
-from allreduce.transport.shared_segment import LARGEST_BYTES, CommonSegment
+from allreduce.transport.shared_segment import STAGING_BYTES, CommonSegment
 from tests.ranks.grid import expected, numpy_dtype, shapes, values
 from tests.ranks.together import usable
 from trainers import CentralStorageTrainer, MirroredTrainer, NumpyNetwork
@@ -161,7 +161,7 @@ def test_slices_are_reduced_without_staging(
             assert reduce._memory(part) == ALLOCATED
         reduce(part, "sum")
         assert expected(part.dtype, part.size, "sum", SIZE, 0).hold(part)
-    assert not shared._stage.table.any()  # nothing was ever staged
+    assert not shared._staging.any()  # nothing was ever staged
     reduce.close()
 
 
@@ -210,8 +210,20 @@ def test_memory_that_one_rank_can_not_have_is_refused_on_all(
     reduce.close()
 
 
+def test_the_staging_buffer_is_used_again(flat: allreduce.Topology) -> None:
+    """A second call of any size makes no other buffer, also where the number of ranks is no power of two."""
+    with allreduce.create("shared", flat, staged=True) as reduce:
+        for length in (5_000_000, STAGING_BYTES // 4 // reduce.size):
+            array = np.ones(length, "float32")
+            reduce(array, "sum")
+            before = reduce._staging  # type: ignore[attr-defined]
+            reduce(array, "sum")
+            assert reduce._staging is before  # type: ignore[attr-defined]
+            assert (array == reduce.size**2).all()
+
+
 @pytest.mark.skipif(SIZE == 1, reason="one rank stages nothing")
-def test_stage_grows_as_far_as_there_is_memory(
+def test_the_staging_buffer_grows_as_far_as_there_is_memory(
     flat: allreduce.Topology, world: MPI.Intracomm, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with allreduce.create("shared", flat, staged=True) as reduce:
@@ -222,9 +234,9 @@ def test_stage_grows_as_far_as_there_is_memory(
             array = np.full(length, world.rank, "float32")
             reduce(array, "max")
             assert (array == SIZE - 1).all()
-            sizes.append(reduce._stage.nbytes)  # type: ignore[attr-defined]
+            sizes.append(reduce._staging.size)  # type: ignore[attr-defined]
         monkeypatch.undo()
-    assert sizes[0] < sizes[1] == sizes[2] == sizes[3] == sizes[4] < LARGEST_BYTES
+    assert sizes[0] < sizes[1] == sizes[2] == sizes[3] == sizes[4] < STAGING_BYTES
 
 
 @pytest.mark.skipif(SIZE == 1, reason="one rank shares with nobody")

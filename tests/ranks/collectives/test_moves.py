@@ -251,10 +251,10 @@ def test_named_errors_of_sparse(check: str, topology_of: Callable[..., allreduce
     with allreduce.create("ring", topology_of(None if check == "first" else 1), check=check) as reduce:
         bring(reduce)
         for indices, kind, text in (
-            ((1, 5), OptionError, "1 of 2 indices are no rows of a table of 5 (the first is 5)"),
-            ((-1, 5), OptionError, "2 of 2 indices are no rows of a table of 5 (the first is -1)"),
+            ((1, 5), OptionError, "1 of 2 indices are out of range for a table of 5 rows (the first is 5)"),
+            ((-1, 5), OptionError, "2 of 2 indices are out of range for a table of 5 rows (the first is -1)"),
             ((0.0, 1.0), NotAnArrayError, "not one of shape (2,) and dtype float64"),
-            ((0, 1, 2), NotAnArrayError, "a row for each of the 3 indices, and have the shape (2, 3)"),
+            ((0, 1, 2), NotAnArrayError, "one row for each of the 3 indices; their shape is (2, 3)"),
         ):
             assert text in raised_everywhere(WORLD, kind, lambda: bring(reduce, indices if last else (1, 0)))  # noqa: B023
         raised_everywhere(WORLD, NotAnArrayError, lambda: reduce.sparse([1], np.ones(1), 5))

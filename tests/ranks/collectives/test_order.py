@@ -9,6 +9,7 @@ from mpi4py import MPI
 import allreduce
 from allreduce.backend import TwoPhase
 from allreduce.errors import ClosedError, DisagreementError, NotAnArrayError, OptionError
+from tests.backends import ON_CPU
 from tests.ranks.hosts import Hosts
 
 SIZE = MPI.COMM_WORLD.size
@@ -47,7 +48,7 @@ def test_topologies_differ(world: MPI.Intracomm) -> None:
         allreduce.Topology(world, ranks_per_node=0 if world.rank == 0 else 1)
 
 
-@pytest.mark.parametrize("name", [name for name in allreduce.NAMES if name != "nccl"])
+@pytest.mark.parametrize("name", ON_CPU)
 def test_topology_closed_before_its_backends(name: str, world: MPI.Intracomm) -> None:
     topology = allreduce.Topology(world)
     reduce = allreduce.create(name, topology)

@@ -46,7 +46,7 @@ def test_memory_that_is_gone(world: MPI.Intracomm) -> None:
     reached = CMA(world)
     if not reached.works:
         pytest.skip("this system forbids it")
-    with pytest.raises(CommunicationError, match="can't be reached any more: Bad address"):
+    with pytest.raises(CommunicationError, match="is no longer accessible: Bad address"):
         reached.read((world.rank + 1) % SIZE, 8, np.zeros(3))
 
 
@@ -92,21 +92,21 @@ def test_memory_that_nobody_reaches(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """Of a device, say, on one rank: the array goes through the stage on all of them, which is told."""
+    """Of a device, say, on one rank: the array goes through the staging buffer on all of them, which is told."""
     if not flat.cma.works:
         pytest.skip("this system forbids it")
     monkeypatch.setattr(notices, "_said", set())
     with allreduce.create("shared", flat) as reduce:
-        stage = reduce._stage.table  # type: ignore[attr-defined]
+        staging = reduce._staging  # type: ignore[attr-defined]
         array = values(np.dtype("float32"), 1000, world.rank, 0).copy()
         reduce(array, "sum")
-        assert not stage.any()
+        assert not staging.any()
         with monkeypatch.context() as patch:
             if world.rank == SIZE - 1:
                 patch.setattr(flat.cma, "address", lambda _: 0)
             again = values(np.dtype("float32"), 1000, world.rank, 0).copy()
             reduce(again, "sum")
-        assert stage.any()
+        assert staging.any()
         assert expected(np.dtype("float32"), 1000, "sum", SIZE, 0).hold(again)
         assert np.array_equal(array, again)
     said = [record.message for record in caplog.records if "two more copies" in record.message]

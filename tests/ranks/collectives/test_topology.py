@@ -9,10 +9,12 @@ from mpi4py import MPI
 
 import allreduce
 from allreduce import machine, notices
-from allreduce.engine.call import NUMBER
+from allreduce.backends.ring import Ring
+from allreduce.engine.call import SEQUENCE_MASK
 from allreduce.engine.consistency import FingerprintTable
 from allreduce.errors import DisagreementError, OptionError, UnknownBackendError
 from allreduce.transport.control import known
+from tests.backends import ON_CPU
 from tests.ranks.grid import shapes
 
 SIZE = MPI.COMM_WORLD.size
@@ -61,6 +63,34 @@ def test_inside_and_across(shape: str) -> None:
     assert inside.world == MPI.COMM_NULL
 
 
+@pytest.mark.parametrize("shape", shapes(SIZE))
+def test_across_and_split_of_a_duplicate_make_no_node(shape: str) -> None:
+    with allreduce.Topology(ranks_per_node=shapes(SIZE)[shape], timeout=20) as topology:
+        duplicate = topology.duplicate()
+        across = duplicate.across()
+        assert (across is None) == (topology.leaders_only and topology.node_rank > 0)
+        assert across is None or across.size == topology.nodes
+        assert duplicate.split(0).size == SIZE
+        assert "node" not in vars(duplicate)
+        assert duplicate.inside().size == topology.node_size
+
+
+class _Mixed(MPI.Intracomm):
+    """Ranks 1 and 2 are on another host than all others, by its own account; what is made from it is one, too."""
+
+    def Split_type(self, split_type: int, key: int = 0, info: MPI.Info = MPI.INFO_NULL) -> MPI.Intracomm:  # noqa: N802
+        return self.Split(self.rank in (1, 2), key)
+
+
+@pytest.mark.skipif(SIZE < 4, reason="nodes of two ranks each")
+def test_cross_is_in_the_order_of_the_nodes() -> None:
+    with allreduce.Topology(_Mixed(MPI.COMM_WORLD.Dup())) as topology, topology.duplicate() as duplicate:
+        for each in (topology, duplicate):
+            assert each.node.allgather(each.rank) == ([1, 2] if topology.rank in (1, 2) else [0, *range(3, SIZE)])
+            pair = {0: [0, 1], 1: [3, 2]}.get(topology.node_rank, [topology.rank])
+            assert each.cross.allgather(each.rank) == pair
+
+
 def test_text() -> None:
     with allreduce.Topology() as topology:
         assert str(topology) == f"{SIZE} rank{'s' * (SIZE > 1)} on 1 node"
@@ -81,14 +111,15 @@ def test_of_a_part_of_the_ranks() -> None:
 
 
 def test_close_frees_every_communicator() -> None:
-    topology = allreduce.Topology(ranks_per_node=1)
+    topology = allreduce.Topology(ranks_per_node=2)
     topology.inside()
     topology.across()
     private = topology.private()
     owned = list(topology._owned)
     assert private in owned
     topology.close()
-    assert all(comm == MPI.COMM_NULL for comm in [*owned, topology.world, topology.node, topology.cross])
+    left = [*owned, topology.world, topology.node, topology.cross]
+    assert all(comm in (MPI.COMM_NULL, MPI.COMM_SELF) for comm in left)
 
 
 def test_many_topologies() -> None:
@@ -125,7 +156,7 @@ def _open_children(topology: allreduce.Topology) -> int:
 
 
 def test_backends_of_one_topology_do_not_mix(flat: allreduce.Topology) -> None:
-    names = [name for name in allreduce.available(flat) if name != "nccl"]
+    names = [name for name in allreduce.available(flat) if name in ON_CPU]
     several = [allreduce.create(name, flat) for name in names * 2]
     arrays = [reduce.allocate(50, "int32") for reduce in several]
     for turn in range(3):
@@ -173,18 +204,18 @@ def test_the_next_user_of_a_refused_ones_part_goes_on_counting(flat: allreduce.T
     """Otherwise what the refused one has left in the table would be taken for new fingerprints."""
     part = min(flat.once(FingerprintTable).free)
 
-    def refuse() -> None:
-        with flat.trial():
-            refused = allreduce.create("ring", flat)
+    class Refusing(Ring):
+        def _connect(self, topology: allreduce.Topology) -> None:
+            super()._connect(topology)
             for length in (5, 5, 5):
-                refused(np.ones(length), "sum")
-            met.append(refused._engine._met)
-            raise known(OptionError("refused after all"), flat.world)
+                self(np.ones(length), "sum")
+            met.append(self._engine._sequence)
+            raise known(OptionError("refused after all"), topology.world)
 
     met: list[int] = []
     with pytest.raises(OptionError):
-        refuse()
-    assert flat.once(FingerprintTable).free[part] & NUMBER == met[0] & NUMBER
+        Refusing(flat)
+    assert flat.once(FingerprintTable).free[part] & SEQUENCE_MASK == met[0] & SEQUENCE_MASK
     assert met[0] > 2
     with allreduce.create("ring", flat) as reduce:
         array = np.ones(5)

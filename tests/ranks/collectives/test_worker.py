@@ -9,8 +9,9 @@ import pytest
 from mpi4py import MPI
 
 import allreduce
-from allreduce.engine.queue import Worker
-from allreduce.errors import BrokenError, ClosedError, DisagreementError
+from allreduce.engine.queue import Future, Worker
+from allreduce.errors import BrokenError, ClosedError, CollectiveTimeoutError, DisagreementError
+from allreduce.transport.wait import wait_for
 from allreduce.wrappers.background import Background
 
 THREADED = pytest.mark.parametrize("threaded", [False, True])
@@ -25,7 +26,7 @@ def topology() -> allreduce.Topology:
 def test_users_may_submit_in_different_orders(topology: allreduce.Topology, threaded: bool) -> None:
     """Rank by rank another order of three users; every call's sum is right, so no two were mixed up."""
     comm = topology.private()
-    lanes = [topology.once(Worker).queue(f"user {number}", threaded=threaded) for number in range(3)]
+    queues = [topology.once(Worker).queue(f"user {number}", threaded=threaded) for number in range(3)]
     results = np.zeros((20, 3))
 
     def add(turn: int, number: int) -> None:
@@ -34,14 +35,14 @@ def test_users_may_submit_in_different_orders(topology: allreduce.Topology, thre
     pending = []
     for turn in range(20):
         order = np.random.default_rng([topology.rank, turn]).permutation(3).tolist()
-        pending += [lanes[number].submit(lambda t=turn, n=number: add(t, n), "adds", [turn]) for number in order]
+        pending += [queues[number].submit(lambda t=turn, n=number: add(t, n), "adds", [turn]) for number in order]
     for each in reversed(pending):
         each.wait()
     wanted = topology.size * (100 * np.arange(20)[:, None] + np.arange(3))
     np.testing.assert_array_equal(results, wanted)
     assert all(each.done() and each.end >= each.begin > 0 for each in pending)
-    for lane in lanes:
-        lane.close()
+    for queue in queues:
+        queue.close()
     topology.close()
 
 
@@ -61,10 +62,10 @@ def test_a_call_that_only_some_have_does_not_hold_up_others(topology: allreduce.
 def test_ranks_that_disagree_hear_of_it(topology: allreduce.Topology, threaded: bool, world: MPI.Intracomm) -> None:
     if topology.size == 1:
         pytest.skip("a rank agrees with itself")
-    lane, other = topology.once(Worker).queue("optimizer", threaded=threaded), topology.once(Worker).queue("another")
-    lane.submit(lambda: None, "averages", [1]).wait()
+    queue, other = topology.once(Worker).queue("optimizer", threaded=threaded), topology.once(Worker).queue("another")
+    queue.submit(lambda: None, "averages", [1]).wait()
     ran: list[int] = []
-    different = lane.submit(lambda: ran.append(1), "averages", [2 + (topology.rank == 0)])
+    different = queue.submit(lambda: ran.append(1), "averages", [2 + (topology.rank == 0)])
     with pytest.raises(
         DisagreementError, match=r"rank 0: averages of optimizer \[3\]\n  rank 1: averages of"
     ) as caught:
@@ -72,8 +73,8 @@ def test_ranks_that_disagree_hear_of_it(topology: allreduce.Topology, threaded: 
     assert caught.value.ranks == tuple(range(topology.size))
     assert not ran
     assert len(set(world.allgather(str(caught.value)))) == 1
-    with pytest.raises(BrokenError, match=r"optimizer can't go on.*DisagreementError"):
-        lane.submit(lambda: None)
+    with pytest.raises(BrokenError, match=r"optimizer is broken.*DisagreementError"):
+        queue.submit(lambda: None)
     other.submit(lambda: ran.append(2), "goes on").wait()  # another user's calls do not suffer
     assert ran == [2]
     topology.close()
@@ -81,25 +82,25 @@ def test_ranks_that_disagree_hear_of_it(topology: allreduce.Topology, threaded: 
 
 @THREADED
 def test_what_a_call_raises_is_raised_by_wait(topology: allreduce.Topology, threaded: bool) -> None:
-    lane = topology.once(Worker).queue("user", threaded=threaded)
+    queue = topology.once(Worker).queue("user", threaded=threaded)
 
     def fail() -> None:
         raise ValueError("on purpose")
 
-    failing, following = lane.submit(fail), lane.submit(lambda: None)
+    failing, following = queue.submit(fail), queue.submit(lambda: None)
     with pytest.raises(ValueError, match="on purpose"):
         failing.wait()
     following.wait()
-    lane.close()
+    queue.close()
     with pytest.raises(ClosedError):
-        lane.submit(lambda: None)
+        queue.submit(lambda: None)
     topology.close()
 
 
 def test_the_thread_runs_alone_and_ends(topology: allreduce.Topology) -> None:
-    lane = topology.once(Worker).queue("user", threaded=True)
+    queue = topology.once(Worker).queue("user", threaded=True)
     names = []
-    lane.submit(lambda: names.append(threading.current_thread().name)).wait()
+    queue.submit(lambda: names.append(threading.current_thread().name)).wait()
     assert names == ["allreduce worker"]
     before = threading.active_count()
     topology.close()
@@ -134,8 +135,8 @@ def test_a_thread_that_dies_leaves_nobody_waiting(
     """Whatever ends it, on all ranks here: who waits for a call gets that error, and the next call is refused."""
     if topology.size == 1:
         pytest.skip("one rank hears of no announcements")
-    lane = topology.once(Worker).queue("user", threaded=True)
-    lane.submit(lambda: None).wait()
+    queue = topology.once(Worker).queue("user", threaded=True)
+    queue.submit(lambda: None).wait()
 
     def die() -> None:
         raise MemoryError("on purpose")
@@ -143,11 +144,78 @@ def test_a_thread_that_dies_leaves_nobody_waiting(
     monkeypatch.setattr(topology.once(Worker), "_listen", die)
     world.Barrier()
     with pytest.raises(MemoryError, match="on purpose"):
-        lane.submit(lambda: None).wait(20)
+        queue.submit(lambda: None).wait(20)
     with pytest.raises(BrokenError, match="MemoryError: on purpose"):
-        lane.submit(lambda: None)
+        queue.submit(lambda: None)
     world.Barrier()
     topology.abandon()
+
+
+@THREADED
+def test_a_call_that_exceeds_its_limit_ends_all_that_wait(topology: allreduce.Topology, threaded: bool) -> None:
+    """On this rank alone, whatever its thread does; the later call ends first, for a user who waits for it there."""
+    if topology.size == 1 or (threaded and MPI.Query_thread() != MPI.THREAD_MULTIPLE):
+        pytest.skip("nothing looks at the waits of one rank; a thread needs MPI_THREAD_MULTIPLE")
+    queue, leave, ended = topology.once(Worker).queue("user", threaded=threaded, alone=True), threading.Event(), []
+    first = queue.submit(lambda: leave.wait(60), "waits", ended=lambda error: (ended.append(1), leave.set()), limit=0.5)
+    second = queue.submit(lambda: None, "comes later", ended=lambda error: ended.append(2))
+    for future in (first, second):
+        with pytest.raises(CollectiveTimeoutError, match=r"waits of user was not done within 0\.5 s"):
+            future.wait(50)
+    assert ended == [2, 1]
+    assert second.begin == second.end  # it never began
+    with pytest.raises(BrokenError, match="an earlier call failed"):
+        queue.submit(lambda: None)
+    topology.close()
+
+
+def test_no_limit_applies_before_a_call_has_begun(
+    topology: allreduce.Topology, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The stall detector looks just before the worker runs a call, or refuses one."""
+    worker, looks = topology.once(Worker), []
+
+    def looks_first(owner: type, name: str) -> None:
+        method = getattr(owner, name)
+
+        def look(*arguments: object) -> None:
+            before = set(threading.enumerate())
+            worker.check_deadline()
+            for thread in set(threading.enumerate()) - before:
+                thread.join(20)
+            looks.append(name)
+            method(*arguments)
+
+        monkeypatch.setattr(owner, name, look)
+
+    looks_first(Future, "run")
+    looks_first(Worker, "_refuse")
+    queue = worker.queue("user")
+    queue.submit(lambda: None, "call", limit=60).wait()
+    if topology.size > 1:
+        with pytest.raises(DisagreementError):
+            queue.submit(lambda: None, "call", [topology.rank], limit=60).wait()
+    assert looks == ["run", "_refuse"][: topology.size]
+    topology.close()
+
+
+def test_a_wait_that_begins_after_its_queue_was_given_up_ends(topology: allreduce.Topology) -> None:
+    """As in a call that is between its look at `broken` and its wait while another thread gives it up."""
+    worker = topology.once(Worker)
+    queue, ended = worker.queue("user", alone=True), []
+    comm = topology.private(wait=queue.wait)
+
+    def work() -> None:
+        worker.give_up(queue, ClosedError("given up"))
+        try:
+            wait_for(comm, MPI.Grequest.Start(None, None, None), "what never comes", limit=20)
+        except Exception as error:
+            ended.append(str(error))
+
+    with pytest.raises(ClosedError, match="given up"):
+        queue.submit(work).wait()
+    assert ended == ["given up"]
+    topology.close()
 
 
 def test_two_auto_backends_in_two_threads(topology: allreduce.Topology) -> None:
@@ -176,9 +244,9 @@ def test_two_auto_backends_in_two_threads(topology: allreduce.Topology) -> None:
 
 
 @pytest.mark.skipif(MPI.COMM_WORLD.size < 2, reason="one rank agrees with itself")
-def test_a_broken_lane_keeps_nothing_alive(topology: allreduce.Topology) -> None:
+def test_a_broken_queue_keeps_nothing_alive(topology: allreduce.Topology) -> None:
     """An error holds all that the functions held through which it went: an optimizer, say."""
-    lane = topology.once(Worker).queue("user")
+    queue = topology.once(Worker).queue("user")
 
     class Large:
         pass
@@ -186,11 +254,11 @@ def test_a_broken_lane_keeps_nothing_alive(topology: allreduce.Topology) -> None
     def disagree() -> weakref.ref:
         held = Large()
         with pytest.raises(DisagreementError):
-            lane.submit(lambda: None, "call", [topology.rank]).wait()
+            queue.submit(lambda: None, "call", [topology.rank]).wait()
         return weakref.ref(held)
 
     held = disagree()
     gc.collect()
     assert held() is None
     with pytest.raises(BrokenError, match="DisagreementError: the ranks disagree"):
-        lane.submit(lambda: None)
+        queue.submit(lambda: None)

@@ -88,20 +88,40 @@ def test_nothing_is_left_to_the_base() -> None:
     """A method that a backend gets later is forwarded too, or it would work on what the wrapper does not have."""
     own = {"close", "abandon", "__init__", "__enter__", "__exit__"}  # those that end or begin the wrapper
     # Called in the backend by methods that are forwarded.
-    inside = {"_connect", "_keep", "_close", "_close_together", "_forget", "_where", "_say_copies"}
-    inside |= {"_prepared", "_admit_reduction", "_admit_rows", "_add_rows", "_hand_round", "_gathering"}
-    inside |= {"_scatter_gpu", "_gather_gpu", "_to_gpu", "_scatter_rounded", "_reduce_gpu"}
-    inside |= {"_allocate", "_memory", "_place", "_route", "_finding", "tag"}  # and by way of `hooks`
+    inside = {
+        "_connect",
+        "_connect_together",
+        "_add_part",
+        "_close",
+        "_close_together",
+        "_release",
+        "_forget",
+        "_memory_kind",
+        "_say_copies",
+    }
+    inside |= {"_function", "_run_phase", "_work", "_scatter_work_for", "_gather_work_for", "_broadcast_slices"}
+    inside |= {"_admit_rows", "_add_rows"}
+    inside |= {"_scatter_gpu", "_gather_gpu", "_stage", "_scatter_rounded", "_reduce_gpu"}
+    inside |= {"_allocate", "_memory", "_locate", "_route", "_locator_for", "tag"}  # and by way of `hooks`
     # Made of other methods of the wrapper's.
-    inside |= {"_admit", "_admit_tree", "_packing", "on_arrays", "reduce_tree", "reduced", "check_dtype"}
+    inside |= {
+        "_admit",
+        "_agree_on",
+        "_admit_tree",
+        "_tree_buffer",
+        "on_arrays",
+        "reduce_tree",
+        "reduced",
+        "check_dtype",
+    }
     for kind in (TwoPhase, AllReduce):
         methods = {name for name, value in vars(kind).items() if callable(value)} - own - inside
         assert {name for name in methods if not name.startswith("__")} <= set(vars(Wrapper)), kind
 
 
-def test_made_again_by_its_recipe(wrapper: Wrapper) -> None:
-    assert wrapper.recipe is not None
-    with allreduce.create(wrapper.recipe.name, wrapper.topology, **wrapper.recipe.options) as again:
+def test_made_again_by_its_config(wrapper: Wrapper) -> None:
+    assert wrapper.config is not None
+    with allreduce.create(wrapper.config.name, wrapper.topology, **wrapper.config.options) as again:
         assert type(again) is type(wrapper.inner)
 
 

@@ -3,11 +3,13 @@
 import copy
 import gc
 import io
+import weakref
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch", reason="PyTorch is not installed in this environment")
@@ -34,8 +36,8 @@ from tests.ranks.pytorch.trained import (  # noqa: E402
     network,
     train,
 )
-from trainers.pytorch import MirroredOptimizer  # noqa: E402
-from trainers.replicas.pytorch import fused  # noqa: E402
+from trainers.pytorch import MirroredOptimizer, sharded  # noqa: E402
+from trainers.replicas.pytorch import fused, values  # noqa: E402
 
 
 @both_updates
@@ -377,6 +379,47 @@ def test_gradients_live_in_the_backends_memory(flat: allreduce.Topology) -> None
         assert all(optimizer.backend._memory(each.grad.numpy()) == ALLOCATED for each in model.parameters())
 
 
+def test_a_state_dict_takes_memory_for_one_parameter_at_a_time(
+    monkeypatch: pytest.MonkeyPatch, flat: allreduce.Topology
+) -> None:
+    """Besides the result: pieces are packed, sent, and dropped one by one, however large the buckets are."""
+    model, pieces = network(), []
+    largest = max(each.numel() for each in model.parameters())
+
+    def unpack(packed: np.ndarray) -> tuple[Any, int]:
+        counter = 8  # the count of steps, beside the two moments
+        assert packed.nbytes <= 2 * 4 * largest + counter + values.HEAD + values.TEXT_BYTES
+        assert all(piece() is None for piece in pieces)
+        pieces.append(weakref.ref(packed))
+        return values.unpack(packed)
+
+    with mirrored(OPTIMIZERS["adamw"](model.parameters()), model, topology=flat, update="sharded") as optimizer:
+        train(model, optimizer, mine, steps=1)
+        monkeypatch.setattr(sharded, "unpack", unpack)
+        assert len(optimizer.state_dict()["state"]) == len(list(model.parameters())) <= len(pieces)
+
+
+def test_a_state_that_one_rank_cannot_pack(
+    monkeypatch: pytest.MonkeyPatch, world: MPI.Intracomm, flat: allreduce.Topology
+) -> None:
+    """An error in the middle of the pieces is everyone's, and the next call is as any."""
+
+    def lacking(entries: Any) -> np.ndarray:
+        raise MemoryError("no room")
+
+    model = network()
+    with mirrored(OPTIMIZERS["adamw"](model.parameters()), model, topology=flat, update="sharded") as optimizer:
+        train(model, optimizer, mine, steps=1)
+        with monkeypatch.context() as patch:
+            if world.rank == SIZE - 1:
+                patch.setattr(sharded, "pack", lacking)
+            with pytest.raises(MemoryError, match="no room"):
+                optimizer.state_dict()
+        for state in optimizer._parts.sharded.optimizer.state.values():  # strided, as an optimizer may leave it
+            state["exp_avg"] = state["exp_avg"].repeat_interleave(2)[::2]
+        assert len(optimizer.state_dict()["state"]) == len(list(model.parameters()))
+
+
 def test_sharded_parameters_are_one_memory_until_close(world: MPI.Intracomm, flat: allreduce.Topology) -> None:
     model = network()
     optimizer = MirroredOptimizer(OPTIMIZERS["adamw"](model.parameters()), model, topology=flat, update="sharded")
@@ -464,7 +507,7 @@ def test_errors_of_a_gather_are_raised(monkeypatch: pytest.MonkeyPatch, flat: al
     with mirrored(OPTIMIZERS["sgd"](model.parameters()), model, topology=flat, update="sharded") as optimizer:
         model[4].bias.sum().backward()
         with monkeypatch.context() as patched:
-            patched.setattr(optimizer.backend, "all_gather", lambda bucket: 1 // 0)
+            patched.setattr(optimizer._parts.reducer.dense[0], "_gather", lambda: 1 // 0)
             with pytest.raises(ZeroDivisionError):
                 optimizer.synchronize()
 

@@ -183,7 +183,7 @@ def test_other_gradients(flat: Topology, caplog: pytest.LogCaptureFixture) -> No
         if RANK == 1:
             with torch.no_grad():
                 model.words.weight.register_hook(lambda grad: grad * float("nan"))
-        with pytest.raises(NotFiniteError, match=r"rank 1 has brought 8 NaN .* in words.weight \(element 12\)"):
+        with pytest.raises(NotFiniteError, match=r"rank 1 has 8 NaN .* in words.weight \(element 12\)"):
             model(torch.tensor([3 + RANK, 3])).sum().backward()
 
     model = Words()
@@ -196,7 +196,7 @@ def test_other_gradients(flat: Topology, caplog: pytest.LogCaptureFixture) -> No
     assert caplog.text.count(told) == (RANK == 0)
     with pytest.raises(OptionError, match=r"those of out.weight are averaged as dense ones"):
         MirroredOptimizer(torch.optim.SparseAdam(model.parameters()), model, topology=flat)
-    with pytest.raises(OptionError, match="makes no sums of gradients"):
+    with pytest.raises(OptionError, match="does not sum gradients"):
         MirroredOptimizer(torch.optim.SGD(model.parameters()), model, "adasum", topology=flat)
 
 

@@ -146,7 +146,9 @@ def test_inputs_that_do_not_fit_are_refused() -> None:
         dist.reduce_scatter_tensor(floats, longs)
     with pytest.raises(TypeError, match="all_to_all_single: the input is"):
         dist.group.WORLD.all_to_all_single(longs, torch.zeros(2 * size()), [], []).wait()
-    with pytest.raises(ValueError, match=r"all_gather: this rank's tensor is \(3,\) and its place in the list \(2,\)"):
+    with pytest.raises(
+        ValueError, match=r"all_gather: this rank's tensor has shape \(3,\), but its entry in the list \(2,\)"
+    ):
         dist.all_gather([floats] * size(), torch.zeros(3))
     with pytest.raises(ValueError, match="reduce_scatter_tensor: the output has 3 elements and this rank's share"):
         dist.reduce_scatter_tensor(torch.zeros(3), torch.zeros(2 * size()))

@@ -5,8 +5,10 @@ import pytest
 from mpi4py import MPI
 
 import allreduce
-from trainers.state.adopt import Piece, newest
+from trainers import MirroredTrainer, NumpyNetwork
+from trainers.state.adopt import Piece, adopt_whole, newest
 from trainers.state.backup import Backup, holders
+from trainers.strategies.interface import Strategy
 
 LENGTH = 3  # elements that a rank owns
 
@@ -53,3 +55,49 @@ def test_the_newest_whole_state_is_on_all_ranks(several: MPI.Intracomm) -> None:
     assert found.step == 4
     np.testing.assert_array_equal(found.state["parameters"], np.arange(size * LENGTH) + 400.0)
     assert newest(several, own if rank == 0 else [], size * LENGTH) is None
+
+
+def test_a_backup_that_is_made_again_at_the_same_step_is_not_mixed_with_the_one_before(
+    several: MPI.Intracomm,
+) -> None:
+    """A state was loaded, and the ranks are lost from sight of each other when some of them have the new backup."""
+    rank, size = several.rank, several.size
+    backup = Backup(several, 0, [(rank * LENGTH, (rank + 1) * LENGTH)])
+    backup.keep(4, [piece(rank, 4, ("parameters",))])
+    loaded = piece(rank, 5, ("parameters",))._replace(first=4, last=4)
+    backup.keep(4, [loaded], {})
+    if rank:
+        backup._now.first = -1  # as a failure in the middle of `keep` leaves it
+    found = newest(several, backup.pieces(), size * LENGTH)
+    assert found is not None
+    assert found.step == 4
+    hundreds = set((found.state["parameters"] - np.arange(size * LENGTH)).tolist())
+    assert hundreds == {500.0 if size == 2 else 400.0}  # of two ranks the one has all
+
+
+def test_memory_that_one_rank_lacks_for_a_backup(several: MPI.Intracomm, monkeypatch: pytest.MonkeyPatch) -> None:
+    backup = Backup(several, 0, [(several.rank * LENGTH, (several.rank + 1) * LENGTH)])
+    with monkeypatch.context() as patch:
+        if several.rank == 1:
+            patch.setattr("trainers.state.backup.np.empty", lacking)
+        with pytest.raises(MemoryError, match="rank 1: no room"):
+            backup.keep(1, [piece(several.rank, 1, ("parameters",))])
+    backup.keep(1, [piece(several.rank, 1, ("parameters",))])
+    assert len(backup.pieces()) == 2
+
+
+def test_a_load_that_finds_no_state_leaves_the_live_pieces(
+    several: MPI.Intracomm, flat: allreduce.Topology, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The rank with the state has failed, say: the ranks go on, and the next failure finds all that they have."""
+    monkeypatch.setattr(Strategy, "outlives_ranks", True)  # as under ULFM, without which there are no backups
+    with MirroredTrainer(NumpyNetwork([4, 3]), topology=flat, update="sharded", copies=2) as trainer:
+        before = len(trainer.strategy.pieces())
+        assert not adopt_whole(trainer.strategy, None)
+        after = trainer.strategy.pieces()
+        # and backups of two states, of which there was one before
+        assert len([each for each in after if each.serial == after[0].serial]) == before
+
+
+def lacking(shape: object, dtype: object = None) -> np.ndarray:
+    raise MemoryError("no room")

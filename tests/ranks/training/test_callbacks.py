@@ -68,6 +68,32 @@ def test_the_best_weights_come_back(update: str, flat: allreduce.Topology) -> No
         assert trainer.parameters_sha256() == restored
 
 
+class Gathers(trainers.callbacks.Callback):
+    """A callback that needs all ranks. seen: the numbers of all ranks, for each epoch."""
+
+    collective = True
+
+    def __init__(self) -> None:
+        self.seen: list[list[int]] = []
+
+    def on_epoch_end(self, epoch: int, logs: dict[str, Any]) -> None:
+        self.seen.append(self.trainer.group.values(self.trainer.group.rank, "Gathers"))
+
+
+class RaisesOnOneRank(trainers.callbacks.Callback):
+    def on_epoch_end(self, epoch: int, logs: dict[str, Any]) -> None:
+        if epoch == 2 and self.trainer.group.rank == SIZE - 1:
+            raise ArithmeticError("of one rank's callback")
+
+
+def test_a_callback_gathers_values_also_if_a_callback_of_one_rank_fails(flat: allreduce.Topology) -> None:
+    with trainer_of(flat) as trainer:
+        gathers = Gathers()
+        with pytest.raises(Exception, match="of one rank's callback"):
+            fit(trainer, RaisesOnOneRank(), gathers)
+        assert gathers.seen == 2 * [[*range(SIZE)]]
+
+
 KINDS: dict[str, Callable[[NumpyNetwork, allreduce.Topology], Any]] = {
     "central": lambda network, ranks: trainers.CentralStorageTrainer(network, ranks),
     "parameter_server": lambda network, ranks: trainers.ParameterServerTrainer(network, ranks, updates="sync"),

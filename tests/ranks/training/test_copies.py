@@ -12,6 +12,7 @@ from mpi4py import MPI
 import allreduce
 from allreduce.errors import CopyError
 from allreduce.wrappers.background import Background
+from tests.backends import ON_CPU
 from trainers import MirroredTrainer, NumpyNetwork
 from trainers.central_storage import CentralStorageTrainer
 
@@ -20,18 +21,18 @@ ways = pytest.mark.parametrize("way", WAYS)
 
 
 @ways
-@pytest.mark.parametrize("name", [name for name in allreduce.NAMES if name != "nccl"])
+@pytest.mark.parametrize("name", ON_CPU)
 def test_backends(flat: allreduce.Topology, name: str, way: str) -> None:
     for options in ({}, {"compress": "bfloat16"} if name != "native" else {}):
         with allreduce.create(name, flat, **options) as reduce:
-            with pytest.raises(CopyError, match=r"create\(recipe\.name, topology, \*\*recipe\.options\)"):
+            with pytest.raises(CopyError, match=r"create\(config\.name, topology, \*\*config\.options\)"):
                 WAYS[way](reduce)
             array = np.ones(3)
             reduce(array, "sum")
             assert set(array) == {flat.size}
-            assert reduce.recipe is not None
-            with allreduce.create(reduce.recipe.name, flat, **reduce.recipe.options) as again:
-                assert again.recipe == reduce.recipe
+            assert reduce.config is not None
+            with allreduce.create(reduce.config.name, flat, **reduce.config.options) as again:
+                assert again.config == reduce.config
 
 
 @ways

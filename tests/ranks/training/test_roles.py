@@ -9,7 +9,7 @@ import pytest
 import allreduce
 import allreduce.errors
 from trainers.cli import roles
-from trainers.cli.evaluator import Ending
+from trainers.cli.evaluator import EndSignal
 from trainers.errors import RoleError
 
 
@@ -68,16 +68,16 @@ def test_tf_config_and_ranks_that_differ(flat: allreduce.Topology) -> None:
     if flat.size == 1:
         return
     served = environment(("worker", flat.size - 1), ("ps", 1))
-    with pytest.raises(RoleError, match="has 1 ps, for which this training has no use: take --strategy parameter_serv"):
+    with pytest.raises(RoleError, match="has 1 ps, which this training does not use: add --strategy parameter_serv"):
         roles.assign(flat, 0, environment=served)
     with pytest.raises(RoleError, match="chief 1 is asked for, and that of TF_CONFIG is rank 0"):
         roles.assign(flat, None, environment=served, chief=1)
     with pytest.raises(RoleError, match="3 servers are asked for, and TF_CONFIG has 1 ps"):
         roles.assign(flat, 3, environment=served)
-    with pytest.raises(RoleError, match="ranks 0 and 1 both say that they are worker 0; give every rank"):
+    with pytest.raises(RoleError, match="ranks 0 and 1 are both worker 0; give every rank"):
         roles.assign(flat, environment=environment(("worker", flat.size), task={"type": "worker", "index": 0}))
     damaged = {"TF_CONFIG": "{"} if flat.rank == 1 else {}
-    with pytest.raises(RoleError, match="rank 1: TF_CONFIG is no JSON text") as met:
+    with pytest.raises(RoleError, match="rank 1: TF_CONFIG is not valid JSON") as met:
         roles.assign(flat, environment=damaged)
     assert met.value.ranks == everyone
     with pytest.raises(allreduce.errors.DisagreementError, match=r"TF_CONFIG: \d worker\n(.*\n)*.*TF_CONFIG: not set"):
@@ -93,13 +93,13 @@ def test_the_end_of_the_training_is_heard(fails: bool, flat: allreduce.Topology)
     comm = flat.private()
     heard = []
     try:
-        with Ending(comm, assigned.chief, assigned.evaluator) as ending:
+        with EndSignal(comm, assigned.chief, assigned.evaluator) as ending:
             if fails:
                 raise ZeroDivisionError("on all ranks")
             if flat.rank == assigned.evaluator:
-                while not ending.heard():
+                while not ending.received():
                     heard.append(np.nan)
     except ZeroDivisionError:
         assert fails
-    assert flat.rank != assigned.evaluator or ending.heard()
+    assert flat.rank != assigned.evaluator or ending.received()
     flat.release(comm)

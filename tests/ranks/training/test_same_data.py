@@ -11,12 +11,12 @@ from mpi4py import MPI
 import allreduce
 from allreduce import notices
 from allreduce.backend import AllReduce, TwoPhase
+from tests.backends import ON_CPU
 from tests.ranks.together import admitted_call
 
 SIZE = MPI.COMM_WORLD.size
 RANK = MPI.COMM_WORLD.rank
 several = pytest.mark.skipif(SIZE == 1, reason="one rank has all data")
-NAMES = [name for name in allreduce.NAMES if name != "nccl"]
 
 
 @pytest.fixture(autouse=True)
@@ -39,7 +39,7 @@ def _train(reduce: AllReduce, gradients: Callable[[int], Any], op: str = "mean",
 
 
 @several
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", ON_CPU)
 @pytest.mark.parametrize("op", ["mean", "average"])
 def test_the_same_gradients(flat: allreduce.Topology, name: str, op: str, caplog: pytest.LogCaptureFixture) -> None:
     for wanted in (1, 1):  # once, whatever comes later

@@ -10,13 +10,13 @@ from trainers.errors import ArgumentError
 from trainers.replicas.flat import Layout
 
 DTYPES = ("float32", "float64", "float16", "bfloat16")
-"""The dtypes of parameters that can be averaged, by the names that `allreduce` has for them."""
+"""The dtypes of parameters that can be averaged, by their names in `allreduce`."""
 
 
 class TreeLayout(Layout):
-    """The arrays of a tree, in the order of JAX's leaves. shapes: by their names in the tree.
+    """Layout of the arrays of a tree, in the order of JAX's leaves. shapes: by their names in the tree.
 
-    params: lists, tuples, dicts and whatever JAX takes for a tree, of floating arrays of one dtype. ArgumentError.
+    params: a tree (lists, tuples, dicts, any JAX pytree) of floating arrays of one dtype. Raises ArgumentError.
     """
 
     def __init__(self, params: Any) -> None:
@@ -32,21 +32,21 @@ class TreeLayout(Layout):
         super().__init__(self.shapes.values())
 
     def cut(self, flat: Any) -> Any:
-        """The tree in a flat array."""
+        """Return the tree of the parts of a flat array."""
         return jax.tree.unflatten(self.tree, self.views(flat))
 
 
 def _dtype(leaf: Any) -> str:
-    """The dtype that JAX gives a leaf: float32 for NumPy's float64, unless JAX uses 64 bits."""
+    """Return the dtype that JAX gives a leaf: float32 for NumPy's float64, unless JAX uses 64 bits."""
     if isinstance(leaf, np.ndarray | np.generic):
         return str(jax.dtypes.canonicalize_dtype(leaf.dtype))
     return str(getattr(leaf, "dtype", type(leaf).__name__))
 
 
 def alias(array: np.ndarray) -> jax.Array:
-    """A JAX array in the memory of `array`, which must not change until it has been used, nor be kept.
+    """Return a JAX array in the memory of `array`. Do not keep it, and do not change the memory before it was used.
 
-    A copy where XLA can't use that memory: it wants an alignment of 64 bytes, and NumPy knows no bfloat16.
+    A copy if XLA can't use that memory: it requires an alignment of 64 bytes, and NumPy has no bfloat16.
     """
     if array.dtype.kind == "V" or array.dtype.name == "bfloat16":
         return own(array)
@@ -54,14 +54,14 @@ def alias(array: np.ndarray) -> jax.Array:
 
 
 def own(array: Any) -> jax.Array:
-    """A JAX array with memory of its own, committed to the CPU: beside uncommitted ones, JAX compiles all twice."""
+    """Return a copy, committed to the CPU: if some arrays are not committed, JAX compiles everything twice."""
     cpu = jax.local_devices(backend="cpu")[0]
     with jax.default_device(cpu):
         return jax.device_put(jnp.array(array, copy=True), cpu)
 
 
 def on_host(leaf: Any) -> np.ndarray:
-    """A leaf as an array that a file can hold: keys as numbers, bfloat16 as float32. May be a read-only view."""
+    """Return a leaf as a NumPy array, maybe a read-only view: random keys as integers, bfloat16 as float32."""
     if isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
         leaf = jax.random.key_data(leaf)
     array = np.asarray(leaf)
@@ -69,7 +69,7 @@ def on_host(leaf: Any) -> np.ndarray:
 
 
 def like(array: np.ndarray, leaf: Any) -> jax.Array:
-    """The inverse of `on_host`: a JAX array of the kind of `leaf`."""
+    """The inverse of `on_host`: return a JAX array of the kind of `leaf` (its dtype, or random keys)."""
     if isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
         return jax.random.wrap_key_data(own(array), impl=jax.random.key_impl(leaf))
     return own(np.asarray(array, leaf.dtype))

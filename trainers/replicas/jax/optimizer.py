@@ -14,13 +14,13 @@ from trainers.replicas.jax.layout import TreeLayout, like, on_host, own
 
 
 class Optimizer(FlatOptimizer):
-    """A transformation of gradients and its state.
+    """An optax optimizer and its state.
 
-    transformation: an optax.GradientTransformation that needs nothing but gradients and parameters. ArgumentError.
+    transformation: an optax.GradientTransformation that needs only gradients and parameters. Raises ArgumentError.
     """
 
     layout: TreeLayout
-    how_to_set_rates = "; make the optimizer by optax.inject_hyperparams(optax.adam)(learning_rate=...) to have one"
+    how_to_set_rates = "; create the optimizer with optax.inject_hyperparams(optax.adam)(learning_rate=...) to have one"
 
     def __init__(self, transformation: Any, layout: TreeLayout, params: Any) -> None:
         _check(transformation, params)
@@ -33,30 +33,30 @@ class Optimizer(FlatOptimizer):
         shapes = {f"optimizer{jax.tree_util.keystr(path)}": leaf.shape for path, leaf in paths}
         elementwise = [name for name, shape in shapes.items() if self._fits and shape == (layout.length,)]
         super().__init__(layout, shapes, elementwise)
-        self._refusal: str | None = None
+        self._slice_error: str | None = None
         self._on_tree = jax.jit(self._update_tree, donate_argnums=(0, 1))
         self._on_slice = jax.jit(self._update_slice, static_argnums=(0, 1), donate_argnums=(3,))
 
-    def refusal(self) -> str:
-        if self._refusal is None:
-            with jax.debug_nans(False), jax.debug_infs(False):  # the trial has them on purpose
+    def slice_error(self) -> str:
+        if self._slice_error is None:
+            with jax.debug_nans(False), jax.debug_infs(False):  # the trial contains NaN and infinities on purpose
                 slices = self._fits and works_on_slices(self._transformation, self.layout)
-            self._refusal = "" if slices else REFUSAL
-        return self._refusal
+            self._slice_error = "" if slices else SLICE_ERROR
+        return self._slice_error
 
     def update(self, params: Any, gradients: jax.Array) -> Any:
-        """The next parameters, a tree; `params` are used up. gradients: flat; they have been read on return."""
+        """Return the updated parameters, a tree. params: donated, not usable afterwards. gradients: flat."""
         params, self.state = self._on_tree(params, self.state, gradients)
-        return jax.block_until_ready((params, self.state))[0]
+        return jax.block_until_ready((params, self.state))[0]  # the gradients' memory has been read
 
     def update_slice(self, part: slice, params: jax.Array, gradients: jax.Array) -> jax.Array:
-        """The next parameters of a slice. params, gradients: flat and whole; they have been read on return."""
-        self.narrow(part)
+        """Return the updated parameters of a slice. params, gradients: flat, of all parameters."""
+        self.restrict(part)
         changed, self.state = self._on_slice(part.start, part.stop, params, self.state, gradients)
-        return jax.block_until_ready((changed, self.state))[0]
+        return jax.block_until_ready((changed, self.state))[0]  # the memory of both has been read
 
     def entries(self, names: Collection[str]) -> dict[str, list[Any]]:
-        """An entry is a tree as the parameters', or one array."""
+        """An entry is a tree like the parameters, or one array."""
         entries = zip(self.names, self._structure.flatten_up_to(self.state), strict=True)
         return {name: jax.tree.leaves(entry) for name, entry in entries if name in names}
 
@@ -70,7 +70,7 @@ class Optimizer(FlatOptimizer):
             made.append(jax.tree.unflatten(self.layout.tree, leaves) if of_tree else leaves[0])
         self.state, self.part = jax.tree.unflatten(self._structure, made), part
 
-    # Learning rates: those that optax.inject_hyperparams has put into the state
+    # Learning rates that optax.inject_hyperparams has put into the state
 
     @property
     def learning_rates(self) -> list[float]:
@@ -83,7 +83,7 @@ class Optimizer(FlatOptimizer):
         self.state = jax.tree.unflatten(jax.tree.structure(self.state), leaves)
 
     def _update_tree(self, params: Any, state: Any, gradients: jax.Array) -> tuple[Any, Any]:
-        # Behind the barrier nothing that is returned can be the gradients themselves, whose memory is the trainer's.
+        # The barrier keeps XLA from returning the gradients' memory, which belongs to the trainer.
         cut = self.layout.cut(jax.lax.optimization_barrier(gradients))
         changes, state = self._transformation.update(cut, state, params)
         return optax.apply_updates(params, changes), state
@@ -91,18 +91,17 @@ class Optimizer(FlatOptimizer):
     def _update_slice(
         self, start: int, stop: int, params: jax.Array, state: Any, gradients: jax.Array
     ) -> tuple[jax.Array, Any]:
-        mine, slopes = (jax.lax.optimization_barrier(whole)[start:stop] for whole in (params, gradients))
-        changes, state = self._transformation.update(slopes, state, mine)
-        return optax.apply_updates(mine, changes), state
+        sliced, gradients = (jax.lax.optimization_barrier(whole)[start:stop] for whole in (params, gradients))
+        changes, state = self._transformation.update(gradients, state, sliced)
+        return optax.apply_updates(sliced, changes), state
 
     def _paths(self) -> list[tuple[Any, Any]]:
         return jax.tree_util.tree_flatten_with_path(self.state)[0]
 
 
-REFUSAL = (
-    "this optimizer can't work on slices of the parameters, which the ranks would divide: it needs whole arrays, or "
-    'the norm of all gradients (it was tried out). Use update="replicated", or an elementwise one, as optax.adam and '
-    "optax.sgd are"
+SLICE_ERROR = (
+    "this optimizer can't update slices of the parameters, one on each rank: it needs whole arrays, or the norm of "
+    'all gradients. Use update="replicated", or an elementwise optimizer, such as optax.adam and optax.sgd'
 )
 
 
@@ -110,24 +109,24 @@ def _check(transformation: Any, params: Any) -> None:
     if not (callable(getattr(transformation, "init", None)) and callable(getattr(transformation, "update", None))):
         kind = type(transformation)
         raise ArgumentError(
-            f"JaxReplica takes an optimizer of optax (optax.adam(1e-3), say), not {kind.__module__}.{kind.__qualname__}"
+            f"JaxReplica takes an optax optimizer, as optax.adam(1e-3), not {kind.__module__}.{kind.__qualname__}"
         )
     try:
         jax.eval_shape(lambda tree: transformation.update(tree, transformation.init(tree), tree), params)
     except Exception as error:  # whatever a transformation raises
         raise ArgumentError(
-            "this optimizer can't be used by JaxReplica, which gives it gradients and parameters of this model and "
-            f"nothing else: {type(error).__name__}: {error}"
+            "this optimizer can't be used by JaxReplica, which passes only gradients and parameters of this model to "
+            f"it: {type(error).__name__}: {error}"
         ) from error
 
 
 def _flat_pattern(transformation: Any, layout: TreeLayout, state: Any) -> Any:
-    """The shapes of the state for flat parameters; None when `state` is not the same with trees for arrays."""
+    """Return the shapes of the state for flat parameters; None if they do not correspond to `state` entry by entry."""
     try:
         flat = jax.eval_shape(transformation.init, jax.ShapeDtypeStruct((layout.length,), layout.dtype))
         leaves, structure = jax.tree.flatten(flat)
         entries = structure.flatten_up_to(state)
-    except Exception:  # a mask for this very tree, say
+    except Exception:  # for example, of a mask for this tree
         return None
     for leaf, entry in zip(leaves, entries, strict=True):
         shapes = [array.shape for array in jax.tree.leaves(entry)]
@@ -137,23 +136,18 @@ def _flat_pattern(transformation: Any, layout: TreeLayout, state: Any) -> Any:
 
 
 def _is_rate(path: Sequence[Any]) -> bool:
-    """Whether a leaf is a learning rate that can be set: `hyperparams["learning_rate"]`."""
+    """Whether the leaf at `path` is a learning rate that can be set: `hyperparams["learning_rate"]`."""
     return jax.tree_util.keystr(path[-2:]) == ".hyperparams['learning_rate']"
 
 
-MOST = 3  # elements along each axis of the small arrays on which it is tried
-SCALES = (
-    1.0,
-    1e-6,
-    1e6,
-    1.0,
-)  # of the gradients in each step: some optimizers change only large ones
+MOST = 3  # elements along each axis of the arrays of the trial
+SCALES = (1.0, 1e-6, 1e6, 1.0)  # of the gradients in each step of the trial: some optimizers change only large ones
 
 
 def works_on_slices(transformation: Any, layout: TreeLayout) -> bool:
-    """Whether the optimizer updates two slices as it updates the whole tree.
+    """Whether the optimizer changes two slices as it changes the whole tree.
 
-    Optax does not say, so it is tried out, on small arrays with the names and axes of this tree.
+    Optax does not tell, so this tests it on small arrays with the names and axes of this tree.
     """
     shapes = [tuple(min(size, MOST) for size in shape) for shape in layout.shapes.values()]
     random = np.random.default_rng(0)
@@ -175,7 +169,7 @@ def works_on_slices(transformation: Any, layout: TreeLayout) -> bool:
 
 
 def _changes(transformation: Any, params: Any, steps: Any) -> jax.Array:
-    """The changes by the gradients of each step, flat: (steps, elements)."""
+    """Return the changes of the parameters in each step, flat: (steps, elements)."""
 
     def step(state: Any, gradients: Any) -> tuple[Any, jax.Array]:
         changes, state = transformation.update(gradients, state, params)

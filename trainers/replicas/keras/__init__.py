@@ -1,4 +1,4 @@
-"""Any Keras model as a replica, with Keras' backends JAX, PyTorch and TensorFlow."""
+"""KerasReplica: any Keras model as a replica, with the Keras backends JAX, PyTorch and TensorFlow."""
 
 try:
     import keras  # noqa: F401

@@ -1,4 +1,4 @@
-"""Gradients and compiled functions, which Keras leaves to its backends."""
+"""Gradients and compiled functions of a Keras model, one class for each Keras backend."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
@@ -13,7 +13,7 @@ Step = Callable[[list[np.ndarray]], None]
 
 
 class Computing(ABC):
-    """The gradients and the output of a model, with one of Keras' backends.
+    """Computes gradients and outputs of a model with one Keras backend.
 
     measured: measured(y, output, losses of layers) -> (loss, metrics as one tensor, the loss first).
     """
@@ -26,56 +26,56 @@ class Computing(ABC):
         self.compile()
 
     def compile(self) -> None:  # noqa: B027, nothing to do where nothing is compiled
-        """Prepare functions."""
+        """Compile the functions."""
 
     @abstractmethod
-    def slopes(self, x: np.ndarray, y: np.ndarray, share: float) -> tuple[np.ndarray, list[Any]]:
-        """The metrics, and `share` times the gradients: arrays, None for zeros. Layers' own variables change."""
+    def gradients(self, x: np.ndarray, y: np.ndarray, share: float) -> tuple[np.ndarray, list[Any]]:
+        """Return the metrics, and the gradients times `share` (None: zeros). Updates the other variables of layers."""
 
     @abstractmethod
-    def measures(self, x: np.ndarray, y: np.ndarray) -> np.ndarray:
-        """The metrics of a model in use."""
+    def metrics(self, x: np.ndarray, y: np.ndarray) -> np.ndarray:
+        """Return the metrics in inference mode."""
 
     @abstractmethod
     def output(self, x: np.ndarray) -> np.ndarray:
-        """The output of a model in use."""
+        """Return the model's output in inference mode."""
 
-    def _measures_of(self, x: Any, y: Any) -> Any:
+    def _metrics_of(self, x: Any, y: Any) -> Any:
         return self.measured(y, self._output_of(x), self.model.losses)[1]
 
     def _output_of(self, x: Any) -> Any:
         return self.model(x, **self.using)
 
     def random_state(self) -> dict[str, np.ndarray]:
-        """The state of random generators besides the model's own variables."""
+        """Return the state of random generators that are not variables of the model."""
         return {}
 
     def load_random_state(self, state: dict[str, np.ndarray]) -> None:  # noqa: B027, nothing to do where there is none
-        """Take on what `random_state` gave."""
+        """Load a result of `random_state`."""
 
     @staticmethod
     @abstractmethod
     def stepper(optimizer: Any, variables: list[Any]) -> Step:
-        """A function that updates variables by gradients, which it has read when it returns."""
+        """Return a function that updates the variables; when it returns, it no longer reads the gradients."""
 
 
 class TorchComputing(Computing):
-    """Eagerly."""
+    """PyTorch, eager."""
 
-    def slopes(self, x: np.ndarray, y: np.ndarray, share: float) -> tuple[np.ndarray, list[Any]]:
+    def gradients(self, x: np.ndarray, y: np.ndarray, share: float) -> tuple[np.ndarray, list[Any]]:
         import torch
 
         output = self.model(x, **self.training)
         loss, values = self.measured(y, output, self.model.losses)
         leaves = [variable.value for variable in self.trained]
-        slopes = torch.autograd.grad(loss * share, leaves, allow_unused=True)
-        return _array(values), [None if slope is None else _array(slope) for slope in slopes]
+        gradients = torch.autograd.grad(loss * share, leaves, allow_unused=True)
+        return _array(values), [None if gradient is None else _array(gradient) for gradient in gradients]
 
-    def measures(self, x: np.ndarray, y: np.ndarray) -> np.ndarray:
+    def metrics(self, x: np.ndarray, y: np.ndarray) -> np.ndarray:
         import torch
 
         with torch.no_grad():
-            return _array(self._measures_of(x, y))
+            return _array(self._metrics_of(x, y))
 
     def output(self, x: np.ndarray) -> np.ndarray:
         import torch
@@ -106,25 +106,25 @@ class TorchComputing(Computing):
 
 
 class JaxComputing(Computing):
-    """Compiled, for each number of rows."""
+    """JAX, compiled for each number of rows."""
 
     def compile(self) -> None:
         import jax
 
-        self._slopes, self._measures, self._output = map(
-            jax.jit, (self._traced_slopes, self._traced_measures, self._traced_output)
+        self._gradients, self._metrics, self._output = map(
+            jax.jit, (self._traced_gradients, self._traced_metrics, self._traced_output)
         )
 
     def _values(self) -> tuple[list[Any], list[Any]]:
         return [variable.value for variable in self.trained], [variable.value for variable in self.others]
 
-    def slopes(self, x: np.ndarray, y: np.ndarray, share: float) -> tuple[np.ndarray, list[Any]]:
-        slopes, (values, others) = self._slopes(*self._values(), x, y, share)
+    def gradients(self, x: np.ndarray, y: np.ndarray, share: float) -> tuple[np.ndarray, list[Any]]:
+        gradients, (values, others) = self._gradients(*self._values(), x, y, share)
         for variable, value in zip(self.others, others, strict=True):
             variable.assign(value)
-        return np.asarray(values), [np.asarray(slope) for slope in slopes]
+        return np.asarray(values), [np.asarray(gradient) for gradient in gradients]
 
-    def _traced_slopes(self, trained: Any, others: Any, x: Any, y: Any, share: Any) -> Any:
+    def _traced_gradients(self, trained: Any, others: Any, x: Any, y: Any, share: Any) -> Any:
         import jax
 
         def shared(trained: Any) -> Any:
@@ -134,10 +134,10 @@ class JaxComputing(Computing):
 
         return jax.grad(shared, has_aux=True)(trained)
 
-    def measures(self, x: np.ndarray, y: np.ndarray) -> np.ndarray:
-        return np.asarray(self._measures(*self._values(), x, y))
+    def metrics(self, x: np.ndarray, y: np.ndarray) -> np.ndarray:
+        return np.asarray(self._metrics(*self._values(), x, y))
 
-    def _traced_measures(self, trained: Any, others: Any, x: Any, y: Any) -> Any:
+    def _traced_metrics(self, trained: Any, others: Any, x: Any, y: Any) -> Any:
         output, _, losses = self.model.stateless_call(trained, others, x, return_losses=True, **self.using)
         return self.measured(y, output, losses)[1]
 
@@ -153,7 +153,7 @@ class JaxComputing(Computing):
 
         @jax.jit
         def updated(state: Any, gradients: Any, values: Any) -> Any:
-            # Behind the barrier nothing that is returned can be the gradients, whose memory is the trainer's.
+            # The barrier keeps XLA from returning the gradients' memory, which belongs to the trainer.
             return optimizer.stateless_apply(state, jax.lax.optimization_barrier(gradients), values)
 
         def step(gradients: list[np.ndarray]) -> None:
@@ -167,20 +167,20 @@ class JaxComputing(Computing):
 
 
 class TensorflowComputing(Computing):
-    """As graphs."""
+    """TensorFlow, as graphs."""
 
     def compile(self) -> None:
         import tensorflow as tf
 
-        self._slopes, self._measures, self._output = (
-            tf.function(each, reduce_retracing=True) for each in (self._slopes_of, self._measures_of, self._output_of)
+        self._gradients, self._metrics, self._output = (
+            tf.function(each, reduce_retracing=True) for each in (self._gradients_of, self._metrics_of, self._output_of)
         )
 
-    def slopes(self, x: np.ndarray, y: np.ndarray, share: float) -> tuple[np.ndarray, list[Any]]:
-        values, slopes = self._slopes(x, y, np.float32(share))
-        return values.numpy(), [None if slope is None else slope.numpy() for slope in slopes]
+    def gradients(self, x: np.ndarray, y: np.ndarray, share: float) -> tuple[np.ndarray, list[Any]]:
+        values, gradients = self._gradients(x, y, np.float32(share))
+        return values.numpy(), [None if gradient is None else gradient.numpy() for gradient in gradients]
 
-    def _slopes_of(self, x: Any, y: Any, share: Any) -> Any:
+    def _gradients_of(self, x: Any, y: Any, share: Any) -> Any:
         import tensorflow as tf
 
         leaves = [variable.value for variable in self.trained]
@@ -188,11 +188,11 @@ class TensorflowComputing(Computing):
             output = self.model(x, **self.training)
             loss, values = self.measured(y, output, self.model.losses)
             shared = loss * tf.cast(share, loss.dtype)
-        slopes = tape.gradient(shared, leaves)
-        return values, [None if slope is None else tf.convert_to_tensor(slope) for slope in slopes]
+        gradients = tape.gradient(shared, leaves)
+        return values, [None if gradient is None else tf.convert_to_tensor(gradient) for gradient in gradients]
 
-    def measures(self, x: np.ndarray, y: np.ndarray) -> np.ndarray:
-        return self._measures(x, y).numpy()
+    def metrics(self, x: np.ndarray, y: np.ndarray) -> np.ndarray:
+        return self._metrics(x, y).numpy()
 
     def output(self, x: np.ndarray) -> np.ndarray:
         return self._output(x).numpy()
@@ -204,7 +204,7 @@ class TensorflowComputing(Computing):
         apply = tf.function(lambda gradients: optimizer.apply(gradients, variables))
 
         def step(gradients: list[np.ndarray]) -> None:
-            apply([tf.constant(array) for array in gradients])  # copies, which the update may keep
+            apply([tf.constant(array) for array in gradients])  # copies, because TensorFlow may keep them
 
         return step
 
@@ -222,7 +222,7 @@ COMPUTING: dict[str, type[Computing]] = {
 
 
 def array_of(variable: Any) -> np.ndarray:
-    """The value of a Keras variable; may be a view, and read-only."""
+    """Return the value of a Keras variable; may be a view, and read-only."""
     return keras.ops.convert_to_numpy(variable)
 
 
@@ -232,5 +232,5 @@ def assign(variable: Any, array: np.ndarray) -> None:
 
 
 def stepper(optimizer: Any, variables: list[Any]) -> Step:
-    """As Computing.stepper, with Keras' backend."""
+    """As Computing.stepper, for the current Keras backend."""
     return COMPUTING[keras.backend.backend()].stepper(optimizer, variables)

@@ -11,14 +11,14 @@ from trainers.replicas.flat import FlatOptimizer, Layout
 from trainers.replicas.keras.computing import array_of, assign, stepper
 
 ELEMENTWISE = ("Adadelta", "Adagrad", "Adam", "Adamax", "AdamW", "Ftrl", "Lion", "Nadam", "RMSprop", "SGD")
-"""Keras' optimizers that treat every element apart from all others."""
+"""Keras optimizers that update every element independently of the others."""
 
 
 class State:
-    """An optimizer of some variables, and the optimizer's own variables by name.
+    """A Keras optimizer built for `variables`, with its own variables by name.
 
-    slots: those with one number for each element of `variables`, in the order of these.
-    others: the rest, such as the step and the learning rate.
+    slots: name -> the state variables with one number per element, in the order of `variables`.
+    others: name -> the other variables, such as the step and the learning rate.
     """
 
     def __init__(self, optimizer: Any, variables: list[Any]) -> None:
@@ -33,9 +33,9 @@ class State:
 
 
 class Optimizer(FlatOptimizer):
-    """The optimizer of a replica, which trains these variables. Raises ArgumentError."""
+    """A Keras optimizer as a FlatOptimizer. variables: the trained ones. Raises ArgumentError."""
 
-    how_to_set_rates = "; make the optimizer with a number, not a schedule, to have one"
+    how_to_set_rates = "; create the optimizer with a number, not a schedule, to have one"
 
     def __init__(self, optimizer: Any, variables: list[Any], dtype: str) -> None:
         _check(optimizer, variables)
@@ -44,7 +44,7 @@ class Optimizer(FlatOptimizer):
         layout = Layout(variable.shape for variable in variables)
         super().__init__(layout, [*self.whole.slots, *self.whole.others], self.whole.slots)
 
-    def refusal(self) -> str:
+    def slice_error(self) -> str:
         optimizer = self.whole.optimizer
         kind, why = type(optimizer), ""
         if not kind.__module__.startswith("keras.") or kind.__name__ not in ELEMENTWISE:
@@ -58,18 +58,18 @@ class Optimizer(FlatOptimizer):
         elif any(variable.constraint is not None for variable in self.whole.variables):
             why = "constraints need whole arrays"
         return why and (
-            f"this optimizer can't work on slices of the parameters, which the ranks would divide: {why}. "
+            f"this optimizer can't update slices of the parameters, one on each rank: {why}. "
             'Use update="replicated", or another optimizer'
         )
 
     def update(self, gradients: np.ndarray) -> None:
-        """Update the model's variables by flat gradients."""
-        self.widen()
+        """Update the model's variables with flat gradients."""
+        self.extend()
         self.whole.step(self.layout.views(gradients))
 
     def update_slice(self, part: slice, parameters: np.ndarray, gradients: np.ndarray) -> None:
         """Update a slice of flat parameters in place. part: clipped to them."""
-        self.narrow(part)
+        self.restrict(part)
         (variable,) = self._state.variables
         assign(variable, parameters[part])
         self._state.step([gradients[part]])
@@ -81,14 +81,14 @@ class Optimizer(FlatOptimizer):
     on_host = staticmethod(array_of)
 
     def write(self, part: slice | None, entries: Mapping[str, list[np.ndarray]]) -> None:
-        state = self.whole if part is None else State(self.remade(), [self._flat_variable(part)])
+        state = self.whole if part is None else State(self.new_optimizer(), [self._flat_variable(part)])
         for name, variables in (state.slots | state.others).items():
             for variable, array in zip(variables, entries[name], strict=True):
                 assign(variable, array)
         self._state, self.part = state, part
 
-    def remade(self) -> Any:
-        """A new optimizer of Keras' like this one, without state."""
+    def new_optimizer(self) -> Any:
+        """Return a new Keras optimizer like this one, without state."""
         plain = self.whole.optimizer
         return type(plain).from_config(plain.get_config())
 
@@ -97,7 +97,7 @@ class Optimizer(FlatOptimizer):
 
     @property
     def learning_rates(self) -> list[float]:
-        """One where it is a number, none where it is a schedule's."""
+        """[the rate], or [] if the optimizer has a schedule."""
         rate = vars(self._state.optimizer)["_learning_rate"]
         return [float(array_of(rate))] if isinstance(rate, keras.Variable) else []
 
@@ -111,19 +111,19 @@ def _check(optimizer: Any, variables: list[Any]) -> None:
     if not isinstance(optimizer, keras.optimizers.Optimizer):
         kind = type(optimizer)
         raise ArgumentError(
-            f"KerasReplica takes an optimizer of Keras' (keras.optimizers.Adam(1e-3), say), not {kind.__module__}."
+            f"KerasReplica takes a Keras optimizer (for example keras.optimizers.Adam(1e-3)), not {kind.__module__}."
             f"{kind.__qualname__}"
         )
     if hasattr(optimizer, "topology"):
         raise ArgumentError("MirroredOptimizer is for model.fit; KerasReplica takes the plain optimizer")
     if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
-        raise ArgumentError("KerasReplica scales no losses: give the optimizer inside of the LossScaleOptimizer")
+        raise ArgumentError("KerasReplica does not scale losses: pass the optimizer inside of the LossScaleOptimizer")
     if optimizer.use_ema:
         raise ArgumentError("KerasReplica does not put the averages of use_ema=True into the model: leave it out")
     if optimizer.built and {id(each) for each in vars(optimizer)["_trainable_variables"]} != {
         id(each) for each in variables
     }:
-        raise ArgumentError("this optimizer was built for another model: make a new one")
+        raise ArgumentError("this optimizer was built for another model: create a new one")
 
 
 def _slots(optimizer: Any, variables: list[Any]) -> dict[str, list[Any]]:
@@ -138,7 +138,7 @@ def _slots(optimizer: Any, variables: list[Any]) -> dict[str, list[Any]]:
 
 
 def _named(optimizer: Any, variables: list[Any]) -> dict[str, Any]:
-    """Variables by the optimizer's attribute that holds them, since Keras numbers their own names."""
+    """Name variables by the optimizer's attribute that holds them, because Keras numbers variable names."""
     held = {}
     for name, value in vars(optimizer).items():
         if isinstance(value, keras.Variable):

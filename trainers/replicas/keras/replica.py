@@ -1,6 +1,6 @@
-"""Any Keras model as a replica, so that trainers can train it. No MPI here."""
+"""KerasReplica: any Keras model as a replica for the trainers. No MPI."""
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from operator import methodcaller
 from typing import Any
 
@@ -8,7 +8,7 @@ import keras
 import numpy as np
 
 from trainers.errors import ArgumentError, ModelFileError
-from trainers.replica import Replica, reserved, unfit
+from trainers.replica import Replica, unfit_error
 from trainers.replicas.flat import FlatReplica, Layout
 from trainers.replicas.keras.computing import COMPUTING, array_of, assign
 from trainers.replicas.keras.optimizer import Optimizer
@@ -17,18 +17,19 @@ DTYPES = ("float32", "float64", "float16")
 
 
 class KerasReplica(FlatReplica):
-    """A Keras model, its loss and its optimizer, with Keras' backend JAX, PyTorch or TensorFlow.
+    """A Keras model, its loss and its optimizer, with the Keras backend JAX, PyTorch or TensorFlow.
 
-    model: a built keras.Model whose trained variables have one dtype of float32, float64 and float16.
-    loss: one of Keras', or its name, or loss(y, output); its mean over the rows is taken. Losses of layers are added.
-    optimizer: one of Keras', or its name. Where ranks divide the update (update="sharded", servers, spare replicas) it
-        has to be elementwise, as Adam is (trainers.replicas.keras.optimizer.ELEMENTWISE), without clipnorm.
-    metrics: by name, metric(y, output), such as keras.metrics.sparse_categorical_accuracy; their means are shown beside
-        the loss.
+    model: a built keras.Model whose trained variables all have the same dtype: float32, float64 or float16.
+    loss: a Keras loss, its name, or a function loss(y, output); the mean over the rows is used. Losses of layers are
+        added.
+    optimizer: a Keras optimizer, or its name. If ranks divide the update (update="sharded", servers, spare replicas),
+        it must be elementwise, such as Adam (trainers.replicas.keras.optimizer.ELEMENTWISE), without clipnorm.
+    metrics: name -> metric(y, output), such as keras.metrics.sparse_categorical_accuracy; the means are shown with the
+        loss.
 
-    x and y arrive in the dtype of the variables where they are floating. The moving means and variances of batch norm
-    are averaged over the ranks, by rows, with the gradients; the random state of layers is each rank's own.
-    Raises ArgumentError.
+    Floating x and y are converted to the dtype of the variables. The moving means and variances of batch norm are
+    averaged over the ranks, by rows, with the gradients; the random state of layers differs between ranks. Raises
+    ArgumentError.
     """
 
     _optimizer: Optimizer
@@ -61,21 +62,21 @@ class KerasReplica(FlatReplica):
 
     # What a trainer calls
 
-    def _move(self, buffer: Any) -> None:
-        self._take()
+    def _move_parameters(self, buffer: Any) -> None:
+        self._refresh_model()
         self._memory = buffer
-        self._leave(buffer)
+        self._store(buffer)
 
     def gradients(self, x: np.ndarray, y: np.ndarray, share: float) -> Any:
         if len(x) == 0:
             self._buffer[:] = 0
             return [0.0] * len(self.metrics)
-        self._take()
+        self._refresh_model()
         if self.undoable:
             self._before = [np.array(array_of(each)) for each in self.model.non_trainable_variables]
-        values, slopes = self._computing.slopes(self._input(x), self._input(y), share)
+        values, gradients = self._computing.gradients(self._input(x), self._input(y), share)
         statistics = [array_of(each) * np.asarray(share, self.gradient_dtype) for each in self._statistics]
-        self._layout.write([*slopes, *statistics], self._buffer)
+        self._layout.write([*gradients, *statistics], self._buffer)
         return values
 
     def undo(self) -> None:
@@ -87,56 +88,48 @@ class KerasReplica(FlatReplica):
         self._before = []
         if self._memory is None:
             if part is not None:
-                raise ArgumentError("bind_parameters comes before an update of a slice")
+                raise ArgumentError("call bind_parameters() before update(part)")
             self._optimizer.update(self._buffer)
-            self._take_statistics(self._buffer)
+            self._load_statistics(self._buffer)
             return
         part = part or slice(0, self.gradient_length)
-        self._optimizer.update_slice(self._own(part), self._memory, self._buffer)
+        self._optimizer.update_slice(self._parameters_in(part), self._memory, self._buffer)
         statistics = self._statistics_in(part)
         self._memory[statistics] = self._buffer[statistics]
 
     def refresh(self) -> None:
         self._before = []
         if self._memory is not None:
-            self._take_statistics(self._memory)
+            self._load_statistics(self._memory)
 
     def evaluate(self, x: np.ndarray, y: np.ndarray) -> Any:
-        self._take()
-        return len(x) * np.asarray(self._computing.measures(self._input(x), self._input(y)), np.float64)
+        self._refresh_model()
+        return len(x) * np.asarray(self._computing.metrics(self._input(x), self._input(y)), np.float64)
 
     def predict(self, x: np.ndarray) -> np.ndarray:
-        self._take()
+        self._refresh_model()
         if len(x) == 0:
             return self._computing.output(np.zeros((1, *x.shape[1:]), self._input(x).dtype))[:0]
         return self._computing.output(self._input(x))
 
-    def snapshot(self, memory: dict[str, np.ndarray], without: Collection[str] = ()) -> dict[str, np.ndarray]:
-        held = {name: np.array(array_of(each)) for name, each in self._shared.items()}
-        if "parameters" not in without:
-            self._take()
-            held["parameters"] = flat = reserved(memory, "parameters", (self._length,), np.dtype(self.gradient_dtype))
-            self._optimizer.layout.write(map(array_of, self._trained), flat)
-        return held | self._optimizer.pack(memory, without)
+    def _parameters_into(self, flat: np.ndarray) -> None:
+        self._refresh_model()
+        self._optimizer.layout.write(map(array_of, self._trained), flat)
+
+    def _others(self) -> dict[str, np.ndarray]:
+        return {name: array_of(each) for name, each in self._shared.items()}
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         return {f"{number}/{each.name}": tuple(each.shape) for number, each in enumerate(self._trained)}
 
-    def load_state(self, state: dict[str, np.ndarray]) -> None:
-        shapes = {name: tuple(each.shape) for name, each in self._shared.items()} | {"parameters": (self._length,)}
-        there = {name: array.shape for name, array in state.items() if not name.startswith("optimizer.")}
-        if shapes != there or {*self._optimizer.names} != {*state} - {*there}:
-            raise ModelFileError(
-                f"the saved model is another one: {_outline(state)} there; {_outline(self.state())} here"
-            )
-        self._optimizer.load(state)
+    def _load_rest(self, state: Mapping[str, np.ndarray]) -> None:
         self._set(self._trained, self._optimizer.layout.views(state["parameters"]))
         self._set(self._shared.values(), [state[name] for name in self._shared])
         if self._memory is not None:
-            self._leave(self._memory)
+            self._store(self._memory)
 
     def local_state(self) -> dict[str, np.ndarray]:
-        """The random state of layers."""
+        """Return the random state of layers."""
         own = {name: np.array(array_of(each)) for name, each in self._random.items()}
         return own | self._computing.random_state()
 
@@ -150,8 +143,8 @@ class KerasReplica(FlatReplica):
     def copy(self) -> Replica:
         try:
             model = keras.models.clone_model(self.model)
-            optimizer = self._optimizer.remade()
-        except Exception as error:  # whatever a model has no configuration of
+            optimizer = self._optimizer.new_optimizer()
+        except Exception as error:  # a layer may have no configuration
             kind = type(self.model).__name__
             raise ArgumentError(f"this {kind} can't be cloned by Keras: {type(error).__name__}: {error}") from error
         copied = KerasReplica(model, self._loss, optimizer, self._metrics)
@@ -168,20 +161,20 @@ class KerasReplica(FlatReplica):
             if y is not None:
                 self._measured(self._input(y[:1]), keras.ops.convert_to_tensor(output), [])
         except Exception as error:  # whatever a model raises
-            raise unfit(f"{self.model.name}, the loss or a metric", x, y, error) from error
+            raise unfit_error(f"{self.model.name}, the loss or a metric", x, y, error) from error
 
     # Inside
 
-    def _take(self) -> None:
+    def _refresh_model(self) -> None:
         """Copy the parameters from the trainer's memory, where other ranks may have changed them, into the model."""
         if self._memory is not None:
             self._set(self._trained, self._layout.views(self._memory)[: len(self._trained)])
 
-    def _take_statistics(self, flat: np.ndarray) -> None:
+    def _load_statistics(self, flat: np.ndarray) -> None:
         self._set(self._statistics, self._layout.views(flat)[len(self._trained) :])
 
-    def _leave(self, buffer: np.ndarray) -> None:
-        """Copy parameters and statistics to the trainer's memory."""
+    def _store(self, buffer: np.ndarray) -> None:
+        """Copy parameters and statistics into the trainer's memory."""
         self._layout.write(map(array_of, [*self._trained, *self._statistics]), buffer)
 
     def _input(self, array: np.ndarray) -> np.ndarray:
@@ -218,7 +211,9 @@ def _trained_of(model: Any) -> list[Any]:
             f"{model.name} is not built: begin it with a keras.Input(shape), or call model.build(shape) before"
         )
     if keras.backend.backend() not in COMPUTING:
-        raise ArgumentError(f"Keras' backend {keras.backend.backend()!r} computes no gradients: KERAS_BACKEND=jax, say")
+        raise ArgumentError(
+            f"Keras' backend {keras.backend.backend()!r} computes no gradients: set KERAS_BACKEND=jax, for example"
+        )
     kinds = {keras.backend.standardize_dtype(variable.dtype) for variable in model.trainable_variables}
     if len(kinds) != 1 or not kinds <= set(DTYPES):
         raise ArgumentError(
@@ -229,12 +224,8 @@ def _trained_of(model: Any) -> list[Any]:
 
 
 def _statistics_of(model: Any, dtype: str) -> list[Any]:
-    """The moving means and variances of batch norm, which every rank forms from its own rows."""
+    """Return the moving means and variances of batch norm, which every rank computes from its own rows."""
     flat = methodcaller("_flatten_layers")(model)  # Keras has no public name of it
     layers = [layer for layer in flat if isinstance(layer, keras.layers.BatchNormalization)]
     found = [each for layer in layers if layer.trainable for each in (layer.moving_mean, layer.moving_variance)]
     return [each for each in found if keras.backend.standardize_dtype(each.dtype) == dtype]
-
-
-def _outline(state: dict[str, np.ndarray]) -> str:
-    return f"{sorted(state)}, {state.get('parameters', np.empty(0)).size} parameters"

@@ -1,30 +1,31 @@
-"""A network on words: dense layers above a table of vectors with sparse gradients."""
+"""EmbeddingNetwork: dense layers on top of an embedding table with sparse gradients."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
-from trainers.errors import ArgumentError, ModelFileError
+from trainers.errors import ArgumentError
 from trainers.replica import Rows, Table
 from trainers.replicas.numpy.network import FLOAT, NumpyNetwork
+from trainers.replicas.numpy.optimizers import on_host
 
 TABLE = "table"
 
 
 class EmbeddingNetwork(NumpyNetwork):
-    """A NumpyNetwork whose features are the mean of the vectors of a sample's words, from a table that is trained.
+    """A NumpyNetwork whose input is the mean of the embedding vectors of a sample's words. The vectors are trained.
 
-    words: the rows of the table; x is (rows, any number) of integers from 0 to words - 1.
-    sizes, options: a NumpyNetwork's; sizes[0] is the length of a vector.
-    table_lr: the learning rate of the table, by plain gradient descent, and the second of `learning_rates`; the dense
-        layers have their optimizer.
+    words: the number of rows of the table. x: integers from 0 to words - 1, of shape (rows, any number).
+    sizes, options: as for NumpyNetwork; sizes[0] is the length of a vector.
+    table_lr: the learning rate of the table, the second of `learning_rates`. The table is trained by plain gradient
+        descent, the dense layers by the optimizer.
 
-    Of the table only the rows that a batch uses are touched, and only their gradients go from rank to rank. Every rank
-    has the whole table and updates it, also where ranks divide the update of the rest. MirroredTrainer and
-    CentralStorageTrainer train it; the trainers with servers and spare replicas refuse it. Raises ArgumentError.
+    Only the rows of the table that a batch uses are updated, and only their gradients are sent. Every rank has the
+    whole table and updates it, even if the ranks divide the update of the other parameters. MirroredTrainer and
+    CentralStorageTrainer train it; trainers with servers or spare replicas raise an error. Raises ArgumentError.
 
-    Also an attribute: `table`, (words, sizes[0]) float32.
+    Attribute `table`: (words, sizes[0]) float32.
     """
 
     essentials = (*NumpyNetwork.essentials, "words")
@@ -58,7 +59,7 @@ class EmbeddingNetwork(NumpyNetwork):
         self.optimizer.lr, self.table_lr = rates
 
     def gradients(self, x: np.ndarray, y: np.ndarray, share: float) -> Any:
-        self._found = tuple(part[:0] for part in self._found)  # of a batch without rows
+        self._found = tuple(part[:0] for part in self._found)  # empty, in case the batch has no rows
         return super().gradients(x, y, share)
 
     def sparse_gradients(self) -> list[Rows]:
@@ -72,19 +73,13 @@ class EmbeddingNetwork(NumpyNetwork):
         rows, sums = self._sums
         self.table[rows] -= self.table.dtype.type(self.table_lr) * sums
 
-    def state(self) -> dict[str, np.ndarray]:
-        table = self.table if self._xp is np else self.table.get()
-        return {**super().state(), TABLE: table, f"{TABLE}.lr": np.array(self.table_lr)}
+    def _others(self) -> dict[str, np.ndarray]:
+        return super()._others() | {TABLE: on_host(self.table), f"{TABLE}.lr": np.array(self.table_lr)}
 
-    def load_state(self, state: dict[str, np.ndarray]) -> None:
-        table, rate = state.get(TABLE), state.get(f"{TABLE}.lr")
-        fits = table is not None and table.shape == self.table.shape and table.dtype.kind == "f"
-        if table is None or not fits or rate is None or rate.shape or rate.dtype.kind != "f":
-            found = "missing" if table is None else f"{table.dtype}{table.shape}"
-            raise ModelFileError(f"this is no state of an EmbeddingNetwork of {self.words} words: its table is {found}")
-        super().load_state(state)
-        self.table[...] = self._xp.asarray(table)
-        self.table_lr = float(rate)
+    def _load_rest(self, state: Mapping[str, np.ndarray]) -> None:
+        super()._load_rest(state)
+        self.table[...] = self._xp.asarray(state[TABLE])
+        self.table_lr = float(state[f"{TABLE}.lr"])
 
     def config(self) -> dict[str, Any]:
         return {**super().config(), "words": self.words}
@@ -105,6 +100,6 @@ class EmbeddingNetwork(NumpyNetwork):
 
     def _derive_input(self, delta: Any) -> None:
         words = self._batch.shape[1]
-        slopes = self._xp.dot(delta, self._layers[0][0].T)
-        slopes *= self._scale / words
-        self._found = self._batch.reshape(-1), self._xp.repeat(slopes, words, axis=0)
+        gradients = self._xp.dot(delta, self._layers[0][0].T)
+        gradients *= self._scale / words
+        self._found = self._batch.reshape(-1), self._xp.repeat(gradients, words, axis=0)

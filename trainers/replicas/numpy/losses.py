@@ -1,4 +1,4 @@
-"""Losses of the NumPy/CuPy network. Each works in place on the last layer's output z, (rows, outputs) float32."""
+"""Losses of the NumPy/CuPy network. They work in place on the last layer's output z, (rows, outputs) float32."""
 
 from abc import ABC, abstractmethod
 from typing import Any
@@ -18,11 +18,11 @@ class Loss(ABC):
 
     @abstractmethod
     def check(self, y: np.ndarray, outputs: int) -> None:
-        """Raise ArgumentError when y can't be a target for so many outputs."""
+        """Raise ArgumentError if y can't be the target of a network with so many outputs."""
 
     @abstractmethod
     def targets(self, y: np.ndarray) -> Any:
-        """y as `measure` and `derive` want it, where the network is."""
+        """Return y in the form that `measure` and `derive` take, on the network's device."""
 
     def predict(self, z: Any) -> None:
         """Turn z into the prediction."""
@@ -30,7 +30,7 @@ class Loss(ABC):
 
     @abstractmethod
     def measure(self, z: Any, y: Any, values: Any) -> None:
-        """Write the sum over the rows of each of `metrics` into values; leaves in z what `derive` needs."""
+        """Write the sums over the rows of `metrics` into `values`. Overwrites z with what `derive` needs."""
 
     @abstractmethod
     def derive(self, z: Any, y: Any, factor: float) -> None:

@@ -1,20 +1,20 @@
-"""A small network of dense layers on NumPy or CuPy arrays: one code for both, float32, nothing else installed.
+"""A small network of dense layers on NumPy or CuPy arrays: the same code for both, in float32.
 
-All parameters lie in one flat buffer and all gradients in another, the one that the backend allocated;
-layers hold views. A step writes gradients where they are reduced, and the optimizer reads them there.
+All parameters are in one flat buffer, all gradients in another, which the backend allocated; layers hold views of both.
+Gradients are written, reduced and read by the optimizer in the same memory.
 """
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from trainers.errors import ArgumentError, ModelFileError
 from trainers.files import model_file
-from trainers.replica import Replica
+from trainers.replicas.flat import FlatReplica
 from trainers.replicas.numpy.losses import LOSSES
-from trainers.replicas.numpy.optimizers import OPTIMIZERS, Optimizer
+from trainers.replicas.numpy.optimizers import OPTIMIZERS, STEPS, Optimizer, on_host
 
 FLOAT = np.dtype(np.float32)
 
@@ -24,7 +24,7 @@ class Activation(NamedTuple):
 
     apply: Callable[[Any, Any], None]
     derive: Callable[[Any, Any], None]
-    init: str  # the initialisation that suits it
+    init: str  # the default initialisation with it
 
 
 def _relu(xp: Any, z: Any) -> None:
@@ -65,7 +65,7 @@ def glorot(random: np.random.Generator, rows: int, columns: int) -> np.ndarray:
 INITIALISATIONS = {"he": he, "glorot": glorot}
 
 
-class NumpyNetwork(Replica):
+class NumpyNetwork(FlatReplica):
     """Dense layers with an activation between them, a loss and an optimizer.
 
     sizes: features, hidden layers, outputs: [64, 64, 32, 10].
@@ -74,7 +74,7 @@ class NumpyNetwork(Replica):
         "mean_squared_error" (targets of shape (rows, outputs), predictions are numbers).
     optimizer: "sgd", "momentum" or "adam", with the learning rate `lr` (by default 0.1, 0.05 and 0.001);
         or an optimizer object.
-    init: "he" or "glorot"; by default the one that suits the activation. Biases start at 0.
+    init: "he" or "glorot"; default: "he" for relu, "glorot" for tanh. Biases start at 0.
     seed: of the initial weights; they are the same on a CPU and on a GPU.
     device: "cpu", or "cuda" for CuPy's current device.
 
@@ -104,7 +104,7 @@ class NumpyNetwork(Replica):
         self._activation = choose("activation", activation, ACTIVATIONS)
         self._loss = choose("loss", loss, LOSSES)(self._xp)
         self.metrics = self._loss.metrics
-        self.optimizer = make_optimizer(optimizer, lr)
+        self.optimizer = self._optimizer = make_optimizer(optimizer, lr)
         self.gradient_length = length_of(self.sizes)
         self.parameters = self._xp.asarray(self._initial(init or self._activation.init, seed))
         self._layers = self._views(self.parameters)
@@ -116,7 +116,7 @@ class NumpyNetwork(Replica):
 
     @classmethod
     def load(cls, path: str, device: str = "cpu") -> "NumpyNetwork":
-        """The network in `path`, which `save` wrote, ready to predict or to go on training. Needs no MPI.
+        """Load a network that `save` wrote, to predict or to continue training. Needs no MPI.
 
         Raises ModelFileError.
         """
@@ -124,23 +124,24 @@ class NumpyNetwork(Replica):
         try:
             sizes, names = checked_sizes(config.pop("sizes")), {name: config.pop(name) for name in cls.essentials}
             optimizer = OPTIMIZERS[config.pop("optimizer")](**config.pop("optimizer_options"))
-            if config or state["parameters"].size != length_of(sizes):  # before memory is taken for such sizes
+            if config or state["parameters"].size != length_of(sizes):  # before memory is allocated for these sizes
                 raise ArgumentError(f"{state['parameters'].size} parameters, sizes {sizes}, {config or 'nothing else'}")
             cls._check_saved(sizes, names, state)
             network = cls(sizes, **names, optimizer=optimizer, device=device)
         except (TypeError, KeyError, OverflowError, ArgumentError) as error:
-            raise ModelFileError(f"{path} describes no network that this version knows: {error!r}") from error
+            raise ModelFileError(f"{path} describes no network that this version supports: {error!r}") from error
         network.load_state(state)
         return network
 
     @classmethod
     def _check_saved(cls, sizes: list[int], names: dict[str, Any], state: dict[str, np.ndarray]) -> None:
-        """Raise ArgumentError or KeyError where the state of a saved network can't be that of one made so."""
+        """Raise ArgumentError or KeyError if a saved state does not fit a network of these sizes and names."""
 
     def scale_input(self, shift: Any, scale: Any) -> None:
-        """From now on the network sees (x - shift) * scale; scalars, or one number a feature.
+        """Scale the input: the network computes on (x - shift) * scale. shift, scale: scalars, or one number per
+        feature.
 
-        It is saved with the model, so that a loaded model predicts from raw samples.
+        Both are saved with the model, so that a loaded model takes raw samples.
         """
         try:
             self._shift, self._scale = (self._per_feature(given) for given in (shift, scale))
@@ -150,39 +151,21 @@ class NumpyNetwork(Replica):
 
     # What a trainer calls
 
-    @property
-    def elementwise(self) -> tuple[str, ...]:  # type: ignore[override]
-        return tuple(f"optimizer.{name}" for name in self.optimizer.slots)
-
-    @property
-    def learning_rates(self) -> list[float]:
-        return [self.optimizer.lr]
-
-    @learning_rates.setter
-    def learning_rates(self, rates: Sequence[float]) -> None:
-        (self.optimizer.lr,) = rates
-
-    @property
-    def updated(self) -> tuple[str, ...]:  # type: ignore[override]
-        return (*self.elementwise, "optimizer.steps")
-
     def bind(self, buffer: Any) -> None:
-        self._check_buffer("gradient", buffer)
-        self._gradients = buffer
+        super().bind(buffer)
         self._gradient_layers = self._views(buffer)
         self.optimizer.bind(self._xp, self.parameters, buffer)
 
-    def bind_parameters(self, buffer: Any) -> None:
-        self._check_buffer("parameter", buffer)
+    def _move_parameters(self, buffer: Any) -> None:
         buffer[:] = self.parameters
         self.parameters = buffer
         self._layers = self._views(buffer)
-        self.optimizer.bind(self._xp, buffer, self._gradients)
+        self.optimizer.bind(self._xp, buffer, self._buffer)
 
     def gradients(self, x: np.ndarray, y: np.ndarray, share: float) -> Any:
         rows = len(x)
         if rows == 0:
-            self._gradients[:] = self._values[:] = 0
+            self._buffer[:] = self._values[:] = 0
             return self._values
         outputs = self._forward(x)
         targets = self._loss.targets(y)
@@ -200,18 +183,19 @@ class NumpyNetwork(Replica):
         return self._values
 
     def predict(self, x: np.ndarray) -> np.ndarray:
-        """Probabilities of the classes, or the outputs with a mean squared error; (rows, outputs) float32."""
+        """Return class probabilities, or the outputs if the loss is mean_squared_error; (rows, outputs) float32."""
         if len(x) == 0:
             return np.zeros((0, self.sizes[-1]), FLOAT)
         output = self._forward(x)[-1]
         self._loss.predict(output)
         return output.copy() if self._xp is np else output.get()
 
-    def state(self) -> dict[str, np.ndarray]:
-        held = {"parameters": self.parameters, "input.shift": self._shift, "input.scale": self._scale}
-        held |= {f"optimizer.{name}": array for name, array in self.optimizer.state.items()}
-        held |= {"optimizer.steps": np.array(self.optimizer.steps), "sizes": np.array(self.sizes)}
-        return {name: array.get() if hasattr(array, "get") else array for name, array in held.items()}
+    def _parameters_into(self, flat: np.ndarray) -> None:
+        flat[:] = on_host(self.parameters)
+
+    def _others(self) -> dict[str, np.ndarray]:
+        held = {"input.shift": on_host(self._shift), "input.scale": on_host(self._scale)}
+        return held | {"sizes": np.array(self.sizes)}
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         found: dict[str, tuple[int, ...]] = {}
@@ -221,25 +205,24 @@ class NumpyNetwork(Replica):
 
     def load_state(self, state: dict[str, np.ndarray]) -> None:
         try:
-            parameters, steps = state["parameters"], int(state["optimizer.steps"])
-            shift, scale, sizes = state["input.shift"], state["input.scale"], state["sizes"].reshape(-1).tolist()
+            steps, sizes = int(state[STEPS]), state["sizes"].reshape(-1).tolist()
         except (KeyError, TypeError, ValueError, OverflowError) as error:
             raise ModelFileError(f"this is no state of a NumpyNetwork: {error!r}") from error
-        if sizes != self.sizes or parameters.shape != self.parameters.shape:
+        if sizes != self.sizes:
             given, here = ("-".join(map(str, each)) for each in (sizes, self.sizes))
             raise ModelFileError(f"the saved model is a network of sizes {given}, and this one has {here}")
-        slots = {name[10:]: array for name, array in state.items() if name.startswith("optimizer.")}
-        del slots["steps"]
-        numeric = all(array.dtype.kind in "fi" for array in (parameters, shift, scale, *slots.values()))
-        if steps < 0 or not numeric or {shift.shape, scale.shape} != {(self.sizes[0],)}:
-            found = f"{steps} steps, shift {shift.dtype}{shift.shape}, scale {scale.dtype}{scale.shape}"
-            raise ModelFileError(f"this is no state of a NumpyNetwork: parameters {parameters.dtype}, {found}")
-        self.optimizer.load(steps, slots)
-        self.parameters[:] = self._xp.asarray(parameters)
-        self.scale_input(shift, scale)
+        dtypes = {name: array.dtype for name, array in state.items() if array.dtype.kind not in "fi"}
+        if steps < 0 or dtypes:
+            raise ModelFileError(f"this is no state of a NumpyNetwork: {steps} steps, {dtypes or 'all numbers'}")
+        super().load_state(state)
+
+    def _load_rest(self, state: Mapping[str, np.ndarray]) -> None:
+        self.parameters[:] = self._xp.asarray(state["parameters"])
+        self.scale_input(state["input.shift"], state["input.scale"])
 
     def config(self) -> dict[str, Any]:
-        kind = type(self.optimizer)  # one of the user's own goes by its class; `restore` takes it, `load` can't know it
+        # a user's optimizer is saved by its class name: `restore` accepts it, `load` can't create it
+        kind = type(self.optimizer)
         name = next((name for name, known in OPTIMIZERS.items() if known is kind), kind.__name__)
         options = self.optimizer.config()
         return {"sizes": self.sizes, **self._names, "optimizer": name, "optimizer_options": options}
@@ -248,7 +231,7 @@ class NumpyNetwork(Replica):
         features = int(np.prod(x.shape[1:]))
         if x.dtype.kind not in "iufb" or x.ndim == 0 or features != self.sizes[0]:
             raise ArgumentError(
-                f"x must be numbers with {self.sizes[0]} features a row, as the network has; it is {x.dtype} of "
+                f"x must be numbers with {self.sizes[0]} features a row, as the network has, not {x.dtype} of "
                 f"shape {x.shape}, {features} features a row"
             )
         if y is not None:
@@ -260,7 +243,7 @@ class NumpyNetwork(Replica):
     # Inside
 
     def _forward(self, x: np.ndarray) -> list[Any]:
-        """The input, and the output of every layer, in scratch memory; the last output without an activation."""
+        """Compute and return [input, output of each layer], in scratch memory; the last output has no activation."""
         xp, rows = self._xp, len(x)
         self._reserve(rows)
         outputs = [self._input(x)]
@@ -292,7 +275,7 @@ class NumpyNetwork(Replica):
         self._derive_input(delta)
 
     def _derive_input(self, delta: Any) -> None:
-        """Hook for layers below the first one, of whose output `delta` is the derivative."""
+        """Hook for subclasses with a layer below the first one. delta: the derivative by the first layer's output."""
 
     def _input(self, x: np.ndarray) -> Any:
         flat = self._xp.asarray(x.reshape(len(x), -1))
@@ -306,7 +289,7 @@ class NumpyNetwork(Replica):
         return scaled
 
     def _reserve(self, rows: int) -> None:
-        """Have scratch memory for so many rows: allocated for the largest batch, then used again."""
+        """Allocate scratch memory for `rows` rows, unless a larger batch has done so."""
         if rows <= self._capacity:
             return
         self._capacity = rows
@@ -315,7 +298,7 @@ class NumpyNetwork(Replica):
         self._deltas = [self._xp.empty((rows, size), FLOAT) for size in self.sizes[1:-1]]
 
     def _views(self, buffer: Any) -> list[tuple[Any, Any]]:
-        """The (inputs, outputs) weights and the (outputs,) bias of each layer, as views of a flat buffer."""
+        """Return the weights (inputs, outputs) and the bias (outputs,) of each layer, as views of a flat buffer."""
         layers, start = [], 0
         for inputs, outputs in itertools.pairwise(self.sizes):
             end = start + inputs * outputs
@@ -350,7 +333,7 @@ def checked_sizes(sizes: Sequence[int]) -> list[int]:
 
 
 def length_of(sizes: Sequence[int]) -> int:
-    """The number of parameters: weights and biases of each layer."""
+    """Return the number of parameters: weights and biases of all layers."""
     return sum((inputs + 1) * outputs for inputs, outputs in itertools.pairwise(sizes))
 
 

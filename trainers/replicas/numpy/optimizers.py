@@ -1,84 +1,107 @@
-"""Optimizers on one flat buffer of parameters: in-place operations on cache-sized blocks, nothing allocated.
+"""Optimizers on one flat buffer of parameters: in-place operations on cache-sized blocks, without allocations.
 
 The formulas are those of torch.optim.SGD and torch.optim.Adam.
 """
 
 import math
 import numbers
-from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from abc import abstractmethod
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
-from trainers.errors import ArgumentError, ModelFileError
+from trainers.errors import ArgumentError
+from trainers.replicas.flat import FlatOptimizer, Layout
 
-BLOCK = 32 * 1024  # elements that NumPy works on at a time: parameters, gradients, state and scratch fit the cache
+PREFIX = "optimizer."  # of the names of its state in a model file
+STEPS = f"{PREFIX}steps"
+BLOCK = 32 * 1024  # elements per block, so that its parameters, gradients, state and scratch fit the cache
 
 
-class Optimizer(ABC):
-    """Updates a flat buffer of parameters from one of gradients.
+def on_host(array: Any) -> np.ndarray:
+    """Return a NumPy array unchanged, or a CuPy array copied to the host."""
+    return array if isinstance(array, np.ndarray) else array.get()
 
-    lr: the learning rate.
+
+class Optimizer(FlatOptimizer):
+    """Updates a flat buffer of parameters, or a slice of it, from a buffer of gradients.
+
+    lr: the learning rate. state: the arrays of `slots` by name, as long as the parameters or the slice.
     """
 
     default_lr: float
-    slots: tuple[str, ...] = ()  # names of the state arrays, each as long as the parameters
+    slots: tuple[str, ...] = ()  # names of the state arrays, with one number for each parameter
     scratches = 1  # blocks of scratch memory that `_update` needs
 
     def __init__(self, lr: float | None = None) -> None:
         self.lr = _within("lr", self.default_lr if lr is None else lr, 0, math.inf)
         self.steps = 0
         self.state: dict[str, Any] = {}
-        self._arrays: list[Any] = []
-        self._cut: dict[tuple[int, int], list[Sequence[Any]]] = {}  # a part's blocks, cut when it is first updated
 
     def bind(self, xp: Any, parameters: Any, gradients: Any) -> None:
-        """Work on these 1-D arrays of one length from now on; existing state is kept."""
-        length = parameters.size
-        for name in self.slots:
-            if name not in self.state:
-                self.state[name] = xp.zeros(length, parameters.dtype)
-        self._xp = xp
-        self._block = BLOCK if xp is np else max(length, 1)  # on a GPU every operation is a launch
-        self._scratch = [xp.empty(min(self._block, length), parameters.dtype) for _ in range(self.scratches)]
-        self._arrays = [parameters, gradients, *(self.state[name] for name in self.slots)]
-        self._cut.clear()
+        """Set the arrays to work on, 1-D and of one length. Existing state is kept."""
+        elementwise = [f"{PREFIX}{name}" for name in self.slots]
+        super().__init__(Layout([parameters.shape]), [*elementwise, STEPS], elementwise)
+        self._xp, self._parameters, self._gradients = xp, parameters, gradients
+        self.state = self.state or {name: xp.zeros(parameters.size, parameters.dtype) for name in self.slots}
+        self._cut_blocks()
 
     def step(self, part: slice | None = None) -> None:
-        """One update, of the elements part.start to part.stop when given; the gradients are left as they are."""
+        """Update all parameters, or those of the slice `part`. Does not change the gradients."""
+        if part is None:
+            self.extend()
+        else:
+            self.restrict(part)
         self.steps += 1
-        start, stop = (0, self._arrays[0].size) if part is None else (part.start, part.stop)
-        for block in self._blocks(start, stop):
+        for block in self._blocks:
             self._update(self._xp, *block)
 
-    def _blocks(self, start: int, stop: int) -> list[Sequence[Any]]:
-        """For each block of a part the arguments of `_update`."""
-        if (start, stop) not in self._cut:
-            spans = [slice(at, min(at + self._block, stop)) for at in range(start, stop, self._block)]
-            self._cut[start, stop] = [
-                [a[span] for a in self._arrays] + [s[: span.stop - span.start] for s in self._scratch] for span in spans
-            ]
-        return self._cut[start, stop]
+    def _cut_blocks(self) -> None:
+        """Set `_blocks`: the arguments of `_update` for each block of the updated parameters."""
+        part = self.part or slice(0, self._parameters.size)
+        length, dtype = part.stop - part.start, self._parameters.dtype
+        # on a GPU one block, because every operation is a kernel launch
+        size = BLOCK if self._xp is np else max(length, 1)
+        scratch = [self._xp.empty(min(size, length), dtype) for _ in range(self.scratches)]
+        arrays = [self._parameters[part], self._gradients[part], *(self.state[name] for name in self.slots)]
+        spans = [slice(at, min(at + size, length)) for at in range(0, length, size)]
+        self._blocks = [
+            [each[span] for each in arrays] + [each[: span.stop - span.start] for each in scratch] for span in spans
+        ]
 
     @abstractmethod
     def _update(self, xp: Any, parameters: Any, gradients: Any, *rest: Any) -> None:
-        """Update one block; `rest` are its part of each slot, then scratch."""
+        """Update one block. rest: the block's part of each slot, then its scratch memory."""
 
     def config(self) -> dict[str, Any]:
-        """The constructor's arguments."""
+        """Return the constructor's arguments."""
         return {"lr": self.lr}
 
-    def load(self, steps: int, state: dict[str, np.ndarray]) -> None:
-        """Take on the number of steps and the slots of another optimizer of this kind. ModelFileError otherwise."""
-        shapes = {name: array.shape for name, array in state.items()}
-        expected = {name: array.shape for name, array in self.state.items()}
-        if shapes != expected:
-            kind = type(self).__name__
-            raise ModelFileError(f"the optimizer state {shapes} does not fit {kind}, which needs {expected}")
-        self.steps = steps
-        for name, array in state.items():
-            self.state[name][:] = self._xp.asarray(array)
+    # Methods of FlatOptimizer
+
+    def slice_error(self) -> str:
+        return ""
+
+    def entries(self, names: Collection[str]) -> dict[str, list[Any]]:
+        held = {f"{PREFIX}{name}": self.state[name] for name in self.slots} | {STEPS: np.array(self.steps)}
+        return {name: [array] for name, array in held.items() if name in names}
+
+    on_host = staticmethod(on_host)
+
+    def write(self, part: slice | None, entries: Mapping[str, list[np.ndarray]]) -> None:
+        self.part, self.steps = part, int(entries[STEPS][0])
+        dtype = self._parameters.dtype
+        self.state = {name: self._xp.array(entries[f"{PREFIX}{name}"][0], dtype) for name in self.slots}
+        self._cut_blocks()
+
+    @property
+    def learning_rates(self) -> list[float]:
+        return [self.lr]
+
+    @learning_rates.setter
+    def learning_rates(self, rates: Sequence[float]) -> None:
+        (self.lr,) = rates
 
 
 class SGD(Optimizer):

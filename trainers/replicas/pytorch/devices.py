@@ -1,9 +1,9 @@
-"""The device of a model: the CPU, or one CUDA device, on which events order the work of different streams.
+"""The device of a model: the CPU, or one CUDA device. Events order the work of different CUDA streams.
 
-All that MirroredOptimizer knows of CUDA is here. A stream does its work in order, and does not wait for other streams.
-So a call that reads or writes tensors in the queue's thread is a `Crossing`: its work, on the device's own stream,
-comes after the work of the streams that have written the tensors, and before later work of the stream that uses the
-results. The host waits for none of this: when a call has returned, its work may still be under way.
+All CUDA-specific code of MirroredOptimizer and TorchReplica is here. A stream does its work in order, and does not wait
+for other streams. So every call that runs in the queue's thread has a `StreamOrder`: its work, on the device's own
+stream, comes after the work of the streams that have written the tensors, and before later work of the stream that uses
+the results. The host waits for none of this: when a call has returned, the GPU may still run its work.
 """
 
 import sys
@@ -15,21 +15,22 @@ import numpy as np
 import torch
 
 
-class Crossing:
-    """A call whose work another thread does. On the CPU there is nothing to do: threads see each other's writes."""
+class StreamOrder:
+    """Orders the GPU work of a call that another thread runs, relative to the caller's streams. The CPU needs
+    nothing."""
 
-    def note(self) -> None:
-        """The current stream writes tensors that the call reads. In the caller's thread, as often as needed."""
+    def mark_writer(self) -> None:
+        """Record that the current stream writes inputs of the call. In the caller's thread, any number of times."""
 
-    def leave(self) -> None:
-        """All tensors that the call reads have been written or are being written. In the caller's thread."""
+    def submitted(self) -> None:
+        """Record that the writes of all inputs have been submitted. In the caller's thread, before the call runs."""
 
-    def inside(self) -> AbstractContextManager[object]:
-        """For the work, in the queue's thread."""
+    def running(self) -> AbstractContextManager[object]:
+        """Context manager for the call's work, in the queue's thread."""
         return nullcontext()
 
-    def back(self) -> None:
-        """Later work of the current stream comes after the call's work. In any thread."""
+    def wait_on_stream(self) -> None:
+        """Make later work of the current stream wait for the call's work. In any thread."""
 
 
 class Host:
@@ -38,46 +39,46 @@ class Host:
     kind = "cpu"
     device = torch.device("cpu")
 
-    def crossing(self) -> Crossing:
-        return Crossing()
+    def crossing(self) -> StreamOrder:
+        return StreamOrder()
 
     def current(self) -> AbstractContextManager[object]:
-        """Inside, memory that is allocated is this device's."""
+        """Context manager: memory is allocated on this device in the block."""
         return nullcontext()
 
     def finish(self) -> None:
         """Wait until the device is idle, before memory is freed that it may still use."""
 
     @contextmanager
-    def between(self) -> Iterator[None]:
-        """PyTorch's work inside comes after CuPy's work before, and before CuPy's work afterwards."""
-        self.take_back()
+    def ordered_with_cupy(self) -> Iterator[None]:
+        """Context manager: PyTorch's work in the block runs after earlier CuPy work, and before later CuPy work."""
+        self.torch_after_cupy()
         try:
             yield
         finally:
-            self.hand_over()
+            self.cupy_after_torch()
 
     def random_states(self) -> dict[str, np.ndarray]:
-        """PyTorch's, copies."""
+        """Return copies of PyTorch's random states."""
         return {"random": torch.get_rng_state().numpy()}
 
     def set_random_states(self, states: Mapping[str, np.ndarray]) -> None:
-        """As `random_states` gave them, perhaps on another kind of device."""
+        """Load a result of `random_states`, possibly from another kind of device."""
         torch.set_rng_state(torch.from_numpy(np.array(states["random"])))
 
     def numbers(self, found: Sequence[torch.Tensor]) -> Any:
-        """One number of each tensor, as a replica gives them to a trainer."""
+        """Return the value of each one-element tensor: a list of floats, or on a GPU a CuPy array."""
         return [float(each) for each in found]
 
-    def hand_over(self) -> None:
-        """CuPy's work from now on in this thread comes after PyTorch's work until now."""
+    def cupy_after_torch(self) -> None:
+        """Make later CuPy work of this thread wait for PyTorch's work so far."""
 
-    def take_back(self) -> None:
-        """PyTorch's work from now on in this thread comes after CuPy's work until now."""
+    def torch_after_cupy(self) -> None:
+        """Make later PyTorch work of this thread wait for CuPy's work so far."""
 
 
 class Cuda(Host):
-    """One CUDA device. api: `torch.cuda`, or a stand-in of tests."""
+    """One CUDA device. api: `torch.cuda`, or a fake for tests."""
 
     kind = "cuda"
 
@@ -86,9 +87,9 @@ class Cuda(Host):
         self.stream = api.Stream(device)
 
     def __deepcopy__(self, memo: object) -> "Cuda":
-        return self  # copies of a model share it
+        return self  # copies of a model share the device object
 
-    def crossing(self) -> Crossing:
+    def crossing(self) -> StreamOrder:
         return _Streams(self)
 
     def current(self) -> AbstractContextManager[object]:
@@ -106,24 +107,24 @@ class Cuda(Host):
             self.api.set_rng_state(torch.from_numpy(np.array(states["random.gpu"])), self.device)
 
     def numbers(self, found: Sequence[torch.Tensor]) -> Any:
-        """As an array of CuPy's, so that the host waits for nothing."""
+        """As a CuPy array, so that the host need not wait for the GPU."""
         stacked = torch.stack([torch.as_tensor(each, dtype=torch.float32, device=self.device) for each in found])
-        self.hand_over()
+        self.cupy_after_torch()
         with self.current():  # PyTorch exports no tensor of another GPU
             return _cupy().from_dlpack(stacked)
 
-    def hand_over(self) -> None:
+    def cupy_after_torch(self) -> None:
         with self.current():
             ours, theirs = self._streams()
             _follow(theirs, ours)
 
-    def take_back(self) -> None:
+    def torch_after_cupy(self) -> None:
         with self.current():
             ours, theirs = self._streams()
             _follow(ours, theirs)
 
     def _streams(self) -> tuple[Any, Any]:
-        """PyTorch's and CuPy's current streams, both as CuPy's objects."""
+        """Return PyTorch's and CuPy's current streams, both as CuPy objects."""
         stream = self.api.current_stream(self.device)
         return _as_cupys(stream, self.device), _cupy().cuda.get_current_stream()
 
@@ -135,7 +136,7 @@ def _cupy() -> Any:
 
 
 def _as_cupys(stream: Any, device: torch.device) -> Any:
-    """CuPy's object for a stream of PyTorch's."""
+    """Return a CuPy object for a PyTorch stream."""
     cuda = _cupy().cuda
     if hasattr(cuda.Stream, "from_external") and hasattr(stream, "__cuda_stream__"):  # since CuPy 14
         return cuda.Stream.from_external(stream)
@@ -143,15 +144,15 @@ def _as_cupys(stream: Any, device: torch.device) -> Any:
 
 
 def _follow(stream: Any, other: Any) -> None:
-    """Have later work of a CuPy stream come after the work of another until now."""
+    """Make later work of a CuPy stream wait for the work of `other` so far."""
     if stream.ptr != other.ptr:
         event = _cupy().cuda.Event(disable_timing=True)
         event.record(other)
         stream.wait_event(event)
 
 
-class _Streams(Crossing):
-    """The Crossing of a CUDA device: an event on each stream that has written, and one on the call's stream."""
+class _Streams(StreamOrder):
+    """The StreamOrder of a CUDA device: an event on each stream that has written, and one on the call's stream."""
 
     def __init__(self, cuda: Cuda) -> None:
         self._cuda = cuda
@@ -159,21 +160,21 @@ class _Streams(Crossing):
         self._written: list[Any] = []
         self._done: Any = None
 
-    def note(self) -> None:
+    def mark_writer(self) -> None:
         stream = self._cuda.api.current_stream(self._cuda.device)
         self._writers[stream.cuda_stream] = stream
 
-    def leave(self) -> None:
-        self.note()
+    def submitted(self) -> None:
+        self.mark_writer()
         self._written = [stream.record_event() for stream in self._writers.values()]
 
     @contextmanager
-    def inside(self) -> Iterator[None]:
+    def running(self) -> Iterator[None]:
         api, stream = self._cuda.api, self._cuda.stream
         with ExitStack() as entered:
             entered.enter_context(api.device(self._cuda.device))
             entered.enter_context(api.stream(stream))
-            if "cupy" in sys.modules:  # without it the backend has no arrays of its
+            if "cupy" in sys.modules:  # otherwise the backend has no CuPy arrays
                 entered.enter_context(_as_cupys(stream, self._cuda.device))
             for event in self._written:
                 stream.wait_event(event)
@@ -182,12 +183,12 @@ class _Streams(Crossing):
             finally:
                 self._done = stream.record_event()
 
-    def back(self) -> None:
+    def wait_on_stream(self) -> None:
         if self._done is not None:
             self._cuda.api.current_stream(self._cuda.device).wait_event(self._done)
 
 
 def device_of(tensors: Iterable[torch.Tensor]) -> Host:
-    """The device of these tensors, which are all on one."""
+    """Return the device of these tensors, which are all on one device."""
     device = next(iter(tensors)).device
     return Cuda(device) if device.type == "cuda" else Host()

@@ -28,51 +28,51 @@ ELEMENTWISE: set[type[Optimizer]] = {
     torch.optim.Rprop,
     torch.optim.ASGD,
 }
-"""Optimizers that update each element alike and independently of the others, so that they work on any slice.
-Add a class of your own if it is one of them."""
+"""Optimizer classes that update every element alike and independently of the others, so that they work on any slice.
+Add your own class if it does."""
 
-BLOCK = 1 << 17  # elements that are updated at a time: parameters, gradients and state of a block fit the cache
-TRIED = (2, 3)  # the shape of parameters that an optimizer is tried out on
+BLOCK = 1 << 17  # elements updated at a time: their parameters, gradients and state fit into the cache
+TRIED = (2, 3)  # shape of the parameters in the trial step
 PRESENT = "optimizer.present"  # which parameters have state: after the first step
 
 
 class TorchOptimizer(FlatOptimizer):
-    """The user's optimizer, or one of its class on blocks of a slice, with the user's hyperparameters in every step.
+    """The user's optimizer; for a slice, another one of the same class and hyperparameters on blocks of the slice.
 
-    trained: the parameters that it trains, in the order of the module. Raises ArgumentError when its state does not
-    have the parameters' shapes.
+    trained: the parameters that it trains, in the order of the module. Raises ArgumentError if its state has other
+        shapes than the parameters.
     """
 
     def __init__(self, optimizer: Optimizer, trained: list[nn.Parameter]) -> None:
-        tried = _tried(optimizer, trained[0].device)
-        self._devices = {f"optimizer.{key}": value.device for key, value in tried.items()}  # some count on a GPU
+        tried = _trial_state(optimizer, trained[0].device)
+        self._devices = {f"optimizer.{key}": value.device for key, value in tried.items()}  # steps may be on a GPU
         elementwise = sorted(f"optimizer.{key}" for key, value in tried.items() if value.shape == TRIED)
         super().__init__(Layout(each.shape for each in trained), [PRESENT, *sorted(self._devices)], elementwise)
         self._user, self._trained = optimizer, trained
         self._parameters: Tensor | None = None
         self._blocks: list[list[Tensor]]
-        self._work_on(None)
+        self._set_part(None)
 
     def bind(self, parameters: Tensor | None, gradients: Tensor) -> None:
         """Set the memory of the trained parameters and their gradients. parameters: None for their own memory."""
-        self.widen()
+        self.extend()
         self._parameters, self._gradients = parameters, gradients
 
-    def refusal(self) -> str:
-        return slice_refusal(self._user)
+    def slice_error(self) -> str:
+        return slice_error_of(self._user)
 
     def step(self, part: slice | None) -> None:
         """Update all parameters, or a slice of the bound memory."""
         fused.replace_and_warn(self._user)
         if part is None:
-            self.widen()
+            self.extend()
             self._user.step()
             return
-        self.narrow(part)
+        self.restrict(part)
         for own, group in zip(self._own.param_groups, self._user.param_groups, strict=True):
-            own.update(hyperparameters(group))  # schedules have changed the user's groups
+            own.update(hyperparameters(group))  # schedulers change the user's groups
         self._own.step()
-        vars(self._user)["_opt_called"] = True  # schedulers warn when it never was
+        vars(self._user)["_opt_called"] = True  # otherwise schedulers warn that it was never called
 
     def entries(self, names: Collection[str]) -> dict[str, list[Any]]:
         states = [[self._own.state.get(block, {}) for block in blocks] for blocks in self._blocks]
@@ -98,7 +98,7 @@ class TorchOptimizer(FlatOptimizer):
     def write(self, part: slice | None, entries: Mapping[str, list[np.ndarray]]) -> None:
         for parameter in self._trained:
             self._user.state.pop(parameter, None)
-        self._work_on(part)
+        self._set_part(part)
         ends = np.cumsum([block.numel() for blocks in self._blocks for block in blocks])[:-1]
         pieces = {
             name: iter(np.split(np.concatenate([each.reshape(-1) for each in entries[name]]), ends))
@@ -117,8 +117,8 @@ class TorchOptimizer(FlatOptimizer):
                 if present:
                     self._own.state[block] = state
 
-    def _work_on(self, part: slice | None) -> None:
-        """Use an optimizer without state on the blocks of a slice, or the user's."""
+    def _set_part(self, part: slice | None) -> None:
+        """Use the user's optimizer (part=None), or a new one without state on the blocks of a slice."""
         self.part = part
         if part is None:
             self._own, self._blocks = self._user, [[each] for each in self._trained]
@@ -152,26 +152,26 @@ class TorchOptimizer(FlatOptimizer):
                 group["lr"] = rate
 
 
-def slice_refusal(optimizer: Optimizer) -> str:
-    """Why an optimizer can't work on slices, or ""."""
+def slice_error_of(optimizer: Optimizer) -> str:
+    """Return why an optimizer can't work on slices, as text; "" if it can."""
     kind = type(optimizer)
     if kind in ELEMENTWISE:
         return ""
     names = ", ".join(sorted(each.__name__ for each in ELEMENTWISE))
     return (
-        f'{kind.__name__} can\'t be used with update="sharded": it needs whole tensors, or is not known to treat '
-        f'every element apart from all others. Use update="replicated", or one of {names}; an elementwise class '
-        "of your own is let in by trainers.pytorch.ELEMENTWISE.add(YourClass)"
+        f'{kind.__name__} can\'t be used with update="sharded": it needs whole tensors, or is not known to update '
+        f'every element independently of the others. Use update="replicated", or one of {names}; add an elementwise '
+        "class of your own with trainers.pytorch.ELEMENTWISE.add(YourClass)"
     )
 
 
 def hyperparameters(group: dict[str, Any]) -> dict[str, Any]:
-    """The hyperparameters of a parameter group."""
+    """Return the hyperparameters of a parameter group."""
     return {key: value for key, value in group.items() if key not in ("params", "param_names")}
 
 
 def optimizer_like(optimizer: Optimizer, groups: Iterable[list[Tensor]]) -> Optimizer:
-    """An optimizer of the same class with the same hyperparameters and no state. groups: what its groups train."""
+    """Return an optimizer of the same class and hyperparameters without state. groups: the tensors of each group."""
     kind = type(optimizer)
     known = inspect.signature(kind).parameters
     made = [
@@ -182,14 +182,14 @@ def optimizer_like(optimizer: Optimizer, groups: Iterable[list[Tensor]]) -> Opti
 
 
 def block_on(device: str) -> int:
-    """The number of elements updated at a time: on a GPU all of a tensor, since every operation is a launch."""
+    """Return the number of elements updated at a time: on a GPU a whole tensor, because each operation is a launch."""
     return BLOCK if device == "cpu" else sys.maxsize
 
 
 def _spans(parts: list[slice], part: slice, block: int) -> list[list[slice]]:
-    """The blocks of each parameter that lie in the slice; an empty one when none does.
+    """Return the blocks of each parameter in the slice, at least one (empty) block for each parameter.
 
-    Every parameter has one, so that what an optimizer counts for a whole parameter is counted on every rank.
+    So every rank has the entries that an optimizer keeps once per parameter, such as its number of steps.
     """
     spans = []
     for each in parts:
@@ -199,15 +199,15 @@ def _spans(parts: list[slice], part: slice, block: int) -> list[list[slice]]:
 
 
 def _zeros(like: Tensor) -> Tensor:
-    """Zeros without memory."""
+    """Return zeros of the shape of `like`, expanded from one element."""
     return torch.zeros((), dtype=like.dtype, device=like.device).expand(like.shape)
 
 
-def _tried(optimizer: torch.optim.Optimizer, device: torch.device) -> dict[str, Tensor]:
-    """The optimizer's state for a parameter of shape TRIED: one number for each element, or one for all.
+def _trial_state(optimizer: torch.optim.Optimizer, device: torch.device) -> dict[str, Tensor]:
+    """Return the state that the optimizer creates for a parameter of shape TRIED, by a trial step on other parameters.
 
-    Optimizers make their state in the first step, but a saved model must have the same entries before and after it. So
-    an optimizer of the same kind takes a step on parameters of its own, one a group, on the same device.
+    Optimizers create their state in the first step, but a saved model must have the same entries before and after it.
+    So an optimizer of the same class takes a step on other parameters, one per group, on the same device.
     """
     kind = type(optimizer)
     trials = [nn.Parameter(torch.ones(TRIED, device=device)) for _ in optimizer.param_groups]
@@ -225,6 +225,6 @@ def _tried(optimizer: torch.optim.Optimizer, device: torch.device) -> dict[str, 
     strange = [key for key, value in found.items() if value.shape not in ((), TRIED)]
     if strange:
         raise ArgumentError(
-            f"{kind.__name__} can't be used by TorchReplica: its state {strange[0]!r} is not of the parameter's shape"
+            f"{kind.__name__} can't be used by TorchReplica: its state {strange[0]!r} is not shaped like the parameter"
         )
     return found

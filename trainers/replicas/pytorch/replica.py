@@ -1,13 +1,13 @@
-"""Any PyTorch module as a replica, so that trainers can train it. No MPI here."""
+"""TorchReplica: any PyTorch module as a replica for the trainers. No MPI."""
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from operator import attrgetter
 from typing import Any
 
 import numpy as np
 
 from trainers.errors import ArgumentError, ModelFileError
-from trainers.replica import unfit
+from trainers.replica import unfit_error
 
 try:
     import torch
@@ -22,10 +22,10 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from trainers.replicas.flat import FlatReplica
 from trainers.replicas.pytorch import devices
 from trainers.replicas.pytorch.optimizer import TorchOptimizer
-from trainers.replicas.pytorch.tensors import DTYPES, as_tensor, flat_array, from_array, host_view, views
+from trainers.replicas.pytorch.tensors import DTYPES, as_tensor, from_array, host_view, views, write_flat
 
-changes_of = attrgetter("_version")  # how often a tensor was changed in place; PyTorch has no public name of it
-HYPERPARAMETER = "hyperparameter."  # begins their names in the state
+changes_of = attrgetter("_version")  # how often a tensor was changed in place; not public in PyTorch
+HYPERPARAMETER = "hyperparameter."  # prefix of their names in the state
 Metric = Callable[[Tensor, Tensor], Tensor]
 
 
@@ -34,18 +34,18 @@ class TorchReplica(FlatReplica):
 
     module: a torch.nn.Module whose trained parameters have one dtype, on the CPU or on one GPU.
     loss: loss(module(x), y), the MEAN over the rows.
-    optimizer: a torch.optim.Optimizer on the module's parameters, whose state has the shapes of the
-        parameters (SGD, Adam, AdamW, ...; not LBFGS, not Adafactor).
-    metrics: by name, metric(module(x), y), means over the rows, shown beside the loss. With
-        nn.CrossEntropyLoss there is an "accuracy" without asking.
+    optimizer: a torch.optim.Optimizer on the module's parameters, whose state has the shapes of the parameters (SGD,
+        Adam, AdamW, ...; not LBFGS, not Adafactor).
+    metrics: name -> metric(module(x), y), a mean over the rows; shown with the loss. nn.CrossEntropyLoss adds
+        "accuracy" by default.
 
-    x arrives in the dtype of the parameters (integers too, unless the module has an nn.Embedding: int64
-    then); y as int64 when it holds integers, in the dtype of the parameters otherwise.
+    x is converted to the dtype of the parameters; integers to int64 if the module has an nn.Embedding. y is converted
+    to int64 if it holds integers, else to the dtype of the parameters.
 
     The running means and variances of batch norm are averaged over the ranks, by rows, with the gradients;
-    other buffers are each rank's own in training, and rank 0's when the trainer mirrors or saves.
-    Parameters that a batch does not use have a gradient of zeros, not None. With update="sharded" parameters are
-    contiguous (channels_last is given up). Raises ArgumentError.
+    other buffers are local to each rank in training; when the trainer mirrors or saves, rank 0's are used. Parameters
+    that a batch does not use have a gradient of zeros, not None. With update="sharded" parameters are contiguous
+    (channels_last is given up). Raises ArgumentError.
     """
 
     _optimizer: TorchOptimizer
@@ -76,33 +76,33 @@ class TorchReplica(FlatReplica):
         self._buffers = Buffers(module)
         self._versions: dict[Tensor, int] = {}
         self._parameters: Tensor | None = None  # the memory of bind_parameters, and the view of each parameter there
-        self._homes: list[Tensor] = []
-        self._take(torch.zeros(self.gradient_length, dtype=self._dtype, device=self._device.device))
+        self._parameter_views: list[Tensor] = []
+        self._use(torch.zeros(self.gradient_length, dtype=self._dtype, device=self._device.device))
 
     # What a trainer calls
 
     def bind(self, buffer: Any) -> None:
         super().bind(buffer)
-        self._take(self._tensor(buffer))
+        self._use(self._tensor(buffer))
 
-    def _take(self, buffer: Tensor) -> None:
+    def _use(self, buffer: Tensor) -> None:
         self._buffer = buffer
         self._lay_out()
 
     @torch.no_grad()
-    def _move(self, buffer: Any) -> None:
+    def _move_parameters(self, buffer: Any) -> None:
         self._parameters = flat = self._tensor(buffer)
         pieces = flat[: self._length].split([each.numel() for each in self._trained])
-        self._homes = [piece.view(each.shape) for each, piece in zip(self._trained, pieces, strict=True)]
-        with self._device.between():  # memory that is given back may be CuPy's again at once
-            for parameter, home in zip(self._trained, self._homes, strict=True):
-                home.copy_(parameter)
-                parameter.data = home
-            self._leave_statistics()
+        self._parameter_views = [piece.view(each.shape) for each, piece in zip(self._trained, pieces, strict=True)]
+        with self._device.ordered_with_cupy():  # CuPy may reuse freed memory at once
+            for parameter, view in zip(self._trained, self._parameter_views, strict=True):
+                view.copy_(parameter)
+                parameter.data = view
+            self._store_statistics()
         self._lay_out()
 
     def gradients(self, x: np.ndarray, y: np.ndarray, share: float) -> Any:
-        with self._device.between():
+        with self._device.ordered_with_cupy():
             return self._gradients(x, y, share)
 
     def _gradients(self, x: np.ndarray, y: np.ndarray, share: float) -> Any:
@@ -111,7 +111,7 @@ class TorchReplica(FlatReplica):
             self._attach()
             return self._device.numbers([torch.zeros(())] * len(self.metrics))
         for parameter in self._trained:
-            parameter.grad = None  # so that autograd hands its gradient over, instead of adding to old ones
+            parameter.grad = None  # so that autograd stores its gradient instead of adding to an old one
         if self.undoable:
             self._buffers.save()
         self.module.train()
@@ -136,27 +136,30 @@ class TorchReplica(FlatReplica):
     @torch.no_grad()
     def update(self, part: slice | None = None) -> None:
         self._buffers.forget()
-        with self._device.between():
+        with self._device.ordered_with_cupy():
             if part is None:
-                self._take_statistics(self._buffer)
+                self._load_statistics(self._buffer)
                 self._optimizer.step(None)
                 return
             if self._parameters is None:
-                raise ArgumentError("bind_parameters comes before an update of a slice")
-            if any(each.data_ptr() != home.data_ptr() for each, home in zip(self._trained, self._homes, strict=True)):
+                raise ArgumentError("call bind_parameters() before update(part)")
+            if any(
+                each.data_ptr() != home.data_ptr()
+                for each, home in zip(self._trained, self._parameter_views, strict=True)
+            ):
                 raise ArgumentError(
                     f"a parameter's .data was replaced, so this {type(self.module).__name__} would no longer be "
-                    "trained: copy into parameters (p.copy_) instead, or make the trainer afterwards"
+                    "trained: copy into parameters (p.copy_) instead, or create the trainer afterwards"
                 )
             statistics = self._statistics_in(part)
             self._parameters[statistics] = self._buffer[statistics]
-            self._optimizer.step(self._own(part))
+            self._optimizer.step(self._parameters_in(part))
 
     def refresh(self) -> None:
         self._buffers.forget()
         if self._parameters is not None:
-            self._device.take_back()
-            self._take_statistics(self._parameters)
+            self._device.torch_after_cupy()
+            self._load_statistics(self._parameters)
 
     def edited(self) -> str:
         named = self.module.named_parameters()
@@ -174,46 +177,39 @@ class TorchReplica(FlatReplica):
 
     @torch.no_grad()
     def predict(self, x: np.ndarray) -> np.ndarray:
-        """The module's output, in evaluation mode; bfloat16 as float32."""
+        """Return the module's output, in evaluation mode; bfloat16 as float32."""
         self.module.eval()
         output = self.module(self._input(x))
         return (output.float() if output.dtype == torch.bfloat16 else output).cpu().numpy()
 
-    def snapshot(self, memory: dict[str, np.ndarray], without: Collection[str] = ()) -> dict[str, np.ndarray]:
-        held = {} if "parameters" in without else {"parameters": flat_array(self._trained, memory, "parameters")}
-        held |= {name: np.array(host_view(each)) for name, each in self._others().items()}
-        return held | self._optimizer.pack(memory, without) | _hyperparameters(self.optimizer)
+    @torch.no_grad()
+    def _parameters_into(self, flat: np.ndarray) -> None:
+        write_flat(self._trained, flat)
+
+    def _others(self) -> dict[str, np.ndarray]:
+        held = {name: host_view(each) for name, each in self._untrained().items()}
+        return held | _hyperparameters(self.optimizer)
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         trained = {id(each) for each in self._trained}
         return {name: tuple(each.shape) for name, each in self.module.named_parameters() if id(each) in trained}
 
     @torch.no_grad()
-    def load_state(self, state: dict[str, np.ndarray]) -> None:
-        here = self.snapshot({})
-        different = [
-            name for name in sorted({*here, *state}, key=lambda each: each != "parameters")
-            if name not in here or name not in state or here[name].shape != state[name].shape
-        ]  # fmt: skip
-        if different:
-            name = different[0]
-            sides = [f"{side[name].shape}" if name in side else "missing" for side in (state, here)]
-            raise ModelFileError(f"the saved model is another one: {name} is {sides[0]} there and {sides[1]} here")
+    def _load_rest(self, state: Mapping[str, np.ndarray]) -> None:
         for parameter, array in zip(self._trained, self._optimizer.layout.views(state["parameters"]), strict=True):
             parameter.copy_(torch.from_numpy(np.array(array)))
-        for name, each in self._others().items():
+        for name, each in self._untrained().items():
             each.copy_(torch.from_numpy(np.array(state[name])))
-        self._optimizer.load(state)
         for name in state:
             if name.startswith(HYPERPARAMETER):
                 key = name.removeprefix(HYPERPARAMETER)
                 for group, value in zip(self.optimizer.param_groups, state[name].tolist(), strict=True):
                     group[key] = tuple(value) if isinstance(value, list) else _number(value, group[key])
-        self._leave_statistics()
+        self._store_statistics()
         self.accept_edits()
 
     def local_state(self) -> dict[str, np.ndarray]:
-        """PyTorch's random state, and the buffers that are not averaged (those are rank 0's in `state`)."""
+        """Return PyTorch's random state, and the buffers that are not averaged (`state` contains rank 0's)."""
         own = {name: np.array(host_view(each)) for name, each in self._own_buffers().items()}
         return self._device.random_states() | own
 
@@ -243,48 +239,48 @@ class TorchReplica(FlatReplica):
                     target = self._target(y[:1])
                     list(map(float, self._values(self.loss(output, target), output, target)))
         except (RuntimeError, ValueError, TypeError, IndexError) as error:
-            raise unfit(type(self.module).__name__, x, y, error) from error
+            raise unfit_error(type(self.module).__name__, x, y, error) from error
         finally:
             self.module.train(training)
 
     # Inside
 
     def _tensor(self, buffer: Any) -> Tensor:
-        """A trainer's buffer as a tensor. Raises ArgumentError when it is not on the model's device."""
+        """Return a trainer's buffer as a tensor. Raises ArgumentError if it is not on the model's device."""
         tensor = as_tensor(buffer, self._dtype)
         if tensor.device != self._device.device:
             raise ArgumentError(
                 f"the model is on {self._device.device} and the memory of its gradients on {tensor.device}; on GPUs "
-                "call torch.cuda.set_device(rank on the node) first of all, and move the model there"
+                "first call torch.cuda.set_device(rank on the node), and move the model there"
             )
         return tensor
 
-    def _others(self) -> dict[str, Tensor]:
-        """All tensors of the module that are not trained."""
+    def _untrained(self) -> dict[str, Tensor]:
+        """Return all tensors of the module that are not trained."""
         trained = {id(each) for each in self._trained}
         named = [*self.module.named_parameters(), *self.module.named_buffers()]
         return {f"module.{name}": each for name, each in named if id(each) not in trained}
 
     def _own_buffers(self) -> dict[str, Tensor]:
-        """The buffers that are not averaged."""
+        """Return the buffers that are not averaged."""
         named, averaged = self.module.named_buffers(), {id(each) for each in self._statistics}
         return {f"module.{name}": each for name, each in named if id(each) not in averaged}
 
     def _lay_out(self) -> None:
-        """Cut the gradients' memory as the parameters lie in theirs."""
+        """Make views of the gradient buffer with the parameters' shapes and strides."""
         self._optimizer.bind(self._parameters, self._buffer)
         self._views = views(self._buffer, [*self._trained, *self._statistics])
         for parameter in self._trained:
-            parameter.grad = None  # a view of what was bound before
+            parameter.grad = None  # it is a view of the buffer that was bound before
 
-    def _take_statistics(self, flat: Tensor) -> None:
-        """Running means and variances, which have come behind the gradients or the parameters."""
+    def _load_statistics(self, flat: Tensor) -> None:
+        """Copy the running means and variances from the end of `flat` (gradients or parameters) into the module."""
         pieces = flat[self._length :].split([each.numel() for each in self._statistics])
         for statistic, piece in zip(self._statistics, pieces, strict=True):
             statistic.copy_(piece)
 
-    def _leave_statistics(self) -> None:
-        """Leave them behind the bound parameters, where they are taken from before any update too."""
+    def _store_statistics(self) -> None:
+        """Copy the running means and variances behind the bound parameters, because `refresh` reads them there."""
         if self._parameters is not None and self._statistics:
             torch.cat(self._statistics, out=self._parameters[self._length :])
 
@@ -301,7 +297,7 @@ class TorchReplica(FlatReplica):
 
 
 def _trained_of(module: nn.Module, optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
-    """The trained parameters in the order of the module, or the reason why they can't be replicated."""
+    """Return the trained parameters in the module's order. Raises ArgumentError if they can't be replicated."""
     if not isinstance(module, nn.Module) or not isinstance(optimizer, torch.optim.Optimizer):
         given = " and ".join(f"{type(each).__module__}.{type(each).__qualname__}" for each in (module, optimizer))
         raise ArgumentError(f"a torch.nn.Module and a torch.optim.Optimizer are needed, not {given}")
@@ -324,13 +320,13 @@ def _trained_of(module: nn.Module, optimizer: torch.optim.Optimizer) -> list[nn.
 
 
 def _accuracy(output: Tensor, target: Tensor) -> Tensor:
-    """The share of rows whose largest output is at the target; targets are class numbers, or one-hot."""
+    """Return the fraction of rows whose largest output is the target's; targets are class numbers, or one-hot."""
     wanted = target if target.dim() < output.dim() else target.argmax(1)
     return (output.argmax(1) == wanted).float().mean()
 
 
 def _hyperparameters(optimizer: torch.optim.Optimizer) -> dict[str, np.ndarray]:
-    """The optimizer's own (not a schedule's notes) that are numbers, one row a group: a schedule changes them."""
+    """Return the optimizer's numeric hyperparameters, one row per group: schedulers change them, so they are saved."""
     found = {}
     for key in optimizer.defaults:
         values = [group.get(key) for group in optimizer.param_groups]
@@ -346,19 +342,19 @@ def _is_numeric(value: Any) -> bool:
 
 
 def _number(value: float, like: Any) -> float | int:
-    """An int where there was one and it still is: a schedule turns lr=1 into 0.5."""
+    """Convert to int if `like` is an int and the value is integral: a scheduler may turn lr=1 into 0.5."""
     return int(value) if isinstance(like, int) and value.is_integer() else value
 
 
 class Buffers:
-    """The buffers of a module (the running statistics of batch norm, say) as they were before a batch."""
+    """Copies of the buffers of a module (running statistics of batch norm, for example) from before a batch."""
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
         self._before: dict[str, Tensor] | None = None
 
     def save(self) -> None:
-        """A batch begins."""
+        """Copy the buffers before a batch."""
         self._before = {name: each.detach().clone() for name, each in self._module.named_buffers()}
 
     def before_forward(self, module: nn.Module, *_: object) -> None:
@@ -367,12 +363,12 @@ class Buffers:
             self.save()
 
     def forget(self) -> None:
-        """The model has been updated from the batch."""
+        """Drop the copies: the model was updated from the batch."""
         self._before = None
 
     @torch.no_grad()
     def restore(self) -> None:
-        """Give the buffers their values before the batch, unless these are forgotten."""
+        """Restore the buffers from before the batch, if they are saved."""
         for name, before in (self._before or {}).items():
             self._module.get_buffer(name).copy_(before)
         self.forget()

@@ -1,13 +1,10 @@
-"""Between PyTorch's tensors and NumPy's arrays, with no copy."""
+"""Conversions between PyTorch tensors and NumPy arrays, without a copy where possible."""
 
-import functools
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import torch
-
-from trainers.replica import reserved
 
 DTYPES = {
     torch.float32: "float32",
@@ -15,13 +12,13 @@ DTYPES = {
     torch.float16: "float16",
     torch.bfloat16: "bfloat16",
 }
-"""The dtypes of parameters that can be averaged, with the names that `allreduce` has for them."""
+"""The dtypes of parameters that can be averaged, with their names in `allreduce`."""
 
 TORCH = {name: dtype for dtype, name in DTYPES.items()}
 
 
 def as_tensor(array: Any, dtype: torch.dtype) -> torch.Tensor:
-    """A tensor of `dtype` in the memory of `array`, NumPy's or CuPy's."""
+    """Return a tensor of `dtype` in the memory of `array`, a NumPy or CuPy array."""
     source = torch.from_numpy if isinstance(array, np.ndarray) else torch.from_dlpack
     if dtype == torch.bfloat16:  # NumPy has this dtype only from ml_dtypes, which torch does not know
         return source(array.view(np.int16)).view(torch.bfloat16)
@@ -29,7 +26,7 @@ def as_tensor(array: Any, dtype: torch.dtype) -> torch.Tensor:
 
 
 def as_array(tensor: torch.Tensor) -> np.ndarray:
-    """An array in the memory of a tensor of one of DTYPES; of one that is not on the CPU, a copy."""
+    """Return an array in the memory of a tensor of one of DTYPES; a copy if the tensor is on a GPU."""
     here = tensor.detach().cpu()
     if here.dtype == torch.bfloat16:
         return here.view(torch.int16).numpy().view(numpy_dtype(here.dtype))
@@ -37,7 +34,7 @@ def as_array(tensor: torch.Tensor) -> np.ndarray:
 
 
 def host_view(tensor: Any) -> np.ndarray:
-    """A tensor, or an array, on the host as files hold it: bfloat16 as float32. May be a view."""
+    """Return a tensor or array as a NumPy array for a file: bfloat16 becomes float32. May be a view."""
     if isinstance(tensor, np.ndarray):
         return tensor
     whole = tensor.detach().cpu()
@@ -45,14 +42,16 @@ def host_view(tensor: Any) -> np.ndarray:
 
 
 def as_bytes(tensor: torch.Tensor) -> np.ndarray:
-    """A contiguous tensor of any dtype as bytes: its memory where that is the host's, a copy of another device's."""
-    return tensor.detach().cpu().reshape(-1).view(torch.uint8).numpy()
+    """Return a dense tensor of any dtype as bytes: its memory if it is contiguous and on the CPU, else a copy."""
+    whole = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
+    # the stride of a single element may be any, and `view` takes no other than 1
+    return whole.as_strided((whole.numel(),), (1,)).view(torch.uint8).numpy()
 
 
 def shaped(flat: torch.Tensor, start: int, like: torch.Tensor) -> torch.Tensor:
-    """A view into `flat` from element `start` with the shape of `like`, and its strides where they leave no gaps.
+    """Return a view of `flat` from element `start`, with the shape of `like`, and its strides if `like` is dense.
 
-    Strides matter to speed: a gradient should lie in memory as its parameter does (channels_last, say).
+    Strides matter for speed: a gradient should have the strides of its parameter (channels_last, for example).
     """
     strides = like.stride() if is_dense(like) else torch.empty(like.shape, device="meta").stride()
     return flat.detach().as_strided(like.shape, strides, start)
@@ -69,7 +68,7 @@ def is_dense(tensor: torch.Tensor) -> bool:
 
 
 def views(flat: torch.Tensor, like: list[torch.Tensor]) -> list[torch.Tensor]:
-    """Consecutive views of `flat`, one like each tensor."""
+    """Return consecutive views of `flat`, with the shapes of these tensors."""
     found, start = [], 0
     for each in like:
         found.append(shaped(flat, start, each))
@@ -77,26 +76,17 @@ def views(flat: torch.Tensor, like: list[torch.Tensor]) -> list[torch.Tensor]:
     return found
 
 
-def flat_array(
-    tensors: Sequence[torch.Tensor], memory: dict[str, np.ndarray] | None = None, name: str = ""
-) -> np.ndarray:
-    """The elements of tensors one after the other, a copy on the host; bfloat16, which files don't know, as float32.
-
-    memory: an array of this `name` is used again, or added.
-    """
-    flat = [each.detach().reshape(-1) for each in tensors]
-    dtype = functools.reduce(torch.promote_types, {each.dtype for each in flat})
-    like = torch.empty(0, dtype=torch.float32 if dtype == torch.bfloat16 else dtype).numpy()
-    out = reserved({} if memory is None else memory, name, (sum(each.numel() for each in flat),), like.dtype)
-    if all(each.device.type == "cpu" for each in flat):
-        torch.cat(flat, out=torch.from_numpy(out))
+def write_flat(tensors: Sequence[torch.Tensor], flat: np.ndarray) -> None:
+    """Copy the elements of tensors, one after the other, into flat memory on the host."""
+    pieces, out = [each.detach().reshape(-1) for each in tensors], torch.from_numpy(flat)
+    if all(each.device.type == "cpu" for each in pieces):
+        torch.cat(pieces, out=out)
     else:
-        torch.from_numpy(out).copy_(torch.cat(flat))
-    return out
+        out.copy_(torch.cat(pieces))
 
 
 def from_array(array: np.ndarray) -> torch.Tensor:
-    """A tensor in the memory of `array`; a copy where PyTorch can't use that: read-only, or unsigned."""
+    """Return a tensor in the memory of `array`; a copy if PyTorch can't use it (read-only, or unsigned)."""
     return torch.from_numpy(
         array if array.flags.writeable and array.dtype.kind != "u" else array.astype(_signed(array.dtype))
     )
@@ -107,7 +97,7 @@ def _signed(dtype: np.dtype) -> np.dtype:
 
 
 def numpy_dtype(dtype: torch.dtype) -> np.dtype:
-    """NumPy's name for one of DTYPES."""
+    """Return the NumPy dtype for one of DTYPES."""
     import ml_dtypes
 
     return np.dtype(ml_dtypes.bfloat16 if dtype == torch.bfloat16 else DTYPES[dtype])

@@ -1,1 +1,1 @@
-"""An asynchronous parameter server: servers, workers, and the messages between them."""
+"""Strategies with servers, synchronous and asynchronous, and the messages between servers and workers."""

@@ -1,4 +1,4 @@
-"""An asynchronous epoch on a server: the parts of batches are dealt, and gradients are applied as they come."""
+"""An asynchronous epoch on a server: it deals parts of batches, and applies gradients as they arrive."""
 
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
@@ -19,20 +19,20 @@ from trainers.strategies.servers.mailbox import (
     PUSH,
     WORK,
     Arrival,
-    Head,
+    Header,
     Mailbox,
-    Parcel,
+    Message,
     check,
 )
 from trainers.strategies.servers.service import Counts, Shard
 
 
-class Rule(NamedTuple):
-    """What a server does with a gradient that is so many updates behind.
+class StalenessRule(NamedTuple):
+    """How a server treats stale gradients.
 
-    stale: "keep" applies it as it is; "drop" discards it when it is more than `most` behind; "scale" divides the
+    stale: "keep" applies them unchanged; "drop" discards those more than `most` updates behind; "scale" divides the
         learning rate by staleness + 1 (W. Zhang et al.: Staleness-aware async-SGD for distributed deep learning, 2015).
-    rate: of the learning rate that every update uses.
+    rate: factor on the learning rate of every update.
     """
 
     stale: str = "keep"
@@ -41,40 +41,40 @@ class Rule(NamedTuple):
 
     @property
     def bound(self) -> int | None:
-        """The staleness that is kept by waiting."""
+        """The largest staleness that waiting workers guarantee; None for no bound."""
         return None if self.stale == "drop" else self.most
 
     def factor(self, staleness: int) -> float:
-        """Of the learning rate; zero for a gradient that is dropped."""
+        """Return the factor on the learning rate for a gradient of this staleness; 0.0 drops the gradient."""
         if self.stale == "drop":
             assert self.most is not None
             return self.rate if staleness <= self.most else 0.0
         return self.rate / (staleness + 1) if self.stale == "scale" else self.rate
 
 
-HOW_FAR = "hear how far the servers are"
-LEFT, EMPTY, DROPPED = -1, -2, -3  # what has become of a part, besides the staleness of gradients that were applied
+HOW_FAR = "learn the positions of the servers"
+LEFT, EMPTY, DROPPED = -1, -2, -3  # outcomes of a part that was not applied: not processed yet, no gradients, dropped
 
 
 class EpochLedger:
-    """What has become of each part of the epoch under way: parts of batches that are dealt, or steps.
+    """Records the outcome of each part of the current epoch: the dealt parts of batches, or the steps.
 
-    outcomes: (parts,): what has become of every part in this server's slice; empty on workers.
-    dealt: (parts,) bool, those that all servers have had when the epoch began or was gone on with, which nobody needs
-        to compute. cut_short: whether the epoch was ended before its last part.
+    outcomes: (parts,) int32: the staleness of the applied gradient, or LEFT, EMPTY, DROPPED; empty on workers.
+    dealt: (parts,) bool: the parts that all servers had processed when the epoch began or was continued; they are not
+        dealt again. cut_short: whether the epoch was ended before its last part.
     """
 
     def __init__(self) -> None:
         self.epoch, self.cut_short = -1, False
-        self._begin_anew(0)
+        self._reset(0)
 
     def begin(self, epoch: int, parts: int) -> None:
-        """An epoch of so many parts begins here, or is gone on with. Local."""
+        """Begin epoch `epoch` of `parts` parts, or continue it after a failure. Local."""
         if self.epoch != epoch or self.parts != parts:
             self.epoch, self.cut_short = epoch, False
-            self._begin_anew(parts)
+            self._reset(parts)
 
-    def _begin_anew(self, parts: int) -> None:
+    def _reset(self, parts: int) -> None:
         self.outcomes = np.full(parts, LEFT, np.int32)
         self.dealt = np.zeros(parts, bool)
 
@@ -83,16 +83,16 @@ class EpochLedger:
         return self.outcomes.size
 
     def has(self, number: int) -> bool:
-        """Whether this server had a part."""
+        """Whether this server has processed part `number`."""
         return bool(self.outcomes[number] != LEFT)
 
     def note(self, number: int, outcome: int) -> None:
-        """This server had a part; what became of it the first time counts."""
+        """Record the outcome of part `number`, unless it has one."""
         if not self.has(number):
             self.outcomes[number] = outcome
 
     def counts(self) -> Counts:
-        """What is told of the epoch."""
+        """Return the counts of the epoch for the history."""
         counts = Counts()
         counts.behind = np.bincount(self.outcomes[self.outcomes >= 0]).tolist()
         counts.dropped = int((self.outcomes == DROPPED).sum())
@@ -100,7 +100,10 @@ class EpochLedger:
         return counts
 
     def agree(self, comm: MPI.Intracomm, serves: bool) -> None:
-        """Parts that any server lacks are to be dealt again. Collective. serves: whether this rank is a server."""
+        """After a failure, agree on `dealt`, so that parts which a server lacks are dealt again. Collective.
+
+        serves: whether this rank is a server.
+        """
         epoch = max(all_values(comm, self.epoch, HOW_FAR))
         parts = max(all_values(comm, self.parts if self.epoch == epoch else 0, HOW_FAR))
         self.begin(epoch, parts if serves else 0)
@@ -108,12 +111,12 @@ class EpochLedger:
         self.dealt = combine(comm, done, HOW_FAR, MPI.LAND)
 
 
-NO_PART = -1  # in the place of a part: there are no more
+NO_PART = -1  # instead of a part: none is left
 
 
 @dataclass(frozen=True)
-class Read:
-    """A part that is outstanding: whose it is, and which version of the parameters it was read with."""
+class OutstandingPart:
+    """A part that a worker computes: the worker, and the version of the parameters it has."""
 
     worker: int
     version: int
@@ -122,8 +125,8 @@ class Read:
 class Dealer:
     """Deals the parts of one epoch.
 
-    parts: their numbers, in the order in which they are dealt. workers: who takes part; others rest until all are
-        dealt (a warm-up).
+    parts: the numbers of the parts, in the order of dealing. workers: the workers that get parts; others wait until all
+        are dealt (warm-up).
     bound: the largest staleness, or None for any. ahead: whether a worker may have its next part while it computes.
     """
 
@@ -133,35 +136,35 @@ class Dealer:
         self._left = deque(parts)
         self.cut_short = False  # whether it was stopped before everything was dealt
         self._workers, self._bound = workers, bound
-        self._ahead = ahead and len(workers) > 1  # parameters that miss the only worker's own gradients have no use
-        self._outstanding: list[Read] = []  # the oldest first
+        self._ahead = ahead and len(workers) > 1  # a single worker would get parameters that lack its own gradients
+        self._outstanding: list[OutstandingPart] = []  # the oldest first
 
     def deal(self, worker: int, version: int) -> int | None:
-        """The next part, for a worker that gets the parameters of `version`.
+        """Deal the next part to `worker`, which gets the parameters of `version`; the part is outstanding then.
 
-        NO_PART when there are no more, None when the worker has to wait.
+        Returns the part; NO_PART if none is left, None if the worker has to wait.
         """
         if not self._left:
             return NO_PART
-        if self.rests(worker):
+        if self.is_idle(worker):
             return None
         if self._bound is not None and len(self._outstanding) > self._bound:
             return None
         if self._is_ahead(worker):
             return None
-        self._outstanding.append(Read(worker, version))
+        self._outstanding.append(OutstandingPart(worker, version))
         return self._left.popleft()
 
-    def rests(self, worker: int) -> bool:
-        """Whether a worker takes no part."""
+    def is_idle(self, worker: int) -> bool:
+        """Whether `worker` gets no parts in this epoch (warm-up)."""
         return worker not in self._workers
 
     def _is_ahead(self, worker: int) -> bool:
         """Whether a worker still computes, and must not have another part yet.
 
-        Near the end nobody may, because a slow one would keep what others could do.
+        Near the end of the epoch no worker may, because a slow worker would hold a part that another could compute.
         """
-        computes = any(read.worker == worker for read in self._outstanding)
+        computes = any(part.worker == worker for part in self._outstanding)
         return computes and (not self._ahead or len(self._left) <= len(self._workers))
 
     def stop(self) -> None:
@@ -175,127 +178,128 @@ class Dealer:
             return True
         others = list(self._outstanding)
         others.remove(self._oldest(worker))
-        return all(version + 1 + place <= read.version + self._bound for place, read in enumerate(others))
+        return all(version + 1 + position <= part.version + self._bound for position, part in enumerate(others))
 
     def done(self, worker: int) -> None:
-        """The gradients of this worker's oldest part were applied, or there are none."""
+        """Remove this worker's oldest part from the outstanding ones."""
         self._outstanding.remove(self._oldest(worker))
 
-    def _oldest(self, worker: int) -> Read:
-        for read in self._outstanding:
-            if read.worker == worker:
-                return read
+    def _oldest(self, worker: int) -> OutstandingPart:
+        for part in self._outstanding:
+            if part.worker == worker:
+                return part
         raise CommunicationError(f"worker {worker} has sent gradients of a part that it was not dealt")
 
 
-Apply = Callable[[Parcel, float], object]
+Apply = Callable[[Message, float], object]
 
 
 class EpochServer:
-    """One epoch of one server.
+    """Runs one epoch on one server.
 
-    dealer: on the first server, which says who computes what; None on the others, which only hold their slice. The
-        bound on staleness is kept on the first; the others get the gradients in the same moments, so they differ from
-        it by as many updates as are under way.
-    apply: updates the shard by what a worker has sent, with this factor of the learning rate; raises nothing.
+    dealer: deals the parts on the first server; None on the others. Only the first server guarantees the bound on
+        staleness; on the others it may be exceeded by the number of gradients in flight.
+    apply: apply(message, factor) updates the shard, with the learning rate times `factor`; it raises nothing.
     halts: whether this rank wants the epoch to end.
-    ledger: what of it was done before, which is not applied again; the rest is noted there.
+    ledger: the outcomes of the parts; a part that has one is not applied again.
     """
 
     def __init__(
-        self, mailbox: Mailbox, shard: Shard, rule: Rule, dealer: Dealer | None, apply: Apply,
+        self, mailbox: Mailbox, shard: Shard, rule: StalenessRule, dealer: Dealer | None, apply: Apply,
         halts: Callable[[], bool], ledger: EpochLedger,
     ) -> None:  # fmt: skip
         self._mailbox, self._shard, self._rule, self._dealer = mailbox, shard, rule, dealer
         self._apply, self._halts = apply, halts
         self._ledger = ledger
         self._held: list[Arrival] = []  # gradients that would break the bound
-        self._asked: deque[Arrival] = deque()  # workers that can't be dealt a part yet, the first first
+        self._asked: deque[Arrival] = deque()  # requests that can't be answered yet, oldest first
         self._taken = 0  # pushes
 
     def serve(self, workers: Sequence[int]) -> None:
-        """Until every worker has taken leave."""
+        """Receive and answer messages until every worker has finished the epoch."""
         present = set(workers)
         self._mailbox.open((ASK, PUSH))
         while present:
-            arrival = self._mailbox.next("be asked by workers")
-            head = arrival.parcel.head
-            check(head, arrival.tag, self._ledger.parts, self._shard.version)
-            if self._dealer is not None and (head.halt or self._halts()):
+            arrival = self._mailbox.next("receive requests and gradients from workers")
+            header = arrival.message.header
+            check(header, arrival.tag, self._ledger.parts, self._shard.version)
+            if self._dealer is not None and (header.halt or self._halts()):
                 self._dealer.stop()
             if arrival.tag == ASK:
                 self._asked.append(arrival)
-            elif head.kind == BYE:
+            elif header.kind == BYE:
                 present.discard(arrival.worker)
                 continue
             else:
                 self._held.append(arrival)
-            if self._apply_what_may():
-                self._keep_waiting()
-            self._answer_who_may()
+            if self._apply_held():
+                self._answer_idle()
+            self._answer_requests()
         self._ledger.cut_short = self._dealer is not None and self._dealer.cut_short
         self._mailbox.drain()
 
-    def _apply_what_may(self) -> bool:
-        """Apply what has come, the oldest first, as far as the bound allows; whether anything was."""
+    def _apply_held(self) -> bool:
+        """Apply held gradients, oldest version first, as far as the bound allows. Returns whether any was applied."""
         held, applied = len(self._held), True
         while applied:
-            self._held.sort(key=lambda arrival: arrival.parcel.head.version)
+            self._held.sort(key=lambda arrival: arrival.message.header.version)
             applied = False
             for arrival in list(self._held):
                 if self._may_apply(arrival):
                     self._held.remove(arrival)
-                    self._take(arrival)
+                    self._process(arrival)
                     applied = True
         return len(self._held) < held
 
-    def _keep_waiting(self) -> None:
-        """Let workers that rest hear that the others go on, or their wait would be as long as the whole epoch."""
-        for arrival in [each for each in self._asked if self._dealer is not None and self._dealer.rests(each.worker)]:
+    def _answer_idle(self) -> None:
+        """Reply AGAIN to idle workers, so that a single wait of theirs does not last the whole epoch."""
+        for arrival in [each for each in self._asked if self._dealer is not None and self._dealer.is_idle(each.worker)]:
             self._asked.remove(arrival)
             self._mailbox.clear(arrival)
-            self._mailbox.answer(Head(AGAIN), arrival.worker)
+            self._mailbox.answer(Header(AGAIN), arrival.worker)
 
     def _may_apply(self, arrival: Arrival) -> bool:
-        nothing = arrival.parcel.head.kind != GRADIENTS
+        nothing = arrival.message.header.kind != GRADIENTS
         return nothing or self._dealer is None or self._dealer.may_apply(arrival.worker, self._shard.version)
 
-    def _take(self, arrival: Arrival) -> None:
-        head = arrival.parcel.head
+    def _process(self, arrival: Arrival) -> None:
+        header = arrival.message.header
         if self._dealer is not None:
             self._dealer.done(arrival.worker)
         outcome = EMPTY
-        if head.kind == GRADIENTS and not self._ledger.has(head.step):
-            outcome = self._shard.version - head.version
+        if header.kind == GRADIENTS and not self._ledger.has(header.step):
+            outcome = self._shard.version - header.version
             factor = self._rule.factor(outcome)
             if factor:
-                self._apply(arrival.parcel, factor)
+                self._apply(arrival.message, factor)
             else:
                 outcome = DROPPED
-        self._ledger.note(head.step, outcome)
+        self._ledger.note(header.step, outcome)
         self._taken += 1
         self._mailbox.clear(arrival)
 
     def _part_for(self, arrival: Arrival) -> int | None:
-        """What a worker is dealt; None when it has to wait. The other servers deal nothing and only say when.
+        """Return the part for this request, or None if the worker must wait. Servers without a dealer return 0 when
+        they may reply.
 
-        A question may overtake gradients on their way; then parameters would miss what the first server has applied.
+        A request may overtake gradients of other workers. So these servers reply only after as many pushes as the first
+        server had processed.
         """
         if self._dealer is not None:
             return self._dealer.deal(arrival.worker, self._shard.version)
-        return 0 if self._taken >= arrival.parcel.head.taken else None
+        return 0 if self._taken >= arrival.message.header.taken else None
 
-    def _answer_who_may(self) -> None:
+    def _answer_requests(self) -> None:
         for arrival in list(self._asked):
             part = self._part_for(arrival)
             if part is None:
                 continue
             self._asked.remove(arrival)
             if part == NO_PART:
-                self._mailbox.answer(Head(END), arrival.worker)
+                self._mailbox.answer(Header(END), arrival.worker)
                 continue
-            reply = self._mailbox.parcel()
-            reply.head = Head(WORK, part, self._shard.version, self._halts(), self._taken)
+            reply = self._mailbox.message()
+            reply.header = Header(WORK, part, self._shard.version, self._halts(), self._taken)
             reply.body[:] = self._shard.parameters
             self._mailbox.clear(arrival)
-            self._mailbox.reply(reply, arrival.worker, whole=True)
+            self._mailbox.reply(reply, arrival.worker, with_body=True)

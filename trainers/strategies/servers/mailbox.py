@@ -1,4 +1,5 @@
-"""The messages between workers and servers: a parcel, the mailbox of a server, and the client of a worker."""
+"""Messages between workers and servers: their memory (Message), the server's side (Mailbox) and the worker's side
+(Client)."""
 
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -15,17 +16,18 @@ from allreduce.transport.wait import NamedCall, all_done, looking, wait_until
 from trainers.stopwatch import Stopwatch
 
 ASK, PUSH, REPLY = 1, 2, 3  # tags
-UNIT = 64  # bytes: messages are counted in them, so that no count passes a C int
+UNIT = 64  # bytes; counts of messages are multiples of it, so that they fit a C int
 
 
-class Head(NamedTuple):
-    """The first numbers of a parcel.
+class Header(NamedTuple):
+    """The header of a message: int64 fields.
 
-    kind: the purpose of the parcel: one of the constants below that belong to its tag.
+    kind: the purpose of the message: one of the constants below that belong to its tag.
     step: the step, or the number of the dealt part of a batch.
-    version: how many updates the parameters have had that it holds, or that the gradients were computed with.
-    halt: not zero when the sender wants the epoch to end: an error, or a stop that was asked for.
-    taken: how many pushes the first server had taken in this epoch when it dealt; others answer when they have as many.
+    version: the number of updates in the parameters that the message carries, or that its gradients were computed with.
+    halt: nonzero if the sender asks to end the epoch: it met an error, or a callback asked to stop.
+    taken: the number of pushes that the first server had processed when it dealt the part. Other servers reply once
+        they have processed as many.
     """
 
     kind: int = 0
@@ -35,53 +37,54 @@ class Head(NamedTuple):
     taken: int = 0
 
 
-def check(head: Head, tag: int, parts: int, version: int) -> None:
-    """Raise CommunicationError when no worker can have sent this in an epoch.
+def check(header: Header, tag: int, parts: int, version: int) -> None:
+    """Raise CommunicationError if `header` is not a valid header from a worker in this epoch. Local.
 
-    parts: how many there are to deal. version: how many updates the parameters have had that it may have seen.
+    parts: the number of parts in the epoch. version: this server's version, the largest that a worker can have.
     """
-    right = 0 <= head.taken <= parts
-    if tag == PUSH and head.kind != BYE:
-        right = head.kind in (GRADIENTS, NOTHING) and 0 <= head.step < parts and 0 <= head.version <= version
+    right = 0 <= header.taken <= parts
+    if tag == PUSH and header.kind != BYE:
+        right = header.kind in (GRADIENTS, NOTHING) and 0 <= header.step < parts and 0 <= header.version <= version
     if not right:
-        raise CommunicationError(f"a worker has sent {head} in an epoch of {parts} parts, after {version} updates")
+        raise CommunicationError(f"a worker has sent {header} in an epoch of {parts} parts, after {version} updates")
 
 
-GRADIENTS, NOTHING, BYE = range(3)  # of a push: with gradients, without any, and the last one of an epoch
-WORK, END, AGAIN = range(3)  # of a reply: with parameters; there is nothing to do any more; nothing yet, ask again
+GRADIENTS, NOTHING, BYE = range(3)  # kinds of a push: with gradients; without; the worker's last one in an epoch
+WORK, END, AGAIN = range(3)  # kinds of a reply: parameters for a part; the epoch is over; no part yet, ask again
 
 
-class Parcel:
-    """One message's memory.
+class Message:
+    """The memory of one message: header, metrics, body.
 
-    measures: how many numbers (float64) travel behind the head. length, dtype: of `body`, the 1-D array behind them.
+    measures: the number of metrics (float64) after the header. length, dtype: of `body`, the 1-D array after the
+        metrics.
     """
 
     def __init__(self, measures: int, length: int, dtype: np.dtype) -> None:
-        heads = len(Head._fields)
-        self._front = _units(8 * (heads + measures))
+        headers = len(Header._fields)
+        self._front = _units(8 * (headers + measures))
         self._memory = np.zeros(UNIT * (self._front + _units(length * dtype.itemsize)), np.uint8)
-        self._head = self._memory[: 8 * heads].view(np.int64)
-        self.measures = self._memory[8 * heads : 8 * (heads + measures)].view(np.float64)
+        self._head = self._memory[: 8 * headers].view(np.int64)
+        self.measures = self._memory[8 * headers : 8 * (headers + measures)].view(np.float64)
         start = UNIT * self._front
         self.body = self._memory[start : start + length * dtype.itemsize].view(dtype)
 
     @property
-    def head(self) -> Head:
-        return Head(*self._head.tolist())
+    def header(self) -> Header:
+        return Header(*self._head.tolist())
 
-    @head.setter
-    def head(self, head: Head) -> None:
-        self._head[:] = head
+    @header.setter
+    def header(self, header: Header) -> None:
+        self._head[:] = header
 
-    def message(self, whole: bool = True) -> tuple[np.ndarray, int, MPI.Datatype]:
-        """As MPI takes it; not whole: without the body. Whoever receives posts it whole."""
-        return self._memory, self._memory.size // UNIT if whole else self._front, unit_type()
+    def mpi_buffer(self, with_body: bool = True) -> tuple[np.ndarray, int, MPI.Datatype]:
+        """Return (memory, count, datatype) for MPI. Receives are always posted with the body."""
+        return self._memory, self._memory.size // UNIT if with_body else self._front, unit_type()
 
 
 @cache
 def unit_type() -> MPI.Datatype:
-    """UNIT bytes as a datatype, the same in all calls."""
+    """The MPI datatype of UNIT bytes; created once."""
     return MPI.BYTE.Create_contiguous(UNIT).Commit()
 
 
@@ -89,11 +92,11 @@ def _units(size: int) -> int:
     return -(-size // UNIT)
 
 
-class Waits:
-    """The waits of one thread of this rank. All ranks make theirs in the same order.
+class Waiter:
+    """Waits for requests in one thread of this rank. All ranks create their objects in the same order.
 
-    They sleep between looks, so that ranks that compute have the cores, and raise what the topology's stall detector
-    finds: RankLostError, RankLeftError, CollectiveTimeoutError. clock: runs meanwhile.
+    A wait sleeps between polls, so that computing ranks have the cores. It raises the errors of the topology's stall
+    detector: RankLostError, RankLeftError, CollectiveTimeoutError. clock: runs during a wait.
     """
 
     def __init__(self, topology: Topology, clock: Stopwatch) -> None:
@@ -102,10 +105,10 @@ class Waits:
         self._clock = clock
 
     def until(self, done: Callable[[], bool], text: str) -> None:
-        """Return when `done`, which is called again and again. text: what this rank waits for."""
+        """Poll `done` until it returns True. text: names the wait in stall reports."""
         self._clock.start()
         try:
-            with self._detector.hearing():
+            with self._detector.translating_failures():
                 if not done():
                     self._wait(done, text)
         finally:
@@ -127,41 +130,43 @@ class Waits:
             raise
 
     def forget(self) -> None:
-        """There are no more waits. Local."""
+        """Remove the wait record from the stall detector. Local."""
         self._detector.forget(self._record)
 
 
 class Arrival(NamedTuple):
-    """A message that lies in the mailbox until its slot is cleared."""
+    """A received message; its memory is valid until `Mailbox.clear`."""
 
     worker: int
     tag: int
-    parcel: Parcel
+    message: Message
 
 
 class Mailbox:
-    """A server's end of the messages: receives questions and gradients, and replies. Local to make.
+    """The server's side: receives requests and gradients from workers, and sends replies. The constructor is local.
 
-    comm: of servers and workers. workers: their ranks there; a worker's number is its index there.
-    measures, length, dtype: of parcels, see there.
+    comm: the communicator of servers and workers. workers: the workers' ranks in it; a worker's number is its index
+        here.
+    measures, length, dtype: see Message.
     """
 
     def __init__(
-        self, comm: MPI.Intracomm, waits: Waits, workers: Sequence[int], measures: int, length: int,
+        self, comm: MPI.Intracomm, waiter: Waiter, workers: Sequence[int], measures: int, length: int,
         dtype: np.dtype,
     ) -> None:  # fmt: skip
-        self._comm, self._waits, self._workers = comm, waits, list(workers)
+        self._comm, self._waiter, self._workers = comm, waiter, list(workers)
         self._shape = measures, length, dtype
         self._slots: list[Arrival] = []
         self._requests: list[MPI.Prequest] = []
         for number, rank in enumerate(workers):
             for tag in (ASK, PUSH):
-                parcel = Parcel(measures, length if tag == PUSH else 0, dtype)
-                self._slots.append(Arrival(number, tag, parcel))
-                self._requests.append(comm.Recv_init(parcel.message(), rank, tag))
+                message = Message(measures, length if tag == PUSH else 0, dtype)
+                self._slots.append(Arrival(number, tag, message))
+                self._requests.append(comm.Recv_init(message.mpi_buffer(), rank, tag))
         self._posted = [False] * len(self._slots)
         self._arrived: deque[int] = deque()
-        self._leaving: list[tuple[Parcel, list[MPI.Request]]] = []  # parcels, used again when they have left
+        # reply buffers and their sends; reused when the sends are complete
+        self._in_flight: list[tuple[Message, list[MPI.Request]]] = []
 
     def open(self, tags: Sequence[int]) -> None:
         """Post the receives of an epoch."""
@@ -170,7 +175,7 @@ class Mailbox:
                 self._post(index)
 
     def clear(self, arrival: Arrival) -> None:
-        """The message was dealt with: the worker's next one may come."""
+        """Release the memory of `arrival`, and post the receive of the worker's next message."""
         self._post(self._slots.index(arrival))
 
     def _post(self, index: int) -> None:
@@ -178,159 +183,164 @@ class Mailbox:
         self._posted[index] = True
 
     def next(self, text: str) -> Arrival:
-        """A message that has come; waits for one when there is none. text: what for."""
+        """Return the next received message, waiting if there is none. text: names the wait."""
         if not self._arrived:
-            self._waits.until(self._look, text)
+            self._waiter.until(self._poll, text)
         return self._slots[self._arrived.popleft()]
 
-    def _look(self) -> bool:
-        come = [index for index, posted in enumerate(self._posted) if posted and self._requests[index].Test()]
-        for index in come:
+    def _poll(self) -> bool:
+        received = [index for index, posted in enumerate(self._posted) if posted and self._requests[index].Test()]
+        for index in received:
             self._posted[index] = False
-        self._arrived.extend(come)
-        return bool(come)
+        self._arrived.extend(received)
+        return bool(received)
 
-    def parcel(self) -> Parcel:
-        """One that nobody has to receive any more, to be filled and sent."""
-        for parcel, sends in self._leaving:
+    def message(self) -> Message:
+        """Return a reply buffer whose sends are complete, or a new one."""
+        for message, sends in self._in_flight:
             if all_done(sends):
                 sends.clear()
-                return parcel
-        parcel = Parcel(*self._shape)
-        self._leaving.append((parcel, []))
-        return parcel
+                return message
+        message = Message(*self._shape)
+        self._in_flight.append((message, []))
+        return message
 
-    def reply(self, parcel: Parcel, worker: int, whole: bool) -> None:
-        """Send a parcel, which must be left as it is until `parcel` gives it again; one may go to several workers."""
-        sends = next(sends for each, sends in self._leaving if each is parcel)
-        sends.append(self._comm.Isend(parcel.message(whole), self._workers[worker], REPLY))
+    def reply(self, message: Message, worker: int, with_body: bool) -> None:
+        """Start sending `message` to a worker. Do not change it until `message()` returns it again. It may be sent to
+        several workers."""
+        sends = next(sends for each, sends in self._in_flight if each is message)
+        sends.append(self._comm.Isend(message.mpi_buffer(with_body), self._workers[worker], REPLY))
 
-    def answer(self, head: Head, worker: int) -> None:
-        """A reply that is nothing but its head."""
-        parcel = self.parcel()
-        parcel.head = head
-        self.reply(parcel, worker, whole=False)
+    def answer(self, header: Header, worker: int) -> None:
+        """Send a worker a reply without a body."""
+        message = self.message()
+        message.header = header
+        self.reply(message, worker, with_body=False)
 
     def drain(self) -> None:
-        """Wait until everything has left."""
-        for _, sends in self._leaving:
-            self._waits.all_of(sends, "hand out the last replies")
+        """Wait until all replies are sent."""
+        for _, sends in self._in_flight:
+            self._waiter.all_of(sends, "send the last replies")
             sends.clear()
 
     def close(self) -> None:
-        """Give the receives back. Local."""
+        """Cancel the posted receives, and free the requests. Local."""
         for request, posted in zip(self._requests, self._posted, strict=True):
             if posted:
                 request.Cancel()
                 request.Wait()
             request.Free()
-        self._requests, self._slots, self._leaving = [], [], []
+        self._requests, self._slots, self._in_flight = [], [], []
 
     def abandon(self) -> None:
-        """Let go, without anybody else: what was posted stays for a while, with its memory."""
+        """Drop the requests without communication; the posted ones and their memory are freed later. Local."""
         free_later(self)
 
 
 class Client:
-    """A worker's end of the messages: asks servers for work and pushes gradients. Local to make.
+    """The worker's side: requests work and parameters from servers, and pushes gradients. The constructor is local.
 
-    comm: of servers and workers. servers: their ranks there. parts: the slice of the flat buffers that each holds.
-    waits: of the thread that pushes. waits_ahead: of the thread that asks, which may be another one.
-    measures, dtype: of parcels, see there.
+    comm: the communicator of servers and workers. servers: the servers' ranks in it. parts: the slice of the flat
+        buffers that each server holds. measures, dtype: see Message.
+    waiter: for the thread that pushes. waiter_ahead: for the thread that asks, which may be another one.
     """
 
     def __init__(
-        self, comm: MPI.Intracomm, waits: Waits, waits_ahead: Waits, servers: Sequence[int], parts: Sequence[slice],
+        self, comm: MPI.Intracomm, waiter: Waiter, waiter_ahead: Waiter, servers: Sequence[int], parts: Sequence[slice],
         measures: int, dtype: np.dtype,
     ) -> None:  # fmt: skip
-        self._waits, self._waits_ahead = waits, waits_ahead
+        self._waiter, self._waiter_ahead = waiter, waiter_ahead
         self._parts = list(parts)
         lengths = [part.stop - part.start for part in parts]
-        self._questions = [Parcel(measures, 0, dtype) for _ in servers]
-        self._pushes = [Parcel(measures, length, dtype) for length in lengths]
-        self.replies = [Parcel(measures, length, dtype) for length in lengths]
+        self._questions = [Message(measures, 0, dtype) for _ in servers]
+        self._pushes = [Message(measures, length, dtype) for length in lengths]
+        self.replies = [Message(measures, length, dtype) for length in lengths]
         pairs = list(zip(servers, range(len(servers)), strict=True))
-        self._asks = [comm.Send_init(self._questions[index].message(), rank, ASK) for rank, index in pairs]
-        self._whole = [comm.Send_init(self._pushes[index].message(), rank, PUSH) for rank, index in pairs]
-        self._heads = [comm.Send_init(self._pushes[index].message(whole=False), rank, PUSH) for rank, index in pairs]
-        self._receives = [comm.Recv_init(self.replies[index].message(), rank, REPLY) for rank, index in pairs]
+        self._asks = [comm.Send_init(self._questions[index].mpi_buffer(), rank, ASK) for rank, index in pairs]
+        self._full_pushes = [comm.Send_init(self._pushes[index].mpi_buffer(), rank, PUSH) for rank, index in pairs]
+        self._header_pushes = [
+            comm.Send_init(self._pushes[index].mpi_buffer(with_body=False), rank, PUSH) for rank, index in pairs
+        ]
+        self._receives = [comm.Recv_init(self.replies[index].mpi_buffer(), rank, REPLY) for rank, index in pairs]
         self._expected: list[bool] = [False] * len(pairs)
 
     def begin(self) -> None:
-        """An epoch begins."""
+        """Reset the replies at the beginning of an epoch. Local."""
         for reply in self.replies:
-            reply.head = Head()
+            reply.header = Header()
 
     # Asking
 
     def fetch(self, halt: int) -> None:
-        """Ask the first server what to do, and, when there is work, all others for their parameters; into `replies`.
+        """Ask the first server for a part; if it deals one, ask the other servers for their parameters. Fills
+        `replies`.
 
-        halt: not zero to have the epoch ended.
+        halt: nonzero asks to end the epoch.
         """
-        halt = halt or any(reply.head.halt for reply in self.replies)
-        question = Head(halt=halt)
+        halt = halt or any(reply.header.halt for reply in self.replies)
+        question = Header(halt=halt)
         self._ask([0], question)
-        while self.replies[0].head.kind == AGAIN:
+        while self.replies[0].header.kind == AGAIN:
             self._ask([0], question)
-        dealt = self.replies[0].head
+        dealt = self.replies[0].header
         if dealt.kind == WORK:
             self._ask(range(1, len(self._asks)), question._replace(taken=dealt.taken))
 
-    def _ask(self, servers: Sequence[int], question: Head) -> None:
+    def _ask(self, servers: Sequence[int], question: Header) -> None:
         for server in servers:
-            self.expect(server)
-            self._questions[server].head = question
+            self.post_receive(server)
+            self._questions[server].header = question
             self._asks[server].Start()
-        self._await(servers, self._waits_ahead)
-        self._waits_ahead.all_of([self._asks[server] for server in servers], "have questions received")
+        self._await(servers, self._waiter_ahead)
+        self._waiter_ahead.all_of([self._asks[server] for server in servers], "send requests to the servers")
 
-    def expect(self, server: int) -> None:
-        """Post the receive of a server's reply, before anything makes it answer."""
+    def post_receive(self, server: int) -> None:
+        """Post the receive of a server's next reply; call it before the request is sent."""
         self._receives[server].Start()
         self._expected[server] = True
 
-    def _await(self, servers: Sequence[int], waits: Waits) -> None:
-        waits.all_of([self._receives[server] for server in servers], "get parameters from the servers")
+    def _await(self, servers: Sequence[int], waiter: Waiter) -> None:
+        waiter.all_of([self._receives[server] for server in servers], "receive parameters from the servers")
         for server in servers:
             self._expected[server] = False
 
-    def answered(self) -> None:
-        """Return when all servers have replied to what was pushed to them."""
-        self._await(range(len(self._receives)), self._waits)
+    def wait_for_replies(self) -> None:
+        """Wait until all servers have replied to the last push."""
+        self._await(range(len(self._receives)), self._waiter)
 
-    def take(self, parameters: np.ndarray) -> list[int]:
-        """Copy what has come to its places; returns the version that each server has given."""
+    def copy_parameters(self, parameters: np.ndarray) -> list[int]:
+        """Copy the received slices into `parameters`. Returns each server's version."""
         for part, reply in zip(self._parts, self.replies, strict=True):
             parameters[part] = reply.body
-        return [reply.head.version for reply in self.replies]
+        return [reply.header.version for reply in self.replies]
 
     # Pushing
 
-    def push(self, heads: Sequence[Head], gradients: np.ndarray | None, measures: Any = ()) -> None:
-        """Send each server its slice of the gradients, or none; waits only until those before have been received."""
-        self._waits.all_of(self._whole + self._heads, "have gradients received")
-        for index, (part, parcel) in enumerate(zip(self._parts, self._pushes, strict=True)):
-            parcel.head = heads[index]
-            parcel.measures[: len(measures)] = measures
+    def push(self, headers: Sequence[Header], gradients: np.ndarray | None, measures: Any = ()) -> None:
+        """Send each server its slice of `gradients`, or a push without gradients if None. Returns once the previous
+        push is complete and this one is started."""
+        self._waiter.all_of(self._full_pushes + self._header_pushes, "send gradients to the servers")
+        for index, (part, message) in enumerate(zip(self._parts, self._pushes, strict=True)):
+            message.header = headers[index]
+            message.measures[: len(measures)] = measures
             if gradients is not None:
-                parcel.body[:] = gradients[part]
-            (self._heads if gradients is None else self._whole)[index].Start()
+                message.body[:] = gradients[part]
+            (self._header_pushes if gradients is None else self._full_pushes)[index].Start()
 
     def bye(self) -> None:
-        """This worker has pushed all that it will push in this epoch; waits until that was received."""
-        self.push([Head(BYE)] * len(self._parts), None)
-        self._waits.all_of(self._heads, "take leave of the servers")
+        """Tell all servers that this worker has finished the epoch, and wait until that is sent."""
+        self.push([Header(BYE)] * len(self._parts), None)
+        self._waiter.all_of(self._header_pushes, "tell the servers that this worker has finished")
 
     def close(self) -> None:
-        """Give the requests back. Local."""
+        """Cancel the posted receives, and free the requests. Local."""
         for request, expected in zip(self._receives, self._expected, strict=True):
             if expected:
                 request.Cancel()
                 request.Wait()
-        for request in [*self._asks, *self._whole, *self._heads, *self._receives]:
+        for request in [*self._asks, *self._full_pushes, *self._header_pushes, *self._receives]:
             request.Free()
 
     def abandon(self) -> None:
-        """Let go, without anybody else: what was posted stays for a while, with its memory."""
+        """Drop the requests without communication; the posted ones and their memory are freed later. Local."""
         free_later(self)

@@ -1,4 +1,5 @@
-"""What strategies with servers share: which ranks serve, where parameters and gradients lie, how a state gets whole."""
+"""Base of the strategies with servers: roles of the ranks, flat buffers of parameters and gradients, collecting the
+state."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -22,17 +23,14 @@ from trainers.errors import ArgumentError
 from trainers.group import RankGroup
 from trainers.replica import Replica
 from trainers.state.adopt import Piece, mirror, newest
-from trainers.strategies.interface import FLAGS, Strategy, replica_refusal
-from trainers.strategies.servers.mailbox import (
-    Client,
-    Mailbox,
-    Waits,
-)
+from trainers.strategies.interface import FLAGS, Strategy, replica_error
+from trainers.strategies.servers.mailbox import Client, Mailbox, Waiter
 from trainers.watching.meter import Tally
 
 
 class Counts:
-    """behind: how many applied gradients were 0, 1, 2, ... updates behind. dropped: how many were not applied.
+    """Counts of one epoch. behind: behind[s] is the number of applied gradients that were s updates stale. dropped: the
+    number of gradients that were not applied.
 
     cut_short: whether the epoch was ended before its last step.
     """
@@ -44,10 +42,11 @@ class Counts:
 
 
 class Shard:
-    """The slice `part` of a replica's flat parameters, which this rank alone updates.
+    """The slice `part` of a replica's flat parameters, which only this rank updates.
 
-    parameters, gradients: the whole flat buffers that the replica is bound to.
-    version: how many updates it has had.
+    parameters, gradients: 1-D views of the slice; the constructor takes the whole flat buffers that the replica is
+        bound to.
+    version: the number of updates so far.
     """
 
     def __init__(self, replica: Replica, parameters: np.ndarray, gradients: np.ndarray, part: slice) -> None:
@@ -57,14 +56,15 @@ class Shard:
         self.version = 0
 
     def apply(self, gradients: np.ndarray, factor: float) -> None:
-        """One update, with the learning rate times `factor`."""
+        """Update the slice by `gradients`, with the learning rate multiplied by `factor`. Local."""
         self.gradients[:] = gradients
         self.update(factor)
 
     def update(self, factor: float = 1.0) -> None:
-        """The same with the gradients that lie in the bound buffer.
+        """Update the slice by the gradients that are in the bound buffer. Local.
 
-        The rate is changed, not the gradients, because Adam and its like take no notice of how large those are.
+        `factor` multiplies the learning rate, not the gradients, because Adam-like optimizers ignore the scale of
+        gradients.
         """
         replica = self._replica
         rates = replica.learning_rates
@@ -79,7 +79,8 @@ class Shard:
         self.version += 1
 
     def add_up(self, summands: Sequence[np.ndarray], share: float = 1.0) -> None:
-        """Leave the sum of slices, divided by `share`, in the bound buffer; 16-bit floats are summed in float32."""
+        """Write the sum of `summands`, divided by `share`, into the bound buffer; 16-bit floats are summed in float32.
+        Local."""
         total = self.gradients
         if total.dtype != self._accumulator:
             total = np.zeros(total.size, self._accumulator)
@@ -92,22 +93,22 @@ class Shard:
             self.gradients[:] = total.astype(self.gradients.dtype)
 
     def is_finite(self) -> bool:
-        """Whether all parameters are numbers."""
+        """Whether all parameters are finite."""
         return bool(np.isfinite(self.parameters).all())
 
 
-class Served(Strategy):
-    """Servers hold the parameters, each a slice of the flat array; workers compute.
+class ServerStrategy(Strategy):
+    """Base of the strategies in which servers hold slices of the flat parameters, and workers compute gradients.
 
     servers: the ranks that hold the parameters, in the order of their slices. workers: the ranks that compute.
-    mails: whether servers take messages in any order, by mailboxes.
-    measures: how many numbers travel beside gradients and parameters.
-    thread: what a thread beside this rank's own is for: "" for nothing, "ask" for parameters while this rank computes
-        (which can wait until it has computed), or "serve" while it does.
+    uses_mailbox: whether servers receive messages in any order, through a Mailbox.
+    measures: the number of metrics (float64) in each message.
+    thread: what the second thread does while this rank computes: "" no thread; "ask": requests parameters (without MPI
+        threads this is done after the computation); "serve": runs the server (needs MPI threads).
     """
 
     mirrors = "epoch"
-    mails = True
+    uses_mailbox = True
     thread = ""
 
     def __init__(self, replica: Replica, name: str, measures: int) -> None:
@@ -115,44 +116,40 @@ class Served(Strategy):
         self.servers: tuple[int, ...] = ()
         self.workers: tuple[int, ...] = ()
         self._measures = measures
-        self._connected = False  # the ends of the messages are made
+        self._connected = False  # whether `_mailbox` and `_client` were created
         self._mailbox: Mailbox | None = None
         self._client: Client | None = None
         self._shard: Shard | None = None
         self._queue: Queue | None = None
         self._parameters = self._gradients = np.empty(0)
 
-    # Its making
+    # Construction
 
-    def refusal(self, ranks: Topology, goes_on: bool) -> Exception | None:
+    def argument_error(self, ranks: Topology, goes_on: bool) -> Exception | None:
         replica = self.replica
-        if error := replica_refusal(replica, self):
+        if error := replica_error(replica, self) or self._own_argument_error(ranks):
             return error
-        if refused := self._refused(ranks):
-            return refused
         if replica.device != "cpu":
             return ArgumentError(f"{self.describe()} works on the CPU, and this replica is on {replica.device}")
         if replica.tables:
             what = f"this {type(replica).__name__} has sparse gradients (of its {replica.tables[0].name})"
-            return ArgumentError(
-                f"{what}, which servers have no place for; use MirroredTrainer or CentralStorageTrainer"
-            )
+            return ArgumentError(f"{what}, which servers do not support; use MirroredTrainer or CentralStorageTrainer")
         return None
 
-    def _refused(self, ranks: Topology) -> Exception | None:
-        """What is wrong with the arguments of this kind of strategy on these ranks. Local."""
+    def _own_argument_error(self, ranks: Topology) -> Exception | None:
+        """Return the error if this strategy's own arguments are invalid on these ranks, or None. Local."""
         raise NotImplementedError
 
     def _assign(self, ranks: int) -> None:
         """Set `servers` and `workers`. Local."""
         raise NotImplementedError
 
-    def _take_part(self) -> None:
+    def _set_part(self) -> None:
         """Set `part` and `parts`. Local."""
         raise NotImplementedError
 
     def _agree_on_progress(self) -> None:
-        """All ranks come to where the servers are, after a failure. Collective."""
+        """After a failure, bring all ranks to the servers' position in the epoch. Collective."""
         raise NotImplementedError
 
     def connect(self, group: RankGroup) -> None:
@@ -169,7 +166,7 @@ class Served(Strategy):
         self._shard = None
         mirror(self, whole=False)
         together(group.comm, self._bind)
-        self._make_ends()
+        self._make_endpoints()
 
     def _bind(self) -> None:
         try:
@@ -181,52 +178,54 @@ class Served(Strategy):
             ) from error
         self.replica.bind(self._gradients)
 
-    def _make_ends(self) -> None:
-        """Make this rank's thread and its ends of the messages. Collective."""
+    def _make_endpoints(self) -> None:
+        """Create this rank's queue, mailbox and client. Collective."""
         topology, rank = self.group.topology, self.group.rank
         self._queue = self._make_queue() if self.thread else None
-        self._take_part()
+        self._set_part()
         self._messages: MPI.Intracomm = topology.private()
-        self._waits = Waits(topology, self.clock)
-        self._waits_beside = Waits(topology, stopwatch.make("cpu"))  # what computing hides does not count
+        self._waiter = Waiter(topology, self.clock)
+        # waits that overlap with computation do not count as communication
+        self._overlapped_waiter = Waiter(topology, stopwatch.make("cpu"))
         if rank in self.servers:
             part = self._slices[self.servers.index(rank)]
             if self._shard is None:
                 self._shard = Shard(self.replica, self._parameters, self._gradients, part)
             length = part.stop - part.start
-            waits = self._waits_beside if self.thread == "serve" else self._waits
-            if self.mails:
-                self._mailbox = Mailbox(self._messages, waits, self.workers, self._measures, length, self._dtype)
-        if self.mails and rank in self.workers:
-            ends = self._messages, self._waits, self._waits_beside
+            waiter = self._overlapped_waiter if self.thread == "serve" else self._waiter
+            if self.uses_mailbox:
+                self._mailbox = Mailbox(self._messages, waiter, self.workers, self._measures, length, self._dtype)
+        if self.uses_mailbox and rank in self.workers:
+            ends = self._messages, self._waiter, self._overlapped_waiter
             self._client = Client(*ends, self.servers, self._slices, self._measures, self._dtype)
         self._connected = True
 
     def _make_queue(self) -> Queue:
-        """Calls here wait for other ranks' calls of another kind, so nobody else's may have to wait for them."""
+        """Create the queue of the second thread, on a topology of its own: its calls wait for calls of another kind on
+        other ranks, so no other queue may wait for them. Collective."""
         name = f"parameters of {self.name}"
-        self._beside = self.group.topology.duplicate()
+        self._queue_topology = self.group.topology.duplicate()
         try:
-            return self._beside.once(Worker).queue(name, threaded=True, alone=True)
+            return self._queue_topology.once(Worker).queue(name, threaded=True, alone=True)
         except UnavailableError:  # on all ranks
             if self.thread != "ask":
-                self._beside.close()
+                self._queue_topology.close()
                 raise
-            return self._beside.once(Worker).queue(name, alone=True)
+            return self._queue_topology.once(Worker).queue(name, alone=True)
 
     def close(self) -> None:
         if not self._connected:
             return
-        state = self.whole(self.replica.state())
+        state = self.gather_state(self.replica.state())
         for end in (self._mailbox, self._client):
             if end is not None:
                 end.close()
         if self._queue is not None:
             self._queue.close()
-            self._beside.close()
-        self._leave_replica(state)
-        self._waits.forget()
-        self._waits_beside.forget()
+            self._queue_topology.close()
+        self._unbind_replica(state)
+        self._waiter.forget()
+        self._overlapped_waiter.forget()
         self.group.topology.release(self._messages)
 
     def abandon(self) -> None:
@@ -234,17 +233,18 @@ class Served(Strategy):
             if end is not None:
                 end.abandon()
         if self._gradients.size:
-            self._leave_replica(None)
+            self._unbind_replica(None)
 
-    def _leave_replica(self, state: dict[str, np.ndarray] | None) -> None:
-        """Leave nothing that messages still use in the replica. Local."""
+    def _unbind_replica(self, state: dict[str, np.ndarray] | None) -> None:
+        """Bind the replica to new memory, because pending messages may still use the old; then load `state`, if given.
+        Local."""
         self.replica.bind(np.zeros_like(self._gradients))
         self.replica.bind_parameters(np.empty_like(self._parameters))
         if state is not None:
             self.replica.load_state(state)
         self._mailbox = self._client = self._shard = None
 
-    # When a rank has failed
+    # Recovery after failures
 
     def rescue(self) -> None:
         for end in (self._mailbox, self._client, self._queue):
@@ -253,8 +253,8 @@ class Served(Strategy):
         self._mailbox = self._client = self._queue = None
 
     @property
-    def _lost(self) -> str:
-        """Why no training can go on with the ranks that are left; "" when it can. Local, the same on all ranks."""
+    def _why_it_ends(self) -> str:
+        """Why the remaining ranks can't continue, as text; "" if they can. Local, the same on all ranks."""
         if len(self.servers) < len(self._slices):
             return "a server was lost, and with it its slice of the parameters and of the optimizer's state"
         return "" if self.workers else "all workers were lost, and servers do not compute"
@@ -263,88 +263,82 @@ class Served(Strategy):
         now = {old: rank for rank, old in enumerate(self.group.previous)}
         self.servers = tuple(now[rank] for rank in self.servers if rank in now)
         self.workers = tuple(now[rank] for rank in self.workers if rank in now)
-        if not self._lost:
-            self._make_ends()
+        if not self._why_it_ends:
+            self._make_endpoints()
 
     def restore(self) -> bool:
-        """All ranks take on what the servers have. RankLostError on all ranks when no training can go on from it."""
-        if self._lost:
-            text = f"{self._lost}; go on from the last checkpoint (resume=True, --resume)"
+        """Load the servers' parameters on all ranks. Raises RankLostError on all ranks if a server, or every worker,
+        has failed. Collective."""
+        if self._why_it_ends:
+            text = f"{self._why_it_ends}; resume from the last checkpoint (resume=True, --resume)"
             raise known(RankLostError(text), self.group.comm)
         self._agree_on_progress()
-        own = []
-        if self._shard is not None:
-            part = self._shard.part
-            own = [Piece(0, 0, part.start, part.stop, {"parameters": self._shard.parameters}, {})]
-        found = newest(self.group.comm, own, self._parameters.size)
-        assert found is not None
-        self._parameters[:] = found.state["parameters"]
-        self.replica.refresh()
+        self._broadcast_parameters()
         return True
 
     # Steps and epochs
 
     @property
-    def fresh_gradients(self) -> Any:
+    def local_gradients(self) -> Any:
         return None if self.part is None else self._gradients
 
-    def meter(self, batches: Batches) -> Any:
+    def make_meter(self, batches: Batches) -> Any:
         self._tally = Tally(self.replica.metrics)
         return self._tally
 
     def _collect_tally(self) -> None:
-        """Add up what the ranks have measured in an epoch. Collective; DivergedError when it is no number."""
+        """Sum the metrics of an epoch over the ranks. Raises DivergedError on all ranks if they or a server's
+        parameters are not finite. Collective."""
         self._tally.collect(self.group.comm, self._shard is None or self._shard.is_finite())
 
-    def _spread(self) -> None:
-        """Give all ranks the parameters of the servers. Collective."""
+    def _broadcast_parameters(self) -> None:
+        """Broadcast the servers' parameters to all ranks. Collective."""
         for server, part in zip(self.servers, self._slices, strict=True):
             for piece in pieces(self._parameters[part]):
                 request = self.group.comm.Ibcast(piece, server)
-                self._waits.all_of([request], "get the parameters of the servers")
+                self._waiter.all_of([request], "receive the parameters of the servers")
         self.replica.refresh()
 
     def _logs_of(self, counts: Counts) -> dict[str, Any]:
-        """What the first server has counted in an epoch, as logs. Collective."""
+        """Return the first server's counts of an epoch as logs, on all ranks; sets `cut_short`. Collective."""
         sizes = np.array([len(counts.behind), counts.dropped, counts.cut_short], np.int64)
-        self._take_numbers(sizes)
+        self._broadcast_counts(sizes)
         behind = np.zeros(sizes[0], np.int64)
         if self.group.rank == self.servers[0]:
             behind[:] = counts.behind
-        self._take_numbers(behind)
+        self._broadcast_counts(behind)
         self.cut_short = bool(sizes[2])
         return {"staleness": behind.tolist(), "dropped": int(sizes[1])}
 
-    def _take_numbers(self, numbers: np.ndarray) -> None:
-        """Take on those of the first server. Collective."""
+    def _broadcast_counts(self, numbers: np.ndarray) -> None:
+        """Overwrite `numbers` with the first server's. Collective."""
         wait_for(
-            self.group.comm, self.group.comm.Ibcast(numbers, self.servers[0]), "hear what the first server has counted"
+            self.group.comm, self.group.comm.Ibcast(numbers, self.servers[0]), "receive the counts of the first server"
         )
 
-    def apart(self) -> dict[str, str]:
-        return dict.fromkeys([*self.replica.updated, LEARNING_RATES], "the servers have them")
+    def not_replicated(self) -> dict[str, str]:
+        return dict.fromkeys([*self.replica.updated, LEARNING_RATES], "only the servers have the current values")
 
-    def whole(self, state: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-        """What updates change is right on the servers: slices are collected from all, the rest from the first."""
-        result = dict(state)
-        for name in sorted({"parameters", *self.replica.updated}):
-            array = result[name] = np.array(state[name], order="C")
-            if name == "parameters" or name in self.replica.elementwise:
-                owned = [array[slice(*part.indices(array.size)[:2])] for part in self._slices]
-            else:
-                owned = [array]
-            for server, part in zip(self.servers, owned, strict=False):
-                for piece in pieces(part):
-                    self._waits.all_of([self._messages.Ibcast(piece, server)], "get the state that servers have")
-        return result
+    def gather_state(self, state: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+        """Return `state` with the servers' values of updated entries (whole ones: the first server's). Collective."""
+        own = []
+        if self._shard is not None:
+            part = self._shard.part
+            sliced = {name: np.asarray(state[name])[part] for name in ("parameters", *self.replica.elementwise)}
+            others = set(self.replica.updated) - sliced.keys() if self.group.rank == self.servers[0] else ()
+            own = [Piece(0, 0, part.start, part.stop, sliced, {name: state[name] for name in sorted(others)})]
+        found = newest(self._messages, own, self._parameters.size)  # the group's communicator may be freed by now
+        assert found is not None
+        return {**state, **found.state}
 
 
 @contextmanager
-def ended(beside: Future) -> Iterator[None]:
-    """A failed rank that is met inside is raised when the call in the other thread has ended, which hears of it too."""
+def wait_before_raising(other: Future) -> Iterator[None]:
+    """Context manager: if the block raises RankLostError, wait for the other thread's call `other` to end, then raise
+    it."""
     try:
         yield
     except RankLostError:
         with suppress(Exception):
-            beside.wait()
+            other.wait()
         raise

@@ -1,4 +1,5 @@
-"""The strategies of ParameterServerTrainer: workers push gradients to servers, which update in step or as they come."""
+"""The strategies of ParameterServerTrainer: workers push gradients to servers, which update synchronously or as
+gradients arrive."""
 
 from collections.abc import Callable
 from functools import partial
@@ -14,26 +15,16 @@ from trainers.errors import ArgumentError
 from trainers.group import RankGroup
 from trainers.replica import Replica
 from trainers.strategies.interface import EpochRun, Strategy
-from trainers.strategies.servers.epoch import HOW_FAR, Dealer, EpochLedger, EpochServer, Rule
-from trainers.strategies.servers.mailbox import (
-    GRADIENTS,
-    NOTHING,
-    PUSH,
-    WORK,
-    Head,
-    Parcel,
-)
-from trainers.strategies.servers.service import Served, ended
+from trainers.strategies.servers.epoch import HOW_FAR, Dealer, EpochLedger, EpochServer, StalenessRule
+from trainers.strategies.servers.mailbox import GRADIENTS, NOTHING, PUSH, WORK, Header, Message
+from trainers.strategies.servers.service import ServerStrategy, wait_before_raising
 
-STALE = ("keep", "drop", "scale")
-
-
-UPDATES = ("async", "sync")
-RATES = ("keep", "divide")
+# the values that these arguments of a ParameterServerTrainer may have
+CHOICES = {"updates": ("sync", "async"), "stale": ("keep", "drop", "scale"), "learning_rate": ("keep", "divide")}
 
 
 def server_ranks(servers: Any, ranks: int) -> tuple[tuple[int, ...], ArgumentError | None]:
-    """The ranks that are servers, or what is wrong with them."""
+    """Return (server ranks in ascending order, None), or ((), error) if `servers` is invalid."""
     if isinstance(servers, int | np.integer) and not isinstance(servers, bool):
         if servers < 1:
             return (), ArgumentError(f"servers must be an integer >= 1, got {servers!r}")
@@ -56,11 +47,11 @@ def server_ranks(servers: Any, ranks: int) -> tuple[tuple[int, ...], ArgumentErr
     return chosen, None
 
 
-def bad_options(updates: Any, stale: Any, most: Any, warm_up: Any, rate: Any) -> ArgumentError | None:
-    """What is wrong with these options of a parameter server, if anything."""
-    for name, value, known in (("updates", updates, UPDATES), ("stale", stale, STALE), ("learning_rate", rate, RATES)):
-        if value not in known:
-            return ArgumentError(f"{name}={value!r} is unknown; use one of {', '.join(known)}")
+def options_error(updates: Any, stale: Any, most: Any, warm_up: Any, rate: Any) -> ArgumentError | None:
+    """Return the error if these options of a parameter server are invalid, or None."""
+    for name, value in (("updates", updates), ("stale", stale), ("learning_rate", rate)):
+        if value not in CHOICES[name]:
+            return ArgumentError(f"{name}={value!r} is unknown; use one of {', '.join(CHOICES[name])}")
     for name, value in (("max_staleness", 0 if most is None else most), ("warm_up", warm_up)):
         if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < 0:
             return ArgumentError(f"{name} must be an integer >= 0, got {value!r}")
@@ -74,10 +65,10 @@ def bad_options(updates: Any, stale: Any, most: Any, warm_up: Any, rate: Any) ->
     return None
 
 
-class Rows:
+class EpochRows:
     """The rows of one epoch, divided into parts that servers deal to workers.
 
-    parts: how many a batch has. ahead: whether `prepare` fetches.
+    parts: the number of parts of a batch. ahead: whether `prepare` fetches rows in advance.
     """
 
     def __init__(self, batches: Batches, epoch: int, parts: int, ahead: bool) -> None:
@@ -86,15 +77,15 @@ class Rows:
         self._ready: dict[int, Batch | Exception] = {}
 
     def prepare(self, number: int) -> None:
-        """Fetch the rows of part `number` for `take`, which raises what they raise."""
+        """Fetch the rows of part `number` in advance; an error is raised by `take`."""
         if self._ahead:
             try:
                 self._ready[number] = self._share(number)
-            except Exception as error:  # whatever a data set raises, it is met where the rows are needed
+            except Exception as error:  # any exception of the data set: `take` raises it
                 self._ready[number] = error
 
     def take(self, number: int) -> Batch:
-        """The rows of part `number` of the epoch, which is a part of batch number // parts. Raises DataError."""
+        """Return the rows of part `number` of the epoch, a part of batch number // parts. Raises DataError."""
         found = self._ready.pop(number, None)
         if isinstance(found, Exception):
             raise found
@@ -116,8 +107,8 @@ class Options(NamedTuple):
     fetch_ahead: bool
 
 
-class ParameterServers(Served):
-    """Servers and workers that are ranks of their own."""
+class ParameterServers(ServerStrategy):
+    """Base of the strategies of ParameterServerTrainer: a rank is either a server or a worker."""
 
     def __init__(self, replica: Replica, name: str, options: Options) -> None:
         super().__init__(replica, name, len(getattr(replica, "metrics", ())))
@@ -128,10 +119,10 @@ class ParameterServers(Served):
         options = ", ".join(f"{name}={value!r}" for name, value in self._options._asdict().items())
         return f"{self.name}({type(self.replica).__name__}, {options})"
 
-    def _refused(self, ranks: Topology) -> Exception | None:
+    def _own_argument_error(self, ranks: Topology) -> Exception | None:
         given = self._options
         _, error = server_ranks(given.servers, ranks.size)
-        error = error or bad_options(*given[1:6])
+        error = error or options_error(*given[1:6])
         rates = given.stale == "scale" or given.learning_rate == "divide"
         if error is None and rates and not getattr(self.replica, "learning_rates", True):
             error = ArgumentError(
@@ -142,9 +133,9 @@ class ParameterServers(Served):
 
     def renumber(self, previous: tuple[int, ...]) -> None:
         given = self._options.servers
-        if isinstance(given, int):  # as long as two are left, one is a worker
+        if isinstance(given, int):  # keep a worker as long as two ranks remain
             servers: Any = min(given, max(1, len(previous) - 1))
-        else:  # those that are left; the last rank where none is
+        else:  # the remaining servers, or the last rank if none remains
             servers = [rank for rank, old in enumerate(previous) if old in given] or 1
         self._options = self._options._replace(servers=servers)
 
@@ -152,7 +143,7 @@ class ParameterServers(Served):
         self.servers, _ = server_ranks(self._options.servers, ranks)
         self.workers = tuple(rank for rank in range(ranks) if rank not in self.servers)
 
-    def _take_part(self) -> None:
+    def _set_part(self) -> None:
         rank = self.group.rank
         self.part = self.workers.index(rank) if rank in self.workers else None
         self.parts = len(self.workers)
@@ -161,7 +152,7 @@ class ParameterServers(Served):
         self._ledger = EpochLedger()
 
     def _begin_epoch(self, number: int, parts: int) -> None:
-        """An epoch of so many parts begins here, or is gone on with. Local."""
+        """Begin epoch `number` of `parts` parts, or continue it after a failure. Local."""
         self._ledger.begin(number, 0 if self._shard is None else parts)
 
     def end_epoch(self) -> dict[str, Any]:
@@ -171,28 +162,28 @@ class ParameterServers(Served):
 class SynchronousServers(ParameterServers):
     """A step waits for all workers, and the workers divide the batch."""
 
-    mails = False
+    uses_mailbox = False
 
     def __init__(self, replica: Replica, name: str, options: Options) -> None:
         super().__init__(replica, name, options)
         self._first = 0  # the steps before this epoch
         self._summands: list[np.ndarray] = []  # memory for this server's slices of all workers' gradients
-        self._applied = False  # the step after `steps` has been taken here
-        self._collected: list[np.ndarray] = []  # the same, between the exchange and the end of a step
+        self._applied = False  # whether this rank has taken step `steps` + 1
+        self._collected: list[np.ndarray] = []  # `_summands` between the exchange and the end of a step, else []
 
-    def meter(self, batches: Batches) -> Any:
-        return Strategy.meter(self, batches)
+    def make_meter(self, batches: Batches) -> Any:
+        return Strategy.make_meter(self, batches)
 
     def run_epoch(self, run: EpochRun, number: int) -> None:
         self._begin_epoch(number, run.batches.steps)
         self._first = self.steps - run.first_step
-        run.together(number)
+        run.run_steps(number)
 
     def compute(self, batch: Batch | None) -> None:
         measured = self.measured[: len(self.replica.metrics)]
         measured[:] = 0
         if batch is None:
-            self._gradients[:] = 0  # or a callback would look at those of a step before
+            self._gradients[:] = 0  # else a callback would see the gradients of an earlier step
         elif self.part is not None:
             measured[:] = self.replica.gradients(batch.x, batch.y, batch.share)
             measured *= batch.share
@@ -208,12 +199,12 @@ class SynchronousServers(ParameterServers):
         self._collect()
         if self._shard is not None:
             self._update_collected()
-        self._spread()
+        self._broadcast_parameters()
         self._applied = True
         return measured
 
     def _collect(self) -> None:
-        """Give every server its slice of all workers' gradients. Collective over servers and workers."""
+        """Send every worker's gradients to the servers, each server its slice. Collective."""
         comm, shard, requests = self._messages, self._shard, []
         if self.part is not None:
             for server, part in zip(self.servers, self._slices, strict=True):
@@ -223,10 +214,11 @@ class SynchronousServers(ParameterServers):
                 self._summands = [np.empty_like(shard.gradients) for _ in self.workers]
             for worker, slot in zip(self.workers, self._summands, strict=True):
                 requests += [comm.Irecv(piece, worker, PUSH) for piece in pieces(slot)]
-        self._waits.all_of(requests, f"get the gradients of step {self.steps + 1}")
+        self._waiter.all_of(requests, f"receive the gradients of step {self.steps + 1}")
         self._collected = self._summands
-        if self.recoverable and len(self.servers) > 1:  # before any of them updates
-            self._waits.all_of([comm.Ibarrier()], "have all servers get the gradients of a step")
+        # so that no server updates before all servers have the gradients
+        if self.recoverable and len(self.servers) > 1:
+            self._waiter.all_of([comm.Ibarrier()], "learn that all servers have the gradients of a step")
 
     def count_step(self) -> None:
         super().count_step()
@@ -241,7 +233,8 @@ class SynchronousServers(ParameterServers):
         self._applied = True
 
     def _agree_on_progress(self) -> None:
-        """Servers wait for each other before they update: when one has done so, all have the gradients of that step."""
+        """Bring all servers to the newest step. Collective. Servers wait for each other before they update
+        (`_collect`), so if one has updated, all have the gradients of that step."""
         taken = self.steps + self._applied
         newest = max(all_values(self.group.comm, taken, HOW_FAR))
         if taken < newest and self._collected:
@@ -250,14 +243,14 @@ class SynchronousServers(ParameterServers):
 
 
 class AsynchronousServers(ParameterServers):
-    """A server applies each gradient as it comes; the parts of batches are dealt to whoever is free."""
+    """A server applies each gradient as it arrives; parts of batches are dealt to the workers that are free."""
 
     synchronous = False
     thread = "ask"
 
-    def _take_part(self) -> None:
-        super()._take_part()
-        self.parts = self._first_workers  # parts are dealt, to whoever is there
+    def _set_part(self) -> None:
+        super()._set_part()
+        self.parts = self._first_workers  # parts are dealt to the remaining workers, so their number does not change
 
     def connect(self, group: RankGroup) -> None:
         servers, _ = server_ranks(self._options.servers, group.size)
@@ -265,24 +258,24 @@ class AsynchronousServers(ParameterServers):
         super().connect(group)
         given = self._options
         rate = 1 / len(self.workers) if given.learning_rate == "divide" else 1.0
-        self._rule = Rule(given.stale, given.max_staleness, rate)
+        self._rule = StalenessRule(given.stale, given.max_staleness, rate)
 
     def _agree_on_progress(self) -> None:
         self._ledger.agree(self.group.comm, self._shard is not None)
 
     def run_epoch(self, run: EpochRun, number: int) -> None:
         self._begin_epoch(number, run.batches.steps * self.parts)
-        self._then_spread(partial(self._work if self._mailbox is None else self._serve, run, number))
+        self._run_and_broadcast(partial(self._work if self._mailbox is None else self._serve, run, number))
 
-    def _then_spread(self, epoch: Callable[[], None]) -> None:
-        """Run an epoch, and give all ranks the parameters that the servers have then. Collective."""
+    def _run_and_broadcast(self, epoch: Callable[[], None]) -> None:
+        """Run `epoch()`, then broadcast the servers' parameters to all ranks. Collective."""
         try:
             epoch()
         except Exception as error:
-            if everywhere(error, self.group.comm):  # so all ranks come to this
-                self._spread()
+            if everywhere(error, self.group.comm):  # all ranks have this error
+                self._broadcast_parameters()
             raise
-        self._spread()
+        self._broadcast_parameters()
 
     def end_epoch(self) -> dict[str, Any]:
         self._collect_tally()
@@ -300,19 +293,19 @@ class AsynchronousServers(ParameterServers):
         apply, halts = partial(self._apply, run), partial(self._halts, run)
         EpochServer(self._mailbox, self._shard, self._rule, dealer, apply, halts, self._ledger).serve(everyone)
 
-    def _apply(self, run: EpochRun, parcel: Parcel, factor: float) -> None:
-        """Update this server's slice by what a worker has sent."""
-        shard, step = self._shard, parcel.head.step // self.parts
+    def _apply(self, run: EpochRun, message: Message, factor: float) -> None:
+        """Update this server's slice by the gradients in `message`, and call the callbacks. `run` keeps errors."""
+        shard, step = self._shard, message.header.step // self.parts
         assert shard is not None
 
         def update() -> None:
             run.begin_batch(step)
             with self.span("update"):
-                shard.apply(parcel.body, factor)
-            self.measured[: len(self.replica.metrics)] = parcel.measures
+                shard.apply(message.body, factor)
+            self.measured[: len(self.replica.metrics)] = message.measures
             run.end_batch(step)
 
-        run.guarded(update)
+        run.keep_error(update)
 
     def _halts(self, run: EpochRun) -> bool:
         """Whether this rank wants the epoch to end."""
@@ -322,34 +315,35 @@ class AsynchronousServers(ParameterServers):
         client, queue = self._client, self._queue
         assert client is not None
         assert queue is not None
-        rows = Rows(run.batches, number, self.parts, run.fetches_ahead)
+        rows = EpochRows(run.batches, number, self.parts, run.batches.ahead > 0)
         client.begin()
 
         def fetch() -> None:
             client.fetch(self._halts(run))
-            if (coming := client.replies[0].head).kind == WORK:
+            if (coming := client.replies[0].header).kind == WORK:
                 rows.prepare(coming.step)
 
         fetch()
-        while (head := client.replies[0].head).kind == WORK:
-            versions = client.take(self._parameters)
+        while (header := client.replies[0].header).kind == WORK:
+            versions = client.copy_parameters(self._parameters)
             self.replica.refresh()
             coming = queue.submit(fetch)
-            with ended(coming):
-                computed = run.guarded(partial(self._compute_part, run, rows, head.step))
+            with wait_before_raising(coming):
+                computed = run.keep_error(partial(self._compute_part, run, rows, header.step))
                 kind, gradients = (GRADIENTS, self._gradients) if computed else (NOTHING, None)
                 halts = self._halts(run)
-                heads = [Head(kind, head.step, version, halts) for version in versions]
-                client.push(heads, gradients, self.measured[: len(self.replica.metrics)])
+                headers = [Header(kind, header.step, version, halts) for version in versions]
+                client.push(headers, gradients, self.measured[: len(self.replica.metrics)])
                 if computed:
-                    run.guarded(partial(run.end_batch, head.step // self.parts))
+                    run.keep_error(partial(run.end_batch, header.step // self.parts))
             self.clock.start()
             coming.wait()
             self.clock.stop()
         client.bye()
 
-    def _compute_part(self, run: EpochRun, rows: Rows, number: int) -> bool:
-        """Gradients and metrics of a part that was dealt; false when it has no rows. May raise anything."""
+    def _compute_part(self, run: EpochRun, rows: EpochRows, number: int) -> bool:
+        """Compute the gradients and metrics of part `number`. Returns False if it has no rows or its gradients are
+        discarded. May raise any exception."""
         step = number // self.parts
         with self.span("data"):
             batch = rows.take(number)
@@ -358,8 +352,8 @@ class AsynchronousServers(ParameterServers):
         run.begin_batch(step)
         measured = self.measured[: len(self.replica.metrics)]
         with self.span("compute"):
-            measured[:] = self.replica.gradients(*run.checked(batch)[:2], 1.0)
-        if run.unusable(self._gradients, self.replica):
+            measured[:] = self.replica.gradients(*run.check_batch(batch)[:2], 1.0)
+        if run.discard_if_unusable(self._gradients, self.replica):
             return False
         self._tally.add(measured, len(batch.x), step)
         return True

@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 
 from benchmarks.lib import sizes, table
-from benchmarks.lib.results import MEMORIES, Run, summarize
-from benchmarks.lib.verdict import (
+from benchmarks.lib.advice import (
     Choice,
     Range,
     advice,
@@ -15,12 +14,11 @@ from benchmarks.lib.verdict import (
     competing,
     crossovers,
     ranges,
-    runner_up,
-    speedup,
     times_of,
-    verdict,
+    wrong_results,
 )
-from benchmarks.tune import steps
+from benchmarks.lib.results import MEMORIES, Run, summarize
+from benchmarks.tune import table_steps
 from tests.benchmarks.made_runs import made_run
 
 
@@ -80,79 +78,20 @@ def test_crossover_lies_where_the_curves_meet() -> None:
     assert crossing.nbytes == pytest.approx(10, rel=1e-6)
 
 
-def test_speedup_and_runner_up() -> None:
-    times = {1: {"a": 1.0, "b": 2.0, "c": 3.0}, 2: {"a": 1.0, "b": 8.0, "c": 3.0}}
-    span = Range(1, 2, "a")
-    assert speedup(times, span, "b") == pytest.approx(4)
-    assert runner_up(times, span) == "c"
-    assert speedup(times, span, "d") is None
-
-
-def test_verdict_in_words() -> None:
-    lines = verdict(made_run())
-    allocated = [line for line in lines if line.startswith("Arrays from allocate()")]
-    foreign = [line for line in lines if line.startswith("Foreign arrays")]
-    assert "native wins from 8 B to 32 KiB" in allocated[0]
-    assert "shared wins from 128 KiB to 128 MiB" in allocated[1]
-    assert "as fast as native" in allocated[1]
-    assert "auto reaches" in allocated[2]
-    assert "of native's" in foreign[-1]
-    assert sorted(lines) == sorted(allocated + foreign)
-
-
-def run_of(times: dict[str, list[float]]) -> Run:
-    """A run of two ranks on foreign arrays: backend -> microseconds at 8, 16, 32, ... bytes."""
-    run = Run({}, [2], False, "float32", "sum", "2026", "made up")
-    for backend, each in times.items():
-        run.results += [
-            summarize(backend, "foreign", 2 << index, 4, 2, np.array([us * 1e-6]), 0) for index, us in enumerate(each)
-        ]
-    return run
-
-
-def test_verdict_names_no_winner_where_two_are_level() -> None:
-    level = run_of({"ring": [1.0, 1.02, 1.0], "native": [1.01, 1.0, 1.0], "shared": [2.0, 2.0, 2.0]})
-    assert verdict(level) == ["Foreign arrays: ring and native are level at all sizes from 8 B to 32 B (within 3%)"]
-    above = run_of({"ring": [1.0, 1.0], "native": [2.0, 2.0], "shared": [1.0, 1.0]})
-    (line,) = verdict(above)
-    assert "ring and shared are level" in line
-    assert "(within 3%), 2.00x as fast as native" in line
-
-
-def test_verdict_gives_the_lead_over_the_runner_up() -> None:
-    (line,) = verdict(run_of({"ring": [1.0], "native": [3.0], "shared": [2.0]}))
-    assert line == "Foreign arrays: ring wins at 8 B, 3.00x as fast as native and 2.00x as fast as the runner-up shared"
-    (line,) = verdict(run_of({"ring": [1.0], "native": [2.0]}))
-    assert line == "Foreign arrays: ring wins at 8 B, 2.00x as fast as the runner-up native"
-
-
-def test_who_is_wrong_wins_nothing() -> None:
-    run = run_of({"ring": [1.0, 1.0], "native": [2.0, 2.0], "shared": [3.0, 3.0]})
-    run.results[0] = replace(run.results[0], wrong=1)
-    assert verdict(run) == [
-        "WRONG RESULTS: ring, foreign arrays, 8 B: 1 elements",
-        "Left out of what follows: ring",
-        "Foreign arrays: native wins at all sizes from 8 B to 16 B, 1.50x as fast as the runner-up shared",
-    ]
-
-
-def test_verdict_judges_auto_apart_from_the_others() -> None:
+def test_auto_does_not_compete_with_the_backends_it_chooses_from() -> None:
     names = {name for found in competing(times_of(made_run(), "allocated")).values() for name in found}
     assert names == {"ring", "shared", "native"}
 
 
-def test_verdict_of_one_rank_says_so() -> None:
-    assert ["One rank only" in line for line in verdict(made_run(ranks=1))] == [True]
-
-
-def test_verdict_begins_with_wrong_results() -> None:
+def test_wrong_results_are_told() -> None:
     run = made_run()
     run.results.append(summarize("ring", "foreign", 4, 4, 4, np.array([1e-6]), 3))
-    assert verdict(run)[0] == "WRONG RESULTS: ring, foreign arrays, 16 B: 3 elements"
+    assert wrong_results(run) == ["WRONG RESULTS: ring, foreign arrays, 16 B: 3 elements"]
+    assert "ring" not in {name for found in times_of(run, "foreign").values() for name in found}
 
 
 def test_steps_of_a_decision_table() -> None:
-    found = steps({16: {"a": 1.0, "b": 2.0}, 64: {"a": 1.0, "b": 0.99}, 256: {"a": 2.0, "b": 1.0}})
+    found = table_steps({16: {"a": 1.0, "b": 2.0}, 64: {"a": 1.0, "b": 0.99}, 256: {"a": 2.0, "b": 1.0}})
     assert found == [(128, "a"), (None, "b")]  # 1 % is no reason to change; the middle of 64 and 256 is 128
 
 
@@ -169,12 +108,6 @@ def test_table_has_nccl_tests_columns() -> None:
     assert lines["gloo"].split()[9:13] == ["N/A"] * 4
     assert len({len(line) for line in lines.values()}) == 1
     assert table.footer(run).startswith("# Out of bounds values : 0 OK\n# Avg bus bandwidth    : ")
-
-
-def test_a_size_at_which_auto_alone_was_measured() -> None:
-    run = made_run()
-    run.results = [each for each in run.results if each.backend == "auto" or each.size != run.results[0].size]
-    assert any("wins" in line for line in verdict(run))
 
 
 def with_times(times: dict[str, list[float]], spread: float = 1.0) -> Run:

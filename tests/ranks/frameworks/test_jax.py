@@ -1,25 +1,31 @@
-"""A job of test_jax.py: trainers with JaxReplica, and allreduce.jax, on some ranks."""
+"""Trainers with JaxReplica, and the collectives of allreduce.jax."""
 
-import sys
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any, NamedTuple
 
-import jax
-import jax.numpy as jnp
 import numpy as np
-import optax
+import pytest
+from mpi4py import MPI
 
-import allreduce
-import allreduce.jax as ours
-from allreduce import errors
-from tests.frameworks.replica_checks import check_training
-from trainers import CentralStorageTrainer, MirroredTrainer, ParameterServerTrainer, SpareReplicasTrainer
-from trainers.errors import ArgumentError
-from trainers.replicas.jax import JaxReplica
+from tests.frameworks.test_jax import ENVIRONMENT
 
-topology = allreduce.Topology()
-rank, size = topology.rank, topology.size
+os.environ.update(ENVIRONMENT)  # before JAX is imported
+jax = pytest.importorskip("jax", reason="JAX is not installed in this environment")
+optax = pytest.importorskip("optax", reason="optax is not installed in this environment")
+
+import jax.numpy as jnp  # noqa: E402
+
+import allreduce  # noqa: E402
+import allreduce.jax as ours  # noqa: E402
+from allreduce import errors  # noqa: E402
+from tests.frameworks.replica_checks import check_training  # noqa: E402
+from trainers import CentralStorageTrainer, MirroredTrainer, ParameterServerTrainer, SpareReplicasTrainer  # noqa: E402
+from trainers.errors import ArgumentError  # noqa: E402
+from trainers.replicas.jax import JaxReplica  # noqa: E402
+
+rank, size = MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size
 RANDOM = np.random.default_rng(0)
 X, Y = RANDOM.normal(size=(50, 6)), RANDOM.integers(0, 4, 50)
 
@@ -43,7 +49,13 @@ def replica(seed: int = 0, optimizer: Any = None) -> JaxReplica:
     return JaxReplica(apply, loss, params, optimizer or optax.adam(0.02), {"accuracy": accuracy})
 
 
-def alone(optimizer: Any = None) -> tuple[np.ndarray, Any]:
+@pytest.fixture(scope="module")
+def reduce(topology_of: Callable[[None], allreduce.Topology]) -> Iterator[Any]:
+    with allreduce.create("auto", topology_of(None)) as made:
+        yield made
+
+
+def alone(topology: allreduce.Topology, optimizer: Any = None) -> tuple[np.ndarray, Any]:
     """What one rank learns by itself."""
     with topology.split(rank) as self, MirroredTrainer(replica(0, optimizer), "native", self) as trainer:
         history = trainer.fit(X, Y, epochs=1, batch_size=16, progress=False)
@@ -53,24 +65,23 @@ def alone(optimizer: Any = None) -> tuple[np.ndarray, Any]:
 def learned(trainer: Any) -> tuple[np.ndarray, Any]:
     history = trainer.fit(X, Y, epochs=1, batch_size=16, progress=False)
     scores = trainer.evaluate(X, Y)
-    assert scores == topology.world.bcast(scores)
+    assert scores == MPI.COMM_WORLD.bcast(scores)
     return trainer.replica.state()["parameters"].copy(), history
 
 
-def check_trainers() -> None:
+def test_trainers(flat: allreduce.Topology) -> None:
     """P ranks train as one, with each strategy; models of other ranks than 0 begin as others and become equal."""
-    wanted, history = alone()
+    wanted, history = alone(flat)
     made: dict[str, Callable[[], Any]] = {
-        "replicated": partial(MirroredTrainer, replica(rank), "auto", topology),
-        "sharded": partial(MirroredTrainer, replica(rank), "shared", topology, update="sharded"),
-        "sharded, without common memory": partial(MirroredTrainer, replica(rank), "ring", topology, update="sharded"),
-        "central": partial(CentralStorageTrainer, replica(rank), topology, storage=size - 1),
+        "replicated": partial(MirroredTrainer, replica(rank), "auto", flat),
+        "sharded": partial(MirroredTrainer, replica(rank), "shared", flat, update="sharded"),
+        "sharded, without common memory": partial(MirroredTrainer, replica(rank), "ring", flat, update="sharded"),
+        "central": partial(CentralStorageTrainer, replica(rank), flat, storage=size - 1),
     }
     check_training(made, learned, wanted, history, (X[:4].astype("float32"), Y[:4]))
-    check_whole_arrays()
     for make in (
-        partial(ParameterServerTrainer, replica(rank), topology, servers=1),
-        partial(SpareReplicasTrainer, replica(rank), topology, spare=1),
+        partial(ParameterServerTrainer, replica(rank), flat, servers=1),
+        partial(SpareReplicasTrainer, replica(rank), flat, spare=1),
     ):
         with make() as trainer:
             epochs = trainer.fit(X, Y, epochs=3, batch_size=16, progress=False)
@@ -78,16 +89,16 @@ def check_trainers() -> None:
             assert trainer.evaluate(X, Y)["loss"] < 2
 
 
-def check_whole_arrays() -> None:
+def test_an_optimizer_of_whole_arrays(flat: allreduce.Topology) -> None:
     """An optimizer that needs all gradients trains replicated, and is refused where ranks divide the update."""
     clipped = optax.chain(optax.clip_by_global_norm(0.5), optax.adam(0.02))
-    wanted, _ = alone(clipped)
-    with MirroredTrainer(replica(rank, clipped), "auto", topology) as trainer:
+    wanted, _ = alone(flat, clipped)
+    with MirroredTrainer(replica(rank, clipped), "auto", flat) as trainer:
         np.testing.assert_allclose(learned(trainer)[0], wanted, rtol=2e-4, atol=2e-5)
-    with CentralStorageTrainer(replica(rank, clipped), topology) as trainer:  # which then copies the whole state
+    with CentralStorageTrainer(replica(rank, clipped), flat) as trainer:  # which then copies the whole state
         np.testing.assert_allclose(learned(trainer)[0], wanted, rtol=2e-4, atol=2e-5)
     assert "slices" in raised(
-        ArgumentError, lambda: MirroredTrainer(replica(rank, clipped), "shared", topology, update="sharded")
+        ArgumentError, lambda: MirroredTrainer(replica(rank, clipped), "shared", flat, update="sharded")
     )
 
 
@@ -109,7 +120,7 @@ def tree(number: float) -> dict[str, Any]:
     }
 
 
-def check_values(reduce: Any) -> None:
+def test_values(reduce: Any) -> None:
     """Eagerly and compiled, against NumPy over all ranks' trees."""
     everyone = [tree(number) for number in range(size)]
     combined = {"psum": np.sum, "pmax": np.max, "pmin": np.min}
@@ -127,11 +138,10 @@ def check_values(reduce: Any) -> None:
                 assert here.dtype == there.dtype
                 np.testing.assert_allclose(np.asarray(here, "float32"), np.asarray(there, "float32"), rtol=1e-2)
     assert ours.pmean({}, reduce) == {}
-    check_moves(reduce)
     assert float(ours.pmean(float(rank), reduce)) == (size - 1) / 2
 
 
-def check_moves(reduce: Any) -> None:
+def test_moves(reduce: Any) -> None:
     """What computes nothing takes every dtype: random keys are uint32, or of a kind of their own."""
     for kind in ("uint16", "uint32", "int16", "complex64", "bool", "float8_e4m3fn"):
         mine = {"moved": jnp.arange(4).astype(kind) * (rank % 2), "float": jnp.ones(2)}
@@ -148,7 +158,7 @@ def check_moves(reduce: Any) -> None:
     assert "uint32" in raised(errors.UnsupportedDtypeError, lambda: ours.psum(jax.random.PRNGKey(0), reduce))
 
 
-def check_derivatives(reduce: Any) -> None:
+def test_derivatives(reduce: Any) -> None:
     """The gradient of the mean is the mean; of the others what calculus says of the sum of all ranks' losses."""
     mine = jnp.arange(3.0) + rank
     ranks = range(size)
@@ -183,7 +193,7 @@ def check_derivatives(reduce: Any) -> None:
     np.testing.assert_allclose(looped, mean + 5, rtol=1e-6)
 
 
-def check_memory(reduce: Any) -> None:
+def test_memory(reduce: Any) -> None:
     """Compiled, results lie where arguments lay; these are not touched where somebody else reads them."""
     call = partial(ours.pmean, backend=reduce)
     mine = jnp.full(100_000, float(rank))
@@ -196,7 +206,7 @@ def check_memory(reduce: Any) -> None:
     np.testing.assert_array_equal(mean, (size - 1) / 2)
 
 
-def check_surroundings(reduce: Any) -> None:
+def test_surroundings(reduce: Any) -> None:
     """What JAX has round a call: no compilation, recomputed layers, more than one device."""
     call = partial(ours.pmean, backend=reduce)
     with jax.disable_jit():
@@ -230,7 +240,7 @@ jax.tree_util.register_pytree_node(
 )
 
 
-def check_nodes(reduce: Any) -> None:
+def test_nodes(reduce: Any) -> None:
     layer = Layer({"w": jnp.full(3, float(rank))}, lambda array: array)
     for found in (ours.pmean(layer, reduce), jax.jit(partial(ours.pmean, backend=reduce))(layer)):
         assert found.activation is layer.activation
@@ -240,7 +250,7 @@ def check_nodes(reduce: Any) -> None:
     assert "['v'] of float32[3]" in text, text
 
 
-def check_order(reduce: Any) -> None:
+def test_order(reduce: Any) -> None:
     """Many calls under way, compiled and not, of which nobody waits for the first: the same order on all ranks."""
 
     @jax.jit
@@ -256,8 +266,9 @@ def check_order(reduce: Any) -> None:
         assert float(summed.max()) == (sum(range(size)) if number % 2 == 0 else size * (number // 2))
 
 
-def check_errors(reduce: Any) -> None:
+def test_errors(flat: allreduce.Topology) -> None:
     """The same named error on every rank, eagerly and compiled, and good calls behind it."""
+    reduce = allreduce.create("auto", flat)
     shape = (2, 3) if rank == 0 else (3, 2)
     call = partial(ours.pmean, backend=reduce)
     for _ in range(2):
@@ -281,18 +292,3 @@ def check_errors(reduce: Any) -> None:
     assert float(jax.jit(call)(jnp.float32(rank))) == (size - 1) / 2
     reduce.close()
     raised(errors.ClosedError, lambda: call(jnp.ones(3)))
-
-
-if "trainers" in sys.argv:
-    check_trainers()
-if "calls" in sys.argv:
-    reduce = allreduce.create("auto", topology)
-    check_values(reduce)
-    check_derivatives(reduce)
-    check_memory(reduce)
-    check_surroundings(reduce)
-    check_nodes(reduce)
-    check_order(reduce)
-    check_errors(reduce)
-topology.close()
-print(f"rank {rank} is done")

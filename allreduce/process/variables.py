@@ -1,0 +1,19 @@
+"""The environment variables in which launchers say which rank a process is."""
+
+from collections.abc import Sequence
+from os import environ
+
+# Of Open MPI's mpirun, then of the mpiexec of MPICH and its relatives
+RANK = ("OMPI_COMM_WORLD_RANK", "PMI_RANK")
+SIZE = OPEN_MPI_SIZE, PMI_SIZE = "OMPI_COMM_WORLD_SIZE", "PMI_SIZE"
+LOCAL_RANK = ("OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID")
+LOCAL_SIZE = ("OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS")
+ANY_RANK = (*RANK, "PMIX_RANK", "SLURM_PROCID")  # of srun too, with and without MPI
+STEP_SIZE = "SLURM_STEP_NUM_TASKS"
+OTHERS = {"torchrun": "WORLD_SIZE", "horovodrun": "HOROVOD_SIZE"}  # sizes, by launchers that start no MPI
+PROCESS = ("PMIX_NAMESPACE", "PMIX_RANK", "PMI_RANK", "PMI_FD", "PMI_PORT", "PMI_JOBID")  # differ from job to job
+
+
+def first(names: Sequence[str], default: str = "") -> str:
+    """Return the value of the first of these variables that is set. Local."""
+    return next((environ[name] for name in names if name in environ), default)

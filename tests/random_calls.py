@@ -1,0 +1,39 @@
+"""What random calls are drawn from, and what must come out: for tests.sequences, tests.faults and its random programs.
+
+In tests.sequences all ranks make the same calls, in random programs one rank makes another, and in tests.faults ranks
+fail. All of them draw from these values. Pure.
+"""
+
+import random
+from collections.abc import Callable
+
+import numpy as np
+
+DTYPES = ("float32", "float32", "float64", "int32", "int64", "uint8")
+LENGTHS = (0, 1, 2, 3, 5, 16, 17, 1000, 4099, 70_001)
+OPS: dict[str, Callable[[np.ndarray], np.ndarray]] = {
+    "sum": lambda rows: rows.sum(0),
+    "mean": lambda rows: rows.mean(0),
+    "max": lambda rows: rows.max(0),
+    "min": lambda rows: rows.min(0),
+    "prod": lambda rows: rows.prod(0),
+}
+
+
+def op_for(draw: random.Random, dtype: str) -> str:
+    """An operation that this dtype has."""
+    return draw.choice([op for op in OPS if op != "mean" or dtype.startswith("float")])
+
+
+def reduced(rows: np.ndarray, op: str) -> np.ndarray:
+    """The right result of a reduction, in float64. rows: the arrays of all ranks; sums of uint8 wrap round."""
+    exact = OPS[op](rows.astype("float64"))
+    return exact % 256 if rows.dtype == "uint8" else exact
+
+
+def nodes_for(draw: random.Random, ranks: int) -> tuple[int, ...]:
+    """Sizes of simulated nodes; () for one node, which is drawn most often."""
+    if ranks == 1:
+        return ()
+    halves = ranks - ranks // 2, ranks // 2
+    return draw.choice(((), (), (), halves, halves[::-1], (1,) * ranks))
