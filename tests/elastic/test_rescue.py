@@ -1,15 +1,12 @@
 """The newest state that ranks can put together of what they have."""
 
-import json
-from typing import Any
 
-import ml_dtypes
 import numpy as np
 import pytest
 from mpi4py import MPI
 
 from allreduce import Topology
-from trainers import MirroredTrainer, SpareReplicasTrainer, group
+from trainers import MirroredTrainer, SpareReplicasTrainer
 from trainers.errors import ArgumentError
 from trainers.group import Owner, RankGroup
 from trainers.replicas.numpy.network import NumpyNetwork
@@ -33,29 +30,6 @@ def test_states_of_one_step_are_not_mixed() -> None:
 
 def test_who_has_it_whole_hands_it_to_all() -> None:
     assert select([[(3, 3, 0, 0, 5)], [(3, 3, 0, 0, 10)], [(2, 2, 0, 0, 10)]], 10) == Selection(3, [(1, 0)])
-
-
-def test_halves_arrive_as_what_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As of a replica of bfloat16, which NumPy's own names for dtypes don't know."""
-    told: list[Any] = []
-
-    class Other:
-        rank, size = 1, 2
-
-    state = {"halves": np.ones(3, ml_dtypes.bfloat16), "bytes": np.zeros(2, "V2"), "big": np.ones((2, 1), ">f4")}
-
-    def tell(comm: MPI.Intracomm, value: Any, *_: Any) -> Any:
-        if comm.rank == 0:
-            told.append(json.loads(json.dumps(value)))
-        return told[0]
-
-    monkeypatch.setattr(group, "root_value", tell)
-    group.broadcast_arrays(MPI.COMM_SELF, state, 0, "a test")
-    monkeypatch.setattr(group, "broadcast", lambda *_: None)
-    came = group.broadcast_arrays(Other(), {}, 0, "a test")  # type: ignore[arg-type]
-    assert {name: (array.dtype, array.shape) for name, array in came.items()} == {
-        name: (array.dtype, array.shape) for name, array in state.items()
-    }
 
 
 def test_a_slice_that_nobody_has_is_missed() -> None:

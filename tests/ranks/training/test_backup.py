@@ -1,11 +1,13 @@
 """The backup of pieces, and the newest state that ranks make of them."""
 
+import ml_dtypes
 import numpy as np
 import pytest
 from mpi4py import MPI
 
 import allreduce
 from trainers import MirroredTrainer, NumpyNetwork
+from trainers.group import broadcast_arrays
 from trainers.state.adopt import Piece, adopt_whole, newest
 from trainers.state.backup import Backup, holders
 from trainers.strategies.interface import Strategy
@@ -101,3 +103,15 @@ def test_a_load_that_finds_no_state_leaves_the_live_pieces(
 
 def lacking(shape: object, dtype: object = None) -> np.ndarray:
     raise MemoryError("no room")
+
+
+@pytest.mark.parametrize("root", [0, -1])
+def test_broadcast_arrays_have_the_dtypes_and_shapes_of_the_root(world: MPI.Intracomm, root: int) -> None:
+    """Also bfloat16, which NumPy's own names for dtypes don't know, raw bytes and the other byte order."""
+    state = {"halves": np.ones(3, ml_dtypes.bfloat16), "bytes": np.zeros(2, "V2"), "big": np.ones((2, 1), ">f4")}
+    root %= world.size
+    came = broadcast_arrays(world, state if world.rank == root else {}, root, "a test")
+    assert list(came) == list(state)
+    for name, array in state.items():
+        assert (came[name].dtype, came[name].shape) == (array.dtype, array.shape)
+        assert came[name].tobytes() == array.tobytes()
