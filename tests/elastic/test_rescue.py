@@ -1,6 +1,5 @@
 """The newest state that ranks can put together of what they have."""
 
-
 import numpy as np
 import pytest
 from mpi4py import MPI
