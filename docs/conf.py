@@ -1,0 +1,168 @@
+"""Sphinx's settings for the documentation site. bash scripts/docs.sh builds it."""
+
+import importlib.abc
+import importlib.machinery
+import inspect
+import re
+import sys
+import types
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+# The site is built without the frameworks, so without gigabytes of PyTorch.
+FRAMEWORKS = {"accelerate", "cupy", "jax", "keras", "lightning", "optax", "tensorboardX", "tensorflow", "torch"}
+
+
+class StandIn(type):
+    """The type of what stands for the names in a framework's module: classes, so annotations may join them by `|`."""
+
+    def __getattr__(cls, name: str) -> Any:
+        return stand_in(name, cls.__module__)
+
+    def __mro_entries__(cls, _bases: tuple[Any, ...]) -> tuple[type, ...]:
+        return (cls,)
+
+    def __getitem__(cls, _: Any) -> Any:
+        return cls
+
+    def __iter__(cls) -> Any:
+        return iter(())
+
+
+def stand_in(name: str, module: str) -> type:
+    if name.startswith("__"):
+        raise AttributeError(name)
+
+    def decorate(_self: Any, function: Any = None, *_: Any, **__: Any) -> Any:
+        return function
+
+    return StandIn(name, (), {"__module__": module, "__init__": lambda *_, **__: None, "__call__": decorate})
+
+
+class Framework(types.ModuleType):
+    """A module of a framework that is not installed."""
+
+    __path__: list[str] = []
+    __version__ = "99.0"
+
+    def __getattr__(self, name: str) -> Any:
+        return stand_in(name, self.__name__)
+
+
+class Frameworks(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    """Finds a `Framework` for each import from one of FRAMEWORKS, installed or not."""
+
+    def find_spec(self, name: str, path: Sequence[str] | None, target: Any = None) -> Any:
+        found = name.partition(".")[0] in FRAMEWORKS
+        return importlib.machinery.ModuleSpec(name, self, is_package=True) if found else None
+
+    def create_module(self, spec: importlib.machinery.ModuleSpec) -> types.ModuleType:
+        return Framework(spec.name)
+
+    def exec_module(self, module: types.ModuleType) -> None:
+        """Nothing: names appear when they are asked for."""
+
+
+sys.meta_path.insert(0, Frameworks())
+
+import allreduce  # noqa: E402
+
+project = "allreduce"
+copyright = "the allreduce authors"
+version = release = allreduce.__version__
+
+extensions = [
+    "myst_parser",
+    "sphinx.ext.autodoc",
+    "sphinx.ext.intersphinx",
+    "sphinx_copybutton",
+    "sphinx_design",
+]
+smartquotes = False
+source_suffix = {".md": "markdown"}
+exclude_patterns = ["programs"]
+default_role = "code"  # docstrings write `name` as Markdown does
+
+myst_enable_extensions = ["attrs_block", "attrs_inline", "colon_fence", "deflist", "fieldlist"]
+myst_heading_anchors = 3
+
+html_theme = "pydata_sphinx_theme"
+html_title = "allreduce"
+html_static_path = ["_static"]
+html_css_files = ["site.css"]
+html_copy_source = False
+html_show_sourcelink = False
+html_theme_options = {
+    "navigation_with_keys": False,
+    "show_prev_next": True,
+    "show_toc_level": 2,
+    "header_links_before_dropdown": 8,
+    "navbar_align": "left",
+    "footer_start": ["copyright"],
+    "footer_end": [],
+    "pygments_light_style": "a11y-high-contrast-light",
+    "pygments_dark_style": "a11y-high-contrast-dark",
+    "secondary_sidebar_items": ["page-toc"],
+}
+copybutton_prompt_text = r"\$ "
+copybutton_prompt_is_regexp = True
+copybutton_exclude = ".linenos, .gp, .go"
+
+autodoc_member_order = "bysource"
+autodoc_typehints = "none"  # the descriptions of arguments give the types that a reader needs
+autodoc_preserve_defaults = True
+python_use_unqualified_type_names = True
+intersphinx_mapping: dict[str, Any] = {}  # nothing is loaded from the network while the site is built
+
+ITEM = re.compile(r"(\*{0,2}[A-Za-z_][\w.`]*(?:, \*{0,2}[A-Za-z_][\w.`]*)*): (\S.*)")
+STAR = re.compile(r"(?<![\\`\w])(\*{1,2})(?=\w)")
+
+
+def with_code_blocks(lines: list[str]) -> Iterator[str]:
+    """Yield the lines, with ".. code-block" before each indented block that follows an empty line."""
+    before = ""
+    block = False
+    for line in lines:
+        if line.startswith("    ") and not before and not block:
+            yield from (".. code-block:: python", "")
+            block = True
+        elif line and not line.startswith(" "):
+            block = False
+        yield line
+        before = line
+
+
+def as_fields(_app: Any, _kind: str, _name: str, documented: Any, _options: Any, lines: list[str]) -> None:
+    """Turn the lines "name: description" of a docstring into reStructuredText, in place.
+
+    Parameters of the function, or of the class's constructor, become fields; other names items of a list.
+    """
+    try:
+        parameters = {*inspect.signature(documented).parameters}
+    except (TypeError, ValueError):
+        parameters = set()
+    made: list[str] = []
+    inside = False
+    for line in with_code_blocks(lines):
+        match = ITEM.fullmatch(line)
+        if match and (inside or not made or not made[-1] or made[-1].endswith((".", ":", ")"))):
+            names = match[1].replace("*", r"\*").replace(", ", ",")  # Sphinx takes a word before a space as the type
+            is_parameter = parameters.issuperset(name.strip("*") for name in match[1].split(", "))
+            if not inside and made and made[-1]:
+                made.append("")
+            made.append(f":param {names}: {match[2]}" if is_parameter else f"- ``{match[1]}``: {match[2]}")
+            inside = True
+        else:
+            if inside and line and not line.startswith(" "):
+                made.append("")
+            inside = inside and bool(line.startswith(" "))
+            made.append(STAR.sub(r"\\\1", line))
+    lines[:] = [*made, ""]
+
+
+def setup(app: Any) -> None:
+    app.connect("autodoc-process-docstring", as_fields)
