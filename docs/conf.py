@@ -46,7 +46,7 @@ def stand_in(name: str, module: str) -> type:
 class Framework(types.ModuleType):
     """A module of a framework that is not installed."""
 
-    __path__: list[str] = []
+    __path__ = ()
     __version__ = "99.0"
 
     def __getattr__(self, name: str) -> Any:
