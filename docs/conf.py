@@ -96,6 +96,7 @@ html_static_path = ["_static"]
 html_css_files = ["site.css"]
 html_copy_source = False
 html_show_sourcelink = False
+html_use_index = False
 html_sidebars = {"index": [], "search": []}
 html_permalinks_icon = "#"
 html_theme_options = {
