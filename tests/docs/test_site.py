@@ -172,7 +172,8 @@ const names = NAMES, found = {};
 function scrolls(element) {
   for (; element; element = element.parentElement)
     if (/auto|scroll/.test(getComputedStyle(element).overflowX)) {
-      const box = element.getBoundingClientRect(), page = "html, body, main, article, .bd-content, .bd-article-container";
+      const box = element.getBoundingClientRect();
+      const page = "html, body, main, article, .bd-content, .bd-article-container";
       if (box.right <= PHONE && !element.matches(page)) return true;
     }
   return false;
