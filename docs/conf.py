@@ -43,7 +43,11 @@ def stand_in(name: str, module: str) -> type:
     def decorate(_self: Any, function: Any = None, *_: Any, **__: Any) -> Any:
         return stand_in("result", module) if function is None else function
 
-    methods = {"__init__": lambda *_, **__: None, "__call__": decorate, "__getattr__": lambda _, each: stand_in(each, module)}
+    methods = {
+        "__init__": lambda *_, **__: None,
+        "__call__": decorate,
+        "__getattr__": lambda _, each: stand_in(each, module),
+    }
     return StandIn(name, (), {"__module__": module, **methods})
 
 
@@ -163,13 +167,14 @@ def as_fields(_app: Any, _kind: str, _name: str, documented: Any, _options: Any,
     except (TypeError, ValueError):
         parameters = set()
     made: list[str] = []
-    inside = False
+    inside, starts = False, ""
     for line in with_code_blocks(lines):
         match = ITEM.fullmatch(line)
         if match and (inside or not made or not made[-1] or made[-1].endswith((".", ":", ")"))):
             names = match[1].replace("*", r"\*").replace(", ", ",")  # Sphinx takes a word before a space as the type
             is_parameter = parameters.issuperset(name.strip("*") for name in match[1].split(", "))
-            if not inside and made and made[-1]:
+            before, starts = starts, ":param" if is_parameter else "-"
+            if made and made[-1] and not (inside and before == starts):
                 made.append("")
             made.append(f":param {names}: {match[2]}" if is_parameter else f"- ``{match[1]}``: {match[2]}")
             inside = True

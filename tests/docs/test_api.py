@@ -1,5 +1,5 @@
-"""The site's pages on the API, on measuring and on trouble: every public name, error, variable and finding of the doctor
-stands there, what stands there exists, and the programs print what the pages say.
+"""The site's pages on the API, on measuring and on trouble: every public name, error, environment variable and finding
+of the doctor stands there, what stands there exists, and the programs print what the pages say.
 """
 
 import ast
@@ -36,7 +36,8 @@ MODULES = [  # all public modules, with the packages that they need
 TARGET = re.compile(r"^\s*\.\. auto\w+:: ([\w.]+)(\(.*\))?$", re.MULTILINE)
 PROGRAM = re.compile(
     r"^```python\n# (?P<name>\S+\.py)\n(?P<text>.*?)^```\n\n"
-    r"`mpirun (?P<ulfm>--with-ft ulfm )?-n (?P<ranks>\d) python (?P=name)` prints[^\n]*:\n\n^```text\n(?P<output>.*?)^```$",
+    r"`mpirun (?P<ulfm>--with-ft ulfm )?-n (?P<ranks>\d) python (?P=name)` prints[^\n]*:\n\n"
+    r"^```text\n(?P<output>.*?)^```$",
     re.MULTILINE | re.DOTALL,
 )
 FRAMEWORKS = ("keras", "torch", "jax")
@@ -95,13 +96,12 @@ def targets() -> list[tuple[str, str]]:
 
 
 def public(module: Any) -> list[str]:
-    """The names in __all__, or the public classes of a module of errors."""
+    """The names in __all__; without it the functions, or, of a module of errors, the classes."""
     if hasattr(module, "__all__"):
         return list(module.__all__)
-    classes = [
-        name for name, each in vars(module).items() if inspect.isclass(each) and each.__module__ == module.__name__
-    ]
-    return [name for name in classes if not name.startswith("_")]
+    kind = inspect.isclass if module.__name__.endswith(".errors") else inspect.isfunction
+    found = [name for name, each in vars(module).items() if kind(each) and each.__module__ == module.__name__]
+    return [name for name in found if not name.startswith("_")]
 
 
 @pytest.mark.parametrize(("module", "package"), MODULES)
@@ -173,10 +173,8 @@ def rows(page: str) -> set[str]:
 
 
 def test_every_error_has_a_cause_and_a_remedy() -> None:
-    names = {
-        name for module in ("allreduce.errors", "trainers.errors") for name in public(importlib.import_module(module))
-    }
-    assert names - rows("errors.md") == set()
+    assert set(public(importlib.import_module("allreduce.errors"))) <= rows("errors.md")
+    assert set(public(importlib.import_module("trainers.errors"))) <= rows("trainer_errors.md")
 
 
 def test_every_variable_is_explained() -> None:
