@@ -1,0 +1,84 @@
+"""A PyTorch script for many ranks: DataLoader, schedule, clipping, evaluation, checkpoint, resume.
+
+mpirun -n 4 python torch_dataloader.py    # kill it and run it again, on any number of ranks: it resumes
+"""
+
+import os
+
+import numpy as np
+import torch
+from torch.utils.data import DataLoader, DistributedSampler, Subset, TensorDataset
+
+import allreduce
+from trainers import datasets
+from trainers.pytorch import MirroredOptimizer
+
+EPOCHS, BATCH, FILE = int(os.environ.get("EPOCHS", "6")), 64, "checkpoint.pt"  # BATCH: rows of all ranks together
+
+
+def digits():
+    """Return 1,437 images of digits to train and 360 to test."""
+    data = datasets.load("digits")
+    x_train, x_test = (torch.from_numpy((x - data.shift) * data.scale).float() for x in (data.x_train, data.x_test))
+    return TensorDataset(x_train, torch.from_numpy(data.y_train)), TensorDataset(x_test, torch.from_numpy(data.y_test))
+
+
+def evaluate(model, loader, reduce):
+    """Return the fraction of the test rows that the model classifies correctly."""
+    model.eval()
+    right = rows = 0
+    with torch.no_grad():
+        for x, y in loader:
+            right += (model(x).argmax(1) == y).sum().item()
+            rows += len(y)
+    totals = np.array([right, rows])
+    reduce(totals, op="sum")
+    right, rows = totals
+    return right / rows
+
+
+def main():
+    reduce = allreduce.create("auto")
+    torch.manual_seed(reduce.rank)
+    train, test = digits()
+    sampler = DistributedSampler(train, num_replicas=reduce.size, rank=reduce.rank)
+    train_loader = DataLoader(train, BATCH // reduce.size, sampler=sampler)
+    test_loader = DataLoader(Subset(test, range(reduce.rank, len(test), reduce.size)), 256)
+
+    model = torch.nn.Sequential(
+        torch.nn.Linear(64, 64), torch.nn.ReLU(), torch.nn.Dropout(0.1), torch.nn.Linear(64, 10)
+    )
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    saved = torch.load(FILE, weights_only=True) if os.path.exists(FILE) else None
+    if saved:
+        model.load_state_dict(saved["model"])
+        optimizer.load_state_dict(saved["optimizer"])
+    optimizer = MirroredOptimizer(optimizer, model, topology=reduce.topology)
+    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=EPOCHS)
+    if saved:
+        scheduler.load_state_dict(saved["scheduler"])
+    first = saved["epochs"] if saved else 0
+    if reduce.rank == 0:
+        print(f"starts at epoch {first + 1}")
+
+    for epoch in range(first, EPOCHS):
+        model.train()
+        sampler.set_epoch(epoch)
+        for x, y in train_loader:
+            optimizer.rows(len(x))
+            optimizer.zero_grad()
+            loss = torch.nn.functional.cross_entropy(model(x), y)
+            loss.backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+        scheduler.step()
+        accuracy = evaluate(model, test_loader, reduce)
+        state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+        if reduce.rank == 0:
+            print(f"epoch {epoch + 1}: test accuracy {accuracy:.3f}")
+            torch.save({**state, "scheduler": scheduler.state_dict(), "epochs": epoch + 1}, FILE + ".new")
+            os.replace(FILE + ".new", FILE)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,157 @@
+"""The site's whole programs: each runs under mpirun, as its page says, and prints the output that its page promises.
+
+docs/programs/expected.json has an entry for each program, by its path in that folder:
+
+    "torch_ddp.py": {"ranks": 2, "needs": ["torch"], "output": "^test accuracy 0\\.9"}
+
+ranks: the number of ranks; programs of before/ run on 1 unless they say otherwise.
+output: a regular expression, of several lines (re.MULTILINE), found in what the ranks print, one rank after the other.
+needs: packages without which the test is skipped.
+
+Programs of equal ranks and needs run one after the other in one job, because importing a framework takes longer than
+most of them. A program that has one of these keys has a job of its own:
+
+again: a second run in the same folder (which resumes, say): keys that differ from the first run's.
+arguments: the program's command line.
+env: environment variables.
+mpirun: options of mpirun; known is ["--with-ft", "ulfm"].
+python: options of python before the program, for example ["-m", "torch.distributed.run", "--standalone"].
+"""
+
+import json
+import re
+import subprocess
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests import launch
+from tests.conftest import JobRunner, lacking
+
+FOLDER = launch.ROOT / "docs" / "programs"
+PROGRAMS = sorted(path.relative_to(FOLDER).as_posix() for path in FOLDER.rglob("*.py"))
+EXPECTED: dict[str, dict[str, Any]] = json.loads((FOLDER / "expected.json").read_text())
+ALONE = {"again", "arguments", "env", "mpirun", "python"}  # keys of programs with a job of their own
+KEYS = ALONE | {"needs", "output", "ranks"}
+UNTESTED = {"equinox", "flax", "horovod"}  # packages that no extra of this project installs
+QUIET = {"TF_CPP_MIN_LOG_LEVEL": "3", "HF_HUB_OFFLINE": "1"}
+SECONDS = 60  # for one program
+
+# Runs programs one after the other, each in a folder of its own, and writes what it prints to files in that folder.
+ONE_AFTER_ANOTHER = """
+import os, runpy, sys
+import allreduce
+shown = os.dup(1), os.dup(2)
+ranks = allreduce.Topology()
+top = os.getcwd()
+for number, program in enumerate(sys.argv[1:]):
+    os.chdir(os.path.join(top, str(number)))
+    for descriptor, kind in ((1, "out"), (2, "err")):
+        file = os.open(f"{ranks.rank}.{kind}", os.O_CREAT | os.O_WRONLY)
+        os.dup2(file, descriptor)
+        os.close(file)
+    sys.argv[1:] = []
+    try:
+        runpy.run_path(program, run_name="__main__")
+    finally:
+        sys.stdout.flush()
+        os.dup2(shown[0], 1)
+        os.dup2(shown[1], 2)
+    ranks.world.Barrier()
+"""
+
+
+def ranks_of(program: str) -> int:
+    entry = EXPECTED[program]
+    return entry.get("ranks", 1) if program.startswith("before/") else entry["ranks"]
+
+
+def group_of(program: str) -> tuple[int, list[str]]:
+    """Equal for programs that may run in one job."""
+    return ranks_of(program), sorted(EXPECTED[program].get("needs", []))
+
+
+@pytest.fixture(scope="module")
+def outputs() -> dict[str, str]:
+    """What the programs of the groups that have run printed."""
+    return {}
+
+
+def skip_without(packages: list[str]) -> None:
+    for package in packages:
+        if find_spec(package):
+            continue
+        if package in UNTESTED:
+            pytest.skip(f"{package} is not installed")
+        lacking(f"{package} is not installed")
+
+
+def test_every_program_has_an_entry() -> None:
+    assert sorted(EXPECTED) == PROGRAMS
+    for program, entry in EXPECTED.items():
+        assert entry.keys() <= KEYS, program
+        re.compile(entry["output"])
+        if not program.startswith("before/"):
+            assert "ranks" in entry, program
+
+
+@pytest.mark.parametrize("program", [program for program in PROGRAMS if not program.startswith("before/")])
+def test_a_program_says_how_it_is_run(program: str) -> None:
+    text = (FOLDER / program).read_text()
+    assert text.startswith('"""'), "it begins with a docstring"
+    said = text.split('"""')[1]
+    name = re.escape(Path(program).name)
+    assert re.search(rf"^\s*(?:[A-Z_]+=\S+ )*mpirun .*-n \d+ python .*\b{name}\b", said, re.MULTILINE), said
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_program(
+    mpirun: JobRunner, tmp_path: Path, request: pytest.FixtureRequest, outputs: dict[str, str], program: str
+) -> None:
+    entry = EXPECTED[program]
+    skip_without(entry.get("needs", []))
+    if ALONE & entry.keys():
+        run_alone(mpirun, tmp_path, program)
+        return
+    if program not in outputs:
+        chosen = [item.callspec.params.get("program") for item in request.session.items if hasattr(item, "callspec")]
+        others = {each for each in PROGRAMS if each in chosen and not ALONE & EXPECTED[each].keys()}
+        group = sorted(each for each in others if group_of(each) == group_of(program))
+        run_group(mpirun, tmp_path, group, outputs)
+    assert re.search(entry["output"], outputs[program], re.MULTILINE), outputs[program]
+
+
+def run_alone(mpirun: JobRunner, folder: Path, program: str) -> None:
+    first = {"ranks": ranks_of(program), **EXPECTED[program]}
+    for entry in (first, first | first["again"]) if "again" in first else (first,):
+        given = [*entry.get("python", []), FOLDER / program, *entry.get("arguments", [])]
+        ulfm = "mpirun" in entry
+        assert not ulfm or entry["mpirun"] == ["--with-ft", "ulfm"], "an option that this test doesn't know"
+        env = QUIET | entry.get("env", {})
+        job = mpirun(entry["ranks"], given, cwd=folder, env=env, ulfm=ulfm, timeout=2 * SECONDS)
+        check(job)
+        assert re.search(entry["output"], job.stdout, re.MULTILINE), job.stdout
+
+
+def run_group(mpirun: JobRunner, folder: Path, programs: list[str], outputs: dict[str, str]) -> None:
+    """Run programs in one job, and add what they print to `outputs`."""
+    for number in range(len(programs)):
+        (folder / str(number)).mkdir()
+    ranks = ranks_of(programs[0])
+    paths = [FOLDER / program for program in programs]
+    job = mpirun(ranks, ["-c", ONE_AFTER_ANOTHER, *paths], cwd=folder, env=QUIET, timeout=SECONDS * (1 + len(programs)))
+    for number, program in enumerate(programs):
+        out, err = (
+            "".join(path.read_text() for path in sorted((folder / str(number)).glob(f"*.{kind}")))
+            for kind in ("out", "err")
+        )
+        outputs[program] = out
+        assert job.returncode == 0 or "Traceback" not in err, f"{program}: {out}{err}"
+    check(job)
+
+
+def check(job: "subprocess.CompletedProcess[str]") -> None:
+    assert job.returncode == 0, job.stdout + job.stderr
+    assert "Traceback" not in job.stderr, job.stderr
