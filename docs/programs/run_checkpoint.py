@@ -1,6 +1,6 @@
 """Train with checkpoints, and resume when the program is started again.
 
-mpirun -n 4 python run_checkpoint.py        (kill it, and run it again)
+mpirun -n 4 python run_checkpoint.py    # kill it, and run it again: it resumes
 """
 
 from trainers import Checkpoint, MirroredTrainer, NumpyNetwork, datasets
