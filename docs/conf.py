@@ -96,6 +96,9 @@ html_static_path = ["_static"]
 html_css_files = ["site.css"]
 html_copy_source = False
 html_show_sourcelink = False
+html_use_index = False
+html_sidebars = {"index": [], "search": []}
+html_permalinks_icon = "#"
 html_theme_options = {
     "navigation_with_keys": False,
     "show_prev_next": True,
@@ -104,6 +107,7 @@ html_theme_options = {
     "navbar_align": "left",
     "footer_start": ["copyright"],
     "footer_end": [],
+    "search_bar_text": "Search these pages",
     "pygments_light_style": "a11y-high-contrast-light",
     "pygments_dark_style": "a11y-high-contrast-dark",
     "secondary_sidebar_items": ["page-toc"],
@@ -112,6 +116,7 @@ copybutton_prompt_text = r"\$ "
 copybutton_prompt_is_regexp = True
 copybutton_exclude = ".linenos, .gp, .go"
 
+toc_object_entries_show_parents = "hide"  # the table of contents says step(), not MirroredOptimizer.step()
 autodoc_member_order = "bysource"
 autodoc_typehints = "none"  # the descriptions of arguments give the types that a reader needs
 autodoc_preserve_defaults = True
