@@ -12,7 +12,12 @@ checkpoint = Checkpoint("run", every="10 minutes", keep=3, best="validation_loss
 with MirroredTrainer(network) as trainer:
     test = data.x_test, data.y_test
     history = trainer.fit(
-        data.x_train, data.y_train, epochs=10, validation_data=test, checkpoint=checkpoint, resume=True
+        data.x_train,
+        data.y_train,
+        epochs=10,
+        validation_data=test,
+        checkpoint=checkpoint,
+        resume=True,
     )
     if trainer.rank == 0:
         print(f"{len(history)} epochs, before the stop and after it")

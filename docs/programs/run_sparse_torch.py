@@ -12,7 +12,7 @@ model = torch.nn.Sequential(table, torch.nn.Linear(16, 1))
 optimizer = MirroredOptimizer(torch.optim.SGD(model.parameters(), lr=0.5), model)
 rank, size = optimizer.topology.rank, optimizer.topology.size
 seeds = torch.Generator().manual_seed(0)  # the same batches on every rank
-for step in range(50):
+for _step in range(50):
     words = torch.randint(0, 1000, (64, 10), generator=seeds) * 100
     labels = (words % 1000 == 0).sum(1, keepdim=True).float()
     mine = slice(rank * 64 // size, (rank + 1) * 64 // size)  # this rank's rows

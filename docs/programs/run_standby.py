@@ -25,6 +25,8 @@ network.scale_input(data.shift, data.scale)
 ranks = allreduce.standby.elastic_world(allreduce.Topology(), 1)  # the last rank waits here
 if ranks is not None:  # None: a standby rank that was not needed
     with MirroredTrainer(network, topology=ranks, on_failure="continue") as trainer:
-        trainer.fit(data.x_train, data.y_train, epochs=8, batch_size=100, callbacks=[KillRankOne()])
+        trainer.fit(
+            data.x_train, data.y_train, epochs=8, batch_size=100, callbacks=[KillRankOne()]
+        )
         if trainer.rank == 0:
             print(f"{trainer.size} ranks at the end; failed: {trainer.losses[0].ranks}")
