@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
+sys.path[:0] = [str(ROOT), str(ROOT / "docs")]
 
 # The site is built without the frameworks, so without gigabytes of PyTorch.
 FRAMEWORKS = {"accelerate", "cupy", "jax", "keras", "lightning", "optax", "tensorboardX", "tensorflow", "torch"}
@@ -84,6 +84,7 @@ copyright = "the allreduce authors"
 version = release = allreduce.__version__
 
 extensions = [
+    "before_after",
     "myst_parser",
     "sphinx.ext.autodoc",
     "sphinx.ext.intersphinx",
@@ -101,7 +102,7 @@ myst_heading_anchors = 3
 html_theme = "pydata_sphinx_theme"
 html_title = "allreduce"
 html_static_path = ["_static"]
-html_css_files = ["site.css"]
+html_css_files = ["site.css", "diff.css"]
 html_copy_source = False
 html_show_sourcelink = False
 html_use_index = False
