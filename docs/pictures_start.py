@@ -21,6 +21,7 @@ from benchmarks.predicting.costs import Cluster, Machine, on_link, predict
 from benchmarks.predicting.forecast import MODELS, forecast
 
 FOLDER = Path(__file__).parent / "pictures"
+Point = tuple[float, float]  # in inches
 YELLOW, GREEN, BLUE, GREY = "#f3e3bf", "#d6e6cf", "#cfdff0", "#ececec"
 EDGE = "#555555"
 AUTO, NATIVE, SECOND, IDEAL = "#0b6e99", "#c44e16", "#7a4fa3", "#888888"
@@ -34,7 +35,15 @@ def canvas(width: float, height: float) -> tuple[Figure, Axes]:
     return figure, axes
 
 
-def box(axes: Axes, at: tuple[float, float], size: tuple[float, float], text: str, colour: str, **style: object) -> None:
+def box(
+    axes: Axes,
+    at: tuple[float, float],
+    size: tuple[float, float],
+    text: str,
+    colour: str,
+    small: float = 9.5,
+    **style: object,
+) -> None:
     """Draw a box whose lower left corner is `at`, with text in its middle; a second line is smaller."""
     (x, y), (width, height) = at, size
     shape = "round,pad=0,rounding_size=0.08"
@@ -43,11 +52,13 @@ def box(axes: Axes, at: tuple[float, float], size: tuple[float, float], text: st
     shift = 0.12 if rest else 0
     axes.text(x + width / 2, y + height / 2 + shift, title, ha="center", va="center", **{"fontsize": 10.5, **style})
     if rest:
-        axes.text(x + width / 2, y + height / 2 - 0.14, rest, fontsize=9.5, ha="center", va="center")
+        axes.text(x + width / 2, y + height / 2 - 0.14, rest, fontsize=small, ha="center", va="center")
 
 
 def arrow(axes: Axes, start: tuple[float, float], end: tuple[float, float]) -> None:
-    axes.annotate("", end, start, arrowprops={"arrowstyle": "-|>", "color": EDGE, "lw": 1.3, "shrinkA": 0, "shrinkB": 0})
+    axes.annotate(
+        "", end, start, arrowprops={"arrowstyle": "-|>", "color": EDGE, "lw": 1.3, "shrinkA": 0, "shrinkB": 0}
+    )
 
 
 def save(figure: Figure, name: str) -> None:
@@ -104,7 +115,7 @@ def choose() -> None:
     y = total - 0.6
     for have, leaves in CHOICES.items():
         middle = y - len(leaves) * height / 2
-        box(axes, (0.15, middle - 0.36), (1.75, 0.72), have, YELLOW)
+        box(axes, (0.15, middle - 0.36), (1.75, 0.72), have, YELLOW, small=10.5)
         for number, (framework, use) in enumerate(leaves):
             centre = y - (number + 0.5) * height
             box(axes, (2.75, centre - 0.22), (4.0, 0.44), framework, GREY)
@@ -152,8 +163,12 @@ def _measured_panel(axes: Axes) -> None:
     for name, label, colour, mark in (("auto", '"auto"', AUTO, "o"), ("native", "MPI_Allreduce", NATIVE, "s")):
         points = [(n, n * pause / median(steps)) for (each, (n, nodes)), steps in measured().items()
                   if each == name and n == nodes]  # fmt: skip
-        axes.plot(*zip(*sorted(points), strict=True), color=colour, ls="", marker=mark, ms=7, label=f"{label}, measured")
-    axes.set_title("Measured: simulated hosts, 1 rank each,\n1 Gb/s; 20 MB of gradients, 1 s of computation", fontsize=10.5)
+        axes.plot(
+            *zip(*sorted(points), strict=True), color=colour, ls="", marker=mark, ms=7, label=f"{label}, measured"
+        )
+    axes.set_title(
+        "Measured: simulated hosts, 1 rank each,\n1 Gb/s; 20 MB of gradients, 1 s of computation", fontsize=10.5
+    )
     axes.set_xticks([1, 2, 4, 8])
 
 

@@ -5,9 +5,9 @@ mpirun -n 4 python first_arrays.py
 
 import allreduce
 
-with allreduce.create("auto") as reduce:            # collective: all ranks call it
-    grads = reduce.allocate(1_000_000, "float32")   # memory in which this backend reduces without a copy
+with allreduce.create("auto") as reduce:  # collective: all ranks call it
+    grads = reduce.allocate(1_000_000, "float32")  # memory in which this backend reduces without a copy
     grads[:] = reduce.rank
-    reduce(grads)                                   # in place; averages by default: op="mean"
-    if reduce.rank == 0:                            # only rank 0 prints
+    reduce(grads)  # in place; averages by default: op="mean"
+    if reduce.rank == 0:  # only rank 0 prints
         print(f"average over {reduce.size} ranks: {grads[0]}")

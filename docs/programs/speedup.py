@@ -12,8 +12,6 @@ import json
 import time
 from statistics import median
 
-import numpy as np
-
 import allreduce
 
 parser = argparse.ArgumentParser(description="Measure the speed-up of training whose computation is a pause.")
@@ -27,21 +25,29 @@ options = parser.parse_args()
 with allreduce.create(options.allreduce) as reduce:
     grads = reduce.allocate(options.parameters, "float32")
     seconds = []
-    for step in range(options.steps + 1):
+    for _ in range(options.steps + 1):
         grads[:] = reduce.rank
         reduce.topology.world.Barrier()
         start = time.perf_counter()
-        time.sleep(options.pause)                           # in place of forward and backward
-        reduce(grads, op="mean")                            # waits for the slowest rank
+        time.sleep(options.pause)  # in place of forward and backward
+        reduce(grads, op="mean")  # waits for the slowest rank
         seconds.append(time.perf_counter() - start)
     assert (grads == (reduce.size - 1) / 2).all()
-    step = median(seconds[1:])                              # the first step also prepares
+    step = median(seconds[1:])  # the first step also prepares
     speedup = reduce.size * options.pause / step
     if reduce.rank == 0:
-        print(f"{reduce.topology}: step {step:.3f} s, of which communication {step - options.pause:.3f} s; "
-              f"{speedup:.2f} times as fast as one rank")
+        print(
+            f"{reduce.topology}: step {step:.3f} s, of which communication {step - options.pause:.3f} s; "
+            f"{speedup:.2f} times as fast as one rank"
+        )
         if options.json:
-            record = {"ranks": reduce.size, "nodes": reduce.topology.nodes, "allreduce": options.allreduce,
-                      "parameters": options.parameters, "pause": options.pause, "step": step}
+            record = {
+                "ranks": reduce.size,
+                "nodes": reduce.topology.nodes,
+                "allreduce": options.allreduce,
+                "parameters": options.parameters,
+                "pause": options.pause,
+                "step": step,
+            }
             with open(options.json, "a") as file:
                 file.write(json.dumps(record) + "\n")
