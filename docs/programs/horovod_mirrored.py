@@ -15,7 +15,9 @@ def main():
     reduce = allreduce.create("auto")
     torch.manual_seed(0)
     data = datasets.load("digits")
-    x_train, x_test = (torch.from_numpy((x - data.shift) * data.scale).float() for x in (data.x_train, data.x_test))
+    x_train, x_test = (
+        torch.tensor((x - data.shift) * data.scale) for x in (data.x_train, data.x_test)
+    )
     train = TensorDataset(x_train, torch.from_numpy(data.y_train))
     sampler = DistributedSampler(train, reduce.size, reduce.rank)
     loader = DataLoader(train, 16, sampler=sampler)

@@ -1,6 +1,6 @@
-"""A PyTorch script for many ranks: DataLoader, schedule, clipping, evaluation, checkpoint, resume.
+"""A PyTorch script for many ranks, with schedule, clipping, evaluation and checkpoint.
 
-mpirun -n 4 python torch_dataloader.py    # kill it and run it again, on any number of ranks: it resumes
+mpirun -n 4 python torch_dataloader.py    # kill it and run it again: it resumes
 """
 
 import os
@@ -13,14 +13,17 @@ import allreduce
 from trainers import datasets
 from trainers.pytorch import MirroredOptimizer
 
-EPOCHS, BATCH, FILE = int(os.environ.get("EPOCHS", "6")), 64, "checkpoint.pt"  # BATCH: rows of all ranks together
+EPOCHS = int(os.environ.get("EPOCHS", "6"))
+BATCH = 64  # rows of all ranks together
+FILE = "checkpoint.pt"
 
 
 def digits():
     """Return 1,437 images of digits to train and 360 to test."""
     data = datasets.load("digits")
-    x_train, x_test = (torch.from_numpy((x - data.shift) * data.scale).float() for x in (data.x_train, data.x_test))
-    return TensorDataset(x_train, torch.from_numpy(data.y_train)), TensorDataset(x_test, torch.from_numpy(data.y_test))
+    x_train, x_test = ((x - data.shift) * data.scale for x in (data.x_train, data.x_test))
+    train = TensorDataset(torch.tensor(x_train), torch.tensor(data.y_train))
+    return train, TensorDataset(torch.tensor(x_test), torch.tensor(data.y_test))
 
 
 def evaluate(model, loader, reduce):
@@ -73,10 +76,15 @@ def main():
             optimizer.step()
         scheduler.step()
         accuracy = evaluate(model, test_loader, reduce)
-        state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+        state = {
+            "model": model.state_dict(),
+            "optimizer": optimizer.state_dict(),
+            "scheduler": scheduler.state_dict(),
+            "epochs": epoch + 1,
+        }
         if reduce.rank == 0:
             print(f"epoch {epoch + 1}: test accuracy {accuracy:.3f}")
-            torch.save({**state, "scheduler": scheduler.state_dict(), "epochs": epoch + 1}, FILE + ".new")
+            torch.save(state, FILE + ".new")
             os.replace(FILE + ".new", FILE)
 
 

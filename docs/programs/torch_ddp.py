@@ -18,11 +18,15 @@ def main():
     rank, size, local_rank = dist.get_rank(), dist.get_world_size(), int(os.environ["LOCAL_RANK"])
     torch.manual_seed(0)
     data = datasets.load("digits")
-    x_train, x_test = (torch.from_numpy((x - data.shift) * data.scale).float() for x in (data.x_train, data.x_test))
+    x_train, x_test = (
+        torch.tensor((x - data.shift) * data.scale) for x in (data.x_train, data.x_test)
+    )
     train = TensorDataset(x_train, torch.from_numpy(data.y_train))
     sampler = DistributedSampler(train)
     loader = DataLoader(train, 96 // size, sampler=sampler)
-    network = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.ReLU(), torch.nn.Linear(64, 10))
+    network = torch.nn.Sequential(
+        torch.nn.Linear(64, 64), torch.nn.ReLU(), torch.nn.Linear(64, 10)
+    )
     model = DistributedDataParallel(network)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
 

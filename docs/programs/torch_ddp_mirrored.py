@@ -16,11 +16,15 @@ def main():
     rank, size, local_rank = topology.rank, topology.size, topology.node_rank
     torch.manual_seed(0)
     data = datasets.load("digits")
-    x_train, x_test = (torch.from_numpy((x - data.shift) * data.scale).float() for x in (data.x_train, data.x_test))
+    x_train, x_test = (
+        torch.tensor((x - data.shift) * data.scale) for x in (data.x_train, data.x_test)
+    )
     train = TensorDataset(x_train, torch.from_numpy(data.y_train))
     sampler = DistributedSampler(train, size, rank)
     loader = DataLoader(train, 96 // size, sampler=sampler)
-    network = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.ReLU(), torch.nn.Linear(64, 10))
+    network = torch.nn.Sequential(
+        torch.nn.Linear(64, 64), torch.nn.ReLU(), torch.nn.Linear(64, 10)
+    )
     optimizer = torch.optim.SGD(network.parameters(), lr=0.1, momentum=0.9)
     optimizer = MirroredOptimizer(optimizer, network, topology=topology)
 

@@ -1,4 +1,4 @@
-"""Each rank takes its share of every batch, so any number of ranks trains on the batches of one process.
+"""Each rank takes its share of every batch: any number of ranks trains as one process does.
 
 mpirun -n 4 python torch_same_batches.py    # the same loss as with -n 1
 """
@@ -12,7 +12,7 @@ from trainers.pytorch import MirroredOptimizer
 
 
 class ShareOfEachBatch(BatchSampler):
-    """Yields this rank's rows of each batch. The order of the rows must be the same on all ranks."""
+    """Yields this rank's rows of each batch; all ranks must give the rows in the same order."""
 
     def __init__(self, sampler, batch_size, drop_last, topology):
         super().__init__(sampler, batch_size, drop_last)
@@ -27,13 +27,17 @@ def main():
     topology = allreduce.Topology()
     torch.manual_seed(0)
     data = datasets.load("digits")
-    x_train, x_test = (torch.from_numpy((x - data.shift) * data.scale).float() for x in (data.x_train, data.x_test))
+    x_train, x_test = (
+        torch.tensor((x - data.shift) * data.scale) for x in (data.x_train, data.x_test)
+    )
     train = TensorDataset(x_train, torch.from_numpy(data.y_train))
     model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.ReLU(), torch.nn.Linear(64, 10))
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     optimizer = MirroredOptimizer(optimizer, model, topology=topology)
     order = RandomSampler(train, generator=torch.Generator().manual_seed(0))
-    loader = DataLoader(train, batch_sampler=ShareOfEachBatch(order, 50, drop_last=False, topology=topology))
+    loader = DataLoader(
+        train, batch_sampler=ShareOfEachBatch(order, 50, drop_last=False, topology=topology)
+    )
 
     for _ in range(5):
         for x, y in loader:

@@ -1,4 +1,4 @@
-"""A PyTorch script for one process: DataLoader, schedule, clipping, evaluation, checkpoint, resume.
+"""A PyTorch script for one process, with schedule, clipping, evaluation and checkpoint.
 
 python torch_dataloader.py    # kill it and run it again: it resumes
 """
@@ -10,14 +10,17 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from trainers import datasets
 
-EPOCHS, BATCH, FILE = int(os.environ.get("EPOCHS", "6")), 64, "checkpoint.pt"
+EPOCHS = int(os.environ.get("EPOCHS", "6"))
+BATCH = 64
+FILE = "checkpoint.pt"
 
 
 def digits():
     """Return 1,437 images of digits to train and 360 to test."""
     data = datasets.load("digits")
-    x_train, x_test = (torch.from_numpy((x - data.shift) * data.scale).float() for x in (data.x_train, data.x_test))
-    return TensorDataset(x_train, torch.from_numpy(data.y_train)), TensorDataset(x_test, torch.from_numpy(data.y_test))
+    x_train, x_test = ((x - data.shift) * data.scale for x in (data.x_train, data.x_test))
+    train = TensorDataset(torch.tensor(x_train), torch.tensor(data.y_train))
+    return train, TensorDataset(torch.tensor(x_test), torch.tensor(data.y_test))
 
 
 def evaluate(model, loader):
@@ -61,9 +64,14 @@ def main():
             optimizer.step()
         scheduler.step()
         accuracy = evaluate(model, test_loader)
+        state = {
+            "model": model.state_dict(),
+            "optimizer": optimizer.state_dict(),
+            "scheduler": scheduler.state_dict(),
+            "epochs": epoch + 1,
+        }
         print(f"epoch {epoch + 1}: test accuracy {accuracy:.3f}")
-        state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
-        torch.save({**state, "scheduler": scheduler.state_dict(), "epochs": epoch + 1}, FILE)
+        torch.save(state, FILE)
 
 
 if __name__ == "__main__":

@@ -12,7 +12,9 @@ from trainers import datasets
 def main():
     torch.manual_seed(0)
     data = datasets.load("digits")
-    x_train, x_test = (torch.from_numpy((x - data.shift) * data.scale).float() for x in (data.x_train, data.x_test))
+    x_train, x_test = (
+        torch.tensor((x - data.shift) * data.scale) for x in (data.x_train, data.x_test)
+    )
     train = TensorDataset(x_train, torch.from_numpy(data.y_train))
     model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.ReLU(), torch.nn.Linear(64, 10))
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
