@@ -14,10 +14,16 @@ from statistics import median
 
 import allreduce
 
-parser = argparse.ArgumentParser(description="Measure the speed-up of training whose computation is a pause.")
+parser = argparse.ArgumentParser(
+    description="Measure the speed-up of training whose computation is a pause."
+)
 parser.add_argument("--allreduce", default="auto", help="the backend (default auto)")
-parser.add_argument("--parameters", type=int, default=5_000_000, help="float32 gradients (default 5,000,000)")
-parser.add_argument("--pause", type=float, default=1.0, help="seconds of computation in a step (default 1)")
+parser.add_argument(
+    "--parameters", type=int, default=5_000_000, help="float32 gradients (default 5,000,000)"
+)
+parser.add_argument(
+    "--pause", type=float, default=1.0, help="seconds of computation in a step (default 1)"
+)
 parser.add_argument("--steps", type=int, default=9, help="measured steps (default 9)")
 parser.add_argument("--json", help="a file to which rank 0 adds the result as a line")
 options = parser.parse_args()
