@@ -1,7 +1,7 @@
 """Measure the speed-up of data-parallel training whose computation is a pause, so that it needs no cores.
 
-Run it: mpirun -n 2 python speedup.py --pause 0.2 --parameters 1000000
-On simulated hosts: sudo bash scripts/cluster_sim.sh 4x1 1gbit -- python docs/programs/speedup.py
+mpirun -n 2 python speedup.py --pause 0.2 --parameters 1000000
+sudo bash scripts/cluster_sim.sh 4x1 1gbit -- python docs/programs/speedup.py    # on simulated hosts
 
 Every rank pauses in each step, as if its GPU computed the gradients of its rows, and then averages the gradients.
 One rank needs no average, so its step is the pause.
