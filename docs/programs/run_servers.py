@@ -1,0 +1,20 @@
+"""Train with a parameter server: the last rank is the server, the others are workers.
+
+mpirun -n 4 python run_servers.py
+"""
+
+from allreduce import Topology
+from trainers import NumpyNetwork, ParameterServerTrainer, datasets, roles
+
+world = Topology()
+assigned = roles.assign(world, servers=1)  # or as in TF_CONFIG, if it is set
+data = datasets.load("digits")
+network = NumpyNetwork([data.features, 32, len(data.classes)])
+network.scale_input(data.shift, data.scale)
+ranks = roles.training(world, assigned)  # the chief is rank 0 there, servers come last
+with ParameterServerTrainer(network, ranks, servers=len(assigned.servers)) as trainer:
+    history = trainer.fit(data.x_train, data.y_train, epochs=10)
+    scores = trainer.evaluate(data.x_test, data.y_test)
+    if trainer.rank == 0:
+        print(f"updates behind, and how many gradients: {dict(enumerate(history[-1].staleness))}")
+        print(f"accuracy {scores['accuracy']:.2f}")

@@ -1,0 +1,32 @@
+"""A standby rank replaces a rank that was killed; rank 1 kills itself here, to show it.
+
+mpirun --with-ft ulfm -n 4 python run_standby.py
+"""
+
+import os
+import signal
+
+import allreduce
+from trainers import MirroredTrainer, NumpyNetwork, datasets
+from trainers.callbacks import Callback
+
+
+class KillRankOne(Callback):
+    """A real program has no such callback."""
+
+    def on_epoch_begin(self, epoch, logs=None):
+        if epoch == 3 and not self.trainer.losses and self.trainer.rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+data = datasets.load("digits")
+network = NumpyNetwork([data.features, 32, len(data.classes)])
+network.scale_input(data.shift, data.scale)
+ranks = allreduce.standby.elastic_world(allreduce.Topology(), 1)  # the last rank waits here
+if ranks is not None:  # None: a standby rank that was not needed
+    with MirroredTrainer(network, topology=ranks, on_failure="continue") as trainer:
+        trainer.fit(
+            data.x_train, data.y_train, epochs=8, batch_size=100, callbacks=[KillRankOne()]
+        )
+        if trainer.rank == 0:
+            print(f"{trainer.size} ranks at the end; failed: {trainer.losses[0].ranks}")
