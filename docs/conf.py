@@ -77,6 +77,9 @@ class Frameworks(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
 sys.meta_path.insert(0, Frameworks())
 
+from docutils import nodes  # noqa: E402
+from sphinx import addnodes  # noqa: E402
+
 import allreduce  # noqa: E402
 
 project = "allreduce"
@@ -187,5 +190,16 @@ def as_fields(_app: Any, _kind: str, _name: str, documented: Any, _options: Any,
     lines[:] = [*made, ""]
 
 
+def polish(_app: Any, doctree: Any) -> None:
+    """Write "x, y: text" for an argument, where Sphinx writes "x,y -- text"."""
+    for name in doctree.findall(addnodes.literal_strong):
+        following = name.next_node(descend=False, siblings=True)
+        if isinstance(following, nodes.Text) and following.startswith(" -- "):
+            name.parent.replace(following, nodes.Text(":" + following[3:]))
+        if name.astext() == ",":
+            name.parent.replace(name, nodes.Text(", "))
+
+
 def setup(app: Any) -> None:
     app.connect("autodoc-process-docstring", as_fields)
+    app.connect("doctree-read", polish)
