@@ -70,7 +70,8 @@ class Svg:
     def __str__(self) -> str:
         start = (
             f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {self.width:g} {self.height:g}" '
-            f'width="{self.width:g}" role="img" font-family="{FONT}" style="display: block; max-width: 100%; height: auto">'
+            f'width="{self.width:g}" role="img" font-family="{FONT}" '
+            'style="display: block; max-width: 100%; height: auto">'
         )
         return "\n".join([start, f"<title>{escape(self.title)}</title>", *self.parts, "</svg>"])
 
