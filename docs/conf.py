@@ -29,8 +29,11 @@ class StandIn(type):
     def __getitem__(cls, _: Any) -> Any:
         return cls
 
+    def __setitem__(cls, _: Any, value: Any) -> None:
+        """Registers nothing."""
+
     def __iter__(cls) -> Any:
-        return iter(())
+        return iter((cls(),))
 
 
 def stand_in(name: str, module: str) -> type:
@@ -38,9 +41,14 @@ def stand_in(name: str, module: str) -> type:
         raise AttributeError(name)
 
     def decorate(_self: Any, function: Any = None, *_: Any, **__: Any) -> Any:
-        return function
+        return stand_in("result", module) if function is None else function
 
-    return StandIn(name, (), {"__module__": module, "__init__": lambda *_, **__: None, "__call__": decorate})
+    methods = {
+        "__init__": lambda *_, **__: None,
+        "__call__": decorate,
+        "__getattr__": lambda _, each: stand_in(each, module),
+    }
+    return StandIn(name, (), {"__module__": module, **methods})
 
 
 class Framework(types.ModuleType):
@@ -68,6 +76,9 @@ class Frameworks(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
 
 sys.meta_path.insert(0, Frameworks())
+
+from docutils import nodes  # noqa: E402
+from sphinx import addnodes  # noqa: E402
 
 import allreduce  # noqa: E402
 
@@ -119,25 +130,33 @@ copybutton_exclude = ".linenos, .gp, .go"
 
 toc_object_entries_show_parents = "hide"  # the table of contents says step(), not MirroredOptimizer.step()
 autodoc_member_order = "bysource"
+autoclass_content = "both"  # the docstring of the class, then that of its constructor
 autodoc_typehints = "none"  # the descriptions of arguments give the types that a reader needs
 autodoc_preserve_defaults = True
 python_use_unqualified_type_names = True
+maximum_signature_line_length = 100  # longer ones get a line for each argument
 intersphinx_mapping: dict[str, Any] = {}  # nothing is loaded from the network while the site is built
 
-ITEM = re.compile(r"(\*{0,2}[A-Za-z_][\w.`]*(?:, \*{0,2}[A-Za-z_][\w.`]*)*): (\S.*)")
-STAR = re.compile(r"(?<![\\`\w])(\*{1,2})(?=\w)")
+ITEM = re.compile(r"(\*{0,2}[a-z_][\w.`]*(?:, \*{0,2}[a-z_][\w.`]*)*): (\S.*)")  # "Attributes: ..." is a sentence
+STAR = re.compile(r"(?<![\\`\w*])(\*{1,2})(?=[\w=])")
 
 
 def with_code_blocks(lines: list[str]) -> Iterator[str]:
-    """Yield the lines, with ".. code-block" before each indented block that follows an empty line."""
+    """Yield the lines, with ".. code-block" before each indented block that follows an empty line or a colon."""
     before = ""
-    block = False
+    block = table = False
     for line in lines:
-        if line.startswith("    ") and not before and not block:
+        indented = line.startswith("    ")
+        if indented and not block and not before:
             yield from (".. code-block:: python", "")
             block = True
+        elif indented and not block and before.endswith(":") and not before.startswith(" ") and not ITEM.match(before):
+            yield from ("", ".. code-block:: text", "")
+            block = table = True
         elif line and not line.startswith(" "):
-            block = False
+            if table and before:
+                yield ""
+            block = table = False
         yield line
         before = line
 
@@ -152,13 +171,14 @@ def as_fields(_app: Any, _kind: str, _name: str, documented: Any, _options: Any,
     except (TypeError, ValueError):
         parameters = set()
     made: list[str] = []
-    inside = False
+    inside, starts = False, ""
     for line in with_code_blocks(lines):
         match = ITEM.fullmatch(line)
         if match and (inside or not made or not made[-1] or made[-1].endswith((".", ":", ")"))):
             names = match[1].replace("*", r"\*").replace(", ", ",")  # Sphinx takes a word before a space as the type
             is_parameter = parameters.issuperset(name.strip("*") for name in match[1].split(", "))
-            if not inside and made and made[-1]:
+            before, starts = starts, ":param" if is_parameter else "-"
+            if made and made[-1] and not (inside and before == starts):
                 made.append("")
             made.append(f":param {names}: {match[2]}" if is_parameter else f"- ``{match[1]}``: {match[2]}")
             inside = True
@@ -166,9 +186,20 @@ def as_fields(_app: Any, _kind: str, _name: str, documented: Any, _options: Any,
             if inside and line and not line.startswith(" "):
                 made.append("")
             inside = inside and bool(line.startswith(" "))
-            made.append(STAR.sub(r"\\\1", line))
+            made.append(line if line.startswith("    ") and not inside else STAR.sub(r"\\\1", line))
     lines[:] = [*made, ""]
+
+
+def polish(_app: Any, doctree: Any) -> None:
+    """Write "x, y: text" for an argument, where Sphinx writes "x,y -- text"."""
+    for name in doctree.findall(addnodes.literal_strong):
+        following = name.next_node(descend=False, siblings=True)
+        if isinstance(following, nodes.Text) and following.startswith(" -- "):
+            name.parent.replace(following, nodes.Text(":" + following[3:]))
+        if name.astext() == ",":
+            name.parent.replace(name, nodes.Text(", "))
 
 
 def setup(app: Any) -> None:
     app.connect("autodoc-process-docstring", as_fields)
+    app.connect("doctree-read", polish)

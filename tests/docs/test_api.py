@@ -1,0 +1,270 @@
+"""The site's pages on the API, on measuring and on trouble: every public name, error, environment variable and finding
+of the doctor stands there, what stands there exists, and the programs print what the pages say.
+"""
+
+import ast
+import importlib
+import inspect
+import os
+import re
+import runpy
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+
+from tests import launch
+from tests.conftest import JobRunner, lacking
+
+DOCS = launch.ROOT / "docs"
+API = sorted(path for path in (DOCS / "api").glob("*.md") if path.stem != "index")
+PAGES = [*API, *sorted((DOCS / "measure").glob("*.md")), *sorted((DOCS / "trouble").glob("*.md"))]
+MODULES = [  # all public modules, with the packages that they need
+    ("allreduce", ""),
+    ("allreduce.errors", ""),
+    ("allreduce.jax", "jax"),
+    ("allreduce.torch_backend", "torch"),
+    ("trainers", ""),
+    ("trainers.errors", ""),
+    ("trainers.callbacks", ""),
+    ("trainers.datasets", ""),
+    ("trainers.pytorch", "torch"),
+    ("trainers.keras", "keras"),
+]
+TARGET = re.compile(r"^\s*\.\. auto\w+:: ([\w.]+)(\(.*\))?$", re.MULTILINE)
+PROGRAM = re.compile(
+    r"^```python\n# (?P<name>\S+\.py)\n(?P<text>.*?)^```\n\n"
+    r"`mpirun (?P<ulfm>--with-ft ulfm )?-n (?P<ranks>\d) python (?P=name)` prints[^\n]*:\n\n"
+    r"^```text\n(?P<output>.*?)^```$",
+    re.MULTILINE | re.DOTALL,
+)
+COLUMNS = 94  # of a block of code on a wide page
+FRAMEWORKS = ("keras", "torch", "jax")
+
+
+class Program(NamedTuple):
+    """A program of a page. text: without the line of its name. output: of all ranks; "..." stands for any text."""
+
+    name: str
+    text: str
+    ulfm: bool
+    ranks: int
+    output: str
+
+    @property
+    def framework(self) -> str:
+        return next((name for name in FRAMEWORKS if re.search(rf"^(?:import|from) .*\b{name}\b", self.text, re.M)), "")
+
+
+def programs() -> list[Program]:
+    found = [match.groupdict() for page in PAGES for match in PROGRAM.finditer(page.read_text())]
+    return [Program(**{**each, "ulfm": bool(each["ulfm"]), "ranks": int(each["ranks"])}) for each in found]
+
+
+def resolve(target: str) -> Any:
+    """The object of this name, whose first parts are a module."""
+    parts = target.split(".")
+    for end in range(len(parts), 0, -1):
+        try:
+            found = importlib.import_module(".".join(parts[:end]))
+        except ModuleNotFoundError as error:
+            if not target.startswith(str(error.name)):
+                raise
+            continue
+        for name in parts[end:]:
+            found = inspect.getattr_static(found, name) if inspect.isclass(found) else getattr(found, name)
+        return found
+    raise AssertionError(target)
+
+
+def needed(target: str) -> str:
+    """The package without which a target can't be imported."""
+    return next((name for name in FRAMEWORKS if f".{name}" in target.replace("pytorch", "torch")), "")
+
+
+def importable(package: str) -> bool:
+    if package == "keras":
+        os.environ.setdefault("KERAS_BACKEND", "torch")
+    return not package or find_spec(package) is not None
+
+
+def targets() -> list[tuple[str, str]]:
+    """Every documented name, with the arguments if the page gives them."""
+    found = [match.groups() for page in PAGES for match in TARGET.finditer(page.read_text())]
+    return [(name, arguments or "") for name, arguments in found]
+
+
+def public(module: Any) -> list[str]:
+    """The names in __all__; without it the functions, or, of a module of errors, the classes."""
+    if hasattr(module, "__all__"):
+        return list(module.__all__)
+    kind = inspect.isclass if module.__name__.endswith(".errors") else inspect.isfunction
+    found = [name for name, each in vars(module).items() if kind(each) and each.__module__ == module.__name__]
+    return [name for name in found if not name.startswith("_")]
+
+
+@pytest.mark.parametrize(("module", "package"), MODULES)
+def test_every_public_name_has_a_page(module: str, package: str) -> None:
+    if not importable(package):
+        lacking(f"{package} is not installed")
+    documented = {name for name, _ in targets()}
+    objects = [resolve(name) for name in documented if importable(needed(name))]
+    loaded = importlib.import_module(module)
+    missing = [
+        name
+        for name in public(loaded)
+        if not any(each == f"{module}.{name}" or each.startswith(f"{module}.{name}.") for each in documented)
+        and not any(getattr(loaded, name) is each for each in objects)
+    ]
+    assert missing == []
+
+
+@pytest.mark.parametrize(("target", "arguments"), targets())
+def test_documented_names_exist(target: str, arguments: str) -> None:
+    if not importable(needed(target)):
+        lacking(f"{needed(target)} is not installed")
+    found = resolve(target)
+    if arguments:  # written on the page because others are internal
+        given = ast.parse(f"def call{arguments}: ...").body[0]
+        assert isinstance(given, ast.FunctionDef)
+        real = inspect.signature(found).parameters
+        names = [*given.args.args, *given.args.kwonlyargs]
+        defaults = dict(
+            zip([each.arg for each in reversed(given.args.args)], reversed(given.args.defaults), strict=False)
+        )
+        defaults |= {
+            each.arg: value for each, value in zip(given.args.kwonlyargs, given.args.kw_defaults, strict=True) if value
+        }
+        assert {each.arg for each in names} <= set(real)
+        assert {name: ast.literal_eval(value) for name, value in defaults.items()} == {
+            name: real[name].default for name in defaults
+        }
+
+
+def test_no_name_is_documented_twice() -> None:
+    names = [name for name, _ in targets()]
+    assert [name for name in names if names.count(name) > 1] == []
+
+
+@pytest.mark.parametrize("page", API, ids=lambda path: path.stem)
+def test_every_page_says_whether_a_call_is_collective(page: Path) -> None:
+    text = page.read_text()
+    assert re.search(r"\{bdg-\w+\}`(collective|local)`", text)
+    assert text.count("\n") <= 160
+    assert f"]({page.name})" in (DOCS / "api" / "index.md").read_text()
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda path: f"{path.parent.name}-{path.stem}")
+def test_code_is_not_cut(page: Path) -> None:
+    blocks = re.findall(r"^```(?!\{eval-rst\}).+\n(.*?)^```$", page.read_text(), re.MULTILINE | re.DOTALL)
+    assert [line for block in blocks for line in block.splitlines() if len(line) > COLUMNS] == []
+
+
+def test_horovods_names() -> None:
+    if not importable("torch"):
+        lacking("torch is not installed")
+    hvd = importlib.import_module("trainers.horovod.torch")
+    told = set(re.findall(r"`(\w+)(?:\(\))?`", (DOCS / "api" / "hvd.md").read_text()))
+    assert set(hvd.__all__) - told == set()
+
+
+# Trouble
+
+
+def rows(page: str) -> set[str]:
+    """What stands in backticks in the first column of the tables of a page."""
+    text = (DOCS / "trouble" / page).read_text()
+    return {name for row in re.findall(r"^\| (.*?) \|", text, re.MULTILINE) for name in re.findall("`([^`]+)`", row)}
+
+
+def test_every_error_has_a_cause_and_a_remedy() -> None:
+    assert set(public(importlib.import_module("allreduce.errors"))) <= rows("errors.md")
+    assert set(public(importlib.import_module("trainers.errors"))) <= rows("trainer_errors.md")
+
+
+def test_every_variable_is_explained() -> None:
+    paths = [path for package in ("allreduce", "trainers") for path in (launch.ROOT / package).rglob("*.py")]
+    used = {name for path in paths for name in re.findall(r"\b(?:ALLREDUCE|HOROVOD)_[A-Z_]+\b", path.read_text())}
+    launchers = importlib.import_module("allreduce.process.variables")
+    lists = [launchers.ANY_RANK, launchers.SIZE, launchers.LOCAL_RANK, launchers.LOCAL_SIZE, launchers.OTHERS.values()]
+    used |= {launchers.STEP_SIZE, "TF_CONFIG"}.union(*lists)
+    assert rows("variables.md") == used
+
+
+def doctors_findings() -> set[str]:
+    """The names of the findings in the code of the doctor, as far as they are constant."""
+    found = set()
+    for path in (launch.ROOT / "allreduce" / "doctor").glob("*.py"):
+        for call in ast.walk(ast.parse(path.read_text())):
+            if not isinstance(call, ast.Call) or not isinstance(call.func, ast.Name):
+                continue
+            place = {"ok": 0, "warning": 0, "problem": 0, "alike": 0, "Finding": 1}.get(call.func.id)
+            if place is not None and len(call.args) > place and isinstance(name := call.args[place], ast.Constant):
+                found.add(str(name.value))
+    return found
+
+
+def test_every_finding_of_the_doctor_is_explained() -> None:
+    assert len(doctors_findings()) > 10
+    assert doctors_findings() - rows("doctor.md") == set()
+
+
+# Programs
+
+
+def main() -> None:
+    """Run the programs named in the command line one after another; each rank's output goes to NAME.RANK."""
+    from mpi4py import MPI
+
+    shown = os.dup(1)
+    for name in sys.argv[1:]:
+        file = os.open(f"{name}.{MPI.COMM_WORLD.rank}", os.O_CREAT | os.O_WRONLY)
+        os.dup2(file, 1)
+        os.close(file)
+        try:
+            runpy.run_path(name, run_name="__main__")
+        finally:
+            sys.stdout.flush()
+            os.dup2(shown, 1)
+    os.close(shown)
+
+
+def jobs() -> list[list[Program]]:
+    """Programs that can run in one job, because starting a job takes longer than most of them."""
+    found: dict[Any, list[Program]] = {}
+    for each in programs():
+        found.setdefault(each.name if each.ulfm else (each.framework, each.ranks), []).append(each)
+    return list(found.values())
+
+
+def test_programs_are_found() -> None:
+    texts = [page.read_text() for page in PAGES]
+    fences = sum(len(re.findall(r"^```python\n# \S+\.py\n", text, re.MULTILINE)) for text in texts)
+    assert fences == len(programs()) == len({each.name for each in programs()})
+    assert fences >= len(API) * 0.8
+    assert sum(len(re.findall(r"^```python\n", text, re.MULTILINE)) for text in texts) == fences
+
+
+@pytest.mark.jobs
+@pytest.mark.parametrize("job", jobs(), ids=lambda job: f"{job[0].name}+{len(job) - 1}")
+def test_programs(mpirun: JobRunner, tmp_path: Path, job: list[Program]) -> None:
+    first = job[0]
+    if not importable(first.framework):
+        lacking(f"{first.framework} is not installed")
+    for each in job:
+        (tmp_path / each.name).write_text(each.text)
+    quiet = {"TF_CPP_MIN_LOG_LEVEL": "3", "ALLREDUCE_TIMEOUT_SECONDS": "60", "KERAS_BACKEND": "torch"}
+    command = [Path(__file__), *(each.name for each in job)] if not first.ulfm else [first.name]
+    ended = mpirun(first.ranks, command, cwd=tmp_path, timeout=240, env=quiet, ulfm=first.ulfm)
+    assert first.ulfm or ended.returncode == 0, ended.stdout + ended.stderr
+    for each in job:
+        files = sorted(tmp_path.glob(f"{each.name}.*"))
+        printed = ended.stdout if first.ulfm else "".join(file.read_text() for file in files)
+        expected = r"[\s\S]*?".join(map(re.escape, each.output.split("...")))
+        assert re.fullmatch(expected, printed), f"{each.name} printed\n{printed}"
+
+
+if __name__ == "__main__":
+    main()
