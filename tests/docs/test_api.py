@@ -40,6 +40,7 @@ PROGRAM = re.compile(
     r"^```text\n(?P<output>.*?)^```$",
     re.MULTILINE | re.DOTALL,
 )
+COLUMNS = 94  # of a block of code on a wide page
 FRAMEWORKS = ("keras", "torch", "jax")
 
 
@@ -153,6 +154,12 @@ def test_every_page_says_whether_a_call_is_collective(page: Path) -> None:
     assert re.search(r"\{bdg-\w+\}`(collective|local)`", text)
     assert text.count("\n") <= 160
     assert f"]({page.name})" in (DOCS / "api" / "index.md").read_text()
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda path: f"{path.parent.name}-{path.stem}")
+def test_code_is_not_cut(page: Path) -> None:
+    blocks = re.findall(r"^```(?!\{eval-rst\}).+\n(.*?)^```$", page.read_text(), re.MULTILINE | re.DOTALL)
+    assert [line for block in blocks for line in block.splitlines() if len(line) > COLUMNS] == []
 
 
 def test_horovods_names() -> None:
