@@ -137,7 +137,11 @@ CELL, ROW, LEFT, TOP = 49, 34, 54, 46
 
 
 def draw_frame(frame: Frame) -> Svg:
-    drawing = Svg(LEFT + RANKS * CELL + 42, TOP + RANKS * ROW + 26, f"{frame.title}. {frame.text}")
+    drawing = Svg(
+        LEFT + RANKS * CELL + 42,
+        TOP + RANKS * ROW + 8 * frame.nodes + 24 * bool(frame.workers),
+        f"{frame.title}. {frame.text}",
+    )
     drawing.text(0, 15, frame.title, 14.5, font_weight="bold")
     drawing.text(0, 34, frame.text, 12.5, MUTED)
     sent = {(source, chunk) for source, _, chunk in frame.moves}

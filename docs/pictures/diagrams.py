@@ -260,29 +260,29 @@ def strategies() -> list[Svg]:
     """Which ranks hold the parameters (filled), and what goes between ranks."""
     made = []
     for title, text in (
-        ("mirrored", "All ranks average their gradients."),
+        ("mirrored", "All average gradients."),
         ("central_storage", "One rank updates for all."),
-        ("parameter_server", "Workers push and fetch slices."),
-        ("spare_replicas", "The last gradients are left out."),
+        ("parameter_server", "Servers update slices."),
+        ("spare_replicas", "The late one is left out."),
     ):
-        drawing = Svg(214, 176, f"{title}. {text}")
+        drawing = Svg(170, 170, f"{title}. {text}")
         drawing.text(0, 15, title, 14, font_family=MONO, font_weight="bold")
         drawing.text(0, 33, text, 12.5, MUTED)
         top, bottom = 70, 146
         if title == "parameter_server":
-            for server, x in enumerate((60, 140)):
-                for worker in (22, 100, 178):
-                    drawing.arrow(worker, bottom - 15, x + 0.12 * (worker - x), top + 17)
+            for server, x in enumerate((50, 114)):
+                for worker in (20, 82, 144):
+                    drawing.arrow(worker, bottom - 15, x + 0.2 * (worker - x), top + 18)
                 disc(drawing, x, top, "s" + str(server), HUES[0])
-            for worker, x in enumerate((22, 100, 178)):
+            for worker, x in enumerate((20, 82, 144)):
                 disc(drawing, x, bottom, f"w{worker}")
         elif title == "central_storage":
-            for rank, x in enumerate((22, 100, 178), start=1):
-                drawing.arrow(x, bottom - 15, 100 + 0.14 * (x - 100), top + 18)
+            for rank, x in enumerate((20, 82, 144), start=1):
+                drawing.arrow(x, bottom - 15, 82 + 0.14 * (x - 82), top + 18)
                 disc(drawing, x, bottom, str(rank))
-            disc(drawing, 100, top, "0", HUES[0])
+            disc(drawing, 82, top, "0", HUES[0])
         else:
-            places = ((40, top), (160, top), (160, bottom), (40, bottom))
+            places = ((30, top), (134, top), (134, bottom), (30, bottom))
             late = title == "spare_replicas"
             for a, b in ((0, 1), (1, 2), (2, 3), (3, 0), (0, 2), (1, 3)):
                 if not (late and 2 in (a, b)):

@@ -16,5 +16,5 @@ with ParameterServerTrainer(network, ranks, servers=len(assigned.servers)) as tr
     history = trainer.fit(data.x_train, data.y_train, epochs=10)
     scores = trainer.evaluate(data.x_test, data.y_test)
     if trainer.rank == 0:
-        print(f"updates behind, and how many gradients: {dict(enumerate(history[-1].staleness))}")
+        print(f"gradients by staleness: {dict(enumerate(history[-1].staleness))}")
         print(f"accuracy {scores['accuracy']:.2f}")

@@ -1,4 +1,4 @@
-"""Train an nn.EmbeddingBag with sparse gradients: the ranks exchange only the rows that a batch uses.
+"""Train an nn.EmbeddingBag: the ranks exchange only the rows that a batch uses.
 
 mpirun -n 4 python run_sparse_torch.py
 """

@@ -22,9 +22,7 @@ while optimizer.steps < 200:  # steps that are done, the same on all ranks
     if ranks is first and ranks.rank == 1 and optimizer.steps == 100:
         os.kill(os.getpid(), signal.SIGKILL)  # a real program has no such line
     order = torch.randperm(1000, generator=torch.Generator().manual_seed(optimizer.steps))
-    batch = order[:96][
-        ranks.rank :: ranks.size
-    ]  # this rank's share, also of a batch that is done again
+    batch = order[:96][ranks.rank :: ranks.size]  # this rank's share
     try:
         optimizer.rows(len(batch))
         optimizer.zero_grad()
