@@ -64,7 +64,7 @@ def test_slices_are_kept_on_another_node(nodes: list[int], apart: int) -> None:
     [
         ({"copies": 3, "update": "sharded"}, "copies=3: give 1, or 2"),
         ({"copies": True, "update": "sharded"}, "copies=True: give 1, or 2"),
-        ({"copies": 2}, 'with update="replicated" all ranks have everything'),
+        ({"copies": 2}, 'with update="replicated" all ranks have the whole state'),
         ({"copies": 2, "update": "sharded"}, "there is only one rank"),
     ],
 )

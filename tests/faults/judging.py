@@ -122,12 +122,12 @@ def _nobody_could(plan: Plan, happened: Sequence[Fault]) -> str:
     """What has to be said when those were lost without whom nobody can go on; "" when somebody can."""
     lost = {fault.rank for fault in happened if fault.kind == "kill"}
     if lost & set(plan.holders):
-        return "RankLostError: a server was lost"
+        return "RankLostError: a server has failed"
     workers = set(range(plan.ranks - plan.servers))
     remade = any(fault.point == "mirror" for fault in happened)  # perhaps in the making: then other ranks are servers
-    left_alone = "RankLostError: all workers were lost|leaves no worker" if remade or workers <= lost else ""
+    left_alone = "RankLostError: all workers have failed|leaves no worker" if remade or workers <= lost else ""
     if plan.copies > 1 and len(lost) > 1 and not plan.checkpoint:  # one may have kept the other's slice
-        return "RankLostError: a rank was lost in .* that alone had a part"
+        return "RankLostError: a rank that failed in .* had the only copy of a part"
     if plan.program == "spare ranks" and set(range(plan.ranks - plan.spares)) <= lost:
         return "RankLostError: all ranks that worked were lost"
     return left_alone if plan.servers else ""
