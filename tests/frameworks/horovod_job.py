@@ -29,7 +29,7 @@ from trainers.horovod.errors import (
     StalledError,
 )
 
-with pytest.raises(NotInitializedError, match="comes first"):
+with pytest.raises(NotInitializedError, match="this function of Horovod"):
     hvd.size()
 hvd.init()
 RANK, SIZE = hvd.rank(), hvd.size()
