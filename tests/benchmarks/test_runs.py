@@ -169,7 +169,7 @@ REFUSED = {
     "bandwidth --csv .": "this is a folder",
     "bandwidth --plot picture.txt": ".png",
     "bandwidth --json same --csv same": "two outputs go to the same file",
-    "tune --output notes.json": "notes.json would be overwritten: it is no decision table",
+    "tune --output notes.json": "notes.json would be overwritten: it is not a decision table",
     "tune --output none/t.json": "does not exist",
     "tune --output t.json --backends auto": "auto",
     "tune --output t.json --backends native,nccl": "'nccl' can't be given; use all, or some of",
