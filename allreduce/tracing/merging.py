@@ -1,4 +1,4 @@
-"""Merges the spans of all ranks into a list of events in the Trace Event Format that Perfetto and chrome://tracing read.
+"""Merges the spans of all ranks into a list of events, in the Trace Event Format of Perfetto and chrome://tracing.
 
 In the file a process is a rank, and a thread is one of its rows. Which rank reached a call last, and how long the
 others waited for it, is computed here, after all times are on rank 0's clock.
