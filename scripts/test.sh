@@ -9,7 +9,7 @@ Usage: bash scripts/test.sh [--quick | --torch VERSION] [PYTEST-ARGUMENT...]
 
 Sets up .venv-test (Open MPI) and .venv-mpich on first use; .venv, in which you train, stays as it is. Then runs lint
 (ruff), types (mypy), layers (import-linter) and pytest: every serial test, and those in tests/ranks on 1 to 5 ranks
-under Open MPI and under MPICH, one job each. Test files run in parallel, as many as there are cores, but at least 2 and at most 8.
+under Open MPI and under MPICH, one job each. As many test files run in parallel as there are cores, 2 to 8.
 That takes less than 20 minutes on two cores; a summary at the end lists where the time went.
 
   --quick   lint, types, layers, the serial tests that start no job of several ranks, and the core of tests/ranks

@@ -38,7 +38,7 @@ def test_csv_has_a_line_for_each_result() -> None:
 @pytest.mark.parametrize(
     ("text", "complaint"),
     [
-        ("{", "no JSON"),
+        ("{", "not JSON"),
         ("[]", "no results"),
         ('{"format": "allreduce bandwidth", "version": 9}', "version 9"),
         ('{"format": "allreduce bandwidth", "version": 1}', "incomplete"),

@@ -163,7 +163,10 @@ def test_signals_are_handed_on_and_nothing_is_started_again(number: int, pretend
         (["--", "python", "mine.py"], "the program has no --checkpoint DIR"),
         (["--", "python", "-m", "trainers", "--checkpoint=run"], "add --resume after --checkpoint run"),
         (["--launcher", "nompi", "--progress", "run", "--", "a"], "there is no nompi"),
-        (["--ranks", "2", "--least", "3", "--launcher", "true", "--progress", "run", "--", "a"], "--least 3: it beg"),
+        (
+            ["--ranks", "2", "--least", "3", "--launcher", "true", "--progress", "run", "--", "a"],
+            "--least 3: the job beg",
+        ),
     ],
 )
 def test_what_makes_no_sense_is_refused(arguments: list[str], words: str) -> None:
