@@ -178,7 +178,7 @@ def _served(name: str, servers: int, *more: str) -> Variant:
 VARIANTS = [
     Variant("mirrored", ()),
     Variant("central storage", ("--strategy", "central_storage")),
-    Variant("1 spare replica", ("--strategy", "spare_replicas", "--spare", "1"), least=3, spare=1),
+    Variant("1 spare replica", ("--strategy", "spare_replicas", "--backup-workers", "1"), least=3, spare=1),
     _served("1 server, sync", 1, "--updates", "sync"),
     _served("2 servers, sync", 2, "--updates", "sync"),
     _served("1 server, async", 1),
