@@ -254,7 +254,7 @@ class Bench:
         comm.Free()
         return outcome
 
-    def _options(self, variant: Variant) -> argparse.Namespace:
+    def add_options(self, variant: Variant) -> argparse.Namespace:
         given = ["--data", self._chosen.data, "--epochs", self._chosen.epochs, "--batch-size", self._chosen.batch_size]
         given += ["--hidden", self._chosen.hidden, *variant.arguments]
         return options.parse([str(each) for each in given], shown=False)
@@ -414,7 +414,7 @@ def _histogram(axis: Any, outcomes: Sequence[Outcome], names: list[str]) -> None
     axis.set_title("updates behind: the darker, the more gradients", fontsize=11)
 
 
-def _options(parser: argparse.ArgumentParser) -> None:
+def add_options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     cli.add_some(parser, "--only", [each.name for each in VARIANTS], ";")
     add("--data", default="digits", metavar="SET", help=f"{' or '.join(datasets.NAMES)}, or files (default: digits)")
@@ -479,7 +479,7 @@ def _measure(topology: Topology, args: argparse.Namespace, variants: list[Varian
     return list(best.values())
 
 
-main = cli.command("benchmarks.strategies", __doc__, _options, _run)
+main = cli.command("benchmarks.strategies", __doc__, add_options, _run)
 
 if __name__ == "__main__":
     sys.exit(main())

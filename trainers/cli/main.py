@@ -41,8 +41,8 @@ FAULTS = (DivergedError, RankLostError, RankLeftError, CollectiveTimeoutError, B
 FAILED, BAD_ARGUMENTS, INTERRUPTED = 1, 2, 130  # exit codes; a job that exits with 1 may be started again
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line on all ranks; returns the exit code, the same on each."""
+def main(arguments: Sequence[str] | None = None, program: str = "python -m trainers") -> int:
+    """Run the command line on all ranks; returns the exit code, the same on each. program: its name in --help."""
     try:
         world = Topology.of_survivors()
     except LauncherError as error:  # no other rank is known
@@ -51,7 +51,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     code = 0
     try:
         with Terminating() as sigterm:  # also on ranks that do not train, and while data is loaded
-            while (prepared := prepare(arguments, world)) is None:
+            while (prepared := prepare(arguments, world, program)) is None:
                 world = world.survivors()
             _run(*prepared, world)
             sigterm.known = True  # all work is done: ignore the signal
@@ -96,7 +96,7 @@ class Member(NamedTuple):
     network: NumpyNetwork
 
 
-def prepare(arguments: Sequence[str] | None, world: Topology) -> tuple[Job, Member | None] | None:
+def prepare(arguments: Sequence[str] | None, world: Topology, program: str) -> tuple[Job, Member | None] | None:
     """Read the options and data, and create this rank's topology and network. Collective.
 
     Returns None if a rank failed meanwhile and --on-failure continue is given: the remaining ranks begin again. With
@@ -104,7 +104,7 @@ def prepare(arguments: Sequence[str] | None, world: Topology) -> tuple[Job, Memb
     """
 
     def read_and_join() -> tuple[Job, Member | None]:
-        job = _read(arguments, world)
+        job = _read(arguments, world, program)
         return job, None if job.options.standby else join(job, world)
 
     outcome = attempt(world, read_and_join)
@@ -125,9 +125,9 @@ def _goes_on(arguments: Sequence[str] | None) -> bool:
         return False
 
 
-def _read(arguments: Sequence[str] | None, world: Topology) -> Job:
+def _read(arguments: Sequence[str] | None, world: Topology, program: str) -> Job:
     """Read the options, the roles and the data. Collective."""
-    options = together(world.world, lambda: parse(arguments, shown=world.rank == 0))
+    options = together(world.world, lambda: parse(arguments, world.rank == 0, program))
     serves = options.strategy == SERVERS
     assigned = roles.assign(world, options.servers if serves else 0, options.evaluator, chief=options.chief)
     if serves:

@@ -444,15 +444,21 @@ class RankParser(Parser):
             super()._print_message(message, file)
 
 
-def make_parser(shown: bool, everything: bool) -> RankParser:
+def make_parser(shown: bool, everything: bool, program: str) -> RankParser:
     """Return the parser. shown: whether this rank prints. everything: --help shows all options, by strategy."""
     parser = RankParser(
         shown,
-        prog="python -m trainers",
+        prog=program,
         usage="%(prog)s [OPTION...]",
         description="Train a small network on all ranks together, and test it.",
         epilog=EXAMPLES,
     )
+    add_options(parser, everything)
+    return parser
+
+
+def add_options(parser: argparse.ArgumentParser, everything: bool = True) -> None:
+    """Add the options. everything: --help shows them all, by strategy."""
     parser.add_argument("--help-all", action="help", help="show all options")
     groups: dict[str, Any] = {}
     for title, options in OPTIONS.items():
@@ -463,16 +469,15 @@ def make_parser(shown: bool, everything: bool) -> RankParser:
             if heading not in groups:
                 groups[heading] = parser.add_argument_group(heading)
             option.add_to(groups[heading], everything or option.common)
-    return parser
 
 
-def parse(arguments: Sequence[str] | None, shown: bool) -> argparse.Namespace:
+def parse(arguments: Sequence[str] | None, shown: bool, program: str = "python -m trainers") -> argparse.Namespace:
     """Return the checked options, with their defaults. Raises ArgumentError; --help and --help-all exit.
 
-    The options of other strategies stay None. shown: whether this rank prints.
+    The options of other strategies stay None. shown: whether this rank prints. program: its name in --help.
     """
     given = sys.argv[1:] if arguments is None else arguments
-    parser = make_parser(shown, "--help-all" in given)
+    parser = make_parser(shown, "--help-all" in given, program)
     options = parser.parse_args(given)
     options.strategy = options.strategy or MIRRORED
     options.data = options.data or BY_NAME["data"].default
