@@ -254,7 +254,7 @@ class Bench:
         comm.Free()
         return outcome
 
-    def add_options(self, variant: Variant) -> argparse.Namespace:
+    def _options(self, variant: Variant) -> argparse.Namespace:
         given = ["--data", self._chosen.data, "--epochs", self._chosen.epochs, "--batch-size", self._chosen.batch_size]
         given += ["--hidden", self._chosen.hidden, *variant.arguments]
         return options.parse([str(each) for each in given], shown=False)
