@@ -65,15 +65,15 @@ class Parser(argparse.ArgumentParser):
             super()._print_message(message, file)
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a command on all ranks; returns the exit code, the same on each. Collective."""
+def main(arguments: Sequence[str] | None = None, program: str = "python -m allreduce") -> int:
+    """Run a command on all ranks; returns the exit code, the same on each. program: its name in --help. Collective."""
     abort.set_error_exit_code(FAILED)
     for variable, seconds in PATIENCE.items():
         os.environ.setdefault(variable, seconds)
     try:
         with advise_if_late():
             topology = _topology()
-        return _main(sys.argv[1:] if arguments is None else arguments, topology)
+        return _main(sys.argv[1:] if arguments is None else arguments, topology, program)
     except AllReduceError as error:  # the ranks can't reach each other, so no collective exit is possible
         abort.end_job(f"{type(error).__name__}: {error}\n", FAILED)
     except Exception:
@@ -91,10 +91,10 @@ def _topology() -> Topology:
         return Topology(MPI.COMM_SELF)
 
 
-def _main(arguments: Sequence[str], topology: Topology) -> int:
+def _main(arguments: Sequence[str], topology: Topology, program: str) -> int:
     shown = topology.rank == 0
     try:
-        name, chosen = parse(arguments, shown)
+        name, chosen = parse(arguments, shown, program)
         code: int = COMMANDS[name].run(chosen, topology)
     except OptionError as error:
         if shown:
@@ -105,14 +105,16 @@ def _main(arguments: Sequence[str], topology: Topology) -> int:
     return code
 
 
-def parse(arguments: Sequence[str], shown: bool) -> tuple[str, argparse.Namespace]:
+def parse(
+    arguments: Sequence[str], shown: bool, program: str = "python -m allreduce"
+) -> tuple[str, argparse.Namespace]:
     """Return the command and its options. Raises the same OptionError on all ranks; --help and --version exit."""
-    top = Parser(shown, prog="python -m allreduce", usage="%(prog)s COMMAND [OPTION...]", epilog=EXAMPLES)
+    top = Parser(shown, prog=program, usage="%(prog)s COMMAND [OPTION...]", epilog=EXAMPLES)
     top.description = "commands:\n" + "".join(f"  {name:<10} {module.ABOUT}\n" for name, module in COMMANDS.items())
     top.add_argument("--version", action="version", version=version())
     if arguments and arguments[0] in COMMANDS:
         module = COMMANDS[arguments[0]]
-        parser = Parser(shown, prog=f"python -m allreduce {arguments[0]}", description=module.ABOUT, epilog=module.MORE)
+        parser = Parser(shown, prog=f"{program} {arguments[0]}", description=module.ABOUT, epilog=module.MORE)
         module.add_options(parser)
         return arguments[0], parser.parse_args(arguments[1:])
     if arguments and not arguments[0].startswith("-"):

@@ -43,7 +43,7 @@ machine affects all of them alike. algbw = size / time, busbw = algbw x 2(n-1)/n
 """
 
 
-def _options(parser: argparse.ArgumentParser) -> None:
+def add_options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("-b", "--minbytes", type=cli.size, default=8, metavar="SIZE", help="smallest size (default 8); units K, M, G")
     add("-e", "--maxbytes", type=cli.size, default=128 << 20, metavar="SIZE", help="largest size (default 128M)")
@@ -192,7 +192,7 @@ def _write(comm: MPI.Intracomm, args: argparse.Namespace, run: Run) -> None:
     raise_together(comm, OptionError("; ".join(failures)) if failures else None)
 
 
-main = cli.command("benchmarks.bandwidth", __doc__, _options, _run, EPILOG)
+main = cli.command("benchmarks.bandwidth", __doc__, add_options, _run, EPILOG)
 
 if __name__ == "__main__":
     sys.exit(main())

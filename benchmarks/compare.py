@@ -148,13 +148,13 @@ def _threshold(text: str) -> float:
     return value
 
 
-def _options(parser: argparse.ArgumentParser) -> None:
+def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("before", metavar="BEFORE.json")
     parser.add_argument("after", metavar="AFTER.json")
     parser.add_argument("--threshold", type=_threshold, default=0.1, metavar="SHARE", help="default 10%%")
 
 
-main = cli.serial_command("benchmarks.compare", __doc__, _options, _compare)
+main = cli.serial_command("benchmarks.compare", __doc__, add_options, _compare)
 
 
 if __name__ == "__main__":

@@ -154,7 +154,7 @@ def _link(text: str) -> tuple[float, float]:
     return float(match[1]) * _UNITS[match[2]], float(match[3]) * _TIMES[match[4]] if match[3] else LINK_LATENCY
 
 
-def _options(parser: argparse.ArgumentParser) -> None:
+def add_options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--fit", nargs="+", metavar="FILE", help="runs of benchmarks.bandwidth --json to fit the constants to")
     add("--fit-rig", nargs="+", metavar="FILE", help="as --fit, of scripts/cluster_sim.sh: hosts share one machine")
@@ -183,7 +183,7 @@ def _options(parser: argparse.ArgumentParser) -> None:
     add("--plot", metavar="FILE", help="a picture (.png, .svg, .pdf); needs matplotlib")
 
 
-main = cli.serial_command("benchmarks.scaling", __doc__, _options, _predict)
+main = cli.serial_command("benchmarks.scaling", __doc__, add_options, _predict)
 
 
 if __name__ == "__main__":

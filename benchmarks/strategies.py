@@ -178,7 +178,7 @@ def _served(name: str, servers: int, *more: str) -> Variant:
 VARIANTS = [
     Variant("mirrored", ()),
     Variant("central storage", ("--strategy", "central_storage")),
-    Variant("1 spare replica", ("--strategy", "spare_replicas", "--spare", "1"), least=3, spare=1),
+    Variant("1 spare replica", ("--strategy", "spare_replicas", "--backup-workers", "1"), least=3, spare=1),
     _served("1 server, sync", 1, "--updates", "sync"),
     _served("2 servers, sync", 2, "--updates", "sync"),
     _served("1 server, async", 1),
@@ -414,7 +414,7 @@ def _histogram(axis: Any, outcomes: Sequence[Outcome], names: list[str]) -> None
     axis.set_title("updates behind: the darker, the more gradients", fontsize=11)
 
 
-def _options(parser: argparse.ArgumentParser) -> None:
+def add_options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     cli.add_some(parser, "--only", [each.name for each in VARIANTS], ";")
     add("--data", default="digits", metavar="SET", help=f"{' or '.join(datasets.NAMES)}, or files (default: digits)")
@@ -479,7 +479,7 @@ def _measure(topology: Topology, args: argparse.Namespace, variants: list[Varian
     return list(best.values())
 
 
-main = cli.command("benchmarks.strategies", __doc__, _options, _run)
+main = cli.command("benchmarks.strategies", __doc__, add_options, _run)
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -298,12 +298,12 @@ def _sum_up(args: argparse.Namespace) -> int:
     return 0
 
 
-def _options(parser: argparse.ArgumentParser) -> None:
+def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("trace", metavar="TRACE.json")
     parser.add_argument("--plot", metavar="FILE", help="draw it too (.png, .svg or .pdf; needs matplotlib)")
 
 
-main = cli.serial_command("benchmarks.timeline", __doc__, _options, _sum_up)
+main = cli.serial_command("benchmarks.timeline", __doc__, add_options, _sum_up)
 
 
 if __name__ == "__main__":

@@ -250,7 +250,7 @@ def summary(times: dict[str, list[float]]) -> dict[str, dict[str, float]]:
     return rows
 
 
-def _options(parser: argparse.ArgumentParser) -> None:
+def add_options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     cli.add_some(parser, "--models", WORKLOADS)
     add("--batch", type=_numbers, default=[16, 128], metavar="N,N", help="rows per rank, default 16,128")
@@ -312,7 +312,7 @@ def _run(topology: Topology, options: argparse.Namespace, screen: Screen) -> int
     return 0
 
 
-main = cli.command("benchmarks.training_step", __doc__, _options, _run)
+main = cli.command("benchmarks.training_step", __doc__, add_options, _run)
 
 if __name__ == "__main__":
     sys.exit(main())

