@@ -169,7 +169,7 @@ REFUSED = {
     "bandwidth --csv .": "this is a folder",
     "bandwidth --plot picture.txt": ".png",
     "bandwidth --json same --csv same": "two outputs go to the same file",
-    "tune --output notes.json": "notes.json would be overwritten: it is no decision table",
+    "tune --output notes.json": "notes.json would be overwritten: it is not a decision table",
     "tune --output none/t.json": "does not exist",
     "tune --output t.json --backends auto": "auto",
     "tune --output t.json --backends native,nccl": "'nccl' can't be given; use all, or some of",
@@ -287,7 +287,7 @@ def test_tune_leaves_out_who_cannot_sum_what_nobody_asked_for(tmp_path: Path, qu
     ((first, _),) = in_one_job(2, [("benchmarks.tune", options, str(tmp_path))], tmp_path, env=quiet)
     assert first["code"] == 0, first["stderr"]
     assert "without native: native does not reduce float16" in first["stdout"].replace('"', "")
-    assert "without arrays from allocate(): shared gives them" in first["stdout"]
+    assert "without arrays from allocate(): shared allocates them" in first["stdout"]
     entries = json.loads((tmp_path / "t.json").read_text())["entries"]
     assert {entry["dtype"] for entry in entries} == {"float32", "float64", "float16", "bfloat16"}
     halves = [entry["ranges"] for entry in entries if entry["dtype"] == "float16"]
@@ -302,7 +302,7 @@ def test_tune_writes_nothing_when_a_backend_is_wrong(
     options = ["--sizes", "1K", "--dtypes", "float", "--backends", "native,ring", "--output", "t.json", *QUICK]
     job = mpirun(2, [script, *options], env=quiet, cwd=tmp_path)
     assert job.returncode == 2, job.stderr
-    assert "native made 1 elements wrong (foreign float32, 1 KiB)" in job.stderr
+    assert "native has 1 wrong elements (foreign float32, 1 KiB)" in job.stderr
     assert list(tmp_path.iterdir()) == [script]
 
 
@@ -331,7 +331,7 @@ sys.exit(tune.main([*sys.argv[1:], "--resume"]))
     options = ["--sizes", "1K", "--dtypes", "float,double", "--backends", "shared,ring", "--output", "t.json", *QUICK]
     job = mpirun(2, [script, *options], env=quiet, cwd=tmp_path)
     assert job.returncode == 0, job.stderr
-    assert job.stdout.count("# 2 measurements; what is measured is kept after each dtype") == 1
+    assert job.stdout.count("# 2 measurements; results are saved after each dtype") == 1
     assert "# measured already for 2 ranks on 1 node: float32\n# 1 measurements" in job.stdout
     assert "2 entries measured, 2 kept" in job.stdout
     entries = json.loads((tmp_path / "t.json").read_text())["entries"]

@@ -39,7 +39,7 @@ def test_who_waits_for_whom(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
         "rank 0 20.0% 40.0% 30.0% 10.0%",
         "rank 1 60.0% 0.0% 30.0% 10.0%",
         "rank 2 30.0% 30.0% 30.0% 10.0%",
-        "# who waited for whom, for the rank that came last:",
+        "# which rank waited for the last rank of a call, and how long:",
         "rank 0 waited 0.008 s for rank 1",
         "rank 2 waited 0.006 s for rank 1",
         "# rank 1 came last most often, to 2 of 2 calls; the others waited 0.014 s for it, 35.0% of their time",

@@ -57,9 +57,9 @@ def test_identity_names_no_host() -> None:
 @pytest.mark.parametrize(
     ("text", "complaint"),
     [
-        ("", "no JSON"),
-        (table()[:-20], "no JSON"),
-        ("[1]", "no decision table"),
+        ("", "not JSON"),
+        (table()[:-20], "not JSON"),
+        ("[1]", "not a decision table"),
         (table(version=2), "version 2"),
         (table(machine={"cpu": "Other", "cores": 2, "mpi": "MPI"}), "another machine .cpu Other"),
         (table(machine=None), "another machine"),
@@ -154,8 +154,8 @@ def test_auto_does_without_a_table_that_it_cannot_use(mpirun: JobRunner, tmp_pat
     corrupt.write_text(table_file.read_text()[:100])
     foreign.write_text(table_file.read_text().replace('"cores": ', '"cores": 99'))
     os.mkfifo(tmp_path / "pipe")
-    refused = {corrupt: "no JSON", foreign: "another machine", tmp_path: "Is a directory"}
-    refused |= {tmp_path / "pipe": "no regular file", Path("/dev/zero"): "no regular file"}
+    refused = {corrupt: "not JSON", foreign: "another machine", tmp_path: "Is a directory"}
+    refused |= {tmp_path / "pipe": "not a regular file", Path("/dev/zero"): "not a regular file"}
     chosen, said = ask(mpirun, tmp_path, *refused)
     assert chosen == builtin * len(refused)
     for line, (path, complaint) in zip(said, refused.items(), strict=True):

@@ -191,6 +191,6 @@ def test_commands_on_two_ranks_speak_once(tmp_path: Path) -> None:
     assert as_json[0]["code"] == as_json[1]["code"] == json.loads(as_json[0]["stdout"])["exit_code"]
     assert [outcome["code"] for outcome in wrong + shown + unwritable] == [64, 64, 0, 0, 64, 64]
     assert "did you mean 'doctor'?" in wrong[0]["stderr"]
-    assert "no/x: this can't be written" in unwritable[0]["stderr"]
+    assert "no/x: this file can't be written" in unwritable[0]["stderr"]
     for outcomes in (as_json, wrong, shown, unwritable):
         assert outcomes[1]["stdout"] == outcomes[1]["stderr"] == ""

@@ -80,7 +80,7 @@ def pretended(tmp_path: Path) -> Pretended:
         (["checkpoint 137", "0"], ["--same-ranks"], 0, "4 4", "+ mpirun -n 4"),
         (["checkpoint 9", "5", "6", "7", "0"], [], 7, "4 3 2 1", "3 starts in a row have written no checkpoint: giv"),
         (["5", "0"], ["--attempts", "1"], 5, "4", "1 starts in a row have written no checkpoint: giving up"),
-        (["checkpoint 1", "2", "0"], [], 2, "4 3", "the program was called wrongly: giving up (exit code 2)"),
+        (["checkpoint 1", "2", "0"], [], 2, "4 3", "the program refuses its arguments: giving up (exit code 2)"),
     ],
 )  # fmt: skip
 def test_ranks_and_attempts(
@@ -156,15 +156,18 @@ def test_signals_are_handed_on_and_nothing_is_started_again(number: int, pretend
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ([], "which program?"),
+        ([], "give the program after --"),
         (["--ranks", "none"], "--ranks none: give a number of at least 1"),
         (["--ranks"], "--ranks needs a value"),
-        (["--rank", "3"], '"--rank" is no option; put -- before the program'),
+        (["--rank", "3"], '"--rank" is not an option; put -- before the program'),
         (["--hostfile", "missing", "--", "a"], "--hostfile missing: there is no such file"),
-        (["--", "python", "mine.py"], "where are the checkpoints? The program has no --checkpoint DIR"),
-        (["--", "python", "-m", "trainers", "--checkpoint=run"], "add --resume behind --checkpoint run"),
+        (["--", "python", "mine.py"], "the program has no --checkpoint DIR"),
+        (["--", "python", "-m", "trainers", "--checkpoint=run"], "add --resume after --checkpoint run"),
         (["--launcher", "nompi", "--progress", "run", "--", "a"], "there is no nompi"),
-        (["--ranks", "2", "--least", "3", "--launcher", "true", "--progress", "run", "--", "a"], "--least 3: it beg"),
+        (
+            ["--ranks", "2", "--least", "3", "--launcher", "true", "--progress", "run", "--", "a"],
+            "--least 3: the job beg",
+        ),
     ],
 )
 def test_what_makes_no_sense_is_refused(arguments: list[str], words: str) -> None:

@@ -131,7 +131,7 @@ def check_warm_up() -> None:
 
 
 def apply(optimizer: Any, gradient: Any, variable: Any) -> None:
-    """Custom loops call the optimizer as Keras' backends do."""
+    """Update a variable as custom loops do, with any Keras backend."""
     if keras.backend.backend() != "jax":
         optimizer.apply([gradient], [variable])
         return
@@ -186,7 +186,7 @@ def check_without_callbacks() -> None:
 
 
 class Halved(keras.Model):
-    """A layer that creates its weights in its first call, of which Keras warns."""
+    """A model whose layer creates its weights in the first call, of which Keras warns."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -262,7 +262,7 @@ def learned(trainer: Any, epochs: int = 1) -> Any:
 def check_trainers(every: bool) -> None:
     """P ranks train as one rank does, with each strategy; models that differ between ranks become equal.
 
-    every: all strategies on one rank too, where updates are not sharded.
+    every: check all strategies; False: only the sharded update.
     """
     with topology.split(rank) as self, MirroredTrainer(replica(0), "native", self) as trainer:
         history = trainer.fit(X[:50], Y[:50], epochs=1, batch_size=16, progress=False)
@@ -279,7 +279,7 @@ def check_trainers(every: bool) -> None:
 
 
 def check_more_trainers() -> None:
-    """Models that do not train as one rank does (batch norm, random layers), and unsupported optimizers."""
+    """Trainings that differ from one rank's (batch norm, asynchronous servers, spare replicas); a refused optimizer."""
     for make in (
         partial(MirroredTrainer, replica(rank, norm=True), "ring", topology, update="sharded"),
         partial(ParameterServerTrainer, replica(rank), topology, servers=1),

@@ -48,8 +48,8 @@ def check_training(
 ) -> None:
     """Each trainer, by name, must give the parameters and the history of one rank alone. Collective.
 
-    learned: trains with a trainer; returns its parameters and its history. batch: continues the training of one replica
-    afterwards.
+    learned: trains with a trainer; returns its parameters and its history. batch: for a step of each replica without a
+    trainer, at the end.
     """
     for name, make in made.items():
         with make() as trainer:

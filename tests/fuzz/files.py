@@ -178,14 +178,14 @@ def trace() -> list[Any]:
 
 
 def recorded() -> list[Any]:
-    """Return the message in which a rank describes its part of a trace."""
+    """Return parts of a trace, as ranks send them."""
     about = {"bytes": 64, "op": "sum"}
     calls = [[0, 0, 0, "ring", 10, 10, 20, about], [1, 0, 1, "ring", 30, 31, 40, about]]
     return [[[[0, "compute", 0, 9], [0, "waited 0 1", 31, 45]], calls, 0], [[], [], 0]]
 
 
 def shapes() -> list[Any]:
-    """Return the message in which the storage rank announces a state."""
+    """Return the layout of a state, as its root announces it."""
     state = network().state() | {"measured": np.zeros(3)}
     return [[[name, np.asarray(array).dtype.str, list(np.asarray(array).shape)] for name, array in state.items()]]
 

@@ -313,6 +313,6 @@ def test_tables(tmp_path: Path, kind: str) -> None:
     else:
         path.write_text("[" * 100000)
         os.truncate(path, 1 << 40 if kind == "large" else 100000)
-    complaint = {"large": "more than", "deep": "no JSON", "folder": "directory"}.get(kind, "no regular file")
+    complaint = {"large": "more than", "deep": "not JSON", "folder": "directory"}.get(kind, "not a regular file")
     with pytest.raises((decision_table.TableError, OSError), match=complaint):
         decision_table.loads(decision_table.read_text(path), identify(), BACKENDS)

@@ -169,7 +169,7 @@ def test_a_trace_is_read_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 def test_traces_that_are_cut_or_none(tmp_path: Path, text: str) -> None:
     path = tmp_path / "trace.json"
     path.write_text(text)
-    with pytest.raises(FileError, match=r"trace\.json is no such trace"):
+    with pytest.raises(FileError, match=r"trace\.json is not a trace"):
         load_trace(str(path))
 
 

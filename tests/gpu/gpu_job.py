@@ -66,7 +66,7 @@ def check_networks() -> None:
 
 
 def check_optimizer(place: torch.device) -> None:
-    """Roughly as on the host, and exactly as with a reduction after backward, on the host."""
+    """The results are roughly those on the host, and closely those on this GPU with "ring" after backward."""
     for update in ("replicated", "sharded"):
         wanted = optimized(TOPOLOGY, place, allreduce="ring", update=update, overlap=False)
         compare(wanted, optimized(TOPOLOGY, HOST, allreduce="ring", update=update), **LOOSE)

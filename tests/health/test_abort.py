@@ -103,7 +103,7 @@ def test_frames_inside_of_the_library(
     told = "\n".join(lines[begin:end])
     assert "program.py" in told
     assert ("/trainers/trainer.py" in told) == inside
-    assert ("frames inside of the library are left out; ALLREDUCE_TRACEBACK=full shows them" in told) != inside
+    assert ("frames inside the library are left out; ALLREDUCE_TRACEBACK=full shows them" in told) != inside
 
 
 TRAINER = "from trainers import MirroredTrainer, NumpyNetwork\nmodel = NumpyNetwork([2, 2])\n"

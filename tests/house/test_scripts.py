@@ -182,7 +182,7 @@ def test_an_environment_made_by_hand_with_pip_is_used(checkout: Checkout) -> Non
 
 @pytest.mark.parametrize("ranks", ["0", "-1", "two", "2.5"])
 def test_ranks_must_be_a_number(ranks: str, checkout: Checkout) -> None:
-    assert said(checkout.train(RANKS=ranks)) == f"train.sh: RANKS={ranks} is no number of ranks"
+    assert said(checkout.train(RANKS=ranks)) == f"train.sh: RANKS={ranks} is not a number of ranks"
     assert checkout.calls == []
 
 

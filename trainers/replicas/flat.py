@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from trainers.errors import ArgumentError, ModelFileError
-from trainers.replica import Replica, reserved
+from trainers.replica import Replica, copied, reserved
 
 
 class Layout:
@@ -124,9 +124,11 @@ class FlatOptimizer(ABC):
         cut = {name: self.layout.views(arrays[name]) for name in self.elementwise}
         self.write(None, {name: cut.get(name) or [arrays[name]] for name in self.names})
 
-    def elements(self, name: str) -> np.ndarray:
-        """Return an elementwise entry of the current slice."""
-        return self.on_host(self.entries([name])[name][0])
+    def elements(self, name: str, part: slice) -> np.ndarray:
+        """Return the elements `part` of an elementwise entry. This object holds the state of all parameters, or of
+        `part`."""
+        arrays = self.entries([name])[name]
+        return self._cut(name, arrays, part) if self.part is None else self.on_host(arrays[0])
 
 
 class FlatReplica(Replica):
@@ -184,10 +186,7 @@ class FlatReplica(Replica):
             dtype = np.dtype("float32" if self.gradient_dtype == "bfloat16" else self.gradient_dtype)
             held["parameters"] = reserved(memory, "parameters", (self._optimizer.layout.length,), dtype)
             self._parameters_into(held["parameters"])
-        for name, array in self._others().items():
-            if name not in without:
-                held[name] = reserved(memory, name, array.shape, array.dtype)
-                np.copyto(held[name], array)
+        held |= copied({name: array for name, array in self._others().items() if name not in without}, memory)
         return held | self._optimizer.pack(memory, without)
 
     @abstractmethod
@@ -214,8 +213,9 @@ class FlatReplica(Replica):
         """Load the parameters and the rest of a checked state; the optimizer has loaded its part already."""
 
     def elements(self, name: str, part: slice) -> np.ndarray:
-        if self._optimizer.part == self._parameters_in(part):
-            return self._optimizer.elements(name)
+        part = self._parameters_in(part)
+        if self._optimizer.part in (None, part):
+            return self._optimizer.elements(name, part)
         return super().elements(name, part)
 
     def _parameters_in(self, part: slice) -> slice:

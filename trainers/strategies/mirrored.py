@@ -1,5 +1,6 @@
 """The strategy of MirroredTrainer: average the gradients, then update all replicas, or one slice a rank."""
 
+import copy
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -271,7 +272,7 @@ class Mirrored(Strategy):
         group, once = self.group, self.update.shares_parameters
         group.enter("edit")
         if before is not None:
-            before += self.pieces()
+            before += copy.deepcopy(self.pieces())  # the backups of the changed state overwrite them
         self.synchronize_state()
         together(group.comm, lambda: change() if not once or group.topology.node_rank == 0 else None)
         self.synchronize_state()
@@ -285,7 +286,7 @@ class Mirrored(Strategy):
         return self.update.any_rank_may_fail
 
     def pieces(self) -> list[Piece]:
-        """Return copies of this rank's pieces of the state. Local."""
+        """Return this rank's pieces of the state; see Update.pieces. Local."""
         rates = {RATES: np.array(self.replica.learning_rates)}
         self._unfinished = np.array(self._measured)
         return [piece._replace(rest={**rates, **piece.rest}) for piece in self.update.pieces()]
