@@ -2,8 +2,8 @@
 
 Run by tests/test_ranks.py, or by hand: mpirun -n 4 python -m pytest tests/ranks -k ring
 
-A test that fails on one rank fails on all, and rank 0, the only one that prints, shows the traceback
-of the rank that failed. A test that hangs ends the job with the stacks of all ranks.
+A test that fails on one rank fails on all. Only rank 0 prints; it shows the traceback of the rank that failed. A test
+that hangs ends the job, with the stacks of all ranks.
 """
 
 import faulthandler

@@ -1,4 +1,4 @@
-"""Checkpoints without ranks: what a user says of them, the thread that writes, copies, random numbers."""
+"""Checkpoints on one rank: the user's options, the thread that writes, copies, random states."""
 
 import json
 import math

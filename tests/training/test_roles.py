@@ -1,4 +1,4 @@
-"""Roles by rank and by TF_CONFIG: what TensorFlow's clusters mean here, and every way in which they can be wrong."""
+"""Roles by rank and by TF_CONFIG: the roles of TensorFlow's clusters here, and every invalid configuration."""
 
 import json
 from typing import Any
