@@ -554,7 +554,7 @@ class AllReduce(ABC):
 
     def _say_copies(self, call: Call) -> None:
         """Log once that arrays not from `allocate` are copied, if this backend copies them. Local."""
-        # a part reports nothing: its outer backend has selected it knowing that it copies
+        # a part of another backend does not report
         if call.memory == FOREIGN and self.copies_foreign and self.part_of is None:
             notices.once(self.rank, self.copies_foreign)
 

@@ -172,7 +172,7 @@ def _may_be_our_bug(error: BaseException) -> bool:
 
 
 def _inside(frame: FrameType, within: bool) -> bool:
-    """Return whether a frame is of this library, or of installed code that it calls. within: of the frame before."""
+    """Return whether a frame is of this library, or of installed code that it calls. within: whether its caller is."""
     if _package(frame) in LIBRARY:
         return True
     return within and frame.f_code.co_filename.startswith(("<frozen ", *INSTALLED))

@@ -113,9 +113,9 @@ class StatusMessages:
     ) -> None:
         """Begin to exchange facts with the other ranks. Local; on all ranks.
 
-        nodes: the ranks of each node, the leader first; own: the index of this rank's node. rows: of this node, or None
-        if its ranks share no memory: then they send messages to their leader. found: the processes of ranks of this
-        machine.
+        nodes: the ranks of each node, the leader first; own: the index of this rank's node. rows: the rows of this
+        node, or None if its ranks share no memory: then they send messages to their leader. found: the processes of
+        ranks of this machine.
         """
         members, self._connected = nodes[own], True
         self._of_node.clear()
