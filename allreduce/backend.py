@@ -203,7 +203,7 @@ class AllReduce(ABC):
                 self.reduce_tree(buffer, op)
                 return
             run = self._function("all_reduce", buffer, op)[1]
-            buffer = np.asarray(buffer) if isinstance(buffer, np.ndarray) else buffer  # no subclass of it
+            buffer = np.asarray(buffer) if isinstance(buffer, np.ndarray) else buffer  # not a subclass of ndarray
         run(buffer if buffer.ndim == 1 else buffer.reshape(-1, order="A"))
 
     def bind(self, array: Any, op: str = "mean", kind: str = "all_reduce") -> Callable[[], None]:

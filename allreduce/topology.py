@@ -87,7 +87,7 @@ class Topology:
         error = _bad_ranks_per_node(ranks_per_node, comm.size) or _bad_timeout(timeout)
         agree(comm, [zlib.crc32(asked.encode())], asked, error)
         self._begin(parent)
-        self.original: Topology | None = None  # what this is a duplicate of
+        self.original: Topology | None = None  # the topology that this one duplicates
         self._numbers, self.apart, self.is_part = 0, False, parent is not None
         self.simulated, self._ranks_per_node = ranks_per_node is not None, ranks_per_node
         self.timeout = seconds(TIMEOUT, 1800.0) if timeout is None else float(timeout)
@@ -141,7 +141,7 @@ class Topology:
         self.host: MPI.Intracomm = self.world
         if not on_one_host:
             self.host = self.own(self.world.Split_type(MPI.COMM_TYPE_SHARED, key=self.rank), watch=True)
-        found = all_values(self.host, [machine.cores(), self.rank, liveness.own()], "learn what this node has")
+        found = all_values(self.host, [machine.cores(), self.rank, liveness.own()], "count the cores of this node")
         self.cores = len(set().union(*(cores for cores, *_ in found)))
         self.sharing = self.host.size
         if self.sharing > self.cores and not self.is_part:  # a parent has already reported it
