@@ -1,4 +1,4 @@
-"""Files of results: saved, read, compared, and never left half-written."""
+"""Result files: saved, read and compared; never left half-written."""
 
 import csv
 import json

@@ -35,7 +35,7 @@ for path in paths or [None]:
 
 
 def table(**changes: Any) -> str:
-    """The text of a table of this machine, with changes at its top level."""
+    """Return the text of a table of this machine, with changes at its top level."""
     return json.dumps({**json.loads(tables.dumps(ENTRIES)), **changes})
 
 
@@ -79,7 +79,7 @@ def test_refused_with_the_reason(text: str, complaint: str) -> None:
 
 
 class Pair:
-    """What a rule looks at of a topology of two ranks."""
+    """The properties of a topology of two ranks that a rule uses."""
 
     node_sizes, simulated, size, rank = (2,), False, 2, 0
 
@@ -117,7 +117,8 @@ def test_where_the_table_lies(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -
 def ask(
     mpirun: JobRunner, tmp_path: Path, *tables: Path, dtype: str = "float32", **env: Any
 ) -> tuple[list[str], list[str]]:
-    """What auto chose for 4096 and 4100 bytes on two ranks with each table in turn, and what it said."""
+    """Return the backends that auto selects for 4096 and 4100 bytes on two ranks with each table in turn, and its
+    messages."""
     script = tmp_path / "ask.py"
     script.write_text(ASK)
     variables = {"XDG_CACHE_HOME": str(tmp_path), **{key: str(value) for key, value in env.items()}}
@@ -129,7 +130,7 @@ def ask(
 
 @pytest.fixture
 def table_file(mpirun: JobRunner, tmp_path: Path) -> Path:
-    """A table of the machine as Open MPI's environment sees it, whatever MPI runs these tests."""
+    """A table for this machine under Open MPI, whatever MPI runs these tests."""
     code = "from tests.collectives.test_decision_table import ENTRIES, tables; print(tables.dumps(ENTRIES))"
     job = mpirun(1, ["-c", code])
     path = tmp_path / "table.json"

@@ -1,4 +1,4 @@
-"""python -m allreduce doctor: what is made of all that ranks have found, and the command itself."""
+"""python -m allreduce doctor: the findings for given facts about ranks, and the command itself."""
 
 import json
 from pathlib import Path
@@ -51,7 +51,7 @@ def test_a_look_that_failed_is_a_finding_and_the_others_are_judged() -> None:
 
 
 def test_an_error_of_a_collective_check_is_no_finding_of_one_rank() -> None:
-    """The other ranks may wait for this one in it: its error ends the examination."""
+    """The other ranks may wait for this rank in the check, so its error ends the examination."""
 
     def fails(*_: object) -> None:
         raise RankLeftError("rank 1 has left")
@@ -168,7 +168,7 @@ sys.exit(command_line.main(["doctor", "--seconds", "0"]))
 
 @pytest.mark.jobs
 def test_an_error_of_its_own_is_no_warning(mpirun: JobRunner) -> None:
-    """Of which the exit code is 1."""
+    """The doctor's own error does not give the exit code 1, which means warnings."""
     job = mpirun(1, ["-c", FAILS_TO_JUDGE])
     assert "TypeError" in job.stderr
     assert job.returncode == 2

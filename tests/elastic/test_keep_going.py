@@ -1,4 +1,5 @@
-"""scripts/keep_going.sh: a job that dies goes on from its last checkpoint on the ranks that are left."""
+"""scripts/keep_going.sh: a job that dies is started again on the remaining hosts, and resumes from its last
+checkpoint."""
 
 import json
 import os
@@ -33,7 +34,7 @@ exit "${{next##* }}"
 
 
 class Pretended:
-    """keep_going.sh with a launcher that does as planned, and hosts of which some do not answer."""
+    """keep_going.sh with a pretended launcher, which does as planned, and hosts of which some do not answer."""
 
     def __init__(self, folder: Path) -> None:
         self.calls, self.plan, self.run_folder = folder / "calls", folder / "plan", folder / "run"
@@ -55,14 +56,14 @@ class Pretended:
         )  # fmt: skip
 
     def run(self, plan: Sequence[str], *options: str, mpi: str = "Open MPI") -> tuple[int, str]:
-        """The exit code, and what was said last."""
+        """Return the exit code, and the last line of the output."""
         job = self.start(plan, *options, mpi=mpi)
         _, said = job.communicate(timeout=30)
         return job.returncode, said.strip().splitlines()[-1]
 
     @property
     def ranks(self) -> list[str]:
-        """What followed -n in every start."""
+        """Return the value of -n in every start."""
         return [line.split()[1] for line in self.calls.read_text().splitlines()]
 
 
@@ -176,7 +177,7 @@ def test_what_makes_no_sense_is_refused(arguments: list[str], words: str) -> Non
 
 
 def jobs_of(mark: str) -> list[int]:
-    """The ranks that train, of a job that was started with this mark."""
+    """Return the processes of the ranks that train, in a job that was started with this mark."""
     found = []
     for pid in launch.marked(mark):
         words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
