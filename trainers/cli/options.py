@@ -308,7 +308,7 @@ OPTIONS: dict[str, tuple[Option, ...]] = {
         ),
         Option(
             "max_staleness", "N", integer(0), default_text="no bound", strategies=(SERVERS,), needs=ASYNC,
-            help="the largest staleness of a gradient; with --stale keep or scale fast workers wait to keep it",
+            help="the largest staleness of a gradient; with --stale keep or scale fast workers wait to stay within it",
         ),
         Option(
             "warm_up", "N", integer(0), default=0, strategies=(SERVERS,), needs=ASYNC,
@@ -423,11 +423,11 @@ OPTIONS: dict[str, tuple[Option, ...]] = {
 BY_NAME = {option.name: option for group in OPTIONS.values() for option in group}
 
 
-# What follows from them
+# What is derived from the declarations
 
 
 class RankParser(Parser):
-    """Raises ArgumentError for bad arguments, and prints on one rank only.
+    """A Parser that raises ArgumentError for invalid arguments, and prints on one rank only.
 
     shown: whether this rank prints.
     """

@@ -163,7 +163,7 @@ class ShardedOptimizer:
                 parameter.grad = None  # already updated in slices
             self._plain.step()
         if self.backup is not None:
-            work = partial(self.keep, reducer.steps + 1)  # as users count: `end_step` comes later
+            work = partial(self.keep, reducer.steps + 1)  # `end_step` counts this step later
             reducer.clock.communicate(partial(reducer.run_in_queue, "backs up slices", work))
 
     def keep(self, step: int) -> None:
@@ -245,7 +245,7 @@ class ShardedOptimizer:
         return Piece(0, 0, start, stop, {}, {DATA: pack(entries, memory=memory, name=f"{DATA} from {start}")})
 
     def assemble(self, comm: MPI.Intracomm, pieces: list[Piece]) -> FullState | None:
-        """Return the newest parameters and state that the pieces of all ranks complete, or None. Collective."""
+        """Return the newest parameters and state that the pieces of all ranks cover, or None. Collective."""
         return self._assembled(comm, pieces, pieces.__getitem__)
 
     @torch.no_grad()

@@ -157,7 +157,7 @@ class FlatReplica(Replica):
         settable = len(self.learning_rates)
         if len(rates) != settable:
             raise ArgumentError(
-                f"{len(rates)} learning rates for {settable} that can be set{self._optimizer.how_to_set_rates}"
+                f"got {len(rates)} learning rates, and {settable} can be set{self._optimizer.how_to_set_rates}"
             )
         self._optimizer.learning_rates = list(rates)
 
@@ -203,7 +203,7 @@ class FlatReplica(Replica):
         there = {name: array.shape for name, array in state.items()}
         for name in {**here, **there}:
             if here.get(name) != there.get(name):
-                shapes = f"{there.get(name, 'missing')} there and {here.get(name, 'missing')} here"
+                shapes = f"{there.get(name, 'missing')}, and in this model {here.get(name, 'missing')}"
                 raise ModelFileError(f"the saved model is another one: {name} is {shapes}")
         self._optimizer.load(state)
         self._load_rest(state)

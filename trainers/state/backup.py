@@ -1,9 +1,9 @@
 """Backups: every rank keeps the pieces of another rank too, so that a failed rank's part of a state is not lost.
 
-Every rank has a holder, on another node as far as possible. After each step it sends its pieces there. A rank updates
-only after it has received every rank's gradients, and a rank sends its gradients only after the backup of the step
-before is complete. So when any rank is at step s, every rank has a backup of step s - 1. That is why a backup has the
-pieces of two steps.
+Every rank has a holder, on another node if possible, to which it sends its pieces after each step. A rank updates only
+after it has received every rank's gradients, and a rank sends its gradients only after its backup of the previous step
+is complete. So when any rank is at step s, every rank has a backup of step s - 1. That is why a backup has the pieces
+of two steps.
 """
 
 from collections import Counter
@@ -23,7 +23,7 @@ from trainers.group import dtype_of, layout
 from trainers.state.adopt import Arrays, Piece
 
 BACKUP = "back up another rank's slice"
-TAG = 2  # of messages on a trainer's communicator, where all else is 0
+TAG = 2  # of backups; other messages on a trainer's communicator have the tag 0
 NEVER = -1
 NO_BACKUP = (
     "copies=2: no backups are kept, because a failed rank ends the job (the others survive under mpirun --with-ft ulfm)"
@@ -33,8 +33,8 @@ NO_BACKUP = (
 def copies_error(copies: object, ranks: int, goes_on: bool) -> ArgumentError | None:
     """Return the error if `copies` is invalid, or None. Local.
 
-    goes_on: whether the training continues after failures; then copies=2 is valid on a single rank, the rest of
-        several.
+    goes_on: whether the training continues after failures; then copies=2 is also valid on a single rank, which may be
+        the only one that remains.
     """
     if isinstance(copies, bool) or copies not in (1, 2):
         return ArgumentError(f"copies={copies!r}: give 1, or 2 to have another rank keep each slice too")

@@ -74,7 +74,7 @@ class Mirrored(Strategy):
         if isinstance(given, AllReduce) and self._topology not in (None, given.topology):
             return ArgumentError(f"{given!r} has a topology of its own; pass the backend's name, or no topology")
         if update != "sharded" and self._copies == 2:
-            return ArgumentError(f'copies=2: with update="{update}" all ranks have everything; leave it out')
+            return ArgumentError(f'copies=2: with update="{update}" all ranks have the whole state; leave out copies')
         twice = None if isinstance(given, Config) else compress_error(given, self._compress)
         return twice or backup.copies_error(self._copies, ranks.size, goes_on)
 
@@ -149,7 +149,7 @@ class Mirrored(Strategy):
         return self._backend, self.buffer, self._measured
 
     def _effective_copies(self) -> int:
-        """Return how many ranks keep each slice: 1 if `copies=2` has no use, since a failure ends the job. Local."""
+        """Return the number of ranks that keep each slice: 1 instead of 2 if a failure ends the job anyway. Local."""
         if self._copies == 2 and not self.outlives_ranks:
             notices.once(self.group.rank, backup.NO_BACKUP)
             return 1

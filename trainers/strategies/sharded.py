@@ -142,8 +142,8 @@ class ShardedUpdate(Update):
         self.synchronize_state()
 
     def _allocate(self, dtype: str) -> Any:
-        """Allocate the parameters: in a shared segment if the ranks of each node own the whole buffer on the CPU and
-        every node has room; else by the backend. Collective."""
+        """Allocate the parameters: in a shared segment, if they are on the CPU, the ranks of each node together own the
+        whole buffer, and every node has room; else by the backend. Collective."""
         node, device = self._backend.topology.node, self._replica.device
         owned = combine(node, np.array([self._owned.stop - self._owned.start]), "add up what the ranks of a node own")
         whole = device == "cpu" and owned[0] == self._buffer.size
@@ -224,7 +224,7 @@ class ShardedUpdate(Update):
 
     def _own(self) -> Piece:
         """Return a copy of this rank's slice, and of the arrays that have no slices. Local."""
-        # load the statistics that follow the parameters; in an unfinished step, those from before the step
+        # load the statistics that follow the parameters: in an unfinished step they are from before the step
         self._replica.refresh()
         rest = self._replica.snapshot({}, without=("parameters", *self._replica.elementwise))
         return self._slice({})._replace(rest=rest)
