@@ -110,7 +110,7 @@ def measure(
             except SilentError:
                 silent.append((first, second))
         show(number + 1, len(rounds))
-    reports = all_values(comm, [found, silent], "gather what pairs of ranks have measured")
+    reports = all_values(comm, [found, silent], "gather the measurements of pairs")
     measured = sorted(Measured(*pair) for mine, _ in reports for pair in mine)
     return Results(measured, sorted({(one, other) for _, mine in reports for one, other in mine}))
 

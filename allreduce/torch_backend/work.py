@@ -88,7 +88,7 @@ class Work(dist.Work):
     def wait(self, timeout: timedelta | float | None = None) -> bool:
         """Wait for the end of the operation, and raise the error that it ended with.
 
-        Raises DistBackendError after `timeout`, while the operation goes on. Without a timeout the executor ends the
+        Raises DistBackendError after `timeout`; the operation continues. Without a timeout the executor ends the
         operation after its own limit.
         """
         limit = timeout_seconds(timeout, 0.0)

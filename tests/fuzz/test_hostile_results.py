@@ -298,7 +298,7 @@ def test_status_messages_of_another_version() -> None:
     assert "\x1b" not in table
     assert len(table) < 600
     bad = [b"", b"\x00" * 31, b"[" * 9999, b"{}", json.dumps([[WAITING, 1, 1, 1, "x", [[0, 1 << 60]]]]).encode()]
-    assert "rank 1: has not come" in peers.read_notes(bad, Path())
+    assert "rank 1: has not arrived" in peers.read_notes(bad, Path())
     peers.read_notes([json.dumps([[ENDED, 0, 1 << 99, 0, "", [[1, 1]]]]).encode()], Path())
 
 
