@@ -32,7 +32,6 @@ from trainers.cli import results
 from trainers.errors import CheckpointError, DataError
 from trainers.files import checkpoint, model_file
 from trainers.fit import checkpointing
-from trainers.state import checkpoints
 from trainers.watching.csv_logger import CSVLogger
 
 RED = "\x1b[31mred"
@@ -236,12 +235,12 @@ def test_links_that_others_have_laid_are_not_followed(tmp_path: Path, name: str)
 @pytest.mark.parametrize("place", [-1, 625, 1 << 30, 1 << 62])
 def test_a_random_state_that_points_elsewhere(place: int) -> None:
     """NumPy would read out of bounds, and crash."""
-    state = checkpoints.random_state()
-    altered = state[checkpoints.NUMPY].copy()
+    state = checkpointing.random_state()
+    altered = state[checkpointing.NUMPY].copy()
     altered[0] = place
     with pytest.raises(ValueError, match="624 words"):
-        checkpoints.load_random_state({**state, checkpoints.NUMPY: altered})
-    assert all((each == state[name]).all() for name, each in checkpoints.random_state().items())
+        checkpointing.load_random_state({**state, checkpointing.NUMPY: altered})
+    assert all((each == state[name]).all() for name, each in checkpointing.random_state().items())
 
 
 @pytest.mark.parametrize(
