@@ -21,7 +21,7 @@ from allreduce.topology import Topology  # noqa: E402
 __version__ = "0.1.0"  # pyproject.toml and CHANGELOG.md follow it
 
 NAMES = tuple(BACKENDS)
-"""Every backend's name; `available()` gives those that work here."""
+"""Every backend's name; `available()` returns the backends that work here."""
 
 __all__ = ["NAMES", "Topology", "available", "create", "standby"]
 

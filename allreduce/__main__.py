@@ -26,7 +26,7 @@ from allreduce.transport.control import raise_together
 
 COMMANDS: dict[str, ModuleType] = {"doctor": doctor}
 FAILED = 2  # exit code if the doctor can't run; 0 to 2 are the level of its worst finding
-BAD_OPTIONS = 64  # as sysexits.h has it
+BAD_OPTIONS = 64  # EX_USAGE of sysexits.h
 PATIENCE = {STALL: "20", TIMEOUT: "90"}  # the doctor's waits are short if ranks can reach each other
 EXAMPLES = """\
 examples:
@@ -78,7 +78,7 @@ def main(arguments: Sequence[str] | None = None, program: str = "python -m allre
         abort.end_job(f"{type(error).__name__}: {error}\n", FAILED)
     except Exception:
         if processes.here()[1] > 1:
-            raise  # which ends the job with this code
+            raise  # the excepthook ends the job with FAILED
         traceback.print_exc()
         return FAILED
 
@@ -101,7 +101,7 @@ def _main(arguments: Sequence[str], topology: Topology, program: str) -> int:
             print(f"allreduce: error: {error}", file=sys.stderr, flush=True)
             abort.write_down(str(error))
         code = BAD_OPTIONS
-    raise_together(topology.world, None)  # a rank that exits with a code ends the job, so rank 0 must have printed
+    raise_together(topology.world, None)  # a nonzero exit ends the job: rank 0 prints first
     return code
 
 

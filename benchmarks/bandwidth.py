@@ -130,7 +130,7 @@ def _cells(
 ) -> list[Cell]:
     """Return the cells: an array from allocate() for each contender, and one ordinary array that all share. Collective.
 
-    Removes contenders whose allocate() fails, with the reason in `skipped`; raises if not everything was asked for.
+    Removes contenders whose allocate() fails, with the reason in `skipped`; raises the error unless `everything`.
     """
     count = largest // dtype.itemsize
     arrays = 1 + sum(contender.allocate is not None for contender in contenders)
@@ -175,7 +175,7 @@ def _measure(
 
 def _write(comm: MPI.Intracomm, args: argparse.Namespace, run: Run) -> None:
     """Write the files that the options name, on rank 0. Collective."""
-    contents: dict[str, Callable[[], str | bytes]] = {  # the files from which others can be made come first
+    contents: dict[str, Callable[[], str | bytes]] = {  # first the files from which the others can be made again
         "json": lambda: to_json(run, advice(run)),
         "csv": lambda: to_csv(run),
         "plot": lambda: plot.draw(run, plot.kind_of(args.plot)),

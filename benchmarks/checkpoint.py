@@ -68,7 +68,7 @@ def _module(sizes: Sequence[int]) -> Replica:
 
 
 class Steps(Callback):
-    """Records when each step begins, and on rank 0 whether the previous checkpoint is still being written then."""
+    """Records when each step begins and, on rank 0, whether a checkpoint is being written at that time."""
 
     reads_batches = False
 

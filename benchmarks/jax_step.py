@@ -3,7 +3,7 @@
     mpirun -n 2 python -m benchmarks.jax_step --json out.json
 
 "none": no communication; each rank computes a step as one compiled function. "replica": JaxReplica, whose gradients are
-reduced in the memory of the backend. "pmean": allreduce.jax.pmean inside of the compiled step. "gloo": JAX's own
+reduced in the memory of the backend. "pmean": allreduce.jax.pmean inside the compiled step. "gloo": JAX's own
 collectives between the ranks. The variants take turns, one step each, so that a drifting machine affects all alike.
 Times are of the slowest rank.
 

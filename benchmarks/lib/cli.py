@@ -116,7 +116,7 @@ def _reported(name: str, comm: MPI.Intracomm, action: Callable[[], int]) -> int:
         return 2
     except KeyboardInterrupt:
         if comm.size > 1:
-            raise  # the hook of Topology prints it and ends the job; the others would wait for this rank
+            raise  # the excepthook prints it and ends the job; the others would wait for this rank
         print(f"{name}: interrupted", file=sys.stderr, flush=True)
         return INTERRUPTED
 

@@ -185,7 +185,7 @@ def test_bad_arguments_end_the_job_with_one_line(bad: str, mpi: str, mpirun: Job
 def test_tf_config_that_does_not_describe_the_job_ends_with_one_line(mpirun: JobRunner) -> None:
     job = mpirun(2, ["-m", "trainers"], env={"TF_CONFIG": '{"cluster": {"worker": ["a"], "ps": ["b"]}}'})
     assert job.returncode == 2
-    assert job.stderr.count("error: TF_CONFIG has 1 ps, which this training does not use: add --strategy") == 1
+    assert job.stderr.count("error: TF_CONFIG has 1 ps, and this training uses no servers: add --strategy") == 1
     assert "Traceback" not in job.stderr
 
 
@@ -460,9 +460,9 @@ def test_standby_ranks_have_to_be_of_use() -> None:
     three, on = Roles(0, (1, 2)), ["--standby", "1", "--on-failure", "continue"]
     main.check(parse(on, True), three)
     for args, assigned, text in (
-        ([*on, "--ranks-per-node", "2"], three, "--standby 1: not with --ranks-per-node"),
-        ([*on, "--chief", "1"], Roles(1, (0, 2)), "--on-failure continue: not with an evaluator or another --chief"),
-        ([*on[2:], "--evaluator"], Roles(0, (1,), (), 2), "--on-failure continue: not with an evaluator"),
+        ([*on, "--ranks-per-node", "2"], three, "--standby 1 can't be used with --ranks-per-node"),
+        ([*on, "--chief", "1"], Roles(1, (0, 2)), "--on-failure continue can't be used with an evaluator or --chief"),
+        ([*on[2:], "--evaluator"], Roles(0, (1,), (), 2), "--on-failure continue can't be used with an evaluator"),
     ):
         with pytest.raises(ArgumentError, match=text):
             main.check(parse(args, True), assigned)

@@ -29,14 +29,14 @@ from trainers.cli import results, roles
 from trainers.cli.evaluator import EndSignal, Evaluator
 from trainers.cli.options import SERVERS, make_callbacks, make_trainer, parse
 from trainers.errors import ArgumentError, DivergedError, TrainerError
+from trainers.fit.checkpointing import Checkpoint
 from trainers.recovery.terminating import Terminated, Terminating
 from trainers.replicas.numpy.network import NumpyNetwork
-from trainers.state.checkpoints import Checkpoint
 from trainers.trainer import Trainer
 
 log = logging.getLogger("trainers")
 
-ENDS: tuple[type[Exception] | type[Terminated], ...] = (Terminated, DivergedError, TrainerError)  # of a training
+ENDS: tuple[type[Exception] | type[Terminated], ...] = (Terminated, DivergedError, TrainerError)  # may end a training
 FAULTS = (DivergedError, RankLostError, RankLeftError, CollectiveTimeoutError, BrokenError, CommunicationError)
 FAILED, BAD_ARGUMENTS, INTERRUPTED = 1, 2, 130  # exit codes; a job that exits with 1 may be started again
 
@@ -147,10 +147,10 @@ def check(options: argparse.Namespace, assigned: roles.Roles) -> None:
         )
     if options.on_failure == "continue" and (assigned.evaluator is not None or assigned.chief):
         raise ArgumentError(
-            "--on-failure continue: not with an evaluator or another --chief, since no rank can replace them"
+            "--on-failure continue can't be used with an evaluator or --chief: no rank can replace these ranks"
         )
     if options.standby and options.ranks_per_node:
-        raise ArgumentError(f"--standby {options.standby}: not with --ranks-per-node")
+        raise ArgumentError(f"--standby {options.standby} can't be used with --ranks-per-node; leave out one of them")
     if assigned.evaluator is not None and not options.checkpoint:
         raise ArgumentError("an evaluator evaluates checkpoints: add --checkpoint DIR")
     if assigned.evaluator is None and options.evaluations:

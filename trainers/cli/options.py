@@ -19,6 +19,7 @@ from trainers.backends import UPDATES
 from trainers.central_storage import CentralStorageTrainer
 from trainers.datasets.parser import Parser
 from trainers.errors import ArgumentError
+from trainers.fit.checkpointing import period
 from trainers.mirrored import MirroredTrainer
 from trainers.parameter_server import ParameterServerTrainer
 from trainers.recovery.recovery import ON_FAILURE
@@ -26,7 +27,6 @@ from trainers.replica import Replica
 from trainers.replicas.numpy.network import ACTIVATIONS
 from trainers.replicas.numpy.optimizers import OPTIMIZERS
 from trainers.spare_replicas import SpareReplicasTrainer
-from trainers.state.checkpoints import period
 from trainers.strategies.servers.strategy import CHOICES as SERVER_CHOICES
 from trainers.trainer import Trainer
 
@@ -308,7 +308,7 @@ OPTIONS: dict[str, tuple[Option, ...]] = {
         ),
         Option(
             "max_staleness", "N", integer(0), default_text="no bound", strategies=(SERVERS,), needs=ASYNC,
-            help="the largest staleness of a gradient; with --stale keep or scale fast workers wait to keep it",
+            help="the largest staleness of a gradient; with --stale keep or scale fast workers wait to stay within it",
         ),
         Option(
             "warm_up", "N", integer(0), default=0, strategies=(SERVERS,), needs=ASYNC,
@@ -423,11 +423,11 @@ OPTIONS: dict[str, tuple[Option, ...]] = {
 BY_NAME = {option.name: option for group in OPTIONS.values() for option in group}
 
 
-# What follows from them
+# What is derived from the declarations
 
 
 class RankParser(Parser):
-    """Raises ArgumentError for bad arguments, and prints on one rank only.
+    """A Parser that raises ArgumentError for invalid arguments, and prints on one rank only.
 
     shown: whether this rank prints.
     """
