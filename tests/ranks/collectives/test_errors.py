@@ -14,7 +14,7 @@ from allreduce.backend import AllReduce, TwoPhase
 from allreduce.backends.central import Central
 from allreduce.backends.ring import Ring
 from allreduce.backends.shared import Shared
-from allreduce.transport.control import known
+from allreduce.transport.control import on_all_ranks
 from tests.backends import ON_CPU
 from tests.ranks.together import admitted_call, raised_everywhere, usable
 
@@ -435,7 +435,7 @@ def test_an_error_before_a_backend_has_anything(
     flat: allreduce.Topology, world: MPI.Intracomm, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(self: AllReduce, topology: allreduce.Topology) -> None:
-        raise known(errors.UnavailableError("nothing here"), topology.world)
+        raise on_all_ranks(errors.UnavailableError("nothing here"), topology.world)
 
     monkeypatch.setattr(AllReduce, "_connect", refuse)
     assert raised_everywhere(world, errors.UnavailableError, lambda: allreduce.create("ring", flat)) == "nothing here"

@@ -13,7 +13,7 @@ from allreduce.backends.ring import Ring
 from allreduce.engine.call import SEQUENCE_MASK
 from allreduce.engine.consistency import FingerprintTable
 from allreduce.errors import DisagreementError, OptionError, UnknownBackendError
-from allreduce.transport.control import known
+from allreduce.transport.control import on_all_ranks
 from tests.backends import ON_CPU
 from tests.ranks.grid import shapes
 
@@ -210,7 +210,7 @@ def test_the_next_user_of_a_refused_ones_part_goes_on_counting(flat: allreduce.T
             for length in (5, 5, 5):
                 self(np.ones(length), "sum")
             met.append(self._engine._sequence)
-            raise known(OptionError("refused after all"), topology.world)
+            raise on_all_ranks(OptionError("refused after all"), topology.world)
 
     met: list[int] = []
     with pytest.raises(OptionError):

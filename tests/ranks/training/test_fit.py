@@ -11,7 +11,7 @@ from mpi4py import MPI
 
 import allreduce
 from allreduce.errors import DisagreementError
-from allreduce.transport.control import known
+from allreduce.transport.control import on_all_ranks
 from trainers import MirroredTrainer, NumpyNetwork
 from trainers.data import Samples
 from trainers.errors import ArgumentError, DataError, DivergedError
@@ -131,7 +131,7 @@ def test_an_error_that_only_some_ranks_know_is_raised_on_all(
 
     def raise_for_some(trainer: MirroredTrainer) -> None:
         error = kind("only some know")
-        raise known(error, MPI.COMM_SELF) if kind is OSError else error
+        raise on_all_ranks(error, MPI.COMM_SELF) if kind is OSError else error
 
     callbacks = [Once(event, raise_for_some)] if flat.rank == flat.size - 1 else []
     with MirroredTrainer(network(), "ring", flat) as trainer:

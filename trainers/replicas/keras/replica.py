@@ -50,7 +50,6 @@ class KerasReplica(FlatReplica):
         self.gradient_length = self._layout.length
         optimizer = keras.optimizers.get(optimizer) if isinstance(optimizer, str) else optimizer
         self._optimizer = Optimizer(optimizer, self._trained, self.gradient_dtype)
-        self._length = self._optimizer.layout.length
         random = {id(each) for each in model.variables} - {id(each) for each in model.weights}
         others = model.non_trainable_variables
         self._shared = {f"model.{n}": each for n, each in enumerate(others) if id(each) not in random}

@@ -223,7 +223,7 @@ class NumpyNetwork(FlatReplica):
     def config(self) -> dict[str, Any]:
         # a user's optimizer is saved by its class name: `restore` accepts it, `load` can't create it
         kind = type(self.optimizer)
-        name = next((name for name, known in OPTIMIZERS.items() if known is kind), kind.__name__)
+        name = next((name for name, each in OPTIMIZERS.items() if each is kind), kind.__name__)
         options = self.optimizer.config()
         return {"sizes": self.sizes, **self._names, "optimizer": name, "optimizer_options": options}
 
