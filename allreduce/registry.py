@@ -50,7 +50,7 @@ def create(
         allreduce.wrappers.compressed).
     trace: records all calls (see allreduce.wrappers.traced.Traced): the path of a file for Perfetto, which `close`
         writes, or an allreduce.tracing.trace.Trace that is shared with other users.
-    options: the backend's own: root=0 of "reduce_to_one", node="shared" and cross="ring" of
+    options: the backend's own options: root=0 of "reduce_to_one", node="shared" and cross="ring" of
         "hierarchical_copy".
 
     Raises on all ranks: UnknownBackendError, OptionError, UnavailableError (which says what is missing),
@@ -136,7 +136,7 @@ def available(topology: Topology | None = None) -> tuple[str, ...]:
 
 
 def _shown(value: object) -> str:
-    """Format an option's value, equally on all ranks: without addresses."""
+    """Format an option's value without memory addresses, so that the text is equal on all ranks."""
     if isinstance(value, str | int | float | tuple | os.PathLike) or value is None:
         return repr(value)
     return str(getattr(value, "__qualname__", type(value).__qualname__))

@@ -43,7 +43,7 @@ machine affects all of them alike. algbw = size / time, busbw = algbw x 2(n-1)/n
 """
 
 
-def _options(parser: argparse.ArgumentParser) -> None:
+def add_options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("-b", "--minbytes", type=cli.size, default=8, metavar="SIZE", help="smallest size (default 8); units K, M, G")
     add("-e", "--maxbytes", type=cli.size, default=128 << 20, metavar="SIZE", help="largest size (default 128M)")
@@ -129,7 +129,7 @@ def _cells(
 ) -> list[Cell]:
     """Return the cells: an array from allocate() for each contender, and one ordinary array that all share. Collective.
 
-    Removes contenders whose allocate() fails, with the reason in `skipped`; raises if not everything was asked for.
+    Removes contenders whose allocate() fails, with the reason in `skipped`; raises the error unless `everything`.
     """
     count = largest // dtype.itemsize
     arrays = 1 + sum(contender.allocate is not None for contender in contenders)
@@ -174,7 +174,7 @@ def _measure(
 
 def _write(comm: MPI.Intracomm, args: argparse.Namespace, run: Run) -> None:
     """Write the files that the options name, on rank 0. Collective."""
-    contents: dict[str, Callable[[], str | bytes]] = {  # the files from which others can be made come first
+    contents: dict[str, Callable[[], str | bytes]] = {  # first the files from which the others can be made again
         "json": lambda: to_json(run, advice(run)),
         "csv": lambda: to_csv(run),
         "plot": lambda: plot.draw(run, plot.kind_of(args.plot)),
@@ -192,7 +192,7 @@ def _write(comm: MPI.Intracomm, args: argparse.Namespace, run: Run) -> None:
     raise_together(comm, OptionError("; ".join(failures)) if failures else None)
 
 
-main = cli.command("benchmarks.bandwidth", __doc__, _options, _run, EPILOG)
+main = cli.command("benchmarks.bandwidth", __doc__, add_options, _run, EPILOG)
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -33,7 +33,7 @@ FEATURES, CLASSES = 512, 10
 PLAIN, WRITES, DURING = "no checkpoint", "the step that writes", "while it is written"
 
 
-def _options(parser: argparse.ArgumentParser) -> None:
+def add_options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--parameters", type=cli.at_least(0.01, float), default=10.0, metavar="M", help="millions (default: 10)")
     add("--batch", type=cli.at_least(1), default=128, metavar="N", help="rows per rank (default: 128)")
@@ -68,7 +68,7 @@ def _module(sizes: Sequence[int]) -> Replica:
 
 
 class Steps(Callback):
-    """Records when each step begins, and on rank 0 whether the previous checkpoint is still being written then."""
+    """Records when each step begins and, on rank 0, whether a checkpoint is being written at that time."""
 
     reads_batches = False
 
@@ -122,7 +122,7 @@ def _run(topology: Topology, options: argparse.Namespace, screen: Screen) -> int
     return 0
 
 
-main = cli.command("benchmarks.checkpoint", __doc__, _options, _run)
+main = cli.command("benchmarks.checkpoint", __doc__, add_options, _run)
 
 if __name__ == "__main__":
     sys.exit(main())

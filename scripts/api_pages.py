@@ -79,14 +79,14 @@ def as_markdown(docstring: str) -> str:
 
 
 def page_of(path: Path) -> Path:
-    """Return the page of a guide or module, and any other path as it is; all paths are relative to their roots."""
+    """Return the page of a guide or module, and any other path unchanged; all paths are relative to their roots."""
     if path == Path("README.md"):
         return Path("index.html")
     return path.with_suffix(".html") if path.suffix in (".md", ".py") else path
 
 
 def write_guides(root: Path, paths: list[Path], folder: Path) -> None:
-    """Write the pages of the guides. paths: of the guides, relative to root. folder: with the pages of pdoc."""
+    """Write the pages of the guides. paths: of the guides, relative to root. folder: contains the pages of pdoc."""
     (folder / "index.html").rename(folder / "modules.html")
     titles = {path: (root / path).read_text().partition("\n")[0].lstrip("# ") for path in paths}
     template = pdoc.render.env.from_string(PAGE)

@@ -25,7 +25,7 @@ from trainers.errors import NotFiniteError
 
 DIVERGENCE_ANSWERS = ("raise", "copy")  # what happens if replicas differ
 MAJORITY = "majority"
-LEARNING_RATES = "learning rates"  # their name in a comparison
+LEARNING_RATES = "learning rates"  # the name of the learning rates in a comparison
 COMPARE = "compare the replicas"
 LACKING = -1  # stands for the checksum of an array that a rank does not have
 
@@ -127,7 +127,7 @@ def check_equal(
 def compare(comm: MPI.Intracomm, held: Compared) -> Divergence | None:
     """Compare arrays over all ranks; returns the Divergence, or None if all are equal. Collective.
 
-    An array that a rank does not have counts as different. Costs one reading of all arrays (a CRC, 4 GB/s here) and
+    An array that a rank does not have counts as different. Costs one reading of all arrays (a CRC, some 4 GB/s) and
     a message of 16 bytes; more only if ranks differ.
     """
     own = {name: zlib.crc32(_memory(value)) for name, value in held.items()}
@@ -226,7 +226,7 @@ class GradientCheck:
 
     finite: whether all gradients checked so far on this rank can be averaged. norm: their 2-norm, 0 if not finite.
     row: the numbers of NaN, of infinite elements, and of elements too large for the dtype in which they are sent; then
-        the span and the element of the first of them.
+        the span of the first such element, and its index in the span.
     """
 
     def __init__(self, on_bad: str, arrays: Sequence[GradientArray]) -> None:
@@ -269,7 +269,7 @@ class GradientCheck:
         self._squares += squares
 
     def _count(self, number: int, gradients: Any, spans: Sequence[Span]) -> float:
-        """Count in `row` what can't be averaged; returns the sum of squares of the blocks without any, in float64."""
+        """Count the elements that can't be averaged in `row`; returns the sum of squares of all other blocks."""
         squares, row, most = 0.0, self.row, self._most[number]
         for at, (_, start, size) in enumerate(spans, self._first_spans[number]):
             for begin in range(start, start + size, BLOCK):

@@ -133,12 +133,12 @@ def fingerprint(x: Any, y: Any) -> Fingerprint:
 def difference(before: Any, now: Fingerprint, count: int) -> str:
     """Return the difference between the data of a checkpoint and the data of now as text; "" for none.
 
-    before: the fingerprint in the checkpoint, not validated yet. count: the number of rows of now.
+    before: the fingerprint in the checkpoint, not validated yet. count: the number of rows in the data of now.
     """
     for name, here in now.items():
         there = before.get(name) if isinstance(before, dict) else None
         if not isinstance(there, dict) or not isinstance(there.get("rows"), list):
-            continue  # it was not written by this version
+            continue  # written by another version
         if there.get("kind") != here["kind"]:
             return f"a row of {name} was {there.get('kind')}, and is {here['kind']}"
         sampled = _sampled(count, len(here["rows"])) if here["rows"] else ()

@@ -61,7 +61,7 @@ class RankGroup:
 
     @property
     def previous(self) -> tuple[int, ...]:
-        """The rank that each rank had before the last failure; JOINED for those that have joined since."""
+        """The rank that each rank had before the last failure; JOINED for ranks that have joined since."""
         return self.topology.previous_ranks
 
     # Agreement
@@ -141,7 +141,7 @@ def gather_rows(comm: MPI.Intracomm, rows: np.ndarray) -> None:
     spans = [chunk(len(rows), comm.size, rank) for rank in range(comm.size)]
     counts, starts = [span.stop - span.start for span in spans], [span.start for span in spans]
     width = rows.itemsize * int(np.prod(rows.shape[1:]))
-    row = MPI.BYTE.Create_contiguous(width).Commit()  # so that counts are rows, which keeps them small
+    row = MPI.BYTE.Create_contiguous(width).Commit()  # counts of rows fit a C int where counts of bytes may not
     with waiting(comm, "gather the rows of a result"):
         comm.Allgatherv(MPI.IN_PLACE, [rows.reshape(-1).view(np.uint8), counts, starts, row])
     row.Free()
@@ -194,5 +194,5 @@ def is_valid_layout(shapes: Any, most: int = LARGEST) -> bool:
             return False
         if not all(type(length) is int and 0 <= length <= most for length in shape):
             return False
-        nbytes += math.prod(max(1, length) for length in shape) * np.dtype(dtype).itemsize  # NumPy counts so too
+        nbytes += math.prod(max(1, length) for length in shape) * np.dtype(dtype).itemsize  # as NumPy's own limit
     return nbytes <= most

@@ -3,7 +3,7 @@
 import copy
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -195,10 +195,7 @@ class Replica(ABC):
         memory: name -> array. Its arrays are overwritten where shape and dtype match, and replaced otherwise; they are
             the copy.
         """
-        held = {name: array for name, array in self.state().items() if name not in without}
-        for name, array in held.items():
-            np.copyto(reserved(memory, name, array.shape, array.dtype), array)
-        return {name: memory[name] for name in held}
+        return copied({name: array for name, array in self.state().items() if name not in without}, memory)
 
     def elements(self, name: str, part: slice) -> np.ndarray:
         """Return the elements `part` of the state entry `name`, one of `elementwise`."""
@@ -260,6 +257,13 @@ def reserved(memory: dict[str, np.ndarray], name: str, shape: tuple[int, ...], d
     if array is None or array.shape != shape or array.dtype != dtype:
         array = memory[name] = np.empty(shape, dtype)
     return array
+
+
+def copied(arrays: Mapping[str, np.ndarray], memory: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """Return copies of arrays, in `memory`; see `reserved`."""
+    for name, array in arrays.items():
+        np.copyto(reserved(memory, name, array.shape, array.dtype), array)
+    return {name: memory[name] for name in arrays}
 
 
 def unfit_error(what: str, x: np.ndarray, y: np.ndarray | None, error: Exception) -> ArgumentError:

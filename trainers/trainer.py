@@ -40,8 +40,8 @@ P = ParamSpec("P")
 
 
 def recoverable(method: Callable[Concatenate[Any, P], ResultT]) -> Callable[Concatenate[Any, P], ResultT]:
-    """Decorator: a method that is one collective call, which the remaining ranks repeat after a failure with
-    on_failure="continue"."""
+    """Decorates a method that is one collective call: with on_failure="continue" the remaining ranks repeat the call
+    after a failure."""
 
     @functools.wraps(method)
     def call(self: "Trainer[Any]", *args: P.args, **options: P.kwargs) -> ResultT:
@@ -165,9 +165,9 @@ class Trainer(Generic[StrategyT]):
             calls its own, so they may be given to some ranks only; an exception in one is raised on all ranks.
         collate: makes (x, y), arrays, from a list of a data set's rows; by default they are stacked.
         checkpoint: where and how often checkpoints are written: a Checkpoint, or a folder. resume: continue from the
-            newest usable checkpoint there, if any; raises CheckpointError if it is of another model or of other
+            newest usable checkpoint there, if any; raises CheckpointError if that is of another model or of other
             settings. `epochs` counts from the beginning of the training, and the history contains all epochs. With the
-            same number of ranks the result has the same bits as an uninterrupted training.
+            same number of ranks the result has the same bits as that of an uninterrupted training.
         prefetch: whether a thread fetches the next batches during a step; None: for data sets and memory maps only.
         progress: print a line per epoch on rank 0, and on a terminal a bar. stream: where, if not to stdout.
 
@@ -341,7 +341,7 @@ class Trainer(Generic[StrategyT]):
         combine(group.comm, sums, "sum the metrics of an evaluation")
         return dict(zip(replica.metrics, (sums / len(x)).tolist(), strict=True))
 
-    # Their arguments
+    # Arguments of the calls
 
     def _check_call(
         self, call: str, x: Any, y: Any, settings: dict[str, Any] | None = None, collate: Collate | None = None
@@ -363,7 +363,7 @@ class Trainer(Generic[StrategyT]):
         return self._check_call("validation_data of fit", x, y, collate=None if pair else collate)
 
 
-NO_TARGETS = object()  # as y: x has no y, for a prediction
+NO_TARGETS = object()  # passed as y for a prediction, which has no targets
 
 CheckedCall = tuple[tuple[Any, Any], str, Exception | None]
 

@@ -33,7 +33,7 @@ _device: int | None = None  # the GPU that this process uses; see `choose_device
 
 
 def set_device(device: int) -> None:
-    """Use GPU `device` as this rank's, also if it is 0. Local."""
+    """Make GPU `device` this rank's GPU, also if it is 0. Local."""
     global _device
     _device = device
 

@@ -29,7 +29,7 @@ class Workspace:
         self._held.clear()
 
 
-ALIGNMENT = 64  # bytes, a cache line; XLA copies arrays that are aligned less
+ALIGNMENT = 64  # bytes, a cache line; XLA copies arrays with a smaller alignment
 
 
 def zeros(length: int, dtype: np.dtype) -> np.ndarray:

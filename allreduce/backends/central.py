@@ -41,9 +41,9 @@ class Central(TwoPhase):
     def _connect(self, topology: Topology) -> None:
         super()._connect(topology)
         self._transfer = Transfer(self._comm, self.workspace, self.tag)
-        self.arrays = SharedArrays(self._comm)  # what `allocate` gave on this node
-        self._inside: Central | None = None  # of this node, where nodes have several ranks
-        self._across: Central | None = None  # of the ranks that have their nodes' sums
+        self.arrays = SharedArrays(self._comm)  # from `allocate`, on this node
+        self._inside: Central | None = None  # on this node's ranks, if any node has several
+        self._across: Central | None = None  # on the ranks that hold their nodes' sums
         if 1 < topology.nodes < topology.size:
             self._divide(topology)
 

@@ -73,7 +73,7 @@ class HierarchicalCopy(TwoPhase):
 
     def _locator_for(self, call: Call) -> Locate | None:
         """Compare locations on all ranks: the node's backend does so too, but raises its error on that node only."""
-        several = 1 < self.topology.nodes < self.size  # and one of them has several ranks
+        several = 1 < self.topology.nodes < self.size  # several nodes, and at least one has several ranks
         return self._node.hooks.locate if several and call.memory == ALLOCATED else None
 
     def _reduce_scatter(self, buffer: np.ndarray, op: Op) -> None:

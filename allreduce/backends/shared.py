@@ -59,7 +59,7 @@ class Shared(TwoPhase):
         self._arrays = SharedArrays(self._comm)  # from `allocate`
         self._memory, self._locate = self._arrays.memory_of, self._arrays.locate  # type: ignore[method-assign]
         self._owners = self._arrays.owners
-        self._staging = self._make_staging(LEAST_STAGING_BYTES)  # while there is memory
+        self._staging = self._make_staging(LEAST_STAGING_BYTES)  # now, while shared memory is free
         self._may_grow = True
         self._count = 0  # of compared fingerprints
         words = shared_rows(self._comm, 4 * WORD.itemsize)
@@ -87,7 +87,7 @@ class Shared(TwoPhase):
             self._reduce_staged(buffer, op, op.name)
 
     def _scatter_rounded(self, buffer: np.ndarray, op: Op) -> None:
-        self._reduce_scatter(buffer, op)  # _combine sums 16-bit floats in float32, so nothing is widened before
+        self._reduce_scatter(buffer, op)  # _combine itself sums 16-bit floats in float32
 
     def _reduce_scatter(self, buffer: np.ndarray, op: Op) -> None:
         call = f"reduce_scatter {op.name}"
@@ -207,7 +207,7 @@ class Shared(TwoPhase):
         if wanted > self._staging.size and self._may_grow:
             try:
                 self._staging = self._make_staging(wanted)
-            except UnavailableError:  # on all ranks; they go on with the smaller one
+            except UnavailableError:  # on all ranks, which keep the smaller one
                 self._may_grow = False
 
     def _make_staging(self, nbytes: int) -> np.ndarray:

@@ -4,8 +4,8 @@ An elastic world has working ranks and, after them, standby ranks. The topology 
 fails, the surviving ranks form a new `everyone`. Its first ranks work: those that worked before, in their order, then
 standby ranks in the free places. So a job can end with as many working ranks as it began with.
 
-The ranks of an `everyone` agree by its `finished` how it ends: the work is done, or a rank has failed and they form the
-next one.
+The ranks of an `everyone` agree by its `finished` why it ends: the work is done, or a rank has failed and they form the
+next `everyone`.
 """
 
 from functools import partial
@@ -123,8 +123,8 @@ def _next_world(
 ) -> tuple[Topology, ElasticWorld | None]:
     """Form the next `everyone` and its elastic world; None on standby ranks, and if the work is done. Collective.
 
-    previous: this rank's number among the ranks that worked before, or JOINED. admit, done: whether standby ranks are
-        admitted, and whether the work is done, as ranks that worked before pass it.
+    previous: this rank's rank in the previous elastic world, or JOINED. admit, done: whether standby ranks may
+        join, and whether the work is done; only ranks that worked before pass True.
     """
 
     def form(everyone: Topology) -> tuple[Topology, ElasticWorld | None]:

@@ -156,8 +156,8 @@ class Engine:
         """Agree on `values` with the other ranks: at the first call with `key` (check="first"), or always ("always").
 
         The keys seen so far are the same on all ranks, so all ranks agree here or none does. error: why this rank
-        refuses the call. A rank that refuses always agrees; the other ranks meet it here or in the comparison of their
-        calls, and all raise `error`. With check="never" only this rank raises it.
+        refuses the call. A rank that refuses always starts an agreement. The other ranks join it here or when they
+        compare their calls, and all raise `error`. With check="never" only this rank raises it.
         """
         if self.check == "always" or (self.check == "first" and (error or key not in self._agreed)):
             text = f"refused, {type(error).__name__}: {error}" if error else text
@@ -282,7 +282,7 @@ class Engine:
         """Context manager: in this thread's calls inside, the ranks also compare `tree`. Local.
 
         It clears `_thread`, so that calls go through `_record_for`, which adds the tree. Raises OptionError while
-        another thread calls.
+        another thread is in a call.
         """
         if self.wait.call is not None:
             self.refuse()
@@ -417,7 +417,7 @@ class Engine:
     def _handle_failure(self, call: DescribedCall, error: BaseException, array: Any = None) -> None:
         """Mark the backend as broken, unless all ranks raise this error: then they are still in step.
 
-        Raises RankLostError or CommunicationError instead if that names the cause.
+        Raises RankLostError or CommunicationError instead if one of them names the cause.
         """
         if everywhere(error, self._topology.world):
             return

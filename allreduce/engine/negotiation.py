@@ -279,7 +279,7 @@ class NamedQueue(Queue):
             self._send([name, announced.requests], [self._parent])
 
     def _decision(self, name: str, announced: "Announced") -> Decision:
-        """Return the decision to run or refuse a call that every rank has announced, unless it joined."""
+        """Return the decision to run or refuse a call that all ranks, except those that have joined, have announced."""
         requests = announced.by_rank()
         first = requests[min(requests)]
         everyone = range(self._comm.size)

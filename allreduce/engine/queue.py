@@ -155,7 +155,7 @@ class Queue:
             return
         try:
             if self.broken is None and not self.alone:
-                self.submit(lambda: None, "closes").wait()
+                self.submit(lambda: None, "close").wait()
         finally:
             self.abandon()
 
@@ -376,8 +376,8 @@ class Worker:
             queue.poll(self._lock)
 
     def decide(self, queue: Queue, future: Future, added: int) -> None:
-        """Make a decided call ready to run. added: the change in the number of open calls: 1 minus the submitted calls
-        it stands for. The caller holds the lock.
+        """Make a decided call ready to run. added: the change in the number of open calls: 1 minus the number of
+        submitted calls that it stands for. The caller holds the lock.
         """
         self._open += added
         self._ready.append((RUN, queue, future))
@@ -470,7 +470,7 @@ class Worker:
     threaded = property(lambda self: self._thread is not None)
 
 
-EXIT_SECONDS = 10.0  # how long the program's exit waits for running calls
+EXIT_SECONDS = 10.0  # limit of the wait for running calls at the program's exit
 _workers: "weakref.WeakSet[Worker]" = weakref.WeakSet()
 
 
@@ -494,7 +494,7 @@ def _end() -> None:
     """Close the workers at exit. MPI can't be finalized while a thread is in it: if a call is still running after
     EXIT_SECONDS, end the job.
     """
-    if children.forked():  # it has a copy of the workers, and none of their threads
+    if children.forked():  # the child has copies of the workers, but none of their threads
         return
     for worker in list(_workers):
         if worker.threaded and not MPI.Is_finalized():

@@ -15,7 +15,7 @@ from allreduce.notices import log
 from allreduce.transport import processes
 
 STACKS = "ALLREDUCE_STALL_STACKS"
-AGAIN_SECONDS = 5.0  # minimum interval: several ranks ask at about the same time
+AGAIN_SECONDS = 5.0  # minimum interval: several ranks request stacks at about the same time
 ARM_SECONDS = 1.0  # how often the timer is restarted
 LONGEST_SECONDS = 1e9  # no timer above that (decades): faulthandler refuses ten times as much
 

@@ -42,8 +42,8 @@ STALL, TIMEOUT = "ALLREDUCE_STALL_SECONDS", "ALLREDUCE_TIMEOUT_SECONDS"
 ANNOUNCE_SECONDS = 1.0  # length of a wait after which this rank announces it to the others
 SOON_SECONDS = 1.0  # how long MPI may take to report a failed rank
 SHOWN = 8  # calls in a report
-END_SECONDS = 1.0  # to wait for a thread that checks waits while this one ends the job
-LEFT_SECONDS = 2.0  # how long the last messages of a rank that has left may be on their way
+END_SECONDS = 1.0  # to wait for another thread's check of the waits before this rank ends the job
+LEFT_SECONDS = 2.0  # how long the last messages of a rank that has left may take to arrive
 
 
 def seconds(variable: str, default: float) -> float:
@@ -59,7 +59,7 @@ def seconds(variable: str, default: float) -> float:
 
 
 class Deadlines(Protocol):
-    """Calls that may take too long without a wait for other ranks; checked when the waits are, in any thread."""
+    """Calls that may take too long without a wait for other ranks; checked together with the waits, in any thread."""
 
     def check_deadline(self) -> None: ...
 
@@ -139,7 +139,7 @@ class StallDetector:
         try:
             with self._lock:
                 if self.lost is None and not self.closed:
-                    self.messages.comm.Iprobe()  # it raises when a rank has failed, or has revoked the communicator
+                    self.messages.comm.Iprobe()  # raises if a rank has failed or has revoked it
                 if not self.closed:
                     self.messages.exchange()
         except MPI.Exception as error:
@@ -189,7 +189,7 @@ class StallDetector:
             raise lost from (None if isinstance(error, RankLostError) else error)
 
     def check(self) -> None:
-        """Raise RankLostError if a rank has failed. For loops that wait: it costs nothing. Local."""
+        """Raise RankLostError if a rank has failed. Cheap enough for every turn of a loop that waits. Local."""
         if self.lost is not None:
             raise ulfm.again(self.lost)
 
@@ -259,7 +259,7 @@ class StallDetector:
         """Write the stacks of this rank to its file for each new request of another rank."""
         stacks.restart_timer(self.stall)
         for rank, text in self.messages.new_stack_requests():
-            stacks.dump(f"rank {rank} waits in {text}; here {self.status() or 'nothing is waited for'}")
+            stacks.dump(f"rank {rank} waits in {text}; this rank: {self.status() or 'no wait'}")
 
     def status(self) -> str:
         """Return lines: where this rank waits, then its last calls, newest first; "" before its first. Local."""
@@ -267,7 +267,7 @@ class StallDetector:
         used = [wait for wait in self._waits if wait.call or wait.last]
         for wait in sorted(used, key=lambda wait: (wait.call is None, -wait.since))[:SHOWN]:
             if wait.call is not None:
-                lines.append(f"waits since {now - wait.since if wait.since else 0:.1f} s in {wait}")
+                lines.append(f"has waited {now - wait.since if wait.since else 0:.1f} s in {wait}")
             else:
                 lines.append(f"{wait.count} calls of one backend or communicator; the last one seen: {wait.last}")
         return "\n  ".join(lines)
@@ -392,4 +392,4 @@ _watchdog = _Watchdog()
 def status() -> str:
     """Return where this rank waits and its last calls, of all detectors, as text. Local, from any thread."""
     texts = [text for detector in _watchdog.detectors() if (text := detector.status())]
-    return "\n  ".join(texts) or "it has made no call that took long"
+    return "\n  ".join(texts) or "this rank has made no call that took long"

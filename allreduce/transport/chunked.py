@@ -16,7 +16,7 @@ PIECE = 1 << 30  # bytes in a message: an MPI count is a C int in Open MPI 5
 
 
 def broadcast(comm: MPI.Intracomm, arrays: Iterable[np.ndarray], root: int, what: str) -> None:
-    """Overwrite contiguous arrays with those of rank `root`; lengths and dtypes agree. Collective."""
+    """Overwrite contiguous arrays with those of rank `root`, of the same lengths and dtypes. Collective."""
     with waiting(comm, what):
         for array in arrays:
             overwrite(comm, array, root)
@@ -30,7 +30,7 @@ def overwrite(comm: MPI.Intracomm, array: np.ndarray, root: int) -> None:
 
 def pieces(array: np.ndarray) -> Iterator[np.ndarray]:
     """Yield a contiguous array's memory as byte arrays of at most PIECE bytes. Local."""
-    memory = array.reshape(-1).view(np.uint8) if array.nbytes else np.empty(0, np.uint8)  # elements may have no bytes
+    memory = array.reshape(-1).view(np.uint8) if array.nbytes else np.empty(0, np.uint8)  # the itemsize may be 0
     for span in segments(slice(0, memory.size), PIECE):
         yield memory[span]
 

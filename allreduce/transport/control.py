@@ -22,7 +22,7 @@ ResultT = TypeVar("ResultT")
 ErrorT = TypeVar("ErrorT", bound=BaseException)
 Portable = tuple[str, str, str]  # an error: its type's module and name, its text
 
-AGREED_VALUES = 8  # one message size, so that ranks in different agreements still match, and get the table
+AGREED_VALUES = 8  # of every agreement: messages of different agreements match, and all ranks get the table
 _REST = (0,) * (AGREED_VALUES - 1)
 LONE_SECONDS = 60.0  # how long a rank with an error waits for the others
 LARGEST_VALUES = 1 << 30  # bytes of JSON that are accepted from other ranks
@@ -168,7 +168,7 @@ def _check_size(comm: MPI.Comm, nbytes: int, what: str) -> None:
 
 
 def _exchange(comm: MPI.Comm, side: str, error: Exception | None) -> list[tuple[str, Portable | None]]:
-    """Return every rank's call, in words, and error in a failed agreement, by rank. Collective."""
+    """After a failed agreement, return every rank's call in words and its error, by rank. Collective."""
     sides = all_values(comm, [side, _portable(error)], side)
     return [(words, tuple(portable) if portable else None) for words, portable in sides]
 

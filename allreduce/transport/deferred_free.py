@@ -9,8 +9,8 @@ from typing import Any
 
 from mpi4py import MPI
 
-_given_up: list[list[Any]] = [[]]  # since the last repair, and before it
-_revoked: list[list[MPI.Comm]] = [[]]  # communicators
+_given_up: list[list[Any]] = [[]]  # last list: since the last recovery; first: before it
+_revoked: list[list[MPI.Comm]] = [[]]  # communicators, in lists as above
 
 
 def free_later(given_up: Any) -> None:

@@ -2,7 +2,7 @@
 
 MPI's blocking waits poll and occupy a core, so `wait_until` alternates polls and sleeps. Every wait on a communicator
 has a `WaitRecord`, which the communicator's `Watcher` checks, so it ends in a result or a named error. Blocking MPI
-calls are made inside `waiting`. Backends' calls have records too; other modules do not wait.
+calls are made inside `waiting`. Backends' calls have records too. No other module loops on an MPI request.
 """
 
 import functools
@@ -28,7 +28,7 @@ LOOK_SECONDS = 0.25  # interval at which a watcher checks the waits
 
 
 class Call(Protocol):
-    """A call: its text for people, and a fingerprint that is equal on ranks that make the same call."""
+    """A call: its text for messages, and a fingerprint that is equal on ranks that make the same call."""
 
     @property
     def fingerprint(self) -> int: ...
@@ -37,7 +37,7 @@ class Call(Protocol):
 
 
 class NamedCall(NamedTuple):
-    """A call that is known by its text."""
+    """A call that is described by a text."""
 
     text: str
     fingerprint: int = 0
@@ -140,7 +140,7 @@ def wait_for(
 
     what: for reports. limit: seconds until CollectiveTimeoutError; the topology's timeout applies too. pause: see
         `Pause`. Raises CollectiveTimeoutError, RankLeftError or DisagreementError on this rank if the other ranks do
-        not come.
+        not take part.
     """
     with _recorded(comm, what, raises=True) as (watcher, wait):
         try:
@@ -155,7 +155,7 @@ def wait_for(
 def waiting(comm: MPI.Comm, what: str) -> Iterator[None]:
     """Context manager for a blocking MPI call on `comm`, which no loop of ours can end. Local.
 
-    If other ranks do not come, the watcher reports which ranks are missing in `what`, and ends the job after the
+    If other ranks do not take part, the watcher reports which ranks are missing in `what`, and ends the job after the
     timeout.
     """
     with _recorded(comm, what, raises=False):
@@ -187,7 +187,7 @@ def _recorded(comm: MPI.Comm, what: str, raises: bool) -> Iterator[tuple[Watcher
 
 
 def looking(watcher: Watcher, wait: WaitRecord) -> Callable[[], None]:
-    """Return a function for `wait_until`: has the watcher check this wait at intervals, and raises the error found."""
+    """Return a function for `wait_until` that has the watcher check this wait at intervals, and raises its error."""
     looked = time.monotonic()
 
     def look() -> None:

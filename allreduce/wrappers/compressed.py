@@ -33,7 +33,7 @@ def parse(compress: object, sums_half: bool, name: str) -> np.dtype:
 
 
 class Compressed(Wrapper):
-    """Rounds arrays to 16-bit floats, reduces those, and writes the result back in the array's dtype.
+    """Rounds arrays to 16-bit floats, reduces these, and writes the result back in the array's dtype.
 
     compress: "bfloat16", with the range of float32 and 8 binary digits, or "float16", with 11 binary digits; values or
     sums above 65504 become infinity.
@@ -44,7 +44,7 @@ class Compressed(Wrapper):
     `exact`, the inner backend, for values that must not be rounded.
 
     It costs two more passes over the array, and 2 bytes of memory for each element (allocated by the inner
-    backend and reused). It pays across nodes, not inside a node.
+    backend and reused). Calls become faster on slow networks, and slower inside a node.
     """
 
     def __init__(self, topology: Topology, *, inner: AllReduce, compress: str, owns_inner: bool = False) -> None:

@@ -116,7 +116,7 @@ def _mark_crossovers(figure: Any, run: Run, memory: str, column: int) -> None:
     """Draw a line for each crossover, with its number above the panel."""
     for number, (place, crossing) in enumerate(numbered(run, memory, NUMBER_WIDTH), start=1):
         figure.add_vline(x=crossing.nbytes, line={"color": "#888", "dash": "dot", "width": 1.2}, row=1, col=column)
-        # on a log axis annotations, unlike lines, take the exponent
+        # on a log axis the position of an annotation, unlike that of a line, is the exponent
         _above(figure, column, str(number), size=11, x=math.log10(place))
 
 

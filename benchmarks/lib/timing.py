@@ -4,7 +4,7 @@ All cells (a contender and an array) take turns: A B C A B C ..., so a drifting 
 small arrays a turn is one untimed iteration and a burst of up to 10 timed ones. Otherwise each call would follow one of
 another contender, with its code no longer in the cache, which costs up to twice its own time. Before each iteration
 every rank writes its array, as a training step writes its gradients. So each cell starts with the same state of the
-caches, and sums do not overflow. Then follow a barrier and the call. The time of an iteration is that of its slowest
+caches, and sums do not overflow. A barrier and the call follow. The time of an iteration is that of its slowest
 rank. `Checker` verifies the results after the timing.
 """
 

@@ -1,4 +1,4 @@
-"""The picture and the page, the page looked at in a real browser without a network."""
+"""The picture and the HTML page of a report; the page is opened in a real browser without a network."""
 
 import io
 import json
@@ -30,7 +30,7 @@ def pixels(png: bytes) -> np.ndarray:
 
 
 def count(image: np.ndarray, wanted: str) -> int:
-    """How many pixels have a colour, written #rrggbb."""
+    """Return the number of pixels of a colour, written #rrggbb."""
     rgb = [int(wanted[start : start + 2], 16) for start in (1, 3, 5)]
     return int((abs(image - rgb).max(axis=2) <= 2).sum())
 
@@ -96,7 +96,7 @@ def test_screenshot_of_the_page(page: Path) -> None:
 
 
 def test_chart_data_is_the_run(page: Path) -> None:
-    """The numbers in the page are those of the run, not only some curves."""
+    """The page contains the numbers of the run."""
     found = re.findall(r'"x":\s*(\[[\d,.\s]+\]),\s*"y"', page.read_text())
     assert found
     assert json.loads(found[0]) == [result.size for result in plot.points(made_run(), "allocated", "ring")]

@@ -1,4 +1,4 @@
-"""The loop after failures, on a topology that fails as the test says."""
+"""The retry loop after failures, on a topology that fails as the test says."""
 
 import pytest
 from mpi4py import MPI
@@ -11,7 +11,7 @@ from allreduce.transport.control import known
 
 
 class Fails:
-    """A topology. answers: what its ranks agree on next, and those of the topologies after it."""
+    """A topology. answers: the results of its next agreements, and of those of the topologies after it."""
 
     world = MPI.COMM_SELF
 

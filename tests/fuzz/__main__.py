@@ -58,7 +58,7 @@ def _line(name: str, numbers: list[int], peak: int, seconds: float) -> str:
 
 
 def _one(name: str, inputs: int, seed: int) -> tuple[dict, list[str]]:
-    """What a process of its own has counted, and what it met besides."""
+    """The counts of one reader's process, and its other messages."""
     command = [
         sys.executable,
         "-m",

@@ -1,4 +1,4 @@
-"""All that reads a file or a message, each with inputs that are made to harm it."""
+"""All functions that read a file or a message, each with hostile inputs."""
 
 import json
 import os
@@ -85,7 +85,7 @@ def _csv() -> "st.SearchStrategy[Any]":
 def _members(
     good: "list[dict[str, bytes]]", headers: "dict[str, st.SearchStrategy[bytes]] | None" = None
 ) -> "st.SearchStrategy[bytes]":
-    """Archives with members of these, some of them altered; or damaged ones."""
+    """Draw archives with some of these members altered, or damaged archives."""
     descr = st.sampled_from(
         (
             "'<f4'",
@@ -202,7 +202,7 @@ def _checkpoints() -> "st.SearchStrategy[Any]":
     ours = {HEADER: _text_array([files.model_header()])}
 
     def signed(tree: Any, altered: dict[str, bytes]) -> bytes:
-        """With checksums that fit, so that what it says is looked at."""
+        """Return the content with right checksums, so that the rest of it is checked too."""
         held = {**members, **altered}
         if isinstance(tree, dict):
             tree = {
@@ -247,7 +247,7 @@ def _decisions() -> "st.SearchStrategy[Any]":
 
 
 def _said_by_auto(value: Content, folder: Path) -> str:
-    """What rank 0 says of a table: whatever is wrong with it must not stop a training."""
+    """Return the messages of rank 0 about a table: a wrong table must not stop a training."""
     path = Path(lay(folder / "table.json", value))
     return decision_table._read(peers.OneNode(), path, BACKENDS)[1]  # type: ignore[arg-type]
 
@@ -291,7 +291,7 @@ def _read_scaling(value: Content, folder: Path) -> str:
 
 
 class _Page(HTMLParser):
-    """Counts what a page would run or load."""
+    """Counts the scripts and files that a page would run or load."""
 
     def __init__(self) -> None:
         super().__init__()

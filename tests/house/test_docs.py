@@ -39,7 +39,7 @@ def test_every_module_has_a_page(tmp_path: Path) -> None:
 
 
 def broken(page: Path) -> list[str]:
-    """Links of a page that lead to no page, or to no place in it."""
+    """Return the links of a page that lead to no page, or to no anchor in it."""
     found = []
     for link in re.findall(r'(?:href|src)="(?!\w+:)([^"]*)"', page.read_text()):
         name, _, place = link.partition("#")

@@ -133,7 +133,7 @@ def test_a_damaged_one_is_passed_over_with_a_line(
     assert_same(found[1], saved(1))
     (line,) = caplog.messages
     assert f"{path} is no checkpoint, or it is damaged" in line
-    assert "the one before is used" in line
+    assert "trying the one before it" in line
     Path(found[0]).write_bytes(b"no archive")
     with pytest.raises(CheckpointError, match=r"no checkpoint in .* can be used: .*damaged"):
         checkpoint.newest(str(tmp_path))

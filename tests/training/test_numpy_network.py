@@ -100,6 +100,16 @@ def test_a_slice_has_its_own_part_of_the_optimizers_state_only() -> None:
     assert moment.any()
 
 
+def test_a_slice_is_read_without_a_copy_of_the_whole_state(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also after a load, when the optimizer still has the state of all parameters."""
+    network, part = trained(), slice(2, 9)
+    state = network.state()
+    network.load_state(state)
+    monkeypatch.setattr(NumpyNetwork, "snapshot", None)
+    for name in network.elementwise:
+        np.testing.assert_array_equal(network.elements(name, part), state[name][part])
+
+
 def test_nothing_is_allocated_in_a_second_step() -> None:
     network = NumpyNetwork([4, 6, 3])
     network.gradients(X, CLASSES, 1.0)

@@ -163,7 +163,7 @@ def check_numbers(path: str, name: str, array: np.ndarray) -> None:
     """Raise ModelFileError if an array is not numeric, or if parameters, optimizer state or inputs are not finite.
     (Other buffers may hold infinities.)"""
     if array.dtype.kind not in "iufcb":
-        raise ModelFileError(f"{path} is damaged: {name} is {array.dtype}, no numbers")
+        raise ModelFileError(f"{path} is damaged: {name} is {array.dtype}, not numbers")
     trained = name == "parameters" or name.startswith(("optimizer.", "input."))
     if trained and not np.isfinite(array).all():
         raise ModelFileError(f"{path} holds a model that has diverged: {name} has elements that are not finite")
@@ -171,8 +171,8 @@ def check_numbers(path: str, name: str, array: np.ndarray) -> None:
 
 @contextmanager
 def replacing(path: str, durable: bool = False) -> Iterator[IO[bytes]]:
-    """Context manager: write to a temporary file, which replaces `path` at the end of the block. After an exception it
-    is removed.
+    """Context manager: write to a temporary file, which replaces `path` at the end of the block. After an exception the
+    temporary file is removed, and `path` is unchanged.
 
     A symbolic link is followed. Anything that is not a regular file (/dev/stdout, a named pipe) is written in place.
     durable: sync the file before it replaces `path`, and the folder afterwards, so that a crash of the machine leaves

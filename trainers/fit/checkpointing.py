@@ -143,7 +143,7 @@ class Saver:
             log.warning("trainers: gradients were averaged by %s: the last bits may differ", chosen)
         if progress.ranks != self._group.size:
             text = f"{progress.ranks} ranks, and this training has {self._group.size}"
-            log.warning("trainers: %s was written on %s: the last bits may differ, and random states do", path, text)
+            log.warning("trainers: %s was written on %s: random states differ, and the last bits may", path, text)
 
     def _lock_folder(self) -> None:
         """Create the folder if it is missing, lock it until `close`, and remove temporary files of killed writers.
@@ -208,8 +208,8 @@ class Saver:
             raise CheckpointError(f"{text}: a rank can't load its own state: {error!r}") from error
 
     def _packed(self, saved: Saved, same: bool) -> list[bytes]:
-        """Return the packed own arrays of every rank. With another number of ranks: those of rank 0 for all, for their
-        callbacks."""
+        """Return the own arrays of every rank, packed. With another number of ranks, every rank gets rank 0's, from
+        which its callbacks load their state."""
         if same:
             return [model_file.pack(local) for local in saved.local]
         return [model_file.pack(saved.local[0])] * self._group.size
@@ -280,8 +280,8 @@ class Saver:
         )
 
     def _finish_and_pack(self, callbacks: Callbacks) -> tuple[bytes, dict[str, np.ndarray]]:
-        """Wait for the last write, then return this rank's own arrays, packed for a message, and those of its callbacks
-        (not in the message of rank 0). Local."""
+        """Wait for the last write. Then return this rank's own arrays, packed for a message, and the arrays of its
+        callbacks, which rank 0 does not pack. Local."""
         self.finish()
         own = {f"{REPLICA}{name}": array for name, array in self._strategy.replica.local_state().items()}
         watching = {f"{WATCHING}{name}": array for name, array in callbacks.state().items()}

@@ -116,9 +116,9 @@ class OptimizerGroup:
     def members_averaging_elsewhere(self, here: set[int], failures: int, failed: Callable[[], bool]) -> list[Member]:
         """Return the members that average gradients on another rank now but not on this one. Collective.
 
-        here: the numbers of the members that average on this rank. failures: `failures` when the first of them began;
-        it differs on a rank whose backward has failed meanwhile; the ranks then ask again. failed: whether one of the
-        members here has failed, so that other ranks may not call this any more.
+        here: the numbers of the members that average on this rank. failures: `failures` when the first of them began.
+        If a backward has failed meanwhile, the ranks' numbers differ, and they exchange `here` again. failed: failed()
+        tells whether a member in `here` has failed, so that other ranks may not make this call.
         """
         if self._count < 2:
             return []

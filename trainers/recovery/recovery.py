@@ -49,7 +49,7 @@ class Failure(NamedTuple):
 
     def __str__(self) -> str:
         ranks = f"rank{'s' * (len(self.ranks) != 1)} {', '.join(map(str, self.ranks))}"
-        return f"{ranks} of the job {'was' if len(self.ranks) == 1 else 'were'} lost in {self.during}"
+        return f"{ranks} of the job failed in {self.during}"
 
 
 class Call(Generic[ResultT]):
@@ -282,13 +282,13 @@ class Recovery:
         return tuple(ranks), during
 
     def _incomplete(self, call: Call[ResultT]) -> RankLostError:
-        way = "this fit has no checkpoint to go back to; fit(..., checkpoint=...) writes some"
+        way = "this fit has no checkpoint to go back to; fit(..., checkpoint=...) writes checkpoints"
         if not call.admits_ranks:
             way = (
                 "only a fit goes back to its last checkpoint: continue with fit(..., checkpoint=folder, resume=True), "
                 "by another trainer on trainer.topology, or by another job"
             )
-        text = f"a rank was lost in {call} that alone had a part of the optimizer's state, and {way}"
+        text = f"a rank that failed in {call} had the only copy of a part of the optimizer's state, and {way}"
         return known(RankLostError(text), self._strategy.group.topology.world)
 
     def _record_failure(self, before: tuple[int, ...], during: str, seconds: float) -> None:
@@ -302,7 +302,7 @@ class Recovery:
         if gone:
             self.failures.append(Failure(gone, len(left), during, seconds))
         if group.rank == 0 and self._continues:
-            rest = f"{len(left)} rank{'s' * (len(left) != 1)} go on" if len(left) > 1 else "one rank goes on alone"
+            rest = f"{len(left)} ranks continue" if len(left) > 1 else "one rank continues alone"
             if gone:
                 log.warning("trainers: %s; %s (after %.3f s)", self.failures[-1], rest, seconds)
             if joined := [rank for rank in left if rank not in before]:
@@ -311,13 +311,13 @@ class Recovery:
     def __str__(self) -> str:
         """Describe what happens when a rank fails; the command line prints this at the start."""
         if self._strategy.group.size == 1:
-            return "there are no others to go on"
+            return "the job ends, because there is no other rank"
         if not ulfm.in_force():
-            return "the job ends (mpirun --with-ft ulfm lets the others live)"
+            return "the job ends (with mpirun --with-ft ulfm the other ranks survive)"
         if not self.goes_on:
-            return "the others stop (--on-failure continue: they go on)"
-        back = "" if self._strategy.any_rank_may_fail else ", from the last checkpoint (--copies 2: without one)"
-        return f"the others go on{back}"
+            return "the other ranks stop (with --on-failure continue they continue)"
+        back = "" if self._strategy.any_rank_may_fail else ", from the last checkpoint (with --backups 1 without one)"
+        return f"the other ranks continue{back}"
 
 
 # Calls that a failure does not simply repeat

@@ -101,7 +101,7 @@ class Terminating(Callback):
             _here[-1] |= came and not self.known
             return
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        if came and not self.known:  # the program has not asked for it since
+        if came and not self.known:  # the program has not called `asked` since
             if kind is None:
                 os.kill(os.getpid(), signal.SIGTERM)
             else:  # the error comes first; if the program catches it, the next block reports the signal

@@ -103,8 +103,8 @@ def load_random_state(state: dict[str, np.ndarray]) -> None:
     gauss = state[f"{PYTHON}.gauss"].tolist()
     position, has_gauss, *keys = state[NUMPY].tolist()
     (cached,) = state[f"{NUMPY}.gauss"].tolist()
-    if len(keys) != WORDS or not 0 <= position <= WORDS or has_gauss not in (0, 1):
-        raise ValueError(f"NumPy's random state has {len(keys)} words, the next of them {position}")  # it would be read
+    if len(keys) != WORDS or not 0 <= position <= WORDS or has_gauss not in (0, 1):  # NumPy does not check these
+        raise ValueError(f"NumPy's random state has {len(keys)} words, and the next one is number {position}")
     numbers = np.array(keys, np.uint32)
     random.setstate((version, tuple(words), gauss[0] if gauss else None))
     np.random.set_state(("MT19937", numbers, position, has_gauss, cached))

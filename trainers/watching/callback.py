@@ -302,7 +302,7 @@ class Callbacks:
                 self._called.add(at)
 
     def _prepare(self, at: int) -> None:
-        """Restore the attributes of a callback from before the first call of this event, or keep them now."""
+        """In the first call of this event, keep the attributes of a callback; in later calls, restore them first."""
         held = vars(self._all[at])
         if at in self._before:
             held.clear()

@@ -144,7 +144,7 @@ class Monitor:
         logs = logs or {}
         if self.name not in logs:
             hint = "; pass validation_data to fit" if self.name.startswith("val_") else ""
-            raise ArgumentError(f"monitor={self.name!r} is not measured here{hint}; there are: {', '.join(logs)}")
+            raise ArgumentError(f"monitor={self.name!r} is not measured here{hint}; the logs have {', '.join(logs)}")
         return float(logs[self.name])
 
     def better(self, value: float, than: float | None) -> bool:

@@ -15,7 +15,7 @@ CHECK_EVERY = 32  # steps between checks of the loss, for which the host waits f
 def diverged(what: str) -> DivergedError:
     """Return the error of a fit that has diverged. what: which value became NaN or infinite, and where."""
     return DivergedError(
-        f"{what}: lower the learning rate, scale the features, or check_loss for NaN and very large values in the data"
+        f"{what}: lower the learning rate, scale the features, or look for NaN and very large values in the data"
     )
 
 

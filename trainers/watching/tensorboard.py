@@ -38,7 +38,7 @@ class TensorBoard(FileCallback):
     def on_train_begin(self, logs: Logs | None = None) -> None:
         self._step = 0
         if self.trainer.goes_on:
-            _package()  # imports for seconds; the other ranks would wait if this rank became rank 0 later
+            _package()  # imports it now: that takes seconds, which the others would wait if this became rank 0 later
         super().on_train_begin(logs)
 
     def _open(self, append: bool) -> None:

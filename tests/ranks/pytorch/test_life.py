@@ -36,6 +36,7 @@ from tests.ranks.pytorch.trained import (  # noqa: E402
 )
 from tests.ranks.together import raised_everywhere  # noqa: E402
 from trainers.pytorch import GradientError, MirroredOptimizer, optimizer_group  # noqa: E402
+from trainers.state.backup import Backup  # noqa: E402
 
 # Edits
 
@@ -329,6 +330,27 @@ def test_state_dict_after_a_backward_that_raised(world: MPI.Intracomm, flat: all
         optimizer.zero_grad()
         train(model, optimizer, mine, steps=1)
         assert_mirrored(world, model)
+
+
+@several
+def test_a_backup_that_one_rank_can_not_pack(
+    flat: allreduce.Topology, world: MPI.Intracomm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All ranks raise its error, where the others would wait for its slices."""
+
+    def lacking(*_: object, **options: object) -> None:
+        raise MemoryError("no room")
+
+    model = network()
+    with mirrored(sgd(model), model, topology=flat, update="sharded") as optimizer:
+        sharded = optimizer._parts.sharded
+        sharded.backup = Backup(sharded.reducer.comm, 0, [span[:2] for span in sharded._divided()])
+        train(model, optimizer, mine, steps=1)
+        with monkeypatch.context() as patch:
+            if world.rank == 1:
+                patch.setattr("trainers.pytorch.sharded.pack", lacking)
+            with pytest.raises(MemoryError, match="rank 1: no room"):
+                train(model, optimizer, mine, steps=1)
 
 
 @several

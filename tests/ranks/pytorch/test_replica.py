@@ -74,7 +74,7 @@ def test_save_and_go_on(world: MPI.Intracomm, flat: allreduce.Topology, kind: st
         assert torch.equal(here, there)
     assert not torch.equal(through.module[0].weight, second.module[0].weight)
     with MirroredTrainer(replica(kind=kind, hidden=21), topology=flat) as trainer:
-        text = r"parameters is \(203,\) there and \(213,\) here"
+        text = r"parameters is \(203,\), and in this model \(213,\)"
         with pytest.raises(ModelFileError, match=text):
             trainer.load(path)
 

@@ -181,11 +181,11 @@ def refused() -> dict[str, tuple[Call, str]]:
     if ranks > 1:
         calls["list elsewhere"] = (
             lambda: group.gather([zeros()], [some], elsewhere),
-            f"gather: a list is given by the root alone, rank {other}",
+            f"gather: only the root, rank {other}, gives a list",
         )
         calls["source elsewhere"] = (
             lambda: group.scatter([some], [zeros()], source_elsewhere),
-            f"scatter: a list is given by the root alone, rank {other}",
+            f"scatter: only the root, rank {other}, gives a list",
         )
         calls["elements"] = (
             lambda: dist.all_to_all_single(torch.zeros(ranks + 1), torch.zeros(ranks + 1)),

@@ -1,5 +1,8 @@
 """The backup of pieces, and the newest state that ranks make of them."""
 
+from collections.abc import Callable
+from typing import Any
+
 import ml_dtypes
 import numpy as np
 import pytest
@@ -8,7 +11,8 @@ from mpi4py import MPI
 import allreduce
 from trainers import MirroredTrainer, NumpyNetwork
 from trainers.group import broadcast_arrays
-from trainers.state.adopt import Piece, adopt_whole, newest
+from trainers.replica import copied
+from trainers.state.adopt import Arrays, Piece, adopt_whole, newest
 from trainers.state.backup import Backup, holders
 from trainers.strategies.interface import Strategy
 
@@ -19,6 +23,10 @@ def piece(rank: int, step: int, names: tuple[str, ...]) -> Piece:
     start = rank * LENGTH
     sliced = {name: np.arange(start, start + LENGTH) + 100.0 * step for name in names}
     return Piece(step, step, start, start + LENGTH, sliced, {"steps": np.array(step)})
+
+
+def given(pieces: list[Piece]) -> Callable[[Arrays], list[Piece]]:
+    return lambda memory: pieces
 
 
 @pytest.fixture
@@ -35,7 +43,7 @@ def test_a_backup_has_the_pieces_of_two_steps_of_two_ranks(several: MPI.Intracom
     common = {"parameters": np.arange(size * LENGTH) + 200.0}
     other = holders([0] * size).index(rank)
     for step, names in enumerate([("parameters",), ("parameters", "momentum"), ("parameters", "momentum")]):
-        backup.keep(step, [piece(rank, step, names)], common if step == 2 else {})
+        backup.keep(step, given([piece(rank, step, names)]), common if step == 2 else {})
     backup.extend(3)
     held = {(each.first, each.last, each.start // LENGTH): each for each in backup.pieces()}
     assert set(held) == {(2, 3, rank), (2, 3, other), (1, 1, rank), (1, 1, other)}
@@ -50,7 +58,7 @@ def test_the_newest_whole_state_is_on_all_ranks(several: MPI.Intracomm) -> None:
     """Rank 0 has come one step further, alone; a backup of rank 0's piece stands in for it."""
     rank, size = several.rank, several.size
     backup = Backup(several, 0, [(rank * LENGTH, (rank + 1) * LENGTH)])
-    backup.keep(4, [piece(rank, 4, ("parameters",))])
+    backup.keep(4, given([piece(rank, 4, ("parameters",))]))
     own = [piece(0, 5, ("parameters",))] if rank == 0 else backup.pieces()
     found = newest(several, own, size * LENGTH)
     assert found is not None
@@ -65,9 +73,9 @@ def test_a_backup_that_is_made_again_at_the_same_step_is_not_mixed_with_the_one_
     """A state was loaded, and the ranks are lost from sight of each other when some of them have the new backup."""
     rank, size = several.rank, several.size
     backup = Backup(several, 0, [(rank * LENGTH, (rank + 1) * LENGTH)])
-    backup.keep(4, [piece(rank, 4, ("parameters",))])
+    backup.keep(4, given([piece(rank, 4, ("parameters",))]))
     loaded = piece(rank, 5, ("parameters",))._replace(first=4, last=4)
-    backup.keep(4, [loaded], {})
+    backup.keep(4, given([loaded]))
     if rank:
         backup._now.first = -1  # as a failure in the middle of `keep` leaves it
     found = newest(several, backup.pieces(), size * LENGTH)
@@ -83,9 +91,64 @@ def test_memory_that_one_rank_lacks_for_a_backup(several: MPI.Intracomm, monkeyp
         if several.rank == 1:
             patch.setattr("trainers.state.backup.np.empty", lacking)
         with pytest.raises(MemoryError, match="rank 1: no room"):
-            backup.keep(1, [piece(several.rank, 1, ("parameters",))])
-    backup.keep(1, [piece(several.rank, 1, ("parameters",))])
+            backup.keep(1, given([piece(several.rank, 1, ("parameters",))]))
+    backup.keep(1, given([piece(several.rank, 1, ("parameters",))]))
     assert len(backup.pieces()) == 2
+
+
+def test_pieces_that_one_rank_cannot_give(several: MPI.Intracomm) -> None:
+    """All ranks raise its error, where the others would wait for its pieces, and the backup before it stays."""
+    rank = several.rank
+    backup = Backup(several, 0, [(rank * LENGTH, (rank + 1) * LENGTH)])
+    backup.keep(1, given([piece(rank, 1, ("parameters",))]))
+    with pytest.raises(MemoryError, match="rank 1: no room"):
+        backup.keep(2, given([piece(rank, 2, ("parameters",))]) if rank != 1 else lacking)
+    assert [each.first for each in backup.pieces()] == [1, 1]
+
+
+def test_a_backup_copies_no_piece_a_second_time(several: MPI.Intracomm) -> None:
+    rank = several.rank
+    backup = Backup(several, 0, [(rank * LENGTH, (rank + 1) * LENGTH)])
+    copies = []
+
+    def own(memory: Arrays) -> list[Piece]:
+        copies.append(copied({"parameters": np.full(LENGTH, 1.0 * len(copies))}, memory)["parameters"])
+        return [Piece(0, 0, rank * LENGTH, (rank + 1) * LENGTH, {"parameters": copies[-1]}, {})]
+
+    for step in range(4):
+        backup.keep(step, own)
+    assert [copies[step] is copies[step - 2] for step in (2, 3)] == [True, True]
+    held = {each.first: each.sliced["parameters"] for each in backup.pieces() if each.start == rank * LENGTH}
+    assert [held[step] is copies[step] for step in (2, 3)] == [True, True]
+
+
+def test_the_state_from_before_an_edit_outlives_its_backups(
+    several: MPI.Intracomm, flat: allreduce.Topology, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An edit that a failure ends is undone from it; by then two backups of the edited state were made."""
+    monkeypatch.setattr(Strategy, "outlives_ranks", True)  # as under ULFM, without which there are no backups
+    with MirroredTrainer(NumpyNetwork([4, 3]), topology=flat, update="sharded", copies=2) as trainer:
+        strategy, before = trainer.strategy, list[Piece]()
+        parameters = trainer.replica.state()["parameters"].copy()
+        strategy.edit(lambda: trainer.replica.parameters.fill(9.0), before)
+        found = newest(several, before if several.rank else [], strategy._length)  # without rank 0, which has failed
+        assert found is not None
+        np.testing.assert_array_equal(found.state["parameters"][: parameters.size], parameters)
+
+
+def test_memory_that_rank_0_lacks_for_the_state_of_all(
+    several: MPI.Intracomm, flat: allreduce.Topology, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It allocates between two messages, in which the others would wait for it."""
+    network = NumpyNetwork([4, 3], optimizer="adam")
+    with MirroredTrainer(network, topology=flat, update="sharded") as trainer:
+        with monkeypatch.context() as patch:
+            if several.rank == 0:
+                patch.setattr("trainers.strategies.sharded.reserved", lacking)
+            with pytest.raises(MemoryError, match="rank 0: no room"):
+                trainer.strategy.snapshot({})
+        state = trainer.strategy.snapshot({})
+        assert set(state) == (set(network.state()) if several.rank == 0 else set())
 
 
 def test_a_load_that_finds_no_state_leaves_the_live_pieces(
@@ -101,7 +164,7 @@ def test_a_load_that_finds_no_state_leaves_the_live_pieces(
         assert len([each for each in after if each.serial == after[0].serial]) == before
 
 
-def lacking(shape: object, dtype: object = None) -> np.ndarray:
+def lacking(*_: object) -> Any:
     raise MemoryError("no room")
 
 

@@ -485,7 +485,7 @@ def test_where_older_versions_stopped_after_the_last_step_of_an_epoch(
         assert trainer.parameters_sha256() == expected
     assert resumed.column("epoch") == [1, 2, 3, 4]
     assert resumed.column("validation_loss") == whole.column("validation_loss")
-    passed_over = "checkpoint-00000010.npz is damaged: step 6 of 5; the one before is used"
+    passed_over = "checkpoint-00000010.npz is damaged: step 6 of 5; trying the one before it"
     assert (passed_over in caplog.text) == (steps == 6 and flat.rank == 0)
 
 

@@ -68,9 +68,9 @@ def test_tf_config_and_ranks_that_differ(flat: allreduce.Topology) -> None:
     if flat.size == 1:
         return
     served = environment(("worker", flat.size - 1), ("ps", 1))
-    with pytest.raises(RoleError, match="has 1 ps, which this training does not use: add --strategy parameter_serv"):
+    with pytest.raises(RoleError, match="has 1 ps, and this training uses no servers: add --strategy parameter_serv"):
         roles.assign(flat, 0, environment=served)
-    with pytest.raises(RoleError, match="chief 1 is asked for, and that of TF_CONFIG is rank 0"):
+    with pytest.raises(RoleError, match="chief 1 is asked for, and TF_CONFIG makes rank 0 the chief"):
         roles.assign(flat, None, environment=served, chief=1)
     with pytest.raises(RoleError, match="3 servers are asked for, and TF_CONFIG has 1 ps"):
         roles.assign(flat, 3, environment=served)

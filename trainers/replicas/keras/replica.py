@@ -208,7 +208,7 @@ def _trained_of(model: Any) -> list[Any]:
         )
     if not model.built:
         raise ArgumentError(
-            f"{model.name} is not built: begin it with a keras.Input(shape), or call model.build(shape) before"
+            f"{model.name} is not built: begin it with a keras.Input(shape), or call model.build(shape) first"
         )
     if keras.backend.backend() not in COMPUTING:
         raise ArgumentError(

@@ -34,7 +34,7 @@ class Loss(ABC):
 
     @abstractmethod
     def derive(self, z: Any, y: Any, factor: float) -> None:
-        """Turn what `measure` left into `factor` times the sum over the rows of the loss's derivative by z."""
+        """Turn z, as `measure` left it, into `factor` times the derivative by z of the loss summed over the rows."""
 
 
 class SoftmaxCrossEntropy(Loss):

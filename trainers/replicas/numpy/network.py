@@ -20,11 +20,11 @@ FLOAT = np.dtype(np.float32)
 
 
 class Activation(NamedTuple):
-    """apply: overwrites z with the activation. derive: overwrites activations with the derivative there."""
+    """apply: overwrites z with the activations. derive: overwrites activations with the derivatives at them."""
 
     apply: Callable[[Any, Any], None]
     derive: Callable[[Any, Any], None]
-    init: str  # the default initialisation with it
+    init: str  # the default initialisation of layers with this activation
 
 
 def _relu(xp: Any, z: Any) -> None:
@@ -207,13 +207,13 @@ class NumpyNetwork(FlatReplica):
         try:
             steps, sizes = int(state[STEPS]), state["sizes"].reshape(-1).tolist()
         except (KeyError, TypeError, ValueError, OverflowError) as error:
-            raise ModelFileError(f"this is no state of a NumpyNetwork: {error!r}") from error
+            raise ModelFileError(f"this is not the state of a NumpyNetwork: {error!r}") from error
         if sizes != self.sizes:
             given, here = ("-".join(map(str, each)) for each in (sizes, self.sizes))
             raise ModelFileError(f"the saved model is a network of sizes {given}, and this one has {here}")
         dtypes = {name: array.dtype for name, array in state.items() if array.dtype.kind not in "fi"}
         if steps < 0 or dtypes:
-            raise ModelFileError(f"this is no state of a NumpyNetwork: {steps} steps, {dtypes or 'all numbers'}")
+            raise ModelFileError(f"this is not the state of a NumpyNetwork: {steps} steps, {dtypes or 'all numbers'}")
         super().load_state(state)
 
     def _load_rest(self, state: Mapping[str, np.ndarray]) -> None:

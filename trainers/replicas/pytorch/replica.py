@@ -25,7 +25,7 @@ from trainers.replicas.pytorch.optimizer import TorchOptimizer
 from trainers.replicas.pytorch.tensors import DTYPES, as_tensor, from_array, host_view, views, write_flat
 
 changes_of = attrgetter("_version")  # how often a tensor was changed in place; not public in PyTorch
-HYPERPARAMETER = "hyperparameter."  # prefix of their names in the state
+HYPERPARAMETER = "hyperparameter."  # prefix of the hyperparameters' names in the state
 Metric = Callable[[Tensor, Tensor], Tensor]
 
 
@@ -221,7 +221,7 @@ class TorchReplica(FlatReplica):
             for side in (state, here)
         ]
         if "random" not in state or shapes[0] != shapes[1]:
-            raise ModelFileError(f"the local state is of another model: {shapes[0]} there and {shapes[1]} here")
+            raise ModelFileError(f"the local state is of another model: it has {shapes[0]}, and this one {shapes[1]}")
         self._device.set_random_states(state)
         for name, each in here.items():
             each.copy_(torch.from_numpy(np.array(state[name])))

@@ -44,7 +44,7 @@ def host_view(tensor: Any) -> np.ndarray:
 def as_bytes(tensor: torch.Tensor) -> np.ndarray:
     """Return a dense tensor of any dtype as bytes: its memory if it is contiguous and on the CPU, else a copy."""
     whole = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
-    # the stride of a single element may be any, and `view` takes no other than 1
+    # a tensor of one element may have any stride, and `view` requires 1
     return whole.as_strided((whole.numel(),), (1,)).view(torch.uint8).numpy()
 
 

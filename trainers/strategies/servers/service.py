@@ -256,8 +256,8 @@ class ServerStrategy(Strategy):
     def _why_it_ends(self) -> str:
         """Why the remaining ranks can't continue, as text; "" if they can. Local, the same on all ranks."""
         if len(self.servers) < len(self._slices):
-            return "a server was lost, and with it its slice of the parameters and of the optimizer's state"
-        return "" if self.workers else "all workers were lost, and servers do not compute"
+            return "a server has failed, and its slice of the parameters and of the optimizer's state is lost"
+        return "" if self.workers else "all workers have failed, and servers do not compute"
 
     def rebuild(self) -> None:
         now = {old: rank for rank, old in enumerate(self.group.previous)}
@@ -320,7 +320,7 @@ class ServerStrategy(Strategy):
         return dict.fromkeys([*self.replica.updated, LEARNING_RATES], "only the servers have the current values")
 
     def gather_state(self, state: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-        """Return `state` with the servers' values of updated entries (whole ones: the first server's). Collective."""
+        """Return `state` with the servers' values of updated entries; the first server's if not sliced. Collective."""
         own = []
         if self._shard is not None:
             part = self._shard.part
