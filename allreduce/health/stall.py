@@ -22,8 +22,7 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
 from mpi4py import MPI
@@ -175,17 +174,18 @@ class StallDetector:
             failure = self.lost
         return None if failure is None else ulfm.again(self.handle_failure())
 
-    @contextmanager
-    def translating_failures(self) -> Iterator[None]:
-        """If an error in the body is caused by a failed rank, revoke the topology and raise RankLostError instead."""
-        try:
-            yield
-        except Exception as error:
-            lost = self.failure_behind(error)
-            if isinstance(error, MPI.Exception) and lost is not None:
-                ulfm.unblock_comm_creation()
-            if lost is None or (isinstance(error, RankLostError) and error.args == lost.args):
-                raise
+    def translating_failures(self) -> "_TranslatingFailures":
+        """Context manager: if an error in the body is caused by a failed rank, revoke the topology and raise
+        RankLostError instead.
+        """
+        return _TranslatingFailures(self)
+
+    def translate_failure(self, error: BaseException) -> None:
+        """Raise RankLostError if a failed rank caused `error`, which is being handled; the topology is then revoked."""
+        lost = self.failure_behind(error) if isinstance(error, Exception) else None
+        if isinstance(error, MPI.Exception) and lost is not None:
+            ulfm.unblock_comm_creation()
+        if lost is not None and not (isinstance(error, RankLostError) and error.args == lost.args):
             raise lost from (None if isinstance(error, RankLostError) else error)
 
     def check(self) -> None:
@@ -315,6 +315,19 @@ class StallDetector:
     def _where(self, call: Call) -> str:
         """Return the table of where all ranks are, on new lines; "" without status messages."""
         return f"\n{self.messages.table(call)}" if self.messages.size > 1 else ""
+
+
+class _TranslatingFailures:
+    """See StallDetector.translating_failures. A class, because small messages pass through it (see wait._Recorded)."""
+
+    def __init__(self, detector: StallDetector) -> None:
+        self._detector = detector
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if error is not None:
+            self._detector.translate_failure(error)
 
 
 @functools.cache
