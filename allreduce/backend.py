@@ -203,7 +203,7 @@ class AllReduce(ABC):
                 self.reduce_tree(buffer, op)
                 return
             run = self._function("all_reduce", buffer, op)[1]
-            buffer = np.asarray(buffer) if isinstance(buffer, np.ndarray) else buffer  # no subclass of it
+            buffer = np.asarray(buffer) if isinstance(buffer, np.ndarray) else buffer  # not a subclass of ndarray
         run(buffer if buffer.ndim == 1 else buffer.reshape(-1, order="A"))
 
     def bind(self, array: Any, op: str = "mean", kind: str = "all_reduce") -> Callable[[], None]:
@@ -554,7 +554,7 @@ class AllReduce(ABC):
 
     def _say_copies(self, call: Call) -> None:
         """Log once that arrays not from `allocate` are copied, if this backend copies them. Local."""
-        # a part reports nothing: its outer backend has selected it knowing that it copies
+        # a part of another backend does not report
         if call.memory == FOREIGN and self.copies_foreign and self.part_of is None:
             notices.once(self.rank, self.copies_foreign)
 

@@ -1,4 +1,4 @@
-"""Collectives on trees of JAX arrays: outside of `jit`, inside of it, and through derivatives.
+"""Collectives on trees of JAX arrays: outside `jit`, inside `jit`, and through derivatives.
 
     grads = allreduce.jax.pmean(grads, reduce)  # the mean over all ranks: a new tree
 
@@ -132,7 +132,7 @@ def all_gather(tree: Any, backend: AllReduce) -> Any:
 def broadcast(tree: Any, backend: AllReduce, root: int = 0) -> Any:
     """Return rank `root`'s arrays. Collective. Raises OptionError for an invalid root.
 
-    tree: as of `all_gather`. The gradient is the sum of the ranks' gradients on `root`, zero elsewhere.
+    tree: see `all_gather`. The gradient is the sum of the ranks' gradients on `root`, zero elsewhere.
     """
     return _call(tree, backend, "broadcast", check_root(root, backend.size))
 

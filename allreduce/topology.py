@@ -41,9 +41,9 @@ class Topology:
     """The ranks of a communicator and the nodes that they run on. Creating and closing are collective.
 
     comm: an intracommunicator, duplicated here; MPI.COMM_WORLD when none is given.
-    ranks_per_node: simulates nodes: consecutive ranks form a node, an int for nodes of one size (the
-        last may be smaller) or a sequence of sizes that add up to the number of ranks. Ranks that do not
-        really share memory are never put on one simulated node.
+    ranks_per_node: simulates nodes of consecutive ranks: an int for nodes of equal size (the last may be
+        smaller), or a sequence of sizes that add up to the number of ranks. Ranks that do not really
+        share memory are never put on one simulated node.
     timeout: seconds that a rank waits for others before it gives up with a CollectiveTimeoutError; by default
         ALLREDUCE_TIMEOUT_SECONDS, else 1800. After ALLREDUCE_STALL_SECONDS, else 30, a wait is reported.
 
@@ -87,7 +87,7 @@ class Topology:
         error = _bad_ranks_per_node(ranks_per_node, comm.size) or _bad_timeout(timeout)
         agree(comm, [zlib.crc32(asked.encode())], asked, error)
         self._begin(parent)
-        self.original: Topology | None = None  # what this is a duplicate of
+        self.original: Topology | None = None  # the topology that this one duplicates
         self._numbers, self.apart, self.is_part = 0, False, parent is not None
         self.simulated, self._ranks_per_node = ranks_per_node is not None, ranks_per_node
         self.timeout = seconds(TIMEOUT, 1800.0) if timeout is None else float(timeout)
@@ -102,7 +102,7 @@ class Topology:
         except BaseException:
             self.closed = True
             self._defer_free()
-            if self._revoked and "detector" in vars(self):  # not revoked: others may still wait in it
+            if self._revoked and "detector" in vars(self):  # else other ranks may still wait in it
                 self.detector.abandon()
             raise
         if parent is not None:
@@ -141,7 +141,7 @@ class Topology:
         self.host: MPI.Intracomm = self.world
         if not on_one_host:
             self.host = self.own(self.world.Split_type(MPI.COMM_TYPE_SHARED, key=self.rank), watch=True)
-        found = all_values(self.host, [machine.cores(), self.rank, liveness.own()], "learn what this node has")
+        found = all_values(self.host, [machine.cores(), self.rank, liveness.own()], "count the cores of this node")
         self.cores = len(set().union(*(cores for cores, *_ in found)))
         self.sharing = self.host.size
         if self.sharing > self.cores and not self.is_part:  # a parent has already reported it
@@ -160,7 +160,7 @@ class Topology:
         self.node_sizes = tuple(map(len, nodes))
         here = {rank: liveness.of_json(process) for _, rank, process in found if process is not None}
         rows = _shared_rows(self.node)
-        # In a dropped topology MPI keeps the communicators alive, they the detector, and the detector the rows.
+        # MPI keeps a dropped topology's communicators; their attributes keep the detector, which keeps the rows.
         self._release_rows = weakref.finalize(self, _leave_rows, self.detector, rows)
         self._release_rows.atexit = False
         self.detector.connect(nodes, self.node_index, rows, here)

@@ -19,7 +19,7 @@ from allreduce.arrays import dtypes
 from allreduce.errors import AllReduceError, OptionError
 from allreduce.transport.control import raise_together
 from allreduce.wrappers.compressed import SHORT
-from benchmarks.lib import cli, machine, outputs, plot, report, sizes, table
+from benchmarks.lib import cli, limits, machine, outputs, plot, report, sizes, table
 from benchmarks.lib.advice import advice, wrong_results
 from benchmarks.lib.contenders import PEERS, Contender, gather
 from benchmarks.lib.outputs import Screen
@@ -39,6 +39,7 @@ arrays from allocate(), which peers do not have. Further columns: backend, min a
 time: before each iteration every rank writes its array and waits in a barrier. The time of an iteration is that of its
 slowest rank; the median over the iterations is shown. The backends take turns (A B C A B C ...), so that a drifting
 machine affects all of them alike. algbw = size / time, busbw = algbw x 2(n-1)/n.
+The page of --html draws the limit of memory (measured by copying) or network (by sending) beside the bandwidths.
 #wrong: elements that differ from the result in float64, on all ranks, after the timing. Exit code 1 if there are any.
 """
 
@@ -91,7 +92,7 @@ def _run(world: Topology, args: argparse.Namespace, screen: Screen) -> int:
         )
         cells = _cells(topology, contenders, wanted[-1], args.datatype, skipped, everything)
         run = Run(
-            machine=machine.describe(args.peers),
+            machine={**machine.describe(args.peers), **limits.measure(topology)},
             node_sizes=list(topology.node_sizes),
             simulated=topology.simulated,
             dtype=str(args.datatype),

@@ -219,7 +219,7 @@ class Outcome:
 
 
 class PacedNetwork(NumpyNetwork):
-    """A NumpyNetwork whose gradients take a fixed time per row, as if each rank had an accelerator of its own.
+    """A NumpyNetwork whose gradients take a fixed time per row, as if each rank had its own accelerator.
 
     pace: seconds per row; the rank sleeps for the rest of this time.
     """

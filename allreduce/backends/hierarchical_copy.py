@@ -72,7 +72,7 @@ class HierarchicalCopy(TwoPhase):
         return self._node.hooks.memory(buffer)
 
     def _locator_for(self, call: Call) -> Locate | None:
-        """Compare locations on all ranks: the node's backend does so too, but raises its error on that node only."""
+        """Compare locations on all ranks: the node's backend does it too, but raises its error only on that node."""
         several = 1 < self.topology.nodes < self.size  # several nodes, and at least one has several ranks
         return self._node.hooks.locate if several and call.memory == ALLOCATED else None
 

@@ -265,5 +265,5 @@ class Shared(TwoPhase):
 
 
 def _blocks(span: slice, itemsize: int) -> Iterator[slice]:
-    # Casting 16-bit floats costs more than a cache miss, so fewer and larger blocks are better there.
+    # Casting 16-bit floats costs more than a cache miss, so fewer and larger blocks are better for them.
     return segments(span, 2 * BLOCK_BYTES // itemsize if itemsize == 2 else BLOCK_BYTES // itemsize)

@@ -48,7 +48,7 @@ class Check(NamedTuple):
 
     area: str  # the heading of its findings
     gather: Callable[[Topology, str], Any]  # returns this rank's facts; gets the host name of rank 0
-    judge: Callable[[Sequence[Rank], Needs], Iterable[Finding]]  # pure; Rank.facts are those of this check
+    judge: Callable[[Sequence[Rank], Needs], Iterable[Finding]]  # pure; Rank.facts holds this check's facts
     collective: bool = False  # `gather` is collective, so an error in it ends the examination
 
 
@@ -109,7 +109,7 @@ def examine(topology: Topology, needs: Needs, seconds: float, show_progress: Sho
     show_progress("checking each rank")
     hosts = all_values(comm, socket.gethostname(), "gather host names")
     facts = {key: _gathered(check, topology, hosts[0]) for key, check in CHECKS.items()}
-    ranks = ranks_of(hosts, all_values(comm, [topology.node_index, facts], "gather what each rank has found"))
+    ranks = ranks_of(hosts, all_values(comm, [topology.node_index, facts], "gather the facts of all ranks"))
     results = pairs.measure_all(topology, [rank.node for rank in ranks], seconds, show_progress)
     return Examination(ranks, judge(ranks, needs, results), results)
 

@@ -89,7 +89,7 @@ def _lost_rank(facts: dict[str, Any]) -> str:
     version = re.match(r"Open MPI v(\d+)", facts["library"])
     if version and int(version[1]) >= FIRST_WITH_ULFM:
         return "ends the job; with mpirun --with-ft ulfm and the trainers' --on-failure continue, the others continue"
-    return "ends the job, because this MPI has no ULFM: train with --checkpoint, and restart with --resume"
+    return "ends the job (only Open MPI 5 or later can continue it): train with --checkpoint, and restart with --resume"
 
 
 # Versions

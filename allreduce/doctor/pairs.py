@@ -24,7 +24,7 @@ USUAL = 0.25  # the quantile of its times that is reported, because some round t
 ANSWER_SECONDS = 15.0  # a rank that takes longer to answer counts as unreachable
 LARGE_SECONDS, LARGE_TURNS = 0.03, 4  # for the large message: seconds, and round trips at most
 REPEATS = 2  # repeated measurements of pairs that seem slow
-REPEAT_SHARE = 0.2  # the share of the time for each of them
+REPEAT_SHARE = 0.2  # the share of the time for each repetition
 MOST_PAIRS = 4000
 LEAST_ALIKE = 3  # with fewer pairs of a kind, none counts as slow
 SLOWER = 3.0  # a slow pair's bandwidth is below the median of its kind by this factor
@@ -110,7 +110,7 @@ def measure(
             except SilentError:
                 silent.append((first, second))
         show(number + 1, len(rounds))
-    reports = all_values(comm, [found, silent], "gather what pairs of ranks have measured")
+    reports = all_values(comm, [found, silent], "gather the measurements of pairs")
     measured = sorted(Measured(*pair) for mine, _ in reports for pair in mine)
     return Results(measured, sorted({(one, other) for _, mine in reports for one, other in mine}))
 

@@ -40,7 +40,7 @@ class ElasticWorld(Topology):
     def survivors(self, admit: bool = True) -> Topology:
         """Return the topology of the next working ranks. Collective over surviving working and standby ranks.
 
-        Its `previous_ranks` holds the ranks that they have here, JOINED for those that join.
+        Its `previous_ranks` holds, by new rank, the rank in this topology, or JOINED if the rank joins.
         """
         self.check_open()
         self.everyone.revoke()

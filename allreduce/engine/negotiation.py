@@ -150,7 +150,7 @@ class NamedQueue(Queue):
         self._open: set[str] = set()  # names of calls that have not ended
         self._first: NamedFuture | None = None  # the call that has waited longest
         self._parent, self._children = binomial(comm.rank, 0, comm.size)
-        self._subtree = subtree(comm.rank, comm.size)  # this rank, and those that announce through it
+        self._subtree = subtree(comm.rank, comm.size)  # this rank, and the ranks that announce through it
         self._announced: dict[str, Announced] = {}  # name -> announcements not yet passed to the parent, nor decided
         self._joined: list[int] = []  # ranks of the subtree that have joined, in that order
         self._decided: list[Decision] = []  # rank 0: decisions not yet sent

@@ -88,7 +88,7 @@ class Future:
         self.finish(None)
 
     def finish(self, error: BaseException | None) -> None:
-        """Mark the call as ended, with `error` if it has none of its own, and call `ended`."""
+        """Mark the call as ended, with `error` unless it has one, and call `ended`."""
         self.end = time.perf_counter()
         self.begin = min(self.begin, self.end)  # it may have failed before it began
         self.error = self.error or error
@@ -107,7 +107,7 @@ class Future:
         return self._done.is_set()
 
     def wait(self, timeout: float | None = None) -> None:
-        """Wait for the call to end, and raise its error. After `timeout` seconds: TimeoutError; the call goes on."""
+        """Wait for the call to end, and raise its error. After `timeout` seconds: TimeoutError; the call continues."""
         if self.queue is not None and not self._done.is_set():
             self.queue.worker.wait_for(self._done, timeout)
         if self.error is not None:

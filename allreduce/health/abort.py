@@ -172,7 +172,7 @@ def _may_be_our_bug(error: BaseException) -> bool:
 
 
 def _inside(frame: FrameType, within: bool) -> bool:
-    """Return whether a frame is of this library, or of installed code that it calls. within: of the frame before."""
+    """Return whether a frame is of this library, or of installed code that it calls. within: whether its caller is."""
     if _package(frame) in LIBRARY:
         return True
     return within and frame.f_code.co_filename.startswith(("<frozen ", *INSTALLED))
@@ -246,7 +246,7 @@ def print_error(text: str) -> None:
     """Print an error's text to stderr, prefixed with the rank, after the program's output. Local."""
     with contextlib.suppress(OSError, ValueError):  # a closed pipe or stream: the job must end all the same
         sys.stdout.flush()
-    # Not sys.stderr: torch.distributed wraps the hook, and prints what was written there later, too late.
+    # Not sys.stderr: torch.distributed wraps the hook, and prints text written to sys.stderr too late.
     stderr = sys.__stderr__ or sys.stderr
     with contextlib.suppress(OSError, ValueError):
         stderr.write(_of_this_rank(text))

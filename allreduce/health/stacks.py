@@ -41,7 +41,7 @@ def dump(why: str) -> None:
         _times["dumped"] = now
         try:
             _write(file, why)
-        except OSError as error:  # a full disk; the wait goes on
+        except OSError as error:  # a full disk, say; the wait continues
             faulthandler.cancel_dump_traceback_later()
             _disable(error)
 

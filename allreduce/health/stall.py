@@ -46,7 +46,7 @@ LEFT_SECONDS = 2.0  # how long the last messages of a rank that has left may tak
 
 
 def seconds(variable: str, default: float) -> float:
-    """Return a number of seconds from the environment; 0 or less: no limit. Raises OptionError if it is no number."""
+    """Return a number of seconds from the environment; 0 or less: no limit. OptionError if it is not a number."""
     given = os.environ.get(variable)
     try:
         value = float(given) if given else default

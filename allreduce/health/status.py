@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 WAITING, LEFT, STALLED, ENDED, SILENT = range(5)
-NOT_COME = "has not come: it computes, is stopped, or waits for something else"
-SEVERAL = {NOT_COME: "have not come: they compute, are stopped, or wait for something else"}
+NOT_COME = "has not arrived: it computes, is stopped, or waits for something else"
+SEVERAL = {NOT_COME: "have not arrived: they compute, are stopped, or wait for something else"}
 TEXT_BYTES = 300
 MOST_FACTS = 40  # in a message; beyond that, the calls with the fewest ranks are merged into OTHERS
 OTHERS = "other calls"

@@ -98,10 +98,10 @@ class StatusMessages:
         self._neighbours: list[Neighbour] = []
         self._processes: dict[int, Process] = {}  # of other ranks on this machine
         self._looked = 0.0  # when these were checked
-        self._received: dict[int, State] = {}  # by the rank that has sent it
+        self._received: dict[int, State] = {}  # by sender
         self._version = 0  # of the known facts
         self._last_sent: dict[int, tuple[int, bytes]] = {}  # by receiver: version and message
-        self._sent: dict[int, list[Sent]] = {}  # pending ones, by receiver: one, or two when this rank leaves
+        self._sent: dict[int, list[Sent]] = {}  # pending messages by receiver: one, or two when this rank leaves
         weakref.finalize(self, _hold_sent, self._sent).atexit = False
         self._left: dict[Fact, float] = {}  # LEFT facts of other ranks: when this rank learned them
         self._seen_requests: set[tuple[int, int]] = set()  # requests for stacks that were answered
@@ -113,9 +113,9 @@ class StatusMessages:
     ) -> None:
         """Begin to exchange facts with the other ranks. Local; on all ranks.
 
-        nodes: the ranks of each node, the leader first; own: the index of this rank's node. rows: of this node, or None
-        if its ranks share no memory: then they send messages to their leader. found: the processes of ranks of this
-        machine.
+        nodes: the ranks of each node, the leader first; own: the index of this rank's node. rows: the rows of this
+        node, or None if its ranks share no memory: then they send messages to their leader. found: the processes of
+        ranks of this machine.
         """
         members, self._connected = nodes[own], True
         self._of_node.clear()

@@ -40,7 +40,7 @@ def operation(opts: Any, op: Any = None) -> Any:
 
 
 def root_of(name: str, opts: Any, root: int | None, ranks: int) -> int:
-    """Return `root`, else the root in `opts` (an options object or a number), else 0. ValueError if it is no rank."""
+    """Return `root`, else the root in `opts` (an options object or a number), else 0. ValueError if not a rank."""
     given = opts if root is None else root
     number = 0 if given is None else getattr(given, "rootRank", given)
     check_member(name, number, ranks, "root")

@@ -444,7 +444,7 @@ def create_group(request: Any, pg_options: Any) -> AllReduceProcessGroup:
     """
     options = Options.parse(pg_options)
     members = list(request.global_ranks_in_group)
-    # No topology timeout: operations have their own, and the program may go on after one.
+    # No topology timeout: operations have their own, and the program may continue after a time-out.
     topology = Topology.of_ranks(members, request.group_id, math.inf) if members else Topology(timeout=math.inf)
     if (request.group_rank, request.group_size) != (topology.rank, topology.size):
         raise OptionError(

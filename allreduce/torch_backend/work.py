@@ -52,7 +52,7 @@ def not_compiled(kind: ClassT) -> ClassT:
 
 
 def _hidden(method: Callable[..., Any]) -> Callable[..., Any]:
-    hidden = torch._disable_dynamo(method)  # imports Dynamo when it is called: seconds that plain programs save
+    hidden = torch._disable_dynamo(method)  # a call of `hidden` imports Dynamo, which takes seconds
 
     @functools.wraps(method)
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -88,7 +88,7 @@ class Work(dist.Work):
     def wait(self, timeout: timedelta | float | None = None) -> bool:
         """Wait for the end of the operation, and raise the error that it ended with.
 
-        Raises DistBackendError after `timeout`, while the operation goes on. Without a timeout the executor ends the
+        Raises DistBackendError after `timeout`; the operation continues. Without a timeout the executor ends the
         operation after its own limit.
         """
         limit = timeout_seconds(timeout, 0.0)

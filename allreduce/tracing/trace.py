@@ -1,4 +1,4 @@
-"""Trace: what this rank did when, kept in memory, and written for all ranks together as Perfetto's JSON."""
+"""Trace: records this rank's work in memory, and writes the records of all ranks to one JSON file for Perfetto."""
 
 import contextlib
 import json
@@ -33,7 +33,7 @@ class Trace:
     """
 
     def __init__(self, path: str | os.PathLike[str], topology: Topology, most: int = MOST_SPANS) -> None:
-        self.path, self.topology, self.most = os.path.abspath(path), topology, most  # whatever chdir does
+        self.path, self.topology, self.most = os.path.abspath(path), topology, most  # not changed by chdir
         self.closed = False
         self._comm = topology.private(self)
         self._series: list[str] = []

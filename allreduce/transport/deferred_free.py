@@ -24,7 +24,7 @@ def free_comms_later(comms: Iterable[MPI.Comm]) -> None:
 
 
 def repaired() -> None:
-    """Free what was deferred before the previous recovery; called after each recovery. Local."""
+    """Free the objects deferred before the previous recovery; called after each recovery. Local."""
     for comm in [comm for comms in _revoked[:-1] for comm in comms]:
         comm.Free()
     _given_up[:-1] = []

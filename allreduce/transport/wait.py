@@ -49,9 +49,9 @@ class NamedCall(NamedTuple):
 class WaitRecord:
     """Records the call in which one user (a backend, a queue, a communicator) waits for other ranks.
 
-    number: the user's, equal on all ranks. call: the running call, or None. count: the user's calls so far. A call sets
-        both and clears `error`. error: set by the watcher, for the user to raise. raises: True if the user checks it
-        while it waits; False if it is inside MPI. final: the error of all waits from now on, of a queue given up.
+    number: the user's number, equal on all ranks. call: the running call, or None. count: how many calls the user has
+        made. A call sets both and clears `error`. error: set by the watcher, for the user to raise. raises: True if the
+        user checks `error` while it waits; False if it waits inside MPI. final: the error of all further waits.
     """
 
     def __init__(self, number: int, raises: bool = False) -> None:
@@ -138,7 +138,7 @@ def wait_for(
 ) -> None:
     """Wait for a control message; the watcher reports a long wait.
 
-    what: for reports. limit: seconds until CollectiveTimeoutError; the topology's timeout applies too. pause: see
+    what: text for reports. limit: seconds until CollectiveTimeoutError; the topology's timeout applies too. pause: see
         `Pause`. Raises CollectiveTimeoutError, RankLeftError or DisagreementError on this rank if the other ranks do
         not take part.
     """

@@ -69,7 +69,7 @@ class Compressed(Wrapper):
         if isinstance(buffer, trees.KINDS):
             self.reduce_tree(buffer, op)
         elif self._compresses(buffer, op, "all_reduce"):
-            array = np.asarray(buffer) if isinstance(buffer, np.ndarray) else buffer  # no subclass of it
+            array = np.asarray(buffer) if isinstance(buffer, np.ndarray) else buffer  # not a subclass of ndarray
             flat = array.reshape(-1, order="A")
             with self._exclusive(flat):
                 short = self._rounded(flat)
@@ -90,7 +90,7 @@ class Compressed(Wrapper):
     def reduce_scatter(self, buffer: np.ndarray, op: str = "mean") -> np.ndarray:
         """As TwoPhase.reduce_scatter, but elements outside the returned view are unchanged if compressed.
 
-        Raises OptionError if the inner backend is no TwoPhase.
+        Raises OptionError if the inner backend is not a TwoPhase.
         """
         self._check_phases()
         if not self._compresses(buffer, op, "reduce_scatter"):

@@ -96,7 +96,7 @@ class Wrapper(AllReduce):
         return functools.partial(self.around, kind, bound, array, "" if kind == "all_gather" else op)
 
     def reduce_scatter(self, buffer: np.ndarray, op: str = "mean") -> np.ndarray:
-        """As TwoPhase.reduce_scatter. Raises OptionError, before anything is sent, if `inner` is no TwoPhase."""
+        """As TwoPhase.reduce_scatter. Raises OptionError, before anything is sent, if `inner` is not a TwoPhase."""
         self._check_phases()
         scatter: Any = self.inner
         return self.around("reduce_scatter", lambda: scatter.reduce_scatter(buffer, op), buffer, op)

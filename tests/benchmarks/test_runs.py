@@ -72,6 +72,8 @@ def test_peers_pictures_and_simulated_nodes(mpirun: JobRunner, tmp_path: Path, q
     assert (run.node_sizes, run.simulated, run.dtype, run.op) == ([1, 1], True, "float64", "mean")
     assert {"gloo", "hierarchical_copy"} <= set(run.backends())
     assert "shared" in run.skipped
+    assert run.machine["memory_gbs"] > 0
+    assert "network_gbs" not in run.machine  # simulated nodes have none
     assert {result.wrong for result in run.results} == {0}
     assert (tmp_path / "p.png").read_bytes().startswith(b"\x89PNG")
     assert "hierarchical_copy" in (tmp_path / "p.html").read_text()

@@ -152,7 +152,7 @@ KINDS = {
     "stop": Kind(
         "SIGSTOP, and SIGCONT after a while",
         False,
-        r"has waited \d+ s for other ranks in: [^\0]*rank {rank}: has not come",
+        r"has waited \d+ s for other ranks in: [^\0]*rank {rank}: has not arrived",
     ),
     "slow": Kind("it sleeps in every step", False),
     "raise": Kind("an exception that is not caught", True, r"InjectedError: on purpose"),

@@ -29,7 +29,6 @@ from trainers.files import checkpoint, model_file
 from trainers.files.model_file import CHECKPOINT, HEADER
 from trainers.fit import checkpointing
 from trainers.replicas.numpy.network import NumpyNetwork
-from trainers.state import checkpoints
 from trainers.strategies.servers.mailbox import ASK, PUSH, Header
 from trainers.strategies.servers.strategy import CHOICES
 from trainers.watching.csv_logger import CSVLogger
@@ -353,19 +352,20 @@ def _own() -> "st.SearchStrategy[Any]":
 
 
 def _read_random(value: dict[str, Any], _: Path) -> None:
-    before = checkpoints.random_state()
+    before = checkpointing.random_state()
     try:
-        checkpoints.load_random_state({name: np.array(array) for name, array in value.items()})
+        checkpointing.load_random_state({name: np.array(array) for name, array in value.items()})
         np.random.random(3)
         np.random.randn(3)
     finally:
-        checkpoints.load_random_state(before)
+        checkpointing.load_random_state(before)
 
 
 def _randoms() -> "st.SearchStrategy[Any]":
-    state = {name: array.tolist() for name, array in checkpoints.random_state().items()}
+    state = {name: array.tolist() for name, array in checkpointing.random_state().items()}
     far = [
-        {**state, checkpoints.NUMPY: [place, *state[checkpoints.NUMPY][1:]]} for place in (-1, 625, 1 << 30, 1 << 62)
+        {**state, checkpointing.NUMPY: [place, *state[checkpointing.NUMPY][1:]]}
+        for place in (-1, 625, 1 << 30, 1 << 62)
     ]
     return trees([state, *far], 2).filter(lambda tree: isinstance(tree, dict))
 

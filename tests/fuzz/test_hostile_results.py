@@ -32,7 +32,6 @@ from trainers.cli import results
 from trainers.errors import CheckpointError, DataError
 from trainers.files import checkpoint, model_file
 from trainers.fit import checkpointing
-from trainers.state import checkpoints
 from trainers.watching.csv_logger import CSVLogger
 
 RED = "\x1b[31mred"
@@ -236,12 +235,12 @@ def test_links_that_others_have_laid_are_not_followed(tmp_path: Path, name: str)
 @pytest.mark.parametrize("place", [-1, 625, 1 << 30, 1 << 62])
 def test_a_random_state_that_points_elsewhere(place: int) -> None:
     """NumPy would read out of bounds, and crash."""
-    state = checkpoints.random_state()
-    altered = state[checkpoints.NUMPY].copy()
+    state = checkpointing.random_state()
+    altered = state[checkpointing.NUMPY].copy()
     altered[0] = place
     with pytest.raises(ValueError, match="624 words"):
-        checkpoints.load_random_state({**state, checkpoints.NUMPY: altered})
-    assert all((each == state[name]).all() for name, each in checkpoints.random_state().items())
+        checkpointing.load_random_state({**state, checkpointing.NUMPY: altered})
+    assert all((each == state[name]).all() for name, each in checkpointing.random_state().items())
 
 
 @pytest.mark.parametrize(
@@ -299,7 +298,7 @@ def test_status_messages_of_another_version() -> None:
     assert "\x1b" not in table
     assert len(table) < 600
     bad = [b"", b"\x00" * 31, b"[" * 9999, b"{}", json.dumps([[WAITING, 1, 1, 1, "x", [[0, 1 << 60]]]]).encode()]
-    assert "rank 1: has not come" in peers.read_notes(bad, Path())
+    assert "rank 1: has not arrived" in peers.read_notes(bad, Path())
     peers.read_notes([json.dumps([[ENDED, 0, 1 << 99, 0, "", [[1, 1]]]]).encode()], Path())
 
 

@@ -112,10 +112,10 @@ def test_a_rank_that_leaves(mpirun: JobRunner, tmp_path: Path, mpi: str, ulfm: b
 
 
 def test_a_rank_that_is_late(mpirun: JobRunner, tmp_path: Path) -> None:
-    """First a report, later a time-out; both name the rank that has not come."""
+    """First a report, later a time-out; both name the rank that has not arrived."""
     text = run(mpirun, tmp_path, "mpich", "time.sleep(50)", LATE)
     assert "rank 0 has waited 1 s for other ranks in: all_reduce: length 50000" in text
-    assert "rank 1: has not come" in text
+    assert "rank 1: has not arrived" in text
     assert "CollectiveTimeoutError: waited" in text
 
 
@@ -128,7 +128,7 @@ def test_late_in_an_agreement(mpirun: JobRunner, tmp_path: Path) -> None:
         "reduce = allreduce.create('ring', topology)\n"
         "if topology.rank == 1: time.sleep(4); raise SystemExit\n"
         "try:\n    reduce(np.ones(5), 'sum')\n"
-        "except CollectiveTimeoutError as error: assert 'rank 1: has not come' in str(error), error\n"
+        "except CollectiveTimeoutError as error: assert 'rank 1: has not arrived' in str(error), error\n"
         "try:\n    reduce(np.ones(5), 'sum')\n"
         "except BrokenError: print('told twice', flush=True)\n"
         "time.sleep(3)\n"

@@ -84,6 +84,7 @@ SKIPPED = {
     "python -m benchmarks.faults": "minutes; test_faults.py runs a few",
     "python -m tests.faults": "minutes; test_faults.py runs a few",
     "python -m benchmarks.scaling --fit": "takes the files of the commands before it",
+    "python -m benchmarks.report": "takes files; benchmarks/test_report.py runs it",
 }
 # What makes a command short.
 SHORTER = {

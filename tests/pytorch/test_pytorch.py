@@ -100,7 +100,7 @@ def test_two_optimizers_closed_in_different_order(mpirun: JobRunner, tmp_path: P
 def test_a_rank_drops_its_optimizer(mpirun: JobRunner, tmp_path: Path) -> None:
     """The other ranks get an error, both when they continue the training and when they do something else."""
     pytest.importorskip("torch")
-    for after, told in (("backward()", "was dropped without close()"), ("time.sleep(30)", "has not come")):
+    for after, told in (("backward()", "was dropped without close()"), ("time.sleep(30)", "has not arrived")):
         script = tmp_path / "drop.py"
         script.write_text(
             "import time, torch\n"

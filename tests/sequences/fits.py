@@ -13,8 +13,8 @@ from tests.sequences.models import CLASSES, FEATURES
 from trainers.callbacks import Callback
 from trainers.data import OF_SAMPLES, order
 from trainers.errors import DataError, DivergedError, NotFiniteError
+from trainers.fit.checkpointing import Checkpoint
 from trainers.recovery.terminating import Terminated
-from trainers.state.checkpoints import Checkpoint
 
 EVENTS = ("train_begin", "epoch_begin", "batch_begin", "batch_end", "epoch_end", "train_end")
 

@@ -25,8 +25,8 @@ from trainers.callbacks import (
 )
 from trainers.data import order
 from trainers.errors import ArgumentError, CheckpointError, DataError, DivergedError, NotFiniteError
+from trainers.fit.checkpointing import Checkpoint
 from trainers.recovery.terminating import Terminated
-from trainers.state.checkpoints import Checkpoint
 
 
 class Sequence(Making):

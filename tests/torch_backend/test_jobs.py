@@ -331,7 +331,7 @@ def test_after_caught_timeouts_a_program_ends_with_its_own_exit_code(mpirun: Job
     assert job.stdout.count("all_reduce was not done within 2 s") == 4, job.stdout
     assert "all_reduce was not done within 0.2 s" in job.stdout
     assert "timed out in monitoredBarrier" in job.stdout
-    assert "rank 1: has not come" in job.stdout
+    assert "rank 1: has not arrived" in job.stdout
     assert "MPI_ABORT" not in job.stderr
 
 

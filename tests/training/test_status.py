@@ -186,7 +186,7 @@ def test_ranks_of_a_node_whose_leader_is_stopped(monkeypatch: pytest.MonkeyPatch
     _, every = make(6, 2)
     all_wait(every, 2)
     rounds(every, without=frozenset([2]))
-    assert "  ranks 0-2, 4-5: have not come" in every[3].table(NamedCall("all_reduce")), "not known yet"
+    assert "  ranks 0-2, 4-5: have not arrived" in every[3].table(NamedCall("all_reduce")), "not known yet"
     now = time.monotonic()
     monkeypatch.setattr(time, "monotonic", lambda: now + 60)
     rounds(every, without=frozenset([2]))
@@ -203,7 +203,7 @@ def test_ranks_of_a_node_whose_leader_is_stopped(monkeypatch: pytest.MonkeyPatch
 
 
 def test_a_wait_that_has_ended_in_an_error_is_still_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ranks give up at about the same time; the later one must not say that the other has not come."""
+    """Ranks give up at about the same time; the later one must not say that the other has not arrived."""
     monkeypatch.setattr(processes, "world_ranks", lambda comm: range(comm.size))
     _, every = make(3, 3)
     wait = all_wait(every, 1)
@@ -215,7 +215,7 @@ def test_a_wait_that_has_ended_in_an_error_is_still_seen(monkeypatch: pytest.Mon
     monkeypatch.setattr(time, "monotonic", lambda: now + 60)
     every[2].set_waits([])
     every[0].exchange()
-    assert "  ranks 1-2: have not come" in every[0].table(NamedCall("all_reduce", 5))
+    assert "  ranks 1-2: have not arrived" in every[0].table(NamedCall("all_reduce", 5))
 
 
 def test_messages_on_their_way_outlive_a_topology_that_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -29,9 +29,9 @@ from trainers.cli import results, roles
 from trainers.cli.evaluator import EndSignal, Evaluator
 from trainers.cli.options import SERVERS, make_callbacks, make_trainer, parse
 from trainers.errors import ArgumentError, DivergedError, TrainerError
+from trainers.fit.checkpointing import Checkpoint
 from trainers.recovery.terminating import Terminated, Terminating
 from trainers.replicas.numpy.network import NumpyNetwork
-from trainers.state.checkpoints import Checkpoint
 from trainers.trainer import Trainer
 
 log = logging.getLogger("trainers")

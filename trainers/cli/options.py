@@ -19,6 +19,7 @@ from trainers.backends import UPDATES
 from trainers.central_storage import CentralStorageTrainer
 from trainers.datasets.parser import Parser
 from trainers.errors import ArgumentError
+from trainers.fit.checkpointing import period
 from trainers.mirrored import MirroredTrainer
 from trainers.parameter_server import ParameterServerTrainer
 from trainers.recovery.recovery import ON_FAILURE
@@ -26,7 +27,6 @@ from trainers.replica import Replica
 from trainers.replicas.numpy.network import ACTIVATIONS
 from trainers.replicas.numpy.optimizers import OPTIMIZERS
 from trainers.spare_replicas import SpareReplicasTrainer
-from trainers.state.checkpoints import period
 from trainers.strategies.servers.strategy import CHOICES as SERVER_CHOICES
 from trainers.trainer import Trainer
 

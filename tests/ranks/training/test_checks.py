@@ -24,7 +24,7 @@ from trainers.callbacks import (
 )
 from trainers.checks import compare
 from trainers.errors import ArgumentError, DivergedError, NotFiniteError
-from trainers.state.checkpoints import Checkpoint
+from trainers.fit.checkpointing import Checkpoint
 from trainers.trainer import Trainer
 
 SIZE = MPI.COMM_WORLD.size
