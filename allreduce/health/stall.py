@@ -174,14 +174,15 @@ class StallDetector:
             failure = self.lost
         return None if failure is None else ulfm.again(self.handle_failure())
 
-    def translating_failures(self) -> "_TranslatingFailures":
+    def translating_failures(self) -> "StallDetector":
         """Context manager: if an error in the body is caused by a failed rank, revoke the topology and raise
         RankLostError instead.
         """
-        return _TranslatingFailures(self)
+        return self
 
-    def translate_failure(self, error: BaseException) -> None:
-        """Raise RankLostError if a failed rank caused `error`, which is being handled; the topology is then revoked."""
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         lost = self.failure_behind(error) if isinstance(error, Exception) else None
         if isinstance(error, MPI.Exception) and lost is not None:
             ulfm.unblock_comm_creation()
@@ -315,19 +316,6 @@ class StallDetector:
     def _where(self, call: Call) -> str:
         """Return the table of where all ranks are, on new lines; "" without status messages."""
         return f"\n{self.messages.table(call)}" if self.messages.size > 1 else ""
-
-
-class _TranslatingFailures:
-    """See StallDetector.translating_failures. A class, because small messages pass through it (see wait._Recorded)."""
-
-    def __init__(self, detector: StallDetector) -> None:
-        self._detector = detector
-
-    def __enter__(self) -> None: ...
-
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        if error is not None:
-            self._detector.translate_failure(error)
 
 
 @functools.cache

@@ -94,16 +94,16 @@ class WaitRecord:
 class Watcher(Protocol):
     """Checks the waits on communicators, and ends those that would last for ever: health's stall detector.
 
-    wait_record: creates a record, which is checked until `forget`. translate_failure: raises RankLostError
-    in place of MPI's error about a failed rank. check: raises RankLostError if a rank has failed; cheap.
-    look: checks all records; raises `wait.final` or `wait.error`.
+    wait_record: creates a record, which is checked until `forget`. __exit__: raises RankLostError if a failed rank
+    caused `error`. check: raises RankLostError if a rank has failed; cheap. look: checks all records; raises
+    `wait.final` or `wait.error`.
     """
 
     def wait_record(self, number: int, raises: bool = False) -> WaitRecord: ...
 
     def forget(self, wait: WaitRecord) -> None: ...
 
-    def translate_failure(self, error: BaseException) -> None: ...
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None: ...
 
     def check(self) -> None: ...
 
@@ -185,8 +185,7 @@ class _Recorded:
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         wait = self._wait
         try:
-            if error is not None:
-                self._watcher.translate_failure(error)
+            self._watcher.__exit__(kind, error, trace)
         finally:
             wait.raises = self._inside
             if self._begins:

@@ -393,7 +393,7 @@ def test_models_move_between_strategies(flat: allreduce.Topology, world: MPI.Int
 @few
 def test_an_mpi_without_threads(flat: allreduce.Topology, monkeypatch: pytest.MonkeyPatch) -> None:
     """Workers ask when they have computed; a chief that leads beside its computing there can be none."""
-    monkeypatch.setattr(queue, "has_thread_multiple", lambda: False)
+    monkeypatch.setattr(queue, "thread_error", lambda: UnavailableError("no MPI_THREAD_MULTIPLE"))
     x, y = data()
     with flat.split(0) as own:  # nobody has started the thread of its worker
         with asynchronous(network(), own) as trainer:
