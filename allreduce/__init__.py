@@ -11,7 +11,7 @@ The backend allocates the memory of the gradients, and averages them there over 
 
 from allreduce.process import start
 
-start.start()  # MPI, before anything that uses it is imported
+start.start()  # starts MPI, before modules that use it are imported
 
 from allreduce import notices  # noqa: E402
 from allreduce.elastic import standby  # noqa: E402

@@ -52,7 +52,7 @@ def choose_device(node_rank: int) -> None:
             _device = current or node_rank % runtime.getDeviceCount()
         if current == 0 != _device:
             cupy().cuda.Device(_device).use()
-    except Exception as error:  # CuPy without a driver or a GPU raises errors of its own kinds
+    except Exception as error:  # CuPy without a driver or a GPU raises its own types of errors
         raise UnavailableError(f"an NVIDIA GPU is needed, and CuPy finds none ({error})") from error
 
 

@@ -52,7 +52,7 @@ def not_compiled(kind: ClassT) -> ClassT:
 
 
 def _hidden(method: Callable[..., Any]) -> Callable[..., Any]:
-    hidden = torch._disable_dynamo(method)  # imports Dynamo when it is called: seconds that plain programs save
+    hidden = torch._disable_dynamo(method)  # a call of `hidden` imports Dynamo, which takes seconds
 
     @functools.wraps(method)
     def call(*args: Any, **kwargs: Any) -> Any:
