@@ -210,7 +210,7 @@ def table(name: str, size: int, dtype: np.dtype) -> GradientArray:
 
 
 class Problem(NamedTuple):
-    """Why gradients can't be averaged, and what the user can do about it."""
+    """The reason why gradients can't be averaged, and advice for the user."""
 
     text: str
     advice: str

@@ -58,7 +58,7 @@ class Trainer(Generic[StrategyT]):
     raise the same ArgumentError on all ranks, and arguments that differ the same DisagreementError.
 
     replica: this rank's copy of the model. strategy: how a step is computed and applied. group: the ranks.
-    recovery: what happens when ranks fail.
+    recovery: continues or stops when ranks fail.
     """
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
@@ -290,8 +290,8 @@ class Trainer(Generic[StrategyT]):
         return self._call(Call("a call of the user's", run))
 
     def close(self) -> None:
-        """Free what the trainer created; the replica stays usable. Collective. Closing twice, or a failed rank, is no
-        error."""
+        """Free what the trainer created; the replica stays usable. Collective. Closing twice does nothing; a failed
+        rank is not an error."""
         if self.closed:
             return
         strategy, group = self.strategy, self.group

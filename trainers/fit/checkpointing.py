@@ -102,7 +102,7 @@ def period(every: str) -> tuple[float, str]:
     if word in UNITS and count >= 1 and count.is_integer():
         return count, UNITS[word]
     raise ArgumentError(
-        f'every={every!r} is no period: use "epoch", "5 epochs", "500 steps", "30 seconds", "10 minutes" or "2 hours"'
+        f'every={every!r} is not a period: use "epoch", "5 epochs", "500 steps", "30 seconds", "10 minutes", "2 hours"'
     )
 
 
@@ -432,7 +432,7 @@ def check_arrays(path: str, saved: Saved) -> None:
 def check(path: str, saved: Saved, replica: Replica, settings: dict[str, Any], steps: int) -> None:
     """Raise CheckpointError if a checkpoint is not an earlier state of this training.
 
-    settings: must equal those of the checkpoint. steps: the number of steps in an epoch.
+    settings: must equal the settings in the checkpoint. steps: the number of steps in an epoch.
     Raises UnusableError if the checkpoint is damaged, so that an older one may be usable.
     """
     progress = saved.progress

@@ -92,7 +92,7 @@ class OptimizerGroup:
     def queue(self, number: int, topology: Topology, overlap: bool | str, on_gpu: bool) -> tuple[Queue, bool]:
         """A member's queue, and whether a thread runs its calls during backward. Collective.
 
-        There is no thread where no gain is expected ("auto"), or MPI allows none. A GPU leaves the host's cores free.
+        There is no thread if "auto" expects no gain, or if MPI allows none. A GPU leaves the host's cores free.
         """
         pays = overlap if overlap != "auto" else on_gpu or _overlap_pays(topology)
         threaded = topology.size > 1 and bool(pays)

@@ -77,7 +77,7 @@ class Call(Generic[ResultT]):
         """Write a checkpoint, from which another job can resume, before the job stops. Collective."""
 
     def close(self) -> None:
-        """Release what the call holds, after it has returned or raised. Local."""
+        """Release the resources of the call, after it has returned or raised. Local."""
 
     def __str__(self) -> str:
         return self.name
@@ -86,7 +86,7 @@ class Call(Generic[ResultT]):
 class Recovery:
     """Makes a trainer and its calls survive failed ranks.
 
-    failures: those so far, the same on all ranks. owns_topology: whether the topology was created here.
+    failures: the failures so far, the same on all ranks. owns_topology: whether the topology was created here.
     """
 
     def __init__(self, strategy: Strategy, on_failure: str | None) -> None:

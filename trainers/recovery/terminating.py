@@ -127,7 +127,7 @@ def _note(number: int, frame: object) -> None:
     _here[:] = [True] * len(_here)
 
 
-# A forked child is no rank. A Pool that closes sends it SIGTERM and waits for its end, so the child must not have our
+# A forked child is not a rank. A closing Pool sends it SIGTERM and waits for its end, so the child must not have our
 # handler. The signal is blocked until the child has removed the handler; otherwise Python would lose it.
 
 

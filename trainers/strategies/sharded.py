@@ -145,14 +145,14 @@ class ShardedUpdate(Update):
         """Allocate the parameters: in a shared segment, if they are on the CPU, the ranks of each node together own the
         whole buffer, and every node has room; else by the backend. Collective."""
         node, device = self._backend.topology.node, self._replica.device
-        owned = combine(node, np.array([self._owned.stop - self._owned.start]), "add up what the ranks of a node own")
+        owned = combine(node, np.array([self._owned.stop - self._owned.start]), "add up the elements that ranks own")
         whole = device == "cpu" and owned[0] == self._buffer.size
-        if on_all(self._comm, whole, "see whether each node owns everything"):
+        if on_all(self._comm, whole, "learn whether each node owns all elements"):
             try:
                 self._segment = CommonSegment(node, self._buffer.size, dtypes.parse(dtype))
             except UnavailableError as error:  # raised on all ranks of this node, perhaps not on other nodes
                 notices.once(node.rank, f"each rank keeps its own copy of the parameters: {error}")
-            if on_all(self._comm, self._segment is not None, "see whether each node has a shared segment"):
+            if on_all(self._comm, self._segment is not None, "learn whether each node has a shared segment"):
                 assert self._segment is not None
                 return self._segment.array
             self._free()

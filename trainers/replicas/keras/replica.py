@@ -59,7 +59,7 @@ class KerasReplica(FlatReplica):
         self._before: list[np.ndarray] = []
         self.bind(np.zeros(self.gradient_length, self.gradient_dtype))
 
-    # What a trainer calls
+    # Methods of Replica
 
     def _move_parameters(self, buffer: Any) -> None:
         self._refresh_model()

@@ -149,7 +149,7 @@ class NumpyNetwork(FlatReplica):
             raise ArgumentError(f"shift and scale must be numbers or {self.sizes[0]} numbers: {error}") from error
         self._scales_input = bool((self._shift != 0).any() or (self._scale != 1).any())
 
-    # What a trainer calls
+    # Methods of Replica
 
     def bind(self, buffer: Any) -> None:
         super().bind(buffer)

@@ -79,7 +79,7 @@ class TorchReplica(FlatReplica):
         self._parameter_views: list[Tensor] = []
         self._use(torch.zeros(self.gradient_length, dtype=self._dtype, device=self._device.device))
 
-    # What a trainer calls
+    # Methods of Replica
 
     def bind(self, buffer: Any) -> None:
         super().bind(buffer)

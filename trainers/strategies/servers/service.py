@@ -103,8 +103,8 @@ class ServerStrategy(Strategy):
     servers: the ranks that hold the parameters, in the order of their slices. workers: the ranks that compute.
     uses_mailbox: whether servers receive messages in any order, through a Mailbox.
     measures: the number of metrics (float64) in each message.
-    thread: what the second thread does while this rank computes: "" no thread; "ask": requests parameters (without MPI
-        threads this is done after the computation); "serve": runs the server (needs MPI threads).
+    thread: the task of the second thread while this rank computes: "": no thread; "ask": requests parameters (without
+        MPI threads this is done after the computation); "serve": runs the server (needs MPI threads).
     """
 
     mirrors = "epoch"
