@@ -12,7 +12,7 @@ from allreduce.backend import AllReduce, Config, TwoPhase
 from allreduce.errors import AllReduceError, OptionError, UnavailableError, UnknownBackendError
 from allreduce.topology import Topology
 from allreduce.tracing.trace import Trace
-from allreduce.transport.control import known
+from allreduce.transport.control import on_all_ranks
 from allreduce.wrappers import compressed
 from allreduce.wrappers.compressed import Compressed
 from allreduce.wrappers.traced import Traced
@@ -101,7 +101,7 @@ def _constructed(kind: type[AllReduce], topology: Topology, arguments: dict[str,
         return kind(topology, **arguments)
     except AllReduceError as error:
         if error.ranks is None and isinstance(error, OptionError | UnavailableError):
-            known(error, topology.world)  # all ranks have the same arguments, so all refuse them
+            on_all_ranks(error, topology.world)  # all ranks have the same arguments, so all refuse them
         raise
 
 

@@ -20,7 +20,7 @@ from allreduce.health.status import FAR_ROWS, ROW_BYTES, StatusRows
 from allreduce.process import children, launcher
 from allreduce.transport import deferred_free, liveness, processes, ulfm
 from allreduce.transport.cma import CMA
-from allreduce.transport.control import agree, all_values, known, root_value
+from allreduce.transport.control import agree, all_values, on_all_ranks, root_value
 from allreduce.transport.shared_segment import CommonSegment
 from allreduce.transport.wait import NamedCall, WaitRecord, record_of, waiting, watched
 
@@ -666,7 +666,7 @@ def _compare_versions(comm: MPI.Intracomm, digests: Sequence[int]) -> None:
             continue
         table = "; ".join(f"{version} on ranks {', '.join(map(str, ranks))}" for version, ranks in holders.items())
         if name == machine.OURS:
-            raise known(
+            raise on_all_ranks(
                 DisagreementError(f"the ranks have different versions of {machine.OURS}: {table}; install one"), comm
             )
         notices.once(comm.rank, f"the ranks have different versions of {name}: {table}")

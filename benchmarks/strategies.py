@@ -23,7 +23,7 @@ from mpi4py import MPI
 from allreduce.errors import OptionError
 from allreduce.machine import identify
 from allreduce.topology import Topology
-from allreduce.transport.control import all_values, known
+from allreduce.transport.control import all_values, on_all_ranks
 from benchmarks.lib import cli, outputs, plot
 from benchmarks.lib.outputs import Screen
 from trainers import NumpyNetwork, datasets
@@ -442,7 +442,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def _run(topology: Topology, args: argparse.Namespace, screen: Screen) -> int:
     variants = lineup(args.only, topology.size)
     if not variants:
-        raise known(OptionError(f"too few ranks for these strategies: {topology.size}; start more"), topology.world)
+        error = OptionError(f"too few ranks for these strategies: {topology.size}; start more")
+        raise on_all_ranks(error, topology.world)
     outcomes = _measure(topology, args, variants, screen)
     screen.say("#", *table(outcomes))
     options = {name: value for name, value in vars(args).items() if name not in ("json", "plot")}

@@ -52,5 +52,5 @@ _MODULES = {
 def __getattr__(name: str) -> Any:
     if name not in _MODULES:
         raise AttributeError(f"module 'trainers' has no attribute {name!r}; it has {', '.join(__all__)}")
-    home = importlib.import_module(_MODULES[name])
-    return getattr(home, name, home)  # roles is the module itself
+    module = importlib.import_module(_MODULES[name])
+    return getattr(module, name, module)  # roles is the module itself

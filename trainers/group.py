@@ -15,7 +15,7 @@ from allreduce.errors import CommunicationError, DisagreementError, RankLeftErro
 from allreduce.topology import Topology
 from allreduce.transport import ulfm
 from allreduce.transport.chunked import LARGEST, broadcast
-from allreduce.transport.control import agree, all_values, everywhere, known, root_value, together
+from allreduce.transport.control import agree, all_values, everywhere, on_all_ranks, root_value, together
 from allreduce.transport.wait import waiting
 
 
@@ -158,7 +158,7 @@ def broadcast_arrays(
     arrays = {name: np.asarray(array, order="C") for name, array in state.items()} if comm.rank == root else {}
     shapes = root_value(comm, layout(arrays), what, root)
     if not is_valid_layout(shapes):
-        raise known(CommunicationError(f"{what}: rank {root} announced invalid names, dtypes or shapes"), comm)
+        raise on_all_ranks(CommunicationError(f"{what}: rank {root} announced invalid names, dtypes or shapes"), comm)
     made = together(comm, lambda: arrays or {name: np.empty(shape, dtype_of(dtype)) for name, dtype, shape in shapes})
     broadcast(comm, made.values(), root, what)
     return made

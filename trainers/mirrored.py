@@ -60,7 +60,7 @@ class MirroredTrainer(Trainer[Mirrored]):
         on_failure: what happens after a rank fails (killed, or its node died). The other ranks survive only under Open
             MPI 5, started as mpirun --with-ft ulfm; otherwise a failure ends the job, and "continue" raises an error.
             "continue": the remaining ranks continue the call; `topology`, `allreduce`, `rank` and `size` change. With
-            update="sharded" and copies=1, a fit goes back to its last checkpoint, and callbacks get those epochs again.
+            update="sharded" and copies=1, a fit goes back to its last checkpoint, and callbacks get these epochs again.
             Standby ranks (allreduce.standby) replace failed ones. "stop", the default: a fit with checkpoints writes
             one more, and all ranks raise RankLostError.
 

@@ -1,4 +1,4 @@
-"""The Replica interface (seam 2): what a framework provides to a trainer. No MPI."""
+"""The Replica interface (seam 2): the methods that a framework provides to a trainer. No MPI."""
 
 import copy
 import sys
@@ -44,12 +44,12 @@ class Replica(ABC):
     gradient_length, gradient_dtype: of the buffers that `bind` and `bind_parameters` take.
     elementwise: names in `state` of arrays with one number for each parameter, in the order of "parameters".
         After updates of one slice, only that slice of these arrays is up to date; the trainer gathers the rest.
-    updated: names in `state` of everything besides "parameters" that an update changes: the elementwise arrays, and
+    updated: names in `state` of the entries, besides "parameters", that an update changes: the elementwise arrays, and
         step counts.
-    allocates: whether a step allocates and frees memory; the trainer then tells malloc to keep what is freed.
+    allocates: whether a step allocates and frees memory; the trainer then tells malloc to keep freed memory.
     essentials: names in `config` whose values a saved model must share to be restored here.
     tables: the tables that are trained by sparse gradients; `state()["parameters"]` does not contain them.
-    undoable: set by the trainer if a batch may be repeated or left out; the replica then keeps what `undo` needs.
+    undoable: set by the trainer if a batch may be repeated or left out; the replica then keeps the data of `undo`.
     hold: set by the trainer that uses the replica.
 
     x and y are NumPy arrays whose first axis is the sample; the replica defines the other axes. They are valid during a

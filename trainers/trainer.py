@@ -10,6 +10,7 @@ from typing import Any, Concatenate, Generic, NoReturn, ParamSpec, TextIO, TypeV
 
 import numpy as np
 
+from allreduce import notices
 from allreduce.errors import ClosedError, CopyError, DisagreementError
 from allreduce.keywords import known_only
 from allreduce.topology import Topology
@@ -57,7 +58,7 @@ class Trainer(Generic[StrategyT]):
     raise the same ArgumentError on all ranks, and arguments that differ the same DisagreementError.
 
     replica: this rank's copy of the model. strategy: how a step is computed and applied. group: the ranks.
-    recovery: what happens when ranks fail.
+    recovery: continues or stops when ranks fail.
     """
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
@@ -113,9 +114,15 @@ class Trainer(Generic[StrategyT]):
         return self.strategy.trace
 
     @property
-    def losses(self) -> list[Failure]:
+    def failures(self) -> list[Failure]:
         """The failures so far, in order; the same on all ranks."""
         return self.recovery.failures
+
+    @property
+    def losses(self) -> list[Failure]:
+        """The old name of `failures`."""
+        notices.deprecated("trainer.losses", "trainer.failures")
+        return self.failures
 
     @property
     def goes_on(self) -> bool:
@@ -283,8 +290,8 @@ class Trainer(Generic[StrategyT]):
         return self._call(Call("a call of the user's", run))
 
     def close(self) -> None:
-        """Free what the trainer created; the replica stays usable. Collective. Closing twice, or a failed rank, is no
-        error."""
+        """Free what the trainer created; the replica stays usable. Collective. Closing twice does nothing; a failed
+        rank is not an error."""
         if self.closed:
             return
         strategy, group = self.strategy, self.group
@@ -406,7 +413,7 @@ def explain_division(error: DisagreementError, row: str, settings: dict[str, Any
     """
     text = str(error)
     call, end = f": {row.partition(': ')[0]}: ", _described("", [""], settings)[2:]
-    if all(call in side and side.endswith(end) for side in text.splitlines()[1:]):
+    if all(call in line and line.endswith(end) for line in text.splitlines()[1:]):
         error.args = (
             f"{text}\nA trainer takes all rows, the same on every rank, and divides each batch among the ranks itself",
         )

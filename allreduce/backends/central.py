@@ -79,14 +79,14 @@ class Central(TwoPhase):
         self.arrays.clear()
 
     def _reduce_scatter(self, buffer: np.ndarray, op: Op) -> None:
-        place = self.arrays.locate(buffer)
+        location = self.arrays.locate(buffer)
         if self._inside is not None:
             if self._inside.size > 1:
                 self._inside.phases.reduce_scatter(buffer, op.unscaled())
             if self._across is not None:
                 self._across.phases.reduce_scatter(buffer, op)
-        elif place is not None:
-            self._add_chunk(self.arrays.of_all_ranks(buffer, place), op)
+        elif location is not None:
+            self._add_chunk(self.arrays.of_all_ranks(buffer, location), op)
         elif self.rank == self.root:
             self._transfer.collect(buffer, op)
         else:

@@ -18,7 +18,7 @@ from allreduce.elastic.retry import attempt, retry
 from allreduce.errors import OptionError, RankLostError, UnavailableError
 from allreduce.topology import Topology
 from allreduce.transport import ulfm
-from allreduce.transport.control import known
+from allreduce.transport.control import on_all_ranks
 from allreduce.transport.wait import Pause, wait_until, waiting
 
 POLL_SECONDS = 0.005  # between two polls of a rank that waits
@@ -134,7 +134,7 @@ def _next_world(
         ranks, admitted, ended = states.T
         if ranks.max() == JOINED:
             text = "all working ranks have failed, so the state that standby ranks would take over is gone"
-            raise known(RankLostError(text), everyone.world)
+            raise on_all_ranks(RankLostError(text), everyone.world)
         if ended.any():
             return everyone, None
         made = _working(everyone, places if admitted.any() else int((ranks != JOINED).sum()), places)

@@ -23,7 +23,7 @@ from mpi4py import MPI
 from allreduce.arrays.chunks import binomial, subtree
 from allreduce.engine.queue import Future, Queue, Worker
 from allreduce.errors import AllReduceError, DisagreementError, OptionError
-from allreduce.transport.control import disagreement, known
+from allreduce.transport.control import disagreement, on_all_ranks
 from allreduce.transport.wait import NamedCall
 
 PerRank = list[Any]  # each rank's `own`; None for a rank that has joined
@@ -328,7 +328,7 @@ class NamedQueue(Queue):
     def _refusal_error(self, refusal: list[str] | str | None) -> AllReduceError | None:
         if isinstance(refusal, list):
             return disagreement(self._comm, refusal)
-        return None if refusal is None else known(DisagreementError(refusal), self._comm)
+        return None if refusal is None else on_all_ranks(DisagreementError(refusal), self._comm)
 
     def _proxy_ended(self, error: BaseException | None) -> None:
         """Fail the queue with the error of a join proxy's work: no caller waits for that work."""

@@ -7,7 +7,7 @@ from mpi4py import MPI
 
 from allreduce.arrays.chunks import segments
 from allreduce.errors import CommunicationError
-from allreduce.transport.control import all_values, known, root_value
+from allreduce.transport.control import all_values, on_all_ranks, root_value
 from allreduce.transport.wait import waiting
 
 LARGEST = 1 << 38  # bytes of a rank: more than any state that fits in its memory
@@ -81,8 +81,8 @@ def bytes_of_root(comm: MPI.Intracomm, everyone: list[bytes], what: str) -> byte
 def _checked(comm: MPI.Intracomm, sizes: list[int], what: str) -> list[int]:
     """Check the sizes that ranks have sent before memory is allocated for them. All ranks see the same sizes."""
     if len(sizes) != comm.size or not all(type(size) is int and 0 <= size <= LARGEST for size in sizes):
-        shown = str(sizes)[:SHOWN]
-        raise known(CommunicationError(f"{what}: invalid message sizes {shown}; the limit is {LARGEST} bytes"), comm)
+        text = f"{what}: invalid message sizes {str(sizes)[:SHOWN]}; the limit is {LARGEST} bytes"
+        raise on_all_ranks(CommunicationError(text), comm)
     return sizes
 
 

@@ -101,7 +101,7 @@ def _raise_difference(comm: MPI.Comm, side: str, error: Exception | None) -> NoR
 
 def disagreement(comm: MPI.Comm, sides: Sequence[str]) -> DisagreementError:
     """Return the error of ranks in different calls, which all ranks of `comm` raise. sides: the calls, by rank."""
-    return known(different_calls("\n".join(f"  rank {rank}: {side}" for rank, side in enumerate(sides))), comm)
+    return on_all_ranks(different_calls("\n".join(f"  rank {rank}: {side}" for rank, side in enumerate(sides))), comm)
 
 
 def different_calls(table: str) -> DisagreementError:
@@ -109,7 +109,7 @@ def different_calls(table: str) -> DisagreementError:
     return DisagreementError(f"the ranks disagree about this call; it must be the same on all of them:\n{table}")
 
 
-def known(error: ErrorT, comm: MPI.Comm) -> ErrorT:
+def on_all_ranks(error: ErrorT, comm: MPI.Comm) -> ErrorT:
     """Mark `error` as one that all ranks of `comm` raise, by its attribute `ranks`, and return it. Local."""
     error.ranks = processes.world_ranks(comm)  # type: ignore[attr-defined]
     return error
@@ -164,7 +164,7 @@ def on_all(comm: MPI.Comm, true: bool, what: str) -> bool:
 def _check_size(comm: MPI.Comm, nbytes: int, what: str) -> None:
     """Raise on all ranks if a size, which is equal on all of them, is out of range."""
     if not 0 <= nbytes <= LARGEST_VALUES:
-        raise known(AllReduceError(f"{what}: values of {nbytes} bytes; at most {LARGEST_VALUES} are sent"), comm)
+        raise on_all_ranks(AllReduceError(f"{what}: values of {nbytes} bytes; at most {LARGEST_VALUES} are sent"), comm)
 
 
 def _exchange(comm: MPI.Comm, side: str, error: Exception | None) -> list[tuple[str, Portable | None]]:
@@ -195,7 +195,7 @@ def _found(module: str, name: str) -> type[Exception]:
 def _first_error(comm: MPI.Comm, errors: Sequence[Portable | None]) -> Exception:
     rank, first = next((rank, error) for rank, error in enumerate(errors) if error is not None)
     module, name, text = first
-    error = known(
+    error = on_all_ranks(
         _found(module, name)(text if all(error == first for error in errors) else f"rank {rank}: {text}"), comm
     )
     error.reporter = error.ranks[rank]  # type: ignore[attr-defined]  # its traceback shows the cause

@@ -218,11 +218,11 @@ def test_what_is_no_file_is_not_read(tmp_path: Path, name: str, kind: str) -> No
     else:
         path.symlink_to("/dev/zero")
     if name == "model":
-        with pytest.raises(ModelFileError, match="no regular file"):
+        with pytest.raises(ModelFileError, match="not a regular file"):
             NumpyNetwork.load(str(path))
         return
     (tmp_path / "train-labels-idx1-ubyte").write_bytes(LABELS)
-    with pytest.raises(DataError, match="no regular file"):
+    with pytest.raises(DataError, match="not a regular file"):
         datasets.load(str(tmp_path if name.startswith("train") else path))
 
 
@@ -268,8 +268,8 @@ MODELS: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "wide shift": ({}, {"input.shift": np.zeros((1, 4), np.float32)}, "is another one: input.shift"),
     "a parameter too many": ({}, {"parameters": np.zeros(16, np.float32)}, "describes no network"),
     "0-d parameters": ({}, {"parameters": np.float32(1)}, "describes no network"),
-    "a header of numbers": ({}, {"model": np.zeros(100000)}, "is no model file"),
-    "a deep header": ({}, {"model": np.array("[" * 100000)}, "is no model file"),
+    "a header of numbers": ({}, {"model": np.zeros(100000)}, "is not a model file"),
+    "a deep header": ({}, {"model": np.array("[" * 100000)}, "is not a model file"),
 }
 
 

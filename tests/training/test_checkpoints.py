@@ -1,4 +1,4 @@
-"""Checkpoints without ranks: what a user says of them, the thread that writes, copies, random numbers."""
+"""Checkpoints on one rank: the user's options, the thread that writes, copies, random states."""
 
 import json
 import math
@@ -138,7 +138,7 @@ def test_options_that_need_a_folder() -> None:
     for given in (["--resume"], ["--checkpoint-every", "5 steps"]):
         with pytest.raises(ArgumentError, match="needs --checkpoint DIR"):
             parse(given, shown=False)
-    with pytest.raises(ArgumentError, match=r"--checkpoint-every: every='5' is no period: use \"epoch\""):
+    with pytest.raises(ArgumentError, match=r"--checkpoint-every: every='5' is not a period: use \"epoch\""):
         parse(["--checkpoint", "run", "--checkpoint-every", "5"], shown=False)
     assert parse(["--checkpoint", "run", "--resume"], shown=False).checkpoint == "run"
     with pytest.raises(ArgumentError, match="--other-data needs --resume"):

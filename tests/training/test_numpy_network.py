@@ -27,7 +27,7 @@ TARGETS = RANDOM.normal(size=(9, 3)).astype(np.float32)
 
 
 def reference_loss(parameters: np.ndarray, activation: str, loss: str, sizes: list[int]) -> float:
-    """The mean loss over X, in float64 and without any of the network's code."""
+    """Return the mean loss over X, in float64 and without any code of the network."""
     a, start = X.astype(np.float64), 0
     for layer, (inputs, outputs) in enumerate(itertools.pairwise(sizes)):
         weights = parameters[start : start + inputs * outputs].reshape(inputs, outputs)
@@ -154,7 +154,7 @@ def _by_formula(name: str, p: np.ndarray, gradients: list[np.ndarray], lr: float
 @pytest.mark.parametrize("name", numpy_optimizers.OPTIMIZERS)
 @pytest.mark.parametrize("length", [1, 100, numpy_optimizers.BLOCK, 2 * numpy_optimizers.BLOCK + 3])
 def test_optimizers_follow_their_formulas(name: str, length: int) -> None:
-    """In float64 by the book, over several blocks."""
+    """Compared with the formulas in float64, over several blocks."""
     random = np.random.default_rng(length)
     parameters = random.normal(size=length).astype(np.float32)
     steps = [random.normal(size=length).astype(np.float32) for _ in range(5)]

@@ -143,7 +143,7 @@ EVALUATED = ["--epochs", "9", "--checkpoint", "run", "--evaluator", "--evaluatio
 
 @pytest.mark.jobs
 def test_strategies_and_an_evaluator(tmp_path: Path) -> None:
-    """In one job: each strategy, one with an evaluator, and a training that fails beside an evaluator."""
+    """In one job: each strategy, one with an evaluator, and a training that fails while an evaluator runs."""
     lines = [["--strategy", name, *options, "--json", f"{name}.json"] for name, options in STRATEGY_RUNS.items()]
     lines += [["--strategy", "parameter_server", *EVALUATED]]
     lines += [["--optimizer", "sgd", "--lr", "1e30", "--epochs", "3", "--checkpoint", "other", "--evaluator"]]
@@ -172,7 +172,7 @@ def test_strategies_and_an_evaluator(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("bad", "mpi"), [("option", "openmpi"), ("backend", "openmpi"), ("backend", "mpich")])
 def test_bad_arguments_end_the_job_with_one_line(bad: str, mpi: str, mpirun: JobRunner) -> None:
-    """By the parser, and by an agreement."""
+    """By the parser, and by an agreement of the ranks."""
     args, text = BAD[bad]
     job = mpirun(2, ["-m", "trainers", *args], mpi=mpi)
     assert job.returncode == 2
@@ -208,7 +208,7 @@ def test_divergence_ends_with_one_line(mpirun: JobRunner) -> None:
 
 
 def test_divergence_in_the_last_step_is_told_too(mpirun: JobRunner, tmp_path: Path) -> None:
-    """One step, whose loss is that of the initial model; its update is what ruins the model."""
+    """One step, whose loss is that of the initial model; its update ruins the model."""
     args = ["-m", "trainers", "--optimizer", "sgd", "--lr", "1e30", "--epochs", "1", "--batch-size", "2000"]
     job = mpirun(2, [*args, "--json", tmp_path / "result.json"])
     assert job.returncode == 1
@@ -235,7 +235,7 @@ def test_results_on_the_standard_output(mpirun: JobRunner) -> None:
 
 
 def test_json_alone_on_the_standard_output(mpirun: JobRunner, tmp_path: Path) -> None:
-    """A dash is no file name, and what a program reads is not mixed with what people read."""
+    """A dash is not a file name, and the JSON is not mixed with messages for people."""
     args = ["-m", "trainers", "--data", "iris", "--epochs", "2", "--update", "sharded", "--json", "-"]
     job = mpirun(2, args, timeout=60, cwd=tmp_path)
     assert job.returncode == 0, job.stderr
@@ -435,7 +435,7 @@ def test_a_former_name_sets_the_new_option_and_says_so(
     strategy = BY_NAME[name].strategies[0]
     for shown in (False, True, True):
         assert getattr(parse([*given.split(), "--strategy", strategy], shown), name) == value
-    assert caplog.text.count(f"{old} is {new} now; the old name goes with the next release") == 1
+    assert caplog.text.count(f"{old} is {new} now; the next release removes the old name") == 1
 
 
 @pytest.mark.parametrize("backups", [0, 1])

@@ -22,7 +22,7 @@ from allreduce.errors import (
 )
 from allreduce.health import abort
 from allreduce.transport import processes, ulfm
-from allreduce.transport.control import everywhere, known, raise_together, root_value, together
+from allreduce.transport.control import everywhere, on_all_ranks, raise_together, root_value, together
 from allreduce.transport.wait import waiting
 from trainers import datasets
 from trainers.cli import results, roles
@@ -54,7 +54,7 @@ def main(arguments: Sequence[str] | None = None, program: str = "python -m train
             while (prepared := prepare(arguments, world, program)) is None:
                 world = world.survivors()
             _run(*prepared, world)
-            sigterm.known = True  # all work is done: ignore the signal
+            sigterm.agreed = True  # all work is done: ignore the signal
     except (AllReduceError, TrainerError) as error:
         if world.size > 1 and not everywhere(error, world.world):
             raise  # the other ranks do not have this error: the hook of Topology shows the traceback and ends the job
@@ -263,7 +263,7 @@ def _check_loss(loss: float, world: Topology) -> None:
     """Raise DivergedError on all ranks if the test loss is not finite."""
     if not math.isfinite(loss):
         error = DivergedError(f"the loss of the test data is {loss}: lower the learning rate, or scale the features")
-        raise known(error, world.world)  # all ranks have the same loss
+        raise on_all_ranks(error, world.world)  # all ranks have the same loss
 
 
 def _write_results(job: Job, trainer: Trainer[Any], history: Any, scores: dict[str, float]) -> None:
@@ -320,7 +320,7 @@ def _end_together(job: Job, world: Topology, error: Exception | Terminated | Non
     if error is None or world.rank == job.roles.evaluator:
         kind, text = failed
         error = ENDS[kind](text)
-    raise known(error, world.world)
+    raise on_all_ranks(error, world.world)
 
 
 def _say(world: Topology, text: str, stream: TextIO) -> None:

@@ -135,7 +135,7 @@ class Option:
     name: of its value among the parsed options: "batch_size" for --batch-size.
     metavar: stands for the value in --help. An option without metavar and choices is a flag.
     type: converts the value, or raises argparse.ArgumentTypeError.
-    help: what the option does. --help adds the default, and what the option needs.
+    help: what the option does. --help adds the default, and the options that this one needs.
     choices: the allowed values, if there are few.
     default: the value when the option is not given. default_text: the default in --help, if it is not `default`.
     strategies: the values of --strategy that take the option; none if the option does not depend on the strategy.
@@ -143,7 +143,7 @@ class Option:
     argument: the name of the trainer's argument, if it differs from `name`; "" if the trainer has no such argument.
     to_argument: makes the trainer's argument from the option's value, if they differ.
     common: whether --help shows the option; --help-all shows all.
-    former: the name that the option had before, which one release still takes; former_type converts its value.
+    former: the former name of the option, which this release still accepts; former_type converts its value.
     writes: whether the value names a file, which must be writable before the training begins.
     callback: makes the callback that the option asks for, from all parsed options.
     """
@@ -177,7 +177,7 @@ class Option:
 
     @property
     def audience(self) -> str:
-        """The strategies that alone take the option, as --help-all says it; "" for an option of all strategies."""
+        """The strategies that take the option, as text for --help-all; "" if all strategies take it."""
         some = self.strategies if self.strategies != tuple(STRATEGIES) else ()
         return _required("strategy", some) if some else ""
 
@@ -200,7 +200,7 @@ class Option:
             )
 
     def _text(self) -> str:
-        """What --help says: the option's help, its default, and what it needs."""
+        """The text of --help: the option's help, its default, and the options that it needs."""
         notes = []
         if self.default_text or not (self.default is None or self.default is False):
             notes.append(f"default: {self.default_text or self.default}")
@@ -210,7 +210,7 @@ class Option:
 
 
 class Former(argparse.Action):
-    """An option under its former name: sets the value of the new one, and says so once."""
+    """An option under its former name: sets the value of the new option, with a notice."""
 
     def __init__(self, *args: Any, new: str, **options: Any) -> None:
         super().__init__(*args, **options)
@@ -220,7 +220,7 @@ class Former(argparse.Action):
         self, parser: Any, namespace: argparse.Namespace, values: Any, option_string: str | None = None
     ) -> None:
         if parser.shown:
-            notices.once(0, f"{option_string} is {self._new} now; the old name goes with the next release")
+            notices.once(0, f"{option_string} is {self._new} now; the next release removes the old name")
         setattr(namespace, self.dest, values)
 
 

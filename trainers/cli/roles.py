@@ -97,8 +97,8 @@ def _task(task: Any, tasks: dict[str, int]) -> Task:
     """Return the type and the index of a process's own task."""
     if not isinstance(task, dict) or task.get("type") not in TYPES:
         raise RoleError(
-            f'{NAME}: the task must be such as {{"type": "worker", "index": 0}}, of a type {", ".join(TYPES)}; it is '
-            f"{shown(task)}"
+            f'{NAME}: the task must look like {{"type": "worker", "index": 0}}, with a type of {", ".join(TYPES)}; it '
+            f"is {shown(task)}"
         )
     kind, index = task["type"], task.get("index", 0 if task["type"] in (CHIEF, EVALUATOR) else None)
     if isinstance(index, str) and index.isascii() and index.isdecimal() and len(index) < 10:

@@ -42,7 +42,7 @@ class Progress:
         beginning.
     seconds: the time that the steps of the unfinished epoch took.
     ranks: the number of ranks of the job.
-    settings: what a resumed training must share, by name: "batch_size", "seed", "rows", ...
+    settings: the settings that a resumed training must share, by name: "batch_size", "seed", "rows", ...
     shapes: of the named parameters, in their order: [["layer 1 weights", [64, 32]], ...]; may be empty.
     rates: the learning rates, one a group of parameters.
     choices: the backend and update that the job used: {"allreduce": "shared", ...}.
@@ -129,7 +129,7 @@ def read(path: str) -> Saved:
     """Read and verify the checkpoint in `path`. Raises CheckpointError, also if any bit of its contents has changed."""
 
     def damaged(error: object) -> CheckpointError:
-        return CheckpointError(f"{path} is no checkpoint, or it is damaged ({error})")
+        return CheckpointError(f"{path} is not a checkpoint, or it is damaged ({error})")
 
     try:
         file = model_file.open_regular(path)

@@ -132,7 +132,7 @@ def read(path: str, kind: str) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
     """Read a model of class `kind`; returns (config, state). Raises ModelFileError."""
 
     def damaged(error: object) -> ModelFileError:
-        return ModelFileError(f"{path} is no model file, or it is damaged ({error}); save() writes one")
+        return ModelFileError(f"{path} is not a model file, or it is damaged ({error}); save() writes one")
 
     try:
         file = open_regular(path)
@@ -227,7 +227,7 @@ def open_regular(path: str) -> IO[bytes]:
     file = open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK))  # noqa: SIM115
     if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
         file.close()
-        raise OSError("it is no regular file")
+        raise OSError("it is not a regular file")
     return file
 
 

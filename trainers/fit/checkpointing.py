@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from allreduce.transport.chunked import bytes_of_root, bytes_to_root
-from allreduce.transport.control import known, root_value, together
+from allreduce.transport.control import on_all_ranks, root_value, together
 from trainers import data
 from trainers.data import Batches, Fingerprint
 from trainers.errors import ArgumentError, CheckpointError, ModelFileError, UnusableError
@@ -102,7 +102,7 @@ def period(every: str) -> tuple[float, str]:
     if word in UNITS and count >= 1 and count.is_integer():
         return count, UNITS[word]
     raise ArgumentError(
-        f'every={every!r} is no period: use "epoch", "5 epochs", "500 steps", "30 seconds", "10 minutes" or "2 hours"'
+        f'every={every!r} is not a period: use "epoch", "5 epochs", "500 steps", "30 seconds", "10 minutes", "2 hours"'
     )
 
 
@@ -114,13 +114,13 @@ class Saver:
     """Writes the checkpoints of a fit, and loads the one from which it resumes.
 
     batches: of the fit. resume: whether to resume from the newest checkpoint in the folder.
-    known: the names in the fit's history; `checkpoint.best` must be one of them.
+    names: the names in the fit's history; `checkpoint.best` must be one of them.
 
     Raises ArgumentError, on this rank.
     """
 
     def __init__(
-        self, strategy: Strategy, batches: Batches, checkpoint: Checkpoint, resume: bool, known: Collection[str]
+        self, strategy: Strategy, batches: Batches, checkpoint: Checkpoint, resume: bool, names: Collection[str]
     ) -> None:
         self._strategy, self._group = strategy, strategy.group
         self._folder, self._keep = os.path.abspath(checkpoint.folder), checkpoint.keep
@@ -142,10 +142,10 @@ class Saver:
         # _saving: a checkpoint is being collected. _overdue: one was not written, because a rank failed
         self._saving = self._overdue = False
         self._has_lock = False  # whether this rank, rank 0, has locked the folder
-        if self._watched and self._watched not in known:
+        if self._watched and self._watched not in names:
             raise ArgumentError(
-                f"Checkpoint(best={checkpoint.best!r}): this fit measures {', '.join(known)}"
-                + ("" if any(name.startswith(VALIDATED) for name in known) else "; it has no validation_data")
+                f"Checkpoint(best={checkpoint.best!r}): this fit measures {', '.join(names)}"
+                + ("" if any(name.startswith(VALIDATED) for name in names) else "; it has no validation_data")
             )
 
     @property
@@ -210,8 +210,8 @@ class Saver:
             raise UnusableError(text)
         before, now = (choices.get("allreduce") for choices in (progress.choices, self._selections))
         if before != now:
-            chosen = f"{before} before, and by {now} now"
-            log.warning("trainers: gradients were averaged by %s: the last bits may differ", chosen)
+            backends = f"{before} before, and by {now} now"
+            log.warning("trainers: gradients were averaged by %s: the last bits may differ", backends)
         if progress.ranks != self._group.size:
             text = f"{progress.ranks} ranks, and this training has {self._group.size}"
             log.warning("trainers: %s was written on %s: random states differ, and the last bits may", path, text)
@@ -261,7 +261,7 @@ class Saver:
             adopt_whole(self._strategy, state)
         except ModelFileError as error:  # on all ranks
             text = f"the checkpoint in {self._folder} is of another model: {error}"
-            raise known(CheckpointError(text), comm) from error
+            raise on_all_ranks(CheckpointError(text), comm) from error
         same = progress.ranks == self._group.size
         packed = together(comm, lambda: [] if saved is None else self._packed(saved, same))
         own = model_file.unpack(bytes_of_root(comm, packed, "receive this rank's part of a checkpoint"))
@@ -417,10 +417,10 @@ def make_saver(
         if resume:
             raise ArgumentError("resume=True needs the folder of the checkpoints: give checkpoint=...")
         return None
-    known = strategy.replica.metrics
-    known += tuple(f"{VALIDATED}{name}" for name in known if validates)
+    names = strategy.replica.metrics
+    names += tuple(f"{VALIDATED}{name}" for name in names if validates)
     given = checkpoint if isinstance(checkpoint, Checkpoint) else Checkpoint(checkpoint)
-    return Saver(strategy, batches, given, resume, known)
+    return Saver(strategy, batches, given, resume, names)
 
 
 def check_arrays(path: str, saved: Saved) -> None:
@@ -432,7 +432,7 @@ def check_arrays(path: str, saved: Saved) -> None:
 def check(path: str, saved: Saved, replica: Replica, settings: dict[str, Any], steps: int) -> None:
     """Raise CheckpointError if a checkpoint is not an earlier state of this training.
 
-    settings: must equal those of the checkpoint. steps: the number of steps in an epoch.
+    settings: must equal the settings in the checkpoint. steps: the number of steps in an epoch.
     Raises UnusableError if the checkpoint is damaged, so that an older one may be usable.
     """
     progress = saved.progress

@@ -1,7 +1,6 @@
 """Errors that derive from Horovod's types (HorovodInternalError, ValueError) and from those in allreduce.errors."""
 
 import warnings
-from typing import TypeVar
 
 from allreduce.errors import (
     AllReduceError,
@@ -11,8 +10,6 @@ from allreduce.errors import (
     RankLeftError,
     RankLostError,
 )
-
-ErrorT = TypeVar("ErrorT", bound=AllReduceError)
 
 
 class HorovodInternalError(AllReduceError, RuntimeError):

@@ -273,7 +273,7 @@ class MirroredOptimizer(Optimizer):
 
     @contextmanager
     def editing(self) -> Iterator[None]:
-        """Context manager: edit parameters in any way; at its end all ranks get those of rank 0. Collective.
+        """Context manager: edit parameters in any way; at its end all ranks get rank 0's parameters. Collective.
 
         with optimizer.editing(), torch.no_grad():
             for parameter in model.parameters():

@@ -40,11 +40,11 @@ GROUP_ADDED = f"parameters were added after MirroredOptimizer was made, so its b
 Check = Callable[[Any], str]  # returns the error text to follow the option's name, or ""
 
 
-def one_of(*known: Any) -> dict[str, Check]:
+def one_of(*values: Any) -> dict[str, Check]:
     """Return the check that a field's value is one of these."""
-    quoted = [f'"{each}"' if isinstance(each, str) else str(each) for each in known]
+    quoted = [f'"{each}"' if isinstance(each, str) else str(each) for each in values]
     text = f"is unknown; use {', '.join(quoted[:-1])} or {quoted[-1]}"
-    return {"check": lambda value: "" if value in known else f"={value!r} {text}"}
+    return {"check": lambda value: "" if value in values else f"={value!r} {text}"}
 
 
 def must_be(text: str, holds: Callable[[Any], bool], *kinds: type) -> dict[str, Check]:
@@ -85,7 +85,7 @@ class Options:
     check_gradients: check every rank's gradients before they are averaged. "raise": all ranks raise a NotFiniteError,
         which names the rank, when gradients are NaN, infinite, or too large to be sent (65504 is the largest with
         compress="float16"). "skip": no rank takes that step (a step with a closure raises), and the model's buffers
-        (running statistics of batch norm, say) become what they were before the step. Costs one reading of the
+        (running statistics of batch norm, say) are restored as before the step. Costs one reading of the
         gradients, a small message, and with "skip" a copy of the buffers.
     trace: a file for Perfetto, written by `close`: compute, buckets, waits and updates of all ranks; or a Trace.
     """
@@ -265,8 +265,8 @@ def _errors_of_parameter(name: str, parameter: Parameter) -> Iterator[AllReduceE
     if parameter.device.type not in ("cpu", "cuda"):
         yield OptionError(f"{name} is on {parameter.device}, and MirroredOptimizer works on CPU and CUDA tensors")
     if parameter.dtype not in DTYPES:
-        known = ", ".join(DTYPES.values())
-        yield UnsupportedDtypeError(f"{name} has dtype {parameter.dtype}, which can't be averaged; use one of {known}")
+        names = ", ".join(DTYPES.values())
+        yield UnsupportedDtypeError(f"{name} has dtype {parameter.dtype}, which can't be averaged; use one of {names}")
     if parameter.is_sparse:
         yield OptionError(f"{name} is a sparse tensor; parameters must be dense")
     owner = owner_of(parameter)

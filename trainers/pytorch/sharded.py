@@ -341,10 +341,10 @@ class Placement:
         node, device = self._backend.topology.node, self._reducer.device
         owned = [bucket.owned for bucket in self._reducer.dense]
         mine = sum(each.stop - each.start for each in owned)
-        of_node = combine(node, np.array([mine]), "add up what the ranks of a node own")
+        of_node = combine(node, np.array([mine]), "add up the elements that the ranks of a node own")
         whole = device.kind == "cpu" and of_node[0] == sum(bucket.length for bucket in self._reducer.dense)
         lengths = {dtype: flat.numel() for dtype, flat in self._reducer.flats.items()}
-        if on_all(self._comm, whole, "see whether each node owns everything"):
+        if on_all(self._comm, whole, "learn whether each node owns all elements"):
             make = partial(_segments, node, lengths)
             made = together(self._comm, make)  # the memory of one node may be full
             self._segments = list(made.values())

@@ -19,7 +19,7 @@ from allreduce.elastic.standby import JOINED, ElasticWorld, JoiningRank
 from allreduce.errors import RankLostError
 from allreduce.topology import Topology
 from allreduce.transport import processes, ulfm
-from allreduce.transport.control import all_values, everywhere, known
+from allreduce.transport.control import all_values, everywhere, on_all_ranks
 from trainers.errors import ArgumentError, DivergedError
 from trainers.fit.loop import STEPS, Fit, Position
 from trainers.group import Owner, RankGroup
@@ -77,7 +77,7 @@ class Call(Generic[ResultT]):
         """Write a checkpoint, from which another job can resume, before the job stops. Collective."""
 
     def close(self) -> None:
-        """Release what the call holds, after it has returned or raised. Local."""
+        """Release the resources of the call, after it has returned or raised. Local."""
 
     def __str__(self) -> str:
         return self.name
@@ -86,7 +86,7 @@ class Call(Generic[ResultT]):
 class Recovery:
     """Makes a trainer and its calls survive failed ranks.
 
-    failures: those so far, the same on all ranks. owns_topology: whether the topology was created here.
+    failures: the failures so far, the same on all ranks. owns_topology: whether the topology was created here.
     """
 
     def __init__(self, strategy: Strategy, on_failure: str | None) -> None:
@@ -241,7 +241,7 @@ class Recovery:
         end()
         if not self._continues:
             why = self.failures[-1] if self.failures else f"not all ranks completed {during}, but none has failed"
-            raise known(RankLostError(f'{why}; the job stops (on_failure="stop")'), topology.world)
+            raise on_all_ranks(RankLostError(f'{why}; the job stops (on_failure="stop")'), topology.world)
         return topology
 
     def _advance(self, admit: bool, topology: Topology) -> Topology:
@@ -289,7 +289,7 @@ class Recovery:
                 "by another trainer on trainer.topology, or by another job"
             )
         text = f"a rank that failed in {call} had the only copy of a part of the optimizer's state, and {way}"
-        return known(RankLostError(text), self._strategy.group.topology.world)
+        return on_all_ranks(RankLostError(text), self._strategy.group.topology.world)
 
     def _record_failure(self, before: tuple[int, ...], during: str, seconds: float) -> None:
         """Add the failure to `failures`, and log it if the remaining ranks continue. Local.

@@ -191,8 +191,8 @@ def mirror(target: Target, whole: bool = True, root: int = 0) -> None:
     state = dict(sorted((target.gather_state(held) if whole else held).items()))
     shapes = ", ".join(f"{name} {array.dtype}{list(np.shape(array))}" for name, array in state.items())
     group.agree(f"model: {shapes}; {config}")
-    chosen = group.rank == root
-    adopt_whole(target, state if chosen else None, live=chosen)
+    is_root = group.rank == root
+    adopt_whole(target, state if is_root else None, live=is_root)
 
 
 def copy_state(target: Target, on_all: bool) -> Arrays:

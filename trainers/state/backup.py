@@ -115,7 +115,7 @@ class Backup:
         now.first = now.last = step
 
     def _copy(self, now: Generation, own: Callable[[Arrays], Sequence[Piece]]) -> None:
-        """Copy the pieces of this rank, and allocate those of the other one. Collective; an error on all ranks."""
+        """Copy this rank's pieces, and allocate memory for the other rank's. Collective; all ranks raise an error."""
         error = None
         try:
             now.own = list(own(now.memory))

@@ -145,14 +145,14 @@ class ShardedUpdate(Update):
         """Allocate the parameters: in a shared segment, if they are on the CPU, the ranks of each node together own the
         whole buffer, and every node has room; else by the backend. Collective."""
         node, device = self._backend.topology.node, self._replica.device
-        owned = combine(node, np.array([self._owned.stop - self._owned.start]), "add up what the ranks of a node own")
+        owned = combine(node, np.array([self._owned.stop - self._owned.start]), "add up the elements that ranks own")
         whole = device == "cpu" and owned[0] == self._buffer.size
-        if on_all(self._comm, whole, "see whether each node owns everything"):
+        if on_all(self._comm, whole, "learn whether each node owns all elements"):
             try:
                 self._segment = CommonSegment(node, self._buffer.size, dtypes.parse(dtype))
             except UnavailableError as error:  # raised on all ranks of this node, perhaps not on other nodes
                 notices.once(node.rank, f"each rank keeps its own copy of the parameters: {error}")
-            if on_all(self._comm, self._segment is not None, "see whether each node has a shared segment"):
+            if on_all(self._comm, self._segment is not None, "learn whether each node has a shared segment"):
                 assert self._segment is not None
                 return self._segment.array
             self._free()
@@ -276,16 +276,17 @@ class ShardedUpdate(Update):
 
     def gather_state(self, state: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
         """Return `state` with every array of `elementwise` gathered from the ranks that own its slices. Collective."""
-        result = dict(state)
+        result, world = dict(state), self._backend.topology.world  # `close` has freed the group's communicator
         for name in self._replica.elementwise:
             array = result[name]
             part = slice(*self._owned.indices(array.size)[:2])
             # Between two steps the gradient buffer is free: use it as workspace.
             fits = array.dtype == self._buffer.dtype and not gpu.is_gpu_array(self._buffer)
-            gathered = self._buffer if fits else np.zeros(self._buffer.size, array.dtype)
+            zeros = partial(np.zeros, self._buffer.size, array.dtype)
+            gathered = self._buffer if fits else together(world, zeros)
             gathered[part] = array[part]
             self._backend.all_gather(gathered)
-            result[name] = gathered[: array.size].copy()
+            result[name] = together(world, gathered[: array.size].copy)
         return result
 
     def snapshot(self, memory: dict[str, np.ndarray], wanted: bool) -> dict[str, np.ndarray]:

@@ -81,7 +81,7 @@ def run(kind: str, nodes: int, moment: str, dying: list[int]) -> None:
         came = {
             "kind": kind,
             "ranks": trainer.size,
-            "lost": len([rank for loss in trainer.losses for rank in loss.ranks]),
+            "lost": len([rank for failure in trainer.failures for rank in failure.ranks]),
             "sha256": trainer.parameters_sha256(),
             "history": [epoch.as_dict() for epoch in history],
             "predicted": trainer.predict(x)[:5].tolist(),

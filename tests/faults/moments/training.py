@@ -196,7 +196,7 @@ def edited(ranks: Topology, options: dict[str, str]) -> dict[str, Any]:
             trainer.fit(x, y, 3, BATCH, callbacks=[halving], progress=False)
             trainer.edit(Halving(replica, dies=dying[1:] == (ranks.rank,)).halve)
             outputs.append(trainer.predict(x)[:3].tolist())
-            during += [loss.during for loss in trainer.losses]
+            during += [failure.during for failure in trainer.failures]
     return {"rank": 0, "during": during, "predicted": outputs[0], "predicted alone": outputs[1]}
 
 
@@ -221,7 +221,7 @@ def trained(
         came = {
             "history": [epoch.as_dict() for epoch in history],
             "ranks": trainer.size,
-            "lost": [loss.ranks for loss in trainer.losses],
+            "lost": [failure.ranks for failure in trainer.failures],
             "sha256": trainer.parameters_sha256(),
             "evaluated": trainer.evaluate(x, y),
             "predicted": trainer.predict(x)[:3].tolist(),

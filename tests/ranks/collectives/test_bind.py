@@ -133,7 +133,7 @@ def test_bad_arguments_are_refused_when_it_is_bound(flat: allreduce.Topology) ->
 
 
 def test_another_shape_later_changes_nothing(flat: allreduce.Topology) -> None:
-    """The function reduces the memory that it was given."""
+    """The function reduces the memory that it was bound to."""
     with allreduce.create("ring", flat) as reduce:
         array = np.ones((2, 3))
         bound = reduce.bind(array, "sum")
@@ -175,7 +175,7 @@ def test_after_close(flat: allreduce.Topology) -> None:
 
 
 def test_threads(flat: allreduce.Topology) -> None:
-    """It may be called in another thread than the one that bound it, one at a time."""
+    """The function may be called in another thread than the one that bound it, by one thread at a time."""
     with allreduce.create("ring", flat) as reduce:
         array = np.ones(3)
         bound = reduce.bind(array, "sum")
@@ -234,7 +234,7 @@ def test_wrappers(kind: str, flat: allreduce.Topology, tmp_path: object) -> None
 
 @pytest.mark.parametrize("method", ["__call__", "reduce_scatter", "all_gather"])
 def test_a_wrapper_that_does_one_call_in_another_way(method: str, flat: allreduce.Topology) -> None:
-    """bind calls the method that the wrapper overrides, and no other."""
+    """bind calls the method that the wrapper overrides, and no other method."""
     called = []
 
     def override(self: Wrapper, *arguments: object) -> object:

@@ -1,4 +1,4 @@
-"""The backup of pieces, and the newest state that ranks make of them."""
+"""The backup of pieces, and the newest state that the ranks assemble from pieces."""
 
 from collections.abc import Callable
 from typing import Any
@@ -37,7 +37,7 @@ def several(flat: allreduce.Topology, world: MPI.Intracomm) -> MPI.Intracomm:
 
 
 def test_a_backup_has_the_pieces_of_two_steps_of_two_ranks(several: MPI.Intracomm) -> None:
-    """Also where an optimizer has got more state after the first step."""
+    """Also after an optimizer has created more state in the first step."""
     rank, size = several.rank, several.size
     backup = Backup(several, 0, [(rank * LENGTH, (rank + 1) * LENGTH)])
     common = {"parameters": np.arange(size * LENGTH) + 200.0}
@@ -55,7 +55,7 @@ def test_a_backup_has_the_pieces_of_two_steps_of_two_ranks(several: MPI.Intracom
 
 
 def test_the_newest_whole_state_is_on_all_ranks(several: MPI.Intracomm) -> None:
-    """Rank 0 has come one step further, alone; a backup of rank 0's piece stands in for it."""
+    """Only rank 0 has taken one more step; a backup of rank 0's piece replaces its own piece."""
     rank, size = several.rank, several.size
     backup = Backup(several, 0, [(rank * LENGTH, (rank + 1) * LENGTH)])
     backup.keep(4, given([piece(rank, 4, ("parameters",))]))
@@ -70,7 +70,7 @@ def test_the_newest_whole_state_is_on_all_ranks(several: MPI.Intracomm) -> None:
 def test_a_backup_that_is_made_again_at_the_same_step_is_not_mixed_with_the_one_before(
     several: MPI.Intracomm,
 ) -> None:
-    """A state was loaded, and the ranks are lost from sight of each other when some of them have the new backup."""
+    """A state was loaded, and a failure interrupts the ranks when only some of them have the new backup."""
     rank, size = several.rank, several.size
     backup = Backup(several, 0, [(rank * LENGTH, (rank + 1) * LENGTH)])
     backup.keep(4, given([piece(rank, 4, ("parameters",))]))
@@ -151,10 +151,31 @@ def test_memory_that_rank_0_lacks_for_the_state_of_all(
         assert set(state) == (set(network.state()) if several.rank == 0 else set())
 
 
+def test_memory_that_one_rank_lacks_to_gather_the_state(
+    several: MPI.Intracomm, flat: allreduce.Topology, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    zeros = np.zeros
+
+    def lacking_floats(shape: Any, dtype: Any = None) -> np.ndarray:
+        return lacking() if dtype == np.float32 else zeros(shape, dtype)
+
+    network = NumpyNetwork([4, 3], optimizer="momentum")
+    with MirroredTrainer(network, topology=flat, update="sharded") as trainer:
+        update, state = trainer.strategy.update, network.state()
+        with monkeypatch.context() as patch:
+            patch.setattr(update, "_buffer", update._buffer.astype(np.float64))  # can't be the workspace
+            if several.rank == 1:
+                patch.setattr("trainers.strategies.sharded.np.zeros", lacking_floats)
+            with pytest.raises(MemoryError, match="rank 1: no room"):
+                update.gather_state(state)
+        assert set(update.gather_state(state)) == set(state)
+
+
 def test_a_load_that_finds_no_state_leaves_the_live_pieces(
     several: MPI.Intracomm, flat: allreduce.Topology, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The rank with the state has failed, say: the ranks go on, and the next failure finds all that they have."""
+    """The rank with the state has failed, say: the ranks continue, and the next failure finds all pieces of the live
+    state."""
     monkeypatch.setattr(Strategy, "outlives_ranks", True)  # as under ULFM, without which there are no backups
     with MirroredTrainer(NumpyNetwork([4, 3]), topology=flat, update="sharded", copies=2) as trainer:
         before = len(trainer.strategy.pieces())
@@ -170,7 +191,7 @@ def lacking(*_: object) -> Any:
 
 @pytest.mark.parametrize("root", [0, -1])
 def test_broadcast_arrays_have_the_dtypes_and_shapes_of_the_root(world: MPI.Intracomm, root: int) -> None:
-    """Also bfloat16, which NumPy's own names for dtypes don't know, raw bytes and the other byte order."""
+    """Also bfloat16, which is not among NumPy's own dtypes, raw bytes, and the other byte order."""
     state = {"halves": np.ones(3, ml_dtypes.bfloat16), "bytes": np.zeros(2, "V2"), "big": np.ones((2, 1), ">f4")}
     root %= world.size
     came = broadcast_arrays(world, state if world.rank == root else {}, root, "a test")

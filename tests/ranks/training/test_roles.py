@@ -1,4 +1,4 @@
-"""Roles on several ranks: by options and by TF_CONFIG, agreed on, and the topology of those who train."""
+"""Roles on several ranks: by options and by TF_CONFIG, agreed on, and the topology of the ranks that train."""
 
 import json
 from typing import Any
@@ -36,7 +36,7 @@ def test_by_options(flat: allreduce.Topology) -> None:
 
 
 def test_by_tf_config_in_any_order(flat: allreduce.Topology) -> None:
-    """The last rank is the chief, the first one the evaluator, which only its own TF_CONFIG knows of."""
+    """The last rank is the chief; the first is the evaluator, which only its own TF_CONFIG names."""
     if flat.size < 2:
         pytest.skip("needs a rank to evaluate")
     tasks = [("evaluator", 0), *(("worker", index) for index in range(flat.size - 2)), ("chief", 0)]
@@ -86,7 +86,7 @@ def test_tf_config_and_ranks_that_differ(flat: allreduce.Topology) -> None:
 
 @pytest.mark.parametrize("fails", [False, True])
 def test_the_end_of_the_training_is_heard(fails: bool, flat: allreduce.Topology) -> None:
-    """Also by an evaluator that has failed itself, which waits for it, and when the training fails."""
+    """Also by an evaluator that has failed and waits for the end, and if the training fails."""
     if flat.size < 2:
         pytest.skip("needs a rank to evaluate")
     assigned = roles.by_rank(flat.size, evaluator=True)

@@ -30,7 +30,7 @@ class Loss(ABC):
 
     @abstractmethod
     def measure(self, z: Any, y: Any, values: Any) -> None:
-        """Write the sums over the rows of `metrics` into `values`. Overwrites z with what `derive` needs."""
+        """Write the sums over the rows of `metrics` into `values`. Overwrites z with the input of `derive`."""
 
     @abstractmethod
     def derive(self, z: Any, y: Any, factor: float) -> None:

@@ -149,7 +149,7 @@ class NumpyNetwork(FlatReplica):
             raise ArgumentError(f"shift and scale must be numbers or {self.sizes[0]} numbers: {error}") from error
         self._scales_input = bool((self._shift != 0).any() or (self._scale != 1).any())
 
-    # What a trainer calls
+    # Methods of Replica
 
     def bind(self, buffer: Any) -> None:
         super().bind(buffer)
@@ -223,7 +223,7 @@ class NumpyNetwork(FlatReplica):
     def config(self) -> dict[str, Any]:
         # a user's optimizer is saved by its class name: `restore` accepts it, `load` can't create it
         kind = type(self.optimizer)
-        name = next((name for name, known in OPTIMIZERS.items() if known is kind), kind.__name__)
+        name = next((name for name, each in OPTIMIZERS.items() if each is kind), kind.__name__)
         options = self.optimizer.config()
         return {"sizes": self.sizes, **self._names, "optimizer": name, "optimizer_options": options}
 

@@ -173,12 +173,12 @@ def hyperparameters(group: dict[str, Any]) -> dict[str, Any]:
 def optimizer_like(optimizer: Optimizer, groups: Iterable[list[Tensor]]) -> Optimizer:
     """Return an optimizer of the same class and hyperparameters without state. groups: the tensors of each group."""
     kind = type(optimizer)
-    known = inspect.signature(kind).parameters
+    accepted = inspect.signature(kind).parameters
     made = [
         {**hyperparameters(group), "params": tensors}
         for group, tensors in zip(optimizer.param_groups, groups, strict=True)
     ]
-    return kind(made, **{key: value for key, value in optimizer.defaults.items() if key in known})
+    return kind(made, **{key: value for key, value in optimizer.defaults.items() if key in accepted})
 
 
 def block_on(device: str) -> int:

@@ -79,7 +79,7 @@ class TorchReplica(FlatReplica):
         self._parameter_views: list[Tensor] = []
         self._use(torch.zeros(self.gradient_length, dtype=self._dtype, device=self._device.device))
 
-    # What a trainer calls
+    # Methods of Replica
 
     def bind(self, buffer: Any) -> None:
         super().bind(buffer)
@@ -144,8 +144,8 @@ class TorchReplica(FlatReplica):
             if self._parameters is None:
                 raise ArgumentError("call bind_parameters() before update(part)")
             if any(
-                each.data_ptr() != home.data_ptr()
-                for each, home in zip(self._trained, self._parameter_views, strict=True)
+                each.data_ptr() != view.data_ptr()
+                for each, view in zip(self._trained, self._parameter_views, strict=True)
             ):
                 raise ArgumentError(
                     f"a parameter's .data was replaced, so this {type(self.module).__name__} would no longer be "
@@ -217,8 +217,8 @@ class TorchReplica(FlatReplica):
     def load_local_state(self, state: dict[str, np.ndarray]) -> None:
         here = self._own_buffers()
         shapes = [
-            {name: tuple(each.shape) for name, each in side.items() if not name.startswith("random")}
-            for side in (state, here)
+            {name: tuple(each.shape) for name, each in held.items() if not name.startswith("random")}
+            for held in (state, here)
         ]
         if "random" not in state or shapes[0] != shapes[1]:
             raise ModelFileError(f"the local state is of another model: it has {shapes[0]}, and this one {shapes[1]}")

@@ -87,13 +87,8 @@ def write_flat(tensors: Sequence[torch.Tensor], flat: np.ndarray) -> None:
 
 def from_array(array: np.ndarray) -> torch.Tensor:
     """Return a tensor in the memory of `array`; a copy if PyTorch can't use it (read-only, or unsigned)."""
-    return torch.from_numpy(
-        array if array.flags.writeable and array.dtype.kind != "u" else array.astype(_signed(array.dtype))
-    )
-
-
-def _signed(dtype: np.dtype) -> np.dtype:
-    return np.dtype(np.int64) if dtype.kind == "u" else dtype
+    dtype = np.int64 if array.dtype.kind == "u" else array.dtype
+    return torch.from_numpy(array if array.flags.writeable and array.dtype == dtype else array.astype(dtype))
 
 
 def numpy_dtype(dtype: torch.dtype) -> np.dtype:
