@@ -159,7 +159,7 @@ def gloo(params: Any, x: Any, y: Any) -> Step:
     )
 
 
-def measure(topology: Topology, options: argparse.Namespace, millions: float) -> dict[str, list[float]]:
+def measure(topology: Topology, options: argparse.Namespace, millions: float, screen: Screen) -> dict[str, list[float]]:
     """Return variant -> seconds of each step, on the slowest rank. Collective."""
     params, random = model(millions), np.random.default_rng(topology.rank)
     x = random.standard_normal((options.batch, FEATURES), np.float32)
@@ -172,7 +172,7 @@ def measure(topology: Topology, options: argparse.Namespace, millions: float) ->
             "gloo": lambda: gloo(params, x, y),
         }
         steps = {name: makers[name]() for name in options.variants}
-        times = timing.take_turns(topology.world, steps, options.steps, warmups=2)
+        times = timing.take_turns(topology.world, steps, options.steps, 2, screen)
         jax.effects_barrier()
     return times
 
@@ -182,7 +182,7 @@ def _run(topology: Topology, options: argparse.Namespace, screen: Screen) -> int
         connect(topology)
     results = []
     for millions in options.parameters:
-        times = measure(topology, options, millions)
+        times = measure(topology, options, millions, screen)
         results.append(
             {"parameters": millions, "ms": {name: [1e3 * each for each in row] for name, row in times.items()}}
         )

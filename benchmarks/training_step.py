@@ -190,11 +190,11 @@ class Bench:
         for _ in range(steps):
             variant.step(batches)
 
-    def times(self, workload: Workload, size: int) -> dict[str, list[float]]:
+    def times(self, workload: Workload, size: int, screen: Screen) -> dict[str, list[float]]:
         """Return variant -> the seconds of each step, on the slowest rank."""
         variants = {name: self._make(name, workload) for name in self._options.variants}
         steps = {name: partial(each.step, self._batches(workload, size)) for name, each in variants.items()}
-        found = timing.take_turns(self._comm, steps, self._options.steps, self._options.warmup)
+        found = timing.take_turns(self._comm, steps, self._options.steps, self._options.warmup, screen)
         for name, variant in variants.items():
             if self._options.report and isinstance(variant.optimizer, MirroredOptimizer) and self._comm.rank == 0:
                 print(f"{name}: {variant.optimizer.report()}", file=sys.stderr)
@@ -281,7 +281,7 @@ def measure(bench: Bench, options: argparse.Namespace, screen: Screen) -> list[d
         memory = {} if options.no_memory else bench.memory(workload, options.batch[0])
         differences = bench.differences(workload, options.batch[0], options.verify) if options.verify else {}
         for size in options.batch:
-            times = bench.times(workload, size)
+            times = bench.times(workload, size, screen)
             sgd = f"SGD with{'' if workload.momentum else 'out'} momentum"
             screen.say(f"\n{workload.title}, {parameters / 1e6:.1f} M parameters, batch {size} per rank, {sgd}")
             screen.say(timing.table(times, DDP_GLOO, PLAIN))

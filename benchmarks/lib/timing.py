@@ -20,6 +20,7 @@ from mpi4py import MPI
 
 from allreduce.arrays import dtypes, ops
 from allreduce.transport.control import combine
+from benchmarks.lib.outputs import Screen
 from benchmarks.lib.results import Result, summarize
 
 PERIOD = 8191  # prime, so that a chunk or segment at a wrong position is detected
@@ -213,16 +214,18 @@ def _verify(call: Callable[[np.ndarray], None], array: np.ndarray, checker: Chec
 
 
 def take_turns(
-    comm: MPI.Intracomm, steps: Mapping[str, Callable[[], object]], turns: int, warmups: int
+    comm: MPI.Intracomm, steps: Mapping[str, Callable[[], object]], turns: int, warmups: int, screen: Screen
 ) -> dict[str, list[float]]:
     """Return name -> seconds of each step on the slowest rank. The steps take turns, after warmups. Collective."""
     times = np.zeros((len(steps), warmups + turns))
-    for turn in range(warmups + turns):
-        for row, step in enumerate(steps.values()):
-            comm.Barrier()
-            begin = time.perf_counter()
-            step()
-            times[row, turn] = time.perf_counter() - begin
+    with screen.bar(warmups + turns, "turn") as bar:
+        for turn in range(warmups + turns):
+            for row, step in enumerate(steps.values()):
+                comm.Barrier()
+                begin = time.perf_counter()
+                step()
+                times[row, turn] = time.perf_counter() - begin
+            bar.update()
     return dict(zip(steps, slowest(comm, times[:, warmups:]).tolist(), strict=True))
 
 

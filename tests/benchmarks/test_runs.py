@@ -3,6 +3,7 @@
 import csv
 import json
 import os
+import pty
 import re
 import signal
 import subprocess
@@ -59,6 +60,21 @@ def test_a_person_reads_a_line_for_each_size_and_one_sentence(
     advice = json.loads((tmp_path / "run.json").read_text())["advice"]
     assert lines[-1] == f"# {advice}"
     assert len(lines) <= 12
+    assert "size/s" not in job.stderr  # no progress bar: stderr is a file
+
+
+@pytest.mark.parametrize("mpi", launch.MPIS)
+def test_on_a_terminal_a_bar_shows_the_time_left(mpi: str, tmp_path: Path, quiet: dict[str, str]) -> None:
+    folder = launch.environment(mpi) / "bin"
+    launcher, *options = launch.LAUNCHERS[mpi]
+    command = [str(folder / launcher), *options, "-n", "2", str(folder / "python"), *MODULE, *QUICK, "-e", "16"]
+    terminal, end = pty.openpty()
+    with (tmp_path / "out").open("w+") as out, launch.started(command, out, end, quiet) as job:
+        os.close(end)
+        assert job.wait(60) == 0
+        shown = os.read(terminal, 1 << 16).decode()
+    os.close(terminal)
+    assert re.search(r"\d/2 \[00:\d\d<", shown), shown
 
 
 def test_peers_pictures_and_simulated_nodes(mpirun: JobRunner, tmp_path: Path, quiet: dict[str, str]) -> None:
