@@ -4,7 +4,6 @@ from collections.abc import Sequence
 from html import escape
 from pathlib import Path
 
-FOLDER = Path(__file__).parent
 TEXT = "var(--pst-color-text-base, #222832)"
 MUTED = "var(--pst-color-text-muted, #48566b)"
 LINE = "var(--pst-color-border, #9ca4af)"
@@ -75,13 +74,13 @@ class Svg:
         )
         return "\n".join([start, f"<title>{escape(self.title)}</title>", *self.parts, "</svg>"])
 
-    def save(self, name: str) -> None:
+    def save(self, path: Path) -> None:
         text = str(self).replace('style="', 'style="margin: 1.2rem 0; ', 1)
-        (FOLDER / f"{name}.svg").write_text(f"{text}\n", encoding="utf-8")
+        path.with_suffix(".svg").write_text(f"{text}\n", encoding="utf-8")
 
 
-def save_row(name: str, title: str, pictures: Sequence[Svg]) -> None:
-    """Write docs/pictures/NAME.html: pictures side by side."""
-    style = "display: flex; flex-wrap: wrap; gap: 1.2rem 1.6rem; margin: 1.2rem 0"
+def save_row(path: Path, title: str, pictures: Sequence[Svg]) -> None:
+    """Write an .html file of pictures side by side. path: without the suffix."""
+    style = "display: flex; flex-wrap: wrap; align-items: flex-start; gap: 1.2rem 1.6rem; margin: 1.2rem 0"
     lines = [f'<div role="group" aria-label="{escape(title)}" style="{style}">', *map(str, pictures), "</div>", ""]
-    (FOLDER / f"{name}.html").write_text("\n".join(lines), encoding="utf-8")
+    path.with_suffix(".html").write_text("\n".join(lines), encoding="utf-8")

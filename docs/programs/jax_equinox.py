@@ -29,11 +29,11 @@ def step(model, state, x, y):
     return eqx.apply_updates(model, updates), state, loss
 
 
-model = eqx.nn.MLP(64, 10, 64, 1, key=jax.random.key(0))  # the same key on every rank
+model = eqx.nn.MLP(64, 10, 64, 1, key=jax.random.key(0))
 state = optimizer.init(eqx.filter(model, eqx.is_array))
 for epoch in range(8):
     order = np.random.default_rng(epoch).permutation(len(x_train))
-    for batch in np.split(order, range(64, len(order), 64))[:-1]:  # not the short last batch
+    for batch in np.split(order, range(64, len(order), 64))[:-1]:
         batch = batch[reduce.rank :: reduce.size]
         model, state, loss = step(model, state, x_train[batch], data.y_train[batch])
 

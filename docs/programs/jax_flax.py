@@ -37,11 +37,11 @@ def step(model, optimizer, x, y):
     return loss
 
 
-model = Network(nnx.Rngs(0))  # the same seed on every rank
+model = Network(nnx.Rngs(0))
 optimizer = nnx.Optimizer(model, optax.adamw(3e-3), wrt=nnx.Param)
 for epoch in range(8):
     order = np.random.default_rng(epoch).permutation(len(x_train))
-    for batch in np.split(order, range(64, len(order), 64))[:-1]:  # not the short last batch
+    for batch in np.split(order, range(64, len(order), 64))[:-1]:
         batch = batch[reduce.rank :: reduce.size]
         loss = step(model, optimizer, x_train[batch], data.y_train[batch])
 

@@ -10,12 +10,14 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
+import allreduce.torch_backend
 from trainers import datasets
 
 
 def main():
     dist.init_process_group("allreduce")
-    rank, size, local_rank = dist.get_rank(), dist.get_world_size(), int(os.environ["LOCAL_RANK"])
+    rank, size = dist.get_rank(), dist.get_world_size()
+    local_rank = int(os.environ["LOCAL_RANK"])
     torch.manual_seed(0)
     data = datasets.load("digits")
     x_train, x_test = (

@@ -13,7 +13,8 @@ from trainers.pytorch import MirroredOptimizer
 
 def main():
     topology = allreduce.Topology()
-    rank, size, local_rank = topology.rank, topology.size, topology.node_rank
+    rank, size = topology.rank, topology.size
+    local_rank = topology.node_rank
     torch.manual_seed(0)
     data = datasets.load("digits")
     x_train, x_test = (

@@ -30,7 +30,7 @@ model = eqx.nn.MLP(64, 10, 64, 1, key=jax.random.key(0))
 state = optimizer.init(eqx.filter(model, eqx.is_array))
 for epoch in range(8):
     order = np.random.default_rng(epoch).permutation(len(x_train))
-    for batch in np.split(order, range(64, len(order), 64))[:-1]:  # not the short last batch
+    for batch in np.split(order, range(64, len(order), 64))[:-1]:
         model, state, loss = step(model, state, x_train[batch], data.y_train[batch])
 
 accuracy = (jax.vmap(model)(x_test).argmax(1) == data.y_test).mean()

@@ -37,7 +37,7 @@ model = Network(nnx.Rngs(0))
 optimizer = nnx.Optimizer(model, optax.adamw(3e-3), wrt=nnx.Param)
 for epoch in range(8):
     order = np.random.default_rng(epoch).permutation(len(x_train))
-    for batch in np.split(order, range(64, len(order), 64))[:-1]:  # not the short last batch
+    for batch in np.split(order, range(64, len(order), 64))[:-1]:
         loss = step(model, optimizer, x_train[batch], data.y_train[batch])
 
 accuracy = (model(x_test).argmax(1) == data.y_test).mean()

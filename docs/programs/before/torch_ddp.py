@@ -15,7 +15,8 @@ from trainers import datasets
 
 def main():
     dist.init_process_group("gloo")
-    rank, size, local_rank = dist.get_rank(), dist.get_world_size(), int(os.environ["LOCAL_RANK"])
+    rank, size = dist.get_rank(), dist.get_world_size()
+    local_rank = int(os.environ["LOCAL_RANK"])
     torch.manual_seed(0)
     data = datasets.load("digits")
     x_train, x_test = (

@@ -3,22 +3,19 @@
 python with_accelerate.py
 """
 
-try:
-    import torch
-    from accelerate import Accelerator
-    from torch.utils.data import DataLoader, TensorDataset
-except ImportError as error:
-    raise SystemExit(
-        f'Accelerate or PyTorch is missing ({error}): pip install ".[torch,frameworks]" in the checkout'
-    ) from None
+import torch
+from accelerate import Accelerator
+from torch.utils.data import DataLoader, TensorDataset
 
 from trainers import datasets
 
 
-def main() -> None:
+def main():
     accelerator = Accelerator(cpu=True)
     torch.manual_seed(0)
-    network = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.ReLU(), torch.nn.Linear(64, 10))
+    network = torch.nn.Sequential(
+        torch.nn.Linear(64, 64), torch.nn.ReLU(), torch.nn.Linear(64, 10)
+    )
     optimizer = torch.optim.SGD(network.parameters(), lr=0.1, momentum=0.9)
     data = datasets.load("digits")
     x = torch.as_tensor((data.x_train - data.shift) * data.scale).float()

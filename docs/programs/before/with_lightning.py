@@ -5,24 +5,23 @@ python with_lightning.py
 
 import warnings
 
-try:
-    import lightning
-    import torch
-    import torchmetrics
-    from torch.utils.data import DataLoader, TensorDataset
-except ImportError as error:
-    raise SystemExit(
-        f'Lightning, torchmetrics or PyTorch is missing ({error}): pip install ".[torch,frameworks]" in the checkout'
-    ) from None
+import lightning
+import torch
+import torchmetrics
+from torch.utils.data import DataLoader, TensorDataset
 
 from trainers import datasets
 
 
 class Digits(lightning.LightningModule):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
-        self.network = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.ReLU(), torch.nn.Linear(64, 10))
-        self.accuracy = torchmetrics.Accuracy("multiclass", num_classes=10)  # reduced over the same ranks
+        self.network = torch.nn.Sequential(
+            torch.nn.Linear(64, 64), torch.nn.ReLU(), torch.nn.Linear(64, 10)
+        )
+        self.accuracy = torchmetrics.Accuracy(
+            "multiclass", num_classes=10
+        )  # reduced over the same ranks
 
     def training_step(self, batch: tuple[torch.Tensor, torch.Tensor], index: int) -> torch.Tensor:
         x, y = batch
@@ -37,12 +36,14 @@ class Digits(lightning.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
 
 
-def main() -> None:
+def main():
     warnings.simplefilter("ignore")
     lightning.seed_everything(0)
     data = datasets.load("digits")
     x = torch.as_tensor((data.x_train - data.shift) * data.scale).float()
-    loader = DataLoader(TensorDataset(x, torch.as_tensor(data.y_train)), batch_size=32, shuffle=True)
+    loader = DataLoader(
+        TensorDataset(x, torch.as_tensor(data.y_train)), batch_size=32, shuffle=True
+    )
     trainer = lightning.Trainer(
         accelerator="cpu",
         devices=1,
@@ -53,8 +54,8 @@ def main() -> None:
     )
     trainer.fit(Digits(), loader)
     if trainer.global_rank == 0:
-        found = trainer.callback_metrics
-        print(f"loss {found['loss']:.4f}, accuracy {found['accuracy']:.4f} on {trainer.world_size} ranks")
+        loss, accuracy = (trainer.callback_metrics[name] for name in ("loss", "accuracy"))
+        print(f"loss {loss:.4f}, accuracy {accuracy:.4f} on {trainer.world_size} ranks")
 
 
 if __name__ == "__main__":

@@ -5,22 +5,21 @@ python with_transformers.py
 
 import tempfile
 
-try:
-    import torch
-    from transformers import BertConfig, BertForSequenceClassification, Trainer, TrainingArguments
-except ImportError as error:
-    raise SystemExit(
-        f'Transformers or PyTorch is missing ({error}): pip install ".[torch,frameworks]" in the checkout'
-    ) from None
+import torch
+from transformers import BertConfig, BertForSequenceClassification, Trainer, TrainingArguments
 
 
-def main() -> None:
+def main():
     torch.manual_seed(0)
     tokens = torch.randint(1, 50, (256, 8))
     rows = [{"input_ids": row, "labels": int(row[0] > 25)} for row in tokens]
     config = BertConfig(
-        vocab_size=50, hidden_size=32, num_hidden_layers=1, num_attention_heads=2, intermediate_size=64
-    )  # fmt: skip
+        vocab_size=50,
+        hidden_size=32,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        intermediate_size=64,
+    )
     with tempfile.TemporaryDirectory() as folder:
         arguments = TrainingArguments(
             folder,

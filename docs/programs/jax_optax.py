@@ -1,19 +1,18 @@
-"""A JAX loop with optax, on one process.
+"""A JAX loop with optax, on many ranks.
 
-python jax_digits.py
+mpirun -n 4 python jax_optax.py
 """
 
-try:
-    import jax
-    import numpy as np
-    import optax
-except ImportError as error:
-    raise SystemExit(f'JAX or optax is missing ({error}): pip install ".[jax]" in the checkout') from None
+import jax
+import numpy as np
+import optax
 
+import allreduce.jax
 from trainers import datasets
 
 data = datasets.load("digits")
 x_train, x_test = ((x - data.shift) * data.scale for x in (data.x_train, data.x_test))
+reduce = allreduce.create("auto")
 
 
 def apply(params, x):
@@ -27,6 +26,7 @@ def loss_of(params, x, y):
 @jax.jit
 def step(params, state, x, y):
     loss, grads = jax.value_and_grad(loss_of)(params, x, y)
+    loss, grads = allreduce.jax.pmean((loss, grads), reduce)
     changes, state = optimizer.update(grads, state, params)
     return optax.apply_updates(params, changes), state, loss
 
@@ -43,8 +43,12 @@ state = optimizer.init(params)
 
 for epoch in range(8):
     order = np.random.default_rng(epoch).permutation(len(x_train))
-    for batch in np.split(order, range(64, len(order), 64))[:-1]:  # not the short last batch
+    for batch in np.split(order, range(64, len(order), 64))[:-1]:
+        batch = batch[reduce.rank :: reduce.size]
         params, state, loss = step(params, state, x_train[batch], data.y_train[batch])
 
 accuracy = (apply(params, x_test).argmax(1) == data.y_test).mean()
-print(f"loss {loss:.4f}, test accuracy {accuracy:.4f}")
+if reduce.rank == 0:
+    print(f"loss {loss:.4f}, test accuracy {accuracy:.3f}")
+jax.effects_barrier()
+reduce.close()
