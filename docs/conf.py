@@ -137,6 +137,11 @@ python_use_unqualified_type_names = True
 maximum_signature_line_length = 100  # longer ones get a line for each argument
 intersphinx_mapping: dict[str, Any] = {}  # nothing is loaded from the network while the site is built
 
+RESULTS = {  # classes that users read and do not create: what they have are attributes
+    "trainers.datasets.Dataset",
+    "trainers.pytorch.Report",
+    "trainers.watching.history.Epoch",
+}
 ITEM = re.compile(r"(\*{0,2}[a-z_][\w.`]*(?:, \*{0,2}[a-z_][\w.`]*)*): (\S.*)")  # "Attributes: ..." is a sentence
 STAR = re.compile(r"(?<![\\`\w*])(\*{1,2})(?=[\w=])")
 
@@ -161,13 +166,13 @@ def with_code_blocks(lines: list[str]) -> Iterator[str]:
         before = line
 
 
-def as_fields(_app: Any, _kind: str, _name: str, documented: Any, _options: Any, lines: list[str]) -> None:
+def as_fields(_app: Any, _kind: str, name: str, documented: Any, _options: Any, lines: list[str]) -> None:
     """Turn the lines "name: description" of a docstring into reStructuredText, in place.
 
     Parameters of the function, or of the class's constructor, become fields; other names items of a list.
     """
     try:
-        parameters = {*inspect.signature(documented).parameters}
+        parameters = {*inspect.signature(documented).parameters} if name not in RESULTS else set()
     except (TypeError, ValueError):
         parameters = set()
     made: list[str] = []
@@ -176,7 +181,7 @@ def as_fields(_app: Any, _kind: str, _name: str, documented: Any, _options: Any,
         match = ITEM.fullmatch(line)
         if match and (inside or not made or not made[-1] or made[-1].endswith((".", ":", ")"))):
             names = match[1].replace("*", r"\*").replace(", ", ",")  # Sphinx takes a word before a space as the type
-            is_parameter = parameters.issuperset(name.strip("*") for name in match[1].split(", "))
+            is_parameter = parameters.issuperset(each.strip("*") for each in match[1].split(", "))
             before, starts = starts, ":param" if is_parameter else "-"
             if made and made[-1] and not (inside and before == starts):
                 made.append("")
@@ -186,7 +191,10 @@ def as_fields(_app: Any, _kind: str, _name: str, documented: Any, _options: Any,
             if inside and line and not line.startswith(" "):
                 made.append("")
             inside = inside and bool(line.startswith(" "))
-            made.append(line if line.startswith("    ") and not inside else STAR.sub(r"\\\1", line))
+            if inside and starts == "-":
+                made.append("  " + STAR.sub(r"\\\1", line.strip()) if line else line)
+            else:
+                made.append(line if line.startswith("    ") and not inside else STAR.sub(r"\\\1", line))
     lines[:] = [*made, ""]
 
 
