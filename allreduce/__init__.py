@@ -11,7 +11,7 @@ The backend allocates the memory of the gradients, and averages them there over 
 
 from allreduce.process import start
 
-start.start()  # MPI, before anything that uses it is imported
+start.start()  # starts MPI, before modules that use it are imported
 
 from allreduce import notices  # noqa: E402
 from allreduce.elastic import standby  # noqa: E402
@@ -21,7 +21,7 @@ from allreduce.topology import Topology  # noqa: E402
 __version__ = "0.1.0"  # pyproject.toml and CHANGELOG.md follow it
 
 NAMES = tuple(BACKENDS)
-"""Every backend's name; `available()` gives those that work here."""
+"""Every backend's name; `available()` returns the backends that work here."""
 
 __all__ = ["NAMES", "Topology", "available", "create", "standby"]
 

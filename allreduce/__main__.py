@@ -26,7 +26,7 @@ from allreduce.transport.control import raise_together
 
 COMMANDS: dict[str, ModuleType] = {"doctor": doctor}
 FAILED = 2  # exit code if the doctor can't run; 0 to 2 are the level of its worst finding
-BAD_OPTIONS = 64  # as sysexits.h has it
+BAD_OPTIONS = 64  # EX_USAGE of sysexits.h
 PATIENCE = {STALL: "20", TIMEOUT: "90"}  # the doctor's waits are short if ranks can reach each other
 EXAMPLES = """\
 examples:
@@ -65,20 +65,20 @@ class Parser(argparse.ArgumentParser):
             super()._print_message(message, file)
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a command on all ranks; returns the exit code, the same on each. Collective."""
+def main(arguments: Sequence[str] | None = None, program: str = "python -m allreduce") -> int:
+    """Run a command on all ranks; returns the exit code, the same on each. program: its name in --help. Collective."""
     abort.set_error_exit_code(FAILED)
     for variable, seconds in PATIENCE.items():
         os.environ.setdefault(variable, seconds)
     try:
         with advise_if_late():
             topology = _topology()
-        return _main(sys.argv[1:] if arguments is None else arguments, topology)
+        return _main(sys.argv[1:] if arguments is None else arguments, topology, program)
     except AllReduceError as error:  # the ranks can't reach each other, so no collective exit is possible
         abort.end_job(f"{type(error).__name__}: {error}\n", FAILED)
     except Exception:
         if processes.here()[1] > 1:
-            raise  # which ends the job with this code
+            raise  # the excepthook ends the job with FAILED
         traceback.print_exc()
         return FAILED
 
@@ -91,28 +91,30 @@ def _topology() -> Topology:
         return Topology(MPI.COMM_SELF)
 
 
-def _main(arguments: Sequence[str], topology: Topology) -> int:
+def _main(arguments: Sequence[str], topology: Topology, program: str) -> int:
     shown = topology.rank == 0
     try:
-        name, chosen = parse(arguments, shown)
+        name, chosen = parse(arguments, shown, program)
         code: int = COMMANDS[name].run(chosen, topology)
     except OptionError as error:
         if shown:
             print(f"allreduce: error: {error}", file=sys.stderr, flush=True)
             abort.write_down(str(error))
         code = BAD_OPTIONS
-    raise_together(topology.world, None)  # a rank that exits with a code ends the job, so rank 0 must have printed
+    raise_together(topology.world, None)  # a nonzero exit ends the job: rank 0 prints first
     return code
 
 
-def parse(arguments: Sequence[str], shown: bool) -> tuple[str, argparse.Namespace]:
+def parse(
+    arguments: Sequence[str], shown: bool, program: str = "python -m allreduce"
+) -> tuple[str, argparse.Namespace]:
     """Return the command and its options. Raises the same OptionError on all ranks; --help and --version exit."""
-    top = Parser(shown, prog="python -m allreduce", usage="%(prog)s COMMAND [OPTION...]", epilog=EXAMPLES)
+    top = Parser(shown, prog=program, usage="%(prog)s COMMAND [OPTION...]", epilog=EXAMPLES)
     top.description = "commands:\n" + "".join(f"  {name:<10} {module.ABOUT}\n" for name, module in COMMANDS.items())
     top.add_argument("--version", action="version", version=version())
     if arguments and arguments[0] in COMMANDS:
         module = COMMANDS[arguments[0]]
-        parser = Parser(shown, prog=f"python -m allreduce {arguments[0]}", description=module.ABOUT, epilog=module.MORE)
+        parser = Parser(shown, prog=f"{program} {arguments[0]}", description=module.ABOUT, epilog=module.MORE)
         module.add_options(parser)
         return arguments[0], parser.parse_args(arguments[1:])
     if arguments and not arguments[0].startswith("-"):

@@ -40,7 +40,7 @@ from allreduce.transport.shared_segment import Location
 
 BackendT = TypeVar("BackendT", bound="AllReduce")
 PartT = TypeVar("PartT", bound="Topology | AllReduce")
-OUT_OF_STEP = (CollectiveTimeoutError, RankLeftError, RankLostError)  # after these the ranks can't agree
+OUT_OF_STEP = (CollectiveTimeoutError, RankLeftError, RankLostError)  # after these errors the ranks can't agree
 
 
 class Config(NamedTuple):
@@ -83,7 +83,7 @@ class AllReduce(ABC):
     topology: a `Topology`; the backend creates its own communicator from it.
     check: how the ranks compare shape, dtype, op and memory of their arrays. "first": in every call, in shared memory
         on one node, by one small all-reduce on several; the first call of each signature costs one more message.
-        "always": every call costs that one more message. "never": calls are not compared, and cost no message.
+        "always": every call costs this additional message. "never": calls are not compared, and cost no message.
         If the ranks differ, all raise the same DisagreementError, before anything is changed.
 
     Creating, `allocate`, calling and `close` are collective: every rank does them, in the same order.
@@ -104,7 +104,7 @@ class AllReduce(ABC):
         self.owns_topology = False  # set by create() if it has created the topology
         self.part_of: AllReduce | None = None  # set by the backend that has created this one for its own calls
         self.workspace = Workspace()
-        self._pinned = gpu.Pinned()
+        self._pinned = Workspace(gpu.pinned)
         # (shape, dtype, op, memory) -> function that runs the call, for NumPy arrays in C order
         self._known: dict[tuple, Callable[[Any], None]] = {}
         self.packed: dict[Any, Any] = {}  # (dtype, device) -> buffer into which the arrays of trees are packed
@@ -113,7 +113,7 @@ class AllReduce(ABC):
         try:
             self._connect_together(topology)
         except Exception as error:
-            topology.let_go(self)  # a topology closes and abandons only what is complete
+            topology.let_go(self)  # a topology must not close or abandon an incomplete user
             if everywhere(error, topology.world):
                 self._release()
             raise
@@ -144,7 +144,7 @@ class AllReduce(ABC):
 
     @property
     def recipe(self) -> Config | None:
-        """The old name of `config`; warns, and goes with the next release."""
+        """The old name of `config`; warns. The next release removes it."""
         notices.deprecated("backend.recipe", "backend.config")
         return self.config
 
@@ -184,8 +184,8 @@ class AllReduce(ABC):
             packed by dtype and reduced together. Shapes and dtypes must be equal on all ranks. Arrays from `allocate`
             are reduced without a copy; others are copied if the backend needs it.
         op: "sum", "mean" or "average" (of floating dtypes), "max", "min" or "prod". float16 and bfloat16 are
-            summed in float32 and rounded once. Integer sums wrap around. For bool, sum and max are logical or, prod and
-            min logical and.
+            summed in float32 and rounded once. Integer sums wrap around. For bool, sum and max are "logical or", prod
+            and min "logical and".
 
         Raises a named AllReduceError on all ranks, before anything is changed, when an array can't be reduced or the
         ranks disagree.
@@ -203,7 +203,7 @@ class AllReduce(ABC):
                 self.reduce_tree(buffer, op)
                 return
             run = self._function("all_reduce", buffer, op)[1]
-            buffer = np.asarray(buffer) if isinstance(buffer, np.ndarray) else buffer  # no subclass of it
+            buffer = np.asarray(buffer) if isinstance(buffer, np.ndarray) else buffer  # not a subclass of ndarray
         run(buffer if buffer.ndim == 1 else buffer.reshape(-1, order="A"))
 
     def bind(self, array: Any, op: str = "mean", kind: str = "all_reduce") -> Callable[[], None]:
@@ -230,7 +230,7 @@ class AllReduce(ABC):
             equal indices are added. Length and values may differ between ranks; may be empty.
         values: an array of shape (len(indices), ...); NumPy or CuPy; dtype and row shape must be equal on all ranks.
             Neither array is changed.
-        op: "sum", or "mean" ("average"): the sum divided by the number of ranks, also of those without that row.
+        op: "sum", or "mean" ("average"): the sum divided by the number of all ranks, with or without that row.
 
         Returns (indices, sums), new arrays with the same bits on all ranks. indices: the distinct indices of all ranks,
         int64, ascending. sums: shape (len(indices), ...), the dtype of `values`; 16-bit floats are added in float32 and
@@ -400,8 +400,8 @@ class AllReduce(ABC):
     def close(self) -> None:
         """Free communicators and scratch memory. Collective; closing twice does nothing.
 
-        Arrays from `allocate` that are still in use stay valid. After a rank has failed, or after a broken call, it
-        does `abandon` instead.
+        Arrays from `allocate` that are still in use stay valid. After a failed rank or a broken call, `close` does
+        `abandon` instead.
         """
         if self.closed:
             return
@@ -428,7 +428,7 @@ class AllReduce(ABC):
         for part in reversed(self._parts):
             part.close()
         self._forget()
-        if "_engine" in vars(self):  # `_connect` has come that far
+        if "_engine" in vars(self):  # else `_connect` has failed before
             self._engine.close()
 
     def abandon(self) -> None:
@@ -438,7 +438,7 @@ class AllReduce(ABC):
         """
         self.closed = True
         free_later((self.workspace, self._pinned))  # unfinished messages may still write there
-        self.workspace, self._pinned = Workspace(), gpu.Pinned()
+        self.workspace, self._pinned = Workspace(), Workspace(gpu.pinned)
         self._engine.stop()
         self._forget()
         for part in self._parts:
@@ -541,7 +541,7 @@ class AllReduce(ABC):
 
         read, written: the parts of the array that are copied to the host before, and to the GPU after.
         """
-        host = self._pinned.like(buffer)
+        host = self._pinned.array("staged", buffer.size, buffer.dtype)
         buffer[read].get(out=host[read])  # waits for the current stream, so the GPU has finished writing
         work(host)
         buffer[written].set(host[written])
@@ -554,7 +554,7 @@ class AllReduce(ABC):
 
     def _say_copies(self, call: Call) -> None:
         """Log once that arrays not from `allocate` are copied, if this backend copies them. Local."""
-        # the outer backend has selected it and knows
+        # a part of another backend does not report
         if call.memory == FOREIGN and self.copies_foreign and self.part_of is None:
             notices.once(self.rank, self.copies_foreign)
 
@@ -618,7 +618,7 @@ class AllReduce(ABC):
         run(buffer)
 
     def _work(self, call: Call) -> Work | Trial:
-        """Return the function that does calls like `call`. If it raises, it does so on all ranks: they have agreed."""
+        """Return the function that does calls like `call`. Errors are raised on all ranks: they have agreed on it."""
         if call.kind == "all_reduce":
             return self._route(call)
         if call.kind not in ("reduce_scatter", "all_gather"):
@@ -667,7 +667,7 @@ class AllReduce(ABC):
             try:
                 self.check_dtype(group.dtype)
                 held = self.allocate(group.length, group.dtype, group.device)
-            except UnsupportedDtypeError:  # it is only copied between ranks
+            except UnsupportedDtypeError:  # such arrays are only copied between ranks
                 held = (gpu.cupy() if group.device == "cuda" else np).empty(group.length, group.dtype)
             self.packed[group.dtype, group.device] = held
         return held[: group.length]

@@ -32,7 +32,7 @@ class CollectiveTimeoutError(AllReduceError, TimeoutError):
 class RankLeftError(AllReduceError, RuntimeError):
     """A rank has ended its program, or its process has died, while others wait for it.
 
-    job_code: the exit code of a job that this error ends: that of the rank's program if it is not 0, else 1.
+    job_code: the exit code of a job that this error ends: the exit code of the rank's program if it is not 0, else 1.
     """
 
     job_code = 1

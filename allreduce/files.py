@@ -1,4 +1,4 @@
-"""Writes text files under a temporary name and renames them: a complete file alone replaces an old one."""
+"""Writes text files under a temporary name and renames them, so that only a complete file replaces an old one."""
 
 import contextlib
 import os
@@ -10,7 +10,7 @@ from allreduce.errors import OptionError
 
 
 def writable(path: str) -> bool:
-    """Return whether `replacing` can write to `path`. For options, before the work begins. Local."""
+    """Return whether `replacing` can write to `path`. For checks of options before the work begins. Local."""
     special = os.path.exists(path) and not os.path.isfile(path)
     folder = os.path.dirname(os.path.realpath(path))
     return not os.path.isdir(path) and os.access(path if special else folder, os.W_OK)
@@ -25,7 +25,7 @@ def replacing(path: str, what: str) -> Iterator[TextIO]:
     target = os.path.realpath(path)
     special = os.path.exists(target) and not os.path.isfile(target) and not os.path.isdir(target)
     folder, name = os.path.split(target)
-    aside = target if special else os.path.join(folder, f".{name}.{secrets.token_hex(4)}")  # unpredictable
+    aside = target if special else os.path.join(folder, f".{name}.{secrets.token_hex(4)}")  # an unpredictable name
     try:
         with open(aside, "w" if special else "x", encoding="ascii") as file:
             yield file

@@ -1,4 +1,4 @@
-"""Collectives on trees of JAX arrays: outside of `jit`, inside of it, and through derivatives.
+"""Collectives on trees of JAX arrays: outside `jit`, inside `jit`, and through derivatives.
 
     grads = allreduce.jax.pmean(grads, reduce)  # the mean over all ranks: a new tree
 
@@ -34,7 +34,7 @@ except ImportError as error:
         f'allreduce.jax needs JAX, which can\'t be imported ({error}): pip install ".[jax]" in the checkout'
     ) from error
 
-# callbacks that get XLA's buffers; JAX 0.6.2 and later
+# whether callbacks can get XLA's buffers: JAX 0.6.2 and later
 _KNOWS_BUFFERS = find_spec("jax.experimental.buffer_callback") is not None
 (_of_callbacks,) = jax.make_jaxpr(lambda: io_callback(lambda: None, None, ordered=True))().effects
 
@@ -44,7 +44,7 @@ _MOVES = {"all_gather": "stack", "broadcast": "broadcast"}
 
 
 class _Order(type(_of_callbacks)):  # type: ignore[misc]
-    """The effect by which JAX keeps collectives in order: a kind of io_callback's, which is ordered."""
+    """The effect by which JAX keeps collectives in order: a subclass of io_callback's ordered effect."""
 
     def __str__(self) -> str:
         return "allreduce"
@@ -132,7 +132,7 @@ def all_gather(tree: Any, backend: AllReduce) -> Any:
 def broadcast(tree: Any, backend: AllReduce, root: int = 0) -> Any:
     """Return rank `root`'s arrays. Collective. Raises OptionError for an invalid root.
 
-    tree: as of `all_gather`. The gradient is the sum of the ranks' gradients on `root`, zero elsewhere.
+    tree: see `all_gather`. The gradient is the sum of the ranks' gradients on `root`, zero elsewhere.
     """
     return _call(tree, backend, "broadcast", check_root(root, backend.size))
 
@@ -224,8 +224,8 @@ def _check_devices(context: Any) -> None:
     if max(counts) > 1:
         raise UnavailableError(
             f"collectives of allreduce.jax work on one device of each rank, and this program runs on {max(counts)}: "
-            "move the arrays to one of them first (jax.device_put, or array.addressable_data(0) of what jax.lax.pmean "
-            "has made equal on them), or start one rank for each device"
+            "move the arrays to one of them first (jax.device_put, or array.addressable_data(0) of an array that "
+            "jax.lax.pmean made equal on them), or start one rank for each device"
         )
 
 
@@ -289,7 +289,7 @@ def _batch(arrays: Any, axes: Any, *, collective: Collective) -> tuple[list[Any]
 _primitive.def_impl(_eager)
 _primitive.def_effectful_abstract_eval(_abstract)
 _uncached = {"cacheable": False} if "cacheable" in inspect.signature(mlir.register_lowering).parameters else {}
-mlir.register_lowering(_primitive, _lower, **_uncached)  # a callback belongs to one module; JAX 0.6 caches none
+mlir.register_lowering(_primitive, _lower, **_uncached)  # a callback belongs to one module; JAX 0.6 caches no lowerings
 ad.primitive_jvps[_primitive] = _derive
 ad.primitive_transposes[_primitive] = _transpose
 batching.primitive_batchers[_primitive] = _batch

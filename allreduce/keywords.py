@@ -20,7 +20,7 @@ def near(unknown: str, known: Iterable[str]) -> str:
 def known_only(method: CallableT) -> CallableT:
     """Decorator: the method raises TypeError for unknown keyword arguments, before it does anything.
 
-    If the error is not caught, one rank reports it, as it does for all errors once a topology was created.
+    If the error is not caught, one rank reports it, also when no topology exists yet.
     """
     taken = [name for name in inspect.signature(method).parameters if name != "self"]
     known = frozenset(taken)

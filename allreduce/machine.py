@@ -19,7 +19,7 @@ class Machine(TypedDict):
     """Equal on all machines of one kind: it has no host names."""
 
     cpu: str  # the model's name
-    cores: int  # logical ones
+    cores: int  # logical cores
     mpi: str  # library and version
 
 

@@ -1,5 +1,6 @@
 """`create`, and the table of backends by name. A new backend is one file and one line here."""
 
+import contextlib
 import importlib
 import inspect
 import os
@@ -11,7 +12,7 @@ from allreduce.backend import AllReduce, Config, TwoPhase
 from allreduce.errors import AllReduceError, OptionError, UnavailableError, UnknownBackendError
 from allreduce.topology import Topology
 from allreduce.tracing.trace import Trace
-from allreduce.transport.control import known
+from allreduce.transport.control import on_all_ranks
 from allreduce.wrappers import compressed
 from allreduce.wrappers.compressed import Compressed
 from allreduce.wrappers.traced import Traced
@@ -50,7 +51,7 @@ def create(
         allreduce.wrappers.compressed).
     trace: records all calls (see allreduce.wrappers.traced.Traced): the path of a file for Perfetto, which `close`
         writes, or an allreduce.tracing.trace.Trace that is shared with other users.
-    options: the backend's own: root=0 of "reduce_to_one", node="shared" and cross="ring" of
+    options: the backend's own options: root=0 of "reduce_to_one", node="shared" and cross="ring" of
         "hierarchical_copy".
 
     Raises on all ranks: UnknownBackendError, OptionError, UnavailableError (which says what is missing),
@@ -100,7 +101,7 @@ def _constructed(kind: type[AllReduce], topology: Topology, arguments: dict[str,
         return kind(topology, **arguments)
     except AllReduceError as error:
         if error.ranks is None and isinstance(error, OptionError | UnavailableError):
-            known(error, topology.world)  # all ranks have the same arguments, so all refuse them
+            on_all_ranks(error, topology.world)  # all ranks have the same arguments, so all refuse them
         raise
 
 
@@ -120,23 +121,19 @@ def two_phase() -> tuple[str, ...]:
 
 def available(topology: Topology | None = None) -> tuple[str, ...]:
     """The names of the backends that work on the ranks of `topology` (all ranks by default). Collective."""
-    usable = []
-    owned = topology is None
     if topology is None:
-        topology = Topology()
+        with Topology() as topology:
+            return available(topology)
+    usable = []
     for name in BACKENDS:
-        try:
+        with contextlib.suppress(UnavailableError):
             create(name, topology).close()
-        except UnavailableError:
-            continue
-        usable.append(name)
-    if owned:
-        topology.close()
+            usable.append(name)
     return tuple(usable)
 
 
 def _shown(value: object) -> str:
-    """Format an option's value, equally on all ranks: without addresses."""
+    """Format an option's value without memory addresses, so that the text is equal on all ranks."""
     if isinstance(value, str | int | float | tuple | os.PathLike) or value is None:
         return repr(value)
     return str(getattr(value, "__qualname__", type(value).__qualname__))

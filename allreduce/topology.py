@@ -20,7 +20,7 @@ from allreduce.health.status import FAR_ROWS, ROW_BYTES, StatusRows
 from allreduce.process import children, launcher
 from allreduce.transport import deferred_free, liveness, processes, ulfm
 from allreduce.transport.cma import CMA
-from allreduce.transport.control import agree, all_values, known, root_value
+from allreduce.transport.control import agree, all_values, on_all_ranks, root_value
 from allreduce.transport.shared_segment import CommonSegment
 from allreduce.transport.wait import NamedCall, WaitRecord, record_of, waiting, watched
 
@@ -41,9 +41,9 @@ class Topology:
     """The ranks of a communicator and the nodes that they run on. Creating and closing are collective.
 
     comm: an intracommunicator, duplicated here; MPI.COMM_WORLD when none is given.
-    ranks_per_node: simulates nodes: consecutive ranks form a node, an int for nodes of one size (the
-        last may be smaller) or a sequence of sizes that add up to the number of ranks. Ranks that do not
-        really share memory are never put on one simulated node.
+    ranks_per_node: simulates nodes of consecutive ranks: an int for nodes of equal size (the last may be
+        smaller), or a sequence of sizes that add up to the number of ranks. Ranks that do not really
+        share memory are never put on one simulated node.
     timeout: seconds that a rank waits for others before it gives up with a CollectiveTimeoutError; by default
         ALLREDUCE_TIMEOUT_SECONDS, else 1800. After ALLREDUCE_STALL_SECONDS, else 30, a wait is reported.
 
@@ -87,14 +87,14 @@ class Topology:
         error = _bad_ranks_per_node(ranks_per_node, comm.size) or _bad_timeout(timeout)
         agree(comm, [zlib.crc32(asked.encode())], asked, error)
         self._begin(parent)
-        self.original: Topology | None = None  # what this is a duplicate of
+        self.original: Topology | None = None  # the topology that this one duplicates
         self._numbers, self.apart, self.is_part = 0, False, parent is not None
         self.simulated, self._ranks_per_node = ranks_per_node is not None, ranks_per_node
         self.timeout = seconds(TIMEOUT, 1800.0) if timeout is None else float(timeout)
         try:
             with waiting(comm, asked):
                 first = self.own(comm.Dup())
-            revoke = weakref.WeakMethod(self.revoke_comms)  # MPI keeps the detector of a topology that is dropped
+            revoke = weakref.WeakMethod(self.revoke_comms)  # MPI keeps the detector alive after the topology
             self.detector = StallDetector(first, self.timeout, revoke=lambda: (call := revoke()) and call())
             watched(first, self.detector, self.wait_record())
             with waiting(first, asked):
@@ -102,7 +102,7 @@ class Topology:
         except BaseException:
             self.closed = True
             self._defer_free()
-            if self._revoked and "detector" in vars(self):  # without a failure others may still wait in it
+            if self._revoked and "detector" in vars(self):  # else other ranks may still wait in it
                 self.detector.abandon()
             raise
         if parent is not None:
@@ -128,12 +128,12 @@ class Topology:
     def _connect(self, comm: MPI.Intracomm, on_one_host: bool) -> None:
         """Create all communicators but `comm`. Collective. on_one_host: it is known that all ranks share memory.
 
-        comm: for agreements, and for the detector's messages. An agreement is a collective call, so no message matches
-            it.
+        comm: for agreements, and for the detector's messages. Agreements are collective calls, which such a message
+            never matches.
         """
         self._control = comm
         self.world: MPI.Intracomm = self.own(comm.Dup(), watch=True)
-        self._finish = self.detector.wait_record(self.number(), raises=True)  # where `finished` waits
+        self._finish = self.detector.wait_record(self.number(), raises=True)  # of `finished`
         if ulfm.in_force():  # ranks announce that they leave on a communicator that no failure revokes
             self._unrevoked = self.own(self.world.Dup())
             self.detector.messages.use_unrevoked(self._unrevoked, self._finish)
@@ -141,10 +141,10 @@ class Topology:
         self.host: MPI.Intracomm = self.world
         if not on_one_host:
             self.host = self.own(self.world.Split_type(MPI.COMM_TYPE_SHARED, key=self.rank), watch=True)
-        found = all_values(self.host, [machine.cores(), self.rank, liveness.own()], "learn what this node has")
+        found = all_values(self.host, [machine.cores(), self.rank, liveness.own()], "count the cores of this node")
         self.cores = len(set().union(*(cores for cores, *_ in found)))
         self.sharing = self.host.size
-        if self.sharing > self.cores and not self.is_part:  # the parent has already said so
+        if self.sharing > self.cores and not self.is_part:  # a parent has already reported it
             text = f"{self.sharing} ranks share the {self.cores} cores of this node: more ranks give no speed-up, "
             notices.once(self.rank, text + "and communication times are mostly waits for a core")
         if self._ranks_per_node is None:
@@ -160,7 +160,7 @@ class Topology:
         self.node_sizes = tuple(map(len, nodes))
         here = {rank: liveness.of_json(process) for _, rank, process in found if process is not None}
         rows = _shared_rows(self.node)
-        # MPI keeps the communicators of a dropped topology, these keep the detector, and it keeps the rows.
+        # MPI keeps a dropped topology's communicators; their attributes keep the detector, which keeps the rows.
         self._release_rows = weakref.finalize(self, _leave_rows, self.detector, rows)
         self._release_rows.atexit = False
         self.detector.connect(nodes, self.node_index, rows, here)
@@ -314,7 +314,7 @@ class Topology:
         self._begin(original)
         self.original, self._numbers = original, original.number() << 16
         with waiting(original.world, "Topology.duplicate"):
-            self._control = self.world = self.own(original.world.Dup(), watch=True)  # only users' calls carry data
+            self._control = self.world = self.own(original.world.Dup(), watch=True)  # users send data on `private` ones
 
     # Communicators and their users
 
@@ -410,7 +410,7 @@ class Topology:
         agree(self._control, [], f"close {self}", None)
         for user in [*reversed(self._users), *reversed(self._children)]:
             user.close()
-        if self.closed:  # by one of them: a trainer closes the topology that it has after a failure
+        if self.closed:  # by a user: a trainer closes the topology that it has formed after a failure
             return
         self.closed = True
         for made in [*reversed(self._made_once.values())]:
@@ -452,7 +452,7 @@ class Topology:
         return self
 
     def __exit__(self, kind: object, *_: object) -> None:
-        if kind is None:  # after an exception the other ranks may not come to a collective close
+        if kind is None:  # after an exception the other ranks may not reach a collective close
             self.close()
 
     # Failures
@@ -477,7 +477,7 @@ class Topology:
         for child in list(self._children):
             if not (child.apart or child.closed):
                 child.revoke_comms()
-                if "detector" in vars(child):  # its constructor has come that far
+                if "detector" in vars(child):  # else its constructor has not created it yet
                     child.detector.handle_failure()
 
     def finished(self, ok: bool = True) -> bool:
@@ -505,9 +505,9 @@ class Topology:
     def survivors(self, admit: bool = True) -> "Topology":
         """Return a topology of the surviving ranks, in rank order, each on its node. Collective over these.
 
-        If another rank fails meanwhile, it starts again. This topology and all its users are revoked and abandoned;
-        arrays from `allocate` stay readable. Each rank stays on its simulated node. `previous_ranks` of the new
-        topology holds the ranks that its ranks have here.
+        If another rank fails meanwhile, the call starts again. This topology and all its users are revoked and
+        abandoned; arrays from `allocate` stay readable. Each rank stays on its simulated node. `previous_ranks` of the
+        new topology holds the rank that each of its ranks has here.
 
         admit: whether standby ranks may join, if there are any (`allreduce.standby`); equal on all ranks.
 
@@ -573,7 +573,7 @@ def _leave_rows(detector: StallDetector, rows: StatusRows | None) -> None:
 
 
 def _shared_rows(node: MPI.Intracomm) -> StatusRows | None:
-    """Create the status rows of a node's ranks in shared memory; None on all of them when it is full. Collective."""
+    """Create the status rows of a node's ranks in shared memory; None on all ranks if it is full. Collective."""
     if node.size == 1:
         return None
     try:
@@ -666,7 +666,7 @@ def _compare_versions(comm: MPI.Intracomm, digests: Sequence[int]) -> None:
             continue
         table = "; ".join(f"{version} on ranks {', '.join(map(str, ranks))}" for version, ranks in holders.items())
         if name == machine.OURS:
-            raise known(
+            raise on_all_ranks(
                 DisagreementError(f"the ranks have different versions of {machine.OURS}: {table}; install one"), comm
             )
         notices.once(comm.rank, f"the ranks have different versions of {name}: {table}")

@@ -19,7 +19,7 @@ from allreduce.arrays import dtypes
 from allreduce.errors import AllReduceError, OptionError
 from allreduce.transport.control import raise_together
 from allreduce.wrappers.compressed import SHORT
-from benchmarks.lib import cli, machine, outputs, plot, report, sizes, table
+from benchmarks.lib import cli, limits, machine, outputs, plot, report, sizes, table
 from benchmarks.lib.advice import advice, wrong_results
 from benchmarks.lib.contenders import PEERS, Contender, gather
 from benchmarks.lib.outputs import Screen
@@ -39,11 +39,12 @@ arrays from allocate(), which peers do not have. Further columns: backend, min a
 time: before each iteration every rank writes its array and waits in a barrier. The time of an iteration is that of its
 slowest rank; the median over the iterations is shown. The backends take turns (A B C A B C ...), so that a drifting
 machine affects all of them alike. algbw = size / time, busbw = algbw x 2(n-1)/n.
+The page of --html draws the limit of memory (measured by copying) or network (by sending) beside the bandwidths.
 #wrong: elements that differ from the result in float64, on all ranks, after the timing. Exit code 1 if there are any.
 """
 
 
-def _options(parser: argparse.ArgumentParser) -> None:
+def add_options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("-b", "--minbytes", type=cli.size, default=8, metavar="SIZE", help="smallest size (default 8); units K, M, G")
     add("-e", "--maxbytes", type=cli.size, default=128 << 20, metavar="SIZE", help="largest size (default 128M)")
@@ -91,7 +92,7 @@ def _run(world: Topology, args: argparse.Namespace, screen: Screen) -> int:
         )
         cells = _cells(topology, contenders, wanted[-1], args.datatype, skipped, everything)
         run = Run(
-            machine=machine.describe(args.peers),
+            machine={**machine.describe(args.peers), **limits.measure(topology)},
             node_sizes=list(topology.node_sizes),
             simulated=topology.simulated,
             dtype=str(args.datatype),
@@ -129,7 +130,7 @@ def _cells(
 ) -> list[Cell]:
     """Return the cells: an array from allocate() for each contender, and one ordinary array that all share. Collective.
 
-    Removes contenders whose allocate() fails, with the reason in `skipped`; raises if not everything was asked for.
+    Removes contenders whose allocate() fails, with the reason in `skipped`; raises the error unless `everything`.
     """
     count = largest // dtype.itemsize
     arrays = 1 + sum(contender.allocate is not None for contender in contenders)
@@ -174,7 +175,7 @@ def _measure(
 
 def _write(comm: MPI.Intracomm, args: argparse.Namespace, run: Run) -> None:
     """Write the files that the options name, on rank 0. Collective."""
-    contents: dict[str, Callable[[], str | bytes]] = {  # the files from which others can be made come first
+    contents: dict[str, Callable[[], str | bytes]] = {  # first the files from which the others can be made again
         "json": lambda: to_json(run, advice(run)),
         "csv": lambda: to_csv(run),
         "plot": lambda: plot.draw(run, plot.kind_of(args.plot)),
@@ -192,7 +193,7 @@ def _write(comm: MPI.Intracomm, args: argparse.Namespace, run: Run) -> None:
     raise_together(comm, OptionError("; ".join(failures)) if failures else None)
 
 
-main = cli.command("benchmarks.bandwidth", __doc__, _options, _run, EPILOG)
+main = cli.command("benchmarks.bandwidth", __doc__, add_options, _run, EPILOG)
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -18,6 +18,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+from tqdm import tqdm
 
 from allreduce import Topology
 from allreduce.transport.control import root_value, together
@@ -33,7 +34,7 @@ FEATURES, CLASSES = 512, 10
 PLAIN, WRITES, DURING = "no checkpoint", "the step that writes", "while it is written"
 
 
-def _options(parser: argparse.ArgumentParser) -> None:
+def add_options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--parameters", type=cli.at_least(0.01, float), default=10.0, metavar="M", help="millions (default: 10)")
     add("--batch", type=cli.at_least(1), default=128, metavar="N", help="rows per rank (default: 128)")
@@ -68,12 +69,12 @@ def _module(sizes: Sequence[int]) -> Replica:
 
 
 class Steps(Callback):
-    """Records when each step begins, and on rank 0 whether the previous checkpoint is still being written then."""
+    """Records when each step begins and, on rank 0, whether a checkpoint is being written at that time."""
 
     reads_batches = False
 
-    def __init__(self, folder: str, every: int) -> None:
-        self._folder, self._every = folder, every
+    def __init__(self, folder: str, every: int, bar: tqdm) -> None:
+        self._folder, self._every, self._bar = folder, every, bar
         self.begins: list[float] = []
         self.writing: list[bool] = []
 
@@ -81,17 +82,21 @@ class Steps(Callback):
         begun = batch - batch % self._every  # the number of steps at the last checkpoint
         path = files.path_of(self._folder, begun)
         self.writing.append(bool(begun) and self.trainer.rank == 0 and not os.path.exists(path))
+        self._bar.update()
         self.begins.append(time.perf_counter())
 
 
-def measure(topology: Topology, options: argparse.Namespace, folder: str) -> dict[str, Any]:
+def measure(topology: Topology, options: argparse.Namespace, folder: str, screen: Screen) -> dict[str, Any]:
     """Return the seconds of each kind of step, and the size of a checkpoint. Collective."""
     replica = replica_of(options)
     batch = options.batch * topology.size
     x = np.random.default_rng(0).standard_normal((options.steps * batch, FEATURES), np.float32)
     y = np.arange(len(x)) % CLASSES
-    steps = Steps(folder, options.every)
-    with MirroredTrainer(replica, "auto", topology, update=options.update) as trainer:
+    with (
+        MirroredTrainer(replica, "auto", topology, update=options.update) as trainer,
+        screen.bar(options.steps, "step") as bar,
+    ):
+        steps = Steps(folder, options.every, bar)
         given = Checkpoint(folder, f"{options.every} steps", keep=2)
         trainer.fit(x, y, 1, batch, checkpoint=given, callbacks=[steps], progress=False, shuffle=False)
     times = timing.slowest(topology.world, np.diff(steps.begins))
@@ -110,7 +115,7 @@ def measure(topology: Topology, options: argparse.Namespace, folder: str) -> dic
 def _run(topology: Topology, options: argparse.Namespace, screen: Screen) -> int:
     with tempfile.TemporaryDirectory(dir=options.folder or ".", prefix="checkpoints-") as own:
         folder = root_value(topology.world, own, "learn the folder")
-        result = measure(topology, options, folder)
+        result = measure(topology, options, folder, screen)
         together(topology.world, lambda: None)  # no rank removes its folder before all ranks are done
     what = f"{options.framework}, {options.update}, {result['parameters'] / 1e6:.1f} M parameters, Adam"
     screen.say(
@@ -122,7 +127,7 @@ def _run(topology: Topology, options: argparse.Namespace, screen: Screen) -> int
     return 0
 
 
-main = cli.command("benchmarks.checkpoint", __doc__, _options, _run)
+main = cli.command("benchmarks.checkpoint", __doc__, add_options, _run)
 
 if __name__ == "__main__":
     sys.exit(main())

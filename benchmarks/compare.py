@@ -4,7 +4,7 @@
 
 Wrong results are regressions. A size is a regression if its median and its minimum are both slower by more than the
 threshold: other load on the machine raises medians, but seldom minima. A backend is a regression if the geometric
-means of both over all sizes are slower by more than that.
+means of both over all sizes are slower by more than the threshold.
 Exit code: 0 no regression, 1 regressions, 2 the files can't be compared.
 """
 
@@ -71,7 +71,7 @@ def only_in(one: Run, other: Run) -> list[str]:
 
 
 def differences(before: Run, after: Run) -> list[str]:
-    """Return a line for each difference between the machines and places of two runs."""
+    """Return a line for each difference between the machines and topologies of two runs."""
     found = []
     for name in ("cpu", "cores", "mpi", "numpy", "mpi4py", "python"):
         old, new = before.machine.get(name), after.machine.get(name)
@@ -148,13 +148,13 @@ def _threshold(text: str) -> float:
     return value
 
 
-def _options(parser: argparse.ArgumentParser) -> None:
+def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("before", metavar="BEFORE.json")
     parser.add_argument("after", metavar="AFTER.json")
     parser.add_argument("--threshold", type=_threshold, default=0.1, metavar="SHARE", help="default 10%%")
 
 
-main = cli.serial_command("benchmarks.compare", __doc__, _options, _compare)
+main = cli.serial_command("benchmarks.compare", __doc__, add_options, _compare)
 
 
 if __name__ == "__main__":

@@ -3,7 +3,7 @@
     mpirun -n 2 python -m benchmarks.jax_step --json out.json
 
 "none": no communication; each rank computes a step as one compiled function. "replica": JaxReplica, whose gradients are
-reduced in the memory of the backend. "pmean": allreduce.jax.pmean inside of the compiled step. "gloo": JAX's own
+reduced in the memory of the backend. "pmean": allreduce.jax.pmean inside the compiled step. "gloo": JAX's own
 collectives between the ranks. The variants take turns, one step each, so that a drifting machine affects all alike.
 Times are of the slowest rank.
 
@@ -46,7 +46,7 @@ VARIANTS = ("none", "replica", "pmean", "gloo")
 Step = Callable[[], None]
 
 
-def _options(parser: argparse.ArgumentParser) -> None:
+def add_options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--parameters", type=_millions, default=[2.4, 10.0], metavar="M,M", help="millions (default: 2.4,10)")
     add("--batch", type=cli.at_least(1), default=32, metavar="N", help="rows per rank (default: 32)")
@@ -159,7 +159,7 @@ def gloo(params: Any, x: Any, y: Any) -> Step:
     )
 
 
-def measure(topology: Topology, options: argparse.Namespace, millions: float) -> dict[str, list[float]]:
+def measure(topology: Topology, options: argparse.Namespace, millions: float, screen: Screen) -> dict[str, list[float]]:
     """Return variant -> seconds of each step, on the slowest rank. Collective."""
     params, random = model(millions), np.random.default_rng(topology.rank)
     x = random.standard_normal((options.batch, FEATURES), np.float32)
@@ -172,7 +172,7 @@ def measure(topology: Topology, options: argparse.Namespace, millions: float) ->
             "gloo": lambda: gloo(params, x, y),
         }
         steps = {name: makers[name]() for name in options.variants}
-        times = timing.take_turns(topology.world, steps, options.steps, warmups=2)
+        times = timing.take_turns(topology.world, steps, options.steps, 2, screen)
         jax.effects_barrier()
     return times
 
@@ -182,7 +182,7 @@ def _run(topology: Topology, options: argparse.Namespace, screen: Screen) -> int
         connect(topology)
     results = []
     for millions in options.parameters:
-        times = measure(topology, options, millions)
+        times = measure(topology, options, millions, screen)
         results.append(
             {"parameters": millions, "ms": {name: [1e3 * each for each in row] for name, row in times.items()}}
         )
@@ -193,7 +193,7 @@ def _run(topology: Topology, options: argparse.Namespace, screen: Screen) -> int
     return 0
 
 
-main = cli.command("benchmarks.jax_step", __doc__, _options, _run)
+main = cli.command("benchmarks.jax_step", __doc__, add_options, _run)
 
 if __name__ == "__main__":
     sys.exit(main())

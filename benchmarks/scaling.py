@@ -4,8 +4,8 @@
     python -m benchmarks.scaling --fit node2.json node4.json node5.json --fit-rig rig2x2.json --plot scaling.png
 
 Runs without mpirun: it only computes. --fit reads files of `benchmarks.bandwidth --json`, fits the constants to them,
-and reports the errors of the model by backend and size, and for each place those of a fit to all other places. The
-predictions use the fitted constants of a node, and the network of --link.
+and reports the errors of the model by backend and size; and for each cluster the errors of a fit to all other clusters.
+The predictions use the fitted constants of a node, and the network of --link.
 """
 
 import argparse
@@ -154,19 +154,17 @@ def _link(text: str) -> tuple[float, float]:
     return float(match[1]) * _UNITS[match[2]], float(match[3]) * _TIMES[match[4]] if match[3] else LINK_LATENCY
 
 
-def _options(parser: argparse.ArgumentParser) -> None:
+def add_options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--fit", nargs="+", metavar="FILE", help="runs of benchmarks.bandwidth --json to fit the constants to")
     add("--fit-rig", nargs="+", metavar="FILE", help="as --fit, of scripts/cluster_sim.sh: hosts share one machine")
-    add("--time", choices=("median", "min"), default="median", help="which time of a run (min if the machine was busy)")
+    add("--time", choices=("median", "min"), default="median", help="the time to fit to (min if the machine was busy)")
     cli.add_some(parser, "--model", MODELS, default=["resnet50"])
     add("--step-time", type=cli.at_least(1e-6, float, 1e6), metavar="SECONDS", help="computing time of a step")
     add("--node-size", type=cli.at_least(1, int, 1024), default=8, metavar="N", help="ranks of a node (default 8)")
     add("--cores", type=cli.at_least(1, int, 4096), metavar="N", help="cores of a node (default: one a rank)")
-    add(
-        "--link", type=_link, default=_link("100gbit"), metavar="RATE", help="of a node: 100gbit (default), 10gbit,20us"
-    )
-    add("--dtype", choices=tuple(DTYPES), default="float32", help="of the gradients that are sent")
+    add("--link", type=_link, default=_link("100gbit"), metavar="RATE", help="a link: 100gbit (default) or 10gbit,20us")
+    add("--dtype", choices=tuple(DTYPES), default="float32", help="dtype in which gradients are sent")
     add(
         "--overlap",
         type=cli.at_least(0, float, 1),
@@ -185,7 +183,7 @@ def _options(parser: argparse.ArgumentParser) -> None:
     add("--plot", metavar="FILE", help="a picture (.png, .svg, .pdf); needs matplotlib")
 
 
-main = cli.serial_command("benchmarks.scaling", __doc__, _options, _predict)
+main = cli.serial_command("benchmarks.scaling", __doc__, add_options, _predict)
 
 
 if __name__ == "__main__":

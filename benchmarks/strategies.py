@@ -2,7 +2,7 @@
 
     mpirun -n 5 python -m benchmarks.strategies --json out.json --plot out.png
 
-Computing a row takes a fixed time (--row-us): a rank sleeps for the rest of it, as if it had a processor of its own.
+Computing a row takes a fixed time (--row-us): a rank sleeps for the rest of it, as if it had its own processor.
 So the strategies differ only in waits and messages, even if ranks outnumber cores. The slow rank is rank 1, a worker in
 every strategy. By default every rank is a simulated node, so that all data is sent in messages, which are counted (an
 MPI_Allreduce as a ring would send it).
@@ -23,7 +23,7 @@ from mpi4py import MPI
 from allreduce.errors import OptionError
 from allreduce.machine import identify
 from allreduce.topology import Topology
-from allreduce.transport.control import all_values, known
+from allreduce.transport.control import all_values, on_all_ranks
 from benchmarks.lib import cli, outputs, plot
 from benchmarks.lib.outputs import Screen
 from trainers import NumpyNetwork, datasets
@@ -35,7 +35,7 @@ from trainers.watching.callback import Callback, Logs
 
 
 class Traffic:
-    """The bytes that this rank has sent to each other rank. comm: of all ranks."""
+    """The bytes that this rank has sent to each other rank. comm: the communicator of all ranks."""
 
     def __init__(self, comm: MPI.Intracomm) -> None:
         self._comm = comm
@@ -178,7 +178,7 @@ def _served(name: str, servers: int, *more: str) -> Variant:
 VARIANTS = [
     Variant("mirrored", ()),
     Variant("central storage", ("--strategy", "central_storage")),
-    Variant("1 spare replica", ("--strategy", "spare_replicas", "--spare", "1"), least=3, spare=1),
+    Variant("1 spare replica", ("--strategy", "spare_replicas", "--backup-workers", "1"), least=3, spare=1),
     _served("1 server, sync", 1, "--updates", "sync"),
     _served("2 servers, sync", 2, "--updates", "sync"),
     _served("1 server, async", 1),
@@ -194,7 +194,7 @@ class Outcome:
     slow: whether one rank was slow. workers: the number of ranks that computed. seconds: the median time of an epoch.
         updates_per_second: of the parameters. samples_per_second: of the samples whose gradients were used. staleness:
         staleness[s] gradients were s updates stale, over all epochs. megabytes: sent and received in an epoch by the
-        rank `busiest`, which has the most.
+        rank `busiest`, the rank with the most.
     """
 
     variant: str
@@ -219,9 +219,9 @@ class Outcome:
 
 
 class PacedNetwork(NumpyNetwork):
-    """A NumpyNetwork whose gradients take a fixed time per row, as if each rank had an accelerator of its own.
+    """A NumpyNetwork whose gradients take a fixed time per row, as if each rank had its own accelerator.
 
-    pace: seconds per row; the rank sleeps for what is left of them.
+    pace: seconds per row; the rank sleeps for the rest of this time.
     """
 
     pace = 0.0
@@ -414,7 +414,7 @@ def _histogram(axis: Any, outcomes: Sequence[Outcome], names: list[str]) -> None
     axis.set_title("updates behind: the darker, the more gradients", fontsize=11)
 
 
-def _options(parser: argparse.ArgumentParser) -> None:
+def add_options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     cli.add_some(parser, "--only", [each.name for each in VARIANTS], ";")
     add("--data", default="digits", metavar="SET", help=f"{' or '.join(datasets.NAMES)}, or files (default: digits)")
@@ -433,7 +433,7 @@ def _options(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     add(
         "--ranks-per-node", type=cli.at_least(0), default=1, metavar="N",
-        help="simulate nodes of N ranks; 0: the nodes as they are (default: 1)",
+        help="simulate nodes of N ranks; 0: use the real nodes (default: 1)",
     )  # fmt: skip
     add("--plot", metavar="FILE", help="draw the comparison (.png, .svg, .pdf)")
     cli.add_json_option(parser)
@@ -442,7 +442,8 @@ def _options(parser: argparse.ArgumentParser) -> None:
 def _run(topology: Topology, args: argparse.Namespace, screen: Screen) -> int:
     variants = lineup(args.only, topology.size)
     if not variants:
-        raise known(OptionError("too few ranks for any of these: start 2 or more"), topology.world)
+        error = OptionError(f"too few ranks for these strategies: {topology.size}; start more")
+        raise on_all_ranks(error, topology.world)
     outcomes = _measure(topology, args, variants, screen)
     screen.say("#", *table(outcomes))
     options = {name: value for name, value in vars(args).items() if name not in ("json", "plot")}
@@ -479,7 +480,7 @@ def _measure(topology: Topology, args: argparse.Namespace, variants: list[Varian
     return list(best.values())
 
 
-main = cli.command("benchmarks.strategies", __doc__, _options, _run)
+main = cli.command("benchmarks.strategies", __doc__, add_options, _run)
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -25,7 +25,7 @@ from benchmarks.lib.results import FileError
 from trainers.files import model_file
 
 MOST_BYTES, MOST_SLICES = 1 << 30, 1 << 22
-PIECE = 1 << 20  # characters that are read at a time; no event has as many
+PIECE = 1 << 20  # characters that are read at a time; every event is shorter
 LIST, NAMED_LIST, SPACE = re.compile(r"\s*\["), re.compile(r'"traceEvents"\s*:\s*\['), re.compile(r"\s*")
 MOST_RANKS, MOST_THREADS = 1 << 20, 1 << 10
 LONGEST_US = 1e15  # thirty years
@@ -51,7 +51,7 @@ class Slice(NamedTuple):
 class Summary:
     """Sums of a trace, in seconds.
 
-    shares: (rank, row) -> kind -> time in slices of this kind, without the slices inside of them. "other" is the time
+    shares: (rank, row) -> kind -> time in slices of this kind, without the slices inside them. "other" is the time
         outside of all slices and in unknown kinds. The times of a row add up to `seconds`.
     waits: (waiting rank, rank waited for) -> seconds, on the waiting rank's main row. late: rank -> number of calls
         that it joined last.
@@ -77,9 +77,9 @@ def load(path: str) -> list[Slice]:
     except OSError as error:
         raise FileError(f"{path} can't be read ({error.strerror or error}); {WANTED}") from None
     except UnicodeDecodeError:
-        raise FileError(f"{path}: it is no text; {WANTED}") from None
+        raise FileError(f"{path}: it is not text; {WANTED}") from None
     except (ValueError, RecursionError) as error:
-        raise FileError(f"{path} is no such trace ({error or type(error).__name__}); {WANTED}") from None
+        raise FileError(f"{path} is not a trace ({error or type(error).__name__}); {WANTED}") from None
     if not found:
         raise FileError(f"{path}: nothing was recorded in it; {WANTED}")
     if len(found) > MOST_SLICES:
@@ -90,7 +90,7 @@ def load(path: str) -> list[Slice]:
 def _slices(file: IO[bytes]) -> Iterator[Slice]:
     for number, event in enumerate(_events(io.TextIOWrapper(file, "utf-8"))):
         if not isinstance(event, dict):
-            raise ValueError(f"event {number} is no object")
+            raise ValueError(f"event {number} is not an object")
         if event.get("ph") == "X":
             yield _slice(number, event)
 
@@ -264,15 +264,15 @@ def report(found: Summary) -> list[str]:
     if len(found.shares) > MOST_ROWS:
         lines.append(f"  and {len(found.shares) - MOST_ROWS} rows more")
     if any(times[OTHER] > MUCH * found.seconds for times in found.shares.values()):
-        lines.append("# other: outside of all spans. The program's own work between steps, a start that differs from")
-        lines.append("# rank to rank, idle time of the background, and waits for a core where ranks share cores")
+        lines.append("# other: outside of all spans: the program's own work between steps, different start times,")
+        lines.append("# idle background threads, and waits for a core where ranks share cores")
     return [*lines, *_waits(found)]
 
 
 def _waits(found: Summary) -> list[str]:
     if not found.waits:
         return ["# no rank waited for another"]
-    lines = ["# who waited for whom, for the rank that came last:"]
+    lines = ["# which rank waited for the last rank of a call, and how long:"]
     pairs = sorted(found.waits.items(), key=lambda pair: -pair[1])
     for (who, whom), seconds in pairs[:MOST_PAIRS]:
         lines.append(f"  rank {who} waited {seconds:.3f} s for rank {whom}")
@@ -298,12 +298,12 @@ def _sum_up(args: argparse.Namespace) -> int:
     return 0
 
 
-def _options(parser: argparse.ArgumentParser) -> None:
+def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("trace", metavar="TRACE.json")
     parser.add_argument("--plot", metavar="FILE", help="draw it too (.png, .svg or .pdf; needs matplotlib)")
 
 
-main = cli.serial_command("benchmarks.timeline", __doc__, _options, _sum_up)
+main = cli.serial_command("benchmarks.timeline", __doc__, add_options, _sum_up)
 
 
 if __name__ == "__main__":

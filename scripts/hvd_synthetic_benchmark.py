@@ -41,7 +41,7 @@ x, y = torch.randn(options.batch_size, options.width), torch.randint(10, (option
 
 
 def run(batches: int) -> float:
-    """Train on so many batches; returns the seconds."""
+    """Train on this many batches; return the seconds."""
     begin = time.perf_counter()
     for _ in range(batches):
         optimizer.zero_grad()

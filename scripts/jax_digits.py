@@ -56,5 +56,5 @@ for epoch in range(8):
 accuracy = (apply(params, x_test).argmax(1) == data.y_test).mean()
 if reduce.rank == 0:
     print(f"{reduce.topology}: loss {loss:.4f}, test accuracy {accuracy:.4f}")
-jax.effects_barrier()  # waits for the calls above; close is a call too
+jax.effects_barrier()  # wait for the calls above: close() is a collective too, which JAX does not order
 reduce.close()

@@ -3,8 +3,8 @@
 set -euo pipefail
 . "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
 
-readonly USAGE_ERROR=2 # the exit code for invalid arguments, with which a restart would fail again
-readonly KILLED=137 # as of a process that SIGKILL has killed
+readonly USAGE_ERROR=2 # the exit code for invalid arguments: a restart would fail again
+readonly KILLED=137 # the exit code of a process that SIGKILL has killed
 readonly LOCK_SECONDS=30
 
 usage() {
@@ -22,7 +22,7 @@ survive; `mpirun --with-ft ulfm python -m trainers --on-failure continue` loses 
                       with all of its ranks; if all hosts answer, one rank is left out
   --attempts N        give up after N starts in a row without a new checkpoint (default: 3)
   --progress PATH     the folder (or file) of the checkpoints (default: PROGRAM's own --checkpoint PATH)
-  --launcher COMMAND  mpirun, mpiexec or srun with options of its own, as "mpirun --bind-to core"
+  --launcher COMMAND  mpirun, mpiexec or srun with its options, such as "mpirun --bind-to core"
                       (default: the mpirun, or else the mpiexec or srun, that is on PATH or in this checkout's .venv)
   --reach COMMAND     tests whether a host is alive, by `COMMAND HOST true`
                       (default: ssh -o BatchMode=yes -o ConnectTimeout=10; under srun, srun itself)
@@ -63,10 +63,10 @@ read_options() {
                 set_option "$1" "$2"
                 shift 2
                 ;;
-            *) refuse "\"$1\" is no option; put -- before the program (--help shows all options)" ;;
+            *) refuse "\"$1\" is not an option; put -- before the program (--help shows all options)" ;;
         esac
     done
-    [ ${#program[@]} -gt 0 ] || refuse "which program? Give it behind --, as in: keep_going.sh --ranks 4 -- python train.py"
+    [ ${#program[@]} -gt 0 ] || refuse "give the program after --, as in: keep_going.sh --ranks 4 -- python train.py"
 }
 
 set_option() {
@@ -94,9 +94,9 @@ find_progress() { # the folder of the checkpoints, from the arguments of the pro
             --resume) resumes=1 ;;
         esac
     done
-    [ -n "$progress" ] || refuse "where are the checkpoints? The program has no --checkpoint DIR, so give --progress PATH"
+    [ -n "$progress" ] || refuse "the program has no --checkpoint DIR: give the path of its checkpoints by --progress PATH"
     [ -n "$resumes" ] || [[ " ${program[*]} " != *" -m trainers "* ]] ||
-        refuse "add --resume behind --checkpoint $progress, or the second start is refused"
+        refuse "add --resume after --checkpoint $progress; without it the program refuses the second start"
 }
 
 find_launcher() { # sets $launcher, $kind and $reach
@@ -134,7 +134,7 @@ read_hosts() {
     [ ${#hosts[@]} -gt 0 ] || refuse "--hostfile $hostfile: it names no host"
 }
 
-name_of() { # name_of LINE: the host that a line of a hostfile is about
+name_of() { # name_of LINE: the host that a line of a hostfile names
     local name
     read -r name _ <<<"$1"
     printf '%s' "${name%%:*}"
@@ -163,7 +163,7 @@ leave_out_lost_hosts() {
 
 # ---- The job ----
 
-command_line() { # sets $line to what starts the job
+command_line() { # sets $line to the command that starts the job
     local names nodes=${#hosts[@]}
     line=("${launcher[@]}" -n "$ranks")
     if [ -n "$hostfile" ]; then
@@ -181,12 +181,12 @@ command_line() { # sets $line to what starts the job
     line+=("${program[@]}")
 }
 
-newest() { # something that changes when a checkpoint is written
+newest() { # prints the newest file with its time, which changes when a checkpoint is written
     find "$progress" -type f -printf '%T@ %p\n' 2>/dev/null | sort -n | tail -n 1 || true # there may be none yet
 }
 
-# A job of its own process group, so that Ctrl-C reaches it once, by this shell, and is not ignored as it is by what a
-# script starts in the background. It reads nothing from a terminal.
+# The job has its own process group (set -m). So Ctrl-C reaches it once, through this shell; in the group of a script,
+# background processes ignore Ctrl-C. The job reads nothing from a terminal.
 run_job() { # sets $status
     local input=/dev/stdin
     [ ! -t 0 ] || input=/dev/null
@@ -249,7 +249,7 @@ keep_going() {
         [ "$status" -ne 0 ] || exit 0
         repeat_error
         [ -z "$stopped" ] || give_up "stopped by SIG$stopped"
-        [ "$status" -ne $USAGE_ERROR ] || give_up "the program was called wrongly"
+        [ "$status" -ne $USAGE_ERROR ] || give_up "the program refuses its arguments"
         failures=$((failures + 1))
         [ "$(newest)" = "$before" ] || failures=0
         [ "$failures" -lt "$attempts" ] || give_up "$failures starts in a row have written no checkpoint"
@@ -270,7 +270,7 @@ if [ -z "$ranks" ]; then
     ranks=4
     [ -z "$hostfile" ] || ranks=$(slots)
 fi
-[ "$least" -le "$ranks" ] || refuse "--least $least: it begins with $ranks ranks, which are fewer"
+[ "$least" -le "$ranks" ] || refuse "--least $least: the job begins with $ranks ranks, which are fewer"
 if [ "$(id -u)" = 0 ]; then
     export OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1
 fi

@@ -103,7 +103,7 @@ else:
     def step(x, y):
         with tf.GradientTape() as tape:
             output = network(x, training=True)
-            part = network.loss(y, output)  # divided by the number of workers, under such a strategy
+            part = network.loss(y, output)  # divided by the number of workers, under this strategy
         # apply_gradients sums over the workers.
         slopes = tape.gradient(part, network.trainable_variables)
         network.optimizer.apply_gradients(zip(slopes, network.trainable_variables, strict=True))
@@ -115,7 +115,7 @@ else:
         return [strategy.reduce(tf.distribute.ReduceOp.SUM, value, axis=None) for value in values]
 
     clock.on_train_begin()
-    for epoch in range(EPOCHS):  # not fit: Keras 3 does not take such a strategy
+    for epoch in range(EPOCHS):  # not model.fit: Keras 3 does not support this strategy
         clock.on_epoch_begin(epoch)
         values = [distributed(*batch) for batch in zip(*own, strict=True)]
         loss, accuracy = (np.mean([float(value[number]) for value in values]) for number in (0, 1))

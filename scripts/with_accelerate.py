@@ -2,8 +2,8 @@
 
 mpirun -n 2 python scripts/with_accelerate.py
 
-Accelerate knows no backend by the name "allreduce" (InitProcessGroupKwargs(backend="allreduce") is refused) and makes
-a process group of its own, mostly with gloo, if there is none; it uses an existing one.
+Accelerate does not know the backend "allreduce" (InitProcessGroupKwargs(backend="allreduce") is refused) and makes
+its own process group, mostly with gloo, if there is none; it uses an existing one.
 """
 
 try:

@@ -2,8 +2,8 @@
 
 mpirun -n 2 python scripts/with_transformers.py
 
-The Trainer knows no backend by the name "allreduce" (TrainingArguments(ddp_backend="allreduce") is refused) and makes
-a process group of its own, mostly with gloo, if there is none; it uses an existing one.
+The Trainer does not know the backend "allreduce" (TrainingArguments(ddp_backend="allreduce") is refused) and makes
+its own process group, mostly with gloo, if there is none; it uses an existing one.
 """
 
 import tempfile

@@ -1,4 +1,4 @@
-"""The names of backends, by what their classes say of them."""
+"""The names of backends, grouped by the class attributes that describe them."""
 
 from allreduce.backend import TwoPhase
 from allreduce.registry import BACKENDS, class_of, two_phase

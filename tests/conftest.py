@@ -1,4 +1,4 @@
-"""What tests share. Tests that run on several ranks live in ranks/ and are started by test_ranks.py."""
+"""Fixtures and hooks that all tests share. Tests that run on several ranks are in ranks/; test_ranks.py starts them."""
 
 import json
 import os
@@ -36,7 +36,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> Generator[None]:
-    """Keep -k and -m from deselecting the driver: it hands them to the tests inside."""
+    """Keep -k and -m from deselecting the driver, which passes them on to the tests inside."""
     drivers = [item for item in items if item.get_closest_marker("rank_driver")]
     items[:] = [item for item in items if item not in drivers]
     for item in items:
@@ -59,7 +59,7 @@ def longest_first(items: list[pytest.Item]) -> None:
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """Where the time of a long run went."""
+    """Print where the time of a long run went."""
     spent = seconds_by_file(terminalreporter.stats)
     workers = getattr(terminalreporter.config.option, "numprocesses", None)  # of pytest-xdist
     if spent.total() >= LONG_SECONDS:
@@ -70,7 +70,8 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 
 
 def seconds_by_file(stats: Mapping[str, Sequence[Any]]) -> Counter[str]:
-    """What each file of serial tests took, and in its place for the driver's jobs each file on ranks in each job."""
+    """Return the seconds of each file of serial tests, and instead of the driver's those of each file on ranks in each
+    job."""
     spent: Counter[str] = Counter()
     for report in chain.from_iterable(stats.values()):
         if not isinstance(report, pytest.TestReport):
@@ -104,7 +105,7 @@ CommandLine = tuple[str, list[str], str]  # module, arguments, folder to run in
 
 
 def in_one_job(ranks: int, lines: list[CommandLine], folder: Path, **job: Any) -> list[list[dict[str, Any]]]:
-    """For each command line what every rank printed, and its exit code; see command_runs.py."""
+    """Return, for each command line, the output of every rank and its exit code; see command_runs.py."""
     given, found = folder / "cases", folder / "outcomes"
     given.write_text(json.dumps(lines))
     try:

@@ -15,7 +15,7 @@ class Value(NamedTuple):
 
 
 def values(folder: Path) -> list[Value]:
-    """All values of the event files in a folder, in order. AssertionError when a file is not as it should be."""
+    """Return all values of the event files in a folder, in order. Raises AssertionError if a file is invalid."""
     files = sorted(folder.glob("events.out.tfevents.*"))
     assert files
     found = []
@@ -30,7 +30,7 @@ def values(folder: Path) -> list[Value]:
 
 
 def records(raw: bytes) -> Iterator[bytes]:
-    """The records of a TFRecord file: length, masked CRC of the length, data, masked CRC of the data."""
+    """Yield the records of a TFRecord file: length, masked CRC of the length, data, masked CRC of the data."""
     at = 0
     while at < len(raw):
         head = raw[at : at + 8]
@@ -53,7 +53,7 @@ def masked(data: bytes) -> int:
 
 
 def fields(message: bytes) -> dict[int, list[Any]]:
-    """A protobuf message: integers, and the bytes of all else, by field number."""
+    """Parse a protobuf message: integers, and the bytes of all other fields, by field number."""
     found: dict[int, list[Any]] = {}
     at = 0
     while at < len(message):
@@ -82,7 +82,7 @@ def _varint(message: bytes, at: int) -> tuple[int, int]:
 
 
 def _value(message: dict[int, list[Any]], step: int) -> Value:
-    """A Summary.Value: tag 1, simple_value 2, histo 5 (whose buckets are 7)."""
+    """Parse a Summary.Value: tag 1, simple_value 2, histo 5 (whose buckets are 7)."""
     tag = message[1][0].decode()
     if 2 in message:
         return Value(tag, step, struct.unpack("<f", message[2][0])[0])

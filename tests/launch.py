@@ -36,11 +36,11 @@ MARK = "ALLREDUCE_TEST_JOB"  # in the environment of every process of a job, to 
 
 
 class JobTimeoutError(AssertionError):
-    """A job did not end in its time and was killed; the text holds what it had printed."""
+    """A job did not end in time and was killed; the text is its output."""
 
 
 class MissingEnvironmentError(Exception):
-    """The virtual environment of an MPI is not there."""
+    """The virtual environment of an MPI is missing."""
 
 
 def environment(mpi: str) -> Path:
@@ -99,7 +99,8 @@ def started(
     env: Mapping[str, str] | None = None,
     cwd: str | Path | None = None,
 ) -> Iterator[subprocess.Popen]:
-    """A job while it runs; at the end of the block none of its processes is left. For the arguments see mpirun."""
+    """Context manager: run a job during the block; at its end none of the job's processes is left. Arguments: see
+    mpirun."""
     mark = uuid.uuid4().hex
     # Open MPI names its folders by process numbers, which come again: what a killed job has left must not be there.
     with tempfile.TemporaryDirectory(prefix="job", ignore_cleanup_errors=True) as temporary:
@@ -120,13 +121,13 @@ def started(
 
 
 def child(code: str) -> "subprocess.CompletedProcess[str]":
-    """Run a program of one rank, without a launcher, and return its end. The checkout's packages are importable."""
+    """Run a program on one rank without a launcher, and return its end. The checkout's packages are importable."""
     given = {**os.environ, "PYTHONPATH": str(ROOT)}
     return subprocess.run([sys.executable, "-c", code], env=given, capture_output=True, text=True, timeout=60)
 
 
 def variables(mark: str) -> dict[str, str]:
-    """The environment of a job whose processes `marked(mark)` finds."""
+    """Return the environment of a job whose processes `marked(mark)` finds."""
     inherited = {name: value for name, value in os.environ.items() if not name.startswith(("PMI", "OMPI_COMM", "PRTE"))}
     return {
         **inherited,
@@ -145,7 +146,8 @@ def _text(file: object) -> str:
 
 
 def end(process: subprocess.Popen, mark: str) -> None:
-    """End what is left of a job: politely by its launcher, which knows its ranks, then for good."""
+    """End the remaining processes of a job: first by SIGTERM to its launcher, which knows its ranks, then by
+    SIGKILL."""
     if process.poll() is None:
         process.terminate()
         try:

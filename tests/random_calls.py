@@ -1,7 +1,8 @@
-"""What random calls are drawn from, and what must come out: for tests.sequences, tests.faults and its random programs.
+"""The values from which random calls are drawn, and the right results: for tests.sequences, tests.faults and its random
+programs.
 
-In tests.sequences all ranks make the same calls, in random programs one rank makes another, and in tests.faults ranks
-fail. All of them draw from these values. Pure.
+In tests.sequences all ranks make the same calls, in random programs one rank makes a different one, and in tests.faults
+ranks fail. All of them draw from these values. Pure.
 """
 
 import random
@@ -21,18 +22,18 @@ OPS: dict[str, Callable[[np.ndarray], np.ndarray]] = {
 
 
 def op_for(draw: random.Random, dtype: str) -> str:
-    """An operation that this dtype has."""
+    """Return an operation that this dtype supports."""
     return draw.choice([op for op in OPS if op != "mean" or dtype.startswith("float")])
 
 
 def reduced(rows: np.ndarray, op: str) -> np.ndarray:
-    """The right result of a reduction, in float64. rows: the arrays of all ranks; sums of uint8 wrap round."""
+    """Return the right result of a reduction, in float64. rows: the arrays of all ranks; sums of uint8 wrap around."""
     exact = OPS[op](rows.astype("float64"))
     return exact % 256 if rows.dtype == "uint8" else exact
 
 
 def nodes_for(draw: random.Random, ranks: int) -> tuple[int, ...]:
-    """Sizes of simulated nodes; () for one node, which is drawn most often."""
+    """Return sizes of simulated nodes; () for one node, which is drawn most often."""
     if ranks == 1:
         return ()
     halves = ranks - ranks // 2, ranks // 2

@@ -1,7 +1,7 @@
 """The driver: runs tests/ranks under each MPI on 1 to 5 ranks, one job each.
 
--k, -m and -x reach the tests inside. There, the words of the driver's own name count too, so
-`-k "mpich and ring"` runs the tests of `ring` under MPICH, and `-k "4ranks"` those on four ranks.
+-k, -m and -x apply to the tests inside. The words of the driver's test name count too, so `-k "mpich and ring"` runs
+the tests of `ring` under MPICH, and `-k "4ranks"` those on four ranks.
 """
 
 import json

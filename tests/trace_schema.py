@@ -1,4 +1,4 @@
-"""What holds of a file in the Trace Event Format (Google's document of that name), and of ours."""
+"""Rules for files in the Trace Event Format (Google's document of that name), and for ours."""
 
 import math
 from typing import Any
@@ -8,7 +8,7 @@ KINDS = {"data", "compute", "wait", "reduce", "update", "communication", "expose
 
 
 def check_trace(trace: Any, ranks: int) -> list[dict[str, Any]]:
-    """The complete events of a trace in the JSON Object Format, which is held against its rules."""
+    """Return the complete events of a trace in the JSON Object Format, after checking its rules."""
     assert trace["displayTimeUnit"] in ("ms", "ns")
     assert isinstance(trace["otherData"], dict)
     complete, named = [], {}
@@ -41,7 +41,7 @@ def check_trace(trace: Any, ranks: int) -> list[dict[str, Any]]:
 
 
 def _check_row(events: list[dict[str, Any]]) -> None:
-    """Slices of one row may follow each other or lie inside of each other, but never overlap."""
+    """Check that slices of one row follow each other or are nested, but never overlap."""
     open_until: list[float] = []
     for event in sorted(events, key=lambda event: (event["ts"], -event["dur"])):
         while open_until and open_until[-1] <= event["ts"] + EPSILON:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from trainers.central_storage import CentralStorageTrainer
+    from trainers.fit.checkpointing import Checkpoint
     from trainers.mirrored import MirroredTrainer
     from trainers.parameter_server import ParameterServerTrainer
     from trainers.recovery.terminating import Terminating
@@ -21,7 +22,6 @@ if TYPE_CHECKING:
     from trainers.replicas.numpy.embedding import EmbeddingNetwork
     from trainers.replicas.numpy.network import NumpyNetwork
     from trainers.spare_replicas import SpareReplicasTrainer
-    from trainers.state.checkpoints import Checkpoint
 
 __all__ = [
     "CentralStorageTrainer",
@@ -37,7 +37,7 @@ __all__ = [
 
 _MODULES = {
     "CentralStorageTrainer": "trainers.central_storage",
-    "Checkpoint": "trainers.state.checkpoints",
+    "Checkpoint": "trainers.fit.checkpointing",
     "EmbeddingNetwork": "trainers.replicas.numpy.embedding",
     "MirroredTrainer": "trainers.mirrored",
     "NumpyNetwork": "trainers.replicas.numpy.network",
@@ -52,5 +52,5 @@ _MODULES = {
 def __getattr__(name: str) -> Any:
     if name not in _MODULES:
         raise AttributeError(f"module 'trainers' has no attribute {name!r}; it has {', '.join(__all__)}")
-    home = importlib.import_module(_MODULES[name])
-    return getattr(home, name, home)  # roles is the module itself
+    module = importlib.import_module(_MODULES[name])
+    return getattr(module, name, module)  # roles is the module itself

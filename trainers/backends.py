@@ -61,8 +61,8 @@ def connected_nccl(given: str | AllReduce, topology: Topology, compress: str | N
     """Create the backend "nccl" on the current GPUs and test it; returns None if another backend is to be used.
     Collective.
 
-    given: "nccl" must work; with "auto" None is returned if it does not. The test finds ranks that share a GPU here,
-        not in the first step. Raises UnavailableError on all ranks.
+    given: if NCCL does not work, "nccl" raises UnavailableError on all ranks, and "auto" returns None. The test
+        detects ranks that share a GPU, before the first step.
     """
     if topology.size == 1 or given not in ("nccl", "auto"):
         return None

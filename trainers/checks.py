@@ -17,7 +17,7 @@ from allreduce import notices
 from allreduce.arrays import dtypes
 from allreduce.errors import DivergenceError
 from allreduce.transport import processes
-from allreduce.transport.control import all_values, combine, known, together
+from allreduce.transport.control import all_values, combine, on_all_ranks, together
 from allreduce.transport.wait import wait_for
 from trainers.errors import NotFiniteError
 
@@ -25,7 +25,7 @@ from trainers.errors import NotFiniteError
 
 DIVERGENCE_ANSWERS = ("raise", "copy")  # what happens if replicas differ
 MAJORITY = "majority"
-LEARNING_RATES = "learning rates"  # their name in a comparison
+LEARNING_RATES = "learning rates"  # the name of the learning rates in a comparison
 COMPARE = "compare the replicas"
 LACKING = -1  # stands for the checksum of an array that a rank does not have
 
@@ -88,7 +88,7 @@ class Divergence:
         usual = max(values, key=lambda value: (values.count(value), value == values[0]))
         odd = [str(rank) for rank, value in enumerate(values) if value != usual]
         ranks = f"rank{'s' * (len(odd) > 1)} {', '.join(odd)} differ{'s' * (len(odd) == 1)}"
-        table = "\n".join(f"  rank {rank}: {self.names[first]}: {side}" for rank, side in enumerate(self.values))
+        table = "\n".join(f"  rank {rank}: {self.names[first]}: {value}" for rank, value in enumerate(self.values))
         return (
             f"the replicas are no longer equal: {ranks} from the others in {self.names[first]}, the first of "
             f"{differ.size} differences. Gradients, parameters or hyperparameters were changed on some ranks only:\n"
@@ -114,7 +114,7 @@ def check_equal(
     if found is None:
         return False
     if on_divergence == "raise":
-        raise known(DivergenceError(f"{when}{found}"), comm)
+        raise on_all_ranks(DivergenceError(f"{when}{found}"), comm)
     root = found.root(source)
     copy(root)
     if comm.rank == 0:
@@ -127,7 +127,7 @@ def check_equal(
 def compare(comm: MPI.Intracomm, held: Compared) -> Divergence | None:
     """Compare arrays over all ranks; returns the Divergence, or None if all are equal. Collective.
 
-    An array that a rank does not have counts as different. Costs one reading of all arrays (a CRC, 4 GB/s here) and
+    An array that a rank does not have counts as different. Costs one reading of all arrays (a CRC, some 4 GB/s) and
     a message of 16 bytes; more only if ranks differ.
     """
     own = {name: zlib.crc32(_memory(value)) for name, value in held.items()}
@@ -140,8 +140,8 @@ def compare(comm: MPI.Intracomm, held: Compared) -> Divergence | None:
     names = list(dict.fromkeys(name for rank in ranks for name in rank))
     sums = np.array([[rank.get(name, LACKING) for name in names] for rank in ranks], np.int64)
     first = names[int(np.flatnonzero((sums != sums[0]).any(axis=0))[0])]
-    side = _value_text(held[first], own[first]) if first in held else "has none"
-    return Divergence(names, sums, all_values(comm, side, COMPARE))
+    value = _value_text(held[first], own[first]) if first in held else "has none"
+    return Divergence(names, sums, all_values(comm, value, COMPARE))
 
 
 def options_error(every: Any, on_divergence: Any, source: Any, ranks: int | None) -> str:
@@ -152,8 +152,8 @@ def options_error(every: Any, on_divergence: Any, source: Any, ranks: int | None
         return f'on_divergence={on_divergence!r} is unknown; use "raise" or "copy"'
     rank = isinstance(source, int) and not isinstance(source, bool)
     if source != MAJORITY and not (rank and source >= 0 and (ranks is None or source < ranks)):
-        known = "" if ranks is None else f", 0 to {ranks - 1}"
-        return f'source must be "majority", or a rank{known}, got {source!r}'
+        limits = "" if ranks is None else f", 0 to {ranks - 1}"
+        return f'source must be "majority", or a rank{limits}, got {source!r}'
     return ""
 
 
@@ -210,7 +210,7 @@ def table(name: str, size: int, dtype: np.dtype) -> GradientArray:
 
 
 class Problem(NamedTuple):
-    """Why gradients can't be averaged, and what the user can do about it."""
+    """The reason why gradients can't be averaged, and advice for the user."""
 
     text: str
     advice: str
@@ -226,7 +226,7 @@ class GradientCheck:
 
     finite: whether all gradients checked so far on this rank can be averaged. norm: their 2-norm, 0 if not finite.
     row: the numbers of NaN, of infinite elements, and of elements too large for the dtype in which they are sent; then
-        the span and the element of the first of them.
+        the span of the first such element, and its index in the span.
     """
 
     def __init__(self, on_bad: str, arrays: Sequence[GradientArray]) -> None:
@@ -269,7 +269,7 @@ class GradientCheck:
         self._squares += squares
 
     def _count(self, number: int, gradients: Any, spans: Sequence[Span]) -> float:
-        """Count in `row` what can't be averaged; returns the sum of squares of the blocks without any, in float64."""
+        """Count the elements that can't be averaged in `row`; returns the sum of squares of all other blocks."""
         squares, row, most = 0.0, self.row, self._most[number]
         for at, (_, start, size) in enumerate(spans, self._first_spans[number]):
             for begin in range(start, start + size, BLOCK):
@@ -311,7 +311,7 @@ class GradientCheck:
         if problem is None:
             return False
         if self.on_bad == "raise" or not may_leave_out:
-            raise known(NotFiniteError(f"{when}{problem.text}: {problem.advice}"), comm)
+            raise on_all_ranks(NotFiniteError(f"{when}{problem.text}: {problem.advice}"), comm)
         self.left_out = True
         if comm.rank == 0:
             notices.log.warning("allreduce: %s%s; no rank takes this step", when, problem.text)

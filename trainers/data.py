@@ -52,17 +52,17 @@ class Samples:
         return self._rows
 
     def __str__(self) -> str:
-        sides = ", ".join(
+        kinds = ", ".join(
             f"{name} {array.dtype}{list(array.shape[1:])}" for name, array in zip("xy", self.first, strict=True)
         )
-        return f"{self.name} of {self._rows} rows, {sides}"
+        return f"{self.name} of {self._rows} rows, {kinds}"
 
     def take(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Return x and y of these rows. Raises DataError, which names the data set and quotes its error."""
         if rows.size == 0:
             return self._none
         try:
-            x, y = (np.asarray(side) for side in self._fetch(rows))
+            x, y = (np.asarray(each) for each in self._fetch(rows))
         except Exception as error:
             reason = f"{type(error).__name__}: {error}"
             raise DataError(f"the {self.name} can't give rows {_shown(rows)}: {reason}") from error
@@ -85,7 +85,7 @@ class Samples:
         """Whether data[array of numbers] gives the same rows as data[number] does; False if rows are augmented at
         random."""
         try:
-            x, y = (np.asarray(side) for side in self._at_once(probe))
+            x, y = (np.asarray(each) for each in self._at_once(probe))
             return all(
                 there.dtype == here.dtype and np.array_equal(there, here)
                 for there, here in zip((x, y), self.first, strict=True)
@@ -122,23 +122,23 @@ def fingerprint(x: Any, y: Any) -> Fingerprint:
     """
     rows = _sampled(len(x), OF_SAMPLES if isinstance(x, Samples) else OF_ARRAYS)
     if not isinstance(x, Samples):
-        return {name: _described(side, [side[row] for row in rows]) for name, side in (("x", x), ("y", y))}
-    first, again = ([_described(side, side) for side in x.take(rows)] for _ in range(2))
-    for side, other in zip(first, again, strict=True):
-        if side != other:
-            side["rows"] = []
+        return {name: _described(array, [array[row] for row in rows]) for name, array in (("x", x), ("y", y))}
+    first, again = ([_described(array, array) for array in x.take(rows)] for _ in range(2))
+    for described, other in zip(first, again, strict=True):
+        if described != other:
+            described["rows"] = []
     return dict(zip("xy", first, strict=True))
 
 
 def difference(before: Any, now: Fingerprint, count: int) -> str:
     """Return the difference between the data of a checkpoint and the data of now as text; "" for none.
 
-    before: the fingerprint in the checkpoint, not validated yet. count: the number of rows of now.
+    before: the fingerprint in the checkpoint, not validated yet. count: the number of rows in the data of now.
     """
     for name, here in now.items():
         there = before.get(name) if isinstance(before, dict) else None
         if not isinstance(there, dict) or not isinstance(there.get("rows"), list):
-            continue  # it was not written by this version
+            continue  # written by another version
         if there.get("kind") != here["kind"]:
             return f"a row of {name} was {there.get('kind')}, and is {here['kind']}"
         sampled = _sampled(count, len(here["rows"])) if here["rows"] else ()
@@ -157,9 +157,9 @@ def _sampled(count: int, most: int) -> np.ndarray:
     return np.unique(np.linspace(0, count - 1, min(count, most)).astype(np.int64))
 
 
-def _described(side: np.ndarray, rows: Iterable[Any]) -> dict[str, Any]:
-    sums = [] if side.dtype.hasobject else [zlib.crc32(np.ascontiguousarray(row).tobytes()) for row in rows]
-    return {"kind": f"{side.dtype}{list(side.shape[1:])}", "rows": sums}
+def _described(array: np.ndarray, rows: Iterable[Any]) -> dict[str, Any]:
+    sums = [] if array.dtype.hasobject else [zlib.crc32(np.ascontiguousarray(row).tobytes()) for row in rows]
+    return {"kind": f"{array.dtype}{list(array.shape[1:])}", "rows": sums}
 
 
 def order(rows: int, seed: int, epoch: int, shuffle: bool = True) -> np.ndarray:

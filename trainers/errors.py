@@ -1,7 +1,7 @@
 """Named errors of trainers, data sets and model files.
 
 They do not derive from allreduce.errors.AllReduceError, because data sets and saved models are used
-without MPI as well; `ranks` means the same here as there.
+without MPI too; `ranks` means the same here as there.
 """
 
 # the longest error text that quotes a file, and how much of its end is kept

@@ -15,7 +15,7 @@ from allreduce.errors import CommunicationError, DisagreementError, RankLeftErro
 from allreduce.topology import Topology
 from allreduce.transport import ulfm
 from allreduce.transport.chunked import LARGEST, broadcast
-from allreduce.transport.control import agree, all_values, everywhere, known, root_value, together
+from allreduce.transport.control import agree, all_values, everywhere, on_all_ranks, root_value, together
 from allreduce.transport.wait import waiting
 
 
@@ -61,7 +61,7 @@ class RankGroup:
 
     @property
     def previous(self) -> tuple[int, ...]:
-        """The rank that each rank had before the last failure; JOINED for those that have joined since."""
+        """The rank that each rank had before the last failure; JOINED for ranks that have joined since."""
         return self.topology.previous_ranks
 
     # Agreement
@@ -141,7 +141,7 @@ def gather_rows(comm: MPI.Intracomm, rows: np.ndarray) -> None:
     spans = [chunk(len(rows), comm.size, rank) for rank in range(comm.size)]
     counts, starts = [span.stop - span.start for span in spans], [span.start for span in spans]
     width = rows.itemsize * int(np.prod(rows.shape[1:]))
-    row = MPI.BYTE.Create_contiguous(width).Commit()  # so that counts are rows, which keeps them small
+    row = MPI.BYTE.Create_contiguous(width).Commit()  # counts of rows fit a C int where counts of bytes may not
     with waiting(comm, "gather the rows of a result"):
         comm.Allgatherv(MPI.IN_PLACE, [rows.reshape(-1).view(np.uint8), counts, starts, row])
     row.Free()
@@ -158,7 +158,7 @@ def broadcast_arrays(
     arrays = {name: np.asarray(array, order="C") for name, array in state.items()} if comm.rank == root else {}
     shapes = root_value(comm, layout(arrays), what, root)
     if not is_valid_layout(shapes):
-        raise known(CommunicationError(f"{what}: rank {root} announced invalid names, dtypes or shapes"), comm)
+        raise on_all_ranks(CommunicationError(f"{what}: rank {root} announced invalid names, dtypes or shapes"), comm)
     made = together(comm, lambda: arrays or {name: np.empty(shape, dtype_of(dtype)) for name, dtype, shape in shapes})
     broadcast(comm, made.values(), root, what)
     return made
@@ -194,5 +194,5 @@ def is_valid_layout(shapes: Any, most: int = LARGEST) -> bool:
             return False
         if not all(type(length) is int and 0 <= length <= most for length in shape):
             return False
-        nbytes += math.prod(max(1, length) for length in shape) * np.dtype(dtype).itemsize  # NumPy counts so too
+        nbytes += math.prod(max(1, length) for length in shape) * np.dtype(dtype).itemsize  # as NumPy's own limit
     return nbytes <= most

@@ -21,7 +21,7 @@ class MirroredTrainer(Trainer[Mirrored]):
 
     With update="sharded" the ranks of a node share ONE copy of the parameters, so an edit in place that every rank
     makes (NumpyNetwork.parameters *= 0.5, p.mul_(0.5)) is applied once per rank. Use `edit`, which applies it once.
-    Other edits of a PyTorch module raise an error on all ranks in the next step; those of NumPy arrays go unnoticed.
+    Without `edit`, edits of a PyTorch module raise an error on all ranks in the next step; edits of NumPy arrays don't.
 
         with MirroredTrainer(NumpyNetwork([64, 32, 10]), allreduce="ring") as trainer:
             history = trainer.fit(x, y, epochs=10, batch_size=100)
@@ -42,7 +42,7 @@ class MirroredTrainer(Trainer[Mirrored]):
         """Make the replicas equal and bind their gradients to the backend's memory. Collective.
 
         replica: this rank's copy of the model; its gradients are moved into memory that the backend allocates.
-        allreduce: the name of a backend, or a backend. A backend that was passed in is not closed here.
+        allreduce: the name of a backend, or a backend, which the caller closes.
         topology: the ranks that train together. By default all ranks, or those of the given backend.
         update: "replicated": every rank updates all parameters. "sharded": every rank updates its own slice,
             which divides the update's time and the optimizer's memory by the number of ranks; on the CPU the ranks of
@@ -55,14 +55,14 @@ class MirroredTrainer(Trainer[Mirrored]):
             failure the training continues from the last finished step, without a checkpoint, unless a slice's owner and
             the rank with its backup fail together. Each step sends the optimizer's state of a slice (with Adam 8 bytes
             a parameter, divided by the ranks; nothing if the nodes hold the same slices), copies it and the parameters
-            twice, and copies the replica's `tables` once. Memory: four more slices, and the tables. If a failed rank
-            ends the job anyway, no backups are kept, and a notice reports it.
-        on_failure: what happens after a rank fails (killed, or its node died), if the other ranks survive: Open MPI 5,
-            started as mpirun --with-ft ulfm. "continue": the remaining ranks continue the call; `topology`,
-            `allreduce`, `rank` and `size` change. With update="sharded" and copies=1, a fit goes back to its last
-            checkpoint, and callbacks get those epochs again. Standby ranks (allreduce.standby) replace failed ones.
-            "stop", the default: a fit with checkpoints writes one more, and all ranks raise RankLostError. Without such
-            an MPI a failure ends the job, and "continue" is refused.
+            twice, and copies the replica's `tables` once. Memory: four more slices, and the tables. If the other ranks
+            can't continue after a failure, no backups are kept, and a notice reports it.
+        on_failure: what happens after a rank fails (killed, or its node died). The other ranks survive only under Open
+            MPI 5, started as mpirun --with-ft ulfm; otherwise a failure ends the job, and "continue" raises an error.
+            "continue": the remaining ranks continue the call; `topology`, `allreduce`, `rank` and `size` change. With
+            update="sharded" and copies=1, a fit goes back to its last checkpoint, and callbacks get these epochs again.
+            Standby ranks (allreduce.standby) replace failed ones. "stop", the default: a fit with checkpoints writes
+            one more, and all ranks raise RankLostError.
 
         Raises, on all ranks, ArgumentError, DisagreementError (models that differ), UnknownBackendError,
         UnavailableError or OptionError, and frees what it created.

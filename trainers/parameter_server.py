@@ -19,8 +19,8 @@ class ParameterServerTrainer(Trainer[ParameterServers]):
     to float tolerance, and the same bits in every run.
 
     updates="async": a server applies each gradient as it comes (J. Dean et al.: Large scale distributed deep networks,
-    2012). The batches are those of MirroredTrainer, each divided into as many parts as there are workers. A part gives
-    an update by the mean over its rows, so an epoch has batches * workers updates, and a fast worker computes more.
+    2012). The batches are those of MirroredTrainer, each divided into as many parts as there are workers. Each part
+    gives one update, by the mean over its rows, so an epoch has batches * workers updates. Fast workers compute more.
     A worker gets its next part, and the parameters for it, while it computes. Every row is visited once an epoch
     (gradients that were dropped included), but the order of updates, and so the result, differs from run to run.
     Between epochs all ranks have the same parameters. A worker's batch callbacks are called for each part that it
@@ -28,7 +28,7 @@ class ParameterServerTrainer(Trainer[ParameterServers]):
     The first server enforces the bound on staleness exactly; other servers may exceed it by the number of gradients in
     flight.
 
-    The history has `staleness`, how many gradients were 0, 1, 2, ... updates stale at the first server, and `dropped`.
+    The history has `staleness` (how many gradients were 0, 1, 2, ... updates stale at the first server) and `dropped`.
     Callbacks that change the optimizer (its learning rate) must be given to the servers too. Buffers that are not
     averaged (batch norm's statistics) are saved from rank 0, so make rank 0 a worker if the model has any.
     """
@@ -56,12 +56,12 @@ class ParameterServerTrainer(Trainer[ParameterServers]):
         stale: how servers treat a gradient whose parameters have been updated since it was computed. The staleness is
             the number of those updates. "keep": apply it. "scale": divide the learning rate by 1 + staleness. "drop":
             discard it if its staleness exceeds `max_staleness`.
-        max_staleness: with "keep" and "scale", the bound on the staleness; fast workers wait to keep it.
-        warm_up: the first epochs are computed by the first worker alone.
+        max_staleness: with "keep" and "scale", the largest staleness; fast workers wait so that it is not exceeded.
+        warm_up: the number of epochs at the beginning that the first worker computes alone.
         learning_rate: "keep", or "divide": every update uses the learning rate divided by the number of workers, so
             that the updates by the parts of a batch together are about as large as one update by the batch's mean.
-        fetch_ahead: whether a worker gets parameters for its next part while it computes. False: only after its last
-            gradients are applied; it waits longer, and its gradients are less stale.
+        fetch_ahead: whether a worker gets parameters for its next part while it computes. False: it gets them only
+            after its last gradients are applied, so it waits longer, and its gradients are less stale.
         on_failure: as in MirroredTrainer: with "continue", the other workers take over the rows of a failed worker. The
             failure of a server ends the training; resume it from its last checkpoint.
 

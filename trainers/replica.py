@@ -1,9 +1,9 @@
-"""The Replica interface (seam 2): what a framework provides to a trainer. No MPI."""
+"""The Replica interface (seam 2): the methods that a framework provides to a trainer. No MPI."""
 
 import copy
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -44,12 +44,12 @@ class Replica(ABC):
     gradient_length, gradient_dtype: of the buffers that `bind` and `bind_parameters` take.
     elementwise: names in `state` of arrays with one number for each parameter, in the order of "parameters".
         After updates of one slice, only that slice of these arrays is up to date; the trainer gathers the rest.
-    updated: names in `state` of everything besides "parameters" that an update changes: the elementwise arrays, and
+    updated: names in `state` of the entries, besides "parameters", that an update changes: the elementwise arrays, and
         step counts.
-    allocates: whether a step allocates and frees memory; the trainer then tells malloc to keep what is freed.
+    allocates: whether a step allocates and frees memory; the trainer then tells malloc to keep freed memory.
     essentials: names in `config` whose values a saved model must share to be restored here.
     tables: the tables that are trained by sparse gradients; `state()["parameters"]` does not contain them.
-    undoable: set by the trainer if a batch may be repeated or left out; the replica then keeps what `undo` needs.
+    undoable: set by the trainer if a batch may be repeated or left out; the replica then keeps the data of `undo`.
     hold: set by the trainer that uses the replica.
 
     x and y are NumPy arrays whose first axis is the sample; the replica defines the other axes. They are valid during a
@@ -195,10 +195,7 @@ class Replica(ABC):
         memory: name -> array. Its arrays are overwritten where shape and dtype match, and replaced otherwise; they are
             the copy.
         """
-        held = {name: array for name, array in self.state().items() if name not in without}
-        for name, array in held.items():
-            np.copyto(reserved(memory, name, array.shape, array.dtype), array)
-        return {name: memory[name] for name in held}
+        return copied({name: array for name, array in self.state().items() if name not in without}, memory)
 
     def elements(self, name: str, part: slice) -> np.ndarray:
         """Return the elements `part` of the state entry `name`, one of `elementwise`."""
@@ -260,6 +257,13 @@ def reserved(memory: dict[str, np.ndarray], name: str, shape: tuple[int, ...], d
     if array is None or array.shape != shape or array.dtype != dtype:
         array = memory[name] = np.empty(shape, dtype)
     return array
+
+
+def copied(arrays: Mapping[str, np.ndarray], memory: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """Return copies of arrays, in `memory`; see `reserved`."""
+    for name, array in arrays.items():
+        np.copyto(reserved(memory, name, array.shape, array.dtype), array)
+    return {name: memory[name] for name in arrays}
 
 
 def unfit_error(what: str, x: np.ndarray, y: np.ndarray | None, error: Exception) -> ArgumentError:

@@ -10,6 +10,7 @@ from typing import Any, Concatenate, Generic, NoReturn, ParamSpec, TextIO, TypeV
 
 import numpy as np
 
+from allreduce import notices
 from allreduce.errors import ClosedError, CopyError, DisagreementError
 from allreduce.keywords import known_only
 from allreduce.topology import Topology
@@ -19,7 +20,7 @@ from allreduce.transport.control import combine, together
 from allreduce.transport.wait import waiting
 from trainers.data import Batches, Collate, Samples
 from trainers.errors import ArgumentError, TrainerError
-from trainers.fit.checkpointing import make_saver
+from trainers.fit.checkpointing import Checkpoint, make_saver
 from trainers.fit.evaluation import evaluate_chunk, predict_chunk
 from trainers.fit.loop import Fit
 from trainers.fit.prefetch import AHEAD, wanted
@@ -28,7 +29,6 @@ from trainers.recovery.recovery import Call, EditCall, Failure, FitCall, Recover
 from trainers.recovery.terminating import stops_at_sigterm
 from trainers.replica import Hold, Replica
 from trainers.state.adopt import mirror
-from trainers.state.checkpoints import Checkpoint
 from trainers.strategies.interface import Strategy
 from trainers.watching.history import History
 from trainers.watching.progress import Progress
@@ -40,8 +40,8 @@ P = ParamSpec("P")
 
 
 def recoverable(method: Callable[Concatenate[Any, P], ResultT]) -> Callable[Concatenate[Any, P], ResultT]:
-    """Decorator: a method that is one collective call, which the remaining ranks repeat after a failure with
-    on_failure="continue"."""
+    """Decorates a method that is one collective call: with on_failure="continue" the remaining ranks repeat the call
+    after a failure."""
 
     @functools.wraps(method)
     def call(self: "Trainer[Any]", *args: P.args, **options: P.kwargs) -> ResultT:
@@ -58,7 +58,7 @@ class Trainer(Generic[StrategyT]):
     raise the same ArgumentError on all ranks, and arguments that differ the same DisagreementError.
 
     replica: this rank's copy of the model. strategy: how a step is computed and applied. group: the ranks.
-    recovery: what happens when ranks fail.
+    recovery: continues or stops when ranks fail.
     """
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
@@ -114,9 +114,15 @@ class Trainer(Generic[StrategyT]):
         return self.strategy.trace
 
     @property
-    def losses(self) -> list[Failure]:
+    def failures(self) -> list[Failure]:
         """The failures so far, in order; the same on all ranks."""
         return self.recovery.failures
+
+    @property
+    def losses(self) -> list[Failure]:
+        """The old name of `failures`."""
+        notices.deprecated("trainer.losses", "trainer.failures")
+        return self.failures
 
     @property
     def goes_on(self) -> bool:
@@ -165,9 +171,9 @@ class Trainer(Generic[StrategyT]):
             calls its own, so they may be given to some ranks only; an exception in one is raised on all ranks.
         collate: makes (x, y), arrays, from a list of a data set's rows; by default they are stacked.
         checkpoint: where and how often checkpoints are written: a Checkpoint, or a folder. resume: continue from the
-            newest usable checkpoint there, if any; raises CheckpointError if it is of another model or of other
+            newest usable checkpoint there, if any; raises CheckpointError if that is of another model or of other
             settings. `epochs` counts from the beginning of the training, and the history contains all epochs. With the
-            same number of ranks the result has the same bits as an uninterrupted training.
+            same number of ranks the result has the same bits as that of an uninterrupted training.
         prefetch: whether a thread fetches the next batches during a step; None: for data sets and memory maps only.
         progress: print a line per epoch on rank 0, and on a terminal a bar. stream: where, if not to stdout.
 
@@ -284,8 +290,8 @@ class Trainer(Generic[StrategyT]):
         return self._call(Call("a call of the user's", run))
 
     def close(self) -> None:
-        """Free what the trainer created; the replica stays usable. Collective. Closing twice, or a failed rank, is no
-        error."""
+        """Free what the trainer created; the replica stays usable. Collective. Closing twice does nothing; a failed
+        rank is not an error."""
         if self.closed:
             return
         strategy, group = self.strategy, self.group
@@ -341,7 +347,7 @@ class Trainer(Generic[StrategyT]):
         combine(group.comm, sums, "sum the metrics of an evaluation")
         return dict(zip(replica.metrics, (sums / len(x)).tolist(), strict=True))
 
-    # Their arguments
+    # Arguments of the calls
 
     def _check_call(
         self, call: str, x: Any, y: Any, settings: dict[str, Any] | None = None, collate: Collate | None = None
@@ -363,7 +369,7 @@ class Trainer(Generic[StrategyT]):
         return self._check_call("validation_data of fit", x, y, collate=None if pair else collate)
 
 
-NO_TARGETS = object()  # as y: x has no y, for a prediction
+NO_TARGETS = object()  # passed as y for a prediction, which has no targets
 
 CheckedCall = tuple[tuple[Any, Any], str, Exception | None]
 
@@ -407,7 +413,7 @@ def explain_division(error: DisagreementError, row: str, settings: dict[str, Any
     """
     text = str(error)
     call, end = f": {row.partition(': ')[0]}: ", _described("", [""], settings)[2:]
-    if all(call in side and side.endswith(end) for side in text.splitlines()[1:]):
+    if all(call in line and line.endswith(end) for line in text.splitlines()[1:]):
         error.args = (
             f"{text}\nA trainer takes all rows, the same on every rank, and divides each batch among the ranks itself",
         )

@@ -48,14 +48,14 @@ def segments(span: slice, step: int) -> Iterator[slice]:
 
 
 def segment(span: slice, step: int, index: int) -> slice:
-    """The `index`-th of the slices that `segments` gives; an empty one past the last."""
+    """The `index`-th of the slices that `segments` yields; an empty slice past the last."""
     start = min(span.start + index * step, span.stop)
     return slice(start, min(start + step, span.stop))
 
 
 def binomial(rank: int, root: int, size: int) -> tuple[int | None, list[int]]:
     """Return this rank's parent (None for the root) and children, farthest first, in a binomial tree."""
-    relative = (rank - root) % size  # to the root
+    relative = (rank - root) % size  # the rank in a tree whose root is rank 0
     lowest = relative & -relative if relative else size
     distances = [1 << k for k in reversed(range(size.bit_length())) if 1 << k < lowest]
     children = [(relative + step + root) % size for step in distances if relative + step < size]

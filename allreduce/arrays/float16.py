@@ -1,4 +1,4 @@
-"""Combines float16 arrays in float32, with the bits of NumPy's casts, by integer operations: several times as fast.
+"""Combines float16 arrays in float32 by integer operations: the bits of NumPy's casts, several times as fast.
 
 A 32-bit word holds two neighbouring elements. A float16's bits, moved to the positions of float32's sign, exponent and
 fraction, are a float32 of 2^-112 times its value. Scaling by a power of two is exact, also for subnormals, so scaled

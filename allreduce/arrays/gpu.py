@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 
-from allreduce.arrays.workspace import Workspace
 from allreduce.errors import UnavailableError
 
 EXTRA = 'install one of the extras "cuda12" or "cuda13" (pip install ".[cuda12]" in the checkout)'
@@ -33,7 +32,7 @@ _device: int | None = None  # the GPU that this process uses; see `choose_device
 
 
 def set_device(device: int) -> None:
-    """Use GPU `device` as this rank's, also if it is 0. Local."""
+    """Make GPU `device` this rank's GPU, also if it is 0. Local."""
     global _device
     _device = device
 
@@ -52,7 +51,7 @@ def choose_device(node_rank: int) -> None:
             _device = current or node_rank % runtime.getDeviceCount()
         if current == 0 != _device:
             cupy().cuda.Device(_device).use()
-    except Exception as error:  # CuPy without a driver or a GPU raises errors of its own kinds
+    except Exception as error:  # CuPy without a driver or a GPU raises its own types of errors
         raise UnavailableError(f"an NVIDIA GPU is needed, and CuPy finds none ({error})") from error
 
 
@@ -101,23 +100,8 @@ class StreamOrder:
             self._done.record(stream)
 
 
-class Pinned:
-    """Host memory that the GPU copies to and from at full speed, for arrays on their way through the CPU."""
-
-    def __init__(self) -> None:
-        self._workspace: Workspace | None = None
-
-    def like(self, array: Any) -> np.ndarray:
-        """Return pinned host memory of a 1-D CuPy array's length and dtype. The next call reuses it."""
-        if self._workspace is None:
-            self._workspace = Workspace(_pinned)
-        return self._workspace.array("staged", array.size, array.dtype)
-
-    def clear(self) -> None:
-        self._workspace = None
-
-
-def _pinned(nbytes: int) -> np.ndarray:
+def pinned(nbytes: int) -> np.ndarray:
+    """Return host memory that the GPU copies to and from at full speed, for arrays on their way through the CPU."""
     return np.frombuffer(cupy().cuda.alloc_pinned_memory(nbytes), dtype=np.uint8, count=nbytes)
 
 

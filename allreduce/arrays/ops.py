@@ -45,18 +45,18 @@ OPS: dict[str, Op] = {
 ADASUM = Op("adasum", 6, np.add, MPI.OP_NULL, -1)  # of vectors, not of elements: see allreduce/backends/adasum.py
 NAMES = {op.code: op.name for op in (*OPS.values(), ADASUM)}
 ALIASES = {"average": "mean"}
-BOOLEAN = {np.add: OPS["max"], np.multiply: OPS["min"]}  # "or" and "and", on truth values as on bytes of 0 and 1
+BOOLEAN = {np.add: OPS["max"], np.multiply: OPS["min"]}  # "or" and "and" of the bytes 0 and 1
 
 
 def resolve(name: str, dtype: np.dtype, ranks: int) -> Op:
     """Return the Op called `name` for arrays of `dtype` on `ranks` ranks.
 
-    For bool, a sum is logical or and a product logical and, as in NumPy. Integers wrap around. Raises
+    For bool, a sum is "logical or" and a product "logical and", as in NumPy. Integers wrap around. Raises
     UnsupportedOpError.
     """
     op = OPS.get(ALIASES.get(name, name)) if isinstance(name, str) else None
     if op is None:
-        hint = f'; "{ADASUM.name}" is that of the backend "{ADASUM.name}" alone' if str(name) == ADASUM.name else ""
+        hint = f'; only the backend "{ADASUM.name}" has the op "{ADASUM.name}"' if str(name) == ADASUM.name else ""
         raise UnsupportedOpError(f"op {name!r} is unknown; use one of {', '.join(OPS)}{hint}")
     if op.name == "mean":
         if dtype.kind in "iub":

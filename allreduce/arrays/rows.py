@@ -8,7 +8,7 @@ from allreduce.arrays import gpu
 from allreduce.errors import NotAnArrayError, OptionError
 
 INDEX = np.dtype(np.int64)
-LARGEST_TABLE = 2**40 - 1  # elements, as of a buffer
+LARGEST_TABLE = 2**40 - 1  # elements; the limit of a buffer, too
 OPS = ("sum", "mean")
 DENSE_RATIO, DENSE_BYTES = 2, 1 << 20  # see dense_is_cheaper
 

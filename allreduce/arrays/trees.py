@@ -43,7 +43,7 @@ class Layout(NamedTuple):
 
 
 def flatten(tree: Any, arrays: list[Any]) -> str:
-    """Append the arrays of a tree to `arrays`, of dicts in the order of their sorted keys; returns the structure."""
+    """Append the arrays of a tree to `arrays`, a dict's in the order of its sorted keys; return the structure."""
     if isinstance(tree, dict):
         inside = ", ".join(f"{key!r}: {flatten(tree[key], arrays)}" for key in _sorted(tree))
         return f"{{{inside}}}"

@@ -49,7 +49,7 @@ class Adasum(AllReduce):
     def _resolve(self, op: str, dtype: np.dtype) -> Op:
         if not (isinstance(op, str) and op == ops.ADASUM.name):
             raise UnsupportedOpError(
-                f'the backend "adasum", which makes no sums, has no op {op!r}: call it with op="adasum", or create '
+                f'the backend "adasum" has no op {op!r}, because it makes no sums: call it with op="adasum", or create '
                 "another backend"
             )
         if dtype.kind in "iub":

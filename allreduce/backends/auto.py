@@ -109,7 +109,7 @@ class Auto(AllReduce):
 
     def _allocate(self, length: int, dtype: np.dtype, device: str | None) -> Any:
         if device == "cuda":
-            if self.size > 1:  # so that `choice` knows whether that works
+            if self.size > 1:  # `choice` then knows whether the backend works
                 self._decide(length * dtype.itemsize, dtype, GPU, self._part)
             return super()._allocate(length, dtype, device)
         name = allocator(self.topology)
@@ -119,7 +119,7 @@ class Auto(AllReduce):
                 array = part.hooks.allocate(length, dtype, device)
                 self._allocator = part
                 self._owners = part.hooks.owners
-                self.__dict__.pop("hooks", None)  # it has the previous owners
+                self.__dict__.pop("hooks", None)  # drop the cached Hooks, which have the previous owners
                 return array
             except UnavailableError as error:
                 notices.once(self.rank, f'"auto" allocates ordinary memory, so "{name}" will copy: {error}')
@@ -133,12 +133,12 @@ class Auto(AllReduce):
             return super()._route(call)
         name, _ = self._decide(call.length * call.dtype.itemsize, call.dtype, call.memory, self._part)
         if call.memory == GPU and name == LAST_RESORT:
-            return super()._reduce_gpu  # by way of the host, where _reduce decides again
+            return super()._reduce_gpu  # copies to the host, where _reduce decides again
         part = self._made[name]
         return Trial(partial(self._try, part, part.hooks.route(call), call))
 
     def _try(self, part: AllReduce, work: Work | Trial, call: Call, buffer: Any, op: Op) -> Work | Trial:
-        """Do `work`. If it raises UnavailableError, mark `part` as unavailable, and do another backend's.
+        """Do `work`. If it raises UnavailableError, mark `part` as unavailable, and use another backend.
 
         Returns the work for later calls.
         """
@@ -167,7 +167,7 @@ class Auto(AllReduce):
         name, why = self._choose(self.topology, nbytes, dtype, memory)
         part = find(name)
         if part is not None and dtypes.is_half(dtype) and not part.sums_half:
-            name, why = rule(self.topology, nbytes, dtype, memory)  # a table that was edited by hand
+            name, why = rule(self.topology, nbytes, dtype, memory)  # from a table that was edited by hand
             find(name)
         if name in self._unavailable:
             name, why = LAST_RESORT, f'"{name}" can\'t be used here: {self._unavailable[name]}'

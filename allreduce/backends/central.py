@@ -41,9 +41,9 @@ class Central(TwoPhase):
     def _connect(self, topology: Topology) -> None:
         super()._connect(topology)
         self._transfer = Transfer(self._comm, self.workspace, self.tag)
-        self.arrays = SharedArrays(self._comm)  # what `allocate` gave on this node
-        self._inside: Central | None = None  # of this node, where nodes have several ranks
-        self._across: Central | None = None  # of the ranks that have their nodes' sums
+        self.arrays = SharedArrays(self._comm)  # from `allocate`, on this node
+        self._inside: Central | None = None  # on this node's ranks, if any node has several
+        self._across: Central | None = None  # on the ranks that hold their nodes' sums
         if 1 < topology.nodes < topology.size:
             self._divide(topology)
 
@@ -79,14 +79,14 @@ class Central(TwoPhase):
         self.arrays.clear()
 
     def _reduce_scatter(self, buffer: np.ndarray, op: Op) -> None:
-        place = self.arrays.locate(buffer)
+        location = self.arrays.locate(buffer)
         if self._inside is not None:
             if self._inside.size > 1:
                 self._inside.phases.reduce_scatter(buffer, op.unscaled())
             if self._across is not None:
                 self._across.phases.reduce_scatter(buffer, op)
-        elif place is not None:
-            self._add_chunk(self.arrays.of_all_ranks(buffer, place), op)
+        elif location is not None:
+            self._add_chunk(self.arrays.of_all_ranks(buffer, location), op)
         elif self.rank == self.root:
             self._transfer.collect(buffer, op)
         else:

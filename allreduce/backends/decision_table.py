@@ -1,7 +1,7 @@
 """The measured decision table of "auto": JSON that `python -m benchmarks.tune` writes, read as a rule.
 
 A table belongs to one kind of machine (CPU model, cores, MPI library) and has an entry for each topology,
-dtype and kind of memory that was measured: sizes up to so many bytes -> backend.
+dtype and kind of memory that was measured: ranges of sizes, and the fastest backend of each.
 """
 
 import json
@@ -22,7 +22,7 @@ from allreduce.topology import Topology
 from allreduce.transport.control import root_value
 
 ENVIRONMENT = "ALLREDUCE_TABLE"  # a path; empty: no table
-MOST_BYTES = 1 << 24  # a table of a hundred thousand entries
+MOST_BYTES = 1 << 24  # enough for a hundred thousand entries
 FORMAT, VERSION = "allreduce decision table", 1
 QUOTES = "'\""
 MEMORY = {FOREIGN: "foreign", ALLOCATED: "allocated"}
@@ -31,7 +31,7 @@ Rule = Callable[[Topology, int, np.dtype, int], tuple[str, str]]
 
 
 class TableError(ValueError):
-    """A file is not a decision table of this version, or is one of another kind of machine."""
+    """A file is not a decision table of this version, or was measured on another kind of machine."""
 
 
 class Key(NamedTuple):
@@ -61,7 +61,7 @@ def default_path() -> Path:
 
 
 def table_path(given: str | os.PathLike[str] | None = None) -> Path | None:
-    """Return the given path, else the one in $ALLREDUCE_TABLE, else the default one; None if it is empty. Local."""
+    """Return the given path, else the one in $ALLREDUCE_TABLE, else the default one; None for an empty path. Local."""
     path = os.environ.get(ENVIRONMENT) if given is None else os.fspath(given)
     if path is None:
         return default_path()
@@ -87,9 +87,9 @@ def loads(text: str, machine: Machine, names: Collection[str]) -> Entries:
     try:
         table = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise TableError(f"it is no JSON ({error})") from None
+        raise TableError(f"it is not JSON ({error})") from None
     if not isinstance(table, dict) or table.get("format") != FORMAT:
-        raise TableError("it is no decision table")
+        raise TableError("it is not a decision table")
     if table.get("version") != VERSION:
         raise TableError(
             f"it has version {notices.shown(table.get('version'))} of the format, and this is version {VERSION}"
@@ -172,14 +172,14 @@ def read_text(path: Path) -> str:
     """
     with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
         if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-            raise TableError("it is no regular file")
+            raise TableError("it is not a regular file")
         content = file.read(MOST_BYTES + 1)
     if len(content) > MOST_BYTES:
         raise TableError(f"it has more than {MOST_BYTES} bytes")
     try:
         return content.decode("utf-8")
     except UnicodeDecodeError as error:
-        raise TableError(f"it is no text ({error})") from None
+        raise TableError(f"it is not text ({error})") from None
 
 
 def topology_key(topology: Topology) -> tuple[tuple[int, ...], bool]:
@@ -200,7 +200,7 @@ def _steps(ranges: list[dict[str, Any]], names: Collection[str]) -> list[Step]:
     steps = [Step(each["up_to_bytes"], each["backend"]) for each in ranges]
     bounds = [step.up_to for step in steps]
     if not bounds or bounds[-1] is not None or any(type(bound) is not int for bound in bounds[:-1]):
-        raise ValueError("the last range, and no other, must have no end")
+        raise ValueError("the last range must have no end, and all others must have one")
     if bounds[:-1] != sorted(set(bounds[:-1])):  # type: ignore[type-var]
         raise ValueError(f"the ranges are not in order: {bounds}")
     for step in steps:

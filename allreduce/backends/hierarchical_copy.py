@@ -72,8 +72,8 @@ class HierarchicalCopy(TwoPhase):
         return self._node.hooks.memory(buffer)
 
     def _locator_for(self, call: Call) -> Locate | None:
-        """Compare locations on all ranks: the node's backend does so too, but raises its error on that node only."""
-        several = 1 < self.topology.nodes < self.size  # and one of them has several ranks
+        """Compare locations on all ranks: the node's backend does it too, but raises its error only on that node."""
+        several = 1 < self.topology.nodes < self.size  # several nodes, and at least one has several ranks
         return self._node.hooks.locate if several and call.memory == ALLOCATED else None
 
     def _reduce_scatter(self, buffer: np.ndarray, op: Op) -> None:

@@ -51,7 +51,7 @@ class Nccl(TwoPhase):
         return super()._allocate(length, dtype, device or "cuda")
 
     def owned(self, length: int, rank: int | None = None) -> slice:
-        """Return equal slices, as NCCL needs them; the last rank's has the remainder too."""
+        """Return equal slices, as NCCL needs them; the last rank's slice also has the remainder."""
         rank = self.rank if rank is None else rank
         part = length // self.size
         return slice(rank * part, length if rank == self.size - 1 else (rank + 1) * part)
@@ -103,7 +103,7 @@ class Nccl(TwoPhase):
             self._cupy.add(buffer[mine], nans[mine], out=buffer[mine])
 
     def _all_gather(self, buffer: np.ndarray) -> None:
-        if buffer.dtype not in dtypes.TYPES:  # nor may CuPy know it
+        if buffer.dtype not in dtypes.TYPES:  # CuPy may not know it either
             self._broadcast_slices([buffer[self.owned(buffer.size, rank)] for rank in range(self.size)])
             return
         staged = self._on_gpu(buffer, buffer.dtype)
@@ -124,7 +124,7 @@ class Nccl(TwoPhase):
 
     @contextmanager
     def _on_nccl_stream(self, buffer: Any) -> Iterator[None]:
-        """Context manager: make NCCL's stream CuPy's current one, ordered after and before the caller's stream's work.
+        """Context manager: make NCCL's stream CuPy's current one, between the caller's earlier and later work.
 
         So all calls use the scratch memory on one stream. Connects the ranks at the first use (collective then). Raises
         OptionError if the array is on another GPU.

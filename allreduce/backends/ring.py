@@ -28,7 +28,7 @@ class Step(NamedTuple):
     chunk: int
     receives: bool  # from the left
     combines: bool  # True: the received data is added to the chunk; False: it replaces the chunk
-    finishes: bool  # the sum is complete
+    finishes: bool  # the sum is complete, and is finished (a mean is scaled)
     sends: bool  # to the right
 
 

@@ -59,7 +59,7 @@ class Shared(TwoPhase):
         self._arrays = SharedArrays(self._comm)  # from `allocate`
         self._memory, self._locate = self._arrays.memory_of, self._arrays.locate  # type: ignore[method-assign]
         self._owners = self._arrays.owners
-        self._staging = self._make_staging(LEAST_STAGING_BYTES)  # while there is memory
+        self._staging = self._make_staging(LEAST_STAGING_BYTES)  # now, while shared memory is free
         self._may_grow = True
         self._count = 0  # of compared fingerprints
         words = shared_rows(self._comm, 4 * WORD.itemsize)
@@ -78,31 +78,31 @@ class Shared(TwoPhase):
         del self._staging, self._fingerprints, self._addresses, self._fence
 
     def _reduce(self, buffer: np.ndarray, op: Op) -> None:
-        if (place := self._locate(buffer)) is not None:
-            self._rendezvous(buffer, op.name, place)
-            self._reduce_in_place(self._arrays.of_all_ranks(buffer, place), op)
+        if (location := self._locate(buffer)) is not None:
+            self._rendezvous(buffer, op.name, location)
+            self._reduce_in_place(self._arrays.of_all_ranks(buffer, location), op)
         elif addresses := self._exchange_addresses(buffer, op.name):
             self._reduce_by_cma(buffer, op, addresses)
         else:
             self._reduce_staged(buffer, op, op.name)
 
     def _scatter_rounded(self, buffer: np.ndarray, op: Op) -> None:
-        self._reduce_scatter(buffer, op)  # _combine sums 16-bit floats in float32, so nothing is widened before
+        self._reduce_scatter(buffer, op)  # _combine itself sums 16-bit floats in float32
 
     def _reduce_scatter(self, buffer: np.ndarray, op: Op) -> None:
         call = f"reduce_scatter {op.name}"
-        if (place := self._locate(buffer)) is not None:
-            self._rendezvous(buffer, call, place)
-            self._reduce_scatter_in_place(buffer, self._arrays.of_all_ranks(buffer, place), op)
+        if (location := self._locate(buffer)) is not None:
+            self._rendezvous(buffer, call, location)
+            self._reduce_scatter_in_place(buffer, self._arrays.of_all_ranks(buffer, location), op)
         elif addresses := self._exchange_addresses(buffer, call):
             self._reduce_scatter_by_cma(buffer, op, addresses)
         else:
             self._reduce_staged(buffer, op, call)
 
     def _all_gather(self, buffer: np.ndarray) -> None:
-        if (place := self._locate(buffer)) is not None:
-            self._rendezvous(buffer, "all_gather", place)
-            self._all_gather_in_place(buffer, self._arrays.of_all_ranks(buffer, place))
+        if (location := self._locate(buffer)) is not None:
+            self._rendezvous(buffer, "all_gather", location)
+            self._all_gather_in_place(buffer, self._arrays.of_all_ranks(buffer, location))
         elif addresses := self._exchange_addresses(buffer, "all_gather"):
             self._all_gather_by_cma(buffer, addresses)
         else:
@@ -207,7 +207,7 @@ class Shared(TwoPhase):
         if wanted > self._staging.size and self._may_grow:
             try:
                 self._staging = self._make_staging(wanted)
-            except UnavailableError:  # on all ranks; they go on with the smaller one
+            except UnavailableError:  # on all ranks, which keep the smaller one
                 self._may_grow = False
 
     def _make_staging(self, nbytes: int) -> np.ndarray:
@@ -217,24 +217,24 @@ class Shared(TwoPhase):
 
     # Both
 
-    def _rendezvous(self, buffer: np.ndarray, call: str, place: Location | None) -> None:
+    def _rendezvous(self, buffer: np.ndarray, call: str, location: Location | None) -> None:
         """Wait for all ranks, and compare their calls. Raises DisagreementError.
 
-        place: from `_locate`; None for arrays that are not from `allocate`. Comparing fingerprints in shared memory
+        location: from `_locate`; None for arrays that are not from `allocate`. Comparing fingerprints in shared memory
         costs next to nothing, so ranks that differ are found in every call.
         """
         code = dtypes.code(buffer.dtype)
-        fingerprint = zlib.crc32(f"{place} {buffer.size} {code} {call}".encode())
+        fingerprint = zlib.crc32(f"{location} {buffer.size} {code} {call}".encode())
         self._count += 1
         everyone = self._fingerprints[self._count % 2]  # another rank is at most one call ahead
         everyone[self.rank] = fingerprint
         self._fence()
         if everyone.tolist().count(fingerprint) < self.size:
-            self._raise_difference(buffer, call, place)
+            self._raise_difference(buffer, call, location)
 
-    def _raise_difference(self, buffer: np.ndarray, call: str, place: Location | None) -> None:
+    def _raise_difference(self, buffer: np.ndarray, call: str, location: Location | None) -> None:
         """Raise the error that lists each rank's call. Collective."""
-        where = f"array {place[0]} from allocate() at byte {place[1]}" if place else "ordinary memory"
+        where = f"array {location[0]} from allocate() at byte {location[1]}" if location else "ordinary memory"
         row = f"{call}: length {buffer.size}, dtype {buffer.dtype}, {where}"
         agree(self._comm, [zlib.crc32(row.encode())], row, None)
 
@@ -265,5 +265,5 @@ class Shared(TwoPhase):
 
 
 def _blocks(span: slice, itemsize: int) -> Iterator[slice]:
-    # Casting 16-bit floats costs more than a cache miss, so fewer and larger blocks are better there.
+    # Casting 16-bit floats costs more than a cache miss, so fewer and larger blocks are better for them.
     return segments(span, 2 * BLOCK_BYTES // itemsize if itemsize == 2 else BLOCK_BYTES // itemsize)

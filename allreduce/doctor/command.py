@@ -36,8 +36,8 @@ Run it as the training will be run, under the same launcher, with as many ranks 
 Without a launcher (python -m allreduce doctor) it checks this machine only.
 
 A finding is ok, a warning (training works, but something makes it slow or fragile) or a problem (something does not
-work). Each that is not ok has advice below it. The exit code is that of the worst finding: 0 all is ok, 1 there are
-warnings, 2 there are problems, or the doctor could not run (ranks can't connect, say); 64 means bad options.
+work). A finding that is not ok has advice below it. The exit code is that of the worst finding: 0 all is ok, 1 there
+are warnings, 2 there are problems, or the doctor could not run (ranks can't connect, say); 64 means bad options.
 """
 
 ShowProgress = Callable[[str], None]
@@ -48,7 +48,7 @@ class Check(NamedTuple):
 
     area: str  # the heading of its findings
     gather: Callable[[Topology, str], Any]  # returns this rank's facts; gets the host name of rank 0
-    judge: Callable[[Sequence[Rank], Needs], Iterable[Finding]]  # pure; Rank.facts are those of this check
+    judge: Callable[[Sequence[Rank], Needs], Iterable[Finding]]  # pure; Rank.facts holds this check's facts
     collective: bool = False  # `gather` is collective, so an error in it ends the examination
 
 
@@ -75,8 +75,8 @@ class Examination(NamedTuple):
 def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--parameters", type=parameters, metavar="N",
-        help="of the model to be trained, such as 350M, for the checks of /dev/shm and memory (default: 25M); if "
-        "given, too little of them is a problem, not only a warning",
+        help="parameters of the model to be trained, such as 350M, for the checks of /dev/shm and memory (default: "
+        "25M); if given, too little memory is a problem, not only a warning",
     )  # fmt: skip
     parser.add_argument("--json", metavar="FILE", help="write all facts and findings; - writes them to standard output")
     parser.add_argument(
@@ -95,7 +95,7 @@ def run(chosen: argparse.Namespace, topology: Topology) -> int:
     title = f"allreduce doctor: {topology}"
     together(topology.world, lambda: show(title, found, chosen.json) if topology.rank == 0 else None)
     code = exit_code(found.findings)
-    if found.results.unreachable:  # messages to them are pending, so MPI_Finalize would not return
+    if found.results.unreachable:  # messages to these ranks are pending, so MPI_Finalize would not return
         abort.end_job("some ranks don't answer\n", code)
     return code
 
@@ -109,7 +109,7 @@ def examine(topology: Topology, needs: Needs, seconds: float, show_progress: Sho
     show_progress("checking each rank")
     hosts = all_values(comm, socket.gethostname(), "gather host names")
     facts = {key: _gathered(check, topology, hosts[0]) for key, check in CHECKS.items()}
-    ranks = ranks_of(hosts, all_values(comm, [topology.node_index, facts], "gather what each rank has found"))
+    ranks = ranks_of(hosts, all_values(comm, [topology.node_index, facts], "gather the facts of all ranks"))
     results = pairs.measure_all(topology, [rank.node for rank in ranks], seconds, show_progress)
     return Examination(ranks, judge(ranks, needs, results), results)
 
@@ -178,7 +178,7 @@ def _progress(shown: bool) -> ShowProgress:
 def check_target(path: str | None) -> None:
     """Raise OptionError if the JSON can't be written, before the examination."""
     if path is not None and path != STANDARD_OUTPUT and not (path and writable(path)):
-        raise OptionError(f"--json {path}: this can't be written; give a file in a folder that exists")
+        raise OptionError(f"--json {path}: this file can't be written; give a file in a folder that exists")
 
 
 def show(title: str, found: Examination, json_path: str | None) -> None:

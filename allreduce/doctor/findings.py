@@ -1,4 +1,4 @@
-"""The facts of the ranks, the findings that the doctor makes from them, and the report of the findings."""
+"""The facts of the ranks, the findings that the doctor derives from them, and the report of the findings."""
 
 import textwrap
 from collections.abc import Callable, Hashable, Iterable, Sequence
@@ -31,7 +31,7 @@ class Needs(NamedTuple):
     """What the training needs."""
 
     parameters: int
-    asked: bool = False  # the user gave the number: then too little memory for it is a problem, else a warning
+    asked: bool = False  # whether the user gave the number: too little memory is then a problem, else a warning
 
 
 class Finding(NamedTuple):

@@ -71,7 +71,7 @@ def judge_mpi(ranks: Sequence[Rank], needs: Needs) -> Iterator[Finding]:
         launch = launcher.Launch(**facts["launch"])
         text = f"{launch.launcher} has started {launch.processes} processes ({launch.variable}), and MPI sees 1 rank: "
         advice = f"{launch.remedy}; if each process should be a separate job, set {launcher.ALONE}=1"
-        yield problem("launcher", text + "each is alone", advice)
+        yield problem("launcher", text + "each process is a job of its own", advice)
     lesser = [rank for rank in ranks if rank.facts["threads"] != THREADS[-1]]
     if lesser:
         text = f"{lesser[0].facts['threads']} on {named(lesser)}: nothing can be reduced in the background"
@@ -85,17 +85,17 @@ def judge_mpi(ranks: Sequence[Rank], needs: Needs) -> Iterator[Finding]:
 def _lost_rank(facts: dict[str, Any]) -> str:
     """Return the effect of a failed rank on the job. The user chooses it, so every effect is ok."""
     if facts["ulfm"]:
-        return "ULFM is in force: with the trainers' --on-failure continue the others go on without it"
+        return "ULFM is in force: with the trainers' --on-failure continue, the other ranks continue"
     version = re.match(r"Open MPI v(\d+)", facts["library"])
     if version and int(version[1]) >= FIRST_WITH_ULFM:
-        return "ends the job; with mpirun --with-ft ulfm and the trainers' --on-failure continue the others go on"
-    return "ends the job, and this MPI has nothing else to offer: train with --checkpoint, and go on with --resume"
+        return "ends the job; with mpirun --with-ft ulfm and the trainers' --on-failure continue, the others continue"
+    return "ends the job (only Open MPI 5 or later can continue it): train with --checkpoint, and restart with --resume"
 
 
 # Versions
 
 LIBRARIES = ("numpy", "mpi4py", "ml_dtypes", "torch")
-PREFIXES = ("cupy", "nvidia-nccl")  # of names with a CUDA version behind them
+PREFIXES = ("cupy", "nvidia-nccl")  # of package names that end in a CUDA version
 TRIED = {"torch": ("2.7.0", "2.13.0", "2.15.0")}  # versions tested with this version of allreduce, oldest first
 SAME = "install the same on all hosts: one environment in a folder that all of them see, or one container image"
 
@@ -141,7 +141,7 @@ def judge_versions(ranks: Sequence[Rank], needs: Needs) -> Iterator[Finding]:
 
 
 def _minor(version: str) -> tuple[int, ...]:
-    """(2, 13) of "2.13.0+cpu"."""
+    """Return (2, 13) for "2.13.0+cpu"."""
     return tuple(int("".join(filter(str.isdigit, part)) or 0) for part in version.split(".")[:2])
 
 
@@ -274,7 +274,7 @@ def _available() -> int | None:
     except ImportError:
         return None
     free: int = psutil.virtual_memory().available
-    for limit, used in (("max", "current"), ("limit_in_bytes", "usage_in_bytes")):  # of both versions
+    for limit, used in (("max", "current"), ("limit_in_bytes", "usage_in_bytes")):  # cgroup 2, then 1
         folder = CONTROL_GROUP if limit == "max" else CONTROL_GROUP / "memory"
         try:
             bytes_of = [int((folder / f"memory.{name}").read_text()) for name in (limit, used)]
@@ -461,7 +461,7 @@ def _duplicates(ranks: Sequence[Rank]) -> Iterator[Finding]:
     ]
     if texts:
         advice = (
-            "as many ranks a node as it has GPUs; NCCL refuses to share one, and ranks that do slow each other down"
+            "as many ranks on a node as it has GPUs; NCCL refuses a shared GPU, and ranks on one slow each other down"
         )
         yield warning("duplicates", f"one GPU is shared by {some(texts)}", advice)
 
@@ -489,7 +489,7 @@ def _nccl(ranks: Sequence[Rank]) -> Finding:
         where = f" on {named(numbers[None])}" if len(numbers) > 1 else ""
         return warning("NCCL", f"CuPy finds none{where}: the backend nccl is not available", gpu.EXTRA)
     kinds = {f"{number // 10_000}.{number // 100 % 100}.{number % 100}": some for number, some in numbers.items()}
-    return alike("NCCL", kinds, "install the same on all hosts: ranks of different ones may not connect")
+    return alike("NCCL", kinds, "install the same version on all hosts: different versions may not connect")
 
 
 def _cuda_aware(ranks: Sequence[Rank]) -> Finding:
@@ -498,10 +498,10 @@ def _cuda_aware(ranks: Sequence[Rank]) -> Finding:
     if not without:
         return ok(name, 'yes: "native" hands arrays in GPU memory to MPI')
     if len(ranks) == 1 or not ranks[0].facts["devices"]:
-        return ok(name, "no, and nothing here asks for it")
+        return ok(name, "no, and it is not needed here")
     where = f" on {named(without)}" if len(without) < len(ranks) else ""
     text = f'no{where}: "native" copies arrays in GPU memory to pinned host memory first, as all backends but nccl do'
-    advice = "fine with nccl; else an MPI that was built with CUDA (ALLREDUCE_CUDA_AWARE=1 if it can't say so itself)"
+    advice = "fine with nccl; else use an MPI built with CUDA (ALLREDUCE_CUDA_AWARE=1 if MPI does not report it)"
     return warning(name, text, advice)
 
 

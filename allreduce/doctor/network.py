@@ -214,7 +214,7 @@ def judge_clocks(ranks: Sequence[Rank], needs: Needs) -> Iterator[Finding]:
     hosts = [here[0].host for here in sorted(by_node(ranks), key=lambda here: here[0].node)]
     wrong = [f"{host} by {skew:+.3g} s" for host, skew in zip(hosts, ahead, strict=True) if abs(skew) > SKEW_SECONDS]
     if wrong:
-        advice = "run chronyd or ntpd on all hosts: times of files, of logs and of deadlines are off by as much"
+        advice = "run chronyd or ntpd on all hosts: times of files, logs and deadlines are wrong by as much"
         yield warning("skew", f"clocks differ from that of {hosts[0]}: {some(wrong)}", advice)
     elif most := max(map(abs, ahead)):
         yield ok("skew", f"at most {1000 * most:.3g} ms between hosts")
@@ -255,7 +255,7 @@ def connecting_advice(host: str, found: Sequence[Interface]) -> str:
     return (
         "allreduce doctor: the ranks are not connected yet: MPI can't connect some, or a host is slow to start.\n"
         f"  This host, {host}, has {shown}.\n"
-        "  -> a firewall between the hosts must let all ports through; where hosts have networks of their own\n"
-        "     (of containers and virtual machines, say), name the one that all of them are in, in Open MPI by\n"
+        "  -> a firewall between the hosts must let all ports through; where hosts also have networks that are\n"
+        "     not connected (of containers or virtual machines), name the one that they share; with Open MPI by\n"
         f"     mpirun --mca btl_tcp_if_include {include} --prtemca prte_if_include {include}\n"
     )

@@ -20,11 +20,11 @@ from allreduce.transport.wait import wait_until
 
 SMALL_BYTES, LARGE_BYTES = 8, 1 << 20
 TURNS = 20  # of the small message
-USUAL = 0.25  # the quantile of their times that is reported: some round trips wait for a core
-ANSWER_SECONDS = 15.0  # a rank that takes longer counts as unreachable
+USUAL = 0.25  # the quantile of its times that is reported, because some round trips wait for a core
+ANSWER_SECONDS = 15.0  # a rank that takes longer to answer counts as unreachable
 LARGE_SECONDS, LARGE_TURNS = 0.03, 4  # for the large message: seconds, and round trips at most
 REPEATS = 2  # repeated measurements of pairs that seem slow
-REPEAT_SHARE = 0.2  # the share of the time for each of them
+REPEAT_SHARE = 0.2  # the share of the time for each repetition
 MOST_PAIRS = 4000
 LEAST_ALIKE = 3  # with fewer pairs of a kind, none counts as slow
 SLOWER = 3.0  # a slow pair's bandwidth is below the median of its kind by this factor
@@ -110,7 +110,7 @@ def measure(
             except SilentError:
                 silent.append((first, second))
         show(number + 1, len(rounds))
-    reports = all_values(comm, [found, silent], "gather what pairs of ranks have measured")
+    reports = all_values(comm, [found, silent], "gather the measurements of pairs")
     measured = sorted(Measured(*pair) for mine, _ in reports for pair in mine)
     return Results(measured, sorted({(one, other) for _, mine in reports for one, other in mine}))
 
@@ -150,7 +150,7 @@ def _echo(comm: MPI.Intracomm, other: int, message: np.ndarray) -> None:
 
 
 def _complete(request: MPI.Request) -> None:
-    """Wait for one message without sleeping, which would be measured too. Raises SilentError if none comes."""
+    """Wait for one message without sleeping, which would be measured too. Raises SilentError after ANSWER_SECONDS."""
     if not wait_until(request.Test, ANSWER_SECONDS, pause=lambda now: os.sched_yield()):
         free_later(request)
         raise SilentError
@@ -252,7 +252,7 @@ def _kinds(measured: Sequence[Measured], nodes: Sequence[int]) -> dict[str, list
 
 
 def _medians(alike: Sequence[Measured]) -> tuple[float, float]:
-    """Return the median latency and bandwidth; with half of the pairs slow, those of the other half."""
+    """Return the median latency and bandwidth; if half of the pairs are slow, the values of the other half."""
     return median_low(pair.latency for pair in alike), median_high(pair.bandwidth for pair in alike)
 
 

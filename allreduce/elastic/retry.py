@@ -81,7 +81,7 @@ def recover(topology: Topology, repair: Repair, advance: Advance = survivors) ->
 
 
 def retry(topology: Topology, action: Callable[[Topology], ResultT], advance: Advance = survivors) -> ResultT:
-    """Run `action(topology)`, after a failure again on the next topology, and return its result.
+    """Run `action(topology)` and return its result; after a failure, run it again on the next topology.
 
     advance(topology): returns the next topology, by `survivors` or by a `recover`.
     """

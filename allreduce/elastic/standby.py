@@ -4,8 +4,8 @@ An elastic world has working ranks and, after them, standby ranks. The topology 
 fails, the surviving ranks form a new `everyone`. Its first ranks work: those that worked before, in their order, then
 standby ranks in the free places. So a job can end with as many working ranks as it began with.
 
-The ranks of an `everyone` agree by its `finished` how it ends: the work is done, or a rank has failed and they form the
-next one.
+The ranks of an `everyone` agree by its `finished` why it ends: the work is done, or a rank has failed and they form the
+next `everyone`.
 """
 
 from functools import partial
@@ -18,7 +18,7 @@ from allreduce.elastic.retry import attempt, retry
 from allreduce.errors import OptionError, RankLostError, UnavailableError
 from allreduce.topology import Topology
 from allreduce.transport import ulfm
-from allreduce.transport.control import known
+from allreduce.transport.control import on_all_ranks
 from allreduce.transport.wait import Pause, wait_until, waiting
 
 POLL_SECONDS = 0.005  # between two polls of a rank that waits
@@ -40,7 +40,7 @@ class ElasticWorld(Topology):
     def survivors(self, admit: bool = True) -> Topology:
         """Return the topology of the next working ranks. Collective over surviving working and standby ranks.
 
-        Its `previous_ranks` holds the ranks that they have here, JOINED for those that join.
+        Its `previous_ranks` holds, by new rank, the rank in this topology, or JOINED if the rank joins.
         """
         self.check_open()
         self.everyone.revoke()
@@ -123,8 +123,8 @@ def _next_world(
 ) -> tuple[Topology, ElasticWorld | None]:
     """Form the next `everyone` and its elastic world; None on standby ranks, and if the work is done. Collective.
 
-    previous: this rank's number among the ranks that worked before, or JOINED. admit, done: whether standby ranks are
-        admitted, and whether the work is done, as ranks that worked before pass it.
+    previous: this rank's rank in the previous elastic world, or JOINED. admit, done: whether standby ranks may
+        join, and whether the work is done; only ranks that worked before pass True.
     """
 
     def form(everyone: Topology) -> tuple[Topology, ElasticWorld | None]:
@@ -134,7 +134,7 @@ def _next_world(
         ranks, admitted, ended = states.T
         if ranks.max() == JOINED:
             text = "all working ranks have failed, so the state that standby ranks would take over is gone"
-            raise known(RankLostError(text), everyone.world)
+            raise on_all_ranks(RankLostError(text), everyone.world)
         if ended.any():
             return everyone, None
         made = _working(everyone, places if admitted.any() else int((ranks != JOINED).sum()), places)

@@ -125,8 +125,8 @@ def _hint(buffer: Any) -> str:
     """Return a hint for the error: what to pass instead of this object."""
     if hasattr(buffer, "detach"):
         return "; for a CPU tensor pass tensor.detach().numpy()"
-    if hasattr(buffer, "__array__") and not isinstance(buffer, np.ndarray):  # JAX: its arrays never change
-        return "; it can't be changed in place: pass a copy, numpy.array(x), and read the result from that"
+    if hasattr(buffer, "__array__") and not isinstance(buffer, np.ndarray):  # JAX arrays are immutable
+        return "; it can't be changed in place: pass a copy, numpy.array(x), and read the result from the copy"
     if isinstance(buffer, int | float | complex):
         return "; put numbers in an array, numpy.array([1.0, 2.0])"
     return ""

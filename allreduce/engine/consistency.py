@@ -19,16 +19,16 @@ from allreduce.transport.shared_segment import CommonSegment
 USERS = 64  # slots; further users of the topology compare calls by message
 PARITIES = 2  # fingerprints of a rank in a slot: of even and of odd calls
 
-# All ranks' fingerprints in a slot, the fingerprint that this rank writes, and the bytes there once all ranks have
-# written it.
+# The memory of all ranks' fingerprints in a slot, the fingerprint that this rank writes, and the bytes of this memory
+# when all ranks have written the same fingerprint.
 Round = tuple[memoryview, int, bytes]
 
 
 class Slot(NamedTuple):
     """One user's slot of the table.
 
-    number: its index in the table. sequence: rendezvous in it so far. fingerprints: of all ranks, for even and for odd
-    calls. rank: this rank's index in each.
+    number: its index in the table. sequence: the number of rendezvous in it so far. fingerprints: of all ranks, for
+    even and for odd calls. rank: this rank's index in each.
     """
 
     number: int
@@ -52,7 +52,7 @@ class FingerprintTable:
 
     def __init__(self, topology: Topology) -> None:
         self._node = node = topology.host
-        self.free = dict.fromkeys(range(USERS), 0)  # free slots: index -> rendezvous so far
+        self.free = dict.fromkeys(range(USERS), 0)  # free slots: index -> number of rendezvous so far
         self._segment: CommonSegment | None = None
         self._fingerprints: memoryview | None = None
         if node.size == topology.size > 1 and topology.original is None:

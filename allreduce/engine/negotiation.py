@@ -23,7 +23,7 @@ from mpi4py import MPI
 from allreduce.arrays.chunks import binomial, subtree
 from allreduce.engine.queue import Future, Queue, Worker
 from allreduce.errors import AllReduceError, DisagreementError, OptionError
-from allreduce.transport.control import disagreement, known
+from allreduce.transport.control import disagreement, on_all_ranks
 from allreduce.transport.wait import NamedCall
 
 PerRank = list[Any]  # each rank's `own`; None for a rank that has joined
@@ -150,7 +150,7 @@ class NamedQueue(Queue):
         self._open: set[str] = set()  # names of calls that have not ended
         self._first: NamedFuture | None = None  # the call that has waited longest
         self._parent, self._children = binomial(comm.rank, 0, comm.size)
-        self._subtree = subtree(comm.rank, comm.size)  # this rank, and those that announce through it
+        self._subtree = subtree(comm.rank, comm.size)  # this rank, and the ranks that announce through it
         self._announced: dict[str, Announced] = {}  # name -> announcements not yet passed to the parent, nor decided
         self._joined: list[int] = []  # ranks of the subtree that have joined, in that order
         self._decided: list[Decision] = []  # rank 0: decisions not yet sent
@@ -279,7 +279,7 @@ class NamedQueue(Queue):
             self._send([name, announced.requests], [self._parent])
 
     def _decision(self, name: str, announced: "Announced") -> Decision:
-        """Return the decision to run or refuse a call that every rank has announced, unless it joined."""
+        """Return the decision to run or refuse a call that all ranks, except those that have joined, have announced."""
         requests = announced.by_rank()
         first = requests[min(requests)]
         everyone = range(self._comm.size)
@@ -328,7 +328,7 @@ class NamedQueue(Queue):
     def _refusal_error(self, refusal: list[str] | str | None) -> AllReduceError | None:
         if isinstance(refusal, list):
             return disagreement(self._comm, refusal)
-        return None if refusal is None else known(DisagreementError(refusal), self._comm)
+        return None if refusal is None else on_all_ranks(DisagreementError(refusal), self._comm)
 
     def _proxy_ended(self, error: BaseException | None) -> None:
         """Fail the queue with the error of a join proxy's work: no caller waits for that work."""

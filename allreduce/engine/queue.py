@@ -88,7 +88,7 @@ class Future:
         self.finish(None)
 
     def finish(self, error: BaseException | None) -> None:
-        """Mark the call as ended, with `error` if it has none of its own, and call `ended`."""
+        """Mark the call as ended, with `error` unless it has one, and call `ended`."""
         self.end = time.perf_counter()
         self.begin = min(self.begin, self.end)  # it may have failed before it began
         self.error = self.error or error
@@ -107,7 +107,7 @@ class Future:
         return self._done.is_set()
 
     def wait(self, timeout: float | None = None) -> None:
-        """Wait for the call to end, and raise its error. After `timeout` seconds: TimeoutError; the call goes on."""
+        """Wait for the call to end, and raise its error. After `timeout` seconds: TimeoutError; the call continues."""
         if self.queue is not None and not self._done.is_set():
             self.queue.worker.wait_for(self._done, timeout)
         if self.error is not None:
@@ -155,7 +155,7 @@ class Queue:
             return
         try:
             if self.broken is None and not self.alone:
-                self.submit(lambda: None, "closes").wait()
+                self.submit(lambda: None, "close").wait()
         finally:
             self.abandon()
 
@@ -376,8 +376,8 @@ class Worker:
             queue.poll(self._lock)
 
     def decide(self, queue: Queue, future: Future, added: int) -> None:
-        """Make a decided call ready to run. added: the change in the number of open calls: 1 minus the submitted calls
-        it stands for. The caller holds the lock.
+        """Make a decided call ready to run. added: the change in the number of open calls: 1 minus the number of
+        submitted calls that it stands for. The caller holds the lock.
         """
         self._open += added
         self._ready.append((RUN, queue, future))
@@ -470,18 +470,13 @@ class Worker:
     threaded = property(lambda self: self._thread is not None)
 
 
-EXIT_SECONDS = 10.0  # how long the program's exit waits for running calls
+EXIT_SECONDS = 10.0  # limit of the wait for running calls at the program's exit
 _workers: "weakref.WeakSet[Worker]" = weakref.WeakSet()
-
-
-def has_thread_multiple() -> bool:
-    """Return whether MPI runs with MPI_THREAD_MULTIPLE. Local."""
-    return MPI.Query_thread() == MPI.THREAD_MULTIPLE
 
 
 def thread_error() -> UnavailableError | None:
     """Return the error to raise if a second thread may not call MPI; None if it may. Local."""
-    if has_thread_multiple():
+    if MPI.Query_thread() == MPI.THREAD_MULTIPLE:
         return None
     return UnavailableError(
         "a worker thread needs MPI_THREAD_MULTIPLE. mpi4py requests it unless mpi4py.rc.threads or "
@@ -494,7 +489,7 @@ def _end() -> None:
     """Close the workers at exit. MPI can't be finalized while a thread is in it: if a call is still running after
     EXIT_SECONDS, end the job.
     """
-    if children.forked():  # it has a copy of the workers, and none of their threads
+    if children.forked():  # the child has copies of the workers, but none of their threads
         return
     for worker in list(_workers):
         if worker.threaded and not MPI.Is_finalized():

@@ -1,6 +1,6 @@
-"""Warns when all ranks train on the same data: a program was made data-parallel, and each rank still loads all of it.
+"""Warns when all ranks train on the same data: a program was made data-parallel, but each rank still loads all data.
 
-The averages are right then, but the training takes as long as on one rank and learns no more.
+The averages are right then, but the training takes as long as on one rank, for the same result.
 """
 
 import os
@@ -18,12 +18,12 @@ from allreduce.engine.engine import Engine
 
 SWITCH = "ALLREDUCE_SAME_DATA"  # "allow" silences the warning
 LEAST_LENGTH = 64  # shorter arrays (metrics, counters) are not compared
-EQUAL = 3  # the warning needs so many different arrays of one signature, each equal on all ranks
+EQUAL = 3  # the warning needs this many different arrays of one signature, each equal on all ranks
 MOST_CALLS = 8  # calls compared at most
 SAMPLES = 4096  # elements of an array that are compared
 TEXT = (
     "the first gradients that were averaged are equal on all ranks, bit for bit: the ranks seem to train on the same "
-    "batches, which takes as long as one rank alone and learns no more. Give each rank its share of the data: "
+    "batches, which takes as long as one rank alone, for the same result. Give each rank its share of the data: "
     "sampler=DistributedSampler(dataset) for a DataLoader, or x[rank::size]; shares of different size are weighted by "
     f"`rows` of MirroredOptimizer ({SWITCH}=allow silences this warning)"
 )

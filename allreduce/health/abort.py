@@ -124,14 +124,14 @@ def traceback_of(error: BaseException) -> str:
     text = "".join(shown.format(chain=chain))
     if not left_out:
         return text
-    note = f"  ({left_out} frames inside of the library are left out; {TRACEBACK}=full shows them)\n"
+    note = f"  ({left_out} frames inside the library are left out; {TRACEBACK}=full shows them)\n"
     return text.replace(TITLE, TITLE + note, 1)
 
 
 def _shorten(shown: traceback.TracebackException, error: BaseException, chain: bool) -> int:
     """Remove the frames of this library, and of code that it calls, from a traceback; return how many. Local.
 
-    chain: from the tracebacks of the error's causes, too.
+    chain: also shorten the tracebacks of the error's causes.
     """
     left_out = 0
     context = None if error.__suppress_context__ else error.__context__
@@ -172,7 +172,7 @@ def _may_be_our_bug(error: BaseException) -> bool:
 
 
 def _inside(frame: FrameType, within: bool) -> bool:
-    """Return whether a frame is of this library, or of installed code that it calls. within: of the frame before."""
+    """Return whether a frame is of this library, or of installed code that it calls. within: whether its caller is."""
     if _package(frame) in LIBRARY:
         return True
     return within and frame.f_code.co_filename.startswith(("<frozen ", *INSTALLED))
@@ -185,7 +185,7 @@ def _package(frame: FrameType) -> str:
 
 
 def exit_code_of(error: BaseException | None) -> int:
-    """Return the exit code of a job that this error ends: that of the rank that has left and caused it, else 1.
+    """Return the exit code of a job that this error ends: that of a rank whose leaving has caused it, else 1.
 
     `set_error_exit_code` replaces the 1. Local.
     """
@@ -198,7 +198,7 @@ def exit_code_of(error: BaseException | None) -> int:
 
 
 def set_error_exit_code(code: int) -> None:
-    """Make errors end the job with this exit code. For programs in which 1 has a meaning. Local."""
+    """Make errors end the job with this exit code. For programs in which the exit code 1 has a meaning. Local."""
     _failure[:] = [code]
 
 
@@ -225,7 +225,7 @@ def in_part() -> bool:
 def wait_for_reporter(error: BaseException) -> None:
     """Return at once on the rank that reports an error; sleep on others that have it, so that its report comes first.
 
-    If no rank knows which ranks have the error, all may (a missing file): the others give rank 0 time to report it.
+    If no rank knows which ranks have the error, all may have it (a missing file): they give rank 0 time to report it.
     """
     if not _reports(error):
         time.sleep(REPORT_SECONDS)
@@ -246,7 +246,7 @@ def print_error(text: str) -> None:
     """Print an error's text to stderr, prefixed with the rank, after the program's output. Local."""
     with contextlib.suppress(OSError, ValueError):  # a closed pipe or stream: the job must end all the same
         sys.stdout.flush()
-    # Not sys.stderr: torch.distributed wraps the hook, and prints what was written there later, too late.
+    # Not sys.stderr: torch.distributed wraps the hook, and prints text written to sys.stderr too late.
     stderr = sys.__stderr__ or sys.stderr
     with contextlib.suppress(OSError, ValueError):
         stderr.write(_of_this_rank(text))
@@ -283,14 +283,14 @@ def exit_quietly(code: int) -> NoReturn:
 
 
 def end_job(text: str, code: int, written: bool = False) -> NoReturn:
-    """Print `text`, with the rank, and end all ranks. From any thread. written: it is in ERROR_FILE already."""
+    """Print `text`, with the rank, and end all ranks. From any thread. written: `text` is in ERROR_FILE already."""
     print_error(text)
     if not written:
         write_down(_of_this_rank(text))
     for call in _ending:
         call(code)
     time.sleep(0.5)  # MPICH's launcher drops output that it has not forwarded before the end
-    if not ulfm.all_others_failed(MPI.COMM_WORLD):  # after MPI_Abort by the only living rank mpirun returns 0
+    if not ulfm.all_others_failed(MPI.COMM_WORLD):  # if the only living rank calls MPI_Abort, mpirun returns 0
         MPI.COMM_WORLD.Abort(code)
     os._exit(code)
 

@@ -15,7 +15,7 @@ from allreduce.notices import log
 from allreduce.transport import processes
 
 STACKS = "ALLREDUCE_STALL_STACKS"
-AGAIN_SECONDS = 5.0  # minimum interval: several ranks ask at about the same time
+AGAIN_SECONDS = 5.0  # minimum interval: several ranks request stacks at about the same time
 ARM_SECONDS = 1.0  # how often the timer is restarted
 LONGEST_SECONDS = 1e9  # no timer above that (decades): faulthandler refuses ten times as much
 
@@ -41,7 +41,7 @@ def dump(why: str) -> None:
         _times["dumped"] = now
         try:
             _write(file, why)
-        except OSError as error:  # a full disk; the wait goes on
+        except OSError as error:  # a full disk, say; the wait continues
             faulthandler.cancel_dump_traceback_later()
             _disable(error)
 

@@ -22,8 +22,7 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
 from mpi4py import MPI
@@ -42,12 +41,12 @@ STALL, TIMEOUT = "ALLREDUCE_STALL_SECONDS", "ALLREDUCE_TIMEOUT_SECONDS"
 ANNOUNCE_SECONDS = 1.0  # length of a wait after which this rank announces it to the others
 SOON_SECONDS = 1.0  # how long MPI may take to report a failed rank
 SHOWN = 8  # calls in a report
-END_SECONDS = 1.0  # to wait for a thread that checks waits while this one ends the job
-LEFT_SECONDS = 2.0  # how long the last messages of a rank that has left may be on their way
+END_SECONDS = 1.0  # to wait for another thread's check of the waits before this rank ends the job
+LEFT_SECONDS = 2.0  # how long the last messages of a rank that has left may take to arrive
 
 
 def seconds(variable: str, default: float) -> float:
-    """Return a number of seconds from the environment; 0 or less: no limit. Raises OptionError if it is no number."""
+    """Return a number of seconds from the environment; 0 or less: no limit. OptionError if it is not a number."""
     given = os.environ.get(variable)
     try:
         value = float(given) if given else default
@@ -59,7 +58,7 @@ def seconds(variable: str, default: float) -> float:
 
 
 class Deadlines(Protocol):
-    """Calls that may take too long without a wait for other ranks; checked when the waits are, in any thread."""
+    """Calls that may take too long without a wait for other ranks; checked together with the waits, in any thread."""
 
     def check_deadline(self) -> None: ...
 
@@ -139,7 +138,7 @@ class StallDetector:
         try:
             with self._lock:
                 if self.lost is None and not self.closed:
-                    self.messages.comm.Iprobe()  # it raises when a rank has failed, or has revoked the communicator
+                    self.messages.comm.Iprobe()  # raises if a rank has failed or has revoked it
                 if not self.closed:
                     self.messages.exchange()
         except MPI.Exception as error:
@@ -175,21 +174,23 @@ class StallDetector:
             failure = self.lost
         return None if failure is None else ulfm.again(self.handle_failure())
 
-    @contextmanager
-    def translating_failures(self) -> Iterator[None]:
-        """If an error in the body is caused by a failed rank, revoke the topology and raise RankLostError instead."""
-        try:
-            yield
-        except Exception as error:
-            lost = self.failure_behind(error)
-            if isinstance(error, MPI.Exception) and lost is not None:
-                ulfm.unblock_comm_creation()
-            if lost is None or (isinstance(error, RankLostError) and error.args == lost.args):
-                raise
+    def translating_failures(self) -> "StallDetector":
+        """Context manager: if an error in the body is caused by a failed rank, revoke the topology and raise
+        RankLostError instead.
+        """
+        return self
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        lost = self.failure_behind(error) if isinstance(error, Exception) else None
+        if isinstance(error, MPI.Exception) and lost is not None:
+            ulfm.unblock_comm_creation()
+        if lost is not None and not (isinstance(error, RankLostError) and error.args == lost.args):
             raise lost from (None if isinstance(error, RankLostError) else error)
 
     def check(self) -> None:
-        """Raise RankLostError if a rank has failed. For loops that wait: it costs nothing. Local."""
+        """Raise RankLostError if a rank has failed. Cheap enough for every turn of a loop that waits. Local."""
         if self.lost is not None:
             raise ulfm.again(self.lost)
 
@@ -259,7 +260,7 @@ class StallDetector:
         """Write the stacks of this rank to its file for each new request of another rank."""
         stacks.restart_timer(self.stall)
         for rank, text in self.messages.new_stack_requests():
-            stacks.dump(f"rank {rank} waits in {text}; here {self.status() or 'nothing is waited for'}")
+            stacks.dump(f"rank {rank} waits in {text}; this rank: {self.status() or 'no wait'}")
 
     def status(self) -> str:
         """Return lines: where this rank waits, then its last calls, newest first; "" before its first. Local."""
@@ -267,7 +268,7 @@ class StallDetector:
         used = [wait for wait in self._waits if wait.call or wait.last]
         for wait in sorted(used, key=lambda wait: (wait.call is None, -wait.since))[:SHOWN]:
             if wait.call is not None:
-                lines.append(f"waits since {now - wait.since if wait.since else 0:.1f} s in {wait}")
+                lines.append(f"has waited {now - wait.since if wait.since else 0:.1f} s in {wait}")
             else:
                 lines.append(f"{wait.count} calls of one backend or communicator; the last one seen: {wait.last}")
         return "\n  ".join(lines)
@@ -392,4 +393,4 @@ _watchdog = _Watchdog()
 def status() -> str:
     """Return where this rank waits and its last calls, of all detectors, as text. Local, from any thread."""
     texts = [text for detector in _watchdog.detectors() if (text := detector.status())]
-    return "\n  ".join(texts) or "it has made no call that took long"
+    return "\n  ".join(texts) or "this rank has made no call that took long"

@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 WAITING, LEFT, STALLED, ENDED, SILENT = range(5)
-NOT_COME = "has not come: it computes, is stopped, or waits for something else"
-SEVERAL = {NOT_COME: "have not come: they compute, are stopped, or wait for something else"}
+NOT_COME = "has not arrived: it computes, is stopped, or waits for something else"
+SEVERAL = {NOT_COME: "have not arrived: they compute, are stopped, or wait for something else"}
 TEXT_BYTES = 300
 MOST_FACTS = 40  # in a message; beyond that, the calls with the fewest ranks are merged into OTHERS
 OTHERS = "other calls"
@@ -28,8 +28,8 @@ class Fact(NamedTuple):
     """A fact about ranks.
 
     WAITING: they wait in the call `text`; number, turn: number and count of the WaitRecord; fingerprint: the call's.
-    LEFT: they make no further calls, for the reason `text`; number: of the WaitRecord, 0: no calls of any; turn: the
-        exit code of their program; fingerprint: the number of `finished` agreements that they took part in.
+    LEFT: they make no further calls, for the reason `text`; number: of the WaitRecord whose calls end, 0: all; turn:
+        the exit code of their program; fingerprint: the number of `finished` agreements that they took part in.
     STALLED: they request all ranks' stacks; turn: the number of the request.
     ENDED: they end the job with the exit code `turn`. SILENT: no message arrives from them, for the reason `text`.
     """
@@ -191,7 +191,7 @@ class StatusRows:
     def _use(self, memory: np.ndarray) -> None:
         self._bytes = memory.reshape(-1)
         heads = memory[: self.far + 1, :HEAD_BYTES].view(np.int64)
-        self._heads, self._checks = heads[:, :2], heads[:, 2]  # length and checksum; checks
+        self._heads, self._checks = heads[:, :2], heads[:, 2]  # (length, checksum) of each row; its count of checks
 
     def release(self) -> None:
         """Release the shared memory, and use a copy instead. Local, from any thread, at any time."""
@@ -221,7 +221,7 @@ class StatusRows:
             length, checksum = heads[index].tolist()
             if 0 <= length <= (FAR_BYTES if index == self.far else OWN_BYTES):
                 content = self._bytes[self._place(index, length)].tobytes()
-                if zlib.crc32(content) == checksum:  # otherwise it is being written, and is read the next time
+                if zlib.crc32(content) == checksum:  # else the row is being written, and is read the next time
                     self._seen[index] = heads[index]
                     news.append((index, content))
         return news

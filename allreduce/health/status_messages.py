@@ -27,7 +27,7 @@ from allreduce.transport.deferred_free import free_later
 from allreduce.transport.liveness import Process
 from allreduce.transport.wait import SHORTEST_SLEEP, Call, Pause, WaitRecord, wait_until
 
-SILENT_SECONDS = 5.0  # after which a leader that forwards no messages is reported
+SILENT_SECONDS = 5.0  # a leader that forwards no messages for longer is reported
 GIVEN_UP_SECONDS = 5.0  # how long a wait that has ended in an error stays announced
 GONE_SECONDS = 1.0  # how often the node's processes are checked during a long wait
 LAST_SECONDS = 0.3  # how long a rank that leaves waits until its last messages are received
@@ -86,24 +86,24 @@ class StatusMessages:
         self.comm, self.rank, self.size = comm, comm.rank, comm.size
         self.state: State = {}  # all facts that this rank knows
         self.ended: int | None = None  # the exit code of a rank that ends the job
-        self.lost = False  # after a failure only facts about ranks that leave are sent, to all ranks
+        self.lost = False  # True after a failure: only facts about ranks that leave are sent, to all ranks
         self._own_facts: dict[Fact, set[int]] = {}  # that this rank reports
         self._connected = False
         self._given_up: dict[Fact, float] = {}  # waits of this rank that have ended in an error, and when
         self._rows: StatusRows | None = None
         self._node: tuple[int, ...] = (self.rank,)  # the leader first
-        self._checks, self._looked_at = 0, 0.0  # the leader's count of checks, and since when it has not grown
+        self._checks, self._looked_at = 0, 0.0  # the leader's count of checks, and when it last grew
         self._unreachable: State = {}  # SILENT facts of other nodes, while the leader makes no checks
         self._of_node: dict[int, State] = {}  # by index on the node
         self._neighbours: list[Neighbour] = []
         self._processes: dict[int, Process] = {}  # of other ranks on this machine
         self._looked = 0.0  # when these were checked
-        self._received: dict[int, State] = {}  # by the rank that has sent it
+        self._received: dict[int, State] = {}  # by sender
         self._version = 0  # of the known facts
         self._last_sent: dict[int, tuple[int, bytes]] = {}  # by receiver: version and message
-        self._sent: dict[int, list[Sent]] = {}  # pending ones, by receiver: one, or two when this rank leaves
+        self._sent: dict[int, list[Sent]] = {}  # pending messages by receiver: one, or two when this rank leaves
         weakref.finalize(self, _hold_sent, self._sent).atexit = False
-        self._left: dict[Fact, float] = {}  # since when this rank knows it
+        self._left: dict[Fact, float] = {}  # LEFT facts of other ranks: when this rank learned them
         self._seen_requests: set[tuple[int, int]] = set()  # requests for stacks that were answered
         self._unrevoked: MPI.Intracomm | None = None
         self._finish = WaitRecord(-1)
@@ -113,9 +113,9 @@ class StatusMessages:
     ) -> None:
         """Begin to exchange facts with the other ranks. Local; on all ranks.
 
-        nodes: the ranks of each node, the leader first; own: the index of this rank's node. rows: of this node, or None
-        if its ranks share no memory: then they send messages to their leader. found: the processes of ranks of this
-        machine.
+        nodes: the ranks of each node, the leader first; own: the index of this rank's node. rows: the rows of this
+        node, or None if its ranks share no memory: then they send messages to their leader. found: the processes of
+        ranks of this machine.
         """
         members, self._connected = nodes[own], True
         self._of_node.clear()
@@ -285,11 +285,11 @@ class StatusMessages:
             self._send(neighbour, False)
 
     def _send_last(self) -> None:
-        """Send them also if a message is pending; under ULFM then wait a moment until all are received."""
+        """Send the facts even if a message is pending; under ULFM then wait a moment until all are received."""
         neighbours = self._receivers()
         for neighbour in neighbours:
             self._send(neighbour, True)
-        if neighbours and ulfm.in_force():  # otherwise MPI_Finalize waits for all ranks, and delivers them
+        if neighbours and ulfm.in_force():  # without ULFM, MPI_Finalize waits for all ranks, and delivers the messages
             wait_until(self._all_received, LAST_SECONDS)
 
     def _receivers(self) -> list[int]:
@@ -315,7 +315,7 @@ class StatusMessages:
         self._last_sent[neighbour] = self._version, message
         if message == before:
             return
-        with suppress(MPI.Exception):  # it has failed
+        with suppress(MPI.Exception):  # the neighbour has failed
             buffer = bytearray(message)
             under_way.append(Sent(self._channel.Issend([buffer, MPI.BYTE], neighbour), buffer, time.monotonic()))
 
@@ -409,7 +409,7 @@ class StatusMessages:
         )
 
     def is_reporter(self, wait: WaitRecord, call: Call, most: int) -> bool:
-        """Return whether this rank reports a wait: as the lowest in its call, after fewer than `most` other calls."""
+        """Return whether this rank reports a wait: the lowest rank in its call does, for at most `most` calls."""
         others = [each for each, ranks in self.state.items() if each.kind == WAITING and min(ranks) < self.rank]
         here = wait.number, wait.count, call.fingerprint
         return len(others) < most and here not in [(each.number, each.turn, each.fingerprint) for each in others]

@@ -26,7 +26,7 @@ RANK_PROCESS = "ALLREDUCE_RANK_PROCESS"  # in the environment of a rank, and so 
 FORKSERVER = "multiprocessing.forkserver import main"  # in the command line of the server, and of its children
 FINALIZE_COMPLETED = 5  # a state of Open MPI, from ompi_mpi_state_t
 POLL_SECONDS = 1.0  # interval of checks until multiprocessing has set a child's parent process
-ORPHANED = 1  # an exit code, which no process reads
+ORPHANED = 1  # an exit code that no process reads
 
 _forked = False  # this process has a copy of its parent's MPI
 
@@ -130,7 +130,7 @@ def record_exit_codes() -> None:
     """Replace sys.exit, so that `exit_code` returns the status that the main thread passes to it. Local, once.
 
     Excepthooks and atexit functions can't read it: Python does not call sys.excepthook for SystemExit, sets no
-    sys.last_exc, and has freed the exception when atexit functions run. After these MPI ends.
+    sys.last_exc, and has freed the exception when atexit functions run. MPI ends after the atexit functions.
     """
     leave = sys.exit
 
@@ -148,7 +148,7 @@ def exit_code() -> int:
     return _exit_codes[-1]
 
 
-@atexit.register  # registered early, so it runs after the program's own
+@atexit.register  # registered early, so it runs after the program's own functions
 def _end_child() -> None:
     """End a forked child without MPI_Finalize, which mpi4py calls after this function.
 
@@ -173,7 +173,7 @@ def _mark_finalized() -> bool:
     return MPI.Is_finalized()
 
 
-os.register_at_fork(after_in_child=_record_fork)  # before those of guard()
+os.register_at_fork(after_in_child=_record_fork)  # runs before the functions of guard()
 
 
 def end_with_parent() -> None:

@@ -16,7 +16,7 @@ from contextlib import suppress
 
 from allreduce.process import proc, variables
 
-DAEMONS = ("prterun", "prted", "orted", "hydra_pmi_proxy", "slurmstepd")  # as /proc names them
+DAEMONS = ("prterun", "prted", "orted", "hydra_pmi_proxy", "slurmstepd")  # their names in /proc
 GRACE_SECONDS = 1.0  # the daemon may exit a moment before it has ended its ranks
 
 _followed: list[int] = []  # descriptors of daemons

@@ -36,7 +36,7 @@ def started(variables: Mapping[str, str], process: int) -> Launch | None:
     variables: the environment. process: the pid of this process.
 
     SLURM_NTASKS is not used: batch scripts and salloc's shells, which are one process, have it too. Only the tasks of a
-    step have SLURM_STEP_NUM_TASKS. A launcher inside a step replaces it: mpirun starts its daemons by srun.
+    step have SLURM_STEP_NUM_TASKS. A launcher inside a step takes precedence: mpirun starts its daemons by srun.
     """
     torchrun, horovodrun = OTHERS.values()
     world, pmi, open_mpi, step = (_number(variables, name) for name in (torchrun, PMI_SIZE, OPEN_MPI_SIZE, STEP_SIZE))
@@ -51,7 +51,7 @@ def started(variables: Mapping[str, str], process: int) -> Launch | None:
         return Launch("Open MPI's mpirun", OPEN_MPI_SIZE, open_mpi, _mpirun())
     if (horovod := _number(variables, horovodrun)) > 1:  # without MPI: horovodrun starts its processes itself
         return Launch("horovodrun", horovodrun, horovod, _with_mpirun("horovodrun"))
-    if world > 1:  # last: trainers and torch_backend may have copied the others' number there
+    if world > 1:  # last: trainers and torch_backend may have copied another launcher's number there
         return torch._replace(launcher="a launcher of PyTorch's processes, such as torchrun,")
     if step > 1 and not ({PMI_SIZE, OPEN_MPI_SIZE} & set(variables)) and not _in_a_shell(variables, process):
         plugin = variables.get("SLURM_MPI_TYPE", "none")
@@ -79,7 +79,7 @@ def check(ranks: int) -> None:
         raise LauncherError(
             f"{launch.launcher} has started {launch.processes} processes ({launch.variable}={launch.processes}), and "
             "MPI sees 1 rank in each: each would train a model of its own, and all would write the same files. "
-            f"{launch.remedy[0].upper()}{launch.remedy[1:]}. Where each process is to be a job of its own: {ALONE}=1"
+            f"{launch.remedy[0].upper()}{launch.remedy[1:]}. If each process should be a separate job, set {ALONE}=1"
         )
 
 
@@ -90,7 +90,7 @@ def _with_mpirun(launcher: str) -> str:
 def _mpirun() -> str:
     return (
         f"start it with the mpirun of the MPI library that mpi4py has loaded ({mpi_library()}): `which mpirun python` "
-        "shows one folder"
+        "should show one folder"
     )
 
 

@@ -42,7 +42,7 @@ def on_terminal(descriptor: int = 2) -> bool:
     """Return whether a file descriptor (1: standard output, 2: standard error) ends in a terminal. Local.
 
     Under a launcher its descriptor is checked: Open MPI's gives its ranks a pseudo-terminal as standard output,
-    wherever that is redirected to.
+    also if mpirun's output is redirected.
     """
     launchers = list(takewhile(lambda above: above[1].startswith(LAUNCHERS), ancestors()))
     for number, _ in launchers:

@@ -1,4 +1,4 @@
-"""Starts MPI, which everything else in this package needs: called first when `allreduce` is imported."""
+"""Starts MPI, which all other modules of this package need: called first when `allreduce` is imported."""
 
 import faulthandler
 import os
@@ -50,7 +50,7 @@ def import_mpi() -> None:
     """Import mpi4py.MPI, which starts MPI. With ULFM, end this process if that takes longer than the limit.
 
     With ULFM, Open MPI's start waits for ever for a rank that was killed before. It holds the GIL, so no Python thread
-    can end it; only faulthandler can, and it prints the stack. So the explanation is the name of the innermost
+    can end it; only faulthandler can, and it prints the stack. So the explanation is put into the name of the innermost
     function. Raises OptionError.
     """
 

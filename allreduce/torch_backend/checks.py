@@ -40,7 +40,7 @@ def operation(opts: Any, op: Any = None) -> Any:
 
 
 def root_of(name: str, opts: Any, root: int | None, ranks: int) -> int:
-    """Return `root`, else the root in `opts` (an options object or a number), else 0. ValueError if it is no rank."""
+    """Return `root`, else the root in `opts` (an options object or a number), else 0. ValueError if not a rank."""
     given = opts if root is None else root
     number = 0 if given is None else getattr(given, "rootRank", given)
     check_member(name, number, ranks, "root")
@@ -90,7 +90,7 @@ def check_one_dtype(name: str, tensors: Sequence[torch.Tensor]) -> None:
 def check_pairs(name: str, outputs: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
     """There must be an input for each output."""
     if len(outputs) != len(sources):
-        raise ValueError(f"{name}: {len(outputs)} outputs and {len(sources)} inputs; give as many of both")
+        raise ValueError(f"{name}: {len(outputs)} outputs and {len(sources)} inputs; give an input for each output")
     if not outputs:
         raise ValueError(f"{name}: no tensor was given; give one or more")
 
@@ -122,7 +122,7 @@ def check_root_list(
         check_list(name, tensors, ranks, rank, own)
     elif tensors:
         raise ValueError(
-            f"{name}: a list is given by the root alone, rank {root}; this is rank {rank}, with {len(tensors)} tensors"
+            f"{name}: only the root, rank {root}, gives a list; this is rank {rank}, with {len(tensors)} tensors"
         )
 
 

@@ -78,5 +78,5 @@ def _set_forward_pass_work_handle(original: Function, reducer: Any, work: Any, u
     An object of a Python subclass of a PyTorch class loses its Python methods when no Python reference is left, even
     though C++ still holds it. PyTorch prevents this where C++ gets a Work from a group, but not here.
     """
-    _works[reducer] = work  # one at a time
+    _works[reducer] = work  # a reducer uses one at a time
     original(reducer, work, use_static_world_size)

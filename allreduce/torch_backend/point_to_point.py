@@ -168,7 +168,7 @@ class Message(Work):
         return None
 
 
-_in_flight: set[Message] = set()  # MPI reads and writes their tensors also when the program holds none of them
+_in_flight: set[Message] = set()  # keeps tensors that MPI reads or writes, also after the program has dropped them
 
 
 @atexit.register

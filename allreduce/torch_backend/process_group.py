@@ -92,7 +92,7 @@ class AllReduceProcessGroup(dist.ProcessGroup):
     ) -> Work:
         """Submit `action`, to run after all earlier operations; return its Work.
 
-        written, read: the tensors it writes and reads. opts, timeout: either may hold the caller's timeout.
+        written, read: the tensors that `action` writes and reads. opts, timeout: either may hold the caller's timeout.
         signature: the arguments that must be equal on all ranks, in words; compared before the operation starts.
         """
         checks.check_devices(name, [*written, *read])
@@ -432,7 +432,7 @@ def _nothing() -> None: ...
 
 
 def _lengths(tensors: Sequence[torch.Tensor]) -> str:
-    """Describe tensors: " of 3 elements of torch.float32", " of 3, 4 elements ..." of several."""
+    """Describe tensors: " of 3 elements of torch.float32", or of several tensors " of 3, 4 elements ..."."""
     lengths = ", ".join(str(tensor.numel()) for tensor in tensors)
     return f" of {lengths} elements of {tensors[0].dtype}" if tensors else ""
 
@@ -444,7 +444,7 @@ def create_group(request: Any, pg_options: Any) -> AllReduceProcessGroup:
     """
     options = Options.parse(pg_options)
     members = list(request.global_ranks_in_group)
-    # No topology timeout: operations have their own, and the program may go on after one.
+    # No topology timeout: operations have their own, and the program may continue after a time-out.
     topology = Topology.of_ranks(members, request.group_id, math.inf) if members else Topology(timeout=math.inf)
     if (request.group_rank, request.group_size) != (topology.rank, topology.size):
         raise OptionError(
@@ -482,8 +482,8 @@ def _require_wrapped(model: torch.nn.Module) -> None:
     wrapped = [module for module in model.modules() if isinstance(module, DistributedDataParallel)]
     if not wrapped and dist.get_world_size() > 1:
         raise UnavailableError(
-            f"{type(model).__name__} holds no DistributedDataParallel, so its gradients are not averaged; give what "
-            "the framework has prepared (Accelerate: what prepare() returned; Transformers: trainer.model_wrapped)"
+            f"{type(model).__name__} holds no DistributedDataParallel, so its gradients are not averaged; pass the "
+            "model that the framework wraps (Accelerate: returned by prepare(); Transformers: trainer.model_wrapped)"
         )
     for module in wrapped:
         name = dist.get_backend(module.process_group)

@@ -123,7 +123,7 @@ def resolve(op: Any, dtype: torch.dtype, sparse: bool = False) -> Reduction:
 class Options:
     """Options of the process group, for `init_process_group("allreduce", pg_options=Options("ring"))` and `new_group`.
 
-    backend: one of `allreduce.NAMES`; by default what the environment variable ALLREDUCE_BACKEND names,
+    backend: one of `allreduce.NAMES`; by default the one in the environment variable ALLREDUCE_BACKEND,
         else "auto". new_group does not inherit the world's options; without pg_options it uses the same default.
     settings: further arguments of `allreduce.create` (check="always", cross="ring", ...). check, compress and trace
         also apply to reduce_scatter, for which "auto" uses "shared" or "ring".
@@ -370,7 +370,7 @@ def sparse_all_reduce(backend: AllReduce, tensor: torch.Tensor, reduction: Reduc
     indices = np.stack(np.unravel_index(found, shape)) if shape else np.empty((0, found.size), np.int64)
     whole = torch.empty((found.size, *values.shape[1:]), dtype=values.dtype)
     as_array(whole).reshape(sums.shape)[...] = sums
-    tensor.copy_(  # a detached sparse tensor has entries of its own
+    tensor.copy_(  # not detach().copy_: a detached sparse tensor has its own entries
         torch.sparse_coo_tensor(
             torch.from_numpy(indices), whole, tensor.shape, is_coalesced=True, check_invariants=False
         ).to(tensor.device)

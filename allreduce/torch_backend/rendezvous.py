@@ -22,7 +22,7 @@ from allreduce.transport.control import on_all, raise_together, root_value, toge
 
 CONNECT_SECONDS = 3.0
 LOOPBACK = "127.0.0.1"
-# Environment variables that tell Open MPI, libfabric (MPICH) and UCX which networks between hosts to use, or not to use
+# Environment variables that tell Open MPI, libfabric (MPICH) and UCX which networks to use, or not to use
 INCLUDE = ("OMPI_MCA_btl_tcp_if_include", "FI_TCP_IFACE", "FI_SOCKETS_IFACE", "UCX_NET_DEVICES")
 EXCLUDE = ("OMPI_MCA_btl_tcp_if_exclude",)
 _SIOCGIFADDR = 0x8915  # Linux: the IPv4 address of a network interface
@@ -110,7 +110,7 @@ def _listeners(locally: bool) -> list[socket.socket]:
     found = []
     for address in [LOOPBACK] if locally else _addresses():
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
-        with suppress(OSError):  # the host's name may resolve to an address of another host
+        with suppress(OSError):  # the host's name may resolve to another host's address
             found.append(socket.create_server((address, 0), family=family, backlog=socket.SOMAXCONN))
     return found
 

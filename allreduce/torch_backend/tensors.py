@@ -1,4 +1,4 @@
-"""Tensors for MPI and NumPy: in contiguous CPU memory, without a copy where they are there already."""
+"""Tensors for MPI and NumPy: in contiguous CPU memory, copied only if they are not there already."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -88,6 +88,6 @@ class Streams:
             event.synchronize()
 
     def synchronize(self) -> None:
-        """Wait until the GPU has done all that this thread has started."""
+        """Wait until the GPU has finished all work that this thread has started."""
         for device in self._devices:
             torch.cuda.current_stream(device).synchronize()

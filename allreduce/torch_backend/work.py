@@ -52,7 +52,7 @@ def not_compiled(kind: ClassT) -> ClassT:
 
 
 def _hidden(method: Callable[..., Any]) -> Callable[..., Any]:
-    hidden = torch._disable_dynamo(method)  # imports Dynamo when it is called: seconds that plain programs save
+    hidden = torch._disable_dynamo(method)  # a call of `hidden` imports Dynamo, which takes seconds
 
     @functools.wraps(method)
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -65,7 +65,7 @@ def _hidden(method: Callable[..., Any]) -> Callable[..., Any]:
 class Work(dist.Work):
     """One operation of a group, from its submission to its end.
 
-    name: of the operation, for messages. result: the tensors that it writes. limit: seconds that it may take.
+    name: the operation's name, for messages. result: the tensors that it writes. limit: seconds that it may take.
     signature: text after the name: the arguments that must be equal on all ranks.
     """
 
@@ -74,7 +74,7 @@ class Work(dist.Work):
         self.name = name
         self.call = name + signature  # compared between ranks
         self.limit = limit
-        self.given_up = False  # True: a wait for it has timed out
+        self.given_up = False  # True: a wait for this operation has timed out
         self._result = list(result)
         self._ended = threading.Event()
         self._error: BaseException | None = None
@@ -88,7 +88,7 @@ class Work(dist.Work):
     def wait(self, timeout: timedelta | float | None = None) -> bool:
         """Wait for the end of the operation, and raise the error that it ended with.
 
-        Raises DistBackendError after `timeout`, while the operation goes on. Without a timeout the executor ends the
+        Raises DistBackendError after `timeout`; the operation continues. Without a timeout the executor ends the
         operation after its own limit.
         """
         limit = timeout_seconds(timeout, 0.0)
@@ -121,8 +121,8 @@ class Work(dist.Work):
         with self._lock:
             if self._future is None:
                 self._future = torch.futures.Future(devices=[*{each.device for each in self._result if each.is_cuda}])
-                # C++ (DDP's reducer) takes an exception that was set for a list of tensors, and the process crashes. An
-                # error that a callback raises is an error to C++ too.
+                # C++ (DDP's reducer) would read an exception that is set on a future as a list of tensors, and crash.
+                # It recognizes an error that a callback raises.
                 self._chained = self._future.then(lambda future: future.value())
                 if self._ended.is_set():
                     self._set(self._future)
@@ -167,14 +167,14 @@ def _begin_event(name: str) -> torch.futures.Future | None:
 
 @not_compiled
 class CoalescedWork(Work):
-    """A Work that waits for several others. Their number may differ between ranks (messages)."""
+    """A Work that waits for several others, its members. Their number may differ between ranks (messages)."""
 
     def __init__(self, name: str, members: Sequence[Work], limit: float) -> None:
         super().__init__(name, [], limit)
         self._members = list(members)
 
     def wait(self, timeout: timedelta | float | None = None) -> bool:
-        """Wait for each of them, and raise the first error."""
+        """Wait for all members, and raise the first error."""
         for member in self._members:
             member.wait(timeout)
         self.end()

@@ -1,4 +1,4 @@
-"""The spans of all ranks as one list of events, in the Trace Event Format that Perfetto and chrome://tracing read.
+"""Merges the spans of all ranks into a list of events, in the Trace Event Format of Perfetto and chrome://tracing.
 
 In the file a process is a rank, and a thread is one of its rows. Which rank reached a call last, and how long the
 others waited for it, is computed here, after all times are on rank 0's clock.
@@ -77,7 +77,7 @@ def _call(row: Any, series: Any, number: Any, name: Any, arrived: Any, begin: An
 
 def _number(value: Any) -> int:
     if type(value) is not int or not -MOST <= value <= MOST:
-        raise ValueError(f"{value!r} is no number")
+        raise ValueError(f"{value!r} is not a number that is accepted")
     return value
 
 

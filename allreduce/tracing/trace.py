@@ -1,4 +1,4 @@
-"""Trace: what this rank did when, kept in memory, and written for all ranks together as Perfetto's JSON."""
+"""Trace: records this rank's work in memory, and writes the records of all ranks to one JSON file for Perfetto."""
 
 import contextlib
 import json
@@ -24,8 +24,8 @@ now = time.perf_counter_ns
 class Trace:
     """Records spans and calls on every rank, and writes them to one file for https://ui.perfetto.dev.
 
-    path: of the file, which rank 0 writes. topology: of the ranks that are traced. most: spans and calls that a rank
-    keeps; later ones are dropped, with a warning.
+    path: of the file, which rank 0 writes. topology: of the ranks that are traced. most: the number of spans and calls
+    that a rank keeps; later ones are dropped, with a warning.
 
     The constructor, `move` and `close`, which writes the file, are collective; the other methods are local and take
     about a microsecond. The n-th call of a series must be the same collective call on all ranks. The constructor raises
@@ -33,7 +33,7 @@ class Trace:
     """
 
     def __init__(self, path: str | os.PathLike[str], topology: Topology, most: int = MOST_SPANS) -> None:
-        self.path, self.topology, self.most = os.path.abspath(path), topology, most  # whatever chdir does
+        self.path, self.topology, self.most = os.path.abspath(path), topology, most  # not changed by chdir
         self.closed = False
         self._comm = topology.private(self)
         self._series: list[str] = []
@@ -74,12 +74,12 @@ class Trace:
         return Series(self, len(self._series) - 1)
 
     def move(self, topology: Topology) -> None:
-        """Continue on another topology, whose ranks are those left after a failure. Collective over them."""
+        """Continue on another topology: that of the surviving ranks after a failure. Collective over it."""
         self.topology, self._comm = topology, topology.private(self)
         self._first = clocks.compare(self._comm)
 
     def close(self) -> None:
-        """Collect what the ranks have recorded, and write the file. Collective; closing twice does nothing.
+        """Collect the records of all ranks, and write the file. Collective; closing twice does nothing.
 
         Raises OptionError on all ranks if the file can't be written.
         """
@@ -109,11 +109,11 @@ class Trace:
     def count_dropped(self) -> None:
         """Count a span or call that was dropped for lack of room; rank 0 warns once."""
         if not self._left_out and self.topology.rank == 0:
-            log.warning("%s: the first %d spans of each rank are kept, later ones left out", self.path, self.most)
+            log.warning("%s: the first %d spans of each rank are kept, later ones are dropped", self.path, self.most)
         self._left_out += 1
 
     def _collect(self) -> list[Recorded]:
-        """Return what all ranks have recorded, on rank 0; [] on other ranks. Collective."""
+        """Return the records of all ranks, on rank 0; [] on other ranks. Collective."""
         mine = Recorded(self.spans, self.calls, self._left_out)
         self.spans, self.calls = [], []
         packed = bytes_to_root(self._comm, json.dumps(mine).encode(), "collect a trace")

@@ -7,7 +7,7 @@ from mpi4py import MPI
 
 from allreduce.arrays.chunks import segments
 from allreduce.errors import CommunicationError
-from allreduce.transport.control import all_values, known, root_value
+from allreduce.transport.control import all_values, on_all_ranks, root_value
 from allreduce.transport.wait import waiting
 
 LARGEST = 1 << 38  # bytes of a rank: more than any state that fits in its memory
@@ -16,7 +16,7 @@ PIECE = 1 << 30  # bytes in a message: an MPI count is a C int in Open MPI 5
 
 
 def broadcast(comm: MPI.Intracomm, arrays: Iterable[np.ndarray], root: int, what: str) -> None:
-    """Overwrite contiguous arrays with those of rank `root`; lengths and dtypes agree. Collective."""
+    """Overwrite contiguous arrays with those of rank `root`, of the same lengths and dtypes. Collective."""
     with waiting(comm, what):
         for array in arrays:
             overwrite(comm, array, root)
@@ -30,7 +30,7 @@ def overwrite(comm: MPI.Intracomm, array: np.ndarray, root: int) -> None:
 
 def pieces(array: np.ndarray) -> Iterator[np.ndarray]:
     """Yield a contiguous array's memory as byte arrays of at most PIECE bytes. Local."""
-    memory = array.reshape(-1).view(np.uint8) if array.nbytes else np.empty(0, np.uint8)  # elements may have no bytes
+    memory = array.reshape(-1).view(np.uint8) if array.nbytes else np.empty(0, np.uint8)  # the itemsize may be 0
     for span in segments(slice(0, memory.size), PIECE):
         yield memory[span]
 
@@ -81,8 +81,8 @@ def bytes_of_root(comm: MPI.Intracomm, everyone: list[bytes], what: str) -> byte
 def _checked(comm: MPI.Intracomm, sizes: list[int], what: str) -> list[int]:
     """Check the sizes that ranks have sent before memory is allocated for them. All ranks see the same sizes."""
     if len(sizes) != comm.size or not all(type(size) is int and 0 <= size <= LARGEST for size in sizes):
-        shown = str(sizes)[:SHOWN]
-        raise known(CommunicationError(f"{what}: invalid message sizes {shown}; the limit is {LARGEST} bytes"), comm)
+        text = f"{what}: invalid message sizes {str(sizes)[:SHOWN]}; the limit is {LARGEST} bytes"
+        raise on_all_ranks(CommunicationError(text), comm)
     return sizes
 
 

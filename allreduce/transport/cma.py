@@ -52,10 +52,10 @@ class CMA:
             comm.Allgather(mine, everyone)
         self._pids = everyone[:, 0].tolist()
         works = all(self._can_access(rank, *row) for rank, row in enumerate(everyone[:, 1:].tolist()))
-        self.works = on_all(comm, works, "check access to each other's memory")  # after it no rank reads `secret`
+        self.works = on_all(comm, works, "check access to each other's memory")  # no rank reads `secret` later
 
     def address(self, array: np.ndarray) -> int:
-        """Return an array's address for other ranks; 0 for memory that they can't access (of some devices)."""
+        """Return an array's address for other ranks; 0 for memory that they can't access, such as some devices'."""
         begin, byte = MPI.Get_address(array), np.empty(1, np.uint8)
         last = begin + array.nbytes - 1
         return begin if all(_move(_read, self._pids[self._rank], at, byte) == 1 for at in (begin, last)) else 0
@@ -80,7 +80,7 @@ class CMA:
     def _can_access(self, rank: int, address: int, secret: int) -> bool:
         """Return whether this rank can read a rank's secret, and write it back. Local.
 
-        The secret identifies the process: in another PID namespace a rank's pid may belong to a different one.
+        The secret identifies the process: in another PID namespace a rank's pid may be that of another process.
         """
         found = np.zeros(1, np.int64)
         pid = self._pids[rank]

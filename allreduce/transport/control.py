@@ -22,7 +22,7 @@ ResultT = TypeVar("ResultT")
 ErrorT = TypeVar("ErrorT", bound=BaseException)
 Portable = tuple[str, str, str]  # an error: its type's module and name, its text
 
-AGREED_VALUES = 8  # one message size, so that ranks in different agreements still match, and get the table
+AGREED_VALUES = 8  # of every agreement: messages of different agreements match, and all ranks get the table
 _REST = (0,) * (AGREED_VALUES - 1)
 LONE_SECONDS = 60.0  # how long a rank with an error waits for the others
 LARGEST_VALUES = 1 << 30  # bytes of JSON that are accepted from other ranks
@@ -101,7 +101,7 @@ def _raise_difference(comm: MPI.Comm, side: str, error: Exception | None) -> NoR
 
 def disagreement(comm: MPI.Comm, sides: Sequence[str]) -> DisagreementError:
     """Return the error of ranks in different calls, which all ranks of `comm` raise. sides: the calls, by rank."""
-    return known(different_calls("\n".join(f"  rank {rank}: {side}" for rank, side in enumerate(sides))), comm)
+    return on_all_ranks(different_calls("\n".join(f"  rank {rank}: {side}" for rank, side in enumerate(sides))), comm)
 
 
 def different_calls(table: str) -> DisagreementError:
@@ -109,7 +109,7 @@ def different_calls(table: str) -> DisagreementError:
     return DisagreementError(f"the ranks disagree about this call; it must be the same on all of them:\n{table}")
 
 
-def known(error: ErrorT, comm: MPI.Comm) -> ErrorT:
+def on_all_ranks(error: ErrorT, comm: MPI.Comm) -> ErrorT:
     """Mark `error` as one that all ranks of `comm` raise, by its attribute `ranks`, and return it. Local."""
     error.ranks = processes.world_ranks(comm)  # type: ignore[attr-defined]
     return error
@@ -164,11 +164,11 @@ def on_all(comm: MPI.Comm, true: bool, what: str) -> bool:
 def _check_size(comm: MPI.Comm, nbytes: int, what: str) -> None:
     """Raise on all ranks if a size, which is equal on all of them, is out of range."""
     if not 0 <= nbytes <= LARGEST_VALUES:
-        raise known(AllReduceError(f"{what}: values of {nbytes} bytes; at most {LARGEST_VALUES} are sent"), comm)
+        raise on_all_ranks(AllReduceError(f"{what}: values of {nbytes} bytes; at most {LARGEST_VALUES} are sent"), comm)
 
 
 def _exchange(comm: MPI.Comm, side: str, error: Exception | None) -> list[tuple[str, Portable | None]]:
-    """Return every rank's call, in words, and error in a failed agreement, by rank. Collective."""
+    """After a failed agreement, return every rank's call in words and its error, by rank. Collective."""
     sides = all_values(comm, [side, _portable(error)], side)
     return [(words, tuple(portable) if portable else None) for words, portable in sides]
 
@@ -195,7 +195,7 @@ def _found(module: str, name: str) -> type[Exception]:
 def _first_error(comm: MPI.Comm, errors: Sequence[Portable | None]) -> Exception:
     rank, first = next((rank, error) for rank, error in enumerate(errors) if error is not None)
     module, name, text = first
-    error = known(
+    error = on_all_ranks(
         _found(module, name)(text if all(error == first for error in errors) else f"rank {rank}: {text}"), comm
     )
     error.reporter = error.ranks[rank]  # type: ignore[attr-defined]  # its traceback shows the cause

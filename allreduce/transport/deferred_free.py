@@ -9,8 +9,8 @@ from typing import Any
 
 from mpi4py import MPI
 
-_given_up: list[list[Any]] = [[]]  # since the last repair, and before it
-_revoked: list[list[MPI.Comm]] = [[]]  # communicators
+_given_up: list[list[Any]] = [[]]  # last list: since the last recovery; first: before it
+_revoked: list[list[MPI.Comm]] = [[]]  # communicators, in lists as above
 
 
 def free_later(given_up: Any) -> None:
@@ -24,7 +24,7 @@ def free_comms_later(comms: Iterable[MPI.Comm]) -> None:
 
 
 def repaired() -> None:
-    """Free what was deferred before the previous recovery; called after each recovery. Local."""
+    """Free the objects deferred before the previous recovery; called after each recovery. Local."""
     for comm in [comm for comms in _revoked[:-1] for comm in comms]:
         comm.Free()
     _given_up[:-1] = []

@@ -3,7 +3,7 @@
 - The file has a name only until all ranks have opened it, so no file is left behind, however a process ends.
 - Its pages are allocated before they are touched: too small a /dev/shm is an error, never a bus error.
 - A mapping lives as long as the last array in it, and the memory as long as the last mapping. So freeing it is local.
-  (Freeing an MPI window is collective: an array that outlived its backend would keep it for ever.)
+  (Freeing an MPI window is collective: an array that outlives its backend would keep the window for ever.)
 """
 
 import ctypes
@@ -30,7 +30,7 @@ SHARED_MEMORY = "/dev/shm" if os.path.isdir("/dev/shm") else tempfile.gettempdir
 PAGE_BYTES = mmap.PAGESIZE
 Location = tuple[int, int]  # of an array: an allocation's number, equal on all ranks, and the byte offset in it
 STAGING_BYTES = 16 * 1024 * 1024  # of a node, whatever the number of ranks; a container may have 64 MB in all
-SPARE_BYTES = 512 * 1024  # left free for the MPI library, for each rank: some reserve no pages before they write
+SPARE_BYTES = 512 * 1024  # left free for MPI, for each rank: some libraries reserve no pages before they write
 
 _system = ctypes.CDLL(None, use_errno=True)
 _system.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_int64]
@@ -147,7 +147,7 @@ def _map(comm: MPI.Intracomm, nbytes: int) -> np.ndarray:
     """Return zeroed whole pages that all ranks map; every view of the array keeps them mapped. Collective."""
     name = f"allreduce-{secrets.token_hex(16)}"  # rank 0's is used
     path = os.path.join(SHARED_MEMORY, root_value(comm, name, "share the name of a shared segment"))
-    raise_together(comm, None)  # all know the name before the file exists, so they can remove it if rank 0 dies
+    raise_together(comm, None)  # all ranks know the name before the file exists, so they can remove it if rank 0 dies
     mine = chunk(nbytes // PAGE_BYTES, comm.size, comm.rank)  # pages: allocated near the rank that touches them
     try:
         together(comm, lambda: _create(path, nbytes, comm.size) if comm.rank == 0 else None)
@@ -157,7 +157,7 @@ def _map(comm: MPI.Intracomm, nbytes: int) -> np.ndarray:
         raise
     if comm.rank == 0:
         _remove(path)
-    memory[::PAGE_BYTES].any()  # maps the others' pages, many at a time; the first call would map them one by one
+    memory[::PAGE_BYTES].any()  # maps other ranks' pages, many at a time; the first call would map them one by one
     return memory
 
 
@@ -215,12 +215,12 @@ def _check_space(nbytes: int, ranks: int) -> None:
 def _unavailable(error: Exception, nbytes: int, ranks: int) -> UnavailableError:
     if not (isinstance(error, OSError) and error.errno == errno.ENOSPC):
         return UnavailableError(
-            f"the ranks can't share memory in {SHARED_MEMORY} ({error}); use another backend, ring say"
+            f"the ranks can't share memory in {SHARED_MEMORY} ({error}); use another backend, such as ring"
         )
     space = os.statvfs(SHARED_MEMORY)
     wanted, free = nbytes + ranks * SPARE_BYTES, space.f_bavail * space.f_frsize
     return UnavailableError(
         f"shared memory is too small: {wanted / 2**20:.1f} MiB are needed for {ranks} ranks and "
         f"{SHARED_MEMORY} has {free / 2**20:.1f} MiB free; enlarge it (docker run --shm-size=8g, or "
-        f"mount -o remount,size=8g {SHARED_MEMORY}) or use another backend, ring say"
+        f"mount -o remount,size=8g {SHARED_MEMORY}) or use another backend, such as ring"
     )

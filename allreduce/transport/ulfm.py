@@ -1,4 +1,4 @@
-"""ULFM, MPI's user-level failure mitigation: the job survives failed ranks. The only module that calls it.
+"""ULFM, MPI's user-level failure mitigation: the job survives failed ranks. No other module calls it.
 
 Without `mpirun --with-ft ulfm` no MPI function is called here: a rank that dies ends the job.
 """
@@ -32,7 +32,7 @@ alone = threading.Lock()
 
 @contextlib.contextmanager
 def alone_for_now() -> Iterator[None]:
-    """Hold `alone`; go on without it after PATIENCE_SECONDS, because the watchdog must not wait for other ranks."""
+    """Hold `alone`; continue without it after PATIENCE_SECONDS, because the watchdog must not wait for other ranks."""
     held = alone.acquire(timeout=PATIENCE_SECONDS)
     try:
         yield
@@ -115,7 +115,7 @@ def lost(error: BaseException | None) -> RankLostError | None:
         if isinstance(cause, RankLostError):
             return cause
         if isinstance(cause, MPI.Exception) and cause.Get_error_class() in _classes():
-            return RankLostError(f"a rank was lost ({cause}); Topology.survivors() goes on with those that are left")
+            return RankLostError(f"a rank was lost ({cause}); Topology.survivors() continues with the other ranks")
     return None
 
 
@@ -143,7 +143,7 @@ def loss(comm: MPI.Comm | None) -> RankLostError:
     lost = failed(comm)
     ranks = f"rank{'s' * (len(lost) > 1)} {', '.join(map(str, lost))}" if lost else "a rank"
     be = "were" if len(lost) > 1 else "was"
-    error = RankLostError(f"{ranks} of {comm.size} {be} lost; Topology.survivors() goes on with those that are left")
+    error = RankLostError(f"{ranks} of {comm.size} {be} lost; Topology.survivors() continues with the other ranks")
     error.lost = lost
     world = processes.world_ranks(comm)
     error.reporter = min(world[rank] for rank in range(comm.size) if rank not in lost)
@@ -159,11 +159,7 @@ def again(error: RankLostError) -> RankLostError:
 
 def failed(comm: MPI.Comm) -> tuple[int, ...]:
     """Return the ranks of a communicator that this rank knows to have failed. Local."""
-    dead, everyone = comm.Get_failed(), comm.Get_group()
-    ranks = tuple(sorted(MPI.Group.Translate_ranks(dead, range(dead.size), everyone)))
-    dead.Free()
-    everyone.Free()
-    return ranks
+    return tuple(sorted(processes.translate(comm.Get_failed(), comm)))
 
 
 def all_others_failed(world: MPI.Intracomm) -> bool:
@@ -174,7 +170,7 @@ def all_others_failed(world: MPI.Intracomm) -> bool:
     if ULFM not in os.environ:
         return False
     try:
-        with contextlib.suppress(MPI.Exception):  # it raises when a rank has failed
+        with contextlib.suppress(MPI.Exception):  # Iprobe raises if a rank has failed
             world.Iprobe()  # MPI notices failures inside its calls
         return len(failed(world)) == world.size - 1
     except (MPI.Exception, NotImplementedError):  # an Open MPI that was built without it
@@ -194,7 +190,7 @@ def revoke(comm: MPI.Comm) -> None:
 def shrink(comm: MPI.Intracomm) -> MPI.Intracomm:
     """Return a communicator of the living ranks of `comm`, which may be revoked. Collective over these."""
     unblock_comm_creation()
-    with alone:  # it begins with an agreement
+    with alone:  # Shrink begins with an agreement
         left = comm.Shrink()
     assert isinstance(left, MPI.Intracomm)
     return left
@@ -212,7 +208,7 @@ def unblock_comm_creation() -> None:
 
 
 def agree(comm: MPI.Comm, ok: bool, meanwhile: Callable[[], object] = bool) -> bool:
-    """Return whether all living ranks of `comm` pass ok=True: the same on all, even if ranks fail meanwhile.
+    """Return whether all living ranks of `comm` pass ok=True. All get the same result, even if ranks fail meanwhile.
     Collective.
 
     `comm` may be revoked. The call ends only when all living ranks have reached it, or with an error of `meanwhile`,

@@ -17,7 +17,7 @@ from allreduce.wrappers.wrapper import Wrapper
 
 def oversubscribed(topology: Topology) -> bool:
     """Return True if some node has fewer than two cores for each of its ranks. Collective."""
-    return not on_all(topology.world, topology.cores >= 2 * topology.sharing, "see whether cores are to spare")
+    return not on_all(topology.world, topology.cores >= 2 * topology.sharing, "check for spare cores")
 
 
 class Background(Wrapper):
@@ -27,7 +27,7 @@ class Background(Wrapper):
     same order; the calls of different users of a topology may interleave differently. Do not touch a buffer before its
     call has ended, and use the inner backend only through the wrapper.
 
-    Raises UnavailableError on all ranks if MPI lacks MPI_THREAD_MULTIPLE on any.
+    Raises UnavailableError on all ranks if MPI lacks MPI_THREAD_MULTIPLE on any rank.
     """
 
     def __init__(self, topology: Topology, *, inner: AllReduce) -> None:

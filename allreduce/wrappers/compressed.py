@@ -33,7 +33,7 @@ def parse(compress: object, sums_half: bool, name: str) -> np.dtype:
 
 
 class Compressed(Wrapper):
-    """Rounds arrays to 16-bit floats, reduces those, and writes the result back in the array's dtype.
+    """Rounds arrays to 16-bit floats, reduces these, and writes the result back in the array's dtype.
 
     compress: "bfloat16", with the range of float32 and 8 binary digits, or "float16", with 11 binary digits; values or
     sums above 65504 become infinity.
@@ -44,7 +44,7 @@ class Compressed(Wrapper):
     `exact`, the inner backend, for values that must not be rounded.
 
     It costs two more passes over the array, and 2 bytes of memory for each element (allocated by the inner
-    backend and reused). It pays across nodes, not inside a node.
+    backend and reused). Calls become faster on slow networks, and slower inside a node.
     """
 
     def __init__(self, topology: Topology, *, inner: AllReduce, compress: str, owns_inner: bool = False) -> None:
@@ -69,7 +69,7 @@ class Compressed(Wrapper):
         if isinstance(buffer, trees.KINDS):
             self.reduce_tree(buffer, op)
         elif self._compresses(buffer, op, "all_reduce"):
-            array = np.asarray(buffer) if isinstance(buffer, np.ndarray) else buffer  # no subclass of it
+            array = np.asarray(buffer) if isinstance(buffer, np.ndarray) else buffer  # not a subclass of ndarray
             flat = array.reshape(-1, order="A")
             with self._exclusive(flat):
                 short = self._rounded(flat)
@@ -90,7 +90,7 @@ class Compressed(Wrapper):
     def reduce_scatter(self, buffer: np.ndarray, op: str = "mean") -> np.ndarray:
         """As TwoPhase.reduce_scatter, but elements outside the returned view are unchanged if compressed.
 
-        Raises OptionError if the inner backend is no TwoPhase.
+        Raises OptionError if the inner backend is not a TwoPhase.
         """
         self._check_phases()
         if not self._compresses(buffer, op, "reduce_scatter"):

@@ -16,9 +16,9 @@ METHODS = {"all_reduce": "__call__", "reduce_scatter": "reduce_scatter", "all_ga
 
 
 class Wrapper(AllReduce):
-    """Forwards all methods to `inner`. The owner of `inner` closes it, after the wrapper.
+    """Forwards all methods to `inner`.
 
-    owns_inner: closing the wrapper closes the inner backend too.
+    owns_inner: True: closing the wrapper closes `inner`. False: the owner of `inner` closes it, after the wrapper.
 
     The wrapper has no communicator or memory of its own, so the constructor is local and cheap. Other attributes of
     `inner` are available on the wrapper (`choice` of "auto"); a wrapper of a TwoPhase is a TwoPhase.
@@ -73,7 +73,7 @@ class Wrapper(AllReduce):
     def around(self, kind: str, call: Callable[[], Any], array: Any = None, op: str = "") -> Any:
         """Run `call`, a call of the inner backend, and return its result. All collective methods below call this.
 
-        kind: of the call, as its method is called, or "all_reduce". array, op: of the call, where it has one.
+        kind: the name of the call's method; "all_reduce" for `__call__`. array, op: arguments of the call, or none.
         """
         if self._closed:
             self.check_open()
@@ -86,17 +86,17 @@ class Wrapper(AllReduce):
         self.around("all_reduce", functools.partial(self.inner, buffer, op), buffer, op)
 
     def bind(self, array: Any, op: str = "mean", kind: str = "all_reduce") -> Callable[[], None]:
-        method = METHODS.get(kind, "")  # "" of an unknown kind, which the inner backend refuses
+        method = METHODS.get(kind, "")  # "": an unknown kind, which the inner backend refuses
         for each in type(self).__mro__:
             if each is Wrapper or {"bind", "around"} & vars(each).keys():
                 break
-            if method in vars(each):  # the wrapper does this call in another way than `inner`
+            if method in vars(each):  # the wrapper overrides this call
                 return functools.partial(getattr(self, method), array, *([] if kind == "all_gather" else [op]))
         bound = self.around("bind", lambda: self.inner.bind(array, op, kind), array)
         return functools.partial(self.around, kind, bound, array, "" if kind == "all_gather" else op)
 
     def reduce_scatter(self, buffer: np.ndarray, op: str = "mean") -> np.ndarray:
-        """As TwoPhase.reduce_scatter. Raises OptionError, before anything is sent, if `inner` is no TwoPhase."""
+        """As TwoPhase.reduce_scatter. Raises OptionError, before anything is sent, if `inner` is not a TwoPhase."""
         self._check_phases()
         scatter: Any = self.inner
         return self.around("reduce_scatter", lambda: scatter.reduce_scatter(buffer, op), buffer, op)

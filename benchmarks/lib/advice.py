@@ -102,8 +102,8 @@ def wrong_backends(run: Run) -> list[str]:
     return list(dict.fromkeys(result.backend for result in run.results if result.wrong))
 
 
-WORTH = 1.15  # a backend this many times as fast as auto, in median and minimum, is recommended explicitly
-LEAST_GAIN_US = 5.0  # and if it saves so much a call; less makes no difference to a training
+WORTH = 1.15  # a backend is recommended if it is this many times as fast as auto, in median and minimum,
+LEAST_GAIN_US = 5.0  # and if it saves at least this time a call; less makes no difference to training
 NOISY = 10.0  # p99 / median; if a quarter of the results exceed it, medians are not reliable
 MOST_CHOICES = 2  # recommended backends; if there are more, auto needs a table for this machine
 
@@ -141,7 +141,7 @@ def advice(run: Run) -> str:
 
 
 def spread(run: Run) -> float:
-    """Return p99 / median: a quarter of the results have at least this ratio."""
+    """Return the p99 / median that a quarter of the results reach or exceed."""
     ratios = sorted(each.p99_us / each.time_us for each in run.results)
     return ratios[len(ratios) * 3 // 4]
 

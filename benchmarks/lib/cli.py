@@ -37,7 +37,7 @@ def command(
     action: Action,
     epilog: str | None = None,
 ) -> Callable[..., int]:
-    """Return the `main` of a benchmark that mpirun starts: main(argv=None) -> exit code. Collective.
+    """Return the `main` of a benchmark that mpirun starts: main(arguments=None, program="") -> exit code. Collective.
 
     name: of the module: "benchmarks.bandwidth". about, epilog: texts of --help. options: adds the benchmark's options
         to a parser. action: measures, and returns the exit code. It is called after a check that its files (see
@@ -48,16 +48,16 @@ def command(
     kills the ranks, drops their last output, and returns 1.
     """
 
-    def main(argv: Sequence[str] | None = None) -> int:
-        parser = Parser(prog=f"mpirun -n N python -m {name}", description=about, epilog=epilog)
+    def main(arguments: Sequence[str] | None = None, program: str = f"python -m {name}") -> int:
+        parser = Parser(prog=f"mpirun -n N {program}", description=about, epilog=epilog)
         options(parser)
         with Topology() as topology:
-            given = list(sys.argv[1:] if argv is None else argv)
+            given = list(sys.argv[1:] if arguments is None else arguments)
             parsed = _parse_together(parser, given, topology.world)
 
             def act() -> int:
                 outputs.check(topology.world, parsed)
-                line = f"mpirun -n {topology.size} python -m {name} {shlex.join(given)}".rstrip()
+                line = f"mpirun -n {topology.size} {program} {shlex.join(given)}".rstrip()
                 return action(topology, parsed, Screen(topology.rank == 0, getattr(parsed, "json", None), line))
 
             return _reported(name, topology.world, act)
@@ -73,10 +73,10 @@ def serial_command(
 ) -> Callable[..., int]:
     """Return the `main` of a command without MPI. Its exit code is 2 after a FileError or OSError."""
 
-    def main(argv: Sequence[str] | None = None) -> int:
-        parser = Parser(prog=f"python -m {name}", description=about)
+    def main(arguments: Sequence[str] | None = None, program: str = f"python -m {name}") -> int:
+        parser = Parser(prog=program, description=about)
         options(parser)
-        parsed = parser.parse_args(argv)
+        parsed = parser.parse_args(arguments)
         try:
             if problems := outputs.problems(parsed):
                 raise FileError("; ".join(problems))
@@ -116,7 +116,7 @@ def _reported(name: str, comm: MPI.Intracomm, action: Callable[[], int]) -> int:
         return 2
     except KeyboardInterrupt:
         if comm.size > 1:
-            raise  # the hook of Topology prints it and ends the job; the others would wait for this rank
+            raise  # the excepthook prints it and ends the job; the others would wait for this rank
         print(f"{name}: interrupted", file=sys.stderr, flush=True)
         return INTERRUPTED
 

@@ -32,7 +32,7 @@ def _accept(dtype: np.dtype) -> str | None:
 
 @dataclass
 class Contender:
-    """call: reduces a 1-D array in place, on all ranks. allocate: None if the contender does not allocate memory."""
+    """A contender. call: reduces a 1-D array in place, on all ranks. allocate: None if it does not allocate memory."""
 
     name: str
     call: Callable[[np.ndarray], None]

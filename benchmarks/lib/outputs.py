@@ -11,6 +11,7 @@ from mpi4py import MPI
 from tqdm import tqdm
 
 from allreduce.errors import OptionError
+from allreduce.process.proc import on_terminal
 from allreduce.transport.control import raise_together, root_value
 from benchmarks.lib import plot, report
 from trainers.files.model_file import is_special, replacing
@@ -66,9 +67,9 @@ class Screen:
             tqdm.write("\n".join(lines), file=file)
             file.flush()
 
-    def bar(self, total: int) -> tqdm:
+    def bar(self, total: int, unit: str = "size") -> tqdm:
         """Return a progress bar for `total` measurements; it is shown on a terminal only."""
-        return tqdm(total=total, unit="size", leave=False, file=sys.stderr, disable=None if self._shown else True)
+        return tqdm(total=total, unit=unit, leave=False, file=sys.stderr, disable=not (self._shown and on_terminal()))
 
     def write_record(self, record: object) -> None:
         """Write the record, if --json was given."""

@@ -118,13 +118,13 @@ def from_json(text: str) -> Run:
     try:
         found = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise FileError(f"it is no JSON ({error})") from None
+        raise FileError(f"it is not JSON ({error})") from None
     if not isinstance(found, dict) or found.get("format") != FORMAT:
         raise FileError("it holds no results of benchmarks.bandwidth --json")
     if found.get("version") != VERSION:
         raise FileError(f"it has version {shown(found.get('version'))} of the format, and this is version {VERSION}")
     if found.get("results") == []:
-        raise FileError("nothing was measured in it")
+        raise FileError("it holds no measurement")
     try:
         results = [_checked(Result(**result)) for result in found["results"]]
         run = Run(**{**{name: found[name] for name in Run.__dataclass_fields__}, "results": results})
@@ -181,7 +181,7 @@ def _is_number(value: Any) -> bool:
 
 def _check_text(text: Any) -> None:
     if not isinstance(text, str) or not text.isprintable() or len(text) > LONGEST_TEXT:
-        raise ValueError(f"{shown(text)} is no text that can be shown")
+        raise ValueError(f"{shown(text)} is not a short printable text")
 
 
 def load(path: str | Path) -> Run:
@@ -205,7 +205,7 @@ def text_of(path: str | Path, most: int, wanted: str) -> str:
     try:
         return content.decode()
     except UnicodeDecodeError:
-        raise FileError(f"{path}: it is no text; {wanted}") from None
+        raise FileError(f"{path}: it is not text; {wanted}") from None
 
 
 def to_csv(run: Run) -> str:

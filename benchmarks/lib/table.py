@@ -94,7 +94,7 @@ def short_row(results: Sequence[Result]) -> str:
 
 
 def _beside(backends: Sequence[str]) -> list[str]:
-    """Return the backends with a column of their own, "auto" and "native", if others are measured too."""
+    """Return the backends that get their own columns: "auto" and "native", if others are measured too."""
     return [name for name in (CHOOSER, BASELINE) if name in backends and len(set(backends)) > 1]
 
 

@@ -4,7 +4,7 @@ All cells (a contender and an array) take turns: A B C A B C ..., so a drifting 
 small arrays a turn is one untimed iteration and a burst of up to 10 timed ones. Otherwise each call would follow one of
 another contender, with its code no longer in the cache, which costs up to twice its own time. Before each iteration
 every rank writes its array, as a training step writes its gradients. So each cell starts with the same state of the
-caches, and sums do not overflow. Then follow a barrier and the call. The time of an iteration is that of its slowest
+caches, and sums do not overflow. A barrier and the call follow. The time of an iteration is that of its slowest
 rank. `Checker` verifies the results after the timing.
 """
 
@@ -20,6 +20,7 @@ from mpi4py import MPI
 
 from allreduce.arrays import dtypes, ops
 from allreduce.transport.control import combine
+from benchmarks.lib.outputs import Screen
 from benchmarks.lib.results import Result, summarize
 
 PERIOD = 8191  # prime, so that a chunk or segment at a wrong position is detected
@@ -213,16 +214,18 @@ def _verify(call: Callable[[np.ndarray], None], array: np.ndarray, checker: Chec
 
 
 def take_turns(
-    comm: MPI.Intracomm, steps: Mapping[str, Callable[[], object]], turns: int, warmups: int
+    comm: MPI.Intracomm, steps: Mapping[str, Callable[[], object]], turns: int, warmups: int, screen: Screen
 ) -> dict[str, list[float]]:
     """Return name -> seconds of each step on the slowest rank. The steps take turns, after warmups. Collective."""
     times = np.zeros((len(steps), warmups + turns))
-    for turn in range(warmups + turns):
-        for row, step in enumerate(steps.values()):
-            comm.Barrier()
-            begin = time.perf_counter()
-            step()
-            times[row, turn] = time.perf_counter() - begin
+    with screen.bar(warmups + turns, "turn") as bar:
+        for turn in range(warmups + turns):
+            for row, step in enumerate(steps.values()):
+                comm.Barrier()
+                begin = time.perf_counter()
+                step()
+                times[row, turn] = time.perf_counter() - begin
+            bar.update()
     return dict(zip(steps, slowest(comm, times[:, warmups:]).tolist(), strict=True))
 
 

@@ -20,7 +20,7 @@ from math import ceil, log2
 SEGMENT = 1024 * 1024  # bytes in one message (allreduce/transport/point_to_point.py)
 EAGER, NET_EAGER = 4096, 65536  # bytes; longer messages need a handshake first (Open MPI: in a node, by TCP)
 MAPPED = 32 << 20  # bytes; a longer temporary is fresh memory in every call (the most that glibc's malloc keeps)
-HALF = 0.5  # average wait for a rank that itself waits, as a fraction of one scheduling round of the ranks on a core
+HALF = 0.5  # average wait for a rank that itself waits, as a fraction of a scheduling round of the ranks on a core
 QUEUE = 256 * 1024  # bytes in flight on a link above which acknowledgements of the other direction are delayed
 
 
@@ -34,9 +34,9 @@ class Machine:
     beta: float = 1.5e-10  # a byte copied from or to another rank's memory, by a message or by the system
     gamma: float = 1e-10  # a byte added, and the sum written where it belongs
     fence: float = 2e-6  # one round of a node's barrier; it has log2 n
-    switch: float = 2e-5  # until a rank that others wait for gets the core: for each rank that polls on it before
-    lib_alpha: float = 1e-6  # a message inside of the MPI library's own all-reduce
-    lib_switch: float = 1e-5  # `switch` there: C polls and yields more often than Python
+    switch: float = 2e-5  # a rank that others wait for gets its core later by this, for each rank that polls there
+    lib_alpha: float = 1e-6  # a message inside the MPI library's own all-reduce
+    lib_switch: float = 1e-5  # `switch` in that all-reduce: C yields more often than Python
     fault: float = 3e-10  # a byte of fresh memory: the kernel clears and maps its page
     net_alpha: float = 2e-5  # a message between nodes, besides `alpha`
     net_switch: float = 1e-4  # `switch` between nodes: packets and their interrupts need the core as well
@@ -61,8 +61,8 @@ class Cluster:
 
     sizes: the number of ranks of each node. one_machine: all nodes share one machine's cores and memory (simulated
         nodes, cluster_sim.sh). linked: messages between nodes use a network (not on simulated nodes). crowd: the number
-        of ranks that share cores and memory, if more than these; else 0. active: the number of ranks that work at the
-        same time; 0 for all.
+        of ranks that share cores and memory, if more than in `sizes`; else 0. active: the number of ranks that work at
+        the same time; 0 for all.
     """
 
     sizes: tuple[int, ...]
@@ -90,7 +90,7 @@ class Cluster:
 
     @cached_property
     def working(self) -> int:
-        """The number of those that work at the same time."""
+        """The number of `sharing_ranks` that work at the same time."""
         return min(self.active, self.sharing_ranks) or self.sharing_ranks
 
     def with_working(self, ranks: int) -> "Cluster":
@@ -114,7 +114,7 @@ def message(k: Machine, s: float) -> float:
 
 @cache
 def crossing(at: Cluster, ranks: int, distance: int) -> int:
-    """Of the first `ranks` ranks, return the most on one node whose partner, `distance` away, is on another one."""
+    """Return the most of the first `ranks` ranks on one node whose partner, `distance` away, is on another node."""
     if at.m == 1 or not at.linked:
         return 0
     node = [index for index, size in enumerate(at.sizes) for _ in range(size)]
@@ -155,7 +155,7 @@ class Wire:
 
 
 def hop(k: Machine, at: Cluster, s: float, sharing: int = 1, own: float | None = None) -> Wire:
-    """Return the cost of s bytes to another node, over a link of `sharing` ranks at once. own: default `alpha`."""
+    """Return the cost of s bytes to another node; `sharing` ranks use the link at once. own: default `alpha`."""
     return Wire(latency(k, at, s, k.alpha if own is None else own, HALF), s * sharing)
 
 
@@ -287,11 +287,11 @@ def hierarchical_copy(k: Machine, at: Cluster, s: float, allocated: bool = True)
 
 
 def native(k: Machine, at: Cluster, s: float, allocated: bool = True) -> float:
-    """The faster of recursive doubling, log2 n (alpha + S beta + S gamma), and Rabenseifner's,
+    """The faster one of recursive doubling and Rabenseifner's algorithm; a tree across nodes of several ranks.
 
-    2 log2 p alpha + 2 (p-1)/p S beta + (p-1)/p S gamma, both with 2 more steps if n is no power of two; across nodes of
-    several ranks a pipelined tree, log2 m S beta. MPI libraries select other algorithms too. A large temporary buffer
-    is fresh memory in every call.
+    Doubling: log2 n (alpha + S beta + S gamma). Rabenseifner: 2 log2 p alpha + 2 (p-1)/p S beta + (p-1)/p S gamma. Both
+    take 2 more steps if n is no power of two. The tree is pipelined: log2 m S beta. MPI libraries select other
+    algorithms too. A large temporary buffer is fresh memory in every call.
     """
     linked = at.linked and at.m > 1
     alone = linked and max(at.sizes) == 1

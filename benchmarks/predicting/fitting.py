@@ -18,7 +18,7 @@ LIMIT = 0.2  # errors above this are reported with a reason
 # These backends can't become faster with more ranks on the same cores, because the work grows.
 GROWING = ("ring", "reduce_to_one", "shared", "hierarchical_copy")
 SCATTERED = 1.5  # median / minimum above which the machine was doing something else
-DISTURBED = 0.3  # fraction of a place's times that more ranks beat by LIMIT; above it the place counts as disturbed
+DISTURBED = 0.3  # a place is disturbed if more ranks on the same cores beat a larger fraction of its times by LIMIT
 STEADY = 1.2  # median / minimum that is normal on an idle machine
 RANGES = (("up to 4 KiB", 0, 4096), ("to 512 KiB", 4096, 512 << 10), ("above 512 KiB", 512 << 10, float("inf")))
 
@@ -73,7 +73,7 @@ def read(
             raise FileError(f"{path}: it holds no time of {', '.join(FORMULAS)} on two ranks or more")
         if run.dtype not in ("float32", "float64"):
             raise FileError(
-                f"{path}: it measured {run.dtype}; the model is of float32 and float64, which are not widened"
+                f"{path}: it measured {run.dtype}; the model is of float32 and float64, which are summed as they are"
             )
         points += found
         runs.append(run)
@@ -140,7 +140,7 @@ def cells(points: Sequence[Point], machine: Machine) -> list[Cell]:
 
 
 def disturbed(points: Sequence[Point]) -> dict[Cluster, float]:
-    """Return the fraction of each place's times that more ranks on the same cores beat, though they have more work.
+    """Return the fraction of each place's times that more ranks on the same cores beat, although they do more work.
 
     No formula can predict such times: other programs ran during the measurement. Only places with a fraction above
     DISTURBED are returned.
@@ -210,7 +210,7 @@ class PlaceFit:
     place: str
     points: int
     error: float  # median
-    held_out: float | None  # of a fit to all other places; None if there are none
+    held_out: float | None  # error of a fit to all other places; None if there are none
     spread: float  # median of (median / minimum) of the points
     note: str = ""
 

@@ -205,7 +205,7 @@ def _efficiency(axis: Any, forecasts: list[Forecast]) -> None:
     axis.plot([], [], color="#555555", ls="-", label="nothing overlaps")
     axis.plot([], [], color="#555555", ls="--", label="hidden behind the backward pass")
     if any(found.saturation for found in forecasts):
-        axis.plot([], [], "X", color="#555555", ls="", label="saturation: twice the ranks gain < 10 %")
+        axis.plot([], [], "X", color="#555555", ls="", label="saturation: twice as many ranks gain < 10 %")
     _ranks(axis, forecasts[0])
     axis.set_ylim(0, 104)
     axis.set_ylabel("scaling efficiency (%)")

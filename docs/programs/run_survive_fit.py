@@ -14,7 +14,7 @@ class KillRankOne(Callback):
     """A real program has no such callback."""
 
     def on_epoch_begin(self, epoch, logs=None):
-        if epoch == 3 and not self.trainer.losses and self.trainer.rank == 1:
+        if epoch == 3 and not self.trainer.failures and self.trainer.rank == 1:
             os.kill(os.getpid(), signal.SIGKILL)
 
 
@@ -24,4 +24,4 @@ network.scale_input(data.shift, data.scale)
 with MirroredTrainer(network, update="sharded", copies=2, on_failure="continue") as trainer:
     trainer.fit(data.x_train, data.y_train, epochs=8, batch_size=100, callbacks=[KillRankOne()])
     if trainer.rank == 0:
-        print(f"{trainer.size} ranks at the end; failed: {trainer.losses[0].ranks}")
+        print(f"{trainer.size} ranks at the end; failed: {trainer.failures[0].ranks}")

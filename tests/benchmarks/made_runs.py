@@ -1,4 +1,4 @@
-"""Runs of the bandwidth benchmark that were made up, for tests of what is made from them."""
+"""Made-up runs of the bandwidth benchmark, for tests of the tables, pictures and advice that are derived from runs."""
 
 import numpy as np
 

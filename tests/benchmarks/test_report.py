@@ -1,4 +1,4 @@
-"""The picture and the page, the page looked at in a real browser without a network."""
+"""The picture and the HTML page of a report; the page is opened in a real browser without a network."""
 
 import io
 import json
@@ -11,9 +11,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from benchmarks import report as command
 from benchmarks.lib import plot, report
+from benchmarks.lib.advice import competing, times_of
+from benchmarks.lib.limits import Limit, limit_of
 from benchmarks.lib.plot import COLOURS, colour
-from benchmarks.lib.results import MEMORIES, Run
+from benchmarks.lib.results import MEMORIES, Run, to_json
 from tests.benchmarks.made_runs import CURVES, made_run
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")
@@ -30,7 +33,7 @@ def pixels(png: bytes) -> np.ndarray:
 
 
 def count(image: np.ndarray, wanted: str) -> int:
-    """How many pixels have a colour, written #rrggbb."""
+    """Return the number of pixels of a colour, written #rrggbb."""
     rgb = [int(wanted[start : start + 2], 16) for start in (1, 3, 5)]
     return int((abs(image - rgb).max(axis=2) <= 2).sum())
 
@@ -96,7 +99,7 @@ def test_screenshot_of_the_page(page: Path) -> None:
 
 
 def test_chart_data_is_the_run(page: Path) -> None:
-    """The numbers in the page are those of the run, not only some curves."""
+    """The page contains the numbers of the run."""
     found = re.findall(r'"x":\s*(\[[\d,.\s]+\]),\s*"y"', page.read_text())
     assert found
     assert json.loads(found[0]) == [result.size for result in plot.points(made_run(), "allocated", "ring")]
@@ -157,6 +160,72 @@ def test_the_pages_header_says_where_it_was_measured(page: Path) -> None:
     for fact in ("4 ranks on 1 node", "Made Up CPU &lt;1&gt;", "2 cores", "Open MPI v0", "2026-01-02"):
         assert fact in head
     assert "Use &quot;auto&quot;" in head
+
+
+def cells(page: str) -> list[list[tuple[int, str]]]:
+    """Of each row of the maps: (width, backend) of each cell."""
+    rows = re.findall(r"<tr><th class=name>[^<]*</th>(.*?)</tr>", page)
+    return [[(int(a), b) for a, b in re.findall(r"colspan=(\d+)[^>]*title='(\w+): ", row)] for row in rows]
+
+
+def test_the_map_has_the_fastest_backend_of_each_size_and_number_of_ranks() -> None:
+    """native is the fastest up to 32 KiB; then shared, where arrays are allocated, and else ring from 32 MiB on."""
+    pytest.importorskip("plotly")
+    few, many = made_run(2), made_run(4, slower=0.1)
+    page = report.page(few, many, made_run(1))
+    found = cells(page)
+    assert len(found) == 4  # two runs of several ranks, two kinds of memory
+    for row, (run, memory) in zip(
+        found, [(few, "allocated"), (many, "allocated"), (few, "foreign"), (many, "foreign")], strict=True
+    ):
+        spans = [[name] * width for width, name in row]
+        times = competing(times_of(run, memory))
+        fastest = [min(here, key=lambda name, here=here: here[name]) for here in times.values()]
+        assert [name for span in spans for name in span] == fastest
+    assert [row[0][1] for row in found] == ["native", "ring", "native", "ring"]
+    for place in ("2 ranks on 1 node", "4 ranks on 1 node", "1 rank on 1 node"):
+        assert f"<h1>{place}</h1>" in page
+
+
+@pytest.mark.parametrize(
+    ("sizes", "facts", "expected"),
+    [
+        ([2], {"memory_gbs": 40.0}, Limit(10.0, "memory")),
+        ([4], {"memory_gbs": 40.0}, Limit(7.5, "memory")),
+        ([2, 2], {"memory_gbs": 40.0, "network_gbs": 0.125}, Limit(0.1875, "network")),
+        ([1], {"memory_gbs": 40.0}, None),
+        ([2], {}, None),
+        ([2], {"memory_gbs": "fast"}, None),
+    ],
+)
+def test_the_limit_of_memory_and_network(sizes: list[int], facts: dict[str, float], expected: Limit | None) -> None:
+    run = replace(made_run(), node_sizes=sizes, machine=facts)
+    assert limit_of(run) == expected
+
+
+def test_the_limit_is_a_line_of_the_bandwidths_alone() -> None:
+    pytest.importorskip("plotly")
+    run = made_run(2)
+    run.machine["memory_gbs"] = 40.0
+    charts = report.page(run).partition("</script></head>")[2]
+    assert charts.count('"memory 10 GB') == 2  # of each kind of memory
+    assert "Dashed: the limit of the memory" in charts
+    assert "Dashed" not in report.page(made_run(2)).partition("</script></head>")[2]
+
+
+def test_a_page_of_several_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("plotly")
+    paths = [tmp_path / f"{ranks}.json" for ranks in (4, 2)]
+    for path, ranks in zip(paths, (4, 2), strict=True):
+        path.write_text(to_json(made_run(ranks)))
+    page = tmp_path / "page.html"
+    assert command.main([*map(str, paths), "--html", str(page)]) == 0
+    assert capsys.readouterr().out == f"{page}\n"
+    assert re.findall(r"<h1>(\d) ranks on 1 node", page.read_text()) == ["2", "4"]
+    other = tmp_path / "other.json"
+    other.write_text(to_json(replace(made_run(2), op="max")))
+    assert command.main([str(paths[0]), str(other), "--html", str(page)]) == 2
+    assert "measured different calls: float32 (max); float32 (sum)" in capsys.readouterr().err
 
 
 SENDER = """<script>

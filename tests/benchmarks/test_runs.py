@@ -1,8 +1,9 @@
-"""The benchmarks' command lines, run under mpirun: whole runs, and everything that they refuse."""
+"""The command lines of the benchmarks, run under mpirun: complete runs, and every refused argument."""
 
 import csv
 import json
 import os
+import pty
 import re
 import signal
 import subprocess
@@ -23,7 +24,7 @@ MODULE = ["-m", "benchmarks.bandwidth"]
 
 @pytest.fixture
 def quiet() -> dict[str, str]:
-    """No table of this user."""
+    """Return the environment variables for a run without this user's table."""
     return {"ALLREDUCE_TABLE": ""}
 
 
@@ -59,6 +60,21 @@ def test_a_person_reads_a_line_for_each_size_and_one_sentence(
     advice = json.loads((tmp_path / "run.json").read_text())["advice"]
     assert lines[-1] == f"# {advice}"
     assert len(lines) <= 12
+    assert "size/s" not in job.stderr  # no progress bar: stderr is a file
+
+
+@pytest.mark.parametrize("mpi", launch.MPIS)
+def test_on_a_terminal_a_bar_shows_the_time_left(mpi: str, tmp_path: Path, quiet: dict[str, str]) -> None:
+    folder = launch.environment(mpi) / "bin"
+    launcher, *options = launch.LAUNCHERS[mpi]
+    command = [str(folder / launcher), *options, "-n", "2", str(folder / "python"), *MODULE, *QUICK, "-e", "16"]
+    terminal, end = pty.openpty()
+    with (tmp_path / "out").open("w+") as out, launch.started(command, out, end, quiet) as job:
+        os.close(end)
+        assert job.wait(60) == 0
+        shown = os.read(terminal, 1 << 16).decode()
+    os.close(terminal)
+    assert re.search(r"\d/2 \[00:\d\d<", shown), shown
 
 
 def test_peers_pictures_and_simulated_nodes(mpirun: JobRunner, tmp_path: Path, quiet: dict[str, str]) -> None:
@@ -72,6 +88,8 @@ def test_peers_pictures_and_simulated_nodes(mpirun: JobRunner, tmp_path: Path, q
     assert (run.node_sizes, run.simulated, run.dtype, run.op) == ([1, 1], True, "float64", "mean")
     assert {"gloo", "hierarchical_copy"} <= set(run.backends())
     assert "shared" in run.skipped
+    assert run.machine["memory_gbs"] > 0
+    assert "network_gbs" not in run.machine  # simulated nodes have none
     assert {result.wrong for result in run.results} == {0}
     assert (tmp_path / "p.png").read_bytes().startswith(b"\x89PNG")
     assert "hierarchical_copy" in (tmp_path / "p.html").read_text()
@@ -107,7 +125,7 @@ def test_wrong_results_are_counted_and_fail_the_run(
 def test_an_output_that_fails_at_the_end_leaves_the_others(
     mpirun: JobRunner, tmp_path: Path, quiet: dict[str, str]
 ) -> None:
-    """Rank 0 alone meets the error, after the measurement; nobody hangs, and the rest is written."""
+    """Only rank 0 gets the error, after the measurement; no rank hangs, and the other outputs are written."""
     script = tmp_path / "full.py"
     script.write_text(
         "import sys\nfrom benchmarks import bandwidth\n"
@@ -169,7 +187,7 @@ REFUSED = {
     "bandwidth --csv .": "this is a folder",
     "bandwidth --plot picture.txt": ".png",
     "bandwidth --json same --csv same": "two outputs go to the same file",
-    "tune --output notes.json": "notes.json would be overwritten: it is no decision table",
+    "tune --output notes.json": "notes.json would be overwritten: it is not a decision table",
     "tune --output none/t.json": "does not exist",
     "tune --output t.json --backends auto": "auto",
     "tune --output t.json --backends native,nccl": "'nccl' can't be given; use all, or some of",
@@ -183,14 +201,15 @@ NOTES = '{"mine": 1}'
 
 
 class Outcomes:
-    """What command lines did: those of one list run in one job, when the first of them is asked for."""
+    """The outcomes of command lines. Those of one list run in one job, which starts when the first outcome is
+    requested."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._found: dict[tuple[int, str], tuple[Path, list[dict[str, Any]]]] = {}
 
     def of(self, ranks: int, wanted: str, together: Iterable[str], **job: Any) -> Any:
-        """The folder that a command line ran in, and what each rank did."""
+        """Return the folder in which a command line ran, and the outcome on each rank."""
         if (ranks, wanted) not in self._found:
             lines = list(together)
             here = self._folder / str(len(self._found))
@@ -213,7 +232,7 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> Outcomes:
 
 
 def refused(folder: Path, ranks: list[dict[str, Any]], complaint: str) -> None:
-    """All ranks left with code 2, one of them said why, in one line, and nothing was measured or written."""
+    """All ranks left with code 2, one rank said why in one line, and nothing was measured or written."""
     assert [rank["code"] for rank in ranks] == [2] * len(ranks)
     told = "".join(rank["stderr"] for rank in ranks)
     assert told.count("error: ") == 1, told
@@ -233,7 +252,7 @@ def test_refused_before_measuring(outcomes: Outcomes, quiet: dict[str, str], lin
 
 @pytest.mark.parametrize("options", ["-n 0", "--backends shard"])
 def test_refused_under_the_launcher(mpirun: JobRunner, quiet: dict[str, str], options: str) -> None:
-    """By the parser on rank 0, and by an agreement."""
+    """Refused by the parser on rank 0, and by an agreement of the ranks."""
     job = mpirun(2, [*MODULE, *options.split()], env=quiet)
     assert job.returncode == 2, job.stdout + job.stderr
     assert job.stderr.count("error: ") == 1, job.stderr
@@ -259,7 +278,7 @@ def test_one_rank_works_and_says_that_it_means_nothing(outcomes: Outcomes, quiet
 
 
 def test_tune_writes_merges_and_auto_reads(mpirun: JobRunner, tmp_path: Path) -> None:
-    """Where auto looks by itself, and where it is told."""
+    """In the folder where auto looks by default, and in the one that it is given."""
     cache = {"XDG_CACHE_HOME": str(tmp_path / "cache")}
     common = ["--sizes", "1K,256K", "--dtypes", "float", *QUICK]
     lines: list[list[str]] = [[], ["--ranks-per-node", "1"], ["--backends", "all"], ["--output", "other.json"]]
@@ -281,12 +300,12 @@ def test_tune_writes_merges_and_auto_reads(mpirun: JobRunner, tmp_path: Path) ->
 
 
 def test_tune_leaves_out_who_cannot_sum_what_nobody_asked_for(tmp_path: Path, quiet: dict[str, str]) -> None:
-    """Without --dtypes float16 is measured too, which native does not sum: the others are, and the rest goes on."""
+    """Without --dtypes, float16 is measured too. native does not sum it, so it is left out; the others are measured."""
     options = ["--sizes", "1K", "--backends", "native,ring", "--output", "t.json", *QUICK]
     ((first, _),) = in_one_job(2, [("benchmarks.tune", options, str(tmp_path))], tmp_path, env=quiet)
     assert first["code"] == 0, first["stderr"]
     assert "without native: native does not reduce float16" in first["stdout"].replace('"', "")
-    assert "without arrays from allocate(): shared gives them" in first["stdout"]
+    assert "without arrays from allocate(): shared allocates them" in first["stdout"]
     entries = json.loads((tmp_path / "t.json").read_text())["entries"]
     assert {entry["dtype"] for entry in entries} == {"float32", "float64", "float16", "bfloat16"}
     halves = [entry["ranges"] for entry in entries if entry["dtype"] == "float16"]
@@ -301,12 +320,12 @@ def test_tune_writes_nothing_when_a_backend_is_wrong(
     options = ["--sizes", "1K", "--dtypes", "float", "--backends", "native,ring", "--output", "t.json", *QUICK]
     job = mpirun(2, [script, *options], env=quiet, cwd=tmp_path)
     assert job.returncode == 2, job.stderr
-    assert "native made 1 elements wrong (foreign float32, 1 KiB)" in job.stderr
+    assert "native has 1 wrong elements (foreign float32, 1 KiB)" in job.stderr
     assert list(tmp_path.iterdir()) == [script]
 
 
 def test_tune_keeps_what_it_measured_and_goes_on(mpirun: JobRunner, tmp_path: Path, quiet: dict[str, str]) -> None:
-    """Stopped in its second dtype; the same command with --resume measures that one alone."""
+    """The first command is stopped in its second dtype; the same command with --resume measures only that dtype."""
     script = tmp_path / "stopped.py"
     script.write_text("""
 import sys
@@ -330,7 +349,7 @@ sys.exit(tune.main([*sys.argv[1:], "--resume"]))
     options = ["--sizes", "1K", "--dtypes", "float,double", "--backends", "shared,ring", "--output", "t.json", *QUICK]
     job = mpirun(2, [script, *options], env=quiet, cwd=tmp_path)
     assert job.returncode == 0, job.stderr
-    assert job.stdout.count("# 2 measurements; what is measured is kept after each dtype") == 1
+    assert job.stdout.count("# 2 measurements; results are saved after each dtype") == 1
     assert "# measured already for 2 ranks on 1 node: float32\n# 1 measurements" in job.stdout
     assert "2 entries measured, 2 kept" in job.stdout
     entries = json.loads((tmp_path / "t.json").read_text())["entries"]

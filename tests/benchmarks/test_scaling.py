@@ -25,7 +25,7 @@ MIB = float(1 << 20)
 
 
 def count(name: str, constant: str, at: Cluster, s: float, allocated: bool = True) -> float:
-    """How often a formula takes a constant: its value when all others are 0."""
+    """Return how often a formula uses a constant: its value when all other constants are 0."""
     return predict(name, replace(FREE, **{constant: 1.0}), at, s, allocated)
 
 
@@ -238,7 +238,7 @@ def test_times_that_scatter_count_less() -> None:
 
 
 def test_more_ranks_never_cost_less_out_to_the_last() -> None:
-    """On a cluster, whatever was fitted on few and crowded cores."""
+    """On a cluster, also if the constants were fitted on a few oversubscribed cores."""
     at = {n: placed(n, 8) for n in (8, 16, 64, 512, 4096)}
     crowded = replace(TRUE, switch=1.0, net_switch=1.0, lib_switch=1.0, cores=8)
     for name in set(FORMULAS) - {"shared"}:
@@ -313,7 +313,7 @@ def test_reading_files(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("content", "text"),
-    [("", "no JSON"), ("[1]", "no results of"), ('{"format": "allreduce bandwidth", "version": 99}', "version 99")],
+    [("", "not JSON"), ("[1]", "no results of"), ('{"format": "allreduce bandwidth", "version": 99}', "version 99")],
 )
 def test_bad_files_are_refused_in_one_line(
     content: str, text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]

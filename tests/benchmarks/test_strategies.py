@@ -82,4 +82,4 @@ def test_a_run(mpirun: JobRunner, tmp_path: Path) -> None:
 def test_bad_arguments_end_with_one_line(mpirun: JobRunner, tmp_path: Path) -> None:
     job = mpirun(1, ["-m", "benchmarks.strategies", "--json", tmp_path / "r.json"], timeout=30)
     assert job.returncode == 2
-    assert job.stderr == "benchmarks.strategies: error: too few ranks for any of these: start 2 or more\n"
+    assert job.stderr == "benchmarks.strategies: error: too few ranks for these strategies: 1; start more\n"

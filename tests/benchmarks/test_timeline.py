@@ -1,4 +1,4 @@
-"""python -m benchmarks.timeline: what it says of a trace, and of files that are none."""
+"""python -m benchmarks.timeline: its output for a trace, and its errors for other files."""
 
 import json
 from pathlib import Path
@@ -39,7 +39,7 @@ def test_who_waits_for_whom(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
         "rank 0 20.0% 40.0% 30.0% 10.0%",
         "rank 1 60.0% 0.0% 30.0% 10.0%",
         "rank 2 30.0% 30.0% 30.0% 10.0%",
-        "# who waited for whom, for the rank that came last:",
+        "# which rank waited for the last rank of a call, and how long:",
         "rank 0 waited 0.008 s for rank 1",
         "rank 2 waited 0.006 s for rank 1",
         "# rank 1 came last most often, to 2 of 2 calls; the others waited 0.014 s for it, 35.0% of their time",
@@ -56,7 +56,7 @@ def write(path: Path, *events: Any) -> str:
 
 
 def test_slices_inside_of_slices_count_once(tmp_path: Path) -> None:
-    """Also of other programs: kinds that are not ours are "other", and a list alone is the format's other shape."""
+    """Also in traces of other programs: unknown kinds are "other", and the file may be a plain list of events."""
     inner = event(cat="update", ts=2, dur=3)
     file = tmp_path / "t.json"
     file.write_text(json.dumps([event(), inner, event(cat="\x1b[2J", ts=12, dur=8), {"ph": "i"}]))
@@ -70,7 +70,8 @@ def test_slices_inside_of_slices_count_once(tmp_path: Path) -> None:
 
 
 def test_times_that_floats_can_not_hold_do_not_nest(tmp_path: Path) -> None:
-    """2036685.218 + 495.057 is a little more than 2037180.275, where the next slice begins: it lay inside."""
+    """2036685.218 + 495.057 is slightly more than 2037180.275, the begin of the next slice, which lay inside for that
+    reason."""
     wait = event(cat="wait", ts=2036685.218, dur=495.057, args={"last": 1})
     assert wait["ts"] + wait["dur"] > 2037180.275
     reduce = event(cat="reduce", ts=2037180.275, dur=50812.65)
@@ -80,7 +81,7 @@ def test_times_that_floats_can_not_hold_do_not_nest(tmp_path: Path) -> None:
 
 
 def test_slices_that_overlap_are_never_negative(tmp_path: Path) -> None:
-    """As another program may write them: each moment is that of the slice that has begun last."""
+    """Another program may write overlapping slices: each moment counts for the slice that began last."""
     overlapping = event(ts=0, dur=10), event(cat="update", ts=8, dur=30), event(cat="data", ts=9, dur=2)
     times = summary(load(write(tmp_path / "t.json", *overlapping))).shares[0, 0]
     assert {kind: round(1e6 * time, 3) for kind, time in times.items() if time > 1e-9} == {

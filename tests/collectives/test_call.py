@@ -1,4 +1,4 @@
-"""Fingerprints by which other ranks know a call: another one for each call, the same on all ranks."""
+"""Fingerprints of calls: different calls have different ones, and all ranks compute the same one for the same call."""
 
 import itertools
 

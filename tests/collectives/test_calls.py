@@ -1,4 +1,4 @@
-"""One rank's side of calls: what fails half-way, and threads that come at the same time."""
+"""Calls on one rank: calls that fail halfway, and threads that call at the same time."""
 
 import gc
 import os
@@ -21,13 +21,13 @@ from tests.ranks.together import admitted_call
 
 
 def known(reduce: Any) -> AdmittedCall:
-    """The call that sums ten float64 up."""
+    """Return the call that sums ten float64."""
     reduce(np.ones(10), "sum")
     return admitted_call(reduce)
 
 
 def test_an_array_outlives_a_call_that_failed_half_way() -> None:
-    """Other ranks, and messages that are under way, may still write there."""
+    """Other ranks, and messages that are still under way, may write to its memory."""
     reduce = allreduce.create("native")
     call, array = known(reduce), np.ones(10)
     seen = weakref.ref(array)
@@ -47,7 +47,7 @@ def test_an_array_outlives_a_call_that_failed_half_way() -> None:
 
 
 def test_two_threads_are_never_in_a_call_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The second one is refused, also when the first one comes while the second is about to begin."""
+    """The second call is refused, also if the first one comes while the second is about to begin."""
     with allreduce.create("native") as reduce:
         call = known(reduce)
         inside, leave = threading.Event(), threading.Event()
@@ -83,7 +83,7 @@ def test_two_threads_are_never_in_a_call_at_once(monkeypatch: pytest.MonkeyPatch
 
 @pytest.mark.parametrize("error", [errors.RankLeftError("rank 1 has left"), errors.CollectiveTimeoutError("late")])
 def test_an_error_of_this_rank_is_not_taken_for_one_of_all(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Only what all ranks have passed alike is refused on all of them, who can then clean up together."""
+    """Other ranks may not have this error, so its `ranks` stays None, and no rank begins a collective clean-up."""
 
     class Lonely:
         def __init__(self, *_: Any) -> None:
@@ -96,7 +96,8 @@ def test_an_error_of_this_rank_is_not_taken_for_one_of_all(error: Exception, mon
 
 
 def test_a_forked_child_does_not_wait_for_its_parents_calls(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It has a copy of the workers and none of their threads, so at its end it would wait, and then end the job."""
+    """The child has a copy of the workers but none of their threads, so at its end it would wait, and then end the
+    job."""
     with allreduce.Topology() as topology:
         slow = topology.once(Worker).queue("slow", threaded=True)
         inside, leave = threading.Event(), threading.Event()
@@ -115,7 +116,8 @@ def test_a_forked_child_does_not_wait_for_its_parents_calls(monkeypatch: pytest.
 
 
 def test_what_a_check_finds_on_all_ranks_is_printed_once() -> None:
-    """But in full where the program's own code has raised it, in a callback say: its lines are in the first part."""
+    """If the program's own code raised the error (in a callback, say), the whole traceback is printed: its first part
+    names the code."""
 
     def own() -> None:
         raise OptionError("mine")

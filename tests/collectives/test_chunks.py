@@ -1,4 +1,4 @@
-"""Index arithmetic, also for buffers that no test could allocate."""
+"""Index arithmetic of chunks, also for buffers that are too large for a test to allocate."""
 
 import itertools
 

@@ -35,7 +35,7 @@ for path in paths or [None]:
 
 
 def table(**changes: Any) -> str:
-    """The text of a table of this machine, with changes at its top level."""
+    """Return the text of a table of this machine, with changes at its top level."""
     return json.dumps({**json.loads(tables.dumps(ENTRIES)), **changes})
 
 
@@ -57,9 +57,9 @@ def test_identity_names_no_host() -> None:
 @pytest.mark.parametrize(
     ("text", "complaint"),
     [
-        ("", "no JSON"),
-        (table()[:-20], "no JSON"),
-        ("[1]", "no decision table"),
+        ("", "not JSON"),
+        (table()[:-20], "not JSON"),
+        ("[1]", "not a decision table"),
         (table(version=2), "version 2"),
         (table(machine={"cpu": "Other", "cores": 2, "mpi": "MPI"}), "another machine .cpu Other"),
         (table(machine=None), "another machine"),
@@ -79,7 +79,7 @@ def test_refused_with_the_reason(text: str, complaint: str) -> None:
 
 
 class Pair:
-    """What a rule looks at of a topology of two ranks."""
+    """The properties of a topology of two ranks that a rule uses."""
 
     node_sizes, simulated, size, rank = (2,), False, 2, 0
 
@@ -117,7 +117,8 @@ def test_where_the_table_lies(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -
 def ask(
     mpirun: JobRunner, tmp_path: Path, *tables: Path, dtype: str = "float32", **env: Any
 ) -> tuple[list[str], list[str]]:
-    """What auto chose for 4096 and 4100 bytes on two ranks with each table in turn, and what it said."""
+    """Return the backends that auto selects for 4096 and 4100 bytes on two ranks with each table in turn, and its
+    messages."""
     script = tmp_path / "ask.py"
     script.write_text(ASK)
     variables = {"XDG_CACHE_HOME": str(tmp_path), **{key: str(value) for key, value in env.items()}}
@@ -129,7 +130,7 @@ def ask(
 
 @pytest.fixture
 def table_file(mpirun: JobRunner, tmp_path: Path) -> Path:
-    """A table of the machine as Open MPI's environment sees it, whatever MPI runs these tests."""
+    """A table for this machine under Open MPI, whatever MPI runs these tests."""
     code = "from tests.collectives.test_decision_table import ENTRIES, tables; print(tables.dumps(ENTRIES))"
     job = mpirun(1, ["-c", code])
     path = tmp_path / "table.json"
@@ -153,8 +154,8 @@ def test_auto_does_without_a_table_that_it_cannot_use(mpirun: JobRunner, tmp_pat
     corrupt.write_text(table_file.read_text()[:100])
     foreign.write_text(table_file.read_text().replace('"cores": ', '"cores": 99'))
     os.mkfifo(tmp_path / "pipe")
-    refused = {corrupt: "no JSON", foreign: "another machine", tmp_path: "Is a directory"}
-    refused |= {tmp_path / "pipe": "no regular file", Path("/dev/zero"): "no regular file"}
+    refused = {corrupt: "not JSON", foreign: "another machine", tmp_path: "Is a directory"}
+    refused |= {tmp_path / "pipe": "not a regular file", Path("/dev/zero"): "not a regular file"}
     chosen, said = ask(mpirun, tmp_path, *refused)
     assert chosen == builtin * len(refused)
     for line, (path, complaint) in zip(said, refused.items(), strict=True):

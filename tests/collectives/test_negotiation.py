@@ -1,4 +1,4 @@
-"""Calls that are matched by their names, with all ranks simulated in one process: their messages, and what is next."""
+"""Calls that are matched by name: the messages, and the order of the calls. All ranks are simulated in one process."""
 
 import math
 from collections import Counter, defaultdict, deque
@@ -47,7 +47,7 @@ class Comm:
 
 
 class Worker:
-    """Runs at once what is next."""
+    """Runs each call at once."""
 
     def __init__(self) -> None:
         self.number, self.detector = 1, SimpleNamespace(wait_record=lambda number, raises: WaitRecord(number, raises))
@@ -83,7 +83,7 @@ class Job:
         )
 
     def settle(self) -> None:
-        """Until no message is on its way."""
+        """Run until no message is on its way."""
         while any(self.arrived.values()):
             for rank in [rank for rank, messages in self.arrived.items() if messages]:
                 for source, text in self.queues[rank].receive():
@@ -140,7 +140,7 @@ def test_ranks_that_differ_are_refused_on_all(size: int) -> None:
 
 @pytest.mark.parametrize("size", SIZES[:-1])
 def test_ranks_that_have_joined_are_not_waited_for(size: int) -> None:
-    """In any order, and again after all have joined."""
+    """Whatever the order in which they join, and again after all have joined."""
     job, last = Job(size), []
     for order in (range(size), reversed(range(size))):
         ranks = list(order)

@@ -10,14 +10,14 @@ RANKS = range(1, 9)
 
 
 class Walker:
-    """A rank that holds, for every chunk, whose contributions are in it; finished ones are marked."""
+    """A simulated rank: for each chunk the ranks whose contributions it contains; finished chunks are marked."""
 
     def __init__(self, rank: int, ranks: int, first: int, last: int, chunks: list[set[object]]) -> None:
         self.steps = deque(plan(rank, ranks, first, last))
         self.chunks = chunks
 
     def step(self, left: deque[set[object]], right: deque[set[object]]) -> bool:
-        """Do the next step, if what it needs has arrived."""
+        """Do the next step if its input has arrived."""
         if not self.steps or (self.steps[0].receives and not left):
             return False
         step = self.steps.popleft()
@@ -35,7 +35,7 @@ class Walker:
 
 
 def walk(ranks: int, first: int, last: int, chunks: list[list[set[object]]]) -> list[list[set[object]]]:
-    """The chunks of all ranks after steps `first` to `last`."""
+    """Return the chunks of all ranks after steps `first` to `last`."""
     links: list[deque[set[object]]] = [deque() for _ in range(ranks)]  # into each rank
     walkers = [Walker(rank, ranks, first, last, held) for rank, held in enumerate(chunks)]
     while any(walker.step(links[at], links[(at + 1) % ranks]) for at, walker in enumerate(walkers)):
@@ -57,7 +57,7 @@ def test_all_steps(ranks: int) -> None:
 
 @pytest.mark.parametrize("ranks", RANKS[1:])
 def test_phases(ranks: int) -> None:
-    """The reduce-scatter leaves every rank its own chunk, and the all-gather hands these out."""
+    """The reduce-scatter leaves every rank its own finished chunk, and the all-gather sends these to all ranks."""
     whole = {*range(ranks), "finished"}
     scattered = walk(ranks, 1, ranks, begun(ranks))
     assert [held[rank] for rank, held in enumerate(scattered)] == [whole] * ranks

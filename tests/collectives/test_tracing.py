@@ -1,4 +1,4 @@
-"""Traces: clocks on one time, who came last, and the format of the file."""
+"""Traces: clocks brought to one time, the rank that came last, and the file format."""
 
 import io
 import json
@@ -18,7 +18,7 @@ def test_a_clock_is_compared_in_the_middle_of_the_round_trip() -> None:
 
 
 def test_drift_is_interpolated() -> None:
-    """A clock that is 1000 ahead at first and 3000 in the end, and half-way 2000."""
+    """A clock that is 1000 ahead at the beginning and 3000 at the end is 2000 ahead halfway."""
     first, last = ClockOffset(0, 1000, 1), ClockOffset(1_000_000, 3000, 1)
     shown = np.array([1000, 502_000, 1_003_000])
     assert aligned(shown, first, last).tolist() == [0, 500_000, 1_000_000]
@@ -30,7 +30,7 @@ def call(number: int, came: int, begin: int, end: int, row: int = 0) -> Call:
 
 
 def shown(ranks: list[Recorded]) -> list[tuple[int, int, str, float, float]]:
-    """Row, name and times in us of all events."""
+    """Return the row, the name and the times in us of all events."""
     file = io.StringIO()
     merging.write(file, events(ranks, ["ring"]), {})
     complete = check_trace(json.loads(file.getvalue()), len(ranks))
@@ -40,7 +40,7 @@ def shown(ranks: list[Recorded]) -> list[tuple[int, int, str, float, float]]:
 
 
 def test_the_rank_that_came_last_is_named() -> None:
-    """Rank 1 computes for 8 us, rank 0 for 2, and reduces until 10; nobody sent anything about it."""
+    """Rank 1 computes for 8 us, rank 0 for 2 us, and both reduce until 10; no rank sent a message about it."""
     fast = Recorded([Span(0, "compute", 0, 2000)], [call(0, 2000, 2000, 10_000)])
     slow = Recorded([Span(0, "compute", 0, 8000)], [call(0, 8000, 8000, 10_500)])
     assert shown([fast, slow]) == [
@@ -53,7 +53,7 @@ def test_the_rank_that_came_last_is_named() -> None:
 
 
 def test_clocks_of_other_ranks_are_put_right_first() -> None:
-    """The same, and the slow rank's clock is ahead by a million."""
+    """The same test, with the clock of the slow rank a million ahead."""
     fast = Recorded([], [call(0, 2000, 2000, 10_000)])
     slow = Recorded([Span(0, "data", 1_000_500, 1_000_600)], [call(0, 1_008_000, 1_008_000, 1_010_500)])
     ahead = ClockOffset(0, 1_000_000, 10), ClockOffset(20_000, 1_000_000, 10)
@@ -62,7 +62,7 @@ def test_clocks_of_other_ranks_are_put_right_first() -> None:
 
 
 def test_spans_that_no_rank_can_have_are_not_shown() -> None:
-    """Rank 0 has ended the call before rank 1 came, by clocks that differ; and a span that ends before it begins."""
+    """By clocks that differ, rank 0 has ended a call before rank 1 came, or a span ends before it begins."""
     early = Recorded([Span(0, "compute", 1000, 900)], [call(0, 2000, 2000, 3000)])
     late = Recorded([], [call(0, 5000, 5000, 6000)])
     assert [row[2:] for row in shown([early, late])] == [
@@ -72,7 +72,7 @@ def test_spans_that_no_rank_can_have_are_not_shown() -> None:
 
 
 def test_calls_of_the_background() -> None:
-    """A call that has to wait behind another is no wait for ranks; what the main thread waits is shown there too."""
+    """A call that waits behind another call does not wait for ranks; the wait of the main thread is shown there too."""
     waits = Span(0, f"{merging.WAITED} 0 1", 5000, 12_000)
     first = Recorded(
         [Span(0, "compute", 0, 5000), waits], [call(0, 1000, 1100, 6000, 1), call(1, 2000, 6500, 11_000, 1)]
@@ -102,7 +102,7 @@ def test_a_call_in_the_same_row_is_not_shown_twice() -> None:
 
 
 def test_what_a_rank_had_no_room_for() -> None:
-    """Nobody can say who came last to a call that one rank has left out; it is shown without a wait."""
+    """If one rank has left out a call, nobody knows which rank came to it last, so it is shown without a wait."""
     rows = shown([Recorded([], [call(0, 0, 0, 9), call(1, 10, 10, 20)]), Recorded([], [call(0, 5, 5, 9)], 1)])
     assert [row[2] for row in rows] == ["wait for rank 1"] + ["all_reduce, ring"] * 3
 

@@ -1,4 +1,4 @@
-"""Ranks as the doctor finds them on good hosts, and what it says of them, for the tests of allreduce.doctor."""
+"""Ranks on good hosts, as the doctor's examination describes them, for the tests of allreduce.doctor."""
 
 from collections.abc import Iterable
 from itertools import combinations
@@ -14,7 +14,7 @@ LINK: Any = {"name": "eth0", "address": "10.0.0.1", "network": "10.0.0.0/24", "s
 
 
 def facts_of(node: int, node_rank: int) -> dict[str, Any]:
-    """A rank on a good host, in a cluster of such."""
+    """Return the facts of a rank on a good host, in a cluster of such hosts."""
     reached = {"name": f"host{node}", "first": "host0", "resolves": f"10.0.0.{node + 1}", "first_resolves": "10.0.0.1"}
     interfaces = [LINK | {"address": f"10.0.0.{node + 1}"}]
     return {
@@ -37,13 +37,13 @@ def facts_of(node: int, node_rank: int) -> dict[str, Any]:
 
 
 def cluster(*sizes: int) -> list[Rank]:
-    """Ranks on good hosts, of so many ranks each."""
+    """Return the facts of ranks on good hosts, with these numbers of ranks each."""
     places = [(node, node_rank) for node, size in enumerate(sizes) for node_rank in range(size)]
     return [Rank(rank, node, f"host{node}", facts_of(node, place)) for rank, (node, place) in enumerate(places)]
 
 
 def measured(ranks: list[Rank], **slow: tuple[float, float]) -> Results:
-    """All pairs. slow: "r0_1" -> latency and bandwidth of ranks 0 and 1."""
+    """Return the times of all pairs of ranks. slow: "r0_1" -> latency and bandwidth of ranks 0 and 1."""
     kinds = {True: (1e-6, 8e9), False: (50e-6, 0.12e9)}
     pairs = [
         Measured(one.rank, other.rank, *slow.get(f"r{one.rank}_{other.rank}", kinds[one.node == other.node]))
@@ -53,7 +53,7 @@ def measured(ranks: list[Rank], **slow: tuple[float, float]) -> Results:
 
 
 def judged(key: str, ranks: list[Rank], needs: Needs = NEEDS) -> list[Finding]:
-    """The findings of one check."""
+    """Return the findings of one check."""
     return list(command.judge_one(key, ranks, needs))
 
 
@@ -62,7 +62,7 @@ def worse(findings: Iterable[Finding]) -> list[Finding]:
 
 
 def only(findings: Iterable[Finding]) -> Finding:
-    """The one finding that is not ok."""
+    """Return the only finding that is not ok."""
     (found,) = worse(findings)
     assert found.advice
     return found

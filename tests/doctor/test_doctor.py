@@ -1,4 +1,4 @@
-"""python -m allreduce doctor: what is made of all that ranks have found, and the command itself."""
+"""python -m allreduce doctor: the findings for given facts about ranks, and the command itself."""
 
 import json
 from pathlib import Path
@@ -51,7 +51,7 @@ def test_a_look_that_failed_is_a_finding_and_the_others_are_judged() -> None:
 
 
 def test_an_error_of_a_collective_check_is_no_finding_of_one_rank() -> None:
-    """The other ranks may wait for this one in it: its error ends the examination."""
+    """The other ranks may wait for this rank in the check, so its error ends the examination."""
 
     def fails(*_: object) -> None:
         raise RankLeftError("rank 1 has left")
@@ -168,7 +168,7 @@ sys.exit(command_line.main(["doctor", "--seconds", "0"]))
 
 @pytest.mark.jobs
 def test_an_error_of_its_own_is_no_warning(mpirun: JobRunner) -> None:
-    """Of which the exit code is 1."""
+    """The doctor's own error does not give the exit code 1, which means warnings."""
     job = mpirun(1, ["-c", FAILS_TO_JUDGE])
     assert "TypeError" in job.stderr
     assert job.returncode == 2
@@ -191,6 +191,6 @@ def test_commands_on_two_ranks_speak_once(tmp_path: Path) -> None:
     assert as_json[0]["code"] == as_json[1]["code"] == json.loads(as_json[0]["stdout"])["exit_code"]
     assert [outcome["code"] for outcome in wrong + shown + unwritable] == [64, 64, 0, 0, 64, 64]
     assert "did you mean 'doctor'?" in wrong[0]["stderr"]
-    assert "no/x: this can't be written" in unwritable[0]["stderr"]
+    assert "no/x: this file can't be written" in unwritable[0]["stderr"]
     for outcomes in (as_json, wrong, shown, unwritable):
         assert outcomes[1]["stdout"] == outcomes[1]["stderr"] == ""

@@ -1,4 +1,4 @@
-"""What the doctor makes of hosts: MPI, cores, memory, versions, GPUs, network, clocks."""
+"""The doctor's findings about hosts: MPI, cores, memory, versions, GPUs, network, clocks."""
 
 import re
 import sys
@@ -117,7 +117,7 @@ def test_versions_that_were_not_tried() -> None:
 
 
 def test_the_versions_that_were_tried_are_those_that_are_asked_for() -> None:
-    """By the extra, and by the tests."""
+    """The versions that the extra and the tests require."""
     oldest = host.TRIED["torch"][0].removesuffix(".0")
     assert f'torch = ["torch>={oldest}"]' in (launch.ROOT / "pyproject.toml").read_text()
     (pinned,) = re.findall("^torch==(.*)$", (launch.ROOT / "tests" / "constraints.txt").read_text(), re.M)
@@ -125,7 +125,7 @@ def test_the_versions_that_were_tried_are_those_that_are_asked_for() -> None:
 
 
 def with_gpus(ranks: list[Rank], number: int) -> list[Rank]:
-    """Each host has so many of them."""
+    """Give each host this number of GPUs."""
     cupy = {"version": "14.2", "runtime": 12080, "nccl": 23204, "trouble": ""}
     places = [sum(other.node == rank.node for other in ranks[: rank.rank]) for rank in ranks]
     for rank, place in zip(ranks, places, strict=True):

@@ -1,4 +1,4 @@
-"""What the doctor makes of the times between pairs of ranks, and how it takes them."""
+"""The times between pairs of ranks: how the doctor measures them, and its findings."""
 
 from itertools import combinations
 from typing import Any
@@ -92,7 +92,7 @@ class SilentRequest:
 
 
 class SilentRank:
-    """A communicator of two ranks, of which the other one never answers."""
+    """A communicator of two ranks; the other rank never answers."""
 
     rank, size = 0, 1  # of size 1 for agreements
 

@@ -1,4 +1,5 @@
-"""scripts/keep_going.sh: a job that dies goes on from its last checkpoint on the ranks that are left."""
+"""scripts/keep_going.sh: a job that dies is started again on the remaining hosts, and resumes from its last
+checkpoint."""
 
 import json
 import os
@@ -33,7 +34,7 @@ exit "${{next##* }}"
 
 
 class Pretended:
-    """keep_going.sh with a launcher that does as planned, and hosts of which some do not answer."""
+    """keep_going.sh with a pretended launcher, which does as planned, and hosts of which some do not answer."""
 
     def __init__(self, folder: Path) -> None:
         self.calls, self.plan, self.run_folder = folder / "calls", folder / "plan", folder / "run"
@@ -55,14 +56,14 @@ class Pretended:
         )  # fmt: skip
 
     def run(self, plan: Sequence[str], *options: str, mpi: str = "Open MPI") -> tuple[int, str]:
-        """The exit code, and what was said last."""
+        """Return the exit code, and the last line of the output."""
         job = self.start(plan, *options, mpi=mpi)
         _, said = job.communicate(timeout=30)
         return job.returncode, said.strip().splitlines()[-1]
 
     @property
     def ranks(self) -> list[str]:
-        """What followed -n in every start."""
+        """Return the value of -n in every start."""
         return [line.split()[1] for line in self.calls.read_text().splitlines()]
 
 
@@ -79,7 +80,7 @@ def pretended(tmp_path: Path) -> Pretended:
         (["checkpoint 137", "0"], ["--same-ranks"], 0, "4 4", "+ mpirun -n 4"),
         (["checkpoint 9", "5", "6", "7", "0"], [], 7, "4 3 2 1", "3 starts in a row have written no checkpoint: giv"),
         (["5", "0"], ["--attempts", "1"], 5, "4", "1 starts in a row have written no checkpoint: giving up"),
-        (["checkpoint 1", "2", "0"], [], 2, "4 3", "the program was called wrongly: giving up (exit code 2)"),
+        (["checkpoint 1", "2", "0"], [], 2, "4 3", "the program refuses its arguments: giving up (exit code 2)"),
     ],
 )  # fmt: skip
 def test_ranks_and_attempts(
@@ -155,15 +156,18 @@ def test_signals_are_handed_on_and_nothing_is_started_again(number: int, pretend
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ([], "which program?"),
+        ([], "give the program after --"),
         (["--ranks", "none"], "--ranks none: give a number of at least 1"),
         (["--ranks"], "--ranks needs a value"),
-        (["--rank", "3"], '"--rank" is no option; put -- before the program'),
+        (["--rank", "3"], '"--rank" is not an option; put -- before the program'),
         (["--hostfile", "missing", "--", "a"], "--hostfile missing: there is no such file"),
-        (["--", "python", "mine.py"], "where are the checkpoints? The program has no --checkpoint DIR"),
-        (["--", "python", "-m", "trainers", "--checkpoint=run"], "add --resume behind --checkpoint run"),
+        (["--", "python", "mine.py"], "the program has no --checkpoint DIR"),
+        (["--", "python", "-m", "trainers", "--checkpoint=run"], "add --resume after --checkpoint run"),
         (["--launcher", "nompi", "--progress", "run", "--", "a"], "there is no nompi"),
-        (["--ranks", "2", "--least", "3", "--launcher", "true", "--progress", "run", "--", "a"], "--least 3: it beg"),
+        (
+            ["--ranks", "2", "--least", "3", "--launcher", "true", "--progress", "run", "--", "a"],
+            "--least 3: the job beg",
+        ),
     ],
 )
 def test_what_makes_no_sense_is_refused(arguments: list[str], words: str) -> None:
@@ -173,7 +177,7 @@ def test_what_makes_no_sense_is_refused(arguments: list[str], words: str) -> Non
 
 
 def jobs_of(mark: str) -> list[int]:
-    """The ranks that train, of a job that was started with this mark."""
+    """Return the processes of the ranks that train, in a job that was started with this mark."""
     found = []
     for pid in launch.marked(mark):
         words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")

@@ -1,4 +1,4 @@
-"""Ranks that die while the others go on: in every backend, at named moments, one after the other."""
+"""Ranks die at named points in every backend, one after the other, and the other ranks continue."""
 
 import numpy as np
 import pytest
@@ -47,7 +47,7 @@ def test_those_that_are_left_go_on_down_to_one(mpirun: JobRunner, ranks_per_node
 
 
 def test_agreements_are_right_while_another_thread_communicates(mpirun: JobRunner) -> None:
-    """Without a loss: Open MPI garbles one in hundreds."""
+    """Without a failure of a rank: Open MPI garbles one agreement in hundreds."""
     job = mpirun(3, [*job_of("agreements"), 2], ulfm=True, timeout=60)
     assert job.stdout.count("all were right") == 3, job.stdout + job.stderr
 
@@ -56,7 +56,7 @@ def test_a_garbled_agreement_is_made_again() -> None:
     brought = []
 
     class Garbles:
-        """Writes an address in the place of what ranks bring to the first agreement."""
+        """Writes an address in the place of the values that ranks contribute to the first agreement."""
 
         def Ack_failed(self) -> None:  # noqa: N802
             pass
@@ -108,7 +108,7 @@ topology.agree([], "waits for it")
 
 
 def test_an_exception_on_one_rank_ends_the_job_here_too(mpirun: JobRunner) -> None:
-    """MPI_Abort alone does not, as long as no rank was lost."""
+    """MPI_Abort alone does not end it, as long as no rank has failed."""
     job = mpirun(3, ["-c", RAISES], ulfm=True, timeout=60, env={"ALLREDUCE_TIMEOUT_SECONDS": "500"})
     assert job.returncode == 1
     assert "ValueError: on one rank alone" in job.stderr
@@ -137,7 +137,7 @@ except RankLostError:
 
 @pytest.mark.parametrize("ranks_per_node", [1, 4])
 def test_a_rank_that_ends_without_a_word_is_lost(mpirun: JobRunner, ranks_per_node: int) -> None:
-    """By os._exit with another code than 0, of which Open MPI's launcher tells nobody."""
+    """It ends by os._exit with another code than 0; Open MPI's launcher reports that to no rank."""
     job = mpirun(
         4, ["-c", ENDS_UNSEEN, ranks_per_node], ulfm=True, timeout=60, env={"ALLREDUCE_TIMEOUT_SECONDS": "500"}
     )
@@ -168,13 +168,13 @@ except RankLeftError as error:
 
 @pytest.mark.parametrize(("way", "why"), [("ends", "has ended its program"), ("closes", "has closed the topology")])
 def test_a_rank_that_leaves_after_a_loss_is_not_waited_for(mpirun: JobRunner, way: str, why: str) -> None:
-    """What it says travels on a communicator that the loss has not revoked."""
+    """Its message travels on a communicator that the failure has not revoked."""
     job = mpirun(3, ["-c", LEAVES, way], ulfm=True, timeout=60, env={"ALLREDUCE_TIMEOUT_SECONDS": "500"})
     assert f"rank 0 has left: it {why}" in job.stdout, job.stdout + job.stderr
 
 
 def test_who_has_left_after_an_agreement_is_not_missed_in_it() -> None:
-    """The word of its leaving may come before the answer."""
+    """The message that the rank has left may arrive before the answer."""
     with Topology(MPI.COMM_SELF) as topology:
         notes, finish, call = topology.detector.messages, topology._finish, NamedCall("finished")
         notes.use_unrevoked(topology.world, finish)
@@ -251,7 +251,7 @@ def test_what_a_loss_has_cut_off_in_the_making_is_freed_later(monkeypatch: pytes
 
 
 def test_an_error_may_be_its_own_cause(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As of `raise error from error`."""
+    """As `raise error from error` makes it."""
     monkeypatch.setattr(ulfm, "in_force", lambda: True)
     error = ValueError("x")
     error.__cause__ = error
@@ -260,7 +260,7 @@ def test_an_error_may_be_its_own_cause(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_an_agreement_that_ends_in_an_error_has_no_cause_but_itself() -> None:
-    """It was raised from itself, and who looked for its cause looked for ever."""
+    """The error was raised from itself, so a search for its cause never ended."""
 
     class Failing:
         size = 1

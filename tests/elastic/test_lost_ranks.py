@@ -1,4 +1,4 @@
-"""Trainings that lose ranks, and go on: jobs under Open MPI's ULFM in which ranks kill themselves."""
+"""Trainings that continue after failures: jobs under Open MPI's ULFM in which ranks kill themselves."""
 
 import json
 from pathlib import Path
@@ -30,7 +30,7 @@ def training(mpirun: JobRunner, ranks: int, name: str, *options: str) -> dict[st
 
 
 def check_like_alone(came: dict[str, Any]) -> None:
-    """Every step counts once: the training is that of one rank, to float tolerance."""
+    """Every step counts once: the training equals that of one rank, to float tolerance."""
     for name in {"epoch", "loss", "accuracy", "validation_loss"} & set(came["alone"][0]):
         np.testing.assert_allclose([e[name] for e in came["history"]], [e[name] for e in came["alone"]], rtol=1e-4)
     np.testing.assert_allclose(came["predicted"], came["predicted alone"], rtol=1e-3)
@@ -67,7 +67,8 @@ def test_a_rank_is_lost_while_the_command_loads_its_data(mpirun: JobRunner) -> N
 
 
 def test_workers_are_lost_one_after_another_and_at_last_the_server(mpirun: JobRunner) -> None:
-    """A worker that has pushed to one of two servers, others in asynchronous epochs, and a spare replica."""
+    """A worker that has pushed to one of two servers, workers in asynchronous epochs, a spare replica, and then a
+    server."""
     job = mpirun(6, [*job_of("served")], ulfm=True, timeout=120)
     assert job.returncode == 0, job.stdout + job.stderr
     came = {each["name"]: each for each in map(json.loads, job.stdout.splitlines())}
@@ -79,7 +80,7 @@ def test_workers_are_lost_one_after_another_and_at_last_the_server(mpirun: JobRu
             exact = {"rtol": 1e-4} if name != "async" else {"atol": 0.25}  # whose order of updates is anybody's
             np.testing.assert_allclose([e[metric] for e in came[name]["history"]], [e[metric] for e in alone], **exact)
     assert {sum(epoch["staleness"]) for epoch in came["async"]["history"]} == {5 * 3}  # each part counts once
-    assert "a server was lost" in came["no server"]["error"]
+    assert "a server has failed" in came["no server"]["error"]
 
 
 @pytest.mark.parametrize("kind", ["mirrored", "central"])
@@ -106,16 +107,14 @@ def test_a_lost_part_of_the_state_is_gone_back_for(
     assert (came["ranks"], came["lost"]) == (2, lost)
     check_like_alone(came)
     if name == "sharded":
-        assert "a rank was lost in evaluate that alone had a part of the optimizer's state" in came["outside"]
+        assert "a rank that failed in evaluate had the only copy of a part" in came["outside"]
         assert "continue with fit(..., checkpoint=folder, resume=True), by another trainer" in came["outside"]
         assert came["resumed"] == 6
 
 
 def test_slices_with_a_backup_outlive_their_ranks(mpirun: JobRunner) -> None:
-    """But not a rank together with the holder.
-
-    Then: a node in the exchange, common memory half updated, the storage.
-    """
+    """But not if a rank fails together with the holder of its backup. Also: a node in the exchange of backups, a rank
+    while shared memory is half updated, the storage rank."""
     losing = ["shared:8:sent:0,1", "ring:3:exchange:3,4", "shared:8:update:1", "central:8:exchange:0"]
     job = mpirun(7, [*job_of("copies"), *losing], ulfm=True, timeout=120)
     assert job.returncode == 0, job.stdout + job.stderr
@@ -123,7 +122,7 @@ def test_slices_with_a_backup_outlive_their_ranks(mpirun: JobRunner) -> None:
     lines = [json.loads(line) for line in job.stdout.splitlines()]
     (failed,) = [line["error"] for line in lines if "error" in line]
     all_came = [line for line in lines if "error" not in line]
-    assert "that alone had a part of the optimizer's state" in failed
+    assert "had the only copy of a part of the optimizer's state" in failed
     assert sorted((came["ranks"], came["lost"]) for came in all_came) == [(1, 1), (2, 1), (3, 2)]
     for came in all_came:
         check_like_alone(came)
@@ -142,10 +141,11 @@ def test_central_storage_goes_on_with_what_the_storage_has(mpirun: JobRunner) ->
 def test_a_training_stops_with_a_checkpoint_of_where_it_is(
     mpirun: JobRunner, moment: str, lost_in: int, total: int, tmp_path: Path
 ) -> None:
-    """And goes on from it, as if it had never stopped: each epoch is measured, and told to callbacks, once."""
+    """A resumed training has the same results as an uninterrupted one: each epoch is measured, and reported to
+    callbacks, once."""
     job = mpirun(3, [*job_of("training"), "stop", f"folder={tmp_path}", f"moment={moment}"], ulfm=True, timeout=120)
     assert job.returncode == 1, job.stdout + job.stderr
-    assert f"rank 0 of the job was lost in fit, epoch 2, step {lost_in}; the job stops" in job.stderr
+    assert f"rank 0 of the job failed in fit, epoch 2, step {lost_in}; the job stops" in job.stderr
     assert max(tmp_path.glob("checkpoint-*")).name == f"checkpoint-{total:08d}.npz"
     came = training(mpirun, 2, "resumed", f"folder={tmp_path}")
     check_like_alone(came)
@@ -165,7 +165,7 @@ def test_no_checkpoint_is_made_of_half_an_epoch(mpirun: JobRunner, tmp_path: Pat
 def test_callbacks_go_on_when_ranks_are_lost_and_join(
     mpirun: JobRunner, way: str, ranks: int, dies: int, tmp_path: Path
 ) -> None:
-    """All shipped callbacks do what they do on one rank, and a rank that joins touches no file of rank 0."""
+    """All shipped callbacks do the same as on one rank, and a joining rank does not touch the files of rank 0."""
     pytest.importorskip("tensorboardX")
     job = mpirun(ranks, [*job_of("watched"), way, dies, tmp_path], ulfm=True, timeout=120)
     all_came = [json.loads(line) for line in job.stdout.splitlines()]
@@ -202,7 +202,8 @@ def test_callbacks_go_on_when_ranks_are_lost_and_join(
 def test_the_replica_of_source_is_copied_after_a_loss(
     mpirun: JobRunner, kind: str, source: int, dies: int, left: int, says: bool
 ) -> None:
-    """That of the same process, whatever its rank is then; of the majority, which a line says, when it was lost."""
+    """The replica of the same process is copied, whatever its rank is now. If that process has failed, a line says so
+    and the majority's replica is copied."""
     if kind == "optimizer":
         pytest.importorskip("torch")
     job = mpirun(4, [*job_of("sources"), kind, source, dies], ulfm=True, timeout=120)

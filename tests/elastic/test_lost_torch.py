@@ -1,4 +1,4 @@
-"""A lost rank under PyTorch, in jobs of Open MPI's with ULFM: MirroredOptimizer outlives it, DDP tells of it."""
+"""A failed rank under PyTorch, in jobs of Open MPI with ULFM: MirroredOptimizer survives it, DDP raises an error."""
 
 import importlib.util
 import json
@@ -21,7 +21,8 @@ PARTS = (("replicated, in backward", 4), ("two optimizers", 3), ("sharded, kept 
 @pytest.mark.jobs
 @pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="PyTorch is not installed in this environment")
 def test_five_of_six_ranks_die(mpirun: JobRunner, tmp_path: Path) -> None:
-    """In trainers/pytorch/README.md's recipe, in backward with overlap, between optimizers, in the update of slices."""
+    """In the recipe of trainers/pytorch/README.md, in backward with overlap, between optimizers, in the update of
+    slices."""
     (program,) = (block for block in blocks("python") if block.startswith("# outlives.py"))
     (tmp_path / "outlives.py").write_text(program)
     job = mpirun(6, [*job_of("lost_torch"), tmp_path], ulfm=True, timeout=400)
@@ -34,7 +35,7 @@ def test_five_of_six_ranks_die(mpirun: JobRunner, tmp_path: Path) -> None:
 
 
 def test_a_loss_in_the_repair_closes_no_optimizer(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is made once more; a rank that passed it over would keep the others waiting, or find it closed."""
+    """The repair is repeated. A rank that left it out would keep the others waiting, or find its optimizer closed."""
     torch = pytest.importorskip("torch")
     from trainers.pytorch import MirroredOptimizer
     from trainers.pytorch.assembly import Assembly
@@ -59,7 +60,7 @@ def test_a_loss_in_the_repair_closes_no_optimizer(monkeypatch: pytest.MonkeyPatc
 
 
 def test_slices_that_were_copied_again_are_kept_twice_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Or else those of the replica that was overwritten would come back with the next loss."""
+    """Otherwise the slices of the overwritten replica would come back at the next failure."""
     torch = pytest.importorskip("torch")
     from trainers import checks
     from trainers.pytorch import MirroredOptimizer
@@ -105,7 +106,7 @@ def test_a_batch_that_is_computed_again_counts_once_in_batch_norm(mpirun: JobRun
 @pytest.mark.jobs
 @pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="PyTorch is not installed in this environment")
 def test_torch_distributed_tells_of_a_lost_rank(mpirun: JobRunner) -> None:
-    """All operations from then on raise. DDP, which waits for futures in C++, raises too, and doesn't crash."""
+    """All later operations raise. DDP, which waits for futures in C++, raises too, and does not crash."""
     job = mpirun(3, [*job_of("lost_distributed")], ulfm=True, timeout=120)
     assert job.returncode == 0, job.stdout + job.stderr
     lines = job.stdout.splitlines()

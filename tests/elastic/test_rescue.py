@@ -1,4 +1,4 @@
-"""The newest state that ranks can put together of what they have."""
+"""The newest state that the ranks can assemble from their pieces."""
 
 import numpy as np
 import pytest
@@ -21,7 +21,7 @@ def test_the_newest_step_whose_state_is_whole_is_chosen() -> None:
 
 
 def test_states_of_one_step_are_not_mixed() -> None:
-    """One has replaced the other, and not all ranks have come to that."""
+    """One state has replaced the other, and not all ranks have got that far."""
     replaced = [[(7, 7, 1, 0, 5), (7, 7, 0, 0, 5)], [(7, 7, 0, 5, 10)]]
     assert select(replaced, 10) == Selection(7, [(0, 1), (1, 0)])
     assert select([replaced[0], [(7, 7, 0, 5, 10), (7, 7, 1, 5, 10)]], 10) == Selection(7, [(0, 0), (1, 1)])
@@ -38,7 +38,7 @@ def test_a_slice_that_nobody_has_is_missed() -> None:
 
 
 def test_nodes_that_cut_in_other_places_stand_in_for_each_other() -> None:
-    """The longest piece leads to a gap, the shorter ones do not."""
+    """Nodes that split at other elements: the longest piece leads to a gap, the shorter pieces do not."""
     halves, thirds = [[(4, 4, 0, 0, 6)], []], [[(4, 4, 0, 0, 4)], [(4, 4, 0, 4, 8)], [(4, 4, 0, 8, 12)]]
     assert select([*halves, *thirds], 12) == Selection(4, [(2, 0), (3, 0), (4, 0)])
 
@@ -52,7 +52,7 @@ def test_a_rank_is_asked_for_its_own_slice_before_who_keeps_it() -> None:
     [([0, 0, 0], 0), ([0, 1], 2), ([0, 0, 1, 1], 4), ([0, 1, 0, 1, 2], 5), ([0, 0, 0, 1], 2), ([2, 1, 1, 0, 0, 0], 6)],
 )
 def test_slices_are_kept_on_another_node(nodes: list[int], apart: int) -> None:
-    """apart: how many can be."""
+    """apart: the number of ranks whose backup can be on another node."""
     keeper = holders(nodes)
     assert sorted(keeper) == list(range(len(nodes)))  # each keeps one
     assert all(rank != other for rank, other in enumerate(keeper))
@@ -64,7 +64,7 @@ def test_slices_are_kept_on_another_node(nodes: list[int], apart: int) -> None:
     [
         ({"copies": 3, "update": "sharded"}, "copies=3: give 1, or 2"),
         ({"copies": True, "update": "sharded"}, "copies=True: give 1, or 2"),
-        ({"copies": 2}, 'with update="replicated" all ranks have everything'),
+        ({"copies": 2}, 'with update="replicated" all ranks have the whole state'),
         ({"copies": 2, "update": "sharded"}, "there is only one rank"),
     ],
 )
@@ -83,7 +83,7 @@ def test_pieces_are_joined_in_order() -> None:
 
 @pytest.mark.parametrize(("kind", "options"), [(MirroredTrainer, {}), (SpareReplicasTrainer, {"spare": 0})])
 def test_a_loss_finds_a_trainer_half_made(kind: type, options: dict, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As soon as the topology knows it, it may be abandoned."""
+    """The topology may abandon a trainer as soon as it knows it."""
     init = RankGroup.__init__
 
     def lost(self: RankGroup, topology: Topology, owner: Owner) -> None:

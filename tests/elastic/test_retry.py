@@ -1,4 +1,4 @@
-"""The loop after failures, on a topology that fails as the test says."""
+"""The retry loop after failures, on a topology that fails as the test says."""
 
 import pytest
 from mpi4py import MPI
@@ -7,11 +7,11 @@ from allreduce.elastic import retry
 from allreduce.errors import OptionError, RankLostError
 from allreduce.topology import Topology
 from allreduce.transport import ulfm
-from allreduce.transport.control import known
+from allreduce.transport.control import on_all_ranks
 
 
 class Fails:
-    """A topology. answers: what its ranks agree on next, and those of the topologies after it."""
+    """A topology. answers: the results of its next agreements, and of those of the topologies after it."""
 
     world = MPI.COMM_SELF
 
@@ -56,7 +56,7 @@ def test_ranks_commit_when_all_have_repaired() -> None:
 @pytest.mark.parametrize("error", [OptionError("bad"), RankLostError("the state is gone")])
 def test_an_error_of_all_ranks_ends_the_repair(error: Exception) -> None:
     def repair(topology: Topology) -> None:
-        raise known(error, MPI.COMM_SELF)
+        raise on_all_ranks(error, MPI.COMM_SELF)
 
     with pytest.raises(type(error)) as caught:
         retry.recover(Fails([True]), repair)  # type: ignore[arg-type]

@@ -41,7 +41,7 @@ print("came to the end", code)
 
 @pytest.mark.parametrize("mpi", launch.MPIS)
 def test_one_rank_is_told(mpirun: JobRunner, tmp_path: Path, mpi: str) -> None:
-    """Also where a rank evaluates, which is not in the fit."""
+    """Also if a rank evaluates, which is not in the fit."""
     folder = tmp_path / "checkpoints"
     evaluates = ["--evaluator", "--checkpoint-every", "20 steps"]
     job = mpirun(3, ["-c", PROGRAM, folder, *evaluates], mpi=mpi, timeout=60)
@@ -67,7 +67,8 @@ def test_the_handler_of_the_program_stays() -> None:
 
 
 def test_blocks_in_each_other() -> None:
-    """What nobody has looked at is not lost, and in the end the signal does again what it did before."""
+    """A signal that no block has reported is not lost; after the outermost block, SIGTERM has its default action
+    again."""
     before = signal.signal(signal.SIGTERM, signal.SIG_DFL)
     try:
         with Terminating(MPI.COMM_SELF) as outer:
@@ -84,7 +85,7 @@ def test_blocks_in_each_other() -> None:
 
 
 def test_forked_children_end() -> None:
-    """A Pool that a data set has in a fit ends its processes by SIGTERM, and waits for them."""
+    """A Pool that a data set uses during a fit ends its processes by SIGTERM, and waits for them."""
     before = signal.signal(signal.SIGTERM, signal.SIG_DFL)
     child = multiprocessing.get_context("fork").Process(target=time.sleep, args=(60,))
     try:
@@ -100,7 +101,7 @@ def test_forked_children_end() -> None:
 
 
 def test_an_error_that_the_program_catches() -> None:
-    """The next block hears of a SIGTERM that the one before has not acted upon; the one after that does not."""
+    """The next block reports a SIGTERM on which the previous one has not acted; the block after that does not."""
     before = signal.signal(signal.SIGTERM, signal.SIG_DFL)
     try:
         with contextlib.suppress(ZeroDivisionError), Terminating(MPI.COMM_SELF):

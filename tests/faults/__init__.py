@@ -2,15 +2,15 @@
 
 plans      a run: a program in a configuration, and the faults that are injected into it
 drawing    draws a plan from a number
-points     the named points in the library's code, and what can be done to a rank that comes to one
+points     the named points in the library's code, and the actions that a rank can do at a point
 jobs       starts the job of a plan, sends signals to its ranks, and leaves nothing behind
-notes      what each rank writes down while it runs
+notes      the events that each rank records while it runs
 judging    the verdict, from the notes, the output and the results
-programs/  what the ranks of a plan run;  moments/  jobs that tests start, whose ranks die at points that they name
+programs/  the programs that the ranks of a plan run;  moments/  jobs that tests start, whose ranks die at named points
 random_programs/  random collective calls, in which one rank differs or ends
 """
 
 
 def job_of(name: str) -> list[str]:
-    """What a rank runs of a program in `moments`, as arguments of python."""
+    """Return the arguments of python that start a program of `moments` on a rank."""
     return ["-m", f"tests.faults.moments.{name}"]

@@ -1,29 +1,29 @@
-"""Ranks of real jobs are killed, again and again: do the others go on, in what time, and is the result right?
+"""Kills ranks of real jobs, again and again: do the other ranks continue, how fast, and is the result right?
 
     python -m tests.faults --runs 1000 --seed 1       a table: injected, survived, hung, wrong, seconds, work lost
-    python -m tests.faults --only 1000017             one run again, by the number that it was told with
-    python -m tests.faults --scenarios                one run of every kind of fault, also of damaged checkpoints,
-                                                           a full /dev/shm, and sums that are made wrong and so found
+    python -m tests.faults --only 1000017             repeats one run, by its number in the output
+    python -m tests.faults --scenarios                one run of every kind of fault, also damaged checkpoints, a full
+                                                           /dev/shm, and wrong sums, which must be detected
 
 Starts jobs of its own, under Open MPI's mpirun --with-ft ulfm: start it without mpirun. A run is one program of 2 to
 5 ranks in a random configuration: every trainer, with and without checkpoints and spare ranks, loops with
-MirroredOptimizer, plain calls of a backend. One or several of its ranks, rank 0 too, get a SIGKILL: at an instant that
-nothing in the program knows, or at a named point, such as the middle of a reduction or the repair after another loss.
-Some runs have another fault: SIGSTOP and SIGCONT, SIGTERM, an exception, sys.exit(0), ranks that do different things.
+MirroredOptimizer, plain calls of a backend. One or several of its ranks, possibly rank 0, get a SIGKILL: at a random
+instant, or at a named point, such as the middle of a reduction or the repair after another failure. Some runs have
+another fault: SIGSTOP and SIGCONT, SIGTERM, an exception, sys.exit(0), ranks that do different things.
 
-    survived   those left have finished, with the same bits, and with the parameters and the accuracy of a training that
-               no rank has left (to float tolerance: batches do not depend on the number of ranks). Where the result
-               depends on who is fast, as with servers that do not wait: with every update, and about the accuracy
-    refused    ranks did different things, or one brought a NaN: all of them have raised the right named error
-    orderly    the job ended by a fault that has to end it, and told of it: an exception, or the loss of a server
-    hung       no rank came any further for --limit seconds
-    wrong      it ended well, with another result
-    MPI's own  it ended in a known defect of Open MPI's (see DEFECTS_OF_MPI in judging.py)
-    ended      it ended, in another error or without a word
+    survived   the remaining ranks have finished, with equal bits, and with the parameters and the accuracy of a
+               training without faults (to float tolerance: batches do not depend on the number of ranks). If the result
+               depends on the ranks' speeds, as with asynchronous servers: with every update, and about the accuracy
+    refused    ranks did different things, or one had a NaN, and all ranks have raised the right named error
+    orderly    a fault that has to end the job (an exception, the failure of a server) ended it, with a message
+    hung       no rank made progress for --limit seconds
+    wrong      the job ended without an error, with another result
+    MPI's own  a known defect of Open MPI ended the job (see DEFECTS_OF_MPI in judging.py)
+    ended      the job ended, in another error or without a message
 
-The seconds go from the kill until the last of those left has finished a step, or a call, without the lost rank; of
-ranks that differ, until the last one has raised the error. What a bad run has left, with its output, is kept in --keep.
-Exit code 1 says that there was one.
+The seconds are those from the kill until the last remaining rank has finished a step, or a call, without the failed
+rank; if ranks differ, until the last rank has raised the error. The files and the output of a bad run are kept in
+--keep. The exit code is 1 if there was a bad run.
 """
 
 import mpi4py

@@ -26,7 +26,8 @@ EDITED = ("mirrored", "sharded", "central storage", "spare ranks")
 
 
 def draw(number: int, programs: Sequence[str] = tuple(PROGRAMS), most_ranks: int = 5) -> Plan:
-    """The run of a number: one to all but one of its ranks are killed, or one meets something else."""
+    """Return the run of a number: its fault kills between one and all but one of its ranks, or is another fault of one
+    rank."""
     chance = random.Random(number)
     program = chance.choices(programs, [PROGRAMS[name].weight for name in programs])[0]
     kind = PROGRAMS[program]
@@ -67,7 +68,7 @@ def _faults(chance: random.Random, plan: Plan) -> list[Fault]:
 
 
 def _other(chance: random.Random, plan: Plan) -> Fault:
-    """Something else than a loss, that ends the job in order or is survived."""
+    """Return a fault other than a kill, which ends the job in order or is survived."""
     kind = chance.choice(OTHERS if plan.kind.module == "training" else ("stop", "raise", "exit"))
     working = plan.ranks - (plan.spares if plan.program == "spare ranks" else 0)
     rank, turn = chance.randrange(working), chance.randrange(STEPS - 10)
@@ -79,7 +80,7 @@ def _other(chance: random.Random, plan: Plan) -> Fault:
 
 
 def _loss(chance: random.Random, plan: Plan, victim: int, first: bool) -> Fault:
-    """A loss at an instant, or at a point that the program comes to."""
+    """Return a kill at a random instant, or at a point that the program reaches."""
     waits = plan.program == "spare ranks" and victim >= plan.ranks - plan.spares
     if waits or chance.random() < 0.4:
         return Fault("kill", victim, turn=chance.randrange(STEPS), delay=chance.random() * DELAY_SECONDS)
@@ -98,7 +99,7 @@ def _loss(chance: random.Random, plan: Plan, victim: int, first: bool) -> Fault:
 
 
 def _points(plan: Plan) -> tuple[str, ...]:
-    """The places that this program comes to when nobody is lost."""
+    """Return the points that this program reaches if no rank fails."""
     module = plan.kind.module
     points = {"calls": REDUCE_POINTS, "loop": (*STEP_POINTS, "backward")}.get(module, STEP_POINTS)
     if not plan.kind.backends and plan.program != "central storage":

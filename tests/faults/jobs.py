@@ -24,7 +24,8 @@ SMALL = "64m"  # what containers often have
 
 
 class Ended(NamedTuple):
-    """A job's end. code: None when it did not end in its time. sent: when each fault from OUTSIDE came, by number."""
+    """The end of a job. code: None if it did not end in time. sent: the time of each fault from OUTSIDE, by its
+    number."""
 
     code: int | None
     printed: str
@@ -51,7 +52,8 @@ def run(plan: Plan, folder: Path, limit: float) -> Ended:
 
 
 def launcher(plan: Plan) -> list[str]:
-    """Open MPI's, with its way to survive where the plan wants it: the one beside this Python, or the one on PATH."""
+    """Return the launcher: Open MPI's mpirun beside this Python or on PATH, with ULFM if the plan continues after
+    failures."""
     beside = Path(sys.executable).with_name("mpirun")
     name = str(beside) if beside.exists() else shutil.which("mpirun") or "mpirun"
     surviving = ["--with-ft", "ulfm"] if plan.goes_on else []
@@ -89,7 +91,7 @@ def _watch(job: "subprocess.Popen[bytes]", plan: Plan, folder: Path, limit: floa
 
 
 class Newest:
-    """The newest step that any rank has noted; -1 before. A rank that waits for a place notes none."""
+    """The newest step that any rank has noted; -1 before. A standby rank notes none."""
 
     def __init__(self, plan: Plan, folder: Path) -> None:
         self._paths = [notes.path_of(folder, rank) for rank in range(plan.ranks)]
@@ -97,7 +99,7 @@ class Newest:
         self.step = -1
 
     def read(self) -> None:
-        """Look at what has come since."""
+        """Read the notes written since the last call."""
         for path in filter(Path.exists, self._paths):
             with path.open() as file:
                 file.seek(self._read[path])
@@ -107,7 +109,7 @@ class Newest:
 
 
 def _signals(fault: Fault, folder: Path, newest: Newest) -> Iterator[tuple[int, signal.Signals] | None]:
-    """None until the instant of a signal has come; then the number of the process that it is for, and the signal."""
+    """Yield None until the instant of a signal; then the process that gets it, and the signal."""
     while newest.step < fault.turn:
         yield None
     for number, delay in _series(fault):
@@ -119,19 +121,19 @@ def _signals(fault: Fault, folder: Path, newest: Newest) -> Iterator[tuple[int, 
 
 
 def _series(fault: Fault) -> list[tuple[signal.Signals, float]]:
-    """The signals of a fault from outside, each with the seconds before it."""
+    """Return the signals of a fault from OUTSIDE, each with the seconds to wait before it."""
     if fault.kind == "stop":
         return [(signal.SIGSTOP, 0), (signal.SIGCONT, fault.delay)]
     return [({"kill": signal.SIGKILL, "term": signal.SIGTERM}[fault.kind], fault.delay)]
 
 
 def pids(folder: Path, rank: int) -> list[int]:
-    """The process of a rank, if it has begun."""
+    """Return the process of a rank, if it has begun."""
     return [note["pid"] for note in notes.read(folder, rank) if note["what"] == "pid"]
 
 
 def _ask(plan: Plan, folder: Path) -> None:
-    """Have every rank of a job that hangs print where it is."""
+    """Make every rank of a hanging job print its stacks."""
     for rank in range(plan.ranks):
         for pid in pids(folder, rank):
             _send(pid, signal.SIGUSR2)

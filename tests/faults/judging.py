@@ -1,4 +1,5 @@
-"""The verdict on a run: did the ranks that are left survive, in what time, what was repeated, is the result right?"""
+"""The verdict on a run: did the remaining ranks survive, how fast, how many steps were repeated, is the result
+right?"""
 
 import re
 from collections.abc import Sequence
@@ -28,8 +29,8 @@ Notes = list[dict[str, Any]]
 
 @dataclass
 class Injected:
-    """One fault that happened. seconds: until the last survivor had finished a step, or call, without the lost rank,
-    or until the last rank had met its error."""
+    """One fault that happened. seconds: until the last remaining rank had finished a step, or a call, without the
+    failed rank; if ranks differ, until the last rank had raised the error."""
 
     number: int
     name: str
@@ -39,7 +40,7 @@ class Injected:
 
 @dataclass
 class Judged:
-    """outcome: one of OUTCOMES, QUIET or FOUND. redone: steps that were done again."""
+    """The verdict. outcome: one of OUTCOMES, QUIET or FOUND. redone: the number of steps that were repeated."""
 
     plan: Plan
     outcome: str
@@ -50,7 +51,7 @@ class Judged:
 
 
 def judge(plan: Plan, ended: Ended, folder: Path) -> Judged:
-    """Look at all that a job has left behind."""
+    """Judge a job by the files that it has left."""
     ranks = [notes.read(folder, rank) for rank in range(plan.ranks)]
     when = dict(ended.sent)
     for mine in ranks:
@@ -72,14 +73,14 @@ def judge(plan: Plan, ended: Ended, folder: Path) -> Judged:
 
 
 def _had_ended(mine: Notes, time: float) -> bool:
-    """Whether a signal came too late: the rank was through with everything."""
+    """Whether a signal came too late: the rank had already finished."""
     return any(note["what"] == "end" and note["time"] < time for note in mine)
 
 
 def _outcome(
     plan: Plan, ended: Ended, folder: Path, left: dict[int, Notes], happened: Sequence[Fault]
 ) -> tuple[str, str]:
-    """One of OUTCOMES, and why. left: the notes of the ranks that are left. happened: the faults that did."""
+    """Return one of OUTCOMES, and why. left: the notes of the remaining ranks. happened: the faults that happened."""
     if "WrongResultError" in ended.printed:
         return WRONG, "a sum was wrong"
     if ended.code is None:
@@ -106,7 +107,7 @@ def _outcome(
 
 
 def _broken(ended: Ended, why: str) -> tuple[str, str]:
-    """A job that has ended as it should not have."""
+    """Return the outcome of a job that should not have ended in this way."""
     if defect := of_mpi(ended.printed):
         return OF_MPI, f"{defect} ({why})"
     return ENDED, f"{why}: {reason(ended.printed)}"
@@ -119,22 +120,23 @@ def _told(fault: Fault, printed: str) -> bool:
 
 
 def _nobody_could(plan: Plan, happened: Sequence[Fault]) -> str:
-    """What has to be said when those were lost without whom nobody can go on; "" when somebody can."""
+    """Return a regular expression for the error of a job whose failed ranks make it impossible to continue; "" if the
+    others can."""
     lost = {fault.rank for fault in happened if fault.kind == "kill"}
     if lost & set(plan.holders):
-        return "RankLostError: a server was lost"
+        return "RankLostError: a server has failed"
     workers = set(range(plan.ranks - plan.servers))
     remade = any(fault.point == "mirror" for fault in happened)  # perhaps in the making: then other ranks are servers
-    left_alone = "RankLostError: all workers were lost|leaves no worker" if remade or workers <= lost else ""
+    left_alone = "RankLostError: all workers have failed|leaves no worker" if remade or workers <= lost else ""
     if plan.copies > 1 and len(lost) > 1 and not plan.checkpoint:  # one may have kept the other's slice
-        return "RankLostError: a rank was lost in .* that alone had a part"
+        return "RankLostError: a rank that failed in .* had the only copy of a part"
     if plan.program == "spare ranks" and set(range(plan.ranks - plan.spares)) <= lost:
         return "RankLostError: all ranks that worked were lost"
     return left_alone if plan.servers else ""
 
 
 def _refused(left: dict[int, Notes], happened: Sequence[Fault]) -> tuple[str, str]:
-    """Whether all ranks have raised the same right error."""
+    """Judge a disagreement: all ranks must have raised the right error."""
     if not happened:
         return SURVIVED, ""
     wanted = DISAGREEMENTS[happened[0].point].error
@@ -146,7 +148,7 @@ def _refused(left: dict[int, Notes], happened: Sequence[Fault]) -> tuple[str, st
 
 
 def _wrong(plan: Plan, folder: Path, ends: dict[int, dict[str, Any]]) -> str:
-    """What is wrong with the results of those that are left; "" for nothing."""
+    """Return the defect in the results of the remaining ranks as text; "" if there is none."""
     ends = {rank: end for rank, end in ends.items() if not end.get("idle")}
     right, accuracy = model.without_faults(plan)
     found = {rank: np.load(folder / f"parameters.{rank}.npy") for rank in ends}
@@ -174,7 +176,7 @@ def _accuracy(plan: Plan, end: dict[str, Any], right: float) -> str:
 
 
 def _updates(plan: Plan, end: dict[str, Any]) -> str:
-    """Every part of every batch must have come into the model once."""
+    """Check that every part of every batch has updated the model once."""
     if not plan.program.startswith("asynchronous"):
         return ""
     wanted = ROWS // BATCH * end["parts"]
@@ -187,7 +189,7 @@ def _redone(mine: Notes) -> int:
 
 
 def _faults(plan: Plan, when: dict[int, float], survivors: list[Notes], outcome: str) -> list[Injected]:
-    """Every fault that happened, in order; those behind which the others went on have been survived."""
+    """Return every fault that happened, in order. A fault after which the other ranks continued was survived."""
     found = []
     for place, (number, time) in enumerate(sorted(when.items(), key=lambda item: item[1])):
         fault = plan.faults[number]
@@ -198,7 +200,8 @@ def _faults(plan: Plan, when: dict[int, float], survivors: list[Notes], outcome:
 
 
 def _seconds(fault: Fault, survivors: list[Notes], time: float) -> float | None:
-    """Until all survivors had finished something without the rank that was lost, or had met the error."""
+    """Return the seconds until all remaining ranks had finished a step without the failed rank, or had raised the
+    error."""
     busy = [mine for mine in survivors if not any(note.get("idle") for note in mine)]
     firsts = [next((note["time"] for note in mine if _is_behind(note, fault, time)), None) for mine in busy]
     known = [first for first in firsts if first is not None]
@@ -226,12 +229,12 @@ NAMED = re.compile(r"\b(\w+(?:Error|Exception|Interrupt)): (.{0,100})")
 
 
 def of_mpi(printed: str) -> str:
-    """Which of MPI's own defects it was; "" for none that is known."""
+    """Return the known defect of MPI that ended the job; "" if it was none."""
     return next((reason for reason, words in DEFECTS_OF_MPI.items() if re.search(words, printed)), "")
 
 
 def reason(printed: str) -> str:
-    """The last named error, or how the processes have ended."""
+    """Return the last named error, or how the processes ended."""
     named = NAMED.findall(printed)
     if named:
         return ": ".join(named[-1])

@@ -1,11 +1,11 @@
-"""Does anything stay behind? Things are made and dropped many times; what the process holds must not grow.
+"""Tests for leaks: creates and drops objects many times; the resources that the process holds must not grow.
 
     mpirun -n 2 python tests/faults/leaks.py                 all cases, in full: some minutes
     mpirun -n 2 python tests/faults/leaks.py --scale 0.05    a twentieth of the turns
     mpirun -n 2 python tests/faults/leaks.py --cases topologies,backends
 
-A line for each case: what rank 0 holds in the middle of the turns, and by how much more at their end on the rank where
-it is most. The exit code is 1 when something grew by more than the bounds, which are the last line.
+Prints a line for each case: the resources that rank 0 holds halfway through the turns, and the largest growth of any
+rank by the end. The exit code is 1 if a growth exceeds the bounds, which the last line shows.
 """
 
 import argparse
@@ -42,7 +42,7 @@ SETTLING = 3  # turns before anything is measured
 
 
 class Held(NamedTuple):
-    """What a process holds."""
+    """The resources that a process holds."""
 
     memory: int  # KiB of resident memory
     mapped: int  # KiB of memory shared with other processes
@@ -56,7 +56,7 @@ BOUNDS = Held(memory=6144, mapped=1024, communicators=6, files=2, threads=1)
 
 
 class Case(NamedTuple):
-    """One thing to do many times. turn: gets the number of the turn."""
+    """One action to repeat many times. turn: called with the number of the turn."""
 
     name: str
     turns: int
@@ -107,7 +107,7 @@ def _run(world: MPI.Intracomm, case: Case, turns: int) -> bool:
 
 
 def held(world: MPI.Intracomm) -> Held:
-    """What this process holds now. Collective."""
+    """Return the resources that this process holds now. Collective."""
     gc.collect()
     fresh = [world.Dup() for _ in range(FRESH)]
     handle = max(comm.py2f() for comm in fresh)
@@ -131,7 +131,7 @@ def _mapped() -> int:
 
 
 def refused(call: Callable[[], Any]) -> None:
-    """Make a call that has to be refused with a named error."""
+    """Make a call that must raise a named error."""
     try:
         call()
     except (AllReduceError, TrainerError):
@@ -140,7 +140,7 @@ def refused(call: Callable[[], Any]) -> None:
 
 
 def cases() -> list[Case]:
-    """What needs no PyTorch."""
+    """Return the cases that need no PyTorch."""
     rank = MPI.COMM_WORLD.rank
     topology = allreduce.Topology()
     apart = allreduce.Topology(ranks_per_node=1)
@@ -148,7 +148,7 @@ def cases() -> list[Case]:
     living: list[np.ndarray] = []
 
     def backend(number: int) -> None:
-        """The loop of README.md: the array is alive when the backend is closed."""
+        """The loop of README.md: the array is still alive when the backend is closed."""
         reduce = allreduce.create(names[number % len(names)], topology if number % 2 else None)
         grads = reduce.allocate(LENGTH)
         reduce(grads)

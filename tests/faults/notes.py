@@ -1,4 +1,4 @@
-"""The notes of a rank: a line for each event, written at once, so that those of a killed rank are there too."""
+"""The notes of a rank: a line for each event, written at once, so that a killed rank's notes are complete."""
 
 import json
 import os
@@ -18,12 +18,13 @@ class Notes:
         self._file = os.open(path_of(folder, rank), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
 
     def add(self, what: str, **more: Any) -> None:
-        """what: "pid", "step" (step, ranks), "call" (name, ranks), "fault" (number), "refused" (error) or "end"."""
+        """Write a note. what: "pid", "step" (step, ranks), "call" (name, ranks), "fault" (number), "refused" (error) or
+        "end"."""
         line = json.dumps({"what": what, "time": time.monotonic(), **more}) + "\n"
         os.write(self._file, line.encode())
 
     def step(self, number: int, topology: Topology) -> None:
-        """A step is finished, on the ranks of this topology; a point of its own, whatever the program is."""
+        """Note that a step is finished, on the ranks of this topology. Also a named point, in every program."""
         self.add("step", step=number, ranks=members(topology))
 
 
@@ -32,7 +33,7 @@ def path_of(folder: Path, rank: int) -> Path:
 
 
 def read(folder: Path, rank: int) -> list[dict[str, Any]]:
-    """A rank's notes; none when it never began. A line that is not whole yet is left out."""
+    """Return the notes of a rank; [] if it never began. An incomplete last line is left out."""
     path = path_of(folder, rank)
     if not path.exists():
         return []
@@ -41,5 +42,5 @@ def read(folder: Path, rank: int) -> list[dict[str, Any]]:
 
 
 def members(topology: Topology) -> list[int]:
-    """Those of the job's first ranks; who was started in the place of a lost one is not counted."""
+    """Return the ranks of the job's first processes in a topology; a process that was started later is not counted."""
     return [rank for rank in processes.world_ranks(topology.world) if rank >= 0]

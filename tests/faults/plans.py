@@ -1,4 +1,4 @@
-"""What one run does: a program in a configuration, and the faults that are injected into it. No MPI."""
+"""The plan of one run: a program in a configuration, and the faults that are injected into it. No MPI."""
 
 from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
@@ -14,13 +14,13 @@ STEPS = ROWS // BATCH * EPOCHS
 
 
 class Program(NamedTuple):
-    """What the ranks of a run do. weight: how often it is drawn.
+    """A program that the ranks of a run execute. weight: how often it is drawn.
 
-    module: of this package, whose `run` it is. backends: that it can have; none where it takes none.
-    frameworks: of its model. checkpoints: numbers of steps between two; 0: none are written.
-    exact: whether the result is that of one rank alone, to float rounding; otherwise only its accuracy is.
-    together: whether the ranks take every step together, so that steps that were done again can be counted.
-    least: ranks that it needs.
+    module: the module of `programs` with its `run`. backends: the backends that it can use; () if it uses none.
+    frameworks: of its model. checkpoints: possible numbers of steps between two checkpoints; 0: none are written.
+    exact: whether the result equals that of one rank alone, to float rounding; otherwise only the accuracy does.
+    together: whether the ranks take every step together, so that repeated steps can be counted.
+    least: the number of ranks that it needs.
     """
 
     weight: int
@@ -50,11 +50,12 @@ PROGRAMS = {
 
 @dataclass(frozen=True)
 class Fault:
-    """kind: one of `kinds.KINDS`. rank: the one that it happens to, of the whole job.
+    """A fault. kind: one of KINDS. rank: the rank of the job that it happens to.
 
-    point: where in its code, or OUTSIDE; of a disagreement, what it is about. turn: the how-manieth time that it comes
-    there, or from OUTSIDE the step after which the signal is sent. after: whether the point is left already.
-    delay: seconds: from OUTSIDE, until SIGCONT, or slow.
+    point: a point in the code, or OUTSIDE; for a disagreement, its subject. turn: the number of the visit to the point
+    at which the fault happens (1: the first); with OUTSIDE, the step after which the signal is sent. after: whether the
+    fault happens after the point. delay: seconds: with OUTSIDE, before the signal; of a stop, until SIGCONT; of a slow
+    rank, its sleep.
     """
 
     kind: str
@@ -76,13 +77,13 @@ class Fault:
 
 @dataclass(frozen=True)
 class Plan:
-    """program: one of PROGRAMS. framework: of the model.
+    """A run. program: one of PROGRAMS. framework: of the model.
 
-    goes_on: whether it goes on without ranks that are lost, under a launcher that lets it.
-    copies: in how many ranks every slice of a sharded update is kept.
-    checkpoint: steps between two; 0 for none. servers: how many of the last ranks are servers. spares: how many of the
-    last ranks wait for a place; or for how many ranks a step of spare replicas does not wait.
-    nodes: sizes of simulated nodes; empty for one real node.
+    goes_on: whether the remaining ranks continue after a failure; the launcher then lets them.
+    copies: the number of ranks that keep each slice of a sharded update.
+    checkpoint: the number of steps between two checkpoints; 0 for none. servers: the number of servers, the last ranks.
+    spares: the number of standby ranks, the last ones; or the number of ranks for which a step of spare replicas does
+    not wait. nodes: sizes of simulated nodes; empty for one real node.
     """
 
     number: int
@@ -115,7 +116,7 @@ class Plan:
 
     @property
     def holders(self) -> tuple[int, ...]:
-        """The ranks without one of which nobody could go on: they alone have a part of the state."""
+        """The ranks that hold the only copy of a part of the state: no rank can continue after one of them fails."""
         if self.copies > 1:
             return ()
         return (0,) if self.program == "spare replicas" else tuple(range(self.ranks - self.servers, self.ranks))
@@ -129,13 +130,14 @@ class Plan:
         return cls(**{**held, "nodes": tuple(held["nodes"]), "faults": faults})
 
 
-# What kinds of faults there are, and what must be seen of each.
+# The kinds of faults, and the effects that each must have.
 
 
 class Kind(NamedTuple):
-    """about: what is done to a rank. ends: whether the job has to end, with a code; if not, with the right result.
+    """A kind of fault. about: the fault in words. ends: whether it must end the job, with a code other than 0; if not,
+    the job must end with the right result.
 
-    words: what has to be printed, a regular expression; {rank} is the rank that it happens to.
+    words: a regular expression for the text that must be printed; {rank} is the rank of the fault.
     silent: whether the launcher's exit code is 0 although the job has ended.
     """
 
@@ -150,31 +152,31 @@ KINDS = {
     "stop": Kind(
         "SIGSTOP, and SIGCONT after a while",
         False,
-        r"has waited \d+ s for other ranks in: [^\0]*rank {rank}: has not come",
+        r"has waited \d+ s for other ranks in: [^\0]*rank {rank}: has not arrived",
     ),
     "slow": Kind("it sleeps in every step", False),
-    "raise": Kind("an exception that nobody catches", True, r"InjectedError: on purpose"),
-    "nan": Kind("a gradient that is no number, with CheckGradients", True, r"NotFiniteError: .*rank {rank}"),
+    "raise": Kind("an exception that is not caught", True, r"InjectedError: on purpose"),
+    "nan": Kind("a NaN gradient, with CheckGradients", True, r"NotFiniteError: .*rank {rank}"),
     "exit": Kind("sys.exit(0) in the middle", True, r"RankLeftError: rank {rank} has left"),
     "term": Kind("SIGTERM", True, r"SIGTERM"),
-    "differ": Kind("it does something else than the others, see `disagreements`", False),
-    "revoke": Kind("it ends all waits of its topology, as if it had heard of a loss", False),
-    "spoil": Kind("it brings a wrong summand, or takes a wrong sum: that has to be found", False),
-    "truncate": Kind("the newest checkpoint is cut off, and gone on from", False, r"checkpoint"),
-    "alter": Kind("a byte of the newest checkpoint is changed, and gone on from", False, r"checkpoint"),
+    "differ": Kind("it does something else than the others, see DISAGREEMENTS", False),
+    "revoke": Kind("it ends all waits of its topology, as if a rank had failed", False),
+    "spoil": Kind("it sends a wrong summand, or gets a wrong sum, which must be detected", False),
+    "truncate": Kind("the newest checkpoint is truncated before the job resumes", False, r"checkpoint"),
+    "alter": Kind("a byte of the newest checkpoint is changed before the job resumes", False, r"checkpoint"),
     "cut": Kind(
         "the link of a host is cut, in scripts/cluster_sim.sh", True, r"lost communication with a remote daemon", True
     ),
     "shm": Kind("/dev/shm is full", True, r"shared memory is too small"),
 }
-TOLD_SECONDS = 2.0  # after which a stop must be told of, with the driver's ALLREDUCE_STALL_SECONDS=1
+TOLD_SECONDS = 2.0  # after which a stopped rank must be reported, with the driver's ALLREDUCE_STALL_SECONDS=1
 
 
-# What one rank can have otherwise than the others, and the named error that all ranks must raise then.
+# The ways in which one rank can differ from the others, and the named error that all ranks must then raise.
 
 
 class Disagreement(NamedTuple):
-    """way: "calls" of a backend, a "trainer", or a "loop" of PyTorch's. error: the name of its class."""
+    """way: "calls" of a backend, a "trainer", or a PyTorch "loop". error: the name of the error's class."""
 
     way: str
     error: str = "DisagreementError"

@@ -1,7 +1,7 @@
-"""Named points in the library's code, and what can be done to a rank when it comes to one.
+"""Named points in the library's code, and the actions that a rank can do when it reaches one.
 
-This is the only way in which tests end, stop or spoil a rank at a place inside of the library, which knows nothing of
-it: `at` patches the functions of POINTS in the process that it is called in, and in no other.
+This is the only way in which tests end, stop or disturb a rank at a point inside of the library, which knows nothing of
+it: `at` patches the functions of POINTS in its own process only.
 """
 
 import contextlib
@@ -72,22 +72,23 @@ Action = Callable[..., object]
 
 
 class InjectedError(Exception):
-    """The exception of a rank that is to end in one."""
+    """The exception that ends a rank."""
 
 
 class WrongResultError(Exception):
-    """A call came back with other numbers than the ranks' own give."""
+    """A call returned other numbers than the sum of the ranks' own."""
 
 
 def die(*_: Any, **__: Any) -> None:
-    """End this process as a lost rank ends: at once, without a word."""
+    """End this process as a failed rank ends: at once, without a message."""
     os.kill(os.getpid(), signal.SIGKILL)
 
 
 def at(point: str, action: Action, turn: int = 1, after: bool = False, always: bool = False) -> None:
-    """Have this process do `action` when it comes to a point for the `turn`-th time from now, or always. Local.
+    """Call `action` when this process reaches a point for the `turn`-th time from now, or always. Local.
 
-    action: gets the arguments of what is called there. after: when that has returned, not before.
+    action: gets the arguments of the function that is called at the point. after: call it after that function has
+    returned, not before.
     """
     lock, turns = threading.Lock(), itertools.count(1)
 
@@ -104,7 +105,7 @@ def at(point: str, action: Action, turn: int = 1, after: bool = False, always: b
 
 
 def install(plan: Plan, notes: Notes) -> None:
-    """Have this rank's faults of a plan happen to it, at the points that it comes to. Local; before the training."""
+    """Inject the faults that a plan has for this rank at points in the code. Local; call it before the training."""
     for number, fault in enumerate(plan.faults):
         if fault.rank == notes.rank and fault.point in POINTS:
             action = partial(_happen_noted, number, fault, notes)
@@ -112,7 +113,7 @@ def install(plan: Plan, notes: Notes) -> None:
 
 
 def begin(plan: Plan, notes: Notes) -> None:
-    """Have those happen that come before the training. Local."""
+    """Inject the faults that happen before the training. Local."""
     for number, fault in enumerate(plan.faults):
         if fault.rank == notes.rank and fault.point == START:
             _happen_noted(number, fault, notes)
@@ -132,7 +133,7 @@ def _wrapped(call: Action, come: Action, after: bool) -> Action:
 
 
 def _wrapped_result(make: Action, come: Action, after: bool) -> Action:
-    """Wraps each function that `make` returns."""
+    """Wrap each function that `make` returns."""
 
     @wraps(make)
     def wrapped(*arguments: Any, **options: Any) -> Any:
@@ -142,12 +143,13 @@ def _wrapped_result(make: Action, come: Action, after: bool) -> Action:
 
 
 def _wrapped_value(slot: Any, come: Action, after: bool) -> property:
-    """Wraps each function that an attribute of a class's objects holds."""
+    """Wrap each function that an attribute of a class's objects holds."""
     return property(lambda each: _wrapped(slot.__get__(each), come, after), slot.__set__)
 
 
 def _holders(owner: str, name: str) -> list[Any]:
-    """The module, or the classes that define a method: where this one has it from, and all that inherit from it."""
+    """Return the module, or the classes that define a method: the class that this one inherits it from, and all classes
+    that override it."""
     module, _, kind = owner.partition(":")
     if module not in sys.modules:  # of another program
         return []
@@ -169,7 +171,7 @@ def _happen_noted(number: int, fault: Fault, notes: Notes, *arguments: Any) -> N
 
 
 def happen(fault: Fault, notes: Notes, arguments: tuple[Any, ...]) -> None:
-    """The fault itself, in the thread that has come to it. arguments: of what is called at the point."""
+    """Do the fault, in the thread that has reached the point. arguments: of the function that is called there."""
     if fault.kind == "kill":
         die()
     if fault.kind == "raise":
@@ -193,7 +195,7 @@ def happen(fault: Fault, notes: Notes, arguments: tuple[Any, ...]) -> None:
 
 
 def _fill(folder: str) -> None:
-    """Leave no room in a folder's file system, which is this job's own."""
+    """Fill a folder's file system, which belongs to this job alone."""
     with open(os.path.join(folder, "full"), "wb", buffering=0) as file, contextlib.suppress(OSError):
         while True:
             file.write(bytes(1 << 16))

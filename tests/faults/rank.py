@@ -1,8 +1,8 @@
-"""What one rank of a run does; the driver starts it under mpirun.
+"""The program of one rank of a run; the driver starts it under mpirun.
 
     mpirun --with-ft ulfm -n 3 python -m tests.faults.rank FOLDER
 
-FOLDER holds the plan, plan.json. Every rank writes notes there, and in the end its parameters.
+FOLDER holds the plan, plan.json. Every rank writes its notes there, and at the end its parameters.
 """
 
 import faulthandler

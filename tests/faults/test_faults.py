@@ -1,5 +1,5 @@
-"""The drivers of tests.faults, in short: random programs with an injected disagreement, the
-table of leaks, and one job for each kind of fault."""
+"""The drivers of tests.faults, in short: random programs with an injected disagreement, the table of leaks, and one job
+for each kind of fault."""
 
 import importlib
 import inspect
@@ -30,13 +30,13 @@ def run_programs(mpi: str, *arguments: str) -> int:
 @pytest.mark.jobs
 @pytest.mark.parametrize(("mpi", "count"), [("openmpi", "15"), ("mpich", "10")])
 def test_no_program_is_wrong_or_hangs_or_ends_in_a_raw_error(mpi: str, count: str) -> None:
-    """Its table and the numbers of bad programs are in the captured output."""
+    """The table, and the numbers of bad programs, are in the captured output."""
     assert run_programs(mpi, "--programs", count, "--seed", "7", "--timeout", "2", "--limit", "30", "--jobs", "3") == 0
 
 
 @pytest.mark.jobs
 def test_a_program_that_hangs_is_seen(capsys: pytest.CaptureFixture[str]) -> None:
-    """With a time-out that does not come in time."""
+    """A time-out that does not come in time."""
     one = ["--kinds", "asleep", "--checks", "always", "--programs", "1", "--seed", "3", "--timeout", "500"]
     assert run_programs("openmpi", *one, "--limit", "4") == 1
     assert "hang: --only 3000000 (asleep, check always)" in capsys.readouterr().out
@@ -71,7 +71,7 @@ def test_nothing_leaks(mpirun: JobRunner, mpi: str) -> None:
 @pytest.mark.jobs
 @pytest.mark.parametrize("name", plans.SHORT)
 def test_what_must_be_seen_of_a_fault_is_seen(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It ends the job with a word, or is survived with the right result; tests.faults draws more of them."""
+    """The fault ends the job with a message, or is survived with the right result; tests.faults draws more of them."""
     plan = plans.SCENARIOS[name]
     if any(fault.kind == "shm" for fault in plan.faults) and os.geteuid() != 0:
         pytest.skip("only root can mount a /dev/shm")
@@ -88,7 +88,7 @@ def test_what_must_be_seen_of_a_fault_is_seen(name: str, tmp_path: Path, monkeyp
 
 
 def wanted(plan: plans.Plan) -> str:
-    """What has to become of a run."""
+    """Return the right outcome of a run."""
     if any(plans.KINDS[fault.kind].ends for fault in plan.faults):
         return judging.ORDERLY
     return {"differ": judging.REFUSED, "spoil": judging.FOUND}.get(plan.faults[0].kind, judging.SURVIVED)
@@ -109,7 +109,7 @@ def test_every_run_of_a_number_is_the_same_and_leaves_somebody() -> None:
 
 
 def test_every_point_is_a_place_in_the_code() -> None:
-    """A rank that is to die at one would otherwise live."""
+    """Otherwise a rank that is to die at such a point would survive."""
     pytest.importorskip("torch")
     for functions in points.POINTS.values():
         for owner, name in functions:
@@ -128,7 +128,7 @@ def test_what_a_job_has_ended_of_is_told_apart() -> None:
 
 
 def test_a_wrong_result_is_seen(tmp_path: Path) -> None:
-    """A batch that was left out, or done twice, is further from the right parameters than rounding is."""
+    """A batch that was left out, or done twice, changes the parameters more than rounding does."""
     plan = plans.Plan(1, 1)
     right, accuracy = model.without_faults(plan)
     end = {"ranks": [0], "hashes": ["a"], "epochs": plans.EPOCHS, "accuracy": accuracy, "predicted": accuracy}

@@ -1,4 +1,4 @@
-"""Started by test_horovod.py on 2 and 3 ranks: Horovod's API, call by call, with the values that must come out."""
+"""Started by test_horovod.py on 2 and 3 ranks: checks Horovod's API, call by call, against known values."""
 
 import contextlib
 import json
@@ -29,7 +29,7 @@ from trainers.horovod.errors import (
     StalledError,
 )
 
-with pytest.raises(NotInitializedError, match="comes first"):
+with pytest.raises(NotInitializedError, match="this function of Horovod"):
     hvd.size()
 hvd.init()
 RANK, SIZE = hvd.rank(), hvd.size()
@@ -37,7 +37,7 @@ TOTAL = sum(range(SIZE))  # of all ranks' numbers
 
 
 def here(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """A tensor of this rank's number."""
+    """Return a tensor of this rank's number."""
     return torch.full(shape, RANK, dtype=dtype)
 
 
@@ -75,7 +75,8 @@ def reductions() -> None:
 
 
 def adasum() -> None:
-    """Orthogonal tensors are added and equal ones averaged, each by itself; so are the updates of an optimizer."""
+    """Adasum adds orthogonal tensors and averages equal ones, each tensor on its own; it combines the updates of an
+    optimizer in the same way."""
     numbers = torch.arange(1.0, SIZE + 1)
     for dtype in (torch.float32, torch.float64, torch.float16, torch.bfloat16):
         mine, equal = (numbers * (torch.arange(SIZE) == RANK)).to(dtype), torch.full((2, 2), 3.0, dtype=dtype)
@@ -115,7 +116,7 @@ def names_in_any_order() -> None:
 
 @contextlib.contextmanager
 def held_back() -> Iterator[None]:
-    """What is submitted inside is decided together, when all ranks have left."""
+    """Calls that are submitted in the block are negotiated together, when all ranks have left it."""
     if RANK == 0:
         session.world().once(Worker)._work_lock.acquire()
     try:
@@ -127,7 +128,7 @@ def held_back() -> Iterator[None]:
 
 
 def fused() -> None:
-    """What is ready together and akin runs in one call; one that is refused fails alone."""
+    """Calls that are ready together and have the same fusion key run in one call; a refused call fails alone."""
     sums: list[int] = []
     reducer = session.current().world.reducer
     reducer.all_reduce_many = lambda tensors, how: (
@@ -203,7 +204,7 @@ def gradients() -> None:
 
 
 def joined() -> None:
-    """Who has no data left stands in, with what changes nothing."""
+    """A rank without more data takes part with neutral values."""
     if RANK == 0:  # what the others submit soon is decided together
         session.world().once(Worker)._work_lock.acquire()
         threading.Timer(0.3, session.world().once(Worker)._work_lock.release).start()
@@ -223,7 +224,7 @@ def joined() -> None:
 
 
 def sparse() -> None:
-    """Two ranks have row 1, one has it twice."""
+    """Row 1 is on two ranks, twice on one of them."""
     places = torch.tensor([[1, 1, 3], [0, 0, 0]]) if RANK == 0 else torch.tensor([[RANK], [0]])
     values = torch.ones(places.size(1))
     tensor = torch.sparse_coo_tensor(places, values, (4, 1))
@@ -275,7 +276,7 @@ ROWS = torch.arange(36.0).view(12, 3) / 36
 
 
 def alone(make: Callable[[list], torch.optim.Optimizer], steps: int) -> list[torch.Tensor]:
-    """The parameters after steps of one process with all rows."""
+    """Return the parameters after some steps of one process with all rows."""
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Tanh(), torch.nn.Linear(4, 1))
     optimizer = make(list(model.parameters()))
@@ -287,7 +288,7 @@ def alone(make: Callable[[list], torch.optim.Optimizer], steps: int) -> list[tor
 
 
 def optimizers() -> None:
-    """As one process with all rows, whatever the arguments."""
+    """The results are those of one process with all rows, for all arguments."""
 
     def make(parameters: list) -> torch.optim.Optimizer:
         return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
@@ -329,7 +330,7 @@ def optimizers() -> None:
 
 
 def later() -> None:
-    """Parameters that are added to an optimizer are averaged as well."""
+    """The gradients of parameters that are added to an optimizer are averaged too."""
     first, second = torch.nn.Linear(1, 1), torch.nn.Linear(1, 1, bias=False)
     optimizer = hvd.DistributedOptimizer(torch.optim.SGD(first.parameters(), lr=1.0))
     optimizer.add_param_group({"params": list(second.parameters())})
@@ -363,7 +364,7 @@ def embeddings() -> None:
 
 
 def states() -> None:
-    """Adam's, which rank 0 alone has; then hyperparameters; objects of all kinds."""
+    """The state of Adam, which only rank 0 has; then hyperparameters; then objects of all kinds."""
     model = network()
     optimizer = torch.optim.Adam(model.parameters(), lr=0.1 * (1 + RANK))
     if RANK == 0:
@@ -435,7 +436,7 @@ def bad_input() -> None:
         (lambda: hvd.allreduce(here(2), op=17), "op=17 is unknown"),
         (lambda: hvd.allreduce(here(2), average=True, op=hvd.Sum), "op= only"),
         (lambda: hvd.allreduce(here(2), postscale_factor=float("nan")), "finite"),
-        (lambda: hvd.synchronize(10**6), "no handle"),
+        (lambda: hvd.synchronize(10**6), "not a handle"),
         (lambda: hvd.DistributedOptimizer(network()), "takes an optimizer of torch.optim, not Sequential"),
         (lambda: hvd.broadcast_optimizer_state(network(), 0), "takes an optimizer of torch.optim, not Sequential"),
     ):
@@ -449,7 +450,7 @@ def bad_input() -> None:
 
 
 def never_comes() -> None:
-    """A name that comes on rank 0 alone; the other ranks are somewhere else."""
+    """Only rank 0 submits a name; the other ranks are elsewhere."""
     apart = Topology(timeout=120)
     old, other = hvd.add_process_set([0]), hvd.ProcessSet([1])
     hvd.shutdown()
@@ -475,7 +476,7 @@ def never_comes() -> None:
 
 
 def timeline() -> None:
-    """Rank 0 writes it; a row for each name."""
+    """Rank 0 writes the timeline, with a row for each name."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "timeline.json"
         hvd.start_timeline(str(path), mark_cycles=True)

@@ -51,7 +51,8 @@ def raised(kind: type[Exception] | tuple[type[Exception], ...], call: Callable[[
 
 
 def check_fit(folder: Path) -> None:
-    """Ranks that begin with other weights train as one process does on all rows, and save what is loaded without us."""
+    """Ranks that begin with different weights train like one process on all rows, and save a model that loads without
+    this package."""
     alone = model(0)
     alone.compile(keras.optimizers.Adam(0.02), LOSS, metrics=["accuracy"])
     wanted = alone.fit(X[:ROWS], Y[:ROWS], batch_size=24 * size, epochs=3, shuffle=False, verbose=0).history
@@ -81,7 +82,7 @@ def check_fit(folder: Path) -> None:
 
 
 def check_data() -> None:
-    """As many rows on each rank, from trees of arrays; what can't be divided is told."""
+    """Every rank gets the same number of rows, from trees of arrays; data that can't be divided raises an error."""
     x, (y, more) = shard((X, [Y, {"a": X[:, :1]}]), topology)
     for whole, part in ((X, x), (Y, y), (X[:, :1], more["a"])):
         np.testing.assert_array_equal(part, whole[rank:ROWS:size])
@@ -104,7 +105,7 @@ def check_data() -> None:
 
 
 def check_warm_up() -> None:
-    """In steps, and then the rate is anybody's."""
+    """The rate rises in steps; afterwards other callbacks may change it."""
     ours = model(0)
     optimizer = MirroredOptimizer(keras.optimizers.SGD(0.25, momentum=0.5), "native", topology=topology)
     ours.compile(optimizer, LOSS)
@@ -130,7 +131,7 @@ def check_warm_up() -> None:
 
 
 def apply(optimizer: Any, gradient: Any, variable: Any) -> None:
-    """As loops of one's own do, with Keras' backends."""
+    """Update a variable as custom loops do, with any Keras backend."""
     if keras.backend.backend() != "jax":
         optimizer.apply([gradient], [variable])
         return
@@ -141,7 +142,7 @@ def apply(optimizer: Any, gradient: Any, variable: Any) -> None:
 
 
 def check_scaled() -> None:
-    """A gradient that is not finite on one rank makes all leave the step out; eagerly, by a loop of one's own."""
+    """If a gradient is not finite on one rank, all ranks leave out the step; eagerly, in a custom loop."""
     variable = keras.Variable(np.ones(3, "float32") * (rank + 1))
     inner = keras.optimizers.SGD(0.5)
     optimizer = MirroredOptimizer(keras.optimizers.LossScaleOptimizer(inner, initial_scale=4.0), topology=topology)
@@ -162,7 +163,7 @@ def check_scaled() -> None:
 
 
 def check_without_callbacks() -> None:
-    """Weights of rank 0, and what an optimizer has made of them; metrics that are arrays."""
+    """The weights of rank 0 are copied, also the state of a used optimizer; metrics may be arrays."""
     ours, alone, targets = model(rank), model(0), np.eye(4, dtype="float32")[Y]
     optimizer = MirroredOptimizer(keras.optimizers.ScheduleFreeAdamW(0.02), topology=topology)
     x, y = shard((X, targets), topology)
@@ -185,7 +186,7 @@ def check_without_callbacks() -> None:
 
 
 class Halved(keras.Model):
-    """Which makes its weights when it is called first, as Keras warns."""
+    """A model whose layer creates its weights in the first call, of which Keras warns."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -196,7 +197,7 @@ class Halved(keras.Model):
 
 
 def check_errors() -> None:
-    """Named, on every rank."""
+    """Named errors on every rank."""
     text = raised(errors.OptionError, lambda: MirroredOptimizer(object(), topology=topology))
     assert "takes a Keras optimizer" in text
     assert "Could not" in raised(errors.OptionError, lambda: MirroredOptimizer("adamant", topology=topology))
@@ -259,9 +260,9 @@ def learned(trainer: Any, epochs: int = 1) -> Any:
 
 
 def check_trainers(every: bool) -> None:
-    """P ranks train as one, with each strategy; models of other ranks than 0 begin as others and become equal.
+    """P ranks train as one rank does, with each strategy; models that differ between ranks become equal.
 
-    every: not only one rank by itself, whose update is whole, and a sharded one.
+    every: check all strategies; False: only the sharded update.
     """
     with topology.split(rank) as self, MirroredTrainer(replica(0), "native", self) as trainer:
         history = trainer.fit(X[:50], Y[:50], epochs=1, batch_size=16, progress=False)
@@ -278,7 +279,7 @@ def check_trainers(every: bool) -> None:
 
 
 def check_more_trainers() -> None:
-    """Those that do not train as one rank does, by batch norm or by their nature; and what an optimizer can't do."""
+    """Trainings that differ from one rank's (batch norm, asynchronous servers, spare replicas); a refused optimizer."""
     for make in (
         partial(MirroredTrainer, replica(rank, norm=True), "ring", topology, update="sharded"),
         partial(ParameterServerTrainer, replica(rank), topology, servers=1),
@@ -297,7 +298,8 @@ def check_more_trainers() -> None:
 
 
 def check_parts() -> None:
-    """Two replicas on one memory, each of which updates its part, end as one does, and so does their state."""
+    """Two replicas in one memory, each of which updates its own slice, end with the parameters and the state of one
+    replica."""
     kinds: list[Callable[[], Any]] = [
         lambda: keras.optimizers.SGD(0.1, momentum=0.9),
         lambda: keras.optimizers.Nadam(0.02, weight_decay=0.1, gradient_accumulation_steps=2),
@@ -311,7 +313,7 @@ def check_parts() -> None:
 
 
 def check_replica(folder: Path) -> None:
-    """Gradients are weighted; batches can be undone; files, copies, rates and what is refused."""
+    """Gradients are weighted; batches can be undone; files, copies, rates, and refused arguments."""
     ours, other = replica(0, norm=True), replica(1, norm=True)
     buffer = np.full(ours.gradient_length, np.nan, "float32")
     ours.bind(buffer)

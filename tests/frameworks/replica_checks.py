@@ -1,4 +1,4 @@
-"""What any replica promises, whatever its framework. For tests, and for the jobs that they start."""
+"""Checks that every replica must pass, whatever its framework. For tests, and for the jobs that they start."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -10,9 +10,10 @@ from trainers.replica import Replica
 
 
 def check_slices(whole: Replica, first: Replica, second: Replica, x: np.ndarray, y: np.ndarray) -> None:
-    """Two replicas on one memory, each of which updates its part, end as one does, and so does their state.
+    """Two replicas in one memory, each of which updates its own slice, end with the parameters and the state of one
+    replica.
 
-    The three are equal, and may have been begun in one piece.
+    The three replicas are equal, and may have trained before.
     """
     memory, slopes = (np.zeros(whole.gradient_length, "float32") for _ in range(2))
     parts = {first: slice(0, 13), second: slice(13, whole.gradient_length)}
@@ -45,9 +46,10 @@ def check_slices(whole: Replica, first: Replica, second: Replica, x: np.ndarray,
 def check_training(
     made: Mapping[str, Callable[[], Any]], learned: Callable[[Any], Any], wanted: np.ndarray, history: Any, batch: Any
 ) -> None:
-    """Every trainer, by name, learns what one rank has by itself: parameters and history. Collective.
+    """Each trainer, by name, must give the parameters and the history of one rank alone. Collective.
 
-    learned: trains with a trainer; returns its parameters and its history. batch: on which a replica goes on alone.
+    learned: trains with a trainer; returns its parameters and its history. batch: for a step of each replica without a
+    trainer, at the end.
     """
     for name, make in made.items():
         with make() as trainer:

@@ -1,4 +1,4 @@
-"""The recipes for others' frameworks run on our process group; what runs on another one is told."""
+"""The recipes for other frameworks train over our process group; a process group of another backend is reported."""
 
 import importlib.util
 import re

@@ -1,4 +1,4 @@
-"""Horovod's API: what needs no other rank, jobs of 2 and 3 ranks, and the examples in scripts/."""
+"""Horovod's API: tests on one rank, jobs of 2 and 3 ranks, and the examples in scripts/."""
 
 import importlib.util
 import os
@@ -144,7 +144,7 @@ def test_examples(mpirun: JobRunner, tmp_path: Path) -> None:
 @needs_torch
 @pytest.mark.jobs
 def test_a_rank_is_lost(mpirun: JobRunner) -> None:
-    """Two of three go on from the last commit, with the same parameters, and take what is left of the epoch."""
+    """Two of three ranks continue from the last commit with equal parameters, and divide the rest of the epoch."""
     job = mpirun(3, [SCRIPTS / "hvd_elastic.py", "--epochs", "3", "--lose", "1"], ulfm=True, timeout=240)
     assert job.returncode == 0, job.stdout + job.stderr
     assert job.stdout.count("continues as rank") == 2
@@ -171,7 +171,7 @@ MUON = "not test_broadcast_state and not test_force_allreduce or no_grad"  # see
 @pytest.mark.jobs
 @pytest.mark.skipif(FOLDER not in os.environ, reason=f"${FOLDER} names no folder with Horovod's test_torch.py")
 def test_horovods_own_tests(mpirun: JobRunner, tmp_path: Path) -> None:
-    """Its tests on two ranks, with the import line changed and what it imports of its own test helpers written anew."""
+    """Horovod's own tests on two ranks, with the import line changed and their helper modules replaced."""
     text = (Path(os.environ[FOLDER]) / "test_torch.py").read_text()
     changed = text.replace("import horovod.torch as hvd", "import trainers.horovod.torch as hvd")
     (tmp_path / "test_torch.py").write_text(changed)

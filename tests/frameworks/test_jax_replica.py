@@ -1,4 +1,4 @@
-"""JaxReplica by itself: one process, no MPI."""
+"""JaxReplica alone: one process, no MPI."""
 
 import os
 import subprocess
@@ -56,7 +56,7 @@ def replica(optimizer: Any = None, **options: Any) -> JaxReplica:
 
 
 def steps_of_optax(optimizer: Any, steps: int) -> list[np.ndarray]:
-    """The parameters after so many steps in a loop as optax's documentation has it."""
+    """Return the parameters after some steps of a loop as in optax's documentation."""
 
     @jax.jit
     def step(tree: Any, state: Any) -> Any:
@@ -100,7 +100,7 @@ def test_which_optimizers_work_on_slices(name: str) -> None:
 
 
 def test_slices_where_nans_are_errors() -> None:
-    """The NaN on which an optimizer is tried out is not the user's."""
+    """The trial of an optimizer uses NaN, which must not be reported as the user's."""
     with jax.debug_nans(True):
         assert Optimizer(optax.sgd(0.1), TreeLayout(params()), jax.tree.map(own, params())).slice_error() == ""
 
@@ -118,7 +118,8 @@ def test_steps_are_those_of_optax(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["sgd", "adamw with a schedule"])
 def test_slices(name: str) -> None:
-    """Two replicas on one memory, each of which updates its part, end as one does, and so does their state."""
+    """Two replicas in one memory, each of which updates its own slice, end with the parameters and the state of one
+    replica."""
     whole, first, second = (replica(ELEMENTWISE[name]()) for _ in range(3))
     for _ in range(2):  # begun in one piece
         for each in (whole, first, second):
@@ -128,7 +129,7 @@ def test_slices(name: str) -> None:
 
 
 def test_no_slices() -> None:
-    """What is no elementwise optimizer is found out, before anything is changed."""
+    """An optimizer that is not elementwise is detected before anything is changed."""
     ours = replica(WHOLE["norm"]())
     before = ours.state()["parameters"]
     with pytest.raises(ArgumentError, match=r'can\'t update slices .* update="replicated"'):
@@ -154,7 +155,7 @@ def test_gradients_are_weighted_and_in_place() -> None:
 
 
 def test_what_was_given_and_handed_out_is_not_touched() -> None:
-    """Updates give the memory of old parameters away, so neither may be in it."""
+    """Updates donate the memory of old parameters, so the user's arrays must not be in it."""
     given = params()
     ours = JaxReplica(apply, loss, given, optax.adam(0.1))
     before, handed = given["out"][0] + 0, ours.params
@@ -168,7 +169,7 @@ def test_what_was_given_and_handed_out_is_not_touched() -> None:
 
 
 def test_an_update_reads_the_gradients_before_it_returns() -> None:
-    """The trainer writes the next ones into the same memory."""
+    """The trainer writes the next gradients into the same memory."""
     ours = JaxReplica(apply, loss, params(), optax.trace(0.5))  # its state after a step is the gradient
     for value in (1.0, 2.0):
         ours._buffer[:] = value
@@ -198,7 +199,7 @@ def test_dtypes_and_files(dtype: str, tmp_path: Path) -> None:
 
 
 def test_what_numpy_made() -> None:
-    """float64 is what JAX makes of it, so no gradients travel with 64 bits of which 32 are zero."""
+    """JAX converts NumPy's float64 to float32, so gradients are not sent with 64 bits."""
     made = jax.tree.map(lambda leaf: np.asarray(leaf, "float64"), params())
     made["out"] = params()["out"]
     ours = JaxReplica(apply, loss, made, optax.sgd(0.1))
@@ -242,7 +243,7 @@ def test_parameters_that_are_none(bad: Any, words: str) -> None:
 
 
 class Adam:
-    """As torch.optim's, which have no `init` and `update`."""
+    """An optimizer as in torch.optim, without `init` and `update`."""
 
 
 @pytest.mark.parametrize("bad", ["adam", Adam(), optax.adam])

@@ -28,7 +28,7 @@ def keras_is_there() -> None:
     ids=["torch", "jax"],
 )
 def test_job(mpirun: JobRunner, tmp_path: Path, environment: dict[str, str], parts: list[str]) -> None:
-    """All that keras_job.py asserts, the script in it, and with JAX a part of it; with TensorFlow it is run by hand."""
+    """All checks of keras_job.py, and the script; with JAX a part of them. With TensorFlow it is run by hand."""
     job = mpirun(2, ["-m", "tests.frameworks.keras_job", *parts, tmp_path], timeout=300, env=environment)
     assert job.returncode == 0, job.stdout + job.stderr
     for rank in (0, 1):

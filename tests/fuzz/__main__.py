@@ -1,11 +1,11 @@
-"""Reads what is made to harm its reader: files and messages, a process for each reader.
+"""Gives hostile files and messages to every reader, in a separate process for each reader.
 
     python -m tests.fuzz --inputs 100000 --seed 1
     python -m tests.fuzz --readers "CSV,npz data set" --inputs 1000
 
-Every input must end in success or in the error that its reader names: no other exception, no crash, no hang, no
-gigabyte of memory. What is something else is shown with its input; the exit code is then 1. The seed and the
-inputs decide all that happens, so a run can be repeated.
+Every input must end in success or in an error that its reader declares: no other exception, no crash, no hang, no
+gigabyte of memory. Any other outcome is shown with its input, and the exit code is then 1. The seed and the number of
+inputs determine the run, so it can be repeated.
 """
 
 import argparse
@@ -58,7 +58,7 @@ def _line(name: str, numbers: list[int], peak: int, seconds: float) -> str:
 
 
 def _one(name: str, inputs: int, seed: int) -> tuple[dict, list[str]]:
-    """What a process of its own has counted, and what it met besides."""
+    """The counts of one reader's process, and its other messages."""
     command = [
         sys.executable,
         "-m",

@@ -1,4 +1,4 @@
-"""Valid files of each kind, from which hostile ones are made."""
+"""Valid files of each kind, from which hostile files are made."""
 
 import gzip
 import io
@@ -51,13 +51,13 @@ def npy(array: np.ndarray) -> bytes:
 
 
 def header(array: np.ndarray, descr: str, shape: str, extra: str = "") -> bytes:
-    """The bytes of a .npy file whose header says what it likes."""
+    """Return the bytes of a .npy file with any header."""
     text = f"{{'descr': {descr}, 'fortran_order': False, 'shape': {shape}, {extra}}}\n".encode()
     return b"\x93NUMPY\x01\x00" + struct.pack("<H", min(len(text), 65535)) + text + array.tobytes()
 
 
 def archive(members: list[tuple[str, bytes]], method: int, claim: int | None, comment: bytes) -> bytes:
-    """A .npz; the same name may come twice. claim: what its directory says that each member holds."""
+    """Return a .npz; names may occur twice. claim: the sizes of the members according to its directory."""
     memory = io.BytesIO()
     with zipfile.ZipFile(memory, "w", method) as file:
         for name, content in members:
@@ -113,7 +113,7 @@ def saved(total: int = 3, step: int = 1) -> checkpoint.Saved:
 
 
 def checkpoint_members(folder: Path) -> tuple[bytes, dict[str, bytes], dict[str, Any]]:
-    """A checkpoint's file, its members, and its own header."""
+    """Return the members of a checkpoint file, and its own header."""
     path = folder / "made.npz"
     checkpoint.write(str(path), saved())
     content = path.read_bytes()
@@ -146,7 +146,7 @@ def cluster() -> list[dict[str, Any]]:
 
 
 def results() -> list[dict[str, Any]]:
-    """What `benchmarks.bandwidth --json` writes."""
+    """Return a file as `benchmarks.bandwidth --json` writes it."""
     runs = []
     for ranks, speed in ((2, 1.0), (4, 1.5)):
         machine = {**identify(), "numpy": "2.0", "mpi4py": "4.0", "python": "3.11", "load_before": 0.1}
@@ -178,20 +178,20 @@ def trace() -> list[Any]:
 
 
 def recorded() -> list[Any]:
-    """What a rank tells of its part of a trace."""
+    """Return parts of a trace, as ranks send them."""
     about = {"bytes": 64, "op": "sum"}
     calls = [[0, 0, 0, "ring", 10, 10, 20, about], [1, 0, 1, "ring", 30, 31, 40, about]]
     return [[[[0, "compute", 0, 9], [0, "waited 0 1", 31, 45]], calls, 0], [[], [], 0]]
 
 
 def shapes() -> list[Any]:
-    """What the rank that updates says of the state that follows."""
+    """Return the layout of a state, as its root announces it."""
     state = network().state() | {"measured": np.zeros(3)}
     return [[[name, np.asarray(array).dtype.str, list(np.asarray(array).shape)] for name, array in state.items()]]
 
 
 def message() -> bytes:
-    """A rank's own state."""
+    """Return a message with a rank's own state."""
     return model_file.pack({"random": np.arange(3), "watching.step": np.array(1)})
 
 

@@ -1,4 +1,4 @@
-"""Folders of hostile files: what is laid there, under which names; also what is no file."""
+"""Folders of hostile files: their names and contents, also entries that are not files."""
 
 import os
 from pathlib import Path
@@ -21,13 +21,13 @@ Content = bytes | str  # a str: one of NO_FILE
 
 
 def contents(files: "st.SearchStrategy[bytes]") -> "st.SearchStrategy[Content]":
-    """Files, and now and then what is none."""
+    """Draw the contents of files, and now and then an entry that is not a file."""
     odd: st.SearchStrategy[Content] = st.sampled_from(NO_FILE)
     return st.integers(0, 19).flatmap(lambda chance: files if chance else odd)
 
 
 def lay(path: Path, content: Content) -> str:
-    """Put it there; the path."""
+    """Create the entry; return its path."""
     if isinstance(content, bytes):
         path.write_bytes(content)
     elif content == PIPE:

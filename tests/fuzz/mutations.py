@@ -1,4 +1,4 @@
-"""Hostile bytes and hostile JSON, as strategies of Hypothesis: valid files that were damaged, and ones made to harm."""
+"""Hostile bytes and hostile JSON, as strategies of Hypothesis: damaged valid files, and files made to do harm."""
 
 import copy
 import gzip
@@ -19,12 +19,12 @@ DEEP = 3000  # deeper than Python's stack
 
 
 def mutated(seeds: Sequence[bytes], most: int = 6) -> "Strategy[bytes]":
-    """One of the seeds, damaged in up to `most` places; at times whole."""
+    """Draw one of the seeds, damaged in up to `most` places; sometimes undamaged."""
     return st.builds(_mutate, st.sampled_from(list(seeds)), st.lists(_change(seeds), max_size=most))
 
 
 def gzipped(content: "Strategy[bytes]") -> "Strategy[bytes]":
-    """As it is, gzipped, gzipped and then damaged, or followed by a bomb."""
+    """Draw the content unchanged, gzipped, gzipped and then damaged, or followed by a decompression bomb."""
     zipped = content.map(lambda each: gzip.compress(each, 1))
     damaged = st.builds(_mutate, zipped, st.lists(_change([BOMB]), min_size=1, max_size=3))
     return st.one_of(content, zipped, damaged, zipped.map(lambda each: each + BOMB))
@@ -78,7 +78,7 @@ def _mutate(content: bytes, changes: Sequence[tuple[str, int, int, bytes]]) -> b
 
 
 def values() -> "Strategy[Any]":
-    """What a JSON text may hold in the place of anything else."""
+    """Draw a JSON value that may replace any other."""
     plain = st.one_of(
         st.none(), st.booleans(), st.sampled_from(NUMBERS), st.sampled_from(NUMBERS).map(lambda each: -each),
         st.sampled_from((0.5, -0.0, 1e308, 1e-320, float("nan"), float("inf"), -float("inf"), 10**40, 10**400)),
@@ -93,7 +93,7 @@ def _keys() -> "Strategy[str]":
 
 
 def trees(seeds: Sequence[Any], most: int = 4) -> "Strategy[Any]":
-    """One of these JSON values, with up to `most` of its parts replaced, removed, doubled or renamed."""
+    """Draw one of these JSON values, with up to `most` of its parts replaced, removed, doubled or renamed."""
     change = st.tuples(
         st.sampled_from(("replace", "replace", "replace", "remove", "double", "rename")),
         st.integers(0, 1 << 20),
@@ -124,7 +124,7 @@ def _grow(tree: Any, changes: Sequence[tuple[str, int, Any, str]]) -> Any:
 
 
 def _places(tree: Any, limit: int = 2000) -> list[tuple[Any, Any]]:
-    """Where the parts of a tree are; those near the root first."""
+    """Return the paths of a tree's parts, those near the root first."""
     places, row = [], [tree]
     while row and len(places) < limit:
         inside = []
@@ -137,7 +137,7 @@ def _places(tree: Any, limit: int = 2000) -> list[tuple[Any, Any]]:
 
 
 def texts(seeds: Sequence[Any]) -> "Strategy[bytes]":
-    """JSON texts of such trees; some damaged, in another encoding, with keys that come twice, or too deep."""
+    """Draw JSON texts of such trees; some damaged, in another encoding, with repeated keys, or too deep."""
     text = trees(seeds).map(_dumped)
     whole = [json.dumps(seed).encode() for seed in seeds]
     return st.one_of(

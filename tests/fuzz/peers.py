@@ -1,4 +1,4 @@
-"""Ranks that send what they like: communicators, as far as the readers of messages use them."""
+"""Ranks that send hostile messages: communicators with the methods that the readers of messages use."""
 
 from pathlib import Path
 from typing import Any
@@ -45,7 +45,7 @@ class _Arrived:
 
 
 class _Post:
-    """What has arrived from rank 1."""
+    """The messages that have arrived from rank 1."""
 
     size, rank = 2, 0
 
@@ -71,7 +71,7 @@ MOST = 1 << 24  # bytes, in the place of what fits a machine
 
 
 def read_shapes(value: Any, _: Path) -> None:
-    """What a rank says of the arrays that it is about to send."""
+    """Read a rank's description of the arrays that it is about to send."""
     if not group.is_valid_layout(value, MOST):
         raise CommunicationError("no state has such arrays")
     for _name, dtype, shape in value:
@@ -79,12 +79,12 @@ def read_shapes(value: Any, _: Path) -> None:
 
 
 def read_sizes(value: list[Any], _: Path) -> None:
-    """How many bytes ranks say that they are about to send."""
+    """Read the numbers of bytes that ranks are about to send."""
     sizes._checked(MPI.COMM_SELF, value, "a test")
 
 
 class _Mailbox:
-    """A server's, with what workers have sent: (worker, tag, header)."""
+    """A server's mailbox with messages of workers: (worker, tag, header)."""
 
     def __init__(self, messages: list[tuple[int, int, Header]]) -> None:
         self._messages = list(messages)
@@ -118,7 +118,7 @@ PARTS = 6
 
 
 def read_pushes(value: tuple[bool, str, list[tuple[int, int, Header]]], _: Path) -> None:
-    """An epoch of a server, of which three workers send heads that they like. first: it deals the parts."""
+    """Run an epoch of a server to which three workers send hostile headers. first: this server deals the parts."""
     first, stale, messages = value
     shard, epoch = _Shard(), EpochLedger()
     epoch.begin(0, PARTS)

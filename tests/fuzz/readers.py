@@ -1,4 +1,4 @@
-"""All that reads a file or a message, each with inputs that are made to harm it."""
+"""All functions that read a file or a message, each with hostile inputs."""
 
 import json
 import os
@@ -29,7 +29,6 @@ from trainers.files import checkpoint, model_file
 from trainers.files.model_file import CHECKPOINT, HEADER
 from trainers.fit import checkpointing
 from trainers.replicas.numpy.network import NumpyNetwork
-from trainers.state import checkpoints
 from trainers.strategies.servers.mailbox import ASK, PUSH, Header
 from trainers.strategies.servers.strategy import CHOICES
 from trainers.watching.csv_logger import CSVLogger
@@ -85,7 +84,7 @@ def _csv() -> "st.SearchStrategy[Any]":
 def _members(
     good: "list[dict[str, bytes]]", headers: "dict[str, st.SearchStrategy[bytes]] | None" = None
 ) -> "st.SearchStrategy[bytes]":
-    """Archives with members of these, some of them altered; or damaged ones."""
+    """Draw archives with some of these members altered, or damaged archives."""
     descr = st.sampled_from(
         (
             "'<f4'",
@@ -202,7 +201,7 @@ def _checkpoints() -> "st.SearchStrategy[Any]":
     ours = {HEADER: _text_array([files.model_header()])}
 
     def signed(tree: Any, altered: dict[str, bytes]) -> bytes:
-        """With checksums that fit, so that what it says is looked at."""
+        """Return the content with right checksums, so that the rest of it is checked too."""
         held = {**members, **altered}
         if isinstance(tree, dict):
             tree = {
@@ -247,7 +246,7 @@ def _decisions() -> "st.SearchStrategy[Any]":
 
 
 def _said_by_auto(value: Content, folder: Path) -> str:
-    """What rank 0 says of a table: whatever is wrong with it must not stop a training."""
+    """Return the messages of rank 0 about a table: a wrong table must not stop a training."""
     path = Path(lay(folder / "table.json", value))
     return decision_table._read(peers.OneNode(), path, BACKENDS)[1]  # type: ignore[arg-type]
 
@@ -291,7 +290,7 @@ def _read_scaling(value: Content, folder: Path) -> str:
 
 
 class _Page(HTMLParser):
-    """Counts what a page would run or load."""
+    """Counts the scripts and files that a page would run or load."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -353,19 +352,20 @@ def _own() -> "st.SearchStrategy[Any]":
 
 
 def _read_random(value: dict[str, Any], _: Path) -> None:
-    before = checkpoints.random_state()
+    before = checkpointing.random_state()
     try:
-        checkpoints.load_random_state({name: np.array(array) for name, array in value.items()})
+        checkpointing.load_random_state({name: np.array(array) for name, array in value.items()})
         np.random.random(3)
         np.random.randn(3)
     finally:
-        checkpoints.load_random_state(before)
+        checkpointing.load_random_state(before)
 
 
 def _randoms() -> "st.SearchStrategy[Any]":
-    state = {name: array.tolist() for name, array in checkpoints.random_state().items()}
+    state = {name: array.tolist() for name, array in checkpointing.random_state().items()}
     far = [
-        {**state, checkpoints.NUMPY: [place, *state[checkpoints.NUMPY][1:]]} for place in (-1, 625, 1 << 30, 1 << 62)
+        {**state, checkpointing.NUMPY: [place, *state[checkpointing.NUMPY][1:]]}
+        for place in (-1, 625, 1 << 30, 1 << 62)
     ]
     return trees([state, *far], 2).filter(lambda tree: isinstance(tree, dict))
 

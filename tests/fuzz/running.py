@@ -1,4 +1,4 @@
-"""Runs a reader on many inputs, and counts what it did: accepted, refused by a named error, or anything else."""
+"""Runs a reader on many inputs, and counts the outcomes: accepted, refused by a named error, or anything else."""
 
 import contextlib
 import faulthandler
@@ -26,11 +26,9 @@ MOST_TEXT = 4000  # characters of an error
 
 @dataclass(frozen=True)
 class Reader:
-    """Something that reads what others have written.
-
-    inputs: what it is given. read: reads one of them, in an empty folder; returns what it printed, or None; raises
-    one of `errors` to refuse it, and nothing else. share: of all inputs of a run, for those that are slow.
-    """
+    """A function that reads input from others. inputs: strategy of its inputs. read: reads one of them, in an empty
+    folder; returns its output or None; must raise one of `errors` to refuse the input, and nothing else. share:
+    fraction of the run's inputs, smaller for slow readers."""
 
     name: str
     inputs: "st.SearchStrategy[Any]"
@@ -41,7 +39,7 @@ class Reader:
 
 @dataclass
 class Count:
-    """What a reader did. others: for each kind of defect one traceback, with the input that showed it."""
+    """Outcomes of a reader. others: for each kind of defect one traceback, with the input that showed it."""
 
     reader: str
     inputs: int = 0
@@ -63,7 +61,7 @@ class Hung(BaseException):
 def run(
     reader: Reader, inputs: int, first: int, folder: Path, progress: Callable[[Count], object] | None = None
 ) -> Count:
-    """Read so many inputs. first: the seed. folder: for its files."""
+    """Read this number of inputs. first: the seed. folder: for the reader's files."""
     count, begin, resident = Count(reader.name), time.monotonic(), _status("VmRSS")
     _forget_peak()
     batch = 0
@@ -102,7 +100,7 @@ def _one_batch(reader: Reader, inputs: int, number: int, folder: Path, count: Co
 
 
 def judge(reader: Reader, value: Any, folder: Path, count: Count) -> None:
-    """Read one input, and count what came of it."""
+    """Read one input, and count its outcome."""
     error: BaseException | None = None
     said: str | None = None
     try:
@@ -126,7 +124,7 @@ def judge(reader: Reader, value: Any, folder: Path, count: Count) -> None:
 
 
 def _problem(reader: Reader, error: BaseException | None, said: str | None) -> str | None:
-    """What is wrong with an outcome, in a line that is the same for the same defect."""
+    """Return the defect of an outcome as a line, the same for the same defect."""
     if error is not None:
         where = traceback.extract_tb(error.__traceback__)[-1]
         if not isinstance(error, reader.errors):
@@ -151,7 +149,7 @@ def _chain(error: BaseException | None) -> Iterator[BaseException]:
 
 @contextlib.contextmanager
 def limited() -> Iterator[None]:
-    """Meanwhile this process may take MOST_BYTES more, and LONGEST_SECONDS."""
+    """Context manager: in the block, this process may take MOST_BYTES more memory, and LONGEST_SECONDS."""
 
     def ring(*_: object) -> None:
         raise Hung(f"nothing after {LONGEST_SECONDS} s")
@@ -169,7 +167,7 @@ def limited() -> Iterator[None]:
 
 
 def quietly(main: Callable[[list[str]], int], arguments: list[str]) -> tuple[int, str]:
-    """The exit code of a command, and all that it printed."""
+    """Return the exit code of a command, and its output."""
     out = io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(out):
         code = main(arguments)
@@ -182,7 +180,7 @@ def _empty(folder: Path) -> None:
 
 
 def _status(name: str) -> int:
-    """A line of /proc/self/status, in bytes; 0 where there is none."""
+    """Return a line of /proc/self/status, in bytes; 0 if it is missing."""
     try:
         lines = Path("/proc/self/status").read_text().splitlines()
     except OSError:
@@ -191,7 +189,7 @@ def _status(name: str) -> int:
 
 
 def _size() -> int:
-    """Of the address space, in bytes; what is cheaper to read than a status."""
+    """Return the size of the address space in bytes; faster than reading the status."""
     with open("/proc/self/statm", "rb") as file:
         return int(file.read().split()[0]) * resource.getpagesize()
 

@@ -1,4 +1,4 @@
-"""Files made to break their reader: a named error for each, and never more memory than the file deserves."""
+"""Files made to break their readers: each raises a named error, and never takes much more memory than the file."""
 
 import contextlib
 import gzip
@@ -39,7 +39,7 @@ def little_memory() -> Iterator[None]:
 
 
 def npy(header: str | bytes, content: bytes = b"", version: tuple[int, int] = (1, 0)) -> bytes:
-    """The bytes of a .npy file with any text for a header."""
+    """Return the bytes of a .npy file with any text as its header."""
     text = header.encode() if isinstance(header, str) else header
     return b"\x93NUMPY" + bytes(version) + struct.pack("<H", len(text)) + text + content
 
@@ -49,7 +49,7 @@ def described(shape: str, descr: str = "'<f4'") -> str:
 
 
 def archive(path: Path, members: dict[str, bytes], method: int = zipfile.ZIP_STORED, claim: int | None = None) -> None:
-    """A .npz of these members; claim: what the directory says that each of them holds."""
+    """Return a .npz of these members. claim: the size of each member according to the directory."""
     with zipfile.ZipFile(path, "w", method) as file:
         for name, content in members.items():
             file.writestr(f"{name}.npy", content)
@@ -58,7 +58,7 @@ def archive(path: Path, members: dict[str, bytes], method: int = zipfile.ZIP_STO
 
 
 def lying(path: Path, claim: int) -> None:
-    """A .npz whose directory and .npy header say that a stored member holds more than there is."""
+    """Return a .npz whose directory and .npy header both claim more bytes than the stored member has."""
     content = data(x=npy(described(f"({claim // 8}, 2)")))
     archive(path, content)
     with zipfile.ZipFile(path, "a") as file:
@@ -75,7 +75,7 @@ def twice(path: Path, name: str) -> None:
 
 
 def data(**replaced: bytes) -> dict[str, bytes]:
-    """The members of a good data set, some of them replaced."""
+    """Return the members of a valid data set, some of them replaced."""
     good = {"x": npy(described("(4, 2)"), bytes(32)), "y": npy(described("(4,)", "'<i8'"), bytes(32))}
     return {**good, **replaced}
 
@@ -126,7 +126,8 @@ def test_npz(tmp_path: Path, fault: str) -> None:
 
 @pytest.mark.filterwarnings("error")
 def test_any_byte_of_a_header(tmp_path: Path) -> None:
-    """Bytes of the .npy header itself, which the archive's checksum would hide: written anew each time."""
+    """Changed bytes of the .npy header itself; the archive is written again each time, because its checksum would
+    reveal the change."""
     path, good = tmp_path / "set.npz", data()["x"]
     for position in range(8, len(good) - 32):
         for value in (0, 0x27, 0x28, 0x5B, 0x39, 0xFF):
@@ -161,7 +162,7 @@ def test_idx(tmp_path: Path, fault: str) -> None:
 
 @pytest.mark.parametrize("packed", [False, True])
 def test_idx_that_declares_less_than_it_has_takes_no_memory(tmp_path: Path, packed: bool) -> None:
-    """128 MiB are declared, and there is a byte more."""
+    """The header declares 128 MiB, and the file has one byte more."""
     path, declared = tmp_path / "train-images-idx3-ubyte", 1 << 27
     header = struct.pack(">HBB3I", 0, 8, 3, declared >> 10, 1 << 5, 1 << 5)
     if packed:
@@ -217,11 +218,11 @@ def test_what_is_no_file_is_not_read(tmp_path: Path, name: str, kind: str) -> No
     else:
         path.symlink_to("/dev/zero")
     if name == "model":
-        with pytest.raises(ModelFileError, match="no regular file"):
+        with pytest.raises(ModelFileError, match="not a regular file"):
             NumpyNetwork.load(str(path))
         return
     (tmp_path / "train-labels-idx1-ubyte").write_bytes(LABELS)
-    with pytest.raises(DataError, match="no regular file"):
+    with pytest.raises(DataError, match="not a regular file"):
         datasets.load(str(tmp_path if name.startswith("train") else path))
 
 
@@ -229,7 +230,7 @@ def test_what_is_no_file_is_not_read(tmp_path: Path, name: str, kind: str) -> No
 
 
 def saved(path: Path, config: dict[str, Any] | None = None, **arrays: Any) -> str:
-    """A model file of NumpyNetwork([4, 3]) with adam, some of it replaced."""
+    """Write a model file of NumpyNetwork([4, 3]) with adam, some of its entries replaced."""
     network = NumpyNetwork([4, 3])
     header = {"format": 1, "kind": "NumpyNetwork", "config": {**network.config(), **(config or {})}}
     np.savez(path, model=np.array(json.dumps(header)), **{**network.state(), **arrays})  # type: ignore[arg-type]
@@ -250,10 +251,10 @@ MODELS: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "a huge rate": ({"optimizer_options": {"lr": 10**400}}, {}, "describes no network"),
     "an unhashable name": ({"activation": ["relu"]}, {}, "describes no network"),
     "an unhashable optimizer": ({"optimizer": {}}, {}, "describes no network"),
-    "text": ({}, {"parameters": np.array(["a"] * 15)}, "parameters is <U1, no numbers"),
-    "sizes array of text": ({}, {"sizes": np.array(["4", "3"])}, "no numbers"),
-    "dates": ({}, {"input.shift": np.zeros(4, "M8[s]")}, "no numbers"),
-    "complex": ({}, {"parameters": np.zeros(15, complex)}, "no state of a NumpyNetwork"),
+    "text": ({}, {"parameters": np.array(["a"] * 15)}, "parameters is <U1, not numbers"),
+    "sizes array of text": ({}, {"sizes": np.array(["4", "3"])}, "not numbers"),
+    "dates": ({}, {"input.shift": np.zeros(4, "M8[s]")}, "not numbers"),
+    "complex": ({}, {"parameters": np.zeros(15, complex)}, "not the state of a NumpyNetwork"),
     "0-d moment": ({}, {"optimizer.first_moment": np.float32(0)}, "is another one: optimizer.first_moment"),
     "2-d moment": ({}, {"optimizer.first_moment": np.zeros((15, 1), np.float32)}, "is another one: optimizer"),
     "0-d sizes": ({}, {"sizes": np.array(4)}, "sizes 4, and this one has 4-3"),
@@ -263,12 +264,12 @@ MODELS: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "infinite moment": ({}, {"optimizer.second_moment": np.full(15, np.inf, np.float32)}, "has diverged"),
     "NaN shift": ({}, {"input.shift": np.full(4, np.nan, np.float32)}, "input.shift has elements"),
     "steps": ({}, {"optimizer.steps": np.array(-1)}, "-1 steps"),
-    "many steps": ({}, {"optimizer.steps": np.zeros(5)}, "no state of a NumpyNetwork"),
+    "many steps": ({}, {"optimizer.steps": np.zeros(5)}, "not the state of a NumpyNetwork"),
     "wide shift": ({}, {"input.shift": np.zeros((1, 4), np.float32)}, "is another one: input.shift"),
     "a parameter too many": ({}, {"parameters": np.zeros(16, np.float32)}, "describes no network"),
     "0-d parameters": ({}, {"parameters": np.float32(1)}, "describes no network"),
-    "a header of numbers": ({}, {"model": np.zeros(100000)}, "is no model file"),
-    "a deep header": ({}, {"model": np.array("[" * 100000)}, "is no model file"),
+    "a header of numbers": ({}, {"model": np.zeros(100000)}, "is not a model file"),
+    "a deep header": ({}, {"model": np.array("[" * 100000)}, "is not a model file"),
 }
 
 
@@ -312,6 +313,6 @@ def test_tables(tmp_path: Path, kind: str) -> None:
     else:
         path.write_text("[" * 100000)
         os.truncate(path, 1 << 40 if kind == "large" else 100000)
-    complaint = {"large": "more than", "deep": "no JSON", "folder": "directory"}.get(kind, "no regular file")
+    complaint = {"large": "more than", "deep": "not JSON", "folder": "directory"}.get(kind, "not a regular file")
     with pytest.raises((decision_table.TableError, OSError), match=complaint):
         decision_table.loads(decision_table.read_text(path), identify(), BACKENDS)

@@ -1,4 +1,4 @@
-"""What benchmarks and trainers read and write, made to harm them, their readers, or those who share a folder."""
+"""Hostile versions of the files that benchmarks and trainers read, and attacks by users of the same folder."""
 
 import json
 import math
@@ -32,14 +32,13 @@ from trainers.cli import results
 from trainers.errors import CheckpointError, DataError
 from trainers.files import checkpoint, model_file
 from trainers.fit import checkpointing
-from trainers.state import checkpoints
 from trainers.watching.csv_logger import CSVLogger
 
 RED = "\x1b[31mred"
 
 
 def changed(**values: Any) -> dict[str, Any]:
-    """A run's record with other values; those of a result are given by `result`, of the machine by `machine`."""
+    """Return the record of a run with changed values. result: those of a result. machine: those of the machine."""
     run = json.loads(to_json(made_run(sizes=[8, 64])))
     run["results"][0].update(values.pop("result", {}))
     run["machine"].update(values.pop("machine", {}))
@@ -148,7 +147,7 @@ def test_a_trace_without_numbers_of_calls(tmp_path: Path, capsys: pytest.Capture
 
 
 def test_a_trace_is_read_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As a whole it would take ten times its size, and what is never a slice as much."""
+    """Read as a whole it would take ten times its size, and text outside of slices as much."""
     path = tmp_path / "trace.json"
     event = {"ph": "X", "ts": 5, "dur": 1, "pid": 0, "tid": 0, "cat": "wait"}
     monkeypatch.setattr(timeline, "PIECE", 1 << 14)
@@ -169,7 +168,7 @@ def test_a_trace_is_read_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 def test_traces_that_are_cut_or_none(tmp_path: Path, text: str) -> None:
     path = tmp_path / "trace.json"
     path.write_text(text)
-    with pytest.raises(FileError, match=r"trace\.json is no such trace"):
+    with pytest.raises(FileError, match=r"trace\.json is not a trace"):
         load_trace(str(path))
 
 
@@ -218,7 +217,7 @@ def test_the_best_checkpoint_gets_the_users_umask(tmp_path: Path, umask: int, mo
 
 @pytest.mark.parametrize("name", WRITERS)
 def test_links_that_others_have_laid_are_not_followed(tmp_path: Path, name: str) -> None:
-    """Whoever shares the folder, /tmp say, and guesses a temporary name, has nothing of ours written elsewhere."""
+    """A user of the same folder (/tmp, say) who guesses a temporary name can't make us write elsewhere."""
     victim = tmp_path / "victim"
     victim.write_text("mine")
     guesses = [f"{name}.{os.getpid()}.part", f".{name}.{os.getpid()}.part", f"{name}.part", f"{name}.tmp"]
@@ -235,13 +234,13 @@ def test_links_that_others_have_laid_are_not_followed(tmp_path: Path, name: str)
 
 @pytest.mark.parametrize("place", [-1, 625, 1 << 30, 1 << 62])
 def test_a_random_state_that_points_elsewhere(place: int) -> None:
-    """NumPy would read there, and crash."""
-    state = checkpoints.random_state()
-    altered = state[checkpoints.NUMPY].copy()
+    """NumPy would read out of bounds, and crash."""
+    state = checkpointing.random_state()
+    altered = state[checkpointing.NUMPY].copy()
     altered[0] = place
     with pytest.raises(ValueError, match="624 words"):
-        checkpoints.load_random_state({**state, checkpoints.NUMPY: altered})
-    assert all((each == state[name]).all() for name, each in checkpoints.random_state().items())
+        checkpointing.load_random_state({**state, checkpointing.NUMPY: altered})
+    assert all((each == state[name]).all() for name, each in checkpointing.random_state().items())
 
 
 @pytest.mark.parametrize(
@@ -299,7 +298,7 @@ def test_status_messages_of_another_version() -> None:
     assert "\x1b" not in table
     assert len(table) < 600
     bad = [b"", b"\x00" * 31, b"[" * 9999, b"{}", json.dumps([[WAITING, 1, 1, 1, "x", [[0, 1 << 60]]]]).encode()]
-    assert "rank 1: has not come" in peers.read_notes(bad, Path())
+    assert "rank 1: has not arrived" in peers.read_notes(bad, Path())
     peers.read_notes([json.dumps([[ENDED, 0, 1 << 99, 0, "", [[1, 1]]]]).encode()], Path())
 
 
@@ -316,7 +315,7 @@ def test_a_store_of_one_machine_listens_to_no_other() -> None:
 
 
 def test_a_store_of_several_hosts_listens_on_one_network(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On that of MPI's interfaces where MPI is told some, by name or by network."""
+    """It listens on the network of MPI's interfaces, if MPI is given some, by name or by network."""
     pytest.importorskip("torch")
     from allreduce.torch_backend import rendezvous
 

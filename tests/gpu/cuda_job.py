@@ -1,7 +1,7 @@
-"""Run by test_cuda.py on several ranks: what trains on a GPU, on a stand-in for CuPy, NCCL and PyTorch's streams.
+"""Run by test_cuda.py on several ranks: training on a GPU, with stand-ins for CuPy, NCCL and PyTorch's streams.
 
-What is reduced and updated must be right, and no work on a stream may touch what another stream has not been waited
-for with; see fake_gpu.py.
+The results must be right, and no stream may use memory before it has waited for the stream that used it last; see
+fake_gpu.py.
 """
 
 from collections.abc import Callable
@@ -47,7 +47,7 @@ def no_races() -> None:
 
 
 def check_backends() -> None:
-    """Reduced whole and in two phases, of CuPy's and NumPy's arrays, whatever is left over."""
+    """One-phase and two-phase reductions of CuPy's and NumPy's arrays, of all lengths."""
     for name, lengths in (("nccl", (0, 1, 1000, 1001)), ("ring", (1001,)), ("shared", (1001,))):
         with allreduce.create(name, TOPOLOGY) as reduce:
             for dtype in map(numpy_dtype, DTYPES):
@@ -63,7 +63,7 @@ def check_backends() -> None:
 
 
 def check_streams() -> None:
-    """Two streams that use one backend in turns wait for each other's use of its scratch memory."""
+    """Two streams that use one backend in turns wait for each other before they use its scratch memory."""
     for dtype, compress in (("bfloat16", None), ("float32", "float16")):
         with allreduce.create("nccl", TOPOLOGY, compress=compress) as reduce:
             arrays = [reduce.allocate(100, dtype) for _ in range(2)]
@@ -77,7 +77,7 @@ def check_streams() -> None:
 
 
 def check_background() -> None:
-    """Calls in a thread are on the stream of who has made them."""
+    """Calls in a thread run on the caller's stream."""
     with allreduce.create("nccl", TOPOLOGY) as reduce, Background(TOPOLOGY, inner=reduce) as background:
         array = tracked(reduce.allocate(10, "float32"))
         with CUPY.cuda.Stream(non_blocking=True):
@@ -89,7 +89,7 @@ def check_background() -> None:
 
 
 def check_one_rank() -> None:
-    """Nothing goes to the host and back for a backend that has nobody to talk to; what looks at gradients sees them."""
+    """A backend on one rank copies nothing to the host and back; a check of gradients still sees them."""
     with allreduce.Topology(MPI.COMM_SELF) as topology, allreduce.create("ring", topology) as reduce:
         memory = allocate_flat(reduce, 8, "float32", devices.Cuda(HOST, CUDA)).part(2, 6)
         memory.tensor.fill_(1.0)
@@ -100,7 +100,7 @@ def check_one_rank() -> None:
 
 
 def check_abandon() -> None:
-    """What is under way on the GPU is ended, since it may wait there for ranks that are lost."""
+    """Work on the GPU is ended, because it may wait for failed ranks."""
     topology = allreduce.Topology()
     reduce = allreduce.create("nccl", topology)
     reduce(reduce.allocate(1), "sum")
@@ -110,7 +110,7 @@ def check_abandon() -> None:
 
 
 def check_shared_gpu() -> None:
-    """Ranks that have one GPU hear so when the optimizer or the trainer is made, not in the first step."""
+    """Ranks that share a GPU get the error when the optimizer or the trainer is created, not in the first step."""
     patch = pytest.MonkeyPatch()
     patch.setattr(CUPY.cuda.runtime, "deviceGetPCIBusId", lambda _: "0000:00:00.0")
     for run in (optimized, fitted):
@@ -138,7 +138,7 @@ def check_one(reduce: Any, dtype: np.dtype, length: int, op: str, turn: int) -> 
 
 
 def on_gpu(run: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
-    """What `run` returns on "the GPU", where PyTorch's current stream is not the default one, which is CuPy's."""
+    """Return the result of `run` on "the GPU", where PyTorch's current stream differs from CuPy's default stream."""
     patch = pytest.MonkeyPatch()
     patch.setattr(devices, "device_of", lambda _: devices.Cuda(HOST, CUDA))
     stream = CUDA.Stream()
@@ -151,7 +151,7 @@ def on_gpu(run: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
 
 
 def watched(optimizer: MirroredOptimizer, model: torch.nn.Module) -> None:
-    """Look for races in the gradients and parameters, and see that gradients are where they should be."""
+    """Look for races in the gradients and parameters, and check that gradients are in the right memory."""
     for bucket in optimizer._parts.reducer.dense:
         GPU.track(bucket.memory.tensor.data_ptr(), bucket.memory.tensor.nbytes)
         assert type(bucket.memory.array) is (CUPY.ndarray if optimizer.backend.name == "nccl" else np.ndarray)
@@ -160,7 +160,8 @@ def watched(optimizer: MirroredOptimizer, model: torch.nn.Module) -> None:
 
 
 def check_optimizer() -> None:
-    """MirroredOptimizer, with nccl and staged, replicated and sharded, during backward and after: as on the host."""
+    """MirroredOptimizer with nccl and staged, replicated and sharded, during and after backward: results as on the
+    host."""
     for update in ("replicated", "sharded"):
         wanted = optimized(TOPOLOGY, HOST, allreduce="ring", update=update)
         compare(optimized(TOPOLOGY, HOST, allreduce="nccl", update=update), wanted)  # a model on the host, by GPUs
@@ -171,7 +172,7 @@ def check_optimizer() -> None:
 
 
 def check_waits() -> None:
-    """Without any one of the waits between streams there is a race, so the checks above would find it missing."""
+    """Without any single one of the waits between streams there is a race, so the checks above would detect it."""
     for where, name in (
         (devices._Streams, "submitted"),
         (devices._Streams, "wait_on_stream"),
@@ -186,7 +187,8 @@ def check_waits() -> None:
 
 
 def check_replica() -> None:
-    """TorchReplica under MirroredTrainer, whose array CuPy reduces and PyTorch writes and reads, each on its stream."""
+    """TorchReplica under MirroredTrainer: CuPy reduces the array and PyTorch writes and reads it, each on its own
+    stream."""
 
     def watch(trainer: MirroredTrainer) -> None:
         tracked(trainer.buffer)

@@ -1,4 +1,5 @@
-"""What cuda_job.py trains on a stand-in for a GPU and gpu_job.py on GPUs: the same as on the host."""
+"""The trainings that cuda_job.py runs on a stand-in for a GPU and gpu_job.py on GPUs: their results must be those of
+the host."""
 
 from collections.abc import Callable
 from typing import Any
@@ -16,7 +17,7 @@ Y = np.random.default_rng(1).integers(0, 4, 48)
 
 
 class Net(torch.nn.Module):
-    """Several buckets, a dtype of 16 bits among them, a sparse table, and parameters that no batch uses."""
+    """A model with several buckets, a 16-bit dtype, a sparse table, and parameters that no batch uses."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -37,9 +38,10 @@ def optimized(
     steps: int = 3,
     **options: Any,
 ) -> list[torch.Tensor]:
-    """The parameters after some steps, on the host. Rows differ between ranks; gradients are accumulated and clipped.
+    """Return the parameters after some steps, on the host. Rows differ between ranks; gradients are accumulated and
+    clipped.
 
-    made: gets the optimizer and its model before the first step.
+    made: called with the optimizer and its model before the first step.
     """
     model = Net().to(device)
     plain = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -68,9 +70,9 @@ def fitted(
     adam: dict[str, Any] | None = None,
     **options: Any,
 ) -> tuple[np.ndarray, list[float], Any]:
-    """The parameters, the last scores and the kind of array that a MirroredTrainer has reduced in two fits.
+    """Return the parameters, the last scores and the type of the array that a MirroredTrainer has reduced in two fits.
 
-    made: gets the trainer before it trains. adam: options of that optimizer, in the place of SGD with momentum.
+    made: called with the trainer before it trains. adam: use Adam with these options, instead of SGD with momentum.
     """
     torch.manual_seed(0)
     layers = [torch.nn.Linear(6, 9), torch.nn.BatchNorm1d(9), torch.nn.ReLU(), torch.nn.Linear(9, 4)]
@@ -91,7 +93,7 @@ def fitted(
 
 
 def networks(topology: Topology, device: str, **options: Any) -> np.ndarray:
-    """The parameters of a NumpyNetwork that a MirroredTrainer has trained."""
+    """Return the parameters of a NumpyNetwork that a MirroredTrainer has trained."""
     network = NumpyNetwork([6, 9, 4], device=device)
     with MirroredTrainer(network, topology=topology, **options) as trainer:
         trainer.fit(X, Y, epochs=2, batch_size=16, progress=False)

@@ -1,7 +1,7 @@
-"""A CuPy for machines without a GPU: what `allreduce` uses of it, on arrays that NumPy must not touch.
+"""A CuPy for machines without a GPU: the parts that `allreduce` uses, on arrays that NumPy must not touch.
 
-"Device" memory can't be reached but by `get` and `set`, as on a GPU; the counters tell who went that way. What is here
-must be in the real CuPy too, with the same names of arguments: test_cupy_drift.py looks, where CuPy is installed.
+"Device" memory can be reached only by `get` and `set`, as on a GPU; counters count these. Every name and every
+argument's name here must exist in the real CuPy too: test_cupy_drift.py checks that if CuPy is installed.
 """
 
 import sys
@@ -22,10 +22,10 @@ class Counters:
 
 
 def make(gpu: Gpu | None = None, comm: MPI.Intracomm | None = None) -> types.ModuleType:
-    """A module to put into sys.modules as "cupy"; its `counters` are its own.
+    """Return a module to put into sys.modules as "cupy"; it has its own `counters`.
 
-    gpu: the one device, whose streams order what is done here. comm: of the ranks that NCCL connects; without it there
-        is no GPU that NCCL could use.
+    gpu: the one device, whose streams order the work. comm: of the ranks that NCCL connects; without it NCCL has no
+    GPU.
     """
     cupy = types.ModuleType("cupy")
     gpu, counters = gpu or Gpu(), Counters()

@@ -1,9 +1,9 @@
-"""A GPU for machines without one: what `allreduce` and `trainers` use of streams, events and NCCL.
+"""A GPU for machines without one: the streams, events and NCCL calls that `allreduce` and `trainers` use.
 
-Work on a stream is done at once, so results are right whatever the order. Whether the streams' order is right too
-is found out beside it: every access to memory is noted with all that its stream has waited for, and two accesses of
-which neither waits for the other, one of them writing, are a race. No stream waits for another by itself here, the
-default stream neither, which is stricter than CUDA.
+Work on a stream is done at once, so results are right in any order. The order of streams is checked separately: every
+access to memory is recorded with the events for which its stream has waited. Two accesses, one of them a write, are a
+race if neither stream has waited for the other. No stream waits for another implicitly, not even the default stream,
+which is stricter than CUDA.
 """
 
 import ctypes
@@ -28,7 +28,7 @@ class Access(NamedTuple):
 
 
 class Gpu:
-    """The state of the one device: how far its streams are, and who has touched which memory when."""
+    """The state of the one device: the progress of its streams, and the accesses to each memory."""
 
     def __init__(self) -> None:
         self.clocks: dict[int, Clock] = {0: {}}
@@ -70,12 +70,12 @@ class Gpu:
         self._tracked.append((start, start + nbytes))
 
     def forget(self) -> None:
-        """All memory is given back, and may be had by others."""
+        """Forget all memory: it is freed, and may be allocated again."""
         with self._lock:
             self._accesses, self._tracked = [], []
 
     def access(self, start: int, nbytes: int, writes: bool, what: str, stream: int | None = None) -> None:
-        """Work on a stream reads or writes memory."""
+        """Record that work on a stream reads or writes memory."""
         if not any(start < stop and begin < start + nbytes for begin, stop in self._tracked):
             return
         with self._lock:
@@ -104,7 +104,7 @@ class Gpu:
             return dict(clock)
 
     def wait(self, pointer: int, recorded: Clock | None) -> None:
-        """A stream waits for an event; None stands for one that was never recorded."""
+        """Make a stream wait for an event; None stands for an event that was never recorded."""
         with self._lock:
             if recorded is not None:
                 merge(self.clocks[pointer], recorded)
@@ -122,7 +122,7 @@ def merge(clock: Clock, other: Clock) -> None:
 
 
 class Streams:
-    """Streams, events and devices as CuPy has them, on one Gpu: attributes of `cupy.cuda`."""
+    """CuPy's streams, events and devices, on one Gpu: attributes of `cupy.cuda`."""
 
     def __init__(self, gpu: Gpu) -> None:
         class Event:
@@ -183,7 +183,7 @@ class Streams:
 
 
 class TorchCuda:
-    """What trainers.pytorch.devices uses of `torch.cuda`, on the same Gpu."""
+    """The parts of `torch.cuda` that trainers.pytorch.devices uses, on the same Gpu."""
 
     def __init__(self, gpu: Gpu) -> None:
         class Event:
@@ -240,7 +240,7 @@ class TorchCuda:
 
 
 def Noting(gpu: Gpu) -> Any:  # noqa: N802, it makes what is a class where PyTorch is
-    """Inside, what PyTorch does is noted as done on the current stream."""
+    """Context manager: PyTorch's work in the block is recorded on the current stream."""
     from torch import Tensor, strided
     from torch.utils._python_dispatch import TorchDispatchMode
     from torch.utils._pytree import tree_iter
@@ -262,7 +262,7 @@ def Noting(gpu: Gpu) -> Any:  # noqa: N802, it makes what is a class where PyTor
 
 
 def extent(tensor: Any) -> int:
-    """Bytes from the first to behind the last element."""
+    """Return the first byte of an array, and the byte after its last."""
     last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     return (last + 1) * tensor.element_size()
 

@@ -1,7 +1,7 @@
-"""Run by scripts/gpu_test.sh under mpirun: what trains on GPUs comes to what it does on the host.
+"""Run by scripts/gpu_test.sh under mpirun: trainings on GPUs must give the results of the host.
 
-Ranks take the GPUs in turn; those that share one stage through the host, where their NCCL wants one for each. One rank
-alone needs no NCCL, so its calls are made by hand then. A PyTorch that sees no GPU leaves the models on the host.
+Ranks take the GPUs in turn; ranks that share a GPU stage through the host, because NCCL needs one GPU for each rank.
+One rank alone needs no NCCL, so its calls are then made directly. If PyTorch sees no GPU, the models stay on the host.
 """
 
 import os
@@ -37,7 +37,7 @@ def main() -> None:
 
 
 def check_nccl() -> None:
-    """NCCL itself on one rank, which leaves every array as it is: its calls, CuPy's kernels, and their order."""
+    """NCCL itself on one rank, where every array stays as it is: checks its calls, CuPy's kernels, and their order."""
     if TOPOLOGY.size > 1:
         return
     with allreduce.create("nccl", TOPOLOGY) as reduce:
@@ -66,7 +66,7 @@ def check_networks() -> None:
 
 
 def check_optimizer(place: torch.device) -> None:
-    """As on the host roughly, and closely as where gradients are reduced after backward, on the host."""
+    """The results are roughly those on the host, and closely those on this GPU with "ring" after backward."""
     for update in ("replicated", "sharded"):
         wanted = optimized(TOPOLOGY, place, allreduce="ring", update=update, overlap=False)
         compare(wanted, optimized(TOPOLOGY, HOST, allreduce="ring", update=update), **LOOSE)

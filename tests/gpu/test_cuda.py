@@ -1,4 +1,4 @@
-"""What needs a GPU, on a stand-in for one: NCCL over MPI, and streams of which each access to memory is looked at."""
+"""The code for GPUs, on a stand-in for one: NCCL over MPI, and streams whose accesses to memory are checked."""
 
 import importlib.util
 import shutil
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.skipif(importlib.util.find_spec("torch") is None, reaso
 
 
 def test_a_call_comes_after_all_that_has_written() -> None:
-    """On whichever streams; and what follows comes after the call. One stream that is not noted is a race."""
+    """A call comes after all writes, on whatever stream, and before all later work. An unrecorded stream is a race."""
     import torch
 
     from trainers.replicas.pytorch.devices import Cuda
@@ -47,14 +47,14 @@ def test_a_call_comes_after_all_that_has_written() -> None:
 
 
 def test_threads_take_the_gpu_of_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    """CUDA's current device is a thread's own: the worker's would be GPU 0 on all ranks."""
+    """CUDA's current device belongs to a thread: the worker's would be GPU 0 on all ranks."""
     held = threading.local()
     runtime = SimpleNamespace(getDevice=lambda: getattr(held, "device", 0), getDeviceCount=lambda: 4)
     device = lambda number: SimpleNamespace(use=lambda: setattr(held, "device", number))  # noqa: E731
     monkeypatch.setattr(gpu, "cupy", lambda: SimpleNamespace(cuda=SimpleNamespace(runtime=runtime, Device=device)))
 
     def taken(node_rank: int) -> list[int]:
-        """In this thread and in another one."""
+        """Return the device in this thread and in another one."""
         found = []
         for run in (lambda work: work(), lambda work: in_thread(work)):
             run(lambda: (gpu.choose_device(node_rank), found.append(runtime.getDevice())))
@@ -76,7 +76,7 @@ def in_thread(work: Callable[[], object]) -> None:
 
 
 def test_an_optimizer_is_tried_out_where_its_parameters_are() -> None:
-    """Fused ones count their steps on the GPU, where a saved state's have to go."""
+    """Fused optimizers keep their step count on the GPU, to which the count of a saved state must be moved."""
     import torch
 
     from trainers.replicas.pytorch.optimizer import _trial_state
@@ -92,7 +92,7 @@ def test_an_optimizer_is_tried_out_where_its_parameters_are() -> None:
 
 @pytest.mark.skipif(shutil.which("nvidia-smi") is not None, reason="this machine may have a GPU")
 def test_the_script_says_that_there_is_no_gpu() -> None:
-    """And installs nothing; its exit code is NO_GPU."""
+    """And installs nothing; the exit code is NO_GPU."""
     done = subprocess.run(["bash", launch.ROOT / "scripts/gpu_test.sh"], capture_output=True, text=True, timeout=60)
     assert done.returncode == 3
     assert "gpu_test.sh: no GPU here (nvidia-smi lists none), so nothing was done" in done.stderr

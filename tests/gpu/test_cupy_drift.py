@@ -1,4 +1,4 @@
-"""What our code and its stand-ins use of CuPy, NCCL and PyTorch's streams, against the real packages. Needs no GPU.
+"""Compares our uses, and our stand-ins, of CuPy, NCCL and PyTorch's streams with the real packages. Needs no GPU.
 
 CuPy and NCCL are 490 MB, too large for CI: `scripts/gpu_test.sh drift` installs them and runs this file on any machine.
 """
@@ -72,7 +72,7 @@ TORCH_FILES = ["trainers/replicas/pytorch/devices.py", "allreduce/torch_backend/
 
 
 class Use(NamedTuple):
-    """What is used, where, and with how many arguments and which names; None where it is not called."""
+    """A use of a name: where, and if it is called, with how many arguments and which names; else None."""
 
     name: str
     place: str
@@ -86,7 +86,7 @@ def uses() -> list[Use]:
 
 
 def uses_of(file: str, roots: dict[str, str]) -> Iterator[Use]:
-    """Every attribute that a file takes of an object of CuPy's, or PyTorch's, the longest chain of names."""
+    """Return every attribute of CuPy's or PyTorch's objects that a file uses, as the longest chain of names."""
     tree = ast.parse((ROOT / file).read_text())
     called = {id(node.func): node for node in ast.walk(tree) if isinstance(node, ast.Call)}
     inner = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
@@ -108,7 +108,7 @@ def uses_of(file: str, roots: dict[str, str]) -> Iterator[Use]:
 
 
 def found(name: str) -> Any:
-    """The object of this dotted name; AttributeError, with the name, when there is none."""
+    """Return the object of this dotted name; raises AttributeError with the name if there is none."""
     parts = name.split(".")
     thing = importlib.import_module(parts[0])
     for at, part in enumerate(parts[1:], 2):
@@ -122,7 +122,8 @@ def found(name: str) -> Any:
 
 
 def signature(thing: Any) -> inspect.Signature | None:
-    """Of a Python function, or of one of Cython's by the first line of its docstring; None where neither tells."""
+    """Return the signature of a Python function, or of a Cython function by the first line of its docstring; None if
+    unknown."""
     try:
         signed = inspect.signature(thing)
     except (ValueError, TypeError):
@@ -151,7 +152,7 @@ def _parameters(text: str) -> Iterator[inspect.Parameter]:
 
 
 def standins(cupy: Any, cuda: Any) -> Iterator[tuple[str, Any]]:
-    """Everything public of a stand-in, by its real name."""
+    """Return all public names of a stand-in, by their real names."""
     for name, value in vars(cupy).items():
         if not name.startswith("_") and name not in ("cuda", "counters", "gpu", "ndarray"):
             yield f"cupy.{name}", value
@@ -184,7 +185,7 @@ real = pytest.mark.skipif(
 
 
 def test_uses_are_found() -> None:
-    """All files that name CuPy's objects are looked at, and the scan finds what it is about."""
+    """The scan finds all files that name CuPy's objects, and their uses."""
     names = {use.name for use in uses()}
     assert len(names) > 40
     assert {
@@ -204,7 +205,7 @@ def test_uses_are_found() -> None:
 
 
 def test_signatures_are_read() -> None:
-    """Those of Cython's functions, from docstrings."""
+    """Signatures of Cython functions are read from docstrings."""
     parameters = list(_parameters("self, intptr_t buf, \\*, int root, stream=None, tuple max_version=None"))
     assert [each.name for each in parameters] == ["self", "buf", "root", "stream", "max_version"]
     assert [each.kind.name for each in parameters] == ["POSITIONAL_OR_KEYWORD"] * 2 + ["KEYWORD_ONLY"] * 3
@@ -212,7 +213,7 @@ def test_signatures_are_read() -> None:
 
 @real
 def test_our_uses_are_cupys() -> None:
-    """Every attribute is there, and takes the arguments that we pass."""
+    """Every attribute exists, and takes the arguments that we pass."""
     assert fit(uses()) > 20
 
 
@@ -225,7 +226,7 @@ def test_our_uses_are_pytorchs() -> None:
 
 
 def fit(uses: list[Use]) -> int:
-    """How many of these uses are calls whose arguments the real functions take, as all have to."""
+    """Return the number of uses that are calls; the real functions must take their arguments."""
     wrong, bound = [], 0
     for use in uses:
         try:
@@ -247,7 +248,7 @@ def fit(uses: list[Use]) -> int:
 
 @real
 def test_stand_in_has_nothing_of_its_own(pair: tuple[Any, Any]) -> None:
-    """What the stand-in offers is CuPy's, under the same names and with the same names of arguments, in their order."""
+    """Every name in the stand-in is CuPy's, with the same names and order of arguments."""
     cupy, cuda = pair
     things = list(standins(cupy, cuda))
     for name, kind in (
@@ -262,7 +263,7 @@ def test_stand_in_has_nothing_of_its_own(pair: tuple[Any, Any]) -> None:
 
 
 def compare(things: list[tuple[str, Any]], least: int) -> None:
-    """The stand-ins `things` by their real names."""
+    """Compare the stand-ins `things` with the objects of their real names."""
     wrong, compared = [], 0
     for name, value in things:
         try:
@@ -286,7 +287,8 @@ def compare(things: list[tuple[str, Any]], least: int) -> None:
 
 @real
 def test_numbers_of_nccl() -> None:
-    """Of types, operations and versions: CuPy's, and those of NCCL's header where its package is installed."""
+    """The numbers of types, operations and versions are CuPy's, and those in NCCL's header if its package is
+    installed."""
     from cupy.cuda import nccl
 
     types = {"float32": "FLOAT32", "float64": "FLOAT64", "int32": "INT32", "int64": "INT64", "float16": "FLOAT16"}
@@ -310,7 +312,7 @@ def test_numbers_of_nccl() -> None:
 
 @real
 def test_what_we_rely_on() -> None:
-    """Of CuPy, and of NCCL's library where its package is installed."""
+    """Behaviour of CuPy, and of NCCL's library if its package is installed, that our code relies on."""
     import cupy
     from cupy.cuda import nccl
 
@@ -340,7 +342,7 @@ def _nccl_folders() -> list[Path]:
 
 @real
 def test_unique_id_is_what_the_communicator_takes() -> None:
-    """CuPy 14 has made it bytes; what goes to the other ranks is neither, but numbers."""
+    """CuPy 14 returns it as bytes; we send it to the other ranks as numbers."""
     import cupy
     from cupy.cuda import nccl
 
@@ -351,7 +353,7 @@ def test_unique_id_is_what_the_communicator_takes() -> None:
 
 
 def test_stand_in_for_pytorchs_streams() -> None:
-    """`torch.cuda` can be looked at without a GPU, in PyTorch's CPU builds too."""
+    """`torch.cuda` can be inspected without a GPU, also in PyTorch's CPU builds."""
     pytest.importorskip("torch")
     cuda = fake_gpu.TorchCuda(fake_gpu.Gpu())
     used = ("current_stream", "synchronize", "get_rng_state", "set_rng_state")

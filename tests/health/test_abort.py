@@ -1,4 +1,4 @@
-"""A rank that raises ends the whole job, within seconds, with its traceback; nobody hangs."""
+"""A rank that raises ends the whole job within seconds, with its traceback; no rank hangs."""
 
 from pathlib import Path
 
@@ -12,7 +12,7 @@ BOTH = pytest.mark.parametrize("mpi", launch.MPIS)
 
 @pytest.fixture
 def mpi() -> str:
-    """Of tests whose outcome does not depend on the MPI: on what is printed or raised before the job is ended."""
+    """The MPI for tests whose outcome does not depend on it: the text that is printed or raised before the job ends."""
     return "openmpi"
 
 
@@ -46,7 +46,7 @@ def test_an_exception_ends_the_job(mpirun: JobRunner, tmp_path: Path, mpi: str, 
 
 
 def test_a_bad_array_on_one_rank(mpirun: JobRunner, tmp_path: Path, mpi: str) -> None:
-    """The others are in the middle of a call that they know, so it waits for them a while and then ends the job."""
+    """The others are in a call that all ranks know, so they wait for a while; then the job ends."""
     code, text = run_loop(mpirun, tmp_path, mpi, action="grads = [1.0]")
     assert code != 0
     assert "NotAnArrayError: rank 1: a NumPy or CuPy array is needed, not builtins.float" in text
@@ -103,7 +103,7 @@ def test_frames_inside_of_the_library(
     told = "\n".join(lines[begin:end])
     assert "program.py" in told
     assert ("/trainers/trainer.py" in told) == inside
-    assert ("frames inside of the library are left out; ALLREDUCE_TRACEBACK=full shows them" in told) != inside
+    assert ("frames inside the library are left out; ALLREDUCE_TRACEBACK=full shows them" in told) != inside
 
 
 TRAINER = "from trainers import MirroredTrainer, NumpyNetwork\nmodel = NumpyNetwork([2, 2])\n"
@@ -125,7 +125,7 @@ KEYWORDS = {
 
 @pytest.mark.parametrize("call", KEYWORDS)
 def test_a_wrong_keyword_is_told_once(mpirun: JobRunner, mpi: str, call: str) -> None:
-    """With its class and the nearest one."""
+    """The error names the class and the nearest keyword."""
     code, error = KEYWORDS[call]
     job = mpirun(3, ["-c", code], mpi=mpi)
     assert job.returncode != 0
@@ -165,7 +165,7 @@ def test_a_call_of_rank_0_alone_is_told_to_be_collective(
 
 
 def test_ranks_in_different_calls_are_told(mpirun: JobRunner, mpi: str) -> None:
-    """Where nothing compares what they bring, no message of one call is taken for one of another."""
+    """Without a comparison of the calls, no message of one call is taken for one of another."""
     code = (
         "import numpy as np, allreduce\n"
         "reduce = allreduce.create('ring', check='never')\n"
@@ -183,7 +183,7 @@ def test_ranks_in_different_calls_are_told(mpirun: JobRunner, mpi: str) -> None:
 
 @pytest.mark.parametrize(("mpi", "end"), [("openmpi", "raise"), ("mpich", "go on")])
 def test_a_difference_that_one_node_sees_is_an_error_of_all(mpirun: JobRunner, mpi: str, end: str) -> None:
-    """Arrays that are swapped on one rank of two nodes: all ranks raise the same error, and can go on."""
+    """Arrays are swapped on one rank of two nodes: all ranks raise the same error, and can continue."""
     code = (
         "import sys, allreduce\n"
         "reduce = allreduce.create('hierarchical_copy', allreduce.Topology(ranks_per_node=2))\n"
@@ -216,7 +216,8 @@ def test_sys_exit_on_all_ranks(mpirun: JobRunner, mpi: str) -> None:
 def test_nothing_is_left_in_shared_memory(mpirun: JobRunner, mpi: str, tmp_path: Path) -> None:
     """Neither after a clean end, nor after a backend that was never closed, nor after an abort.
 
-    The last is by an exception that all ranks meet by themselves: it is told once, and written down for scripts.
+    The abort is by an exception that all ranks raise independently: it is reported once, and written to a file for
+    scripts.
     """
     written = tmp_path / "error"
     code = (

@@ -1,4 +1,4 @@
-"""The exit code of a job, by the way in which it ends: what scripts that start it again go by."""
+"""The exit code of a job, for each way in which it can end: scripts that restart jobs depend on it."""
 
 import subprocess
 from pathlib import Path
@@ -43,7 +43,7 @@ def test_of_a_job_without_ulfm_that_loses_a_rank(mpirun: JobRunner, mpi: str, co
     ],
 )
 def test_of_a_job_with_ulfm_that_loses_ranks(mpirun: JobRunner, kind: str, ranks: int, living: int, way: str) -> None:
-    """One rank that is left is a case of its own: of its MPI_Abort mpirun makes 0."""
+    """A single remaining rank is a special case: mpirun turns its MPI_Abort into exit code 0."""
     expected = {"meet": 1, **WAYS}[way]
     assert run(mpirun, kind, ranks, living, way, "openmpi", ulfm=True) == expected
 
@@ -56,15 +56,14 @@ def test_of_a_job_with_ulfm_that_loses_a_rank_before_mpi_is_up(mpirun: JobRunner
 
 
 def test_of_a_job_with_ulfm_whose_only_rank_ends_it(mpirun: JobRunner) -> None:
-    """As the end of a program does when a collective still hangs, and the doctor."""
+    """As the end of a program does while a collective still hangs, and as the doctor does."""
     code = "import allreduce; from allreduce.health import abort; allreduce.Topology(); abort.end_job('on purpose', 3)"
     assert mpirun(1, ["-c", code], ulfm=True).returncode == 3
 
 
 def test_of_a_job_of_mpich_with_a_rank_that_ends_without_a_word(mpirun: JobRunner) -> None:
-    """MPICH's mpiexec (5.0) ends the others at once, and the job's code is that of the rank, also 0: nobody can tell it
-    from a job that has ended well. So it is without this library. Open MPI's mpirun makes 1 of it.
-    """
+    """MPICH's mpiexec (5.0) ends the other ranks at once, and the job has the exit code of that rank, also 0, as a job
+    that ended well. That is so without this library too. Open MPI's mpirun returns 1."""
     for code in (0, 3):
         program = f"""
 import os
@@ -85,7 +84,7 @@ with allreduce.create("ring") as reduce:
 def test_a_job_with_ulfm_whose_ranks_were_all_killed_is_started_again(
     way: str, starts: int, ranks: int, tmp_path: Path
 ) -> None:
-    """mpirun returns 0 there; scripts/keep_going.sh knows better."""
+    """mpirun returns 0 there; scripts/keep_going.sh detects the failure."""
     bin_folder = launch.environment("openmpi") / "bin"
     launcher = f"{bin_folder / 'mpirun'} --with-ft ulfm --oversubscribe --bind-to none"
     keep_going = ["bash", str(launch.ROOT / "scripts" / "keep_going.sh"), "--ranks", str(ranks), "--same-ranks"]

@@ -1,4 +1,4 @@
-"""The detector's judgement, on messages that are made up."""
+"""The stall detector's judgement, for made-up messages."""
 
 import time
 
@@ -13,7 +13,7 @@ from allreduce.transport.wait import NamedCall
 
 @pytest.mark.parametrize(("number", "ends"), [(7, True), (8, False), (0, True)])
 def test_a_rank_leaves_one_place_or_all(number: int, ends: bool) -> None:
-    """A failed call is the end of its backend, not of other backends' calls with the same rank."""
+    """A failed call ends its backend, but not other backends' calls with the same rank."""
     detector = StallDetector(MPI.COMM_SELF, 100.0)
     detector.messages._received[1] = {Fact(LEFT, number, text="its call failed"): {1}}
     detector.messages._merge()
@@ -30,7 +30,7 @@ def test_a_rank_leaves_one_place_or_all(number: int, ends: bool) -> None:
 
 
 def test_where_a_rank_stands_among_many_places() -> None:
-    """What is waited for comes first, however many places there are where nothing is, or ever was."""
+    """Waits are listed first, however many other records there are."""
     detector = StallDetector(MPI.COMM_SELF, 100.0)
     waits = [detector.wait_record(number) for number in range(40)]
     for wait in waits[:20]:

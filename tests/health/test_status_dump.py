@@ -1,4 +1,4 @@
-"""Where a rank stands: SIGUSR1 prints it, and a wait that takes long puts the stacks of all ranks into files."""
+"""The status dump: SIGUSR1 prints it, and a long wait writes the stacks of all ranks to files."""
 
 import faulthandler
 from pathlib import Path
@@ -35,7 +35,7 @@ print("came to the end", flush=True)
 
 @pytest.mark.parametrize("mpi", launch.MPIS)
 def test_a_stall_and_a_signal(mpirun: JobRunner, tmp_path: Path, mpi: str) -> None:
-    """Also of the rank that computes, and of one whose C code keeps Python's lock; and then the job goes on."""
+    """Also of a rank that computes, and of a rank whose C code holds the GIL; afterwards the job continues."""
     folder = tmp_path / "stacks"
     limits = {"ALLREDUCE_STALL_SECONDS": "1", "ALLREDUCE_STALL_STACKS": str(folder)}
     job = mpirun(3, ["-c", PROGRAM], mpi=mpi, timeout=60, env=limits)
@@ -47,14 +47,12 @@ def test_a_stall_and_a_signal(mpirun: JobRunner, tmp_path: Path, mpi: str) -> No
     assert "in looks_for_data" in (folder / "stacks-rank-1.txt").read_text()
     assert "in keeps_the_lock" in (folder / "stacks-rank-2.txt").read_text()
     waiting = job.stderr.partition("rank 0 of 3: process ")[2]
-    assert waiting.partition("waits since ")[2].partition(" s in ")[2].startswith("all_reduce: length 50000"), (
-        job.stderr
-    )
+    assert waiting.partition("has waited ")[2].partition(" s in ")[2].startswith("all_reduce: length 50000"), job.stderr
     assert "in _rendezvous" in job.stderr  # the stacks that SIGUSR1 prints
 
 
 def test_many_signals_while_threads_run() -> None:
-    """Stacks are read while nobody's runs on. Nothing is left open of which Python warns at the end."""
+    """Stacks are read while no thread runs. No file stays open, of which Python would warn at the end."""
     code = (
         "import subprocess, threading, time, warnings, allreduce\n"
         "warnings.simplefilter('always')\n"
@@ -91,7 +89,7 @@ def test_a_handler_of_the_program_stays() -> None:
 
 
 def test_a_signal_after_the_end_of_mpi() -> None:
-    """A program may go on when it has ended MPI: the signal still prints, and nothing calls MPI any more."""
+    """A program may continue after MPI_Finalize: the signal still prints, and calls no MPI function."""
     code = (
         "import os, signal, time\n"
         "from mpi4py import MPI\n"
@@ -109,7 +107,7 @@ def test_a_signal_after_the_end_of_mpi() -> None:
 
 @pytest.fixture
 def stacks_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The file of this rank's stacks; none were written a short time ago."""
+    """Return the file with this rank's stacks, none of which was written recently."""
     monkeypatch.setenv(stacks.STACKS, str(tmp_path))
     monkeypatch.setattr(stacks, "_files", {})
     monkeypatch.setattr(stacks, "_times", {"dumped": float("-inf"), "armed": float("-inf")})
@@ -117,14 +115,14 @@ def stacks_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_stacks_after_ages(stacks_in: Path) -> None:
-    """Longer than any clock of the system counts: never."""
+    """A time longer than any system clock counts means never."""
     for seconds in (1e10, 1e12, 1e300, float("inf")):
         stacks.restart_timer(seconds)
     faulthandler.cancel_dump_traceback_later()
 
 
 def test_stacks_on_a_full_disk(stacks_in: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Whoever waits goes on waiting, and hears of it once."""
+    """The waiting rank continues to wait, and gets one warning."""
     stacks._files[str(stacks_in.parent)] = open("/dev/full", "a", 1)  # noqa: SIM115
     stacks.dump("waits")
     stacks._times["dumped"] = float("-inf")
@@ -133,7 +131,7 @@ def test_stacks_on_a_full_disk(stacks_in: Path, caplog: pytest.LogCaptureFixture
 
 
 def test_stacks_follow_no_link(stacks_in: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """The folder may be everybody's."""
+    """Other users may write to the folder."""
     stacks_in.symlink_to(tmp_path / "elsewhere")
     stacks.dump("waits")
     assert "stacks can't be written there: " in caplog.text

@@ -1,4 +1,4 @@
-"""Whatever ranks do differently: nobody waits for ever or without a word, and nothing is silently wrong."""
+"""Ranks that do different things: no rank waits for ever or without a message, and no result is silently wrong."""
 
 from pathlib import Path
 
@@ -33,7 +33,7 @@ print("came to the end")
 
 
 def run(mpirun: JobRunner, folder: Path, mpi: str, action: str, limits: dict[str, str] = LIMITS) -> str:
-    """What a job prints that must end by itself, and not well."""
+    """Return the output of a job that must end by itself, with an error."""
     script = folder / "program.py"
     script.write_text(PROGRAM.format(action=action))
     job = mpirun(3, [script], mpi=mpi, timeout=60, env=limits)
@@ -74,7 +74,7 @@ OTHER_CALLS = [
 
 @BOTH
 def test_another_op_length_or_memory(mpirun: JobRunner, mpi: str) -> None:
-    """All signatures are known, so no agreement is due; the results would be wrong."""
+    """All fingerprints are known, so the ranks do not agree again; the results would be wrong."""
     job = mpirun(3, ["-c", SEVERAL, *OTHER_CALLS], mpi=mpi, env=LIMITS)
     assert job.returncode == 0, job.stdout + job.stderr
     told = dict(text.split(": ", 1) for text in job.stdout.split("CASE ")[1:])
@@ -103,7 +103,7 @@ def test_a_call_too_many(mpirun: JobRunner, tmp_path: Path) -> None:
     [("openmpi", False, "sys.exit(3)", 3), ("openmpi", True, "sys.exit(3)", 3), ("mpich", False, "break", 1)],
 )
 def test_a_rank_that_leaves(mpirun: JobRunner, tmp_path: Path, mpi: str, ulfm: bool, action: str, code: int) -> None:
-    """The job ends with its exit code, if that tells of an error."""
+    """The job ends with the exit code of that rank, if the code reports an error."""
     script = tmp_path / "program.py"
     script.write_text(PROGRAM.format(action=action).replace("reduce.close()", ""))
     job = mpirun(3, [script], mpi=mpi, timeout=60, env=LIMITS, ulfm=ulfm)
@@ -112,15 +112,15 @@ def test_a_rank_that_leaves(mpirun: JobRunner, tmp_path: Path, mpi: str, ulfm: b
 
 
 def test_a_rank_that_is_late(mpirun: JobRunner, tmp_path: Path) -> None:
-    """First it is told, later it ends; both say who has not come."""
+    """First a report, later a time-out; both name the rank that has not arrived."""
     text = run(mpirun, tmp_path, "mpich", "time.sleep(50)", LATE)
     assert "rank 0 has waited 1 s for other ranks in: all_reduce: length 50000" in text
-    assert "rank 1: has not come" in text
+    assert "rank 1: has not arrived" in text
     assert "CollectiveTimeoutError: waited" in text
 
 
 def test_late_in_an_agreement(mpirun: JobRunner, tmp_path: Path) -> None:
-    """A wait of ours is left by an exception, which a program may catch."""
+    """The wait ends in an exception, which a program may catch."""
     code = (
         "import allreduce, time, numpy as np\n"
         "from allreduce.errors import BrokenError, CollectiveTimeoutError\n"
@@ -128,7 +128,7 @@ def test_late_in_an_agreement(mpirun: JobRunner, tmp_path: Path) -> None:
         "reduce = allreduce.create('ring', topology)\n"
         "if topology.rank == 1: time.sleep(4); raise SystemExit\n"
         "try:\n    reduce(np.ones(5), 'sum')\n"
-        "except CollectiveTimeoutError as error: assert 'rank 1: has not come' in str(error), error\n"
+        "except CollectiveTimeoutError as error: assert 'rank 1: has not arrived' in str(error), error\n"
         "try:\n    reduce(np.ones(5), 'sum')\n"
         "except BrokenError: print('told twice', flush=True)\n"
         "time.sleep(3)\n"
@@ -183,7 +183,7 @@ def test_seconds_that_are_no_number(mpirun: JobRunner) -> None:
 
 
 def test_an_exception_in_one_part(mpirun: JobRunner, tmp_path: Path) -> None:
-    """It ends the programs of its part; the other one goes on, here until the first has ended."""
+    """It ends the programs of its part; the other part continues, here until the first part has ended."""
     code = (
         "import allreduce, atexit, numpy as np, time\n"
         "from pathlib import Path\n"

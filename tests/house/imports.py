@@ -24,7 +24,7 @@ def module_of(path: Path) -> str:
 
 
 def imported(tree: ast.AST, package: str) -> Iterator[str]:
-    """The dotted names that the code of a module in `package` imports, wherever the imports stand."""
+    """Return the dotted names that a module in `package` imports, anywhere in its code."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
@@ -74,7 +74,7 @@ def circles(graph: Mapping[str, set[str]]) -> list[list[str]]:
 
 
 def rooms(graph: Mapping[str, set[str]], folder: str) -> Graph:
-    """The imports between the entries of a folder: each module or folder directly in it is one name, its
+    """Return the imports between the entries of a folder: each module or folder directly in it is one name, and its
     __init__.py has the folder's name."""
     depth = folder.count(".") + 2
 
@@ -89,7 +89,8 @@ def rooms(graph: Mapping[str, set[str]], folder: str) -> Graph:
 
 
 def floors(graph: Mapping[str, set[str]]) -> int:
-    """The number of layers: a name stands one above the highest that it imports. A circle is one layer."""
+    """Return the number of layers: a name is one layer above the highest name that it imports. A circle is one
+    layer."""
     group = {name: name for name in graph} | {name: circle[0] for circle in circles(graph) for name in circle}
     below: Graph = {head: set() for head in group.values()}
     for name, targets in graph.items():
@@ -128,7 +129,7 @@ def main() -> None:
 
 
 def graph_inside(graph: Mapping[str, set[str]], package: str) -> Graph:
-    """The part of the graph that lies in one package."""
+    """Return the part of the graph inside one package."""
     inside = {module for module in graph if f"{module}.".startswith(f"{package}.")}
     return {module: graph[module] & inside for module in inside}
 

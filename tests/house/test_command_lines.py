@@ -1,4 +1,4 @@
-"""What every command line of the project does with its options."""
+"""Options of every command line of the project."""
 
 import re
 import subprocess
@@ -53,7 +53,7 @@ def test_the_command_of_the_library_takes_no_abbreviations(given: list[str]) -> 
 
 
 def test_every_command_line_has_this_parser() -> None:
-    """Nothing else makes or derives from an ArgumentParser."""
+    """No other class makes or derives from an ArgumentParser."""
     modules = [path for folder in FOLDERS for path in (launch.ROOT / folder).rglob("*.py")]
     assert len(modules) > 100
     others = [path for path in modules if re.search(r"\bArgumentParser\b", _code(path))]
@@ -62,7 +62,7 @@ def test_every_command_line_has_this_parser() -> None:
 
 
 def _code(path: Path) -> str:
-    """Without annotations of parameters and results, which name the base class."""
+    """Return the code without annotations of parameters and results, which name the base class."""
     return re.sub(r"(: |-> |\[\], )argparse\.ArgumentParser\b", "", path.read_text())
 
 

@@ -1,4 +1,5 @@
-"""The harness for ranks: failures on one rank are failures of all, hangs end, and nothing passes by not running."""
+"""The harness for tests on ranks: a failure on one rank is a failure of all, hangs end, and no test passes without
+running."""
 
 import json
 import shutil
@@ -17,13 +18,13 @@ HEAD = "import pytest, time\nfrom mpi4py import MPI\ncomm = MPI.COMM_WORLD\n"
 
 @pytest.fixture
 def mpi() -> str:
-    """Of tests that look at the harness alone."""
+    """The MPI for tests of the harness itself."""
     return "openmpi"
 
 
 @pytest.fixture
 def inner(mpirun: JobRunner, tmp_path: Path, mpi: str) -> Inner:
-    """`inner(body, options...)` runs tests of two ranks and gives (code, text, reports)."""
+    """`inner(body, options...)` runs tests on two ranks and returns (code, text, reports)."""
 
     def run(body: str, *options: str, **environment: str) -> tuple[int, str, list[dict[str, int]]]:
         (tmp_path / "pytest.ini").write_text("[pytest]\n")
@@ -47,7 +48,7 @@ def test_passing(inner: Inner) -> None:
 
 @pytest.mark.parametrize(("mpi", "rank"), [("openmpi", 0), ("mpich", 1)])
 def test_failing_on_one_rank(inner: Inner, rank: int) -> None:
-    """It fails on both, with the traceback of the one, and the tests after it go on."""
+    """It fails on both ranks, with the traceback of the failing one, and the next tests run."""
     body = f"def test_one():\n    assert comm.rank != {rank}, 'only here'\ndef test_two(): comm.Barrier()\n"
     code, text, reports = inner(body)
     assert code != 0

@@ -1,4 +1,4 @@
-"""The rules of the code that import-linter can't hold, and the limits of its structure."""
+"""The rules of the code that import-linter can't check, and the limits on its structure."""
 
 import ast
 import importlib.util
@@ -30,7 +30,7 @@ MODULES_IN_CIRCLES = 0  # modules that import each other, directly or by way of 
 FOLDERS_IN_CIRCLES = 0  # the same of the modules and folders that lie in one folder
 FLOORS = {"allreduce": 13, "trainers": 13, "benchmarks": 13}  # 13 each: layers of modules and folders
 ROOT_MODULES = {"allreduce": 9, "trainers": 14}  # 12 and 16: modules directly in the package's folder
-LINES = 42_246  # 34,000: of .py and .sh in allreduce, trainers, benchmarks and scripts
+LINES = 42_485  # 34,000: of .py and .sh in allreduce, trainers, benchmarks and scripts
 FINDINGS = dict.fromkeys(("SLF001", "C901", "PLR0912", "PLR0915"), 0)  # of ruff in the product, whatever noqa says
 
 CORE = {"numpy", "mpi4py", "ml_dtypes"}
@@ -152,7 +152,7 @@ def test_core_imports_three_packages() -> None:
 
 
 def names(tree: ast.AST) -> set[str]:
-    """The names that code uses or imports; comments and docstrings don't count."""
+    """Return the names that code uses or imports, without comments and docstrings."""
     used = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.Attribute):
@@ -209,7 +209,7 @@ def is_waiting(node: ast.With) -> bool:
 
 
 def bare_waits(node: ast.AST, path: str) -> Iterator[str]:
-    """Calls that wait for other ranks in MPI, where no watch sees it."""
+    """Return calls of MPI that wait for other ranks without the stall detector."""
     if isinstance(node, ast.With) and is_waiting(node):
         return
     if isinstance(node, ast.FunctionDef) and (path, node.name) in WATCHED:
@@ -221,7 +221,7 @@ def bare_waits(node: ast.AST, path: str) -> Iterator[str]:
 
 
 def pickling(tree: ast.AST) -> list[str]:
-    """mpi4py's calls for objects, which send pickles, and whoever sends such by hand."""
+    """Return mpi4py's calls for objects, which send pickles, and other code that sends pickles."""
     attributes = [node for node in ast.walk(tree) if isinstance(node, ast.Attribute)]
     return [
         f"{ast.unparse(node)} in line {node.lineno}"
@@ -236,7 +236,7 @@ def test_every_wait_is_watched() -> None:
 
 
 def test_no_object_is_sent() -> None:
-    """A pickle from another rank, perhaps of another version, runs what is in it."""
+    """Reading a pickle from another rank, perhaps of another version, can run any code."""
     assert {name: calls for name, tree in CODE.items() if (calls := pickling(tree))} == {}
 
 
@@ -258,7 +258,7 @@ def test_waits_and_pickles_are_seen(code: str, bare: bool, pickles: bool) -> Non
 
 
 def test_every_package_is_installed() -> None:
-    """A package that pyproject.toml forgets is there in the checkout and missing from a wheel."""
+    """A package that is missing in pyproject.toml exists in the checkout but not in a wheel."""
     found = {relative(path.parent).replace("/", ".") for path in PATHS if path.name == "__init__.py"}
     assert set(PYPROJECT["tool"]["setuptools"]["packages"]) == found
 
@@ -268,20 +268,20 @@ MODULES = sorted({where.partition(":")[0] for where in {**BACKENDS, **OTHERS}.va
 
 @pytest.mark.parametrize("module", MODULES)
 def test_every_backend_is_kept_apart(module: str) -> None:
-    """Also those that came after the contract in pyproject.toml: a new backend is one file and one line."""
+    """Also backends that are newer than the contract in pyproject.toml: a new backend is one file and one line."""
     text = launch.ROOT.joinpath(*module.split(".")).with_suffix(".py").read_text()
     others = "|".join(re.escape(other) for other in MODULES if other != module)
     assert re.findall(rf"(?:import|from) (?:{others})\b", text) == []
 
 
 def test_guides_are_filled_in() -> None:
-    """A comment in a guide marks a place where text or figures are still to come."""
+    """A comment in a guide marks text or figures that are still missing."""
     for guide in GUIDES:
         assert re.findall(r"<!--.*?-->", (launch.ROOT / guide).read_text(), re.DOTALL) == [], guide
 
 
 def test_no_word_of_a_package_on_an_index() -> None:
-    """The package is on no index: what can be installed is a checkout, by pip install ".[torch]"."""
+    """The package is on no index: users install a checkout, by pip install ".[torch]"."""
     scripts = [path for path in (launch.ROOT / "scripts").iterdir() if path.is_file()]
     paths = [*PATHS, *scripts, *(launch.ROOT / guide for guide in GUIDES)]
     assert [relative(path) for path in paths if "allreduce[" in path.read_text()] == []

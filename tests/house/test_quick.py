@@ -1,4 +1,5 @@
-"""What `scripts/test.sh --quick` leaves out, which files begin, and what the end of a long run says about its time."""
+"""`scripts/test.sh --quick` (the tests that it leaves out, the order of files), and the report of times after a long
+run."""
 
 import os
 import subprocess
@@ -32,7 +33,7 @@ def test_a_quick_run_starts_three_jobs_under_one_mpi() -> None:
 
 
 def test_workers_begin_with_the_jobs() -> None:
-    """The driver's, then the files with most jobs; the tests of a file keep their order."""
+    """First the driver's jobs, then the files with most jobs; the tests of a file keep their order."""
 
     def item(name: str, *marks: str) -> Any:
         return SimpleNamespace(name=name, path=Path(name).parent, get_closest_marker=lambda mark: mark in marks)

@@ -84,6 +84,7 @@ SKIPPED = {
     "python -m benchmarks.faults": "minutes; test_faults.py runs a few",
     "python -m tests.faults": "minutes; test_faults.py runs a few",
     "python -m benchmarks.scaling --fit": "takes the files of the commands before it",
+    "python -m benchmarks.report": "takes files; benchmarks/test_report.py runs it",
 }
 # What makes a command short.
 SHORTER = {
@@ -99,7 +100,7 @@ def blocks(language: str) -> list[str]:
 
 
 def commands() -> list[str]:
-    """Each command of the shell blocks, and those that stand in the text."""
+    """Return the commands in shell blocks, and those in the text."""
     lines = [line for block in blocks("bash") for line in block.replace("\\\n", " ").splitlines()]
     inline = [span for text in TEXTS for span in re.findall(INLINE, text)]
     plain = [re.sub(r"\s+#.*| {2,}", " ", line).strip() for line in [*lines, *inline]]
@@ -107,7 +108,7 @@ def commands() -> list[str]:
 
 
 def exports() -> list[str]:
-    """The section "Under mpirun", without its remarks."""
+    """Return the commands of the section "Under mpirun", without comments."""
     block = next(block for block in blocks("bash") if "OMPI_ALLOW_RUN_AS_ROOT" in block)
     return [re.sub(r"\s+#.*", "", line) for line in block.splitlines()]
 
@@ -132,7 +133,7 @@ def test_the_lists_hold_nothing_that_is_gone() -> None:
 
 
 def slug(heading: str) -> str:
-    """The name by which a link finds a heading."""
+    """Return the anchor of a heading."""
     return re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-")
 
 
@@ -159,7 +160,7 @@ def test_files_that_are_named_are_there(guide: Path) -> None:
 
 
 def test_every_variable_is_told() -> None:
-    """Of the environment: in the table of allreduce/doctor/README.md, and no other."""
+    """Every environment variable is in the table of allreduce/doctor/README.md, and no other."""
     paths = [path for package in ("allreduce", "trainers") for path in (launch.ROOT / package).rglob("*.py")]
     used = {name for path in paths for name in re.findall(r"\b(?:ALLREDUCE|HOROVOD)_[A-Z_]+\b", path.read_text())}
     table = (launch.ROOT / "allreduce" / "doctor" / "README.md").read_text().partition("| variable |")[2]
@@ -178,7 +179,7 @@ def test_the_front_page_is_short_and_leads_to_every_guide() -> None:
 
 
 def messages() -> list[str]:
-    """What is quoted in the first column of the table of messages, in pieces between the dots."""
+    """Return the messages in the first column of the table of messages, split at the dots."""
     (text,) = (text for text in TEXTS if "| message |" in text)
     table = text.partition("| message |")[2].partition("\n\n")[0]
     quoted = [span for row in table.splitlines()[2:] for span in re.findall("`([^`]+)`", row.split("|")[1])]
@@ -218,7 +219,7 @@ for name in sys.argv[1:]:
 
 @pytest.mark.parametrize("wanted", ["numpy", "torch", "jax"])
 def test_programs(mpirun: JobRunner, tmp_path: Path, wanted: str) -> None:
-    """Those of a framework in one job, because importing it takes longer than most of them."""
+    """The programs of a framework run in one job, because importing it takes longer than most of them."""
     if not find_spec(wanted):
         lacking(f"{wanted} is not installed")
     programs = {text.split()[1].rstrip(","): text for text in blocks("python") if framework(text) == wanted}

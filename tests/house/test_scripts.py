@@ -1,4 +1,4 @@
-"""scripts/environment.sh and scripts/train.sh, with a Python, a pip and an mpirun that only pretend: no installs."""
+"""scripts/environment.sh and scripts/train.sh with a pretended Python, pip and mpirun: nothing is installed."""
 
 import os
 import shlex
@@ -52,7 +52,7 @@ printf '%s\\n' "$@"
 
 
 class Checkout:
-    """A copy of the scripts and pyproject.toml, and a PATH with the pretended programs and nothing unneeded."""
+    """A copy of the scripts and pyproject.toml, and a PATH with only the pretended programs and the needed ones."""
 
     def __init__(self, folder: Path) -> None:
         self.root = folder / "check out"  # paths with a space
@@ -94,7 +94,7 @@ def checkout(tmp_path: Path) -> Checkout:
 
 
 def said(job: "subprocess.CompletedProcess[str]") -> str:
-    """The last line of a script that gave up."""
+    """Return the last line of a script that failed."""
     assert job.returncode == 1, job.stderr
     return job.stderr.splitlines()[-1]
 
@@ -161,7 +161,7 @@ def test_a_change_of_what_is_wanted_installs_again(checkout: Checkout) -> None:
 
 @pytest.mark.parametrize("kept", ["pyvenv.cfg", "notes.txt"])
 def test_what_the_script_did_not_make_is_never_deleted(kept: str, checkout: Checkout) -> None:
-    """An environment without pip (uv venv makes such), and a folder of another kind."""
+    """An environment without pip (as uv venv makes), and a folder of another kind."""
     checkout.venv.mkdir()
     (checkout.venv / kept).write_text("by hand")
     words = said(checkout.source(MAKE))
@@ -182,12 +182,12 @@ def test_an_environment_made_by_hand_with_pip_is_used(checkout: Checkout) -> Non
 
 @pytest.mark.parametrize("ranks", ["0", "-1", "two", "2.5"])
 def test_ranks_must_be_a_number(ranks: str, checkout: Checkout) -> None:
-    assert said(checkout.train(RANKS=ranks)) == f"train.sh: RANKS={ranks} is no number of ranks"
+    assert said(checkout.train(RANKS=ranks)) == f"train.sh: RANKS={ranks} is not a number of ranks"
     assert checkout.calls == []
 
 
 def mpirun_arguments(job: "subprocess.CompletedProcess[str]") -> list[str]:
-    """What mpirun was given, but for --oversubscribe, which depends on the machine's cores."""
+    """Return the arguments of mpirun without --oversubscribe, which depends on the machine's cores."""
     assert job.returncode == 0, job.stderr
     return [line for line in job.stdout.splitlines() if line != "--oversubscribe"]
 
@@ -212,7 +212,7 @@ def test_train_passes_arguments_through(arguments: list[str], data: list[str], c
 
 
 def test_the_error_of_a_rank_comes_last(checkout: Checkout) -> None:
-    """Behind mpirun's block; and where no rank has told one, nothing does."""
+    """After mpirun's own message; nothing follows if no rank has printed an error."""
     before = set(checkout.bin.iterdir())
     job = checkout.train(FAILS="3", ERROR="rank 1 of 4: ValueError: broken\n  in two lines")
     assert job.returncode == 3
@@ -227,7 +227,7 @@ def test_the_error_of_a_rank_comes_last(checkout: Checkout) -> None:
 
 
 def test_tests_leave_the_environment_of_the_user_alone(checkout: Checkout) -> None:
-    """So that they replace no PyTorch there. The pretended pip installs no ruff and no pytest, so the script ends."""
+    """So that they replace no PyTorch there. The pretended pip installs neither ruff nor pytest, so the script ends."""
     script = str(checkout.root / "scripts" / "test.sh")
     assert said(checkout.run(script, "--quick")) == "test.sh: ruff check failed"
     made, installed = checkout.calls
@@ -251,7 +251,7 @@ def test_more_ranks_than_cores(checkout: Checkout) -> None:
 
 
 def test_threads_of_a_rank_are_no_cores(checkout: Checkout) -> None:
-    """nproc answers with OMP_NUM_THREADS where that is set, and the script sets it to 1 for the ranks."""
+    """nproc prints OMP_NUM_THREADS if it is set, and the script sets it to 1 for the ranks."""
     for name, text in (
         ("nproc", "echo ${OMP_NUM_THREADS:-${OMP_THREAD_LIMIT:-4}}"),
         ("lscpu", "printf '# CORE,SOCKET\\n0,0\\n1,0\\n2,0\\n3,0\\n'"),

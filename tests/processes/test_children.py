@@ -1,4 +1,4 @@
-"""Child processes of multiprocessing, which are no ranks: they work beside the ranks, and may not communicate."""
+"""Child processes of multiprocessing are not ranks: they work beside the ranks, and may not communicate."""
 
 from pathlib import Path
 
@@ -186,14 +186,15 @@ def test_pools(mpirun: JobRunner, tmp_path: Path, mpi: str, ranks: int) -> None:
 
 @PLACES
 def test_a_forked_child_ends_by_itself(mpirun: JobRunner, tmp_path: Path, mpi: str, ranks: int) -> None:
-    """It neither waits in the end of MPI, which is its parent's, nor ends the job with its exception."""
+    """It does not wait in the end of MPI, which belongs to its parent, and its exception does not end the job."""
     run(mpirun, tmp_path, FORKED, ranks, mpi)
 
 
 @pytest.mark.parametrize("ranks", [0, 2])
 @pytest.mark.parametrize("mpi", launch.MPIS)
 def test_programs_that_a_rank_starts(mpirun: JobRunner, tmp_path: Path, mpi: str, ranks: int) -> None:
-    """They have inherited the launcher's variables: who starts MPI by those would end the job. Jobs of its own work."""
+    """They inherit the launcher's variables; a program that starts MPI by these would end the job. Jobs of its own
+    work."""
     launcher, *options = launch.LAUNCHERS[mpi]
     run(mpirun, tmp_path, SUBPROCESS, ranks, mpi, " ".join([str(launch.environment(mpi) / "bin" / launcher), *options]))
 
@@ -203,5 +204,5 @@ def test_data_loaders(mpirun: JobRunner, tmp_path: Path) -> None:
 
 
 def test_nothing_needs_mpi_while_it_is_imported(mpirun: JobRunner, tmp_path: Path) -> None:
-    """MPI does not run in children, and a call into it then ends the process without an exception."""
+    """Children can't use MPI: a call into it would end the process without an exception."""
     run(mpirun, tmp_path, IMPORTS, 0, "openmpi", "with torch")

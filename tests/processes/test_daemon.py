@@ -1,4 +1,4 @@
-"""Ranks end when the launcher's daemon that has started them is gone, and nothing else ends by that."""
+"""Ranks end when the launcher's daemon that started them is gone; no other process ends."""
 
 import os
 import signal

@@ -1,4 +1,4 @@
-"""Importing allreduce says what to install where something is missing, and imports no more than it needs."""
+"""Importing allreduce names the package to install if one is missing, and imports no more than needed."""
 
 import faulthandler
 import os
@@ -50,7 +50,7 @@ def test_no_mpi_says_what_to_install(blocked: str, error: str) -> None:
 )
 @pytest.mark.parametrize("blocked", NO_MPI)
 def test_a_command_without_mpi_says_so_in_one_line(tmp_path: Path, command: str, blocked: str) -> None:
-    """sitecustomize, which Python imports before the command, takes MPI away."""
+    """sitecustomize, which Python imports before the command, hides MPI."""
     (tmp_path / "sitecustomize.py").write_text(BLOCK.format(blocked=[blocked], error=NO_MPI[blocked]))
     variables = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), str(launch.ROOT)])}
     done = subprocess.run(
@@ -80,7 +80,7 @@ def test_public_names() -> None:
 
 
 def test_works_without_mpirun() -> None:
-    """One process on its own is a world of one rank."""
+    """A single process is a world of one rank."""
     done = launch.child(
         "import allreduce\n"
         "with allreduce.create('auto') as reduce:\n"
@@ -94,7 +94,7 @@ def test_works_without_mpirun() -> None:
 def test_the_start_of_mpi_has_a_limit_where_ranks_may_die(
     monkeypatch: pytest.MonkeyPatch, given: str, limit: float | None
 ) -> None:
-    """With ULFM, the launcher lets the others wait for ever for a rank that died before."""
+    """With ULFM, the launcher lets the other ranks wait for ever for a rank that died before the start."""
     limits: list[float] = []
     monkeypatch.setattr(faulthandler, "dump_traceback_later", lambda seconds, **_: limits.append(seconds))
     monkeypatch.setattr(faulthandler, "cancel_dump_traceback_later", lambda: limits.append(0))

@@ -1,4 +1,4 @@
-"""A launcher whose processes MPI takes for jobs of one rank each is an error, and one process on its own is none."""
+"""Processes of a launcher whose ranks MPI takes for separate jobs raise an error; a single process does not."""
 
 import os
 import subprocess
@@ -62,7 +62,7 @@ def test_one_process_is_left_alone(case: str) -> None:
 
 
 def started(command: list[str | Path], **variables: str) -> "subprocess.CompletedProcess[str]":
-    """Run a command as a user would who has no launcher around."""
+    """Run a command as a user would run it without a launcher."""
     inherited = {name: value for name, value in os.environ.items() if not name.startswith(VARIABLES)}
     root = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1", "OMP_NUM_THREADS": "1"}
     return subprocess.run(
@@ -83,7 +83,7 @@ def environment(mpi: str) -> Path:
 
 
 def commands(case: str, folder: Path) -> list[str | Path]:
-    """What starts two processes of TRAINS that know nothing of each other."""
+    """Return the commands that start two processes of TRAINS that do not know each other."""
     script = folder / "trains.py"
     script.write_text(TRAINS)
     if case == "torchrun":
@@ -113,7 +113,7 @@ def test_a_wrong_launcher_is_an_error(tmp_path: Path, case: str, variable: str) 
 
 @pytest.mark.jobs
 def test_mpich_does_not_start_under_another_mpirun(tmp_path: Path) -> None:
-    """MPICH 5 itself refuses PMIx; older ones start alone, which Topology refuses by OMPI_COMM_WORLD_SIZE."""
+    """MPICH 5 itself refuses PMIx; older versions start alone, which Topology detects by OMPI_COMM_WORLD_SIZE."""
     script = tmp_path / "trains.py"
     script.write_text(TRAINS)
     job = started(
@@ -131,7 +131,9 @@ def test_the_doctor_names_a_wrong_launcher() -> None:
     job = started([mpiexec, "-n", "2", python, "-m", "allreduce", "doctor", "--seconds", "0"])
     assert job.returncode == 2
     assert "problem  launcher" in job.stdout
-    assert "has started 2 processes (PMI_SIZE), and MPI sees 1 rank: each is alone" in " ".join(job.stdout.split())
+    assert "has started 2 processes (PMI_SIZE), and MPI sees 1 rank: each process is a job of its own" in " ".join(
+        job.stdout.split()
+    )
     assert "Traceback" not in job.stderr
 
 

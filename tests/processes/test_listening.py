@@ -1,4 +1,5 @@
-"""On one machine no process of a job listens where another machine reaches it: seen from the machine's own network."""
+"""On one machine, no process of a job listens on an address that other machines reach, seen from the machine's
+network."""
 
 import ipaddress
 import os
@@ -52,7 +53,7 @@ JOBS = {
 
 
 def listeners() -> dict[str, str]:
-    """The sockets that listen beyond the loopback in this process's network: their inodes, and their addresses."""
+    """Return the sockets that listen beyond the loopback in this process's network: their inodes and addresses."""
     found = {}
     for table in ("tcp", "tcp6"):
         for line in Path("/proc/net", table).read_text().splitlines()[1:]:
@@ -77,7 +78,7 @@ def processes(mark: str) -> list[Path]:
 
 
 def exposed(mark: str) -> list[tuple[str, str]]:
-    """The names and addresses of what listens of a job, beyond the loopback."""
+    """Return the names and addresses of a job's processes that listen beyond the loopback."""
     everywhere, found = listeners(), []
     for folder in processes(mark):
         for descriptor in (folder / "fd").iterdir():
@@ -91,7 +92,7 @@ def exposed(mark: str) -> list[tuple[str, str]]:
 
 
 def job(folder: Path, mpi: str, ranks: int, run: str, **variables: str) -> tuple[int, list[tuple[str, str]]]:
-    """A job as the scripts start it, by their function `run`: the number of its processes, and what listens."""
+    """Start a job as the scripts do, by their function `run`; return its processes, and those that listen."""
     try:
         environment = launch.environment(mpi)
     except launch.MissingEnvironmentError as error:
@@ -133,7 +134,7 @@ def test_nothing_listens_for_other_machines(tmp_path: Path, mpi: str, ranks: int
 
 
 def test_ranks_in_a_network_of_their_own_may_start_others(tmp_path: Path) -> None:
-    """A program of a user may (MPI_Comm_spawn); what MPI starts later is reached by TCP, which needs the loopback."""
+    """A user's program may call MPI_Comm_spawn; MPI reaches processes that start later by TCP, over the loopback."""
     program = tmp_path / "program.py"
     program.write_text(SPAWNS)
     script = f'. "{launch.ROOT}/scripts/environment.sh"; run_apart "$@"'
@@ -151,7 +152,7 @@ def test_ranks_in_a_network_of_their_own_may_start_others(tmp_path: Path) -> Non
 
 
 def test_ranks_do_not_listen_where_there_are_no_namespaces(tmp_path: Path) -> None:
-    """Open MPI's daemon does, in the machine's own network; what this test looks at is there to be seen."""
+    """Open MPI's daemon listens in the machine's own network, so this test can see it."""
     alive, found = job(tmp_path, "openmpi", 2, "run_apart", NETWORK="host")
     assert alive > 2
     assert {name for name, _ in found} == {"prterun"}

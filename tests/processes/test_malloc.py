@@ -1,4 +1,4 @@
-"""What malloc does with freed memory, seen in the page faults of a training step."""
+"""The handling of freed memory by malloc, measured by the page faults of a training step."""
 
 import os
 import subprocess
@@ -28,7 +28,7 @@ trainer.close()
 
 
 def python(program: str, environment: dict[str, str]) -> str:
-    """What a program prints, in a process of its own."""
+    """Return the output of a program in a separate process."""
     command = [str(launch.environment("openmpi") / "bin" / "python"), "-c", program]
     inherited = {name: value for name, value in os.environ.items() if not name.startswith("MALLOC_")}
     env = {**inherited, "PYTHONPATH": str(launch.ROOT), "OMP_NUM_THREADS": "1", **environment}
@@ -36,12 +36,13 @@ def python(program: str, environment: dict[str, str]) -> str:
 
 
 def faults() -> float:
-    """Page faults a step of PyTorch, on one rank."""
+    """Return the page faults of a PyTorch step on one rank."""
     return float(python(STEPS, {}).split("FAULTS")[1])
 
 
 def test_freed_memory_is_kept_in_a_fit() -> None:
-    """Gradients of 40 MiB are freed in every step; a malloc that gives them back faults them in again, 10,000 pages."""
+    """Every step frees gradients of 40 MiB; a malloc that returns them to the system causes 10,000 page faults in the
+    next."""
     pytest.importorskip("torch", reason="PyTorch is not installed in this environment")
     assert faults() < 2500  # those of the fit itself
 

@@ -1,4 +1,4 @@
-"""Children of a rank that was killed: they end with it, so that nobody keeps the job's output open."""
+"""Child processes of a killed rank end with it, so that none of them keeps the job's output open."""
 
 import contextlib
 import os

@@ -21,7 +21,7 @@ sys.exit(job.returncode)
 
 
 def run(ranks: int, code: str, mpi: str) -> str:
-    """What a job prints that runs in a /dev/shm of its own."""
+    """Return the output of a job that runs with its own /dev/shm."""
     if not shutil.which("unshare"):
         pytest.skip("no unshare here")
     enter = ["unshare", "--mount", "sh", "-c", IN_A_SMALL_ONE, "sh"]
@@ -39,7 +39,7 @@ def run(ranks: int, code: str, mpi: str) -> str:
 
 @pytest.mark.parametrize("mpi", launch.MPIS)
 def test_jobs_that_take_it_from_each_other(mpi: str) -> None:
-    """Two halves of a job that know nothing of each other: memory or a named error, no bus error."""
+    """Two halves of a job that do not know each other: each gets the memory or a named error, and no bus error."""
     code = (
         "import numpy as np, allreduce\n"
         "from mpi4py import MPI\n"

@@ -1,4 +1,4 @@
-"""Buckets and pieces: every element in one place, whatever the sizes."""
+"""Buckets and pieces: every element is in exactly one place, for all sizes."""
 
 import math
 import sys
@@ -91,7 +91,7 @@ def test_nodes_of_different_size_cut_in_the_same_places(nodes: tuple[int, int]) 
 
 
 def test_pieces_of_nodes_of_different_sizes_fit_together() -> None:
-    """Those of two nodes that have lost a rank each, but not when both have lost the same elements."""
+    """The pieces of two nodes that have lost a rank each, unless both have lost the same elements."""
     halves, thirds = [[slice(0, 6), slice(6, 12)], [slice(0, 4), slice(4, 8), slice(8, 12)]]
     cuts = sorted({each.start for each in halves + thirds})
     offers = lambda ranks: [[(5, 5, 0, *ends) for ends in split(mine, cuts)] for mine in ranks]  # noqa: E731

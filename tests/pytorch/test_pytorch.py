@@ -1,4 +1,4 @@
-"""MirroredOptimizer: what needs no other rank, or a job of its own."""
+"""MirroredOptimizer: tests that need no other rank, or a separate job."""
 
 import json
 import subprocess
@@ -21,7 +21,7 @@ def test_without_torch_the_extra_is_named() -> None:
 
 
 def test_a_rank_ends_early(mpirun: JobRunner, tmp_path: Path) -> None:
-    """The others are told where it ended, and the job ends with an error instead of hanging."""
+    """The other ranks learn where it ended, and the job ends with an error instead of hanging."""
     pytest.importorskip("torch")
     script = tmp_path / "loop.py"
     script.write_text(
@@ -72,7 +72,8 @@ for overlap in (False, True):
 
 
 def test_ctrl_c_while_gradients_are_waited_for(mpirun: JobRunner, tmp_path: Path) -> None:
-    """It leaves backward at once; a program that catches it goes on, as all that was begun is ended."""
+    """Ctrl-C leaves backward at once. A program that catches it can continue, because all calls that had begun are
+    completed."""
     pytest.importorskip("torch")
     job = mpirun(2, ["-c", INTERRUPTED, tmp_path / "interrupted"], timeout=100)
     assert job.returncode == 0, job.stderr
@@ -80,7 +81,7 @@ def test_ctrl_c_while_gradients_are_waited_for(mpirun: JobRunner, tmp_path: Path
 
 
 def test_two_optimizers_closed_in_different_order(mpirun: JobRunner, tmp_path: Path) -> None:
-    """Not a silent hang: the time-out says who waits where."""
+    """No silent hang: the time-out shows where each rank waits."""
     pytest.importorskip("torch")
     script = tmp_path / "close.py"
     script.write_text(
@@ -97,9 +98,9 @@ def test_two_optimizers_closed_in_different_order(mpirun: JobRunner, tmp_path: P
 
 
 def test_a_rank_drops_its_optimizer(mpirun: JobRunner, tmp_path: Path) -> None:
-    """The others are told, when it goes on training and when it does something else."""
+    """The other ranks get an error, both when they continue the training and when they do something else."""
     pytest.importorskip("torch")
-    for after, told in (("backward()", "was dropped without close()"), ("time.sleep(30)", "has not come")):
+    for after, told in (("backward()", "was dropped without close()"), ("time.sleep(30)", "has not arrived")):
         script = tmp_path / "drop.py"
         script.write_text(
             "import time, torch\n"
@@ -123,7 +124,7 @@ def test_a_rank_drops_its_optimizer(mpirun: JobRunner, tmp_path: Path) -> None:
 
 
 def test_without_threads_gradients_are_reduced_after_backward(mpirun: JobRunner, tmp_path: Path) -> None:
-    """MPI that was started without MPI_THREAD_MULTIPLE: one line says so, and the training is right."""
+    """If MPI was started without MPI_THREAD_MULTIPLE, a notice reports it once, and the training is right."""
     pytest.importorskip("torch")
     script = tmp_path / "loop.py"
     script.write_text(

@@ -2,8 +2,8 @@
 
 Run by tests/test_ranks.py, or by hand: mpirun -n 4 python -m pytest tests/ranks -k ring
 
-A test that fails on one rank fails on all, and rank 0, the only one that prints, shows the traceback
-of the rank that failed. A test that hangs ends the job with the stacks of all ranks.
+A test that fails on one rank fails on all. Only rank 0 prints; it shows the traceback of the rank that failed. A test
+that hangs ends the job, with the stacks of all ranks.
 """
 
 import faulthandler
@@ -55,7 +55,7 @@ OUTCOMES = ("passed", "skipped", "failed")
 
 
 class Ranks:
-    """The harness's own communicator and what it counts; no message of a test can meet one of its own."""
+    """The harness's own communicator and counters; its messages can't match those of a test."""
 
     def __init__(self) -> None:
         self.comm = MPI.COMM_WORLD.Dup()
@@ -120,7 +120,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """Ranks that would run different tests would wait for each other for ever."""
+    """Check that all ranks run the same tests; otherwise they would wait for each other for ever."""
     ranks = session.config.stash[RANKS]
     ranks.collected = len(session.items)
     digest = zlib.crc32("\n".join(item.nodeid for item in session.items).encode())
@@ -165,7 +165,7 @@ def pytest_unconfigure(config: pytest.Config) -> None:
 
 @pytest.fixture(scope="module", autouse=True)
 def frozen() -> None:
-    """What a file finds does not count in its gc.collect(), of whose time PyTorch's million objects are the most."""
+    """Keep existing objects out of the tests' gc.collect(), which PyTorch's million objects would slow down."""
     gc.collect()
     gc.freeze()
 
@@ -196,5 +196,5 @@ def topology_of() -> Generator[Callable[[Shape], allreduce.Topology]]:
 
 @pytest.fixture
 def flat(topology_of: Callable[[Shape], allreduce.Topology]) -> allreduce.Topology:
-    """All ranks as they really are: one node here."""
+    """The topology of all ranks as they really are: one node here."""
     return topology_of(None)

@@ -1,4 +1,4 @@
-"""Bytes that are sent, counted."""
+"""Counts the bytes that are sent."""
 
 from collections import Counter
 from typing import Any
@@ -8,7 +8,7 @@ from mpi4py import MPI
 
 
 class Counting:
-    """A communicator that counts the bytes that are sent to every rank, and otherwise is `comm`."""
+    """A communicator that counts the bytes sent to every rank, and otherwise behaves as `comm`."""
 
     def __init__(self, comm: MPI.Intracomm) -> None:
         self._comm, self.sent = comm, Counter[int]()

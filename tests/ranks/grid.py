@@ -1,7 +1,7 @@
-"""The grid: what every backend must do for every length, dtype, operation and kind of memory.
+"""The grid: the results that every backend must give for every length, dtype, operation and kind of memory.
 
-Values depend on rank and index. Results are held against NumPy in float64; 16-bit floats against sums in
-float32 that are rounded once, to one unit in the last place. All ranks must hold the same bits.
+Values depend on rank and index. Results are compared with NumPy in float64; those of 16-bit floats with sums in float32
+that are rounded once, to one unit in the last place. All ranks must hold the same bits.
 """
 
 import functools
@@ -24,7 +24,7 @@ SENTINEL = 5
 
 
 class Bounds(NamedTuple):
-    """What a result may be, element by element."""
+    """The bounds of a result, element by element."""
 
     low: np.ndarray
     high: np.ndarray
@@ -35,7 +35,7 @@ class Bounds(NamedTuple):
 
 
 def shapes(ranks: int) -> dict[str, int | tuple[int, ...] | None]:
-    """Ways to put `ranks` ranks on nodes: as they are, simulated nodes of two, and uneven ones."""
+    """Return ways to divide `ranks` ranks into nodes: the real ones, simulated nodes of two, and uneven nodes."""
     nodes: dict[int, dict[str, int | tuple[int, ...]]] = {
         2: {"ones": 1},
         3: {"twos": 2, "uneven": (1, 2)},
@@ -50,7 +50,7 @@ def lengths(ranks: int) -> tuple[int, ...]:
 
 
 def ops_at(length: int, ranks: int, dtype: np.dtype) -> tuple[str, ...]:
-    """All operations on 2 ranks; on more, which take long, at two lengths: they differ in what is called on a chunk."""
+    """Return all operations on 2 ranks; on more ranks, which take long, at two lengths only."""
     chosen = OPS if ranks <= 2 or length in (ranks + 1, 1000) else ("sum", "mean")
     return tuple(op for op in chosen if op != "mean" or dtype.kind != "i")
 
@@ -61,7 +61,7 @@ def numpy_dtype(name: str) -> np.dtype:
 
 @functools.cache
 def values(dtype: np.dtype, length: int, rank: int, turn: int) -> np.ndarray:
-    """What rank `rank` brings in the `turn`-th round: floats of 0.5 to 1.5 and integers of 1 to 7, of both signs."""
+    """Return the values of rank `rank` in round `turn`: floats of 0.5 to 1.5 and integers of 1 to 7, of both signs."""
     mixed = (np.arange(length, dtype=np.int64) * 7919 + rank * 104729 + turn * 15485863) % 1009
     sign = 1 - 2 * (mixed & 1)
     made = (sign * (mixed % 7 + 1) if dtype.kind == "i" else sign * (0.5 + mixed / 1009)).astype(dtype)
@@ -71,7 +71,7 @@ def values(dtype: np.dtype, length: int, rank: int, turn: int) -> np.ndarray:
 
 @functools.cache
 def expected(dtype: np.dtype, length: int, op: str, ranks: int, turn: int) -> Bounds:
-    """The reduction of all ranks' values, with its tolerance."""
+    """Return the reduction of all ranks' values, with its tolerance."""
     sides = [values(dtype, length, rank, turn) for rank in range(ranks)]
     if dtype.kind == "i":
         exact = _reduce(np.stack(sides), op)
@@ -91,7 +91,7 @@ def _reduce(sides: np.ndarray, op: str) -> np.ndarray:
 
 
 def _one_unit(exact: np.ndarray, dtype: np.dtype) -> Bounds:
-    """One unit in the last place of a 16-bit float to both sides of the rounded value."""
+    """Return the bounds one unit in the last place of a 16-bit float below and above the rounded value."""
     rounded = exact.astype(dtype).astype(np.float32)
     bits, least = (10, -14) if dtype == np.float16 else (7, -126)
     exponent = np.maximum(np.frexp(rounded)[1] - 1, least)
@@ -100,7 +100,7 @@ def _one_unit(exact: np.ndarray, dtype: np.dtype) -> Bounds:
 
 
 def arrays(reduce: AllReduce, dtype: str, wanted: tuple[int, ...]) -> Iterator[tuple[str, int, np.ndarray, np.ndarray]]:
-    """Kind, length, the array to reduce, and all memory that it is a part of. Collective."""
+    """Yield kind, length, the array to reduce, and the whole memory around it. Collective."""
     parsed = numpy_dtype(dtype)
     large = reduce.allocate(max(wanted) + 2 * PAD, dtype)
     for length in wanted:
@@ -117,7 +117,7 @@ def arrays(reduce: AllReduce, dtype: str, wanted: tuple[int, ...]) -> Iterator[t
 
 
 def run_grid(reduce: AllReduce, dtype: str, comm: MPI.Intracomm, lengths_: tuple[int, ...] | None = None) -> int:
-    """Run all cases of one dtype on a backend, twice each, and raise AssertionError about those that fail.
+    """Run all cases of one dtype on a backend, twice each, and raise AssertionError for those that fail.
 
     No rank stops at a failure, because the others would wait for it. Returns the number of cases.
     """
@@ -142,7 +142,7 @@ def run_grid(reduce: AllReduce, dtype: str, comm: MPI.Intracomm, lengths_: tuple
 
 
 def compare(digests: dict[str, int], comm: MPI.Intracomm) -> None:
-    """Raise on all ranks when a case has left them with different bits."""
+    """Raise on all ranks if they hold different bits after a case."""
     mine = np.fromiter(digests.values(), np.int64, len(digests))
     everyone = np.empty((comm.size, mine.size), np.int64)
     comm.Allgather(mine, everyone)

@@ -1,10 +1,10 @@
-"""Several hosts on one machine: ranks that share no memory, by their own account."""
+"""Several hosts on one machine: ranks that pretend to share no memory."""
 
 from mpi4py import MPI
 
 
 class Hosts(MPI.Intracomm):
-    """A communicator whose ranks are on several hosts, by its own account; what is made from it is one, too."""
+    """A communicator whose ranks claim to be on several hosts; so do communicators derived from it."""
 
     sizes: tuple[int, ...] = ()  # of the hosts of the program that runs now
 

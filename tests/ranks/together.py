@@ -1,4 +1,4 @@
-"""What tests on ranks do on all of them: make a backend, or meet an error."""
+"""Helpers for tests on ranks: create a backend, or expect an error, on all ranks."""
 
 import inspect
 from collections.abc import Callable
@@ -13,7 +13,7 @@ from allreduce.errors import UnavailableError
 
 
 def usable(name: str, topology: allreduce.Topology) -> AllReduce:
-    """The backend called `name`; where it can't be used the test is skipped. Collective."""
+    """Return the backend called `name`; skip the test if it can't be used. Collective."""
     try:
         return allreduce.create(name, topology)
     except UnavailableError as error:
@@ -21,14 +21,14 @@ def usable(name: str, topology: allreduce.Topology) -> AllReduce:
 
 
 def raised(kind: type[Exception], call: Callable[[], Any]) -> str:
-    """The text of this rank's error."""
+    """Return the text of this rank's error."""
     with pytest.raises(kind) as caught:
         call()
     return str(caught.value)
 
 
 def raised_everywhere(world: MPI.Intracomm, kind: type[Exception], call: Callable[[], Any]) -> str:
-    """Every rank's call raises `kind` with the same text, which is returned. Collective."""
+    """Every rank's call must raise `kind` with the same text, which is returned. Collective."""
     try:
         call()
         mine = ("nothing", "")
@@ -40,6 +40,6 @@ def raised_everywhere(world: MPI.Intracomm, kind: type[Exception], call: Callabl
 
 
 def admitted_call(reduce: Any) -> Any:
-    """The record of the call that a backend has run first, which its function holds."""
+    """Return the record of the call that a backend has run first."""
     (run, *_) = reduce._known.values()
     return inspect.getclosurevars(run).nonlocals["admitted"]

@@ -2,13 +2,13 @@
 
     mpirun -n 3 python -m tests.sequences [WHAT] [--seed 1] [--sequences 100] [--calls 14] [--seconds 600] [--verbose]
 
-WHAT: trainers; loops: of PyTorch, with MirroredOptimizer and DDP; backends; found: what was found so far, and trainers.
+WHAT: trainers; loops: of PyTorch, with MirroredOptimizer and DDP; backends; found: defects found so far, and trainers.
 
-All ranks draw the same from the seed. A sequence makes trainers of all kinds on a few replicas, one after the other and
-side by side, and calls them: fits of all sizes that go well, are stopped, or meet an error on one rank or on all,
-checkpoints and going on from them, evaluations, predictions, models saved and loaded, refused calls. After each call
-all ranks must have met the same end, and have the same model; where the result does not depend on who is fast it must
-be that of a shadow, which has trained alone. A failure prints the seed of its sequence and the calls so far.
+All ranks draw the same calls from the seed. A sequence creates trainers of all kinds on a few replicas, one after the
+other and side by side, and calls them: fits of all sizes that finish, are stopped, or raise an error on one rank or on
+all, checkpoints and resumed fits, evaluations, predictions, models saved and loaded, refused calls. After each call all
+ranks must have the same outcome and the same model. If the result does not depend on the ranks' speeds, the model must
+equal that of a shadow, which trains alone. A failure prints the seed of its sequence and the calls so far.
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""Random sequences of calls on backends: several of them, on several topologies, one after the other and in turn."""
+"""Random sequences of calls on backends: several backends on several topologies, one after the other and in turn."""
 
 import zlib
 from collections.abc import Callable
@@ -20,14 +20,14 @@ AGREED = (4, 6)  # refused calls about which ranks agree in any case
 
 
 class Group:
-    """A topology, and which ranks of the job are in this rank's part of it."""
+    """A topology, and the ranks of the job in this rank's part of it."""
 
     def __init__(self, name: str, topology: allreduce.Topology, ranks: list[int]) -> None:
         self.name, self.topology, self.ranks = name, topology, ranks
 
 
 class Used:
-    """A backend, the arrays that it gave, and what is under way in the background: each a check for its end."""
+    """A backend, the arrays that it has allocated, and its background calls, each with a check of its result."""
 
     def __init__(self, name: str, backend: AllReduce, group: Group, compressed: bool) -> None:
         self.name, self.backend, self.group, self.compressed = name, backend, group, compressed
@@ -110,7 +110,7 @@ class Backends(Calls):
     # Values
 
     def rows(self, used: Used, shape: Any, dtype: str) -> np.ndarray:
-        """The arrays of all ranks of the job; those of this part are reduced."""
+        """Return the arrays of all ranks of the job; those of this part are reduced."""
         full = self.numbers.integers(1, 4, size=(self.size, *np.atleast_1d(shape))).astype(dtype)
         return full[used.group.ranks]
 
@@ -141,7 +141,7 @@ class Backends(Calls):
         used.arrays.append(array)
 
     def reduce(self, used: Used) -> None:
-        """An allocated array, a slice of one, or another of any shape; sometimes twice."""
+        """Reduce an allocated array, a slice of one, or another array of any shape; sometimes twice."""
         kind = self.pick("allocated", "allocated", "slice", "foreign", "two axes", "Fortran")
         dtype = self.pick(*DTYPES)
         if kind in ("allocated", "slice") and used.arrays:
@@ -233,7 +233,7 @@ class Backends(Calls):
         self.near(used, "sparse", sums, wanted[there])
 
     def submit(self, used: Used) -> None:
-        """In the background: it is waited for later, when others have been submitted."""
+        """Submit a call in the background; it is waited for later, after other calls."""
         if used.inner is None:
             return
         backend: Any = used.backend
@@ -250,7 +250,7 @@ class Backends(Calls):
         used.pending.clear()
 
     def refuse(self, used: Used) -> None:
-        """What one rank of a part brings is wrong, or another than before; then all is well again."""
+        """One rank of a part passes an invalid argument, or another one than the others; later calls work."""
         size = len(used.group.ranks)
         bad = used.group.ranks[self.draw.randrange(10) % size] == self.rank
         backend, length = used.backend, self.pick(5, 1000)
@@ -308,7 +308,7 @@ class Backends(Calls):
             self.well("close again", used.backend.close)
 
     def close_group(self, used: Used) -> None:
-        """A topology is closed, and its backends with it."""
+        """Close a topology, and with it its backends."""
         group = used.group
         children = [each for each in self.groups if each.name in ("split", "duplicate")]
         if group is self.groups[0] or group in children or self.chance(0.5):
@@ -326,6 +326,6 @@ class Backends(Calls):
             self.closed(each)
 
     def drop(self, used: Used) -> None:
-        """Forget an array: its memory may be given again."""
+        """Drop an array: its memory may be allocated again."""
         if used.arrays:
             used.arrays.pop(self.draw.randrange(len(used.arrays)))

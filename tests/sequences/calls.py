@@ -1,4 +1,4 @@
-"""Calls of a random sequence: each one is timed, noted, and held against what it has to do."""
+"""The calls of a random sequence: each call is timed, recorded, and compared with its expected outcome."""
 
 import faulthandler
 import os
@@ -20,12 +20,12 @@ HANG_SECONDS = float(os.environ.get("SEQUENCE_HANG_SECONDS", "120"))  # of one c
 
 
 class FailureError(AssertionError):
-    """A call did not do what it should have done."""
+    """A call did not have its expected outcome."""
 
 
 @dataclass
 class Folder:
-    """What must be in a folder of checkpoints: of which fit, after how many steps; state: None when nobody knows."""
+    """The expected content of a checkpoint folder: the fit, and the number of steps. state: None if unknown."""
 
     call: Fit
     total: int
@@ -33,7 +33,7 @@ class Folder:
 
 
 class Side:
-    """A trainer with what it trains."""
+    """A trainer, and the model that it trains."""
 
     def __init__(self, name: str, trainer: Any, model: Model) -> None:
         self.name, self.trainer, self.model = name, trainer, model
@@ -42,7 +42,7 @@ class Side:
 
 
 class Calls:
-    """Makes calls on all ranks, and sees that they end in the same way."""
+    """Makes calls on all ranks, and checks that they have the same outcome."""
 
     def __init__(self, comm: MPI.Intracomm, seed: int, folder: str, verbose: bool) -> None:
         self.comm, self.seed, self.folder, self.verbose = comm, seed, folder, verbose
@@ -57,7 +57,7 @@ class Calls:
             print("  ", text, flush=True)
 
     def call(self, name: str, action: Callable[[], Any]) -> tuple[Any, BaseException | None]:
-        """What a call returns or raises, the same kind on all ranks."""
+        """Return the result or the error of a call, which must be of the same kind on all ranks."""
         self.calls[name] += 1
         watch = threading.Timer(HANG_SECONDS, self._hangs, [name])
         watch.daemon = True
@@ -92,7 +92,7 @@ class Calls:
         self.check(type(error).__name__ in errors, f"{name} met {error!r}, not {' or '.join(errors)}")
 
     def check(self, holds: bool, text: str) -> None:
-        """On all ranks."""
+        """Check a condition on all ranks."""
         found = self.comm.allgather("" if holds else f"rank {self.rank}: {text}")
         if any(found):
             raise FailureError(next(filter(None, found)))

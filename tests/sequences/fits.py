@@ -1,4 +1,4 @@
-"""The fits of a sequence: what they are given, what goes wrong in them, and after which step they must end."""
+"""The fits of a sequence: their arguments, the incidents in them, and the step after which they must end."""
 
 import copy
 import os
@@ -13,18 +13,18 @@ from tests.sequences.models import CLASSES, FEATURES
 from trainers.callbacks import Callback
 from trainers.data import OF_SAMPLES, order
 from trainers.errors import DataError, DivergedError, NotFiniteError
+from trainers.fit.checkpointing import Checkpoint
 from trainers.recovery.terminating import Terminated
-from trainers.state.checkpoints import Checkpoint
 
 EVENTS = ("train_begin", "epoch_begin", "batch_begin", "batch_end", "epoch_end", "train_end")
 
 
 class WantedError(Exception):
-    """What a callback raises, as a sequence wants it."""
+    """An error that a callback raises on purpose."""
 
 
 class Rows:
-    """A data set by rows; `bad` can't be read."""
+    """A data set by rows. bad: a row that can't be read."""
 
     def __init__(self, x: np.ndarray, y: np.ndarray, bad: int | None = None) -> None:
         self.x, self.y, self.bad = x, y, bad
@@ -41,7 +41,7 @@ class Rows:
 
 
 class ManyRows(Rows):
-    """One that takes several rows at once."""
+    """A data set that returns several rows at once."""
 
     def __getitems__(self, rows: list[int]) -> list[tuple[np.ndarray, Any]]:
         return [self[row] for row in rows]
@@ -53,7 +53,7 @@ def pairs(rows: Any) -> tuple[np.ndarray, np.ndarray]:
 
 @dataclass
 class Incident:
-    """What a callback of one rank does at one event: it raises, stops the training, or sends itself SIGTERM."""
+    """An action of one rank's callback at one event: it raises, stops the training, or sends itself SIGTERM."""
 
     kind: str
     event: str
@@ -66,7 +66,8 @@ class Incident:
         return {"raise": WantedError, "stop": None, "SIGTERM": Terminated}[self.kind]
 
     def limit(self, steps: int, epochs: int) -> int | None:
-        """After how many steps the fit ends where they are taken in step; None where it does not happen."""
+        """Return the number of steps after which the fit ends, if ranks take steps together; None if the incident does
+        not happen."""
         epoch, step, stops = self.epoch, self.step, self.kind != "raise"
         if self.event == "train_begin":
             return 0
@@ -80,7 +81,8 @@ class Incident:
         return epoch * steps + places[self.event]
 
     def heard(self, steps: int, epochs: int, first: int) -> "Incident":
-        """The stop that a signal is: a callback that was told the event before looks for it in the next one."""
+        """Return the stop that a signal causes: callbacks look for the signal at the event after the one in which it
+        came."""
         event, epoch, step = self.event, self.epoch, self.step
         if event == "train_begin":
             event, epoch, step = "batch_end", first // steps, first % steps
@@ -97,7 +99,7 @@ class Incident:
         return Incident(self.kind, event, epoch, step, self.rank)
 
     def comes(self, steps: int, first: int) -> bool:
-        """Whether it happens in a fit that goes on after `first` steps, of which there are more."""
+        """Whether the incident happens in a fit that resumes after `first` of its steps."""
         if self.event.startswith("train"):
             return True
         if self.event.startswith("epoch"):
@@ -106,7 +108,7 @@ class Incident:
 
 
 class Does(Callback):
-    """An incident."""
+    """A callback that does an incident."""
 
     def __init__(self, incident: Incident) -> None:
         self.incident, self.happened, self._epoch = incident, False, -1
@@ -146,7 +148,7 @@ class Does(Callback):
 
 
 class Evaluates(Callback):
-    """Calls the trainer in an event, on all ranks."""
+    """A callback that calls the trainer in an event, on all ranks."""
 
     collective = True
 
@@ -160,11 +162,9 @@ class Evaluates(Callback):
 
 @dataclass
 class Fit:
-    """A fit that a sequence asks for.
-
-    bad: a row that can't be read, or, with `poisoned`, is not finite, which a callback may look for (`finds`: "raise",
-    "skip" or ""). halves: a callback halves the learning rate in each epoch. restores: the best epoch's model stays.
-    """
+    """A fit of a sequence. bad: a row that can't be read or, if `poisoned`, is not finite; a callback may check for
+    that (`finds`: "raise", "skip" or ""). halves: a callback halves the learning rate in each epoch. restores: the
+    model of the best epoch is restored."""
 
     x: np.ndarray
     y: np.ndarray
@@ -200,19 +200,20 @@ class Fit:
         return self.poisoned and self.finds == "skip"
 
     def bad_place(self, epoch: int) -> int | None:
-        """In which step of an epoch the bad row is."""
+        """Return the step of an epoch in which the bad row is."""
         if self.bad is None:
             return None
         return order(self.rows, self.seed, epoch, self.shuffle).tolist().index(self.bad) // self.batch_size
 
     @property
     def refuses_checkpoints(self) -> bool:
-        """Whether the fit ends before it begins: it samples rows for its checkpoints, and one can't be read."""
+        """Whether the fit fails before it begins: for its checkpoints it samples rows, one of which can't be read."""
         sampled = np.linspace(0, self.rows - 1, min(self.rows, OF_SAMPLES)).astype(int)
         return self.checkpoint is not None and not self.poisoned and self.bad in sampled
 
     def limit(self, first: int = 0) -> tuple[int, type[BaseException] | None]:
-        """After how many steps, and with what, it ends where steps are taken in step. first: were done before."""
+        """Return the number of steps after which the fit ends, and its error, if ranks take steps together. first:
+        steps that were done before."""
         last = self.epochs * self.steps
         limit, error = max(first, last), None
         incident = self.incident
@@ -241,7 +242,7 @@ class Fit:
         return [self.rows, self.batch_size, self.seed, self.shuffle]
 
     def data(self, folder: str, rank: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """What the data are given as: arguments and options."""
+        """Return the data as arguments and options of fit."""
         x, y, bad = self.x, self.y, None if self.poisoned else self.bad
         if self.form == "memmap":
             path = os.path.join(folder, f"rows.{rank}.npy")
@@ -258,7 +259,7 @@ class Fit:
         return (x, y), {}
 
     def kept(self, together: bool, first: int, limit: int, error: Any) -> list[int]:
-        """After which steps of it there must be checkpoints. together: whether ranks take steps together."""
+        """Return the steps after which checkpoints must exist. together: whether ranks take steps together."""
         if self.checkpoint is None:
             return []
         count, _, unit = self.checkpoint.every.rpartition(" ")
@@ -280,7 +281,7 @@ class Fit:
         return due
 
     def _ends_epoch(self, error: Any) -> bool:
-        """Whether an epoch behind which the fit ends came to its own end."""
+        """Whether the last epoch of the fit is complete."""
         if error is not WantedError or self.incident is None:
             return error not in (DivergedError,)
         event, step = self.incident.event, self.incident.step
@@ -293,7 +294,7 @@ class Fit:
 
 
 def draw_fit(draw: random.Random, ranks: int) -> Fit:
-    """Any fit."""
+    """Draw a fit."""
     rows = draw.choice([1, 2, 5, 13, 30])
     numbers = np.random.default_rng(draw.randrange(5))
     dtype = draw.choice(["float32", "float32", "float64", "int32"])

@@ -1,4 +1,4 @@
-"""What sequences have found, each in its shortest form: `python -m tests.sequences found`. All are collective."""
+"""Defects that sequences have found, each as a minimal test: `python -m tests.sequences found`. All are collective."""
 
 import os
 import tempfile
@@ -32,7 +32,7 @@ def data(rows: int = 6) -> tuple[np.ndarray, np.ndarray]:
 
 
 def a_replica_has_one_trainer() -> None:
-    """A second one would train in the first one's memory, in which other ranks train too."""
+    """A second trainer would train in the first trainer's memory, in which other ranks train too."""
     replica, (x, y) = numpy_network("momentum", 1), data()
     with MirroredTrainer(replica, "ring", update="sharded") as trainer:
         for make in (MirroredTrainer, ParameterServerTrainer):
@@ -46,7 +46,8 @@ def a_replica_has_one_trainer() -> None:
 
 
 def a_whole_replica_is_taken_over() -> None:
-    """By the newest trainer; the one before trains no more, and says so, and its end leaves the replica alone."""
+    """By the newest trainer. The previous one raises an error if it is used, and closing it does not change the
+    replica."""
     replica, (x, y) = numpy_network("momentum", 1), data()
     former = MirroredTrainer(replica, "ring")
     former.fit(x, y, 1, 2, progress=False)
@@ -62,7 +63,7 @@ def a_whole_replica_is_taken_over() -> None:
 
 
 def a_block_that_all_ranks_leave_by_an_error_closes_its_trainer() -> None:
-    """Otherwise the next trainer of the replica updates parameters that all ranks have in common, once a rank."""
+    """Otherwise the next trainer of the replica would update shared parameters once per rank."""
     (x, y), results = data(), []
     for fails in (False, True):
         replica = numpy_network("momentum", 1)
@@ -81,7 +82,7 @@ def a_block_that_all_ranks_leave_by_an_error_closes_its_trainer() -> None:
 
 
 def an_error_is_told_and_not_the_nan_of_an_earlier_fit() -> None:
-    """A rank that has failed brings gradients of zero, also to who looks at them."""
+    """The gradients of a rank with an error are zeros, also for callbacks that check gradients."""
     x, y = data()
     bad = x.copy()
     bad[:] = np.nan
@@ -95,7 +96,7 @@ def an_error_is_told_and_not_the_nan_of_an_earlier_fit() -> None:
 
 
 def a_closed_trainer_says_so() -> None:
-    """Also where ranks may be lost: it had asked for the ranks of a communicator that was freed."""
+    """Also if ranks may fail: it used to ask for the ranks of a freed communicator."""
     x, y = data()
     trainer = MirroredTrainer(numpy_network("sgd", 1))
     trainer.close()
@@ -104,7 +105,7 @@ def a_closed_trainer_says_so() -> None:
 
 
 def who_comes_to_another_call_than_surviving_is_told() -> None:
-    """Now, and not after the time-out, also where ranks may be lost."""
+    """At once, not after the time-out, also if ranks may fail."""
     x, _ = data()
     with MirroredTrainer(numpy_network("sgd", 1)) as trainer:
         mismatched = partial(trainer.predict, x) if trainer.rank else partial(trainer.surviving, list)
@@ -113,7 +114,7 @@ def who_comes_to_another_call_than_surviving_is_told() -> None:
 
 
 def a_fit_with_checkpoints_reads_its_rows_before_it_begins() -> None:
-    """Also a fit of no epochs: a sample of the rows tells later fits whether they have the same data."""
+    """Also in a fit of no epochs: a sample of the rows tells later fits whether they have the same data."""
     x, y = data()
     with MirroredTrainer(numpy_network("sgd", 1)) as trainer, tempfile.TemporaryDirectory() as own:
         folder = MPI.COMM_WORLD.bcast(own)
@@ -132,7 +133,7 @@ def the_parameters_of_asynchronous_servers_depend_on_who_is_fast() -> None:
 
 
 def what_is_no_array_is_refused_where_others_compress() -> None:
-    """On all ranks: to NumPy its dtype, None, is float64."""
+    """On all ranks. The dtype of the argument is None, which NumPy takes for float64."""
     with allreduce.create("ring", compress="bfloat16") as backend:
         for bad in ("no array", np.ones(6, "float32")[::2]):
             array = np.ones(3, "float32")
@@ -143,7 +144,7 @@ def what_is_no_array_is_refused_where_others_compress() -> None:
 
 
 def join_compares_no_rank_that_has_left() -> None:
-    """It gets the parameters in the end, and until then it differs: that is no divergence."""
+    """Such a rank gets the parameters at the end, and differs until then, which is not a divergence."""
     import torch
 
     from trainers.pytorch import MirroredOptimizer

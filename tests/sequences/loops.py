@@ -1,4 +1,5 @@
-"""Random sequences of training loops of PyTorch: MirroredOptimizers beside each other, and beside DDP on our group."""
+"""Random sequences of PyTorch training loops: several MirroredOptimizers, and DDP over our process group, side by
+side."""
 
 import copy
 import os
@@ -22,7 +23,7 @@ WIDTH = 5
 
 
 class WantedError(Exception):
-    """What a backward raises, as a sequence wants it."""
+    """An error that a backward raises on purpose."""
 
 
 class Raises(torch.autograd.Function):
@@ -38,7 +39,7 @@ class Raises(torch.autograd.Function):
 
 
 class Net(nn.Module):
-    """Two branches, of which a batch may use one."""
+    """A model with two branches; a batch may use only one."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -162,7 +163,7 @@ class Loops(Calls):
     # Batches
 
     def batch(self, rows: int) -> tuple[Tensor, Tensor]:
-        """All rows, on every rank."""
+        """Return all rows, on every rank."""
         x = self.numbers.normal(size=(rows, FEATURES)).astype("float32")
         return torch.from_numpy(x), torch.from_numpy(np.abs(x[:, :CLASSES]).argmax(1))
 
@@ -192,7 +193,7 @@ class Loops(Calls):
             self.shadow_step(loop, x, y, branches=branches)
 
     def rows(self, loop: Loop) -> None:
-        """Ranks with different numbers of rows, perhaps none."""
+        """Train with different numbers of rows on the ranks, perhaps none."""
         if loop.ddp:
             return
         number = self.pick(1, self.size, self.size + 1, 7)
@@ -273,7 +274,7 @@ class Loops(Calls):
         self.shadow_step(loop, x, y)
 
     def forgets(self, loop: Loop) -> None:
-        """A backward whose gradients are not used, and rows that were told of it."""
+        """A backward whose gradients are not used, and whose rows were set."""
         self.note(f"a backward of {loop.name} that is forgotten")
         x, y, mine = self.equal()
         tells, apart = not loop.ddp and self.chance(0.3), not loop.ddp and self.chance(0.3)
@@ -291,7 +292,7 @@ class Loops(Calls):
         self.well("forget", action)
 
     def not_finite(self, loop: Loop) -> None:
-        """One rank's gradients are no numbers."""
+        """One rank's gradients are NaN."""
         if not (loop.raises or loop.skips):
             return
         victim = self.draw.randrange(self.size)
@@ -305,7 +306,7 @@ class Loops(Calls):
         self.well("zero_grad", loop.optimizer.zero_grad)
 
     def raises(self, loop: Loop) -> None:
-        """A backward raises on all ranks, in the middle or before it, and the loop goes on."""
+        """A backward raises on all ranks, in the middle or before it begins, and the loop continues."""
         if loop.ddp:  # whose buckets are half reduced then, for good
             return
         where = self.pick("forward", "backward")
@@ -342,7 +343,7 @@ class Loops(Calls):
             self.shadow_step(loop, x[there], y[there])
 
     def together(self, loop: Loop) -> None:
-        """One backward through several models, in another order on each rank."""
+        """One backward through several models, in a different order on each rank."""
         loops = [each for each in self.loops if not each.ddp]
         if len(loops) < 2 or loop.ddp:
             return
@@ -393,7 +394,7 @@ class Loops(Calls):
                 group["lr"] = min(0.05, group["lr"] * factor)
 
     def state(self, loop: Loop) -> None:
-        """The state is taken and loaded again, perhaps from rank 0 alone; the shadow has the same."""
+        """Take the state and load it again, perhaps from rank 0 alone; the shadow does the same."""
         alone = not loop.ddp and self.chance(0.5)
         self.note(f"state_dict of {loop.name}, and back")
         taken = self.well("state_dict", lambda: copy.deepcopy(loop.optimizer.state_dict()))
@@ -413,7 +414,7 @@ class Loops(Calls):
         self.well("load_state_dict", lambda: loop.optimizer.load_state_dict(given))
 
     def again(self, loop: Loop) -> None:
-        """Closed, and made again in another way, with its state."""
+        """Close the optimizer, and create it again with other options and its state."""
         if loop.ddp:
             return
         self.note(f"close {loop.name}, and make it again")
@@ -438,7 +439,7 @@ class Loops(Calls):
 
 
 def begin_group(comm: MPI.Intracomm) -> None:
-    """The process group that DDP uses, once a process."""
+    """Create the process group that DDP uses, once in a process."""
     if not dist.is_initialized():
         os.environ.setdefault("MASTER_ADDR", "localhost")
         dist.init_process_group("allreduce")

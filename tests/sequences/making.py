@@ -1,4 +1,4 @@
-"""The trainers of a random sequence: what they are made of, and what must be refused."""
+"""The trainers of a random sequence: their arguments, and the arguments that must be refused."""
 
 from collections.abc import Callable
 from typing import Any
@@ -18,12 +18,12 @@ Make = Callable[..., Trainer]
 
 
 def names() -> list[str]:
-    """Backends that average on the CPU."""
+    """Return the backends that average on the CPU."""
     return [name for name in allreduce.available() if name in ON_CPU]
 
 
 class Making(Calls):
-    """Collective. torch: whether there is one. without: names of actions that are left out."""
+    """Collective. torch: whether PyTorch is installed. without: names of actions to leave out."""
 
     def __init__(
         self, comm: MPI.Intracomm, seed: int, folder: str, verbose: bool, torch: bool, without: tuple[str, ...] = ()
@@ -38,7 +38,7 @@ class Making(Calls):
         self.reused: dict[str, Any] = {}
 
     def topology(self) -> allreduce.Topology:
-        """One that trainers share."""
+        """Return a topology that trainers share."""
         if not self.topologies or self.chance(0.15):
             nodes = self.pick(None, None, 2, 1)
             self.note(f"Topology(ranks_per_node={nodes})")
@@ -47,7 +47,7 @@ class Making(Calls):
         return self.pick(*self.topologies)
 
     def free_model(self) -> Model:
-        """One that no trainer has now."""
+        """Return a model that no trainer uses now."""
         free = [model for model in self.models if all(model is not side.model for side in self.sides)]
         if free and self.chance(0.8):
             return self.pick(*free)

@@ -1,4 +1,4 @@
-"""What sequences train: small replicas, and for each a shadow that does the same in one process."""
+"""The models of sequences: small replicas, each with a shadow that does the same in one process."""
 
 from typing import TYPE_CHECKING
 
@@ -64,9 +64,9 @@ class Shadow:
         self.replica.load_state({name: np.array(array) for name, array in state.items()})
 
     def train(self, call: "Fit", first: int, limit: int, kept: dict[int, State]) -> list[dict[str, float]]:
-        """Steps `first` to `limit` of a fit; the states after the steps in `kept` are noted there.
+        """Do steps `first` to `limit` of a fit; record the states after the steps in `kept`.
 
-        Returns the means of the metrics over the steps of each epoch, and of the validation behind it.
+        Returns the means of the metrics over the steps of each epoch, and those of its validation.
         """
         replica, base = self.replica, self.replica.learning_rates
         means: list[dict[str, float]] = []
@@ -99,10 +99,8 @@ class Shadow:
 
 
 class Model:
-    """A replica on this rank, and its shadow.
-
-    known: whether the shadow is what the replica must be. finite: false when it has diverged as it was wanted to.
-    """
+    """A replica on this rank, and its shadow. known: whether the replica must equal the shadow. finite: False if it has
+    diverged on purpose."""
 
     def __init__(self, kind: str, optimizer: str, seed: int) -> None:
         make = {"numpy": numpy_network, "torch": torch_replica}[kind]
@@ -113,6 +111,6 @@ class Model:
         self.known = self.finite = True
 
     def settle(self, state: State) -> None:
-        """From here on the shadow is this."""
+        """Set the shadow to this state."""
         self.shadow.take_on(state)
         self.known = True

@@ -1,4 +1,4 @@
-"""One random sequence of calls on trainers, and what must be so after each."""
+"""One random sequence of calls on trainers, and the checks after each call."""
 
 import io
 import os
@@ -25,8 +25,8 @@ from trainers.callbacks import (
 )
 from trainers.data import order
 from trainers.errors import ArgumentError, CheckpointError, DataError, DivergedError, NotFiniteError
+from trainers.fit.checkpointing import Checkpoint
 from trainers.recovery.terminating import Terminated
-from trainers.state.checkpoints import Checkpoint
 
 
 class Sequence(Making):
@@ -59,7 +59,7 @@ class Sequence(Making):
     # Comparing
 
     def compare(self, side: Side) -> None:
-        """All ranks have the same model, which is the shadow's."""
+        """Check that all ranks have the same model, and that it equals the shadow's."""
         trainer, model = side.trainer, side.model
         sums = self.well("parameters_sha256", trainer.parameters_sha256)
         self.check(len(set(sums)) == 1, f"{side.name}: ranks have different parameters")
@@ -95,7 +95,8 @@ class Sequence(Making):
         self.run_fit(side, call)
 
     def callbacks(self, call: Fit) -> list[Any]:
-        """Those that change nothing, or what the shadow follows; some for the second time."""
+        """Return callbacks that change nothing, or whose effect the shadow follows; some are used for the second
+        time."""
         made: list[Any] = []
         if call.halves:
             made.append(self.again("schedule", lambda: LearningRateSchedule(lambda epoch, rate: rate * 0.5)))
@@ -116,7 +117,7 @@ class Sequence(Making):
         return made
 
     def again(self, name: str, make: Callable[[], Any]) -> Any:
-        """A callback of this name that another fit had before, perhaps."""
+        """Return a callback of this name that an earlier fit has used, perhaps."""
         if name not in self.reused or self.chance(0.5):
             self.reused[name] = make()
         return self.reused[name]
@@ -188,14 +189,14 @@ class Sequence(Making):
         self.compare(side)
 
     def skips_steps(self, side: Side, call: Fit) -> bool:
-        """Whether the rank of the incident may be told of a later step only: nobody waits for one without rows."""
+        """Whether the rank of the incident may miss a step: no step waits for a rank without rows."""
         fewest = min(call.batch_size, call.rows - (call.steps - 1) * call.batch_size)
         return isinstance(side.trainer, SpareReplicasTrainer) and call.incident is not None and fewest < self.size
 
     def shadowed(
         self, side: Side, call: Fit, first: int, limit: int, error: BaseException | None
     ) -> list[dict[str, float]]:
-        """The shadow does the same; the means of its epochs."""
+        """Let the shadow do the same fit; return the means of its epochs."""
         model, keeps = side.model, call.kept(side.trainer.strategy.synchronous, first, limit, error and type(error))
         ends = range(call.steps, limit + 1, call.steps) if call.restores else []
         states: dict[int, State] = {total: {} for total in [*keeps, *ends]}
@@ -219,7 +220,7 @@ class Sequence(Making):
     def out_of_step(
         self, side: Side, call: Fit, history: Any, error: BaseException | None, happened: bool, folder: Folder | None
     ) -> None:
-        """A fit whose result depends on who is fast."""
+        """Do a fit whose result depends on the ranks' speeds."""
         wanted = call.incident.error if happened and call.incident is not None else None
         allowed: set[Any] = {wanted or type(None)}
         if call.bad is not None:
@@ -244,7 +245,7 @@ class Sequence(Making):
         self.compare(side)
 
     def check_counts(self, side: Side, call: Fit, history: Any) -> None:
-        """All gradients of an epoch are accounted for."""
+        """Check that all gradients of an epoch are counted."""
         trainer = side.trainer
         if not isinstance(trainer, ParameterServerTrainer):
             return
@@ -337,7 +338,7 @@ class Sequence(Making):
         self.check(found == self.size, f"surviving gave {found}")
 
     def unusual(self, side: Side) -> None:
-        """Calls inside of calls, and others that make little sense."""
+        """Make calls inside of calls, and other unusual calls."""
         trainer, x = side.trainer, np.ones((4, FEATURES), "float32")
         self.note(f"calls inside of calls of {side.name}")
         found = self.well("nested", lambda: trainer.surviving(lambda: trainer.predict(x)))
@@ -350,7 +351,7 @@ class Sequence(Making):
         self.compare(side)
 
     def refuse(self, side: Side) -> None:
-        """A call that is wrong on one rank, or different."""
+        """Make a call that is invalid on one rank, or differs there."""
         victim = self.draw.randrange(self.size)
         tries = refusals(side.trainer, self.folder, self.rank == victim)
         number = self.draw.randrange(ALONE if self.size == 1 else len(tries))
@@ -364,7 +365,8 @@ class Sequence(Making):
     # Ends
 
     def second(self, side: Side) -> None:
-        """Another trainer on a replica that has one: it takes over what every rank has whole, or is refused."""
+        """Create another trainer on a replica that has one: it takes over a replica that every rank holds completely,
+        or is refused."""
         name, make = self.kind_of_trainer()
         topology, former = self.topology(), side.trainer
         self.note(f"a second trainer, {name}, on what {side.name} has")
@@ -391,7 +393,7 @@ class Sequence(Making):
         self.closed(side)
 
     def closed(self, side: Side) -> None:
-        """Every rank's replica has its whole state."""
+        """Check that every rank's replica holds its complete state."""
         if self.chance(0.5):
             self.well("close again", side.trainer.close)
         if self.chance(0.5):
@@ -404,7 +406,7 @@ class Sequence(Making):
             self.models.remove(side.model)
 
     def leave(self, side: Side) -> None:
-        """`with` is left by an exception on all ranks; the replica is used again."""
+        """An exception on all ranks leaves the `with` block; the replica is used again."""
         self.note(f"leave {side.name} by an error")
         self.sides.remove(side)
 
@@ -416,7 +418,7 @@ class Sequence(Making):
         self.closed(side)
 
     def close_topology(self, side: Side) -> None:
-        """Which closes its trainers."""
+        """Close a topology, and with it its trainers."""
         topology = side.trainer.topology
         if topology not in self.topologies:
             return
@@ -434,7 +436,8 @@ ALONE, AFTER_AN_EPOCH = 15, 14  # refusals that need no other rank; the one that
 
 
 def refusals(trainer: Any, folder: str, bad: bool) -> list[Callable[[], Any]]:
-    """Calls that are wrong, from ALONE on only since ranks differ. bad: whether this rank is the wrong one."""
+    """Return invalid calls; from ALONE on, invalid only because ranks differ. bad: whether this rank is the invalid
+    one."""
     x, y = np.zeros((6, FEATURES), "float32"), np.zeros(6, int)
     missing = os.path.join(folder, "no such folder", "model.npz")
     return [

@@ -1,4 +1,5 @@
-"""A few random sequences of calls on trainers, and what longer runs have found; tests/sequences runs them for hours."""
+"""A few random sequences of calls on trainers, and the defects that longer runs have found; tests/sequences runs them
+for hours."""
 
 import json
 

@@ -145,7 +145,7 @@ def sharded_and_saved(group: Group) -> bool:
 
 
 def saved_in_the_background(group: Group) -> bool:
-    """Rank 0's whole state, spread over the shards of all; then saved while the program goes on."""
+    """Rank 0's complete state, loaded into the shards of all ranks; then saved while the program continues."""
     given = {name: value * (1 + group.rank()) for name, value in network().state_dict().items()}
     model = network()
     fully_shard(model, mesh=init_device_mesh("cpu", (group.size(),)))

@@ -3,9 +3,9 @@
     mpirun -n 3 python -m tests.torch_backend.pytorch_suite
     mpirun -n 3 python -m tests.torch_backend.pytorch_suite --backend gloo
 
-The tests are written for gloo, MPI and NCCL and choose by a constant; here it says gloo, and the process groups that
-they make are of the backend under test. Each test gets a process group of its own. A test has passed when it has on
-every rank. Prints a line a test. Exit code 1 when one fails that LIMITS does not name, or one passes that it does.
+The tests are written for gloo, MPI and NCCL, and select by a constant; here it is gloo, and the process groups that
+they create use the backend under test. Each test gets its own process group. A test passes if it passes on every rank.
+Prints a line for each test. The exit code is 1 if a test fails that LIMITS does not name, or one passes that it names.
 Needs expecttest (the extra "test").
 """
 
@@ -41,7 +41,7 @@ PASSED, SKIPPED, FAILED = "passed", "skipped", "failed"
 
 
 def imported(topology: allreduce.Topology, folder: str) -> Any:
-    """PyTorch's module, which reads these variables when it is imported."""
+    """Import PyTorch's module, which reads these variables at its import."""
     os.environ.update(BACKEND="gloo", WORLD_SIZE=str(topology.size), TEMP_DIR=folder, MASTER_ADDR="127.0.0.1")
     os.environ.setdefault("MASTER_PORT", "29500")
     try:
@@ -58,13 +58,13 @@ def imported(topology: allreduce.Topology, folder: str) -> Any:
 
 def case_class(suite: Any) -> type[unittest.TestCase]:
     class Case(suite.DistributedTest._DistTestBase, suite.TestDistBackend):  # type: ignore[misc,name-defined]
-        """The tests, in this process: nothing is spawned."""
+        """Runs the tests in this process, without spawned ones."""
 
     return Case
 
 
 def make_groups(backend: str) -> None:
-    """Have every process group that a test makes be of `backend`."""
+    """Make every process group that a test creates use `backend`."""
     for name, place in (("init_process_group", 0), ("new_group", 2)):
         original = getattr(dist, name)
 
@@ -80,7 +80,7 @@ def make_groups(backend: str) -> None:
 
 
 def start(topology: allreduce.Topology, backend: str, file: str) -> None:
-    """A process group for one test, and the same random numbers on all ranks."""
+    """Create a process group for one test, and set the same random seeds on all ranks."""
     dist.init_process_group(
         backend, init_method=f"file://{file}", world_size=topology.size, rank=topology.rank,
         timeout=timedelta(seconds=GROUP_SECONDS),
@@ -89,7 +89,7 @@ def start(topology: allreduce.Topology, backend: str, file: str) -> None:
 
 
 def outcome(action: Callable[[], object]) -> tuple[str, str]:
-    """How a test, or its start, ended here, and why."""
+    """Return the outcome of a test, or of its setup, on this rank, and the reason."""
 
     def late(*_: object) -> None:
         raise TimeoutError(f"over {TEST_SECONDS} seconds")
@@ -111,7 +111,7 @@ def outcome(action: Callable[[], object]) -> tuple[str, str]:
 
 
 def together(topology: allreduce.Topology, action: Callable[[], object]) -> dict[str, str]:
-    """How it ended, all ranks counted: failed where it failed on one. Collective."""
+    """Return the outcome over all ranks: failed if it failed on one. Collective."""
     found = all_values(topology.world, outcome(action), "compare how a test ended")
     status = next(wanted for wanted in (FAILED, SKIPPED, PASSED) if any(wanted == each[0] for each in found))
     whys = [f"rank {rank}: {why}" for rank, (each, why) in enumerate(found) if each == status and why]
@@ -119,7 +119,7 @@ def together(topology: allreduce.Topology, action: Callable[[], object]) -> dict
 
 
 def run(topology: allreduce.Topology, suite: Any, cls: Any, name: str, backend: str) -> dict[str, str]:
-    """One test on all ranks. Collective."""
+    """Run one test on all ranks. Collective."""
     folder = root_value(topology.world, tempfile.mkdtemp() if topology.rank == 0 else None, "know the test's folder")
     for part in ("barrier", "test_dir", "init_dir"):
         Path(folder, part).mkdir(exist_ok=True)

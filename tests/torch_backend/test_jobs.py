@@ -29,7 +29,7 @@ def code(text: str) -> list[str]:
 
 @needs_torch
 def test_what_is_built_on_torch_distributed(mpirun: JobRunner) -> None:
-    """With two ranks a sum has one order only, so gloo's results and ours are the same in bits."""
+    """On two ranks a sum has only one order, so the bits of gloo's results and of ours are equal."""
     job = mpirun(2, ["-m", "tests.torch_backend.frameworks_job"], timeout=120)
     assert job.returncode == 0, job.stderr
     lines = job.stdout.splitlines()
@@ -47,8 +47,10 @@ def test_the_example(mpirun: JobRunner) -> None:
 
 @needs_torch
 def test_autoloading_initialises_mpi_only_when_the_backend_is_used(mpirun: JobRunner) -> None:
-    """Merely installed, the backend leaves PyTorch's own answer to missing variables, and the groups of other backends,
-    to PyTorch. A group that is aborted ends no job, nor does a program that destroys nothing and waits for nothing.
+    """If the backend is only installed, PyTorch still reports missing variables itself, and groups of other backends
+    work.
+
+    Neither an aborted group, nor a program that neither destroys a group nor waits, ends a job.
     """
     job = mpirun(
         2,
@@ -98,7 +100,7 @@ def test_autoloading_initialises_mpi_only_when_the_backend_is_used(mpirun: JobRu
 
 @needs_torch
 def test_one_process_without_a_launcher_is_one_rank() -> None:
-    """But not one of several that some launcher has started, which know nothing of each other."""
+    """But a process is not accepted if a launcher has started several that know nothing of each other."""
     script = code("""
         import allreduce_torch_autoload
         allreduce_torch_autoload.register()
@@ -120,7 +122,7 @@ def test_one_process_without_a_launcher_is_one_rank() -> None:
 
 @needs_torch
 def test_without_multithreaded_mpi_operations_run_in_the_caller(mpirun: JobRunner) -> None:
-    """Importing the backend communicates nothing: rank 1 imports it when rank 0 says that it has."""
+    """Importing the backend communicates nothing: rank 1 imports it after rank 0 has reported that it did."""
     job = mpirun(
         2,
         code("""
@@ -170,8 +172,10 @@ def test_an_exception_on_one_rank_ends_the_job_with_its_traceback(mpirun: JobRun
 
 @needs_torch
 def test_a_rank_that_leaves_is_missed(mpirun: JobRunner) -> None:
-    """Without the time-out, which is half an hour by default: in messages of several threads, each of which is told,
-    and in a collective. A message from rank 1 arrives although rank 2 has left.
+    """Without the time-out, which is half an hour by default. Messages of several threads raise an error in each
+    thread; so does a collective.
+
+    A message from rank 1 arrives although rank 2 has left.
     """
     job = mpirun(
         3,
@@ -212,7 +216,7 @@ def test_a_rank_that_leaves_is_missed(mpirun: JobRunner) -> None:
 
 @needs_torch
 def test_messages_that_do_not_meet_are_in_the_stall_report(mpirun: JobRunner) -> None:
-    """Tags that differ: a rank says where both wait, long before the time-out, and each says it at its end."""
+    """With different tags: a rank reports where both wait, long before the time-out, and each reports it at its end."""
     job = mpirun(
         2,
         code("""
@@ -290,9 +294,8 @@ def test_a_rank_that_stays_away_is_an_error_after_the_timeout(mpirun: JobRunner)
 
 @needs_torch
 def test_after_caught_timeouts_a_program_ends_with_its_own_exit_code(mpirun: JobRunner, tmp_path: Path) -> None:
-    """Nothing is left in MPI, so nothing has to be ended by force; destroying a group waits for no rank that was given
-    up, whatever call that was in: the first or a later one, a wait that had a limit, a monitored barrier.
-    """
+    """No call is left in MPI, so nothing has to be ended by force. Destroying a group waits for no abandoned rank,
+    whatever call timed out: the first or a later one, a wait with a limit, a monitored barrier."""
     job = mpirun(
         2,
         code("""
@@ -331,7 +334,7 @@ def test_after_caught_timeouts_a_program_ends_with_its_own_exit_code(mpirun: Job
     assert job.stdout.count("all_reduce was not done within 2 s") == 4, job.stdout
     assert "all_reduce was not done within 0.2 s" in job.stdout
     assert "timed out in monitoredBarrier" in job.stdout
-    assert "rank 1: has not come" in job.stdout
+    assert "rank 1: has not arrived" in job.stdout
     assert "MPI_ABORT" not in job.stderr
 
 

@@ -1,4 +1,4 @@
-"""The callbacks, told of epochs as a fit tells them."""
+"""The callbacks, with the events of a simulated fit."""
 
 import builtins
 import math
@@ -19,7 +19,7 @@ from trainers.watching.early_stopping import Monitor
 
 
 class Trainer:
-    """What callbacks use of a trainer, on one rank."""
+    """The parts of a trainer that callbacks use, on one rank."""
 
     def __init__(self, rank: int = 0, size: int = 1, rates: Sequence[float] = (0.1,)) -> None:
         self.rank, self.size, self.stop_training, self.goes_on = rank, size, False, False
@@ -114,9 +114,9 @@ def test_the_direction_goes_by_the_name() -> None:
 
 @pytest.mark.parametrize("kind", [EarlyStopping, lambda **rest: ModelCheckpoint("m", save_best_only=True, **rest)])
 def test_what_is_not_measured(kind: Any) -> None:
-    with pytest.raises(ArgumentError, match="'val_loss' is not measured here; pass validation_data to fit; there"):
+    with pytest.raises(ArgumentError, match="'val_loss' is not measured here; pass validation_data to fit; the"):
         fit(kind(), losses(1, name="loss"))
-    with pytest.raises(ArgumentError, match="'mse' is not measured here; there are: loss"):
+    with pytest.raises(ArgumentError, match="'mse' is not measured here; the logs have loss"):
         fit(kind(monitor="mse"), losses(1, name="loss"))
 
 
@@ -152,7 +152,7 @@ def test_model_checkpoint(tmp_path: Path) -> None:
     assert [Path(path).name for path in best] == ["1.npz", "2.npz", "4.npz"]
     better = ModelCheckpoint(tmp_path / "{epoch}.npz", save_best_only=True, initial_value_threshold=2.2)
     assert [Path(path).name for path in fit(better, epochs).saved] == ["2.npz", "4.npz"]
-    with pytest.raises(ArgumentError, match=r"can't be filled in \(KeyError\('mae'\)\); there are: epoch, val_loss"):
+    with pytest.raises(ArgumentError, match=r"\(KeyError\('mae'\)\); the known names are epoch, val_loss"):
         fit(ModelCheckpoint(tmp_path / "{mae}.npz"), epochs)
     trainer = Trainer()
     with pytest.raises(ArgumentError, match="not a writable folder"):
@@ -161,7 +161,7 @@ def test_model_checkpoint(tmp_path: Path) -> None:
 
 
 def test_a_schedule_as_keras_takes_it() -> None:
-    """Rates by epoch, each made of the one before; afterwards they are what they were."""
+    """The rate of each epoch is computed from the previous one; after the fit the rates are the original ones."""
     halves = LearningRateSchedule(lambda epoch, rate: rate if epoch < 2 else rate / 2)
     trainer = fit(halves, losses(1, 1, 1, 1), Trainer(rates=(0.1, 0.3)), steps=1)
     assert trainer.rates == pytest.approx([0.1, 0.1, 0.05, 0.025])  # type: ignore[attr-defined]
@@ -248,7 +248,7 @@ def test_a_line_that_a_killed_writer_left_is_not_gone_on_with(tmp_path: Path) ->
 
 
 def test_timelines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One records a fit, not the last of several; and its file is where it was when the fit began."""
+    """A Timeline records its own fit, not the last of several; its file is in the folder in which the fit began."""
 
     class Away(Callback):
         def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
@@ -274,7 +274,7 @@ def test_a_full_disk(tmp_path: Path) -> None:
 
 
 def test_tensorboard(tmp_path: Path) -> None:
-    """Read back by a reader of our own, checksums too."""
+    """The files are parsed by a separate reader, checksums included."""
     pytest.importorskip("tensorboardX")
     epochs = [
         {"loss": 0.5, "val_loss": 1.5, "samples_per_second": 1000.0, "staleness": (3, 0, 1), "seconds": 1},
@@ -335,7 +335,7 @@ def test_all_are_in_one_place() -> None:
 
 @pytest.mark.parametrize("finished", [True, False])
 def test_a_schedule_in_a_fit_that_goes_on(finished: bool) -> None:
-    """Its rates are what they would have been, also those of an epoch that begins again, and of a rate of zero."""
+    """The rates are those of an uninterrupted fit, also in an epoch that begins again, and after a rate of zero."""
 
     def schedule(epoch: int, rate: float) -> float:
         return rate / 2 if epoch < 3 else 0.0

@@ -1,4 +1,4 @@
-"""Checkpoints as files: what is written is read, what is damaged is passed over, and the old ones stay."""
+"""Checkpoint files: written ones can be read, damaged ones are skipped, old ones stay."""
 
 import errno
 import json
@@ -96,7 +96,7 @@ def test_damaged_ones_do_not_push_out_good_ones(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("there", ["pipe", "link", "link to another"])
 def test_it_takes_the_place_of_what_is_no_file(there: str, tmp_path: Path) -> None:
-    """A pipe would hold up the writer for ever, and what a link names is not ours to change."""
+    """A pipe would block the writer for ever, and the target of a link must not be changed."""
     (other,), path = written(tmp_path, 1), checkpoint.path_of(str(tmp_path), 2)
     if there == "pipe":
         os.mkfifo(path)
@@ -132,15 +132,15 @@ def test_a_damaged_one_is_passed_over_with_a_line(
     assert found is not None
     assert_same(found[1], saved(1))
     (line,) = caplog.messages
-    assert f"{path} is no checkpoint, or it is damaged" in line
-    assert "the one before is used" in line
+    assert f"{path} is not a checkpoint, or it is damaged" in line
+    assert "trying the one before it" in line
     Path(found[0]).write_bytes(b"no archive")
     with pytest.raises(CheckpointError, match=r"no checkpoint in .* can be used: .*damaged"):
         checkpoint.newest(str(tmp_path))
 
 
 def test_no_altered_bit_is_taken(tmp_path: Path) -> None:
-    """What is read from a file of which a byte was altered is what was written, or it is refused."""
+    """A file with one changed byte is either read with its original content, or refused."""
     path = Path(written(tmp_path, 3)[0])
     content, refused = path.read_bytes(), 0
     for at in range(0, len(content), 7):
@@ -153,7 +153,7 @@ def test_no_altered_bit_is_taken(tmp_path: Path) -> None:
 
 
 def test_members_that_change_their_names_are_found(tmp_path: Path) -> None:
-    """Every array is good in itself, and two of the same size have changed places."""
+    """Every array is intact, but two of the same size have swapped names."""
     path = written(tmp_path, 3)[0]
     with zipfile.ZipFile(path) as archive:
         members = {name: archive.read(name) for name in archive.namelist()}
@@ -242,7 +242,7 @@ def test_a_folder_that_is_gone_is_named(tmp_path: Path) -> None:
 
 
 def test_what_a_killed_writer_left_is_cleaned_away(tmp_path: Path) -> None:
-    """A process that is killed in the middle of a write leaves a file aside, which is no checkpoint."""
+    """A process killed in the middle of a write leaves a temporary file, which is not a checkpoint."""
     written(tmp_path, 1)
     program = (
         "import os, signal, sys\n"

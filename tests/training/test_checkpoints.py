@@ -1,4 +1,4 @@
-"""Checkpoints without ranks: what a user says of them, the thread that writes, copies, random numbers."""
+"""Checkpoints on one rank: the user's options, the thread that writes, copies, random states."""
 
 import json
 import math
@@ -16,9 +16,8 @@ from trainers.cli.options import parse
 from trainers.data import Batches
 from trainers.errors import ArgumentError, CheckpointError
 from trainers.files import checkpoint, model_file
-from trainers.fit.checkpointing import Saver
-from trainers.state import checkpoints
-from trainers.state.checkpoints import period
+from trainers.fit import checkpointing
+from trainers.fit.checkpointing import Saver, period
 from trainers.watching.callback import Callback
 from trainers.watching.history import Epoch, History
 
@@ -102,9 +101,9 @@ def test_a_snapshot_does_not_change_and_its_memory_is_used_again() -> None:
 def test_random_numbers_go_on_where_they_were() -> None:
     random.gauss(0, 1)  # it keeps another number
     np.random.normal()
-    state = model_file.unpack(model_file.pack(checkpoints.random_state()))
+    state = model_file.unpack(model_file.pack(checkpointing.random_state()))
     drawn = [random.gauss(0, 1), random.random(), np.random.normal(), np.random.rand()]
-    checkpoints.load_random_state(state)
+    checkpointing.load_random_state(state)
     assert [random.gauss(0, 1), random.random(), np.random.normal(), np.random.rand()] == drawn
 
 
@@ -139,7 +138,7 @@ def test_options_that_need_a_folder() -> None:
     for given in (["--resume"], ["--checkpoint-every", "5 steps"]):
         with pytest.raises(ArgumentError, match="needs --checkpoint DIR"):
             parse(given, shown=False)
-    with pytest.raises(ArgumentError, match=r"--checkpoint-every: every='5' is no period: use \"epoch\""):
+    with pytest.raises(ArgumentError, match=r"--checkpoint-every: every='5' is not a period: use \"epoch\""):
         parse(["--checkpoint", "run", "--checkpoint-every", "5"], shown=False)
     assert parse(["--checkpoint", "run", "--resume"], shown=False).checkpoint == "run"
     with pytest.raises(ArgumentError, match="--other-data needs --resume"):

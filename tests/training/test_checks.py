@@ -1,4 +1,4 @@
-"""The checks of replicas and gradients on one rank: what is counted and named, and the options that ask for them."""
+"""The checks of replicas and gradients on one rank: the counts and names in their messages, and their options."""
 
 import json
 import math
@@ -23,7 +23,7 @@ SPANS = [Span("weights", 0, 600_000), Span("bias", 600_000, 7)]
 
 
 def check_of(gradients: np.ndarray, sent: np.dtype) -> GradientCheck:
-    """A check that has looked at these gradients."""
+    """Return a check that has checked these gradients."""
     check = GradientCheck("raise", [GradientArray(SPANS, gradients.dtype, sent)])
     check.check_array(0, gradients)
     return check
@@ -55,7 +55,7 @@ def test_an_epoch_without_a_loss_is_written(tmp_path: Path) -> None:
 
 
 def test_what_is_too_large_to_be_sent() -> None:
-    """Beside what is no number; and a sum that rounding makes too large."""
+    """Together with NaN; also a sum that becomes too large by rounding."""
     gradients = np.full(600_007, 1.0, np.float32)
     gradients[[5, 7, 600_001]] = 65505, -1e30, np.nan
     found = check_of(gradients, sent := np.dtype(np.float16))
@@ -74,7 +74,7 @@ def test_what_is_too_large_to_be_sent() -> None:
 
 
 def test_large_gradients_are_numbers() -> None:
-    """Their squares overflow float32; and their sum over ranks may overflow, which is looked at."""
+    """Their squares overflow float32; their sum over the ranks may overflow, which is then checked."""
     gradients = np.full(600_007, 2e38, np.float32)
     overflow = lambda number: checks.overflow(MPI.COMM_SELF, gradients, gradients.size, gradients.dtype)  # noqa: E731
     found = check_of(gradients, gradients.dtype)
@@ -119,7 +119,7 @@ def test_options_of_the_command_line() -> None:
 
 @pytest.mark.parametrize("spare", [False, True], ids=["mirrored", "spare replicas"])
 def test_a_step_that_is_left_out_leaves_batch_norm_alone(spare: bool) -> None:
-    """Its statistics have seen the NaN, before anybody could look at the gradients."""
+    """The statistics contain the NaN before the gradients can be checked."""
     torch = pytest.importorskip("torch", reason="PyTorch is not installed in this environment")
     from trainers.replicas.pytorch import TorchReplica
 

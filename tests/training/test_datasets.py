@@ -1,4 +1,4 @@
-"""Data sets: the two that come along, the file formats, and an error with the file's name for every fault."""
+"""Data sets: the two built-in ones, the file formats, and an error with the file's name for every defect."""
 
 import contextlib
 import gzip
@@ -29,7 +29,7 @@ def idx(array: np.ndarray, kind: int = 8) -> bytes:
 
 
 def mnist(folder: Path, ending: str = "", **changes: bytes) -> Path:
-    """A folder of MNIST-format files; changes replace the content of one."""
+    """Write a folder of MNIST-format files. changes: replace the content of files."""
     files = {
         "train-images-idx3-ubyte": idx(IMAGES),
         "train-labels-idx1-ubyte": idx(LABELS),
@@ -217,7 +217,7 @@ def test_csv_with_names_for_labels(tmp_path: Path) -> None:
 
 
 def labelled(path: Path, *classes: tuple[str, int]) -> Dataset:
-    """A CSV file with so many rows of each class, loaded."""
+    """Load a CSV file with these numbers of rows of the classes."""
     path.write_text("".join(f"{row},{len(label)},{label}\n" for label, rows in classes for row in range(rows)))
     return datasets.load(str(path))
 
@@ -313,7 +313,7 @@ def test_unknown_sources(tmp_path: Path) -> None:
 
 
 def test_a_folder_of_mnist_format_files_is_made(tmp_path: Path) -> None:
-    """By a program that needs no MPI, and is told what it holds."""
+    """By a program that needs no MPI; it prints the content of the folder."""
     blocked = "import runpy, sys; sys.modules['mpi4py'] = None; runpy.run_module('trainers.datasets', None, '__main__')"
     command = [sys.executable, "-c", blocked, "make", "mnist/"]
     env = {**os.environ, "PYTHONPATH": str(launch.ROOT)}

@@ -1,4 +1,5 @@
-"""The evaluator of checkpoints: the newest, each once, until the training has ended; damaged ones are passed over."""
+"""The evaluator of checkpoints: it evaluates the newest, each once, until the training has ended, and skips damaged
+ones."""
 
 import csv
 import json
@@ -17,7 +18,7 @@ X, Y = np.eye(6, 4, dtype=np.float32), np.arange(6) % 3
 
 
 def write(folder: Path, total: int, seed: int = 0, sizes: tuple[int, ...] = (4, 3)) -> NumpyNetwork:
-    """A checkpoint after so many steps, of which two are an epoch."""
+    """Write a checkpoint after this number of steps; an epoch has two."""
     network = NumpyNetwork(sizes, seed=seed)
     progress = checkpoint.Progress(epoch=total // 2, step=total % 2, total=total, ranks=1)
     saved = checkpoint.Saved(
@@ -29,7 +30,7 @@ def write(folder: Path, total: int, seed: int = 0, sizes: tuple[int, ...] = (4, 
 
 
 def after(*steps: Callable[[], object]) -> Callable[[], bool]:
-    """`ended`: does one thing between two looks, and says when all of them are done."""
+    """Return `ended`, which does one action between two polls, and is True after all of them."""
     left = list(steps)
 
     def ended() -> bool:
@@ -68,7 +69,7 @@ def test_each_checkpoint_is_evaluated_once_as_it_comes(tmp_path: Path, capsys: p
 
 
 def test_the_newest_is_evaluated_and_the_last_is_not_missed(tmp_path: Path) -> None:
-    """Two came while it was busy, and the last one with the end."""
+    """Two checkpoints came while it was busy, and the last one with the end."""
 
     def two() -> None:
         write(tmp_path, 1)

@@ -27,7 +27,7 @@ TARGETS = RANDOM.normal(size=(9, 3)).astype(np.float32)
 
 
 def reference_loss(parameters: np.ndarray, activation: str, loss: str, sizes: list[int]) -> float:
-    """The mean loss over X, in float64 and without any of the network's code."""
+    """Return the mean loss over X, in float64 and without any code of the network."""
     a, start = X.astype(np.float64), 0
     for layer, (inputs, outputs) in enumerate(itertools.pairwise(sizes)):
         weights = parameters[start : start + inputs * outputs].reshape(inputs, outputs)
@@ -100,6 +100,16 @@ def test_a_slice_has_its_own_part_of_the_optimizers_state_only() -> None:
     assert moment.any()
 
 
+def test_a_slice_is_read_without_a_copy_of_the_whole_state(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also after a load, when the optimizer still has the state of all parameters."""
+    network, part = trained(), slice(2, 9)
+    state = network.state()
+    network.load_state(state)
+    monkeypatch.setattr(NumpyNetwork, "snapshot", None)
+    for name in network.elementwise:
+        np.testing.assert_array_equal(network.elements(name, part), state[name][part])
+
+
 def test_nothing_is_allocated_in_a_second_step() -> None:
     network = NumpyNetwork([4, 6, 3])
     network.gradients(X, CLASSES, 1.0)
@@ -144,7 +154,7 @@ def _by_formula(name: str, p: np.ndarray, gradients: list[np.ndarray], lr: float
 @pytest.mark.parametrize("name", numpy_optimizers.OPTIMIZERS)
 @pytest.mark.parametrize("length", [1, 100, numpy_optimizers.BLOCK, 2 * numpy_optimizers.BLOCK + 3])
 def test_optimizers_follow_their_formulas(name: str, length: int) -> None:
-    """In float64 by the book, over several blocks."""
+    """Compared with the formulas in float64, over several blocks."""
     random = np.random.default_rng(length)
     parameters = random.normal(size=length).astype(np.float32)
     steps = [random.normal(size=length).astype(np.float32) for _ in range(5)]
@@ -278,10 +288,10 @@ def test_bad_model_files(tmp_path: Path) -> None:
     whole = path.read_bytes()
     for content in (b"", b"text", whole[: len(whole) // 2], whole[:-1]):
         path.write_bytes(content)
-        with pytest.raises(ModelFileError, match="no model file, or it is damaged"):
+        with pytest.raises(ModelFileError, match="not a model file, or it is damaged"):
             NumpyNetwork.load(str(path))
     np.savez(path, weights=X)
-    with pytest.raises(ModelFileError, match="no model file"):
+    with pytest.raises(ModelFileError, match="not a model file"):
         NumpyNetwork.load(str(path))
     network.save(str(path))
     with pytest.raises(ModelFileError, match="sizes 4-6-3, and this one has 4-5-3"):
@@ -301,7 +311,7 @@ def test_headers_that_are_no_headers(tmp_path: Path) -> None:
         '{"format": 1, "kind": "NumpyNetwork", "config": 1}',
     ):
         np.savez(path, model=np.array(header))
-        with pytest.raises(ModelFileError, match="no model file"):
+        with pytest.raises(ModelFileError, match="not a model file"):
             NumpyNetwork.load(str(path))
 
 

@@ -1,4 +1,4 @@
-"""Roles by rank and by TF_CONFIG: what TensorFlow's clusters mean here, and every way in which they can be wrong."""
+"""Roles by rank and by TF_CONFIG: the roles of TensorFlow's clusters here, and every invalid configuration."""
 
 import json
 from typing import Any
@@ -77,10 +77,10 @@ HOSTILE = {
     "evaluators": (config(worker=["a"], evaluator=["b", "c"]), "the cluster has 2 tasks evaluator"),
     "only servers": (config(ps=["a"]), "neither a chief nor a worker"),
     "many": (config(worker=["a"] * 70_000), "the cluster has 70000 tasks"),
-    "task": (config([1]), "the task must be such as"),
-    "task without type": (config({"index": 0}), "the task must be such as"),
-    "task of a list": (config({"type": ["worker"], "index": 0}), "the task must be such as"),
-    "index": (config({"type": "worker", "index": 2}), "the index of task worker is 2; the cluster has 0 to 1"),
+    "task": (config([1]), "the task must look like"),
+    "task without type": (config({"index": 0}), "the task must look like"),
+    "task of a list": (config({"type": ["worker"], "index": 0}), "the task must look like"),
+    "index": (config({"type": "worker", "index": 2}), "the index of task worker is 2; the cluster has worker 0 to 1"),
     "no index": (config({"type": "worker"}), "the index of task worker is None"),
     "negative": (config({"type": "worker", "index": -1}), "the index of task worker is -1"),
     "truth": (config({"type": "worker", "index": True}), "the index of task worker is True"),
@@ -88,7 +88,7 @@ HOSTILE = {
     "infinity": ('{"cluster": {"worker": ["a"]}, "task": {"type": "worker", "index": Infinity}}', "is inf"),
     "huge": (config({"type": "worker", "index": 1 << 80}), "the index of task worker is 1208925819614629174706176"),
     "digits": (config({"type": "worker", "index": "\u0661"}), r"the index of task worker is '\\u0661'"),
-    "nobody": (config({"type": "ps", "index": 0}, worker=["a"]), "the cluster has none, for the cluster has no ps"),
+    "nobody": (config({"type": "ps", "index": 0}, worker=["a"]), "the index of task ps is 0; the cluster has no ps"),
 }
 
 

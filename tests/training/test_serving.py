@@ -1,4 +1,4 @@
-"""The rules of servers, without MPI: who is dealt what, how stale gradients may be, and what a server makes of them."""
+"""The rules of servers, without MPI: which worker gets which part, the bound on staleness, the updates of a server."""
 
 import random
 import threading
@@ -51,7 +51,7 @@ from trainers.watching.meter import Tally
 
 
 def play(dealer: Dealer, workers: int, seed: int, ahead: bool) -> tuple[list[int], list[int]]:
-    """An epoch in a random order of events; returns the staleness of the updates in turn, and who made them."""
+    """Simulate an epoch with a random order of events; return the staleness of each update, and its worker."""
     chance = random.Random(seed)
     speed = [chance.choice([1, 1, 5, 40]) for _ in range(workers)]
     version, dealt = 0, list[int]()
@@ -101,7 +101,7 @@ def test_every_part_is_dealt_once_and_no_gradient_is_beyond_the_bound(
 
 
 def test_a_bound_is_used_as_far_as_it_goes() -> None:
-    """It would be kept as well by letting nobody compute beside another."""
+    """A bound could also be kept by letting no two workers compute at once."""
     assert max(max(play(Dealer(range(60), range(4), 3), 4, seed, True)[0]) for seed in range(5)) == 3
 
 
@@ -150,7 +150,7 @@ def test_what_becomes_of_parts_is_counted() -> None:
 
 
 def begun(count: int) -> EpochLedger:
-    """The first epoch of a server."""
+    """Return a server's first epoch, begun."""
     made = EpochLedger()
     made.begin(0, count)
     return made
@@ -183,7 +183,7 @@ def shard_of(optimizer: Any) -> tuple[NumpyNetwork, Shard]:
 
 @pytest.mark.parametrize("kind", [SGD, Adam])
 def test_a_factor_is_one_of_the_learning_rate(kind: Any) -> None:
-    """Also where the optimizer takes no notice of how large gradients are."""
+    """Also if the optimizer ignores the scale of gradients."""
     gradients = np.random.default_rng(1).normal(size=16).astype(np.float32)
     (scaled, shard), (slow, other) = shard_of(kind(lr=0.1)), shard_of(kind(lr=0.025))
     before = scaled.parameters.copy()
@@ -253,7 +253,7 @@ def test_rows_are_fetched_before_they_are_needed(ahead: bool) -> None:
 
 
 class Script(Mailbox):
-    """A mailbox to which these messages come, one after the other."""
+    """A mailbox that receives these messages, one after the other."""
 
     def __init__(self, messages: list[tuple[int, Header]]) -> None:
         self.messages = messages
@@ -277,7 +277,7 @@ def test_a_step_takes_the_first_gradients_and_drops_late_ones() -> None:
 
 
 class Counter(Mailbox):
-    """A mailbox to which these messages come, and which notes the answers: to whom, and of which kind."""
+    """A mailbox that receives these messages, and records the kind and the receiver of each answer."""
 
     def __init__(self, messages: list[tuple[int, int, Header]]) -> None:
         self.messages = messages
@@ -305,7 +305,7 @@ def none_yet() -> EpochLedger:
 
 
 def test_workers_that_rest_hear_that_the_others_go_on() -> None:
-    """Otherwise they would wait for the whole epoch, which may take longer than any rank waits for another."""
+    """Otherwise they would wait for the whole epoch, which may be longer than the time-out."""
     asks, pushes = Header(), Header(GRADIENTS)
     first = [(1, ASK, asks), (0, ASK, asks), (0, ASK, asks), (0, PUSH, pushes)]
     second = [(1, ASK, asks), (0, ASK, asks), (0, PUSH, pushes)]
@@ -318,7 +318,7 @@ def test_workers_that_rest_hear_that_the_others_go_on() -> None:
 
 
 def test_other_servers_are_not_behind_the_first() -> None:
-    """A worker's question may overtake its gradients, which the first server has taken already."""
+    """A worker's request may overtake its gradients, which the first server has processed already."""
     mailbox = Counter([(0, ASK, Header(taken=1)), (0, PUSH, Header(GRADIENTS)), (0, PUSH, Header(BYE))])
     shard: Any = SimpleNamespace(version=0, parameters=np.zeros(0, np.float32))
     done: list[str] = []
@@ -330,7 +330,7 @@ def test_other_servers_are_not_behind_the_first() -> None:
 
 
 def test_an_epoch_that_goes_on_applies_no_part_twice() -> None:
-    """A worker died; what it had is dealt to others, and one server had taken part 3 before."""
+    """A worker died; its parts are dealt to others, and one server had processed part 3 before."""
     pushes = [(0, PUSH, Header(GRADIENTS, part)) for part in (1, 3)]
     mailbox = Counter([(0, ASK, Header()), (0, ASK, Header()), *pushes, (0, ASK, Header()), (0, PUSH, Header(BYE))])
     epoch = none_yet()
@@ -387,7 +387,7 @@ def test_an_error_of_a_worker_ends_a_step() -> None:
 
 
 def test_what_a_loss_has_cut_off_goes_two_losses_later() -> None:
-    """Every repair leaves a mailbox and clients behind, as large as the model."""
+    """Every recovery leaves a mailbox and clients behind, as large as the model."""
     with Topology(MPI.COMM_SELF) as topology:
         waiter, dtype = Waiter(topology, stopwatch.make("cpu")), np.dtype(np.float32)
         mailbox = Mailbox(topology.world, waiter, [0], 1, 8, dtype)

@@ -1,4 +1,4 @@
-"""What ranks tell of themselves when a wait is long: at 4,096 ranks, simulated in one process, and in jobs."""
+"""The status messages of ranks in a long wait: on 4,096 ranks, simulated in one process, and in jobs."""
 
 import gc
 import math
@@ -26,7 +26,7 @@ LATE = 777  # the rank that does not come
 
 
 class _Request:
-    """Of a synchronous send: done when its message is taken."""
+    """A synchronous send's request: done when its message is received."""
 
     taken = False
 
@@ -78,7 +78,7 @@ class Comm:
 
 @pytest.fixture(params=[(1024, 1), (4096, 64)], ids=str)
 def job(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> tuple[Network, list[StatusMessages]]:
-    """Ranks on nodes of a size, whose memory is ordinary memory here."""
+    """Return ranks on nodes of a given size; their shared memory is ordinary memory here."""
     monkeypatch.setattr(processes, "world_ranks", lambda comm: range(comm.size))
     return make(*request.param)
 
@@ -97,7 +97,7 @@ def make(ranks: int, of_node: int, shared: bool = True) -> tuple[Network, list[S
 
 
 def rounds(every: list[StatusMessages], without: frozenset[int] = frozenset()) -> None:
-    """Looks of the leaders, and of few other ranks, until nothing is new to any."""
+    """Let leaders, and a few other ranks, exchange messages until no rank learns anything new."""
     few = [messages for messages in every if messages._neighbours or messages.rank % 64 > 61 or len(every) < 64]
     looking = [messages for messages in few if messages.rank not in without]
     known = -1
@@ -141,7 +141,7 @@ def test_all_ranks_hear_of_all_in_a_few_short_messages(job: tuple[Network, list[
 
 @pytest.mark.parametrize("job", [(800, 1)], indirect=True)
 def test_a_straggler_has_one_unread_message_of_each_neighbour(job: tuple[Network, list[StatusMessages]]) -> None:
-    """It computes with Python's lock held, say, while the others wait for it in each of many steps."""
+    """It computes while it holds the GIL, say, and the others wait for it in each of many steps."""
     network, every = job
     for step in range(5):
         all_wait(every, LATE, f"step {step}")
@@ -153,7 +153,7 @@ def test_a_straggler_has_one_unread_message_of_each_neighbour(job: tuple[Network
 
 
 def test_ends_of_programs_are_told_in_a_few_messages(job: tuple[Network, list[StatusMessages]]) -> None:
-    """A rank that has left makes no further looks."""
+    """A rank that has left sends no further messages."""
     network, every = job
     for messages in every:
         messages.announce_leaving("it has ended its program", None)
@@ -181,12 +181,12 @@ def test_ranks_behind_one_that_takes_no_messages(monkeypatch: pytest.MonkeyPatch
 
 
 def test_ranks_of_a_node_whose_leader_is_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
-    """They hear nothing of other nodes, which is no reason to say that nobody there has come."""
+    """They get no messages of other nodes; they must not report that no rank of those nodes has come."""
     monkeypatch.setattr(processes, "world_ranks", lambda comm: range(comm.size))
     _, every = make(6, 2)
     all_wait(every, 2)
     rounds(every, without=frozenset([2]))
-    assert "  ranks 0-2, 4-5: have not come" in every[3].table(NamedCall("all_reduce")), "not known yet"
+    assert "  ranks 0-2, 4-5: have not arrived" in every[3].table(NamedCall("all_reduce")), "not known yet"
     now = time.monotonic()
     monkeypatch.setattr(time, "monotonic", lambda: now + 60)
     rounds(every, without=frozenset([2]))
@@ -203,7 +203,7 @@ def test_ranks_of_a_node_whose_leader_is_stopped(monkeypatch: pytest.MonkeyPatch
 
 
 def test_a_wait_that_has_ended_in_an_error_is_still_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ranks give up at about the same time; the later one must not say that the other has not come."""
+    """Ranks time out at about the same moment; the later one must not report that the other has not come."""
     monkeypatch.setattr(processes, "world_ranks", lambda comm: range(comm.size))
     _, every = make(3, 3)
     wait = all_wait(every, 1)
@@ -215,11 +215,11 @@ def test_a_wait_that_has_ended_in_an_error_is_still_seen(monkeypatch: pytest.Mon
     monkeypatch.setattr(time, "monotonic", lambda: now + 60)
     every[2].set_waits([])
     every[0].exchange()
-    assert "  ranks 1-2: have not come" in every[0].table(NamedCall("all_reduce", 5))
+    assert "  ranks 1-2: have not arrived" in every[0].table(NamedCall("all_reduce", 5))
 
 
 def test_messages_on_their_way_outlive_a_topology_that_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
-    """MPI reads a message when its receiver takes it."""
+    """MPI still reads a message until its receiver takes it."""
     kept: list[Any] = []
     monkeypatch.setattr("allreduce.health.status_messages.free_later", kept.append)
     monkeypatch.setattr(processes, "world_ranks", lambda comm: range(comm.size))
@@ -234,7 +234,7 @@ def test_messages_on_their_way_outlive_a_topology_that_is_dropped(monkeypatch: p
 
 @pytest.mark.parametrize("shared", [True, False])
 def test_every_rank_hears_which_one_has_left_and_which_differ(shared: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also where the ranks of a node share no memory."""
+    """Also if the ranks of a node share no memory."""
     monkeypatch.setattr(processes, "world_ranks", lambda comm: range(comm.size))
     _, every = make(10, 4, shared)
     wait = all_wait(every, 9)
@@ -373,7 +373,7 @@ topology.close()
 
 @pytest.mark.skipif(sys.platform != "linux", reason="counts open files by /proc")
 def test_a_topology_does_not_connect_all_pairs(mpirun: JobRunner) -> None:
-    """Over TCP, as between hosts, every pair of ranks that talk costs a socket each."""
+    """Over TCP, as between hosts, every pair of ranks that communicate needs a socket on each side."""
     over_tcp = {"OMPI_MCA_btl": "tcp,self", "OMPI_MCA_btl_tcp_if_include": "lo"}
     job = mpirun(16, ["-c", SOCKETS], env=over_tcp, timeout=200)
     assert job.returncode == 0, job.stderr

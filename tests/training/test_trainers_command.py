@@ -12,11 +12,12 @@ from typing import Any
 import numpy as np
 import pytest
 
+from allreduce import Topology, notices
 from tests import launch
 from tests.conftest import JobRunner, in_one_job, lacking
 from trainers import NumpyNetwork, datasets
 from trainers.cli import main
-from trainers.cli.options import BY_NAME, STRATEGIES, Option, parse
+from trainers.cli.options import BY_NAME, MIRRORED, STRATEGIES, Option, Strategy, make_trainer, parse
 from trainers.cli.roles import Roles
 from trainers.errors import ArgumentError
 
@@ -135,14 +136,14 @@ def test_bad_arguments_are_told_in_one_line(bad: str, bad_outcomes: dict[str, li
 STRATEGY_RUNS = {
     "parameter_server": ["--servers", "2", "--stale", "scale", "--max-staleness", "4", "--warm-up", "1"],
     "central_storage": ["--storage-rank", "3"],
-    "spare_replicas": ["--spare", "1"],
+    "spare_replicas": ["--backup-workers", "1"],
 }
 EVALUATED = ["--epochs", "9", "--checkpoint", "run", "--evaluator", "--evaluations", "evaluations.jsonl"]
 
 
 @pytest.mark.jobs
 def test_strategies_and_an_evaluator(tmp_path: Path) -> None:
-    """In one job: each strategy, one with an evaluator, and a training that fails beside an evaluator."""
+    """In one job: each strategy, one with an evaluator, and a training that fails while an evaluator runs."""
     lines = [["--strategy", name, *options, "--json", f"{name}.json"] for name, options in STRATEGY_RUNS.items()]
     lines += [["--strategy", "parameter_server", *EVALUATED]]
     lines += [["--optimizer", "sgd", "--lr", "1e30", "--epochs", "3", "--checkpoint", "other", "--evaluator"]]
@@ -171,7 +172,7 @@ def test_strategies_and_an_evaluator(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("bad", "mpi"), [("option", "openmpi"), ("backend", "openmpi"), ("backend", "mpich")])
 def test_bad_arguments_end_the_job_with_one_line(bad: str, mpi: str, mpirun: JobRunner) -> None:
-    """By the parser, and by an agreement."""
+    """By the parser, and by an agreement of the ranks."""
     args, text = BAD[bad]
     job = mpirun(2, ["-m", "trainers", *args], mpi=mpi)
     assert job.returncode == 2
@@ -184,7 +185,7 @@ def test_bad_arguments_end_the_job_with_one_line(bad: str, mpi: str, mpirun: Job
 def test_tf_config_that_does_not_describe_the_job_ends_with_one_line(mpirun: JobRunner) -> None:
     job = mpirun(2, ["-m", "trainers"], env={"TF_CONFIG": '{"cluster": {"worker": ["a"], "ps": ["b"]}}'})
     assert job.returncode == 2
-    assert job.stderr.count("error: TF_CONFIG has 1 ps, which this training does not use: add --strategy") == 1
+    assert job.stderr.count("error: TF_CONFIG has 1 ps, and this training uses no servers: add --strategy") == 1
     assert "Traceback" not in job.stderr
 
 
@@ -207,7 +208,7 @@ def test_divergence_ends_with_one_line(mpirun: JobRunner) -> None:
 
 
 def test_divergence_in_the_last_step_is_told_too(mpirun: JobRunner, tmp_path: Path) -> None:
-    """One step, whose loss is that of the initial model; its update is what ruins the model."""
+    """One step, whose loss is that of the initial model; its update ruins the model."""
     args = ["-m", "trainers", "--optimizer", "sgd", "--lr", "1e30", "--epochs", "1", "--batch-size", "2000"]
     job = mpirun(2, [*args, "--json", tmp_path / "result.json"])
     assert job.returncode == 1
@@ -234,7 +235,7 @@ def test_results_on_the_standard_output(mpirun: JobRunner) -> None:
 
 
 def test_json_alone_on_the_standard_output(mpirun: JobRunner, tmp_path: Path) -> None:
-    """A dash is no file name, and what a program reads is not mixed with what people read."""
+    """A dash is not a file name, and the JSON is not mixed with messages for people."""
     args = ["-m", "trainers", "--data", "iris", "--epochs", "2", "--update", "sharded", "--json", "-"]
     job = mpirun(2, args, timeout=60, cwd=tmp_path)
     assert job.returncode == 0, job.stderr
@@ -340,7 +341,7 @@ def test_defaults_depend_on_the_data() -> None:
     assert parse(["--optimizer", "momentum"], True).lr == 0.05
     assert parse(["--hidden", "none"], True).hidden == ()
     assert parse(["--ranks-per-node", "2"], True).ranks_per_node == 2
-    assert parse(["--spares", "0"], True).spares == 0  # none needs no --on-failure
+    assert parse(["--standby", "0"], True).standby == 0  # none needs no --on-failure
 
 
 @pytest.mark.parametrize(
@@ -355,7 +356,10 @@ def test_defaults_depend_on_the_data() -> None:
         (["--ranks-per-node", "0"], "must be a number of ranks such as 2, or a list such as 3,1, got '0'"),
         (["--optimizer", "lion"], "invalid choice: 'lion'"),
         (["--load", "m.npz", "--hidden", "3", "--lr", "1"], "leave out --hidden, --lr"),
-        (["--spare", "2"], "--spare 2 has no effect with --strategy mirrored; .* --strategy spare_replicas"),
+        (
+            ["--backup-workers", "2"],
+            "--backup-workers 2 has no effect with --strategy mirrored; .* --strategy spare_replicas",
+        ),
         (
             ["--strategy", "spare_replicas", "--allreduce", "ring"],
             "--allreduce ring has no effect with --strategy spare",
@@ -369,7 +373,9 @@ def test_defaults_depend_on_the_data() -> None:
         (["--strategy", "parameter_server", "--stale", "drop"], "--stale drop needs --max-staleness N: grad"),
         (["--strategy", "parameter_server", "--servers", "0"], "must be an integer >= 1, got '0'"),
         (["--strategy", "mirorred"], "invalid choice: 'mirorred'"),
-        (["--spares", "1"], "--spares 1 needs --on-failure continue"),
+        (["--standby", "1"], "--standby 1 needs --on-failure continue"),
+        (["--backups", "2"], "must be 0 or 1, got '2'"),
+        (["--copies", "3"], "must be 0 or 1, got '2'"),
     ],
 )
 def test_bad_options(args: list[str], text: str) -> None:
@@ -404,9 +410,45 @@ def test_every_option_needs_the_options_that_it_declares(option: Option) -> None
             parse([*strategy, option.flag, *value, *wrong], True)
 
 
-def test_help_has_every_option_with_its_default(capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_has_the_ten_options_that_most_trainings_need(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         parse(["--help"], True)
+    told = capsys.readouterr().out
+    assert set(re.findall(r"^  (--[\w-]+)", told, re.MULTILINE)) == {
+        *(option.flag for option in BY_NAME.values() if option.common),
+        "--help-all",
+    }
+    assert sum(option.common for option in BY_NAME.values()) == 10
+    assert "--help-all shows the other options" in told
+
+
+FORMER = {"--copies 2": ("backups", 1), "--spare 2": ("backup_workers", 2), "--spares 0": ("standby", 0)}
+
+
+@pytest.mark.parametrize("given", FORMER)
+def test_a_former_name_sets_the_new_option_and_says_so(
+    given: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(notices, "_said", set())
+    name, value = FORMER[given]
+    old, new = given.split()[0], BY_NAME[name].flag
+    strategy = BY_NAME[name].strategies[0]
+    for shown in (False, True, True):
+        assert getattr(parse([*given.split(), "--strategy", strategy], shown), name) == value
+    assert caplog.text.count(f"{old} is {new} now; the next release removes the old name") == 1
+
+
+@pytest.mark.parametrize("backups", [0, 1])
+def test_backups_are_copies_beside_the_original(backups: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(STRATEGIES, MIRRORED, Strategy(lambda *_, **given: given, ""))  # type: ignore[arg-type]
+    options = parse(["--update", "sharded", "--backups", str(backups)], True)
+    given: Any = make_trainer(options, NumpyNetwork([4, 3]), Topology(), 0)
+    assert given["copies"] == backups + 1
+
+
+def test_help_all_has_every_option_with_its_default(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        parse(["--help-all"], True)
     told = " ".join(capsys.readouterr().out.split())
     for option in BY_NAME.values():
         assert " ".join(f"{option.flag} {option.metavar}".split()) in told
@@ -414,13 +456,13 @@ def test_help_has_every_option_with_its_default(capsys: pytest.CaptureFixture[st
             assert f"(default: {option.default_text or option.default}" in told
 
 
-def test_spare_ranks_have_to_be_of_use() -> None:
-    three, on = Roles(0, (1, 2)), ["--spares", "1", "--on-failure", "continue"]
+def test_standby_ranks_have_to_be_of_use() -> None:
+    three, on = Roles(0, (1, 2)), ["--standby", "1", "--on-failure", "continue"]
     main.check(parse(on, True), three)
     for args, assigned, text in (
-        ([*on, "--ranks-per-node", "2"], three, "--spares 1: not with --ranks-per-node"),
-        ([*on, "--chief", "1"], Roles(1, (0, 2)), "--on-failure continue: not with an evaluator or another --chief"),
-        ([*on[2:], "--evaluator"], Roles(0, (1,), (), 2), "--on-failure continue: not with an evaluator"),
+        ([*on, "--ranks-per-node", "2"], three, "--standby 1 can't be used with --ranks-per-node"),
+        ([*on, "--chief", "1"], Roles(1, (0, 2)), "--on-failure continue can't be used with an evaluator or --chief"),
+        ([*on[2:], "--evaluator"], Roles(0, (1,), (), 2), "--on-failure continue can't be used with an evaluator"),
     ):
         with pytest.raises(ArgumentError, match=text):
             main.check(parse(args, True), assigned)

@@ -1,4 +1,4 @@
-"""True and False are no numbers: arguments that take an integer, or a time, refuse them by name."""
+"""Arguments that take an integer, or a time, refuse True and False; the error names the argument."""
 
 from collections.abc import Callable
 from typing import Any

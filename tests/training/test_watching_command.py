@@ -1,4 +1,4 @@
-"""python -m trainers with the options for who wants to see the training."""
+"""python -m trainers with the options of the group "watching"."""
 
 import csv
 import json
@@ -19,7 +19,7 @@ from trainers.errors import ArgumentError
 @pytest.mark.jobs
 @pytest.mark.parametrize("strategy", ["mirrored", "parameter_server"])
 def test_all_of_them(strategy: str, mpirun: JobRunner, tmp_path: Path) -> None:
-    """Three ranks: events, a table and a trace, which say the same as the results."""
+    """Three ranks: events, a table and a trace, which agree with the results."""
     pytest.importorskip("tensorboardX")
     arguments = ["--strategy", strategy, "--epochs", "3", "--early-stopping", "5", "--json", "result.json"]
     files = ["--trace", "trace.json", "--tensorboard", "logs", "--csv", "log.csv"]
@@ -74,7 +74,7 @@ def test_no_number_of_epochs(number: str) -> None:
 
 
 def test_the_extra_tensorboard_brings_what_writes_and_what_shows() -> None:
-    """The guide says `tensorboard --logdir logs`: tensorboardX alone writes the files, and has no such command."""
+    """The guide uses `tensorboard --logdir logs`; tensorboardX writes the files, but has no such command."""
     lines = (launch.ROOT / "pyproject.toml").read_text().splitlines()
     (extra,) = [line for line in lines if line.startswith("tensorboard = ")]
     assert {'"tensorboardX', '"tensorboard'} <= set(re.findall(r'"\w+', extra))

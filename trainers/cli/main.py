@@ -22,27 +22,27 @@ from allreduce.errors import (
 )
 from allreduce.health import abort
 from allreduce.transport import processes, ulfm
-from allreduce.transport.control import everywhere, known, raise_together, root_value, together
+from allreduce.transport.control import everywhere, on_all_ranks, raise_together, root_value, together
 from allreduce.transport.wait import waiting
 from trainers import datasets
 from trainers.cli import results, roles
 from trainers.cli.evaluator import EndSignal, Evaluator
 from trainers.cli.options import SERVERS, make_callbacks, make_trainer, parse
 from trainers.errors import ArgumentError, DivergedError, TrainerError
+from trainers.fit.checkpointing import Checkpoint
 from trainers.recovery.terminating import Terminated, Terminating
 from trainers.replicas.numpy.network import NumpyNetwork
-from trainers.state.checkpoints import Checkpoint
 from trainers.trainer import Trainer
 
 log = logging.getLogger("trainers")
 
-ENDS: tuple[type[Exception] | type[Terminated], ...] = (Terminated, DivergedError, TrainerError)  # of a training
+ENDS: tuple[type[Exception] | type[Terminated], ...] = (Terminated, DivergedError, TrainerError)  # may end a training
 FAULTS = (DivergedError, RankLostError, RankLeftError, CollectiveTimeoutError, BrokenError, CommunicationError)
 FAILED, BAD_ARGUMENTS, INTERRUPTED = 1, 2, 130  # exit codes; a job that exits with 1 may be started again
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line on all ranks; returns the exit code, the same on each."""
+def main(arguments: Sequence[str] | None = None, program: str = "python -m trainers") -> int:
+    """Run the command line on all ranks; returns the exit code, the same on each. program: its name in --help."""
     try:
         world = Topology.of_survivors()
     except LauncherError as error:  # no other rank is known
@@ -51,10 +51,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     code = 0
     try:
         with Terminating() as sigterm:  # also on ranks that do not train, and while data is loaded
-            while (prepared := prepare(arguments, world)) is None:
+            while (prepared := prepare(arguments, world, program)) is None:
                 world = world.survivors()
             _run(*prepared, world)
-            sigterm.known = True  # all work is done: ignore the signal
+            sigterm.agreed = True  # all work is done: ignore the signal
     except (AllReduceError, TrainerError) as error:
         if world.size > 1 and not everywhere(error, world.world):
             raise  # the other ranks do not have this error: the hook of Topology shows the traceback and ends the job
@@ -96,16 +96,16 @@ class Member(NamedTuple):
     network: NumpyNetwork
 
 
-def prepare(arguments: Sequence[str] | None, world: Topology) -> tuple[Job, Member | None] | None:
+def prepare(arguments: Sequence[str] | None, world: Topology, program: str) -> tuple[Job, Member | None] | None:
     """Read the options and data, and create this rank's topology and network. Collective.
 
     Returns None if a rank failed meanwhile and --on-failure continue is given: the remaining ranks begin again. With
-    --spares, Member is None: `join` makes it later, because it blocks on a spare rank.
+    --standby, Member is None: `join` makes it later, because it blocks on a standby rank.
     """
 
     def read_and_join() -> tuple[Job, Member | None]:
-        job = _read(arguments, world)
-        return job, None if job.options.spares else join(job, world)
+        job = _read(arguments, world, program)
+        return job, None if job.options.standby else join(job, world)
 
     outcome = attempt(world, read_and_join)
     if world.finished(outcome.failure is None):
@@ -125,9 +125,9 @@ def _goes_on(arguments: Sequence[str] | None) -> bool:
         return False
 
 
-def _read(arguments: Sequence[str] | None, world: Topology) -> Job:
+def _read(arguments: Sequence[str] | None, world: Topology, program: str) -> Job:
     """Read the options, the roles and the data. Collective."""
-    options = together(world.world, lambda: parse(arguments, shown=world.rank == 0))
+    options = together(world.world, lambda: parse(arguments, world.rank == 0, program))
     serves = options.strategy == SERVERS
     assigned = roles.assign(world, options.servers if serves else 0, options.evaluator, chief=options.chief)
     if serves:
@@ -147,10 +147,10 @@ def check(options: argparse.Namespace, assigned: roles.Roles) -> None:
         )
     if options.on_failure == "continue" and (assigned.evaluator is not None or assigned.chief):
         raise ArgumentError(
-            "--on-failure continue: not with an evaluator or another --chief, since no rank can replace them"
+            "--on-failure continue can't be used with an evaluator or --chief: no rank can replace these ranks"
         )
-    if options.spares and options.ranks_per_node:
-        raise ArgumentError(f"--spares {options.spares}: not with --ranks-per-node")
+    if options.standby and options.ranks_per_node:
+        raise ArgumentError(f"--standby {options.standby} can't be used with --ranks-per-node; leave out one of them")
     if assigned.evaluator is not None and not options.checkpoint:
         raise ArgumentError("an evaluator evaluates checkpoints: add --checkpoint DIR")
     if assigned.evaluator is None and options.evaluations:
@@ -160,11 +160,11 @@ def check(options: argparse.Namespace, assigned: roles.Roles) -> None:
 def join(job: Job, world: Topology) -> Member | None:
     """Create the topology of the ranks that train, and this rank's network. Collective.
 
-    A spare rank waits here until it replaces a failed rank. Returns None if it was not needed.
+    A standby rank waits here until it replaces a failed rank. Returns None if it was not needed.
     """
     options = job.options
-    if options.spares:
-        member = standby.elastic_world(world, options.spares)
+    if options.standby:
+        member = standby.elastic_world(world, options.standby)
         if member is None:
             return None
         return Member(member, together(member.world, lambda: _network(job, member)))
@@ -235,16 +235,16 @@ def _train(job: Job, member: Member) -> None:
         if options.json:
             trainer.surviving(lambda: _write_results(job, trainer, history, scores))
         _say(trainer.topology, f"test accuracy: {scores['accuracy']:.4f}", stream)
-    if options.spares:
-        trainer.topology.close()  # ends the wait of the spare ranks
+    if options.standby:
+        trainer.topology.close()  # ends the wait of the standby ranks
 
 
 def _introduce(job: Job, member: Member, trainer: Trainer[Any]) -> None:
     """Print the ranks, the strategy, the data and the model. Collective."""
     options, data, (topology, network) = job.options, job.data, member
     lines = [f"{topology}, on {network.device}"]
-    if options.spares:
-        lines.append(f"spare ranks: {options.spares}, standing by")
+    if options.standby:
+        lines.append(f"standby ranks: {options.standby}")
     if job.roles.servers or job.roles.evaluator is not None:
         lines.append(f"roles: {job.roles}")
     lines.append(results.strategy_line(trainer, options))
@@ -263,7 +263,7 @@ def _check_loss(loss: float, world: Topology) -> None:
     """Raise DivergedError on all ranks if the test loss is not finite."""
     if not math.isfinite(loss):
         error = DivergedError(f"the loss of the test data is {loss}: lower the learning rate, or scale the features")
-        raise known(error, world.world)  # all ranks have the same loss
+        raise on_all_ranks(error, world.world)  # all ranks have the same loss
 
 
 def _write_results(job: Job, trainer: Trainer[Any], history: Any, scores: dict[str, float]) -> None:
@@ -320,7 +320,7 @@ def _end_together(job: Job, world: Topology, error: Exception | Terminated | Non
     if error is None or world.rank == job.roles.evaluator:
         kind, text = failed
         error = ENDS[kind](text)
-    raise known(error, world.world)
+    raise on_all_ranks(error, world.world)
 
 
 def _say(world: Topology, text: str, stream: TextIO) -> None:

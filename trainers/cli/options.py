@@ -1,14 +1,17 @@
 """The options of `python -m trainers`, each declared once in OPTIONS.
 
-The parser, --help, the checks, the arguments of the trainer and the callbacks all follow from the declarations.
+The parser, --help and --help-all, the checks, the arguments of the trainer and the callbacks all follow from the
+declarations.
 """
 
 import argparse
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field
 from typing import Any, NamedTuple, NoReturn
 
 import allreduce
+from allreduce import notices
 from allreduce.topology import Topology
 from allreduce.wrappers.compressed import SHORT
 from trainers import callbacks, checks, datasets
@@ -16,6 +19,7 @@ from trainers.backends import UPDATES
 from trainers.central_storage import CentralStorageTrainer
 from trainers.datasets.parser import Parser
 from trainers.errors import ArgumentError
+from trainers.fit.checkpointing import period
 from trainers.mirrored import MirroredTrainer
 from trainers.parameter_server import ParameterServerTrainer
 from trainers.recovery.recovery import ON_FAILURE
@@ -23,7 +27,6 @@ from trainers.replica import Replica
 from trainers.replicas.numpy.network import ACTIVATIONS
 from trainers.replicas.numpy.optimizers import OPTIMIZERS
 from trainers.spare_replicas import SpareReplicasTrainer
-from trainers.state.checkpoints import period
 from trainers.strategies.servers.strategy import CHOICES as SERVER_CHOICES
 from trainers.trainer import Trainer
 
@@ -37,7 +40,9 @@ EXAMPLES = """examples:
   mpirun -n 4 python -m trainers --trace trace.json --tensorboard logs              (who waits for whom; curves)
   mpirun -n 4 python -m trainers --allreduce hierarchical_copy --ranks-per-node 2   (two simulated nodes)
   mpirun -n 5 python -m trainers --strategy parameter_server --servers 1 --updates async
-  mpirun -n 4 python -m trainers --strategy spare_replicas --spare 1
+  mpirun -n 4 python -m trainers --strategy spare_replicas --backup-workers 1
+
+--help-all shows the other options: strategies, failures, roles, network, traces, checks.
 """
 
 # Converters of values
@@ -52,6 +57,17 @@ def integer(least: int) -> Any:
         return int(text)
 
     return convert
+
+
+def backups(text: str) -> int:
+    if text not in ("0", "1"):
+        raise argparse.ArgumentTypeError(f"must be 0 or 1, got {text!r}")
+    return int(text)
+
+
+def copies(text: str) -> int:
+    """The number of backups for --copies, the former option, which counted the original too."""
+    return backups(str(integer(1)(text) - 1))
 
 
 def positive(text: str) -> float:
@@ -119,12 +135,15 @@ class Option:
     name: of its value among the parsed options: "batch_size" for --batch-size.
     metavar: stands for the value in --help. An option without metavar and choices is a flag.
     type: converts the value, or raises argparse.ArgumentTypeError.
-    help: what the option does. --help adds the default, and what the option needs.
+    help: what the option does. --help adds the default, and the options that this one needs.
     choices: the allowed values, if there are few.
     default: the value when the option is not given. default_text: the default in --help, if it is not `default`.
     strategies: the values of --strategy that take the option; none if the option does not depend on the strategy.
     needs: other options that must be given too -> their allowed values, () for any.
     argument: the name of the trainer's argument, if it differs from `name`; "" if the trainer has no such argument.
+    to_argument: makes the trainer's argument from the option's value, if they differ.
+    common: whether --help shows the option; --help-all shows all.
+    former: the former name of the option, which this release still accepts; former_type converts its value.
     writes: whether the value names a file, which must be writable before the training begins.
     callback: makes the callback that the option asks for, from all parsed options.
     """
@@ -140,6 +159,10 @@ class Option:
     strategies: tuple[str, ...] = ()
     needs: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     argument: str | None = None
+    to_argument: Callable[[Any], Any] | None = None
+    common: bool = False
+    former: str = ""
+    former_type: Callable[[str], Any] | None = None
     writes: bool = False
     callback: Callable[[argparse.Namespace], Any] | None = None
 
@@ -152,21 +175,53 @@ class Option:
         """The option with its value, as it was given."""
         return self.flag if value is True else f"{self.flag} {value}"
 
-    def add_to(self, group: Any) -> None:
-        """Add the option to a group of a parser, where its value is None when it is not given."""
-        notes = []
-        if self.default_text or not (self.default is None or self.default is False):
-            notes.append(f"default: {self.default_text or self.default}")
+    @property
+    def audience(self) -> str:
+        """The strategies that take the option, as text for --help-all; "" if all strategies take it."""
         some = self.strategies if self.strategies != tuple(STRATEGIES) else ()
-        if needs := ({"strategy": some} if some else {}) | dict(self.needs):
-            notes.append(f"with {' and '.join(_required(name, values) for name, values in needs.items())}")
-        text = f"{self.help} ({'; '.join(notes)})" if notes else self.help
+        return _required("strategy", some) if some else ""
+
+    def add_to(self, group: Any, shown: bool = True) -> None:
+        """Add the option to a group of a parser, where its value is None when it is not given.
+
+        shown: whether the help contains the option.
+        """
+        text = self._text() if shown else argparse.SUPPRESS
         if self.choices:
             group.add_argument(self.flag, choices=list(self.choices), help=text)
         elif self.metavar:
             group.add_argument(self.flag, type=self.type, metavar=self.metavar, help=text)
         else:
             group.add_argument(self.flag, action="store_true", default=None, help=text)
+        if self.former:
+            kind = self.former_type or self.type
+            group.add_argument(
+                self.former, action=Former, dest=self.name, type=kind, new=self.flag, help=argparse.SUPPRESS
+            )
+
+    def _text(self) -> str:
+        """The text of --help: the option's help, its default, and the options that it needs."""
+        notes = []
+        if self.default_text or not (self.default is None or self.default is False):
+            notes.append(f"default: {self.default_text or self.default}")
+        if self.needs:
+            notes.append(f"with {' and '.join(_required(name, values) for name, values in self.needs.items())}")
+        return f"{self.help} ({'; '.join(notes)})" if notes else self.help
+
+
+class Former(argparse.Action):
+    """An option under its former name: sets the value of the new option, with a notice."""
+
+    def __init__(self, *args: Any, new: str, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self._new = new
+
+    def __call__(
+        self, parser: Any, namespace: argparse.Namespace, values: Any, option_string: str | None = None
+    ) -> None:
+        if parser.shown:
+            notices.once(0, f"{option_string} is {self._new} now; the next release removes the old name")
+        setattr(namespace, self.dest, values)
 
 
 class Strategy(NamedTuple):
@@ -195,24 +250,26 @@ OTHER_RATES = ", ".join(f"{name} {kind.default_lr}" for name, kind in OPTIMIZERS
 OPTIONS: dict[str, tuple[Option, ...]] = {
     "training": (
         Option(
-            "data", "SET", default="digits",
+            "data", "SET", default="digits", common=True,
             help=f"{' or '.join(datasets.NAMES)}, a folder of MNIST-format files, an .npz file, or a .csv file with "
             "the label in the last column",
         ),
-        Option("epochs", "N", integer(0), default=PerData(20, 50, 10), help="number of passes over the data"),
         Option(
-            "batch_size", "N", integer(1), default=PerData(100, 16, 128),
+            "epochs", "N", integer(0), default=PerData(20, 50, 10), common=True, help="number of passes over the data"
+        ),
+        Option(
+            "batch_size", "N", integer(1), default=PerData(100, 16, 128), common=True,
             help="number of samples in a global batch, which is divided among the ranks",
         ),
         Option("seed", "N", integer(0), default=0, help="seed of the initial weights and of the order of the rows"),
     ),
     "strategy: which ranks hold the parameters, and which ranks wait for which": (
         Option(
-            "strategy", choices=tuple(STRATEGIES), default=MIRRORED,
+            "strategy", choices=tuple(STRATEGIES), default=MIRRORED, common=True,
             help="; ".join(f"{name}: {strategy.help}" for name, strategy in STRATEGIES.items()),
         ),
         Option(
-            "allreduce", "NAME", default="auto", strategies=(MIRRORED,),
+            "allreduce", "NAME", default="auto", strategies=(MIRRORED,), common=True,
             help=f"the backend that averages the gradients: {', '.join(allreduce.NAMES)}",
         ),
         Option(
@@ -229,8 +286,9 @@ OPTIONS: dict[str, tuple[Option, ...]] = {
             help="the rank that holds the parameters",
         ),
         Option(
-            "copies", "N", integer(1), default=1, strategies=(MIRRORED, CENTRAL),
-            help="2: another rank has a backup of each slice (--update sharded) or of the storage (central_storage), "
+            "backups", "N", backups, default=0, strategies=(MIRRORED, CENTRAL), argument="copies",
+            to_argument=lambda value: value + 1, former="--copies", former_type=copies,
+            help="1: another rank has a backup of each slice (--update sharded) or of the storage (central_storage), "
             "so the training continues after a failure without a checkpoint. Backups cost a message in every step",
         ),
         Option(
@@ -250,7 +308,7 @@ OPTIONS: dict[str, tuple[Option, ...]] = {
         ),
         Option(
             "max_staleness", "N", integer(0), default_text="no bound", strategies=(SERVERS,), needs=ASYNC,
-            help="the largest staleness of a gradient; with --stale keep or scale fast workers wait to keep it",
+            help="the largest staleness of a gradient; with --stale keep or scale fast workers wait to stay within it",
         ),
         Option(
             "warm_up", "N", integer(0), default=0, strategies=(SERVERS,), needs=ASYNC,
@@ -262,7 +320,7 @@ OPTIONS: dict[str, tuple[Option, ...]] = {
             help="divide: the servers divide the learning rate by the number of workers",
         ),
         Option(
-            "spare", "N", integer(0), default=1, strategies=(SPARE,),
+            "backup_workers", "N", integer(0), default=1, strategies=(SPARE,), argument="spare", former="--spare",
             help="a step does not wait for the N slowest ranks",
         ),
         Option(
@@ -271,8 +329,8 @@ OPTIONS: dict[str, tuple[Option, ...]] = {
             "other ranks continue; stop: they write a checkpoint, if --checkpoint is given, and the job ends",
         ),
         Option(
-            "spares", "N", integer(0), default=0, strategies=(MIRRORED, CENTRAL), needs={"on_failure": ("continue",)},
-            argument="", help="the last N ranks stand by, and replace failed ranks",
+            "standby", "N", integer(0), default=0, strategies=(MIRRORED, CENTRAL), needs={"on_failure": ("continue",)},
+            argument="", former="--spares", help="the last N ranks stand by, and replace failed ranks",
         ),
     ),
     "roles (TF_CONFIG can give them instead)": (
@@ -288,27 +346,30 @@ OPTIONS: dict[str, tuple[Option, ...]] = {
     ),
     "network": (
         Option(
-            "hidden", "N,N,...", layer_sizes, default=PerData((64, 32), (10, 10), (128, 64)),
+            "hidden", "N,N,...", layer_sizes, default=PerData((64, 32), (10, 10), (128, 64)), common=True,
             help='sizes of the hidden layers, or "none"',
         ),
         Option("activation", choices=tuple(ACTIVATIONS), default="relu", help="the activation of the hidden layers"),
         Option("optimizer", choices=tuple(OPTIMIZERS), default="adam", help="the optimizer"),
-        Option("lr", "X", positive, default=RATES, default_text=f"{RATES}; {OTHER_RATES}", help="the learning rate"),
+        Option(
+            "lr", "X", positive, default=RATES, default_text=f"{RATES}; {OTHER_RATES}", common=True,
+            help="the learning rate",
+        ),
     ),
     "machine": (
         Option("device", choices=("cpu", "cuda"), default="cpu", help="where the network is; cuda needs CuPy"),
         Option("ranks_per_node", "N", ranks_per_node, help="simulate nodes of N ranks, or of N,N,... ranks"),
     ),
     "files": (
-        Option("save", "FILE", writes=True, help="write the trained model (.npz, no pickle)"),
+        Option("save", "FILE", writes=True, common=True, help="write the trained model (.npz, no pickle)"),
         Option("load", "FILE", help="begin with a saved model"),
-        Option("checkpoint", "DIR", help="write checkpoints of the training to this folder"),
+        Option("checkpoint", "DIR", common=True, help="write checkpoints of the training to this folder"),
         Option(
             "checkpoint_every", "WHEN", checkpoint_period, default="epoch", needs={"checkpoint": ()},
             help='when to write a checkpoint: "epoch", "5 epochs", "500 steps", "30 seconds", "10 minutes", ...',
         ),
         Option(
-            "resume", default=False, needs={"checkpoint": ()},
+            "resume", default=False, needs={"checkpoint": ()}, common=True,
             help="continue from the newest usable checkpoint, if there is one; --epochs counts from the beginning of "
             "the training",
         ),
@@ -362,43 +423,62 @@ OPTIONS: dict[str, tuple[Option, ...]] = {
 BY_NAME = {option.name: option for group in OPTIONS.values() for option in group}
 
 
-# What follows from them
+# What is derived from the declarations
 
 
 class RankParser(Parser):
-    """Raises ArgumentError for bad arguments, and prints on one rank only.
+    """A Parser that raises ArgumentError for invalid arguments, and prints on one rank only.
 
     shown: whether this rank prints.
     """
 
     def __init__(self, shown: bool, **options: Any) -> None:
         super().__init__(**options)
-        self._shown = shown
+        self.shown = shown
 
     def error(self, message: str) -> NoReturn:
-        raise ArgumentError(f"{message} (--help shows all options)")
+        raise ArgumentError(f"{message} (--help-all shows all options)")
 
     def _print_message(self, message: str, file: Any = None) -> None:
-        if self._shown:
+        if self.shown:
             super()._print_message(message, file)
 
 
-def parse(arguments: Sequence[str] | None, shown: bool) -> argparse.Namespace:
-    """Return the checked options, with their defaults. Raises ArgumentError; --help exits.
-
-    The options of other strategies stay None. shown: whether this rank prints.
-    """
+def make_parser(shown: bool, everything: bool, program: str) -> RankParser:
+    """Return the parser. shown: whether this rank prints. everything: --help shows all options, by strategy."""
     parser = RankParser(
         shown,
-        prog="python -m trainers",
+        prog=program,
+        usage="%(prog)s [OPTION...]",
         description="Train a small network on all ranks together, and test it.",
         epilog=EXAMPLES,
     )
-    for title, group in OPTIONS.items():
-        added = parser.add_argument_group(title)
-        for option in group:
-            option.add_to(added)
-    options = parser.parse_args(arguments)
+    add_options(parser, everything)
+    return parser
+
+
+def add_options(parser: argparse.ArgumentParser, everything: bool = True) -> None:
+    """Add the options. everything: --help shows them all, by strategy."""
+    parser.add_argument("--help-all", action="help", help="show all options")
+    groups: dict[str, Any] = {}
+    for title, options in OPTIONS.items():
+        for option in options:
+            heading = "the options that most trainings need"
+            if everything:
+                heading = f"with {option.audience} only" if option.audience else title
+            if heading not in groups:
+                groups[heading] = parser.add_argument_group(heading)
+            option.add_to(groups[heading], everything or option.common)
+
+
+def parse(arguments: Sequence[str] | None, shown: bool, program: str = "python -m trainers") -> argparse.Namespace:
+    """Return the checked options, with their defaults. Raises ArgumentError; --help and --help-all exit.
+
+    The options of other strategies stay None. shown: whether this rank prints. program: its name in --help.
+    """
+    given = sys.argv[1:] if arguments is None else arguments
+    parser = make_parser(shown, "--help-all" in given, program)
+    options = parser.parse_args(given)
     options.strategy = options.strategy or MIRRORED
     options.data = options.data or BY_NAME["data"].default
     for option in BY_NAME.values():
@@ -454,11 +534,11 @@ def strategy_options(options: argparse.Namespace) -> dict[str, Any]:
 
 def make_trainer(options: argparse.Namespace, replica: Replica, topology: Topology, servers: int) -> Trainer[Any]:
     """Create the trainer that the options describe. servers: the number of servers, the last ranks. Collective."""
-    given = {
-        option.argument or option.name: getattr(options, option.name)
-        for option in BY_NAME.values()
-        if options.strategy in option.strategies and option.argument != ""
-    }
+    given = {}
+    for option in BY_NAME.values():
+        if options.strategy in option.strategies and option.argument != "":
+            value = getattr(options, option.name)
+            given[option.argument or option.name] = option.to_argument(value) if option.to_argument else value
     if "servers" in given:
         given["servers"] = tuple(range(topology.size - servers, topology.size))
     return STRATEGIES[options.strategy].trainer(replica, topology=topology, **given)

@@ -71,7 +71,7 @@ def result(
         "model": trainer.replica.config(),
         "parameters": trainer.replica.gradient_length,
         "parameters_sha256": trainer.parameters_sha256(),
-        **({"lost": [loss._asdict() for loss in trainer.losses]} if trainer.losses else {}),
+        **({"lost": [each._asdict() for each in trainer.failures]} if trainer.failures else {}),
     }
 
 

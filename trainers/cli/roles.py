@@ -97,15 +97,15 @@ def _task(task: Any, tasks: dict[str, int]) -> Task:
     """Return the type and the index of a process's own task."""
     if not isinstance(task, dict) or task.get("type") not in TYPES:
         raise RoleError(
-            f'{NAME}: the task must be such as {{"type": "worker", "index": 0}}, of a type {", ".join(TYPES)}; it is '
-            f"{shown(task)}"
+            f'{NAME}: the task must look like {{"type": "worker", "index": 0}}, with a type of {", ".join(TYPES)}; it '
+            f"is {shown(task)}"
         )
     kind, index = task["type"], task.get("index", 0 if task["type"] in (CHIEF, EVALUATOR) else None)
     if isinstance(index, str) and index.isascii() and index.isdecimal() and len(index) < 10:
         index = int(index)  # TensorFlow accepts a text
     most = max(tasks[kind], kind == EVALUATOR)
     if isinstance(index, bool) or not isinstance(index, int) or not 0 <= index < most:
-        there = f"0 to {most - 1}" if most else f"none, for the cluster has no {kind}"
+        there = f"{kind} 0 to {most - 1}" if most else f"no {kind}"
         raise RoleError(f"{NAME}: the index of task {kind} is {shown(index)}; the cluster has {there}")
     return kind, index
 
@@ -247,14 +247,14 @@ def _check_clash(roles: Roles, servers: int | None, evaluator: bool | None, chie
     there = len(roles.servers)
     if chief not in (None, roles.chief):
         raise RoleError(
-            f"chief {chief} is asked for, and that of {NAME} is rank {roles.chief}; leave out one of the two"
+            f"chief {chief} is asked for, and {NAME} makes rank {roles.chief} the chief; leave out one of the two"
         )
     if servers is None and not there:
         raise RoleError(f"{NAME} has no ps, and this training needs a server: add one to the cluster")
     if servers == 0 and there:
         raise RoleError(
-            f"{NAME} has {there} ps, which this training does not use: add --strategy parameter_server, or remove "
-            "them from the cluster"
+            f"{NAME} has {there} ps, and this training uses no servers: add --strategy parameter_server, or remove the "
+            "ps from the cluster"
         )
     if servers not in (None, there):
         raise RoleError(f"{servers} servers are asked for, and {NAME} has {there} ps; leave out one of the two")

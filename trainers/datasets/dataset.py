@@ -79,11 +79,11 @@ class Dataset:
         return [group for group in groups.values() if len(group) > 1]
 
     def _small(self, skipped: set[int], rows: list[int], quoted: list[str]) -> list[str]:
-        """Return a sentence for each small class that may be mistyped, one for the others. skipped: left out."""
+        """Return a sentence for each small class that may be a typo, and one for all others. skipped: not mentioned."""
         small = [number for number, count in enumerate(rows) if 0 < count < FEW_ROWS and number not in skipped]
         named = self.classes != _numbers(len(self.classes))
         large = [_short(self.classes[number]) for number in np.argsort(rows)[-MOST_SHOWN:] if rows[number] >= FEW_ROWS]
-        near = {  # only of the first: if most classes are small, none is a typo
+        near = {  # only for the first few: if most classes are small, none is a typo
             number: found[0]
             for number in small[:MOST_WARNED]
             if (found := difflib.get_close_matches(_short(self.classes[number]), large if named else [], n=1))
@@ -159,7 +159,7 @@ def _checked(name: str, x: np.ndarray, y: np.ndarray) -> tuple[np.ndarray, np.nd
     if wrong.size:
         raise DataError(
             f"{name}: the label of sample {wrong[0]} is {y[wrong[0]]}; labels must be class numbers 0, 1, ... "
-            "(is the label where it should be? in a CSV it is the last column)"
+            "(in a CSV file the label is the last column)"
         )
     return flat, y.astype(np.int64)
 

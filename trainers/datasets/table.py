@@ -74,7 +74,7 @@ def _not_blank(lines: list[Line]) -> list[Line]:
 
 
 def _is_header(lines: list[Line]) -> bool:
-    """The first line is a header when none of its features is a number, or its label alone is not."""
+    """Whether the first line is a header: none of its features is a number, or all labels but its own are numbers."""
     first = lines[0][1].split(",") if lines else []
     features, label = first[:-1], first[-1:]
     if features and not any(map(_is_number, features)):
@@ -99,7 +99,7 @@ def _features(path: str, lines: list[Line]) -> np.ndarray:
     source = io.StringIO("\n".join(line.rpartition(",")[0] for _, line in lines))
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # about a block of empty cells
+            warnings.simplefilter("ignore")  # loadtxt warns of a block of empty cells
             x = np.loadtxt(source, dtype=np.float32, delimiter=",", comments=None, quotechar='"', ndmin=2)
     except ValueError as error:
         raise DataError(f"{path}, {_first_wrong_cell(lines) or error}") from error

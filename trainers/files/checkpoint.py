@@ -1,6 +1,6 @@
 """Checkpoints: files from which a training resumes. No pickle, no MPI.
 
-A checkpoint is a model file (trainers.files.model_file), so whatever loads a saved model loads it too. Its additional
+A checkpoint is a model file (trainers.files.model_file), so it can be loaded as a saved model too. Its additional
 entries begin with "checkpoint": the progress of the training, the state of single ranks, and checksums. A file gets its
 name only when it is complete and on disk, so a kill at any moment leaves the earlier checkpoints intact.
 """
@@ -42,7 +42,7 @@ class Progress:
         beginning.
     seconds: the time that the steps of the unfinished epoch took.
     ranks: the number of ranks of the job.
-    settings: what a resumed training must share, by name: "batch_size", "seed", "rows", ...
+    settings: the settings that a resumed training must share, by name: "batch_size", "seed", "rows", ...
     shapes: of the named parameters, in their order: [["layer 1 weights", [64, 32]], ...]; may be empty.
     rates: the learning rates, one a group of parameters.
     choices: the backend and update that the job used: {"allreduce": "shared", ...}.
@@ -89,7 +89,7 @@ def path_of(folder: str, total: int) -> str:
 def paths(folder: str, total: float = math.inf) -> list[str]:
     """The paths of the checkpoints in a folder, newest first, after `total` steps or less. Raises OSError.
 
-    There are none when there is no such folder.
+    Returns [] if the folder does not exist.
     """
     try:
         found = [(int(match[1]), name) for name in os.listdir(folder) if (match := NAME.fullmatch(name))]
@@ -129,7 +129,7 @@ def read(path: str) -> Saved:
     """Read and verify the checkpoint in `path`. Raises CheckpointError, also if any bit of its contents has changed."""
 
     def damaged(error: object) -> CheckpointError:
-        return CheckpointError(f"{path} is no checkpoint, or it is damaged ({error})")
+        return CheckpointError(f"{path} is not a checkpoint, or it is damaged ({error})")
 
     try:
         file = model_file.open_regular(path)
@@ -178,8 +178,8 @@ def newest(folder: str, check: Callable[[str, Saved], object] | None = None) -> 
     """Return the path and contents of the newest usable checkpoint in a folder; None if the folder has no checkpoints.
 
     check: check(path, checkpoint) raises UnusableError to skip a checkpoint, or another error to end the search.
-        Damaged checkpoints are skipped too. Each skipped one is logged to "trainers". Raises CheckpointError if no
-        checkpoint of several is usable, or the folder can't be read.
+        Damaged checkpoints are skipped too. Each skipped one is logged to "trainers". Raises CheckpointError if there
+        are checkpoints but none is usable, or the folder can't be read.
     """
     try:
         found = paths(folder)
@@ -201,16 +201,16 @@ def newest(folder: str, check: Callable[[str, Saved], object] | None = None) -> 
             except UnusableError as error:
                 unusable = error
         errors.append(str(unusable))
-        log.warning("trainers: %s; the one before is used", unusable)
+        log.warning("trainers: %s; trying the one before it", unusable)
     if errors:
         raise CheckpointError(f"no checkpoint in {folder} can be used: {errors[0]}; remove them to begin again")
     return None
 
 
 def prune(folder: str, total: int, keep: int) -> None:
-    """Remove all checkpoints but the `keep` newest ones, after `total` steps or less. Raises CheckpointError.
+    """Of the checkpoints after at most `total` steps, remove all but the `keep` newest ones. Raises CheckpointError.
 
-    A checkpoint of later steps is damaged, or training would have resumed from it. It is not removed and not counted.
+    A checkpoint of a later step is damaged, or training would have resumed from it. It is neither removed nor counted.
     """
     for path in paths(folder, total)[keep:]:
         try:

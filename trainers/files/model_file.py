@@ -132,7 +132,7 @@ def read(path: str, kind: str) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
     """Read a model of class `kind`; returns (config, state). Raises ModelFileError."""
 
     def damaged(error: object) -> ModelFileError:
-        return ModelFileError(f"{path} is no model file, or it is damaged ({error}); save() writes one")
+        return ModelFileError(f"{path} is not a model file, or it is damaged ({error}); save() writes one")
 
     try:
         file = open_regular(path)
@@ -163,7 +163,7 @@ def check_numbers(path: str, name: str, array: np.ndarray) -> None:
     """Raise ModelFileError if an array is not numeric, or if parameters, optimizer state or inputs are not finite.
     (Other buffers may hold infinities.)"""
     if array.dtype.kind not in "iufcb":
-        raise ModelFileError(f"{path} is damaged: {name} is {array.dtype}, no numbers")
+        raise ModelFileError(f"{path} is damaged: {name} is {array.dtype}, not numbers")
     trained = name == "parameters" or name.startswith(("optimizer.", "input."))
     if trained and not np.isfinite(array).all():
         raise ModelFileError(f"{path} holds a model that has diverged: {name} has elements that are not finite")
@@ -171,8 +171,8 @@ def check_numbers(path: str, name: str, array: np.ndarray) -> None:
 
 @contextmanager
 def replacing(path: str, durable: bool = False) -> Iterator[IO[bytes]]:
-    """Context manager: write to a temporary file, which replaces `path` at the end of the block. After an exception it
-    is removed.
+    """Context manager: write to a temporary file, which replaces `path` at the end of the block. After an exception the
+    temporary file is removed, and `path` is unchanged.
 
     A symbolic link is followed. Anything that is not a regular file (/dev/stdout, a named pipe) is written in place.
     durable: sync the file before it replaces `path`, and the folder afterwards, so that a crash of the machine leaves
@@ -227,7 +227,7 @@ def open_regular(path: str) -> IO[bytes]:
     file = open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK))  # noqa: SIM115
     if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
         file.close()
-        raise OSError("it is no regular file")
+        raise OSError("it is not a regular file")
     return file
 
 

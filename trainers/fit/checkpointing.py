@@ -1,23 +1,26 @@
-"""The checkpoints of a fit: collects them from all ranks, writes them in a thread of rank 0, and resumes from them."""
+"""The checkpoints of a fit: the user's options (Checkpoint); collects them from all ranks, writes them in a thread of
+rank 0, and resumes from them (Saver)."""
 
 import itertools
 import logging
 import math
 import os
+import random
+import re
 import shutil
 import tempfile
 import time
 from collections.abc import Callable, Collection
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
 
 import numpy as np
 
 from allreduce.transport.chunked import bytes_of_root, bytes_to_root
-from allreduce.transport.control import known, root_value, together
+from allreduce.transport.control import on_all_ranks, root_value, together
 from trainers import data
 from trainers.data import Batches, Fingerprint
 from trainers.errors import ArgumentError, CheckpointError, ModelFileError, UnusableError
@@ -26,14 +29,82 @@ from trainers.files import model_file
 from trainers.files.checkpoint import Progress, Saved
 from trainers.group import is_valid_layout, layout
 from trainers.replica import Replica
-from trainers.state import checkpoints
 from trainers.state.adopt import RATES, adopt_whole
-from trainers.state.checkpoints import Checkpoint, period
 from trainers.strategies.interface import Strategy
 from trainers.watching.callback import Callbacks
 from trainers.watching.history import VALIDATED, VALIDATION, Epoch, History
 
 log = logging.getLogger("trainers")
+
+NOTATION = re.compile(r"(?:(\d+(?:\.\d+)?)\s*)?([a-z]+)")
+UNITS = {"step": "steps", "steps": "steps", "epoch": "epochs", "epochs": "epochs"}
+SECONDS = {
+    "s": 1, "second": 1, "seconds": 1, "min": 60, "minute": 60, "minutes": 60, "h": 3600, "hour": 3600, "hours": 3600,
+}  # fmt: skip
+MODES = ("auto", "min", "max")
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """Options of a fit's checkpoints: the folder, how often they are written, and how many are kept.
+
+    folder: a folder for this training alone; created if missing. Only rank 0 uses it. Rank 0 also needs memory for a
+        copy of the model and the optimizer's state, from which a thread writes.
+    every: "epoch", "5 epochs", "500 steps", "30 seconds", "10 minutes", "2 hours". A checkpoint is also written at the
+        end of the training, and when a callback stops it.
+    keep: how many of the newest checkpoints stay.
+    best: a name in the history ("loss", "accuracy", "validation_loss", ...): the checkpoint of the epoch in which it
+        was best is kept as best.npz.
+    mode: whether the lowest ("min") or the highest ("max") is the best; "auto": the lowest loss or error, the highest
+        of anything else.
+    same_data: whether a resumed training must have the same rows in the same order; some rows are compared. False:
+        other rows are accepted, as many as before.
+
+    The random numbers that a data set draws (from Python, NumPy or the framework) continue exactly only with
+    prefetch=False: batches that are fetched ahead have drawn theirs before the state is saved.
+
+    Raises ArgumentError.
+    """
+
+    folder: str
+    every: str = "epoch"
+    keep: int = 3
+    best: str = ""
+    mode: str = "auto"
+    same_data: bool = True
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.folder, str | os.PathLike) or not os.fspath(self.folder) or "\0" in str(self.folder):
+            raise ArgumentError(f"Checkpoint({self.folder!r}): give the name of a folder")
+        object.__setattr__(self, "folder", os.fspath(self.folder))
+        period(self.every)
+        if isinstance(self.keep, bool) or not isinstance(self.keep, int) or self.keep < 1:
+            raise ArgumentError(f"Checkpoint: keep must be an integer >= 1, got {self.keep!r}")
+        if not isinstance(self.same_data, bool):
+            raise ArgumentError(f"Checkpoint: same_data must be True or False, got {self.same_data!r}")
+        if self.mode not in MODES or not isinstance(self.best, str):
+            raise ArgumentError(
+                f"Checkpoint(best={self.best!r}, mode={self.mode!r}): give a name in the history, and one of "
+                f"{', '.join(MODES)}"
+            )
+
+    @property
+    def lowest_is_best(self) -> bool:
+        return self.mode == "min" or (self.mode == "auto" and self.best.endswith(("loss", "error")))
+
+
+def period(every: str) -> tuple[float, str]:
+    """Parse `every` into (count, unit); unit is "steps", "epochs" or "seconds". Raises ArgumentError."""
+    match = NOTATION.fullmatch(every.strip().lower()) if isinstance(every, str) else None
+    count, word = (float(match[1] or 1), match[2]) if match else (0.0, "")
+    if word in SECONDS and 0 < count < math.inf:
+        return count * SECONDS[word], "seconds"
+    if word in UNITS and count >= 1 and count.is_integer():
+        return count, UNITS[word]
+    raise ArgumentError(
+        f'every={every!r} is not a period: use "epoch", "5 epochs", "500 steps", "30 seconds", "10 minutes", "2 hours"'
+    )
+
 
 # prefixes of a rank's own arrays: those of its replica, and of its callbacks
 REPLICA, WATCHING = "replica.", "watching."
@@ -43,13 +114,13 @@ class Saver:
     """Writes the checkpoints of a fit, and loads the one from which it resumes.
 
     batches: of the fit. resume: whether to resume from the newest checkpoint in the folder.
-    known: the names in the fit's history; `checkpoint.best` must be one of them.
+    names: the names in the fit's history; `checkpoint.best` must be one of them.
 
     Raises ArgumentError, on this rank.
     """
 
     def __init__(
-        self, strategy: Strategy, batches: Batches, checkpoint: Checkpoint, resume: bool, known: Collection[str]
+        self, strategy: Strategy, batches: Batches, checkpoint: Checkpoint, resume: bool, names: Collection[str]
     ) -> None:
         self._strategy, self._group = strategy, strategy.group
         self._folder, self._keep = os.path.abspath(checkpoint.folder), checkpoint.keep
@@ -71,10 +142,10 @@ class Saver:
         # _saving: a checkpoint is being collected. _overdue: one was not written, because a rank failed
         self._saving = self._overdue = False
         self._has_lock = False  # whether this rank, rank 0, has locked the folder
-        if self._watched and self._watched not in known:
+        if self._watched and self._watched not in names:
             raise ArgumentError(
-                f"Checkpoint(best={checkpoint.best!r}): this fit measures {', '.join(known)}"
-                + ("" if any(name.startswith(VALIDATED) for name in known) else "; it has no validation_data")
+                f"Checkpoint(best={checkpoint.best!r}): this fit measures {', '.join(names)}"
+                + ("" if any(name.startswith(VALIDATED) for name in names) else "; it has no validation_data")
             )
 
     @property
@@ -139,11 +210,11 @@ class Saver:
             raise UnusableError(text)
         before, now = (choices.get("allreduce") for choices in (progress.choices, self._selections))
         if before != now:
-            chosen = f"{before} before, and by {now} now"
-            log.warning("trainers: gradients were averaged by %s: the last bits may differ", chosen)
+            backends = f"{before} before, and by {now} now"
+            log.warning("trainers: gradients were averaged by %s: the last bits may differ", backends)
         if progress.ranks != self._group.size:
             text = f"{progress.ranks} ranks, and this training has {self._group.size}"
-            log.warning("trainers: %s was written on %s: the last bits may differ, and random states do", path, text)
+            log.warning("trainers: %s was written on %s: random states differ, and the last bits may", path, text)
 
     def _lock_folder(self) -> None:
         """Create the folder if it is missing, lock it until `close`, and remove temporary files of killed writers.
@@ -190,7 +261,7 @@ class Saver:
             adopt_whole(self._strategy, state)
         except ModelFileError as error:  # on all ranks
             text = f"the checkpoint in {self._folder} is of another model: {error}"
-            raise known(CheckpointError(text), comm) from error
+            raise on_all_ranks(CheckpointError(text), comm) from error
         same = progress.ranks == self._group.size
         packed = together(comm, lambda: [] if saved is None else self._packed(saved, same))
         own = model_file.unpack(bytes_of_root(comm, packed, "receive this rank's part of a checkpoint"))
@@ -202,14 +273,14 @@ class Saver:
         """Load the replica's local state `local`, and the states of the global random generators in `own`. Local."""
         try:
             self._strategy.replica.load_local_state(local)
-            checkpoints.load_random_state(own)
+            load_random_state(own)
         except (ModelFileError, KeyError, IndexError, TypeError, ValueError, OverflowError) as error:
             text = f"the checkpoint in {self._folder} is damaged, or of another model"
             raise CheckpointError(f"{text}: a rank can't load its own state: {error!r}") from error
 
     def _packed(self, saved: Saved, same: bool) -> list[bytes]:
-        """Return the packed own arrays of every rank. With another number of ranks: those of rank 0 for all, for their
-        callbacks."""
+        """Return the own arrays of every rank, packed. With another number of ranks, every rank gets rank 0's, from
+        which its callbacks load their state."""
         if same:
             return [model_file.pack(local) for local in saved.local]
         return [model_file.pack(saved.local[0])] * self._group.size
@@ -280,12 +351,12 @@ class Saver:
         )
 
     def _finish_and_pack(self, callbacks: Callbacks) -> tuple[bytes, dict[str, np.ndarray]]:
-        """Wait for the last write, then return this rank's own arrays, packed for a message, and those of its callbacks
-        (not in the message of rank 0). Local."""
+        """Wait for the last write. Then return this rank's own arrays, packed for a message, and the arrays of its
+        callbacks, which rank 0 does not pack. Local."""
         self.finish()
         own = {f"{REPLICA}{name}": array for name, array in self._strategy.replica.local_state().items()}
         watching = {f"{WATCHING}{name}": array for name, array in callbacks.state().items()}
-        own |= checkpoints.random_state()
+        own |= random_state()
         return model_file.pack(own if self._chief else own | watching), watching
 
     def _write(self, saved: Saved, best: bool) -> None:
@@ -330,11 +401,11 @@ def _with_prefix(own: dict[str, np.ndarray], prefix: str) -> dict[str, np.ndarra
 
 def _fingerprint(batches: Batches, replica: Replica) -> Fingerprint:
     """Return the fingerprint of the data. Restores the random generators. Raises DataError. Local."""
-    programs, own = checkpoints.random_state(), replica.local_state()
+    programs, own = random_state(), replica.local_state()
     try:
         return batches.fingerprint()
     finally:
-        checkpoints.load_random_state(programs)
+        load_random_state(programs)
         replica.load_local_state(own)
 
 
@@ -346,10 +417,10 @@ def make_saver(
         if resume:
             raise ArgumentError("resume=True needs the folder of the checkpoints: give checkpoint=...")
         return None
-    known = strategy.replica.metrics
-    known += tuple(f"{VALIDATED}{name}" for name in known if validates)
+    names = strategy.replica.metrics
+    names += tuple(f"{VALIDATED}{name}" for name in names if validates)
     given = checkpoint if isinstance(checkpoint, Checkpoint) else Checkpoint(checkpoint)
-    return Saver(strategy, batches, given, resume, known)
+    return Saver(strategy, batches, given, resume, names)
 
 
 def check_arrays(path: str, saved: Saved) -> None:
@@ -361,7 +432,7 @@ def check_arrays(path: str, saved: Saved) -> None:
 def check(path: str, saved: Saved, replica: Replica, settings: dict[str, Any], steps: int) -> None:
     """Raise CheckpointError if a checkpoint is not an earlier state of this training.
 
-    settings: must equal those of the checkpoint. steps: the number of steps in an epoch.
+    settings: must equal the settings in the checkpoint. steps: the number of steps in an epoch.
     Raises UnusableError if the checkpoint is damaged, so that an older one may be usable.
     """
     progress = saved.progress
@@ -394,3 +465,33 @@ def check(path: str, saved: Saved, replica: Replica, settings: dict[str, Any], s
 
 def _described(name: str, shape: Any) -> str:
     return f"{name} of shape {tuple(shape)}"
+
+
+WORDS = 624  # 32-bit words in the state of NumPy's generator
+PYTHON, NUMPY = "random.python", "random.numpy"
+
+
+def random_state() -> dict[str, np.ndarray]:
+    """Return the states of Python's and NumPy's global random generators as arrays."""
+    version, words, gauss = random.getstate()
+    _, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
+    return {
+        PYTHON: np.array([version, *words], np.int64),
+        f"{PYTHON}.gauss": np.array([] if gauss is None else [gauss]),
+        NUMPY: np.array([position, has_gauss, *keys], np.int64),
+        f"{NUMPY}.gauss": np.array([cached]),
+    }
+
+
+def load_random_state(state: dict[str, np.ndarray]) -> None:
+    """Load a result of `random_state` into the global random generators. Raises KeyError, TypeError, ValueError or
+    OverflowError for anything else."""
+    version, *words = state[PYTHON].tolist()
+    gauss = state[f"{PYTHON}.gauss"].tolist()
+    position, has_gauss, *keys = state[NUMPY].tolist()
+    (cached,) = state[f"{NUMPY}.gauss"].tolist()
+    if len(keys) != WORDS or not 0 <= position <= WORDS or has_gauss not in (0, 1):  # NumPy does not check these
+        raise ValueError(f"NumPy's random state has {len(keys)} words, and the next one is number {position}")
+    numbers = np.array(keys, np.uint32)
+    random.setstate((version, tuple(words), gauss[0] if gauss else None))
+    np.random.set_state(("MT19937", numbers, position, has_gauss, cached))

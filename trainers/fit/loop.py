@@ -29,8 +29,8 @@ from trainers.watching.progress import Progress
 
 log = logging.getLogger("trainers")
 
-NO_RESUME = "ranks do not take steps together, so no training could resume from it; the previous one stays"
-ABOUT, VALUES = "trainer.about", "trainer.values"  # a fit's own arrays in its state; the others are of its callbacks
+NO_RESUME = "ranks do not take steps together, so no training could resume from it; the previous checkpoint stays"
+ABOUT, VALUES = "trainer.about", "trainer.values"  # the arrays in `Fit.state` that are not its callbacks'
 Validation = Callable[[], dict[str, float]]
 
 
@@ -95,11 +95,11 @@ class Fit:
     - A flag that is sent with the gradients informs the other ranks. All ranks raise the error before any of them
         updates.
     - `strategy.stop_training` reaches all ranks in the same way, after the update.
-    - So neither needs a message of its own. If a strategy can't read the flag before it updates (`errors_in_step` is
-        False), the ranks agree on errors with a small message in each step.
+    - So errors and stops need no messages of their own. If a strategy can't read the flag before it updates
+        (`errors_in_step` is False), the ranks agree on errors with a small message in each step.
 
-    The strategy runs the steps of an epoch (`run_epoch`): `run_steps` is the usual way, in which every rank takes every
-    step; another way uses `keep_error`, `begin_batch` and `end_batch`, and ends when this rank's part is done.
+    The strategy runs the steps of an epoch (`run_epoch`). Usually it calls `run_steps`, in which every rank takes every
+    step; else it uses `keep_error`, `begin_batch` and `end_batch`, and returns when this rank's part is done.
 
     Checkpoints are written between two steps of `run_steps`, or after an epoch. A resumed training begins at the newest
     one, possibly in the middle of an epoch.
@@ -135,10 +135,10 @@ class Fit:
         self.meter = strategy.make_meter(batches)
         self._progress, self._users, self._watched = progress, callbacks, watched
         self.callbacks = Callbacks(())
-        self.begun = False  # all ranks have checked their callbacks, and loaded the checkpoint, if any
+        self.begun = False  # whether all ranks have checked their callbacks, and loaded the checkpoint, if any
         self.error: Exception | None = None  # of this rank, which the other ranks do not know yet
         self.stopped = False  # a rank has asked to stop, and all ranks know it
-        self.asks = False  # whether a callback of any rank may leave out a step on its own decision
+        self.asks = False  # whether a callback may decide on one rank to leave out a step, so that ranks must agree
         self._asked = False  # all ranks know that it is time for a checkpoint
         self._epochs, self._validate, self._goes_on = epochs, validate, watched.goes_on
         self._resumed = PartialEpoch()
@@ -147,7 +147,7 @@ class Fit:
         self._rows = 0  # rows of this epoch that were done before this fit entered it
         self._share = 0.0  # this rank's share of the current batch
         on_gpu = strategy.replica.device != "cpu"
-        self._look_every = CHECK_EVERY if on_gpu else 1  # reading the flags makes the host wait for a GPU
+        self._read_every = CHECK_EVERY if on_gpu else 1  # reading the flags makes the host wait for a GPU
 
     @np.errstate(all="ignore")  # the meter reports a diverged loss
     def run(self) -> History:
@@ -345,7 +345,7 @@ class Fit:
             strategy.measured = reduce_left_out_step(strategy, self._share, flags, self.meter.last())
         else:
             strategy.measured = strategy.step(flags)
-        if (step + 1) % self._look_every == 0 or step + 1 == self.batches.steps:
+        if (step + 1) % self._read_every == 0 or step + 1 == self.batches.steps:
             self.read_flags()
         strategy.count_step()
 
@@ -385,8 +385,8 @@ class Fit:
         self.stopped, self._asked = bool(stop), bool(save)
 
     def discard_if_unusable(self, gradients: Any, replica: Replica) -> bool:
-        """Whether a callback discards these gradients, where ranks do not take steps together; if so, undo the batch.
-        May raise any exception.
+        """Whether a callback discards these gradients; if so, undo the batch. For strategies whose ranks do not take
+        steps together. May raise any exception.
 
         replica: computed the gradients; its `undo` is called if they are discarded.
         """

@@ -47,7 +47,7 @@ def operation(op: int | None, average: bool | None) -> Op:
     if op is not None and average is not None:
         raise ArgumentError("give op= only; average= is deprecated")
     if average is not None:
-        warn_deprecated("average= is Horovod's old name of op=hvd.Average and op=hvd.Sum")
+        warn_deprecated("average= is deprecated: use op=hvd.Average or op=hvd.Sum")
         return Op.Average if average else Op.Sum
     try:
         return Op.Average if op is None else Op(op)
@@ -113,12 +113,12 @@ def check_splits(tensor: torch.Tensor, given: Any, size: int) -> list[int]:
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """A dtype as an attribute of module torch."""
+    """The name of a dtype in module torch."""
     return str(dtype).removeprefix("torch.")
 
 
 def layout(tensor: torch.Tensor, rows: bool = False) -> list[Any]:
-    """Shape and dtype, as JSON; rows: of one row."""
+    """The shape and dtype of a tensor as JSON types. rows: the shape of one row instead."""
     return [list(tensor.shape[1:] if rows else tensor.shape), dtype_name(tensor.dtype)]
 
 

@@ -183,7 +183,7 @@ def synchronize(handle: int) -> Any:
     Raises HorovodInternalError when the call failed.
     """
     if not isinstance(handle, int) or not 0 <= handle <= _last:
-        raise ArgumentError(f"{handle!r} is no handle: asynchronous calls return them")
+        raise ArgumentError(f"{handle!r} is not a handle; asynchronous calls return handles")
     return _open.pop(handle).result() if handle in _open else None
 
 

@@ -1,9 +1,9 @@
 """The collectives of Horovod's API. Each is declared once; `Collective` makes Horovod's functions of it.
 
 A declaration checks the arguments of a call and submits it; module `calls` does the work. Calls with the same name
-match on all ranks of the process set, whatever the order of names on each rank. Calls without a name match by kind and
-sequence number. An argument that makes no sense raises an ArgumentError (a ValueError) at once. When the ranks'
-arguments differ, all ranks raise a MismatchError, for an asynchronous call in `synchronize`.
+match on all ranks of the process set, in whatever order each rank makes them. Calls without a name match by kind and
+sequence number. An invalid argument raises an ArgumentError (a ValueError) at once. When the ranks' arguments differ,
+all ranks raise a MismatchError, for an asynchronous call in `synchronize`.
 
 Derivatives are Horovod's: the gradient of an allgather or a broadcast is the average of the ranks' gradients, not
 their sum; the gradient of an allreduce is the same allreduce of the gradients.
@@ -258,7 +258,7 @@ def _broadcast(
     """Copy the tensor of rank `root_rank` to all ranks of the process set. root_rank: a rank of the world."""
     members, (sent,) = session.members(process_set), form.input_tensors(tensor)
     if root_rank not in members.ranks:
-        raise ArgumentError(f"broadcast: root_rank={root_rank!r} is none of the ranks {members.ranks}")
+        raise ArgumentError(f"broadcast: root_rank={root_rank!r} is not one of the ranks {members.ranks}")
     same = ["broadcast", arguments.layout(sent), int(root_rank)]
 
     def work(_: Any) -> list[torch.Tensor]:
@@ -288,7 +288,7 @@ def _alltoall(
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> int:
-    """Send rows of a tensor to each rank, and receive theirs.
+    """Send rows of a tensor to each rank, and receive rows from each rank.
 
     splits: the number of rows for each rank, consecutive in the tensor; by default equal. The result is a pair: the
     received rows in rank order, and the number received from each rank (int32, or the dtype of `splits`).
@@ -324,9 +324,9 @@ def alltoall(
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> "torch.Tensor | tuple[torch.Tensor, torch.Tensor]":
-    """Send rows to each rank and receive theirs; with `splits`, how many came from each as well. Collective.
+    """Send rows to each rank and receive rows from each; with `splits`, also return how many came from each rank.
 
-    See `alltoall_async`.
+    Collective. See `alltoall_async`.
     """
     output, received = _alltoall_pair(tensor, splits, name, process_set)
     return output if splits is None else (output, received)

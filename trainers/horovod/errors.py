@@ -1,7 +1,6 @@
-"""Errors. Horovod's users catch HorovodInternalError and ValueError; ours catch those of allreduce.errors."""
+"""Errors that derive from Horovod's types (HorovodInternalError, ValueError) and from those in allreduce.errors."""
 
 import warnings
-from typing import TypeVar
 
 from allreduce.errors import (
     AllReduceError,
@@ -11,8 +10,6 @@ from allreduce.errors import (
     RankLeftError,
     RankLostError,
 )
-
-ErrorT = TypeVar("ErrorT", bound=AllReduceError)
 
 
 class HorovodInternalError(AllReduceError, RuntimeError):
@@ -38,7 +35,7 @@ class LostError(HorovodInternalError, RankLostError):
 class NotInitializedError(AllReduceError, ValueError):
     """hvd.init() was not called, or hvd.shutdown() was."""
 
-    def __init__(self, text: str = "hvd.init() comes first: nothing of Horovod's API works before it") -> None:
+    def __init__(self, text: str = "call hvd.init() first: this function of Horovod's API needs it") -> None:
         super().__init__(text)
 
 
@@ -47,7 +44,7 @@ class DuplicateNameError(OptionError):
 
 
 class ArgumentError(OptionError):
-    """An argument makes no sense."""
+    """An argument is invalid."""
 
 
 class ProcessSetError(OptionError):
@@ -88,5 +85,5 @@ def as_internal_error(error: BaseException) -> HorovodInternalError:
 
 
 def warn_deprecated(text: str) -> None:
-    """Warn that an argument is deprecated, once per place of the call."""
+    """Warn that an argument is deprecated, once for each line that makes the call."""
     warnings.warn(text, DeprecationWarning, stacklevel=4)

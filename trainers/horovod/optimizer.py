@@ -35,8 +35,8 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
 ) -> Any:
     """Return an optimizer of the same class, parameters and state, which averages gradients before each step.
 
-    named_parameters: the model's, all of the optimizer's among them. Names are used in errors and timelines, and let
-        ranks differ in the order in which gradients are ready.
+    named_parameters: model.named_parameters(), with at least the optimizer's parameters. Names are used in errors and
+        timelines, and let ranks compute the gradients in different orders.
     backward_passes_per_step: the number of backward passes whose gradients are summed before they are averaged.
     op: Average, Sum or Adasum. With Adasum every rank updates by its own gradients, and the changes of each parameter
         are combined. Backward averages nothing then, so groups and sparse_as_dense have no effect, and the optimizers'
@@ -57,7 +57,7 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise ArgumentError(f"DistributedOptimizer takes an optimizer of torch.optim, not {type(optimizer).__name__}")
     if num_groups:
-        warn_deprecated("num_groups is Horovod's old name of groups")
+        warn_deprecated("num_groups= is deprecated: use groups=")
     averaging = Averaging(
         optimizer.param_groups,
         named_parameters,
@@ -360,7 +360,7 @@ def names_of(
     found = {parameter: name for name, parameter in pairs}
     missing = [number for number, parameter in enumerate(own) if parameter not in found]
     if missing:
-        raise ArgumentError(f"named_parameters lacks parameters of the optimizer: those with the indices {missing}")
+        raise ArgumentError(f"named_parameters lacks the parameters of the optimizer with the indices {missing}")
     return found
 
 

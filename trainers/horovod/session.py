@@ -48,7 +48,7 @@ class ProcessSet:
         return None if self.process_set_id is None else len(registered(self).ranks)
 
     def rank(self) -> int | None:
-        """This rank's number in the set; None if it is not in use. Raises ProcessSetError on ranks outside."""
+        """This rank's number in the set; None if the set is not in use. Raises ProcessSetError on ranks outside it."""
         return None if self.process_set_id is None else members(self).rank
 
     def included(self) -> bool | None:
@@ -125,14 +125,14 @@ def members(process_set: ProcessSet) -> Members:
     """The members of a process set that has this rank in it. Raises ProcessSetError."""
     entry = registered(process_set)
     if entry.members is None:
-        raise ProcessSetError(f"rank {rank()} is not in {process_set}; only its ranks may make its calls")
+        raise ProcessSetError(f"rank {rank()} is not in {process_set}; only ranks of the set may make calls on it")
     return entry.members
 
 
 def init(
     comm: Sequence[int] | MPI.Intracomm | None = None, process_sets: Sequence[ProcessSet] | str | None = None
 ) -> None:
-    """Start, on all ranks or those of `comm`. Collective over them; a second call does nothing.
+    """Start a session on all ranks, or on those of `comm`. Collective over them; a second call does nothing.
 
     comm: a communicator, or ranks of the world. process_sets: sets to add to the global one. "dynamic" is accepted and
     ignored: sets can always be added and removed. If a set can't be added, init is undone.
@@ -160,7 +160,7 @@ def _topology(comm: Sequence[int] | MPI.Intracomm | None) -> Topology:
 
 
 def shutdown() -> None:
-    """End what `init` has begun. Collective; does nothing before it."""
+    """End the session that `init` has started. Collective; does nothing if there is none."""
     global _session
     ending, _session = _session, None
     if ending is not None:

@@ -62,14 +62,14 @@ def mirror_variables(variables: Sequence[Any], backend: AllReduce) -> None:
 
 
 def _of_jax(backend: AllReduce) -> Average:
-    """Works inside of functions that JAX compiles."""
+    """Return an average that works inside of functions that JAX compiles."""
     from allreduce.jax import pmean
 
     return lambda gradients: pmean(list(gradients), backend)
 
 
 def _of_torch(backend: AllReduce) -> Average:
-    """The averages are views of the backend's memory, valid until the next step."""
+    """Return an average whose results are views of the backend's memory, valid until the next step."""
     import torch
 
     from trainers.replicas.pytorch.tensors import as_array, as_tensor
@@ -87,7 +87,7 @@ def _of_torch(backend: AllReduce) -> Average:
 
 
 def _of_tensorflow(backend: AllReduce) -> Average:
-    """Works inside of a tf.function that XLA does not compile. Sparse gradients become dense ones."""
+    """Return an average that works inside of a tf.function without XLA. Sparse gradients become dense ones."""
     import tensorflow as tf
 
     @tf.autograph.experimental.do_not_convert

@@ -35,8 +35,8 @@ class StartFromFirstRank(keras.callbacks.Callback):
         optimizer, error = mirrored(self.model), None
         if not (self.model.built and self.model.weights):
             error = ArgumentError(
-                f"{self.model.name} is not built, so it has no weights yet that rank 0's could be copied to: begin it "
-                "with a keras.Input(shape), or call model.build(shape) before fit"
+                f"{self.model.name} is not built, so it has no weights yet into which rank 0's could be copied: begin "
+                "it with a keras.Input(shape), or call model.build(shape) before fit"
             )
         raise_together(optimizer.topology.world, error)
         if not optimizer.built:
@@ -102,7 +102,7 @@ class WarmUp(keras.callbacks.Callback):
     Create the optimizer with the learning rate for one rank's batch. After the warm-up other callbacks may change it.
 
     epochs: of the warm-up. scale: the factor at its end; None: the number of ranks. verbose: 1 to print the rate.
-    Raises ArgumentError for other numbers, and in fit when the optimizer's rate is a schedule.
+    Raises ArgumentError for invalid numbers, and in fit when the optimizer's rate is a schedule.
     """
 
     def __init__(self, epochs: float = WARM_UP, *, scale: float | None = None, verbose: int = 0) -> None:

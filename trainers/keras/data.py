@@ -23,7 +23,7 @@ def shard(data: Any, topology: Topology) -> Any:
         return _of_dataset(data, rank, ranks)
     lengths = {_rows(array) for array in keras.tree.flatten(data)}
     if len(lengths) != 1:
-        raise ArgumentError(f"the arrays differ in rows: {', '.join(map(str, sorted(lengths)))}; give as many in each")
+        raise ArgumentError(f"the arrays differ in rows: {', '.join(map(str, sorted(lengths)))}; make these equal")
     rows = lengths.pop()
     if rows < ranks:
         raise ArgumentError(f"{rows} rows can't be divided among {ranks} ranks: some would have none")

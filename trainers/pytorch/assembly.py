@@ -36,15 +36,15 @@ from trainers.state.backup import NO_BACKUP
 
 
 class Assembly:
-    """The parts of one MirroredOptimizer. It has no reference to the MirroredOptimizer, which may be dropped.
+    """The parts of one MirroredOptimizer. Has no reference to it, so that Python can collect a dropped one.
 
     optimizer: the plain one. The constructor checks the arguments and gives all ranks rank 0's model and state. It is
     collective, and raises on all ranks, before anything is changed.
 
     topology: the ranks. backend: reduces the gradients. reducer: averages them. sharded: updates this rank's slice;
-    None for a replicated update. kernels: fused ones of the plain optimizer. trained, frozen: its parameters by name.
-    buffers: the model's, as they were before the step, with check_gradients="skip". source: the rank whose replica is
-    copied when replicas differ.
+    None for a replicated update. kernels: the fused kernels of `optimizer`. trained, frozen: its parameters by name.
+    buffers: with check_gradients="skip", copies of the model's buffers from before the step. source: the rank whose
+    replica is copied when replicas differ.
     """
 
     topology: Topology
@@ -68,7 +68,7 @@ class Assembly:
 
     @property
     def steps(self) -> int:
-        """How many steps the optimizer has done."""
+        """The number of steps that the optimizer has done."""
         return self.reducer.steps
 
     # Creation

@@ -120,7 +120,7 @@ def blocks(
 ) -> list[Block]:
     """Return the blocks that this rank updates: its part of each bucket, split at parameter boundaries and at `cuts`.
 
-    owned: for each bucket the slice that this rank owns, counted from the bucket's start.
+    owned: for each bucket, the slice that this rank owns, relative to the bucket.
     step: the largest number of elements in a block.
     cuts: for each bucket, the starts of all ranks' parts, relative to the bucket. Nodes of different sizes own
         different parts, and a kernel may treat the last elements of a block differently. So all ranks split at the same
@@ -324,7 +324,7 @@ class DenseBucket:
     def weigh(self, weight: float) -> None:
         """Multiply this rank's gradients by its weight."""
         if weight == 0.0:
-            self.memory.tensor.zero_()  # NaN too
+            self.memory.tensor.zero_()  # a multiplication by 0 would keep NaN
         elif weight != 1.0:
             self.memory.tensor.mul_(weight)
 

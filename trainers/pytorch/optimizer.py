@@ -36,7 +36,7 @@ class MirroredOptimizer(Optimizer):
     collective, and so are `rows`, `load_state_dict`, `editing` and, when sharded, `state_dict`. When a rank leaves out
     a step, all ranks raise a DisagreementError that names the call of each rank. When the others wait too long for a
     rank, they raise a CollectiveTimeoutError (`Topology(timeout=seconds)`). Only the order in which one backward
-    reaches several optimizers is free.
+    reaches several optimizers may differ between ranks.
 
     If batches have different numbers of rows, call `rows(n)` before backward; the average is then the mean over all
     rows. Where ranks have different numbers of batches, train inside of `with optimizer.join():`.
@@ -59,8 +59,8 @@ class MirroredOptimizer(Optimizer):
     UnavailableError, UnsupportedDtypeError.
 
     optimizer: any torch.optim.Optimizer on parameters of `model`.
-    model: a torch.nn.Module on the CPU, or on one GPU, this rank's. Its parameters and buffers, and the optimizer's
-        state, are overwritten with those of rank 0; buffers (running means, say) are not averaged later.
+    model: a torch.nn.Module on the CPU, or on this rank's GPU. Its parameters and buffers, and the optimizer's state,
+        are overwritten with those of rank 0; buffers (running means, say) are not averaged later.
     """
 
     # The docstring of `Options` is appended below the class.
@@ -71,11 +71,11 @@ class MirroredOptimizer(Optimizer):
         self._parts = Assembly(optimizer, model, options)
         self._skipped = 0  # steps that all ranks have left out
         weakref.finalize(self, self._parts.dropped).atexit = False
-        # creates the hooks of torch.optim.Optimizer; all else is the wrapped optimizer's
+        # creates the hooks of torch.optim.Optimizer; all other attributes are the wrapped optimizer's
         Optimizer.__setstate__(self, {})
         malloc.keep_freed_memory()
 
-    # What an optimizer has
+    # Attributes of the wrapped optimizer
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
@@ -273,7 +273,7 @@ class MirroredOptimizer(Optimizer):
 
     @contextmanager
     def editing(self) -> Iterator[None]:
-        """Context manager: edit parameters in any way; at its end all ranks get those of rank 0. Collective.
+        """Context manager: edit parameters in any way; at its end all ranks get rank 0's parameters. Collective.
 
         with optimizer.editing(), torch.no_grad():
             for parameter in model.parameters():
@@ -317,7 +317,7 @@ class MirroredOptimizer(Optimizer):
         """Raises OptionError: the memory of gradients is laid out once. The plain optimizer can't add any either."""
         raise OptionError(GROUP_ADDED)
 
-    # Its ranks, its cost, its end
+    # Ranks, cost, closing
 
     @property
     def topology(self) -> Topology:
@@ -341,7 +341,7 @@ class MirroredOptimizer(Optimizer):
 
     @property
     def closed(self) -> bool:
-        """Whether it can't be used any more."""
+        """Whether this optimizer is closed, so that it can't be used any more."""
         return self._parts.closed
 
     def report(self) -> Report:
@@ -368,7 +368,7 @@ class MirroredOptimizer(Optimizer):
 
     def __getstate__(self) -> dict[str, Any]:
         raise CopyError(
-            "a MirroredOptimizer can't be copied or pickled, as its communicators can't; keep its state_dict()"
+            "a MirroredOptimizer can't be copied or pickled, because its communicators can't be; keep its state_dict()"
         )
 
 

@@ -14,7 +14,7 @@ from allreduce import notices
 from allreduce.engine.queue import Queue, Worker
 from allreduce.errors import ClosedError, OptionError, UnavailableError
 from allreduce.topology import Topology
-from allreduce.transport.control import all_values, combine, known
+from allreduce.transport.control import all_values, combine, on_all_ranks
 from allreduce.transport.processes import world_ranks
 from allreduce.wrappers.background import oversubscribed
 
@@ -92,7 +92,7 @@ class OptimizerGroup:
     def queue(self, number: int, topology: Topology, overlap: bool | str, on_gpu: bool) -> tuple[Queue, bool]:
         """A member's queue, and whether a thread runs its calls during backward. Collective.
 
-        There is no thread where no gain is expected ("auto"), or MPI allows none. A GPU leaves the host's cores free.
+        There is no thread if "auto" expects no gain, or if MPI allows none. A GPU leaves the host's cores free.
         """
         pays = overlap if overlap != "auto" else on_gpu or _overlap_pays(topology)
         threaded = topology.size > 1 and bool(pays)
@@ -116,9 +116,9 @@ class OptimizerGroup:
     def members_averaging_elsewhere(self, here: set[int], failures: int, failed: Callable[[], bool]) -> list[Member]:
         """Return the members that average gradients on another rank now but not on this one. Collective.
 
-        here: the numbers of the members that average on this rank. failures: `failures` when the first of them began;
-        it differs on a rank whose backward has failed meanwhile; the ranks then ask again. failed: whether one of the
-        members here has failed, so that other ranks may not call this any more.
+        here: the numbers of the members that average on this rank. failures: `failures` when the first of them began.
+        If a backward has failed meanwhile, the ranks' numbers differ, and they exchange `here` again. failed: failed()
+        tells whether a member in `here` has failed, so that other ranks may not make this call.
         """
         if self._count < 2:
             return []
@@ -161,7 +161,7 @@ class OptimizerGroup:
                 f"join() is for one optimizer, and there are {members} MirroredOptimizers on these ranks; close() the "
                 "others, or make one optimizer of all parameters, with an nn.ModuleList of the models"
             )
-            raise known(OptionError(text), self._comm)
+            raise on_all_ranks(OptionError(text), self._comm)
 
     def leave(self, number: int) -> None:
         """Remove a member. Frees the group's communicator and topology with the last one. Collective."""

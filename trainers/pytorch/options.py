@@ -40,15 +40,15 @@ GROUP_ADDED = f"parameters were added after MirroredOptimizer was made, so its b
 Check = Callable[[Any], str]  # returns the error text to follow the option's name, or ""
 
 
-def one_of(*known: Any) -> dict[str, Check]:
-    """A field's value must be one of these."""
-    quoted = [f'"{each}"' if isinstance(each, str) else str(each) for each in known]
+def one_of(*values: Any) -> dict[str, Check]:
+    """Return the check that a field's value is one of these."""
+    quoted = [f'"{each}"' if isinstance(each, str) else str(each) for each in values]
     text = f"is unknown; use {', '.join(quoted[:-1])} or {quoted[-1]}"
-    return {"check": lambda value: "" if value in known else f"={value!r} {text}"}
+    return {"check": lambda value: "" if value in values else f"={value!r} {text}"}
 
 
 def must_be(text: str, holds: Callable[[Any], bool], *kinds: type) -> dict[str, Check]:
-    """A field's value must have one of these types, and satisfy `holds`. text: the requirement, for the error."""
+    """Return the check that a field's value has one of these types and satisfies `holds`. text: for the error."""
     fits = lambda value: isinstance(value, kinds) and not isinstance(value, bool) and holds(value)  # noqa: E731
     return {"check": lambda value: "" if fits(value) else f" must be {text}, got {value!r}"}
 
@@ -60,12 +60,12 @@ SIZE = must_be("a number > 0", lambda value: value > 0, int, float)
 class Options:
     """allreduce: a backend's name, or a backend, which the caller closes.
     topology: the ranks. By default those of a given backend, or all of MPI.COMM_WORLD.
-    update: "replicated": every rank updates everything. "sharded": every rank updates its own slice, which divides the
-        update's time and the optimizer's memory by the ranks. It is for optimizers that update each element
-        independently of the others (trainers.pytorch.ELEMENTWISE). SGD, Adam and AdamW then use PyTorch's fused
+    update: "replicated": every rank updates all parameters. "sharded": every rank updates its own slice, which divides
+        the update's time and the optimizer's memory by the number of ranks. It is for optimizers that update each
+        element independently of the others (trainers.pytorch.ELEMENTWISE). SGD, Adam and AdamW then use PyTorch's fused
         implementation, whose last bits may differ, unless they were made with fused= or foreach=. A trial on a few
-        elements tests the fused implementation for each dtype and these options (PyTorch 2.13's fused SGD does not
-        update 16-bit parameters). When it fails, fused=True is replaced in `param_groups`, with a warning.
+        elements tests it for each dtype and the optimizer's options (PyTorch 2.13's fused SGD does not update 16-bit
+        parameters). If the trial fails, fused=True is replaced in `param_groups`, with a warning.
     compress: "bfloat16" or "float16": gradients are sent with 16 bits and added up in float32, which rounds them twice.
         Parameters and sparse gradients are not compressed. For networks between nodes.
     copies: 2, with update="sharded" and ULFM (mpirun --with-ft ulfm): after each step another rank, on another node
@@ -74,8 +74,8 @@ class Options:
         Each rank needs memory for four more slices. Edits of parameters outside of `editing` and `load_state_dict`
         (call it after the model's) are backed up with the next step.
     overlap: True: a thread reduces buckets of gradients during backward. False: all are reduced when backward ends.
-        "auto": True on several nodes, on one that has two cores a rank, and on GPUs.
-    bucket_mb, first_bucket_mb: the least size of a bucket, and of the first one, in MiB, with overlap.
+        "auto": True on several nodes, on one node that has two cores for each rank, and on GPUs.
+    bucket_mb, first_bucket_mb: with overlap, the minimum size of a bucket, and of the first bucket, in MiB.
     check_every: the number of steps after which the ranks compare hashes of parameters, state and hyperparameters; 0
         for never. Replicas may differ after an edit of a gradient on one rank, a scheduler that used a rank's loss, or
         nn.Embedding(max_norm=). The ranks of one node share the memory of sharded parameters, which can't differ.
@@ -85,7 +85,7 @@ class Options:
     check_gradients: check every rank's gradients before they are averaged. "raise": all ranks raise a NotFiniteError,
         which names the rank, when gradients are NaN, infinite, or too large to be sent (65504 is the largest with
         compress="float16"). "skip": no rank takes that step (a step with a closure raises), and the model's buffers
-        (running statistics of batch norm, say) become what they were before the step. Costs one reading of the
+        (running statistics of batch norm, say) get their values from before the step. Costs one reading of the
         gradients, a small message, and with "skip" a copy of the buffers.
     trace: a file for Perfetto, written by `close`: compute, buckets, waits and updates of all ranks; or a Trace.
     """
@@ -127,7 +127,7 @@ class Options:
         if twice := compress_error(self.allreduce, self.compress):
             yield twice
         if self.update != "sharded" and self.copies == 2:
-            yield OptionError(f'copies=2: with update="{self.update}" all ranks have everything; leave it out')
+            yield OptionError(f'copies=2: with update="{self.update}" all ranks have the whole state; leave out copies')
         if wrong := backup.copies_error(self.copies, ranks, goes_on=False):
             yield OptionError(str(wrong))
         if wrong := checks.options_error(1, self.on_divergence, self.source, ranks):
@@ -265,13 +265,13 @@ def _errors_of_parameter(name: str, parameter: Parameter) -> Iterator[AllReduceE
     if parameter.device.type not in ("cpu", "cuda"):
         yield OptionError(f"{name} is on {parameter.device}, and MirroredOptimizer works on CPU and CUDA tensors")
     if parameter.dtype not in DTYPES:
-        known = ", ".join(DTYPES.values())
-        yield UnsupportedDtypeError(f"{name} has dtype {parameter.dtype}, which can't be averaged; use one of {known}")
+        names = ", ".join(DTYPES.values())
+        yield UnsupportedDtypeError(f"{name} has dtype {parameter.dtype}, which can't be averaged; use one of {names}")
     if parameter.is_sparse:
         yield OptionError(f"{name} is a sparse tensor; parameters must be dense")
     owner = owner_of(parameter)
     if owner is not None and not owner.closed:
-        yield OptionError(f"{name} belongs to another MirroredOptimizer, which averages it as well; close() that")
+        yield OptionError(f"{name} belongs to another MirroredOptimizer, which averages it too; close() that one")
 
 
 def _update_errors(optimizer: Optimizer, model: Module, options: Options) -> Iterator[OptionError]:
@@ -288,6 +288,6 @@ def _update_errors(optimizer: Optimizer, model: Module, options: Options) -> Ite
         yield OptionError(reason)
     if dense and rest and options.copies == 2:
         yield OptionError(
-            f"copies=2: {rest[0]} has sparse gradients, so every rank updates all of it after the slices, and after "
-            "a failure it may be a step ahead of them; leave out copies, or make it with sparse=False"
+            f"copies=2: {rest[0]} has sparse gradients, so every rank updates it completely after the slices; after a "
+            "failure it may be a step ahead of the slices. Leave out copies, or make it with sparse=False"
         )

@@ -70,8 +70,8 @@ def regroup(group: OptimizerGroup) -> RankLostError:
 def _newest_states(members: dict[int, Member], topology: Topology) -> Commit:
     """Receive the newest state of each optimizer. Returns a function that loads these states, locally. Collective.
 
-    Nothing is changed before that: if the sender failed halfway, a rank would otherwise have neither the old nor the
-    new state.
+    Nothing is changed before that function runs. Otherwise a rank would have neither the old nor the new state if the
+    sender failed halfway.
     """
     comm = topology.private()
     everyone = all_values(comm, sorted(members), "continue without a failed rank")

@@ -327,7 +327,7 @@ class Reducer:
         """The gradients that the program has replaced by tensors outside of the buffers (`p.grad = ...`)."""
         return [gradient for gradient in self.gradients if gradient.replaced()]
 
-    # The end of a step, and of all
+    # The end of a step, and closing
 
     def leaves_out(self) -> bool:
         """Whether all ranks leave out this step, because its gradients can't be averaged. Local."""
@@ -346,7 +346,7 @@ class Reducer:
                 parameter.grad = None
 
     def end_step(self, release: bool) -> None:
-        """Count a step and drop its gradients and rows. Collective only as `abandon`."""
+        """Count a step and drop its gradients and rows. Collective only if `abandon` is."""
         self.steps, self.rows = self.steps + 1, None
         self.forget(release)
 
@@ -420,7 +420,7 @@ class Backward:
         _running.add(self)
 
     def running(self) -> bool:
-        """True while autograd runs. A backward that raises drops the callback without a call."""
+        """True while autograd runs. If backward raises, autograd drops the callback without calling it."""
         return self._ending is not None and self._ending() is not None
 
     def arrived(self, index: int) -> None:
@@ -458,7 +458,7 @@ class Backward:
             self.launch()
 
     def _reduce(self, bucket: int, last: bool, submitted: float) -> None:
-        """Runs in the queue. submitted: when it was submitted."""
+        """Reduce a bucket; after the last one, exchange the flags. Runs in the queue. submitted: time of `launch`."""
         try:
             self.reducer.clock.submitted(submitted)
             with self._crossings[bucket].running():

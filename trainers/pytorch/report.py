@@ -96,10 +96,10 @@ class Report:
     communication: spent reducing gradients and gathering parameters = hidden + exposed.
     hidden: the part during which this rank continued to compute (backward).
     exposed: the part during which this rank only waited.
-    waiting: for the other ranks to begin the same call. It comes from the ranks' different speeds, and is not counted
-        in `communication`.
+    waiting: the time until the other ranks began the same call. It comes from the ranks' different speeds, and is not
+        counted in `communication`.
     bytes: the total size of the dense gradients that were averaged.
-    buckets: the size of each bucket of them in bytes, in the order in which they are reduced.
+    buckets: the size of each bucket of dense gradients in bytes, in the order in which buckets are reduced.
     """
 
     backend: str

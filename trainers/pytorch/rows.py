@@ -8,7 +8,7 @@ from mpi4py import MPI
 
 from allreduce.engine.queue import Future
 from allreduce.errors import OptionError
-from allreduce.transport.control import known, raise_together
+from allreduce.transport.control import on_all_ranks, raise_together
 from allreduce.transport.wait import waiting
 
 NO_ROWS = "no rank has rows in this step: rows(0) was called on all ranks; leave out the step on all of them"
@@ -60,4 +60,4 @@ class Rows:
             raise_together(self._comm, self._error)
         self._total, self._ranks = float(found[0]), int(found[1])
         if self._ranks and not self._total:
-            raise known(OptionError(NO_ROWS), self._comm)
+            raise on_all_ranks(OptionError(NO_ROWS), self._comm)

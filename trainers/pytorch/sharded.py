@@ -31,7 +31,7 @@ from trainers.replicas.pytorch import fused
 from trainers.replicas.pytorch.optimizer import block_on, hyperparameters, optimizer_like
 from trainers.replicas.pytorch.tensors import TORCH, as_tensor, shaped
 from trainers.replicas.pytorch.values import pack, unpack
-from trainers.state.adopt import Piece, fetch_pieces, select_newest
+from trainers.state.adopt import Arrays, Piece, fetch_pieces, select_newest
 from trainers.state.backup import Backup
 
 PARAMETER = ""  # the name of a parameter among the tensors of its state, in a piece
@@ -39,7 +39,7 @@ DATA = "data"  # the only array of a piece: its blocks, packed
 SCALARS = {"step", "eta", "mu", "mu_product"}  # state entries that are scalars even for a 0-d parameter
 
 
-Owned = tuple[Block, Tensor]  # a block that this rank updates, and its elements
+Span = tuple[int, int, list[int]]  # the start and stop of a slice that this rank owns, and its blocks, by number
 
 
 class Kernels:
@@ -119,6 +119,7 @@ class ShardedOptimizer:
             self._dtypes[group].add(parameter.dtype)
         self.optimizer = optimizer_like(plain, (self._parts_of(at) for at in range(len(plain.param_groups))))
         self._starts = list(accumulate((bucket.stop - bucket.start for bucket in reducer.plan), initial=0))
+        self._spans = self._divided()
         mine = [[start + own.start, start + own.stop] for start, own in zip(self._starts, owned, strict=False)]
         self.backup = Backup(comm, backend.topology.node_index, mine) if copies == 2 else None
         self.load()
@@ -162,13 +163,13 @@ class ShardedOptimizer:
                 parameter.grad = None  # already updated in slices
             self._plain.step()
         if self.backup is not None:
-            work = partial(self.keep, reducer.steps + 1)  # as users count: `end_step` comes later
+            work = partial(self.keep, reducer.steps + 1)  # `end_step` counts this step later
             reducer.clock.communicate(partial(reducer.run_in_queue, "backs up slices", work))
 
     def keep(self, step: int) -> None:
         """Back up this rank's slices as the state after `step` steps. Runs in the queue."""
         if self.backup is not None:
-            self.backup.keep(step, self._pieces())
+            self.backup.keep(step, lambda memory: [self._piece(each, True, memory) for each in self._spans])
 
     def step(self, used: np.ndarray) -> None:
         """Update this rank's blocks. Local.
@@ -207,45 +208,44 @@ class ShardedOptimizer:
 
         Besides the result a rank needs memory for the state of one parameter: pieces are packed and sent one by one.
         """
-        spans = self._spans(by_parameter=True)
+        spans = self._divided(by_parameter=True)
         pieces = [Piece(0, 0, start, stop, {}, {}) for start, stop, _ in spans]
-        pack = lambda number: pieces[number]._replace(rest={DATA: self._packed(spans[number][2])})  # noqa: E731
-        whole = self._assembled(self._comm, pieces, pack)
+        whole = self._assembled(self._comm, pieces, lambda number: self._piece(spans[number], with_parameters=False))
         assert whole is not None
         return self.as_plain(whole.state)
 
-    def _pieces(self) -> list[Piece]:
-        """This rank's slices of the parameters and of their state, packed. Local."""
-        spans = self._spans()
-        return [Piece(0, 0, start, stop, {}, {DATA: self._packed(held, True)}) for start, stop, held in spans]
-
-    def _spans(self, by_parameter: bool = False) -> list[tuple[int, int, list[Owned]]]:
-        """The slices that this rank owns: start, stop, and the blocks inside. Local.
+    def _divided(self, by_parameter: bool = False) -> list[Span]:
+        """The slices that this rank owns. Local.
 
         A slice is a part of a bucket. All ranks split at the same elements, so that slices of uneven nodes match.
         by_parameter: split between parameters too.
         """
-        spans: list[tuple[int, int, list[Owned]]] = []
+        spans: list[Span] = []
         for first, bucket, cuts in zip(self._starts, self.reducer.dense, self._cuts, strict=False):
             borders = [slot.start - bucket.layout.start for slot in bucket.layout.slots] if by_parameter else []
             spans += [(first + begin, first + end, []) for begin, end in split(bucket.owned, [*cuts, *borders])]
         starts = [start for start, *_ in spans]
-        for block, part in zip(self.blocks, self._parts, strict=True):
+        for number, block in enumerate(self.blocks):
             at = self.reducer.bucket_of[block.parameter]
             element = self._starts[at] + block.start - self.reducer.plan[at].start
-            spans[bisect_right(starts, element) - 1][2].append((block, part))
+            spans[bisect_right(starts, element) - 1][2].append(number)
         return spans
 
-    def _packed(self, held: list[Owned], with_parameters: bool = False) -> np.ndarray:
-        """Pack [parameter, offset, values] of each of these blocks into one array of bytes. Local."""
+    def _piece(self, span: Span, with_parameters: bool, memory: Arrays | None = None) -> Piece:
+        """Pack [parameter, offset, values] of each block of a slice into a piece. Local.
+
+        with_parameters: the values are the optimizer's state and the parameters, else the state alone. memory: where
+            the bytes are kept; see Replica.snapshot.
+        """
+        start, stop, numbers = span
         entries = []
-        for block, part in held:
+        for block, part in ((self.blocks[number], self._parts[number]) for number in numbers):
             parameter = {PARAMETER: part.detach()} if with_parameters else {}
             entries.append([block.parameter, block.offset, parameter | self.optimizer.state.get(part, {})])
-        return pack(entries)
+        return Piece(0, 0, start, stop, {}, {DATA: pack(entries, memory=memory, name=f"{DATA} from {start}")})
 
     def assemble(self, comm: MPI.Intracomm, pieces: list[Piece]) -> FullState | None:
-        """Return the newest parameters and state that the pieces of all ranks complete, or None. Collective."""
+        """Return the newest parameters and state that the pieces of all ranks cover, or None. Collective."""
         return self._assembled(comm, pieces, pieces.__getitem__)
 
     @torch.no_grad()
@@ -341,10 +341,10 @@ class Placement:
         node, device = self._backend.topology.node, self._reducer.device
         owned = [bucket.owned for bucket in self._reducer.dense]
         mine = sum(each.stop - each.start for each in owned)
-        of_node = combine(node, np.array([mine]), "add up what the ranks of a node own")
+        of_node = combine(node, np.array([mine]), "add up the elements that the ranks of a node own")
         whole = device.kind == "cpu" and of_node[0] == sum(bucket.length for bucket in self._reducer.dense)
         lengths = {dtype: flat.numel() for dtype, flat in self._reducer.flats.items()}
-        if on_all(self._comm, whole, "see whether each node owns everything"):
+        if on_all(self._comm, whole, "learn whether each node owns all elements"):
             make = partial(_segments, node, lengths)
             made = together(self._comm, make)  # the memory of one node may be full
             self._segments = list(made.values())

@@ -18,7 +18,7 @@ from trainers.pytorch.buckets import GradientError, changed
 from trainers.replicas.pytorch.tensors import as_bytes, as_tensor, numpy_dtype
 
 TAKES_SPARSE: set[type[Optimizer]] = {torch.optim.SGD, torch.optim.SparseAdam, torch.optim.Adagrad}
-"""Optimizer classes that accept sparse gradients. Add your own class here if it does."""
+"""Optimizer classes that accept sparse gradients. Add your own class if it accepts them too."""
 
 # These also work on tensors that are not coalesced. PyTorch has no public names for them.
 _indices_of, _values_of = methodcaller("_indices"), methodcaller("_values")
@@ -71,7 +71,7 @@ class SparseBucket:
     def __init__(self, number: int, name: str, parameter: Parameter, backend: AllReduce) -> None:
         self.name, self.parameter, self.parameters = name, parameter, [number]
         self._average = backend.sparse
-        self._shape, self._dtype = tuple(parameter.shape), parameter.dtype  # as they must stay
+        self._shape, self._dtype = tuple(parameter.shape), parameter.dtype  # must not change
         self._own = self._averages = self._no_rows()
 
     def gradient_array(self) -> GradientArray:

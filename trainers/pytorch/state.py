@@ -115,7 +115,7 @@ def load_root_state(comm: MPI.Intracomm, optimizer: Optimizer, state_dict: dict[
     if comm.rank == 0:
         try:
             if state_dict is None:
-                raise OptionError("load_state_dict(None) on rank 0: all ranks get the state_dict of rank 0")
+                raise OptionError("load_state_dict(None) on rank 0: rank 0 needs the state_dict, which all ranks get")
             optimizer.load_state_dict(state_dict)
         except Exception as refused:
             error = refused

@@ -19,7 +19,7 @@ from allreduce.elastic.standby import JOINED, ElasticWorld, JoiningRank
 from allreduce.errors import RankLostError
 from allreduce.topology import Topology
 from allreduce.transport import processes, ulfm
-from allreduce.transport.control import all_values, everywhere, known
+from allreduce.transport.control import all_values, everywhere, on_all_ranks
 from trainers.errors import ArgumentError, DivergedError
 from trainers.fit.loop import STEPS, Fit, Position
 from trainers.group import Owner, RankGroup
@@ -49,7 +49,7 @@ class Failure(NamedTuple):
 
     def __str__(self) -> str:
         ranks = f"rank{'s' * (len(self.ranks) != 1)} {', '.join(map(str, self.ranks))}"
-        return f"{ranks} of the job {'was' if len(self.ranks) == 1 else 'were'} lost in {self.during}"
+        return f"{ranks} of the job failed in {self.during}"
 
 
 class Call(Generic[ResultT]):
@@ -77,7 +77,7 @@ class Call(Generic[ResultT]):
         """Write a checkpoint, from which another job can resume, before the job stops. Collective."""
 
     def close(self) -> None:
-        """Release what the call holds, after it has returned or raised. Local."""
+        """Release the resources of the call, after it has returned or raised. Local."""
 
     def __str__(self) -> str:
         return self.name
@@ -86,7 +86,7 @@ class Call(Generic[ResultT]):
 class Recovery:
     """Makes a trainer and its calls survive failed ranks.
 
-    failures: those so far, the same on all ranks. owns_topology: whether the topology was created here.
+    failures: the failures so far, the same on all ranks. owns_topology: whether the topology was created here.
     """
 
     def __init__(self, strategy: Strategy, on_failure: str | None) -> None:
@@ -241,7 +241,7 @@ class Recovery:
         end()
         if not self._continues:
             why = self.failures[-1] if self.failures else f"not all ranks completed {during}, but none has failed"
-            raise known(RankLostError(f'{why}; the job stops (on_failure="stop")'), topology.world)
+            raise on_all_ranks(RankLostError(f'{why}; the job stops (on_failure="stop")'), topology.world)
         return topology
 
     def _advance(self, admit: bool, topology: Topology) -> Topology:
@@ -282,14 +282,14 @@ class Recovery:
         return tuple(ranks), during
 
     def _incomplete(self, call: Call[ResultT]) -> RankLostError:
-        way = "this fit has no checkpoint to go back to; fit(..., checkpoint=...) writes some"
+        way = "this fit has no checkpoint to go back to; fit(..., checkpoint=...) writes checkpoints"
         if not call.admits_ranks:
             way = (
                 "only a fit goes back to its last checkpoint: continue with fit(..., checkpoint=folder, resume=True), "
                 "by another trainer on trainer.topology, or by another job"
             )
-        text = f"a rank was lost in {call} that alone had a part of the optimizer's state, and {way}"
-        return known(RankLostError(text), self._strategy.group.topology.world)
+        text = f"a rank that failed in {call} had the only copy of a part of the optimizer's state, and {way}"
+        return on_all_ranks(RankLostError(text), self._strategy.group.topology.world)
 
     def _record_failure(self, before: tuple[int, ...], during: str, seconds: float) -> None:
         """Add the failure to `failures`, and log it if the remaining ranks continue. Local.
@@ -302,7 +302,7 @@ class Recovery:
         if gone:
             self.failures.append(Failure(gone, len(left), during, seconds))
         if group.rank == 0 and self._continues:
-            rest = f"{len(left)} rank{'s' * (len(left) != 1)} go on" if len(left) > 1 else "one rank goes on alone"
+            rest = f"{len(left)} ranks continue" if len(left) > 1 else "one rank continues alone"
             if gone:
                 log.warning("trainers: %s; %s (after %.3f s)", self.failures[-1], rest, seconds)
             if joined := [rank for rank in left if rank not in before]:
@@ -311,13 +311,13 @@ class Recovery:
     def __str__(self) -> str:
         """Describe what happens when a rank fails; the command line prints this at the start."""
         if self._strategy.group.size == 1:
-            return "there are no others to go on"
+            return "the job ends, because there is no other rank"
         if not ulfm.in_force():
-            return "the job ends (mpirun --with-ft ulfm lets the others live)"
+            return "the job ends (with mpirun --with-ft ulfm the other ranks survive)"
         if not self.goes_on:
-            return "the others stop (--on-failure continue: they go on)"
-        back = "" if self._strategy.any_rank_may_fail else ", from the last checkpoint (--copies 2: without one)"
-        return f"the others go on{back}"
+            return "the other ranks stop (with --on-failure continue they continue)"
+        back = "" if self._strategy.any_rank_may_fail else ", from the last checkpoint (with --backups 1 without one)"
+        return f"the other ranks continue{back}"
 
 
 # Calls that a failure does not simply repeat

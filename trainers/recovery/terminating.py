@@ -68,7 +68,7 @@ class Terminating(Callback):
 
     def __init__(self, comm: MPI.Intracomm | None = None) -> None:
         self._comm = comm
-        self.known = False  # all ranks know that a rank has received the signal
+        self.agreed = False  # all ranks know that a rank has received the signal
         self._entered = False
 
     @property
@@ -79,8 +79,8 @@ class Terminating(Callback):
     def asked(self) -> bool:
         """Whether any rank has received the signal. Collective: an all-reduce of one number."""
         comm = self.trainer.group.comm if self._comm is None else self._comm
-        self.known = bool(combine(comm, np.array([self.here], np.int64), "learn of SIGTERM", MPI.MAX)[0])
-        return self.known
+        self.agreed = bool(combine(comm, np.array([self.here], np.int64), "learn of SIGTERM", MPI.MAX)[0])
+        return self.agreed
 
     def __enter__(self) -> "Terminating":
         free = bool(_here) or signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
@@ -98,10 +98,10 @@ class Terminating(Callback):
         self._entered = False
         _here.pop()
         if _here:
-            _here[-1] |= came and not self.known
+            _here[-1] |= came and not self.agreed
             return
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        if came and not self.known:  # the program has not asked for it since
+        if came and not self.agreed:  # the program has not called `asked` since
             if kind is None:
                 os.kill(os.getpid(), signal.SIGTERM)
             else:  # the error comes first; if the program catches it, the next block reports the signal
@@ -127,7 +127,7 @@ def _note(number: int, frame: object) -> None:
     _here[:] = [True] * len(_here)
 
 
-# A forked child is no rank. A Pool that closes sends it SIGTERM and waits for its end, so the child must not have our
+# A forked child is not a rank. A closing Pool sends it SIGTERM and waits for its end, so the child must not have our
 # handler. The signal is blocked until the child has removed the handler; otherwise Python would lose it.
 
 
@@ -160,7 +160,7 @@ def stops_at_sigterm(fit: Callable[P, ResultT]) -> Callable[P, ResultT]:
             if isinstance(users, list | tuple):
                 options["callbacks"] = (sigterm, *users)  # first, so that an error in another callback does not skip it
             result = fit(*args, **options)
-            if sigterm.known:
+            if sigterm.agreed:
                 raise _terminated(args[0], options.get("checkpoint"))
         return result
 

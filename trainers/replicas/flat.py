@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from trainers.errors import ArgumentError, ModelFileError
-from trainers.replica import Replica, reserved
+from trainers.replica import Replica, copied, reserved
 
 
 class Layout:
@@ -124,9 +124,11 @@ class FlatOptimizer(ABC):
         cut = {name: self.layout.views(arrays[name]) for name in self.elementwise}
         self.write(None, {name: cut.get(name) or [arrays[name]] for name in self.names})
 
-    def elements(self, name: str) -> np.ndarray:
-        """Return an elementwise entry of the current slice."""
-        return self.on_host(self.entries([name])[name][0])
+    def elements(self, name: str, part: slice) -> np.ndarray:
+        """Return the elements `part` of an elementwise entry. This object holds the state of all parameters, or of
+        `part`."""
+        arrays = self.entries([name])[name]
+        return self._cut(name, arrays, part) if self.part is None else self.on_host(arrays[0])
 
 
 class FlatReplica(Replica):
@@ -155,7 +157,7 @@ class FlatReplica(Replica):
         settable = len(self.learning_rates)
         if len(rates) != settable:
             raise ArgumentError(
-                f"{len(rates)} learning rates for {settable} that can be set{self._optimizer.how_to_set_rates}"
+                f"got {len(rates)} learning rates, and {settable} can be set{self._optimizer.how_to_set_rates}"
             )
         self._optimizer.learning_rates = list(rates)
 
@@ -184,10 +186,7 @@ class FlatReplica(Replica):
             dtype = np.dtype("float32" if self.gradient_dtype == "bfloat16" else self.gradient_dtype)
             held["parameters"] = reserved(memory, "parameters", (self._optimizer.layout.length,), dtype)
             self._parameters_into(held["parameters"])
-        for name, array in self._others().items():
-            if name not in without:
-                held[name] = reserved(memory, name, array.shape, array.dtype)
-                np.copyto(held[name], array)
+        held |= copied({name: array for name, array in self._others().items() if name not in without}, memory)
         return held | self._optimizer.pack(memory, without)
 
     @abstractmethod
@@ -204,7 +203,7 @@ class FlatReplica(Replica):
         there = {name: array.shape for name, array in state.items()}
         for name in {**here, **there}:
             if here.get(name) != there.get(name):
-                shapes = f"{there.get(name, 'missing')} there and {here.get(name, 'missing')} here"
+                shapes = f"{there.get(name, 'missing')}, and in this model {here.get(name, 'missing')}"
                 raise ModelFileError(f"the saved model is another one: {name} is {shapes}")
         self._optimizer.load(state)
         self._load_rest(state)
@@ -214,8 +213,9 @@ class FlatReplica(Replica):
         """Load the parameters and the rest of a checked state; the optimizer has loaded its part already."""
 
     def elements(self, name: str, part: slice) -> np.ndarray:
-        if self._optimizer.part == self._parameters_in(part):
-            return self._optimizer.elements(name)
+        part = self._parameters_in(part)
+        if self._optimizer.part in (None, part):
+            return self._optimizer.elements(name, part)
         return super().elements(name, part)
 
     def _parameters_in(self, part: slice) -> slice:

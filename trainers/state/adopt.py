@@ -128,7 +128,7 @@ def _covering(offers: Sequence[Sequence[Offer]], length: int, step: int, serial:
 
 
 def newest(comm: MPI.Intracomm, own: Sequence[Piece], length: int) -> Found | None:
-    """Return the newest state that the pieces of all ranks complete, or None. Collective.
+    """Return the newest state that the pieces of all ranks cover completely, or None. Collective.
 
     own: this rank's pieces; of equal pieces the first is used. length: of the arrays of which pieces are slices.
     """
@@ -146,7 +146,7 @@ def select_newest(comm: MPI.Intracomm, own: Sequence[Piece], length: int) -> Sel
 def fetch_pieces(comm: MPI.Intracomm, selection: Selection, piece: Callable[[int], Piece]) -> Iterator[Piece]:
     """Yield the arrays of the selected pieces on all ranks, so that one piece at a time is in memory. Collective.
 
-    piece: returns this rank's piece of a number; all ranks raise its errors. Other fields: on the piece's rank only.
+    piece: piece(number) returns a piece of this rank; all ranks raise its errors. Other fields: only valid on its rank.
     """
     for rank, number in selection.pieces:
         own = together(comm, partial(piece, number) if comm.rank == rank else lambda: Piece(0, 0, 0, 0, {}, {}))
@@ -155,10 +155,10 @@ def fetch_pieces(comm: MPI.Intracomm, selection: Selection, piece: Callable[[int
 
 
 def adopt(target: Target, own: Sequence[Piece], length: int = 1, live: bool = False) -> bool:
-    """Load on all ranks the newest state that their pieces complete. Returns False if there is none. Collective.
+    """Load on all ranks the newest state that their pieces cover. Returns False if there is none. Collective.
 
-    own, length: see `newest`. live: this rank's replica already holds the state, so it loads nothing. An error in
-        loading is raised on all ranks.
+    own, length: see `newest`. live: this rank's replica already holds the state, so it loads nothing. All ranks raise
+        an error in loading.
     """
     found = newest(target.group.comm, own, length)
     if found is None:
@@ -182,7 +182,7 @@ def adopt_whole(target: Target, state: Arrays | None, live: bool = False) -> boo
 def mirror(target: Target, whole: bool = True, root: int = 0) -> None:
     """Copy the state of rank `root`'s replica to all ranks. Collective. Raises DisagreementError if the models differ.
 
-    whole: gather the parts that other ranks hold first; False if the root has just loaded the complete state.
+    whole: first gather the parts that other ranks hold; False if the root has just loaded the complete state.
     """
     replica, group = target.replica, target.group
     if whole:
@@ -191,8 +191,8 @@ def mirror(target: Target, whole: bool = True, root: int = 0) -> None:
     state = dict(sorted((target.gather_state(held) if whole else held).items()))
     shapes = ", ".join(f"{name} {array.dtype}{list(np.shape(array))}" for name, array in state.items())
     group.agree(f"model: {shapes}; {config}")
-    chosen = group.rank == root
-    adopt_whole(target, state if chosen else None, live=chosen)
+    is_root = group.rank == root
+    adopt_whole(target, state if is_root else None, live=is_root)
 
 
 def copy_state(target: Target, on_all: bool) -> Arrays:

@@ -1,20 +1,21 @@
 """Backups: every rank keeps the pieces of another rank too, so that a failed rank's part of a state is not lost.
 
-Every rank has a holder, on another node as far as possible. After each step it sends its pieces there. A rank updates
-only after it has received every rank's gradients, and a rank sends its gradients only after the backup of the step
-before is complete. So when any rank is at step s, every rank has a backup of step s - 1. That is why a backup has the
-pieces of two steps.
+Every rank has a holder, on another node if possible, to which it sends its pieces after each step. A rank updates only
+after it has received every rank's gradients, and a rank sends its gradients only after its backup of the previous step
+is complete. So when any rank is at step s, every rank has a backup of step s - 1. That is why a backup has the pieces
+of two steps.
 """
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
 from mpi4py import MPI
 
 from allreduce.transport.chunked import pieces
-from allreduce.transport.control import all_values, on_all, together
+from allreduce.transport.control import all_values, on_all, raise_together, together
 from allreduce.transport.deferred_free import free_later
 from allreduce.transport.wait import wait_for
 from trainers.errors import ArgumentError
@@ -22,7 +23,7 @@ from trainers.group import dtype_of, layout
 from trainers.state.adopt import Arrays, Piece
 
 BACKUP = "back up another rank's slice"
-TAG = 2  # of messages on a trainer's communicator, where all else is 0
+TAG = 2  # of backups; other messages on a trainer's communicator have the tag 0
 NEVER = -1
 NO_BACKUP = (
     "copies=2: no backups are kept, because a failed rank ends the job (the others survive under mpirun --with-ft ulfm)"
@@ -32,8 +33,8 @@ NO_BACKUP = (
 def copies_error(copies: object, ranks: int, goes_on: bool) -> ArgumentError | None:
     """Return the error if `copies` is invalid, or None. Local.
 
-    goes_on: whether the training continues after failures; then copies=2 is valid on a single rank, the rest of
-        several.
+    goes_on: whether the training continues after failures; then copies=2 is also valid on a single rank, which may be
+        the only one that remains.
     """
     if isinstance(copies, bool) or copies not in (1, 2):
         return ArgumentError(f"copies={copies!r}: give 1, or 2 to have another rank keep each slice too")
@@ -56,49 +57,21 @@ def holders(nodes: Sequence[int]) -> list[int]:
 
 
 class Generation:
-    """The pieces of one state, valid for steps `first` to `last`: this rank's, and those of another rank.
+    """Copies of the pieces of one state, valid for steps `first` to `last`: this rank's, and those of another rank.
 
     serial: see Piece. rest: this rank's arrays that have no slices, as they were at that step, if a batch may
-        have changed them since; else None.
+        have changed them since; else None. memory: of `own` and `rest`, used again.
+    layout: of each own piece [start, stop, sliced, rest], where the last two are lists of [name, dtype, shape].
     """
 
     def __init__(self) -> None:
         self.first = self.last = NEVER
         self.serial = 0
-        self.own, self.others = Pieces(), Pieces()
+        self.own: list[Piece] = []
+        self.others: list[Piece] = []
         self.rest: Arrays | None = None
-        self.memory: Arrays = {}  # reused memory of `rest`
-
-
-class Pieces:
-    """Copies of pieces, in memory that is used again while the pieces have the same layout.
-
-    layout: of each piece [start, stop, sliced, rest], where the last two are lists of [name, dtype, shape].
-    """
-
-    def __init__(self) -> None:
+        self.memory: Arrays = {}
         self.layout: list[Any] = []
-        self.all: list[Piece] = []
-
-    def lay_out(self, layout: list[Any]) -> None:
-        """Allocate pieces of this layout, unless they exist. Overwrites `all`."""
-        if layout == self.layout:
-            return
-        self.layout, self.all, made = [], [], []
-        for start, stop, *parts in layout:
-            sliced, rest = ({name: np.empty(shape, dtype_of(dtype)) for name, dtype, shape in part} for part in parts)
-            made.append(Piece(NEVER, NEVER, start, stop, sliced, rest))
-        self.layout, self.all = layout, made
-
-    def arrays(self, without: Mapping[str, np.ndarray]) -> list[np.ndarray]:
-        """Return all arrays whose names are not in `without`, in the order of the layout."""
-        return [
-            array
-            for piece in self.all
-            for part in (piece.sliced, piece.rest)
-            for name, array in part.items()
-            if name not in without
-        ]
 
 
 class Backup:
@@ -121,42 +94,42 @@ class Backup:
         self._source = source if sends and sizes[source] else MPI.PROC_NULL
         self._before, self._now = Generation(), Generation()
 
-    def keep(self, step: int, own: Sequence[Piece], common: Mapping[str, np.ndarray] = {}) -> None:
+    def keep(self, step: int, own: Callable[[Arrays], Sequence[Piece]], common: Mapping[str, np.ndarray] = {}) -> None:
         """Back up the pieces of all ranks after step `step`. Collective.
 
-        own: this rank's pieces. common: arrays that every rank holds completely, by name; copied locally instead of
-            sent. If the last backup is valid for `step` already, the state was replaced meanwhile: the new backup gets
-            the next serial.
+        own: own(memory) returns copies of this rank's pieces, in `memory` as far as possible (see Replica.snapshot);
+            all ranks raise its error. common: arrays that every rank holds completely, by name; copied locally instead
+            of sent. If the last backup is valid for `step` already, the state was replaced meanwhile: the new backup
+            gets the next serial.
         """
         self._before, self._now = self._now, self._before
         now, before = self._now, self._before
         now.serial = before.serial + (step <= before.last)
         now.first = now.last = NEVER
         now.rest = None
-        self._lay_out(now, [_layout(piece) for piece in own])
-        for piece, source in zip(now.own.all, own, strict=True):
-            for copies, arrays in ((piece.sliced, source.sliced), (piece.rest, source.rest)):
-                for name, copy in copies.items():
-                    np.copyto(copy, arrays[name])
-        self._exchange(now.own.arrays(without=common), now.others.arrays(without=common))
-        for piece in now.others.all:
+        self._copy(now, own)
+        self._exchange(_arrays(now.own, without=common), _arrays(now.others, without=common))
+        for piece in now.others:
             for name in common.keys() & piece.sliced.keys():
                 piece.sliced[name][:] = common[name][piece.start : piece.stop]
         now.first = now.last = step
 
-    def _lay_out(self, generation: Generation, own: list[Any]) -> None:
-        """Allocate memory for the pieces of this rank and of the other one. Collective; MemoryError on all ranks."""
-        if on_all(self._comm, own == generation.own.layout, BACKUP):
+    def _copy(self, now: Generation, own: Callable[[Arrays], Sequence[Piece]]) -> None:
+        """Copy this rank's pieces, and allocate memory for the other rank's. Collective; all ranks raise an error."""
+        error = None
+        try:
+            now.own = list(own(now.memory))
+        except Exception as met:  # of any type: the other ranks must not wait for this one
+            error = met
+        mine = [[each.start, each.stop, layout(each.sliced), layout(each.rest)] for each in now.own]
+        if on_all(self._comm, error is None and mine == now.layout, BACKUP):
             return
-        layouts = all_values(self._comm, own, BACKUP)
-
-        def allocate() -> None:
-            generation.own.layout = []  # equal to `own` only after both are allocated
-            if self._source != MPI.PROC_NULL:
-                generation.others.lay_out(layouts[self._source])
-            generation.own.lay_out(own)
-
-        together(self._comm, allocate)
+        raise_together(self._comm, error)
+        now.layout = []  # equal to `mine` only after the other rank's pieces are allocated
+        layouts = all_values(self._comm, mine, BACKUP)
+        of_source = layouts[self._source] if self._source != MPI.PROC_NULL else []
+        now.others = together(self._comm, partial(_allocated, of_source))
+        now.layout = mine
 
     def _exchange(self, own: Sequence[np.ndarray], others: Sequence[np.ndarray]) -> None:
         requests = []
@@ -182,7 +155,7 @@ class Backup:
         self._now.rest = take(self._now.memory)
 
     def pieces(self, live: Sequence[Piece] = ()) -> list[Piece]:
-        """Return copies of all pieces that this rank holds. Local.
+        """Return all pieces that this rank holds; the next `keep` overwrites them. Local.
 
         live: copies of this rank's current pieces; their `rest` is used for older pieces that have none.
         """
@@ -192,17 +165,22 @@ class Backup:
         found = [each._replace(serial=now.serial) for each in live]
         for state in (now, before):
             rest = live[0].rest if live and state.rest is None else state.rest
-            for piece in [*state.own.all, *state.others.all] if state.first != NEVER else []:
+            for piece in [*state.own, *state.others] if state.first != NEVER else []:
                 rest_of = piece.rest or rest or {}
                 found.append(piece._replace(first=state.first, last=state.last, serial=state.serial, rest=rest_of))
-        return [_copied(piece) for piece in found if piece.start < piece.stop]
+        return [piece for piece in found if piece.start < piece.stop]
 
 
-def _layout(piece: Piece) -> list[Any]:
-    """Return the layout of one piece; see Pieces."""
-    return [piece.start, piece.stop, layout(piece.sliced), layout(piece.rest)]
+def _allocated(layouts: list[Any]) -> list[Piece]:
+    """Return pieces of these layouts (see Generation), uninitialised."""
+    made = []
+    for start, stop, *parts in layouts:
+        sliced, rest = ({name: np.empty(shape, dtype_of(dtype)) for name, dtype, shape in part} for part in parts)
+        made.append(Piece(NEVER, NEVER, start, stop, sliced, rest))
+    return made
 
 
-def _copied(piece: Piece) -> Piece:
-    sliced, rest = ({name: np.array(array) for name, array in each.items()} for each in (piece.sliced, piece.rest))
-    return piece._replace(sliced=sliced, rest=rest)
+def _arrays(held: Sequence[Piece], without: Mapping[str, np.ndarray]) -> list[np.ndarray]:
+    """Return the arrays of pieces whose names are not in `without`, in the order of the layout."""
+    parts = (part for piece in held for part in (piece.sliced, piece.rest))
+    return [array for part in parts for name, array in part.items() if name not in without]

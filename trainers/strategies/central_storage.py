@@ -54,8 +54,8 @@ class CentralStorage(Mirrored):
             return ArgumentError(f"device={device!r} is unknown; use one of {', '.join(DEVICES)}, or None")
         if device not in (None, self.replica.device):
             return ArgumentError(
-                f'device="{device}": this {type(self.replica).__name__} is on {self.replica.device}, and a replica '
-                f"updates where it is; make all replicas on {device}, or leave out device"
+                f'device="{device}": this {type(self.replica).__name__} is on {self.replica.device}, and the device of '
+                f"the parameters must be that of the replicas; create these on {device}, or leave out device"
             )
         return super().argument_error(ranks, goes_on)
 
@@ -67,7 +67,7 @@ class CentralStorage(Mirrored):
         self.storage = previous.index(self.storage) if self.storage in previous else 0
 
     def rebuild(self) -> None:
-        """Keep the storage rank if it is among the remaining ranks; otherwise rank 0 becomes it."""
+        """Keep the storage rank if it remains; otherwise rank 0 becomes the storage rank."""
         previous = self.group.previous
         self.renumber(previous)
         if JOINED in previous:
@@ -89,7 +89,7 @@ class CentralStorage(Mirrored):
 
     @property
     def errors_in_step(self) -> bool:
-        """On the CPU the storage rank reads the summed flags before it updates."""
+        """True on the CPU: the storage rank reads the summed flags before it updates."""
         return self.replica.device == "cpu"
 
 

@@ -59,8 +59,8 @@ class Strategy:
         then the sums of FLAGS over the ranks.
     stop_training: whether a callback has asked to end the fit. cut_short: whether the last epoch ended before its last
         step.
-    recoverable: whether ranks survive the failure of another rank, so that every rank must be able to give its pieces
-        of the state.
+    recoverable: whether ranks survive the failure of another rank. Each rank must then be able to return its pieces of
+        the state at any time.
 
     Class attributes:
     synchronous: whether all ranks take every step together, so that a checkpoint can be written between two steps.
@@ -96,8 +96,8 @@ class Strategy:
     def argument_error(self, ranks: Topology, goes_on: bool) -> Exception | None:
         """Return the error if the arguments are invalid on these ranks, or None. Local.
 
-        goes_on: whether the training continues after failures. A single rank may then be the only one left, and is
-            accepted.
+        goes_on: whether the training continues after failures. A single rank is then accepted where two are needed,
+            because all others may have failed.
         """
         raise NotImplementedError
 
@@ -236,7 +236,7 @@ class Strategy:
     def begin_change(self) -> None:
         """Call before another state is loaded; `synchronize_state` ends the change. Local.
 
-        In between other ranks may have changed their state already, so a rank with backups offers only these.
+        Between the two calls other ranks may change their state, so a rank with backups then offers only its backups.
         """
 
     def load_state(self, step: int, state: Arrays) -> None:
@@ -256,7 +256,7 @@ class Strategy:
 
         before: a list; this rank's pieces of the state before the change are appended to it.
         """
-        raise ArgumentError(f"a {self.name} has no edit(); change the model before the trainer is made, or load one")
+        raise ArgumentError(f"a {self.name} has no edit(); change the model before you make the trainer, or use load()")
 
     # Recovery after failures
 

@@ -1,5 +1,6 @@
 """The strategy of MirroredTrainer: average the gradients, then update all replicas, or one slice a rank."""
 
+import copy
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -73,7 +74,7 @@ class Mirrored(Strategy):
         if isinstance(given, AllReduce) and self._topology not in (None, given.topology):
             return ArgumentError(f"{given!r} has a topology of its own; pass the backend's name, or no topology")
         if update != "sharded" and self._copies == 2:
-            return ArgumentError(f'copies=2: with update="{update}" all ranks have everything; leave it out')
+            return ArgumentError(f'copies=2: with update="{update}" all ranks have the whole state; leave out copies')
         twice = None if isinstance(given, Config) else compress_error(given, self._compress)
         return twice or backup.copies_error(self._copies, ranks.size, goes_on)
 
@@ -148,7 +149,7 @@ class Mirrored(Strategy):
         return self._backend, self.buffer, self._measured
 
     def _effective_copies(self) -> int:
-        """Return how many ranks keep each slice: 1 if `copies=2` has no use, since a failure ends the job. Local."""
+        """Return the number of ranks that keep each slice: 1 instead of 2 if a failure ends the job anyway. Local."""
         if self._copies == 2 and not self.outlives_ranks:
             notices.once(self.group.rank, backup.NO_BACKUP)
             return 1
@@ -271,7 +272,7 @@ class Mirrored(Strategy):
         group, once = self.group, self.update.shares_parameters
         group.enter("edit")
         if before is not None:
-            before += self.pieces()
+            before += copy.deepcopy(self.pieces())  # the backups of the changed state overwrite them
         self.synchronize_state()
         together(group.comm, lambda: change() if not once or group.topology.node_rank == 0 else None)
         self.synchronize_state()
@@ -285,7 +286,7 @@ class Mirrored(Strategy):
         return self.update.any_rank_may_fail
 
     def pieces(self) -> list[Piece]:
-        """Return copies of this rank's pieces of the state. Local."""
+        """Return this rank's pieces of the state; see Update.pieces. Local."""
         rates = {RATES: np.array(self.replica.learning_rates)}
         self._unfinished = np.array(self._measured)
         return [piece._replace(rest={**rates, **piece.rest}) for piece in self.update.pieces()]

@@ -22,7 +22,7 @@ from allreduce.transport.control import combine, on_all, together
 from allreduce.transport.shared_segment import CommonSegment
 from trainers.backends import allocate_own
 from trainers.errors import ArgumentError
-from trainers.replica import reserved
+from trainers.replica import copied, reserved
 from trainers.state.adopt import Piece, to_root
 from trainers.state.backup import Backup
 from trainers.stopwatch import COMMUNICATION
@@ -62,7 +62,8 @@ class Update:
         self._steps = steps
 
     def pieces(self) -> list[Piece]:
-        """Return a copy of this rank's state as pieces; here one piece that holds everything. Local."""
+        """Return this rank's state as pieces: here a copy of everything in one piece. The next step may overwrite
+        them. Local."""
         return [Piece(self._since, self._steps, 0, self._buffer.size, {}, self._replica.snapshot({}))]
 
     def snapshot(self, memory: dict[str, np.ndarray], wanted: bool) -> dict[str, np.ndarray]:
@@ -141,17 +142,17 @@ class ShardedUpdate(Update):
         self.synchronize_state()
 
     def _allocate(self, dtype: str) -> Any:
-        """Allocate the parameters: in a shared segment if the ranks of each node own the whole buffer on the CPU and
-        every node has room; else by the backend. Collective."""
+        """Allocate the parameters: in a shared segment, if they are on the CPU, the ranks of each node together own the
+        whole buffer, and every node has room; else by the backend. Collective."""
         node, device = self._backend.topology.node, self._replica.device
-        owned = combine(node, np.array([self._owned.stop - self._owned.start]), "add up what the ranks of a node own")
+        owned = combine(node, np.array([self._owned.stop - self._owned.start]), "add up the elements that ranks own")
         whole = device == "cpu" and owned[0] == self._buffer.size
-        if on_all(self._comm, whole, "see whether each node owns everything"):
+        if on_all(self._comm, whole, "learn whether each node owns all elements"):
             try:
                 self._segment = CommonSegment(node, self._buffer.size, dtypes.parse(dtype))
             except UnavailableError as error:  # raised on all ranks of this node, perhaps not on other nodes
                 notices.once(node.rank, f"each rank keeps its own copy of the parameters: {error}")
-            if on_all(self._comm, self._segment is not None, "see whether each node has a shared segment"):
+            if on_all(self._comm, self._segment is not None, "learn whether each node has a shared segment"):
                 assert self._segment is not None
                 return self._segment.array
             self._free()
@@ -194,13 +195,16 @@ class ShardedUpdate(Update):
         if self._backup is None:
             return
         self._clock.start()
-        replica = self._replica
-        sliced = {name: replica.elements(name, self._part) for name in replica.elementwise}
-        sliced["parameters"] = self._array[self._owned]
-        own = Piece(step, step, self._owned.start, self._owned.stop, sliced, {})
         with self._strategy.span(COMMUNICATION):
-            self._backup.keep(step, [own], {"parameters": self._array})
+            self._backup.keep(step, lambda memory: [self._slice(memory)], {"parameters": self._array})
         self._clock.stop()
+
+    def _slice(self, memory: dict[str, np.ndarray]) -> Piece:
+        """Return a copy of the slice that this rank owns, in `memory`; see Replica.snapshot. Local."""
+        sliced = {name: self._replica.elements(name, self._part) for name in self._replica.elementwise}
+        # with the metrics and flags, if this rank's slice includes them
+        sliced["parameters"] = self._array[self._owned]
+        return Piece(self._since, self._steps, self._owned.start, self._owned.stop, copied(sliced, memory), {})
 
     def _update(self) -> bool:
         """Update the slice that this rank owns. Returns whether it was updated."""
@@ -213,21 +217,17 @@ class ShardedUpdate(Update):
             self._backup.extend(steps)
 
     def pieces(self) -> list[Piece]:
-        """Return copies of the pieces that this rank holds: its own slice, and the backups. Local."""
+        """As Update.pieces: a copy of this rank's slice, and the backups. Local."""
         if self._backup is not None:
             return self._backup.pieces([] if self._changing else [self._own()])
         return [self._own()] if self._owned.start < self._owned.stop else []
 
     def _own(self) -> Piece:
-        """Return a copy of the slice that this rank owns. Local."""
-        # load the statistics that follow the parameters; in an unfinished step, those from before the step
+        """Return a copy of this rank's slice, and of the arrays that have no slices. Local."""
+        # load the statistics that follow the parameters: in an unfinished step they are from before the step
         self._replica.refresh()
-        names = self._replica.elementwise
-        state = self._replica.snapshot({}, without=("parameters", *names))
-        sliced = {name: np.array(self._replica.elements(name, self._part)) for name in names}
-        # with the metrics and flags, if this rank's slice includes them
-        sliced["parameters"] = np.array(self._array[self._owned])
-        return Piece(self._since, self._steps, self._owned.start, self._owned.stop, sliced, state)
+        rest = self._replica.snapshot({}, without=("parameters", *self._replica.elementwise))
+        return self._slice({})._replace(rest=rest)
 
     def _finish_step(self, measured: np.ndarray) -> bool:
         """Called after all ranks have updated. measured: the reduced metrics and flags. Returns whether parameters were
@@ -276,16 +276,17 @@ class ShardedUpdate(Update):
 
     def gather_state(self, state: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
         """Return `state` with every array of `elementwise` gathered from the ranks that own its slices. Collective."""
-        result = dict(state)
+        result, world = dict(state), self._backend.topology.world  # `close` has freed the group's communicator
         for name in self._replica.elementwise:
             array = result[name]
             part = slice(*self._owned.indices(array.size)[:2])
             # Between two steps the gradient buffer is free: use it as workspace.
             fits = array.dtype == self._buffer.dtype and not gpu.is_gpu_array(self._buffer)
-            gathered = self._buffer if fits else np.zeros(self._buffer.size, array.dtype)
+            zeros = partial(np.zeros, self._buffer.size, array.dtype)
+            gathered = self._buffer if fits else together(world, zeros)
             gathered[part] = array[part]
             self._backend.all_gather(gathered)
-            result[name] = gathered[: array.size].copy()
+            result[name] = together(world, gathered[: array.size].copy)
         return result
 
     def snapshot(self, memory: dict[str, np.ndarray], wanted: bool) -> dict[str, np.ndarray]:
@@ -293,12 +294,17 @@ class ShardedUpdate(Update):
         replica, names = self._replica, self._replica.elementwise
         state = together(self._comm, lambda: replica.snapshot(memory, without=names) if wanted else {})
         for name in names:
-            own = together(self._comm, partial(replica.elements, name, self._part))
-            whole = reserved(memory, name, (state["parameters"].size,), own.dtype) if wanted else None
-            to_root(self._comm, own, self._part.start, whole)
-            if whole is not None:
-                state[name] = whole
+            own = together(self._comm, partial(self._elements, name, memory, state))
+            to_root(self._comm, own, self._part.start, state.get(name))
         return state
+
+    def _elements(self, name: str, memory: dict[str, np.ndarray], state: dict[str, np.ndarray]) -> np.ndarray:
+        """Return this rank's slice of an entry. If `state` holds the parameters, add memory for the whole entry to it.
+        Local."""
+        own = self._replica.elements(name, self._part)
+        if "parameters" in state:
+            state[name] = reserved(memory, name, state["parameters"].shape, own.dtype)
+        return own
 
     def close(self) -> None:
         """As Update.close; frees the shared segment. Collective."""

@@ -84,7 +84,7 @@ class SpareReplicas(ServerStrategy):
         spare = self._given
         if isinstance(spare, bool) or not isinstance(spare, int | np.integer) or not 0 <= spare < ranks.size:
             return ArgumentError(
-                f"spare must be an integer from 0 to {ranks.size - 1}, one less than there are ranks, got {spare!r}"
+                f"spare must be an integer from 0 to {ranks.size - 1}, the number of ranks less one, got {spare!r}"
             )
         return _copy_error(self.replica) if ranks.rank == CHIEF else None
 
@@ -225,7 +225,7 @@ class Chief:
         self._mailbox, self._shard = mailbox, shard
         self._workers, self._spare = workers, spare
         self._tally, self._span = tally, span
-        self._means = np.full(1, np.nan)  # of the last step that was taken; NaN stands for all metrics until then
+        self._means = np.full(1, np.nan)  # the metrics of the last step that was taken; one NaN before the first step
         self._newest: Message | None = None  # the reply that holds the current parameters; None after an update
         self.counts = counts
         self.error: Exception | None = None
@@ -273,7 +273,7 @@ class Chief:
         self._tally.add(self._means, share * rows, step)
 
     def _answer_late(self, step: int, arrival: Arrival) -> None:
-        """Count the late gradients as dropped, and send their rank on to `step`, the newest."""
+        """Count late gradients as dropped, and tell their rank to continue with `step`, the newest."""
         self.counts.dropped += arrival.message.header.kind == GRADIENTS
         self._answer(arrival, WORK, step)
 

@@ -22,8 +22,8 @@ class CheckDivergence(Callback):
     on_divergence: "raise": all ranks raise the same DivergenceError, which names ranks and parameters. "copy": log a
         warning, copy one rank's replica to all ranks, and continue.
     source: the replica that is copied. "majority": the one that most ranks have, in a tie that of the lowest rank. Or a
-        rank at the beginning of the fit; if it fails and the fit continues, the majority is used from then on, with a
-        warning.
+        rank's number at the beginning of the fit; if this rank fails and the fit continues, the majority is used from
+        then on, with a warning.
 
     A check costs one reading of the state (a CRC-32, some 4 GB/s) and a message of 16 bytes. With update="sharded" and
     central storage, state that ranks share or that is divided into slices has no copies to compare. It is left out; a
@@ -55,7 +55,7 @@ class CheckDivergence(Callback):
         apart = trainer.strategy.not_replicated()
         if apart:
             texts = [f"{name} ({why})" for name, why in apart.items()]
-            notices.once(trainer.rank, f"CheckDivergence leaves out what can't differ: {', '.join(texts)}")
+            notices.once(trainer.rank, f"CheckDivergence does not compare state without copies: {', '.join(texts)}")
 
     def on_ranks_change(self) -> None:
         if self._source is not None:

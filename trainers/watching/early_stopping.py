@@ -17,7 +17,7 @@ class EarlyStopping(Callback):
     """Ends the fit, on all ranks, after `patience` epochs in which `monitor` did not improve. Keras' arguments.
 
     monitor: a name in the logs of an epoch: "val_loss", "loss", "accuracy", ...
-    min_delta: a smaller or equal change is no improvement.
+    min_delta: a smaller or equal change is not an improvement.
     patience: the number of epochs without an improvement after which the fit ends.
     verbose: 1 to print a line on rank 0 when the fit stops.
     mode: "min", "max", or "auto", which goes by the name of the metric.
@@ -126,7 +126,7 @@ class Monitor:
     """Compares a metric of the logs with its best value. name: in the logs: "val_loss", ... mode: "min", "max", or
     "auto" (by the name).
 
-    min_delta: a smaller or equal change is no improvement. Raises ArgumentError.
+    min_delta: a smaller or equal change is not an improvement. Raises ArgumentError.
     """
 
     def __init__(self, name: str, mode: str = "auto", min_delta: float = 0.0) -> None:
@@ -144,7 +144,7 @@ class Monitor:
         logs = logs or {}
         if self.name not in logs:
             hint = "; pass validation_data to fit" if self.name.startswith("val_") else ""
-            raise ArgumentError(f"monitor={self.name!r} is not measured here{hint}; there are: {', '.join(logs)}")
+            raise ArgumentError(f"monitor={self.name!r} is not measured here{hint}; the logs have {', '.join(logs)}")
         return float(logs[self.name])
 
     def better(self, value: float, than: float | None) -> bool:

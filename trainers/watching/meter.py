@@ -5,7 +5,7 @@ import numpy as np
 from mpi4py import MPI
 
 from allreduce.arrays import gpu
-from allreduce.transport.control import combine, known, together
+from allreduce.transport.control import combine, on_all_ranks, together
 from trainers.errors import DivergedError
 from trainers.watching.callback import Callback, Logs
 
@@ -15,7 +15,7 @@ CHECK_EVERY = 32  # steps between checks of the loss, for which the host waits f
 def diverged(what: str) -> DivergedError:
     """Return the error of a fit that has diverged. what: which value became NaN or infinite, and where."""
     return DivergedError(
-        f"{what}: lower the learning rate, scale the features, or check_loss for NaN and very large values in the data"
+        f"{what}: lower the learning rate, scale the features, or look for NaN and very large values in the data"
     )
 
 
@@ -92,7 +92,7 @@ class Meter(Callback):
         if wrong.size:
             step = self._seen + int(wrong[0]) + 1
             error = diverged(f"the loss became {float(rows[wrong[0], 0])} in epoch {self._epoch}, step {step}")
-            raise known(error, self.trainer.group.comm)  # the loss is the global batch's: all ranks raise it now
+            raise on_all_ranks(error, self.trainer.group.comm)  # the loss is the global batch's: all ranks raise it now
         self._seen = self._done
 
     @property

@@ -71,8 +71,8 @@ class ModelCheckpoint(Callback):
         try:
             return self.filepath.format(**{**logs, "epoch": epoch + 1})
         except (KeyError, IndexError, ValueError, TypeError, AttributeError) as error:
-            known = ", ".join(["epoch", *logs])
-            text = f"filepath={self.filepath!r} can't be filled in ({error!r}); there are: {known}"
+            names = ", ".join(["epoch", *logs])
+            text = f"filepath={self.filepath!r} can't be filled in ({error!r}); the known names are {names}"
             raise ArgumentError(text) from error
 
     def _check_folder(self) -> None:

@@ -38,7 +38,7 @@ class TensorBoard(FileCallback):
     def on_train_begin(self, logs: Logs | None = None) -> None:
         self._step = 0
         if self.trainer.goes_on:
-            _package()  # imports for seconds; the other ranks would wait if this rank became rank 0 later
+            _package()  # imports it now: that takes seconds, which the others would wait if this became rank 0 later
         super().on_train_begin(logs)
 
     def _open(self, append: bool) -> None:
@@ -53,8 +53,8 @@ class TensorBoard(FileCallback):
         trained: dict[str, Any] = {}
         validated: dict[str, Any] = {}
         for name, value in logs.items():
-            side = validated if name.startswith(VALIDATION) else trained
-            side[f"epoch_{name.removeprefix(VALIDATION)}"] = value
+            values = validated if name.startswith(VALIDATION) else trained
+            values[f"epoch_{name.removeprefix(VALIDATION)}"] = value
         for rate in self.trainer.replica.learning_rates[:1]:
             trained["epoch_learning_rate"] = rate
         self._write("train", trained, epoch)
@@ -71,12 +71,12 @@ class TensorBoard(FileCallback):
     def load_state(self, state: Mapping[str, np.ndarray]) -> None:
         self._step = int(state["step"])
 
-    def _write(self, side: str, values: Mapping[str, Any], step: int) -> None:
+    def _write(self, writer: str, values: Mapping[str, Any], step: int) -> None:
         for tag, value in values.items():
             if isinstance(value, numbers.Real):
-                self._writers[side].scalar(tag, float(value), step)
+                self._writers[writer].scalar(tag, float(value), step)
             elif isinstance(value, list | tuple) and value:
-                self._writers[side].histogram(tag, value, step)
+                self._writers[writer].histogram(tag, value, step)
 
     def _close(self) -> None:
         writers, self._writers = self._writers, {}

@@ -1,1 +1,1 @@
-"""Jobs in which ranks die at named moments; the tests that start them judge what they print."""
+"""Jobs in which ranks die at named moments; the tests that start them check their output."""

@@ -1,4 +1,4 @@
-"""Ranks that agree thousands of times whether all are well, while another thread lets MPI go on.
+"""Ranks that agree thousands of times that no rank has failed, while another thread lets MPI make progress.
 
 mpirun --with-ft ulfm -n 3 python -m tests.faults.moments.agreements SECONDS
 """

@@ -1,9 +1,9 @@
-"""One rank of a job in which ranks die while the others have computed a batch whose step is never taken.
+"""One rank of a job in which ranks die after the others have computed a batch, so that its step is never taken.
 
     mpirun --with-ft ulfm -n 4 python -m tests.faults.moments.batch_norm
 
-Batch norm comes first in the model, so that its running mean does not depend on who has which rows. Prints it, and how
-many batches it has counted, of each training and of one rank alone, from the rank that is 0 in the end.
+Batch norm is the first layer, so its running mean does not depend on how the rows are divided. The rank that is 0 at
+the end prints, for each training and for one rank alone, the running mean and the number of batches that it counted.
 """
 
 import json
@@ -22,7 +22,7 @@ EPOCHS = 3
 
 
 def trained(name: str, kind: Any, ranks: Topology, moment: tuple[str, int, int] | None, **options: Any) -> None:
-    """moment: of this rank's death; with backups of slices it is in the update of the memory in common."""
+    """moment: of this rank's death; with backups of slices, in the update of the shared memory."""
     torch.manual_seed(7)
     norm = torch.nn.BatchNorm1d(8)
     module = torch.nn.Sequential(norm, torch.nn.Linear(8, 3))

@@ -1,9 +1,9 @@
-"""One rank of a job in which ranks die whose slices others keep too, and the others go on without a checkpoint.
+"""One rank of a job in which ranks with backups of their slices die, and the others continue without a checkpoint.
 
     mpirun --with-ft ulfm -n 4 python -m tests.faults.moments.copies KIND:RANKS_PER_NODE:MOMENT:RANK,RANK ...
 
-One training after another, on the ranks that are left, each losing these RANKs of its own at a MOMENT (below). KIND:
-central, or the backend of a sharded update. Prints, from rank 0, what came of each, as JSON.
+One training after another, on the remaining ranks; in each of them these RANKs, as numbered in it, die at a MOMENT
+(below). KIND: central, or the backend of a sharded update. Rank 0 prints the result of each as JSON.
 """
 
 import json
@@ -46,7 +46,7 @@ class Halving(Callback):
 
 
 class Dying(Callback):
-    """Has this rank die in step STEP, at `moment`."""
+    """Makes this rank die in step STEP, at `moment`."""
 
     def __init__(self, moment: str) -> None:
         self._moment, self._step = moment, 0
@@ -81,7 +81,7 @@ def run(kind: str, nodes: int, moment: str, dying: list[int]) -> None:
         came = {
             "kind": kind,
             "ranks": trainer.size,
-            "lost": len([rank for loss in trainer.losses for rank in loss.ranks]),
+            "lost": len([rank for failure in trainer.failures for rank in failure.ranks]),
             "sha256": trainer.parameters_sha256(),
             "history": [epoch.as_dict() for epoch in history],
             "predicted": trainer.predict(x)[:5].tolist(),

@@ -1,11 +1,11 @@
-"""One rank of a job that ends in some way, with ranks killed before or without: what is the job's exit code?
+"""One rank of a job that ends in a given way, with or without ranks killed before: what is the job's exit code?
 
     mpirun --with-ft ulfm -n 3 python -m tests.faults.moments.ends KIND LIVING WAY
 
 KIND: allreduce, torch (torch.distributed), horovod, or the name of a trainer. All ranks but the first LIVING ones are
-killed. WAY: how the others end: "meet" the loss without catching it; or by what the first of them does, while the
-rest wait for it: "raise", "interrupt", "exit" (all call sys.exit(5)), "thread", "killed" (all are), "end" (all end
-well).
+killed. WAY: how the living ranks end: "meet": they get the error of the failure and do not catch it. Otherwise the
+action of the first of them, while the rest wait for it: "raise", "interrupt", "exit" (all call sys.exit(5)), "thread",
+"killed" (all are), "end" (all end without an error).
 """
 
 import functools
@@ -24,7 +24,7 @@ Call = Callable[[], object]
 
 
 def backend(living: int) -> tuple[int, Call, Call]:
-    """rank; a call of all ranks; what has those go on that are left."""
+    """Return the rank, a call of all ranks, and a function with which the remaining ranks continue."""
     topology = allreduce.Topology()
     reduce, numbers = allreduce.create("ring", topology), np.ones(4)
 

@@ -1,10 +1,10 @@
-"""One rank of a training in which ranks kill themselves, and ranks that wait take their places.
+"""One rank of a training in which ranks kill themselves, and standby ranks replace them.
 
     mpirun --with-ft ulfm -n 6 python -m tests.faults.moments.joining mirrored
     mpirun --with-ft ulfm -n 6 python -m tests.faults.moments.joining central FOLDER
 
-Three ranks work and three wait: two of them are needed, and the last one is let go, or was lost before. Each rank
-prints what came of it.
+Three ranks work and three stand by. Two of these are needed; the last one is released, or has failed before. Each rank
+prints its result.
 """
 
 import json
@@ -21,7 +21,7 @@ WORKING = 3
 
 
 def main(kind: str, folder: str = "") -> None:
-    """central: the first to die has the storage, so all go back to a checkpoint of the middle of an epoch."""
+    """central: the storage rank dies first, so all ranks go back to a checkpoint in the middle of an epoch."""
     given: dict[str, Any] = {"options": {}}
     if kind == "central":
         given = {"options": {"storage": 1}, "kind": CentralStorageTrainer, "checkpoint": Checkpoint(folder, "7 steps")}

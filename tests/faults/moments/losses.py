@@ -1,9 +1,9 @@
-"""One rank of a job in which ranks kill themselves at named moments, and the others go on.
+"""One rank of a job in which ranks kill themselves at named moments, and the others continue.
 
     mpirun --with-ft ulfm -n 4 python -m tests.faults.moments.losses RANKS_PER_NODE BACKEND:MOMENT ...
 
-In each round the ranks that are left make a backend and use it, and one of them dies at the moment; the others repair,
-make the backend again by its config, and see that its sums are right. Rank 0 prints a line a round.
+In each round the remaining ranks create a backend and use it, and one of them dies at the moment. The others repair the
+topology, create the backend again from its config, and check its sums. Rank 0 prints a line for each round.
 """
 
 import sys
@@ -25,7 +25,7 @@ KILL_SECONDS = 0.02
 
 
 def sums(reduce: Any) -> None:
-    """Sums of what every rank brings, in memory of the backend's and in ordinary memory, in three sizes."""
+    """Check sums of every rank's values, in memory of the backend and in ordinary memory, in three sizes."""
     for length in (3, 1000, LENGTH):
         index = np.arange(length) % 7
         for array in (reduce.allocate(length, "float32"), np.empty(length, np.float32)):
@@ -38,14 +38,14 @@ def sums(reduce: Any) -> None:
 
 
 def in_the_work(reduce: Any, dies: bool) -> None:
-    """It has met the others, and does nothing of its part."""
+    """The rank has begun the call with the others, and dies before its part of the work."""
     if dies:
         points.at("reduce", die)
     sums(reduce)
 
 
 def in_an_agreement(reduce: Any, dies: bool) -> None:
-    """It has met the others, and does not agree."""
+    """The rank has begun the agreement with the others, and dies before it agrees."""
     if dies:
         points.at("agree in a call", die)
     sums(reduce)
@@ -60,7 +60,8 @@ def between_phases(reduce: Any, dies: bool) -> None:
 
 
 def at_random(reduce: Any, dies: bool) -> None:
-    """It dies in whatever it does; an array from allocate, ordinary ones, moves."""
+    """The rank dies at a random instant: in reductions of an array from allocate and of ordinary ones, or in
+    collectives."""
     mine, other = reduce.allocate(LENGTH, "float32"), np.empty(1000, np.float32)
     if dies:
         threading.Timer(KILL_SECONDS, die).start()
@@ -73,7 +74,7 @@ def at_random(reduce: Any, dies: bool) -> None:
 
 
 def in_the_background(reduce: Any, dies: bool) -> None:
-    """The others' threads are inside of MPI, or wait for its announcement."""
+    """The threads of the other ranks are inside of MPI, or wait for the rank's announcement."""
     background = Background(reduce.topology, inner=reduce)
     mine = background.allocate(LENGTH, "float32")
     if dies:
@@ -87,7 +88,7 @@ def in_the_background(reduce: Any, dies: bool) -> None:
 
 
 def in_close(reduce: Any, dies: bool) -> None:
-    """Closing raises nothing: whoever hears of the loss lets go."""
+    """Closing raises nothing: a rank that learns of the failure frees its part locally."""
     if dies:
         points.at("close", die)
     reduce.close()
@@ -102,7 +103,7 @@ def in_create(reduce: Any, dies: bool) -> None:
 
 
 def in_a_part(reduce: Any, dies: bool) -> None:
-    """Parts whose ranks all live end too, since their topology does."""
+    """Parts of the topology without a failed rank end too, because the whole topology does."""
     part = reduce.topology.split(reduce.rank % 2)
     inner = allreduce.create("ring", part)
     if dies:
@@ -127,7 +128,7 @@ def attempt(name: str, moment: str, topology: Topology, dies: bool) -> None:
 
 
 def repaired(topology: Topology, text: str) -> Topology:
-    """One round, and the topology of those that are left after it."""
+    """Run one round; return the topology of the remaining ranks after it."""
     name, moment = text.split(":")
     victim = len(text) % topology.size
     try:

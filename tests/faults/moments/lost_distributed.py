@@ -1,8 +1,8 @@
-"""One rank of a job of three: DDP's backward fails as ranks disagree, and then as rank 1 has killed itself.
+"""One rank of a job of three: DDP's backward fails because ranks disagree, and then because rank 1 has killed itself.
 
 mpirun --with-ft ulfm -n 3 python -m tests.faults.moments.lost_distributed
 
-Prints what calls raised, and ends with 0.
+Prints the errors of the calls, and ends with exit code 0.
 """
 
 from collections.abc import Callable

@@ -1,10 +1,10 @@
-"""One rank of a job of six, of which five kill themselves, one after the other, and MirroredOptimizer goes on.
+"""One rank of a job of six. Five kill themselves, one after the other, and MirroredOptimizer continues on the rest.
 
     mpirun --with-ft ulfm -n 6 python -m tests.faults.moments.lost_torch FOLDER
 
 In FOLDER: outlives.py of trainers/pytorch/README.md.
 
-Every rank that is left ends with the parameters of a training that nobody was lost from, and prints a line a part.
+Every remaining rank ends with the parameters of a training without failures, and prints a line for each part.
 """
 
 import os
@@ -58,7 +58,7 @@ def reference(seed: int, steps: int = STEPS) -> nn.Module:
 
 
 def train(model: nn.Module, optimizer: MirroredOptimizer, at: Callable[[str, int], None]) -> None:
-    """The step after those that are done, of this rank's rows. at: is told where this rank is."""
+    """Do the next step, with this rank's rows. at: called with this rank's position."""
     step, ranks = optimizer.steps, optimizer.topology
     x, y = (each[ranks.rank :: ranks.size] for each in batch(step))
     optimizer.rows(len(x))
@@ -75,7 +75,8 @@ def train(model: nn.Module, optimizer: MirroredOptimizer, at: Callable[[str, int
 
 
 def check(part: str, topology: allreduce.Topology, *models: tuple[nn.Module, int]) -> None:
-    """The parameters are those of one rank that has trained alone, and in bits those of all that are left."""
+    """Check that the parameters equal those of one rank that trained alone, and in bits those of all remaining
+    ranks."""
     for model, seed in models:
         for (name, here), there in zip(model.named_parameters(), reference(seed).parameters(), strict=True):
             torch.testing.assert_close(here.detach(), there.detach(), rtol=1e-4, atol=1e-5, msg=f"{part}: {name}")
@@ -101,7 +102,7 @@ def replicated(topology: allreduce.Topology, overlap: bool, place: str, victim: 
 
 
 def two(topology: allreduce.Topology) -> allreduce.Topology:
-    """Two optimizers on one backend of the program's; the first rank dies when one of them has done its step."""
+    """Two optimizers on one backend of the program; the first rank dies when one of them has done its step."""
     backend = allreduce.create("shared", topology)
     models = network(2), network(3)
     first, second = (MirroredOptimizer(plain(each), each, backend) for each in models)
@@ -120,7 +121,7 @@ def two(topology: allreduce.Topology) -> allreduce.Topology:
 
 
 def sharded(topology: allreduce.Topology, folder: Path) -> None:
-    """Rank 1 dies in its update, when others may have done theirs: all go back to the last checkpoint."""
+    """Rank 1 dies in its update, after which others may have updated: all go back to the last checkpoint."""
     model = network(4)
     optimizer = MirroredOptimizer(plain(model), model, topology=topology, update="sharded")
     file = folder / "checkpoint.pt"
@@ -156,7 +157,8 @@ def sharded(topology: allreduce.Topology, folder: Path) -> None:
 
 
 def twice(topology: allreduce.Topology) -> MirroredOptimizer:
-    """Rank 1 dies after its own update; another rank has its slice too. The loop is that of replicated ones."""
+    """Rank 1 dies after its own update; another rank has a backup of its slice. The loop is that of replicated
+    optimizers."""
     model = network(5)
     optimizer = MirroredOptimizer(plain(model), model, topology=topology, update="sharded", copies=2)
     told = []
@@ -174,7 +176,7 @@ def twice(topology: allreduce.Topology) -> MirroredOptimizer:
 
 
 def recipe(program: str) -> allreduce.Topology:
-    """That of trainers/pytorch/README.md, whose rank 3 dies instead of its hundredth step."""
+    """The recipe of trainers/pytorch/README.md; rank 3 dies before its hundredth step."""
     if MPI.COMM_WORLD.rank == 3:
         points.at("update", die, turn=100)
     found: dict[str, Any] = {}

@@ -1,8 +1,8 @@
-"""One rank of a job in which workers, and at last a server, kill themselves, and the others go on.
+"""One rank of a job in which workers, and at last a server, kill themselves, and the others continue.
 
     mpirun --with-ft ulfm -n 6 python -m tests.faults.moments.served
 
-Prints what came of each training, from the rank that is 0 in the end, as a line of JSON.
+The rank that is 0 at the end prints the result of each training, as a line of JSON.
 """
 
 import json
@@ -21,14 +21,14 @@ Moment = tuple[str, int, int]
 
 
 class Dying(MPI.Prequest):
-    """A message that is not sent: its sender dies."""
+    """Raised in place of sending a message: the sender dies."""
 
     def Start(self) -> None:  # noqa: N802
         die()
 
 
 class DyingSender:
-    """A communicator whose rank dies when it sends its second message."""
+    """A communicator on which the rank dies when it sends its second message."""
 
     def __init__(self, comm: MPI.Intracomm) -> None:
         self._comm, self._sent = comm, 0
@@ -44,8 +44,9 @@ class DyingSender:
 
 
 class WorkersDeath(Deaths):
-    """Has this worker die: ("push", epoch, batch) when it has pushed its gradients to the first server, and to no
-    other; ("part", epoch, 0) when it computes, in that epoch or later, for parts are dealt to who comes first."""
+    """Makes this worker die: ("push", epoch, batch): after it has pushed its gradients to the first server, and to no
+    other; ("part", epoch, 0): while it computes, in that epoch or later, because parts are dealt to whichever worker
+    asks first."""
 
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
         event, epoch, _ = self.moment or ("", 0, 0)
@@ -61,7 +62,7 @@ class WorkersDeath(Deaths):
 
 
 def trained(name: str, make: Callable[..., Any], deaths: dict[int, Moment], **options: Any) -> None:
-    """A training of all ranks that are left, in which some die."""
+    """Train on all remaining ranks; some of them die."""
     with Topology.of_survivors() as ranks, make(network(0), ranks, on_failure="continue", **options) as trainer:
         x, y = data()
         moment = deaths.get(ranks.rank)
@@ -70,7 +71,7 @@ def trained(name: str, make: Callable[..., Any], deaths: dict[int, Moment], **op
         came = {
             "history": [epoch.as_dict() for epoch in history],
             "ranks": trainer.size,
-            "lost": [loss.ranks for loss in trainer.losses],
+            "lost": [failure.ranks for failure in trainer.failures],
             "sha256": trainer.parameters_sha256(),
         }
         if trainer.rank == 0:
@@ -78,7 +79,7 @@ def trained(name: str, make: Callable[..., Any], deaths: dict[int, Moment], **op
 
 
 def alone() -> None:
-    """What one rank comes to."""
+    """Return the result of one rank alone."""
     x, y = data()
     with MirroredTrainer(network(0), topology=Topology(MPI.COMM_SELF)) as trainer:
         history = trainer.fit(x, y, EPOCHS, BATCH, validation_data=(x[:50], y[:50]), progress=False)

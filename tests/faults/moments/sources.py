@@ -1,9 +1,9 @@
-"""One rank of trainings whose replicas differ after a loss, and get that of `source` again.
+"""One rank of trainings whose replicas differ after a failure, and are then overwritten with the replica of `source`.
 
     mpirun --with-ft ulfm -n 4 python -m tests.faults.moments.sources KIND SOURCE DIES
 
-KIND: "trainer", "optimizer". That of four ranks of number DIES is killed; later each writes its number in
-the job into a parameter, once. Prints, on each rank, whose parameter all have in the end.
+KIND: "trainer", "optimizer". Of four ranks, rank DIES is killed. Later each rank writes its rank in the job into a
+parameter, once. Each rank prints the rank whose parameter all have at the end.
 """
 
 import json
@@ -22,7 +22,7 @@ EPOCHS = 5
 
 
 class Parting(Callback):
-    """Kills a rank in epoch 2, has replicas part in epoch 4, and notes whose is left."""
+    """Kills a rank in epoch 2, makes the replicas differ in epoch 4, and notes which replica was copied."""
 
     def __init__(self, dies: int) -> None:
         self.dies, self.left = dies, -1.0

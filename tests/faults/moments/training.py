@@ -1,8 +1,8 @@
-"""One rank of a training in which ranks kill themselves at named moments, and the others go on.
+"""One rank of a training in which ranks kill themselves at named moments, and the others continue.
 
     mpirun --with-ft ulfm -n 4 python -m tests.faults.moments.training TRAINING [OPTION=VALUE ...]
 
-TRAINING: one of TRAININGS below. Prints, from the rank that is 0 in the end, what came of it, as JSON.
+TRAINING: one of TRAININGS below. The rank that is 0 at the end prints the result as JSON.
 """
 
 import json
@@ -36,15 +36,13 @@ def network(seed: int) -> NumpyNetwork:
 
 
 def schedule() -> LearningRateSchedule:
-    """Whose rate of an epoch depends on all epochs before it."""
+    """A schedule whose rate of an epoch depends on all epochs before it."""
     return LearningRateSchedule(lambda epoch, rate: 0.9 * rate)
 
 
 class Deaths(Callback):
-    """Has this rank die at a moment: (event, epoch, batch), batch 0 for those of epochs.
-
-    file: must exist before this rank dies.
-    """
+    """Makes this rank die at a moment: (event, epoch, batch), with batch 0 for events of epochs. file: must exist
+    before this rank dies."""
 
     def __init__(self, moment: tuple[str, int, int] | None, file: str = "") -> None:
         self.moment, self.epoch, self.file = moment, -1, file
@@ -72,21 +70,22 @@ class Deaths(Callback):
 
 
 def several(ranks: Topology, options: dict[str, str]) -> dict[str, Any]:
-    """Three of four ranks die, the chief first, in a batch, after one and in an event, down to one rank."""
+    """Three of four ranks die, the chief first: in a batch, after a batch and in an event, until one rank remains."""
     moments = {0: ("batch_begin", 1, 2), 2: ("batch_end", 3, 4), 1: ("epoch_end", 4, 0)}
     deaths = Deaths(moments.get(ranks.rank))
     return trained(ranks, options, deaths)
 
 
 def sharded(ranks: Topology, options: dict[str, str]) -> dict[str, Any]:
-    """A rank of three dies, and with it its slice of the optimizer's state: back to a checkpoint."""
+    """One of three ranks dies, and its slice of the optimizer's state is lost: back to a checkpoint."""
     deaths = Deaths(("batch_begin", 2, 3) if ranks.rank == 1 else None)
     came = trained(ranks, {"update": "sharded"}, deaths, Checkpoint(options["folder"], every="7 steps"))
     return came | outside_of_a_fit(options["folder"])
 
 
 def outside_of_a_fit(folder: str) -> dict[str, Any]:
-    """The others can't go on from what they have, and do what they are told: another trainer takes the checkpoint."""
+    """The remaining ranks do not hold a complete state, so they follow the error's advice: another trainer resumes from
+    the checkpoint."""
     x, y = data()
     with Topology.of_survivors() as ranks:
         trainer = MirroredTrainer(network(0), topology=ranks, update="sharded", on_failure="continue")
@@ -102,13 +101,13 @@ def outside_of_a_fit(folder: str) -> dict[str, Any]:
 
 
 def central(ranks: Topology, options: dict[str, str]) -> dict[str, Any]:
-    """Two of three ranks die that do not have the storage, which moves with its rank."""
+    """Two of three ranks die; neither is the storage rank, whose number changes."""
     moments = {0: ("batch_begin", 1, 4), 2: ("batch_end", 3, 0)}
     return trained(ranks, {"storage": 1}, Deaths(moments.get(ranks.rank)), kind=CentralStorageTrainer)
 
 
 def storage(ranks: Topology, options: dict[str, str]) -> dict[str, Any]:
-    """The rank with the storage dies: back to a checkpoint, and one of four dies on the way."""
+    """The storage rank dies: back to a checkpoint; one of four ranks dies during that."""
     if ranks.rank == 3:
         points.at("go back", die)
     written = path_of(options["folder"], 2 * (ROWS // BATCH))
@@ -117,19 +116,19 @@ def storage(ranks: Topology, options: dict[str, str]) -> dict[str, Any]:
 
 
 def stop(ranks: Topology, options: dict[str, str]) -> dict[str, Any]:
-    """The chief dies, and the others stop, with a checkpoint of where they are. moment: EVENT,EPOCH,BATCH."""
+    """The chief dies, and the others stop with a checkpoint of their position. moment: EVENT,EPOCH,BATCH."""
     event, epoch, batch = options["moment"].split(",")
     deaths = Deaths((event, int(epoch), int(batch)) if ranks.rank == 0 else None)
     return stopped(MirroredTrainer(network(0), topology=ranks), deaths, options["folder"])
 
 
 def resumed(ranks: Topology, options: dict[str, str]) -> dict[str, Any]:
-    """A training that was stopped goes on, and nobody dies."""
+    """A training that was stopped resumes, and no rank dies."""
     return trained(ranks, {}, Deaths(None), Checkpoint(options["folder"]), resume=True)
 
 
 def stop_apart(ranks: Topology, options: dict[str, str]) -> dict[str, Any]:
-    """A worker dies in an asynchronous epoch, of whose middle there is no checkpoint, and the others stop."""
+    """A worker dies in an asynchronous epoch, in whose middle no checkpoint can be written, and the others stop."""
     deaths = Deaths(("epoch_begin", 1, 0) if ranks.rank == 0 else None)
     trainer = ParameterServerTrainer(network(0), topology=ranks)
     return stopped(trainer, deaths, Checkpoint(options["folder"], every="2 epochs"))
@@ -144,7 +143,7 @@ def stopped(trainer: Any, deaths: Deaths, checkpoint: Checkpoint | str) -> dict[
 
 
 class Dying(NumpyNetwork):
-    """Has its rank die in the making of a trainer."""
+    """Makes its rank die during the construction of a trainer."""
 
     dies_in = ""  # a method
 
@@ -160,14 +159,15 @@ class Dying(NumpyNetwork):
 
 
 def making(ranks: Topology, options: dict[str, str]) -> dict[str, Any]:
-    """Two of four ranks die while a trainer is made, one in its second making, which others have come through."""
+    """Two of four ranks die during the construction of a trainer: one in its second attempt, which others have
+    completed."""
     replica = Dying([8, 16, 3], seed=ranks.rank, lr=0.01)
     replica.dies_in = {3: "bind", 1: "bind_parameters"}.get(ranks.rank, "")
     return trained(ranks, {"update": "sharded"}, Deaths(None), replica=replica)
 
 
 class Halving(Callback):
-    """Halves the parameters after an epoch. dies: this rank, in it."""
+    """Halves the parameters after an epoch. dies: this rank dies while it does so."""
 
     collective = True
 
@@ -185,7 +185,8 @@ class Halving(Callback):
 
 
 def edited(ranks: Topology, options: dict[str, str]) -> dict[str, Any]:
-    """A rank dies in an edit that others have done, in a callback, and another in one of its own."""
+    """A rank dies in an edit (in a callback) that other ranks have completed, and another rank in an edit outside of a
+    fit."""
     x, y = data()
     outputs, during = [], []
     for topology, dying in ((ranks, (1, 2)), (Topology(MPI.COMM_SELF), ())):
@@ -195,7 +196,7 @@ def edited(ranks: Topology, options: dict[str, str]) -> dict[str, Any]:
             trainer.fit(x, y, 3, BATCH, callbacks=[halving], progress=False)
             trainer.edit(Halving(replica, dies=dying[1:] == (ranks.rank,)).halve)
             outputs.append(trainer.predict(x)[:3].tolist())
-            during += [loss.during for loss in trainer.losses]
+            during += [failure.during for failure in trainer.failures]
     return {"rank": 0, "during": during, "predicted": outputs[0], "predicted alone": outputs[1]}
 
 
@@ -209,7 +210,7 @@ def trained(
     on_failure: str = "continue",
     resume: bool = False,
 ) -> dict[str, Any]:
-    """What comes of a training, and what one rank alone has come to."""
+    """Return the result of a training, and that of one rank alone."""
     x, y = data()
     given: dict[str, Any] = {"validation_data": (x[:50], y[:50])}
     replica = replica or network(ranks.rank)
@@ -220,7 +221,7 @@ def trained(
         came = {
             "history": [epoch.as_dict() for epoch in history],
             "ranks": trainer.size,
-            "lost": [loss.ranks for loss in trainer.losses],
+            "lost": [failure.ranks for failure in trainer.failures],
             "sha256": trainer.parameters_sha256(),
             "evaluated": trainer.evaluate(x, y),
             "predicted": trainer.predict(x)[:3].tolist(),

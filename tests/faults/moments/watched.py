@@ -1,10 +1,10 @@
-"""One rank of a training with all shipped callbacks, in which the rank of number DIES is killed in epoch 2.
+"""One rank of a training with all shipped callbacks, in which rank DIES is killed in epoch 2.
 
     mpirun --with-ft ulfm -n 3 python -m tests.faults.moments.watched continue DIES FOLDER
     mpirun --with-ft ulfm -n 4 python -m tests.faults.moments.watched standby DIES FOLDER [injected]
 
-With `injected`, a callback raises an error on the rank that has joined. Each rank prints what came of its fit, and what
-one rank alone comes to.
+With `injected`, a callback raises an error on the rank that has joined. Each rank prints the result of its fit, and
+that of one rank alone.
 """
 
 import json
@@ -37,7 +37,7 @@ JOINED = 3  # the number of the rank that joins
 
 
 class Story(Callback):
-    """Kills a rank, and notes the learning rates of each epoch."""
+    """Kills a rank, and records the learning rates of each epoch."""
 
     def __init__(self, dies: int, injected: bool) -> None:
         self.dies, self.injected = dies, injected

@@ -1,1 +1,1 @@
-"""What the ranks of a drawn run do."""
+"""The programs that the ranks of a drawn run execute."""

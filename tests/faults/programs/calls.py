@@ -1,4 +1,4 @@
-"""The backend's way: nothing but calls of one, every result of which is known."""
+"""Runs of a backend: only its calls, every result of which is known."""
 
 from pathlib import Path
 from typing import Any
@@ -14,10 +14,7 @@ LENGTHS = (1, 1000, 70_000)
 
 
 class Calls:
-    """A backend on those that are left, and who they are.
-
-    members: the ranks of the whole job that are left.
-    """
+    """A backend on the remaining ranks. members: their ranks in the job."""
 
     def __init__(self, plan: Plan, notes: Notes, topology: Topology) -> None:
         self._plan, self._notes = plan, notes
@@ -25,7 +22,7 @@ class Calls:
         self._backend: Any = None
 
     def attempt(self) -> None:
-        """The steps that are left, from the least that anybody has done. Collective; raises what a loss raises."""
+        """Do the remaining steps, from the earliest position of any rank. Collective; raises the error of a failure."""
         topology = self.topology
         members, self.step = self._meet()
         self._backend = self._backend or create(self._plan.backend, topology)
@@ -45,7 +42,7 @@ class Calls:
         return [rank for rank, _ in found], min(step for _, step in found)
 
     def again(self) -> None:
-        """Go on with those that are left. Collective over them."""
+        """Continue with the remaining ranks. Collective over them."""
         self.topology, self._backend = self.topology.survivors(), None
 
 

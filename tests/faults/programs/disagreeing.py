@@ -1,4 +1,4 @@
-"""One rank does something else than the others: all must raise the same named error, whatever they are doing."""
+"""One rank does something different from the others: all must raise the same named error, whatever they are doing."""
 
 from pathlib import Path
 from typing import Any
@@ -19,14 +19,15 @@ LENGTH = 5000
 
 
 class Odd:
-    """The one thing that a rank has otherwise."""
+    """The one difference of a rank."""
 
     def __init__(self, fault: Fault, notes: Notes) -> None:
         self._fault, self._notes = fault, notes
         self._here = notes.rank == fault.rank
 
     def __call__(self, about: str, turn: int | None = None) -> bool:
-        """Whether this rank is to differ in this, now; notes it. turn: where there are several."""
+        """Whether this rank is to differ in this respect now; notes it. turn: the number of the occasion, if there are
+        several."""
         now = self._here and about == self._fault.point and turn in (None, self._fault.turn)
         if now:
             self._notes.add("fault", number=0)
@@ -71,7 +72,7 @@ def _trainer(plan: Plan, odd: Odd, topology: Topology) -> None:
 
 
 class Spoiler(Callback):
-    """Has this rank's gradients be no numbers in one step."""
+    """Sets this rank's gradients to NaN in one step."""
 
     reads_batches = False
 

@@ -1,4 +1,4 @@
-"""MirroredOptimizer's way: a loop that goes on behind a RankLostError, as trainers/pytorch/README.md has it."""
+"""Runs of MirroredOptimizer: a loop that continues after a RankLostError, as in trainers/pytorch/README.md."""
 
 import os
 from pathlib import Path
@@ -30,7 +30,7 @@ class Loop:
         self.optimizer = MirroredOptimizer(plain, self.module, plan.backend, topology=topology, update=update)
 
     def step(self, number: int) -> None:
-        """One step, of this rank's share of its batch. Collective; RankLostError."""
+        """Do one step with this rank's share of its batch. Collective; raises RankLostError."""
         x, y = self._share(number)
         self.optimizer.rows(len(x))
         self.optimizer.zero_grad()
@@ -51,14 +51,14 @@ class Loop:
         return torch.from_numpy(batch.x), torch.from_numpy(batch.y)
 
     def save(self, step: int) -> None:
-        """Write a checkpoint before a step. Collective; RankLostError."""
+        """Write a checkpoint before a step. Collective; raises RankLostError."""
         state = {"model": self.module.state_dict(), "optimizer": self.optimizer.state_dict(), "step": step}
         if self.optimizer.topology.rank == 0:
             torch.save(state, self._folder / "new.pt")
             os.replace(self._folder / "new.pt", self._folder / FILE)
 
     def load(self) -> int:
-        """Take on the newest checkpoint; which step is next. Collective; RankLostError."""
+        """Load the newest checkpoint; return the next step. Collective; raises RankLostError."""
         if not (self._folder / FILE).exists():
             raise RuntimeError("a rank was lost before there was a checkpoint")
         state: dict[str, Any] = torch.load(self._folder / FILE, weights_only=True)
@@ -72,7 +72,7 @@ def forward(module: torch.nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.
 
 
 def backward() -> None:
-    """Where backward is half-way; a point of its own."""
+    """Called when backward is halfway; a named point."""
 
 
 def run(plan: Plan, notes: Notes, folder: Path, topology: Topology) -> None:
@@ -87,7 +87,7 @@ def run(plan: Plan, notes: Notes, folder: Path, topology: Topology) -> None:
 
 
 def _go_on(loop: Loop, plan: Plan) -> None:
-    """By the steps that the optimizer has done, which survive."""
+    """Continue from the optimizer's number of steps, which survives the failure."""
     while loop.optimizer.steps < STEPS:
         try:
             loop.step(loop.optimizer.steps)
@@ -96,7 +96,7 @@ def _go_on(loop: Loop, plan: Plan) -> None:
 
 
 def _go_back(loop: Loop, plan: Plan) -> None:
-    """To the last checkpoint, since slices of the optimizer's state are gone."""
+    """Go back to the last checkpoint, because slices of the optimizer's state are lost."""
     step, lost = 0, False
     while step < STEPS:
         try:

@@ -1,4 +1,4 @@
-"""The model and the data of a run, and what becomes of them without faults and without other ranks."""
+"""The model and the data of a run, and its result on one rank without faults."""
 
 import functools
 import threading
@@ -21,7 +21,7 @@ SHIFT = 0.25  # of all parameters, by an edit at the end
 
 @functools.cache
 def rows() -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """x and y to train, x and y to test: some of the digits, scaled."""
+    """Return x and y for training, x and y for testing: some of the digits, scaled."""
     data = datasets.load("digits")
     x_train, x_test = (((x - data.shift) * data.scale).astype(np.float32) for x in (data.x_train, data.x_test))
     return x_train[:ROWS], data.y_train[:ROWS], x_test[:TESTED], data.y_test[:TESTED]
@@ -57,7 +57,8 @@ def torch_optimizer(plan: Plan, module: Any) -> Any:
 
 
 def without_faults(plan: Plan, left_out: int | None = None) -> tuple[np.ndarray, float]:
-    """The parameters and the test accuracy of the same training on one rank. left_out: the number of a step."""
+    """Return the parameters and the test accuracy of the same training on one rank. left_out: the number of a step to
+    leave out."""
     with ONE_AT_A_TIME:
         return _without_faults(plan.framework, plan.optimizer, left_out)
 

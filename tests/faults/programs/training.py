@@ -1,4 +1,4 @@
-"""The trainers' way: a fit with an evaluation after each epoch, then each of the other calls."""
+"""Runs of trainers: a fit with an evaluation after each epoch, then each of the other calls."""
 
 from pathlib import Path
 from typing import Any
@@ -44,7 +44,7 @@ class Steps(Callback):
 
 
 def run(plan: Plan, notes: Notes, folder: Path, topology: Topology) -> None:
-    """Train, and where only a fit could go back to a checkpoint, go on from it by another trainer."""
+    """Train. If only a fit could go back to a checkpoint, another trainer resumes from it."""
     ranks: Topology | None = topology
     if plan.program == "spare ranks":
         ranks = standby.elastic_world(topology, plan.spares)
@@ -66,7 +66,7 @@ def run(plan: Plan, notes: Notes, folder: Path, topology: Topology) -> None:
 
 
 def _made(plan: Plan, topology: Topology | None) -> Trainer:
-    """A trainer of all ranks, or of those that are left when some die while it is made. Collective."""
+    """Return a trainer of all ranks, or of the remaining ranks if some die during its construction. Collective."""
     replica = model.replica(plan)
     options: dict[str, Any] = {"copies": plan.copies} if plan.copies > 1 else {}
     options["on_failure"] = "continue" if plan.goes_on else "stop"
@@ -83,7 +83,7 @@ def _made(plan: Plan, topology: Topology | None) -> Trainer:
 
 
 def _use(trainer: Trainer, plan: Plan, notes: Notes, folder: Path, resume: bool) -> None:
-    """Every call of a trainer, and note what has come of it. Collective."""
+    """Make every call of a trainer, and note the results. Collective."""
     damages = [fault.kind for fault in plan.faults if fault.point == BETWEEN]
     if damages:
         _fit(trainer, plan, notes, folder, EPOCHS // 2)
@@ -121,7 +121,7 @@ def _called(trainer: Trainer, notes: Notes, name: str) -> None:
 
 
 def shift(replica: Replica) -> None:
-    """An edit that is seen when it is done twice, or by some."""
+    """An edit whose repetition, or omission on some ranks, can be detected."""
     if hasattr(replica, "module"):
         import torch
 
@@ -149,7 +149,7 @@ def _fit(trainer: Trainer, plan: Plan, notes: Notes, folder: Path, epochs: int, 
 
 
 def _damage(folder: Path, kind: str) -> None:
-    """Cut the newest checkpoint off in its middle, or change a bit there."""
+    """Truncate the newest checkpoint in its middle, or change a bit there."""
     path = checkpoint.paths(str(folder / "checkpoints"))[0]
     content = bytearray(Path(path).read_bytes())
     middle = len(content) // 2

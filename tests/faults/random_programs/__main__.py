@@ -1,4 +1,4 @@
-"""Random programs with one injected disagreement each: what becomes of them?
+"""Runs random programs with one injected disagreement each, and counts their outcomes.
 
     python -m tests.faults.random_programs --programs 1000 --seed 1  a table of outcomes, by kind of injection and check
     python -m tests.faults.random_programs --only 4711               one program: its calls, and what its job printed
@@ -6,15 +6,15 @@
 Every rank of a program ends in one of these ways:
 
     right    it finished, with the numbers that NumPy gets in float64: nothing was injected, or it had no effect
-    named    all ranks have the same named error, or the job ended with one printed (an injected exception, too)
-    refused  named errors, and nothing was injected
-    raw      an error of Python or MPI, or an end of the job without a word of ours
-    wrong    it went on with wrong numbers, and nobody said so
+    named    all ranks have the same named error, or the job ended and printed one (also an injected exception)
+    refused  named errors, although nothing was injected
+    raw      an error of Python or MPI, or the job ended without a message of this library
+    wrong    it continued with wrong numbers and without an error
     hang     it did not end within --limit, although ALLREDUCE_TIMEOUT_SECONDS is --timeout
 
-Programs that end well, or in an error that all ranks have, follow each other in one job; the others end theirs, and
-the rest of their programs goes on in a new one. The exit code is 1 when a program ended in one of the last four ways.
-On a machine that does other things as well, time-outs end programs that only are slow: give it a longer --timeout.
+Programs that finish, or end in an error that all ranks have, follow each other in one job. Any other program ends its
+job, and a new job runs the rest. The exit code is 1 if a program ended in one of the last four ways. On a busy machine,
+time-outs also end programs that are only slow: use a longer --timeout there.
 """
 
 import argparse
@@ -92,7 +92,7 @@ def make(seed: int, options: argparse.Namespace) -> making.Program:
 
 
 def run(seeds: Sequence[int], options: argparse.Namespace) -> list[Result]:
-    """The outcome of each program, in the order of the seeds."""
+    """Return the outcome of each program, in the order of the seeds."""
     queues: dict[int, list[int]] = collections.defaultdict(list)
     for seed in seeds:
         queues[make(seed, options).ranks].append(seed)
@@ -103,7 +103,7 @@ def run(seeds: Sequence[int], options: argparse.Namespace) -> list[Result]:
 
 
 def _batches(seeds: list[int], options: argparse.Namespace) -> Iterator[list[int]]:
-    """Programs of one number of ranks for jobs: one that ends its job comes last in it."""
+    """Yield programs of one number of ranks for each job; a program that ends its job comes last."""
     ending = [seed for seed in seeds if make(seed, options).kind in making.ENDINGS]
     going_on = [seed for seed in seeds if seed not in set(ending)]
     jobs = max(len(ending), -(-len(going_on) // JOB_PROGRAMS))
@@ -112,7 +112,7 @@ def _batches(seeds: list[int], options: argparse.Namespace) -> Iterator[list[int
 
 
 def _run(seeds: list[int], options: argparse.Namespace) -> Iterator[Result]:
-    """Run programs in one job after the other, each beginning behind the program that ended the one before."""
+    """Run programs in one job after another; each job begins after the program that ended the previous one."""
     ranks = make(seeds[0], options).ranks
     while seeds:
         with tempfile.TemporaryDirectory() as folder:
@@ -128,7 +128,7 @@ def _run(seeds: list[int], options: argparse.Namespace) -> Iterator[Result]:
 
 
 def _job(ranks: int, seeds: list[int], folder: str, options: argparse.Namespace) -> tuple[int | None, str]:
-    """The exit code of a job, None when it had to be killed, and what it printed."""
+    """Return the exit code of a job (None if it had to be killed), and its output."""
     environment = {
         "ALLREDUCE_TIMEOUT_SECONDS": str(options.timeout),
         "ALLREDUCE_STALL_SECONDS": str(min(1.0, options.timeout)),
@@ -150,7 +150,7 @@ def _notes(folder: str, ranks: int) -> list[dict]:
 
 
 def _judge(program: making.Program, notes: list[dict]) -> Result:
-    """Of a program after which all ranks could go on."""
+    """Judge a program after which all ranks could continue."""
     seed = program.seed
     outcomes = {note["outcome"] for note in notes} - {"done"}
     text = next((note["text"] for note in notes if note["text"]), "")
@@ -162,7 +162,7 @@ def _judge(program: making.Program, notes: list[dict]) -> Result:
 
 
 def _judge_end(program: making.Program, notes: list[dict], code: int | None, printed: str) -> Result:
-    """Of a program that ended its job."""
+    """Judge a program that ended its job."""
     seed = program.seed
     if program.ranks == 1 and program.kind in making.ENDINGS:
         return Result(seed, "right", "")  # nobody waits for it

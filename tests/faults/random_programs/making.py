@@ -1,8 +1,8 @@
 """Random programs of collective calls, each with at most one injected disagreement. Pure: no MPI.
 
 A program is the list of calls that every rank makes. An injection changes the list of one rank; `Program.of_rank`
-gives what that rank does. All comes from the seed, so that every rank knows what the others do, and what must come
-out: the calls of a rank on one backend are numbered, and a call meets the calls of the same number on the other ranks.
+returns the calls of a rank. Everything is drawn from the seed, so every rank knows the others' calls and the right
+results: the calls of a rank on one backend are numbered, and a call matches the calls of this number on other ranks.
 """
 
 import random
@@ -26,9 +26,8 @@ KINDS = ("none", "length", "dtype", "op", "memory", "array", "order", "extra", "
 class Call:
     """One call. what: "create", "allocate", one of TOGETHER, "close", or one of ENDINGS.
 
-    op: of a reduction; the root of a broadcast.
-    array: the number of an allocated array; None: ordinary memory of `length` elements.
-    part: the slice of the array, as fractions of its length in eighths; all of it by default.
+    op: of a reduction; the root of a broadcast. array: the number of an allocated array; None: ordinary memory of
+    `length` elements. part: the slice of the array, as fractions of its length in eighths; by default all of it.
     """
 
     what: str
@@ -53,16 +52,14 @@ class Call:
 
     @property
     def signature(self) -> tuple[str, int, str, str]:
-        """What has to be alike on all ranks for the result to have a meaning."""
+        """Return the properties that must be equal on all ranks for the result to have a meaning."""
         return self.what, self.length, self.dtype, self.op
 
 
 @dataclass(frozen=True)
 class Program:
-    """calls: of every rank but `rank`, which makes the calls `injected`.
-
-    nodes: sizes of the nodes, or None for one. hosts: they do not really share memory, as far as we can see.
-    """
+    """calls: those of every rank but `rank`, which makes the calls `injected`. nodes: sizes of the nodes, or None for
+    one node. hosts: whether the nodes pretend to share no memory."""
 
     seed: int
     ranks: int
@@ -88,7 +85,7 @@ class Program:
 
 
 def make(seed: int, kinds: Sequence[str] = KINDS, checks: Sequence[str] = CHECKS) -> Program:
-    """The program of a seed."""
+    """Return the program of a seed."""
     chance = random.Random(seed)
     kind = kinds[seed % len(kinds)]
     check = checks[seed // len(kinds) % len(checks)]
@@ -104,7 +101,8 @@ def make(seed: int, kinds: Sequence[str] = KINDS, checks: Sequence[str] = CHECKS
 
 
 def _calls(chance: random.Random, ranks: int, names: Sequence[str]) -> list[Call]:
-    """One to three backends with two or three arrays each, and some calls with few signatures: most are repeated."""
+    """Return calls on one to three backends with two or three arrays each. Most are repeated, because there are few
+    signatures."""
     calls: list[Call] = []
     choices: list[Call] = []
     backends = chance.choice((1, 1, 2, 3))
@@ -139,14 +137,14 @@ def _reduction(chance: random.Random, backend: int, allocated: list[Call]) -> Ca
 
 
 def _move(chance: random.Random, call: Call, ranks: int) -> Call:
-    """Some reductions become calls that move numbers as they are."""
+    """Replace some reductions by collectives that compute nothing."""
     what = chance.choice(("reduce", "reduce", "reduce", "reduce", "broadcast", "collect"))
     op = {"broadcast": str(chance.randrange(ranks)), "collect": ""}.get(what, call.op)
     return replace(call, what=what, op=op)
 
 
 def ends(part: tuple[int, int], length: int) -> tuple[int, int]:
-    """Where a part of an array begins and ends, in elements."""
+    """Return the first and the last element of a part of an array."""
     return part[0] * length // 8, part[1] * length // 8
 
 
@@ -172,7 +170,7 @@ Change = Callable[[random.Random, list[Call], int], list[Call] | None]
 
 
 def _other_length(chance: random.Random, calls: list[Call], place: int) -> list[Call]:
-    """An allocated array becomes foreign, should its part not be there to be longer or shorter."""
+    """Change the length of a call: another part of the allocated array if there is one, else ordinary memory."""
     call = calls[place]
     length = chance.choice([length for length in (call.length + 1, call.length * 2 + 1, 1) if length != call.length])
     memory = call.array if call.what == "allocate" else None
@@ -195,7 +193,7 @@ def _other_dtype(chance: random.Random, calls: list[Call], place: int) -> list[C
 
 
 def _other_op(chance: random.Random, calls: list[Call], place: int) -> list[Call]:
-    """One that the program uses elsewhere, for the same array, if there is one."""
+    """Change the operation, if possible to one that the program uses for the same array."""
     call = calls[place]
     known = [each for each in calls if replace(each, op=call.op) == call and each.op != call.op]
     if known:
@@ -208,19 +206,19 @@ def _other_op(chance: random.Random, calls: list[Call], place: int) -> list[Call
 
 
 def _other_root(chance: random.Random, calls: list[Call], place: int) -> list[Call]:
-    """The next rank's; there may be none."""
+    """Change the root to the next rank, which may not exist."""
     calls[place] = replace(calls[place], op=str(int(calls[place].op) + 1))
     return calls
 
 
 def _other_what(chance: random.Random, calls: list[Call], place: int) -> list[Call]:
-    """A broadcast in place of another call."""
+    """Replace the call by a broadcast."""
     calls[place] = replace(calls[place], what="broadcast", op="0")
     return calls
 
 
 def _other_memory(chance: random.Random, calls: list[Call], place: int) -> list[Call] | None:
-    """Foreign in place of allocated, or the reverse."""
+    """Replace allocated memory by ordinary memory, or the reverse."""
     call = calls[place]
     if call.array is not None:
         calls[place] = replace(call, array=None)
@@ -242,7 +240,7 @@ def _other_array(chance: random.Random, calls: list[Call], place: int) -> list[C
 
 
 def _other_order(chance: random.Random, calls: list[Call], place: int) -> list[Call] | None:
-    """A call and the next one that is not the same."""
+    """Swap a call with the next different one."""
     what = TOGETHER if calls[place].what in TOGETHER else (calls[place].what,)
     after = next((number for number in range(place + 1, len(calls)) if calls[number].what in what), None)
     if after is None or replace(calls[after], array=calls[place].array) == calls[place]:
@@ -290,15 +288,16 @@ _CHANGES: dict[tuple[str, str], Change] = {
 
 
 def values(call: Call, rank: int, turn: int) -> np.ndarray:
-    """What a rank brings to its `turn`-th call of TOGETHER on a backend: small integers, so sums are exact."""
+    """Return a rank's values for its `turn`-th call of TOGETHER on a backend: small integers, so that sums are
+    exact."""
     index = np.arange(call.length, dtype=np.int64)
     return ((index * 7 + rank * 3 + turn * 5 + call.backend * 11) % 5 + 1).astype(call.dtype)
 
 
 def expected(program: Program, call: Call, turn: int) -> np.ndarray | None:
-    """What must come out, in float64; None when the ranks' calls don't belong together: nothing is right then.
+    """Return the right result in float64; None if the ranks' calls do not match, so that no result is right.
 
-    What a broadcast gives depends on nobody but its root.
+    The result of a broadcast depends on its root only.
     """
     sides = []
     for rank in [int(call.op)] if call.what == "broadcast" else range(program.ranks):

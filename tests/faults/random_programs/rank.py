@@ -2,8 +2,8 @@
 
     mpirun -n 3 python -m tests.faults.random_programs.rank FOLDER LIMIT KINDS CHECKS SEED...
 
-Each rank notes in FOLDER what became of each program. A program that ends in an error that
-all ranks have, or well, is followed by the next one; all others end the job, as they would end a job of their own.
+Each rank notes in FOLDER the outcome of each program. If a program finishes, or ends in an error that all ranks have,
+the next one follows; any other program ends the job, as it would end a job of its own.
 """
 
 import os
@@ -82,7 +82,7 @@ class Run:
         return array, turn
 
     def compare(self, call: Call, turn: int, found: np.ndarray) -> None:
-        """Raise WrongResultError when other numbers have come out than NumPy gets."""
+        """Raise WrongResultError if the result differs from NumPy's."""
         if call.length == 0:
             return  # nothing can be wrong, and nobody is waited for
         right = making.expected(self.program, call, turn)
@@ -105,7 +105,7 @@ class Run:
 
 
 def end(how: str) -> None:
-    """End this rank on purpose, or let it do something else for ever, in one of the ways that a program can."""
+    """End this rank on purpose, or block it for ever, in one of the ways in which a program can."""
     if how == "exception":
         raise InjectedError("injected")
     if how == "killed":
@@ -118,7 +118,7 @@ def end(how: str) -> None:
 
 
 class EndOfProgram(BaseException):
-    """A rank that has nothing more to do returns."""
+    """Raised when a rank has nothing more to do."""
 
 
 def main(folder: Path, limit: float, programs: list[Program]) -> None:

@@ -31,7 +31,7 @@ def reduce(topology_of: Callable[..., allreduce.Topology]) -> Generator[AllReduc
 
 
 def vector(number: int, length: int, dtype: object) -> np.ndarray:
-    """What rank `number` brings: directions that differ, and lengths."""
+    """Return the vector of rank `number`; ranks have different directions and lengths."""
     return (np.random.default_rng(number).normal(size=length) * (number + 1) + 0.5).astype(dtype)
 
 
@@ -44,7 +44,7 @@ def pair(a: np.ndarray, b: np.ndarray) -> np.ndarray:
 
 
 def tree(vectors: list[np.ndarray]) -> np.ndarray:
-    """The surplus first, then pairs of neighbours, pairs of pairs ..."""
+    """Combine the surplus ranks first, then pairs of neighbours, pairs of pairs, ..."""
     vectors = [each.astype(np.float64) for each in vectors]
     power = 1 << (len(vectors).bit_length() - 1)
     level = [pair(vectors[n], vectors[n + power]) if n + power < len(vectors) else vectors[n] for n in range(power)]
@@ -95,7 +95,7 @@ def test_properties(reduce: AllReduce) -> None:
 
 
 def test_layers(reduce: AllReduce) -> None:
-    """Each array of a tree by itself, whatever its dtype, contiguous or not."""
+    """Each array of a tree is combined on its own, with any dtype, contiguous or not."""
     wide = np.zeros((5, 8), "float32")
     given = {"w": wide[:, ::2], "b": [vector(rank + 9, 3, "float32"), vector(rank, 3, "float64")]}
     given["w"][...] = vector(rank, 20, "float32").reshape(5, 4)
@@ -113,7 +113,7 @@ def test_bad_input(reduce: AllReduce) -> None:
     topology = reduce.topology
     array = vector(rank, 4, "float64")
     for op in ("sum", "mean", "average", "max", None, ["adasum"]):
-        assert "which makes no sums" in raised(errors.UnsupportedOpError, partial(reduce, array, op))
+        assert "because it makes no sums" in raised(errors.UnsupportedOpError, partial(reduce, array, op))
     assert "floating" in raised(errors.UnsupportedOpError, partial(reduce, np.ones(4, "int32"), "adasum"))
     assert "floating" in raised(errors.UnsupportedOpError, partial(reduce, [np.ones(4), np.ones(4, bool)], "adasum"))
     raised(errors.UnsupportedOpError, partial(reduce.sparse, np.arange(4), array, 9, "sum"))
@@ -128,7 +128,7 @@ def test_bad_input(reduce: AllReduce) -> None:
         raised(errors.DisagreementError, partial(allreduce.create, "ring" if rank else "adasum", topology))
     for name in ("auto", "ring", "native"):
         with allreduce.create(name, topology) as other:
-            assert "that of the backend" in raised(errors.UnsupportedOpError, partial(other, array, "adasum"))
+            assert "only the backend" in raised(errors.UnsupportedOpError, partial(other, array, "adasum"))
     for part in ("node", "cross"):
         composed = partial(allreduce.create, "hierarchical_copy", topology, **{part: "adasum"})
         assert "does not sum" in raised(errors.OptionError, composed)
@@ -136,7 +136,7 @@ def test_bad_input(reduce: AllReduce) -> None:
 
 
 def test_in_trainers(reduce: AllReduce, tmp_path: Path) -> None:
-    """Refused when they are made, by whatever name and in whatever wrapper; PyTorch's: test_sparse_gradients.py."""
+    """Trainers refuse it when they are created, in any wrapper; PyTorch's optimizers: test_sparse_gradients.py."""
     topology = reduce.topology
     makes = [
         partial(MirroredTrainer, NumpyNetwork([4, 2])),

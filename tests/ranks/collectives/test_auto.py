@@ -1,4 +1,4 @@
-"""Auto: the rule, its replacement, and what happens where a backend can't be used."""
+"""Auto: the rule, the table that replaces it, and backends that can't be used."""
 
 import logging
 import os
@@ -52,7 +52,7 @@ def test_rule(nodes: int, nbytes: int, dtype: np.dtype, memory: int, chosen: str
 
 @pytest.mark.parametrize(("nbytes", "chosen"), [(1 << 20, "shared"), (1 << 25, "ring")])
 def test_rule_where_ranks_can_not_reach_memory(nbytes: int, chosen: str) -> None:
-    """Through the stage go arrays that fit it; a longer one would wait for its turns."""
+    """Arrays that fit the staging buffer go through it; a longer one would have to go through in turns."""
     assert auto.rule(_Nodes(1, 2, reaches=False), nbytes, FLOAT32, FOREIGN)[0] == chosen  # type: ignore[arg-type]
 
 
@@ -117,7 +117,7 @@ def test_falls_back_where_shared_memory_is_too_small(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """It works all the same, and says so once, on rank 0."""
+    """It works all the same; rank 0 reports it once."""
     monkeypatch.setattr(notices, "_said", set())
     _no_shared_memory(monkeypatch, 1000)
     with caplog.at_level(logging.WARNING, "allreduce"), allreduce.create("auto", topology_of(nodes)) as reduce:
@@ -138,7 +138,7 @@ def test_allocates_ordinary_memory_where_its_window_does_not_fit(
     world: MPI.Intracomm,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The backend was made in time, but its arrays come too late."""
+    """The backend exists already when shared memory is full."""
     with allreduce.create("auto", topology_of(nodes)) as reduce:
         reduce._part("shared" if nodes is None else "hierarchical_copy")  # type: ignore[attr-defined]
         _no_shared_memory(monkeypatch, (1 << 20) + 100)

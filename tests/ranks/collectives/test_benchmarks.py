@@ -1,4 +1,4 @@
-"""The measuring code of the benchmarks on real ranks: who is timed, what is verified."""
+"""The measuring code of the benchmarks on real ranks: what is timed, and what is verified."""
 
 import sys
 
@@ -60,7 +60,7 @@ class Clock:
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    """The time that `measure` sees."""
+    """The clock that `measure` uses."""
     made = Clock()
     monkeypatch.setattr(sys.modules["benchmarks.lib.timing"], "time", made)
     return made

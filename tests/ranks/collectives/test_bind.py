@@ -38,6 +38,20 @@ def test_it_reduces_as_a_call(name: str, shape: str, topology_of: Callable[..., 
                     np.testing.assert_allclose(array, (turn * SIZE + SUM) * factor, rtol=1e-6)
 
 
+@pytest.mark.parametrize("op", ["max", "min", "prod"])
+def test_other_operations(op: str, flat: allreduce.Topology) -> None:
+    with allreduce.create("native", flat) as reduce:
+        for dtype in ("int32", "int8", "float32"):
+            bound_array, called = np.empty(8, dtype), np.empty(8, dtype)
+            bound = reduce.bind(bound_array, op)
+            for turn in range(12):
+                bound_array[:] = called[:] = np.arange(8) + turn + reduce.rank
+                reduce(called, op)
+                bound()
+                assert bound_array.tobytes() == called.tobytes()
+        assert (called == getattr(np, op)([np.arange(8) + 11 + rank for rank in range(SIZE)], axis=0)).all()
+
+
 @pytest.mark.parametrize("check", ["first", "always"])
 @pytest.mark.parametrize("name", ["ring", "halving_doubling", "shared", "hierarchical_copy"])
 def test_the_two_phases(name: str, check: str, topology_of: Callable[..., allreduce.Topology]) -> None:
@@ -119,7 +133,7 @@ def test_bad_arguments_are_refused_when_it_is_bound(flat: allreduce.Topology) ->
 
 
 def test_another_shape_later_changes_nothing(flat: allreduce.Topology) -> None:
-    """The function reduces the memory that it was given."""
+    """The function reduces the memory that it was bound to."""
     with allreduce.create("ring", flat) as reduce:
         array = np.ones((2, 3))
         bound = reduce.bind(array, "sum")
@@ -161,7 +175,7 @@ def test_after_close(flat: allreduce.Topology) -> None:
 
 
 def test_threads(flat: allreduce.Topology) -> None:
-    """It may be called in another thread than the one that bound it, one at a time."""
+    """The function may be called in another thread than the one that bound it, by one thread at a time."""
     with allreduce.create("ring", flat) as reduce:
         array = np.ones(3)
         bound = reduce.bind(array, "sum")
@@ -220,7 +234,7 @@ def test_wrappers(kind: str, flat: allreduce.Topology, tmp_path: object) -> None
 
 @pytest.mark.parametrize("method", ["__call__", "reduce_scatter", "all_gather"])
 def test_a_wrapper_that_does_one_call_in_another_way(method: str, flat: allreduce.Topology) -> None:
-    """bind calls the method that the wrapper overrides, and no other."""
+    """bind calls the method that the wrapper overrides, and no other method."""
     called = []
 
     def override(self: Wrapper, *arguments: object) -> object:

@@ -1,4 +1,4 @@
-"""What crosses the network, counted: 16-bit floats take half of what float32 takes, and halves go to neighbours."""
+"""Counts the bytes that cross the network: 16-bit floats take half as many as float32, and halves go to neighbours."""
 
 from collections import Counter
 from collections.abc import Callable
@@ -18,7 +18,7 @@ several = pytest.mark.skipif(SIZE == 1, reason="one rank sends nothing")
 
 
 def sent(reduce: Any, dtype: str) -> Counter[int]:
-    """The bytes that one call sends to every rank, in the backend itself, or across nodes."""
+    """Return the bytes that one call sends to every rank, in the backend itself, or across nodes."""
     transfer = getattr(reduce, "_cross", reduce)._transfer
     transfer._comm = counting = Counting(transfer._comm)
     reduce(np.ones(LENGTH, numpy_dtype(dtype)), "sum")
@@ -43,7 +43,7 @@ def test_halves_cross_as_halves(
 def test_sums_on_a_ring_of_large_nodes_travel_wide_and_are_rounded_once(
     topology_of: Callable[..., allreduce.Topology],
 ) -> None:
-    """Nodes of four and more ranks would send each other more originals than sums."""
+    """With nodes of four and more ranks, the original values would be more bytes than sums."""
     with allreduce.create("ring", topology_of(None)) as reduce:
         reduce._sends_originals = False
         wide, half = sent(reduce, "float32"), sent(reduce, "bfloat16")
@@ -56,7 +56,8 @@ def test_sums_on_a_ring_of_large_nodes_travel_wide_and_are_rounded_once(
 
 @pytest.mark.skipif(SIZE != 4, reason="needs two nodes of two ranks")
 def test_sums_of_a_node_cross_wide_and_come_back_as_halves(topology_of: Callable[..., allreduce.Topology]) -> None:
-    """Rounded on the way, they would be rounded twice; and the originals of two ranks take as much."""
+    """Rounded before they cross, they would be rounded twice; and the original values of two ranks are as many
+    bytes."""
     with allreduce.create("hierarchical_copy", topology_of(2)) as reduce:
         assert 4 * sent(reduce, "bfloat16").total() == 3 * sent(reduce, "float32").total()
 

@@ -1,4 +1,5 @@
-"""How many communicators "auto" makes: those that are used, when they are used. MPICH has some 2,000 in all."""
+"""The number of communicators that "auto" creates: only those in use, at their first use. MPICH has some 2,000 in
+all."""
 
 import numpy as np
 import pytest
@@ -20,7 +21,7 @@ NODES = {"flat": None, "twos": 2, "ones": 1}
 
 @pytest.fixture
 def made(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """The communicators that all topologies hold, as a list of one number."""
+    """Return a list with one number: the communicators that all topologies hold."""
     count, own, release = [0], Topology.own, Topology.release
 
     def counted_own(self: Topology, comm: MPI.Comm, watch: bool = False) -> MPI.Intracomm:

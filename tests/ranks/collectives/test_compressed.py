@@ -1,4 +1,4 @@
-"""float32 and float64 that travel as 16 bits, with every backend and in training."""
+"""float32 and float64 that are sent with 16 bits, with every backend and in training."""
 
 from functools import partial
 from typing import Any
@@ -29,13 +29,14 @@ def values(number: int, dtype: str, length: int = LENGTH) -> np.ndarray:
 
 
 def wanted(short: np.dtype, dtype: str) -> np.ndarray:
-    """Every rank's values rounded, added up in float32 and rounded once more."""
+    """Return every rank's values rounded, summed in float32 and rounded again."""
     sides = [values(number, dtype).astype(short).astype(np.float32) for number in range(size)]
     return np.sum(sides, axis=0, dtype=np.float32).astype(short)
 
 
 def expect(found: np.ndarray, short: np.dtype, what: str) -> None:
-    """The sums, but for the last bit, which the order of adding decides; of 16 bits, and the same everywhere."""
+    """Compare with the sums, up to the last bit, which depends on the order of adding; 16-bit results must be equal on
+    all ranks."""
     right = wanted(short, str(found.dtype)).astype(np.float64)
     unit = 2.0 ** (-10 if short == np.float16 else -7)
     assert (np.abs(found - right) <= unit * np.abs(right) + 2.0**-20).all(), what
@@ -81,7 +82,7 @@ def phases(reduce: Any, dtype: str, short: np.dtype) -> None:
 
 
 def exact(reduce: Any) -> None:
-    """What is not compressed: integers, what moves, and what is reduced by `exact`."""
+    """Not compressed: integers, collectives that compute nothing, and reductions by `exact`."""
     counts = np.full(5, 1_000_001 + rank)
     reduce(counts, "sum")
     assert (counts == size * 1_000_001 + sum(range(size))).all()
@@ -140,7 +141,7 @@ def test_bad_input(flat: allreduce.Topology) -> None:
 
 
 def sent(reduce: Any, dtype: str) -> int:
-    """The bytes that one call sends; the first one, which allocates, is not counted."""
+    """Return the bytes that one call sends; the first call, which allocates, is not counted."""
     reduce(np.ones(LENGTH, dtype), "sum")
     transfer = reduce.exact._transfer
     transfer._comm = counting = Counting(transfer._comm)
@@ -161,7 +162,7 @@ def test_bytes_across_nodes() -> None:
 
 
 def fitted(topology: allreduce.Topology, **options: Any) -> tuple[Any, np.ndarray]:
-    """The history of a small training and its parameters."""
+    """Return the history and the parameters of a small training."""
     rng = np.random.default_rng(3)
     x = rng.normal(size=(90, 8)).astype("float32")
     y = (x[:, 0] + x[:, 1] > 0).astype(int)
@@ -172,7 +173,8 @@ def fitted(topology: allreduce.Topology, **options: Any) -> tuple[Any, np.ndarra
 
 @several
 def test_trainers(flat: allreduce.Topology) -> None:
-    """Losses come exact: those of the first step are the uncompressed ones. Parameters are equal on all ranks."""
+    """Losses are not compressed: those of the first step equal the uncompressed ones. Parameters are equal on all
+    ranks."""
     plain, exact_parameters = fitted(flat, allreduce="ring")
     for options in ({"allreduce": "ring"}, {"allreduce": "auto", "update": "sharded"}, {"allreduce": "shared"}):
         history, parameters = fitted(flat, compress="bfloat16", **options)
@@ -183,7 +185,7 @@ def test_trainers(flat: allreduce.Topology) -> None:
 
 
 def one_step(topology: allreduce.Topology, **options: Any) -> float:
-    """The loss of a step, as the trainer tells it."""
+    """Return the loss of one step, as the trainer reports it."""
     x, y = values(9, "float32", 8 * 30).reshape(30, 8), np.arange(30) % 2
     with MirroredTrainer(NumpyNetwork([8, 2], seed=1), "ring", topology, **options) as trainer:
         return trainer.fit(x, y, epochs=1, batch_size=30, progress=False)[0].loss

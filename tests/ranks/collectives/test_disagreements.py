@@ -1,6 +1,7 @@
-"""Ranks that differ in a call all raise one DisagreementError with the table of all sides, and can go on.
+"""Ranks that differ in a call all raise the same DisagreementError, with the table of all ranks' calls, and can
+continue.
 
-On one host and on several, of every backend, for calls that are new and for calls that all ranks know.
+On one host and on several, with every backend, for new calls and for calls that all ranks know.
 """
 
 import itertools
@@ -140,7 +141,7 @@ def test_compressed(topology: allreduce.Topology) -> None:
 
 
 def test_places_in_allocated_memory(reduce: AllReduce) -> None:
-    """Of one array from `allocate`, and of two; of an array so large that "auto" takes the node's memory for it."""
+    """In one array from `allocate`, and in two; also in an array so large that "auto" uses the node's shared memory."""
     length = 100_000
     arrays = [reduce.allocate(2 * length, "float32") for _ in range(2)]
     alone = reduce.topology.nodes == SIZE

@@ -1,4 +1,4 @@
-"""Bad use raises the same named error on every rank: no hang, no wrong sums, no bare internal error."""
+"""Invalid use raises the same named error on every rank: no hang, no wrong sums, no unnamed internal error."""
 
 import warnings
 from collections.abc import Callable, Generator
@@ -14,7 +14,7 @@ from allreduce.backend import AllReduce, TwoPhase
 from allreduce.backends.central import Central
 from allreduce.backends.ring import Ring
 from allreduce.backends.shared import Shared
-from allreduce.transport.control import known
+from allreduce.transport.control import on_all_ranks
 from tests.backends import ON_CPU
 from tests.ranks.together import admitted_call, raised_everywhere, usable
 
@@ -30,7 +30,7 @@ def reduce(request: pytest.FixtureRequest, topology_of: Callable[..., allreduce.
 
 
 def test_one_good_call_after_each_error(reduce: AllReduce, world: MPI.Intracomm) -> None:
-    """An error leaves the backend usable."""
+    """A good call works after each error."""
     bad = np.zeros(10)[::2]
     raised_everywhere(world, errors.NotContiguousError, lambda: reduce(bad, "sum"))
     array = np.full(10, world.rank, "float32")
@@ -88,7 +88,7 @@ def test_order_of_calls_differs(reduce: AllReduce, world: MPI.Intracomm) -> None
 
 @several
 def test_memory_differs(reduce: AllReduce, world: MPI.Intracomm) -> None:
-    """Where it matters whose memory it is. Elsewhere the call simply works."""
+    """It is an error where it matters whose memory an array is in. Elsewhere the call works."""
     allocated = reduce.allocate(18, "float64")
     allocated[:] = world.rank
     array = np.full(18, float(world.rank)) if world.rank else allocated
@@ -122,7 +122,7 @@ def _tensor() -> object:
 
 
 class JaxLike:
-    """All that tells an array of JAX: NumPy can copy it, and nothing can write to it."""
+    """An object with the properties of a JAX array: NumPy can copy it, and nothing can write to it."""
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
         return np.zeros(3, dtype)
@@ -319,7 +319,7 @@ def test_closed_topology(world: MPI.Intracomm) -> None:
 
 
 def test_what_is_no_communicator() -> None:
-    """Refused before anything is sent, so alike on all ranks without a word between them."""
+    """Refused before anything is sent, so alike on all ranks without communication."""
     freed = MPI.COMM_SELF.Dup()
     freed.Free()
     for given, words in (
@@ -408,7 +408,7 @@ MADE: dict[str, tuple[type[AllReduce], Callable[[allreduce.Topology], AllReduce]
 def test_one_rank_fails_while_a_backend_is_made(
     case: str, failing: int, world: MPI.Intracomm, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """All ranks raise its error, nothing of the backend is left, and the next one can be made."""
+    """All ranks raise its error, no part of the backend is left, and the next backend can be created."""
     kind, make = MADE[case]
     if case == "cross" and failing:
         pytest.skip("the lowest rank of each node crosses")
@@ -435,7 +435,7 @@ def test_an_error_before_a_backend_has_anything(
     flat: allreduce.Topology, world: MPI.Intracomm, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(self: AllReduce, topology: allreduce.Topology) -> None:
-        raise known(errors.UnavailableError("nothing here"), topology.world)
+        raise on_all_ranks(errors.UnavailableError("nothing here"), topology.world)
 
     monkeypatch.setattr(AllReduce, "_connect", refuse)
     assert raised_everywhere(world, errors.UnavailableError, lambda: allreduce.create("ring", flat)) == "nothing here"
@@ -443,7 +443,7 @@ def test_an_error_before_a_backend_has_anything(
 
 @pytest.mark.parametrize("name", ["ring", "shared", "hierarchical_copy", "auto"])
 def test_what_was_abandoned_is_closed(name: str) -> None:
-    """Locally, with no word to the others; the other users of MPI go on."""
+    """Locally, without communication; other users of MPI can continue."""
     topology = allreduce.Topology()
     reduce = allreduce.create(name, topology)
     reduce(np.ones(1000), "sum")
@@ -456,7 +456,7 @@ def test_what_was_abandoned_is_closed(name: str) -> None:
 
 
 def test_parts_of_a_topology_are_on_their_own(world: MPI.Intracomm) -> None:
-    """An error that all ranks of one part raise is no concern of the other part's."""
+    """An error that all ranks of one part raise does not affect the other part."""
     with allreduce.Topology() as topology:
         with topology.split(topology.rank % 2) as part, allreduce.create("ring", part) as reduce:
             assert part.size == len(range(topology.rank % 2, topology.size, 2))
@@ -483,7 +483,8 @@ def test_parts_of_a_topology_are_on_their_own(world: MPI.Intracomm) -> None:
 def test_a_call_that_failed_half_way_is_the_last(
     raised: BaseException, seen: type[BaseException], monkeypatch: pytest.MonkeyPatch, world: MPI.Intracomm
 ) -> None:
-    """Its ranks may be anywhere, so the next call says so, `close` is local, and a new backend works."""
+    """The ranks may be at different points, so the next call raises an error, `close` is local, and a new backend
+    works."""
     with allreduce.Topology() as topology:
         reduce = allreduce.create("ring", topology)
         reduce(np.ones(10), "sum")
@@ -504,7 +505,7 @@ def test_a_call_that_failed_half_way_is_the_last(
 @pytest.mark.parametrize("name", ["ring", "shared", "reduce_to_one", "auto"])
 @pytest.mark.parametrize("way", ["raise", "warn"])
 def test_an_overflow_is_no_error_of_one_rank(name: str, way: Any) -> None:
-    """With np.seterr(all="raise"), or python -W error, the rank that adds would raise alone, half-way."""
+    """With np.seterr(all="raise"), or python -W error, the rank that adds would raise alone, halfway."""
     with warnings.catch_warnings(), np.errstate(all=way):
         warnings.simplefilter("error")
         reduce = allreduce.create(name)
@@ -524,7 +525,7 @@ NUMERIC = (*ON_CPU, "adasum")
 def test_numpy_told_to_raise_after_the_first_call(
     name: str, compress: str | None, topology_of: Callable[..., allreduce.Topology], world: MPI.Intracomm
 ) -> None:
-    """Overflow, underflow and invalid values are no error of any rank, whenever np.seterr was called."""
+    """Overflow, underflow and invalid values are not errors on any rank, whenever np.seterr was called."""
     if compress and name in ("native", "adasum"):
         pytest.skip("it sums no 16-bit floats, or rounds them by itself")
     for ranks_per_node in {None, 1}:
@@ -543,7 +544,7 @@ def test_numpy_told_to_raise_after_the_first_call(
 
 
 def _reduce_all(reduce: AllReduce, arrays: list[np.ndarray], value: float) -> None:
-    """Every kind of call that computes, on arrays of a value."""
+    """Make every kind of call that computes, on arrays of one value."""
 
     def filled(array: np.ndarray) -> np.ndarray:
         with np.errstate(all="ignore"):

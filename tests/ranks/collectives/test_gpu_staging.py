@@ -1,4 +1,4 @@
-"""CuPy arrays: through pinned memory on every CPU backend (with a fake CuPy), and the real thing on a GPU."""
+"""CuPy arrays: through pinned memory with every CPU backend (with a fake CuPy), and the real CuPy on a GPU."""
 
 from collections.abc import Callable
 from typing import Any
@@ -134,7 +134,7 @@ def test_real_gpu(name: str, real_cupy: Any, flat: allreduce.Topology, world: MP
 
 
 def test_real_gpu_stream_order(real_cupy: Any, flat: allreduce.Topology) -> None:
-    """What is still being computed on the caller's stream when the call comes is part of the result."""
+    """Work that is still running on the caller's stream when the call begins is part of the result."""
     reduce = allreduce.create("auto", flat)
     stream = real_cupy.cuda.Stream(non_blocking=True)
     with stream:

@@ -31,9 +31,11 @@ PLACES = [(variant, shape) for variant in VARIANTS for shape in SHAPES]
 
 
 def dtypes_at(variant: str) -> tuple[str, ...]:
-    """All dtypes on 2 ranks. On more ranks, which take long: one for each kind of sum, on 3 ranks of Open MPI the
-    other ones, so that an odd number of ranks has each dtype. Under MPICH, where 3 ranks and more take longest, each
-    number of ranks has kinds of its own.
+    """Return the dtypes for this number of ranks.
+
+    All dtypes on 2 ranks. More ranks take long: one dtype for each kind of sum; on 3 ranks of Open MPI the other
+    dtypes, so that an odd number of ranks has each dtype. Under MPICH, where 3 and more ranks take longest, different
+    dtypes for each number of ranks.
     """
     if MPI.get_vendor()[0] == "MPICH" and SIZE > 2:
         return {3: ("float16", "int64"), 4: ("bfloat16",)}.get(SIZE, ("float32",))
@@ -73,7 +75,7 @@ def test_grid(reduce: AllReduce, dtype: str, world: MPI.Intracomm) -> None:
 
 @every_case
 def test_phases(reduce: AllReduce, dtype: str, world: MPI.Intracomm) -> None:
-    """reduce_scatter finishes the own slice; all_gather hands out what the owners made of it."""
+    """reduce_scatter finishes this rank's slice; all_gather sends the owners' slices to all ranks."""
     if not isinstance(reduce, TwoPhase):
         pytest.skip(f"{reduce.name} has no phases")
     failures, digests, parsed = [], {}, numpy_dtype(dtype)
@@ -98,7 +100,7 @@ def test_phases(reduce: AllReduce, dtype: str, world: MPI.Intracomm) -> None:
 
 @every_case
 def test_max_and_min_keep_nan(reduce: AllReduce, dtype: str, world: MPI.Intracomm) -> None:
-    """A NaN of any rank, whichever it is, comes through to all, as in NumPy; MPI_MAX loses it or not by its place."""
+    """A NaN of any rank reaches all ranks, as in NumPy; with MPI_MAX that depends on its position."""
     parsed = numpy_dtype(dtype)
     if parsed.kind == "i":
         pytest.skip("integers have no NaN")
@@ -123,7 +125,7 @@ def test_max_and_min_keep_nan(reduce: AllReduce, dtype: str, world: MPI.Intracom
 @every_place
 @pytest.mark.parametrize("dtype", ["uint8", "int8", "bool"] if SIZE <= 3 else ["bool"])  # many ranks take long
 def test_small_integers_and_truth_values(reduce: AllReduce, dtype: str, world: MPI.Intracomm) -> None:
-    """As NumPy's functions on arrays of this dtype: sums wrap round, and of truth values they are "or"."""
+    """As NumPy's functions on arrays of this dtype: sums wrap around, and sums of truth values are "or"."""
     wrong = []
     for length in (1, SIZE, 1001):
         sides = [np.random.default_rng(rank).integers(0, 256, length).astype("uint8") for rank in range(SIZE)]
@@ -159,5 +161,5 @@ def test_owned_slices_cover_a_node_exactly(reduce: AllReduce, world: MPI.Intraco
 
 
 def _is_view(mine: np.ndarray, array: np.ndarray, own: slice) -> bool:
-    """`mine` is the very slice of `array`."""
+    """Whether `mine` is this slice of `array`, not a copy."""
     return mine.size == array[own].size and (mine.size == 0 or mine.ctypes.data == array[own].ctypes.data)

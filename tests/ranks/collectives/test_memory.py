@@ -1,4 +1,4 @@
-"""Memory: nothing allocated in a second call, slices count as allocated, arrays outlive their backend."""
+"""Memory: a second call allocates nothing, slices count as allocated, arrays outlive their backend."""
 
 import errno
 import gc
@@ -89,7 +89,7 @@ DROPPED: dict[str, Callable[[], object]] = {
 
 @pytest.mark.parametrize("kind", DROPPED)
 def test_what_is_dropped_with_its_topology_gives_its_memory_back(kind: str, world: MPI.Intracomm) -> None:
-    """Without close(), and with no other rank's help."""
+    """Without close(), and without another rank's help."""
     mappings = []
     for _ in range(4):
         DROPPED[kind]()
@@ -101,7 +101,7 @@ def test_what_is_dropped_with_its_topology_gives_its_memory_back(kind: str, worl
 
 @pytest.mark.parametrize("name", ["shared", "auto", "hierarchical_copy"])
 def test_arrays_give_their_memory_back(name: str, flat: allreduce.Topology, world: MPI.Intracomm) -> None:
-    """Also those that are alive when the backend is closed, and with no other rank's help."""
+    """Also arrays that are alive when the backend is closed, without another rank's help."""
     mappings, kept = [], []
     for _ in range(6):
         with allreduce.create(name, flat) as reduce:
@@ -192,7 +192,7 @@ def test_too_small_shared_memory_is_refused(
 def test_memory_that_one_rank_can_not_have_is_refused_on_all(
     flat: allreduce.Topology, world: MPI.Intracomm, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Another job took it a moment ago: an error, and no bus error at the first write."""
+    """Another job has just taken the memory: an error, and no bus error at the first write."""
     reduce = allreduce.create("shared", flat)
     name = world.bcast(f"refused-{os.getpid()}")
     monkeypatch.setattr(secrets, "token_hex", lambda _: name)
@@ -211,7 +211,7 @@ def test_memory_that_one_rank_can_not_have_is_refused_on_all(
 
 
 def test_the_staging_buffer_is_used_again(flat: allreduce.Topology) -> None:
-    """A second call of any size makes no other buffer, also where the number of ranks is no power of two."""
+    """A second call of any size creates no other buffer, also if the number of ranks is not a power of two."""
     with allreduce.create("shared", flat, staged=True) as reduce:
         for length in (5_000_000, STAGING_BYTES // 4 // reduce.size):
             array = np.ones(length, "float32")

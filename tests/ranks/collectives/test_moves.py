@@ -1,4 +1,4 @@
-"""broadcast, collect and all_gather, on every backend: a NumPy loop starts equal and collects without mpi4py."""
+"""broadcast, stack and all_gather with every backend: the start and the end of a NumPy loop, without mpi4py."""
 
 from collections.abc import Callable, Generator
 from functools import partial
@@ -71,7 +71,7 @@ def test_collect(reduce: AllReduce) -> None:
 
 
 def test_all_gather(reduce: AllReduce) -> None:
-    """From the slices that ranks own; those of hierarchical_copy are the same on all nodes."""
+    """From the slices that ranks own; with hierarchical_copy all nodes own the same slices."""
     for length in (0, 1, 1000):
         whole = np.arange(length, dtype="float32")
         buffer = np.full(length, -1, "float32")
@@ -98,7 +98,7 @@ DTYPES = (
 
 
 def _rows(dtype: np.dtype, shape: tuple[int, ...], seed: int) -> np.ndarray:
-    """Random bytes as elements of a dtype."""
+    """Return random bytes as elements of a dtype."""
     nbytes = int(np.prod(shape, dtype=int)) * dtype.itemsize
     return np.frombuffer(np.random.default_rng(seed).bytes(nbytes), dtype).reshape(shape).copy()
 
@@ -157,7 +157,7 @@ def test_references_are_refused(reduce: AllReduce) -> None:
 
 
 def rows_of(rank: int, dtype: str) -> tuple[np.ndarray, np.ndarray]:
-    """What a rank brings: rank 0 nothing, others more and more rows, some of them twice; sums of it are exact."""
+    """Return a rank's rows: none on rank 0, more and more on the others, some of them twice; their sums are exact."""
     count = 3 * rank
     indices = (np.arange(count, dtype="int32") * 5 + rank) % 7 * 10
     values = (np.arange(count * 6).reshape(count, 2, 3) % 31 + 256 * rank).astype(dtype)
@@ -166,7 +166,7 @@ def rows_of(rank: int, dtype: str) -> tuple[np.ndarray, np.ndarray]:
 
 @pytest.mark.parametrize("dense", [False, True], ids=["gathered", "reduced"])
 def test_sparse(reduce: AllReduce, dense: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rows of all ranks, duplicates added, in memory that knows nothing of the table's size."""
+    """The rows of all ranks, with duplicates added; the memory does not depend on the size of the table."""
     monkeypatch.setattr(sparse, "dense_is_cheaper", lambda *_: dense)
     monkeypatch.setattr(chunked, "PIECE", 1000)  # what is more is not gathered at once
     for dtype, op in (("float32", "sum"), ("float16", "average"), ("int64", "sum")):
@@ -241,7 +241,7 @@ def test_named_errors(check: str, flat: allreduce.Topology) -> None:
 
 @pytest.mark.parametrize("check", ["first", "always"])
 def test_named_errors_of_sparse(check: str, topology_of: Callable[..., allreduce.Topology]) -> None:
-    """Of one rank, after a call that all have agreed on, too: all ranks raise it."""
+    """An error of one rank, also after a call that all ranks know: all ranks raise it."""
     last = MPI.COMM_WORLD.rank == SIZE - 1
 
     def bring(reduce: AllReduce, indices: Any = (1, 0), width: int = 3, rows: Any = 5, **options: Any) -> str | None:

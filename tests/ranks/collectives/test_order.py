@@ -1,4 +1,4 @@
-"""Ranks that are out of step with each other, and things closed or dropped in an unusual order."""
+"""Ranks that are out of step, and objects that are closed or dropped in an unusual order."""
 
 from collections.abc import Callable
 
@@ -94,7 +94,8 @@ def test_subclasses_of_arrays(topology_of: Callable[..., allreduce.Topology], wo
 @several
 @pytest.mark.parametrize("name", ["ring", "native", "auto"])
 def test_a_broadcast_is_not_taken_for_another_call_on_hosts(name: str, world: MPI.Intracomm) -> None:
-    """MPI's broadcasts have no tags, so those of calls that all ranks know could meet and give wrong numbers."""
+    """MPI's broadcasts have no tags, so broadcasts of calls that all ranks know could match each other and give wrong
+    numbers."""
     Hosts.sizes = (1,) * SIZE
     topology = allreduce.Topology(Hosts(world))
     reduce = allreduce.create(name, topology)

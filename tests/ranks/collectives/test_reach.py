@@ -1,4 +1,4 @@
-"""Reach: the memory of other ranks, and what happens where it can't be reached."""
+"""CMA: access to the memory of other ranks, and the calls that do without it."""
 
 import mmap
 import os
@@ -54,7 +54,7 @@ def test_memory_that_is_gone(world: MPI.Intracomm) -> None:
 @pytest.mark.parametrize("call", ["_read", "_write"])
 @pytest.mark.parametrize("lacking", ["everywhere", "one rank"])
 def test_forbidden(world: MPI.Intracomm, monkeypatch: pytest.MonkeyPatch, lacking: str, call: str) -> None:
-    """Then nobody uses it."""
+    """If the system forbids it on one rank, no rank uses it."""
     if lacking == "everywhere" or world.rank == SIZE - 1:
         monkeypatch.setattr(cma, call, lambda *_: -1)
     assert not CMA(world).works
@@ -62,7 +62,7 @@ def test_forbidden(world: MPI.Intracomm, monkeypatch: pytest.MonkeyPatch, lackin
 
 @several
 def test_a_few_bytes_at_a_time(flat: allreduce.Topology, world: MPI.Intracomm, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The system moves at most 2 GiB in a call, and says how much it was."""
+    """The system moves at most 2 GiB in a call, and returns the number of bytes moved."""
     if not flat.cma.works:
         pytest.skip("this system forbids it")
 
@@ -92,7 +92,8 @@ def test_memory_that_nobody_reaches(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """Of a device, say, on one rank: the array goes through the staging buffer on all of them, which is told."""
+    """Memory of a device, say, on one rank: the array goes through the staging buffer on all ranks, which is
+    reported."""
     if not flat.cma.works:
         pytest.skip("this system forbids it")
     monkeypatch.setattr(notices, "_said", set())
@@ -118,7 +119,7 @@ def test_memory_that_nobody_reaches(
 def test_foreign_memory(
     kind: str, flat: allreduce.Topology, world: MPI.Intracomm, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    """Pages that nobody has touched yet, and a memory map of a file."""
+    """Pages that were never written, and a memory map of a file."""
     length = 300_000
     if kind == "a file":
         path = tmp_path_factory.mktemp("reach") / f"{os.getpid()}.bin"
@@ -135,7 +136,7 @@ def test_foreign_memory(
 
 @several
 def test_float16_in_whole_words(flat: allreduce.Topology, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The fast way of float16 takes nearly all elements, wherever in a word a rank's chunk begins."""
+    """The fast code for float16 handles nearly all elements, at whatever address a rank's chunk begins."""
     if not flat.cma.works:
         pytest.skip("this system forbids it")
     ends = []
@@ -156,7 +157,7 @@ def test_float16_in_whole_words(flat: allreduce.Topology, monkeypatch: pytest.Mo
 @several
 @pytest.mark.parametrize("op", ["sum", "mean"])
 def test_same_bits_as_allocated(op: str, topology_of: Callable[..., allreduce.Topology], world: MPI.Intracomm) -> None:
-    """Whether an array is from `allocate` or not, the ranks are summed in one order."""
+    """The order of summation is the same for arrays from `allocate` and other arrays."""
     generator = np.random.default_rng(world.rank)
     with allreduce.create("shared", topology_of(None)) as reduce:
         for dtype in ("float32", "bfloat16"):

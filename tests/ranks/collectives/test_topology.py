@@ -1,4 +1,4 @@
-"""Topology: who is where, communicators that are owned and freed, simulated nodes."""
+"""Topology: ranks and nodes, communicators that are owned and freed, simulated nodes."""
 
 import os
 from collections.abc import Callable
@@ -13,7 +13,7 @@ from allreduce.backends.ring import Ring
 from allreduce.engine.call import SEQUENCE_MASK
 from allreduce.engine.consistency import FingerprintTable
 from allreduce.errors import DisagreementError, OptionError, UnknownBackendError
-from allreduce.transport.control import known
+from allreduce.transport.control import on_all_ranks
 from tests.backends import ON_CPU
 from tests.ranks.grid import shapes
 
@@ -76,7 +76,7 @@ def test_across_and_split_of_a_duplicate_make_no_node(shape: str) -> None:
 
 
 class _Mixed(MPI.Intracomm):
-    """Ranks 1 and 2 are on another host than all others, by its own account; what is made from it is one, too."""
+    """A communicator on which ranks 1 and 2 claim to be on another host; so do communicators derived from it."""
 
     def Split_type(self, split_type: int, key: int = 0, info: MPI.Info = MPI.INFO_NULL) -> MPI.Intracomm:  # noqa: N802
         return self.Split(self.rank in (1, 2), key)
@@ -135,7 +135,7 @@ def test_many_backends(name: str, flat: allreduce.Topology) -> None:
 
 @pytest.mark.parametrize("name", ["shared", "hierarchical_copy", "auto"])
 def test_many_composed_backends(name: str, flat: allreduce.Topology) -> None:
-    """A backend closes what it made: its parts, their topologies, their windows."""
+    """A backend closes everything that it created: its parts, their topologies, their windows."""
     before = len(flat._owned), _open_children(flat)
     for _ in range(60 if SIZE <= 2 else 10):
         with allreduce.create(name, flat) as reduce:
@@ -169,7 +169,7 @@ def test_backends_of_one_topology_do_not_mix(flat: allreduce.Topology) -> None:
 
 
 def test_cores_that_ranks_share_are_told_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not again, with another number of ranks, of each part."""
+    """Not reported again for each part, with another number of ranks."""
     said: list[str] = []
     monkeypatch.setattr(notices, "once", lambda rank, text: said.append(text))
     monkeypatch.setattr(machine, "cores", lambda: [0])
@@ -178,7 +178,7 @@ def test_cores_that_ranks_share_are_told_once(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_cores_are_those_that_ranks_may_use(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By affinity, all ranks of a node together; not what the machine has."""
+    """The cores in the affinity masks of all ranks of a node together, not all cores of the machine."""
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {MPI.COMM_WORLD.rank % 2})
     with allreduce.Topology() as topology:
         assert topology.cores == min(2, topology.size)
@@ -186,7 +186,7 @@ def test_cores_are_those_that_ranks_may_use(monkeypatch: pytest.MonkeyPatch) -> 
 
 @pytest.mark.skipif(SIZE < 2, reason="one rank agrees with itself")
 def test_other_versions_are_told(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    """Once, with the ranks that have them; ours must be the same."""
+    """Reported once, with the ranks that have them; our own versions must be equal."""
     last = MPI.COMM_WORLD.rank == SIZE - 1
     monkeypatch.setattr(np, "__version__", "0.9.9" if last else "2.0.0")
     for _ in range(2):
@@ -201,7 +201,7 @@ def test_other_versions_are_told(monkeypatch: pytest.MonkeyPatch, caplog: pytest
 
 @pytest.mark.skipif(SIZE < 2, reason="one rank has no table")
 def test_the_next_user_of_a_refused_ones_part_goes_on_counting(flat: allreduce.Topology) -> None:
-    """Otherwise what the refused one has left in the table would be taken for new fingerprints."""
+    """Otherwise the fingerprints that the refused backend has left in the table would count as new ones."""
     part = min(flat.once(FingerprintTable).free)
 
     class Refusing(Ring):
@@ -210,7 +210,7 @@ def test_the_next_user_of_a_refused_ones_part_goes_on_counting(flat: allreduce.T
             for length in (5, 5, 5):
                 self(np.ones(length), "sum")
             met.append(self._engine._sequence)
-            raise known(OptionError("refused after all"), topology.world)
+            raise on_all_ranks(OptionError("refused after all"), topology.world)
 
     met: list[int] = []
     with pytest.raises(OptionError):
@@ -224,7 +224,7 @@ def test_the_next_user_of_a_refused_ones_part_goes_on_counting(flat: allreduce.T
 
 
 def test_a_user_may_close_the_topology_that_is_closing_it() -> None:
-    """A trainer does: after a loss it owns the topology of those that are left."""
+    """A trainer does that: after a failure it owns the topology of the remaining ranks."""
 
     class Owner:
         closed = False

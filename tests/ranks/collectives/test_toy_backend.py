@@ -18,10 +18,7 @@ from tests.ranks.grid import run_grid, shapes
 
 
 class Toy(AllReduce):
-    """Everyone gets everything, and adds it up in rank order.
-
-    backwards: add in the opposite order.
-    """
+    """Every rank gets all arrays, and adds them in rank order. backwards: add in the opposite order."""
 
     def __init__(self, topology: Topology, *, backwards: bool = False, check: str = "first") -> None:
         super().__init__(topology, check=check)
@@ -65,7 +62,7 @@ def test_options_and_names(flat: Topology) -> None:
 
 @pytest.mark.parametrize("part", ["node", "cross"])
 def test_as_a_part(part: str, topology_of: Callable[..., Topology], world: MPI.Intracomm) -> None:
-    """Across nodes any backend will do; inside a node one with two phases is needed."""
+    """Any backend can work across nodes; inside nodes a backend needs two phases."""
     topology = topology_of(1)
     if part == "node":
         with pytest.raises(OptionError, match="node='toy' can't be used inside nodes"):
@@ -76,7 +73,7 @@ def test_as_a_part(part: str, topology_of: Callable[..., Topology], world: MPI.I
 
 
 def test_a_wrong_backend_is_found(flat: Topology, world: MPI.Intracomm, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The grid can fail: on wrong sums, on other bits on one rank, on memory written beside a slice."""
+    """The grid can fail: on wrong sums, on different bits on one rank, on memory written beside a slice."""
     right = Toy._reduce
 
     def different_bits(self: Toy, buffer: np.ndarray, op: Op) -> None:

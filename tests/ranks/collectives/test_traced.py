@@ -31,12 +31,12 @@ SLOW = SIZE - 1
 
 @pytest.fixture
 def folder(tmp_path: Path, world: MPI.Intracomm) -> Path:
-    """Rank 0's, on all ranks."""
+    """Return rank 0's folder, on all ranks."""
     return world.bcast(tmp_path)
 
 
 def complete(path: Path, world: MPI.Intracomm) -> list[dict[str, Any]]:
-    """The events of a file, once all ranks are through with it. Collective."""
+    """Return the events of a file, after all ranks have finished with it. Collective."""
     world.Barrier()
     return check_trace(json.loads(path.read_text()), SIZE)
 
@@ -108,7 +108,7 @@ def test_a_file_that_can_not_be_written(flat: allreduce.Topology, folder: Path, 
 
 
 def test_what_is_no_regular_file(flat: allreduce.Topology, folder: Path, world: MPI.Intracomm) -> None:
-    """A device is written to, and stays one; a link stays a link."""
+    """A device is written to, and stays a device; a link stays a link."""
     with Trace("/dev/null", flat):
         pass
     assert not Path("/dev/null").is_file()
@@ -125,7 +125,7 @@ def test_what_is_no_regular_file(flat: allreduce.Topology, folder: Path, world: 
 def test_clocks_that_differ(
     flat: allreduce.Topology, folder: Path, world: MPI.Intracomm, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each rank's clock is 1000 s ahead of the one before; in the trace they are one."""
+    """Each rank's clock is 1000 s ahead of the previous rank's; the trace brings them to one time."""
     for module in (clocks, tracing, traced):
         monkeypatch.setattr(module, "now", lambda: time.perf_counter_ns() + world.rank * 10**12)
     with allreduce.create("ring", flat, trace=folder / "trace.json") as reduce:
@@ -190,7 +190,7 @@ def test_a_fit_that_fails_leaves_nothing_behind(flat: allreduce.Topology, folder
 
 @several
 def test_a_timeline_on_some_ranks_only(flat: allreduce.Topology, folder: Path, world: MPI.Intracomm) -> None:
-    """Found before the training, by its name, and nobody waits."""
+    """The error comes before the training and names the callback; no rank waits."""
     with trainer_of(flat) as trainer:
         callbacks = [Timeline(folder / "fit.json")] if world.rank == 0 else []
         with pytest.raises(errors.DisagreementError, match="communicate: Terminating, Timeline"):

@@ -39,7 +39,7 @@ def tree() -> dict:
 
 @pytest.mark.parametrize("kind", ["stack", "reduced"])
 def test_a_refused_thread_leaves_the_other_one_its_result(reduce: AllReduce, kind: str) -> None:
-    """Rank 0 waits for the others in one thread; a second one comes with a tree of the same layout."""
+    """Rank 0 waits for the others in one thread; a second thread calls with a tree of the same layout."""
     if size == 1:
         pytest.skip("one rank waits for nobody")
     call = partial(reduce.stack) if kind == "stack" else partial(reduce.reduced, op="sum")

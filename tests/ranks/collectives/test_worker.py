@@ -1,4 +1,4 @@
-"""The worker of a topology: calls of several users in one order, compared on the way."""
+"""The worker of a topology: runs the calls of several users in one order, and compares them between ranks."""
 
 import gc
 import threading
@@ -24,7 +24,7 @@ def topology() -> allreduce.Topology:
 
 @THREADED
 def test_users_may_submit_in_different_orders(topology: allreduce.Topology, threaded: bool) -> None:
-    """Rank by rank another order of three users; every call's sum is right, so no two were mixed up."""
+    """Three users submit in a different order on each rank; every call's sum is right, so no calls were mixed up."""
     comm = topology.private()
     queues = [topology.once(Worker).queue(f"user {number}", threaded=threaded) for number in range(3)]
     results = np.zeros((20, 3))
@@ -109,7 +109,7 @@ def test_the_thread_runs_alone_and_ends(topology: allreduce.Topology) -> None:
 
 @pytest.mark.parametrize("name", ["ring", "auto"])
 def test_two_backgrounds_on_one_backend(name: str, topology: allreduce.Topology) -> None:
-    """Two users of the same backend, in another order on another rank: the sums are right."""
+    """Two users of the same backend, in different orders on different ranks: the sums are right."""
     inner = allreduce.create(name, topology)
     users = [Background(topology, inner=inner) for _ in range(2)]
     buffers = [user.allocate(5000, "float64") for user in users]
@@ -132,7 +132,7 @@ def test_two_backgrounds_on_one_backend(name: str, topology: allreduce.Topology)
 def test_a_thread_that_dies_leaves_nobody_waiting(
     topology: allreduce.Topology, monkeypatch: pytest.MonkeyPatch, world: MPI.Intracomm
 ) -> None:
-    """Whatever ends it, on all ranks here: who waits for a call gets that error, and the next call is refused."""
+    """On all ranks: a user who waits for a call gets the error that ended the thread, and the next call is refused."""
     if topology.size == 1:
         pytest.skip("one rank hears of no announcements")
     queue = topology.once(Worker).queue("user", threaded=True)
@@ -153,7 +153,7 @@ def test_a_thread_that_dies_leaves_nobody_waiting(
 
 @THREADED
 def test_a_call_that_exceeds_its_limit_ends_all_that_wait(topology: allreduce.Topology, threaded: bool) -> None:
-    """On this rank alone, whatever its thread does; the later call ends first, for a user who waits for it there."""
+    """On this rank alone, whatever its thread does. The later call ends first, because a user may wait for it."""
     if topology.size == 1 or (threaded and MPI.Query_thread() != MPI.THREAD_MULTIPLE):
         pytest.skip("nothing looks at the waits of one rank; a thread needs MPI_THREAD_MULTIPLE")
     queue, leave, ended = topology.once(Worker).queue("user", threaded=threaded, alone=True), threading.Event(), []
@@ -172,7 +172,7 @@ def test_a_call_that_exceeds_its_limit_ends_all_that_wait(topology: allreduce.To
 def test_no_limit_applies_before_a_call_has_begun(
     topology: allreduce.Topology, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The stall detector looks just before the worker runs a call, or refuses one."""
+    """The stall detector looks just before the worker runs or refuses a call."""
     worker, looks = topology.once(Worker), []
 
     def looks_first(owner: type, name: str) -> None:
@@ -200,7 +200,7 @@ def test_no_limit_applies_before_a_call_has_begun(
 
 
 def test_a_wait_that_begins_after_its_queue_was_given_up_ends(topology: allreduce.Topology) -> None:
-    """As in a call that is between its look at `broken` and its wait while another thread gives it up."""
+    """As in a call between its look at `broken` and its wait, while another thread gives up the queue."""
     worker = topology.once(Worker)
     queue, ended = worker.queue("user", alone=True), []
     comm = topology.private(wait=queue.wait)
@@ -219,7 +219,7 @@ def test_a_wait_that_begins_after_its_queue_was_given_up_ends(topology: allreduc
 
 
 def test_two_auto_backends_in_two_threads(topology: allreduce.Topology) -> None:
-    """Each makes its parts in the middle of its calls, on communicators that the other one does not use."""
+    """Each creates its parts during its calls, on communicators that the other does not use."""
     if MPI.Query_thread() != MPI.THREAD_MULTIPLE:
         pytest.skip("this MPI has no MPI_THREAD_MULTIPLE")
     backends = [allreduce.create("auto", topology) for _ in range(2)]
@@ -245,7 +245,7 @@ def test_two_auto_backends_in_two_threads(topology: allreduce.Topology) -> None:
 
 @pytest.mark.skipif(MPI.COMM_WORLD.size < 2, reason="one rank agrees with itself")
 def test_a_broken_queue_keeps_nothing_alive(topology: allreduce.Topology) -> None:
-    """An error holds all that the functions held through which it went: an optimizer, say."""
+    """An error references everything that the functions in its traceback hold: an optimizer, say."""
     queue = topology.once(Worker).queue("user")
 
     class Large:

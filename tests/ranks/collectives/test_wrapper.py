@@ -1,4 +1,4 @@
-"""A wrapper behaves as the backend inside of it, whichever that is."""
+"""A wrapper behaves as the backend inside of it, for every backend."""
 
 from collections.abc import Callable, Generator
 from typing import Any
@@ -85,7 +85,7 @@ def test_what_it_says_of_itself(wrapper: Wrapper, inner: AllReduce) -> None:
 
 
 def test_nothing_is_left_to_the_base() -> None:
-    """A method that a backend gets later is forwarded too, or it would work on what the wrapper does not have."""
+    """Methods that backends get later must be forwarded too, or they would use state that the wrapper does not have."""
     own = {"close", "abandon", "__init__", "__enter__", "__exit__"}  # those that end or begin the wrapper
     # Called in the backend by methods that are forwarded.
     inside = {
@@ -127,7 +127,7 @@ def test_made_again_by_its_config(wrapper: Wrapper) -> None:
 
 @several
 def test_ranks_that_disagree(wrapper: Wrapper, world: MPI.Intracomm) -> None:
-    """Told before anything is changed, in calls that were made before too, and the backend stays usable."""
+    """The error comes before anything is changed, also in calls that were made before, and the backend stays usable."""
     arrays = [np.ones(10), np.ones(12)]
     for array in arrays:
         wrapper(array, "max")

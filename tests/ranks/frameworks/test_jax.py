@@ -56,7 +56,7 @@ def reduce(topology_of: Callable[[None], allreduce.Topology]) -> Iterator[Any]:
 
 
 def alone(topology: allreduce.Topology, optimizer: Any = None) -> tuple[np.ndarray, Any]:
-    """What one rank learns by itself."""
+    """Return the result of one rank alone."""
     with topology.split(rank) as self, MirroredTrainer(replica(0, optimizer), "native", self) as trainer:
         history = trainer.fit(X, Y, epochs=1, batch_size=16, progress=False)
         return trainer.replica.state()["parameters"].copy(), history
@@ -70,7 +70,7 @@ def learned(trainer: Any) -> tuple[np.ndarray, Any]:
 
 
 def test_trainers(flat: allreduce.Topology) -> None:
-    """P ranks train as one, with each strategy; models of other ranks than 0 begin as others and become equal."""
+    """P ranks train as one rank does, with each strategy; models that differ between ranks become equal."""
     wanted, history = alone(flat)
     made: dict[str, Callable[[], Any]] = {
         "replicated": partial(MirroredTrainer, replica(rank), "auto", flat),
@@ -90,7 +90,7 @@ def test_trainers(flat: allreduce.Topology) -> None:
 
 
 def test_an_optimizer_of_whole_arrays(flat: allreduce.Topology) -> None:
-    """An optimizer that needs all gradients trains replicated, and is refused where ranks divide the update."""
+    """An optimizer that needs all gradients trains replicated, and raises an error if ranks divide the update."""
     clipped = optax.chain(optax.clip_by_global_norm(0.5), optax.adam(0.02))
     wanted, _ = alone(flat, clipped)
     with MirroredTrainer(replica(rank, clipped), "auto", flat) as trainer:
@@ -112,7 +112,7 @@ def raised(kind: type[Exception], call: Callable[[], Any]) -> str:
 
 
 def tree(number: float) -> dict[str, Any]:
-    """Floats of two kinds and integers; every rank's own."""
+    """Return a tree of two floating dtypes and integers, with different values on each rank."""
     return {
         "w": jnp.arange(6.0).reshape(2, 3) * (number + 1),
         "half": [jnp.full(4, number, "bfloat16"), jnp.float32(number)],
@@ -142,7 +142,7 @@ def test_values(reduce: Any) -> None:
 
 
 def test_moves(reduce: Any) -> None:
-    """What computes nothing takes every dtype: random keys are uint32, or of a kind of their own."""
+    """Collectives that compute nothing accept every dtype: random keys are uint32, or have their own dtype."""
     for kind in ("uint16", "uint32", "int16", "complex64", "bool", "float8_e4m3fn"):
         mine = {"moved": jnp.arange(4).astype(kind) * (rank % 2), "float": jnp.ones(2)}
         found = jax.jit(partial(ours.broadcast, backend=reduce, root=size - 1))(mine)["moved"]
@@ -159,7 +159,7 @@ def test_moves(reduce: Any) -> None:
 
 
 def test_derivatives(reduce: Any) -> None:
-    """The gradient of the mean is the mean; of the others what calculus says of the sum of all ranks' losses."""
+    """The gradient of a mean is a mean; the gradients of the others follow from the sum of all ranks' losses."""
     mine = jnp.arange(3.0) + rank
     ranks = range(size)
     mean = np.arange(3.0) + (size - 1) / 2
@@ -194,7 +194,7 @@ def test_derivatives(reduce: Any) -> None:
 
 
 def test_memory(reduce: Any) -> None:
-    """Compiled, results lie where arguments lay; these are not touched where somebody else reads them."""
+    """In compiled code the results take the memory of the arguments, unless other code still reads it."""
     call = partial(ours.pmean, backend=reduce)
     mine = jnp.full(100_000, float(rank))
     memory = jax.jit(call, donate_argnums=0).lower(mine).compile().memory_analysis()
@@ -207,7 +207,7 @@ def test_memory(reduce: Any) -> None:
 
 
 def test_surroundings(reduce: Any) -> None:
-    """What JAX has round a call: no compilation, recomputed layers, more than one device."""
+    """Transformations of JAX around a call: no compilation, recomputed layers, several devices."""
     call = partial(ours.pmean, backend=reduce)
     with jax.disable_jit():
         assert float(call(jnp.float32(rank))) == (size - 1) / 2
@@ -229,7 +229,7 @@ def test_surroundings(reduce: Any) -> None:
 
 
 class Layer(NamedTuple):
-    """As layers of Equinox and Flax's TrainState: beside arrays it holds what differs in each process, a function."""
+    """As Equinox's layers and Flax's TrainState: besides arrays it holds a function, which differs in each process."""
 
     weights: Any
     activation: Callable[[Any], Any]
@@ -251,7 +251,7 @@ def test_nodes(reduce: Any) -> None:
 
 
 def test_order(reduce: Any) -> None:
-    """Many calls under way, compiled and not, of which nobody waits for the first: the same order on all ranks."""
+    """Many calls under way, compiled or not, whose results nobody has waited for: the same order on all ranks."""
 
     @jax.jit
     def two(array: Any) -> tuple[Any, Any]:
@@ -267,7 +267,7 @@ def test_order(reduce: Any) -> None:
 
 
 def test_errors(flat: allreduce.Topology) -> None:
-    """The same named error on every rank, eagerly and compiled, and good calls behind it."""
+    """The same named error on every rank, eagerly and compiled; later calls work."""
     reduce = allreduce.create("auto", flat)
     shape = (2, 3) if rank == 0 else (3, 2)
     call = partial(ours.pmean, backend=reduce)

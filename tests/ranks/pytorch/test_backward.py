@@ -1,4 +1,4 @@
-"""MirroredOptimizer between two steps: what becomes of gradients that add up, are clipped, forgotten or never come."""
+"""MirroredOptimizer between two steps: gradients that are accumulated, clipped, forgotten or missing."""
 
 from typing import Any
 
@@ -50,7 +50,7 @@ def test_zero_grad(world: MPI.Intracomm, flat: allreduce.Topology, way: str, upd
 @both_updates
 @both_overlaps
 def test_accumulation(world: MPI.Intracomm, flat: allreduce.Topology, overlap: bool, update: str) -> None:
-    """Two halves of a batch, the first without averaging, are as good as the batch, and cost one average."""
+    """Two halves of a batch, the first without averaging, give the result of the batch, with one average."""
     model, reference = network(), network()
     train(reference, OPTIMIZERS["adamw"](reference.parameters()), everything)
     plain = OPTIMIZERS["adamw"](model.parameters())
@@ -69,7 +69,7 @@ def test_accumulation(world: MPI.Intracomm, flat: allreduce.Topology, overlap: b
 
 @both_overlaps
 def test_accumulation_without_no_sync(world: MPI.Intracomm, flat: allreduce.Topology, overlap: bool) -> None:
-    """Averaging what is averaged already changes nothing: as with DDP it only costs more."""
+    """Averaging averaged gradients again changes nothing; as with DDP it only takes longer."""
     model, reference = network(), network()
     plain, given = OPTIMIZERS["sgd"](reference.parameters()), OPTIMIZERS["sgd"](model.parameters())
     with mirrored(given, model, topology=flat, overlap=overlap, **SMALL_BUCKETS) as optimizer:
@@ -86,7 +86,7 @@ def test_accumulation_without_no_sync(world: MPI.Intracomm, flat: allreduce.Topo
 
 @both_updates
 def test_clipping(world: MPI.Intracomm, flat: allreduce.Topology, update: str) -> None:
-    """The average is clipped, by its own norm, which is the same on all ranks."""
+    """Clipping uses the average's own norm, which is the same on all ranks."""
     model, reference = network(), network()
     plain = OPTIMIZERS["sgd"](reference.parameters())
     with mirrored(OPTIMIZERS["sgd"](model.parameters()), model, topology=flat, update=update) as optimizer:
@@ -137,7 +137,7 @@ UNSEEN = ("scale_data", "scale_array")  # on one rank, where they are right
 def test_gradients_that_are_edited(
     world: MPI.Intracomm, flat: allreduce.Topology, how: str, early: bool, update: str
 ) -> None:
-    """All edits of averages count; those of a part of them, before synchronize(), are refused on all ranks."""
+    """All edits of averages count. Edits of partial averages, before synchronize(), raise an error on all ranks."""
     model, reference = network(), network()
     plain = OPTIMIZERS["momentum"](reference.parameters())
     with mirrored(OPTIMIZERS["momentum"](model.parameters()), model, topology=flat, update=update) as optimizer:
@@ -164,7 +164,7 @@ def test_gradients_that_are_edited(
 
 @both_updates
 def test_gradients_that_are_given(world: MPI.Intracomm, flat: allreduce.Topology, update: str) -> None:
-    """Also of a parameter that had none; of another shape, on one rank, they are refused on all."""
+    """Also for a parameter that had no gradient; a gradient of another shape on one rank raises an error on all."""
     model = network()
     with mirrored(OPTIMIZERS["sgd"](model.parameters()), model, topology=flat, update=update) as optimizer:
         before = [each.detach().clone() for each in model.parameters()]
@@ -186,7 +186,7 @@ def test_gradients_that_are_given(world: MPI.Intracomm, flat: allreduce.Topology
 
 @both_overlaps
 def test_memory_that_a_gradient_was_given(world: MPI.Intracomm, flat: allreduce.Topology, overlap: bool) -> None:
-    """Its parameter is used on some ranks in the next step: the others bring zeros, and not what was there before."""
+    """The parameter is used on some ranks in the next step: the others contribute zeros, not the old gradient."""
     model = network()
     with mirrored(OPTIMIZERS["sgd"](model.parameters()), model, topology=flat, overlap=overlap) as optimizer:
         (model[4].bias.sum() * 8).backward()
@@ -214,7 +214,8 @@ def test_synchronize_early(world: MPI.Intracomm, flat: allreduce.Topology) -> No
 
 @both_overlaps
 def test_unused_parameters(world: MPI.Intracomm, flat: allreduce.Topology, overlap: bool) -> None:
-    """What some ranks use counts as zero on the others; what none uses keeps .grad None and is not changed."""
+    """A parameter that some ranks use counts as zero on the others; one that no rank uses keeps .grad None and is not
+    changed."""
     model = nn.ModuleDict({"some": nn.Linear(2, 2), "none": nn.Linear(2, 2), "all": nn.Linear(2, 2)})
     plain = torch.optim.SGD(model.parameters(), lr=1.0, weight_decay=0.5)
     with mirrored(plain, model, topology=flat, overlap=overlap, first_bucket_mb=1e-6, bucket_mb=1e-6) as optimizer:
@@ -236,7 +237,8 @@ def test_unused_parameters(world: MPI.Intracomm, flat: allreduce.Topology, overl
 
 @pytest.mark.parametrize("kind", ["adamw", "momentum"])  # both are fused, but not while a parameter has no state yet
 def test_unused_parameters_sharded(world: MPI.Intracomm, flat: allreduce.Topology, kind: str) -> None:
-    """What no rank uses in a step gets no decay, no momentum and no state; each parameter counts its own steps."""
+    """A parameter that no rank uses in a step gets no decay, no momentum and no state; each parameter counts its own
+    steps."""
     model, reference = network(), network()
     plain, given = OPTIMIZERS[kind](reference.parameters()), OPTIMIZERS[kind](model.parameters())
     x, y = data(4)
@@ -265,7 +267,7 @@ def assert_steps(here: dict[int, Any], there: dict[int, Any]) -> None:
 
 @both_updates
 def test_rank_without_backward(world: MPI.Intracomm, flat: allreduce.Topology, update: str) -> None:
-    """A rank with no rows left calls step() all the same; its gradients are zeros."""
+    """A rank without rows still calls step(); its gradients are zeros."""
     model = network()
     before = model[4].bias.detach().clone()
     with mirrored(torch.optim.SGD(model.parameters(), lr=1.0), model, topology=flat, update=update) as optimizer:
@@ -291,7 +293,7 @@ def test_embedding_with_sparse_gradients(world: MPI.Intracomm, flat: allreduce.T
 def test_backward_that_raises_is_tried_again(
     world: MPI.Intracomm, flat: allreduce.Topology, overlap: bool, forget: bool
 ) -> None:
-    """All ranks catch an error of backward, with some buckets on the way: the next backward averages as ever."""
+    """All ranks catch an error of backward, with some buckets submitted: the next backward averages as usual."""
     model = network()
     options = {"topology": flat, "overlap": overlap, "first_bucket_mb": 1e-6, "bucket_mb": 1e-6}
     with mirrored(OPTIMIZERS["sgd"](model.parameters()), model, **options) as optimizer:

@@ -1,4 +1,5 @@
-"""Checkpoints of PyTorch modules: dropout, batch norm and schedules go on; MirroredOptimizer's by torch.distributed."""
+"""Checkpoints of PyTorch modules: dropout, batch norm and schedules continue; MirroredOptimizer with
+torch.distributed."""
 
 import shutil
 import tempfile
@@ -52,7 +53,7 @@ def replica(optimizer: str, hidden: int = 8) -> TorchReplica:
 
 
 class Slower(Callback):
-    """A schedule of the user's, and a kill in the middle of epoch 2 where that is asked for."""
+    """A user's schedule, and a kill in the middle of epoch 2 if requested."""
 
     def __init__(self, kill: bool = False) -> None:
         self._kill, self._epoch = kill, 0
@@ -130,7 +131,7 @@ def process_group(world: MPI.Intracomm) -> Iterator[None]:
 def test_a_plain_loop_goes_on_with_the_same_bits(
     update: str, how: str, flat: allreduce.Topology, world: MPI.Intracomm, folder: str, process_group: None
 ) -> None:
-    """What the recipe of trainers/pytorch/README.md does: load into the plain optimizer, before it is wrapped."""
+    """As the recipe of trainers/pytorch/README.md: load into the plain optimizer, before it is wrapped."""
     torch.manual_seed(1)
     model = network()
     with MirroredOptimizer(adam(model), model, topology=flat, update=update) as optimizer:

@@ -1,4 +1,5 @@
-"""MirroredOptimizer: replicas that differ are copied again, and gradients that are no numbers are named or left out."""
+"""MirroredOptimizer: replicas that differ are copied again, and NaN gradients are reported or their step is left
+out."""
 
 import copy
 from functools import partial
@@ -39,7 +40,8 @@ def sgd(model: nn.Module) -> torch.optim.Optimizer:
 
 @both_updates
 def test_replicas_are_copied_again(world: MPI.Intracomm, flat: allreduce.Topology, update: str) -> None:
-    """Parameters, state and hyperparameters of the majority: in bits as if nothing had happened."""
+    """Parameters, state and hyperparameters of the majority are copied; afterwards all bits are as without a
+    difference."""
     model = network()
     options = {"topology": flat, "update": update, "check_every": 1, "on_divergence": "copy"}
     with mirrored(sgd(model), model, **options) as optimizer:
@@ -63,7 +65,7 @@ def test_replicas_are_copied_again(world: MPI.Intracomm, flat: allreduce.Topolog
 @both_updates
 @both_overlaps
 def test_who_brings_nan(world: MPI.Intracomm, flat: allreduce.Topology, overlap: bool, update: str) -> None:
-    """All ranks raise it in the same backward, and go on afterwards; or leave the step out."""
+    """All ranks raise the error in the same backward, and can continue; or all leave the step out."""
     ends = []
     for check in ("raise", "skip", None):
         model = network()
@@ -92,7 +94,8 @@ def test_who_brings_nan(world: MPI.Intracomm, flat: allreduce.Topology, overlap:
 
 
 def test_a_step_that_is_left_out_leaves_no_statistics(world: MPI.Intracomm, flat: allreduce.Topology) -> None:
-    """Of none of its forwards; those of evaluation, and of copies of the model, are nobody's."""
+    """The statistics of all its forward passes are undone; those of evaluation, and of copies of the model, are not
+    counted."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.BatchNorm1d(3), nn.Linear(3, 1))
     with mirrored(sgd(model), model, topology=flat, check_gradients="skip") as optimizer:
@@ -147,7 +150,7 @@ def test_gradients_too_large_to_be_sent(
     check: str,
     update: str,
 ) -> None:
-    """They are finite on the rank that brings them, and infinite for the others."""
+    """They are finite on the rank that computed them, and would be infinite on the others."""
     own = str(dtype).removeprefix("torch.")
     sent = own if compress is None or dtype.itemsize == 2 else compress
     for large in (1e5, 1e30):

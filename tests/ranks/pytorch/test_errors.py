@@ -1,4 +1,4 @@
-"""Bad use of MirroredOptimizer raises one named error on every rank."""
+"""Invalid use of MirroredOptimizer raises one named error on every rank."""
 
 import collections
 import itertools
@@ -41,7 +41,7 @@ def backward(model: nn.Module) -> None:
 def test_memory_that_one_node_can_not_have(
     topology_of: Callable[..., allreduce.Topology], world: MPI.Intracomm, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The parameters of a sharded optimizer, which the ranks of a node have in common."""
+    """The parameters of a sharded optimizer, which the ranks of a node share."""
 
     def full(*_: Any) -> None:
         raise errors.UnavailableError("shared memory is too small")
@@ -70,7 +70,7 @@ def _bad_arguments() -> dict[str, tuple[Callable[[], tuple[Any, Any]], dict[str,
         "device": (lambda: (sgd(gpu), gpu), {}, option, "0.weight is on meta"),
         "update": (fine, {"update": "half"}, option, "update='half' is unknown"),
         "copies": (fine, {"update": "sharded", "copies": 3}, option, "copies=3: give 1, or 2"),
-        "copies of everything": (fine, {"copies": 2}, option, 'with update="replicated" all ranks have everything'),
+        "copies of everything": (fine, {"copies": 2}, option, 'with update="replicated" all ranks have the whole'),
         "sparse copies": (lambda: (sgd(sparse), sparse), {"update": "sharded", "copies": 2}, option, "copies=2"),
         "overlap": (fine, {"overlap": "maybe"}, option, "overlap='maybe' is unknown"),
         "bucket": (fine, {"bucket_mb": 0}, option, "bucket_mb must be a number > 0, got"),
@@ -160,7 +160,7 @@ def test_a_rank_leaves_out_a_step(world: MPI.Intracomm, flat: allreduce.Topology
 @several
 @pytest.mark.parametrize("update", ["replicated", "sharded"])
 def test_a_rank_leaves_out_an_iteration(world: MPI.Intracomm, flat: allreduce.Topology, update: str) -> None:
-    """It closes while the others still wait for its gradients."""
+    """It closes the optimizer while the others still wait for its gradients."""
     model = model_of(3, 2)
     optimizer = MirroredOptimizer(sgd(model), model, topology=flat, update=update)
 
@@ -207,7 +207,7 @@ def test_gradients_changed_while_sharded(world: MPI.Intracomm, flat: allreduce.T
 @several
 @pytest.mark.parametrize("call", ["step", "synchronize"])
 def test_gradients_changed_on_one_rank_while_sharded(world: MPI.Intracomm, flat: allreduce.Topology, call: str) -> None:
-    """The others neither wait for it nor use what they have."""
+    """The others neither wait for this rank nor use its gradients."""
     model = model_of(3, 2)
     with MirroredOptimizer(sgd(model), model, topology=flat, update="sharded") as optimizer:
         backward(model)
@@ -254,7 +254,8 @@ def test_options_differ(world: MPI.Intracomm, flat: allreduce.Topology, option: 
 
 @several
 def test_backward_raises_on_one_rank(world: MPI.Intracomm, flat: allreduce.Topology) -> None:
-    """It catches that and goes on, with the first bucket reduced: the others neither hang nor use the averages."""
+    """This rank catches the error and continues, with the first bucket reduced: the others neither hang nor use the
+    averages."""
     model = model_of(3, 4, 2)
     options = {"topology": flat, "overlap": True, "first_bucket_mb": 1e-6, "bucket_mb": 1e-6}
     optimizer = MirroredOptimizer(sgd(model), model, **options)
@@ -287,7 +288,7 @@ def test_not_offered(world: MPI.Intracomm, flat: allreduce.Topology) -> None:
 
 
 class Unloved(torch.optim.SGD):
-    """Its state can't be sent: a lambda can't be pickled, and a named tuple is not made from an iterable."""
+    """A state that can't be sent: a lambda can't be pickled, and a named tuple is not created from an iterable."""
 
     value: Any = None
 
@@ -301,7 +302,7 @@ Pair = collections.namedtuple("Pair", "a b")
 @several
 @pytest.mark.parametrize("value", [lambda: None, Pair(1, 2)], ids=["a lambda", "a named tuple"])
 def test_state_that_can_not_be_sent(world: MPI.Intracomm, flat: allreduce.Topology, value: Any) -> None:
-    """Rank 0 alone finds out, and the others wait for what it does not send."""
+    """Only rank 0 detects it; the others wait for its message."""
     model = model_of(3, 2)
     plain = Unloved(model.parameters(), lr=0.1)
     plain.value = value if world.rank == 0 else None
@@ -316,7 +317,7 @@ def test_state_that_can_not_be_sent(world: MPI.Intracomm, flat: allreduce.Topolo
 def test_threads_are_compared_with_the_cores_that_there_are(
     flat: allreduce.Topology, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Not with those of the machine, of which a container or a job may have a few only."""
+    """The cores that this job may use, not all cores of the machine: a container or a job may have only a few."""
     texts: list[str] = []
     monkeypatch.setattr(assembly.notices, "once", lambda rank, text: texts.append(text))
     monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
@@ -329,7 +330,7 @@ def test_threads_are_compared_with_the_cores_that_there_are(
 
 
 def test_a_wrong_keyword(flat: allreduce.Topology) -> None:
-    """It names the class and the nearest one, or all where none is near."""
+    """The error names the class and the nearest keyword, or all keywords if none is near."""
     model = nn.Linear(2, 2)
     text = r"MirroredOptimizer\(\) got an unexpected keyword argument 'updates'; did you mean 'update'\?"
     with pytest.raises(TypeError, match=text):

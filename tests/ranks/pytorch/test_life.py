@@ -36,6 +36,7 @@ from tests.ranks.pytorch.trained import (  # noqa: E402
 )
 from tests.ranks.together import raised_everywhere  # noqa: E402
 from trainers.pytorch import GradientError, MirroredOptimizer, optimizer_group  # noqa: E402
+from trainers.state.backup import Backup  # noqa: E402
 
 # Edits
 
@@ -43,7 +44,7 @@ from trainers.pytorch import GradientError, MirroredOptimizer, optimizer_group  
 @both_updates
 @pytest.mark.parametrize("way", ["data", "vector", "double"])
 def test_other_memory(world: MPI.Intracomm, flat: allreduce.Topology, way: str, update: str) -> None:
-    """`p.data = ...` and what does the same: the training goes on with the new values."""
+    """After `p.data = ...` and similar changes the training continues with the new values."""
     model, reference = network(), network()
     plain = sgd(reference)
     with mirrored(sgd(model), model, topology=flat, update=update) as optimizer:
@@ -73,7 +74,7 @@ def replace(model: nn.Module, way: str) -> None:
 @both_updates
 @both_overlaps
 def test_gradients_in_other_memory(world: MPI.Intracomm, flat: allreduce.Topology, overlap: bool, update: str) -> None:
-    """model.double().float() moves gradients as well: those of no_sync() are averaged from where they are."""
+    """model.double().float() moves gradients too: those of no_sync() are averaged in their new memory."""
     model = network()
     with mirrored(sgd(model), model, topology=flat, update=update, overlap=overlap) as optimizer:
         with optimizer.no_sync():
@@ -108,7 +109,7 @@ def test_other_memory_on_one_rank(world: MPI.Intracomm, flat: allreduce.Topology
 
 @several
 def test_common_memory_edited_by_all(world: MPI.Intracomm, flat: allreduce.Topology) -> None:
-    """`p.mul_` on every rank would count as often as there are ranks."""
+    """`p.mul_` on every rank would be applied once per rank."""
     model = network()
     with mirrored(sgd(model), model, topology=flat, update="sharded") as optimizer:
         train(model, optimizer, mine, steps=1)
@@ -137,7 +138,7 @@ def test_common_memory_edited_by_one(world: MPI.Intracomm, flat: allreduce.Topol
 def test_common_memory_of_one_node_edited(
     world: MPI.Intracomm, topology_of: Callable[..., allreduce.Topology], editors: list[int]
 ) -> None:
-    """One rank of a node may edit its memory where one of every other node does so too, or replicas differ."""
+    """One rank of a node may edit the shared parameters only if one rank of every other node does so too."""
     model = network()
     options = {"topology": topology_of((SIZE - 1, 1)), "update": "sharded"}
     with mirrored(sgd(model), model, "hierarchical_copy", **options) as optimizer:
@@ -156,7 +157,7 @@ def test_common_memory_of_one_node_edited(
 
 @both_updates
 def test_editing(world: MPI.Intracomm, flat: allreduce.Topology, update: str) -> None:
-    """Each rank's edit counts once, and rank 0's is what all get."""
+    """Each edit counts once, and all ranks get rank 0's result."""
     model, reference = network(), network()
     plain = sgd(reference)
     with mirrored(sgd(model), model, topology=flat, update=update) as optimizer:
@@ -223,7 +224,7 @@ def test_bad_check_every(world: MPI.Intracomm, flat: allreduce.Topology, bad: An
 @both_updates
 @both_overlaps
 def test_dropped(world: MPI.Intracomm, flat: allreduce.Topology, overlap: bool, update: str) -> None:
-    """`del optimizer` without close: backward is refused until there is a new one, which works as ever."""
+    """`del optimizer` without close: backward raises until a new optimizer is created, which works as usual."""
     model, reference = network(), network()
     plain = sgd(reference)
     state = sgd(model).state_dict()
@@ -243,7 +244,7 @@ def test_dropped(world: MPI.Intracomm, flat: allreduce.Topology, overlap: bool, 
 
 
 def in_use() -> dict[str, int]:
-    """What an optimizer could leave behind."""
+    """Return the resources that an optimizer could leave behind."""
     gc.collect()
     names = [line.split()[-1] for line in Path("/proc/self/maps").read_text().splitlines()]
     return {
@@ -260,7 +261,7 @@ def memory() -> int:
 
 @pytest.mark.parametrize("closed", [True, False], ids=["closed", "dropped"])
 def test_nothing_is_left_of_optimizers(world: MPI.Intracomm, flat: allreduce.Topology, closed: bool) -> None:
-    """300 of them on one rank, sharded ones among them; those that were dropped are closed by the next one."""
+    """300 optimizers on one rank, some of them sharded; dropped ones are closed by the next one."""
 
     def make(number: int) -> None:
         model = network()
@@ -285,7 +286,7 @@ def test_nothing_is_left_of_optimizers(world: MPI.Intracomm, flat: allreduce.Top
 
 
 def test_nothing_is_left_of_refusals(world: MPI.Intracomm, flat: allreduce.Topology) -> None:
-    """1,000 of them on one rank, for several reasons, beside an optimizer that is in use."""
+    """1,000 refused optimizers on one rank, for several reasons, beside an optimizer in use."""
     model, other = network(), network()
     reasons: list[tuple[Callable[[], Any], dict[str, Any], type[Exception]]] = [
         (lambda: (sgd(other), model), {}, errors.OptionError),
@@ -317,7 +318,7 @@ def test_nothing_is_left_of_refusals(world: MPI.Intracomm, flat: allreduce.Topol
 
 @both_updates
 def test_state_dict_after_a_backward_that_raised(world: MPI.Intracomm, flat: allreduce.Topology, update: str) -> None:
-    """All ranks catch it, with buckets on the way, and save a checkpoint."""
+    """All ranks catch the error, with buckets submitted, and save a checkpoint."""
 
     model = network()
     options = {"topology": flat, "update": update, "overlap": True, "first_bucket_mb": 1e-6, "bucket_mb": 1e-6}
@@ -332,10 +333,32 @@ def test_state_dict_after_a_backward_that_raised(world: MPI.Intracomm, flat: all
 
 
 @several
+def test_a_backup_that_one_rank_can_not_pack(
+    flat: allreduce.Topology, world: MPI.Intracomm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All ranks raise its error, where the others would wait for its slices."""
+
+    def lacking(*_: object, **options: object) -> None:
+        raise MemoryError("no room")
+
+    model = network()
+    with mirrored(sgd(model), model, topology=flat, update="sharded") as optimizer:
+        sharded = optimizer._parts.sharded
+        sharded.backup = Backup(sharded.reducer.comm, 0, [span[:2] for span in sharded._divided()])
+        train(model, optimizer, mine, steps=1)
+        with monkeypatch.context() as patch:
+            if world.rank == 1:
+                patch.setattr("trainers.pytorch.sharded.pack", lacking)
+            with pytest.raises(MemoryError, match="rank 1: no room"):
+                train(model, optimizer, mine, steps=1)
+
+
+@several
 def test_state_dict_says_nothing(
     flat: allreduce.Topology, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A sharded one has no notice of copies that no user caused; what a user causes has one."""
+    """A sharded state_dict gives no notice of copies that the user did not cause; a copy that the user causes gives
+    one."""
     model = network()
     monkeypatch.setattr(flat.cma, "works", False)  # so that there are copies
     with mirrored(sgd(model), model, "shared", topology=flat, update="sharded") as optimizer:

@@ -43,7 +43,7 @@ from trainers.replicas.pytorch import fused, values  # noqa: E402
 @both_updates
 @pytest.mark.parametrize("kind", OPTIMIZERS)
 def test_as_one_rank(world: MPI.Intracomm, flat: allreduce.Topology, update: str, kind: str) -> None:
-    """The training of one rank on all rows, from rank 0's start, and the plain optimizer's state_dict."""
+    """Equal to the training of one rank on all rows, from rank 0's start, with the plain optimizer's state_dict."""
     model, reference = network(seed=world.rank), network()
     plain = OPTIMIZERS[kind](reference.parameters())
     train(reference, plain, everything)
@@ -76,7 +76,7 @@ KERNELS: dict[str, Callable[..., torch.optim.Optimizer]] = {
 def test_fused_kernels_move_every_dtype(
     flat: allreduce.Topology, dtype: torch.dtype, kind: str, asked: bool, update: str
 ) -> None:
-    """As far as the plain implementation does, where the user asks for the fused one too."""
+    """Also if the user asks for the fused kernel: it changes parameters as much as the plain implementation does."""
     factors = (torch.arange(1000) % 7 + 1).to(dtype).reshape(1, 1000) / 8
     models = [nn.Linear(1000, 1, bias=False) for _ in range(2)]
     for model in models:
@@ -97,7 +97,7 @@ def test_fused_kernels_move_every_dtype(
 def test_a_fused_kernel_that_is_wrong_somewhere(
     monkeypatch: pytest.MonkeyPatch, world: MPI.Intracomm, flat: allreduce.Topology
 ) -> None:
-    """On one rank: then no rank uses it, since replicas must stay equal in bits."""
+    """Wrong on one rank: then no rank uses the kernel, because replicas must stay equal in bits."""
     monkeypatch.setattr(fused, "_tried", {})
     monkeypatch.setattr(fused, "_try", lambda *_: world.rank != 0)
     model = network()
@@ -116,7 +116,8 @@ def test_a_fused_kernel_that_is_wrong_somewhere(
 def test_a_fused_kernel_that_was_asked_for_and_is_wrong_somewhere(
     monkeypatch: pytest.MonkeyPatch, world: MPI.Intracomm, flat: allreduce.Topology, update: str
 ) -> None:
-    """On one rank, whose CPU is another: all ranks take the plain one, also for options that are loaded later."""
+    """Wrong on one rank, with another CPU: all ranks use the plain implementation, also for options that are loaded
+    later."""
     monkeypatch.setattr(fused, "_tried", {})
     monkeypatch.setattr(fused, "_try", lambda *_: world.rank != 0)
     model = network()
@@ -203,7 +204,7 @@ def test_frozen_and_shared_parameters(world: MPI.Intracomm, flat: allreduce.Topo
 @both_updates
 @both_overlaps
 def test_mixed_dtypes_and_layouts(world: MPI.Intracomm, flat: allreduce.Topology, overlap: bool, update: str) -> None:
-    """A buffer for each dtype; channels_last parameters keep their layout."""
+    """Each dtype has its own buffer; channels_last parameters keep their layout."""
 
     class Mixed(nn.Module):
         def __init__(self) -> None:
@@ -259,7 +260,7 @@ def test_parameter_groups_and_scheduler(world: MPI.Intracomm, flat: allreduce.To
 
 @both_updates
 def test_state_dict_goes_on_elsewhere(world: MPI.Intracomm, flat: allreduce.Topology, update: str) -> None:
-    """Save after 2 steps, load into a plain optimizer and into other mirrored ones: all go on alike."""
+    """Save after 2 steps, load into a plain optimizer and into other mirrored ones: all continue alike."""
     model = network()
     with mirrored(OPTIMIZERS["adamw"](model.parameters()), model, topology=flat, update=update) as optimizer:
         train(model, optimizer, mine, steps=2)
@@ -282,7 +283,7 @@ def test_state_dict_goes_on_elsewhere(world: MPI.Intracomm, flat: allreduce.Topo
 def test_parameters_that_join_and_leave_the_training(
     world: MPI.Intracomm, flat: allreduce.Topology, update: str
 ) -> None:
-    """A layer that is unfrozen begins at step 1, whatever the others count; a frozen one keeps its state."""
+    """An unfrozen layer begins at step 1, whatever the other layers count; a frozen one keeps its state."""
     model, reference = network(), network()
     sides = [(net, OPTIMIZERS["adamw"](net.parameters())) for net in (model, reference)]
     for net, plain in sides:
@@ -317,7 +318,7 @@ def test_state_before_wrapping_comes_from_rank_0(world: MPI.Intracomm, flat: all
 
 
 def test_closure_decides_alike(world: MPI.Intracomm, flat: allreduce.Topology) -> None:
-    """LBFGS with a line search branches on the loss, so that must be the mean over the ranks."""
+    """LBFGS with a line search branches on the loss, so all ranks must get the mean."""
     model, reference = network(), network()
     make = lambda net: torch.optim.LBFGS(net.parameters(), max_iter=6, line_search_fn="strong_wolfe")  # noqa: E731
     plain = make(reference)
@@ -382,7 +383,7 @@ def test_gradients_live_in_the_backends_memory(flat: allreduce.Topology) -> None
 def test_a_state_dict_takes_memory_for_one_parameter_at_a_time(
     monkeypatch: pytest.MonkeyPatch, flat: allreduce.Topology
 ) -> None:
-    """Besides the result: pieces are packed, sent, and dropped one by one, however large the buckets are."""
+    """Besides the result: pieces are packed, sent and dropped one by one, whatever the size of the buckets."""
     model, pieces = network(), []
     largest = max(each.numel() for each in model.parameters())
 
@@ -402,7 +403,7 @@ def test_a_state_dict_takes_memory_for_one_parameter_at_a_time(
 def test_a_state_that_one_rank_cannot_pack(
     monkeypatch: pytest.MonkeyPatch, world: MPI.Intracomm, flat: allreduce.Topology
 ) -> None:
-    """An error in the middle of the pieces is everyone's, and the next call is as any."""
+    """All ranks raise an error in the middle of the pieces, and the next call works as usual."""
 
     def lacking(entries: Any) -> np.ndarray:
         raise MemoryError("no room")
@@ -444,7 +445,7 @@ def test_sharded_parameters_are_one_memory_until_close(world: MPI.Intracomm, fla
 
 
 def test_backend_of_the_callers(world: MPI.Intracomm, flat: allreduce.Topology) -> None:
-    """A backend that was passed in is used, and not closed."""
+    """A backend that was passed in is used, and is not closed."""
     with allreduce.create("ring", flat) as backend:
         for overlap in (False, True):
             model = network()
@@ -466,7 +467,7 @@ def test_a_model_can_be_mirrored_again(flat: allreduce.Topology) -> None:
 
 @both_updates
 def test_a_model_can_be_pickled(flat: allreduce.Topology, update: str) -> None:
-    """While it is mirrored and after: what is noted about its parameters is not in them."""
+    """While it is mirrored and afterwards: the records about its parameters are not in the pickle."""
     model = network()
     with mirrored(OPTIMIZERS["sgd"](model.parameters()), model, topology=flat, update=update) as optimizer:
         train(model, optimizer, mine, steps=1)
@@ -484,7 +485,7 @@ def test_a_model_can_be_pickled(flat: allreduce.Topology, update: str) -> None:
 @both_updates
 @both_overlaps
 def test_close_gives_the_memory_back(flat: allreduce.Topology, overlap: bool, update: str) -> None:
-    """Nothing of a closed optimizer, nor `.grad`, holds on to shared memory."""
+    """Neither a closed optimizer nor `.grad` keeps shared memory alive."""
     gc.collect()
     before = _shared_mappings()
     model = network()
@@ -518,7 +519,7 @@ def test_errors_of_a_gather_are_raised(monkeypatch: pytest.MonkeyPatch, flat: al
 def test_nodes_of_different_size_hold_the_same_bits(
     world: MPI.Intracomm, topology_of: Callable[..., allreduce.Topology], shape: tuple[int, ...], kind: str
 ) -> None:
-    """PyTorch's fused kernels give other bits at the end of a tensor, so all nodes must cut in the same places."""
+    """PyTorch's fused kernels give other bits at the end of a tensor, so all nodes must split at the same elements."""
     model = network()
     with mirrored(OPTIMIZERS[kind](model.parameters()), model, topology=topology_of(shape), update="sharded") as opt:
         for _ in range(20):

@@ -1,4 +1,4 @@
-"""TorchReplica under MirroredTrainer: several ranks train as one does, also with uneven parts."""
+"""TorchReplica under MirroredTrainer: several ranks train as one rank does, also with uneven parts."""
 
 from pathlib import Path
 from typing import Any
@@ -74,13 +74,13 @@ def test_save_and_go_on(world: MPI.Intracomm, flat: allreduce.Topology, kind: st
         assert torch.equal(here, there)
     assert not torch.equal(through.module[0].weight, second.module[0].weight)
     with MirroredTrainer(replica(kind=kind, hidden=21), topology=flat) as trainer:
-        text = r"parameters is \(203,\) there and \(213,\) here"
+        text = r"parameters is \(203,\), and in this model \(213,\)"
         with pytest.raises(ModelFileError, match=text):
             trainer.load(path)
 
 
 def test_state_of_groups_and_schedules(flat: allreduce.Topology) -> None:
-    """Momentum in the second group only; a schedule has made 0.5 of lr=1, and left notes in the groups."""
+    """Momentum in the second group only; a schedule has changed lr=1 to 0.5, and added keys to the groups."""
 
     def make() -> TorchReplica:
         torch.manual_seed(0)
@@ -106,7 +106,7 @@ def test_state_of_groups_and_schedules(flat: allreduce.Topology) -> None:
 @pytest.mark.parametrize("update", ["replicated", "sharded"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_fused_kernels(flat: allreduce.Topology, dtype: torch.dtype, update: str) -> None:
-    """fused=True of the user's gives what the plain implementation gives."""
+    """A user's fused=True gives the results of the plain implementation."""
 
     def made(**options: Any) -> TorchReplica:
         module = nn.Linear(1000, 1, bias=False)
@@ -143,7 +143,7 @@ KINDS = [
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_sharded_is_replicated(kind: str, flat: allreduce.Topology) -> None:
-    """Two groups, a parameter without dimensions, a schedule half-way; state and parameters as without slices."""
+    """Two groups, a parameter without dimensions, a schedule halfway; state and parameters as without slices."""
 
     def make() -> TorchReplica:
         torch.manual_seed(0)
@@ -198,7 +198,7 @@ def test_a_sharded_module_is_saved_whole_and_goes_on(
 
 
 def test_sharded_batch_norm_and_16_bits(world: MPI.Intracomm, flat: allreduce.Topology) -> None:
-    """Running statistics come back behind the parameters; bfloat16 parameters with losses of 32 bits."""
+    """Running statistics return after the parameters in the buffer; bfloat16 parameters have losses of 32 bits."""
     x = np.random.default_rng(0).normal(2.0, size=(50, 6)).astype("float32")
     y = (x[:, 0] > 2).astype("int64")
     for dtype in (torch.float32, torch.bfloat16):
@@ -220,7 +220,7 @@ def test_sharded_batch_norm_and_16_bits(world: MPI.Intracomm, flat: allreduce.To
 
 @pytest.mark.parametrize("kind", ["AdamW", "Whole", "bfloat16"])
 def test_central_storage_is_mirrored(kind: str, world: MPI.Intracomm, flat: allreduce.Topology) -> None:
-    """With running statistics; an optimizer that is not known to be elementwise is copied whole."""
+    """With running statistics. The state of an optimizer that is not known to be elementwise is copied whole."""
     x, y = data(50)
 
     def make() -> TorchReplica:
@@ -260,7 +260,7 @@ def test_the_loss_of_a_16_bit_model_is_not_rounded_to_16_bits(flat: allreduce.To
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_wrong_label_changes_no_replica(dtype: torch.dtype, world: MPI.Intracomm, flat: allreduce.Topology) -> None:
-    """It is met by one rank, in the second of 3 batches; the flag of 16-bit gradients travels beside them."""
+    """One rank raises it in the second of 3 batches; the flag is sent beside the 16-bit gradients."""
     x, y = data(60)
     y[25] = 12
     module = nn.Linear(6, 3).to(dtype)
@@ -302,7 +302,7 @@ def test_parameters_in_common_are_edited_once_or_refused(flat: allreduce.Topolog
 
 
 class Flattens(nn.Module):
-    """A model that can't be fed with no rows, nor with a negative number."""
+    """A model that accepts neither empty batches nor negative numbers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -353,11 +353,11 @@ def test_what_sharded_refuses(flat: allreduce.Topology) -> None:
 
 
 class Whole(torch.optim.SGD):
-    """Not known to be elementwise."""
+    """An optimizer that is not known to be elementwise."""
 
 
 def test_local_state_is_what_makes_ranks_different(flat: allreduce.Topology) -> None:
-    """Dropout and a buffer that counts: with both states, training goes on bit by bit, on every rank."""
+    """Dropout and a buffer that counts: with both states, the training continues bit by bit, on every rank."""
 
     def make() -> TorchReplica:
         torch.manual_seed(0)
@@ -385,7 +385,7 @@ def test_local_state_is_what_makes_ranks_different(flat: allreduce.Topology) -> 
 
 
 def test_batch_norm_is_averaged_by_rows(world: MPI.Intracomm, flat: allreduce.Topology) -> None:
-    """Every rank ends with the same running statistics: the mean of the ranks', weighted by their rows."""
+    """Every rank ends with the same running statistics: the mean over the ranks, weighted by rows."""
     torch.manual_seed(0)
     module = nn.Sequential(nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(4 * 36, 3))
     made = TorchReplica(module, nn.CrossEntropyLoss(), torch.optim.SGD(module.parameters(), lr=0.1))

@@ -39,7 +39,7 @@ from trainers.pytorch import GradientError, MirroredOptimizer  # noqa: E402
 
 
 def uneven(rows: torch.Tensor, ranks: int = SIZE) -> torch.Tensor:
-    """Rank 0 has 1 row, rank 1 has 2, and so on; the last one has what is left."""
+    """Return this rank's rows: rank 0 has 1 row, rank 1 has 2, and so on; the last rank has the rest."""
     rank = MPI.COMM_WORLD.rank
     start = rank * (rank + 1) // 2
     return rows[start : len(rows) if rank == ranks - 1 else start + rank + 1]
@@ -91,7 +91,7 @@ def test_rows_of_equal_size_change_no_bit(world: MPI.Intracomm, flat: allreduce.
 
 @several
 def test_a_rank_without_rows(world: MPI.Intracomm, flat: allreduce.Topology) -> None:
-    """Whatever its gradients are, NaN of an empty batch say, they count nothing."""
+    """Its gradients count nothing, whatever they are: NaN of an empty batch, say."""
     model = network()
     with mirrored(torch.optim.SGD(model.parameters(), lr=1.0), model, topology=flat) as optimizer:
         optimizer.rows(0 if world.rank == 0 else 2)
@@ -100,7 +100,7 @@ def test_a_rank_without_rows(world: MPI.Intracomm, flat: allreduce.Topology) -> 
 
 
 def test_accumulated_rows_and_a_closure(world: MPI.Intracomm, flat: allreduce.Topology) -> None:
-    """LBFGS decides by the loss, which is weighted like the gradients."""
+    """LBFGS decides by the loss, which is weighted as the gradients are."""
     model, reference = network(), network()
     make = lambda net: torch.optim.LBFGS(net.parameters(), max_iter=4)  # noqa: E731
     plain, (x, y) = make(reference), data(1)
@@ -122,7 +122,7 @@ def test_accumulated_rows_and_a_closure(world: MPI.Intracomm, flat: allreduce.To
 
 @pytest.mark.parametrize("bad", [-1, float("nan"), "3", True, None], ids=str)
 def test_bad_rows(world: MPI.Intracomm, flat: allreduce.Topology, bad: Any) -> None:
-    """Of one rank; the others hear of it when they average."""
+    """Of one rank; the other ranks get the error when they average."""
     model = network()
     with mirrored(sgd(model), model, topology=flat) as optimizer:
 
@@ -151,7 +151,7 @@ def test_no_rows_anywhere(world: MPI.Intracomm, flat: allreduce.Topology) -> Non
 def test_rows_end_with_their_average(
     world: MPI.Intracomm, flat: allreduce.Topology, how: str, members: int, overlap: bool
 ) -> None:
-    """The next average, for which nobody tells rows, is the plain mean again, beside another optimizer too."""
+    """The next average without a call of rows() is the plain mean again, also beside another optimizer."""
     model, other = network(), network()
 
     def step() -> None:
@@ -194,7 +194,7 @@ def test_rows_told_before_zero_grad(world: MPI.Intracomm, flat: allreduce.Topolo
 @both_overlaps
 @pytest.mark.parametrize("told", [True, False], ids=["rows", "no rows"])
 def test_join(world: MPI.Intracomm, flat: allreduce.Topology, told: bool, overlap: bool, update: str) -> None:
-    """Rank 0 has the fewest batches: all train as one rank does on the rows that there are in each step."""
+    """Rank 0 has the fewest batches: the training equals that of one rank on the rows that exist in each step."""
     model, reference = network(), network()
     plain = sgd(reference)
     for step, (x, y) in enumerate(zip(*data(2 + SIZE), strict=True)):
@@ -225,7 +225,7 @@ def test_join(world: MPI.Intracomm, flat: allreduce.Topology, told: bool, overla
 
 
 def test_join_keeps_what_the_loop_does_besides(world: MPI.Intracomm, flat: allreduce.Topology) -> None:
-    """Clipping and a scheduler in the loop: ranks that left early have the others' parameters and learning rate."""
+    """Clipping and a scheduler in the loop: ranks that left early get the others' parameters and learning rate."""
     model = network()
     with mirrored(sgd(model), model, topology=flat) as optimizer:
         with optimizer.join():
@@ -242,7 +242,7 @@ def test_join_keeps_what_the_loop_does_besides(world: MPI.Intracomm, flat: allre
 @several
 @both_updates
 def test_uneven_batches_without_join(world: MPI.Intracomm, flat: allreduce.Topology, update: str) -> None:
-    """6 batches on rank 0, 5 on the others: not a hang but a table."""
+    """6 batches on rank 0, 5 on the others: an error with a table, and no hang."""
     model = network()
     optimizer = MirroredOptimizer(sgd(model), model, topology=flat, update=update, overlap=True)
 

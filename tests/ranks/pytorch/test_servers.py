@@ -23,9 +23,9 @@ SIZE = MPI.COMM_WORLD.size
 
 
 def replica(kind: str = "Adam", dtype: Any = torch.float32) -> TorchReplica:
-    """With running statistics, which come behind the gradients, and two learning rates.
+    """Return a replica with running statistics, which follow the gradients, and two learning rates.
 
-    No bias before the batch norm: its gradients are rounding errors, of which Adam makes steps as of any others.
+    No bias before the batch norm: its gradients are rounding errors, which Adam would scale to full steps.
     """
     torch.manual_seed(0)
     module = nn.Sequential(nn.Linear(6, 20, bias=False), nn.BatchNorm1d(20), nn.ReLU(), nn.Linear(20, 3)).to(dtype)
@@ -52,7 +52,7 @@ def no_spare(made: TorchReplica, topology: allreduce.Topology) -> Trainer:
 def test_synchronous_training_is_that_of_mirrored_replicas(
     make: Callable[..., Trainer], kind: str, flat: allreduce.Topology, world: MPI.Intracomm
 ) -> None:
-    """Batch norm sees the rows of its rank, so the ranks that compute are compared with as many mirrored ones."""
+    """Batch norm uses the rows of its rank, so compare with as many mirrored ranks as there are workers."""
     if make is in_step and SIZE == 1:
         return
     x, y = data()
@@ -102,7 +102,7 @@ def test_asynchronous_training_of_a_module(
 @pytest.mark.skipif(SIZE < 2, reason="a server and a worker")
 @pytest.mark.parametrize("server", [0, SIZE - 1])
 def test_workers_begin_with_the_running_statistics_of_the_model(server: int, flat: allreduce.Topology) -> None:
-    """Servers have those that the model came with, or was given later, before any worker has sent others."""
+    """Servers have the model's own statistics, or those loaded later, until a worker has sent others."""
     x, y = data()
     mine = replica()
     norm = mine.module[1]
@@ -122,7 +122,7 @@ def test_a_module_that_has_no_slices_is_refused(flat: allreduce.Topology) -> Non
     module = nn.Linear(6, 3)
 
     class Own(torch.optim.SGD):
-        """Not known to work on slices."""
+        """An optimizer that is not known to work on slices."""
 
     with pytest.raises(ArgumentError, match=r"SpareReplicasTrainer .* Own can't be used") as caught:
         SpareReplicasTrainer(TorchReplica(module, nn.CrossEntropyLoss(), Own(module.parameters())), flat, spare=0)

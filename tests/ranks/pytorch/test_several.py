@@ -38,7 +38,7 @@ def adamw(model: nn.Module) -> torch.optim.Optimizer:
 def wrapped(
     stack: contextlib.ExitStack, models: list[nn.Module], sharing: str, flat: allreduce.Topology, **options: Any
 ) -> list[MirroredOptimizer]:
-    """An optimizer for each model; both are closed with the stack, and what they share after them."""
+    """Wrap each model with an optimizer; the stack closes both, and then the objects that they share."""
     if sharing == "one backend":
         options["allreduce"] = stack.enter_context(allreduce.create("ring", flat))
     made = []
@@ -50,7 +50,8 @@ def wrapped(
 
 
 def train(models: list[nn.Module], optimizers: list[MirroredOptimizer], unused: bool) -> None:
-    """In every other order on every other rank; unused: with a model that a rank leaves out now and then."""
+    """Train, with the optimizers in a different order on every second rank. unused: leave out a model on a rank now and
+    then."""
     rank = MPI.COMM_WORLD.rank
     for step, (x, y) in enumerate(zip(*data(STEPS), strict=True)):
         order = (0, 1) if (rank + step) % 2 else (1, 0)
@@ -66,7 +67,7 @@ def train(models: list[nn.Module], optimizers: list[MirroredOptimizer], unused: 
 
 @functools.cache
 def trained_as_one(flat: allreduce.Topology, unused: bool) -> list[nn.Module]:
-    """What one optimizer makes of both models."""
+    """Return the result of one optimizer for both models."""
     models = [network(1), network(2)]
     both = nn.ModuleList(models)
     with MirroredOptimizer(adamw(both), both, topology=flat, overlap=False) as one:
@@ -95,7 +96,7 @@ def test_two_optimizers_are_as_one(
 def test_a_model_that_is_left_out_gets_its_average_in_the_same_backward(
     world: MPI.Intracomm, flat: allreduce.Topology, overlap: bool, update: str
 ) -> None:
-    """Rank 0 has no part in the second model, and steps the first one before: nobody waits for its step."""
+    """Rank 0 does not use the second model, and steps the first one earlier: no rank waits for its step."""
     models = [network(1), network(2)]
     with contextlib.ExitStack() as stack:
         optimizers = wrapped(stack, models, "one topology", flat, update=update, overlap=overlap)
@@ -114,7 +115,7 @@ def test_a_model_that_is_left_out_gets_its_average_in_the_same_backward(
 
 @both_overlaps
 def test_gan(world: MPI.Intracomm, flat: allreduce.Topology, overlap: bool) -> None:
-    """The optimizers take turns; what the other's backward leaves in the gradients is thrown away."""
+    """The optimizers take turns; gradients that the other optimizer's backward leaves are dropped."""
     torch.manual_seed(0)
     generator = nn.Sequential(nn.Linear(4, 16), nn.Tanh(), nn.Linear(16, 12))
     judge = nn.Sequential(nn.Linear(12, 16), nn.Tanh(), nn.Linear(16, 1))
@@ -136,7 +137,7 @@ def test_gan(world: MPI.Intracomm, flat: allreduce.Topology, overlap: bool) -> N
 
 @pytest.mark.parametrize("loop", ["in one backward", "one of them alone"])
 def test_join_with_two_optimizers_is_refused(world: MPI.Intracomm, flat: allreduce.Topology, loop: str) -> None:
-    """A rank without batches would not know whose average comes next: it counted as a batch of zeros."""
+    """A rank without batches would not know whose average comes next, so it would be a batch of zeros."""
     models = [network(1), network(2)]
     batches = 1 if world.rank == SIZE - 1 else 3
     with contextlib.ExitStack() as stack:
@@ -165,9 +166,9 @@ def test_join_with_two_optimizers_is_refused(world: MPI.Intracomm, flat: allredu
 
 
 def test_join_beside_a_dropped_optimizer(flat: allreduce.Topology) -> None:
-    """As in a loop over models that closes none: the former one is dropped when the next one was made.
+    """As in a loop over models that closes none: the previous optimizer is dropped after the next one is created.
 
-    It is held by a cycle, as by the traceback of an error, until Python collects such garbage.
+    A reference cycle, such as an error's traceback, holds it until Python collects garbage.
     """
     for model in (network(1), network(2)):
         optimizer = MirroredOptimizer(adamw(model), model, topology=flat)
@@ -181,7 +182,7 @@ def test_join_beside_a_dropped_optimizer(flat: allreduce.Topology) -> None:
 
 
 def test_join_beside_a_broken_optimizer(flat: allreduce.Topology) -> None:
-    """Its error holds it by the traceback, so it is never dropped; it can't be used any more either."""
+    """The traceback of its error holds it, so it is never dropped; it can't be used any more either."""
     models = [network(1), network(2)]
     broken, optimizer = (MirroredOptimizer(adamw(model), model, topology=flat) for model in models)
     broken._parts.reducer._queue.broken = errors.BrokenError("on purpose")

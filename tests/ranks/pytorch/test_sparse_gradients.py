@@ -42,7 +42,7 @@ MAKERS: dict[str, Make] = {
 
 
 class Words(nn.Module):
-    """A table of which a batch uses a few rows, and a second one that few batches use at all."""
+    """A table of which a batch uses a few rows, and a second table that few batches use."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -60,7 +60,8 @@ class Words(nn.Module):
 
 
 def batch(step: int) -> tuple[Tensor, Tensor, slice]:
-    """The words and targets of all ranks, and this rank's part: rank 0 has none in one step, others more and more."""
+    """Return the words and targets of all ranks, and this rank's part: rank 0 has none in one step, others more and
+    more."""
     counts = [0 if step == 1 and rank == 0 else 3 + 2 * rank for rank in range(RANKS)]
     generator = torch.Generator().manual_seed(step)
     words = torch.randint(0, ROWS, (sum(counts),), generator=generator)
@@ -73,7 +74,7 @@ def loss(model: nn.Module, words: Tensor, targets: Tensor) -> Tensor:
 
 
 def reference(make: Make, steps: int = STEPS) -> nn.Module:
-    """Trained by one rank."""
+    """Return the result of one rank."""
     model = Words()
     optimizer = make(model.parameters())
     for step in range(steps):
@@ -92,7 +93,7 @@ def same(model: nn.Module, other: nn.Module) -> None:
 @both_updates
 @pytest.mark.parametrize("name", MAKERS)
 def test_trains_as_one_rank(name: str, update: str, flat: Topology) -> None:
-    """With shares of different size, one of them empty; accumulated in two parts, which a rank may not have."""
+    """With shares of different sizes, one of them empty; accumulated in two parts, of which a rank may have none."""
     model = Words()
     plain = MAKERS[name](model.parameters())
     overlap = (name == "sgd") == (update == "replicated")
@@ -138,7 +139,7 @@ def test_joins(update: str, flat: Topology) -> None:
 
 @both_updates
 def test_sparse_adam(update: str, flat: Topology) -> None:
-    """Each kind of gradient with an optimizer of its own; rows that no rank has used keep their moments."""
+    """Dense and sparse gradients each have their own optimizer; rows that no rank has used keep their moments."""
     model, alone = Words(), Words()
 
     def pair(model: Words) -> tuple[torch.optim.Optimizer, torch.optim.Optimizer]:
@@ -163,7 +164,7 @@ def test_sparse_adam(update: str, flat: Topology) -> None:
 
 
 def test_other_gradients(flat: Topology, caplog: pytest.LogCaptureFixture) -> None:
-    """Dense ones of a sparse embedding, 16 bits, NaN, and optimizers that take no sparse ones."""
+    """Dense gradients of a sparse embedding, 16 bits, NaN, and optimizers that accept no sparse gradients."""
     table = nn.Embedding(6, 3, sparse=True).to(torch.bfloat16)
     before = table.weight.detach().clone()
     with MirroredOptimizer(torch.optim.SGD(table.parameters(), lr=1.0), table, topology=flat) as optimizer:
@@ -209,7 +210,7 @@ def group() -> Generator[None]:
 
 @pytest.mark.usefixtures("group")
 def test_all_reduces() -> None:
-    """Sparse tensors of torch.distributed, with any number of entries, become the sum of the dense ones."""
+    """torch.distributed.all_reduce of sparse tensors with any number of entries gives the sum of the dense ones."""
     for dtype in (torch.float32, torch.int64, torch.float16):
         for shape, dims in (((10, 3), 1), ((4, 5, 2), 2), ((6,), 1)):
             generator = torch.Generator().manual_seed(RANK)
@@ -232,7 +233,7 @@ def test_all_reduces() -> None:
 
 @pytest.mark.usefixtures("group")
 def test_under_ddp() -> None:
-    """As on gloo, with a comm hook too."""
+    """As with gloo, also with a comm hook."""
     gloo = dist.new_group(backend="gloo")
     ring = dist.new_group(backend="allreduce", pg_options=Options("ring"))
     trained = []
@@ -257,11 +258,11 @@ def test_under_ddp() -> None:
 
 
 def test_numpy_network(flat: Topology) -> None:
-    """Any number of ranks trains the table as one rank does; the batch of 4 leaves some without a row at its end."""
+    """Any number of ranks trains the table as one rank does; a last batch of 4 rows leaves some ranks without rows."""
     x = np.random.default_rng(0).integers(0, ROWS, size=(29, 6))
 
     class Bare(EmbeddingNetwork):
-        """Whose parameters can't lie in memory that ranks have in common."""
+        """A replica whose parameters can't be in shared memory."""
 
         bind_parameters = Replica.bind_parameters
 

@@ -1,4 +1,4 @@
-"""MirroredOptimizer with a trace: what is recorded, and that nothing else changes."""
+"""MirroredOptimizer with a trace: the recorded spans; otherwise nothing changes."""
 
 import json
 from collections import Counter

@@ -1,4 +1,4 @@
-"""What the tests of MirroredOptimizer train."""
+"""Models and data for the tests of MirroredOptimizer."""
 
 import contextlib
 from collections.abc import Callable, Iterator
@@ -29,7 +29,8 @@ def network(seed: int = 0, features: int = 12) -> nn.Sequential:
 
 
 def data(steps: int = 5, features: int = 12) -> tuple[torch.Tensor, torch.Tensor]:
-    """The rows of all ranks: inputs of shape (steps, ROWS, features), and class numbers of shape (steps, ROWS)."""
+    """Return the rows of all ranks: inputs of shape (steps, ROWS, features), and class numbers of shape (steps,
+    ROWS)."""
     generator = torch.Generator().manual_seed(7)
     x = torch.randn(steps, ROWS, features, generator=generator)
     return x, torch.randint(0, 3, (steps, ROWS), generator=generator)

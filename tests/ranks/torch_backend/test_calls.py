@@ -1,4 +1,5 @@
-"""How a group may be called: PyTorch's several forms of each call, compiled and profiled; and what it refuses."""
+"""The forms of calls on a group: PyTorch's several signatures of each call, compiled and profiled, and refused
+calls."""
 
 import re
 import time
@@ -37,7 +38,7 @@ def rank() -> int:
 
 
 def mine() -> Tensor:
-    """This rank's number plus one, twice."""
+    """Return this rank's number plus one, twice."""
     return torch.full((2,), rank() + 1.0)
 
 
@@ -112,7 +113,7 @@ def test_what_pytorch_asks_a_backend_about() -> None:
 
 
 def test_all_to_all_single_counts_elements_where_nothing_is_split() -> None:
-    """As gloo: one row, which can't be split, of as many elements as there are ranks."""
+    """As gloo: the tensor is a single row, which can't be split, with as many elements as there are ranks."""
     output = torch.zeros(size(), 1)
     dist.all_to_all_single(output, torch.full((1, size()), float(rank())))
     assert output.flatten().tolist() == list(range(size()))
@@ -125,7 +126,7 @@ Call = Callable[[], object]
 
 
 def refused() -> dict[str, tuple[Call, str]]:
-    """Calls that make no sense, each with what is said about it; none of them may reach another rank."""
+    """Return invalid calls, each with its error text; none of them may send anything to another rank."""
     group, ranks, two = dist.group.WORLD, size(), [torch.zeros(2), torch.zeros(2)]
     double = torch.zeros(2, dtype=torch.float64)
     some = torch.zeros(2)
@@ -181,11 +182,11 @@ def refused() -> dict[str, tuple[Call, str]]:
     if ranks > 1:
         calls["list elsewhere"] = (
             lambda: group.gather([zeros()], [some], elsewhere),
-            f"gather: a list is given by the root alone, rank {other}",
+            f"gather: only the root, rank {other}, gives a list",
         )
         calls["source elsewhere"] = (
             lambda: group.scatter([some], [zeros()], source_elsewhere),
-            f"scatter: a list is given by the root alone, rank {other}",
+            f"scatter: only the root, rank {other}, gives a list",
         )
         calls["elements"] = (
             lambda: dist.all_to_all_single(torch.zeros(ranks + 1), torch.zeros(ranks + 1)),
@@ -209,7 +210,7 @@ def answer(call: Call) -> str:
 
 
 def test_bad_roots_and_lists_are_refused_at_the_call() -> None:
-    """Nothing is submitted, so nothing is left to be waited for, on any rank."""
+    """Nothing is submitted, so no rank has to wait for anything."""
     before = dist.group.WORLD._get_sequence_number_for_group()
     answers = {name: (answer(call), words) for name, (call, words) in refused().items()}
     assert {name: pair for name, pair in answers.items() if not re.search(pair[1], pair[0])} == {}
@@ -309,7 +310,7 @@ def test_join_counts_the_ranks_that_are_left(divide_by_initial_world_size: bool)
 
 
 def everything() -> dict[str, Call]:
-    """A call of each collective, by the name of its event."""
+    """Return a call of each collective, by the name of its event."""
     group, ranks, root = dist.group.WORLD, size(), rank() == 0
     return {
         "all_reduce": lambda: dist.all_reduce(mine()),
@@ -355,7 +356,7 @@ def test_the_profiler_shows_what_ddp_reduces() -> None:
 
 
 def test_a_monitored_barrier_that_nobody_may_wait_for() -> None:
-    """A time-out of zero is none to wait, not the group's; every rank has a group of its own to be alone in it."""
+    """A time-out of zero means no wait, not the group's time-out. Every rank is alone in its own group."""
     alone = [dist.new_group([each]) for each in range(size())][rank()]
     alone.monitored_barrier(timedelta(0))
     alone.monitored_barrier(0.0)
@@ -370,7 +371,8 @@ def test_times_in_seconds() -> None:
 
 
 def test_calls_of_different_sizes_dtypes_or_roots_are_told() -> None:
-    """MPI takes a shorter message for a longer one, and the rest would keep what it held; to it, bytes are bytes."""
+    """MPI would take a shorter message for a longer one and leave old values in the rest; it would not notice another
+    dtype."""
     ranks, later = dist.get_world_size(), min(dist.get_rank(), 1)
     if ranks == 1:
         pytest.skip("one rank agrees with itself")
@@ -403,7 +405,7 @@ def test_calls_of_different_sizes_dtypes_or_roots_are_told() -> None:
 
 
 def test_a_monitored_barrier_after_one_that_timed_out() -> None:
-    """What is left of the first is not taken for the second: nobody passes before all have come."""
+    """The second barrier ignores what is left of the first: no rank passes before all have come."""
     if dist.get_world_size() == 1:
         pytest.skip("one rank waits for nobody")
     group = dist.new_group(backend="allreduce")

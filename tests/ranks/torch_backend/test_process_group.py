@@ -1,6 +1,6 @@
-"""torch.distributed over our collectives: every call against values that rank 0 could write down by hand.
+"""torch.distributed over our collectives: every call against known values.
 
-Values depend on rank and index; `of(rank, ...)` is what any rank would bring, so all can tell the result.
+Values depend on rank and index; `of(rank, ...)` returns the values of any rank, so every rank can compute the result.
 """
 
 import functools
@@ -43,7 +43,7 @@ def size() -> int:
 
 
 def of(rank: int, shape: int | tuple[int, ...] = 11, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """What `rank` brings: small integers, exact in every dtype."""
+    """Return the values of `rank`: small integers, exact in every dtype."""
     shape = (shape,) if isinstance(shape, int) else shape
     index = torch.arange(int(torch.Size(shape).numel())).reshape(shape)
     return ((index * (rank + 2) + rank) % 5).to(dtype)
@@ -58,7 +58,7 @@ def everyone(shape: int | tuple[int, ...] = 11, dtype: torch.dtype = torch.float
 
 
 def reduced(tensors: list[torch.Tensor], op: Op) -> torch.Tensor:
-    """Expected value, in float64 or int64."""
+    """Return the expected value, in float64 or int64."""
     stack = torch.stack([each.to(torch.float64 if each.is_floating_point() else torch.int64) for each in tensors])
     if op == Op.AVG:
         return stack.mean(0) if stack.is_floating_point() else torch.div(stack.sum(0), size(), rounding_mode="trunc")
@@ -262,7 +262,7 @@ def test_a_backend_chosen_by_name(backend: str, monkeypatch: pytest.MonkeyPatch)
 
 @pytest.mark.parametrize("backend", ["auto", "ring", "shared", "native"])
 def test_settings_are_those_of_every_reduction(backend: str, tmp_path: Path) -> None:
-    """Of reduce_scatter, too, with which FSDP averages; where the backend has phases it stays a reduce_scatter."""
+    """Also of reduce_scatter, with which FSDP averages; if the backend has two phases, it stays a reduce_scatter."""
     settings: dict[str, Any] = {"check": "always", "trace": tmp_path / "trace.json"}
     if backend != "native":  # which sums no 16-bit floats
         settings["compress"] = "bfloat16"
@@ -345,7 +345,7 @@ def test_messages() -> None:
 
 
 def test_a_message_that_nobody_keeps_arrives() -> None:
-    """MPI still reads the tensor when the program has let go of it; the memory must not be given to others."""
+    """MPI still reads the tensor after the program has dropped it; its memory must not be reused."""
     for rank in range(1, size()):
         if dist.get_rank() == 0:
             dist.isend(torch.full((300_000,), float(rank)), rank)
@@ -463,7 +463,7 @@ def test_a_finished_operation_keeps_no_tensor() -> None:
 
 
 def test_collectives_inside_of_callbacks_keep_their_place() -> None:
-    """As PowerSGD's hook chains them: submitted from a callback, waited for in it."""
+    """As in PowerSGD's hook: submitted in a callback, and waited for in that callback."""
 
     def again(future: torch.futures.Future) -> torch.Tensor:
         tensor = future.value()[0]
@@ -475,7 +475,7 @@ def test_collectives_inside_of_callbacks_keep_their_place() -> None:
 
 
 def test_an_error_ends_the_work_and_not_the_group() -> None:
-    """An error that is found while the ranks communicate: rank 1 brings more than the others."""
+    """An error that is detected while the ranks communicate: rank 1 contributes more than the others."""
     if size() > 1:
         for _ in range(2):
             work = dist.all_reduce(torch.zeros(777 + (dist.get_rank() == 1)), async_op=True)
@@ -491,7 +491,7 @@ def test_an_error_ends_the_work_and_not_the_group() -> None:
 
 
 def test_ranks_that_came_to_different_calls_all_say_so() -> None:
-    """Nothing is done then, and the group goes on."""
+    """No rank does the call then, and the group stays usable."""
     if size() > 1:
         tensor = mine()
         for _ in range(2):
@@ -522,7 +522,8 @@ def test_subgroups() -> None:
 
 
 def test_groups_in_flight_at_once() -> None:
-    """Waited for in another order on each rank, while a further group is made; one is destroyed unwaited."""
+    """Waited for in a different order on each rank, while another group is created; one group is destroyed without a
+    wait."""
     groups = [dist.new_group() for _ in range(3)]
     tensors = [mine(100_000) + index for index in range(3)]
     works = [dist.all_reduce(tensor, group=group, async_op=True) for tensor, group in zip(tensors, groups, strict=True)]
@@ -563,7 +564,7 @@ def test_counts_beyond_an_int_are_moved_in_larger_units(monkeypatch: pytest.Monk
 
 @pytest.mark.parametrize("dtype", [torch.int8, torch.uint8, torch.int16, torch.uint16], ids=str)
 def test_sums_of_short_integers_wrap_round(dtype: torch.dtype) -> None:
-    """As torch's own do; Open MPI's vector instructions would stop at the largest one."""
+    """As torch's own sums do; Open MPI's vector instructions would saturate."""
     largest = torch.iinfo(dtype).max
     tensor = torch.full((1000,), largest, dtype=torch.int64).to(dtype)
     dist.all_reduce(tensor)

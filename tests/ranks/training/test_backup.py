@@ -1,4 +1,7 @@
-"""The backup of pieces, and the newest state that ranks make of them."""
+"""The backup of pieces, and the newest state that the ranks assemble from pieces."""
+
+from collections.abc import Callable
+from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -8,7 +11,8 @@ from mpi4py import MPI
 import allreduce
 from trainers import MirroredTrainer, NumpyNetwork
 from trainers.group import broadcast_arrays
-from trainers.state.adopt import Piece, adopt_whole, newest
+from trainers.replica import copied
+from trainers.state.adopt import Arrays, Piece, adopt_whole, newest
 from trainers.state.backup import Backup, holders
 from trainers.strategies.interface import Strategy
 
@@ -21,6 +25,10 @@ def piece(rank: int, step: int, names: tuple[str, ...]) -> Piece:
     return Piece(step, step, start, start + LENGTH, sliced, {"steps": np.array(step)})
 
 
+def given(pieces: list[Piece]) -> Callable[[Arrays], list[Piece]]:
+    return lambda memory: pieces
+
+
 @pytest.fixture
 def several(flat: allreduce.Topology, world: MPI.Intracomm) -> MPI.Intracomm:
     if world.size == 1:
@@ -29,13 +37,13 @@ def several(flat: allreduce.Topology, world: MPI.Intracomm) -> MPI.Intracomm:
 
 
 def test_a_backup_has_the_pieces_of_two_steps_of_two_ranks(several: MPI.Intracomm) -> None:
-    """Also where an optimizer has got more state after the first step."""
+    """Also after an optimizer has created more state in the first step."""
     rank, size = several.rank, several.size
     backup = Backup(several, 0, [(rank * LENGTH, (rank + 1) * LENGTH)])
     common = {"parameters": np.arange(size * LENGTH) + 200.0}
     other = holders([0] * size).index(rank)
     for step, names in enumerate([("parameters",), ("parameters", "momentum"), ("parameters", "momentum")]):
-        backup.keep(step, [piece(rank, step, names)], common if step == 2 else {})
+        backup.keep(step, given([piece(rank, step, names)]), common if step == 2 else {})
     backup.extend(3)
     held = {(each.first, each.last, each.start // LENGTH): each for each in backup.pieces()}
     assert set(held) == {(2, 3, rank), (2, 3, other), (1, 1, rank), (1, 1, other)}
@@ -47,10 +55,10 @@ def test_a_backup_has_the_pieces_of_two_steps_of_two_ranks(several: MPI.Intracom
 
 
 def test_the_newest_whole_state_is_on_all_ranks(several: MPI.Intracomm) -> None:
-    """Rank 0 has come one step further, alone; a backup of rank 0's piece stands in for it."""
+    """Only rank 0 has taken one more step; a backup of rank 0's piece replaces its own piece."""
     rank, size = several.rank, several.size
     backup = Backup(several, 0, [(rank * LENGTH, (rank + 1) * LENGTH)])
-    backup.keep(4, [piece(rank, 4, ("parameters",))])
+    backup.keep(4, given([piece(rank, 4, ("parameters",))]))
     own = [piece(0, 5, ("parameters",))] if rank == 0 else backup.pieces()
     found = newest(several, own, size * LENGTH)
     assert found is not None
@@ -62,12 +70,12 @@ def test_the_newest_whole_state_is_on_all_ranks(several: MPI.Intracomm) -> None:
 def test_a_backup_that_is_made_again_at_the_same_step_is_not_mixed_with_the_one_before(
     several: MPI.Intracomm,
 ) -> None:
-    """A state was loaded, and the ranks are lost from sight of each other when some of them have the new backup."""
+    """A state was loaded, and a failure interrupts the ranks when only some of them have the new backup."""
     rank, size = several.rank, several.size
     backup = Backup(several, 0, [(rank * LENGTH, (rank + 1) * LENGTH)])
-    backup.keep(4, [piece(rank, 4, ("parameters",))])
+    backup.keep(4, given([piece(rank, 4, ("parameters",))]))
     loaded = piece(rank, 5, ("parameters",))._replace(first=4, last=4)
-    backup.keep(4, [loaded], {})
+    backup.keep(4, given([loaded]))
     if rank:
         backup._now.first = -1  # as a failure in the middle of `keep` leaves it
     found = newest(several, backup.pieces(), size * LENGTH)
@@ -83,15 +91,91 @@ def test_memory_that_one_rank_lacks_for_a_backup(several: MPI.Intracomm, monkeyp
         if several.rank == 1:
             patch.setattr("trainers.state.backup.np.empty", lacking)
         with pytest.raises(MemoryError, match="rank 1: no room"):
-            backup.keep(1, [piece(several.rank, 1, ("parameters",))])
-    backup.keep(1, [piece(several.rank, 1, ("parameters",))])
+            backup.keep(1, given([piece(several.rank, 1, ("parameters",))]))
+    backup.keep(1, given([piece(several.rank, 1, ("parameters",))]))
     assert len(backup.pieces()) == 2
+
+
+def test_pieces_that_one_rank_cannot_give(several: MPI.Intracomm) -> None:
+    """All ranks raise its error, where the others would wait for its pieces, and the backup before it stays."""
+    rank = several.rank
+    backup = Backup(several, 0, [(rank * LENGTH, (rank + 1) * LENGTH)])
+    backup.keep(1, given([piece(rank, 1, ("parameters",))]))
+    with pytest.raises(MemoryError, match="rank 1: no room"):
+        backup.keep(2, given([piece(rank, 2, ("parameters",))]) if rank != 1 else lacking)
+    assert [each.first for each in backup.pieces()] == [1, 1]
+
+
+def test_a_backup_copies_no_piece_a_second_time(several: MPI.Intracomm) -> None:
+    rank = several.rank
+    backup = Backup(several, 0, [(rank * LENGTH, (rank + 1) * LENGTH)])
+    copies = []
+
+    def own(memory: Arrays) -> list[Piece]:
+        copies.append(copied({"parameters": np.full(LENGTH, 1.0 * len(copies))}, memory)["parameters"])
+        return [Piece(0, 0, rank * LENGTH, (rank + 1) * LENGTH, {"parameters": copies[-1]}, {})]
+
+    for step in range(4):
+        backup.keep(step, own)
+    assert [copies[step] is copies[step - 2] for step in (2, 3)] == [True, True]
+    held = {each.first: each.sliced["parameters"] for each in backup.pieces() if each.start == rank * LENGTH}
+    assert [held[step] is copies[step] for step in (2, 3)] == [True, True]
+
+
+def test_the_state_from_before_an_edit_outlives_its_backups(
+    several: MPI.Intracomm, flat: allreduce.Topology, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An edit that a failure ends is undone from it; by then two backups of the edited state were made."""
+    monkeypatch.setattr(Strategy, "outlives_ranks", True)  # as under ULFM, without which there are no backups
+    with MirroredTrainer(NumpyNetwork([4, 3]), topology=flat, update="sharded", copies=2) as trainer:
+        strategy, before = trainer.strategy, list[Piece]()
+        parameters = trainer.replica.state()["parameters"].copy()
+        strategy.edit(lambda: trainer.replica.parameters.fill(9.0), before)
+        found = newest(several, before if several.rank else [], strategy._length)  # without rank 0, which has failed
+        assert found is not None
+        np.testing.assert_array_equal(found.state["parameters"][: parameters.size], parameters)
+
+
+def test_memory_that_rank_0_lacks_for_the_state_of_all(
+    several: MPI.Intracomm, flat: allreduce.Topology, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It allocates between two messages, in which the others would wait for it."""
+    network = NumpyNetwork([4, 3], optimizer="adam")
+    with MirroredTrainer(network, topology=flat, update="sharded") as trainer:
+        with monkeypatch.context() as patch:
+            if several.rank == 0:
+                patch.setattr("trainers.strategies.sharded.reserved", lacking)
+            with pytest.raises(MemoryError, match="rank 0: no room"):
+                trainer.strategy.snapshot({})
+        state = trainer.strategy.snapshot({})
+        assert set(state) == (set(network.state()) if several.rank == 0 else set())
+
+
+def test_memory_that_one_rank_lacks_to_gather_the_state(
+    several: MPI.Intracomm, flat: allreduce.Topology, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    zeros = np.zeros
+
+    def lacking_floats(shape: Any, dtype: Any = None) -> np.ndarray:
+        return lacking() if dtype == np.float32 else zeros(shape, dtype)
+
+    network = NumpyNetwork([4, 3], optimizer="momentum")
+    with MirroredTrainer(network, topology=flat, update="sharded") as trainer:
+        update, state = trainer.strategy.update, network.state()
+        with monkeypatch.context() as patch:
+            patch.setattr(update, "_buffer", update._buffer.astype(np.float64))  # can't be the workspace
+            if several.rank == 1:
+                patch.setattr("trainers.strategies.sharded.np.zeros", lacking_floats)
+            with pytest.raises(MemoryError, match="rank 1: no room"):
+                update.gather_state(state)
+        assert set(update.gather_state(state)) == set(state)
 
 
 def test_a_load_that_finds_no_state_leaves_the_live_pieces(
     several: MPI.Intracomm, flat: allreduce.Topology, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The rank with the state has failed, say: the ranks go on, and the next failure finds all that they have."""
+    """The rank with the state has failed, say: the ranks continue, and the next failure finds all pieces of the live
+    state."""
     monkeypatch.setattr(Strategy, "outlives_ranks", True)  # as under ULFM, without which there are no backups
     with MirroredTrainer(NumpyNetwork([4, 3]), topology=flat, update="sharded", copies=2) as trainer:
         before = len(trainer.strategy.pieces())
@@ -101,13 +185,13 @@ def test_a_load_that_finds_no_state_leaves_the_live_pieces(
         assert len([each for each in after if each.serial == after[0].serial]) == before
 
 
-def lacking(shape: object, dtype: object = None) -> np.ndarray:
+def lacking(*_: object) -> Any:
     raise MemoryError("no room")
 
 
 @pytest.mark.parametrize("root", [0, -1])
 def test_broadcast_arrays_have_the_dtypes_and_shapes_of_the_root(world: MPI.Intracomm, root: int) -> None:
-    """Also bfloat16, which NumPy's own names for dtypes don't know, raw bytes and the other byte order."""
+    """Also bfloat16, which is not among NumPy's own dtypes, raw bytes, and the other byte order."""
     state = {"halves": np.ones(3, ml_dtypes.bfloat16), "bytes": np.zeros(2, "V2"), "big": np.ones((2, 1), ">f4")}
     root %= world.size
     came = broadcast_arrays(world, state if world.rank == root else {}, root, "a test")

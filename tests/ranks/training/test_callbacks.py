@@ -1,4 +1,4 @@
-"""Callbacks in real fits: what they do, all ranks do, and what only some ranks have holds nobody up."""
+"""Callbacks in real fits: they have the same effect on all ranks, and callbacks on some ranks only block no rank."""
 
 import importlib.util
 import json
@@ -37,7 +37,7 @@ def fit(trainer: MirroredTrainer, *callbacks: Any, epochs: int = 4) -> History:
 
 @pytest.fixture
 def folder(tmp_path: Path, world: MPI.Intracomm) -> Path:
-    """Rank 0's, on all ranks."""
+    """Return rank 0's folder, on all ranks."""
     return world.bcast(tmp_path)
 
 
@@ -52,7 +52,7 @@ def test_stopping_reaches_all_ranks(where: str, flat: allreduce.Topology) -> Non
 
 @UPDATES
 def test_the_best_weights_come_back(update: str, flat: allreduce.Topology) -> None:
-    """With rates that ruin the model from the third epoch on, it is that of the second in the end."""
+    """The rates ruin the model from the third epoch on; the final model is that of the second epoch."""
     ruin = LearningRateSchedule(lambda epoch, rate: 0.02 if epoch < 2 else 3.0)
     with trainer_of(flat, update) as trainer:
         history = fit(trainer, ruin, EarlyStopping(patience=1, restore_best_weights=True))
@@ -69,7 +69,7 @@ def test_the_best_weights_come_back(update: str, flat: allreduce.Topology) -> No
 
 
 class Gathers(trainers.callbacks.Callback):
-    """A callback that needs all ranks. seen: the numbers of all ranks, for each epoch."""
+    """A callback that communicates. seen: the numbers of all ranks, for each epoch."""
 
     collective = True
 
@@ -104,7 +104,8 @@ KINDS: dict[str, Callable[[NumpyNetwork, allreduce.Topology], Any]] = {
 @pytest.mark.skipif(SIZE != 3, reason="once is enough")
 @pytest.mark.parametrize("kind", KINDS)
 def test_other_trainers(kind: str, flat: allreduce.Topology, folder: Path, world: MPI.Intracomm) -> None:
-    """A rate that ruins the model, the best weights back, a file of each epoch, a trace: as when mirrored."""
+    """A rate that ruins the model, the best weights restored, a file for each epoch, a trace: as with
+    MirroredTrainer."""
     if kind != "central" and MPI.Query_thread() != MPI.THREAD_MULTIPLE:
         pytest.skip("this MPI has no MPI_THREAD_MULTIPLE")
     losses = []
@@ -130,7 +131,7 @@ def test_other_trainers(kind: str, flat: allreduce.Topology, folder: Path, world
 
 @UPDATES
 def test_models_are_saved(update: str, flat: allreduce.Topology, folder: Path) -> None:
-    """Saving changes nothing, and what is saved is the model of that epoch."""
+    """Saving changes nothing, and the file holds the model of that epoch."""
     with trainer_of(flat, update) as trainer:
         history = fit(trainer, ModelCheckpoint(folder / "{epoch}.npz"))
         saving = trainer.parameters_sha256()
@@ -179,14 +180,14 @@ def test_files_are_written_once(flat: allreduce.Topology, folder: Path, world: M
 
 
 def _tensorboard(folder: Path) -> list[TensorBoard]:
-    """Where the package that writes is there: MPICH's environment of the tests has none."""
+    """Whether the package that writes the files is installed: MPICH's test environment has none."""
     there = importlib.util.find_spec("tensorboardX") is not None
     return [TensorBoard(folder / "board", update_freq=2)] if there else []
 
 
 @pytest.mark.parametrize("rank", sorted({0, SIZE - 1}))
 def test_an_error_of_one_rank(rank: int, flat: allreduce.Topology, folder: Path, world: MPI.Intracomm) -> None:
-    """In front of a callback that communicates: nobody waits for the rank that has failed."""
+    """The error comes before a callback that communicates: no rank waits for the failed one."""
 
     class Fails(CSVLogger):
         def on_epoch_end(self, epoch: int, logs: Any = None) -> None:

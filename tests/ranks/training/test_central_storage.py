@@ -1,4 +1,4 @@
-"""The central storage: the bits of a mirrored training whose sums have the same order, whoever holds the parameters."""
+"""Central storage: the bits of a mirrored training that sums in the same order, for every storage rank."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -33,13 +33,13 @@ def network(kind: type[NumpyNetwork] = NumpyNetwork, seed: int = 3) -> NumpyNetw
 
 
 class Bare(NumpyNetwork):
-    """A replica that can't have its parameters in memory of others."""
+    """A replica whose parameters can't be in shared memory."""
 
     bind_parameters = Replica.bind_parameters
 
 
 def mirrored(data: Data, topology: allreduce.Topology) -> tuple[dict[str, np.ndarray], list[float]]:
-    """The state after a mirrored training that adds in the order of ranks, and its losses."""
+    """Return the state after a mirrored training that sums in rank order, and its losses."""
     replica = network()
     with MirroredTrainer(replica, "reduce_to_one", topology) as trainer:
         history = trainer.fit(*data, 2, 100, seed=7, progress=False)

@@ -1,4 +1,4 @@
-"""fit with checkpoints on several ranks: a training that was stopped goes on as if it never was."""
+"""fit with checkpoints on several ranks: a resumed training has the results of an uninterrupted one."""
 
 import csv
 import errno
@@ -50,7 +50,7 @@ ROWS, FEATURES, EPOCHS, BATCH = 50, 6, 4, 12  # five steps in an epoch, the last
 
 @pytest.fixture
 def folder(world: MPI.Intracomm) -> Iterator[Path]:
-    """One folder for all ranks, which is made by the trainer."""
+    """Return one folder for all ranks; the trainer creates it."""
     made = Path(world.bcast(tempfile.mkdtemp() if world.rank == 0 else None))
     yield made / "run"
     world.Barrier()
@@ -85,7 +85,7 @@ ONCE = pytest.mark.skipif(SIZE != 3, reason="once is enough")
 
 
 class KilledError(Exception):
-    """In the place of a kill: nothing after it is done."""
+    """Raised in place of a kill: nothing runs after it."""
 
 
 class Kill(Callback):
@@ -116,7 +116,7 @@ def killed(strategy: str, topology: allreduce.Topology, folder: Path, every: str
 
 
 def bits(history: History) -> list[list[float]]:
-    """All that is not a time."""
+    """Return all values of a history that are not times."""
     return [history.column(name) for name in ("epoch", "loss", "accuracy", "validation_loss", "validation_accuracy")]
 
 
@@ -146,7 +146,7 @@ def test_killed_and_resumed_gives_the_same_bits(
 
 @STRATEGIES
 def test_what_is_collected_is_what_is_saved(strategy: str, flat: allreduce.Topology, folder: Path) -> None:
-    """Optimizer state in slices on all ranks is whole in a checkpoint, and equal to what `save` writes."""
+    """Sharded optimizer state is complete in a checkpoint, and equal to the state that `save` writes."""
     with TRAINERS[strategy](network(), flat) as trainer:
         fitted(trainer, checkpoint=str(folder))
         trainer.save(str(folder / "model.npz"))
@@ -283,7 +283,7 @@ def test_another_model_is_named(model: str, flat: allreduce.Topology, folder: Pa
 
 
 class Table:
-    """A data set; noisy: it adds other random numbers to x each time, as augmentation does."""
+    """A data set. noisy: adds new random numbers to x at each access, as an augmentation does."""
 
     def __init__(self, x: np.ndarray, y: np.ndarray, noisy: bool = False) -> None:
         self.x, self.y, self.noisy = x, y, noisy
@@ -335,7 +335,7 @@ def test_other_data_are_refused(other: str, flat: allreduce.Topology, folder: Pa
 
 
 def test_the_fingerprint_draws_no_random_numbers(flat: allreduce.Topology, folder: Path) -> None:
-    """A fit with checkpoints has the bits of one without, also of a data set that draws them."""
+    """A fit with checkpoints has the bits of a fit without, also with a data set that draws random numbers."""
     found = []
     for options in ({}, {"checkpoint": str(folder)}):
         random.seed(flat.rank)
@@ -348,7 +348,7 @@ def test_the_fingerprint_draws_no_random_numbers(flat: allreduce.Topology, folde
 def test_what_the_writing_meets_is_raised_on_all_ranks(
     flat: allreduce.Topology, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The disk is full when the second checkpoint is written, in the thread, and the first one stays."""
+    """The disk is full when the thread writes the second checkpoint; the first checkpoint stays."""
     really, times = files.model_file.put, [0]
 
     def put(archive: Any, name: str, array: np.ndarray) -> None:
@@ -417,7 +417,7 @@ def test_callbacks_go_on(
 
 
 def every_callback(folder: Path) -> list[Callback]:
-    """Each that is shipped; what they write is in this folder."""
+    """Return one of each shipped callback; they write to this folder."""
     return [
         CSVLogger(folder / "log.csv", append=True),
         CheckDivergence(every=2, on_divergence="copy", source=SIZE - 1),
@@ -434,7 +434,7 @@ def every_callback(folder: Path) -> list[Callback]:
 def test_every_shipped_callback_goes_on(
     strategy: str, flat: allreduce.Topology, folder: Path, world: MPI.Intracomm
 ) -> None:
-    """In one fit: what they write, and what they make of the training, is as if it had never stopped."""
+    """All in one fit: their files, and their effect on the training, are those of an uninterrupted fit."""
     pytest.importorskip("tensorboardX")  # the environment of MPICH has none
     assert {type(each).__name__ for each in every_callback(folder)} == {*shipped.__all__} - {"Callback"}
 
@@ -470,7 +470,7 @@ def test_every_shipped_callback_goes_on(
 def test_where_older_versions_stopped_after_the_last_step_of_an_epoch(
     steps: int, flat: allreduce.Topology, folder: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """All five steps of an epoch: its end is next. Six of five: the checkpoint before is used."""
+    """After all five steps of an epoch, its end is next. A checkpoint of six steps of five is skipped."""
     with MirroredTrainer(network(), "ring", flat) as trainer:
         whole, expected = fitted(trainer), trainer.parameters_sha256()
     with MirroredTrainer(network(), "ring", flat) as trainer:
@@ -485,7 +485,7 @@ def test_where_older_versions_stopped_after_the_last_step_of_an_epoch(
         assert trainer.parameters_sha256() == expected
     assert resumed.column("epoch") == [1, 2, 3, 4]
     assert resumed.column("validation_loss") == whole.column("validation_loss")
-    passed_over = "checkpoint-00000010.npz is damaged: step 6 of 5; the one before is used"
+    passed_over = "checkpoint-00000010.npz is damaged: step 6 of 5; trying the one before it"
     assert (passed_over in caplog.text) == (steps == 6 and flat.rank == 0)
 
 
@@ -554,7 +554,7 @@ def test_trainers_whose_ranks_go_their_own_way_go_on_from_the_end_of_an_epoch(
 def test_what_one_rank_can_not_give_is_raised_on_all(
     what: str, flat: allreduce.Topology, world: MPI.Intracomm, folder: Path
 ) -> None:
-    """Rank 0's description of its model, the last rank's parameters: nobody waits for that rank for ever."""
+    """Rank 0's description of its model, or the last rank's parameters: no rank waits for that rank for ever."""
 
     def fails() -> Any:
         raise RuntimeError("this model has lost its way")

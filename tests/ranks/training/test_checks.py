@@ -1,4 +1,4 @@
-"""Replicas that differ, and gradients that are no numbers, in real fits: who it was is told on all ranks."""
+"""Replicas that differ, and gradients that are NaN, in real fits: all ranks get an error that names the rank."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -24,7 +24,7 @@ from trainers.callbacks import (
 )
 from trainers.checks import compare
 from trainers.errors import ArgumentError, DivergedError, NotFiniteError
-from trainers.state.checkpoints import Checkpoint
+from trainers.fit.checkpointing import Checkpoint
 from trainers.trainer import Trainer
 
 SIZE = MPI.COMM_WORLD.size
@@ -56,7 +56,7 @@ def fit(trainer: Trainer, *callbacks: Callback, x: np.ndarray = X) -> Any:
 
 
 def raised(world: MPI.Intracomm, kind: type[Exception], call: Callable[[], Any]) -> str:
-    """The text with which all ranks raise `kind`. Collective."""
+    """Return the text with which all ranks raise `kind`. Collective."""
     with pytest.raises(kind) as caught:
         call()
     assert len(set(world.allgather(str(caught.value)))) == 1
@@ -93,7 +93,7 @@ def velocity(replica: NumpyNetwork) -> None:
 def test_who_differs_in_what(
     change: Callable[[Any], object], words: str, flat: allreduce.Topology, world: MPI.Intracomm
 ) -> None:
-    """And the training stops on all ranks; with `copy` it goes on, in bits as if nothing had happened."""
+    """The training stops on all ranks; with `copy` it continues, in bits as if nothing had happened."""
     edits = [Edits(change)] if world.rank == 1 else []
     with made(flat) as trainer:
         text = raised(world, DivergenceError, lambda: fit(trainer, *edits, CheckDivergence(every=2)))
@@ -124,12 +124,13 @@ def test_a_rank_that_is_right(flat: allreduce.Topology, world: MPI.Intracomm) ->
 def test_replicas_that_are_equal(
     kind: str, flat: allreduce.Topology, world: MPI.Intracomm, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """No false alarm; what has no copies is said. An error of one rank beside a check is everyone's, and no hang."""
+    """No false alarm; state without copies is listed. All ranks raise the error of one rank beside a check, and none
+    hangs."""
     notices._said.clear()
     with made(flat, kind) as trainer:
         fit(trainer, CheckDivergence(every=1))
         if world.rank == 0 and kind == "sharded":
-            assert "CheckDivergence leaves out what can't differ: " in caplog.text
+            assert "CheckDivergence does not compare state without copies: " in caplog.text
             assert "parameters (the ranks share one copy)" in caplog.text
 
         def fails(replica: Any) -> None:
@@ -164,7 +165,7 @@ def test_who_brings_nan(kind: str, flat: allreduce.Topology, world: MPI.Intracom
 
 @pytest.mark.parametrize("update", ["replicated", "sharded"])
 def test_sums_that_overflow(update: str, flat: allreduce.Topology, world: MPI.Intracomm) -> None:
-    """Every rank's gradients are numbers. Without the check the training goes on with infinite parameters."""
+    """Every rank's gradients are finite. Without the check the training continues with infinite parameters."""
     with made(flat, update) as trainer:
         replica, plain = trainer.replica, trainer.replica.gradients
 
@@ -184,7 +185,7 @@ def test_sums_that_overflow(update: str, flat: allreduce.Topology, world: MPI.In
 @pytest.mark.parametrize("large", [False, True], ids=["nan", "large"])
 @pytest.mark.parametrize("kind", ["replicated", "sharded", "central"])
 def test_sparse_gradients_are_looked_at(kind: str, large: bool, flat: allreduce.Topology, world: MPI.Intracomm) -> None:
-    """Of a table of vectors: NaN of one rank, and sums of all ranks that are infinite."""
+    """Of an embedding table: NaN on one rank, and sums over all ranks that are infinite."""
     words = np.random.default_rng(0).integers(0, 9, (24, 2))
     for on_bad in ("raise", "skip"):
         replica = trainers.EmbeddingNetwork([4, 8, 3], words=9, seed=1)
@@ -222,7 +223,7 @@ def test_sparse_gradients_are_looked_at(kind: str, large: bool, flat: allreduce.
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_batch_that_was_left_out_has_no_loss(kind: str, flat: allreduce.Topology, world: MPI.Intracomm) -> None:
-    """In what callbacks are told of batches, where no step was taken before."""
+    """The logs of batches have a NaN loss if no step was taken before."""
     told: list[Any] = []
 
     class Tells(Callback):
@@ -242,7 +243,7 @@ def test_a_batch_that_was_left_out_has_no_loss(kind: str, flat: allreduce.Topolo
 def test_gradients_too_large_to_be_sent(
     compress: str, update: str, check: str, flat: allreduce.Topology, world: MPI.Intracomm
 ) -> None:
-    """Rank 1 brings, in the second step, what float16 does not hold; in the fourth, all bring what has no sum there."""
+    """Rank 1's gradients are too large for float16 in the second step; in the fourth, only the sum of all ranks' is."""
     replica = NumpyNetwork([4, 8, 3], seed=1, lr=1e-9)
     with MirroredTrainer(replica, "ring", flat, update=update, compress=compress) as trainer:
         plain, calls = replica.gradients, []
@@ -276,7 +277,7 @@ def test_gradients_too_large_to_be_sent(
 
 
 class Poisons(Callback):
-    """Features that are no numbers in these steps of these epochs, on all ranks."""
+    """Makes the features NaN in these steps of these epochs, on all ranks."""
 
     def __init__(self, replica: Any, epochs: range, steps: range = range(3)) -> None:
         self._plain, self._epochs, self._steps = replica.gradients, epochs, steps
@@ -298,7 +299,7 @@ class Poisons(Callback):
 def test_epochs_without_steps_have_no_loss(
     kind: str, flat: allreduce.Topology, world: MPI.Intracomm, tmp_path: Path
 ) -> None:
-    """It is NaN, which nobody takes for the best; a resumed fit has the same history."""
+    """The loss is NaN, which does not count as the best; a resumed fit has the same history."""
     folder = Path(world.bcast(str(tmp_path)))
     with made(flat, kind) as trainer:
         poisons = Poisons(trainer.replica, range(1))
@@ -326,7 +327,7 @@ def test_epochs_without_steps_have_no_loss(
 
 @pytest.mark.parametrize("kind", ["replicated", "sharded", "central", "sync"])
 def test_steps_that_are_left_out_do_not_count(kind: str, flat: allreduce.Topology, world: MPI.Intracomm) -> None:
-    """In the means of an epoch, the first step too; also where the fit goes on from a checkpoint behind them."""
+    """Not in the means of an epoch, also if it is the first step; nor in a fit that resumes from a later checkpoint."""
     with made(flat, kind) as trainer:
         poisons = Poisons(trainer.replica, range(2), range(2))
         loss = fit(trainer, poisons, CheckGradients("skip")).column("loss")
@@ -367,7 +368,7 @@ class LeavesOut(Callback):
 @pytest.mark.parametrize("alone", [True, False])
 @pytest.mark.parametrize("kind", ["replicated", "sharded", "central", "sync"])
 def test_one_rank_leaves_a_step_out(kind: str, alone: bool, flat: allreduce.Topology, world: MPI.Intracomm) -> None:
-    """Then all do, as if there were no such batch; what its callback raises, all raise."""
+    """Then all ranks leave it out, as if the batch did not exist; all raise an exception of the callback."""
     with made(flat, kind) as trainer:
         own = LeavesOut() if world.rank == 1 else Callback()
         fit(trainer, *([own] if alone and world.rank == 1 else [] if alone else [own]), CheckGradients("skip"))
@@ -382,7 +383,7 @@ def test_one_rank_leaves_a_step_out(kind: str, alone: bool, flat: allreduce.Topo
 
 
 def test_an_heir_of_a_callback_that_agrees_is_heard(flat: allreduce.Topology, world: MPI.Intracomm) -> None:
-    """It has a before_update of its own, which comes to something else on each rank."""
+    """A subclass with its own before_update, which returns different values on the ranks."""
 
     class Heir(CheckGradients):
         def before_update(self, epoch: int, batch: int) -> bool:
@@ -401,7 +402,8 @@ def test_bad_arguments(flat: allreduce.Topology, world: MPI.Intracomm) -> None:
 
 @pytest.mark.parametrize("own", [{"b": np.ones(3), "c": np.ones(2)}, {"c": np.zeros(2)}], ids=["more", "another"])
 def test_state_that_only_one_rank_has(world: MPI.Intracomm, own: dict[str, np.ndarray]) -> None:
-    """By its name: also where the values alone would be equal, or another number of them."""
+    """The entry is reported by its name, also if its values equal those of another entry, or the numbers of entries
+    differ."""
     held = {"a": np.ones(4)} | (own if world.rank == 1 else {"b": np.zeros(2)})
     found = compare(world, held)
     assert found is not None

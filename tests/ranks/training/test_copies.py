@@ -1,4 +1,4 @@
-"""copy and pickle of things that ranks use together: a named error that says what to keep in their place."""
+"""copy and pickle of objects that ranks share: a named error that says what to store instead."""
 
 import copy
 import pickle

@@ -11,7 +11,7 @@ from mpi4py import MPI
 
 import allreduce
 from allreduce.errors import DisagreementError
-from allreduce.transport.control import known
+from allreduce.transport.control import on_all_ranks
 from trainers import MirroredTrainer, NumpyNetwork
 from trainers.data import Samples
 from trainers.errors import ArgumentError, DataError, DivergedError
@@ -32,7 +32,7 @@ def data() -> tuple[np.ndarray, np.ndarray]:
 
 
 class Recorder(Callback):
-    """Keeps what it is told."""
+    """Records its events."""
 
     def __init__(self) -> None:
         self.seen: list[tuple[Any, ...]] = []
@@ -127,11 +127,11 @@ def test_an_exception_of_one_callback_is_raised_on_all_ranks(
 def test_an_error_that_only_some_ranks_know_is_raised_on_all(
     kind: type[Exception], event: str, flat: allreduce.Topology
 ) -> None:
-    """One rank's callback brings an error that ranks of another communicator have agreed on, or the meter's kind."""
+    """One rank's callback raises an error that ranks of another communicator share, or one of the meter's class."""
 
     def raise_for_some(trainer: MirroredTrainer) -> None:
         error = kind("only some know")
-        raise known(error, MPI.COMM_SELF) if kind is OSError else error
+        raise on_all_ranks(error, MPI.COMM_SELF) if kind is OSError else error
 
     callbacks = [Once(event, raise_for_some)] if flat.rank == flat.size - 1 else []
     with MirroredTrainer(network(), "ring", flat) as trainer:
@@ -141,7 +141,7 @@ def test_an_error_that_only_some_ranks_know_is_raised_on_all(
 
 
 class Fragile(NumpyNetwork):
-    """Its second gradients raise on one rank, as a label that only this rank meets does."""
+    """Its second call of gradients raises on one rank, as a label that only this rank gets would."""
 
     steps = 0
     fails = False
@@ -181,7 +181,7 @@ def stop(trainer: MirroredTrainer) -> None:
     [("on_epoch_begin", 70), ("on_train_batch_begin", 90), ("on_train_batch_end", 100), ("on_epoch_end", 100)],
 )
 def test_a_stop_on_one_rank_stops_all(event: str, rows: int, flat: allreduce.Topology) -> None:
-    """In the second of 5 epochs, of 50 rows in batches of 20, 20 and 10: after the batch that carries the word."""
+    """In the second of 5 epochs, of 50 rows in batches of 20, 20 and 10: after the batch whose flags carry the stop."""
     x, y = data()
     counter = Counter()
     callbacks: list[Callback] = [Once(event, stop)] if flat.rank == flat.size - 1 else []
@@ -201,7 +201,7 @@ class Counter(Callback):
 
 
 class KerasLike:
-    """As Keras' callbacks are: another base class, a model instead of a trainer."""
+    """As Keras' callbacks: another base class, a model instead of a trainer."""
 
     def set_params(self, params: dict[str, Any]) -> None:
         self.params = params
@@ -312,7 +312,7 @@ def test_memory_maps_are_read_ahead(flat: allreduce.Topology, world: MPI.Intraco
 
 @pytest.mark.parametrize("prefetch", [True, False])
 def test_a_row_that_fails_is_named_on_all_ranks(prefetch: bool, flat: allreduce.Topology) -> None:
-    """One rank meets it; all raise it, and can go on."""
+    """One rank gets the error; all raise it, and can continue."""
     with MirroredTrainer(network(), "native", flat) as trainer:
         for error in (OSError, KeyError):
             text = rf"Pairs can't give rows .*{error.__name__}: .?this row is damaged"
@@ -328,7 +328,7 @@ def test_a_row_that_fails_is_named_on_all_ranks(prefetch: bool, flat: allreduce.
 
 
 class Wrong(Pairs):
-    """A label that the network has no output for, in a row that is not looked at before."""
+    """A label for which the network has no output, in a row that is not checked in advance."""
 
     def __getitem__(self, row: int) -> Any:
         x, y = super().__getitem__(row)
@@ -394,7 +394,8 @@ def test_data_sets_of_different_length_are_told(flat: allreduce.Topology) -> Non
 
 
 def test_a_random_data_set_is_read_row_by_row() -> None:
-    """Where rows by an array of numbers are not the rows one by one, an augmentation would be one for all rows."""
+    """If an array of row numbers gives other rows than single numbers, the rows of a batch would share one
+    augmentation."""
 
     class Augmented(ByArrays):
         def __getitem__(self, rows: Any) -> Any:

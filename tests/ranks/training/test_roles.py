@@ -1,4 +1,4 @@
-"""Roles on several ranks: by options and by TF_CONFIG, agreed on, and the topology of those who train."""
+"""Roles on several ranks: by options and by TF_CONFIG, agreed on, and the topology of the ranks that train."""
 
 import json
 from typing import Any
@@ -36,7 +36,7 @@ def test_by_options(flat: allreduce.Topology) -> None:
 
 
 def test_by_tf_config_in_any_order(flat: allreduce.Topology) -> None:
-    """The last rank is the chief, the first one the evaluator, which only its own TF_CONFIG knows of."""
+    """The last rank is the chief; the first is the evaluator, which only its own TF_CONFIG names."""
     if flat.size < 2:
         pytest.skip("needs a rank to evaluate")
     tasks = [("evaluator", 0), *(("worker", index) for index in range(flat.size - 2)), ("chief", 0)]
@@ -68,9 +68,9 @@ def test_tf_config_and_ranks_that_differ(flat: allreduce.Topology) -> None:
     if flat.size == 1:
         return
     served = environment(("worker", flat.size - 1), ("ps", 1))
-    with pytest.raises(RoleError, match="has 1 ps, which this training does not use: add --strategy parameter_serv"):
+    with pytest.raises(RoleError, match="has 1 ps, and this training uses no servers: add --strategy parameter_serv"):
         roles.assign(flat, 0, environment=served)
-    with pytest.raises(RoleError, match="chief 1 is asked for, and that of TF_CONFIG is rank 0"):
+    with pytest.raises(RoleError, match="chief 1 is asked for, and TF_CONFIG makes rank 0 the chief"):
         roles.assign(flat, None, environment=served, chief=1)
     with pytest.raises(RoleError, match="3 servers are asked for, and TF_CONFIG has 1 ps"):
         roles.assign(flat, 3, environment=served)
@@ -86,7 +86,7 @@ def test_tf_config_and_ranks_that_differ(flat: allreduce.Topology) -> None:
 
 @pytest.mark.parametrize("fails", [False, True])
 def test_the_end_of_the_training_is_heard(fails: bool, flat: allreduce.Topology) -> None:
-    """Also by an evaluator that has failed itself, which waits for it, and when the training fails."""
+    """Also by an evaluator that has failed and waits for the end, and if the training fails."""
     if flat.size < 2:
         pytest.skip("needs a rank to evaluate")
     assigned = roles.by_rank(flat.size, evaluator=True)

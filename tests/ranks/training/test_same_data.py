@@ -1,4 +1,4 @@
-"""A warning where all ranks bring the same gradients, because they train on the same batches; and no false one."""
+"""A warning if all ranks have the same gradients, because they train on the same batches; and no false warning."""
 
 import os
 from collections.abc import Callable

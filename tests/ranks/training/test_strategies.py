@@ -1,4 +1,5 @@
-"""Parameter servers and spare replicas on several ranks: the same training where it can be, errors on all ranks."""
+"""Parameter servers and spare replicas on several ranks: results equal to one rank's where possible, errors on all
+ranks."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -55,7 +56,7 @@ every_strategy = pytest.mark.parametrize("make", STRATEGIES.values(), ids=list(S
 
 
 class Seen(Callback):
-    """Counts the batches of this rank, and keeps their losses."""
+    """Counts the batches of this rank, and records their losses."""
 
     def __init__(self) -> None:
         self.batches, self.losses = 0, list[float]()
@@ -98,7 +99,7 @@ def test_synchronous_training_is_that_of_mirrored_replicas(
 
 @straggling
 def test_one_worker_of_several_servers_trains_as_one_rank(flat: allreduce.Topology) -> None:
-    """Its gradients have reached all servers before it reads what they hold."""
+    """All servers have received its gradients before it reads their parameters."""
     x, y = data()
     sums = []
     for updates in ("sync", "async"):
@@ -150,7 +151,7 @@ def test_asynchronous_training_visits_every_part_once(
 
 
 class Stuck(Callback):
-    """The rank `slow` does not come out of its first batch until it has heard of `batches` batches of others."""
+    """The rank `slow` stays in its first batch until other ranks have reported `batches` batches."""
 
     def __init__(self, world: MPI.Intracomm, slow: int, others: list[int], batches: int) -> None:
         self._world, self._slow, self._others, self._missing = world, slow, others, batches
@@ -173,7 +174,7 @@ class Stuck(Callback):
             self._told.append(self._world.isend("a batch", self._slow))
 
     def counts(self) -> list[int]:
-        """The batches of all ranks, when everything is over. Collective."""
+        """Return the numbers of batches of all ranks, after the fit. Collective."""
         counts = self._world.allgather(self.batches)
         if self._world.rank == self._slow:
             for _ in range(sum(counts[rank] for rank in self._others) - self._missing):
@@ -185,7 +186,7 @@ class Stuck(Callback):
 @straggling
 @pytest.mark.parametrize("place", ["first", "last"])
 def test_servers_serve_whoever_is_ready(place: str, flat: allreduce.Topology, world: MPI.Intracomm) -> None:
-    """The slow worker is stuck until the others have done all but what it has been dealt already."""
+    """The slow worker is stuck until the others have done all parts but those already dealt to it."""
     x, y = data()
     workers = list(range(flat.size - 1))
     slow = workers[0 if place == "first" else -1]
@@ -202,7 +203,7 @@ def test_servers_serve_whoever_is_ready(place: str, flat: allreduce.Topology, wo
 @straggling
 @pytest.mark.parametrize("place", ["chief", "last"])
 def test_a_step_does_not_wait_for_the_spare_rank(place: str, flat: allreduce.Topology, world: MPI.Intracomm) -> None:
-    """It sleeps until the others have done ten steps; then it goes on with the newest."""
+    """The spare rank sleeps until the others have done ten steps; then it continues with the newest step."""
     x, y = data()
     ranks = list(range(flat.size))
     slow = 0 if place == "chief" else ranks[-1]
@@ -258,7 +259,7 @@ def test_an_error_of_one_rank_is_raised_on_all(make: Make, event: str, place: st
 def test_an_error_of_a_replica_is_raised_on_all(
     make: Make, where: str, flat: allreduce.Topology, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In the computing of the first rank, and in the update of the rank that serves."""
+    """While the first rank computes, and while the serving rank updates."""
     if make is in_step and where == "update":
         return  # as with mirrored replicas it ends the job
     x, y = data()
@@ -276,7 +277,7 @@ def test_an_error_of_a_replica_is_raised_on_all(
 @served
 @every_strategy
 def test_fits_of_one_epoch_train_one_after_the_other(make: Make, flat: allreduce.Topology) -> None:
-    """Each anew: what a fit has done of its epoch counts for nothing in the next."""
+    """Each fit starts anew: the progress of a fit in its epoch does not count in the next fit."""
     x, y = data()
     with make(network(), flat) as trainer:
         models = [trainer.parameters_sha256()[0]]
@@ -338,7 +339,7 @@ def test_any_rank_may_stop_the_training(make: Make, flat: allreduce.Topology) ->
 @few
 @pytest.mark.parametrize("strategy", ["sync", "no spare replica", "async"])
 def test_a_training_is_resumed(strategy: str, flat: allreduce.Topology, world: MPI.Intracomm, tmp_path: Path) -> None:
-    """From the end of an epoch; where ranks take every step together also from the middle, with the same bits."""
+    """From the end of an epoch; if ranks take every step together, also from the middle, with the same bits."""
     x, y = data()
     folder = world.bcast(str(tmp_path))
 
@@ -371,7 +372,7 @@ def test_a_training_is_resumed(strategy: str, flat: allreduce.Topology, world: M
 
 @few
 def test_models_move_between_strategies(flat: allreduce.Topology, world: MPI.Intracomm, tmp_path: Path) -> None:
-    """Two trainers at once, on one topology; each goes on where the other has stopped."""
+    """Two trainers at once, on one topology; each continues from the model of the other."""
     x, y = data()
     path = world.bcast(str(tmp_path / "model.npz"))
     with asynchronous(network("momentum"), flat) as first, with_spare(network("momentum"), flat) as second:
@@ -392,8 +393,9 @@ def test_models_move_between_strategies(flat: allreduce.Topology, world: MPI.Int
 
 @few
 def test_an_mpi_without_threads(flat: allreduce.Topology, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Workers ask when they have computed; a chief that leads beside its computing there can be none."""
-    monkeypatch.setattr(queue, "has_thread_multiple", lambda: False)
+    """Workers request parameters after they have computed; a chief, which must serve while it computes, is
+    impossible."""
+    monkeypatch.setattr(queue, "thread_error", lambda: UnavailableError("no MPI_THREAD_MULTIPLE"))
     x, y = data()
     with flat.split(0) as own:  # nobody has started the thread of its worker
         with asynchronous(network(), own) as trainer:
@@ -446,7 +448,7 @@ def test_as_many_spare_replicas_as_ranks_are_refused(spare: Any, flat: allreduce
 def test_a_rank_that_is_gone_after_an_agreement_is_missed(
     world: MPI.Intracomm, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whatever the others wait for next, it ends in an error: here for the mean times of an epoch."""
+    """Whatever the others wait for next, the wait ends in an error: here the exchange of an epoch's times."""
     ranks = allreduce.Topology(world, timeout=1)
     x, y = data()
     trainer = MirroredTrainer(network(), "ring", ranks)

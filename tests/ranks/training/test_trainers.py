@@ -1,4 +1,4 @@
-"""The mirrored trainer on several ranks: like one rank, with equal bits, in order, with equal errors."""
+"""The mirrored trainer on several ranks: the results of one rank, equal bits, and the same errors on all ranks."""
 
 import gc
 import json
@@ -33,7 +33,7 @@ def network(seed: int = 3, **options: Any) -> NumpyNetwork:
 def alone(
     x: np.ndarray, y: np.ndarray, epochs: int, batch_size: int, **options: Any
 ) -> tuple[NumpyNetwork, list[float]]:
-    """What one rank computes, by a loop of its own: no trainer, no MPI, no share but the whole."""
+    """Return the result of one rank: a simple loop without trainer, MPI or shares."""
     made, losses = network(**options), []
     for epoch in range(epochs):
         order, total = np.random.default_rng([7, epoch]).permutation(len(x)), 0.0
@@ -62,7 +62,7 @@ def test_training_is_that_of_one_rank(
     reference: tuple[NumpyNetwork, list[float]],
     flat: allreduce.Topology,
 ) -> None:
-    """1437 rows in batches of 100: no rank count divides all of them."""
+    """1437 rows in batches of 100: no number of ranks divides all batches."""
     expected, losses = reference
     mine = network(seed=3 + flat.rank)  # the model of rank 0 must win
     with MirroredTrainer(mine, backend, flat) as trainer:
@@ -152,7 +152,7 @@ def test_validation_follows_every_epoch(digits: datasets.Dataset, flat: allreduc
 def test_saved_models_go_on_with_any_number_of_ranks(
     digits: datasets.Dataset, flat: allreduce.Topology, world: MPI.Intracomm, tmp_path: Path
 ) -> None:
-    """Two epochs, save, load into a fresh trainer and without one: optimizer state included."""
+    """Two epochs, save, load into a new trainer and without a trainer: optimizer state included."""
     path = world.bcast(str(tmp_path / "model.npz"))  # every rank has a tmp_path of its own
     data = (digits.x_train[:300], digits.y_train[:300])
     mine, resumed = network(), network(seed=99)
@@ -199,7 +199,7 @@ BAD_FITS: dict[str, tuple[dict[str, Any], str]] = {
 @pytest.mark.parametrize("bad", BAD_FITS)
 @pytest.mark.parametrize("culprit", ["all", "last"])
 def test_bad_arguments_raise_everywhere(bad: str, culprit: str, flat: allreduce.Topology) -> None:
-    """Whether all ranks bring them or one, all raise the same."""
+    """All ranks raise the same error, whether all or only one have invalid arguments."""
     changes, text = BAD_FITS[bad]
     good = {"x": np.zeros((10, 64), np.float32), "y": np.zeros(10, np.int64), "progress": False}
     guilty = culprit == "all" or flat.rank == flat.size - 1
@@ -244,7 +244,7 @@ def test_replicas_are_equal_before_any_fit(digits: datasets.Dataset, flat: allre
 
 
 def test_one_rank_alone_in_a_call_is_told(digits: datasets.Dataset, flat: allreduce.Topology, tmp_path: Path) -> None:
-    """The classic fault: if trainer.rank == 0: trainer.save(path)."""
+    """The classic mistake: if trainer.rank == 0: trainer.save(path)."""
     if flat.size == 1:
         pytest.skip("one rank agrees with itself")
     with MirroredTrainer(network(), "native", flat) as trainer:
@@ -285,7 +285,7 @@ def test_a_fit_after_a_failed_one_is_timed_anew(digits: datasets.Dataset, flat: 
 
 @pytest.mark.parametrize(("data", "accuracy", "backend"), [("iris", 0.967, "auto"), ("digits", 0.95, "ring")])
 def test_the_defaults_reach_the_accuracy(data: str, accuracy: float, backend: str, flat: allreduce.Topology) -> None:
-    """Those of the command line. That all backends train alike is held above."""
+    """The defaults of the command line. Tests above check that all backends train alike."""
     defaults, loaded = parse(["--data", data], shown=False), datasets.load(data)
     mine = NumpyNetwork([loaded.features, *defaults.hidden, len(loaded.classes)], lr=defaults.lr)
     mine.scale_input(loaded.shift, loaded.scale)
@@ -321,6 +321,13 @@ def test_names_instances_and_closing(
         trainer.predict(np.zeros((1, 64), np.float32))
 
 
+def test_the_former_name_of_failures(flat: allreduce.Topology) -> None:
+    with MirroredTrainer(NumpyNetwork([4, 3]), topology=flat) as trainer:
+        with pytest.warns(DeprecationWarning, match=r"trainer\.losses is now trainer\.failures"):
+            assert trainer.losses == []
+        assert trainer.failures == []
+
+
 def test_default_topology_is_all_ranks() -> None:
     with MirroredTrainer(network(), "native") as trainer:
         assert trainer.size == MPI.COMM_WORLD.size
@@ -330,7 +337,7 @@ def test_default_topology_is_all_ranks() -> None:
 def trained(
     update: str, backend: str, topology: allreduce.Topology, data: tuple[np.ndarray, np.ndarray], **options: Any
 ) -> tuple[NumpyNetwork, list[float]]:
-    """After a fit, with the trainer closed."""
+    """Return the results of a fit, after the trainer is closed."""
     mine = network(**options)
     with MirroredTrainer(mine, backend, topology, update=update) as trainer:
         history = trainer.fit(*data, 2, BATCH, seed=7, progress=False)
@@ -342,7 +349,8 @@ def trained(
 def test_a_sharded_update_gives_the_bits_of_a_replicated_one(
     backend: str, optimizer: str, digits: datasets.Dataset, flat: allreduce.Topology
 ) -> None:
-    """Parameters, losses, and the optimizer's state, which every replica has all of when the trainer is closed."""
+    """Parameters, losses, and the optimizer's state, which every replica holds completely after the trainer is
+    closed."""
     data = (digits.x_train[:550], digits.y_train[:550])
     phases = "shared" if backend == "auto" else backend
     with allreduce.create(phases, flat) as same_sums:
@@ -417,7 +425,7 @@ def test_parameters_of_a_sharded_trainer_are_in_common(digits: datasets.Dataset,
 
 
 class Bare(NumpyNetwork):
-    """A replica as it was before there were slices."""
+    """A replica without support for slices."""
 
     bind_parameters = Replica.bind_parameters
 
@@ -467,7 +475,7 @@ def _open_topologies() -> list[int]:
 
 
 def test_a_closed_trainer_keeps_no_memory_of_the_backend(flat: allreduce.Topology) -> None:
-    """The gradients' memory, and the parameters' when sharded: nothing in the replica lies there any more."""
+    """Neither the gradients nor sharded parameters: the replica uses its own memory again."""
     for update in ("replicated", "sharded"):
         mine = network()
         with MirroredTrainer(mine, "shared", flat, update=update) as trainer:
@@ -498,7 +506,7 @@ def test_an_abandoned_trainer_keeps_no_memory_of_the_backend(
 
 
 class BadBind(NumpyNetwork):
-    """Can't be bound by a trainer on the last rank."""
+    """A replica whose `bind` raises on the last rank."""
 
     binds = 0
 
@@ -517,7 +525,7 @@ def test_replicas_keep_no_memory_of_a_trainer_that_one_rank_has_refused(flat: al
 
 
 def test_shares_are_a_partition(world: MPI.Intracomm) -> None:
-    """Every row is seen once an epoch by one rank, and the shares of a batch add up to 1."""
+    """Every row is used once an epoch by one rank, and the shares of a batch add up to 1."""
     x = np.arange(23)
     batches = Batches(x, x, 5, world.rank, world.size, seed=1)
     seen = [Batch(b.x.copy(), b.y.copy(), b.rows, b.share) for b in batches.epoch(2)]
@@ -531,7 +539,7 @@ def test_shares_are_a_partition(world: MPI.Intracomm) -> None:
 
 
 class ReadOnly(NumpyNetwork):
-    """Its states can't be written to, as those of a framework whose arrays never change (JAX)."""
+    """A replica with read-only state arrays, as those of a framework with immutable arrays (JAX)."""
 
     def state(self) -> dict[str, np.ndarray]:
         held = {name: np.array(array) for name, array in super().state().items()}

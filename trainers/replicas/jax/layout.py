@@ -44,9 +44,9 @@ def _dtype(leaf: Any) -> str:
 
 
 def alias(array: np.ndarray) -> jax.Array:
-    """Return a JAX array in the memory of `array`. Do not keep it, and do not change the memory before it was used.
+    """Return a JAX array in the memory of `array`. Do not keep it; do not change the memory while JAX still uses it.
 
-    A copy if XLA can't use that memory: it requires an alignment of 64 bytes, and NumPy has no bfloat16.
+    Returns a copy if XLA can't use that memory: it requires an alignment of 64 bytes, and NumPy has no bfloat16.
     """
     if array.dtype.kind == "V" or array.dtype.name == "bfloat16":
         return own(array)

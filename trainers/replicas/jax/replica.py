@@ -64,7 +64,7 @@ class JaxReplica(FlatReplica):
         self._outputs = jax.jit(self._output, static_argnames="flat")
         self.bind(np.zeros(self.gradient_length, self._layout.dtype))
 
-    # What a trainer calls
+    # Methods of Replica
 
     @property
     def params(self) -> Any:
@@ -138,7 +138,7 @@ class JaxReplica(FlatReplica):
     def _input(self, array: np.ndarray) -> np.ndarray:
         return array.astype(self._layout.dtype, copy=False) if array.dtype.kind == "f" else array
 
-    # What is compiled
+    # Compiled functions
 
     def _measure_gradients(self, flat: bool, model: Any, x: Any, y: Any, share: Any) -> tuple[Any, list[Any]]:
         """Return the metrics, and `share` times the gradients of the loss."""

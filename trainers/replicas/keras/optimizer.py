@@ -35,7 +35,7 @@ class State:
 class Optimizer(FlatOptimizer):
     """A Keras optimizer as a FlatOptimizer. variables: the trained ones. Raises ArgumentError."""
 
-    how_to_set_rates = "; create the optimizer with a number, not a schedule, to have one"
+    how_to_set_rates = "; create the optimizer with a number as its learning rate, not a schedule, to have one"
 
     def __init__(self, optimizer: Any, variables: list[Any], dtype: str) -> None:
         _check(optimizer, variables)

@@ -50,7 +50,6 @@ class KerasReplica(FlatReplica):
         self.gradient_length = self._layout.length
         optimizer = keras.optimizers.get(optimizer) if isinstance(optimizer, str) else optimizer
         self._optimizer = Optimizer(optimizer, self._trained, self.gradient_dtype)
-        self._length = self._optimizer.layout.length
         random = {id(each) for each in model.variables} - {id(each) for each in model.weights}
         others = model.non_trainable_variables
         self._shared = {f"model.{n}": each for n, each in enumerate(others) if id(each) not in random}
@@ -60,7 +59,7 @@ class KerasReplica(FlatReplica):
         self._before: list[np.ndarray] = []
         self.bind(np.zeros(self.gradient_length, self.gradient_dtype))
 
-    # What a trainer calls
+    # Methods of Replica
 
     def _move_parameters(self, buffer: Any) -> None:
         self._refresh_model()
@@ -208,7 +207,7 @@ def _trained_of(model: Any) -> list[Any]:
         )
     if not model.built:
         raise ArgumentError(
-            f"{model.name} is not built: begin it with a keras.Input(shape), or call model.build(shape) before"
+            f"{model.name} is not built: begin it with a keras.Input(shape), or call model.build(shape) first"
         )
     if keras.backend.backend() not in COMPUTING:
         raise ArgumentError(

@@ -48,7 +48,7 @@ class EmbeddingNetwork(NumpyNetwork):
         if state[TABLE].shape != (names["words"], sizes[0]):
             raise ArgumentError(f"the table is {state[TABLE].shape}, of {names['words']} words")
 
-    # What a trainer calls
+    # Methods of Replica
 
     @property
     def learning_rates(self) -> list[float]:

@@ -30,11 +30,11 @@ class Loss(ABC):
 
     @abstractmethod
     def measure(self, z: Any, y: Any, values: Any) -> None:
-        """Write the sums over the rows of `metrics` into `values`. Overwrites z with what `derive` needs."""
+        """Write the sums over the rows of `metrics` into `values`. Overwrites z with the input of `derive`."""
 
     @abstractmethod
     def derive(self, z: Any, y: Any, factor: float) -> None:
-        """Turn what `measure` left into `factor` times the sum over the rows of the loss's derivative by z."""
+        """Turn z, as `measure` left it, into `factor` times the derivative by z of the loss summed over the rows."""
 
 
 class SoftmaxCrossEntropy(Loss):

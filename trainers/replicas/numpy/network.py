@@ -20,11 +20,11 @@ FLOAT = np.dtype(np.float32)
 
 
 class Activation(NamedTuple):
-    """apply: overwrites z with the activation. derive: overwrites activations with the derivative there."""
+    """apply: overwrites z with the activations. derive: overwrites activations with the derivatives at them."""
 
     apply: Callable[[Any, Any], None]
     derive: Callable[[Any, Any], None]
-    init: str  # the default initialisation with it
+    init: str  # the default initialisation of layers with this activation
 
 
 def _relu(xp: Any, z: Any) -> None:
@@ -149,7 +149,7 @@ class NumpyNetwork(FlatReplica):
             raise ArgumentError(f"shift and scale must be numbers or {self.sizes[0]} numbers: {error}") from error
         self._scales_input = bool((self._shift != 0).any() or (self._scale != 1).any())
 
-    # What a trainer calls
+    # Methods of Replica
 
     def bind(self, buffer: Any) -> None:
         super().bind(buffer)
@@ -207,13 +207,13 @@ class NumpyNetwork(FlatReplica):
         try:
             steps, sizes = int(state[STEPS]), state["sizes"].reshape(-1).tolist()
         except (KeyError, TypeError, ValueError, OverflowError) as error:
-            raise ModelFileError(f"this is no state of a NumpyNetwork: {error!r}") from error
+            raise ModelFileError(f"this is not the state of a NumpyNetwork: {error!r}") from error
         if sizes != self.sizes:
             given, here = ("-".join(map(str, each)) for each in (sizes, self.sizes))
             raise ModelFileError(f"the saved model is a network of sizes {given}, and this one has {here}")
         dtypes = {name: array.dtype for name, array in state.items() if array.dtype.kind not in "fi"}
         if steps < 0 or dtypes:
-            raise ModelFileError(f"this is no state of a NumpyNetwork: {steps} steps, {dtypes or 'all numbers'}")
+            raise ModelFileError(f"this is not the state of a NumpyNetwork: {steps} steps, {dtypes or 'all numbers'}")
         super().load_state(state)
 
     def _load_rest(self, state: Mapping[str, np.ndarray]) -> None:
@@ -223,7 +223,7 @@ class NumpyNetwork(FlatReplica):
     def config(self) -> dict[str, Any]:
         # a user's optimizer is saved by its class name: `restore` accepts it, `load` can't create it
         kind = type(self.optimizer)
-        name = next((name for name, known in OPTIMIZERS.items() if known is kind), kind.__name__)
+        name = next((name for name, each in OPTIMIZERS.items() if each is kind), kind.__name__)
         options = self.optimizer.config()
         return {"sizes": self.sizes, **self._names, "optimizer": name, "optimizer_options": options}
 

@@ -78,11 +78,11 @@ REPLACED = (
 
 
 def _try(kind: type[Optimizer], used: dict[str, bool], dtype: torch.dtype) -> bool:
-    known = inspect.signature(kind).parameters
+    accepted = inspect.signature(kind).parameters
     options = {
         name: NUMBERS.get(name, True) if truth else type(NUMBERS.get(name, True))()
         for name, truth in used.items()
-        if name in known
+        if name in accepted
     } | {"lr": NUMBERS["lr"]}
     try:
         plain, fused = (

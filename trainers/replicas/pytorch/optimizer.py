@@ -33,7 +33,7 @@ Add your own class if it does."""
 
 BLOCK = 1 << 17  # elements updated at a time: their parameters, gradients and state fit into the cache
 TRIED = (2, 3)  # shape of the parameters in the trial step
-PRESENT = "optimizer.present"  # which parameters have state: after the first step
+PRESENT = "optimizer.present"  # entry: which parameters have state; optimizers create it in the first step
 
 
 class TorchOptimizer(FlatOptimizer):
@@ -45,7 +45,7 @@ class TorchOptimizer(FlatOptimizer):
 
     def __init__(self, optimizer: Optimizer, trained: list[nn.Parameter]) -> None:
         tried = _trial_state(optimizer, trained[0].device)
-        self._devices = {f"optimizer.{key}": value.device for key, value in tried.items()}  # steps may be on a GPU
+        self._devices = {f"optimizer.{key}": value.device for key, value in tried.items()}  # `step` may be on the host
         elementwise = sorted(f"optimizer.{key}" for key, value in tried.items() if value.shape == TRIED)
         super().__init__(Layout(each.shape for each in trained), [PRESENT, *sorted(self._devices)], elementwise)
         self._user, self._trained = optimizer, trained
@@ -173,12 +173,12 @@ def hyperparameters(group: dict[str, Any]) -> dict[str, Any]:
 def optimizer_like(optimizer: Optimizer, groups: Iterable[list[Tensor]]) -> Optimizer:
     """Return an optimizer of the same class and hyperparameters without state. groups: the tensors of each group."""
     kind = type(optimizer)
-    known = inspect.signature(kind).parameters
+    accepted = inspect.signature(kind).parameters
     made = [
         {**hyperparameters(group), "params": tensors}
         for group, tensors in zip(optimizer.param_groups, groups, strict=True)
     ]
-    return kind(made, **{key: value for key, value in optimizer.defaults.items() if key in known})
+    return kind(made, **{key: value for key, value in optimizer.defaults.items() if key in accepted})
 
 
 def block_on(device: str) -> int:

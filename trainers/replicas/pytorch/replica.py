@@ -25,7 +25,7 @@ from trainers.replicas.pytorch.optimizer import TorchOptimizer
 from trainers.replicas.pytorch.tensors import DTYPES, as_tensor, from_array, host_view, views, write_flat
 
 changes_of = attrgetter("_version")  # how often a tensor was changed in place; not public in PyTorch
-HYPERPARAMETER = "hyperparameter."  # prefix of their names in the state
+HYPERPARAMETER = "hyperparameter."  # prefix of the hyperparameters' names in the state
 Metric = Callable[[Tensor, Tensor], Tensor]
 
 
@@ -79,7 +79,7 @@ class TorchReplica(FlatReplica):
         self._parameter_views: list[Tensor] = []
         self._use(torch.zeros(self.gradient_length, dtype=self._dtype, device=self._device.device))
 
-    # What a trainer calls
+    # Methods of Replica
 
     def bind(self, buffer: Any) -> None:
         super().bind(buffer)
@@ -144,8 +144,8 @@ class TorchReplica(FlatReplica):
             if self._parameters is None:
                 raise ArgumentError("call bind_parameters() before update(part)")
             if any(
-                each.data_ptr() != home.data_ptr()
-                for each, home in zip(self._trained, self._parameter_views, strict=True)
+                each.data_ptr() != view.data_ptr()
+                for each, view in zip(self._trained, self._parameter_views, strict=True)
             ):
                 raise ArgumentError(
                     f"a parameter's .data was replaced, so this {type(self.module).__name__} would no longer be "
@@ -217,11 +217,11 @@ class TorchReplica(FlatReplica):
     def load_local_state(self, state: dict[str, np.ndarray]) -> None:
         here = self._own_buffers()
         shapes = [
-            {name: tuple(each.shape) for name, each in side.items() if not name.startswith("random")}
-            for side in (state, here)
+            {name: tuple(each.shape) for name, each in held.items() if not name.startswith("random")}
+            for held in (state, here)
         ]
         if "random" not in state or shapes[0] != shapes[1]:
-            raise ModelFileError(f"the local state is of another model: {shapes[0]} there and {shapes[1]} here")
+            raise ModelFileError(f"the local state is of another model: it has {shapes[0]}, and this one {shapes[1]}")
         self._device.set_random_states(state)
         for name, each in here.items():
             each.copy_(torch.from_numpy(np.array(state[name])))

@@ -44,7 +44,7 @@ def host_view(tensor: Any) -> np.ndarray:
 def as_bytes(tensor: torch.Tensor) -> np.ndarray:
     """Return a dense tensor of any dtype as bytes: its memory if it is contiguous and on the CPU, else a copy."""
     whole = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
-    # the stride of a single element may be any, and `view` takes no other than 1
+    # a tensor of one element may have any stride, and `view` requires 1
     return whole.as_strided((whole.numel(),), (1,)).view(torch.uint8).numpy()
 
 
@@ -87,13 +87,8 @@ def write_flat(tensors: Sequence[torch.Tensor], flat: np.ndarray) -> None:
 
 def from_array(array: np.ndarray) -> torch.Tensor:
     """Return a tensor in the memory of `array`; a copy if PyTorch can't use it (read-only, or unsigned)."""
-    return torch.from_numpy(
-        array if array.flags.writeable and array.dtype.kind != "u" else array.astype(_signed(array.dtype))
-    )
-
-
-def _signed(dtype: np.dtype) -> np.dtype:
-    return np.dtype(np.int64) if dtype.kind == "u" else dtype
+    dtype = np.int64 if array.dtype.kind == "u" else array.dtype
+    return torch.from_numpy(array if array.flags.writeable and array.dtype == dtype else array.astype(dtype))
 
 
 def numpy_dtype(dtype: torch.dtype) -> np.dtype:

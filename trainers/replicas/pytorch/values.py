@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from trainers.replica import reserved
 from trainers.replicas.pytorch.tensors import as_bytes
 
 SENDABLE = "None, numbers, texts, bytes, dense tensors, NumPy arrays, and lists, tuples, sets and dicts of them"
@@ -96,14 +97,21 @@ def empty(layouts: Sequence[Any]) -> list[Tensor]:
     return [torch.empty(shape, dtype=getattr(torch, dtype)) for shape, dtype in layouts]
 
 
-def pack(value: Any, named_tuples: bool = False) -> np.ndarray:
-    """Return a value as bytes: the length of its JSON, the JSON, and its tensors. Raises TypeError as `to_json`."""
+def pack(
+    value: Any, named_tuples: bool = False, memory: dict[str, np.ndarray] | None = None, name: str = ""
+) -> np.ndarray:
+    """Return a value as bytes: the length of its JSON, the JSON, and its tensors. Raises TypeError as `to_json`.
+
+    memory, name: where the bytes are kept; see Replica.snapshot.
+    """
     tensors: list[Tensor] = []
     plain = to_json(value, tensors, named_tuples)
     text = json.dumps([plain, layouts(tensors)]).encode()
     text = text.ljust(-(-len(text) // TEXT_BYTES) * TEXT_BYTES)
     head = np.frombuffer(len(text).to_bytes(HEAD, "little") + text, np.uint8)
-    return np.concatenate([head, *map(as_bytes, tensors)])
+    parts = [head, *map(as_bytes, tensors)]
+    whole = reserved({} if memory is None else memory, name, (sum(part.size for part in parts),), head.dtype)
+    return np.concatenate(parts, out=whole)
 
 
 def unpack(packed: np.ndarray) -> tuple[Any, int]:

@@ -41,7 +41,7 @@ class StalenessRule(NamedTuple):
 
     @property
     def bound(self) -> int | None:
-        """The largest staleness that waiting workers guarantee; None for no bound."""
+        """The largest staleness, enforced by letting workers wait; None for no bound."""
         return None if self.stale == "drop" else self.most
 
     def factor(self, staleness: int) -> float:
@@ -162,7 +162,7 @@ class Dealer:
     def _is_ahead(self, worker: int) -> bool:
         """Whether a worker still computes, and must not have another part yet.
 
-        Near the end of the epoch no worker may, because a slow worker would hold a part that another could compute.
+        Near the end of the epoch no worker gets a second part: a slow worker would keep it from the other workers.
         """
         computes = any(part.worker == worker for part in self._outstanding)
         return computes and (not self._ahead or len(self._left) <= len(self._workers))

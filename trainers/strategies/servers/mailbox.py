@@ -2,7 +2,7 @@
 (Client)."""
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -134,6 +134,13 @@ class Waiter:
         self._detector.forget(self._record)
 
 
+def cancel(receives: Iterable[MPI.Request]) -> None:
+    """Cancel receives that other ranks may not have matched. Local."""
+    for request in receives:
+        request.Cancel()
+        request.Wait()
+
+
 class Arrival(NamedTuple):
     """A received message; its memory is valid until `Mailbox.clear`."""
 
@@ -156,60 +163,53 @@ class Mailbox:
     ) -> None:  # fmt: skip
         self._comm, self._waiter, self._workers = comm, waiter, list(workers)
         self._shape = measures, length, dtype
-        self._slots: list[Arrival] = []
-        self._requests: list[MPI.Prequest] = []
-        for number, rank in enumerate(workers):
-            for tag in (ASK, PUSH):
-                message = Message(measures, length if tag == PUSH else 0, dtype)
-                self._slots.append(Arrival(number, tag, message))
-                self._requests.append(comm.Recv_init(message.mpi_buffer(), rank, tag))
-        self._posted = [False] * len(self._slots)
-        self._arrived: deque[int] = deque()
-        # reply buffers and their sends; reused when the sends are complete
-        self._in_flight: list[tuple[Message, list[MPI.Request]]] = []
+        self._slots = [
+            Arrival(number, tag, Message(measures, length if tag == PUSH else 0, dtype))
+            for number in range(len(workers))
+            for tag in (ASK, PUSH)
+        ]
+        self._receives: dict[Arrival, MPI.Request] = {}  # the posted ones
+        self._arrived: deque[Arrival] = deque()
+        self._sends: dict[Message, list[MPI.Request]] = {}  # of each reply buffer; reused when they are complete
 
     def open(self, tags: Sequence[int]) -> None:
         """Post the receives of an epoch."""
-        for index, slot in enumerate(self._slots):
-            if slot.tag in tags and not self._posted[index]:
-                self._post(index)
+        for slot in self._slots:
+            if slot.tag in tags and slot not in self._receives:
+                self.clear(slot)
 
     def clear(self, arrival: Arrival) -> None:
         """Release the memory of `arrival`, and post the receive of the worker's next message."""
-        self._post(self._slots.index(arrival))
-
-    def _post(self, index: int) -> None:
-        self._requests[index].Start()
-        self._posted[index] = True
+        buffer, worker = arrival.message.mpi_buffer(), self._workers[arrival.worker]
+        self._receives[arrival] = self._comm.Irecv(buffer, worker, arrival.tag)
 
     def next(self, text: str) -> Arrival:
         """Return the next received message, waiting if there is none. text: names the wait."""
         if not self._arrived:
             self._waiter.until(self._poll, text)
-        return self._slots[self._arrived.popleft()]
+        return self._arrived.popleft()
 
     def _poll(self) -> bool:
-        received = [index for index, posted in enumerate(self._posted) if posted and self._requests[index].Test()]
-        for index in received:
-            self._posted[index] = False
+        received = [arrival for arrival, request in self._receives.items() if request.Test()]
+        for arrival in received:
+            del self._receives[arrival]
         self._arrived.extend(received)
         return bool(received)
 
     def message(self) -> Message:
         """Return a reply buffer whose sends are complete, or a new one."""
-        for message, sends in self._in_flight:
+        for message, sends in self._sends.items():
             if all_done(sends):
                 sends.clear()
                 return message
         message = Message(*self._shape)
-        self._in_flight.append((message, []))
+        self._sends[message] = []
         return message
 
     def reply(self, message: Message, worker: int, with_body: bool) -> None:
         """Start sending `message` to a worker. Do not change it until `message()` returns it again. It may be sent to
         several workers."""
-        sends = next(sends for each, sends in self._in_flight if each is message)
-        sends.append(self._comm.Isend(message.mpi_buffer(with_body), self._workers[worker], REPLY))
+        self._sends[message].append(self._comm.Isend(message.mpi_buffer(with_body), self._workers[worker], REPLY))
 
     def answer(self, header: Header, worker: int) -> None:
         """Send a worker a reply without a body."""
@@ -219,18 +219,14 @@ class Mailbox:
 
     def drain(self) -> None:
         """Wait until all replies are sent."""
-        for _, sends in self._in_flight:
+        for sends in self._sends.values():
             self._waiter.all_of(sends, "send the last replies")
             sends.clear()
 
     def close(self) -> None:
-        """Cancel the posted receives, and free the requests. Local."""
-        for request, posted in zip(self._requests, self._posted, strict=True):
-            if posted:
-                request.Cancel()
-                request.Wait()
-            request.Free()
-        self._requests, self._slots, self._in_flight = [], [], []
+        """Cancel the posted receives. Local."""
+        cancel(self._receives.values())
+        self._receives, self._slots, self._sends = {}, [], {}
 
     def abandon(self) -> None:
         """Drop the requests without communication; the posted ones and their memory are freed later. Local."""
@@ -249,20 +245,13 @@ class Client:
         self, comm: MPI.Intracomm, waiter: Waiter, waiter_ahead: Waiter, servers: Sequence[int], parts: Sequence[slice],
         measures: int, dtype: np.dtype,
     ) -> None:  # fmt: skip
-        self._waiter, self._waiter_ahead = waiter, waiter_ahead
-        self._parts = list(parts)
+        self._comm, self._waiter, self._waiter_ahead = comm, waiter, waiter_ahead
+        self._servers, self._parts = list(servers), list(parts)
         lengths = [part.stop - part.start for part in parts]
         self._questions = [Message(measures, 0, dtype) for _ in servers]
         self._pushes = [Message(measures, length, dtype) for length in lengths]
         self.replies = [Message(measures, length, dtype) for length in lengths]
-        pairs = list(zip(servers, range(len(servers)), strict=True))
-        self._asks = [comm.Send_init(self._questions[index].mpi_buffer(), rank, ASK) for rank, index in pairs]
-        self._full_pushes = [comm.Send_init(self._pushes[index].mpi_buffer(), rank, PUSH) for rank, index in pairs]
-        self._header_pushes = [
-            comm.Send_init(self._pushes[index].mpi_buffer(with_body=False), rank, PUSH) for rank, index in pairs
-        ]
-        self._receives = [comm.Recv_init(self.replies[index].mpi_buffer(), rank, REPLY) for rank, index in pairs]
-        self._expected: list[bool] = [False] * len(pairs)
+        self._pending: dict[int, list[MPI.Request]] = {ASK: [], PUSH: [], REPLY: []}  # by tag
 
     def begin(self) -> None:
         """Reset the replies at the beginning of an epoch. Local."""
@@ -284,29 +273,32 @@ class Client:
             self._ask([0], question)
         dealt = self.replies[0].header
         if dealt.kind == WORK:
-            self._ask(range(1, len(self._asks)), question._replace(taken=dealt.taken))
+            self._ask(range(1, len(self._servers)), question._replace(taken=dealt.taken))
 
     def _ask(self, servers: Sequence[int], question: Header) -> None:
         for server in servers:
             self.post_receive(server)
             self._questions[server].header = question
-            self._asks[server].Start()
-        self._await(servers, self._waiter_ahead)
-        self._waiter_ahead.all_of([self._asks[server] for server in servers], "send requests to the servers")
+            self._send(self._questions[server], server, ASK)
+        self._finish(REPLY, self._waiter_ahead, "receive parameters from the servers")
+        self._finish(ASK, self._waiter_ahead, "send requests to the servers")
 
     def post_receive(self, server: int) -> None:
         """Post the receive of a server's next reply; call it before the request is sent."""
-        self._receives[server].Start()
-        self._expected[server] = True
+        buffer = self.replies[server].mpi_buffer()
+        self._pending[REPLY].append(self._comm.Irecv(buffer, self._servers[server], REPLY))
 
-    def _await(self, servers: Sequence[int], waiter: Waiter) -> None:
-        waiter.all_of([self._receives[server] for server in servers], "receive parameters from the servers")
-        for server in servers:
-            self._expected[server] = False
+    def _send(self, message: Message, server: int, tag: int, with_body: bool = True) -> None:
+        self._pending[tag].append(self._comm.Isend(message.mpi_buffer(with_body), self._servers[server], tag))
+
+    def _finish(self, tag: int, waiter: Waiter, text: str) -> None:
+        """Wait until all requests of a tag are complete."""
+        requests, self._pending[tag] = self._pending[tag], []
+        waiter.all_of(requests, text)
 
     def wait_for_replies(self) -> None:
         """Wait until all servers have replied to the last push."""
-        self._await(range(len(self._receives)), self._waiter)
+        self._finish(REPLY, self._waiter, "receive parameters from the servers")
 
     def copy_parameters(self, parameters: np.ndarray) -> list[int]:
         """Copy the received slices into `parameters`. Returns each server's version."""
@@ -319,26 +311,23 @@ class Client:
     def push(self, headers: Sequence[Header], gradients: np.ndarray | None, measures: Any = ()) -> None:
         """Send each server its slice of `gradients`, or a push without gradients if None. Returns once the previous
         push is complete and this one is started."""
-        self._waiter.all_of(self._full_pushes + self._header_pushes, "send gradients to the servers")
+        self._finish(PUSH, self._waiter, "send gradients to the servers")
         for index, (part, message) in enumerate(zip(self._parts, self._pushes, strict=True)):
             message.header = headers[index]
             message.measures[: len(measures)] = measures
             if gradients is not None:
                 message.body[:] = gradients[part]
-            (self._header_pushes if gradients is None else self._full_pushes)[index].Start()
+            self._send(message, index, PUSH, with_body=gradients is not None)
 
     def bye(self) -> None:
         """Tell all servers that this worker has finished the epoch, and wait until that is sent."""
         self.push([Header(BYE)] * len(self._parts), None)
-        self._waiter.all_of(self._header_pushes, "tell the servers that this worker has finished")
+        self._finish(PUSH, self._waiter, "tell the servers that this worker has finished")
 
     def close(self) -> None:
-        """Cancel the posted receives, and free the requests. Local."""
-        for request, expected in zip(self._receives, self._expected, strict=True):
-            if expected:
-                request.Cancel()
-                request.Wait()
-        for request in [*self._asks, *self._full_pushes, *self._header_pushes, *self._receives]:
+        """Cancel the posted receives, and free the other requests. Local."""
+        cancel(self._pending[REPLY])
+        for request in [*self._pending[ASK], *self._pending[PUSH]]:
             request.Free()
 
     def abandon(self) -> None:

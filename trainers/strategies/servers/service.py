@@ -14,7 +14,7 @@ from allreduce.engine.queue import Future, Queue, Worker
 from allreduce.errors import RankLostError, UnavailableError
 from allreduce.topology import Topology
 from allreduce.transport.chunked import pieces
-from allreduce.transport.control import known, together
+from allreduce.transport.control import on_all_ranks, together
 from allreduce.transport.wait import wait_for
 from trainers import malloc, stopwatch
 from trainers.checks import LEARNING_RATES
@@ -103,8 +103,8 @@ class ServerStrategy(Strategy):
     servers: the ranks that hold the parameters, in the order of their slices. workers: the ranks that compute.
     uses_mailbox: whether servers receive messages in any order, through a Mailbox.
     measures: the number of metrics (float64) in each message.
-    thread: what the second thread does while this rank computes: "" no thread; "ask": requests parameters (without MPI
-        threads this is done after the computation); "serve": runs the server (needs MPI threads).
+    thread: the task of the second thread while this rank computes: "": no thread; "ask": requests parameters (without
+        MPI threads this is done after the computation); "serve": runs the server (needs MPI threads).
     """
 
     mirrors = "epoch"
@@ -256,8 +256,8 @@ class ServerStrategy(Strategy):
     def _why_it_ends(self) -> str:
         """Why the remaining ranks can't continue, as text; "" if they can. Local, the same on all ranks."""
         if len(self.servers) < len(self._slices):
-            return "a server was lost, and with it its slice of the parameters and of the optimizer's state"
-        return "" if self.workers else "all workers were lost, and servers do not compute"
+            return "a server has failed, and its slice of the parameters and of the optimizer's state is lost"
+        return "" if self.workers else "all workers have failed, and servers do not compute"
 
     def rebuild(self) -> None:
         now = {old: rank for rank, old in enumerate(self.group.previous)}
@@ -271,7 +271,7 @@ class ServerStrategy(Strategy):
         has failed. Collective."""
         if self._why_it_ends:
             text = f"{self._why_it_ends}; resume from the last checkpoint (resume=True, --resume)"
-            raise known(RankLostError(text), self.group.comm)
+            raise on_all_ranks(RankLostError(text), self.group.comm)
         self._agree_on_progress()
         self._broadcast_parameters()
         return True
@@ -320,7 +320,7 @@ class ServerStrategy(Strategy):
         return dict.fromkeys([*self.replica.updated, LEARNING_RATES], "only the servers have the current values")
 
     def gather_state(self, state: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-        """Return `state` with the servers' values of updated entries (whole ones: the first server's). Collective."""
+        """Return `state` with the servers' values of updated entries; the first server's if not sliced. Collective."""
         own = []
         if self._shard is not None:
             part = self._shard.part

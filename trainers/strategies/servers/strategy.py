@@ -42,7 +42,7 @@ def server_ranks(servers: Any, ranks: int) -> tuple[tuple[int, ...], ArgumentErr
         return (), ArgumentError(f"servers={servers!r}, and there are {ranks} ranks, 0 to {ranks - 1}")
     if len(chosen) == ranks:
         return (), ArgumentError(
-            f"servers={servers!r} leaves no worker (ranks: {ranks}): start more ranks, or fewer servers"
+            f"servers={servers!r} leaves no worker (ranks: {ranks}): start more ranks, or use fewer servers"
         )
     return chosen, None
 
@@ -56,7 +56,7 @@ def options_error(updates: Any, stale: Any, most: Any, warm_up: Any, rate: Any) 
         if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < 0:
             return ArgumentError(f"{name} must be an integer >= 0, got {value!r}")
     if stale == "drop" and most is None:
-        return ArgumentError('stale="drop" needs max_staleness: how many updates behind is too many')
+        return ArgumentError('stale="drop" needs max_staleness: gradients of a larger staleness are dropped')
     given = [stale != "keep" and "stale", most is not None and "max_staleness", warm_up and "warm_up",
              rate != "keep" and "learning_rate"]  # fmt: skip
     useless = [name for name in given if name]
@@ -250,7 +250,7 @@ class AsynchronousServers(ParameterServers):
 
     def _set_part(self) -> None:
         super()._set_part()
-        self.parts = self._first_workers  # parts are dealt to the remaining workers, so their number does not change
+        self.parts = self._first_workers  # also after failures: the remaining workers compute all parts of a batch
 
     def connect(self, group: RankGroup) -> None:
         servers, _ = server_ranks(self._options.servers, group.size)

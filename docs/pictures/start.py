@@ -1,6 +1,6 @@
 """Draws the pictures of docs/start into docs/pictures: what data-parallel training is, which API to use, the speed-up.
 
-python docs/pictures_start.py        (needs matplotlib: the extra "bench")
+python docs/pictures/start.py        (needs matplotlib: the extra "bench")
 
 The measured points of the speed-up are in docs/pictures/speedup.jsonl, one run a line, written by
 sudo bash scripts/cluster_sim.sh HOSTS 1gbit -- python docs/programs/speedup.py --allreduce NAME --json FILE
@@ -8,6 +8,7 @@ The lines are the cost model's (benchmarks/predicting), with the constants that 
 """
 
 import json
+import sys
 from dataclasses import replace
 from pathlib import Path
 from statistics import median
@@ -17,10 +18,12 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import FancyBboxPatch
 
-from benchmarks.predicting.costs import Cluster, Machine, on_link, predict
-from benchmarks.predicting.forecast import MODELS, forecast
+FOLDER = Path(__file__).resolve().parent
+sys.path.insert(0, str(FOLDER.parent.parent))
 
-FOLDER = Path(__file__).parent / "pictures"
+from benchmarks.predicting.costs import Cluster, Machine, on_link, predict  # noqa: E402
+from benchmarks.predicting.forecast import MODELS, forecast  # noqa: E402
+
 Point = tuple[float, float]  # in inches
 YELLOW, GREEN, BLUE, GREY = "#f3e3bf", "#d6e6cf", "#cfdff0", "#ececec"
 EDGE = "#555555"

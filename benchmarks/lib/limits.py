@@ -1,0 +1,77 @@
+"""The limit of memory or network on the bus bandwidth of large arrays: measured, and computed for a run."""
+
+import math
+import time
+from collections.abc import Callable
+from typing import NamedTuple
+
+import numpy as np
+from mpi4py import MPI
+
+from allreduce.topology import Topology
+from benchmarks.lib.results import Run
+
+LARGE, MESSAGE = 64 << 20, 4 << 20  # bytes: larger than most caches; a message that fills a link
+ROUNDS = 5
+MEMORY, NETWORK = "memory_gbs", "network_gbs"  # facts of a machine, in GB/s
+
+
+class Limit(NamedTuple):
+    """busbw: in GB/s. what: limits it, in words."""
+
+    busbw: float
+    what: str
+
+
+def measure(topology: Topology) -> dict[str, float]:
+    """Return the speed of the slowest node's memory, and of the slowest link between real nodes, in GB/s. Collective.
+
+    Memory: bytes read and written per second while all ranks of a node copy. Network: bytes per second in one
+    direction while each node's first rank sends to the next node's and receives from the one before.
+    """
+    nbytes = LARGE // max(topology.node_sizes)
+    source, target = np.ones(nbytes, np.uint8), np.ones(nbytes, np.uint8)
+    seconds = _fastest(topology.world, lambda: np.copyto(target, source))
+    node_speeds = [2 * size * nbytes / seconds / 1e9 for size in topology.node_sizes]
+    facts = {MEMORY: round(min(node_speeds), 2)}
+    if topology.nodes > 1 and not topology.simulated:
+        sent, received = np.ones(MESSAGE, np.uint8), np.empty(MESSAGE, np.uint8)
+        cross = topology.cross  # of the first rank of a node: a rank for each node
+
+        def pass_on() -> None:
+            if topology.node_rank == 0:
+                after, before = (cross.rank + 1) % cross.size, (cross.rank - 1) % cross.size
+                cross.Sendrecv(sent, after, recvbuf=received, source=before)
+
+        facts[NETWORK] = round(MESSAGE / _fastest(topology.world, pass_on) / 1e9, 3)
+    return facts
+
+
+def _fastest(comm: MPI.Intracomm, action: Callable[[], None]) -> float:
+    """Return the seconds that the slowest rank takes, in the fastest of some rounds. Collective."""
+    rounds = np.empty(ROUNDS)
+    for index in range(ROUNDS):
+        comm.Barrier()
+        start = time.perf_counter()
+        action()
+        rounds[index] = time.perf_counter() - start
+    comm.Allreduce(MPI.IN_PLACE, rounds, MPI.MAX)
+    return float(rounds.min())
+
+
+def limit_of(run: Run) -> Limit | None:
+    """Return the lowest limit of a run; None if none was measured, or if the run has one rank.
+
+    An all-reduce reads and writes the array of each rank at least once: 2 k S bytes on a node of k ranks. On m nodes,
+    each node sends at least 2 S (m-1)/m bytes (Patarasuk and Yuan 2009).
+    """
+    found = []
+    of_algbw = 2 * (run.ranks - 1) / run.ranks
+    for fact, least, what in (
+        (MEMORY, 2 * max(run.node_sizes), "memory"),
+        (NETWORK, 2 * (run.nodes - 1) / run.nodes, "network"),
+    ):
+        speed = run.machine.get(fact)
+        if isinstance(speed, int | float) and 0 < speed < math.inf and least and of_algbw:
+            found.append(Limit(speed / least * of_algbw, what))
+    return min(found, default=None)

@@ -1,0 +1,92 @@
+"""The console scripts `allreduce` and `allreduce-train`."""
+
+import subprocess
+import sys
+from importlib.metadata import entry_points
+from pathlib import Path
+
+import pytest
+
+import allreduce_commands
+from tests import launch
+from tests.conftest import JobRunner, lacking
+
+SCRIPT = Path(sys.executable).parent / "allreduce-train"
+RUN = "import sys, allreduce_commands; sys.exit(allreduce_commands.main({arguments!r}))"
+
+
+def run(*arguments: str, program: str = RUN) -> "subprocess.CompletedProcess[str]":
+    return launch.child(program.format(arguments=list(arguments)))
+
+
+def test_the_scripts_are_installed() -> None:
+    if not SCRIPT.exists():
+        lacking(f"{SCRIPT} is not installed; run scripts/test.sh")
+    installed = {each.name: each.value for each in entry_points(group="console_scripts")}
+    assert installed["allreduce"] == "allreduce_commands:main"
+    assert installed["allreduce-train"] == "allreduce_commands:train"
+
+
+@pytest.mark.parametrize("name", allreduce_commands.COMMANDS)
+def test_the_help_of_a_command_has_its_name(name: str) -> None:
+    if name == "step":
+        pytest.importorskip("torch")
+    done = run(name, "--help")
+    assert done.returncode == 0, done.stderr
+    assert f"allreduce {name}" in done.stdout.splitlines()[0]
+
+
+def test_the_help_of_all_commands_appears_once(mpirun: JobRunner) -> None:
+    job = mpirun(2, ["-c", RUN.format(arguments=[])])
+    assert job.returncode == 0, job.stderr
+    for name, command in allreduce_commands.COMMANDS.items():
+        assert job.stdout.count(f"  {name:<11} {command.about}\n") == 1
+
+
+def test_a_mistyped_command_is_an_error_on_all_ranks_that_appears_once(mpirun: JobRunner) -> None:
+    job = mpirun(2, ["-c", RUN.format(arguments=["benhc"])])
+    assert job.returncode == 2
+    assert job.stderr.count("allreduce: error: unknown command 'benhc'; did you mean 'bench'?") == 1
+
+
+def test_a_training(mpirun: JobRunner) -> None:
+    train = "import sys, allreduce_commands; sys.exit(allreduce_commands.train(['--data', 'iris', '--epochs', '1']))"
+    job = mpirun(2, ["-c", train])
+    assert job.returncode == 0, job.stderr
+    assert job.stdout.splitlines()[-1].startswith("test accuracy: ")
+
+
+@pytest.mark.parametrize(("name", "package"), [("train", "trainers"), ("bench", "benchmarks")])
+def test_a_folder_that_hides_a_package_is_named(name: str, package: str, tmp_path: Path) -> None:
+    (tmp_path / package).mkdir()
+    (tmp_path / package / "__init__.py").touch()
+    done = run(name, program=f"import sys; sys.path.insert(0, {str(tmp_path)!r})\n{RUN}")
+    assert done.returncode == 2
+    assert f"allreduce {name}: error: {tmp_path / package} hides the package '{package}'" in done.stderr
+    assert "PYTHONPATH" in done.stderr
+
+
+def test_a_folder_in_the_working_directory_hides_nothing(tmp_path: Path) -> None:
+    """Unlike `python -m trainers` there."""
+    (tmp_path / "trainers").mkdir()
+    (tmp_path / "trainers" / "__init__.py").touch()
+    if not SCRIPT.exists():
+        lacking(f"{SCRIPT} is not installed; run scripts/test.sh")
+    done = subprocess.run([SCRIPT, "--help"], cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("usage: allreduce-train")
+
+
+def test_completion_has_the_options_of_all_commands() -> None:
+    pytest.importorskip("shtab")
+    done = run("--print-completion", "bash")
+    assert done.returncode == 0, done.stderr
+    for option in ("--backup-workers", "--peers", "--threshold", "--node-size"):
+        assert option in done.stdout
+    assert run("--print-completion", "cmd").returncode == 2
+
+
+def test_completion_without_its_extra() -> None:
+    done = run("--print-completion", "bash", program=f"import sys; sys.modules['shtab'] = None\n{RUN}")
+    assert done.returncode == 2
+    assert 'the extra "completion"' in done.stderr
