@@ -124,6 +124,7 @@ html_theme_options = {
     "pygments_dark_style": "a11y-high-contrast-dark",
     "secondary_sidebar_items": ["page-toc"],
 }
+copybutton_selector = "div[class*='highlight-']:not(.highlight-diff) > div.highlight > pre"
 copybutton_prompt_text = r"\$ "
 copybutton_prompt_is_regexp = True
 copybutton_exclude = ".linenos, .gp, .go"

@@ -69,14 +69,12 @@ class Svg:
     def __str__(self) -> str:
         start = (
             f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {self.width:g} {self.height:g}" '
-            f'width="{self.width:g}" role="img" font-family="{FONT}" '
-            'style="display: block; max-width: 100%; height: auto">'
+            f'width="{self.width:g}" height="{self.height:g}" role="img" font-family="{FONT}">'
         )
         return "\n".join([start, f"<title>{escape(self.title)}</title>", *self.parts, "</svg>"])
 
     def save(self, path: Path) -> None:
-        text = str(self).replace('style="', 'style="margin: 1.2rem 0; ', 1)
-        path.with_suffix(".svg").write_text(f"{text}\n", encoding="utf-8")
+        path.with_suffix(".svg").write_text(f"{self}\n", encoding="utf-8")
 
 
 def save_row(path: Path, title: str, pictures: Sequence[Svg]) -> None:

@@ -3,10 +3,10 @@
 horovodrun -np 4 python horovod_digits.py
 """
 
-import horovod.torch as hvd
 import torch
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
+import horovod.torch as hvd
 from trainers import datasets
 
 
