@@ -34,7 +34,6 @@ SKIPPED = {
     "kill": "sends a signal to other programs",
     "kubectl": "a cluster",
     "module load": "a cluster",
-    "mount": "root",
     "mpiexec": "several hosts",
     "mpirun --hostfile hosts -n 8": "several hosts",
     "mpirun --oversubscribe -n $n": "minutes, in a loop",
