@@ -60,8 +60,10 @@ class Program(NamedTuple):
 
 
 def programs() -> list[Program]:
-    found = [match.groupdict() for page in PAGES for match in PROGRAM.finditer(page.read_text())]
-    return [Program(**{**each, "ulfm": bool(each["ulfm"]), "ranks": int(each["ranks"])}) for each in found]
+    found = [match for page in PAGES for match in PROGRAM.finditer(page.read_text())]
+    return [
+        Program(each["name"], each["text"], bool(each["ulfm"]), int(each["ranks"]), each["output"]) for each in found
+    ]
 
 
 def resolve(target: str) -> Any:
@@ -313,15 +315,12 @@ def test_options_exist() -> None:
             options = re.findall(r"(?<![\w-])--?[a-z][\w-]*", arguments.partition(" #")[0].partition(" -- ")[0])
             used.setdefault(module, set()).update(options)
     assert len(used) > 8
-    for module, options in used.items():
-        command = [
-            sys.executable,
-            "-m",
-            *module.removesuffix(" make").split(),
-            "--help-all" if module == "trainers" else "--help",
-        ]
+    for module, named in used.items():
+        name = module.removesuffix(" make")
+        shows_help = "--help-all" if name == "trainers" else "--help"
+        command = [sys.executable, "-m", *name.split(), shows_help]
         told = subprocess.run(command, capture_output=True, text=True, cwd=launch.ROOT, check=True).stdout
-        unknown = {option for option in options if not re.search(rf"(?<![\w-]){option}(?![\w-])", told)}
+        unknown = {option for option in named if not re.search(rf"(?<![\w-]){option}(?![\w-])", told)}
         assert unknown == set(), f"{module}: {unknown}"
 
 
