@@ -13,6 +13,10 @@ from allreduce.process import start
 
 start.start()  # starts MPI, before modules that use it are imported
 
+from allreduce.health import abort  # noqa: E402
+
+abort.install()  # an error in an import below, and before the first Topology, ends the job too
+
 from allreduce import notices  # noqa: E402
 from allreduce.elastic import standby  # noqa: E402
 from allreduce.registry import BACKENDS, available, create  # noqa: E402
