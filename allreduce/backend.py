@@ -104,7 +104,7 @@ class AllReduce(ABC):
         self.owns_topology = False  # set by create() if it has created the topology
         self.part_of: AllReduce | None = None  # set by the backend that has created this one for its own calls
         self.workspace = Workspace()
-        self._pinned = gpu.Pinned()
+        self._pinned = Workspace(gpu.pinned)
         # (shape, dtype, op, memory) -> function that runs the call, for NumPy arrays in C order
         self._known: dict[tuple, Callable[[Any], None]] = {}
         self.packed: dict[Any, Any] = {}  # (dtype, device) -> buffer into which the arrays of trees are packed
@@ -438,7 +438,7 @@ class AllReduce(ABC):
         """
         self.closed = True
         free_later((self.workspace, self._pinned))  # unfinished messages may still write there
-        self.workspace, self._pinned = Workspace(), gpu.Pinned()
+        self.workspace, self._pinned = Workspace(), Workspace(gpu.pinned)
         self._engine.stop()
         self._forget()
         for part in self._parts:
@@ -541,7 +541,7 @@ class AllReduce(ABC):
 
         read, written: the parts of the array that are copied to the host before, and to the GPU after.
         """
-        host = self._pinned.like(buffer)
+        host = self._pinned.array("staged", buffer.size, buffer.dtype)
         buffer[read].get(out=host[read])  # waits for the current stream, so the GPU has finished writing
         work(host)
         buffer[written].set(host[written])

@@ -1,5 +1,6 @@
 """`create`, and the table of backends by name. A new backend is one file and one line here."""
 
+import contextlib
 import importlib
 import inspect
 import os
@@ -120,18 +121,14 @@ def two_phase() -> tuple[str, ...]:
 
 def available(topology: Topology | None = None) -> tuple[str, ...]:
     """The names of the backends that work on the ranks of `topology` (all ranks by default). Collective."""
-    usable = []
-    owned = topology is None
     if topology is None:
-        topology = Topology()
+        with Topology() as topology:
+            return available(topology)
+    usable = []
     for name in BACKENDS:
-        try:
+        with contextlib.suppress(UnavailableError):
             create(name, topology).close()
-        except UnavailableError:
-            continue
-        usable.append(name)
-    if owned:
-        topology.close()
+            usable.append(name)
     return tuple(usable)
 
 

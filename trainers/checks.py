@@ -140,8 +140,8 @@ def compare(comm: MPI.Intracomm, held: Compared) -> Divergence | None:
     names = list(dict.fromkeys(name for rank in ranks for name in rank))
     sums = np.array([[rank.get(name, LACKING) for name in names] for rank in ranks], np.int64)
     first = names[int(np.flatnonzero((sums != sums[0]).any(axis=0))[0])]
-    side = _value_text(held[first], own[first]) if first in held else "has none"
-    return Divergence(names, sums, all_values(comm, side, COMPARE))
+    value = _value_text(held[first], own[first]) if first in held else "has none"
+    return Divergence(names, sums, all_values(comm, value, COMPARE))
 
 
 def options_error(every: Any, on_divergence: Any, source: Any, ranks: int | None) -> str:
@@ -152,8 +152,8 @@ def options_error(every: Any, on_divergence: Any, source: Any, ranks: int | None
         return f'on_divergence={on_divergence!r} is unknown; use "raise" or "copy"'
     rank = isinstance(source, int) and not isinstance(source, bool)
     if source != MAJORITY and not (rank and source >= 0 and (ranks is None or source < ranks)):
-        known = "" if ranks is None else f", 0 to {ranks - 1}"
-        return f'source must be "majority", or a rank{known}, got {source!r}'
+        limits = "" if ranks is None else f", 0 to {ranks - 1}"
+        return f'source must be "majority", or a rank{limits}, got {source!r}'
     return ""
 
 

@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 
-from allreduce.arrays.workspace import Workspace
 from allreduce.errors import UnavailableError
 
 EXTRA = 'install one of the extras "cuda12" or "cuda13" (pip install ".[cuda12]" in the checkout)'
@@ -101,23 +100,8 @@ class StreamOrder:
             self._done.record(stream)
 
 
-class Pinned:
-    """Host memory that the GPU copies to and from at full speed, for arrays on their way through the CPU."""
-
-    def __init__(self) -> None:
-        self._workspace: Workspace | None = None
-
-    def like(self, array: Any) -> np.ndarray:
-        """Return pinned host memory of a 1-D CuPy array's length and dtype. The next call reuses it."""
-        if self._workspace is None:
-            self._workspace = Workspace(_pinned)
-        return self._workspace.array("staged", array.size, array.dtype)
-
-    def clear(self) -> None:
-        self._workspace = None
-
-
-def _pinned(nbytes: int) -> np.ndarray:
+def pinned(nbytes: int) -> np.ndarray:
+    """Return host memory that the GPU copies to and from at full speed, for arrays on their way through the CPU."""
     return np.frombuffer(cupy().cuda.alloc_pinned_memory(nbytes), dtype=np.uint8, count=nbytes)
 
 

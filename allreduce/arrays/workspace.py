@@ -1,12 +1,11 @@
 """Grow-only scratch memory: allocated at the first use, never again for the same size."""
 
 from collections.abc import Callable
+from functools import partial
 
 import numpy as np
 
-
-def _ordinary(nbytes: int) -> np.ndarray:
-    return np.empty(nbytes, dtype=np.uint8)
+_ordinary = partial(np.empty, dtype=np.uint8)
 
 
 class Workspace:

@@ -10,7 +10,7 @@ from allreduce.arrays import chunks, dtypes, gpu, ops
 from allreduce.arrays.ops import Op
 from allreduce.backend import AllReduce
 from allreduce.engine.call import Call
-from allreduce.engine.engine import DirectWork, Trial, Work
+from allreduce.engine.engine import BoundWork, DirectWork, Trial, Work
 from allreduce.transport.operations import numpy_operation
 
 LARGEST_COUNT = 1 << 30  # elements in one call: an MPI count is a C int in Open MPI 5
@@ -38,20 +38,30 @@ class Native(AllReduce):
 
     def _plain(self, operation: MPI.Op) -> DirectWork:
         """Return work that calls MPI_Allreduce directly, with nothing to decide in each call."""
-        return DirectWork(partial(self._comm.Allreduce, MPI.IN_PLACE), operation, _typed)
+        all_reduce, in_place = self._comm.Allreduce, MPI.IN_PLACE
+        run = partial(all_reduce, in_place)
+
+        def bind(buffer: np.ndarray) -> BoundWork:
+            specification = _specification(buffer)
+            # a sum is mpi4py's default, and two arguments cost less than three
+            return (all_reduce, in_place, specification) if operation == MPI.SUM else (run, specification, operation)
+
+        return DirectWork(run, operation, bind)
 
     def _mean_of_one_piece(self, scale: float, dtype: np.dtype) -> DirectWork:
         """As `_plain`, for a mean."""
         all_reduce, in_place, total = self._comm.Allreduce, MPI.IN_PLACE, MPI.SUM
-        datatype = MPI.Datatype.fromcode(dtype.char)
         factor = np.full((), scale, dtype)  # NumPy would convert a Python number in each call
         scaled = self._engine.quiet(np.multiply)
 
-        def mean(buffer: np.ndarray, _: Op) -> None:
-            all_reduce(in_place, [buffer, datatype], total)
+        def mean(specification: Any, buffer: np.ndarray) -> None:
+            all_reduce(in_place, specification, total)
             scaled(buffer, factor, buffer)
 
-        return DirectWork(mean)
+        def bind(buffer: np.ndarray) -> BoundWork:
+            return mean, _specification(buffer), buffer
+
+        return DirectWork(lambda buffer, _: mean(buffer, buffer), bind=bind)
 
     def _reduce(self, buffer: np.ndarray, op: Op) -> None:
         operation = _operation(op, buffer.dtype)
@@ -69,9 +79,9 @@ class Native(AllReduce):
         self._reduce(buffer, op)
 
 
-def _typed(buffer: np.ndarray) -> list[Any]:
-    """Return the buffer specification that costs mpi4py the fewest look-ups."""
-    return [buffer, MPI.Datatype.fromcode(buffer.dtype.char)]
+def _specification(buffer: np.ndarray) -> list[Any]:
+    """Return the buffer specification that costs mpi4py the least: it asks a memoryview, not NumPy, for the address."""
+    return [buffer.data, buffer.size, MPI.Datatype.fromcode(buffer.dtype.char)]
 
 
 def _operation(op: Op, dtype: np.dtype) -> MPI.Op:

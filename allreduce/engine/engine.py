@@ -8,13 +8,15 @@ work. After a call that failed on some ranks only, the backend refuses further c
 import contextvars
 import os
 import time
+import weakref
 import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from threading import get_ident
-from typing import Any
+from types import FunctionType
+from typing import Any, cast
 
 import numpy as np
 from mpi4py import MPI
@@ -36,6 +38,7 @@ from allreduce.transport.wait import LOOK_SECONDS, NamedCall
 from allreduce.transport.wait import Call as DescribedCall
 
 Work = Callable[[Any, Op], object]  # works on a 1-D array in place; called after all ranks have reached the call
+BoundWork = tuple[Callable[[Any, Any], object], Any, Any]  # a function and its two arguments
 Locate = Callable[[Any], Location | None]  # returns the location of a 1-D array, or None
 CHECKS = ("first", "always", "never")
 # NumPy 2 keeps np.errstate per contextvars context, NumPy 1 per thread
@@ -50,13 +53,13 @@ SPIN_SECONDS, YIELD_SECONDS, SLEEP_SECONDS = 2e-5, 1e-3, 5e-5
 class DirectWork:
     """Work that can't cause NumPy floating-point errors, so it runs without the np.errstate wrapper of `quiet`.
 
-    argument: passed to `run` instead of the Op, if not None. convert: converts an array, once, when it is bound; `run`
-    gets the result instead of the array.
+    argument: passed to `run` instead of the Op, if not None. bind: returns the fastest way to do the work on one array
+    again and again: a function and its two arguments.
     """
 
     run: Callable[[Any, Any], object]
     argument: Any = None
-    convert: Callable[[np.ndarray], Any] | None = None
+    bind: Callable[[np.ndarray], BoundWork] | None = None
 
     def __call__(self, flat: Any, op: Op) -> object:
         return self.run(flat, op if self.argument is None else self.argument)
@@ -78,10 +81,10 @@ class AdmittedCall:
     work: called with the array and `argument`. fingerprint: of the call, the tree and the location. tree: layout of the
     tree whose arrays the buffer holds, or None. locate: locates a buffer in memory from `allocate`, if the ranks must
     compare locations; location: the location found. settling: functions to call once `work` is final; None after that.
-    convert: see DirectWork. rounds: see Slot.
+    bind: see DirectWork. rounds: see Slot.
     """
 
-    __slots__ = "argument", "call", "convert", "fingerprint", "locate", "location", "rounds", "settling", "tree", "work"
+    __slots__ = "argument", "bind", "call", "fingerprint", "locate", "location", "rounds", "settling", "tree", "work"
 
     def __init__(
         self,
@@ -95,16 +98,12 @@ class AdmittedCall:
     ) -> None:
         self.call, self.argument, self.work = call, argument, work
         self.tree, self.locate, self.location = tree, locate, location
-        self.convert: Callable[[np.ndarray], Any] | None = None
+        self.bind: Callable[[np.ndarray], BoundWork] | None = None
         self.settling: list[Callable[[], None]] | None = []
         self.fingerprint = fingerprint(call) ^ (tree.number << SEQUENCE_BITS if tree else 0)
         if location is not None:
             self.fingerprint ^= zlib.crc32(f"{location}".encode()) << SEQUENCE_BITS
         self.rounds = () if slot is None else slot.rounds(self.fingerprint)
-
-    def __call__(self, flat: Any, _: Any) -> object:
-        """Do the work. Makes this record usable as the `work` of another record (see `bind`)."""
-        return self.work(flat, self.argument)
 
     def __str__(self) -> str:
         location = f", array {self.location[0]} from allocate() at byte {self.location[1]}" if self.location else ""
@@ -123,14 +122,14 @@ class Engine:
     differs from call to call.
     """
 
-    stopped: bool = False  # the backend is closed, or `broken`, or a copy in a forked child
-
     def __init__(self, topology: Topology, user: Any, check: str) -> None:
         compare = check != "never"
         self.check = check
         self._topology, self._user = topology, user
         # the error that ended a call on some ranks only; later calls are refused
         self.broken: BaseException | None = None
+        self.stopped = False  # the backend is closed, or `broken`, or a copy in a forked child
+        _engines.add(self)
         self.wait = topology.wait_record()
         self.comm = topology.private(user, self.wait)  # for data
         self._control = topology.private(wait=self.wait) if compare else self.comm
@@ -196,7 +195,7 @@ class Engine:
 
     def _settle(self, admitted: AdmittedCall, work: Work) -> None:
         if isinstance(work, DirectWork):
-            admitted.work, admitted.convert = work.run, work.convert
+            admitted.work, admitted.bind = work.run, work.bind
             admitted.argument = admitted.argument if work.argument is None else work.argument
         else:
             admitted.work = self.quiet(work)
@@ -224,17 +223,17 @@ class Engine:
         """Wait until all ranks have reached the same call, then do `work` on the 1-D array `flat`. Collective."""
         self.prepare(AdmittedCall(self._slot, call, op, work))(flat)
 
-    def prepare(self, admitted: AdmittedCall, bound: list[Any] | None = None) -> Callable[..., None]:
+    def prepare(self, admitted: AdmittedCall, bound: Any = None) -> FunctionType:
         """Return a function that runs the call on a 1-D array: it waits until all ranks have reached the same call,
         then does the work. Local; the function is collective.
 
-        bound: a list of one array to work on; the function then takes no argument. The function reads few attributes,
-        because small calls spend their time here.
+        bound: the array to work on if the function is called without one. The function reads few attributes, because
+        small calls spend their time here.
         """
         wait, slot, comparison, polls, ident = self.wait, self._slot, self._comparison, self._polls, get_ident
         rank = 0 if slot is None else slot.rank
 
-        def run(flat: Any = None) -> None:
+        def run(flat: Any = bound) -> None:
             call = admitted if ident() == self._thread else self._record_for(admitted, flat)
             if wait.call is not None or self.stopped:
                 self.refuse()
@@ -252,32 +251,31 @@ class Engine:
                         self._rendezvous(fingerprints, mine, call)
                 elif comparison is not None:
                     comparison.agree(call)
-                admitted.work(flat if bound is None else bound[0], admitted.argument)
+                admitted.work(flat, admitted.argument)
             except BaseException as error:
-                self._handle_failure(call, error, flat if bound is None else bound[0])
+                self._handle_failure(call, error, flat)
                 raise
             finally:
                 wait.call = None
 
-        return run
+        return cast(FunctionType, run)
 
     def bind(self, admitted: AdmittedCall, flat: Any) -> Callable[[], None]:
         """Return a function without arguments that runs the call on `flat`, as `prepare` does. Local."""
-        bound = [flat]
+        location = None if admitted.locate is None else admitted.locate(flat)  # the array does not move
+        call = AdmittedCall(self._slot, admitted.call, admitted.argument, admitted.work, location=location)
+        run = self.prepare(call, flat)
 
-        def convert() -> None:
-            if admitted.convert is not None:
-                bound[0] = admitted.convert(flat)
+        def settle() -> None:
+            work = admitted.work, flat, admitted.argument
+            call.work, given, call.argument = work if admitted.bind is None else admitted.bind(flat)
+            run.__defaults__ = (given,)
 
-        if admitted.locate is not None:  # the array does not move, so it is located once
-            location = admitted.locate(flat)
-            located = AdmittedCall(self._slot, admitted.call, admitted.argument, admitted, location=location)
-            return self.prepare(located, bound)
         if admitted.settling is None:
-            convert()
+            settle()
         else:
-            admitted.settling.append(convert)
-        return self.prepare(admitted, bound)
+            admitted.settling.append(settle)
+        return run
 
     @contextmanager
     def working_on(self, tree: Layout) -> Iterator[None]:
@@ -441,9 +439,13 @@ def nothing(flat: Any, op: Op) -> None:
 NOTHING = DirectWork(nothing)
 
 
+_engines: "weakref.WeakSet[Engine]" = weakref.WeakSet()
+
+
 def _stop_in_child() -> None:
     if children.forked():
-        Engine.stopped = True
+        for engine in _engines:
+            engine.stopped = True
 
 
 children.guard(Engine, "refuse")

@@ -474,14 +474,9 @@ EXIT_SECONDS = 10.0  # limit of the wait for running calls at the program's exit
 _workers: "weakref.WeakSet[Worker]" = weakref.WeakSet()
 
 
-def has_thread_multiple() -> bool:
-    """Return whether MPI runs with MPI_THREAD_MULTIPLE. Local."""
-    return MPI.Query_thread() == MPI.THREAD_MULTIPLE
-
-
 def thread_error() -> UnavailableError | None:
     """Return the error to raise if a second thread may not call MPI; None if it may. Local."""
-    if has_thread_multiple():
+    if MPI.Query_thread() == MPI.THREAD_MULTIPLE:
         return None
     return UnavailableError(
         "a worker thread needs MPI_THREAD_MULTIPLE. mpi4py requests it unless mpi4py.rc.threads or "

@@ -22,8 +22,7 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
 from mpi4py import MPI
@@ -175,17 +174,19 @@ class StallDetector:
             failure = self.lost
         return None if failure is None else ulfm.again(self.handle_failure())
 
-    @contextmanager
-    def translating_failures(self) -> Iterator[None]:
-        """If an error in the body is caused by a failed rank, revoke the topology and raise RankLostError instead."""
-        try:
-            yield
-        except Exception as error:
-            lost = self.failure_behind(error)
-            if isinstance(error, MPI.Exception) and lost is not None:
-                ulfm.unblock_comm_creation()
-            if lost is None or (isinstance(error, RankLostError) and error.args == lost.args):
-                raise
+    def translating_failures(self) -> "StallDetector":
+        """Context manager: if an error in the body is caused by a failed rank, revoke the topology and raise
+        RankLostError instead.
+        """
+        return self
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        lost = self.failure_behind(error) if isinstance(error, Exception) else None
+        if isinstance(error, MPI.Exception) and lost is not None:
+            ulfm.unblock_comm_creation()
+        if lost is not None and not (isinstance(error, RankLostError) and error.args == lost.args):
             raise lost from (None if isinstance(error, RankLostError) else error)
 
     def check(self) -> None:

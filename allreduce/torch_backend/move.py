@@ -75,7 +75,7 @@ class TensorMover:
                     mpi_parts(as_bytes(memory), output_sizes),
                 )
 
-    def _waiting(self, name: str) -> AbstractContextManager[None]:
+    def _waiting(self, name: str) -> AbstractContextManager[object]:
         return waiting(self._comm, f"{name} of a process group")
 
 

@@ -12,9 +12,14 @@ def world_ranks(comm: MPI.Comm) -> tuple[int, ...]:
 
 def ranks_in(comm: MPI.Comm, part: MPI.Comm) -> tuple[int, ...]:
     """Return the ranks that the ranks of `part` have in `comm`. Local."""
-    few, everyone = part.Get_group(), comm.Get_group()
-    ranks = MPI.Group.Translate_ranks(few, range(few.size), everyone)
-    few.Free()
+    return translate(part.Get_group(), comm)
+
+
+def translate(group: MPI.Group, comm: MPI.Comm) -> tuple[int, ...]:
+    """Return the ranks that the processes of `group`, which is freed, have in `comm`. Local."""
+    everyone = comm.Get_group()
+    ranks = MPI.Group.Translate_ranks(group, range(group.size), everyone)
+    group.Free()
     everyone.Free()
     return tuple(ranks)
 

@@ -159,11 +159,7 @@ def again(error: RankLostError) -> RankLostError:
 
 def failed(comm: MPI.Comm) -> tuple[int, ...]:
     """Return the ranks of a communicator that this rank knows to have failed. Local."""
-    dead, everyone = comm.Get_failed(), comm.Get_group()
-    ranks = tuple(sorted(MPI.Group.Translate_ranks(dead, range(dead.size), everyone)))
-    dead.Free()
-    everyone.Free()
-    return ranks
+    return tuple(sorted(processes.translate(comm.Get_failed(), comm)))
 
 
 def all_others_failed(world: MPI.Intracomm) -> bool:

@@ -147,7 +147,7 @@ class Fit:
         self._rows = 0  # rows of this epoch that were done before this fit entered it
         self._share = 0.0  # this rank's share of the current batch
         on_gpu = strategy.replica.device != "cpu"
-        self._look_every = CHECK_EVERY if on_gpu else 1  # reading the flags makes the host wait for a GPU
+        self._read_every = CHECK_EVERY if on_gpu else 1  # reading the flags makes the host wait for a GPU
 
     @np.errstate(all="ignore")  # the meter reports a diverged loss
     def run(self) -> History:
@@ -345,7 +345,7 @@ class Fit:
             strategy.measured = reduce_left_out_step(strategy, self._share, flags, self.meter.last())
         else:
             strategy.measured = strategy.step(flags)
-        if (step + 1) % self._look_every == 0 or step + 1 == self.batches.steps:
+        if (step + 1) % self._read_every == 0 or step + 1 == self.batches.steps:
             self.read_flags()
         strategy.count_step()
 

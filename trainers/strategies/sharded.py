@@ -276,16 +276,17 @@ class ShardedUpdate(Update):
 
     def gather_state(self, state: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
         """Return `state` with every array of `elementwise` gathered from the ranks that own its slices. Collective."""
-        result = dict(state)
+        result, world = dict(state), self._backend.topology.world  # `close` has freed the group's communicator
         for name in self._replica.elementwise:
             array = result[name]
             part = slice(*self._owned.indices(array.size)[:2])
             # Between two steps the gradient buffer is free: use it as workspace.
             fits = array.dtype == self._buffer.dtype and not gpu.is_gpu_array(self._buffer)
-            gathered = self._buffer if fits else np.zeros(self._buffer.size, array.dtype)
+            zeros = partial(np.zeros, self._buffer.size, array.dtype)
+            gathered = self._buffer if fits else together(world, zeros)
             gathered[part] = array[part]
             self._backend.all_gather(gathered)
-            result[name] = gathered[: array.size].copy()
+            result[name] = together(world, gathered[: array.size].copy)
         return result
 
     def snapshot(self, memory: dict[str, np.ndarray], wanted: bool) -> dict[str, np.ndarray]:

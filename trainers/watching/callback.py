@@ -307,7 +307,8 @@ class Callbacks:
         if at in self._before:
             held.clear()
             held.update(self._before[at])
-        self._before[at] = {name: copy(value) if _changes(value) else value for name, value in held.items()}
+        changing = list | dict | set  # callbacks change these in place, and replace arrays
+        self._before[at] = {name: copy(each) if isinstance(each, changing) else each for name, each in held.items()}
 
     def called(self) -> tuple[Event, list[int]]:
         """Return the last event, and the indices (among the collective callbacks) of those that have finished it.
@@ -389,11 +390,6 @@ def _agrees(callback: Callback) -> bool:
     kinds = [vars(callback), *map(vars, type(callback).__mro__)]
     positions = [next(at for at, own in enumerate(kinds) if name in own) for name in ("agrees", "before_update")]
     return callback.agrees and positions[0] <= positions[1]
-
-
-def _changes(value: Any) -> bool:
-    """Whether a value is of a type that callbacks change in place (arrays are replaced instead)."""
-    return isinstance(value, list | dict | set)
 
 
 def _overrides(callback: Any, event: str) -> bool:

@@ -38,6 +38,20 @@ def test_it_reduces_as_a_call(name: str, shape: str, topology_of: Callable[..., 
                     np.testing.assert_allclose(array, (turn * SIZE + SUM) * factor, rtol=1e-6)
 
 
+@pytest.mark.parametrize("op", ["max", "min", "prod"])
+def test_other_operations(op: str, flat: allreduce.Topology) -> None:
+    with allreduce.create("native", flat) as reduce:
+        for dtype in ("int32", "int8", "float32"):
+            bound_array, called = np.empty(8, dtype), np.empty(8, dtype)
+            bound = reduce.bind(bound_array, op)
+            for turn in range(12):
+                bound_array[:] = called[:] = np.arange(8) + turn + reduce.rank
+                reduce(called, op)
+                bound()
+                assert bound_array.tobytes() == called.tobytes()
+        assert (called == getattr(np, op)([np.arange(8) + 11 + rank for rank in range(SIZE)], axis=0)).all()
+
+
 @pytest.mark.parametrize("check", ["first", "always"])
 @pytest.mark.parametrize("name", ["ring", "halving_doubling", "shared", "hierarchical_copy"])
 def test_the_two_phases(name: str, check: str, topology_of: Callable[..., allreduce.Topology]) -> None:

@@ -151,6 +151,26 @@ def test_memory_that_rank_0_lacks_for_the_state_of_all(
         assert set(state) == (set(network.state()) if several.rank == 0 else set())
 
 
+def test_memory_that_one_rank_lacks_to_gather_the_state(
+    several: MPI.Intracomm, flat: allreduce.Topology, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    zeros = np.zeros
+
+    def lacking_floats(shape: Any, dtype: Any = None) -> np.ndarray:
+        return lacking() if dtype == np.float32 else zeros(shape, dtype)
+
+    network = NumpyNetwork([4, 3], optimizer="momentum")
+    with MirroredTrainer(network, topology=flat, update="sharded") as trainer:
+        update, state = trainer.strategy.update, network.state()
+        with monkeypatch.context() as patch:
+            patch.setattr(update, "_buffer", update._buffer.astype(np.float64))  # can't be the workspace
+            if several.rank == 1:
+                patch.setattr("trainers.strategies.sharded.np.zeros", lacking_floats)
+            with pytest.raises(MemoryError, match="rank 1: no room"):
+                update.gather_state(state)
+        assert set(update.gather_state(state)) == set(state)
+
+
 def test_a_load_that_finds_no_state_leaves_the_live_pieces(
     several: MPI.Intracomm, flat: allreduce.Topology, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -395,7 +395,7 @@ def test_models_move_between_strategies(flat: allreduce.Topology, world: MPI.Int
 def test_an_mpi_without_threads(flat: allreduce.Topology, monkeypatch: pytest.MonkeyPatch) -> None:
     """Workers request parameters after they have computed; a chief, which must serve while it computes, is
     impossible."""
-    monkeypatch.setattr(queue, "has_thread_multiple", lambda: False)
+    monkeypatch.setattr(queue, "thread_error", lambda: UnavailableError("no MPI_THREAD_MULTIPLE"))
     x, y = data()
     with flat.split(0) as own:  # nobody has started the thread of its worker
         with asynchronous(network(), own) as trainer:
