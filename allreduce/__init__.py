@@ -22,7 +22,7 @@ from allreduce.elastic import standby  # noqa: E402
 from allreduce.registry import BACKENDS, available, create  # noqa: E402
 from allreduce.topology import Topology  # noqa: E402
 
-__version__ = "0.1.0"  # pyproject.toml and CHANGELOG.md follow it
+__version__ = "0.2.0"  # pyproject.toml and CHANGELOG.md follow it
 
 NAMES = tuple(BACKENDS)
 """Every backend's name; `available()` returns the backends that work here."""

@@ -149,7 +149,7 @@ class AllReduce(ABC):
 
     @property
     def recipe(self) -> Config | None:
-        """The old name of `config`; warns. The next release removes it."""
+        """The old name of `config`; warns. 0.3.0 removes it."""
         notices.deprecated("backend.recipe", "backend.config")
         return self.config
 

@@ -313,7 +313,7 @@ def test_reading_files(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("content", "text"),
-    [("", "no JSON"), ("[1]", "no results of"), ('{"format": "allreduce bandwidth", "version": 99}', "version 99")],
+    [("", "not JSON"), ("[1]", "no results of"), ('{"format": "allreduce bandwidth", "version": 99}', "version 99")],
 )
 def test_bad_files_are_refused_in_one_line(
     content: str, text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]

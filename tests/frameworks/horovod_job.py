@@ -436,7 +436,7 @@ def bad_input() -> None:
         (lambda: hvd.allreduce(here(2), op=17), "op=17 is unknown"),
         (lambda: hvd.allreduce(here(2), average=True, op=hvd.Sum), "op= only"),
         (lambda: hvd.allreduce(here(2), postscale_factor=float("nan")), "finite"),
-        (lambda: hvd.synchronize(10**6), "no handle"),
+        (lambda: hvd.synchronize(10**6), "not a handle"),
         (lambda: hvd.DistributedOptimizer(network()), "takes an optimizer of torch.optim, not Sequential"),
         (lambda: hvd.broadcast_optimizer_state(network(), 0), "takes an optimizer of torch.optim, not Sequential"),
     ):

@@ -288,10 +288,10 @@ def test_bad_model_files(tmp_path: Path) -> None:
     whole = path.read_bytes()
     for content in (b"", b"text", whole[: len(whole) // 2], whole[:-1]):
         path.write_bytes(content)
-        with pytest.raises(ModelFileError, match="no model file, or it is damaged"):
+        with pytest.raises(ModelFileError, match="not a model file, or it is damaged"):
             NumpyNetwork.load(str(path))
     np.savez(path, weights=X)
-    with pytest.raises(ModelFileError, match="no model file"):
+    with pytest.raises(ModelFileError, match="not a model file"):
         NumpyNetwork.load(str(path))
     network.save(str(path))
     with pytest.raises(ModelFileError, match="sizes 4-6-3, and this one has 4-5-3"):
@@ -311,7 +311,7 @@ def test_headers_that_are_no_headers(tmp_path: Path) -> None:
         '{"format": 1, "kind": "NumpyNetwork", "config": 1}',
     ):
         np.savez(path, model=np.array(header))
-        with pytest.raises(ModelFileError, match="no model file"):
+        with pytest.raises(ModelFileError, match="not a model file"):
             NumpyNetwork.load(str(path))
 
 

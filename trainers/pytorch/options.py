@@ -85,7 +85,7 @@ class Options:
     check_gradients: check every rank's gradients before they are averaged. "raise": all ranks raise a NotFiniteError,
         which names the rank, when gradients are NaN, infinite, or too large to be sent (65504 is the largest with
         compress="float16"). "skip": no rank takes that step (a step with a closure raises), and the model's buffers
-        (running statistics of batch norm, say) are restored as before the step. Costs one reading of the
+        (running statistics of batch norm, say) get their values from before the step. Costs one reading of the
         gradients, a small message, and with "skip" a copy of the buffers.
     trace: a file for Perfetto, written by `close`: compute, buckets, waits and updates of all ranks; or a Trace.
     """

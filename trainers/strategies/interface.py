@@ -236,7 +236,7 @@ class Strategy:
     def begin_change(self) -> None:
         """Call before another state is loaded; `synchronize_state` ends the change. Local.
 
-        Between the two calls other ranks may change their state, so a rank with backups has no other pieces then.
+        Between the two calls other ranks may change their state, so a rank with backups then offers only its backups.
         """
 
     def load_state(self, step: int, state: Arrays) -> None:

@@ -20,7 +20,7 @@ class CheckGradients(Callback):
     on_bad: "raise": all ranks raise the same NotFiniteError, which names the ranks and parameters whose gradients are
         NaN or infinite. "skip": log a warning, and leave out the step on all ranks: nothing is updated, the step does
         not count in the means of its epoch (NaN where no step was taken), and a PyTorch module's buffers (batch norm's
-        statistics) are restored as before the batch. Where ranks do not take steps together (asynchronous
+        statistics) get their values from before the batch. Where ranks do not take steps together (asynchronous
         servers, spare replicas), only the rank's own gradients are discarded.
 
     Gradients too large for the dtype in which they are sent (65504 for compress="float16") count as infinite. So do

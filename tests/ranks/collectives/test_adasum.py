@@ -113,7 +113,7 @@ def test_bad_input(reduce: AllReduce) -> None:
     topology = reduce.topology
     array = vector(rank, 4, "float64")
     for op in ("sum", "mean", "average", "max", None, ["adasum"]):
-        assert "which makes no sums" in raised(errors.UnsupportedOpError, partial(reduce, array, op))
+        assert "because it makes no sums" in raised(errors.UnsupportedOpError, partial(reduce, array, op))
     assert "floating" in raised(errors.UnsupportedOpError, partial(reduce, np.ones(4, "int32"), "adasum"))
     assert "floating" in raised(errors.UnsupportedOpError, partial(reduce, [np.ones(4), np.ones(4, bool)], "adasum"))
     raised(errors.UnsupportedOpError, partial(reduce.sparse, np.arange(4), array, 9, "sum"))
@@ -128,7 +128,7 @@ def test_bad_input(reduce: AllReduce) -> None:
         raised(errors.DisagreementError, partial(allreduce.create, "ring" if rank else "adasum", topology))
     for name in ("auto", "ring", "native"):
         with allreduce.create(name, topology) as other:
-            assert "that of the backend" in raised(errors.UnsupportedOpError, partial(other, array, "adasum"))
+            assert "only the backend" in raised(errors.UnsupportedOpError, partial(other, array, "adasum"))
     for part in ("node", "cross"):
         composed = partial(allreduce.create, "hierarchical_copy", topology, **{part: "adasum"})
         assert "does not sum" in raised(errors.OptionError, composed)
