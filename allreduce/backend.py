@@ -121,9 +121,8 @@ class AllReduce(ABC):
     def _connect_together(self, topology: Topology) -> None:
         """Do `_connect`; an error of one rank is raised on all: a backend exists on all its ranks or on none.
 
-        The ranks agree after the last step of `_connect`. If a rank fails while others wait for it in a later step, it
-        waits LONE_SECONDS (control.py) for them, and then raises its error alone, which ends the job if uncaught. It
-        can't tell them sooner: it does not know whether they wait for it or are only slow.
+        The ranks agree after the last step. If a rank fails while others wait for it in a later step of `_connect`, it
+        waits LONE_SECONDS for them (they may only be slow), and raises its error alone.
         """
         error: Exception | None = None
         try:
