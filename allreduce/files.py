@@ -31,8 +31,10 @@ def replacing(path: str, what: str) -> Iterator[TextIO]:
             yield file
         if not special:
             os.replace(aside, target)
-    except OSError as error:
+    except BaseException as error:
         if not special:
             with contextlib.suppress(OSError):
                 os.unlink(aside)
-        raise OptionError(f"{what} can't be written to {path}: {error.strerror or error}") from error
+        if isinstance(error, OSError):
+            raise OptionError(f"{what} can't be written to {path}: {error.strerror or error}") from error
+        raise
