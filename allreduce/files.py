@@ -31,10 +31,9 @@ def replacing(path: str, what: str) -> Iterator[TextIO]:
             yield file
         if not special:
             os.replace(aside, target)
-    except BaseException as error:
+    except OSError as error:
+        raise OptionError(f"{what} can't be written to {path}: {error.strerror or error}") from error
+    finally:
         if not special:
             with contextlib.suppress(OSError):
-                os.unlink(aside)
-        if isinstance(error, OSError):
-            raise OptionError(f"{what} can't be written to {path}: {error.strerror or error}") from error
-        raise
+                os.unlink(aside)  # it is there if the file was not finished
