@@ -2,7 +2,7 @@
 
     mpirun --with-ft ulfm -n 6 python -m tests.faults.moments.lost_torch FOLDER
 
-In FOLDER: outlives.py of trainers/pytorch/README.md.
+In FOLDER: outlives.py, the loop of docs/programs/run_survive_torch.py.
 
 Every remaining rank ends with the parameters of a training without failures, and prints a line for each part.
 """
