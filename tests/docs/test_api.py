@@ -59,8 +59,10 @@ class Program(NamedTuple):
 
 
 def programs() -> list[Program]:
-    found = [match.groupdict() for page in PAGES for match in PROGRAM.finditer(page.read_text())]
-    return [Program(**{**each, "ulfm": bool(each["ulfm"]), "ranks": int(each["ranks"])}) for each in found]
+    found = [match for page in PAGES for match in PROGRAM.finditer(page.read_text())]
+    return [
+        Program(each["name"], each["text"], bool(each["ulfm"]), int(each["ranks"]), each["output"]) for each in found
+    ]
 
 
 def resolve(target: str) -> Any:

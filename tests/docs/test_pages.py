@@ -194,11 +194,11 @@ def test_options_exist() -> None:
             options = OPTION.findall(arguments.partition(" #")[0].partition(" -- ")[0])
             used.setdefault(module, set()).update(options)
     assert len(used) > 8
-    for module, options in used.items():
+    for module, named in used.items():
         shows = "--help-all" if module == "trainers" else "--help"
         command = [sys.executable, "-m", *module.removesuffix(" make").split(), shows]
         told = subprocess.run(command, capture_output=True, text=True, cwd=launch.ROOT, check=True).stdout
-        unknown = {option for option in options if not re.search(rf"(?<![\w-]){option}(?![\w-])", told)}
+        unknown = {option for option in named if not re.search(rf"(?<![\w-]){option}(?![\w-])", told)}
         assert unknown == set(), f"{module}: {unknown}"
 
 
