@@ -10,7 +10,7 @@ from numpy.typing import DTypeLike
 
 from allreduce import notices
 from allreduce.arrays import chunks, dtypes, gpu, ops, rows, trees, workspace
-from allreduce.arrays.memory_kinds import ALLOCATED, FOREIGN, GPU
+from allreduce.arrays.memory_kinds import ALLOCATED, GPU, UNREGISTERED
 from allreduce.arrays.ops import Op
 from allreduce.arrays.workspace import Workspace
 from allreduce.engine import call as records
@@ -94,7 +94,7 @@ class AllReduce(ABC):
     by_array = False  # True: each array of a tree is reduced separately, not all in one buffer
     one_node = False  # True: all ranks must be on one node
     needs_gpu = False  # True: a GPU for each rank is needed
-    copies_foreign = ""  # the notice for arrays not from `allocate`, if they are copied; "" if they are not
+    copies_unregistered = ""  # the notice for arrays not from `allocate`, if they are copied; "" if they are not
 
     def __init__(self, topology: Topology, *, check: str = "first") -> None:
         if check not in CHECKS:
@@ -113,13 +113,17 @@ class AllReduce(ABC):
         try:
             self._connect_together(topology)
         except Exception as error:
-            topology.let_go(self)  # a topology must not close or abandon an incomplete user
+            topology.unregister(self)  # a topology must not close or abandon an incomplete user
             if everywhere(error, topology.world):
                 self._release()
             raise
 
     def _connect_together(self, topology: Topology) -> None:
-        """Do `_connect`; an error of one rank is raised on all: a backend exists on all its ranks or on none."""
+        """Do `_connect`; an error of one rank is raised on all: a backend exists on all its ranks or on none.
+
+        The ranks agree after the last step. If a rank fails while others wait for it in a later step of `_connect`, it
+        waits LONE_SECONDS for them (they may only be slow), and raises its error alone.
+        """
         error: Exception | None = None
         try:
             with topology.detector.translating_failures():
@@ -144,7 +148,7 @@ class AllReduce(ABC):
 
     @property
     def recipe(self) -> Config | None:
-        """The old name of `config`; warns. The next release removes it."""
+        """The old name of `config`; warns. 0.3.0 removes it."""
         notices.deprecated("backend.recipe", "backend.config")
         return self.config
 
@@ -193,7 +197,7 @@ class AllReduce(ABC):
         run = None
         if type(buffer) is np.ndarray and buffer.flags.carray:  # the usual case, at the cost of one look-up
             base = buffer.base
-            memory = FOREIGN if base is None else ALLOCATED if id(base) in self._owners else self._memory(buffer)
+            memory = UNREGISTERED if base is None else ALLOCATED if id(base) in self._owners else self._memory(buffer)
             try:  # noqa: SIM105, suppress() would cost as much as the look-up
                 run = self._known.get((buffer.shape, buffer.dtype, op, memory))
             except TypeError:  # an op that is not hashable; _admit raises its error
@@ -484,11 +488,11 @@ class AllReduce(ABC):
         return gpu.cupy().zeros(length, dtype)
 
     def _memory(self, buffer: np.ndarray) -> int:
-        """Return ALLOCATED if `buffer` lies in memory from `_allocate`, else FOREIGN. Local.
+        """Return ALLOCATED if `buffer` lies in memory from `_allocate`, else UNREGISTERED. Local.
 
-        Called only for views; an array that owns its memory is FOREIGN.
+        Called only for views; an array that owns its memory is UNREGISTERED.
         """
-        return FOREIGN
+        return UNREGISTERED
 
     def _locate(self, buffer: np.ndarray) -> Location | None:
         """Return the location of an array in memory from `allocate`; None for other arrays, and for backends that do
@@ -555,8 +559,8 @@ class AllReduce(ABC):
     def _say_copies(self, call: Call) -> None:
         """Log once that arrays not from `allocate` are copied, if this backend copies them. Local."""
         # a part of another backend does not report
-        if call.memory == FOREIGN and self.copies_foreign and self.part_of is None:
-            notices.once(self.rank, self.copies_foreign)
+        if call.memory == UNREGISTERED and self.copies_unregistered and self.part_of is None:
+            notices.once(self.rank, self.copies_unregistered)
 
     # From a call to the engine: this rank's arguments are checked, then the ranks agree on them
 
@@ -630,7 +634,7 @@ class AllReduce(ABC):
         if gpu.is_gpu_array(buffer):
             return GPU
         view = isinstance(buffer, np.ndarray) and buffer.flags.forc and buffer.base is not None
-        return self._memory(buffer) if view else FOREIGN
+        return self._memory(buffer) if view else UNREGISTERED
 
     def _admit_tree(self, kind: str, structure: str, arrays: Sequence[Any], op: str, changes: bool) -> trees.Layout:
         """Return a tree's layout, after checking its arrays and, for a new tree, agreeing on them. Collective."""
@@ -687,7 +691,7 @@ class AllReduce(ABC):
                 found.append(rows.without_duplicates(*given, dtypes.TYPES[values.dtype].accumulator))
             shape = (int(table_rows), *values.shape[1:])
             length = int(np.prod(shape, dtype=object))
-            return Call("sparse", length, values.dtype, resolved.name, FOREIGN, "C", shape), resolved
+            return Call("sparse", length, values.dtype, resolved.name, UNREGISTERED, "C", shape), resolved
 
         return *self._agree_on(describe), found[0]
 

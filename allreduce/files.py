@@ -32,7 +32,8 @@ def replacing(path: str, what: str) -> Iterator[TextIO]:
         if not special:
             os.replace(aside, target)
     except OSError as error:
+        raise OptionError(f"{what} can't be written to {path}: {error.strerror or error}") from error
+    finally:
         if not special:
             with contextlib.suppress(OSError):
-                os.unlink(aside)
-        raise OptionError(f"{what} can't be written to {path}: {error.strerror or error}") from error
+                os.unlink(aside)  # it is there if the file was not finished

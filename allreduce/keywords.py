@@ -6,8 +6,6 @@ import inspect
 from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
 
-from allreduce.health import abort
-
 CallableT = TypeVar("CallableT", bound=Callable[..., Any])
 
 
@@ -18,10 +16,7 @@ def near(unknown: str, known: Iterable[str]) -> str:
 
 
 def known_only(method: CallableT) -> CallableT:
-    """Decorator: the method raises TypeError for unknown keyword arguments, before it does anything.
-
-    If the error is not caught, one rank reports it, also when no topology exists yet.
-    """
+    """Decorator: the method raises TypeError for unknown keyword arguments, before it does anything."""
     taken = [name for name in inspect.signature(method).parameters if name != "self"]
     known = frozenset(taken)
 
@@ -31,7 +26,6 @@ def known_only(method: CallableT) -> CallableT:
             unknown = next(name for name in options if name not in known)
             place = type(self).__name__ + ("" if method.__name__ == "__init__" else f".{method.__name__}")
             hint = near(unknown, taken) or f"; it takes: {', '.join(taken)}"
-            abort.install()
             raise TypeError(f"{place}() got an unexpected keyword argument {unknown!r}{hint}")
         return method(self, *args, **options)
 

@@ -16,7 +16,7 @@ def once(rank: int, text: str) -> None:
 
 def deprecated(old: str, new: str) -> None:
     """Warn that a name has changed; the warning points at the line that uses the old name. Local."""
-    warnings.warn(f"{old} is now {new}; the next release removes the old name", DeprecationWarning, stacklevel=3)
+    warnings.warn(f"{old} is now {new}; 0.3.0 removes the old name", DeprecationWarning, stacklevel=3)
 
 
 def shown(value: object, most: int = 60) -> str:

@@ -62,8 +62,7 @@ def create(
         remedy = f"create({name!r}, topology=allreduce.Topology(comm))"
         raise OptionError(f"create({name!r}) takes an allreduce.Topology, not {given}: {remedy}")
     owned = topology is None
-    if topology is None:
-        topology = Topology()
+    topology = Topology() if topology is None else topology
     topology.check_open()
     error: AllReduceError | None = None
     try:

@@ -30,7 +30,7 @@ KindT = TypeVar("KindT", bound="Closeable")
 
 
 class Closeable(Protocol):
-    """A user of a topology's communicators, closed before them; or a service that all users share (see `once`)."""
+    """A user of a topology's communicators, closed before them; or a service that all users share (see `service`)."""
 
     def close(self) -> None: ...
 
@@ -113,7 +113,7 @@ class Topology:
         self._owned: list[MPI.Intracomm] = []
         self._users: list[Closeable] = []
         self._children: list[Topology] = []
-        self._made_once: dict[Callable[[Topology], Any], Any] = {}
+        self._services: dict[Callable[[Topology], Any], Any] = {}
         self._guard = threading.Lock()  # of _owned; held for moments, never while communicating
         self._revoked, self.closed = False, False
         self._unrevoked: MPI.Intracomm | None = None  # of _owned; no failure revokes it
@@ -133,7 +133,7 @@ class Topology:
         """
         self._control = comm
         self.world: MPI.Intracomm = self.own(comm.Dup(), watch=True)
-        self._finish = self.detector.wait_record(self.number(), raises=True)  # of `finished`
+        self._finish = self.detector.wait_record(self.next_number(), raises=True)  # of `finished`
         if ulfm.in_force():  # ranks announce that they leave on a communicator that no failure revokes
             self._unrevoked = self.own(self.world.Dup())
             self.detector.messages.use_unrevoked(self._unrevoked, self._finish)
@@ -312,7 +312,7 @@ class Topology:
     def _duplicate(self, original: "Topology") -> None:
         self.__dict__.update({name: value for name, value in vars(original).items() if name not in ("node", "cross")})
         self._begin(original)
-        self.original, self._numbers = original, original.number() << 16
+        self.original, self._numbers = original, original.next_number() << 16
         with waiting(original.world, "Topology.duplicate"):
             self._control = self.world = self.own(original.world.Dup(), watch=True)  # users send data on `private` ones
 
@@ -337,21 +337,21 @@ class Topology:
             self._users.append(user)
         with waiting(self.world, "make a communicator"):
             comm = self.own(self.world.Dup())
-        watched(comm, self.detector, wait or self.detector.wait_record(self.number(), raises=True))
+        watched(comm, self.detector, wait or self.detector.wait_record(self.next_number(), raises=True))
         return comm
 
-    def use(self, user: Closeable) -> None:
+    def register(self, user: Closeable) -> None:
         """Register a user: `close` closes users before the communicators, the last registered first. Local."""
         self._users.append(user)
 
-    def let_go(self, user: Closeable) -> None:
+    def unregister(self, user: Closeable) -> None:
         """Unregister a user that has been closed. Local."""
         if user in self._users:
             self._users.remove(user)
 
     def wait_record(self) -> WaitRecord:
         """Create a record of a user's waits for other ranks. Local; all ranks create theirs in the same order."""
-        return self.detector.wait_record(self.number())
+        return self.detector.wait_record(self.next_number())
 
     def own(self, comm: MPI.Comm, watch: bool = False) -> MPI.Intracomm:
         """Take ownership of a communicator: `close` frees it. Local. watch: create a wait record for it."""
@@ -367,21 +367,21 @@ class Topology:
     def release(self, comm: MPI.Intracomm, user: Closeable | None = None) -> None:
         """Free a communicator of `private` or `own`, and unregister `user` if given. Collective."""
         if user is not None:
-            self.let_go(user)
+            self.unregister(user)
         with self._guard:
             self._owned.remove(comm)
         if (wait := record_of(comm)) is not None:
             self.detector.forget(wait)
         comm.Free()
 
-    def once(self, kind: Callable[["Topology"], KindT]) -> KindT:
+    def service(self, kind: Callable[["Topology"], KindT]) -> KindT:
         """Return the topology's one `kind(self)`, created at the first use (collective if its constructor is)."""
         self.check_open()
-        if kind not in self._made_once:
-            self._made_once[kind] = kind(self)
-        return self._made_once[kind]
+        if kind not in self._services:
+            self._services[kind] = kind(self)
+        return self._services[kind]
 
-    def number(self) -> int:
+    def next_number(self) -> int:
         """Return a new number, unique in this topology. Local; all ranks call it in the same order."""
         self._numbers += 1
         return self._numbers
@@ -413,7 +413,7 @@ class Topology:
         if self.closed:  # by a user: a trainer closes the topology that it has formed after a failure
             return
         self.closed = True
-        for made in [*reversed(self._made_once.values())]:
+        for made in [*reversed(self._services.values())]:
             made.close()
         if self.original is None:
             self.detector.close()
@@ -428,7 +428,7 @@ class Topology:
         self.closed = True
         for user in [*reversed(self._users), *reversed(self._children)]:
             user.abandon()
-        for made in [*reversed(self._made_once.values())]:
+        for made in [*reversed(self._services.values())]:
             made.abandon()
         self._defer_free()
         if self.original is None:

@@ -89,10 +89,10 @@ class Divergence:
         odd = [str(rank) for rank, value in enumerate(values) if value != usual]
         ranks = f"rank{'s' * (len(odd) > 1)} {', '.join(odd)} differ{'s' * (len(odd) == 1)}"
         table = "\n".join(f"  rank {rank}: {self.names[first]}: {value}" for rank, value in enumerate(self.values))
+        more = f", the first of {differ.size} differences" if differ.size > 1 else ""
         return (
-            f"the replicas are no longer equal: {ranks} from the others in {self.names[first]}, the first of "
-            f"{differ.size} differences. Gradients, parameters or hyperparameters were changed on some ranks only:\n"
-            f"{table}"
+            f"the replicas are no longer equal: {ranks} from the others in {self.names[first]}{more}. Gradients, "
+            f"parameters or hyperparameters were changed on some ranks only:\n{table}"
         )
 
 
@@ -119,8 +119,8 @@ def check_equal(
     copy(root)
     if comm.rank == 0:
         ranks = ", ".join(map(str, found.differing(root)))
-        text = "allreduce: %s%s\n  copied again to rank %s: the replica of rank %d"
-        notices.log.warning(text, when, found, ranks, root)
+        text = "allreduce: %s%s\n  rank %d's replica was copied to all ranks; rank %s had another one"
+        notices.log.warning(text, when, found, root, ranks)
     return True
 
 

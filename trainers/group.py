@@ -48,12 +48,12 @@ class RankGroup:
     def close_owner_first(self) -> None:
         """Make the topology close the owner before the objects that use the topology now, such as the owner's backend.
         Local."""
-        self.topology.let_go(self._owner)
-        self.topology.use(self._owner)
+        self.topology.unregister(self._owner)
+        self.topology.register(self._owner)
 
     def abandon(self) -> None:
         """Detach the owner from the topology, because ranks have failed. Local."""
-        self.topology.let_go(self._owner)
+        self.topology.unregister(self._owner)
 
     def release(self) -> None:
         """Give the communicator back to the topology. Collective."""

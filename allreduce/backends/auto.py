@@ -10,7 +10,7 @@ from numpy.typing import DTypeLike
 
 from allreduce import notices
 from allreduce.arrays import dtypes
-from allreduce.arrays.memory_kinds import ALLOCATED, FOREIGN, GPU
+from allreduce.arrays.memory_kinds import ALLOCATED, GPU, UNREGISTERED
 from allreduce.arrays.ops import Op
 from allreduce.backend import AllReduce
 from allreduce.backends.decision_table import Rule, rule_for
@@ -126,7 +126,7 @@ class Auto(AllReduce):
         return super()._allocate(length, dtype, device)
 
     def _memory(self, buffer: np.ndarray) -> int:
-        return FOREIGN if self._allocator is None else self._allocator.hooks.memory(buffer)
+        return UNREGISTERED if self._allocator is None else self._allocator.hooks.memory(buffer)
 
     def _route(self, call: Call) -> Work | Trial:
         if call.length == 0 or self.size == 1:

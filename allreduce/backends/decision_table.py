@@ -16,7 +16,7 @@ import numpy as np
 from mpi4py import MPI
 
 from allreduce import notices
-from allreduce.arrays.memory_kinds import ALLOCATED, FOREIGN
+from allreduce.arrays.memory_kinds import ALLOCATED, UNREGISTERED
 from allreduce.machine import Machine, identify
 from allreduce.topology import Topology
 from allreduce.transport.control import root_value
@@ -25,7 +25,7 @@ ENVIRONMENT = "ALLREDUCE_TABLE"  # a path; empty: no table
 MOST_BYTES = 1 << 24  # enough for a hundred thousand entries
 FORMAT, VERSION = "allreduce decision table", 1
 QUOTES = "'\""
-MEMORY = {FOREIGN: "foreign", ALLOCATED: "allocated"}
+MEMORY = {UNREGISTERED: "foreign", ALLOCATED: "allocated"}
 
 Rule = Callable[[Topology, int, np.dtype, int], tuple[str, str]]
 

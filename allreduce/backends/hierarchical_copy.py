@@ -54,7 +54,7 @@ class HierarchicalCopy(TwoPhase):
             self._add_part(across)
         self._node = together(self._comm, lambda: _two_phase(node, self._add_part(make(node, inside))))
         self._cross = together(self._comm, lambda: self._add_part(make(cross, across)) if across else None)
-        self.copies_foreign, self._owners = self._node.copies_foreign, self._node.hooks.owners
+        self.copies_unregistered, self._owners = self._node.copies_unregistered, self._node.hooks.owners
         self._leaders_only = topology.leaders_only
         self._ranks_inside: list[int] = []
         if self._leaders_only:

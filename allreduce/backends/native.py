@@ -58,10 +58,9 @@ class Native(AllReduce):
             all_reduce(in_place, specification, total)
             scaled(buffer, factor, buffer)
 
-        def bind(buffer: np.ndarray) -> BoundWork:
-            return mean, _specification(buffer), buffer
-
-        return DirectWork(lambda buffer, _: mean(buffer, buffer), bind=bind)
+        return DirectWork(
+            lambda buffer, _: mean(buffer, buffer), bind=lambda buffer: (mean, _specification(buffer), buffer)
+        )
 
     def _reduce(self, buffer: np.ndarray, op: Op) -> None:
         operation = _operation(op, buffer.dtype)

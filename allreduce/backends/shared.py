@@ -55,7 +55,7 @@ class Shared(TwoPhase):
         super()._connect(topology)
         self._cma = topology.cma
         self._uses_cma = self._cma.works and not self._staged_only
-        self.copies_foreign = "" if self._uses_cma else STAGES
+        self.copies_unregistered = "" if self._uses_cma else STAGES
         self._arrays = SharedArrays(self._comm)  # from `allocate`
         self._memory, self._locate = self._arrays.memory_of, self._arrays.locate  # type: ignore[method-assign]
         self._owners = self._arrays.owners

@@ -8,10 +8,10 @@ import numpy as np
 
 from allreduce.arrays import dtypes
 from allreduce.arrays.gpu import is_gpu_array
-from allreduce.arrays.memory_kinds import ALLOCATED, FOREIGN, GPU
+from allreduce.arrays.memory_kinds import ALLOCATED, GPU, UNREGISTERED
 from allreduce.errors import NotAnArrayError, NotContiguousError, OptionError
 
-_MEMORY = {FOREIGN: "ordinary memory", ALLOCATED: "memory from allocate()", GPU: "GPU memory"}
+_MEMORY = {UNREGISTERED: "ordinary memory", ALLOCATED: "memory from allocate()", GPU: "GPU memory"}
 KINDS = ("all_reduce", "reduce_scatter", "all_gather", "allocate", "broadcast", "stack", "sparse")
 REDUCING = ("all_reduce", "reduce_scatter", "sparse")
 _FLAT = ("reduce_scatter", "all_gather")
@@ -30,7 +30,7 @@ class Call(NamedTuple):
     length: int
     dtype: np.dtype
     op: str = "sum"
-    memory: int = FOREIGN  # or ALLOCATED, or GPU
+    memory: int = UNREGISTERED  # or ALLOCATED, or GPU
     layout: str = "C"  # or "F": ranks that mix them would add wrong elements
     shape: tuple[int, ...] | None = None
     root: int | None = None  # of a broadcast
@@ -91,7 +91,7 @@ def array_call(kind: str, array: Any, op: str, memory: int, root: int | None = N
     if kind not in REDUCING:
         dtypes.check_no_references(array.dtype)
     if memory == ALLOCATED and kind not in USES_ALLOCATED:
-        memory = FOREIGN
+        memory = UNREGISTERED
     layout = "C" if flags.c_contiguous else "F"
     op = op if kind in REDUCING else "sum"
     return Call(kind, array.size, array.dtype, op, memory, layout, tuple(array.shape), root)
@@ -104,7 +104,7 @@ def allocation_call(length: Any, dtype: Any, device: str | None) -> Call:
         raise OptionError(f"length must be an integer from 0 to {LARGEST}, got {length!r}")
     if device not in (None, "cpu", "cuda"):
         raise OptionError(f'device={device!r} is unknown; use "cpu", "cuda" or None')
-    return Call("allocate", int(length), parsed, memory=GPU if device == "cuda" else FOREIGN)
+    return Call("allocate", int(length), parsed, memory=GPU if device == "cuda" else UNREGISTERED)
 
 
 def check_root(root: Any, size: int) -> int:

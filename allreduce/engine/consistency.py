@@ -45,7 +45,7 @@ class Slot(NamedTuple):
 
 
 class FingerprintTable:
-    """The table of one topology, `topology.once(FingerprintTable)`. Creating it is collective.
+    """The table of one topology, `topology.service(FingerprintTable)`. Creating it is collective.
 
     A duplicate of a topology has no table: its backends are parts of another backend, which compares the calls.
     """

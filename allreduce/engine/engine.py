@@ -34,7 +34,7 @@ from allreduce.transport import ulfm
 from allreduce.transport.control import Comparison, agree, combine, everywhere
 from allreduce.transport.deferred_free import free_later
 from allreduce.transport.shared_segment import Location
-from allreduce.transport.wait import LOOK_SECONDS, NamedCall
+from allreduce.transport.wait import CHECK_SECONDS, NamedCall
 from allreduce.transport.wait import Call as DescribedCall
 
 Work = Callable[[Any, Op], object]  # works on a 1-D array in place; called after all ranks have reached the call
@@ -134,7 +134,7 @@ class Engine:
         self.comm = topology.private(user, self.wait)  # for data
         self._control = topology.private(wait=self.wait) if compare else self.comm
         self._compares = compare and topology.size > 1
-        self._slot = topology.once(FingerprintTable).take() if compare else None
+        self._slot = topology.service(FingerprintTable).take() if compare else None
         self._comparison = Comparison(self._control) if self._compares and self._slot is None else None
         oversubscribed = topology.sharing > topology.cores  # a late rank may need the core that this rank would poll on
         self._polls, self._spin = range(1 if oversubscribed else POLLS), 0.0 if oversubscribed else SPIN_SECONDS
@@ -380,7 +380,7 @@ class Engine:
         """Free the communicator and the slot of the fingerprint table. Collective."""
         self.stop()
         if self._slot is not None:
-            self._topology.once(FingerprintTable).release(self._slot.number, self._sequence)
+            self._topology.service(FingerprintTable).release(self._slot.number, self._sequence)
         if self._control is not self.comm:
             self._topology.release(self._control)
         self._topology.release(self.comm, self._user)
@@ -395,7 +395,7 @@ class Engine:
 
     def _wait_for_fingerprints(self, table: memoryview, number: int) -> list[int]:
         """Wait until every rank has written a fingerprint with this sequence number; return all fingerprints."""
-        begin = looked = time.monotonic()
+        begin = checked = time.monotonic()
         self.wait.error, self.wait.raises = None, True
         try:
             while True:
@@ -408,9 +408,9 @@ class Engine:
                 elif now - begin >= self._spin:
                     os.sched_yield()
                 self._topology.detector.check()
-                if now - looked > LOOK_SECONDS:
-                    looked = now
-                    self._topology.detector.look(self.wait)
+                if now - checked > CHECK_SECONDS:
+                    checked = now
+                    self._topology.detector.check_waits(self.wait)
         finally:
             self.wait.raises = False
 

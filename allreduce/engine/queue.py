@@ -37,7 +37,7 @@ from allreduce.health import abort
 from allreduce.process import children
 from allreduce.topology import Topology
 from allreduce.transport.control import agree, all_values, disagreement, raise_together
-from allreduce.transport.wait import LOOK_SECONDS, NamedCall, Pause
+from allreduce.transport.wait import CHECK_SECONDS, NamedCall, Pause
 
 ANNOUNCE, DECIDE = 1, 2  # tags
 RUN, REFUSE = 1, 2
@@ -187,13 +187,13 @@ QueueT = TypeVar("QueueT", bound=Queue)
 
 
 class Worker:
-    """Runs the calls of a topology's queues in the same order on all ranks; get it with `topology.once(Worker)`.
+    """Runs the calls of a topology's queues in the same order on all ranks; get it with `topology.service(Worker)`.
 
     The constructor and `queue` are collective.
     """
 
     def __init__(self, topology: Topology) -> None:
-        self.detector, self.number = topology.detector, topology.number()
+        self.detector, self.number = topology.detector, topology.next_number()
         self._comm, self._control = topology.private(), topology.private()  # for announcements; for agreements
         self.size = topology.size
         self._queues: dict[int, Queue] = {}
@@ -331,7 +331,7 @@ class Worker:
                 continue
             now = time.monotonic()
             pause(now)
-            if now - checked > LOOK_SECONDS or self.detector.lost is not None:
+            if now - checked > CHECK_SECONDS or self.detector.lost is not None:
                 checked = now
                 self._check_waits()
             if deadline is not None and now > deadline:
@@ -425,7 +425,7 @@ class Worker:
         """Have the stall detector check every queue's wait, and fail the queues whose wait ended in an error."""
         for queue in [each for each in self._queues.values() if each.broken is None]:
             try:
-                self.detector.look(queue.wait)
+                self.detector.check_waits(queue.wait)
             except AllReduceError as error:
                 self.fail(queue, error)
 

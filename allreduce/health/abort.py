@@ -32,7 +32,7 @@ INSTALLED = tuple({sysconfig.get_path(name) + os.sep for name in ("stdlib", "pla
 _threads: "weakref.WeakSet[threading.Thread]" = weakref.WeakSet()  # threads that have called a collective
 _leaving: list[Callable[[str], object]] = []
 _ending: list[Callable[[int], object]] = []
-_installed: list[bool] = []
+_installed: list[Callable[..., None]] = []  # our excepthooks
 _failure = [1]  # the exit code of errors
 
 
@@ -48,13 +48,13 @@ _parts: "weakref.WeakSet[Part]" = weakref.WeakSet()
 def install() -> None:
     """Install hooks: an uncaught exception prints its traceback, with the rank, and ends the whole job. Local.
 
-    An excepthook that the program set earlier runs first; one that it sets later is detected at exit. An exception in a
-    thread ends the job if the thread has called a collective. A rank that ends without an exception tells the others
-    (`on_leaving`). Interactive sessions are left alone.
+    Called when `allreduce` is imported, and for each Topology. An excepthook that the program set before a call runs
+    first; one that it sets after the last call is detected at exit. An exception in a thread ends the job if the thread
+    has called a collective. A rank that ends without an exception tells the others (`on_leaving`). Interactive sessions
+    and jobs of one rank are left alone.
     """
-    if _installed or hasattr(sys, "ps1"):
+    if sys.excepthook in _installed or hasattr(sys, "ps1") or not MPI.Is_initialized() or here()[1] == 1:
         return
-    _installed.append(True)
     previous, previous_thread = sys.excepthook, threading.excepthook
 
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
@@ -90,7 +90,9 @@ def install() -> None:
 
     sys.excepthook, threading.excepthook = hook, thread_hook
     children.record_exit_codes()
-    atexit.register(_at_exit, hook)
+    if not _installed:
+        atexit.register(_at_exit)
+    _installed.append(hook)
 
 
 @functools.cache
@@ -295,12 +297,12 @@ def end_job(text: str, code: int, written: bool = False) -> NoReturn:
     os._exit(code)
 
 
-def _at_exit(hook: object) -> None:
+def _at_exit() -> None:
     """At exit: end the job if an exception has bypassed our hook; else tell the others that this program has ended."""
     if MPI.Is_finalized() or children.forked():
         return
     died = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
-    if died is not None and sys.excepthook is not hook and here()[1] > 1 and not in_part():
+    if died is not None and sys.excepthook not in _installed and here()[1] > 1 and not in_part():
         wait_for_reporter(died)
         end_job(f"{type(died).__name__}: {died}\n", exit_code_of(died))
     for call in _leaving:

@@ -35,7 +35,7 @@ from allreduce.notices import log
 from allreduce.transport import liveness, processes, ulfm
 from allreduce.transport.control import different_calls
 from allreduce.transport.liveness import Process
-from allreduce.transport.wait import LOOK_SECONDS, Call, Pause, WaitRecord, default, wait_until
+from allreduce.transport.wait import CHECK_SECONDS, Call, Pause, WaitRecord, default, wait_until
 
 STALL, TIMEOUT = "ALLREDUCE_STALL_SECONDS", "ALLREDUCE_TIMEOUT_SECONDS"
 ANNOUNCE_SECONDS = 1.0  # length of a wait after which this rank announces it to the others
@@ -194,7 +194,7 @@ class StallDetector:
         if self.lost is not None:
             raise ulfm.again(self.lost)
 
-    def look(self, wait: WaitRecord | None = None) -> None:
+    def check_waits(self, wait: WaitRecord | None = None) -> None:
         """Exchange status messages, report long waits and end hopeless ones. From any thread.
 
         Raises `wait.final` or `wait.error`.
@@ -204,7 +204,7 @@ class StallDetector:
         if not self.closed and self.active and self._lock.acquire(blocking=False):
             try:
                 if not self.closed:
-                    self._look(time.monotonic(), wait is not None or self._from_threads)
+                    self._check_waits(time.monotonic(), wait is not None or self._from_threads)
             finally:
                 self._lock.release()
         error = None if wait is None else copy.copy(wait.final) or wait.error  # a traceback would keep buffers alive
@@ -230,7 +230,7 @@ class StallDetector:
             finally:
                 self._lock.release()
 
-    def _look(self, now: float, may_communicate: bool) -> None:
+    def _check_waits(self, now: float, may_communicate: bool) -> None:
         for each in list(self.checks):
             each.check_deadline()
         long = []
@@ -351,10 +351,10 @@ class _Watchdog:
         listens = ulfm.in_force()
         if listens:
             ulfm.finalize_without_barrier()
-        looked = time.monotonic()
-        while not self._stop.wait(ulfm.POLL_SECONDS if listens else LOOK_SECONDS):
-            due = not listens or time.monotonic() - looked > LOOK_SECONDS
-            looked = time.monotonic() if due else looked
+        checked = time.monotonic()
+        while not self._stop.wait(ulfm.POLL_SECONDS if listens else CHECK_SECONDS):
+            due = not listens or time.monotonic() - checked > CHECK_SECONDS
+            checked = time.monotonic() if due else checked
             for detector in self.detectors():
                 if MPI.Is_finalized():  # the program continues after MPI_Finalize
                     return
@@ -363,7 +363,7 @@ class _Watchdog:
                         if listens:
                             detector.poll_failures()
                         if due:
-                            detector.look()
+                            detector.check_waits()
                 except Exception:  # without the watchdog hangs would go unreported
                     log.exception("the watchdog met an error, and continues")
 

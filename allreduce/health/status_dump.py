@@ -17,7 +17,6 @@ from typing import TextIO
 from allreduce.health import abort
 from allreduce.health.stall import status
 from allreduce.process import children
-from allreduce.transport import processes
 
 _installed: list[int] = []  # both ends of a pair of sockets, open until exit
 
@@ -28,8 +27,7 @@ def install() -> None:
     A handler that the program has for the signal stays.
     """
     abort.record_lifetime()
-    if processes.here()[1] > 1:
-        abort.install()
+    abort.install()
     free = hasattr(signal, "SIGUSR1") and signal.getsignal(signal.SIGUSR1) is signal.SIG_DFL
     main = threading.current_thread() is threading.main_thread()
     stderr = sys.__stderr__

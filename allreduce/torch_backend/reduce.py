@@ -116,7 +116,7 @@ def resolve(op: Any, dtype: torch.dtype, sparse: bool = False) -> Reduction:
             f"SUM and AVG; convert this one of {dtype} with to_dense()"
         )
     factor = op.__getstate__()[1] if kind == _RED.PREMUL_SUM else None
-    return Reduction(name, factor, divide=kind == _RED.AVG and not real.is_floating_point)
+    return Reduction(name, factor, divide=not real.is_floating_point and kind == _RED.AVG)
 
 
 @dataclass(frozen=True)

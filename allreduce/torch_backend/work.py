@@ -250,7 +250,7 @@ class Executor:
         self._queue.worker.give_up(self._queue, error)
 
     def _open(self, topology: Topology, name: str) -> Queue:
-        worker = topology.once(Worker)
+        worker = topology.service(Worker)
         if self._threaded:
             try:
                 return worker.queue(name, threaded=True, alone=True)

@@ -51,10 +51,10 @@ def together(comm: MPI.Comm, step: Callable[[], ResultT]) -> ResultT:
     return cast(ResultT, result)
 
 
-def agree(comm: MPI.Comm, values: Sequence[int], side: str, error: Exception | None) -> None:
+def agree(comm: MPI.Comm, values: Sequence[int], text: str, error: Exception | None) -> None:
     """Return if all ranks pass equal `values` and no error; otherwise raise the same error on all ranks. Collective.
 
-    values: at most AGREED_VALUES. side: this rank's call in words, for the table of a DisagreementError. An agreement
+    values: at most AGREED_VALUES. text: this rank's call in words, for the table of a DisagreementError. An agreement
         costs one small all-reduce; only a failed one exchanges text.
     """
     row = [error is not None, *values, *[0] * (AGREED_VALUES - len(values))]
@@ -62,13 +62,13 @@ def agree(comm: MPI.Comm, values: Sequence[int], side: str, error: Exception | N
     low = mine.copy()
     try:
         limit = LONE_SECONDS if error else math.inf
-        wait_for(comm, comm.Iallreduce(MPI.IN_PLACE, low, MPI.MIN), side, limit)
+        wait_for(comm, comm.Iallreduce(MPI.IN_PLACE, low, MPI.MIN), text, limit)
     except AllReduceError as ended:
         if error is None:
             raise
         raise error from ended  # this rank's error; the other ranks take no part in the agreement
     if error is not None or not np.array_equal(low, mine):
-        _raise_difference(comm, side, error)
+        _raise_difference(comm, text, error)
 
 
 class Comparison:
@@ -91,17 +91,17 @@ class Comparison:
             _raise_difference(self._comm, str(call), None)
 
 
-def _raise_difference(comm: MPI.Comm, side: str, error: Exception | None) -> NoReturn:
+def _raise_difference(comm: MPI.Comm, text: str, error: Exception | None) -> NoReturn:
     """Raise on all ranks the error of the lowest rank that has one, otherwise a DisagreementError. Collective."""
-    sides = _exchange(comm, side, error)
-    if any(side_error is not None for _, side_error in sides):
-        raise _first_error(comm, [side_error for _, side_error in sides]) from error
-    raise disagreement(comm, [words for words, _ in sides])
+    calls = _exchange(comm, text, error)
+    if any(met is not None for _, met in calls):
+        raise _first_error(comm, [met for _, met in calls]) from error
+    raise disagreement(comm, [words for words, _ in calls])
 
 
-def disagreement(comm: MPI.Comm, sides: Sequence[str]) -> DisagreementError:
-    """Return the error of ranks in different calls, which all ranks of `comm` raise. sides: the calls, by rank."""
-    return on_all_ranks(different_calls("\n".join(f"  rank {rank}: {side}" for rank, side in enumerate(sides))), comm)
+def disagreement(comm: MPI.Comm, calls: Sequence[str]) -> DisagreementError:
+    """Return the error of ranks in different calls, which all ranks of `comm` raise. calls: in words, by rank."""
+    return on_all_ranks(different_calls("\n".join(f"  rank {rank}: {text}" for rank, text in enumerate(calls))), comm)
 
 
 def different_calls(table: str) -> DisagreementError:
@@ -167,10 +167,10 @@ def _check_size(comm: MPI.Comm, nbytes: int, what: str) -> None:
         raise on_all_ranks(AllReduceError(f"{what}: values of {nbytes} bytes; at most {LARGEST_VALUES} are sent"), comm)
 
 
-def _exchange(comm: MPI.Comm, side: str, error: Exception | None) -> list[tuple[str, Portable | None]]:
+def _exchange(comm: MPI.Comm, text: str, error: Exception | None) -> list[tuple[str, Portable | None]]:
     """After a failed agreement, return every rank's call in words and its error, by rank. Collective."""
-    sides = all_values(comm, [side, _portable(error)], side)
-    return [(words, tuple(portable) if portable else None) for words, portable in sides]
+    calls = all_values(comm, [text, _portable(error)], text)
+    return [(words, tuple(portable) if portable else None) for words, portable in calls]
 
 
 def _portable(error: Exception | None) -> Portable | None:

@@ -21,7 +21,7 @@ import numpy as np
 from mpi4py import MPI
 
 from allreduce.arrays.chunks import chunk
-from allreduce.arrays.memory_kinds import ALLOCATED, FOREIGN
+from allreduce.arrays.memory_kinds import ALLOCATED, UNREGISTERED
 from allreduce.errors import UnavailableError
 from allreduce.transport.control import raise_together, root_value, together
 from allreduce.transport.wait import wait_for
@@ -91,10 +91,10 @@ class SharedArrays:
         return None
 
     def memory_of(self, buffer: np.ndarray) -> int:
-        """Return ALLOCATED for one of these arrays or a slice of one, else FOREIGN. Local."""
+        """Return ALLOCATED for one of these arrays or a slice of one, else UNREGISTERED. Local."""
         if id(buffer.base) in self.owners and buffer.size:
             return ALLOCATED
-        return FOREIGN if self.locate(buffer) is None else ALLOCATED
+        return UNREGISTERED if self.locate(buffer) is None else ALLOCATED
 
     def of_all_ranks(self, array: np.ndarray, location: Location) -> list[np.ndarray]:
         """Return all ranks' arrays at the location and of the length of this rank's `array`. Local."""

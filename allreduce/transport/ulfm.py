@@ -8,9 +8,9 @@ import ctypes
 import functools
 import os
 import threading
+from array import array
 from collections.abc import Callable, Iterator
 
-import numpy as np
 from mpi4py import MPI
 
 from allreduce.errors import CommunicationError, RankLostError
@@ -228,7 +228,7 @@ def agree(comm: MPI.Comm, ok: bool, meanwhile: Callable[[], object] = bool) -> b
 
 
 def _agreed(comm: MPI.Comm, flags: int, meanwhile: Callable[[], object]) -> int:
-    bits = np.array([flags], np.int32)
+    bits = array("i", [flags])
     with alone:
         request = comm.Iagree(bits)
     try:
@@ -236,7 +236,7 @@ def _agreed(comm: MPI.Comm, flags: int, meanwhile: Callable[[], object]) -> int:
     except BaseException:
         free_later((request, bits))
         raise
-    return int(bits[0])
+    return bits[0]
 
 
 @functools.cache

@@ -21,7 +21,7 @@ from allreduce.transport.deferred_free import free_later
 EAGER_SECONDS = 2e-5  # how long a wait polls before its first sleep
 SHORTEST_SLEEP, LONGEST_SLEEP = 2e-5, 2e-4  # no longer than TCP's buffers keep a link busy
 SMALL = 1e-3, 1e-3  # (eager, longest sleep) of waits for small messages, which are mostly short
-LOOK_SECONDS = 0.25  # interval at which a watcher checks the waits
+CHECK_SECONDS = 0.25  # interval at which a watcher checks the waits
 
 
 # The record of a wait
@@ -95,7 +95,7 @@ class Watcher(Protocol):
     """Checks the waits on communicators, and ends those that would last for ever: health's stall detector.
 
     wait_record: creates a record, which is checked until `forget`. __exit__: raises RankLostError if a failed rank
-    caused `error`. check: raises RankLostError if a rank has failed; cheap. look: checks all records; raises
+    caused `error`. check: raises RankLostError if a rank has failed; cheap. check_waits: checks all records; raises
     `wait.final` or `wait.error`.
     """
 
@@ -107,7 +107,7 @@ class Watcher(Protocol):
 
     def check(self) -> None: ...
 
-    def look(self, wait: WaitRecord | None = None) -> None: ...
+    def check_waits(self, wait: WaitRecord | None = None) -> None: ...
 
 
 default: list[Callable[[], Watcher]] = []  # creates the watcher of communicators without one
@@ -144,7 +144,7 @@ def wait_for(
     """
     with _Recorded(comm, what, raises=True) as (watcher, wait):
         try:
-            if not (request.Test() or wait_until(request.Test, limit, looking(watcher, wait), Pause(*pause))):
+            if not (request.Test() or wait_until(request.Test, limit, checking(watcher, wait), Pause(*pause))):
                 raise CollectiveTimeoutError(f"waited {limit:.0f} s for other ranks in: {what}")
         except BaseException:
             free_later(request)  # and its buffer, into which MPI may still write
@@ -194,19 +194,19 @@ class _Recorded:
                 self._watcher.forget(wait)
 
 
-def looking(watcher: Watcher, wait: WaitRecord) -> Callable[[], None]:
+def checking(watcher: Watcher, wait: WaitRecord) -> Callable[[], None]:
     """Return a function for `wait_until` that has the watcher check this wait at intervals, and raises its error."""
-    looked = time.monotonic()
+    checked = time.monotonic()
 
-    def look() -> None:
-        nonlocal looked
+    def check() -> None:
+        nonlocal checked
         watcher.check()
         now = time.monotonic()
-        if now - looked > LOOK_SECONDS:
-            looked = now
-            watcher.look(wait)
+        if now - checked > CHECK_SECONDS:
+            checked = now
+            watcher.check_waits(wait)
 
-    return look
+    return check
 
 
 # The loop

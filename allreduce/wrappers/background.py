@@ -31,7 +31,7 @@ class Background(Wrapper):
     """
 
     def __init__(self, topology: Topology, *, inner: AllReduce) -> None:
-        queue = topology.once(Worker).queue(f"Background({inner.name})", threaded=True)
+        queue = topology.service(Worker).queue(f"Background({inner.name})", threaded=True)
         super().__init__(topology, inner=inner)
         self._queue = queue
 

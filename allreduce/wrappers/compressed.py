@@ -9,7 +9,7 @@ import numpy as np
 
 from allreduce.arrays import dtypes, trees
 from allreduce.arrays.gpu import StreamOrder, is_gpu_array
-from allreduce.arrays.memory_kinds import FOREIGN, GPU
+from allreduce.arrays.memory_kinds import GPU, UNREGISTERED
 from allreduce.backend import AllReduce
 from allreduce.engine import call as records
 from allreduce.errors import AllReduceError, OptionError
@@ -116,7 +116,7 @@ class Compressed(Wrapper):
             return False
         self.check_open()
         try:
-            memory = GPU if is_gpu_array(buffer) else FOREIGN
+            memory = GPU if is_gpu_array(buffer) else UNREGISTERED
             record = records.array_call(kind, buffer, op, memory)
             resolved = self._resolve(op, record.dtype)
         except AllReduceError:

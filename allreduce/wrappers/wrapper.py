@@ -32,12 +32,12 @@ class Wrapper(AllReduce):
         self.inner = inner  # first: missing attributes are looked up in it
         self.topology, self.rank, self.size = topology, topology.rank, topology.size
         self.name = inner.name
-        self.sums, self.sums_half, self.copies_foreign = inner.sums, inner.sums_half, inner.copies_foreign
+        self.sums, self.sums_half, self.copies_unregistered = inner.sums, inner.sums_half, inner.copies_unregistered
         self.by_array = inner.by_array
         self._closed = self.owns_topology = False
         self._owns_inner = owns_inner
         if owns_inner:
-            topology.use(self)
+            topology.register(self)
 
     def __getattr__(self, name: str) -> Any:
         if "inner" not in self.__dict__ or (name.startswith("__") and name.endswith("__")):
@@ -126,7 +126,7 @@ class Wrapper(AllReduce):
         self._closed = True
         self._close()
         if self._owns_inner:
-            self.topology.let_go(self)
+            self.topology.unregister(self)
             self.inner.close()
         if self.owns_topology:
             self.topology.close()

@@ -66,12 +66,11 @@ def limit_of(run: Run) -> Limit | None:
     each node sends at least 2 S (m-1)/m bytes (Patarasuk and Yuan 2009).
     """
     found = []
-    of_algbw = 2 * (run.ranks - 1) / run.ranks
     for fact, least, what in (
         (MEMORY, 2 * max(run.node_sizes), "memory"),
         (NETWORK, 2 * (run.nodes - 1) / run.nodes, "network"),
     ):
         speed = run.machine.get(fact)
-        if isinstance(speed, int | float) and 0 < speed < math.inf and least and of_algbw:
-            found.append(Limit(speed / least * of_algbw, what))
+        if isinstance(speed, int | float) and 0 < speed < math.inf and least and run.ranks > 1:
+            found.append(Limit(speed / least * 2 * (run.ranks - 1) / run.ranks, what))
     return min(found, default=None)

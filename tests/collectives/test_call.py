@@ -4,14 +4,14 @@ import itertools
 
 import numpy as np
 
-from allreduce.arrays.memory_kinds import ALLOCATED, FOREIGN
+from allreduce.arrays.memory_kinds import ALLOCATED, UNREGISTERED
 from allreduce.arrays.ops import OPS
 from allreduce.engine.call import AGREEING, SEQUENCE_MASK, Call, fingerprint
 
 
 def test_every_call_has_a_fingerprint_of_its_own() -> None:
     lengths, kinds, dtypes = (1, 70_000, 2**40 - 1), ("all_reduce", "broadcast"), ("float32", "uint8", "complex64")
-    choices = itertools.product(kinds, lengths, map(np.dtype, dtypes), OPS, (FOREIGN, ALLOCATED), "CF")
+    choices = itertools.product(kinds, lengths, map(np.dtype, dtypes), OPS, (UNREGISTERED, ALLOCATED), "CF")
     shapes = ((6,), (2, 3), (3, 2)), (None, 0, 1)
     made = [Call(*each, *more) for each in choices for more in itertools.product(*shapes)]
     found = {fingerprint(each) for each in made}

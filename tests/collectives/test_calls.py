@@ -99,7 +99,7 @@ def test_a_forked_child_does_not_wait_for_its_parents_calls(monkeypatch: pytest.
     """The child has a copy of the workers but none of their threads, so at its end it would wait, and then end the
     job."""
     with allreduce.Topology() as topology:
-        slow = topology.once(Worker).queue("slow", threaded=True)
+        slow = topology.service(Worker).queue("slow", threaded=True)
         inside, leave = threading.Event(), threading.Event()
         future = slow.submit(lambda: (inside.set(), leave.wait(20)))
         assert inside.wait(20)

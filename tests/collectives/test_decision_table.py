@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from allreduce.arrays.memory_kinds import ALLOCATED, FOREIGN, GPU
+from allreduce.arrays.memory_kinds import ALLOCATED, GPU, UNREGISTERED
 from allreduce.backends import decision_table as tables
 from allreduce.backends.decision_table import Key, Step, TableError
 from allreduce.machine import identify, mpi_library
@@ -19,12 +19,12 @@ PAIR = Key((2,), False, "float32", "foreign")
 ENTRIES = {PAIR: [Step(4096, "native"), Step(None, "ring")], PAIR._replace(memory="allocated"): [Step(None, "shared")]}
 ASK = """
 import sys, allreduce, numpy as np
-from allreduce.engine.call import FOREIGN
+from allreduce.engine.call import UNREGISTERED
 dtype, *paths = sys.argv[1:]
 for path in paths or [None]:
     backend = allreduce.create("auto", table=path)
     for nbytes in (4096, 4100):
-        name, why = backend._decide(nbytes, np.dtype(dtype), FOREIGN, backend._part)
+        name, why = backend._decide(nbytes, np.dtype(dtype), UNREGISTERED, backend._part)
         if backend.rank == backend.size - 1:
             print("chose", name)
     array = np.full(4096, backend.rank + 1, "float16")
@@ -89,10 +89,17 @@ def test_rule_looks_up_and_leaves_the_rest_to_the_builtin_rule() -> None:
     choose = tables._as_rule(by_kind, lambda *_: ("builtin", "why"))
     pair: Any = Pair()
     float32, float64 = np.dtype("float32"), np.dtype("float64")
-    asked = [(1, FOREIGN), (4096, FOREIGN), (4097, FOREIGN), (1 << 40, FOREIGN), (1, ALLOCATED), (1, GPU)]
+    asked = [
+        (1, UNREGISTERED),
+        (4096, UNREGISTERED),
+        (4097, UNREGISTERED),
+        (1 << 40, UNREGISTERED),
+        (1, ALLOCATED),
+        (1, GPU),
+    ]
     chosen = [choose(pair, nbytes, float32, memory)[0] for nbytes, memory in asked]
     assert chosen == ["native", "native", "ring", "ring", "shared", "builtin"]
-    assert choose(pair, 1, float64, FOREIGN)[0] == "builtin"
+    assert choose(pair, 1, float64, UNREGISTERED)[0] == "builtin"
     why = [choose(pair, nbytes, float32, memory)[1] for nbytes, memory in asked[1:5]]
     assert [text.removeprefix("measured fastest for ") for text in why] == [
         "sizes up to 4096 bytes of float32 in foreign memory",

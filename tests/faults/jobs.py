@@ -17,7 +17,7 @@ from tests.faults import notes
 from tests.faults.plans import OUTSIDE, Fault, Plan
 
 RANK = "tests.faults.rank"  # what each rank runs
-LOOK_SECONDS = 0.001
+CHECK_SECONDS = 0.001
 STEP = re.compile(r'"step": (\d+),')
 LINE = 100  # characters of a note that may have been half written; steps that are read twice do not matter
 SMALL = "64m"  # what containers often have
@@ -86,7 +86,7 @@ def _watch(job: "subprocess.Popen[bytes]", plan: Plan, folder: Path, limit: floa
             if (found := next(signals, None)) is not None:
                 sent.setdefault(number, time.monotonic())
                 _send(*found)
-        time.sleep(LOOK_SECONDS)
+        time.sleep(CHECK_SECONDS)
     return sent
 
 

@@ -118,13 +118,13 @@ def names_in_any_order() -> None:
 def held_back() -> Iterator[None]:
     """Calls that are submitted in the block are negotiated together, when all ranks have left it."""
     if RANK == 0:
-        session.world().once(Worker)._work_lock.acquire()
+        session.world().service(Worker)._work_lock.acquire()
     try:
         yield
         session.world().agree([], "all have submitted")
     finally:
         if RANK == 0:
-            session.world().once(Worker)._work_lock.release()
+            session.world().service(Worker)._work_lock.release()
 
 
 def fused() -> None:
@@ -206,8 +206,8 @@ def gradients() -> None:
 def joined() -> None:
     """A rank without more data takes part with neutral values."""
     if RANK == 0:  # what the others submit soon is decided together
-        session.world().once(Worker)._work_lock.acquire()
-        threading.Timer(0.3, session.world().once(Worker)._work_lock.release).start()
+        session.world().service(Worker)._work_lock.acquire()
+        threading.Timer(0.3, session.world().service(Worker)._work_lock.release).start()
     else:
         handles = [hvd.allreduce_async(here(2 + at), name=f"small {at}", op=hvd.Sum) for at in range(5)]
         for at, handle in enumerate(handles):

@@ -196,6 +196,23 @@ def write_trace(path: str) -> None:
         file.write("{}")
 
 
+def test_a_file_that_is_not_finished_leaves_nothing(tmp_path: Path) -> None:
+    """Whatever ended it, also Ctrl-C."""
+    path = tmp_path / "trace.json"
+    path.write_text("old")
+
+    def write_half(error: type[BaseException]) -> None:
+        with replacing(str(path), "the trace") as file:
+            file.write("half")
+            raise error
+
+    for error in (ValueError, KeyboardInterrupt):
+        with pytest.raises(error):
+            write_half(error)
+    assert [each.name for each in tmp_path.iterdir()] == ["trace.json"]
+    assert path.read_text() == "old"
+
+
 @pytest.mark.parametrize("name", WRITERS)
 def test_files_get_the_users_umask(tmp_path: Path, name: str, umask: int) -> None:
     WRITERS[name](str(tmp_path / name))

@@ -106,6 +106,50 @@ def test_frames_inside_of_the_library(
     assert ("frames inside the library are left out; ALLREDUCE_TRACEBACK=full shows them" in told) != inside
 
 
+EARLY = """
+import sys
+from mpi4py import MPI
+if MPI.COMM_WORLD.rank == 1 and sys.argv[1] == "import":
+    sys.modules["numpy"] = None  # `import numpy` raises ModuleNotFoundError, in allreduce too
+import allreduce
+if MPI.COMM_WORLD.rank == 1:
+    raise ModuleNotFoundError("import of numpy halted")
+allreduce.Topology()
+"""
+
+
+@pytest.mark.parametrize("where", ["import", "program"])
+@pytest.mark.parametrize("ulfm", [False, True])
+def test_an_error_before_the_first_topology(
+    mpirun: JobRunner, tmp_path: Path, mpi: str, ulfm: bool, where: str
+) -> None:
+    """The other ranks wait in the constructor of Topology, which knows nothing of rank 1 yet."""
+    script = tmp_path / "program.py"
+    script.write_text(EARLY)
+    job = mpirun(3, [script, where], mpi=mpi, timeout=30, ulfm=ulfm)
+    assert job.returncode == 1
+    assert "rank 1 of 3: Traceback (most recent call last):" in job.stderr
+    assert "ModuleNotFoundError: import of numpy halted" in job.stderr
+
+
+OWN_HOOK = """
+import sys
+import allreduce
+sys.excepthook = lambda *_: print("the program's own hook", file=sys.stderr, flush=True)
+topology = allreduce.Topology()
+if topology.rank == 1:
+    raise ValueError("on purpose")
+topology.world.Barrier()
+"""
+
+
+def test_an_excepthook_that_the_program_sets_before_a_topology(mpirun: JobRunner, mpi: str) -> None:
+    """It runs first; then the job ends."""
+    job = mpirun(3, ["-c", OWN_HOOK], mpi=mpi, timeout=30)
+    assert job.returncode == 1
+    assert "the program's own hook\nrank 1 of 3: ValueError\n" in job.stderr
+
+
 TRAINER = "from trainers import MirroredTrainer, NumpyNetwork\nmodel = NumpyNetwork([2, 2])\n"
 KEYWORDS = {
     "trainer": (

@@ -435,7 +435,7 @@ def test_a_former_name_sets_the_new_option_and_says_so(
     strategy = BY_NAME[name].strategies[0]
     for shown in (False, True, True):
         assert getattr(parse([*given.split(), "--strategy", strategy], shown), name) == value
-    assert caplog.text.count(f"{old} is {new} now; the next release removes the old name") == 1
+    assert caplog.text.count(f"{old} is {new} now; 0.3.0 removes the old name") == 1
 
 
 @pytest.mark.parametrize("backups", [0, 1])

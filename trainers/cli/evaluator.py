@@ -21,7 +21,7 @@ from trainers.fit import evaluation
 from trainers.replica import Replica
 from trainers.watching.callback import writing
 
-LOOK_SECONDS = 0.1  # between two polls of the folder
+CHECK_SECONDS = 0.1  # between two polls of the folder
 FORMATS = (".jsonl", ".csv")
 END = 1  # the tag of the message that says that the training has ended
 
@@ -71,7 +71,7 @@ class Evaluator:
             if found is not None:
                 self._evaluate(*found)
             elif not over:
-                time.sleep(LOOK_SECONDS)
+                time.sleep(CHECK_SECONDS)
         return self.evaluations
 
     def _newest(self) -> tuple[str, checkpoint.Saved] | None:
@@ -164,4 +164,4 @@ class EndSignal:
                 self._comm.Send(np.empty(0, np.uint8), self._evaluator, END)
         if self._comm.rank == self._evaluator:
             # An error of the evaluator is raised only after the end of the training.
-            wait_until(self.received, pause=Pause(longest=LOOK_SECONDS))
+            wait_until(self.received, pause=Pause(longest=CHECK_SECONDS))

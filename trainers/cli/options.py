@@ -220,7 +220,7 @@ class Former(argparse.Action):
         self, parser: Any, namespace: argparse.Namespace, values: Any, option_string: str | None = None
     ) -> None:
         if parser.shown:
-            notices.once(0, f"{option_string} is {self._new} now; the next release removes the old name")
+            notices.once(0, f"{option_string} is {self._new} now; 0.3.0 removes the old name")
         setattr(namespace, self.dest, values)
 
 

@@ -54,7 +54,7 @@ class Members:
         self._comm = made.private()
         self.reducer, self.mover = TensorReducer(made, self._comm, Options()), TensorMover(self._comm)
         names = topology.private()
-        self.queue = topology.once(Worker).add(
+        self.queue = topology.service(Worker).add(
             lambda worker, number: NamedQueue(
                 worker, names, number, "the calls of Horovod's API", partial(join_proxy, self), fuse_bytes
             ),

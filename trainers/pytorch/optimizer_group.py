@@ -70,7 +70,7 @@ class OptimizerGroup:
     def __init__(self, topology: Topology) -> None:
         self.topology, self.key = topology, _key(topology)
         self._comm = topology.private()
-        self._queue = topology.once(Worker).queue("MirroredOptimizers")
+        self._queue = topology.service(Worker).queue("MirroredOptimizers")
         self._newest = self._count = 0
         self.members: weakref.WeakValueDictionary[int, Member] = weakref.WeakValueDictionary()
         self._queues: dict[int, Queue] = {}  # of the members
@@ -86,7 +86,7 @@ class OptimizerGroup:
         for number in sorted(set(everyone[0]).intersection(*everyone[1:])):
             self._resources.pop(number).close()
         self._queue.abandon()  # it may hold calls that ranks no longer wait for
-        self._queue = self.topology.once(Worker).queue(f"MirroredOptimizers, {self._newest} so far")
+        self._queue = self.topology.service(Worker).queue(f"MirroredOptimizers, {self._newest} so far")
         return self._newest
 
     def queue(self, number: int, topology: Topology, overlap: bool | str, on_gpu: bool) -> tuple[Queue, bool]:
@@ -97,10 +97,10 @@ class OptimizerGroup:
         pays = overlap if overlap != "auto" else on_gpu or _overlap_pays(topology)
         threaded = topology.size > 1 and bool(pays)
         try:
-            queue = self.topology.once(Worker).queue(f"MirroredOptimizer {number}", threaded)
+            queue = self.topology.service(Worker).queue(f"MirroredOptimizer {number}", threaded)
         except UnavailableError as error:  # on all ranks
             notices.once(topology.rank, f"gradients are reduced after backward, not during it: {error}")
-            queue, threaded = self.topology.once(Worker).queue(f"MirroredOptimizer {number}"), False
+            queue, threaded = self.topology.service(Worker).queue(f"MirroredOptimizer {number}"), False
         self._queues[number] = queue
         return queue, threaded
 

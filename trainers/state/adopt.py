@@ -80,7 +80,7 @@ class Target(Protocol):
 
     def gather_state(self, state: Mapping[str, np.ndarray]) -> Arrays: ...
 
-    def complete(self) -> None: ...
+    def snapshot(self, memory: Arrays) -> Arrays: ...
 
     def begin_change(self) -> None: ...
 
@@ -200,12 +200,10 @@ def copy_state(target: Target, on_all: bool) -> Arrays:
 
     on_all: return a copy on all ranks, because the others may continue without rank 0.
     """
-    comm, replica = target.group.comm, target.replica
     target.group.enter("a copy of the state")
-    if on_all:
-        return _copy(target.gather_state(together(comm, replica.state)))
-    target.complete()
-    return together(comm, lambda: {} if comm.rank else _copy(replica.state()))
+    if not on_all:
+        return target.snapshot({})
+    return target.gather_state(together(target.group.comm, lambda: target.replica.snapshot({})))
 
 
 def load(target: Target, state: Arrays) -> None:
@@ -214,10 +212,6 @@ def load(target: Target, state: Arrays) -> None:
     target.group.enter("load a state")
     if not adopt_whole(target, state or None) and target.group.rank == 0:
         log.warning("trainers: the rank with the copy of the state has failed; the model is not changed")
-
-
-def _copy(state: Mapping[str, np.ndarray]) -> Arrays:
-    return {name: np.array(array) for name, array in state.items()}
 
 
 def to_root(comm: MPI.Intracomm, own: np.ndarray, start: int, whole: np.ndarray | None) -> None:

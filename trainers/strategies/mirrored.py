@@ -296,7 +296,7 @@ class Mirrored(Strategy):
         if self.saved is None:
             self.saved = self.pieces()
         if self.trace is not None:
-            self.group.topology.let_go(self.trace)  # the trace continues on the new ranks
+            self.group.topology.unregister(self.trace)  # the trace continues on the new ranks
         self.abandon()
         self._owns_backend = True  # `rebuild` creates a backend that belongs to this strategy
         self._given = self._config

@@ -11,7 +11,7 @@ from mpi4py import MPI
 
 import allreduce
 from allreduce import notices
-from allreduce.arrays.memory_kinds import ALLOCATED, FOREIGN, GPU
+from allreduce.arrays.memory_kinds import ALLOCATED, GPU, UNREGISTERED
 from allreduce.backends import auto
 from allreduce.errors import UnavailableError
 from tests.ranks.grid import run_grid
@@ -34,12 +34,12 @@ class _Nodes:
         (1, 1000, FLOAT16, ALLOCATED, "shared"),
         (1, 1 << 24, FLOAT32, ALLOCATED, "shared"),
         (1, 1 << 30, FLOAT32, ALLOCATED, "shared"),
-        (1, 1000, FLOAT32, FOREIGN, "native"),
-        (1, 1 << 20, FLOAT32, FOREIGN, "shared"),
-        (1, 1 << 25, FLOAT32, FOREIGN, "shared"),
+        (1, 1000, FLOAT32, UNREGISTERED, "native"),
+        (1, 1 << 20, FLOAT32, UNREGISTERED, "shared"),
+        (1, 1 << 25, FLOAT32, UNREGISTERED, "shared"),
         (2, 1000, FLOAT32, ALLOCATED, "native"),
-        (2, 1000, FLOAT16, FOREIGN, "hierarchical_copy"),
-        (2, 1 << 24, FLOAT32, FOREIGN, "hierarchical_copy"),
+        (2, 1000, FLOAT16, UNREGISTERED, "hierarchical_copy"),
+        (2, 1 << 24, FLOAT32, UNREGISTERED, "hierarchical_copy"),
         (1, 1 << 24, FLOAT32, GPU, "nccl"),
         (2, 1000, FLOAT32, GPU, "nccl"),
     ],
@@ -53,7 +53,7 @@ def test_rule(nodes: int, nbytes: int, dtype: np.dtype, memory: int, chosen: str
 @pytest.mark.parametrize(("nbytes", "chosen"), [(1 << 20, "shared"), (1 << 25, "ring")])
 def test_rule_where_ranks_can_not_reach_memory(nbytes: int, chosen: str) -> None:
     """Arrays that fit the staging buffer go through it; a longer one would have to go through in turns."""
-    assert auto.rule(_Nodes(1, 2, reaches=False), nbytes, FLOAT32, FOREIGN)[0] == chosen  # type: ignore[arg-type]
+    assert auto.rule(_Nodes(1, 2, reaches=False), nbytes, FLOAT32, UNREGISTERED)[0] == chosen  # type: ignore[arg-type]
 
 
 @several

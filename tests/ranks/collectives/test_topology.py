@@ -202,7 +202,7 @@ def test_other_versions_are_told(monkeypatch: pytest.MonkeyPatch, caplog: pytest
 @pytest.mark.skipif(SIZE < 2, reason="one rank has no table")
 def test_the_next_user_of_a_refused_ones_part_goes_on_counting(flat: allreduce.Topology) -> None:
     """Otherwise the fingerprints that the refused backend has left in the table would count as new ones."""
-    part = min(flat.once(FingerprintTable).free)
+    part = min(flat.service(FingerprintTable).free)
 
     class Refusing(Ring):
         def _connect(self, topology: allreduce.Topology) -> None:
@@ -215,7 +215,7 @@ def test_the_next_user_of_a_refused_ones_part_goes_on_counting(flat: allreduce.T
     met: list[int] = []
     with pytest.raises(OptionError):
         Refusing(flat)
-    assert flat.once(FingerprintTable).free[part] & SEQUENCE_MASK == met[0] & SEQUENCE_MASK
+    assert flat.service(FingerprintTable).free[part] & SEQUENCE_MASK == met[0] & SEQUENCE_MASK
     assert met[0] > 2
     with allreduce.create("ring", flat) as reduce:
         array = np.ones(5)
@@ -237,7 +237,7 @@ def test_a_user_may_close_the_topology_that_is_closing_it() -> None:
         abandon = close
 
     topology, owner = allreduce.Topology(), Owner()
-    topology.use(owner)
+    topology.register(owner)
     allreduce.create("ring", topology)
     topology.close()
     assert topology.closed

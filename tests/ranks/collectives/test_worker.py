@@ -26,7 +26,7 @@ def topology() -> allreduce.Topology:
 def test_users_may_submit_in_different_orders(topology: allreduce.Topology, threaded: bool) -> None:
     """Three users submit in a different order on each rank; every call's sum is right, so no calls were mixed up."""
     comm = topology.private()
-    queues = [topology.once(Worker).queue(f"user {number}", threaded=threaded) for number in range(3)]
+    queues = [topology.service(Worker).queue(f"user {number}", threaded=threaded) for number in range(3)]
     results = np.zeros((20, 3))
 
     def add(turn: int, number: int) -> None:
@@ -49,7 +49,7 @@ def test_users_may_submit_in_different_orders(topology: allreduce.Topology, thre
 @THREADED
 def test_a_call_that_only_some_have_does_not_hold_up_others(topology: allreduce.Topology, threaded: bool) -> None:
     """Rank 0 submits to `a` first, the others only when `b` has run everywhere."""
-    a, b = (topology.once(Worker).queue(name, threaded=threaded) for name in "ab")
+    a, b = (topology.service(Worker).queue(name, threaded=threaded) for name in "ab")
     ran: list[str] = []
     early = a.submit(lambda: ran.append("a")) if topology.rank == 0 else None
     b.submit(lambda: ran.append("b")).wait()
@@ -62,7 +62,10 @@ def test_a_call_that_only_some_have_does_not_hold_up_others(topology: allreduce.
 def test_ranks_that_disagree_hear_of_it(topology: allreduce.Topology, threaded: bool, world: MPI.Intracomm) -> None:
     if topology.size == 1:
         pytest.skip("a rank agrees with itself")
-    queue, other = topology.once(Worker).queue("optimizer", threaded=threaded), topology.once(Worker).queue("another")
+    queue, other = (
+        topology.service(Worker).queue("optimizer", threaded=threaded),
+        topology.service(Worker).queue("another"),
+    )
     queue.submit(lambda: None, "averages", [1]).wait()
     ran: list[int] = []
     different = queue.submit(lambda: ran.append(1), "averages", [2 + (topology.rank == 0)])
@@ -82,7 +85,7 @@ def test_ranks_that_disagree_hear_of_it(topology: allreduce.Topology, threaded: 
 
 @THREADED
 def test_what_a_call_raises_is_raised_by_wait(topology: allreduce.Topology, threaded: bool) -> None:
-    queue = topology.once(Worker).queue("user", threaded=threaded)
+    queue = topology.service(Worker).queue("user", threaded=threaded)
 
     def fail() -> None:
         raise ValueError("on purpose")
@@ -98,7 +101,7 @@ def test_what_a_call_raises_is_raised_by_wait(topology: allreduce.Topology, thre
 
 
 def test_the_thread_runs_alone_and_ends(topology: allreduce.Topology) -> None:
-    queue = topology.once(Worker).queue("user", threaded=True)
+    queue = topology.service(Worker).queue("user", threaded=True)
     names = []
     queue.submit(lambda: names.append(threading.current_thread().name)).wait()
     assert names == ["allreduce worker"]
@@ -135,13 +138,13 @@ def test_a_thread_that_dies_leaves_nobody_waiting(
     """On all ranks: a user who waits for a call gets the error that ended the thread, and the next call is refused."""
     if topology.size == 1:
         pytest.skip("one rank hears of no announcements")
-    queue = topology.once(Worker).queue("user", threaded=True)
+    queue = topology.service(Worker).queue("user", threaded=True)
     queue.submit(lambda: None).wait()
 
     def die() -> None:
         raise MemoryError("on purpose")
 
-    monkeypatch.setattr(topology.once(Worker), "_listen", die)
+    monkeypatch.setattr(topology.service(Worker), "_listen", die)
     world.Barrier()
     with pytest.raises(MemoryError, match="on purpose"):
         queue.submit(lambda: None).wait(20)
@@ -156,7 +159,7 @@ def test_a_call_that_exceeds_its_limit_ends_all_that_wait(topology: allreduce.To
     """On this rank alone, whatever its thread does. The later call ends first, because a user may wait for it."""
     if topology.size == 1 or (threaded and MPI.Query_thread() != MPI.THREAD_MULTIPLE):
         pytest.skip("nothing looks at the waits of one rank; a thread needs MPI_THREAD_MULTIPLE")
-    queue, leave, ended = topology.once(Worker).queue("user", threaded=threaded, alone=True), threading.Event(), []
+    queue, leave, ended = topology.service(Worker).queue("user", threaded=threaded, alone=True), threading.Event(), []
     first = queue.submit(lambda: leave.wait(60), "waits", ended=lambda error: (ended.append(1), leave.set()), limit=0.5)
     second = queue.submit(lambda: None, "comes later", ended=lambda error: ended.append(2))
     for future in (first, second):
@@ -173,7 +176,7 @@ def test_no_limit_applies_before_a_call_has_begun(
     topology: allreduce.Topology, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The stall detector looks just before the worker runs or refuses a call."""
-    worker, looks = topology.once(Worker), []
+    worker, looks = topology.service(Worker), []
 
     def looks_first(owner: type, name: str) -> None:
         method = getattr(owner, name)
@@ -201,7 +204,7 @@ def test_no_limit_applies_before_a_call_has_begun(
 
 def test_a_wait_that_begins_after_its_queue_was_given_up_ends(topology: allreduce.Topology) -> None:
     """As in a call between its look at `broken` and its wait, while another thread gives up the queue."""
-    worker = topology.once(Worker)
+    worker = topology.service(Worker)
     queue, ended = worker.queue("user", alone=True), []
     comm = topology.private(wait=queue.wait)
 
@@ -246,7 +249,7 @@ def test_two_auto_backends_in_two_threads(topology: allreduce.Topology) -> None:
 @pytest.mark.skipif(MPI.COMM_WORLD.size < 2, reason="one rank agrees with itself")
 def test_a_broken_queue_keeps_nothing_alive(topology: allreduce.Topology) -> None:
     """An error references everything that the functions in its traceback hold: an optimizer, say."""
-    queue = topology.once(Worker).queue("user")
+    queue = topology.service(Worker).queue("user")
 
     class Large:
         pass

@@ -12,7 +12,7 @@ import allreduce
 from trainers import MirroredTrainer, NumpyNetwork
 from trainers.group import broadcast_arrays
 from trainers.replica import copied
-from trainers.state.adopt import Arrays, Piece, adopt_whole, newest
+from trainers.state.adopt import Arrays, Piece, adopt_whole, copy_state, newest
 from trainers.state.backup import Backup, holders
 from trainers.strategies.interface import Strategy
 
@@ -187,6 +187,25 @@ def test_a_load_that_finds_no_state_leaves_the_live_pieces(
 
 def lacking(*_: object) -> Any:
     raise MemoryError("no room")
+
+
+@pytest.mark.parametrize("on_all", [False, True])
+def test_a_copy_of_the_state_is_made_once(
+    on_all: bool, flat: allreduce.Topology, world: MPI.Intracomm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """EarlyStopping keeps one: it is what the replica's `snapshot` has copied, and not a copy of that."""
+    network, made = NumpyNetwork([4, 3], optimizer="adam"), list[Arrays]()
+    snapshot = network.snapshot
+    monkeypatch.setattr(
+        network, "snapshot", lambda memory, **options: made.append(snapshot(memory, **options)) or made[-1]
+    )
+    with MirroredTrainer(network, topology=flat) as trainer:
+        made.clear()
+        state = copy_state(trainer.strategy, on_all)
+        copies = list(made)
+    assert len(copies) == (1 if on_all or world.rank == 0 else 0)
+    assert state.keys() == (copies[0].keys() if copies else set())
+    assert all(state[name] is array for each in copies for name, array in each.items())
 
 
 @pytest.mark.parametrize("root", [0, -1])

@@ -88,7 +88,7 @@ def velocity(replica: NumpyNetwork) -> None:
 
 @pytest.mark.parametrize(
     ("change", "words"),
-    [(bias, "layer 2 bias, the first of 1 differences"), (rate, "learning rates"), (velocity, "optimizer.velocity")],
+    [(bias, "layer 2 bias. Gradients"), (rate, "learning rates"), (velocity, "optimizer.velocity")],
 )
 def test_who_differs_in_what(
     change: Callable[[Any], object], words: str, flat: allreduce.Topology, world: MPI.Intracomm

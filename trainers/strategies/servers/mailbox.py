@@ -12,7 +12,7 @@ from mpi4py import MPI
 from allreduce.errors import CommunicationError
 from allreduce.topology import Topology
 from allreduce.transport.deferred_free import free_later
-from allreduce.transport.wait import NamedCall, all_done, looking, wait_until
+from allreduce.transport.wait import NamedCall, all_done, checking, wait_until
 from trainers.stopwatch import Stopwatch
 
 ASK, PUSH, REPLY = 1, 2, 3  # tags
@@ -117,7 +117,7 @@ class Waiter:
     def _wait(self, done: Callable[[], bool], text: str) -> None:
         self._record.begin(NamedCall(text))
         try:
-            wait_until(done, meanwhile=looking(self._detector, self._record))
+            wait_until(done, meanwhile=checking(self._detector, self._record))
         finally:
             self._record.end()
 

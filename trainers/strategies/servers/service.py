@@ -206,12 +206,12 @@ class ServerStrategy(Strategy):
         name = f"parameters of {self.name}"
         self._queue_topology = self.group.topology.duplicate()
         try:
-            return self._queue_topology.once(Worker).queue(name, threaded=True, alone=True)
+            return self._queue_topology.service(Worker).queue(name, threaded=True, alone=True)
         except UnavailableError:  # on all ranks
             if self.thread != "ask":
                 self._queue_topology.close()
                 raise
-            return self._queue_topology.once(Worker).queue(name, alone=True)
+            return self._queue_topology.service(Worker).queue(name, alone=True)
 
     def close(self) -> None:
         if not self._connected:
