@@ -10,6 +10,8 @@ import pytest
 
 from tests import launch
 from tests.house.test_readme import GUIDES
+from trainers.trainer import Trainer
+from trainers.watching.callback import Callback
 
 
 def test_every_module_has_a_page(tmp_path: Path) -> None:
@@ -47,3 +49,12 @@ def broken(page: Path) -> list[str]:
         if not target.is_file() or (place and f'id="{place}"' not in target.read_text()):
             found.append(f"{page.name}: {link}")
     return found
+
+
+def test_docstrings_say_which_calls_of_a_trainer_are_collective() -> None:
+    for method in (Trainer.fit, Trainer.evaluate, Trainer.predict, Trainer.save, Trainer.load, Trainer.edit):
+        assert (method.__doc__ or "").partition("\n")[0].endswith("Collective."), method
+
+
+def test_every_event_of_a_callback_is_explained() -> None:
+    assert [name for name, each in vars(Callback).items() if name.startswith("on_") and not each.__doc__] == []
