@@ -36,6 +36,14 @@ def test_script(mpirun: JobRunner) -> None:
     assert float(score[2]) > 0.95
 
 
+def test_public_names() -> None:
+    import allreduce.jax
+
+    assert (
+        {"all_gather", "broadcast", "named_errors", "pmean"} <= set(allreduce.jax.__all__) <= set(vars(allreduce.jax))
+    )
+
+
 def test_without_jax_the_extra_is_named() -> None:
     code = "import sys; sys.modules['jax'] = None; import allreduce.jax"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=launch.ROOT, timeout=60)
