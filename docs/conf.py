@@ -96,7 +96,7 @@ extensions = [
 ]
 smartquotes = False
 source_suffix = {".md": "markdown"}
-exclude_patterns = ["programs", "README_new.md"]
+exclude_patterns = ["programs"]
 default_role = "code"  # docstrings write `name` as Markdown does
 
 myst_enable_extensions = ["attrs_block", "attrs_inline", "colon_fence", "deflist", "fieldlist"]

@@ -8,7 +8,6 @@ import inspect
 import os
 import re
 import runpy
-import subprocess
 import sys
 from importlib.util import find_spec
 from pathlib import Path
@@ -18,6 +17,8 @@ import pytest
 
 from tests import launch
 from tests.conftest import JobRunner, lacking
+from trainers.trainer import Trainer
+from trainers.watching.callback import Callback
 
 DOCS = launch.ROOT / "docs"
 API = sorted(path for path in (DOCS / "api").glob("*.md") if path.stem != "index")
@@ -173,6 +174,15 @@ def test_horovods_names() -> None:
     assert set(hvd.__all__) - told == set()
 
 
+def test_docstrings_say_which_calls_of_a_trainer_are_collective() -> None:
+    for method in (Trainer.fit, Trainer.evaluate, Trainer.predict, Trainer.save, Trainer.load, Trainer.edit):
+        assert (method.__doc__ or "").partition("\n")[0].endswith("Collective."), method
+
+
+def test_every_event_of_a_callback_is_explained() -> None:
+    assert [name for name, each in vars(Callback).items() if name.startswith("on_") and not each.__doc__] == []
+
+
 # Trouble
 
 
@@ -277,84 +287,9 @@ def test_programs(mpirun: JobRunner, tmp_path: Path, job: list[Program]) -> None
         assert re.fullmatch(expected, printed), f"{each.name} printed\n{printed}"
 
 
-# Commands
-
-SHORTER = {  # what makes a command short
-    "benchmarks.bandwidth": "-b 1K -e 16K -n 2 -w 0",
-    "benchmarks.tune": "--sizes 1K --dtypes float32 -n 1 -w 0 --output table.json",
-    "benchmarks.strategies": "--epochs 1 --only mirrored --slow-factor 0",
-    "trainers": "--epochs 1",
-}
-WARNS = re.compile("doctor|compare")  # exit code 1: a warning of the doctor, a regression on a busy machine
-NOT_RUN = ("sudo", "pkill", "export", "mpirun --oversubscribe -n 4 python train.py", "mpirun --with-ft ulfm --prtemca")
-MODULE = re.compile(r"python -m ((?:trainers|benchmarks|allreduce)[\w.]*(?: doctor| make)?)([^`\n|]*)")
-
-
-def commands(page: Path) -> list[str]:
-    """The lines of the page's blocks of shell commands, without remarks."""
-    blocks = re.findall(r"^```\{code-block\} bash\n(.*?)^```", page.read_text(), re.MULTILINE | re.DOTALL)
-    lines = [line for block in blocks for line in block.replace("\\\n", " ").splitlines()]
-    return [re.sub(r"\s+#.*| {2,}", " ", line).strip() for line in lines]
-
-
-def shortened(command: str) -> str:
-    match = MODULE.search(command)
-    return f"{command} {SHORTER.get(match[1], '')}" if match else command
-
-
 def test_console_scripts() -> None:
     told = set(re.findall(r"`allreduce ([a-z]+)`", (DOCS / "api" / "commands.md").read_text()))
     assert told == set(importlib.import_module("allreduce_commands").COMMANDS)
-
-
-def test_options_exist() -> None:
-    """Those of this project's commands, in the text and in tables too."""
-    used: dict[str, set[str]] = {}
-    for page in PAGES:
-        for module, arguments in MODULE.findall(page.read_text().replace("\\\n", " ")):
-            options = re.findall(r"(?<![\w-])--?[a-z][\w-]*", arguments.partition(" #")[0].partition(" -- ")[0])
-            used.setdefault(module, set()).update(options)
-    assert len(used) > 8
-    for module, named in used.items():
-        name = module.removesuffix(" make")
-        shows_help = "--help-all" if name == "trainers" else "--help"
-        command = [sys.executable, "-m", *name.split(), shows_help]
-        told = subprocess.run(command, capture_output=True, text=True, cwd=launch.ROOT, check=True).stdout
-        unknown = {option for option in named if not re.search(rf"(?<![\w-]){option}(?![\w-])", told)}
-        assert unknown == set(), f"{module}: {unknown}"
-
-
-@pytest.mark.jobs
-@pytest.mark.parametrize("page", [page for page in PAGES if commands(page)], ids=lambda page: page.stem)
-def test_commands(tmp_path: Path, page: Path) -> None:
-    found = [shortened(line) for line in commands(page) if not line.startswith(NOT_RUN)]
-    if not found:
-        pytest.skip("for a cluster, or for root")
-    try:
-        environment = launch.environment("openmpi")
-    except launch.MissingEnvironmentError as error:
-        lacking(error)
-        return
-    if any("--plot" in line for line in found) and not find_spec("matplotlib"):
-        lacking("matplotlib is not installed")
-    variables = {
-        **os.environ,
-        "PATH": f"{environment / 'bin'}:{os.environ['PATH']}",
-        "PYTHONPATH": str(launch.ROOT),
-        "XDG_CACHE_HOME": str(tmp_path),
-        "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
-        "OMPI_ALLOW_RUN_AS_ROOT": "1",
-        "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
-    }
-    script = "\n".join(
-        line if line.startswith(("for ", "done")) else f"{line} || [ $? -le {int(bool(WARNS.search(line)))} ] || exit 9"
-        for line in found
-    )
-    job = subprocess.run(
-        ["bash", "-c", script], cwd=tmp_path, env=variables, capture_output=True, text=True, timeout=240
-    )
-    assert job.returncode == 0, f"{script}\n{job.stdout}{job.stderr}"
-    assert "Traceback" not in job.stderr
 
 
 if __name__ == "__main__":

@@ -148,7 +148,7 @@ def cases() -> list[Case]:
     living: list[np.ndarray] = []
 
     def backend(number: int) -> None:
-        """The loop of README.md: the array is still alive when the backend is closed."""
+        """The loop of docs/programs/first_arrays.py: the array is still alive when the backend is closed."""
         reduce = allreduce.create(names[number % len(names)], topology if number % 2 else None)
         grads = reduce.allocate(LENGTH)
         reduce(grads)

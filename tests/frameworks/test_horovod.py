@@ -152,7 +152,7 @@ def temppath():
     with tempfile.TemporaryDirectory() as folder:
         yield os.path.join(folder, "file")
 """
-MUON = "not test_broadcast_state and not test_force_allreduce or no_grad"  # see trainers/horovod/README.md
+MUON = "not test_broadcast_state and not test_force_allreduce or no_grad"  # see docs/convert/horovod_differences.md
 
 
 @needs_torch

@@ -26,6 +26,14 @@ def jax_is_there() -> None:
         lacking('JAX and optax are not installed: pip install ".[jax]" in the checkout')
 
 
+def test_public_names() -> None:
+    import allreduce.jax
+
+    assert (
+        {"all_gather", "broadcast", "named_errors", "pmean"} <= set(allreduce.jax.__all__) <= set(vars(allreduce.jax))
+    )
+
+
 def test_without_jax_the_extra_is_named() -> None:
     code = "import sys; sys.modules['jax'] = None; import allreduce.jax"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=launch.ROOT, timeout=60)

@@ -74,7 +74,7 @@ def test_no_number_of_epochs(number: str) -> None:
 
 
 def test_the_extra_tensorboard_brings_what_writes_and_what_shows() -> None:
-    """The guide uses `tensorboard --logdir logs`; tensorboardX writes the files, but has no such command."""
+    """docs/run/monitor.md uses `tensorboard --logdir logs`; tensorboardX writes the files, but has no such command."""
     lines = (launch.ROOT / "pyproject.toml").read_text().splitlines()
     (extra,) = [line for line in lines if line.startswith("tensorboard = ")]
     assert {'"tensorboardX', '"tensorboard'} <= set(re.findall(r'"\w+', extra))

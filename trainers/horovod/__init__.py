@@ -1,7 +1,7 @@
 """Horovod's API: in a script replace `import horovod.torch as hvd` by `import trainers.horovod.torch as hvd`.
 
 `import trainers.horovod as horovod` replaces `import horovod`, and trainers.horovod.torch.mpi_ops Horovod's module.
-trainers/horovod/README.md lists the calls, and the differences from Horovod's.
+docs/api/hvd.md lists the calls, docs/convert/horovod_differences.md the differences from Horovod's.
 """
 
 try:

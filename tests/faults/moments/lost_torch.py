@@ -2,12 +2,13 @@
 
     mpirun --with-ft ulfm -n 6 python -m tests.faults.moments.lost_torch FOLDER
 
-In FOLDER: outlives.py of trainers/pytorch/README.md.
+Writes a checkpoint to FOLDER.
 
 Every remaining rank ends with the parameters of a training without failures, and prints a line for each part.
 """
 
 import os
+import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -22,6 +23,7 @@ from torch import nn
 from torch.nn import functional
 
 from allreduce.errors import RankLostError
+from tests import launch
 from tests.faults import points
 from tests.faults.points import die
 from trainers.pytorch import MirroredOptimizer
@@ -175,8 +177,11 @@ def twice(topology: allreduce.Topology) -> MirroredOptimizer:
     return optimizer
 
 
-def recipe(program: str) -> allreduce.Topology:
-    """The recipe of trainers/pytorch/README.md; rank 3 dies before its hundredth step."""
+def recipe() -> allreduce.Topology:
+    """The loop of docs/programs/run_survive_torch.py, without its kill; rank 3 dies before its hundredth step."""
+    text = (launch.ROOT / "docs" / "programs" / "run_survive_torch.py").read_text()
+    program, kills = re.subn(r"^    if [^\n]*:\n +os\.kill\([^\n]*\n", "", text, flags=re.MULTILINE)
+    assert kills == 1
     if MPI.COMM_WORLD.rank == 3:
         points.at("update", die, turn=100)
     found: dict[str, Any] = {}
@@ -188,7 +193,7 @@ def recipe(program: str) -> allreduce.Topology:
 
 def main() -> None:
     folder = Path(sys.argv[1])
-    left = recipe((folder / "outlives.py").read_text())
+    left = recipe()
     optimizer = replicated(left, True, "in backward", 1)
     left = optimizer.topology
     left = two(left)

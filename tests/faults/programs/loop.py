@@ -1,4 +1,4 @@
-"""Runs of MirroredOptimizer: a loop that continues after a RankLostError, as in trainers/pytorch/README.md."""
+"""Runs of MirroredOptimizer: a loop that continues after a RankLostError, as in docs/programs/run_survive_torch.py."""
 
 import os
 from pathlib import Path

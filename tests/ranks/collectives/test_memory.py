@@ -51,7 +51,7 @@ def test_second_call_allocates_nothing(reduce: AllReduce, where: str, dtype: str
         tracemalloc.stop()
     assert peak < SMALL_BYTES, (
         f"{peak} bytes allocated in the second call: take scratch memory from self.workspace.array(name, length, "
-        "dtype), which keeps it from call to call, not from np.empty (allreduce/README.md)"
+        "dtype), which keeps it from call to call, not from np.empty (docs/contribute/backend.md)"
     )
 
 

@@ -1,0 +1,293 @@
+"""README.md, CONTRIBUTING.md, the cards (README.md of a folder) and the pages of docs/: each command in them that two
+cores can run is run, and links, names of files, options and messages are real.
+
+The commands of a page run one after the other in a folder, as they stand, or made short by SHORTER. A command that
+several pages have runs for the first one only. A command that can't run here has a line in SKIPPED, which says why.
+The programs of pages are run by test_programs.py (docs/programs) and test_api.py (blocks that begin with a name).
+"""
+
+import ast
+import json
+import os
+import re
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+from allreduce import NAMES
+from benchmarks.lib.results import to_json
+from tests import launch
+from tests.benchmarks.made_runs import made_run
+from tests.conftest import lacking
+
+FOLDERS = ("allreduce", "trainers", "benchmarks", "scripts", "tests")
+CARDS = sorted(path for folder in FOLDERS for path in (launch.ROOT / folder).rglob("README.md"))
+TOP = [launch.ROOT / "README.md", launch.ROOT / "CONTRIBUTING.md", *CARDS]
+PAGES = [*TOP, *sorted((launch.ROOT / "docs").rglob("*.md"))]
+
+FENCE = re.compile(r"^( *)(`{3,})([^\n]*)\n(.*?)^\1\2 *$", re.MULTILINE | re.DOTALL)
+LANGUAGES = {"bash", "diff", "ini", "python", "text", "yaml"}
+INLINE = re.compile(r"(?<!`)`((?:[A-Z_]+=\S+ )?(?:mpirun|bash|sudo|python -m [^\s`]+)\s[^`]+)`")  # with an argument
+NEXT_LINE = re.compile(r"\s*(?:\\|(?<=&&))\n\s*")  # a command goes on there
+PROGRAM = re.compile(r"python|bash|sudo|allreduce ")  # what is not a fragment, as `mpirun --bind-to core` is
+OF_A_PAGE = re.compile(r" python (?:docs/programs/)?\w+\.py\b|^python \w+\.py")  # see above
+PLACEHOLDER = re.compile(r"\.\.\.|(?<![\w$=/-])[A-Z]{3,}(?![\w=])")  # `python -m trainers --data FILE`
+
+# Why a command that begins so is not run.
+SKIPPED = {
+    ".venv/bin/pip": "installs",
+    "KERAS_BACKEND=tensorflow": "TensorFlow is not installed; test_keras.py runs the program",
+    "NETWORK=host bash scripts/train.sh": "installs",
+    "PYTHON_ENV=": "a GPU",
+    "RANKS=2 bash scripts/train.sh": "installs",
+    "bash scripts/docs.sh": "installs; test_site.py builds the site",
+    "bash scripts/gpu_test.sh": "installs half a gigabyte, or needs a GPU; test_cuda.py runs it where there is none",
+    "bash scripts/keep_going.sh": "test_keep_going.py runs it",
+    "bash scripts/test.sh": "installs, and runs these tests",
+    "bash scripts/train.sh": "installs",
+    "conda": "installs",
+    "docker": "a container",
+    "kill": "sends a signal to other programs",
+    "kubectl": "a cluster",
+    "module load": "a cluster",
+    "mpiexec": "several hosts",
+    "mpirun --hostfile hosts": "several hosts",
+    "mpirun --with-ft": "test_lost_ranks.py loses ranks",
+    "mpirun -n 2 python -m benchmarks.checkpoint": "half a minute; benchmarks/test_runs.py runs it",
+    "mpirun -n 2 python -m benchmarks.jax_step": "half a minute; test_jax.py runs it",
+    "mpirun -n 2 python -m benchmarks.training_step": "minutes; test_pytorch.py runs it",
+    "mpirun -n 2 python -m tests.torch_backend.pytorch_suite": "minutes; torch_backend/test_jobs.py runs some",
+    "mpirun -n 3 --oversubscribe python -m pytest": "the tests run it",
+    "mpirun -n 3 python -m tests.sequences": "minutes; test_sequences.py runs some",
+    "mpirun -n 4 allreduce bench": "the package need not be installed; processes/test_commands.py runs it",
+    "mpirun -n 4 python -m trainers --device cuda": "a GPU",
+    "mpirun -n 4 --oversubscribe python -m trainers --epochs 300": "to be killed by hand; test_lost_ranks.py does it",
+    "mpirun -n 3 --oversubscribe python -m trainers --epochs 300": "resumes what was killed; test_checkpoint.py too",
+    "pip install": "installs",
+    "pkill": "sends a signal to other programs",
+    "python -m benchmarks.faults": "minutes; test_faults.py runs a few",
+    "python -m benchmarks.timeline slow_rank.json": "takes the file of the page's program; the same as trace.json's",
+    "python -m pytest": "the tests run it",
+    "python -m tests.faults": "minutes; test_faults.py runs a few",
+    "python -m tests.fuzz": "minutes; test_fuzz.py runs a few",
+    "python3 -m venv": "installs",
+    "salloc": "a cluster",
+    "sbatch": "a cluster",
+    "source .venv": "sets the environment",
+    "srun": "a cluster",
+    "sudo": "test_cluster_sim.py runs the rig; root",
+}
+# Options that make a command short.
+SHORTER = {
+    "benchmarks.bandwidth": "-b 1K -e 16K -n 2 -w 0",
+    "benchmarks.strategies": "--epochs 1 --only mirrored --slow-factor 0",
+    "benchmarks.tune": "--sizes 1K --dtypes float32 -n 1 -w 0 --output table.json",
+    "trainers": "--epochs 1",
+}
+MAKES = "python -m trainers.datasets make"  # what the commands after it need: it runs for each page
+WARNS = re.compile("doctor|compare")  # exit code 1: a warning of the doctor, a regression on a busy machine
+VARIABLES = {
+    "OMPI_ALLOW_RUN_AS_ROOT": "1",
+    "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
+    "OMP_NUM_THREADS": "1",
+    "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
+}
+MODULE = re.compile(r"python -m ((?:trainers|benchmarks|allreduce)[\w.]*(?: doctor| make)?)((?=[\s`])[^`\n|]*|$)")
+OPTION = re.compile(r"(?<![\w-])--?[a-z][\w-]*")
+
+
+def name_of(page: Path) -> str:
+    return page.relative_to(launch.ROOT).as_posix()
+
+
+def blocks(page: Path, language: str) -> list[str]:
+    """The texts of the blocks of code of a language."""
+    found = [(match[3], match[4]) for match in FENCE.finditer(page.read_text())]
+    return [text for kind, text in found if kind.removeprefix("{code-block} ").strip() == language]
+
+
+def prose(page: Path) -> str:
+    return FENCE.sub("", page.read_text())
+
+
+def commands(page: Path) -> list[str]:
+    """The commands in shell blocks, without remarks, and those in the text. A loop is one command."""
+    text = "\n".join(NEXT_LINE.sub(" ", block) for block in blocks(page, "bash") if not block.startswith("#!"))
+    text = re.sub(r"'[^']*'", lambda quoted: quoted[0].replace("\n", " "), text)
+    lines = [re.sub(r"(?:^|\s+)#.*", "", line).strip() for line in text.splitlines()]
+    text = re.sub(
+        r"^for .*?^done$",
+        lambda loop: loop[0].replace("\n", "; ").replace("do;", "do"),
+        "\n".join(lines),
+        flags=re.MULTILINE | re.DOTALL,
+    )
+    inline = [re.sub(r"\s+", " ", span).replace(r"\|", "|") for span in INLINE.findall(prose(page))]
+    wanted = [*text.splitlines(), *(span for span in inline if PROGRAM.search(span))]
+    return [line for line in wanted if line and not line.startswith((":", "export ")) and not PLACEHOLDER.search(line)]
+
+
+def scripts() -> dict[str, list[str]]:
+    """By page, the commands that no page before it has."""
+    seen: set[str] = set()
+    found: dict[str, list[str]] = {}
+    for page in PAGES:
+        new = [line for line in dict.fromkeys(commands(page)) if line not in seen and not OF_A_PAGE.search(line)]
+        seen.update(line for line in new if not line.startswith(MAKES))
+        found[name_of(page)] = new
+    return found
+
+
+def skipped(command: str) -> bool:
+    return command.startswith(tuple(SKIPPED))
+
+
+def shortened(command: str) -> str:
+    """The command with options that make it short, and which may not fail."""
+    for module, options in SHORTER.items():
+        command = re.sub(rf"(python -m {re.escape(module)}(?= |$)[^;|>]*)", rf"\1 {options}", command)
+    loop = command.startswith("for ")
+    return command if loop else f"{command} || [ $? -le {int(bool(WARNS.search(command)))} ] || exit 9"
+
+
+def test_the_list_holds_nothing_that_is_gone() -> None:
+    found = [command for page in PAGES for command in commands(page)]
+    assert len(found) > 100
+    assert [start for start in SKIPPED if not any(command.startswith(start) for command in found)] == []
+
+
+@pytest.mark.jobs
+@pytest.mark.parametrize("page", [page for page, lines in scripts().items() if not all(map(skipped, lines))])
+def test_commands(tmp_path: Path, page: str) -> None:
+    script = "\n".join(shortened(line) for line in scripts()[page] if not skipped(line))
+    try:
+        environment = launch.environment("openmpi")
+    except launch.MissingEnvironmentError as error:
+        lacking(error)
+        return
+    if "--plot" in script and not find_spec("matplotlib"):
+        lacking("matplotlib is not installed")
+    for name in ("before.json", "after.json", "n2.json", "n3.json", "n4.json"):
+        (tmp_path / name).write_text(to_json(made_run()))
+    (tmp_path / "trace.json").write_text(json.dumps([{"ph": "X", "ts": 0, "dur": 1, "pid": 0, "tid": 0}]))
+    path = f"{environment / 'bin'}{os.pathsep}{os.environ['PATH']}"
+    variables = {"XDG_CACHE_HOME": str(tmp_path / "cache"), "PYTHONPATH": str(launch.ROOT), "PATH": path, **VARIABLES}
+    job = subprocess.run(
+        ["bash", "-c", script],
+        cwd=tmp_path,
+        env={**os.environ, **variables},
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    assert job.returncode == 0, f"{script}\n{job.stdout}{job.stderr}"
+    assert "Traceback" not in job.stderr
+
+
+def test_options_exist() -> None:
+    """Those of this project's commands, in the text and in tables too."""
+    used: dict[str, set[str]] = {}
+    for page in PAGES:
+        for module, arguments in MODULE.findall(page.read_text().replace("\\\n", " ")):
+            options = OPTION.findall(arguments.partition(" #")[0].partition(" -- ")[0])
+            used.setdefault(module, set()).update(options)
+    assert len(used) > 8
+    for module, named in used.items():
+        shows = "--help-all" if module == "trainers" else "--help"
+        command = [sys.executable, "-m", *module.removesuffix(" make").split(), shows]
+        told = subprocess.run(command, capture_output=True, text=True, cwd=launch.ROOT, check=True).stdout
+        unknown = {option for option in named if not re.search(rf"(?<![\w-]){option}(?![\w-])", told)}
+        assert unknown == set(), f"{module}: {unknown}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_blocks_say_what_they_are(page: Path) -> None:
+    kinds = [match[3] for match in FENCE.finditer(page.read_text())]
+    languages = {kind.removeprefix("{code-block} ").strip() for kind in kinds}
+    assert {language for language in languages if not language.startswith("{")} <= LANGUAGES
+    for block in blocks(page, "python"):
+        ast.parse(re.sub(r"^:\w[^\n]*\n", "", block, flags=re.MULTILINE))
+    assert re.findall(r"<!--.*?-->", page.read_text(), re.DOTALL) == [], "a text that is still missing"
+
+
+def slug(heading: str) -> str:
+    """Return the anchor of a heading."""
+    return re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-")
+
+
+def headings(page: Path) -> set[str]:
+    return {slug(heading) for heading in re.findall(r"^#+ (.*)$", prose(page), re.MULTILINE)}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_links_lead_somewhere_on_github_too(page: Path) -> None:
+    for link in re.findall(r"\]\((?!\w+:)([^)]+)\)", prose(page)):
+        name, _, place = link.partition("#")
+        target = page.parent / name if name else page
+        assert target.is_file(), link
+        assert not place or target.suffix != ".md" or place in headings(target), link
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_files_that_are_named_are_there(page: Path) -> None:
+    names = rf"(?<![\w/.-])(?:{'|'.join([*FOLDERS, 'docs'])})/[\w/.]+\.(?:py|sh|sbatch|md|png|svg|json)\b"
+    missing = {name for name in re.findall(names, page.read_text()) if not (launch.ROOT / name).is_file()}
+    assert missing - {"allreduce/backends/NAME.py"} == set()
+
+
+def test_the_front_page_is_short_and_leads_to_every_section_and_card() -> None:
+    front = TOP[0].read_text()
+    assert len(front.splitlines()) <= 130
+    links = set(re.findall(r"\]\(([^)#]+)", front))
+    sections = {name_of(path) for path in (launch.ROOT / "docs").glob("*/index.md")}
+    folders = {f"{folder}/README.md" for folder in FOLDERS}
+    assert sections - {"docs/start/index.md"} <= links
+    assert folders <= links
+    reached = {name_of((card.parent / link).resolve()) for card in CARDS for link in local_links(card)}
+    assert {name_of(card) for card in CARDS} - reached - folders <= {"allreduce/doctor/README.md"}
+
+
+def local_links(page: Path) -> list[str]:
+    return re.findall(r"\]\((?!\w+:)([^)#]+)", prose(page))
+
+
+@pytest.mark.parametrize("card", CARDS, ids=name_of)
+def test_a_card_is_short_and_leads_to_pages(card: Path) -> None:
+    assert len(card.read_text().splitlines()) <= 40
+    assert sum("docs/" in link for link in local_links(card)) >= 2
+
+
+def test_the_front_page_shows_the_programs_of_the_site() -> None:
+    """test_programs.py runs them."""
+    programs = launch.ROOT / "docs" / "programs"
+    shown = blocks(TOP[0], "python")
+    assert len(shown) == 2
+    for block in shown:
+        first, _, text = block.partition("\n")
+        assert text == (launch.ROOT / first.removeprefix("# ")).read_text().partition('"""\n\n')[2]
+    (fragment,) = blocks(TOP[0], "text")
+    whole = [line.strip() for line in (programs / "first_pytorch.py").read_text().splitlines()]
+    assert [line for line in fragment.splitlines() if line not in whole] == []
+
+
+def test_every_backend_has_its_cost_in_the_table() -> None:
+    text = (launch.ROOT / "docs" / "how" / "algorithms.md").read_text()
+    table = text.partition("| backend | steps |")[2].partition("\n\n")[0]
+    assert {*re.findall(r"^\| \[?`(\w+)`", table, re.MULTILINE), "auto"} == set(NAMES)
+
+
+def messages() -> list[str]:
+    """The messages in the first column of the page of messages, except mpirun's, split at the dots."""
+    text = (launch.ROOT / "docs" / "trouble" / "messages.md").read_text()
+    table = text.partition("| message |")[2].partition("\n\n")[0]
+    cells = [row.split("|")[1] for row in table.splitlines()[2:] if "mpirun" not in row.split("|")[1]]
+    quoted = [span for cell in cells for span in re.findall("`([^`]+)`", cell)]
+    return [piece.strip() for text in quoted for piece in re.split(r"\.\.\.|: ", text) if len(piece.strip()) > 1]
+
+
+@pytest.mark.parametrize("message", messages())
+def test_messages_are_those_of_the_code(message: str) -> None:
+    paths = [path for package in ("allreduce", "trainers") for path in (launch.ROOT / package).rglob("*.py")]
+    assert any(message in path.read_text() for path in paths)
