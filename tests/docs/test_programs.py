@@ -7,6 +7,7 @@ docs/programs/expected.json has an entry for each program, by its path in that f
 ranks: the number of ranks; programs of before/ run on 1 unless they say otherwise.
 output: a regular expression, of several lines (re.MULTILINE), found in what the ranks print, one rank after the other.
 needs: packages without which the test is skipped.
+quiet: true if nothing may be printed to stderr.
 
 Programs of equal ranks and needs run one after the other in one job, because importing a framework takes longer than
 most of them. A program that has one of these keys has a job of its own:
@@ -34,10 +35,11 @@ FOLDER = launch.ROOT / "docs" / "programs"
 PROGRAMS = sorted(path.relative_to(FOLDER).as_posix() for path in FOLDER.rglob("*.py"))
 EXPECTED: dict[str, dict[str, Any]] = json.loads((FOLDER / "expected.json").read_text())
 ALONE = {"again", "arguments", "env", "mpirun", "python"}  # keys of programs with a job of their own
-KEYS = ALONE | {"needs", "output", "ranks"}
+KEYS = ALONE | {"needs", "output", "quiet", "ranks"}
 UNTESTED = {"equinox", "flax", "horovod"}  # packages that no extra of this project installs
 QUIET = {"TF_CPP_MIN_LOG_LEVEL": "3", "HF_HUB_OFFLINE": "1"}
 SECONDS = 60  # for one program
+Outputs = dict[str, tuple[bool, str, str]]  # by program: did it end well on all ranks, its stdout, its stderr
 
 # Runs programs one after the other, each in a folder of its own, and writes what it prints to files in that folder.
 ONE_AFTER_ANOTHER = """
@@ -74,8 +76,8 @@ def group_of(program: str) -> tuple[int, list[str]]:
 
 
 @pytest.fixture(scope="module")
-def outputs() -> dict[str, tuple[bool, str]]:
-    """By program, for the groups that have run: did it end well on all ranks, and what it printed."""
+def outputs() -> Outputs:
+    """Of the programs of the groups that have run."""
     return {}
 
 
@@ -111,7 +113,7 @@ def test_program(
     mpirun: JobRunner,
     tmp_path: Path,
     request: pytest.FixtureRequest,
-    outputs: dict[str, tuple[bool, str]],
+    outputs: Outputs,
     program: str,
 ) -> None:
     entry = EXPECTED[program]
@@ -124,9 +126,11 @@ def test_program(
         others = {each for each in PROGRAMS if each in chosen and not ALONE & EXPECTED[each].keys()}
         group = sorted(each for each in others if group_of(each) == group_of(program))
         run_group(mpirun, tmp_path, group, outputs)
-    finished, printed = outputs[program]
-    assert finished, printed or "it was not run: another program ended the job"
+    finished, printed, errors = outputs[program]
+    assert finished, printed + errors or "it was not run: another program ended the job"
     assert re.search(entry["output"], printed, re.MULTILINE), printed
+    assert not (errors and entry.get("quiet")), errors
+    assert "Traceback" not in errors, errors
 
 
 def run_alone(mpirun: JobRunner, folder: Path, program: str) -> None:
@@ -141,7 +145,7 @@ def run_alone(mpirun: JobRunner, folder: Path, program: str) -> None:
         assert re.search(entry["output"], job.stdout, re.MULTILINE), job.stdout
 
 
-def run_group(mpirun: JobRunner, folder: Path, programs: list[str], outputs: dict[str, tuple[bool, str]]) -> None:
+def run_group(mpirun: JobRunner, folder: Path, programs: list[str], outputs: Outputs) -> None:
     """Run programs in one job, and add what they print to `outputs`."""
     for number in range(len(programs)):
         (folder / str(number)).mkdir()
@@ -150,11 +154,10 @@ def run_group(mpirun: JobRunner, folder: Path, programs: list[str], outputs: dic
     job = mpirun(ranks, ["-c", ONE_AFTER_ANOTHER, *paths], cwd=folder, env=QUIET, timeout=SECONDS * (1 + len(programs)))
     for number, program in enumerate(programs):
         finished = job.stdout.count(f"finished {number}.") == ranks
-        kinds = ("out",) if finished else ("out", "err")
-        paths = [path for kind in kinds for path in sorted((folder / str(number)).glob(f"*.{kind}"))]
-        printed = "".join(path.read_text() for path in paths)
-        outputs[program] = finished, printed
-    if all(finished for finished, _ in outputs.values()):
+        files = [sorted((folder / str(number)).glob(f"*.{kind}")) for kind in ("out", "err")]
+        printed, errors = ("".join(file.read_text() for file in each) for each in files)
+        outputs[program] = finished, printed, errors
+    if all(outputs[program][0] for program in programs):
         check(job)
 
 
