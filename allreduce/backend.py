@@ -40,6 +40,7 @@ from allreduce.transport.shared_segment import Location
 
 BackendT = TypeVar("BackendT", bound="AllReduce")
 PartT = TypeVar("PartT", bound="Topology | AllReduce")
+HAVE_PHASES = '"ring", "halving_doubling", "hierarchical_copy", "shared" or "nccl"'  # the TwoPhase of the registry
 OUT_OF_STEP = (CollectiveTimeoutError, RankLeftError, RankLostError)  # after these errors the ranks can't agree
 
 
@@ -301,6 +302,15 @@ class AllReduce(ABC):
         self._engine.run(call, op, lambda *_: self._broadcast_slices(parts), table)
         return table
 
+    def reduce_scatter(self, buffer: np.ndarray, op: str = "mean") -> np.ndarray:
+        """Reduce `buffer` over all ranks; return this rank's `owned` slice of the result, a view. Collective.
+
+        buffer: a contiguous 1-D array, as for a call. Elements outside the view are undefined afterwards. 16-bit floats
+        are summed in float32 and rounded once. Raises OptionError on all ranks if the backend is not a TwoPhase.
+        """
+        self._run_phase("reduce_scatter", buffer, op)
+        return buffer[self.owned(buffer.size)]
+
     def all_gather(self, buffer: np.ndarray) -> None:
         """Fill `buffer` on every rank from the slices that the ranks own (see `owned`), in place. Collective.
 
@@ -519,10 +529,6 @@ class AllReduce(ABC):
         """
         return None
 
-    def _scatter_work_for(self, call: Call) -> Work:
-        """Return the function that does reduce_scatter for calls like `call`."""
-        raise OptionError(f'{self.name!r} has no reduce_scatter; use a two-phase backend such as "ring"')
-
     def _gather_work_for(self, call: Call) -> Work:
         """Return the function that does all_gather for calls like `call`."""
         return lambda buffer, _: self._broadcast_slices(
@@ -568,6 +574,8 @@ class AllReduce(ABC):
         """Return the Call and the Op, after checking them and, for a new signature, agreeing on them. Collective."""
 
         def describe() -> tuple[Call, Op]:
+            if kind == "reduce_scatter" and not isinstance(self, TwoPhase):
+                raise OptionError(f"{self.name!r} has no reduce_scatter; use {HAVE_PHASES}")
             call = records.array_call(kind, array, op, self._memory_kind(array))
             if root is not None:
                 call = call._replace(root=records.check_root(root, self.size))
@@ -627,7 +635,10 @@ class AllReduce(ABC):
             return self._route(call)
         if call.kind not in ("reduce_scatter", "all_gather"):
             raise OptionError(f'{call.kind} is not for bind(); use "all_reduce", "reduce_scatter" or "all_gather"')
-        work = self._scatter_work_for(call) if call.kind == "reduce_scatter" else self._gather_work_for(call)
+        if isinstance(self, TwoPhase) and call.kind == "reduce_scatter":  # `_admit` has refused it for others
+            work = self._scatter_work_for(call)
+        else:
+            work = self._gather_work_for(call)
         return work if call.length and self.size > 1 else NOTHING
 
     def _memory_kind(self, buffer: Any) -> int:
@@ -721,21 +732,13 @@ class TwoPhase(AllReduce):
     Between the phases each rank holds the result of one slice of the buffer, `owned(length)`.
     """
 
-    def reduce_scatter(self, buffer: np.ndarray, op: str = "mean") -> np.ndarray:
-        """Reduce `buffer` over all ranks; return this rank's `owned` slice of the result, a view. Collective.
-
-        buffer: a contiguous 1-D array, as for a call. Elements outside the view are undefined afterwards. 16-bit floats
-        are summed in float32 and rounded once.
-        """
-        self._run_phase("reduce_scatter", buffer, op)
-        return buffer[self.owned(buffer.size)]
-
     @cached_property
     def phases(self) -> Phases:
         """The two phases as hooks, for backends that contain this one."""
         return Phases(self._reduce_scatter, self._all_gather)
 
     def _scatter_work_for(self, call: Call) -> Work:
+        """Return the function that does reduce_scatter for calls like `call`."""
         return self._scatter_gpu if call.memory == GPU else self._scatter_rounded
 
     def _gather_work_for(self, call: Call) -> Work:

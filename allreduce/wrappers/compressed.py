@@ -10,7 +10,7 @@ import numpy as np
 from allreduce.arrays import dtypes, trees
 from allreduce.arrays.gpu import StreamOrder, is_gpu_array
 from allreduce.arrays.memory_kinds import GPU, UNREGISTERED
-from allreduce.backend import AllReduce
+from allreduce.backend import AllReduce, TwoPhase
 from allreduce.engine import call as records
 from allreduce.errors import AllReduceError, OptionError
 from allreduce.topology import Topology
@@ -80,19 +80,13 @@ class Compressed(Wrapper):
             self.inner(buffer, op)
 
     def bind(self, array: Any, op: str = "mean", kind: str = "all_reduce") -> Callable[[], None]:
-        if kind == "reduce_scatter":
-            self._check_phases()
         if kind not in ("all_reduce", "reduce_scatter") or not self._compresses(array, op, kind):
             return super().bind(array, op, kind)
         call: Any = self if kind == "all_reduce" else self.reduce_scatter
         return partial(call, array, op)
 
     def reduce_scatter(self, buffer: np.ndarray, op: str = "mean") -> np.ndarray:
-        """As TwoPhase.reduce_scatter, but elements outside the returned view are unchanged if compressed.
-
-        Raises OptionError if the inner backend is not a TwoPhase.
-        """
-        self._check_phases()
+        """As of AllReduce, but elements outside the returned view are unchanged if compressed. Collective."""
         if not self._compresses(buffer, op, "reduce_scatter"):
             return super().reduce_scatter(buffer, op)
         mine = buffer[self.owned(buffer.size)]
@@ -113,6 +107,8 @@ class Compressed(Wrapper):
         """
         dtype = getattr(buffer, "dtype", None)
         if self.size == 1 or not isinstance(dtype, np.dtype) or dtype not in LONG or not buffer.size:  # None == float64
+            return False
+        if kind == "reduce_scatter" and not isinstance(self, TwoPhase):
             return False
         self.check_open()
         try:

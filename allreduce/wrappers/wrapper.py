@@ -9,7 +9,7 @@ from numpy.typing import DTypeLike
 
 from allreduce.arrays.ops import Op
 from allreduce.backend import AllReduce, Hooks, Phases, TwoPhase
-from allreduce.errors import ClosedError, OptionError
+from allreduce.errors import ClosedError
 from allreduce.topology import Topology
 
 METHODS = {"all_reduce": "__call__", "reduce_scatter": "reduce_scatter", "all_gather": "all_gather"}  # by kind
@@ -96,10 +96,7 @@ class Wrapper(AllReduce):
         return functools.partial(self.around, kind, bound, array, "" if kind == "all_gather" else op)
 
     def reduce_scatter(self, buffer: np.ndarray, op: str = "mean") -> np.ndarray:
-        """As TwoPhase.reduce_scatter. Raises OptionError, before anything is sent, if `inner` is not a TwoPhase."""
-        self._check_phases()
-        scatter: Any = self.inner
-        return self.around("reduce_scatter", lambda: scatter.reduce_scatter(buffer, op), buffer, op)
+        return self.around("reduce_scatter", lambda: self.inner.reduce_scatter(buffer, op), buffer, op)
 
     def all_gather(self, buffer: np.ndarray) -> None:
         self.around("all_gather", lambda: self.inner.all_gather(buffer), buffer)
@@ -143,11 +140,6 @@ class Wrapper(AllReduce):
         if self._closed:
             raise ClosedError(f"this {type(self).__name__} of {self.name} is closed; create a new one")
         self.inner.check_open()
-
-    def _check_phases(self) -> None:
-        self.check_open()
-        if not isinstance(self.inner, TwoPhase):
-            raise OptionError(f'{self.name!r} has no reduce_scatter; use a two-phase backend such as "ring"')
 
     # Hooks of AllReduce and TwoPhase
 

@@ -1,14 +1,16 @@
 """bound = reduce.bind(array, op): the sums of a call, its errors, and its place in the order of calls."""
 
+import re
 import threading
 from collections.abc import Callable
+from pathlib import Path
 
 import numpy as np
 import pytest
 from mpi4py import MPI
 
 import allreduce
-from allreduce import errors
+from allreduce import errors, registry
 from allreduce.wrappers.background import Background
 from allreduce.wrappers.compressed import Compressed
 from allreduce.wrappers.traced import Traced
@@ -76,6 +78,22 @@ def test_kinds_that_are_not_there(flat: allreduce.Topology) -> None:
         for kind in ("reduce_scatter", "broadcast", "all_to_all"):
             raised_everywhere(flat.world, errors.OptionError, lambda kind=kind: reduce.bind(np.ones(3), "sum", kind))  # type: ignore[misc]
         reduce.bind(np.ones(3), kind="all_gather")()
+
+
+@pytest.mark.parametrize("options", [{}, {"trace": "trace.json"}, {"check": "always"}])
+@pytest.mark.parametrize("name", ["auto", "native", "reduce_to_one", "adasum"])
+def test_backends_without_phases_say_which_have_them(
+    flat: allreduce.Topology, tmp_path: Path, name: str, options: dict[str, str]
+) -> None:
+    if "trace" in options:
+        options = {"trace": flat.world.bcast(str(tmp_path / options["trace"]))}
+    with allreduce.create(name, flat, **options) as reduce:
+        array = np.ones(3 + reduce.rank)
+        for call in (lambda: reduce.reduce_scatter(array), lambda: reduce.bind(array, "mean", "reduce_scatter")):
+            text = raised_everywhere(flat.world, errors.OptionError, call)
+            assert text.startswith(f"{name!r} has no reduce_scatter")
+            assert set(re.findall('"([a-z_]+)"', text)) == set(registry.two_phase())
+        reduce(np.ones(3), "adasum" if name == "adasum" else "mean")
 
 
 @several
