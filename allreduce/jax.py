@@ -34,6 +34,8 @@ except ImportError as error:
         f'allreduce.jax needs JAX, which can\'t be imported ({error}): pip install ".[jax]" in the checkout'
     ) from error
 
+__all__ = ["all_gather", "broadcast", "named_errors", "pmax", "pmean", "pmin", "psum"]
+
 # whether callbacks can get XLA's buffers: JAX 0.6.2 and later
 _KNOWS_BUFFERS = find_spec("jax.experimental.buffer_callback") is not None
 (_of_callbacks,) = jax.make_jaxpr(lambda: io_callback(lambda: None, None, ordered=True))().effects

@@ -14,38 +14,50 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from trainers.central_storage import CentralStorageTrainer
+    from trainers.cli import roles
+    from trainers.data import Samples
     from trainers.fit.checkpointing import Checkpoint
     from trainers.mirrored import MirroredTrainer
     from trainers.parameter_server import ParameterServerTrainer
-    from trainers.recovery.terminating import Terminating
+    from trainers.recovery.terminating import Terminated, Terminating
     from trainers.replica import Replica
     from trainers.replicas.numpy.embedding import EmbeddingNetwork
     from trainers.replicas.numpy.network import NumpyNetwork
     from trainers.spare_replicas import SpareReplicasTrainer
+    from trainers.watching.history import Epoch, History
 
 __all__ = [
     "CentralStorageTrainer",
     "Checkpoint",
     "EmbeddingNetwork",
+    "Epoch",
+    "History",
     "MirroredTrainer",
     "NumpyNetwork",
     "ParameterServerTrainer",
     "Replica",
+    "Samples",
     "SpareReplicasTrainer",
+    "Terminated",
     "Terminating",
+    "roles",
 ]
 
 _MODULES = {
     "CentralStorageTrainer": "trainers.central_storage",
     "Checkpoint": "trainers.fit.checkpointing",
     "EmbeddingNetwork": "trainers.replicas.numpy.embedding",
+    "Epoch": "trainers.watching.history",
+    "History": "trainers.watching.history",
     "MirroredTrainer": "trainers.mirrored",
     "NumpyNetwork": "trainers.replicas.numpy.network",
     "ParameterServerTrainer": "trainers.parameter_server",
     "Replica": "trainers.replica",
+    "Samples": "trainers.data",
     "SpareReplicasTrainer": "trainers.spare_replicas",
-    "roles": "trainers.cli.roles",
+    "Terminated": "trainers.recovery.terminating",
     "Terminating": "trainers.recovery.terminating",
+    "roles": "trainers.cli.roles",
 }
 
 

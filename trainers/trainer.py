@@ -158,7 +158,7 @@ class Trainer(Generic[StrategyT]):
         progress: bool = True,
         stream: TextIO | None = None,
     ) -> History:
-        """Train for `epochs` passes over the data; the model of rank 0 is copied to all ranks first.
+        """Train for `epochs` passes over the data; first the model of rank 0 is copied to all ranks. Collective.
 
         x, y: ALL rows, on every rank: each rank takes its share of every batch. Arrays, or memory maps; or in x
             a data set with len() and rows by number whose rows are pairs (x, y), and no y (see
@@ -170,12 +170,13 @@ class Trainer(Generic[StrategyT]):
         callbacks: objects with the events of Keras callbacks (see trainers.watching.callback.Callback). Each rank
             calls its own, so they may be given to some ranks only; an exception in one is raised on all ranks.
         collate: makes (x, y), arrays, from a list of a data set's rows; by default they are stacked.
-        checkpoint: where and how often checkpoints are written: a Checkpoint, or a folder. resume: continue from the
-            newest usable checkpoint there, if any; raises CheckpointError if that is of another model or of other
-            settings. `epochs` counts from the beginning of the training, and the history contains all epochs. With the
-            same number of ranks the result has the same bits as that of an uninterrupted training.
+        checkpoint: where and how often checkpoints are written: a Checkpoint, or a folder.
+        resume: continue from the newest usable checkpoint there, if any; raises CheckpointError if that is of another
+            model or of other settings. `epochs` counts from the beginning of the training, and the history contains all
+            epochs. With the same number of ranks the result has the same bits as that of an uninterrupted training.
         prefetch: whether a thread fetches the next batches during a step; None: for data sets and memory maps only.
-        progress: print a line per epoch on rank 0, and on a terminal a bar. stream: where, if not to stdout.
+        progress: print a line per epoch on rank 0, and on a terminal a bar.
+        stream: where `progress` prints; None: to stdout.
 
         Returns the history, the same on all ranks. Raises, on all ranks, DivergedError when the loss becomes NaN or
         infinite, and Terminated, which is a SystemExit, when any rank has received SIGTERM.
@@ -211,17 +212,17 @@ class Trainer(Generic[StrategyT]):
 
     @recoverable
     def evaluate(self, x: Any, y: np.ndarray | None = None, collate: Collate | None = None) -> dict[str, float]:
-        """Return the replica's metrics ("loss", "accuracy", ...), means over these rows; the ranks share the work.
+        """Return the replica's metrics ("loss", "accuracy", ...), means over these rows. Collective.
 
-        x, y, collate: all rows on every rank, arrays or a data set, as for `fit`.
+        x, y, collate: all rows on every rank, arrays or a data set, as for `fit`. The ranks share the work.
         """
         return self._evaluate(*self._check_call("evaluate", x, y, collate=collate))
 
     @recoverable
     def predict(self, x: np.ndarray) -> np.ndarray:
-        """Return the replica's output for every row, in order, on every rank; the ranks share the work.
+        """Return the replica's output for every row, in order, on every rank. Collective.
 
-        For a NumpyNetwork: (rows, outputs) float32, probabilities with a cross-entropy loss.
+        The ranks share the work. For a NumpyNetwork: (rows, outputs) float32, probabilities with a cross-entropy loss.
         """
         x, _ = self._check_call("predict", x, NO_TARGETS)
         group = self.group
@@ -231,10 +232,9 @@ class Trainer(Generic[StrategyT]):
 
     @recoverable
     def save(self, path: str) -> None:
-        """Write the model, with the optimizer's state, to exactly `path`. Raises ModelFileError on all ranks.
+        """Write the model, with the optimizer's state, to exactly `path`. Collective.
 
-        Collective: every rank calls it, without an `if rank == 0`; rank 0 writes.
-
+        Every rank calls it, without an `if rank == 0`; rank 0 writes. Raises ModelFileError on all ranks.
         The file (.npz, no pickle) does not depend on the number of ranks; NumpyNetwork.load reads it without MPI.
         """
         self.group.enter("save")
@@ -243,7 +243,7 @@ class Trainer(Generic[StrategyT]):
 
     @recoverable
     def load(self, path: str) -> None:
-        """Load the model in `path` on all ranks; only rank 0 reads the file. Raises ModelFileError on all ranks."""
+        """Load the model that rank 0 reads from `path` on all ranks; or raise ModelFileError on all. Collective."""
         self.group.enter("load")
         self.group.on_one(lambda: self.replica.restore(path))
         mirror(self.strategy, whole=False)

@@ -124,7 +124,7 @@ def check_array(array: Any) -> None:
 def _hint(buffer: Any) -> str:
     """Return a hint for the error: what to pass instead of this object."""
     if hasattr(buffer, "detach"):
-        return "; for a CPU tensor pass tensor.detach().numpy()"
+        return "; pass tensor.detach().numpy(): it shares a CPU tensor's memory, so the tensor gets the result"
     if hasattr(buffer, "__array__") and not isinstance(buffer, np.ndarray):  # JAX arrays are immutable
         return "; it can't be changed in place: pass a copy, numpy.array(x), and read the result from the copy"
     if isinstance(buffer, int | float | complex):

@@ -17,6 +17,8 @@ import pytest
 
 from tests import launch
 from tests.conftest import JobRunner, lacking
+from trainers.trainer import Trainer
+from trainers.watching.callback import Callback
 
 DOCS = launch.ROOT / "docs"
 API = sorted(path for path in (DOCS / "api").glob("*.md") if path.stem != "index")
@@ -170,6 +172,15 @@ def test_horovods_names() -> None:
     hvd = importlib.import_module("trainers.horovod.torch")
     told = set(re.findall(r"`(\w+)(?:\(\))?`", (DOCS / "api" / "hvd.md").read_text()))
     assert set(hvd.__all__) - told == set()
+
+
+def test_docstrings_say_which_calls_of_a_trainer_are_collective() -> None:
+    for method in (Trainer.fit, Trainer.evaluate, Trainer.predict, Trainer.save, Trainer.load, Trainer.edit):
+        assert (method.__doc__ or "").partition("\n")[0].endswith("Collective."), method
+
+
+def test_every_event_of_a_callback_is_explained() -> None:
+    assert [name for name, each in vars(Callback).items() if name.startswith("on_") and not each.__doc__] == []
 
 
 # Trouble

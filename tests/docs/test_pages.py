@@ -218,7 +218,9 @@ def slug(heading: str) -> str:
 
 
 def headings(page: Path) -> set[str]:
-    return {slug(heading) for heading in re.findall(r"^#+ (.*)$", prose(page), re.MULTILINE)}
+    """The anchors of a page, and of what it includes."""
+    parts = [page, *(page.parent / name for name in re.findall(r"^```\{include\} (\S+\.md)$", page.read_text(), re.M))]
+    return {slug(heading) for part in parts for heading in re.findall(r"^#+ (.*)$", prose(part), re.MULTILINE)}
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of)

@@ -7,9 +7,10 @@ docs/programs/expected.json has an entry for each program, by its path in that f
 ranks: the number of ranks; programs of before/ run on 1 unless they say otherwise.
 output: a regular expression, of several lines (re.MULTILINE), found in what the ranks print, one rank after the other.
 needs: packages without which the test is skipped.
+quiet: true if nothing may be printed to stderr.
 
-Programs of equal ranks and needs run one after the other in one job, because importing a framework takes longer than
-most of them. A program that has one of these keys has a job of its own:
+Programs of equal ranks run one after the other in one job, those that need packages in a second one, because importing
+the frameworks takes longer than most programs. A program that has one of these keys has a job of its own:
 
 again: a second run in the same folder (which resumes, say): keys that differ from the first run's.
 arguments: the program's command line.
@@ -34,10 +35,11 @@ FOLDER = launch.ROOT / "docs" / "programs"
 PROGRAMS = sorted(path.relative_to(FOLDER).as_posix() for path in FOLDER.rglob("*.py"))
 EXPECTED: dict[str, dict[str, Any]] = json.loads((FOLDER / "expected.json").read_text())
 ALONE = {"again", "arguments", "env", "mpirun", "python"}  # keys of programs with a job of their own
-KEYS = ALONE | {"needs", "output", "ranks"}
+KEYS = ALONE | {"needs", "output", "quiet", "ranks"}
 UNTESTED = {"equinox", "flax", "horovod"}  # packages that no extra of this project installs
 QUIET = {"TF_CPP_MIN_LOG_LEVEL": "3", "HF_HUB_OFFLINE": "1"}
 SECONDS = 60  # for one program
+Outputs = dict[str, tuple[bool, str, str]]  # by program: did it end well on all ranks, its stdout, its stderr
 
 # Runs programs one after the other, each in a folder of its own, and writes what it prints to files in that folder.
 ONE_AFTER_ANOTHER = """
@@ -45,7 +47,7 @@ import os, runpy, sys
 import allreduce
 shown = os.dup(1), os.dup(2)
 ranks = allreduce.Topology()
-top = os.getcwd()
+top, environment = os.getcwd(), dict(os.environ)
 for number, program in enumerate(sys.argv[1:]):
     os.chdir(os.path.join(top, str(number)))
     for descriptor, kind in ((1, "out"), (2, "err")):
@@ -54,6 +56,11 @@ for number, program in enumerate(sys.argv[1:]):
         os.close(file)
     sys.argv[1:] = []
     runpy.run_path(program, run_name="__main__")
+    torch = sys.modules.get("torch")
+    if torch and torch.distributed.is_initialized():  # Lightning leaves its process group, and variables
+        torch.distributed.destroy_process_group()
+    os.environ.clear()
+    os.environ.update(environment)
     sys.stdout.flush()
     sys.stderr.flush()
     os.dup2(shown[0], 1)
@@ -68,14 +75,14 @@ def ranks_of(program: str) -> int:
     return entry.get("ranks", 1) if program.startswith("before/") else entry["ranks"]
 
 
-def group_of(program: str) -> tuple[int, list[str]]:
+def group_of(program: str) -> tuple[int, bool]:
     """Equal for programs that may run in one job."""
-    return ranks_of(program), sorted(EXPECTED[program].get("needs", []))
+    return ranks_of(program), bool(EXPECTED[program].get("needs"))
 
 
 @pytest.fixture(scope="module")
-def outputs() -> dict[str, tuple[bool, str]]:
-    """By program, for the groups that have run: did it end well on all ranks, and what it printed."""
+def outputs() -> Outputs:
+    """Of the programs of the groups that have run."""
     return {}
 
 
@@ -111,7 +118,7 @@ def test_program(
     mpirun: JobRunner,
     tmp_path: Path,
     request: pytest.FixtureRequest,
-    outputs: dict[str, tuple[bool, str]],
+    outputs: Outputs,
     program: str,
 ) -> None:
     entry = EXPECTED[program]
@@ -122,11 +129,14 @@ def test_program(
     if program not in outputs:
         chosen = [item.callspec.params.get("program") for item in request.session.items if hasattr(item, "callspec")]
         others = {each for each in PROGRAMS if each in chosen and not ALONE & EXPECTED[each].keys()}
+        others = {each for each in others if all(map(find_spec, EXPECTED[each].get("needs", [])))}
         group = sorted(each for each in others if group_of(each) == group_of(program))
         run_group(mpirun, tmp_path, group, outputs)
-    finished, printed = outputs[program]
-    assert finished, printed or "it was not run: another program ended the job"
+    finished, printed, errors = outputs[program]
+    assert finished, printed + errors or "it was not run: another program ended the job"
     assert re.search(entry["output"], printed, re.MULTILINE), printed
+    assert not (errors and entry.get("quiet")), errors
+    assert "Traceback" not in errors, errors
 
 
 def run_alone(mpirun: JobRunner, folder: Path, program: str) -> None:
@@ -141,7 +151,7 @@ def run_alone(mpirun: JobRunner, folder: Path, program: str) -> None:
         assert re.search(entry["output"], job.stdout, re.MULTILINE), job.stdout
 
 
-def run_group(mpirun: JobRunner, folder: Path, programs: list[str], outputs: dict[str, tuple[bool, str]]) -> None:
+def run_group(mpirun: JobRunner, folder: Path, programs: list[str], outputs: Outputs) -> None:
     """Run programs in one job, and add what they print to `outputs`."""
     for number in range(len(programs)):
         (folder / str(number)).mkdir()
@@ -150,11 +160,10 @@ def run_group(mpirun: JobRunner, folder: Path, programs: list[str], outputs: dic
     job = mpirun(ranks, ["-c", ONE_AFTER_ANOTHER, *paths], cwd=folder, env=QUIET, timeout=SECONDS * (1 + len(programs)))
     for number, program in enumerate(programs):
         finished = job.stdout.count(f"finished {number}.") == ranks
-        kinds = ("out",) if finished else ("out", "err")
-        paths = [path for kind in kinds for path in sorted((folder / str(number)).glob(f"*.{kind}"))]
-        printed = "".join(path.read_text() for path in paths)
-        outputs[program] = finished, printed
-    if all(finished for finished, _ in outputs.values()):
+        files = [sorted((folder / str(number)).glob(f"*.{kind}")) for kind in ("out", "err")]
+        printed, errors = ("".join(file.read_text() for file in each) for each in files)
+        outputs[program] = finished, printed, errors
+    if all(outputs[program][0] for program in programs):
         check(job)
 
 

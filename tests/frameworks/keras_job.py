@@ -1,6 +1,5 @@
 """A job of test_keras.py: trainers.keras on some ranks, with Keras' backend from KERAS_BACKEND."""
 
-import runpy
 import sys
 from collections.abc import Callable
 from functools import partial
@@ -383,6 +382,4 @@ if "rest" in sys.argv:
     check_without_callbacks()
     check_errors()
 topology.close()
-if "script" in sys.argv:
-    runpy.run_path("scripts/keras_digits.py", run_name="__main__")
 print(f"rank {rank} is done")

@@ -1,9 +1,8 @@
-"""The recipes for other frameworks train over our process group; a process group of another backend is reported."""
+"""allreduce.torch_backend.require reports a process group of another backend, and a model that ours does not average.
 
-import importlib.util
-import re
-import runpy
-import sys
+That Lightning, Accelerate and Transformers train over our process group is tested in tests/docs/test_programs.py.
+"""
+
 from collections.abc import Iterator
 
 import pytest
@@ -12,51 +11,7 @@ import torch.distributed as dist
 
 from allreduce.errors import UnavailableError
 from allreduce.torch_backend import require
-from tests import launch
-from tests.conftest import JobRunner, lacking
-
-# The recipes, and how large the loss at their end may be.
-RECIPES = {"with_fabric": 0.05, "with_lightning": 0.05, "with_accelerate": 0.05, "with_transformers": 0.67}
-ONE_AFTER_ANOTHER = """
-import runpy, sys
-import torch.distributed as dist
-for recipe in sys.argv[1:]:
-    runpy.run_path(f"scripts/{recipe}.py", run_name="__main__")
-    if dist.is_initialized():
-        dist.destroy_process_group()
-"""
-
-
-def test_recipes_train_on_our_process_group(mpirun: JobRunner) -> None:
-    """In one job, because importing the frameworks takes longer than the trainings."""
-    for package in ("lightning", "accelerate", "transformers"):
-        if importlib.util.find_spec(package) is None:
-            lacking(f'{package} is not installed; pip install ".[frameworks]" in the checkout')
-    job = mpirun(2, ["-c", ONE_AFTER_ANOTHER, *RECIPES], timeout=300, env={"HF_HUB_OFFLINE": "1"})
-    assert job.returncode == 0, job.stderr
-    assert job.stdout.count("torch.distributed: allreduce, auto on 2 ranks on 1 node") == len(RECIPES), job.stdout
-    losses = re.findall(r"^loss ([0-9.]+).* on 2 ranks$", job.stdout, re.M)
-    assert len(losses) == len(RECIPES), job.stdout
-    for (recipe, most), loss in zip(RECIPES.items(), losses, strict=True):
-        assert float(loss) < most, recipe
-
-
-@pytest.mark.parametrize(
-    ("script", "package", "extras"),
-    [
-        ("with_lightning", "lightning", "torch,frameworks"),
-        ("with_fabric", "lightning", "torch,frameworks"),
-        ("with_accelerate", "accelerate", "torch,frameworks"),
-        ("with_transformers", "transformers", "torch,frameworks"),
-        ("jax_digits", "jax", "jax"),
-    ],
-)
-def test_a_missing_extra_is_named(script: str, package: str, extras: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in [name for name in sys.modules if name.partition(".")[0] == package]:
-        monkeypatch.delitem(sys.modules, name)
-    monkeypatch.setitem(sys.modules, package, None)
-    with pytest.raises(SystemExit, match=re.escape(f'pip install ".[{extras}]" in the checkout')):
-        runpy.run_path(str(launch.ROOT / "scripts" / f"{script}.py"))
+from tests.conftest import JobRunner
 
 
 @pytest.fixture

@@ -121,23 +121,11 @@ def test_the_whole_of_it(mpirun: JobRunner) -> None:
     assert re.search(r"rank 0 has waited \d+ s for other ranks in: allreduce.never: float32 \[2\]", job.stderr)
 
 
-ONE_AFTER_ANOTHER = """
-import os, runpy, sys
-folder, *lines = sys.argv[1:]
-for line in lines:
-    script, *sys.argv[1:] = line.split()
-    runpy.run_path(os.path.join(folder, script), run_name="__main__")
-"""
-
-
 @needs_torch
 @pytest.mark.jobs
-def test_examples(mpirun: JobRunner, tmp_path: Path) -> None:
-    """On two ranks; the accuracy is that of one process."""
-    lines = ["hvd_digits.py --epochs 2", "hvd_synthetic_benchmark.py --iterations 2 --width 64"]
-    job = mpirun(2, ["-c", ONE_AFTER_ANOTHER, SCRIPTS, *lines], timeout=240)
+def test_benchmark(mpirun: JobRunner) -> None:
+    job = mpirun(2, [SCRIPTS / "hvd_synthetic_benchmark.py", "--iterations", "2", "--width", "64"], timeout=240)
     assert job.returncode == 0, job.stdout + job.stderr
-    assert "2 ranks: test accuracy 0.9" in job.stdout
     assert "samples/s on 2 ranks" in job.stdout
 
 

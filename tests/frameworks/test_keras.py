@@ -1,6 +1,5 @@
 """Keras 3: trainers.keras on two ranks, with the backends that are installed for tests."""
 
-import re
 import subprocess
 import sys
 from importlib.util import find_spec
@@ -24,19 +23,15 @@ def keras_is_there() -> None:
 
 @pytest.mark.parametrize(
     ("environment", "parts"),
-    [(TORCH, ["data", "fit", "rest", "replica", "trainers", "script"]), (JAX, ["fit", "sharded"])],
+    [(TORCH, ["data", "fit", "rest", "replica", "trainers"]), (JAX, ["fit", "sharded"])],
     ids=["torch", "jax"],
 )
 def test_job(mpirun: JobRunner, tmp_path: Path, environment: dict[str, str], parts: list[str]) -> None:
-    """All checks of keras_job.py, and the script; with JAX a part of them. With TensorFlow it is run by hand."""
+    """All checks of keras_job.py; with JAX a part of them. With TensorFlow it is run by hand."""
     job = mpirun(2, ["-m", "tests.frameworks.keras_job", *parts, tmp_path], timeout=300, env=environment)
     assert job.returncode == 0, job.stdout + job.stderr
     for rank in (0, 1):
         assert f"rank {rank} is done" in job.stdout.splitlines()
-    if "script" in parts:
-        score = re.search(r"^torch, 2 ranks: loss 0\.\d+, test accuracy (0\.\d+)$", job.stdout, re.MULTILINE)
-        assert score is not None
-        assert float(score[1]) > 0.95
 
 
 def test_without_keras_the_extra_is_named() -> None:

@@ -74,9 +74,22 @@ def test_core_imports_no_framework() -> None:
 def test_public_names() -> None:
     done = launch.child("import allreduce; print(*allreduce.__all__); print(*allreduce.NAMES)")
     public, names = done.stdout.splitlines()
-    assert {"create", "NAMES", "available", "Topology"} <= set(public.split())
+    assert {"create", "NAMES", "available", "AllReduce", "Topology", "Trace"} <= set(public.split())
     contract = "ring halving_doubling reduce_to_one hierarchical_copy shared native nccl auto"  # names that users write
     assert set(contract.split()) <= set(names.split())
+
+
+def test_public_names_of_trainers_are_imported_when_used() -> None:
+    code = (
+        "import sys, trainers; print(*trainers.__all__); print('mpi4py' in sys.modules)\n"
+        "print([name for name in trainers.__all__ if not hasattr(trainers, name)])\n"
+        "from trainers.watching import history; print(trainers.History is history.History)\n"
+        "from trainers.cli import roles; print(trainers.roles is roles)"
+    )
+    done = launch.child(code)
+    public, *rest = done.stdout.splitlines()
+    assert {"Epoch", "History", "Samples", "Terminated", "roles"} <= set(public.split())
+    assert rest == ["False", "[]", "True", "True"], done.stderr
 
 
 def test_works_without_mpirun() -> None:

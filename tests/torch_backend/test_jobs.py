@@ -38,14 +38,6 @@ def test_what_is_built_on_torch_distributed(mpirun: JobRunner) -> None:
 
 
 @needs_torch
-def test_the_example(mpirun: JobRunner) -> None:
-    job = mpirun(2, [ROOT / "scripts" / "torch_ddp.py"], timeout=90, env={"ALLREDUCE_BACKEND": "ring"})
-    assert job.returncode == 0, job.stderr
-    assert float(job.stdout.split("test accuracy ")[1].split()[0]) >= 0.95
-    assert "Warning" not in job.stderr
-
-
-@needs_torch
 def test_autoloading_initialises_mpi_only_when_the_backend_is_used(mpirun: JobRunner) -> None:
     """If the backend is only installed, PyTorch still reports missing variables itself, and groups of other backends
     work.

@@ -1,5 +1,6 @@
 """Roles by rank and by TF_CONFIG: the roles of TensorFlow's clusters here, and every invalid configuration."""
 
+import inspect
 import json
 from typing import Any
 
@@ -14,6 +15,10 @@ CLUSTER = {"chief": ["a:1"], "worker": ["b:1", "c:1"], "ps": ["d:1"]}
 
 def config(task: Any = None, **cluster: Any) -> str:
     return json.dumps({"cluster": cluster or CLUSTER, "task": task})
+
+
+def test_a_signature_does_not_show_the_environment() -> None:
+    assert inspect.signature(roles.assign).parameters["environment"].default is None
 
 
 def test_roles_by_rank() -> None:

@@ -148,7 +148,7 @@ def assign(
     topology: Topology,
     servers: int | None = 0,
     evaluator: bool | None = None,
-    environment: Mapping[str, str] = os.environ,
+    environment: Mapping[str, str] | None = None,
     *,
     chief: int | None = None,
 ) -> Roles:
@@ -156,13 +156,13 @@ def assign(
 
     servers: the number of parameter servers; None: as many as in TF_CONFIG, or one if that is not set.
     evaluator: whether a rank evaluates; None: if TF_CONFIG has an evaluator.
-    environment: the environment variables, for TF_CONFIG.
+    environment: the environment variables, for TF_CONFIG; None: os.environ.
     chief: the rank of the chief; None: that of TF_CONFIG, else 0.
 
     Raises RoleError on all ranks if TF_CONFIG is damaged, does not describe these ranks or contradicts the arguments,
     or if no rank is left as a worker; DisagreementError if ranks have different clusters.
     """
-    config = together(topology.world, lambda: read(environment.get(NAME)))
+    config = together(topology.world, lambda: read((os.environ if environment is None else environment).get(NAME)))
     error = None
     if servers is not None and (isinstance(servers, bool) or not isinstance(servers, int) or servers < 0):
         servers, error = 0, RoleError(f"servers must be an integer >= 0, or None, got {servers!r}")

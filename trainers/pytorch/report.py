@@ -94,7 +94,6 @@ class Report:
     """The cost of averaging on this rank since the optimizer was made. Times are in seconds.
 
     communication: spent reducing gradients and gathering parameters = hidden + exposed.
-    hidden: the part during which this rank continued to compute (backward).
     exposed: the part during which this rank only waited.
     waiting: the time until the other ranks began the same call. It comes from the ranks' different speeds, and is not
         counted in `communication`.
@@ -116,6 +115,7 @@ class Report:
 
     @property
     def hidden(self) -> float:
+        """The part of the communication during which this rank continued to compute (backward)."""
         return self.communication - self.exposed
 
     @property

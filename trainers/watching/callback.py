@@ -117,16 +117,21 @@ class Callback:
         other ranks, and `on_ranks_change` follow.
         """
 
-    def on_train_end(self, logs: Logs | None = None) -> None: ...
+    def on_train_end(self, logs: Logs | None = None) -> None:
+        """Called when the fit has ended without an error."""
 
-    def on_epoch_begin(self, epoch: int, logs: Logs | None = None) -> None: ...
+    def on_epoch_begin(self, epoch: int, logs: Logs | None = None) -> None:
+        """Called before an epoch; `logs` is empty."""
 
-    def on_epoch_end(self, epoch: int, logs: Logs | None = None) -> None: ...
+    def on_epoch_end(self, epoch: int, logs: Logs | None = None) -> None:
+        """Called after an epoch; `logs` has the means of the epoch."""
 
     def on_train_batch_begin(self, batch: int, logs: Logs | None = None) -> None:
+        """Called before a batch; `logs` is empty."""
         self.on_batch_begin(batch, logs)
 
     def on_train_batch_end(self, batch: int, logs: Logs | None = None) -> None:
+        """Called after a batch; `logs` has its loss and metrics."""
         self.on_batch_end(batch, logs)
 
     def on_batch_begin(self, batch: int, logs: Logs | None = None) -> None:

@@ -137,7 +137,7 @@ def _read_only() -> np.ndarray:
 BAD_ARRAYS: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "list": (lambda: [1.0, 2.0], errors.NotAnArrayError, "not builtins.float"),
     "float": (lambda: 1.5, errors.NotAnArrayError, "not builtins.float"),
-    "tensor": (_tensor, errors.NotAnArrayError, r"tensor.detach().numpy()"),
+    "tensor": (_tensor, errors.NotAnArrayError, r"tensor.detach().numpy(): it shares a CPU tensor's memory"),
     "JAX array": (
         JaxLike,
         errors.NotAnArrayError,
