@@ -25,7 +25,10 @@ from trainers.state.adopt import Arrays, Piece
 BACKUP = "back up another rank's slice"
 TAG = 2  # of backups; other messages on a trainer's communicator have the tag 0
 NEVER = -1
-NO_BACKUP = "copies=2 (--backups 1): no backups are kept, because a failed rank ends the job (not under mpirun --with-ft ulfm)"
+NO_BACKUP = (
+    "copies=2 (--backups 1): no backups are kept, because a failed rank ends the job (the others survive under "
+    "mpirun --with-ft ulfm)"
+)
 
 
 def copies_error(copies: object, ranks: int, goes_on: bool) -> ArgumentError | None:
