@@ -10,6 +10,7 @@ import importlib
 import importlib.util
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -118,8 +119,9 @@ def _print_completion(arguments: list[str]) -> int:
     top = Parser(prog="allreduce")
     commands = top.add_subparsers()
     for name, command in COMMANDS.items():
-        options = importlib.import_module(command.options or command.module)
-        options.add_options(commands.add_parser(name, help=command.about))
+        parser = commands.add_parser(name, help=command.about)
+        with suppress(ImportError, SystemExit):  # of a command whose extra is not installed: no options
+            importlib.import_module(command.options or command.module).add_options(parser)
     return _end(shtab.complete(top, arguments[0]), 0)
 
 

@@ -40,7 +40,6 @@ from allreduce.transport.shared_segment import Location
 
 BackendT = TypeVar("BackendT", bound="AllReduce")
 PartT = TypeVar("PartT", bound="Topology | AllReduce")
-HAVE_PHASES = '"ring", "halving_doubling", "hierarchical_copy", "shared" or "nccl"'  # the TwoPhase of the registry
 OUT_OF_STEP = (CollectiveTimeoutError, RankLeftError, RankLostError)  # after these errors the ranks can't agree
 
 
@@ -575,7 +574,7 @@ class AllReduce(ABC):
 
         def describe() -> tuple[Call, Op]:
             if kind == "reduce_scatter" and not isinstance(self, TwoPhase):
-                raise OptionError(f"{self.name!r} has no reduce_scatter; use {HAVE_PHASES}")
+                raise OptionError(f'{self.name!r} has no reduce_scatter; use a TwoPhase backend, such as "ring"')
             call = records.array_call(kind, array, op, self._memory_kind(array))
             if root is not None:
                 call = call._replace(root=records.check_root(root, self.size))

@@ -23,7 +23,8 @@ def _report(options: argparse.Namespace) -> int:
         several = "; ".join(f"{dtype} ({op})" for dtype, op in sorted(kinds))
         raise FileError(f"the runs measured different calls: {several}; give runs of one dtype and operation")
     outputs.write(options.html, report.page(*runs))
-    print(options.html)
+    if options.html != outputs.STDOUT:
+        print(options.html)
     return 0
 
 

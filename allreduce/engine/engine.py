@@ -253,7 +253,7 @@ class Engine:
                     comparison.agree(call)
                 admitted.work(flat, admitted.argument)
             except BaseException as error:
-                self._handle_failure(call, error, flat)
+                self._handle_failure(call, error, (flat, admitted.argument))
                 raise
             finally:
                 wait.call = None

@@ -53,7 +53,11 @@ def install() -> None:
     has called a collective. A rank that ends without an exception tells the others (`on_leaving`). Interactive sessions
     and jobs of one rank are left alone.
     """
-    if sys.excepthook in _installed or hasattr(sys, "ps1") or not MPI.Is_initialized() or here()[1] == 1:
+    if hasattr(sys, "ps1") or not MPI.Is_initialized() or here()[1] == 1:
+        return
+    atexit.unregister(_at_exit)
+    atexit.register(_at_exit)  # again: it must run before the functions of modules imported since, which wait for ranks
+    if sys.excepthook in _installed:
         return
     previous, previous_thread = sys.excepthook, threading.excepthook
 
@@ -90,8 +94,6 @@ def install() -> None:
 
     sys.excepthook, threading.excepthook = hook, thread_hook
     children.record_exit_codes()
-    if not _installed:
-        atexit.register(_at_exit)
     _installed.append(hook)
 
 

@@ -28,10 +28,12 @@ class Everyone(AllReduce):
         buffer[:] = total  # rounded once
 
 
-registry.BACKENDS["everyone"] = "__main__:Everyone"  # "module:Class"
-with allreduce.create("everyone") as reduce:
-    grads = np.full(5, reduce.rank, "float16")
-    reduce(grads)  # the mean, by default
-    assert (grads == (reduce.size - 1) / 2).all()
-    if reduce.rank == 0:
-        print(f"everyone on {reduce.size} ranks: {grads[0]}")
+registry.BACKENDS["everyone"] = f"{__name__}:Everyone"  # "module:Class"
+
+if __name__ == "__main__":
+    with allreduce.create("everyone") as reduce:
+        grads = np.full(5, reduce.rank, "float16")
+        reduce(grads)  # the mean, by default
+        assert (grads == (reduce.size - 1) / 2).all()
+        if reduce.rank == 0:
+            print(f"everyone on {reduce.size} ranks: {grads[0]}")

@@ -196,6 +196,9 @@ def test_the_map_has_the_fastest_backend_of_each_size_and_number_of_ranks() -> N
         ([1], {"memory_gbs": 40.0}, None),
         ([2], {}, None),
         ([2], {"memory_gbs": "fast"}, None),
+        ([2], {"memory_gbs": 10**400}, None),
+        ([2], {"memory_gbs": True}, None),
+        ([2, 2], {"network_gbs": 1.7e308}, None),
     ],
 )
 def test_the_limit_of_memory_and_network(sizes: list[int], facts: dict[str, float], expected: Limit | None) -> None:
@@ -221,6 +224,10 @@ def test_a_page_of_several_files(tmp_path: Path, capsys: pytest.CaptureFixture[s
     page = tmp_path / "page.html"
     assert command.main([*map(str, paths), "--html", str(page)]) == 0
     assert capsys.readouterr().out == f"{page}\n"
+    assert command.main([*map(str, paths), "--html", "-"]) == 0
+    out = capsys.readouterr().out
+    assert out.startswith("<!DOCTYPE html>")
+    assert out.endswith("</body></html>\n")
     assert re.findall(r"<h1>(\d) ranks on 1 node", page.read_text()) == ["2", "4"]
     other = tmp_path / "other.json"
     other.write_text(to_json(replace(made_run(2), op="max")))

@@ -9,8 +9,8 @@ output: a regular expression, of several lines (re.MULTILINE), found in what the
 needs: packages without which the test is skipped.
 quiet: true if nothing may be printed to stderr.
 
-Programs of equal ranks and needs run one after the other in one job, because importing a framework takes longer than
-most of them. A program that has one of these keys has a job of its own:
+Programs of equal ranks run one after the other in one job, those that need packages in a second one, because importing
+the frameworks takes longer than most programs. A program that has one of these keys has a job of its own:
 
 again: a second run in the same folder (which resumes, say): keys that differ from the first run's.
 arguments: the program's command line.
@@ -47,7 +47,7 @@ import os, runpy, sys
 import allreduce
 shown = os.dup(1), os.dup(2)
 ranks = allreduce.Topology()
-top = os.getcwd()
+top, environment = os.getcwd(), dict(os.environ)
 for number, program in enumerate(sys.argv[1:]):
     os.chdir(os.path.join(top, str(number)))
     for descriptor, kind in ((1, "out"), (2, "err")):
@@ -56,6 +56,11 @@ for number, program in enumerate(sys.argv[1:]):
         os.close(file)
     sys.argv[1:] = []
     runpy.run_path(program, run_name="__main__")
+    torch = sys.modules.get("torch")
+    if torch and torch.distributed.is_initialized():  # Lightning leaves its process group, and variables
+        torch.distributed.destroy_process_group()
+    os.environ.clear()
+    os.environ.update(environment)
     sys.stdout.flush()
     sys.stderr.flush()
     os.dup2(shown[0], 1)
@@ -70,9 +75,9 @@ def ranks_of(program: str) -> int:
     return entry.get("ranks", 1) if program.startswith("before/") else entry["ranks"]
 
 
-def group_of(program: str) -> tuple[int, list[str]]:
+def group_of(program: str) -> tuple[int, bool]:
     """Equal for programs that may run in one job."""
-    return ranks_of(program), sorted(EXPECTED[program].get("needs", []))
+    return ranks_of(program), bool(EXPECTED[program].get("needs"))
 
 
 @pytest.fixture(scope="module")
@@ -124,6 +129,7 @@ def test_program(
     if program not in outputs:
         chosen = [item.callspec.params.get("program") for item in request.session.items if hasattr(item, "callspec")]
         others = {each for each in PROGRAMS if each in chosen and not ALONE & EXPECTED[each].keys()}
+        others = {each for each in others if all(map(find_spec, EXPECTED[each].get("needs", [])))}
         group = sorted(each for each in others if group_of(each) == group_of(program))
         run_group(mpirun, tmp_path, group, outputs)
     finished, printed, errors = outputs[program]

@@ -132,6 +132,27 @@ def test_an_error_before_the_first_topology(
     assert "ModuleNotFoundError: import of numpy halted" in job.stderr
 
 
+LATER = """
+import atexit, sys
+import allreduce
+from allreduce.health import abort
+atexit.register(lambda: print("a wait of a module imported later", file=sys.stderr, flush=True))
+with allreduce.Topology() as topology:
+    topology.world.Barrier()
+abort.on_leaving(lambda why: print("leaves", file=sys.stderr, flush=True))
+"""
+
+
+def test_the_others_hear_that_a_rank_leaves_before_its_modules_wait(mpirun: JobRunner, mpi: str) -> None:
+    """Functions at exit run in the reverse order of their registration; some wait for ranks, up to 10 seconds."""
+    job = mpirun(2, ["-c", LATER], mpi=mpi, timeout=30)
+    assert job.returncode == 0, job.stderr
+    lines = job.stderr.splitlines()
+    assert lines.count("leaves") == lines.count("a wait of a module imported later") == 2
+    assert lines[0] == "leaves"
+    assert lines[-1] == "a wait of a module imported later"
+
+
 OWN_HOOK = """
 import sys
 import allreduce

@@ -86,6 +86,14 @@ def test_completion_has_the_options_of_all_commands() -> None:
     assert run("--print-completion", "cmd").returncode == 2
 
 
+def test_completion_without_pytorch() -> None:
+    """benchmarks.training_step can't be imported then."""
+    pytest.importorskip("shtab")
+    done = run("--print-completion", "bash", program=f"import sys; sys.modules['torch'] = None\n{RUN}")
+    assert done.returncode == 0, done.stderr
+    assert "--backup-workers" in done.stdout
+
+
 def test_completion_without_its_extra() -> None:
     done = run("--print-completion", "bash", program=f"import sys; sys.modules['shtab'] = None\n{RUN}")
     assert done.returncode == 2

@@ -375,7 +375,7 @@ def test_defaults_depend_on_the_data() -> None:
         (["--strategy", "mirorred"], "invalid choice: 'mirorred'"),
         (["--standby", "1"], "--standby 1 needs --on-failure continue"),
         (["--backups", "2"], "must be 0 or 1, got '2'"),
-        (["--copies", "3"], "must be 0 or 1, got '2'"),
+        (["--copies", "3"], "must be 1 or 2, got '3'"),
     ],
 )
 def test_bad_options(args: list[str], text: str) -> None:
@@ -435,7 +435,7 @@ def test_a_former_name_sets_the_new_option_and_says_so(
     strategy = BY_NAME[name].strategies[0]
     for shown in (False, True, True):
         assert getattr(parse([*given.split(), "--strategy", strategy], shown), name) == value
-    assert caplog.text.count(f"{old} is {new} now; 0.3.0 removes the old name") == 1
+    assert caplog.text.count(f"use {new} {value} instead of {old}, which 0.3.0 removes") == 1
 
 
 @pytest.mark.parametrize("backups", [0, 1])
@@ -444,6 +444,18 @@ def test_backups_are_copies_beside_the_original(backups: int, monkeypatch: pytes
     options = parse(["--update", "sharded", "--backups", str(backups)], True)
     given: Any = make_trainer(options, NumpyNetwork([4, 3]), Topology(), 0)
     assert given["copies"] == backups + 1
+
+
+@pytest.mark.parametrize(
+    ("given", "text"),
+    [
+        (["--backups", "1"], '^--backups 1: copies=2: with update="replicated" all ranks have the whole state'),
+        (["--strategy", "spare_replicas", "--backup-workers", "9"], "^--backup-workers 9: spare must be an integer"),
+    ],
+)
+def test_the_error_of_a_trainer_names_the_option(given: list[str], text: str) -> None:
+    with Topology() as topology, pytest.raises(ArgumentError, match=text):
+        make_trainer(parse(given, True), NumpyNetwork([4, 3]), topology, 0)
 
 
 def test_help_all_has_every_option_with_its_default(capsys: pytest.CaptureFixture[str]) -> None:

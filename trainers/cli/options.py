@@ -5,6 +5,7 @@ declarations.
 """
 
 import argparse
+import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field
@@ -67,7 +68,9 @@ def backups(text: str) -> int:
 
 def copies(text: str) -> int:
     """The number of backups for --copies, the former option, which counted the original too."""
-    return backups(str(integer(1)(text) - 1))
+    if text not in ("1", "2"):
+        raise argparse.ArgumentTypeError(f"must be 1 or 2, got {text!r}")
+    return int(text) - 1
 
 
 def positive(text: str) -> float:
@@ -220,7 +223,7 @@ class Former(argparse.Action):
         self, parser: Any, namespace: argparse.Namespace, values: Any, option_string: str | None = None
     ) -> None:
         if parser.shown:
-            notices.once(0, f"{option_string} is {self._new} now; 0.3.0 removes the old name")
+            notices.once(0, f"use {self._new} {values} instead of {option_string}, which 0.3.0 removes")
         setattr(namespace, self.dest, values)
 
 
@@ -541,7 +544,13 @@ def make_trainer(options: argparse.Namespace, replica: Replica, topology: Topolo
             given[option.argument or option.name] = option.to_argument(value) if option.to_argument else value
     if "servers" in given:
         given["servers"] = tuple(range(topology.size - servers, topology.size))
-    return STRATEGIES[options.strategy].trainer(replica, topology=topology, **given)
+    try:
+        return STRATEGIES[options.strategy].trainer(replica, topology=topology, **given)
+    except ArgumentError as error:
+        for option in BY_NAME.values():
+            if option.former and option.argument and re.search(rf"\b{option.argument}\b", str(error)):
+                error.args = (f"{option.given(getattr(options, option.name))}: {error}",)
+        raise
 
 
 def make_callbacks(options: argparse.Namespace) -> list[Any]:

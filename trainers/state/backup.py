@@ -26,7 +26,8 @@ BACKUP = "back up another rank's slice"
 TAG = 2  # of backups; other messages on a trainer's communicator have the tag 0
 NEVER = -1
 NO_BACKUP = (
-    "copies=2: no backups are kept, because a failed rank ends the job (the others survive under mpirun --with-ft ulfm)"
+    "copies=2 (--backups 1): no backups are kept, because a failed rank ends the job (the others survive under "
+    "mpirun --with-ft ulfm)"
 )
 
 
