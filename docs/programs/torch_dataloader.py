@@ -55,10 +55,10 @@ def main():
     saved = torch.load(FILE, weights_only=True) if os.path.exists(FILE) else None
     if saved:
         model.load_state_dict(saved["model"])
-        optimizer.load_state_dict(saved["optimizer"])
     optimizer = MirroredOptimizer(optimizer, model, topology=reduce.topology)
-    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=EPOCHS)
-    if saved:
+    scheduler = torch.optim.lr_scheduler.LinearLR(optimizer, 0.1, total_iters=3)  # warm-up
+    if saved:  # after the scheduler was created, because that sets the learning rate
+        optimizer.load_state_dict(saved["optimizer"])
         scheduler.load_state_dict(saved["scheduler"])
     first = saved["epochs"] if saved else 0
     if reduce.rank == 0:
@@ -66,6 +66,7 @@ def main():
 
     for epoch in range(first, EPOCHS):
         model.train()
+        rate = optimizer.param_groups[0]["lr"]
         sampler.set_epoch(epoch)
         for x, y in train_loader:
             optimizer.rows(len(x))
@@ -83,7 +84,7 @@ def main():
             "epochs": epoch + 1,
         }
         if reduce.rank == 0:
-            print(f"epoch {epoch + 1}: test accuracy {accuracy:.3f}")
+            print(f"epoch {epoch + 1}: learning rate {rate:.4f}, test accuracy {accuracy:.3f}")
             torch.save(state, FILE + ".new")
             os.replace(FILE + ".new", FILE)
 

@@ -6,7 +6,6 @@ mpirun -n 4 python torch_same_batches.py    # the same loss as with -n 1
 import torch
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler, TensorDataset
 
-import allreduce
 from trainers import datasets
 from trainers.pytorch import MirroredOptimizer
 
@@ -24,7 +23,6 @@ class ShareOfEachBatch(BatchSampler):
 
 
 def main():
-    topology = allreduce.Topology()
     torch.manual_seed(0)
     data = datasets.load("digits")
     x_train, x_test = (
@@ -33,13 +31,16 @@ def main():
     train = TensorDataset(x_train, torch.from_numpy(data.y_train))
     model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.ReLU(), torch.nn.Linear(64, 10))
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
-    optimizer = MirroredOptimizer(optimizer, model, topology=topology)
-    order = RandomSampler(train, generator=torch.Generator().manual_seed(0))
+    optimizer = MirroredOptimizer(optimizer, model)
+    topology = optimizer.topology
+    generator = torch.Generator()
+    order = RandomSampler(train, generator=generator)
     loader = DataLoader(
         train, batch_sampler=ShareOfEachBatch(order, 50, drop_last=False, topology=topology)
     )
 
-    for _ in range(5):
+    for epoch in range(5):
+        generator.manual_seed(epoch)
         for x, y in loader:
             optimizer.rows(len(x))
             optimizer.zero_grad()

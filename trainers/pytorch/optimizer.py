@@ -302,6 +302,9 @@ class MirroredOptimizer(Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any] | None) -> None:
         """Load a state_dict of the plain optimizer: rank 0's, which all ranks get. Collective.
 
+        Load the model before it is passed to MirroredOptimizer, or inside of `editing()`. Create schedulers first,
+        because their constructors set the learning rate; then load the optimizer, then the schedulers.
+
         state_dict: may be None on other ranks than 0, so that only one needs to read the file.
         """
         with self._parts.usable():

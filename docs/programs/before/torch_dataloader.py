@@ -47,15 +47,16 @@ def main():
     saved = torch.load(FILE, weights_only=True) if os.path.exists(FILE) else None
     if saved:
         model.load_state_dict(saved["model"])
+    scheduler = torch.optim.lr_scheduler.LinearLR(optimizer, 0.1, total_iters=3)  # warm-up
+    if saved:  # after the scheduler was created, because that sets the learning rate
         optimizer.load_state_dict(saved["optimizer"])
-    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=EPOCHS)
-    if saved:
         scheduler.load_state_dict(saved["scheduler"])
     first = saved["epochs"] if saved else 0
     print(f"starts at epoch {first + 1}")
 
     for epoch in range(first, EPOCHS):
         model.train()
+        rate = optimizer.param_groups[0]["lr"]
         for x, y in train_loader:
             optimizer.zero_grad()
             loss = torch.nn.functional.cross_entropy(model(x), y)
@@ -70,7 +71,7 @@ def main():
             "scheduler": scheduler.state_dict(),
             "epochs": epoch + 1,
         }
-        print(f"epoch {epoch + 1}: test accuracy {accuracy:.3f}")
+        print(f"epoch {epoch + 1}: learning rate {rate:.4f}, test accuracy {accuracy:.3f}")
         torch.save(state, FILE)
 
 

@@ -18,10 +18,12 @@ def main():
     train = TensorDataset(x_train, torch.from_numpy(data.y_train))
     model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.ReLU(), torch.nn.Linear(64, 10))
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
-    order = RandomSampler(train, generator=torch.Generator().manual_seed(0))
+    generator = torch.Generator()
+    order = RandomSampler(train, generator=generator)
     loader = DataLoader(train, batch_sampler=BatchSampler(order, 50, drop_last=False))
 
-    for _ in range(5):
+    for epoch in range(5):
+        generator.manual_seed(epoch)
         for x, y in loader:
             optimizer.zero_grad()
             torch.nn.functional.cross_entropy(model(x), y).backward()

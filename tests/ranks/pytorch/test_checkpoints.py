@@ -131,7 +131,7 @@ def process_group(world: MPI.Intracomm) -> Iterator[None]:
 def test_a_plain_loop_goes_on_with_the_same_bits(
     update: str, how: str, flat: allreduce.Topology, world: MPI.Intracomm, folder: str, process_group: None
 ) -> None:
-    """As docs/programs/torch_dataloader.py: load into the plain optimizer, before it is wrapped."""
+    """Without a scheduler the plain optimizer's state may also be loaded before it is wrapped."""
     torch.manual_seed(1)
     model = network()
     with MirroredOptimizer(adam(model), model, topology=flat, update=update) as optimizer:
