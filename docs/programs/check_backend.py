@@ -6,7 +6,7 @@ mpirun -n 3 python check_backend.py
 import numpy as np
 
 import allreduce
-import write_backend  # noqa: F401  # registers "everyone"
+import write_backend  # registers "everyone"
 from trainers import MirroredTrainer, NumpyNetwork, datasets
 from trainers.callbacks import CheckDivergence
 
@@ -14,7 +14,7 @@ NAME = "everyone"
 
 
 def values(rank, length, dtype):
-    """Return small whole numbers: their sums and means are the same in any order of addition."""
+    """Return small whole numbers: any order of addition gives the same sum."""
     return np.random.default_rng(rank).integers(1, 4, length).astype(dtype)
 
 

@@ -39,6 +39,7 @@ PLACEHOLDER = re.compile(r"\.\.\.|(?<![\w$=/-])[A-Z]{3,}(?![\w=])")  # `python -
 # Why a command that begins so is not run.
 SKIPPED = {
     ".venv/bin/pip": "installs",
+    "KEEP_GOING=": "a cluster",
     "KERAS_BACKEND=tensorflow": "TensorFlow is not installed; test_keras.py runs the program",
     "NETWORK=host bash scripts/train.sh": "installs",
     "PYTHON_ENV=": "a GPU",
@@ -67,7 +68,6 @@ SKIPPED = {
     "mpirun -n 4 --oversubscribe python -m trainers --epochs 300": "to be killed by hand; test_lost_ranks.py does it",
     "mpirun -n 3 --oversubscribe python -m trainers --epochs 300": "resumes what was killed; test_checkpoint.py too",
     "pip install": "installs",
-    "pkill": "sends a signal to other programs",
     "python -m benchmarks.faults": "minutes; test_faults.py runs a few",
     "python -m benchmarks.timeline slow_rank.json": "takes the file of the page's program; the same as trace.json's",
     "python -m pytest": "the tests run it",
