@@ -84,7 +84,7 @@ def main():
             "epochs": epoch + 1,
         }
         if reduce.rank == 0:
-            print(f"epoch {epoch + 1}: learning rate {rate:.4f}, test accuracy {accuracy:.3f}")
+            print(f"epoch {epoch + 1}: rate {rate:.4f}, test accuracy {accuracy:.3f}")
             torch.save(state, FILE + ".new")
             os.replace(FILE + ".new", FILE)
 

@@ -44,7 +44,7 @@ def test_learning_rates_after_a_resume(mpirun: JobRunner, tmp_path: Path, progra
     job = mpirun(ranks, ["-c", TWICE, FOLDER / program], cwd=tmp_path, timeout=120)
     assert job.returncode == 0, job.stdout + job.stderr
     _, uninterrupted, resumed = job.stdout.split("starts at epoch")
-    rates = [line.split("learning rate ")[1].split(",")[0] for line in uninterrupted.splitlines() if "rate" in line]
-    again = [line.split("learning rate ")[1].split(",")[0] for line in resumed.splitlines() if "rate" in line]
+    rates = [line.split(": rate ")[1].split(",")[0] for line in uninterrupted.splitlines() if ": rate " in line]
+    again = [line.split(": rate ")[1].split(",")[0] for line in resumed.splitlines() if ": rate " in line]
     assert rates == ["0.0003", "0.0012", "0.0021", "0.0030", "0.0030", "0.0030"]
     assert again == rates[2:]

@@ -71,7 +71,7 @@ def main():
             "scheduler": scheduler.state_dict(),
             "epochs": epoch + 1,
         }
-        print(f"epoch {epoch + 1}: learning rate {rate:.4f}, test accuracy {accuracy:.3f}")
+        print(f"epoch {epoch + 1}: rate {rate:.4f}, test accuracy {accuracy:.3f}")
         torch.save(state, FILE)
 
 
