@@ -35,7 +35,7 @@ MODULES = [  # all public modules, with the packages that they need
     ("trainers.pytorch", "torch"),
     ("trainers.keras", "keras"),
 ]
-TARGET = re.compile(r"^\s*\.\. auto\w+:: ([\w.]+)(\(.*\))?$", re.MULTILINE)
+TARGET = re.compile(r"^\s*\.\. (?:auto\w+|py:data):: ([\w.]+)(\(.*\))?$", re.MULTILINE)
 PROGRAM = re.compile(
     r"^```python\n# (?P<name>\S+\.py)\n(?P<text>.*?)^```\n\n"
     r"`mpirun (?P<ulfm>--with-ft ulfm )?-n (?P<ranks>\d) python (?P=name)` prints[^\n]*:\n\n"

@@ -405,7 +405,7 @@ def test_a_state_that_one_rank_cannot_pack(
 ) -> None:
     """All ranks raise an error in the middle of the pieces, and the next call works as usual."""
 
-    def lacking(entries: Any, memory: Any = None) -> np.ndarray:
+    def lacking(*_: Any, **__: Any) -> np.ndarray:
         raise MemoryError("no room")
 
     model = network()
