@@ -52,7 +52,7 @@ def _backend_error(backend: AllReduce, update: str) -> OptionError | None:
         names = ", ".join(f'"{name}"' for name in registry.two_phase())
         return OptionError(
             f'update="sharded" needs a backend with reduce_scatter and all_gather, and {backend.name!r} has none; '
-            f'use "auto" or one of {names}'
+            f'give the name "auto", or one of {names}'
         )
     return None
 

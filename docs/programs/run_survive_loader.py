@@ -61,7 +61,7 @@ def main():
     torch.manual_seed(0)
     train, test = digits()
     steps = len(train) // BATCH  # of an epoch
-    model = torch.nn.Sequential(torch.nn.Linear(64, 10))
+    model = torch.nn.Linear(64, 10)
     optimizer = MirroredOptimizer(torch.optim.AdamW(model.parameters()), model)
     scheduler = torch.optim.lr_scheduler.OneCycleLR(
         optimizer, 5e-3, total_steps=EPOCHS * steps + 1

@@ -106,7 +106,7 @@ BAD = {
     "nodes": (["--ranks-per-node", "9,9"], "can't describe 2 ranks"),
     "large nodes": (["--ranks-per-node", "3"], "--ranks-per-node 3: this job has 2 ranks, so no node has 3"),
     "saved to stdout": (["--save", "-"], "--save -: only --json can go to the standard output"),
-    "one phase": (["--update", "sharded", "--allreduce", "native"], "'native' has none; use"),
+    "one phase": (["--update", "sharded", "--allreduce", "native"], "'native' has none; give the name \"auto\""),
     "no sums": (["--allreduce", "adasum"], "'adasum' does not sum gradients"),
     "no worker": (["--strategy", "parameter_server", "--servers", "2"], "2 servers of 2 ranks leave no worker: start"),
     "target": (["--save", "/no/such/folder/m.npz"], "--save /no/such/folder/m.npz: this can't be written"),
