@@ -472,11 +472,14 @@ def _measure(topology: Topology, args: argparse.Namespace, variants: list[Varian
         screen.say(f"# too few ranks for: {', '.join(left_out)}")
     cases = [(variant, slow) for slow in slows for variant in variants]
     best: dict[tuple[Variant, bool], Outcome] = {}
-    for number, (variant, slow) in enumerate(args.repeats * cases, 1):
-        outcome = bench.run(variant, slow)
-        screen.say(f"# {number}/{args.repeats * len(cases)}{' slow' if slow else ''}:{row(outcome)}")
-        fastest = best.setdefault((variant, slow), outcome)
-        best[variant, slow] = min(fastest, outcome, key=lambda each: each.seconds)
+    runs = args.repeats * cases
+    with screen.bar(len(runs), "run") as bar:
+        for number, (variant, slow) in enumerate(runs, 1):
+            outcome = bench.run(variant, slow)
+            screen.say(f"# {number}/{len(runs)}{' slow' if slow else ''}:{row(outcome)}")
+            fastest = best.setdefault((variant, slow), outcome)
+            best[variant, slow] = min(fastest, outcome, key=lambda each: each.seconds)
+            bar.update()
     return list(best.values())
 
 
