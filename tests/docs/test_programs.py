@@ -37,6 +37,8 @@ EXPECTED: dict[str, dict[str, Any]] = json.loads((FOLDER / "expected.json").read
 ALONE = {"again", "arguments", "env", "mpirun", "python"}  # keys of programs with a job of their own
 KEYS = ALONE | {"needs", "output", "quiet", "ranks"}
 UNTESTED = {"equinox", "flax", "horovod"}  # packages that no extra of this project installs
+ABORTED = "terminate called without an active exception"  # PyTorch's gloo sometimes, at the end of a process
+NO_NAMES = "[c10d] The hostname of the client socket cannot be retrieved"  # in a network without names
 QUIET = {"TF_CPP_MIN_LOG_LEVEL": "3", "HF_HUB_OFFLINE": "1"}
 SECONDS = 60  # for one program
 Outputs = dict[str, tuple[bool, str, str]]  # by program: did it end well on all ranks, its stdout, its stderr
@@ -135,7 +137,8 @@ def test_program(
     finished, printed, errors = outputs[program]
     assert finished, printed + errors or "it was not run: another program ended the job"
     assert re.search(entry["output"], printed, re.MULTILINE), printed
-    assert not (errors and entry.get("quiet")), errors
+    told = [line for line in errors.splitlines() if NO_NAMES not in line]
+    assert not (told and entry.get("quiet")), errors
     assert "Traceback" not in errors, errors
 
 
@@ -146,7 +149,10 @@ def run_alone(mpirun: JobRunner, folder: Path, program: str) -> None:
         ulfm = "mpirun" in entry
         assert not ulfm or entry["mpirun"] == ["--with-ft", "ulfm"], "an option that this test doesn't know"
         env = QUIET | entry.get("env", {})
-        job = mpirun(entry["ranks"], given, cwd=folder, env=env, ulfm=ulfm, timeout=2 * SECONDS)
+        for _ in range(3):
+            job = mpirun(entry["ranks"], given, cwd=folder, env=env, ulfm=ulfm, timeout=2 * SECONDS)
+            if job.returncode == 0 or ABORTED not in job.stderr:
+                break
         check(job)
         assert re.search(entry["output"], job.stdout, re.MULTILINE), job.stdout
 

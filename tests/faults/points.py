@@ -183,8 +183,9 @@ def happen(fault: Fault, notes: Notes, arguments: tuple[Any, ...]) -> None:
     if fault.kind == "nan":
         arguments[0].buffer[0] = float("nan")
     if fault.kind == "spoil":
-        arrays = [each[0] if isinstance(each, list) else each for each in arguments]  # of a bound call with its type
-        next(array for array in arrays if isinstance(array, np.ndarray))[0] += 1
+        buffers = [each[0] if isinstance(each, list) else each for each in arguments]  # of [buffer, count, datatype]
+        buffer = next(each for each in buffers if isinstance(each, np.ndarray | memoryview))
+        np.asarray(buffer)[0] += 1
     if fault.kind == "revoke":
         owner = arguments[0]
         getattr(owner, "group", owner).topology.revoke()
