@@ -92,7 +92,8 @@ def _outcome(
     if missing := [fault for fault in happened if not _told(fault, ended.printed)]:
         return _broken(ended, f"nobody has told of: {missing[0]}")
     if ending:
-        seen = ended.code or KINDS[ending[0].kind].silent or len(ends) == len(left)
+        left_behind = {each.rank for each in ending if f"rank {each.rank} of the job failed in " in ended.printed}
+        seen = ended.code or KINDS[ending[0].kind].silent or len(left_behind | {*ends}) == len(left)
         return (ORDERLY, "") if seen else (ENDED, "exit code 0 after a fault that ends the job")
     if len(ends) < len(left):
         if words := _nobody_could(plan, happened):

@@ -158,7 +158,8 @@ KINDS = {
     "raise": Kind("an exception that is not caught", True, r"InjectedError: on purpose"),
     "nan": Kind("a NaN gradient, with CheckGradients", True, r"NotFiniteError: .*rank {rank}"),
     "exit": Kind("sys.exit(0) in the middle", True, r"RankLeftError: rank {rank} has left"),
-    "term": Kind("SIGTERM", True, r"SIGTERM"),
+    # after the fit, whose end it is no more, it kills the rank, and the others continue
+    "term": Kind("SIGTERM", True, r"SIGTERM|rank {rank} of the job failed in (evaluate|predict|save)"),
     "differ": Kind("it does something else than the others, see DISAGREEMENTS", False),
     "revoke": Kind("it ends all waits of its topology, as if a rank had failed", False),
     "spoil": Kind("it sends a wrong summand, or gets a wrong sum, which must be detected", False),

@@ -138,3 +138,16 @@ def test_a_wrong_result_is_seen(tmp_path: Path) -> None:
         np.save(tmp_path / "parameters.0.npy", parameters)
         found[name] = judging.judge(plan, jobs.Ended(0, "", {}, 1.0), tmp_path).outcome
     assert found == {"right": "quiet", "wrong": "wrong"}
+
+
+@pytest.mark.parametrize(
+    ("printed", "outcome"),
+    [("trainers: rank 1 of the job failed in evaluate; 2 ranks continue", "orderly"), ("", "ended")],
+)
+def test_sigterm_after_the_fit_ends_its_rank(tmp_path: Path, printed: str, outcome: str) -> None:
+    """The others continue, and say so."""
+    plan = plans.Plan(1, 3, faults=(plans.Fault("term", 1, turn=36),))
+    notes.Notes(tmp_path, 1).add("fault", number=0)
+    for rank in (0, 2):
+        notes.Notes(tmp_path, rank).add("end", ranks=[0, 2])
+    assert judging.judge(plan, jobs.Ended(0, printed, {}, 1.0), tmp_path).outcome == outcome

@@ -34,9 +34,9 @@ class MirroredOptimizer(Optimizer):
 
     All ranks must make the same calls in the same order: creating, backward, `step`, `synchronize` and `close` are
     collective, and so are `rows`, `load_state_dict`, `editing` and, when sharded, `state_dict`. When a rank leaves out
-    a step, all ranks raise a DisagreementError that names the call of each rank. When the others wait too long for a
-    rank, they raise a CollectiveTimeoutError (`Topology(timeout=seconds)`). Only the order in which one backward
-    reaches several optimizers may differ between ranks.
+    a step, and then makes another call of this optimizer, all ranks raise a DisagreementError with every rank's call.
+    Ranks that wait too long raise a CollectiveTimeoutError (`Topology(timeout=seconds)`). Only the order in which one
+    backward reaches several optimizers may differ between ranks.
 
     If batches have different numbers of rows, call `rows(n)` before backward; the average is then the mean over all
     rows. Where ranks have different numbers of batches, train inside of `with optimizer.join():`.

@@ -58,7 +58,7 @@ class Terminating(Callback):
                 ...
                 if sigterm.asked():  # on any rank
                     save()
-                    sys.exit(trainers.recovery.terminating.CODE)
+                    sys.exit(143)  # as after SIGTERM
 
     As a callback it ends the fit of a trainer; `fit` has one already.
     """
