@@ -196,6 +196,8 @@ def test_options_exist() -> None:
             used.setdefault(module, set()).update(options)
     assert len(used) > 8
     for module, named in used.items():
+        if module == "benchmarks.jax_step" and not find_spec("jax"):  # a quick run installs no JAX
+            continue
         shows = "--help-all" if module == "trainers" else "--help"
         command = [sys.executable, "-m", *module.removesuffix(" make").split(), shows]
         told = subprocess.run(command, capture_output=True, text=True, cwd=launch.ROOT, check=True).stdout
