@@ -14,6 +14,8 @@ from allreduce.topology import Topology
 from trainers.replica import Replica
 
 UPDATES = ("replicated", "sharded")
+# A training that is repeated or resumed gives the same bits, so "auto" tries only backends that give the same bits.
+SETTINGS: dict[str, dict[str, Any]] = {"auto": {"trial": "same_bits"}}
 
 
 def backend_for(
@@ -32,7 +34,10 @@ def backend_for(
             return backend
     if update == "sharded" and given == "auto":
         return _two_phase_auto(topology, compress)
-    backend = given if isinstance(given, AllReduce) else allreduce.create(given, topology, compress=compress)
+    if isinstance(given, AllReduce):
+        backend = given
+    else:
+        backend = allreduce.create(given, topology, compress=compress, **SETTINGS.get(given, {}))
     error = _backend_error(backend, update)
     if error is None:
         return backend

@@ -1,4 +1,7 @@
-"""Auto: selects a backend for each call, by a measured table if this machine has one, else by a built-in rule."""
+"""Auto: selects a backend for each call, by a measured table if this machine has one, else by a built-in rule.
+
+With the built-in rule it tries other backends in the first calls (trials.py).
+"""
 
 import os
 from collections.abc import Callable, Collection
@@ -9,11 +12,13 @@ import numpy as np
 from numpy.typing import DTypeLike
 
 from allreduce import notices
-from allreduce.arrays import dtypes
+from allreduce.arrays import dtypes, ops
 from allreduce.arrays.memory_kinds import ALLOCATED, GPU, UNREGISTERED
 from allreduce.arrays.ops import Op
 from allreduce.backend import AllReduce
+from allreduce.backends import trials
 from allreduce.backends.decision_table import Rule, rule_for
+from allreduce.backends.trials import Selection
 from allreduce.engine.call import Call
 from allreduce.engine.engine import Locate, Trial, Work
 from allreduce.errors import OptionError, UnavailableError
@@ -22,7 +27,7 @@ from allreduce.transport.shared_segment import STAGING_BYTES
 
 # Measured with Open MPI 5 and MPICH 5 on a 2-core EPYC, 2 to 4 ranks; used in `rule`.
 SMALL_BYTES = 64 * 1024
-SHARED_BYTES_PER_RANK = 64 * 1024
+SHARED_BYTES_PER_RANK = {ALLOCATED: 16 * 1024, UNREGISTERED: 64 * 1024}
 LAST_RESORT = "ring"  # needs nothing but messages
 
 
@@ -37,7 +42,7 @@ def rule(topology: Topology, nbytes: int, dtype: np.dtype, memory: int) -> tuple
         return "hierarchical_copy", f"{topology.nodes} nodes"
     if half:
         return "shared", "16-bit floats are summed in float32 while they are in the cache"
-    least, most = SHARED_BYTES_PER_RANK * topology.size, STAGING_BYTES // topology.size
+    least, most = SHARED_BYTES_PER_RANK[memory] * topology.size, STAGING_BYTES // topology.size
     if nbytes < least:
         return "native", f"below {_size(least)} the MPI library's latency wins"
     if memory == ALLOCATED:
@@ -53,6 +58,16 @@ def _size(nbytes: int) -> str:
     return f"{nbytes >> 20} MiB" if nbytes >= 1 << 20 else f"{nbytes >> 10} KiB"
 
 
+def candidates(topology: Topology, dtype: np.dtype, memory: int) -> list[str]:
+    """Return the names of the backends that a trial compares, for NumPy arrays. The same on all ranks. Local."""
+    names = ["hierarchical_copy" if topology.nodes > 1 else "shared"]
+    if not dtypes.is_half(dtype):
+        names.append("native")
+    if topology.nodes == 1 and memory == UNREGISTERED and not topology.cma.works:
+        names.append("ring")
+    return names
+
+
 def allocator(topology: Topology) -> str:
     """Return the name of the backend that allocates. Local."""
     return "hierarchical_copy" if topology.nodes > 1 else "shared"
@@ -61,6 +76,10 @@ def allocator(topology: Topology) -> str:
 class Auto(AllReduce):
     """Selects a backend for each call, creates it at its first use, and forwards the call to it.
 
+    Without a table or `choose`, the first calls of a signature (length, dtype, op, memory) of LEAST_BYTES (trials.py)
+    or more try the backends that may be the fastest, in turn. The ranks agree on the fastest one, and compare them
+    again from time to time. Other arrays go to the backend that the built-in rule names.
+
     A backend that does not work here is replaced, with one notice: on the GPU by staging through the host, elsewhere by
     LAST_RESORT.
 
@@ -68,6 +87,9 @@ class Auto(AllReduce):
     table: the path of a decision table from `python -m benchmarks.tune`; by default the one in
         $ALLREDUCE_TABLE, else this machine's in the user's cache folder. "" for none.
     choose: a rule to use instead of any table.
+    trial: whether backends are tried. They add floats in different orders, so the last bits of a result may differ from
+        call to call, and from run to run. "same_bits": only where all orders give the same bits: integers, and sums of
+        two ranks; trainers use this. False: never; then equal programs get equal bits, on any number of ranks.
     """
 
     def __init__(
@@ -78,11 +100,13 @@ class Auto(AllReduce):
         names: Collection[str],
         table: str | os.PathLike[str] | None = None,
         choose: Rule | None = None,
+        trial: bool | str = True,
         check: str = "first",
     ) -> None:
         if choose is not None and not callable(choose):
             raise OptionError(f"choose must be a function of (topology, nbytes, dtype, memory), got {choose!r}")
-        self._make, self._names, self._rule, self._table = make, names, choose, table
+        trials.check(trial)
+        self._make, self._names, self._rule, self._table, self._trial = make, names, choose, table, trial
         super().__init__(topology, check=check)
 
     def _connect(self, topology: Topology) -> None:
@@ -90,22 +114,32 @@ class Auto(AllReduce):
         # Parts are created during calls, in any thread, so they have a separate topology.
         self._parts_topology = self._add_part(topology.duplicate())
         self._choose = self._rule or rule_for(self._comm, topology, self._table, rule, self._names)
+        self._tries = False if self._choose is not rule else self._trial
+        # By length, dtype, op and memory; None if the calls are not tried
+        self._selections: dict[tuple, Selection | None] = {}
+        self._decisions: dict[tuple, str] = {}  # see Selection
+        self.changes = 0  # how often a trial has changed what `chosen` returns
         self._made: dict[str, AllReduce] = {}
         self._unavailable: dict[str, str] = {}
-        self._allocator: AllReduce | None = None  # the part whose memory `allocate` gives
 
     def choice(self, length: int, dtype: DTypeLike = "float32", device: str = "cpu") -> tuple[str, str]:
         """Return (backend name, reason) for an array from `allocate`. Local, from any thread.
 
-        A backend that no call has used yet may still turn out to be unavailable.
+        During a trial it is the backend of the latest call. A backend that no call has used yet may still turn out to
+        be unavailable.
         """
-        parsed = dtypes.parse(dtype)
-        return self._decide(length * parsed.itemsize, parsed, GPU if device == "cuda" else ALLOCATED, self._made.get)
+        return self._selected(length, dtypes.parse(dtype), GPU if device == "cuda" else ALLOCATED)
 
     def chosen(self, array: Any) -> str:
         if array.size == 0 or self.size == 1:
             return self.name
-        return self._decide(array.nbytes, array.dtype, self._memory_kind(array), self._made.get)[0]
+        return self._selected(array.size, array.dtype, self._memory_kind(array))[0]
+
+    def _selected(self, length: int, dtype: np.dtype, memory: int) -> tuple[str, str]:
+        for op in ops.OPS:
+            if (selection := self._selections.get((length, dtype, op, memory))) is not None:
+                return selection.name, selection.why
+        return self._decide(length * dtype.itemsize, dtype, memory, self._made.get)
 
     def _allocate(self, length: int, dtype: np.dtype, device: str | None) -> Any:
         if device == "cuda":
@@ -117,25 +151,54 @@ class Auto(AllReduce):
         if part is not None:
             try:
                 array = part.hooks.allocate(length, dtype, device)
-                self._allocator = part
                 self._owners = part.hooks.owners
+                self._memory = part.hooks.memory  # type: ignore[method-assign, assignment]
                 self.__dict__.pop("hooks", None)  # drop the cached Hooks, which have the previous owners
                 return array
             except UnavailableError as error:
                 notices.once(self.rank, f'"auto" allocates ordinary memory, so "{name}" will copy: {error}')
         return super()._allocate(length, dtype, device)
 
-    def _memory(self, buffer: np.ndarray) -> int:
-        return UNREGISTERED if self._allocator is None else self._allocator.hooks.memory(buffer)
-
     def _route(self, call: Call) -> Work | Trial:
         if call.length == 0 or self.size == 1:
             return super()._route(call)
+        if (selection := self._selection(call)) is not None:
+            return selection.work()
         name, _ = self._decide(call.length * call.dtype.itemsize, call.dtype, call.memory, self._part)
         if call.memory == GPU and name == LAST_RESORT:
             return super()._reduce_gpu  # copies to the host, where _reduce decides again
         part = self._made[name]
         return Trial(partial(self._try, part, part.hooks.route(call), call))
+
+    def _selection(self, call: Call) -> Selection | None:
+        """Return the Selection of this signature, or None if it is not tried. Collective for a new signature."""
+        key = call.length, call.dtype, call.op, call.memory
+        if key not in self._selections:
+            self._selections[key] = self._new_selection(call)
+        return self._selections[key]
+
+    def _new_selection(self, call: Call) -> Selection | None:
+        if call.memory == GPU or not trials.applies(self._tries, call, self.size):
+            return None
+        first, _ = self._decide(call.length * call.dtype.itemsize, call.dtype, call.memory, self._part)
+        names = dict.fromkeys((first, *candidates(self.topology, call.dtype, call.memory)))
+        usable = [name for name in names if self._part(name) is not None]
+        if len(usable) < 2:
+            return None
+        return Selection(
+            call,
+            self._resolve(call.op, call.dtype),
+            usable,
+            work_of=partial(self._work_of, call),
+            agree=lambda times: -self._engine.minimum(-times),
+            drop=self._drop,
+            ready=self._engine.quiet,
+            decisions=self._decisions,
+        )
+
+    def _work_of(self, call: Call, name: str) -> Work | Trial:
+        self.changes += 1
+        return self._made[name].hooks.route(call)
 
     def _try(self, part: AllReduce, work: Work | Trial, call: Call, buffer: Any, op: Op) -> Work | Trial:
         """Do `work`. If it raises UnavailableError, mark `part` as unavailable, and use another backend.
@@ -145,8 +208,7 @@ class Auto(AllReduce):
         try:
             work(buffer, op)
         except UnavailableError as error:  # raised on all ranks, before anything was changed
-            self._mark_unavailable(part.name, error)
-            self._known.clear()
+            self._drop(part.name, error)
             work = self._route(call)
             work(buffer, op)
         return work
@@ -154,6 +216,8 @@ class Auto(AllReduce):
     def _locator_for(self, call: Call) -> Locate | None:
         if call.length == 0 or self.size == 1 or call.memory == GPU:
             return None
+        if self._selection(call) is not None and (part := self._made.get(allocator(self.topology))) is not None:
+            return part.hooks.locator_for(call)  # a candidate, and the only one that may locate arrays
         name, _ = self._decide(call.length * call.dtype.itemsize, call.dtype, call.memory, self._part)
         return self._made[name].hooks.locator_for(call)
 
@@ -182,6 +246,11 @@ class Auto(AllReduce):
             except UnavailableError as error:
                 self._mark_unavailable(name, error)
         return None if name in self._unavailable else self._made[name]
+
+    def _drop(self, name: str, error: UnavailableError) -> None:
+        """A part has raised `error` in a call: other calls that use it must be routed again."""
+        self._mark_unavailable(name, error)
+        self._known.clear()
 
     def _mark_unavailable(self, name: str, error: UnavailableError) -> None:
         self._unavailable[name] = str(error)

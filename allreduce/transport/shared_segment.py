@@ -92,8 +92,11 @@ class SharedArrays:
 
     def memory_of(self, buffer: np.ndarray) -> int:
         """Return ALLOCATED for one of these arrays or a slice of one, else UNREGISTERED. Local."""
-        if id(buffer.base) in self.owners and buffer.size:
+        base = buffer.base
+        if id(base) in self.owners and buffer.size:
             return ALLOCATED
+        if type(base) is np.ndarray and base.flags.owndata:  # the usual case: a slice of an ordinary array
+            return UNREGISTERED
         return UNREGISTERED if self.locate(buffer) is None else ALLOCATED
 
     def of_all_ranks(self, array: np.ndarray, location: Location) -> list[np.ndarray]:

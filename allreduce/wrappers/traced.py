@@ -41,6 +41,7 @@ class Traced(Wrapper):
         # True: the selected backend may also depend on the array's memory
         self._chooses = type(inner).chosen is not AllReduce.chosen
         self._descriptions: dict[tuple, tuple[str, dict[str, Any]]] = {}
+        self._changes = 0  # of the selected backends, when the descriptions were made
 
     # A call with a tree is recorded as the calls on its buffers
 
@@ -73,6 +74,9 @@ class Traced(Wrapper):
         key: tuple = call, op, array.nbytes, array.dtype.num
         if self._chooses and type(array) is np.ndarray:
             key = *key, self.inner.hooks.memory(array)
+            if self._changes != (changes := getattr(self.inner, "changes", 0)):
+                self._changes = changes
+                self._descriptions.clear()
         shown = self._descriptions.get(key)
         if shown is None:
             shown = self._descriptions[key] = self._describe(call, array, op)

@@ -12,10 +12,10 @@ from allreduce.backend import AllReduce
 from allreduce.errors import UnavailableError
 
 
-def usable(name: str, topology: allreduce.Topology) -> AllReduce:
+def usable(name: str, topology: allreduce.Topology, **options: Any) -> AllReduce:
     """Return the backend called `name`; skip the test if it can't be used. Collective."""
     try:
-        return allreduce.create(name, topology)
+        return allreduce.create(name, topology, **options)
     except UnavailableError as error:
         pytest.skip(str(error))
 
