@@ -41,6 +41,8 @@ class Piece(NamedTuple):
 class Quantizer(ABC):
     """Encodes float32 arrays as messages, and decodes them. Calls allocate no more than one float for each block.
 
+    Infinities, NaNs and overflows may cause NumPy's floating-point warnings: callers ignore them by np.errstate.
+
     block: how many elements have one scale, 1 to PIECE.
     """
 
@@ -75,15 +77,14 @@ class Quantizer(ABC):
             stand for, without `factor`; with zeros in blocks of which that is not finite.
         """
         scales, codes = self._parts(message, values.size)
-        with np.errstate(all="ignore"):  # infinities, and sums that overflow on one rank alone
-            for piece in self._pieces(values.size):
-                magnitudes = np.abs(values[piece.elements], out=self._scratch(piece))
-                rows = magnitudes.view(BITS).reshape(-1, piece.width)  # as integers, NaN is the largest
-                np.maximum.reduce(rows, axis=1, out=scales[piece.blocks].view(BITS))
-            np.copyto(scales, np.inf, where=scales > LARGEST)
-            self._encode(values, scales, codes, error)
-            if factor != 1.0:
-                np.multiply(scales, factor, out=scales)
+        for piece in self._pieces(values.size):
+            magnitudes = np.abs(values[piece.elements], out=self._scratch(piece))
+            rows = magnitudes.view(BITS).reshape(-1, piece.width)  # as integers, NaN is the largest
+            np.maximum.reduce(rows, axis=1, out=scales[piece.blocks].view(BITS))
+        np.copyto(scales, np.inf, where=scales > LARGEST)
+        self._encode(values, scales, codes, error)
+        if factor != 1.0:
+            np.multiply(scales, factor, out=scales)
         if error is not None and not np.isfinite(scales).all():
             for bad in np.flatnonzero(~np.isfinite(scales)):
                 error[bad * self.block : (bad + 1) * self.block] = 0
@@ -91,25 +92,23 @@ class Quantizer(ABC):
     def decode(self, message: np.ndarray, out: np.ndarray) -> None:
         """Write the values of a message to `out`: 1-D, contiguous, float32 or float64."""
         scales, codes = self._parts(message, out.size)
-        with np.errstate(all="ignore"):
-            factors = self._factors(scales)
-            for piece in self._pieces(out.size):
-                part = out[piece.elements]
-                into = part if out.dtype == FLOAT else self._scratch(piece)
-                self._decode(codes[piece.elements], factors, piece, into)
-                if into is not part:
-                    np.copyto(part, into)
+        factors = self._factors(scales)
+        for piece in self._pieces(out.size):
+            part = out[piece.elements]
+            into = part if out.dtype == FLOAT else self._scratch(piece)
+            self._decode(codes[piece.elements], factors, piece, into)
+            if into is not part:
+                np.copyto(part, into)
 
     def add(self, message: np.ndarray, total: np.ndarray) -> None:
         """Add the values of a message to `total`: 1-D, contiguous, float32."""
         scales, codes = self._parts(message, total.size)
-        with np.errstate(all="ignore"):
-            factors = self._factors(scales)
-            for piece in self._pieces(total.size):
-                part = total[piece.elements]
-                values = self._scratch(piece)
-                self._decode(codes[piece.elements], factors, piece, values)
-                np.add(part, values, out=part)
+        factors = self._factors(scales)
+        for piece in self._pieces(total.size):
+            part = total[piece.elements]
+            values = self._scratch(piece)
+            self._decode(codes[piece.elements], factors, piece, values)
+            np.add(part, values, out=part)
 
     @abstractmethod
     def _encode(self, values: np.ndarray, scales: np.ndarray, codes: np.ndarray, error: np.ndarray | None) -> None:
