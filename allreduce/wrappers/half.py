@@ -46,7 +46,7 @@ class Halved(Compressed):
 
     def _reduce_compressed(self, buffer: np.ndarray, op: Op, where: Slice | None, parts: Sequence[Part]) -> None:
         short = self._rounded(buffer)
-        self.inner.hooks.reduce(short, self._resolve(op.name, short.dtype))
+        self.inner.hooks.reduce(short, op)
         np.copyto(buffer, short)
 
     def _route(self, call: Call) -> Work | Trial:
