@@ -5,6 +5,7 @@ from typing import Any
 from allreduce.backend import AllReduce
 from allreduce.keywords import known_only
 from allreduce.topology import Topology
+from allreduce.wrappers.options import Given
 from trainers.replica import Replica
 from trainers.strategies.mirrored import Mirrored
 from trainers.trainer import Trainer
@@ -35,7 +36,7 @@ class MirroredTrainer(Trainer[Mirrored]):
         topology: Topology | None = None,
         *,
         update: str = "replicated",
-        compress: str | None = None,
+        compress: Given = None,
         copies: int = 1,
         on_failure: str | None = None,
     ) -> None:

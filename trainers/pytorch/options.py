@@ -23,6 +23,7 @@ from allreduce.keywords import known_only
 from allreduce.topology import Topology
 from allreduce.tracing.trace import Trace
 from allreduce.transport.control import agree, raise_together
+from allreduce.wrappers.options import Given
 from trainers import checks
 from trainers.backends import UPDATES, compress_error
 from trainers.checks import MAJORITY
@@ -94,7 +95,7 @@ class Options:
     _: KW_ONLY
     topology: Topology | None = field(default=None, metadata={"compared": False})
     update: str = field(default="replicated", metadata=one_of(*UPDATES))
-    compress: str | None = None  # checked by the backend
+    compress: Given = None  # checked by the backend
     copies: int = 1
     overlap: bool | str = field(default="auto", metadata=one_of(True, False, "auto"))
     bucket_mb: float = field(default=25.0, metadata=SIZE)

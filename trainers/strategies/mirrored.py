@@ -13,6 +13,7 @@ from allreduce.elastic.standby import JOINED
 from allreduce.topology import Topology
 from allreduce.tracing.trace import Trace
 from allreduce.transport.control import all_values, together
+from allreduce.wrappers.options import Given
 from allreduce.wrappers.traced import Traced
 from trainers import malloc
 from trainers.backends import UPDATES, allocate_own, backend_for, backend_name, compress_error
@@ -40,7 +41,7 @@ class Mirrored(Strategy):
         given: str | AllReduce | Config | None,
         topology: Topology | None,
         update: str = "replicated",
-        compress: str | None = None,
+        compress: Given = None,
         copies: int = 1,
     ) -> None:
         super().__init__(replica, name)
