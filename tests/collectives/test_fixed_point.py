@@ -20,7 +20,7 @@ KINDS = {name: np.dtype(ml_dtypes.bfloat16 if name == "bfloat16" else name) for 
 def total(
     groups: list[list[np.ndarray]], layout: Layout, mean: bool = False, part: slice | None = None, count: int = 0
 ) -> np.ndarray:
-    """The sum of the terms of several ranks, a group for each rank; `count`, if not 0, counts zeros as further terms."""
+    """The sum of the terms of several ranks, a group for each rank. count: if not 0, zeros are further terms."""
     dtype = next(term for terms in groups for term in terms).dtype
     form, scratch = FORMATS[dtype], Workspace()
     count = count or sum(map(len, groups))
