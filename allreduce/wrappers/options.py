@@ -10,7 +10,6 @@ from allreduce import keywords
 from allreduce.arrays import dtypes
 from allreduce.errors import OptionError
 
-
 LONG = (np.dtype(np.float32), np.dtype(np.float64))  # the dtypes that are compressed
 
 
