@@ -15,8 +15,7 @@ from allreduce.engine.engine import Locate, Trial, Work
 from allreduce.topology import Topology
 from allreduce.transport.deferred_free import free_later
 from allreduce.transport.shared_segment import Location
-
-LONG = (np.dtype(np.float32), np.dtype(np.float64))
+from allreduce.wrappers.options import LONG
 
 
 class Compressed(TwoPhase):
