@@ -83,7 +83,7 @@ class Auto(AllReduce):
         names: Collection[str],
         table: str | os.PathLike[str] | None = None,
         choose: Rule | None = None,
-        compress: object = None,
+        compress: Any = None,
         check: str = "first",
     ) -> None:
         if choose is not None and not callable(choose):
@@ -106,7 +106,7 @@ class Auto(AllReduce):
         return self._exact
 
     def sent(self, dtype: np.dtype) -> np.dtype:
-        return dtype if self._allocator is None else self._allocator.sent(dtype)
+        return dtype if self._compress is None else self._compress.sent(dtype)
 
     def choice(self, length: int, dtype: DTypeLike = "float32", device: str = "cpu") -> tuple[str, str]:
         """Return (backend name, reason) for an array from `allocate`. Local, from any thread.

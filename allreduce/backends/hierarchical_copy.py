@@ -45,7 +45,7 @@ class HierarchicalCopy(TwoPhase):
         make: Callable[..., AllReduce],
         node: str = "shared",
         cross: str = "ring",
-        compress: object = None,
+        compress: Any = None,
         check: str = "first",
     ) -> None:
         self._make, self._names, self._compress = make, (node, cross), compress
@@ -76,7 +76,7 @@ class HierarchicalCopy(TwoPhase):
         return self._exact
 
     def sent(self, dtype: np.dtype) -> np.dtype:
-        return dtype if self._cross is None else self._cross.sent(dtype)
+        return dtype if self._compress is None else self._compress.sent(dtype)
 
     def owned(self, length: int, rank: int | None = None) -> slice:
         """Return the slice that a node rank (by default this rank's) owns; all nodes divide the buffer equally."""

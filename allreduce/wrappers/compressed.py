@@ -15,8 +15,7 @@ from allreduce.engine.engine import Locate, Trial, Work
 from allreduce.topology import Topology
 from allreduce.transport.deferred_free import free_later
 from allreduce.transport.shared_segment import Location
-
-LONG = (np.dtype(np.float32), np.dtype(np.float64))
+from allreduce.wrappers.options import LONG
 
 
 class Compressed(TwoPhase):
@@ -49,7 +48,8 @@ class Compressed(TwoPhase):
     def _reduce_compressed(self, buffer: np.ndarray, op: Op, where: Slice | None, parts: Sequence[Part]) -> None:
         """Reduce a 1-D float32 or float64 array in place, in another form, by sum or mean. Collective.
 
-        There are at least 1 element and 2 ranks. where: the slice of a registered array that `buffer` is (on a GPU:
+        There are at least 1 element and 2 ranks. op: finish results by `op.finish`: as a part of another backend this
+        one has fewer ranks than a mean divides by. where: the slice of a registered array that `buffer` is (on a GPU:
         that `buffer` is a copy of), or None. parts: of the model, inside of `buffer`; one part with the shape of the
         caller's array where no parts are known. All ranks end with the same bits.
         """

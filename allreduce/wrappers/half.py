@@ -15,8 +15,8 @@ from allreduce.engine.call import Call
 from allreduce.engine.engine import Trial, Work
 from allreduce.topology import Topology
 from allreduce.transport.deferred_free import free_later
-from allreduce.wrappers.compressed import LONG, Compressed
-from allreduce.wrappers.options import Half, check_half, half_dtype
+from allreduce.wrappers.compressed import Compressed
+from allreduce.wrappers.options import LONG, Half, check_half
 
 
 class Halved(Compressed):
@@ -33,20 +33,20 @@ class Halved(Compressed):
         self, topology: Topology, *, inner: AllReduce, options: Half, check: str = "first", owns_inner: bool = True
     ) -> None:
         check_half(options, inner.sums_half, inner.name)
-        self.options, self._dtype = options, half_dtype(options)
+        self.options, self._dtype = options, options.sent(LONG[0])
         self._shorts: dict[bool, Any] = {}  # the memory for 16-bit floats; True: on the GPU
         self._order = StreamOrder()
         super().__init__(topology, inner=inner, check=check, owns_inner=owns_inner)
 
     def sent(self, dtype: np.dtype) -> np.dtype:
-        return self._dtype if self.size > 1 and dtype in LONG else self.inner.sent(dtype)
+        return self.options.sent(self.inner.sent(dtype)) if self.size > 1 else dtype
 
     def _compresses(self, dtype: np.dtype, op: str) -> bool:
         return self.size > 1 and dtype in LONG
 
     def _reduce_compressed(self, buffer: np.ndarray, op: Op, where: Slice | None, parts: Sequence[Part]) -> None:
         short = self._rounded(buffer)
-        self.inner.hooks.reduce(short, self._resolve(op.name, short.dtype))
+        self.inner.hooks.reduce(short, op)
         np.copyto(buffer, short)
 
     def _route(self, call: Call) -> Work | Trial:

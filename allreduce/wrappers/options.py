@@ -11,6 +11,8 @@ from allreduce.arrays import dtypes
 from allreduce.arrays.quantize import PIECE
 from allreduce.errors import OptionError
 
+LONG = (np.dtype(np.float32), np.dtype(np.float64))  # the dtypes that are compressed
+
 
 class Compression:
     """Base class of the options of a compression.
@@ -24,6 +26,10 @@ class Compression:
     def error(self) -> str:
         """Return what is wrong with the options, or "". Local."""
         return ""
+
+    def sent(self, dtype: np.dtype) -> np.dtype:
+        """Return the dtype whose range limits the values of arrays of `dtype`. Local."""
+        return dtype
 
 
 @dataclass(frozen=True)
@@ -40,6 +46,9 @@ class Half(Compression):
 
     def error(self) -> str:
         return "" if self.dtype in self.NAMES else f"dtype={self.dtype!r} is unknown; use one of {self.NAMES}"
+
+    def sent(self, dtype: np.dtype) -> np.dtype:
+        return dtypes.parse(self.dtype) if dtype in LONG else dtype
 
     def __str__(self) -> str:
         return self.dtype
@@ -165,11 +174,6 @@ def check_half(compression: Compression, sums_half: bool, name: str) -> None:
         raise OptionError(
             f'compress="{compression}": {name!r} sums no 16-bit floats; use "auto", "ring" or another backend that does'
         )
-
-
-def half_dtype(compression: Half) -> np.dtype:
-    """Return the 16-bit dtype that `compression` sends. Local."""
-    return dtypes.parse(compression.dtype)
 
 
 def _quoted(compression: Compression | str | None) -> str:

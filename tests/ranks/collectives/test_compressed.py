@@ -108,6 +108,27 @@ def disagree(reduce: Any) -> None:
     reduce(np.ones(7), "mean")
 
 
+@pytest.mark.skipif(size < 3, reason="needs a node of several ranks, and another one")
+@pytest.mark.parametrize("per_node", [2, (1, size - 1)])
+@pytest.mark.parametrize("name", ["hierarchical_copy", "auto"])
+def test_only_messages_between_nodes_are_compressed(name: str, per_node: Any, topology_of: Any) -> None:
+    """The sum of a node is rounded once, not each rank's value; all ranks get the same bits, and a mean of all."""
+    with allreduce.create(name, topology_of(per_node), compress="bfloat16") as reduce:
+        assert not isinstance(reduce, Halved)
+        assert reduce.sent(np.dtype("float32")) == SHORT["bfloat16"]
+        array = reduce.allocate(100_000)
+        array[:] = values(rank, "float32", 100_000)
+        reduce(array, "mean")
+        right = np.mean([values(number, "float32", 100_000) for number in range(size)], axis=0, dtype=np.float64)
+        assert np.abs(array - right).max() < 2**-5
+        assert (array != right.astype("float32")).any()
+        assert len(set(MPI.COMM_WORLD.allgather(array.tobytes()))) == 1
+        flag = np.full(3, 1 + 2.0**-20)
+        reduce.exact(flag, "max")
+        assert (flag == 1 + 2.0**-20).all()
+        assert reduce.state() == {}
+
+
 @several
 def test_bad_input(flat: allreduce.Topology) -> None:
     topology = flat
