@@ -13,8 +13,10 @@ from allreduce.errors import AllReduceError, OptionError, UnavailableError, Unkn
 from allreduce.topology import Topology
 from allreduce.tracing.trace import Trace
 from allreduce.transport.control import on_all_ranks
-from allreduce.wrappers import compressed
-from allreduce.wrappers.compressed import Compressed
+from allreduce.wrappers import options as compressions
+from allreduce.wrappers.half import Halved
+from allreduce.wrappers.options import AUTO, Compression, Given, Half, Quantized
+from allreduce.wrappers.quantized import Quantizing
 from allreduce.wrappers.traced import Traced
 
 BACKENDS = {
@@ -37,7 +39,7 @@ def create(
     topology: Topology | None = None,
     *,
     check: str = "first",
-    compress: str | None = None,
+    compress: Given = None,
     trace: str | os.PathLike[str] | Trace | None = None,
     **options: Any,
 ) -> AllReduce:
@@ -47,8 +49,11 @@ def create(
     topology: all ranks of MPI.COMM_WORLD when none is given; such a topology is closed with the backend.
     check: when the ranks compare a call's arguments in full: at the "first" call of a signature, "always" or "never"
         (see AllReduce).
-    compress: "bfloat16" or "float16": float32 and float64 are sent as 16-bit floats (see
-        allreduce.wrappers.compressed).
+    compress: sums of float32 and float64 are sent with fewer bits: "bfloat16", "float16", "int8", "float8",
+        "powersgd:4" (the rank of the matrices), or an object of options (allreduce.Half, Quantized, PowerSGD). "auto"
+        measures some of them here, and reports its choice. {"*.weight": "powersgd:4", "*": "int8"}: by the names of
+        the parameters that `describe` gives, the first pattern that matches. On several nodes "hierarchical_copy" and
+        "auto" compress only the messages between nodes. See allreduce.wrappers.options.
     trace: records all calls (see allreduce.wrappers.traced.Traced): the path of a file for Perfetto, which `close`
         writes, or an allreduce.tracing.trace.Trace that is shared with other users.
     options: the backend's own options: root=0 of "reduce_to_one", node="shared" and cross="ring" of
@@ -67,23 +72,25 @@ def create(
     error: AllReduceError | None = None
     try:
         backend_class = class_of(name)
+        compression = compressions.parse(compress)
         arguments = _arguments(name, backend_class, check, options)
-        if compress is not None:
-            compressed.parse(compress, backend_class.sums_half, name)
+        if isinstance(compression, Compression):
+            compressions.check_half(compression, backend_class.sums_half, name)
     except AllReduceError as refused:
         error = refused
     traced = "" if trace is None else ", trace=..."  # the paths of the ranks may differ; rank 0 writes
     shown = "".join(f", {key}={_shown(options[key])}" for key in sorted(options))
-    sent = "" if compress is None else f", {compress=}"
+    sent = "" if compress is None or error else f", compress={compressions.shown(compress)}"
     row = f"create({name!r}, check={check!r}{sent}{traced}{shown})"
     try:
         topology.agree([zlib.crc32(row.encode())], row, error)
         with topology.detector.translating_failures():
-            backend = _constructed(backend_class, topology, arguments)
+            if isinstance(compression, str):
+                compression = _fastest(name, topology, options)
+            backend = _compressed(backend_class, topology, arguments, compression)
         backend.name = name
-        if compress is not None:
-            backend = Compressed(topology, inner=backend, compress=compress, owns_inner=True)
-            options = {**options, "compress": compress}
+        if compression is not None:
+            options = {**options, "compress": compression}
         if trace is not None:
             backend, options = _traced(backend, trace), {**options, "trace": trace}
     except AllReduceError:  # raised on all ranks, so they can close together
@@ -93,6 +100,34 @@ def create(
     backend.config = Config(name, {"check": check, **options})
     backend.owns_topology = owned
     return backend
+
+
+def _compressed(
+    kind: type[AllReduce], topology: Topology, arguments: dict[str, Any], compression: Compression | None
+) -> AllReduce:
+    """Create a backend that compresses. Collective."""
+    if compression is None:
+        return _constructed(kind, topology, arguments)
+    if compression.between_nodes and kind.between_nodes and topology.nodes > 1:
+        return _constructed(kind, topology, {**arguments, "compress": compression})
+    inner = _constructed(kind, topology, arguments)
+    try:
+        return _wrapped(inner, compression, arguments["check"])
+    except AllReduceError:  # on all ranks
+        inner.close()
+        raise
+
+
+def _wrapped(inner: AllReduce, compression: Compression, check: str, owns_inner: bool = True) -> AllReduce:
+    """Return a backend that compresses the arrays that `inner` reduces. Collective."""
+    wrappers: dict[type[Compression], Any] = {Half: Halved, Quantized: Quantizing}
+    kind = wrappers[type(compression)]
+    return kind(inner.topology, inner=inner, options=compression, check=check, owns_inner=owns_inner)
+
+
+def _fastest(name: str, topology: Topology, options: dict[str, Any]) -> Compression | None:
+    """Measure some compressions on these ranks, and return the options of the fastest, or None. Collective."""
+    raise NotImplementedError(AUTO)
 
 
 def _constructed(kind: type[AllReduce], topology: Topology, arguments: dict[str, Any]) -> AllReduce:
@@ -151,7 +186,7 @@ def class_of(name: str) -> type[AllReduce]:
 def _arguments(name: str, backend_class: type[AllReduce], check: str, options: dict[str, Any]) -> dict[str, Any]:
     """Return a constructor's keyword arguments: `make` and `names` are added for backends composed of others."""
     given = {"make": _part, "names": tuple(BACKENDS)}
-    taken = [each for each in inspect.signature(backend_class).parameters if each != "topology"]
+    taken = [each for each in inspect.signature(backend_class).parameters if each not in ("topology", "compress")]
     offered = [each for each in taken if each not in given]
     for option in options:
         if option not in offered:
@@ -161,8 +196,8 @@ def _arguments(name: str, backend_class: type[AllReduce], check: str, options: d
     return {"check": check, **{each: value for each, value in given.items() if each in taken}, **options}
 
 
-def _part(name: str, topology: Topology) -> AllReduce:
+def _part(name: str, topology: Topology, check: str = "never", compress: Given = None) -> AllReduce:
     """Create a part of a composed backend. Collective."""
     if name in OTHERS:
         raise OptionError(f"{name!r} does not sum, so it can't be a part of another backend; use one of the others")
-    return create(name, topology, check="never")
+    return create(name, topology, check=check, compress=compress)

@@ -23,6 +23,7 @@ from allreduce.transport.shared_segment import STAGING_BYTES
 # Measured with Open MPI 5 and MPICH 5 on a 2-core EPYC, 2 to 4 ranks; used in `rule`.
 SMALL_BYTES = 64 * 1024
 SHARED_BYTES_PER_RANK = 64 * 1024
+SMALL = "native"  # for arrays below SMALL_BYTES
 LAST_RESORT = "ring"  # needs nothing but messages
 
 
@@ -68,21 +69,26 @@ class Auto(AllReduce):
     table: the path of a decision table from `python -m benchmarks.tune`; by default the one in
         $ALLREDUCE_TABLE, else this machine's in the user's cache folder. "" for none.
     choose: a rule to use instead of any table.
+    compress: options (allreduce.wrappers.options), on several nodes: the compression of the messages between them.
+        Arrays that go to the MPI library (the small ones) are not compressed.
     """
+
+    between_nodes = True
 
     def __init__(
         self,
         topology: Topology,
         *,
-        make: Callable[[str, Topology], AllReduce],
+        make: Callable[..., AllReduce],
         names: Collection[str],
         table: str | os.PathLike[str] | None = None,
         choose: Rule | None = None,
+        compress: Any = None,
         check: str = "first",
     ) -> None:
         if choose is not None and not callable(choose):
             raise OptionError(f"choose must be a function of (topology, nbytes, dtype, memory), got {choose!r}")
-        self._make, self._names, self._rule, self._table = make, names, choose, table
+        self._make, self._names, self._rule, self._table, self._compress = make, names, choose, table, compress
         super().__init__(topology, check=check)
 
     def _connect(self, topology: Topology) -> None:
@@ -93,6 +99,14 @@ class Auto(AllReduce):
         self._made: dict[str, AllReduce] = {}
         self._unavailable: dict[str, str] = {}
         self._allocator: AllReduce | None = None  # the part whose memory `allocate` gives
+        self._exact = self if self._compress is None else self._add_part(self._make(SMALL, topology, check=self.check))
+
+    @property
+    def exact(self) -> AllReduce:
+        return self._exact
+
+    def sent(self, dtype: np.dtype) -> np.dtype:
+        return dtype if self._compress is None else self._compress.sent(dtype)
 
     def choice(self, length: int, dtype: DTypeLike = "float32", device: str = "cpu") -> tuple[str, str]:
         """Return (backend name, reason) for an array from `allocate`. Local, from any thread.
@@ -178,7 +192,8 @@ class Auto(AllReduce):
         """Return the backend `name`, created at its first use (collective then); None if it is unavailable."""
         if name not in self._made and name not in self._unavailable:
             try:
-                self._made[name] = self._add_part(self._make(name, self._parts_topology))
+                compress = None if name == SMALL else self._compress
+                self._made[name] = self._add_part(self._make(name, self._parts_topology, compress=compress))
             except UnavailableError as error:
                 self._mark_unavailable(name, error)
         return None if name in self._unavailable else self._made[name]

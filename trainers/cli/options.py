@@ -13,8 +13,9 @@ from typing import Any, NamedTuple, NoReturn
 
 import allreduce
 from allreduce import notices
+from allreduce.errors import AllReduceError
 from allreduce.topology import Topology
-from allreduce.wrappers.compressed import SHORT
+from allreduce.wrappers import options as compressions
 from trainers import callbacks, checks, datasets
 from trainers.backends import UPDATES
 from trainers.central_storage import CentralStorageTrainer
@@ -59,6 +60,14 @@ def integer(least: int) -> Any:
         return int(text)
 
     return convert
+
+
+def compression(text: str) -> str:
+    try:
+        compressions.parse(text)
+    except AllReduceError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+    return text
 
 
 def backups(text: str) -> int:
@@ -293,8 +302,9 @@ OPTIONS: dict[str, tuple[Option, ...]] = {
             "divides the work and the optimizer's memory",
         ),
         Option(
-            "compress", choices=SHORT, default_text="none", strategies=(MIRRORED,),
-            help="send gradients rounded to this 16-bit type; for slow networks between nodes",
+            "compress", "NAME", compression, default_text="none", strategies=(MIRRORED,),
+            help="send gradients with fewer bits, for slow networks between nodes: "
+            f"{', '.join(compressions.NAMES[:-1])} (any rank), or auto, which measures",
         ),
         Option(
             "sync_every", "H", integer(1), default_text="gradients are averaged in every step", strategies=(MIRRORED,),

@@ -22,6 +22,7 @@ from allreduce.engine.queue import Queue, Worker
 from allreduce.errors import UnavailableError
 from allreduce.topology import Topology
 from allreduce.transport.control import all_values, combine, together
+from allreduce.wrappers.options import Given
 from trainers.backends import allocate_own
 from trainers.data import Batch, Batches
 from trainers.errors import ArgumentError, ModelFileError
@@ -51,7 +52,7 @@ class LocalSGD(Mirrored):
         given: str | AllReduce | Config | None,
         topology: Topology | None,
         update: str,
-        compress: Any,
+        compress: Given,
         copies: int,
         local: LocalOptions,
     ) -> None:
@@ -103,6 +104,7 @@ class LocalSGD(Mirrored):
         # Between an inner step and the next gradients the gradient buffer is free.
         free = not local.fragment_sync_delay and replica.gradient_dtype == dtype
         delta = self._gradients if free else self._allocate(length, dtype)
+        self._describe(delta)
         start = delta.copy()
         memory = Memory(start, start * 0 if local.outer.momentum else None, delta)
         self._messages = self.group.topology.private()
@@ -262,6 +264,7 @@ class LocalSGD(Mirrored):
         super().edit(change, before)
 
     def reset(self) -> None:
+        super().reset()
         self.rounds.load(None, self.rounds.done)
 
     # Recovery after failures: all ranks go back to the parameters after the last outer step, at the last meeting

@@ -307,7 +307,7 @@ def test_a_checkpoint_is_a_model_and_of_one_outer_optimizer(
     if flat.rank == 0:
         found = files.newest(str(folder))
         assert found is not None
-        assert np.array_equal(found[1].strategy["trainer.outer_momentum"], outer["trainer.outer_momentum"])
+        assert np.array_equal(found[1].shared["trainer.outer_momentum"], outer["trainer.outer_momentum"])
         assert np.array_equal(NumpyNetwork.load(found[0]).parameters, expected)
     flat.agree([], "rank 0 has read")
     with MirroredTrainer(network(seed=9), "ring", flat) as trainer:
