@@ -4,18 +4,19 @@ import contextlib
 import importlib
 import inspect
 import os
+import time
 import zlib
 from typing import Any
 
-from allreduce import keywords
+from allreduce import keywords, notices
 from allreduce.backend import AllReduce, Config, TwoPhase
 from allreduce.errors import AllReduceError, OptionError, UnavailableError, UnknownBackendError
 from allreduce.topology import Topology
 from allreduce.tracing.trace import Trace
-from allreduce.transport.control import on_all_ranks
+from allreduce.transport.control import all_values, on_all_ranks
 from allreduce.wrappers import options as compressions
 from allreduce.wrappers.half import Halved
-from allreduce.wrappers.options import AUTO, Compression, Given, Half
+from allreduce.wrappers.options import Compression, Given, Half, Quantized
 from allreduce.wrappers.traced import Traced
 
 BACKENDS = {
@@ -28,6 +29,10 @@ BACKENDS = {
     "nccl": "allreduce.backends.nccl:Nccl",
     "auto": "allreduce.backends.auto:Auto",
 }
+# of compress="auto": each loses more than the one before
+CANDIDATES: tuple[Compression | None, ...] = (None, Half("bfloat16"), Quantized("int8"))
+WORTH = 1.2
+TRIAL_LENGTH, TRIALS = 1 << 20, 4  # elements; calls
 OTHERS = {  # created by name only, and not in NAMES: they do not sum, so they can't replace the others
     "adasum": "allreduce.backends.adasum:Adasum",
 }
@@ -125,8 +130,39 @@ def _wrapped(inner: AllReduce, compression: Compression, check: str, owns_inner:
 
 
 def _fastest(name: str, topology: Topology, options: dict[str, Any]) -> Compression | None:
-    """Measure some compressions on these ranks, and return the options of the fastest, or None. Collective."""
-    raise NotImplementedError(AUTO)
+    """Measure compressions on these ranks, and return the options of the fastest, or None for none. Collective.
+
+    A compression that loses more must be WORTH times as fast as the best of those that lose less. Rank 0 reports the
+    times of the slowest rank.
+    """
+    if topology.size == 1:
+        return None
+    times: list[tuple[Compression | None, float]] = []
+    for compression in CANDIDATES:
+        if not isinstance(compression, Half) or class_of(name).sums_half:
+            with create(name, topology, check="never", compress=compression, **options) as backend:
+                mine = _seconds(backend)
+            times.append((compression, max(all_values(topology.world, mine, "compare compressions"))))
+    best, least = times[0]
+    for compression, seconds in times[1:]:
+        if seconds * WORTH < least:
+            best, least = compression, seconds
+    shown = ", ".join(f"{seconds * 1000:.1f} ms {f'as {each}' if each else 'uncompressed'}" for each, seconds in times)
+    size = f"{TRIAL_LENGTH * 4 >> 20} MiB of float32"
+    notices.once(topology.rank, f'compress="auto" selects {best or "no compression"}: {size} take {shown}')
+    return best
+
+
+def _seconds(backend: AllReduce) -> float:
+    """Return the shortest time of some calls with TRIAL_LENGTH elements. Collective."""
+    array = backend.allocate(TRIAL_LENGTH, "float32")
+    found = []
+    for _ in range(TRIALS):
+        begin = time.perf_counter()
+        backend(array, "sum")
+        found.append(time.perf_counter() - begin)
+    return min(found[1:])  # the first call allocates
+
 
 
 def _constructed(kind: type[AllReduce], topology: Topology, arguments: dict[str, Any]) -> AllReduce:
