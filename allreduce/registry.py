@@ -17,6 +17,7 @@ from allreduce.transport.control import all_values, on_all_ranks
 from allreduce.wrappers import options as compressions
 from allreduce.wrappers.half import Halved
 from allreduce.wrappers.options import Compression, Given, Half, Quantized
+from allreduce.wrappers.quantized import Quantizing
 from allreduce.wrappers.traced import Traced
 
 BACKENDS = {
@@ -124,7 +125,7 @@ def _compressed(
 
 def _wrapped(inner: AllReduce, compression: Compression, check: str, owns_inner: bool = True) -> AllReduce:
     """Return a backend that compresses the arrays that `inner` reduces. Collective."""
-    wrappers: dict[type[Compression], Any] = {Half: Halved}
+    wrappers: dict[type[Compression], Any] = {Half: Halved, Quantized: Quantizing}
     kind = wrappers[type(compression)]
     return kind(inner.topology, inner=inner, options=compression, check=check, owns_inner=owns_inner)
 
@@ -162,7 +163,6 @@ def _seconds(backend: AllReduce) -> float:
         backend(array, "sum")
         found.append(time.perf_counter() - begin)
     return min(found[1:])  # the first call allocates
-
 
 
 def _constructed(kind: type[AllReduce], topology: Topology, arguments: dict[str, Any]) -> AllReduce:
