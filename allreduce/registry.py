@@ -14,6 +14,8 @@ from allreduce.topology import Topology
 from allreduce.tracing.trace import Trace
 from allreduce.transport.control import on_all_ranks
 from allreduce.wrappers import options as compressions
+from allreduce.wrappers.exact import Exact
+from allreduce.wrappers.exact import error as exact_error
 from allreduce.wrappers.half import Halved
 from allreduce.wrappers.options import AUTO, Compression, Given, Half
 from allreduce.wrappers.traced import Traced
@@ -39,6 +41,7 @@ def create(
     *,
     check: str = "first",
     compress: Given = None,
+    exact: bool = False,
     trace: str | os.PathLike[str] | Trace | None = None,
     **options: Any,
 ) -> AllReduce:
@@ -53,6 +56,8 @@ def create(
         measures some of them here, and reports its choice. {"*.weight": "powersgd:4", "*": "int8"}: by the names of
         the parameters that `describe` gives, the first pattern that matches. On several nodes "hierarchical_copy" and
         "auto" compress only the messages between nodes. See allreduce.wrappers.options.
+    exact: True: sums and means of floats have bits that depend on nothing but the data: not on the order, the number of
+        ranks or nodes, the algorithm or its options. See allreduce.wrappers.exact.Exact.
     trace: records all calls (see allreduce.wrappers.traced.Traced): the path of a file for Perfetto, which `close`
         writes, or an allreduce.tracing.trace.Trace that is shared with other users.
     options: the backend's own options: root=0 of "reduce_to_one", node="shared" and cross="ring" of
@@ -73,6 +78,8 @@ def create(
         backend_class = class_of(name)
         compression = compressions.parse(compress)
         arguments = _arguments(name, backend_class, check, options)
+        if wrong := exact_error(name, backend_class.sums, exact, compress):
+            raise wrong
         if isinstance(compression, Compression):
             compressions.check_half(compression, backend_class.sums_half, name)
     except AllReduceError as refused:
@@ -80,6 +87,7 @@ def create(
     traced = "" if trace is None else ", trace=..."  # the paths of the ranks may differ; rank 0 writes
     shown = "".join(f", {key}={_shown(options[key])}" for key in sorted(options))
     sent = "" if compress is None or error else f", compress={compressions.shown(compress)}"
+    sent += "" if exact is False else f", {exact=}"
     row = f"create({name!r}, check={check!r}{sent}{traced}{shown})"
     try:
         topology.agree([zlib.crc32(row.encode())], row, error)
@@ -87,6 +95,8 @@ def create(
             if isinstance(compression, str):
                 compression = _fastest(name, topology, options)
             backend = _compressed(backend_class, topology, arguments, compression)
+            if exact:
+                backend, options = _exact(backend, check), {**options, "exact": True}
         backend.name = name
         if compression is not None:
             options = {**options, "compress": compression}
@@ -122,6 +132,15 @@ def _wrapped(inner: AllReduce, compression: Compression, check: str, owns_inner:
     wrappers: dict[type[Compression], Any] = {Half: Halved}
     kind = wrappers[type(compression)]
     return kind(inner.topology, inner=inner, options=compression, check=check, owns_inner=owns_inner)
+
+
+def _exact(inner: AllReduce, check: str) -> AllReduce:
+    """Return a backend that sums floats exactly by `inner`. Collective."""
+    try:
+        return Exact(inner.topology, inner=inner, check=check)
+    except AllReduceError:  # on all ranks
+        inner.close()
+        raise
 
 
 def _fastest(name: str, topology: Topology, options: dict[str, Any]) -> Compression | None:
@@ -189,7 +208,7 @@ def _arguments(name: str, backend_class: type[AllReduce], check: str, options: d
     offered = [each for each in taken if each not in given]
     for option in options:
         if option not in offered:
-            offered += ["compress", "trace"]
+            offered += ["compress", "exact", "trace"]
             hint = keywords.near(option, [*offered, "topology"]) or "."
             raise OptionError(f"backend {name!r} has no option {option!r}{hint} Its options are: {', '.join(offered)}")
     return {"check": check, **{each: value for each, value in given.items() if each in taken}, **options}
