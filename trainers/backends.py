@@ -15,6 +15,10 @@ from allreduce.wrappers.options import Given
 from trainers.replica import Replica
 
 UPDATES = ("replicated", "sharded")
+LOST_RESIDUALS = (
+    "the error feedback of failed ranks is lost: what their compressed gradients had left unsent; training continues "
+    "with that of the remaining ranks"
+)
 
 
 def backend_for(

@@ -49,9 +49,11 @@ class MirroredTrainer(Trainer[Mirrored]):
             which divides the update's time and the optimizer's memory by the number of ranks; on the CPU the ranks of
             a node then share one copy of the parameters. Needs a replica with `bind_parameters`, and a backend with
             two phases; "auto" selects one. The result is the same.
-        compress: "bfloat16" or "float16": gradients are sent with 16 bits and summed in float32, so they are rounded
-            twice (allreduce.wrappers.compressed). Parameters, losses and flags are not rounded. For networks between
-            nodes; it is slower where ranks share memory.
+        compress: gradients are sent with fewer bits: "bfloat16", "float16", "int8", "float8", "powersgd:4", "auto", an
+            object of options, or {pattern of parameter names: compression} (see allreduce.create). Parameters, losses
+            and flags are not compressed. What a rank has not sent (its error feedback) is added to its next gradients;
+            checkpoints contain it, and after a failure the remaining ranks keep theirs. For networks between nodes; it
+            is slower where ranks share memory.
         copies: 2, with update="sharded": every slice has a backup on another rank, if possible on another node. After a
             failure the training continues from the last finished step, without a checkpoint, unless a slice's owner and
             the rank with its backup fail together. Each step sends the optimizer's state of a slice (with Adam 8 bytes

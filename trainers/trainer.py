@@ -247,6 +247,7 @@ class Trainer(Generic[StrategyT]):
         self.group.enter("load")
         self.group.on_one(lambda: self.replica.restore(path))
         mirror(self.strategy, whole=False)
+        self.strategy.load_own_state({})
 
     def edit(self, change: Callable[[], object]) -> None:
         """Change the model's parameters in place by `change()`, the same on all ranks. Collective.

@@ -11,6 +11,8 @@ from allreduce.arrays.gpu import is_gpu_array
 from allreduce.arrays.workspace import zeros
 from allreduce.errors import OptionError
 
+RESIDUAL = "/residual"  # the end of the names of residuals in a state
+
 
 class Part(NamedTuple):
     """One parameter of a model in a 1-D array: elements `start` to `stop - 1`, an array of `shape` in C order."""
@@ -115,7 +117,7 @@ class Registry:
         held: dict[str, np.ndarray] = {}
         for number, entry in enumerate(self._entries):
             if entry.residual is not None:
-                held[f"{number}/residual"] = entry.residual.copy()
+                held[f"{number}{RESIDUAL}"] = entry.residual.copy()
             if entry.calls:
                 held[f"{number}/calls"] = np.array(sorted(entry.calls.items()), np.int64)
         return held
@@ -125,7 +127,7 @@ class Registry:
 
         Raises OptionError, and changes nothing, if it is of other arrays.
         """
-        entries = {f"{number}/residual": entry for number, entry in enumerate(self._entries)}
+        entries = {f"{number}{RESIDUAL}": entry for number, entry in enumerate(self._entries)}
         counted = {f"{number}/calls": entry for number, entry in enumerate(self._entries)}
         for name, array in state.items():
             entry = entries.get(name)
@@ -152,6 +154,22 @@ class Registry:
         for entry in self._entries:
             entry.residual = None
             entry.calls = {}
+
+
+def divide(states: Sequence[Mapping[str, np.ndarray]], ranks: int) -> list[dict[str, np.ndarray]]:
+    """Return the states of backends for another number of ranks: each residual of the old ranks goes to one new rank.
+
+    states: of every old rank. The sum of all residuals, which the next sums contain, does not change. Local.
+    """
+    divided = []
+    for rank in range(ranks):
+        mine = {name: array for name, array in states[0].items() if not name.endswith(RESIDUAL)}
+        for name in sorted({name for state in states for name in state if name.endswith(RESIDUAL)}):
+            held = [state[name] for state in states if name in state]
+            if taken := [state[name] for state in states[rank::ranks] if name in state]:
+                mine[name] = np.sum(taken, axis=0, dtype=held[0].dtype)
+        divided.append(mine)
+    return divided
 
 
 def _address(array: Any) -> int:

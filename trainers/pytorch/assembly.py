@@ -18,7 +18,7 @@ from allreduce.transport import ulfm
 from allreduce.transport.control import all_values, everywhere, together
 from allreduce.wrappers.traced import Traced
 from trainers import checks
-from trainers.backends import backend_for, connected_nccl
+from trainers.backends import LOST_RESIDUALS, backend_for, connected_nccl
 from trainers.pytorch.buckets import own_gpu
 from trainers.pytorch.hooks import Hook
 from trainers.pytorch.optimizer_group import DROPPED, OptimizerGroup, group_of
@@ -238,7 +238,7 @@ class Assembly:
 
     def rebuild(self, group: OptimizerGroup) -> None:
         """Create all parts again on the ranks of `group`. Collective."""
-        before, old = vars(self).copy(), self.reducer
+        before, old, unsent = vars(self).copy(), self.reducer, self.backend.state()
         self._local_cleanup.close()
         self.source.find_again(group.topology.world)
         self.options = self.options.for_survivors(group.topology.size, self.source.rank)
@@ -252,6 +252,9 @@ class Assembly:
         self.closed = False
         new = self.reducer
         new.averages, new.joining, new.enabled = old.averages, old.joining, old.enabled
+        if unsent:
+            self.backend.load_state(unsent)
+            notices.once(self.topology.rank, LOST_RESIDUALS)
 
     def recovered(self) -> None:
         """The recovery is complete on all ranks. Local."""

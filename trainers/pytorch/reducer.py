@@ -20,6 +20,7 @@ from mpi4py import MPI
 from torch import Tensor
 from torch.nn import Parameter
 
+from allreduce.arrays.registered import Part
 from allreduce.backend import AllReduce
 from allreduce.engine.queue import Future, Queue
 from allreduce.transport import ulfm
@@ -101,6 +102,10 @@ class Reducer:
         self.plan, lengths = plan_buckets(sizes, *limits)
         memories = {dtype: allocate_flat(backend, length, dtype, self.device) for dtype, length in lengths.items()}
         self.flats = {dtype: memory.tensor for dtype, memory in memories.items()}
+        for dtype, memory in memories.items():
+            slots_of = [slot for layout in self.plan if layout.dtype == dtype for slot in layout.slots]
+            named = [(*dense[slot.parameter], slot.start) for slot in slots_of]
+            backend.describe(memory.array, [Part(name, start, tuple(each.shape)) for name, each, start in named])
         slots = {slot.parameter: (layout.dtype, slot.start) for layout in self.plan for slot in layout.slots}
         self.gradients = [Gradient(*named, self.flats, *slots[index]) for index, named in enumerate(dense)]
         parts = [(each, memories[each.dtype].part(each.start, each.stop)) for each in self.plan]

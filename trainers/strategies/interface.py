@@ -226,6 +226,13 @@ class Strategy:
         self.complete()
         return together(self.group.comm, lambda: {} if self.group.rank else self.replica.snapshot(memory))
 
+    def own_state(self) -> dict[str, np.ndarray]:
+        """Return a copy of the state that differs between ranks and is not the replica's: error feedback. Local."""
+        return {}
+
+    def load_own_state(self, state: dict[str, np.ndarray]) -> None:
+        """Load a result of `own_state`; {} resets it. Local. Raises OptionError if it is of another model."""
+
     def not_replicated(self) -> dict[str, str]:
         """Return the state entries that are not equal copies on all ranks: {name: reason as text}. Local."""
         return {}
