@@ -14,8 +14,7 @@ from allreduce.topology import Topology
 from allreduce.tracing.trace import Trace
 from allreduce.transport.control import on_all_ranks
 from allreduce.wrappers import options as compressions
-from allreduce.wrappers.exact import Exact
-from allreduce.wrappers.exact import error as exact_error
+from allreduce.wrappers.exact import Exact, check_exact
 from allreduce.wrappers.half import Halved
 from allreduce.wrappers.options import AUTO, Compression, Given, Half, Quantized
 from allreduce.wrappers.quantized import Quantizing
@@ -79,8 +78,7 @@ def create(
         backend_class = class_of(name)
         compression = compressions.parse(compress)
         arguments = _arguments(name, backend_class, check, options)
-        if wrong := exact_error(name, backend_class.sums, exact, compress):
-            raise wrong
+        check_exact(name, backend_class.sums, exact, compress)
         if isinstance(compression, Compression):
             compressions.check_half(compression, backend_class.sums_half, name)
     except AllReduceError as refused:
@@ -95,9 +93,7 @@ def create(
         with topology.detector.translating_failures():
             if isinstance(compression, str):
                 compression = _fastest(name, topology, options)
-            backend = _compressed(backend_class, topology, arguments, compression)
-            if exact:
-                backend, options = _exact(backend, check), {**options, "exact": True}
+            backend = _compressed(backend_class, topology, arguments, compression, exact)
         backend.name = name
         if compression is not None:
             options = {**options, "compress": compression}
@@ -107,17 +103,19 @@ def create(
         if owned:
             topology.close()
         raise
-    backend.config = Config(name, {"check": check, **options})
+    backend.config = Config(name, {"check": check, **({"exact": True} if exact else {}), **options})
     backend.owns_topology = owned
     return backend
 
 
 def _compressed(
-    kind: type[AllReduce], topology: Topology, arguments: dict[str, Any], compression: Compression | None
+    kind: type[AllReduce], topology: Topology, arguments: dict[str, Any], compression: Compression | None, exact: bool
 ) -> AllReduce:
-    """Create a backend that compresses. Collective."""
-    if compression is None:
+    """Create a backend that compresses, or sums exactly, or neither. Collective."""
+    if compression is None and not exact:
         return _constructed(kind, topology, arguments)
+    if compression is None:
+        return _exact(_constructed(kind, topology, arguments), arguments["check"])
     if compression.between_nodes and kind.between_nodes and topology.nodes > 1:
         return _constructed(kind, topology, {**arguments, "compress": compression})
     inner = _constructed(kind, topology, arguments)

@@ -15,7 +15,7 @@ from allreduce.backend import AllReduce, TwoPhase
 from allreduce.engine import call as records
 from allreduce.engine.call import Call
 from allreduce.engine.engine import Locate, Trial, Work
-from allreduce.errors import AllReduceError, NotAnArrayError, OptionError, UnsupportedOpError
+from allreduce.errors import NotAnArrayError, OptionError, UnsupportedOpError
 from allreduce.topology import Topology
 from allreduce.transport import chunked
 from allreduce.transport.control import combine, on_all_ranks
@@ -309,15 +309,14 @@ def _unify(values: np.ndarray) -> None:
     values[np.isnan(values)] = np.nan
 
 
-def error(name: str, sums: bool, exact: Any, compress: Any) -> AllReduceError | None:
-    """Return the error if `create(name, exact=exact, compress=compress)` is invalid, or None. Local."""
+def check_exact(name: str, sums: bool, exact: Any, compress: Any) -> None:
+    """Raise OptionError if `create(name, exact=exact, compress=compress)` is invalid. sums: whether `name` does. Local."""
     if not isinstance(exact, bool):
-        return OptionError(f"exact={exact!r}: use True or False")
+        raise OptionError(f"exact={exact!r}: use True or False")
     if exact and compress is not None:
-        return OptionError(
+        raise OptionError(
             f"exact=True and compress={compress!r} exclude each other: a compression rounds what exact=True keeps; "
             "leave one of them out"
         )
     if exact and not sums:
-        return OptionError(f'exact=True: {name!r} does not sum; use "auto" or another backend')
-    return None
+        raise OptionError(f'exact=True: {name!r} does not sum; use "auto" or another backend')
