@@ -310,7 +310,7 @@ def _unify(values: np.ndarray) -> None:
 
 
 def check_exact(name: str, sums: bool, exact: Any, compress: Any) -> None:
-    """Raise OptionError if `create(name, exact=exact, compress=compress)` is invalid. sums: whether `name` does. Local."""
+    """Raise OptionError if these arguments of `create` are invalid. sums: whether the backend `name` does. Local."""
     if not isinstance(exact, bool):
         raise OptionError(f"exact={exact!r}: use True or False")
     if exact and compress is not None:
