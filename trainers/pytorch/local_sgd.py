@@ -125,7 +125,8 @@ class LocalSteps:
             taken = False
         else:
             try:
-                loss = self.optimizer.step(None if closure is None else partial(self._checked, closure))
+                checked = None if closure is None else partial(self._checked, closure)
+                loss = self._reducer.clock.update(partial(self.optimizer.step, checked))
             except _BadError:
                 taken = False
         self._buffers.forget() if taken else self._leave_out()
