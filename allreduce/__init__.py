@@ -18,18 +18,32 @@ from allreduce.health import abort  # noqa: E402
 abort.install()  # an error in an import below, and before the first Topology, ends the job too
 
 from allreduce import notices  # noqa: E402
+from allreduce.arrays.registered import Part  # noqa: E402
 from allreduce.backend import AllReduce  # noqa: E402
 from allreduce.elastic import standby  # noqa: E402
 from allreduce.registry import BACKENDS, available, create  # noqa: E402
 from allreduce.topology import Topology  # noqa: E402
 from allreduce.tracing.trace import Trace  # noqa: E402
+from allreduce.wrappers.options import Half, PowerSGD, Quantized  # noqa: E402
 
 __version__ = "0.2.0"  # pyproject.toml and CHANGELOG.md follow it
 
 NAMES = tuple(BACKENDS)
 """Every backend's name; `available()` returns the backends that work here."""
 
-__all__ = ["NAMES", "AllReduce", "Topology", "Trace", "available", "create", "standby"]
+__all__ = [
+    "NAMES",
+    "AllReduce",
+    "Half",
+    "Part",
+    "PowerSGD",
+    "Quantized",
+    "Topology",
+    "Trace",
+    "available",
+    "create",
+    "standby",
+]
 
 
 def __getattr__(name: str) -> object:

@@ -1,7 +1,7 @@
 """AllReduce, the base class of all backends: the methods that users call, and those that an algorithm writes."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property, partial
 from typing import Any, NamedTuple, NoReturn, TypeVar
 
@@ -12,6 +12,7 @@ from allreduce import notices
 from allreduce.arrays import chunks, dtypes, gpu, ops, rows, trees, workspace
 from allreduce.arrays.memory_kinds import ALLOCATED, GPU, UNREGISTERED
 from allreduce.arrays.ops import Op
+from allreduce.arrays.registered import Part
 from allreduce.arrays.workspace import Workspace
 from allreduce.engine import call as records
 from allreduce.engine.call import REDUCING, Call
@@ -94,6 +95,7 @@ class AllReduce(ABC):
     by_array = False  # True: each array of a tree is reduced separately, not all in one buffer
     one_node = False  # True: all ranks must be on one node
     needs_gpu = False  # True: a GPU for each rank is needed
+    between_nodes = False  # True: takes `compress`, and compresses only messages between nodes (on several nodes)
     copies_unregistered = ""  # the notice for arrays not from `allocate`, if they are copied; "" if they are not
 
     def __init__(self, topology: Topology, *, check: str = "first") -> None:
@@ -178,6 +180,43 @@ class AllReduce(ABC):
             error = UnavailableError(f"this rank has no memory for {length} elements of {dtype}: {lacking}")
         self._engine.agree([], f"allocate({length!r})", error)
         return array
+
+    # What users call: the state of a compression; without one there is none
+
+    def describe(self, array: Any, parts: Sequence[Part] = ()) -> None:
+        """Say which slices of an array from `allocate` are which parameters of a model. Local; the same on all ranks.
+
+        array: 1-D. parts: `allreduce.Part(name, start, shape)`: elements from `start` are an array of `shape` in C
+        order. A compression treats matrices and biases differently ("powersgd:4" needs the shapes); other backends
+        ignore it. Raises OptionError for parts that overlap or lie outside of the array.
+        """
+        for part in _by_name(self._parts).values():
+            part.describe(array, parts)
+
+    def state(self) -> dict[str, np.ndarray]:
+        """Return a copy of this rank's state: the error feedback of a compression. {} without one. Local.
+
+        It belongs to the training state: other ranks have other values, and training continues differently without it.
+        """
+        parts = _by_name(self._parts)
+        return {f"{name}/{key}": array for name, part in parts.items() for key, array in part.state().items()}
+
+    def load_state(self, state: Mapping[str, np.ndarray]) -> None:
+        """Load a result of `state` of an equal backend with equal arrays. Local. Raises OptionError for another's."""
+        parts = _by_name(self._parts)
+        found: dict[str, dict[str, np.ndarray]] = {name: {} for name in parts}
+        for key, array in state.items():
+            name, _, rest = key.partition("/")
+            if name not in parts:
+                raise OptionError(f"{self!r} has no state {key!r}: it is of another backend or compression")
+            found[name][rest] = array
+        for name, part in parts.items():
+            part.load_state(found[name])
+
+    def reset(self) -> None:
+        """Set the error feedback of a compression to zero, as in a new backend. Local."""
+        for part in _by_name(self._parts).values():
+            part.reset()
 
     # What users call: sums
 
@@ -374,7 +413,7 @@ class AllReduce(ABC):
 
     @property
     def exact(self) -> "AllReduce":
-        """The backend for values that must not be compressed: this one, or the one inside a `Compressed`. Local."""
+        """The backend for values that must not be rounded: this one, or an uncompressed one inside of it. Local."""
         return self
 
     def sent(self, dtype: np.dtype) -> np.dtype:
@@ -716,7 +755,8 @@ class AllReduce(ABC):
         if rows.dense_is_cheaper(everyone.size, found.size, sums.nbytes):
             sums[places[self.rank]] = values
             if sums.size:
-                self._reduce(sums.reshape(-1), op)
+                exact = self.exact  # rows are not compressed
+                (self._reduce if exact is self else exact.hooks.reduce)(sums.reshape(-1), op)
             return found, sums
         parts = np.split(chunked.gather(self._comm, values, counts), np.cumsum(counts)[:-1])
         for place, part in zip(places, parts, strict=True):
@@ -778,6 +818,16 @@ class TwoPhase(AllReduce):
 
     def _gather_gpu(self, buffer: Any) -> None:
         self._stage(buffer, self.owned(buffer.size), self._all_gather, slice(None))
+
+
+def _by_name(parts: "Sequence[Topology | AllReduce]") -> dict[str, AllReduce]:
+    """Return the backends among the parts of a backend, by name; a second "ring" is "ring 2". Local."""
+    found: dict[str, AllReduce] = {}
+    for part in parts:
+        if isinstance(part, AllReduce):
+            same = sum(name.split(" ")[0] == part.name for name in found)
+            found[f"{part.name} {same + 1}" if same else part.name] = part
+    return found
 
 
 def _overwrite(arrays: Sequence[Any], changed: Sequence[Any]) -> None:

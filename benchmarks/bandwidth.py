@@ -18,7 +18,7 @@ from allreduce import Topology
 from allreduce.arrays import dtypes
 from allreduce.errors import AllReduceError, OptionError
 from allreduce.transport.control import raise_together
-from allreduce.wrappers.compressed import SHORT
+from allreduce.wrappers.options import Half
 from benchmarks.lib import cli, limits, machine, outputs, plot, report, sizes, table
 from benchmarks.lib.advice import advice, wrong_results
 from benchmarks.lib.contenders import PEERS, Contender, gather
@@ -62,7 +62,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("-o", "--op", type=cli.op, default="sum", metavar="OP", help="sum, avg (or mean), max, min, prod (default sum)")
     add(
         "--compress",
-        choices=SHORT,
+        choices=Half.NAMES,
         help="let all backends send float and double as 16 bits; results are rounded",
     )
     add("-c", "--check", type=int, choices=(0, 1), default=1, help="0: don't verify results (default 1)")

@@ -11,15 +11,20 @@ from allreduce.backend import AllReduce, TwoPhase
 from allreduce.backends.auto import Auto
 from allreduce.errors import OptionError, UnavailableError
 from allreduce.topology import Topology
+from allreduce.wrappers.options import Given
 from trainers.replica import Replica
 
 UPDATES = ("replicated", "sharded")
 # A training that is repeated or resumed gives the same bits, so "auto" tries only backends that give the same bits.
-SETTINGS: dict[str, dict[str, Any]] = {"auto": {"trial": "same_bits"}}
+SETTINGS_OF_AUTO = {"trial": "same_bits"}
+LOST_RESIDUALS = (
+    "the error feedback of failed ranks is lost: what their compressed gradients had left unsent; training continues "
+    "with that of the remaining ranks"
+)
 
 
 def backend_for(
-    given: str | AllReduce, topology: Topology, update: str, compress: str | None = None, device: str = "cpu"
+    given: str | AllReduce, topology: Topology, update: str, compress: Given = None, device: str = "cpu"
 ) -> AllReduce:
     """Return `given` if it is a backend, else create the backend of that name on `topology`, checked for the update.
     Collective.
@@ -37,7 +42,8 @@ def backend_for(
     if isinstance(given, AllReduce):
         backend = given
     else:
-        backend = allreduce.create(given, topology, compress=compress, **SETTINGS.get(given, {}))
+        options: dict[str, Any] = SETTINGS_OF_AUTO if given == "auto" else {}
+        backend = allreduce.create(given, topology, compress=compress, **options)
     error = _backend_error(backend, update)
     if error is None:
         return backend
@@ -62,7 +68,7 @@ def _backend_error(backend: AllReduce, update: str) -> OptionError | None:
     return None
 
 
-def connected_nccl(given: str | AllReduce, topology: Topology, compress: str | None) -> AllReduce | None:
+def connected_nccl(given: str | AllReduce, topology: Topology, compress: Given) -> AllReduce | None:
     """Create the backend "nccl" on the current GPUs and test it; returns None if another backend is to be used.
     Collective.
 
@@ -92,7 +98,7 @@ def backend_name(backend: AllReduce, buffer: Any, device: str) -> str:
     return backend.name
 
 
-def compress_error(backend: Any, compress: str | None) -> OptionError | None:
+def compress_error(backend: Any, compress: Given) -> OptionError | None:
     """Return the error if `compress` is given together with a backend instance, or None. Local."""
     if compress is None or not isinstance(backend, AllReduce):
         return None
@@ -109,7 +115,7 @@ def allocate_own(replica: Replica) -> Any:
     return np.zeros(replica.gradient_length, dtypes.parse(replica.gradient_dtype))
 
 
-def _two_phase_auto(topology: Topology, compress: str | None) -> AllReduce:
+def _two_phase_auto(topology: Topology, compress: Given) -> AllReduce:
     """Create the two-phase backend that suits the number of nodes, or "ring" if that one is unavailable. Collective."""
     name = "hierarchical_copy" if topology.nodes > 1 else "shared"
     try:

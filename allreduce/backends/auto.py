@@ -28,6 +28,7 @@ from allreduce.transport.shared_segment import STAGING_BYTES
 # Measured with Open MPI 5 and MPICH 5 on a 2-core EPYC, 2 to 4 ranks; used in `rule`.
 SMALL_BYTES = 64 * 1024
 SHARED_BYTES_PER_RANK = {ALLOCATED: 16 * 1024, UNREGISTERED: 64 * 1024}
+SMALL = "native"  # for arrays below SMALL_BYTES
 LAST_RESORT = "ring"  # needs nothing but messages
 
 
@@ -90,23 +91,29 @@ class Auto(AllReduce):
     trial: whether backends are tried. They add floats in different orders, so the last bits of a result may differ from
         call to call, and from run to run. "same_bits": only where all orders give the same bits: integers, and sums of
         two ranks; trainers use this. False: never; then equal programs get equal bits, on any number of ranks.
+    compress: options (allreduce.wrappers.options), on several nodes: the compression of the messages between them.
+        Arrays that go to the MPI library (the small ones) are not compressed.
     """
+
+    between_nodes = True
 
     def __init__(
         self,
         topology: Topology,
         *,
-        make: Callable[[str, Topology], AllReduce],
+        make: Callable[..., AllReduce],
         names: Collection[str],
         table: str | os.PathLike[str] | None = None,
         choose: Rule | None = None,
         trial: bool | str = True,
+        compress: Any = None,
         check: str = "first",
     ) -> None:
         if choose is not None and not callable(choose):
             raise OptionError(f"choose must be a function of (topology, nbytes, dtype, memory), got {choose!r}")
         trials.check(trial)
         self._make, self._names, self._rule, self._table, self._trial = make, names, choose, table, trial
+        self._compress = compress
         super().__init__(topology, check=check)
 
     def _connect(self, topology: Topology) -> None:
@@ -114,13 +121,22 @@ class Auto(AllReduce):
         # Parts are created during calls, in any thread, so they have a separate topology.
         self._parts_topology = self._add_part(topology.duplicate())
         self._choose = self._rule or rule_for(self._comm, topology, self._table, rule, self._names)
-        self._tries = False if self._choose is not rule else self._trial
+        # under compression the backends differ by more than the last bits
+        self._tries = self._trial if self._choose is rule and self._compress is None else False
         # By length, dtype, op and memory; None if the calls are not tried
         self._selections: dict[tuple, Selection | None] = {}
         self._decisions: dict[tuple, str] = {}  # see Selection
         self.changes = 0  # how often a trial has changed what `chosen` returns
         self._made: dict[str, AllReduce] = {}
         self._unavailable: dict[str, str] = {}
+        self._exact = self if self._compress is None else self._add_part(self._make(SMALL, topology, check=self.check))
+
+    @property
+    def exact(self) -> AllReduce:
+        return self._exact
+
+    def sent(self, dtype: np.dtype) -> np.dtype:
+        return dtype if self._compress is None else self._compress.sent(dtype)
 
     def choice(self, length: int, dtype: DTypeLike = "float32", device: str = "cpu") -> tuple[str, str]:
         """Return (backend name, reason) for an array from `allocate`. Local, from any thread.
@@ -242,7 +258,8 @@ class Auto(AllReduce):
         """Return the backend `name`, created at its first use (collective then); None if it is unavailable."""
         if name not in self._made and name not in self._unavailable:
             try:
-                self._made[name] = self._add_part(self._make(name, self._parts_topology))
+                compress = None if name == SMALL else self._compress
+                self._made[name] = self._add_part(self._make(name, self._parts_topology, compress=compress))
             except UnavailableError as error:
                 self._mark_unavailable(name, error)
         return None if name in self._unavailable else self._made[name]

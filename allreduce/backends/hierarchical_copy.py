@@ -31,19 +31,24 @@ class HierarchicalCopy(TwoPhase):
 
     node: the backend inside a node, one with the two phases reduce_scatter and all_gather.
     cross: the backend across nodes.
+    compress: options (allreduce.wrappers.options): the compression of the messages across nodes. Error feedback is kept
+        for sums of a node's ranks.
     make: creates a backend from its name and a topology (given by `create`).
     """
+
+    between_nodes = True
 
     def __init__(
         self,
         topology: Topology,
         *,
-        make: Callable[[str, Topology], AllReduce],
+        make: Callable[..., AllReduce],
         node: str = "shared",
         cross: str = "ring",
+        compress: Any = None,
         check: str = "first",
     ) -> None:
-        self._make, self._names = make, (node, cross)
+        self._make, self._names, self._compress = make, (node, cross), compress
         super().__init__(topology, check=check)
 
     def _connect(self, topology: Topology) -> None:
@@ -53,7 +58,12 @@ class HierarchicalCopy(TwoPhase):
         if across:
             self._add_part(across)
         self._node = together(self._comm, lambda: _two_phase(node, self._add_part(make(node, inside))))
-        self._cross = together(self._comm, lambda: self._add_part(make(cross, across)) if across else None)
+        compress = self._compress
+        self._cross = together(
+            self._comm, lambda: self._add_part(make(cross, across, compress=compress)) if across else None
+        )
+        # losses and flags are small: the MPI library is good at them
+        self._exact = self if compress is None else self._add_part(make("native", topology, check=self.check))
         self.copies_unregistered, self._owners = self._node.copies_unregistered, self._node.hooks.owners
         self._leaders_only = topology.leaders_only
         self._ranks_inside: list[int] = []
@@ -61,12 +71,22 @@ class HierarchicalCopy(TwoPhase):
             self._ranks_inside = all_values(inside.world, self.rank, "learn the ranks of this node")
         self._transfer = Transfer(self._comm, self.workspace, self.tag)
 
+    @property
+    def exact(self) -> AllReduce:
+        return self._exact
+
+    def sent(self, dtype: np.dtype) -> np.dtype:
+        return dtype if self._compress is None else self._compress.sent(dtype)
+
     def owned(self, length: int, rank: int | None = None) -> slice:
         """Return the slice that a node rank (by default this rank's) owns; all nodes divide the buffer equally."""
         return self._node.owned(length, rank)
 
     def _allocate(self, length: int, dtype: np.dtype, device: str | None) -> Any:
-        return together(self._comm, lambda: self._node.hooks.allocate(length, dtype, device))
+        array = together(self._comm, lambda: self._node.hooks.allocate(length, dtype, device))
+        if self._cross is not None:
+            self._cross.describe(array)
+        return array
 
     def _memory(self, buffer: np.ndarray) -> int:
         return self._node.hooks.memory(buffer)

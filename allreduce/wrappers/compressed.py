@@ -1,148 +1,171 @@
-"""Compressed: sends float32 and float64 arrays as 16-bit floats, a half or a quarter of the bytes."""
+"""Compressed: base class of backends that send floating-point arrays in another form, through an inner backend."""
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
-from functools import partial
+from abc import abstractmethod
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
-from allreduce.arrays import dtypes, trees
-from allreduce.arrays.gpu import StreamOrder, is_gpu_array
-from allreduce.arrays.memory_kinds import GPU, UNREGISTERED
+from allreduce.arrays.memory_kinds import GPU
+from allreduce.arrays.ops import Op
+from allreduce.arrays.registered import Part, Registry, Slice
 from allreduce.backend import AllReduce, TwoPhase
-from allreduce.engine import call as records
-from allreduce.errors import AllReduceError, OptionError
+from allreduce.engine.call import Call
+from allreduce.engine.engine import Locate, Trial, Work
 from allreduce.topology import Topology
 from allreduce.transport.deferred_free import free_later
-from allreduce.wrappers.wrapper import Wrapper
-
-SHORT = ("float16", "bfloat16")
-LONG = (np.dtype(np.float32), np.dtype(np.float64))
+from allreduce.transport.shared_segment import Location
+from allreduce.wrappers.options import LONG
 
 
-def parse(compress: object, sums_half: bool, name: str) -> np.dtype:
-    """Return the dtype that `compress` names. Raises OptionError, also if the backend `name` sums no 16-bit floats."""
-    if not isinstance(compress, str) or compress not in SHORT:
-        raise OptionError(f'compress={compress!r} is unknown; use "float16", "bfloat16" or None')
-    if not sums_half:
-        raise OptionError(
-            f'compress={compress!r}: {name!r} sums no 16-bit floats; use "auto", "ring" or another backend that does'
-        )
-    return dtypes.parse(compress)
+class Compressed(TwoPhase):
+    """A backend whose sums of float32 and float64 arrays are sent in another form; all other calls are `inner`'s.
 
+    inner: a backend on the same topology, closed with this one. Memory from `allocate` is the inner backend's.
+    owns_inner: False: its owner closes it.
 
-class Compressed(Wrapper):
-    """Rounds arrays to 16-bit floats, reduces these, and writes the result back in the array's dtype.
-
-    compress: "bfloat16", with the range of float32 and 8 binary digits, or "float16", with 11 binary digits; values or
-    sums above 65504 become infinity.
-
-    Only float32 and float64 arrays are compressed, and only in calls and `reduce_scatter`. Other dtypes, and
-    `broadcast`, `stack`, `all_gather` and `sparse`, are passed on unchanged. Each rank's values are rounded once; the
-    sum or mean is formed in float32 and rounded once more, equally on all ranks. With one rank nothing is rounded. Use
-    `exact`, the inner backend, for values that must not be rounded.
-
-    It costs two more passes over the array, and 2 bytes of memory for each element (allocated by the inner
-    backend and reused). Calls become faster on slow networks, and slower inside a node.
+    `broadcast`, `stack`, `all_gather` and `sparse`, other dtypes, and other operations than sum and mean are not
+    compressed. With one rank nothing is. Use `exact`, the inner backend, for values that must not be rounded.
     """
 
-    def __init__(self, topology: Topology, *, inner: AllReduce, compress: str, owns_inner: bool = False) -> None:
-        self.compress = parse(compress, inner.sums_half, inner.name)
-        super().__init__(topology, inner=inner, owns_inner=owns_inner)
-        self._shorts: dict[bool, Any] = {}  # the memory for 16-bit floats; True: on the GPU
-        self._order = StreamOrder()
+    def __init__(self, topology: Topology, *, inner: AllReduce, check: str = "first", owns_inner: bool = True) -> None:
+        self.inner, self._owns_inner = inner, owns_inner
+        super().__init__(topology, check=check)
 
-    def __repr__(self) -> str:
-        return f"Compressed({self.inner!r}, {self.compress})"
+    def _connect(self, topology: Topology) -> None:
+        super()._connect(topology)
+        inner = self.inner
+        if self._owns_inner:
+            self._add_part(inner)
+        self.name = inner.name
+        self.sums, self.sums_half, self.by_array = inner.sums, inner.sums_half, inner.by_array
+        self._owners = inner.hooks.owners
+        self.registered = Registry()
+
+    # A subclass writes
+
+    @abstractmethod
+    def _reduce_compressed(self, buffer: np.ndarray, op: Op, where: Slice | None, parts: Sequence[Part]) -> None:
+        """Reduce a 1-D float32 or float64 array in place, in another form, by sum or mean. Collective.
+
+        There are at least 1 element and 2 ranks. op: finish results by `op.finish`: as a part of another backend this
+        one has fewer ranks than a mean divides by. where: the slice of a registered array that `buffer` is (on a GPU:
+        that `buffer` is a copy of), or None. parts: of the model, inside of `buffer`; one part with the shape of the
+        caller's array where no parts are known. All ranks end with the same bits.
+        """
+
+    def _scatter_compressed(self, buffer: np.ndarray, op: Op, where: Slice | None, parts: Sequence[Part]) -> None:
+        """As `_reduce_compressed`, but only this rank's `owned` slice of the result is needed."""
+        self._reduce_compressed(buffer, op, where, parts)
+
+    def _compresses(self, dtype: np.dtype, op: str) -> bool:
+        """Return whether arrays of `dtype` are compressed in reductions by `op`. Local."""
+        return self.size > 1 and dtype in LONG and op in ("sum", "mean")
+
+    # What users call
 
     @property
     def exact(self) -> AllReduce:
         return self.inner.exact
 
-    def sent(self, dtype: np.dtype) -> np.dtype:
-        return self.compress if self.size > 1 and dtype in LONG else self.inner.sent(dtype)
+    def describe(self, array: Any, parts: Sequence[Part] = ()) -> None:
+        self.registered.register(array, parts)
+        super().describe(array, parts)
 
-    def __call__(self, buffer: Any, op: str = "mean") -> None:
-        if self._closed:
-            self.check_open()
-        if isinstance(buffer, trees.KINDS):
-            self.reduce_tree(buffer, op)
-        elif self._compresses(buffer, op, "all_reduce"):
-            array = np.asarray(buffer) if isinstance(buffer, np.ndarray) else buffer  # not a subclass of ndarray
-            flat = array.reshape(-1, order="A")
-            with self._exclusive(flat):
-                short = self._rounded(flat)
-                with _ignoring_overflow():
-                    self.inner(short.reshape(array.shape, order="C" if array.flags.c_contiguous else "F"), op)
-                    flat[...] = short
+    def state(self) -> dict[str, np.ndarray]:
+        return {**self.registered.state(), **super().state()}
+
+    def load_state(self, state: Mapping[str, np.ndarray]) -> None:
+        own = {name: array for name, array in state.items() if name[:1].isdigit()}
+        self.registered.load_state(own)
+        super().load_state({name: array for name, array in state.items() if name not in own})
+
+    def reset(self) -> None:
+        self.registered.reset()
+        super().reset()
+
+    def owned(self, length: int, rank: int | None = None) -> slice:
+        return self.inner.owned(length, rank)
+
+    def chosen(self, array: Any) -> str:
+        return self.inner.chosen(array)
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.inner!r})"
+
+    # Hooks of AllReduce and TwoPhase
+
+    def _allocate(self, length: int, dtype: np.dtype, device: str | None) -> Any:
+        array = self.inner.hooks.allocate(length, dtype, device)
+        self._owners = self.inner.hooks.owners  # "auto" has others after its first allocation
+        if dtype in LONG and length:
+            self.registered.register(array)
+        return array
+
+    def _memory(self, buffer: np.ndarray) -> int:
+        return self.inner.hooks.memory(buffer)
+
+    def _locate(self, buffer: np.ndarray) -> Location | None:
+        return self.inner.hooks.locate(buffer)
+
+    def _resolve(self, op: str, dtype: np.dtype) -> Op:
+        return self.inner.hooks.resolve(op, dtype)
+
+    def _route(self, call: Call) -> Work | Trial:
+        if not call.length or not self._compresses(call.dtype, call.op):
+            return self.inner.hooks.route(call)
+        return self._working(call, self._reduce_compressed)
+
+    def _locator_for(self, call: Call) -> Locate | None:
+        return None if self._compresses(call.dtype, call.op) else self.inner.hooks.locator_for(call)
+
+    def _scatter_work_for(self, call: Call) -> Work:
+        if not call.length or not self._compresses(call.dtype, call.op):
+            return super()._scatter_work_for(call)
+        return self._working(call, self._scatter_compressed)
+
+    def _working(self, call: Call, reduce: Callable[[np.ndarray, Op, Slice | None, Sequence[Part]], None]) -> Work:
+        """Return the function that does `reduce` for arrays of a call's shape and memory."""
+        shape = call.shape or (call.length,)
+        whole = [Part("", 0, shape if call.layout == "C" else shape[::-1])]
+
+        def work(buffer: Any, op: Op) -> None:
+            where = self.registered.find(buffer)
+            parts = (where.parts if where else []) or whole
+            if call.memory == GPU:
+                everything = slice(None)
+                self._stage(buffer, everything, lambda host: reduce(host, op, where, parts), everything)
+            else:
+                reduce(buffer, op, where, parts)
+
+        return work
+
+    def _reduce(self, buffer: np.ndarray, op: Op) -> None:
+        if self._compresses(buffer.dtype, op.name):
+            where = self.registered.find(buffer)
+            parts = (where.parts if where else []) or [Part("", 0, buffer.shape)]
+            self._reduce_compressed(buffer, op, where, parts)
         else:
-            self.inner(buffer, op)
+            self.inner.hooks.reduce(buffer, op)
 
-    def bind(self, array: Any, op: str = "mean", kind: str = "all_reduce") -> Callable[[], None]:
-        if kind not in ("all_reduce", "reduce_scatter") or not self._compresses(array, op, kind):
-            return super().bind(array, op, kind)
-        call: Any = self if kind == "all_reduce" else self.reduce_scatter
-        return partial(call, array, op)
+    def _scatter_rounded(self, buffer: np.ndarray, op: Op) -> None:
+        if self._compresses(buffer.dtype, op.name):
+            self._reduce(buffer, op)
+        else:
+            super()._scatter_rounded(buffer, op)
 
-    def reduce_scatter(self, buffer: np.ndarray, op: str = "mean") -> np.ndarray:
-        """As of AllReduce, but elements outside the returned view are unchanged if compressed. Collective."""
-        if not self._compresses(buffer, op, "reduce_scatter"):
-            return super().reduce_scatter(buffer, op)
-        mine = buffer[self.owned(buffer.size)]
-        with self._exclusive(buffer):
-            short = self._rounded(buffer)
-            with _ignoring_overflow():
-                mine[...] = super().reduce_scatter(short, op)
-        return mine
+    def _reduce_scatter(self, buffer: np.ndarray, op: Op) -> None:
+        if isinstance(self.inner, TwoPhase):
+            self.inner.phases.reduce_scatter(buffer, op)
+        else:
+            self.inner.hooks.reduce(buffer, op)
 
-    def _exclusive(self, flat: Any) -> AbstractContextManager[None]:
-        """Context manager: orders this call's use of the 16-bit memory after earlier calls' (GPU streams)."""
-        return self._order.ordered() if is_gpu_array(flat) else nullcontext()
-
-    def _compresses(self, buffer: Any, op: str, kind: str) -> bool:
-        """Return whether the array is sent as 16-bit floats; if so, the ranks have agreed on the call. Collective.
-
-        For invalid arguments it returns False, and the inner backend raises the error.
-        """
-        dtype = getattr(buffer, "dtype", None)
-        if self.size == 1 or not isinstance(dtype, np.dtype) or dtype not in LONG or not buffer.size:  # None == float64
-            return False
-        if kind == "reduce_scatter" and not isinstance(self, TwoPhase):
-            return False
-        self.check_open()
-        try:
-            memory = GPU if is_gpu_array(buffer) else UNREGISTERED
-            record = records.array_call(kind, buffer, op, memory)
-            resolved = self._resolve(op, record.dtype)
-        except AllReduceError:
-            return False
-        text = f"{record}, sent as {self.compress}"
-        values = [*records.agreement_values(record, resolved.code), dtypes.TYPES[self.compress].code]
-        self._engine.agree_once(text, text, values, None)
-        return True
-
-    def _rounded(self, flat: Any) -> Any:
-        """Round a 1-D array into the inner backend's 16-bit memory, and return that. Collective when it grows."""
-        on_gpu = is_gpu_array(flat)
-        held = self._shorts.get(on_gpu)
-        if held is None or held.size < flat.size:
-            device = "cuda" if on_gpu else "cpu"
-            held = self._shorts[on_gpu] = self.inner.allocate(flat.size, self.compress, device)
-        short = held[: flat.size]
-        with _ignoring_overflow():
-            short[...] = flat
-        return short
-
-    def _close(self) -> None:
-        self._shorts.clear()
+    def _all_gather(self, buffer: np.ndarray) -> None:
+        if isinstance(self.inner, TwoPhase):
+            self.inner.phases.all_gather(buffer)
+        else:
+            self._broadcast_slices([buffer[self.owned(buffer.size, rank)] for rank in range(self.size)])
 
     def abandon(self) -> None:
-        free_later(self._shorts)  # late ranks may still write there
-        self._shorts = {}
+        free_later(self.registered)  # late ranks may still write there
         super().abandon()
-
-
-def _ignoring_overflow() -> np.errstate:
-    """Ignore floating-point errors: values that are too large become infinity, maybe on one rank only."""
-    return np.errstate(all="ignore")

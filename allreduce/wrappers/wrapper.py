@@ -1,13 +1,14 @@
-"""Wrapper: base class of backends that forward to an inner backend."""
+"""Wrapper: base class of backends that forward all calls to an inner backend, and do something around them."""
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 from numpy.typing import DTypeLike
 
 from allreduce.arrays.ops import Op
+from allreduce.arrays.registered import Part
 from allreduce.backend import AllReduce, Hooks, Phases, TwoPhase
 from allreduce.errors import ClosedError
 from allreduce.topology import Topology
@@ -109,6 +110,18 @@ class Wrapper(AllReduce):
 
     def sparse(self, indices: Any, values: Any, rows: int, op: str = "mean") -> tuple[Any, Any]:
         return self.around("sparse", lambda: self.inner.sparse(indices, values, rows, op), values, op)
+
+    def describe(self, array: Any, parts: Sequence[Part] = ()) -> None:
+        self.inner.describe(array, parts)
+
+    def state(self) -> dict[str, np.ndarray]:
+        return self.inner.state()
+
+    def load_state(self, state: Mapping[str, np.ndarray]) -> None:
+        self.inner.load_state(state)
+
+    def reset(self) -> None:
+        self.inner.reset()
 
     def owned(self, length: int, rank: int | None = None) -> slice:
         return self.inner.owned(length, rank)

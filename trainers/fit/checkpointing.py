@@ -19,6 +19,8 @@ from typing import Any
 
 import numpy as np
 
+from allreduce.arrays.registered import divide
+from allreduce.errors import OptionError
 from allreduce.transport.chunked import bytes_of_root, bytes_to_root
 from allreduce.transport.control import on_all_ranks, root_value, together
 from trainers import data
@@ -106,8 +108,8 @@ def period(every: str) -> tuple[float, str]:
     )
 
 
-# prefixes of a rank's own arrays: those of its replica, and of its callbacks
-REPLICA, WATCHING = "replica.", "watching."
+# prefixes of a rank's own arrays: those of its replica, of the strategy, and of its callbacks
+REPLICA, STRATEGY, WATCHING = "replica.", "strategy.", "watching."
 
 
 class Saver:
@@ -256,7 +258,7 @@ class Saver:
     def _load(self, saved: Saved | None, progress: Progress) -> None:
         """Load a checkpoint on all ranks. Collective. saved: the checkpoint on rank 0, None elsewhere."""
         comm = self._group.comm
-        state = None if saved is None else saved.state | {RATES: np.array(progress.rates)}
+        state = None if saved is None else saved.state | saved.shared | {RATES: np.array(progress.rates)}
         try:
             adopt_whole(self._strategy, state)
         except ModelFileError as error:  # on all ranks
@@ -266,24 +268,31 @@ class Saver:
         packed = together(comm, lambda: [] if saved is None else self._packed(saved, same))
         own = model_file.unpack(bytes_of_root(comm, packed, "receive this rank's part of a checkpoint"))
         self.watching = _with_prefix(own, WATCHING)
-        if same:  # with another number of ranks, the ranks' own states do not fit
-            together(comm, lambda: self._load_own(_with_prefix(own, REPLICA), own))
+        together(comm, lambda: self._load_own(_with_prefix(own, REPLICA), own, same))
 
-    def _load_own(self, local: dict[str, np.ndarray], own: dict[str, np.ndarray]) -> None:
-        """Load the replica's local state `local`, and the states of the global random generators in `own`. Local."""
+    def _load_own(self, local: dict[str, np.ndarray], own: dict[str, np.ndarray], same: bool) -> None:
+        """Load the strategy's own state, the replica's local state `local`, and the states of the global random
+        generators in `own`. Local. same: False for another number of ranks, whose local and random states do not fit.
+        """
         try:
-            self._strategy.replica.load_local_state(local)
-            load_random_state(own)
-        except (ModelFileError, KeyError, IndexError, TypeError, ValueError, OverflowError) as error:
+            self._strategy.load_own_state(_with_prefix(own, STRATEGY))
+            if same:
+                self._strategy.load_local_state(local)
+                load_random_state(own)
+        except (OptionError, ModelFileError, KeyError, IndexError, TypeError, ValueError, OverflowError) as error:
             text = f"the checkpoint in {self._folder} is damaged, or of another model"
             raise CheckpointError(f"{text}: a rank can't load its own state: {error!r}") from error
 
     def _packed(self, saved: Saved, same: bool) -> list[bytes]:
         """Return the own arrays of every rank, packed. With another number of ranks, every rank gets rank 0's, from
-        which its callbacks load their state."""
+        which its callbacks load their state, and its share of the strategy's own states."""
         if same:
             return [model_file.pack(local) for local in saved.local]
-        return [model_file.pack(saved.local[0])] * self._group.size
+        shares = divide([_with_prefix(local, STRATEGY) for local in saved.local], self._group.size)
+        rest = {name: array for name, array in saved.local[0].items() if not name.startswith(STRATEGY)}
+        return [
+            model_file.pack(rest | {f"{STRATEGY}{name}": array for name, array in share.items()}) for share in shares
+        ]
 
     # During the fit
 
@@ -320,6 +329,7 @@ class Saver:
         Raises the error of the previous checkpoint (a full disk, for example) on all ranks.
         """
         self._saving = True
+        self._strategy.end_round()
         packed, watching = together(self._group.comm, partial(self._finish_and_pack, callbacks))
         state = self._strategy.snapshot(self._memory)
         gathered = bytes_to_root(self._group.comm, packed, "collect the ranks' parts of a checkpoint")
@@ -329,7 +339,8 @@ class Saver:
             replica = self._strategy.replica
             local = [model_file.unpack(each) for each in gathered]
             local[0] |= watching  # not packed: it may be large, and does not change
-            saved = Saved(type(replica).__name__, replica.config(), state, progress, local, measured)
+            shared = self._strategy.shared_state()
+            saved = Saved(type(replica).__name__, replica.config(), state, progress, local, measured, shared)
             self._writing = self._writer.submit(self._write, saved, best)
 
         together(self._group.comm, lambda: start() if self._chief else None)
@@ -354,7 +365,8 @@ class Saver:
         """Wait for the last write. Then return this rank's own arrays, packed for a message, and the arrays of its
         callbacks, which rank 0 does not pack. Local."""
         self.finish()
-        own = {f"{REPLICA}{name}": array for name, array in self._strategy.replica.local_state().items()}
+        own = {f"{REPLICA}{name}": array for name, array in self._strategy.local_state().items()}
+        own |= {f"{STRATEGY}{name}": array for name, array in self._strategy.own_state().items()}
         watching = {f"{WATCHING}{name}": array for name, array in callbacks.state().items()}
         own |= random_state()
         return model_file.pack(own if self._chief else own | watching), watching

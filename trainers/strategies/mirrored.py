@@ -1,6 +1,8 @@
 """The strategy of MirroredTrainer: average the gradients, then update all replicas, or one slice a rank."""
 
 import copy
+import itertools
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -8,14 +10,16 @@ import numpy as np
 
 from allreduce import create, notices
 from allreduce.arrays import dtypes
+from allreduce.arrays.registered import Part
 from allreduce.backend import AllReduce, Config
 from allreduce.elastic.standby import JOINED
 from allreduce.topology import Topology
 from allreduce.tracing.trace import Trace
 from allreduce.transport.control import all_values, together
+from allreduce.wrappers.options import Given
 from allreduce.wrappers.traced import Traced
 from trainers import malloc
-from trainers.backends import UPDATES, allocate_own, backend_for, backend_name, compress_error
+from trainers.backends import LOST_RESIDUALS, UPDATES, allocate_own, backend_for, backend_name, compress_error
 from trainers.data import Batch
 from trainers.errors import ArgumentError
 from trainers.group import RankGroup
@@ -40,7 +44,7 @@ class Mirrored(Strategy):
         given: str | AllReduce | Config | None,
         topology: Topology | None,
         update: str = "replicated",
-        compress: str | None = None,
+        compress: Given = None,
         copies: int = 1,
     ) -> None:
         super().__init__(replica, name)
@@ -55,6 +59,7 @@ class Mirrored(Strategy):
         self._separate = False
         self._tables = SparseGradients(replica)
         self._update: Update | None = None
+        self._carried: dict[str, np.ndarray] = {}  # during a recovery: the backend's state on the old ranks
         self._untraced: AllReduce | None = None  # the backend, while a Traced wrapper records its calls; else None
 
     # Construction
@@ -119,7 +124,12 @@ class Mirrored(Strategy):
         self.measured = self._measured = self._allocate(extra, "float32") if self._separate else buffer[length:]
         self.buffer = buffer  # set before `bind`, which may raise on one rank: `close` then unbinds every rank
         together(self.group.comm, lambda: replica.bind(buffer[:length]))
+        self._describe(buffer[:length])
         self._update = ReplicatedUpdate(self, *self._reduced, self._tables)
+
+    def _describe(self, array: Any) -> None:
+        """Tell the backend which parameters the elements of an allocated array belong to. Local."""
+        self._backend.describe(array, _parts(self.replica))
 
     def _allocate(self, length: int, dtype: str) -> Any:
         return self._backend.allocate(length, dtype, device=self.replica.device)
@@ -259,6 +269,12 @@ class Mirrored(Strategy):
     def not_replicated(self) -> dict[str, str]:
         return self.update.not_replicated()
 
+    def own_state(self) -> dict[str, np.ndarray]:
+        return self._backend.state()
+
+    def load_own_state(self, state: dict[str, np.ndarray]) -> None:
+        self._backend.load_state(state)
+
     def check_edits(self) -> None:
         self.update.check_edits()
 
@@ -295,6 +311,7 @@ class Mirrored(Strategy):
         # already set if another rank fails during the recovery: the replica may no longer hold the state
         if self.saved is None:
             self.saved = self.pieces()
+            self._carried = self._backend.state()
         if self.trace is not None:
             self.group.topology.unregister(self.trace)  # the trace continues on the new ranks
         self.abandon()
@@ -305,6 +322,9 @@ class Mirrored(Strategy):
         self.part, self.parts = self.group.rank, self.group.size
         self.allreduce = self._make_backend()
         self._make_buffer()
+        if self._carried:
+            self._backend.load_state(self._carried)
+            notices.once(self.group.rank, LOST_RESIDUALS)
 
     @property
     def _length(self) -> int:
@@ -350,7 +370,15 @@ class Mirrored(Strategy):
         return np.array((ended or unfinished)[0], self._measured.dtype)
 
     def commit(self) -> None:
-        self.saved = None
+        self.saved, self._carried = None, {}
+
+
+def _parts(replica: Replica) -> list[Part]:
+    """Return the parameters of a replica by their positions in the gradients; [] if the replica does not tell."""
+    shapes = list(replica.shapes().items())
+    ends = list(itertools.accumulate((math.prod(shape) for _, shape in shapes), initial=0))
+    fits = ends[-1] == replica.gradient_length
+    return [Part(name, start, shape) for start, (name, shape) in zip(ends, shapes, strict=False)] if fits else []
 
 
 class ReplicatedUpdate(Update):

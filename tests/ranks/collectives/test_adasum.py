@@ -15,7 +15,8 @@ from allreduce import errors
 from allreduce.backend import AllReduce
 from allreduce.tracing.trace import Trace
 from allreduce.wrappers.background import Background
-from allreduce.wrappers.compressed import Compressed
+from allreduce.wrappers.half import Halved
+from allreduce.wrappers.options import Half
 from allreduce.wrappers.traced import Traced
 from tests.ranks.together import raised
 from trainers import MirroredTrainer, NumpyNetwork
@@ -143,7 +144,8 @@ def test_in_trainers(reduce: AllReduce, tmp_path: Path) -> None:
         partial(MirroredTrainer, NumpyNetwork([4, 2]), update="sharded"),
     ]
     with Trace(str(tmp_path / "trace.json"), topology) as trace:
-        traced = Traced(topology, inner=Compressed(topology, inner=reduce, compress="bfloat16"), trace=trace)
+        halved = Halved(topology, inner=reduce, options=Half(), owns_inner=False)
+        traced = Traced(topology, inner=halved, trace=trace)
         for given in (reduce, Background(topology, inner=reduce), traced):
             for make in makes:
                 assert "does not sum gradients" in raised(errors.OptionError, partial(make, allreduce=given))

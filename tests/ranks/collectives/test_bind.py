@@ -12,8 +12,10 @@ from mpi4py import MPI
 
 import allreduce
 from allreduce import errors
+from allreduce.backend import AllReduce
 from allreduce.wrappers.background import Background
-from allreduce.wrappers.compressed import Compressed
+from allreduce.wrappers.half import Halved
+from allreduce.wrappers.options import Half
 from allreduce.wrappers.traced import Traced
 from allreduce.wrappers.wrapper import Wrapper
 from tests.ranks.grid import shapes
@@ -262,11 +264,11 @@ def check_bound_calls(wrapper: Wrapper, times: int) -> Callable[[], None]:
 @pytest.mark.parametrize("kind", ["wrapper", "compressed", "traced", "background"])
 def test_wrappers(kind: str, flat: allreduce.Topology, tmp_path: object) -> None:
     with allreduce.create("ring", flat) as inner:
-        wrapper: Wrapper
+        wrapper: AllReduce
         if kind == "wrapper":
             wrapper = Wrapper(flat, inner=inner)
         elif kind == "compressed":
-            wrapper = Compressed(flat, inner=inner, compress="bfloat16")
+            wrapper = Halved(flat, inner=inner, options=Half("bfloat16"), owns_inner=False)
         elif kind == "traced":
             wrapper = Traced(flat, inner=inner, trace=f"{tmp_path}/trace.json")
         else:

@@ -10,8 +10,7 @@ from mpi4py import MPI
 
 import allreduce
 from allreduce import errors
-from allreduce.backend import TwoPhase
-from allreduce.wrappers.compressed import Compressed
+from allreduce.wrappers.half import Halved
 from tests.backends import SUMS_HALF
 from tests.ranks.counting import Counting
 from tests.ranks.together import raised
@@ -53,7 +52,7 @@ CASES = [
 @pytest.mark.parametrize(("name", "compress"), CASES)
 def test_sums(name: str, compress: str, flat: allreduce.Topology) -> None:
     with allreduce.create(name, flat, compress=compress) as reduce:
-        assert isinstance(reduce, Compressed)
+        assert isinstance(reduce, Halved)
         short = SHORT[compress]
         for dtype in ("float32", "float64"):
             for array in (np.empty(LENGTH, dtype), reduce.allocate(LENGTH, dtype)):
@@ -68,17 +67,15 @@ def test_sums(name: str, compress: str, flat: allreduce.Topology) -> None:
             expect(flat, short, f"{name}, {compress}, {dtype}, a tree")
             phases(reduce, dtype, short)
         exact(reduce)
-        disagree(reduce, compress)
+        disagree(reduce)
 
 
 def phases(reduce: Any, dtype: str, short: np.dtype) -> None:
-    assert isinstance(reduce, TwoPhase) == isinstance(reduce.inner, TwoPhase)
-    if isinstance(reduce, TwoPhase):
-        array = values(rank, dtype)
-        part = reduce.reduce_scatter(array, "sum")
-        assert part.base is array
-        reduce.all_gather(array)
-        expect(array, short, f"the phases of {reduce}")
+    array = values(rank, dtype)
+    part = reduce.reduce_scatter(array, "sum")
+    assert part.base is array
+    reduce.all_gather(array)
+    expect(array, short, f"the phases of {reduce}")
 
 
 def exact(reduce: Any) -> None:
@@ -90,22 +87,22 @@ def exact(reduce: Any) -> None:
     reduce.broadcast(moved, root=size - 1)
     assert (moved == values(size - 1, "float32")).all()
     assert (reduce.stack(values(rank, "float64")) == [values(number, "float64") for number in range(size)]).all()
-    if isinstance(reduce, TwoPhase):
-        array = np.zeros(LENGTH)
-        array[reduce.owned(LENGTH)] = values(0, "float64")[reduce.owned(LENGTH)]
-        reduce.all_gather(array)
-        assert (array == values(0, "float64")).all()
+    array = np.zeros(LENGTH)
+    array[reduce.owned(LENGTH)] = values(0, "float64")[reduce.owned(LENGTH)]
+    reduce.all_gather(array)
+    assert (array == values(0, "float64")).all()
     flag = np.full(3, 1 + 2.0**-20)
     reduce.exact(flag, "max")
     assert (flag == 1 + 2.0**-20).all()
     found, rows = reduce.sparse(np.array([rank]), np.full((1, 2), 1 + 2.0**-20), size, "sum")
     assert found.tolist() == list(range(size))
     assert (rows == 1 + 2.0**-20).all()
+    found, rows = reduce.sparse(np.arange(1 << 10), np.full((1 << 10, 256), 1 + 2.0**-20, "float32"), 1 << 10, "sum")
+    assert (rows == np.float32(size * (1 + 2.0**-20))).all()  # summed as one dense array
 
 
-def disagree(reduce: Any, compress: str) -> None:
-    text = raised(errors.DisagreementError, lambda: reduce(np.ones(10 + (rank == 0), "float32"), "sum"))
-    assert f"sent as {compress}" in text, text
+def disagree(reduce: Any) -> None:
+    raised(errors.DisagreementError, lambda: reduce(np.ones(10 + (rank == 0), "float32"), "sum"))
     raised(errors.DisagreementError, lambda: reduce(np.ones(30, "float32" if rank else "float64"), "sum"))
     raised(errors.DisagreementError, lambda: reduce(np.ones(31, "float32" if rank else "int32"), "sum"))
     raised(errors.NotContiguousError, lambda: reduce(np.ones(64)[:: 1 + (rank == 0)], "sum"))
@@ -113,10 +110,34 @@ def disagree(reduce: Any, compress: str) -> None:
     reduce(np.ones(7), "mean")
 
 
+@pytest.mark.skipif(size < 3, reason="needs a node of several ranks, and another one")
+@pytest.mark.parametrize("per_node", [2, (1, size - 1)])
+@pytest.mark.parametrize("name", ["hierarchical_copy", "auto"])
+def test_only_messages_between_nodes_are_compressed(name: str, per_node: Any, topology_of: Any) -> None:
+    """The sum of a node is rounded once, not each rank's value; all ranks get the same bits, and a mean of all."""
+    with allreduce.create(name, topology_of(per_node), compress="bfloat16") as reduce:
+        assert not isinstance(reduce, Halved)
+        assert reduce.sent(np.dtype("float32")) == SHORT["bfloat16"]
+        array = reduce.allocate(100_000)
+        array[:] = values(rank, "float32", 100_000)
+        reduce(array, "mean")
+        right = np.mean([values(number, "float32", 100_000) for number in range(size)], axis=0, dtype=np.float64)
+        assert np.abs(array - right).max() < 2**-5
+        assert (array != right.astype("float32")).any()
+        assert len(set(MPI.COMM_WORLD.allgather(array.tobytes()))) == 1
+        flag = np.full(3, 1 + 2.0**-20)
+        reduce.exact(flag, "max")
+        assert (flag == 1 + 2.0**-20).all()
+        _, rows = reduce.sparse(np.arange(1 << 10), np.full((1 << 10, 256), 1 + 2.0**-20, "float32"), 1 << 10, "mean")
+        assert (rows == np.float32(1 + 2.0**-20)).all()
+        assert reduce.state() == {}
+
+
 @several
 def test_bad_input(flat: allreduce.Topology) -> None:
     topology = flat
-    assert 'use "float16"' in raised(errors.OptionError, partial(allreduce.create, "ring", topology, compress="int8"))
+    text = raised(errors.OptionError, partial(allreduce.create, "ring", topology, compress="bfloat61"))
+    assert "did you mean 'bfloat16'?" in text, text
     assert "sums no 16-bit" in raised(
         errors.OptionError, partial(allreduce.create, "native", topology, compress="float16")
     )
@@ -133,7 +154,7 @@ def test_bad_input(flat: allreduce.Topology) -> None:
         reduce(large, "sum")
         assert large.tolist() == [np.inf, np.inf, 0.0]  # no float16: the first itself, the second's sum, the last
         again = allreduce.create(reduce.config.name, topology, **reduce.config.options)
-        assert isinstance(again, Compressed)
+        assert isinstance(again, Halved)
     refused = partial(MirroredTrainer, NumpyNetwork([4, 3]), "ring", topology, compress="half")
     raised(errors.OptionError, refused)
     again.close()

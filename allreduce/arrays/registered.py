@@ -1,0 +1,192 @@
+"""Registered arrays: the error feedback, shapes and call counts that a compressing backend keeps for its memory."""
+
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from allreduce.arrays.gpu import is_gpu_array
+from allreduce.arrays.workspace import zeros
+from allreduce.errors import OptionError
+
+RESIDUAL = "/residual"  # the end of the names of residuals in a state
+
+
+class Part(NamedTuple):
+    """One parameter of a model in a 1-D array: elements `start` to `stop - 1`, an array of `shape` in C order."""
+
+    name: str
+    start: int
+    shape: tuple[int, ...]
+
+    @property
+    def stop(self) -> int:
+        return self.start + int(np.prod(self.shape, dtype=int))
+
+
+@dataclass
+class Entry:
+    """A registered array. begin: its address. residual: the error feedback of each element, made at its first use."""
+
+    begin: int
+    length: int
+    dtype: np.dtype
+    parts: tuple[Part, ...] = ()
+    residual: np.ndarray | None = None
+    calls: dict[int, int] = field(default_factory=dict)  # by the first element of a reduced slice
+
+
+class Slice(NamedTuple):
+    """A slice of a registered array, `length` elements from `start`."""
+
+    entry: Entry
+    start: int
+    length: int
+
+    @property
+    def residual(self) -> np.ndarray:
+        """The error feedback of these elements, a view: what earlier calls have not sent. Zeros at first."""
+        entry = self.entry
+        if entry.residual is None:
+            entry.residual = zeros(entry.length, entry.dtype)
+        return entry.residual[self.start : self.start + self.length]
+
+    @property
+    def parts(self) -> list[Part]:
+        """The parts inside of this slice, with positions in it; a part that is cut is 1-D."""
+        found = []
+        for part in self.entry.parts:
+            begin, end = max(part.start, self.start), min(part.stop, self.start + self.length)
+            if begin < end or self.start <= part.start == part.stop < self.start + self.length:
+                whole = (begin, end) == (part.start, part.stop)
+                found.append(Part(part.name, begin - self.start, part.shape if whole else (end - begin,)))
+        return found
+
+    def count_call(self) -> int:
+        """Return how many calls have reduced this slice before, and count one more."""
+        before = self.entry.calls.get(self.start, 0)
+        self.entry.calls[self.start] = before + 1
+        return before
+
+
+class Registry:
+    """The registered arrays of a backend, in the order of their registration, which is the same on all ranks."""
+
+    def __init__(self) -> None:
+        self._entries: list[Entry] = []
+
+    def register(self, array: Any, parts: Sequence[Part] = ()) -> None:
+        """Register a 1-D array from `allocate`, or replace the parts of a registered array or slice. Local.
+
+        An array stays registered as long as its memory exists. Raises OptionError if the parts overlap, or lie outside
+        of the array.
+        """
+        _check_parts(parts, array.size)
+        where = self.find(array)
+        if where is None:
+            entry = Entry(_address(array), array.size, array.dtype, tuple(parts))
+            self._entries = [each for each in self._entries if not _overlap(each, entry)]  # of freed memory
+            self._entries.append(entry)
+            owner = array if getattr(array, "base", None) is None else array.base
+            weakref.finalize(owner, self._drop, entry).atexit = False
+            return
+        begin, end, entry = where.start, where.start + where.length, where.entry
+        moved = [part._replace(start=part.start + begin) for part in parts]
+        kept = [part for part in entry.parts if part.stop <= begin or part.start >= end]
+        entry.parts = tuple(sorted([*kept, *moved], key=lambda part: part.start))
+
+    def _drop(self, entry: Entry) -> None:
+        self._entries = [each for each in self._entries if each is not entry]
+
+    def find(self, buffer: Any) -> Slice | None:
+        """Return the slice of a registered array that `buffer` is, or None. Local."""
+        address, itemsize = _address(buffer), buffer.dtype.itemsize
+        for entry in self._entries:
+            start, rest = divmod(address - entry.begin, itemsize)
+            inside = start >= 0 and start + buffer.size <= entry.length
+            if inside and rest == 0 and entry.dtype == buffer.dtype:
+                return Slice(entry, start, buffer.size)
+        return None
+
+    # The training state
+
+    def state(self) -> dict[str, np.ndarray]:
+        """Return a copy of the error feedback and the call counts. Local."""
+        held: dict[str, np.ndarray] = {}
+        for number, entry in enumerate(self._entries):
+            if entry.residual is not None:
+                held[f"{number}{RESIDUAL}"] = entry.residual.copy()
+            if entry.calls:
+                held[f"{number}/calls"] = np.array(sorted(entry.calls.items()), np.int64)
+        return held
+
+    def load_state(self, state: Mapping[str, np.ndarray]) -> None:
+        """Load a result of `state` of equal arrays; what it lacks becomes zero. Local.
+
+        Raises OptionError, and changes nothing, if it is of other arrays.
+        """
+        entries = {f"{number}{RESIDUAL}": entry for number, entry in enumerate(self._entries)}
+        counted = {f"{number}/calls": entry for number, entry in enumerate(self._entries)}
+        for name, array in state.items():
+            entry = entries.get(name)
+            fits = (array.shape, array.dtype) == ((entry.length,), entry.dtype) if entry else name in counted
+            if not fits:
+                raise OptionError(
+                    f"the state of a compression has {name!r}, {array.dtype} of shape {array.shape}, which is not of "
+                    f"the arrays of this backend: {', '.join(map(str, self._shown())) or 'none'}"
+                )
+        self.reset()
+        for name, array in state.items():
+            if name in entries:
+                entry = entries[name]
+                Slice(entry, 0, entry.length).residual[...] = array
+            else:
+                counted[name].calls = {int(start): int(count) for start, count in array}
+
+    def _shown(self) -> Iterator[str]:
+        for number, entry in enumerate(self._entries):
+            yield f"{number}, {entry.dtype} of length {entry.length}"
+
+    def reset(self) -> None:
+        """Set all error feedback to zero, and forget the call counts. Local."""
+        for entry in self._entries:
+            entry.residual = None
+            entry.calls = {}
+
+
+def divide(states: Sequence[Mapping[str, np.ndarray]], ranks: int) -> list[dict[str, np.ndarray]]:
+    """Return the states of backends for another number of ranks: each residual of the old ranks goes to one new rank.
+
+    states: of every old rank. The sum of all residuals, which the next sums contain, does not change. Local.
+    """
+    divided = []
+    for rank in range(ranks):
+        mine = {name: array for name, array in states[0].items() if not name.endswith(RESIDUAL)}
+        for name in sorted({name for state in states for name in state if name.endswith(RESIDUAL)}):
+            held = [state[name] for state in states if name in state]
+            if taken := [state[name] for state in states[rank::ranks] if name in state]:
+                mine[name] = np.sum(taken, axis=0, dtype=held[0].dtype)
+        divided.append(mine)
+    return divided
+
+
+def _address(array: Any) -> int:
+    return array.data.ptr if is_gpu_array(array) else array.ctypes.data
+
+
+def _overlap(one: Entry, other: Entry) -> bool:
+    ends = [entry.begin + entry.length * entry.dtype.itemsize for entry in (one, other)]
+    return one.begin < ends[1] and other.begin < ends[0]
+
+
+def _check_parts(parts: Sequence[Part], length: int) -> None:
+    end = 0
+    for part in sorted(parts, key=lambda part: part.start):
+        if part.start < end or part.stop > length:
+            raise OptionError(
+                f"{part.name!r} is elements {part.start} to {part.stop - 1} of an array of {length}, which overlaps "
+                "another part or the array's end"
+            )
+        end = part.stop

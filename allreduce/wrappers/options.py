@@ -1,0 +1,202 @@
+"""The values of `compress=`: the names "float16", "int8", "powersgd:4" ..., and the options that they stand for."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any, ClassVar
+
+import numpy as np
+
+from allreduce import keywords
+from allreduce.arrays import dtypes
+from allreduce.arrays.quantize import PIECE
+from allreduce.errors import OptionError
+
+LONG = (np.dtype(np.float32), np.dtype(np.float64))  # the dtypes that are compressed
+
+
+class Compression:
+    """Base class of the options of a compression.
+
+    between_nodes: on several nodes, only the messages between them are compressed, by the backends that reduce inside
+        a node first.
+    """
+
+    between_nodes: ClassVar[bool] = True
+
+    def error(self) -> str:
+        """Return what is wrong with the options, or "". Local."""
+        return ""
+
+    def sent(self, dtype: np.dtype) -> np.dtype:
+        """Return the dtype whose range limits the values of arrays of `dtype`. Local."""
+        return dtype
+
+
+@dataclass(frozen=True)
+class Half(Compression):
+    """float32 and float64 are sent as 16-bit floats, and summed in float32.
+
+    dtype: "bfloat16", with the range of float32 and 8 binary digits, or "float16", with 11 binary digits; values or
+    sums above 65504 become infinity.
+    """
+
+    dtype: str = "bfloat16"
+
+    NAMES: ClassVar[tuple[str, ...]] = ("float16", "bfloat16")
+
+    def error(self) -> str:
+        return "" if self.dtype in self.NAMES else f"dtype={self.dtype!r} is unknown; use one of {self.NAMES}"
+
+    def sent(self, dtype: np.dtype) -> np.dtype:
+        return dtypes.parse(self.dtype) if dtype in LONG else dtype
+
+    def __str__(self) -> str:
+        return self.dtype
+
+
+@dataclass(frozen=True)
+class Quantized(Compression):
+    """float32 and float64 are sent with 8 bits an element and one float32 scale a block, and summed in float32.
+
+    dtype: "int8": steps of 1/127 of the largest magnitude of the block, rounded at random so that the mean is right.
+        "float8": ml_dtypes' float8_e4m3fn, 4 binary digits, rounded to nearest.
+    block_size: elements that share a scale. error_feedback: add to an array the error of its last call first, for
+        arrays from `allocate`. seed: of the random rounding.
+    """
+
+    dtype: str = "int8"
+    block_size: int = 256
+    error_feedback: bool = True
+    seed: int = 0
+
+    NAMES: ClassVar[tuple[str, ...]] = ("int8", "float8")
+
+    def error(self) -> str:
+        if self.dtype not in self.NAMES:
+            return f"dtype={self.dtype!r} is unknown; use one of {self.NAMES}"
+        return _integer_error(self, "block_size", 8, PIECE) or _integer_error(self, "seed", 0, 2**63 - 1)
+
+    def __str__(self) -> str:
+        return self.dtype if self == Quantized(self.dtype) else repr(self)
+
+
+@dataclass(frozen=True)
+class PowerSGD(Compression):
+    """Matrices are sent as products of two thin matrices of `matrix_approximation_rank` columns (Vogels et al. 2019).
+
+    The names are those of PyTorch's PowerSGDState where they mean the same. start_powerSGD_iter: calls in full
+    precision before the first compressed one. min_compression_rate: a matrix is compressed only if that divides its
+    elements by at least this number. use_error_feedback: add to an array the error of its last call first.
+    warm_start: begin with the last call's Q, not a random one. orthogonalization_epsilon: added to the norms of P's
+    columns. random_seed: of the first Q.
+    """
+
+    matrix_approximation_rank: int = 1
+    start_powerSGD_iter: int = 10  # noqa: N815, PyTorch's name
+    min_compression_rate: float = 2
+    use_error_feedback: bool = True
+    warm_start: bool = True
+    orthogonalization_epsilon: float = 0
+    random_seed: int = 0
+
+    between_nodes: ClassVar[bool] = False
+
+    def error(self) -> str:
+        for name, least in (("matrix_approximation_rank", 1), ("start_powerSGD_iter", 0), ("random_seed", 0)):
+            if wrong := _integer_error(self, name, least, 2**31):
+                return wrong
+        for name in ("min_compression_rate", "orthogonalization_epsilon"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int | float) or not value >= 0:
+                return f"{name} must be a number >= 0, got {value!r}"
+        return ""
+
+    def __str__(self) -> str:
+        rank = self.matrix_approximation_rank
+        return f"powersgd:{rank}" if self == PowerSGD(rank) else repr(self)
+
+
+AUTO = "auto"  # measures the others on these ranks
+NAMES = (*Half.NAMES, *Quantized.NAMES, "powersgd:4", AUTO)
+
+Given = str | Compression | Mapping[str, Any] | None  # the type of `compress=`
+
+
+@dataclass(frozen=True)
+class ByPart(Compression):
+    """Different compressions for different parameters: the first pattern that matches a name counts (fnmatch).
+
+    patterns: (pattern, compression or None: not compressed). Parameters that match no pattern are not compressed.
+    """
+
+    patterns: tuple[tuple[str, Compression | None], ...]
+
+    between_nodes: ClassVar[bool] = False
+
+    def __str__(self) -> str:
+        return "{" + ", ".join(f"{pattern!r}: {_quoted(each)}" for pattern, each in self.patterns) + "}"
+
+
+def parse(compress: Given) -> Compression | str | None:
+    """Return the options that `compress` stands for; AUTO for "auto". Local. Raises OptionError."""
+    if compress is None or (isinstance(compress, str) and compress == AUTO):
+        return compress
+    if isinstance(compress, Mapping):
+        return ByPart(tuple((_pattern(pattern), _of_part(each)) for pattern, each in compress.items()))
+    if isinstance(compress, Compression):
+        if wrong := compress.error():
+            raise OptionError(f"compress={type(compress).__name__}(...): {wrong}")
+        return compress
+    if isinstance(compress, str):
+        if compress in Half.NAMES:
+            return Half(compress)
+        if compress in Quantized.NAMES:
+            return Quantized(compress)
+        kind, colon, rank = compress.partition(":")
+        if kind == "powersgd" and rank.isascii() and (rank.isdigit() or not colon):
+            return parse(PowerSGD(int(rank or 1)))
+    known = ", ".join(f'"{name}"' for name in NAMES)
+    hint = keywords.near(str(compress), NAMES) or ";"
+    raise OptionError(
+        f"compress={compress!r} is unknown{hint} use {known} (any rank), None, or an object of options: "
+        "allreduce.Half, allreduce.Quantized, allreduce.PowerSGD"
+    )
+
+
+def shown(compress: Given) -> str:
+    """Return `compress` as text that is equal on all ranks that mean the same. Local."""
+    return _quoted(parse(compress))
+
+
+def check_half(compression: Compression, sums_half: bool, name: str) -> None:
+    """Raise OptionError if `compression` needs sums of 16-bit floats, and the backend `name` has none. Local."""
+    if isinstance(compression, Half) and not sums_half:
+        raise OptionError(
+            f'compress="{compression}": {name!r} sums no 16-bit floats; use "auto", "ring" or another backend that does'
+        )
+
+
+def _quoted(compression: Compression | str | None) -> str:
+    if compression is None:
+        return "None"
+    text = str(compression)
+    return text if text.endswith((")", "}")) else f"'{text}'"
+
+
+def _pattern(pattern: Any) -> str:
+    if not isinstance(pattern, str):
+        raise OptionError(f"compress={{...}}: a pattern of parameter names must be a string, got {pattern!r}")
+    return pattern
+
+
+def _of_part(compress: Given) -> Compression | None:
+    parsed = parse(compress)
+    if isinstance(parsed, str | ByPart):
+        raise OptionError(f"compress={{...}}: {compress!r} can't be the compression of a part")
+    return parsed
+
+
+def _integer_error(options: Compression, name: str, least: int, most: int) -> str:
+    value = next(getattr(options, each.name) for each in fields(options) if each.name == name)  # type: ignore[arg-type]
+    fits = isinstance(value, int) and not isinstance(value, bool) and least <= value <= most
+    return "" if fits else f"{name} must be an integer from {least} to {most}, got {value!r}"
