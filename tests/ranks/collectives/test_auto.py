@@ -180,10 +180,10 @@ class _Tried:
         self.reduce = Auto(topology, make=self._make, names=names, table="", **options)  # type: ignore[arg-type]
         self.first = "hierarchical_copy" if topology.nodes > 1 else "shared"
 
-    def _make(self, name: str, topology: allreduce.Topology) -> AllReduce:
+    def _make(self, name: str, topology: allreduce.Topology, **options: Any) -> AllReduce:
         if self.delays.get(name) == MISSING:
             raise on_all_ranks(UnavailableError("it is not installed"), topology.world)
-        backend = allreduce.create(name, topology, check="never")
+        backend = allreduce.create(name, topology, check="never", **options)
         route = backend.hooks.route
 
         def measured_route(call: Call) -> Work:
