@@ -15,7 +15,8 @@ from allreduce.tracing.trace import Trace
 from allreduce.transport.control import on_all_ranks
 from allreduce.wrappers import options as compressions
 from allreduce.wrappers.half import Halved
-from allreduce.wrappers.options import AUTO, Compression, Given, Half
+from allreduce.wrappers.options import AUTO, Compression, Given, Half, Quantized
+from allreduce.wrappers.quantized import Quantizing
 from allreduce.wrappers.traced import Traced
 
 BACKENDS = {
@@ -119,7 +120,7 @@ def _compressed(
 
 def _wrapped(inner: AllReduce, compression: Compression, check: str, owns_inner: bool = True) -> AllReduce:
     """Return a backend that compresses the arrays that `inner` reduces. Collective."""
-    wrappers: dict[type[Compression], Any] = {Half: Halved}
+    wrappers: dict[type[Compression], Any] = {Half: Halved, Quantized: Quantizing}
     kind = wrappers[type(compression)]
     return kind(inner.topology, inner=inner, options=compression, check=check, owns_inner=owns_inner)
 

@@ -8,6 +8,7 @@ import numpy as np
 
 from allreduce import keywords
 from allreduce.arrays import dtypes
+from allreduce.arrays.quantize import PIECE
 from allreduce.errors import OptionError
 
 LONG = (np.dtype(np.float32), np.dtype(np.float64))  # the dtypes that are compressed
@@ -73,7 +74,7 @@ class Quantized(Compression):
     def error(self) -> str:
         if self.dtype not in self.NAMES:
             return f"dtype={self.dtype!r} is unknown; use one of {self.NAMES}"
-        return _integer_error(self, "block_size", 8, 1 << 20) or _integer_error(self, "seed", 0, 2**63 - 1)
+        return _integer_error(self, "block_size", 8, PIECE) or _integer_error(self, "seed", 0, 2**63 - 1)
 
     def __str__(self) -> str:
         return self.dtype if self == Quantized(self.dtype) else repr(self)
