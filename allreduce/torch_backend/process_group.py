@@ -513,17 +513,19 @@ def _require_wrapped(model: torch.nn.Module) -> None:
             raise UnavailableError(f'the model\'s DistributedDataParallel averages over "{name}", not over "{NAME}"')
 
 
-def describe(model: DistributedDataParallel) -> None:
+def describe(model: torch.nn.Module) -> None:
     """Tell the process group which parameters are in DDP's buckets, for Options(compress=...). Local.
 
-    Call it on all ranks after DDP is constructed. It registers a comm hook, which averages as DDP itself does, so no
-    other hook can be registered. "powersgd:4" needs the shapes of the parameters, {"*.weight": "int8"} their names.
-    With one process group that does not compress, the hook changes nothing. Raises UnavailableError if the model's
-    group is another backend's.
+    "powersgd:4" needs the shapes of the parameters, {"*.weight": "int8"} their names. Call it on all ranks after DDP is
+    constructed. It registers a comm hook, which averages as DDP itself does, so no other hook can be registered.
+
+    model: contains a DistributedDataParallel that uses this backend; else UnavailableError is raised, as by `require`.
     """
     _require_wrapped(model)
-    names = {parameter: name for name, parameter in model.module.named_parameters()}
-    model.register_comm_hook((model.process_group, names), _average_described)
+    for module in model.modules():
+        if isinstance(module, DistributedDataParallel):
+            names = {parameter: name for name, parameter in module.module.named_parameters()}
+            module.register_comm_hook((module.process_group, names), _average_described)
 
 
 def _average_described(
@@ -533,7 +535,7 @@ def _average_described(
     group, names = state
     buffer = bucket.buffer()
     parts = [
-        Part(names[parameter], int(gradient.storage_offset()) - int(buffer.storage_offset()), _memory_shape(gradient))
+        Part(names[parameter], int(gradient.storage_offset()) - int(buffer.storage_offset()), _memory_shape(parameter))
         for parameter, gradient in zip(bucket.parameters(), bucket.gradients(), strict=True)
     ]
     group.describe(buffer, parts)
@@ -542,6 +544,6 @@ def _average_described(
 
 
 def _memory_shape(tensor: torch.Tensor) -> tuple[int, ...]:
-    """Return the shape of a dense tensor with its dimensions in the order of memory (channels_last, say)."""
+    """Return the shape with the dimensions in the order of memory, in which DDP's buckets have a gradient."""
     order = sorted(zip(tensor.stride(), tensor.shape, strict=True), key=lambda each: -each[0])
     return tuple(length for _, length in order)
