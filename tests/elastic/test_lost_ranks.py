@@ -45,6 +45,23 @@ def test_ranks_are_lost_one_after_another_down_to_one(mpirun: JobRunner) -> None
     assert len(ends) == len(set(ends)) == 6 * 5 + 6  # each event once, on this rank
 
 
+@pytest.mark.parametrize("way", ["whole", "streamed"])
+@pytest.mark.parametrize("looks", ["yes", "no"])
+def test_a_rank_that_is_lost_in_local_sgd_costs_at_most_a_round(mpirun: JobRunner, way: str, looks: str) -> None:
+    """looks: whether a round is ended after each epoch."""
+    came = training(mpirun, 4, "local", f"way={way}", f"looks={looks}")
+    assert (came["ranks"], came["lost"], came["steps"]) == (1, [[0], [2], [1]], 6 * 5)
+    assert len(set(came["sha256"])) == 1
+    begun = [text for text in came["told"] if text.startswith("batch_begin")]
+    assert 6 * 5 <= len(begun) <= 6 * 5 + 3 * 4
+    assert set(begun) == {f"batch_begin {epoch} {batch}" for epoch in range(6) for batch in range(5)}
+    ends = [text for text in came["told"] if text.startswith("epoch_end")]
+    assert ends == [f"epoch_end {epoch} 0" for epoch in range(6)]
+    losses = [epoch["loss"] for epoch in came["history"]]
+    assert len(losses) == 6
+    assert losses[-1] < losses[0]
+
+
 def test_ranks_are_lost_while_a_trainer_is_made(mpirun: JobRunner) -> None:
     came = training(mpirun, 4, "making")
     assert came["ranks"] == 2

@@ -180,7 +180,7 @@ def test_ddp_trains_through_the_compression(group: Any, described: bool) -> None
     found, model = train(group, described)
     assert error(found, exact.to(torch.float64)) < 0.02
     change = float((found - exact).norm() / (exact - begin).norm())
-    assert several() * 1e-5 < change < 0.1
+    assert several() * 1e-5 <= change < 0.1
     if several():
         backend = group._reducer.backend(group._options.compress)
         entries = list(backend.registered._entries)
