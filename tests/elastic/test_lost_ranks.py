@@ -116,6 +116,17 @@ def test_ranks_that_wait_take_the_places_of_lost_ones(mpirun: JobRunner, kind: s
     assert "rank 4 joined" in job.stderr
 
 
+def test_ranks_that_wait_take_the_places_of_lost_ones_in_local_sgd(mpirun: JobRunner) -> None:
+    job = mpirun(6, [*job_of("joining"), "local"], ulfm=True, timeout=120)
+    assert job.returncode == 0, job.stdout + job.stderr
+    all_came = [json.loads(line) for line in job.stdout.splitlines() if line != "not needed"]
+    assert sorted(came["rank"] for came in all_came) == [0, 1, 2]
+    for came in all_came:
+        assert (came["ranks"], came["lost"], came["steps"]) == (3, [[1], [0]], 6 * 5)
+        assert came["history"] == all_came[0]["history"]
+        assert len(set(came["sha256"])) == 1
+
+
 @pytest.mark.parametrize(("name", "ranks", "lost"), [("sharded", 3, [[1]]), ("storage", 4, [[0, 3]])])
 def test_a_lost_part_of_the_state_is_gone_back_for(
     mpirun: JobRunner, name: str, ranks: int, lost: list, tmp_path: Path

@@ -109,6 +109,7 @@ class Rounds:
 
     done: the number of outer steps, the same on all ranks. active: the number of ranks that took part in the last
     average with `active=True`. error: an error of this rank; the next average raises it on all ranks instead.
+    steps: the mean over the ranks of the inner steps that were averaged.
     begun: whether steps were counted since all ranks had the same parameters.
     """
 
@@ -129,6 +130,7 @@ class Rounds:
             self._fragment(chunk(length, options.fragments, at), length - averaged) for at in range(options.fragments)
         ]
         self.done = self.active = 0
+        self.steps = 0.0
         self.error: Exception | None = None
         self._flight: Flight | None = None
         self._position = self._next = 0  # inner steps since the last outer step; the next fragment
@@ -180,6 +182,7 @@ class Rounds:
             for part in fragment.parts:
                 part.form()
         weights, error = [fragment.weight for fragment in fragments], self.error
+        self.error = None
         for fragment in fragments:
             fragment.weight = 0.0  # steps from now on count for the next round
         work = partial(self._average, fragments, weights, active, error)
@@ -229,6 +232,7 @@ class Rounds:
         changed = False
         for fragment in fragments:
             changed |= fragment.total > 0
+            self.steps += fragment.total / self._comm.size / len(self.fragments)
             for part in fragment.parts:
                 part.apply(alpha, fragment.total > 0)
             if alpha == 0:
@@ -250,12 +254,11 @@ class Rounds:
         self._position = self._next = 0
         self.begun, self.error = False, None
 
-    def go_back(self) -> None:
-        """Set the parameters to those after the last outer step, and begin a round there. As `restart`."""
+    def rewind(self) -> None:
+        """Set the parameters to those after the last outer step. Local; `restart` follows."""
         for fragment in self.fragments:
             for part in fragment.parts:
                 part.parameters[...] = part.start
-        self.restart()
 
     def load(self, momentum: Any, done: int) -> None:
         """Set the outer momentum, a 1-D array or None (zeros), and the number of outer steps. Local."""
