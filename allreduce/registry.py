@@ -5,6 +5,7 @@ import importlib
 import inspect
 import os
 import zlib
+from functools import partial
 from typing import Any
 
 from allreduce import keywords
@@ -14,8 +15,10 @@ from allreduce.topology import Topology
 from allreduce.tracing.trace import Trace
 from allreduce.transport.control import on_all_ranks
 from allreduce.wrappers import options as compressions
+from allreduce.wrappers.by_part import Divided
 from allreduce.wrappers.half import Halved
-from allreduce.wrappers.options import AUTO, Compression, Given, Half, Quantized
+from allreduce.wrappers.options import AUTO, ByPart, Compression, Given, Half, PowerSGD, Quantized
+from allreduce.wrappers.powersgd import LowRank
 from allreduce.wrappers.quantized import Quantizing
 from allreduce.wrappers.traced import Traced
 
@@ -120,9 +123,12 @@ def _compressed(
 
 def _wrapped(inner: AllReduce, compression: Compression, check: str, owns_inner: bool = True) -> AllReduce:
     """Return a backend that compresses the arrays that `inner` reduces. Collective."""
-    wrappers: dict[type[Compression], Any] = {Half: Halved, Quantized: Quantizing}
+    wrappers: dict[type[Compression], Any] = {Half: Halved, Quantized: Quantizing, PowerSGD: LowRank, ByPart: Divided}
     kind = wrappers[type(compression)]
-    return kind(inner.topology, inner=inner, options=compression, check=check, owns_inner=owns_inner)
+    options: dict[str, Any] = {"options": compression, "check": check, "owns_inner": owns_inner}
+    if kind is Divided:
+        options["make"] = partial(_wrapped, inner, check="never", owns_inner=False)
+    return kind(inner.topology, inner=inner, **options)
 
 
 def _fastest(name: str, topology: Topology, options: dict[str, Any]) -> Compression | None:
