@@ -16,12 +16,12 @@ from allreduce.keywords import known_only
 from allreduce.topology import Topology
 from allreduce.tracing.trace import Trace
 from allreduce.transport import ulfm
-from allreduce.transport.control import combine, together
+from allreduce.transport.control import together
 from allreduce.transport.wait import waiting
 from trainers.data import Batches, Collate, Samples
 from trainers.errors import ArgumentError, TrainerError
 from trainers.fit.checkpointing import Checkpoint, make_saver
-from trainers.fit.evaluation import evaluate_chunk, predict_chunk
+from trainers.fit.evaluation import EXACT_ROWS, evaluate_chunk, predict_chunk
 from trainers.fit.loop import Fit
 from trainers.fit.prefetch import AHEAD, wanted
 from trainers.group import RankGroup, gather_rows
@@ -184,16 +184,21 @@ class Trainer(Generic[StrategyT]):
         settings: dict[str, Any] = {"epochs": epochs, "batch_size": batch_size, "seed": seed, "shuffle": shuffle}
         settings["validation_data"] = "none" if validation_data is None else "given"
         settings |= {"checkpoint": checkpoint, "resume": resume}
-        ahead = AHEAD if (wanted(x, y) if prefetch is None else prefetch) else 0
         strategy, group = self.strategy, self.group
+        ahead = AHEAD if (wanted(x, y) if prefetch is None else prefetch) else 0
+        if strategy.micro_batch is not None and y is None:
+            ahead = 0  # the data set's random numbers are seeded for each micro-batch, as the model's are
 
         def begin() -> Fit:
             rows = self._check_call("fit", x, y, settings, collate)
             validate = None
             if validation_data is not None:
                 validate = partial(self._evaluate, *self._check_validation(validation_data, collate))
+            strategy.end_round()
             mirror(strategy)
-            batches = Batches(*rows, batch_size, strategy.part, strategy.parts, seed, shuffle, ahead)
+            batches = Batches(
+                *rows, batch_size, strategy.part, strategy.parts, seed, shuffle, ahead, strategy.micro_batch
+            )
             saver = together(
                 group.comm, partial(make_saver, strategy, batches, checkpoint, resume, validate is not None)
             )
@@ -226,6 +231,7 @@ class Trainer(Generic[StrategyT]):
         """
         x, _ = self._check_call("predict", x, NO_TARGETS)
         group = self.group
+        self.strategy.end_round()
         outputs = together(group.comm, lambda: predict_chunk(self.replica, x, group.size, group.rank))
         gather_rows(group.comm, outputs)
         return outputs
@@ -238,6 +244,7 @@ class Trainer(Generic[StrategyT]):
         The file (.npz, no pickle) does not depend on the number of ranks; NumpyNetwork.load reads it without MPI.
         """
         self.group.enter("save")
+        self.strategy.end_round()
         self.strategy.complete()
         self.group.on_one(lambda: self.replica.save(path))
 
@@ -247,7 +254,7 @@ class Trainer(Generic[StrategyT]):
         self.group.enter("load")
         self.group.on_one(lambda: self.replica.restore(path))
         mirror(self.strategy, whole=False)
-        self.strategy.load_own_state({})
+        self.strategy.reset()
 
     def edit(self, change: Callable[[], object]) -> None:
         """Change the model's parameters in place by `change()`, the same on all ranks. Collective.
@@ -263,6 +270,7 @@ class Trainer(Generic[StrategyT]):
         """The SHA-256 of every rank's parameters, by rank, the same on all ranks; mirrored replicas have equal ones."""
         comm = self.group.comm
         self.group.enter("parameters_sha256")
+        self.strategy.end_round()
         parameters = np.ascontiguousarray(together(comm, self.replica.state)["parameters"])
         mine = np.frombuffer(hashlib.sha256(parameters.view(np.uint8).data).digest(), np.uint8)
         everyone = np.empty((comm.size, mine.size), np.uint8)
@@ -342,10 +350,11 @@ class Trainer(Generic[StrategyT]):
             )
 
     def _evaluate(self, x: Any, y: np.ndarray | None) -> dict[str, float]:
-        group, replica = self.group, self.replica
+        group, replica, exact = self.group, self.replica, self.strategy.micro_batch is not None
+        self.strategy.end_round()
         with np.errstate(all="ignore"):  # the loss shows it if the model has diverged
-            sums = together(group.comm, lambda: evaluate_chunk(replica, x, y, group.size, group.rank))
-        combine(group.comm, sums, "sum the metrics of an evaluation")
+            segments = together(group.comm, lambda: evaluate_chunk(replica, x, y, group.size, group.rank, exact))
+        sums = self.strategy.add_up(segments, -(-len(x) // EXACT_ROWS))
         return dict(zip(replica.metrics, (sums / len(x)).tolist(), strict=True))
 
     # Arguments of the calls

@@ -1,25 +1,27 @@
 """The `Strategy` interface, and `EpochRun`, the part of a fit that a strategy uses."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
 import numpy as np
 
 from allreduce.arrays import dtypes
+from allreduce.backend import AllReduce
 from allreduce.topology import Topology
 from allreduce.tracing.trace import Trace
 from allreduce.transport import ulfm
-from allreduce.transport.control import together
+from allreduce.transport.control import combine, together
 from trainers import stopwatch
 from trainers.data import Batch, Batches
 from trainers.errors import ArgumentError
 from trainers.group import RankGroup
 from trainers.replica import Hold, Replica, Rows
-from trainers.state.adopt import RATES, Arrays, Piece
+from trainers.state.adopt import OUTER, RATES, Arrays, Piece
 from trainers.stopwatch import Stopwatch
 from trainers.watching.meter import Meter
 
+INNER = "inner."  # prefix, in a rank's local state, of the optimizer's state that differs between ranks (local SGD)
 # appended to each step's metrics; after the reduction: the number of ranks that set the flag
 FLAGS = ("left_out", "stop", "save", "failed")
 
@@ -29,15 +31,25 @@ class EpochRun(Protocol):
 
     batches: the fit's batches.
     error: an error of this rank that the other ranks do not know yet; all ranks raise it when they next agree.
+    stopped: all ranks know that the fit ends here.
     """
 
     batches: Batches
     error: Exception | None
+    stopped: bool
 
     @property
     def first_step(self) -> int: ...
 
     def run_steps(self, number: int) -> None: ...
+
+    def shares(self, number: int) -> AbstractContextManager[Iterator[Batch]]: ...
+
+    def end_steps(self, steps: int) -> None: ...
+
+    def flags(self) -> tuple[float, ...]: ...
+
+    def read_flags(self) -> None: ...
 
     def keep_error(self, action: Callable[[], Any]) -> Any: ...
 
@@ -75,6 +87,7 @@ class Strategy:
     rebuildable = True
     # this rank's pieces of the state during a recovery (the list may be empty); None otherwise
     saved: list[Piece] | None = None
+    micro_batch: int | None = None  # rows of the parts of a batch whose gradients are summed exactly, if they are
     group: RankGroup
     clock: Stopwatch  # adds up the seconds that this rank waits for other ranks
 
@@ -153,6 +166,11 @@ class Strategy:
         """
         raise NotImplementedError(f"the steps of a {self.name} are run by run_epoch")
 
+    def binding(self, backend: AllReduce, array: Any, kind: str) -> Callable[[], object]:
+        """Return a function that sums `array` over the ranks by a collective of this kind. Collective. See
+        AllReduce.bind."""
+        return backend.bind(array, "sum", kind)
+
     def count_step(self) -> None:
         """Count one step that all ranks have taken or left out. Local."""
         self.steps += 1
@@ -192,6 +210,11 @@ class Strategy:
         """Return this strategy's logs of an epoch, after all ranks have finished its steps. Collective."""
         return {}
 
+    def add_up(self, terms: np.ndarray, count: int) -> np.ndarray:
+        """Return the sum of the rows of all ranks, float64. terms: (k, length), this rank's rows; count: of rows of all
+        ranks, for exact sums. Collective."""
+        return combine(self.group.comm, terms.sum(axis=0), "sum metrics")
+
     def make_meter(self, batches: Batches) -> Any:
         """Create the object that accumulates the metrics of an epoch: a Meter, or an object like it. Local."""
         return Meter(self.replica.metrics, batches.sizes(), self.measured.dtype, self.replica.device)
@@ -209,7 +232,28 @@ class Strategy:
         set. Local."""
         return nullcontext() if self.trace is None else self.trace.span(kind)
 
+    def end_round(self) -> None:
+        """Make the parameters of all ranks equal, if ranks have taken steps on their own since they were. Called before
+        anything looks at the model. Collective."""
+
     # State distributed over the ranks
+
+    def shared_state(self) -> Arrays:
+        """Return copies of the state of the strategy itself, equal on all ranks, for checkpoints; `load_state` takes it
+        with the replica's. Local."""
+        return {}
+
+    def local_state(self) -> Arrays:
+        """Return the state that differs between ranks, for checkpoints: the replica's, and the strategy's. Local."""
+        return self.replica.local_state()
+
+    def load_local_state(self, state: Arrays) -> None:
+        """Load a result of `local_state`, of any strategy. Raises ModelFileError if it is of another model. Local."""
+        self.replica.load_local_state({name: array for name, array in state.items() if not name.startswith(INNER)})
+
+    def reset(self) -> None:
+        """Reset the state of the strategy itself, because another model was loaded. Local, called on all ranks."""
+        self.load_own_state({})
 
     def gather_state(self, state: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
         """Return `state` (this rank's replica state) with the parts that other ranks hold filled in. Collective."""
@@ -248,7 +292,8 @@ class Strategy:
 
     def load_state(self, step: int, state: Arrays) -> None:
         """Load the complete state after `step` steps into the replica. Local; all ranks load the same state. Removes
-        RATES from `state`."""
+        RATES and OUTER from `state`."""
+        state.pop(OUTER, None)
         rates = state.pop(RATES, None)
         self.replica.load_state(state)
         if rates is not None and rates.tolist() != self.replica.learning_rates:
