@@ -78,6 +78,17 @@ class Phases(NamedTuple):
     all_gather: Callable[[np.ndarray], None]
 
 
+class NodeArrays(NamedTuple):
+    """The arrays of a node's ranks at one place of memory from `allocate`, this rank's is `arrays[rank]`.
+
+    fence: barrier of these ranks; needed before others' arrays are read, and after they are written. None: one rank.
+    """
+
+    arrays: Sequence[np.ndarray]
+    rank: int
+    fence: Callable[[], None] | None
+
+
 class AllReduce(ABC):
     """An AllReduce algorithm on the ranks of a topology.
 
@@ -415,6 +426,11 @@ class AllReduce(ABC):
     def exact(self) -> "AllReduce":
         """The backend for values that must not be rounded: this one, or an uncompressed one inside of it. Local."""
         return self
+
+    def node_arrays(self, buffer: np.ndarray) -> NodeArrays | None:
+        """Return the arrays of all ranks of this node like `buffer`, a 1-D array from `allocate`; None if they share no
+        memory. Local."""
+        return None
 
     def sent(self, dtype: np.dtype) -> np.dtype:
         """Return the dtype in which arrays of `dtype` are sent: another one only under compression. Local."""

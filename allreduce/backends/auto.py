@@ -12,7 +12,7 @@ from allreduce import notices
 from allreduce.arrays import dtypes
 from allreduce.arrays.memory_kinds import ALLOCATED, GPU, UNREGISTERED
 from allreduce.arrays.ops import Op
-from allreduce.backend import AllReduce
+from allreduce.backend import AllReduce, NodeArrays
 from allreduce.backends.decision_table import Rule, rule_for
 from allreduce.engine.call import Call
 from allreduce.engine.engine import Locate, Trial, Work
@@ -104,6 +104,9 @@ class Auto(AllReduce):
     @property
     def exact(self) -> AllReduce:
         return self._exact
+
+    def node_arrays(self, buffer: np.ndarray) -> NodeArrays | None:
+        return None if self._allocator is None else self._allocator.node_arrays(buffer)
 
     def sent(self, dtype: np.dtype) -> np.dtype:
         return dtype if self._compress is None else self._compress.sent(dtype)

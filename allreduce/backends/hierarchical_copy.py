@@ -17,7 +17,7 @@ import numpy as np
 from allreduce.arrays import dtypes
 from allreduce.arrays.memory_kinds import ALLOCATED
 from allreduce.arrays.ops import Op
-from allreduce.backend import AllReduce, TwoPhase
+from allreduce.backend import AllReduce, NodeArrays, TwoPhase
 from allreduce.engine.call import Call
 from allreduce.engine.engine import Locate
 from allreduce.errors import OptionError
@@ -74,6 +74,9 @@ class HierarchicalCopy(TwoPhase):
     @property
     def exact(self) -> AllReduce:
         return self._exact
+
+    def node_arrays(self, buffer: np.ndarray) -> NodeArrays | None:
+        return self._node.node_arrays(buffer)
 
     def sent(self, dtype: np.dtype) -> np.dtype:
         return dtype if self._compress is None else self._compress.sent(dtype)

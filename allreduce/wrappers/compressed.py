@@ -62,6 +62,10 @@ class Compressed(TwoPhase):
         """Return whether arrays of `dtype` are compressed in reductions by `op`. Local."""
         return self.size > 1 and dtype in LONG and op in ("sum", "mean")
 
+    def reduce_parts(self, buffer: np.ndarray, op: Op, parts: Sequence[Part]) -> None:
+        """Reduce a 1-D array, which holds `parts`, as a part of another backend's call. Collective."""
+        self._reduce_compressed(buffer, op, self.registered.find(buffer), parts)
+
     # What users call
 
     @property
