@@ -86,10 +86,7 @@ class HierarchicalCopy(TwoPhase):
         return self._node.owned(length, rank)
 
     def _allocate(self, length: int, dtype: np.dtype, device: str | None) -> Any:
-        array = together(self._comm, lambda: self._node.hooks.allocate(length, dtype, device))
-        if self._cross is not None:
-            self._cross.describe(array)
-        return array
+        return together(self._comm, lambda: self._node.hooks.allocate(length, dtype, device))
 
     def _memory(self, buffer: np.ndarray) -> int:
         return self._node.hooks.memory(buffer)

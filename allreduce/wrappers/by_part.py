@@ -67,12 +67,6 @@ class Divided(Compressed):
         self.inner.describe(array, parts)
         self.registered.register(array, parts)
 
-    def _allocate(self, length: int, dtype: np.dtype, device: str | None) -> Any:
-        array = super()._allocate(length, dtype, device)
-        for wrapper in self._wrappers.values():
-            wrapper.describe(array)
-        return array
-
     def _reduce_compressed(self, buffer: np.ndarray, op: Op, where: Slice | None, parts: Sequence[Part]) -> None:
         for run in self._runs(parts, buffer.size):
             piece = buffer[run.start : run.stop]

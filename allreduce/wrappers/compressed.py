@@ -102,8 +102,6 @@ class Compressed(TwoPhase):
     def _allocate(self, length: int, dtype: np.dtype, device: str | None) -> Any:
         array = self.inner.hooks.allocate(length, dtype, device)
         self._owners = self.inner.hooks.owners  # "auto" has others after its first allocation
-        if dtype in LONG and length:
-            self.registered.register(array)
         return array
 
     def _memory(self, buffer: np.ndarray) -> int:
