@@ -771,7 +771,8 @@ class AllReduce(ABC):
         if rows.dense_is_cheaper(everyone.size, found.size, sums.nbytes):
             sums[places[self.rank]] = values
             if sums.size:
-                self._reduce(sums.reshape(-1), op)
+                exact = self.exact  # rows are not compressed
+                (self._reduce if exact is self else exact.hooks.reduce)(sums.reshape(-1), op)
             return found, sums
         parts = np.split(chunked.gather(self._comm, values, counts), np.cumsum(counts)[:-1])
         for place, part in zip(places, parts, strict=True):

@@ -4,20 +4,22 @@ import contextlib
 import importlib
 import inspect
 import os
+import time
 import zlib
 from functools import partial
 from typing import Any
 
-from allreduce import keywords
+from allreduce import keywords, notices
 from allreduce.backend import AllReduce, Config, TwoPhase
 from allreduce.errors import AllReduceError, OptionError, UnavailableError, UnknownBackendError
 from allreduce.topology import Topology
 from allreduce.tracing.trace import Trace
-from allreduce.transport.control import on_all_ranks
+from allreduce.transport.control import all_values, on_all_ranks
 from allreduce.wrappers import options as compressions
 from allreduce.wrappers.by_part import Divided
+from allreduce.wrappers.exact import Exact, check_exact
 from allreduce.wrappers.half import Halved
-from allreduce.wrappers.options import AUTO, ByPart, Compression, Given, Half, PowerSGD, Quantized
+from allreduce.wrappers.options import ByPart, Compression, Given, Half, PowerSGD, Quantized
 from allreduce.wrappers.powersgd import LowRank
 from allreduce.wrappers.quantized import Quantizing
 from allreduce.wrappers.traced import Traced
@@ -32,6 +34,10 @@ BACKENDS = {
     "nccl": "allreduce.backends.nccl:Nccl",
     "auto": "allreduce.backends.auto:Auto",
 }
+# of compress="auto": each loses more than the one before
+CANDIDATES: tuple[Compression | None, ...] = (None, Half("bfloat16"), Quantized("int8"))
+WORTH = 1.2
+TRIAL_LENGTH, TRIALS = 1 << 20, 4  # elements; calls
 OTHERS = {  # created by name only, and not in NAMES: they do not sum, so they can't replace the others
     "adasum": "allreduce.backends.adasum:Adasum",
 }
@@ -43,6 +49,7 @@ def create(
     *,
     check: str = "first",
     compress: Given = None,
+    exact: bool = False,
     trace: str | os.PathLike[str] | Trace | None = None,
     **options: Any,
 ) -> AllReduce:
@@ -57,6 +64,8 @@ def create(
         measures some of them here, and reports its choice. {"*.weight": "powersgd:4", "*": "int8"}: by the names of
         the parameters that `describe` gives, the first pattern that matches. On several nodes "hierarchical_copy" and
         "auto" compress only the messages between nodes. See allreduce.wrappers.options.
+    exact: True: sums and means of floats have bits that depend on nothing but the data: not on the order, the number of
+        ranks or nodes, the algorithm or its options. See allreduce.wrappers.exact.Exact.
     trace: records all calls (see allreduce.wrappers.traced.Traced): the path of a file for Perfetto, which `close`
         writes, or an allreduce.tracing.trace.Trace that is shared with other users.
     options: the backend's own options: root=0 of "reduce_to_one", node="shared" and cross="ring" of
@@ -77,6 +86,7 @@ def create(
         backend_class = class_of(name)
         compression = compressions.parse(compress)
         arguments = _arguments(name, backend_class, check, options)
+        check_exact(name, backend_class.sums, exact, compress)
         if isinstance(compression, Compression):
             compressions.check_half(compression, backend_class.sums_half, name)
     except AllReduceError as refused:
@@ -84,13 +94,14 @@ def create(
     traced = "" if trace is None else ", trace=..."  # the paths of the ranks may differ; rank 0 writes
     shown = "".join(f", {key}={_shown(options[key])}" for key in sorted(options))
     sent = "" if compress is None or error else f", compress={compressions.shown(compress)}"
+    sent += "" if exact is False else f", {exact=}"
     row = f"create({name!r}, check={check!r}{sent}{traced}{shown})"
     try:
         topology.agree([zlib.crc32(row.encode())], row, error)
         with topology.detector.translating_failures():
             if isinstance(compression, str):
                 compression = _fastest(name, topology, options)
-            backend = _compressed(backend_class, topology, arguments, compression)
+            backend = _compressed(backend_class, topology, arguments, compression, exact)
         backend.name = name
         if compression is not None:
             options = {**options, "compress": compression}
@@ -100,17 +111,19 @@ def create(
         if owned:
             topology.close()
         raise
-    backend.config = Config(name, {"check": check, **options})
+    backend.config = Config(name, {"check": check, **({"exact": True} if exact else {}), **options})
     backend.owns_topology = owned
     return backend
 
 
 def _compressed(
-    kind: type[AllReduce], topology: Topology, arguments: dict[str, Any], compression: Compression | None
+    kind: type[AllReduce], topology: Topology, arguments: dict[str, Any], compression: Compression | None, exact: bool
 ) -> AllReduce:
-    """Create a backend that compresses. Collective."""
-    if compression is None:
+    """Create a backend that compresses, or sums exactly, or neither. Collective."""
+    if compression is None and not exact:
         return _constructed(kind, topology, arguments)
+    if compression is None:
+        return _exact(_constructed(kind, topology, arguments), arguments["check"])
     if compression.between_nodes and kind.between_nodes and topology.nodes > 1:
         return _constructed(kind, topology, {**arguments, "compress": compression})
     inner = _constructed(kind, topology, arguments)
@@ -131,9 +144,48 @@ def _wrapped(inner: AllReduce, compression: Compression, check: str, owns_inner:
     return kind(inner.topology, inner=inner, **options)
 
 
+def _exact(inner: AllReduce, check: str) -> AllReduce:
+    """Return a backend that sums floats exactly by `inner`. Collective."""
+    try:
+        return Exact(inner.topology, inner=inner, check=check)
+    except AllReduceError:  # on all ranks
+        inner.close()
+        raise
+
+
 def _fastest(name: str, topology: Topology, options: dict[str, Any]) -> Compression | None:
-    """Measure some compressions on these ranks, and return the options of the fastest, or None. Collective."""
-    raise NotImplementedError(AUTO)
+    """Measure compressions on these ranks, and return the options of the fastest, or None for none. Collective.
+
+    A compression that loses more must be WORTH times as fast as the best of those that lose less. Rank 0 reports the
+    times of the slowest rank.
+    """
+    if topology.size == 1:
+        return None
+    times: list[tuple[Compression | None, float]] = []
+    for compression in CANDIDATES:
+        if not isinstance(compression, Half) or class_of(name).sums_half:
+            with create(name, topology, check="never", compress=compression, **options) as backend:
+                mine = _seconds(backend)
+            times.append((compression, max(all_values(topology.world, mine, "compare compressions"))))
+    best, least = times[0]
+    for compression, seconds in times[1:]:
+        if seconds * WORTH < least:
+            best, least = compression, seconds
+    shown = ", ".join(f"{seconds * 1000:.1f} ms {f'as {each}' if each else 'uncompressed'}" for each, seconds in times)
+    size = f"{TRIAL_LENGTH * 4 >> 20} MiB of float32"
+    notices.once(topology.rank, f'compress="auto" selects {best or "no compression"}: {size} take {shown}')
+    return best
+
+
+def _seconds(backend: AllReduce) -> float:
+    """Return the shortest time of some calls with TRIAL_LENGTH elements. Collective."""
+    array = backend.allocate(TRIAL_LENGTH, "float32")
+    found = []
+    for _ in range(TRIALS):
+        begin = time.perf_counter()
+        backend(array, "sum")
+        found.append(time.perf_counter() - begin)
+    return min(found[1:])  # the first call allocates
 
 
 def _constructed(kind: type[AllReduce], topology: Topology, arguments: dict[str, Any]) -> AllReduce:
@@ -196,7 +248,7 @@ def _arguments(name: str, backend_class: type[AllReduce], check: str, options: d
     offered = [each for each in taken if each not in given]
     for option in options:
         if option not in offered:
-            offered += ["compress", "trace"]
+            offered += ["compress", "exact", "trace"]
             hint = keywords.near(option, [*offered, "topology"]) or "."
             raise OptionError(f"backend {name!r} has no option {option!r}{hint} Its options are: {', '.join(offered)}")
     return {"check": check, **{each: value for each, value in given.items() if each in taken}, **options}

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from trainers.cli import roles
     from trainers.data import Samples
     from trainers.fit.checkpointing import Checkpoint
+    from trainers.local_sgd.outer import OuterSGD
     from trainers.mirrored import MirroredTrainer
     from trainers.parameter_server import ParameterServerTrainer
     from trainers.recovery.terminating import Terminated, Terminating
@@ -34,6 +35,7 @@ __all__ = [
     "History",
     "MirroredTrainer",
     "NumpyNetwork",
+    "OuterSGD",
     "ParameterServerTrainer",
     "Replica",
     "Samples",
@@ -51,6 +53,7 @@ _MODULES = {
     "History": "trainers.watching.history",
     "MirroredTrainer": "trainers.mirrored",
     "NumpyNetwork": "trainers.replicas.numpy.network",
+    "OuterSGD": "trainers.local_sgd.outer",
     "ParameterServerTrainer": "trainers.parameter_server",
     "Replica": "trainers.replica",
     "Samples": "trainers.data",

@@ -6,7 +6,9 @@ from allreduce.backend import AllReduce
 from allreduce.keywords import known_only
 from allreduce.topology import Topology
 from allreduce.wrappers.options import Given
+from trainers.local_sgd.outer import LocalOptions, OuterSGD
 from trainers.replica import Replica
+from trainers.strategies.local_sgd import LocalSGD
 from trainers.strategies.mirrored import Mirrored
 from trainers.trainer import Trainer
 
@@ -39,6 +41,11 @@ class MirroredTrainer(Trainer[Mirrored]):
         compress: Given = None,
         copies: int = 1,
         on_failure: str | None = None,
+        sync_every: int | None = None,
+        outer_optimizer: str | OuterSGD = "average",
+        fragments: int = 1,
+        fragment_sync_delay: int = 0,
+        fragment_update_alpha: float = 0.0,
     ) -> None:
         """Make the replicas equal and bind their gradients to the backend's memory. Collective.
 
@@ -66,11 +73,31 @@ class MirroredTrainer(Trainer[Mirrored]):
             update="sharded" and copies=1, a fit goes back to its last checkpoint, and callbacks get these epochs again.
             Standby ranks (allreduce.standby) replace failed ones. "stop", the default: a fit with checkpoints writes
             one more, and all ranks raise RankLostError.
+        sync_every: H: local SGD (Stich 2019), for slow networks. A rank updates its replica with the mean gradient over
+            its own rows, in H steps without messages; then the changes of all ranks are averaged, weighted by the
+            steps that each has taken. That sends 1/H of the bytes, and is another training: not that of one rank. None:
+            gradients are averaged in every step. The round ends early, so that all ranks have the averaged parameters,
+            before an evaluation, `predict`, `save`, a checkpoint, the end of a fit, and the on_epoch_end of callbacks
+            with `reads_model`. Ranks learn of an error, and of `stop_training`, at the end of a round; callbacks get a
+            batch's metrics of this rank's own rows. The inner optimizer's state stays on each rank, as in DiLoCo. A
+            resumed training has the bits of one with the same checkpoints. After a failure the remaining ranks go back
+            to the last average: at most one round is lost. Needs a replica with `bind_parameters`, without `tables`.
+        outer_optimizer: what is done with the averaged change. "average": the parameters become the ranks' mean.
+            "diloco": Nesterov's momentum 0.9 with learning rate 0.7 (Douillard et al. 2023), for H of 50 to 500. Or an
+            OuterSGD. Costs memory for one copy of the parameters, and one for the momentum.
+        fragments: cut the parameters into this number of slices, which are averaged one after the other, at equal
+            distances in the H steps (Streaming DiLoCo, Douillard et al. 2025): no step sends much. Divides sync_every.
+        fragment_sync_delay: the average of a fragment begins this many steps before it is applied, and runs in a thread
+            while the steps go on. Less than sync_every / fragments.
+        fragment_update_alpha: the share of this rank's own parameters when an average is applied: parameters = alpha *
+            own + (1 - alpha) * averaged. 0: averaged ones only, so with a delay the steps meanwhile are lost.
 
         Raises, on all ranks, ArgumentError, DisagreementError (models that differ), UnknownBackendError,
         UnavailableError or OptionError, and frees what it created.
         """
-        strategy = Mirrored(replica, type(self).__name__, allreduce, topology, update, compress, copies)
+        given = replica, type(self).__name__, allreduce, topology, update, compress, copies
+        local = LocalOptions(sync_every, outer_optimizer, fragments, fragment_sync_delay, fragment_update_alpha)
+        strategy = Mirrored(*given) if local == LocalOptions() else LocalSGD(*given, local)
         ranks = allreduce.topology if isinstance(allreduce, AllReduce) else topology
         super().__init__(strategy, ranks, on_failure)
 

@@ -192,6 +192,7 @@ class Trainer(Generic[StrategyT]):
             validate = None
             if validation_data is not None:
                 validate = partial(self._evaluate, *self._check_validation(validation_data, collate))
+            strategy.end_round()
             mirror(strategy)
             batches = Batches(*rows, batch_size, strategy.part, strategy.parts, seed, shuffle, ahead)
             saver = together(
@@ -226,6 +227,7 @@ class Trainer(Generic[StrategyT]):
         """
         x, _ = self._check_call("predict", x, NO_TARGETS)
         group = self.group
+        self.strategy.end_round()
         outputs = together(group.comm, lambda: predict_chunk(self.replica, x, group.size, group.rank))
         gather_rows(group.comm, outputs)
         return outputs
@@ -238,6 +240,7 @@ class Trainer(Generic[StrategyT]):
         The file (.npz, no pickle) does not depend on the number of ranks; NumpyNetwork.load reads it without MPI.
         """
         self.group.enter("save")
+        self.strategy.end_round()
         self.strategy.complete()
         self.group.on_one(lambda: self.replica.save(path))
 
@@ -247,7 +250,7 @@ class Trainer(Generic[StrategyT]):
         self.group.enter("load")
         self.group.on_one(lambda: self.replica.restore(path))
         mirror(self.strategy, whole=False)
-        self.strategy.load_own_state({})
+        self.strategy.reset()
 
     def edit(self, change: Callable[[], object]) -> None:
         """Change the model's parameters in place by `change()`, the same on all ranks. Collective.
@@ -263,6 +266,7 @@ class Trainer(Generic[StrategyT]):
         """The SHA-256 of every rank's parameters, by rank, the same on all ranks; mirrored replicas have equal ones."""
         comm = self.group.comm
         self.group.enter("parameters_sha256")
+        self.strategy.end_round()
         parameters = np.ascontiguousarray(together(comm, self.replica.state)["parameters"])
         mine = np.frombuffer(hashlib.sha256(parameters.view(np.uint8).data).digest(), np.uint8)
         everyone = np.empty((comm.size, mine.size), np.uint8)
@@ -343,6 +347,7 @@ class Trainer(Generic[StrategyT]):
 
     def _evaluate(self, x: Any, y: np.ndarray | None) -> dict[str, float]:
         group, replica = self.group, self.replica
+        self.strategy.end_round()
         with np.errstate(all="ignore"):  # the loss shows it if the model has diverged
             sums = together(group.comm, lambda: evaluate_chunk(replica, x, y, group.size, group.rank))
         combine(group.comm, sums, "sum the metrics of an evaluation")

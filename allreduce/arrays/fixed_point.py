@@ -27,6 +27,7 @@ J. Demmel, H. D. Nguyen: Parallel reproducible summation, IEEE Transactions on C
 exponents from a fixed grid and keep several bins; here the ranks agree on an exponent first, so one bin is enough.
 """
 
+import zlib
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from typing import NamedTuple
@@ -109,10 +110,12 @@ class Layout:
 
     starts: where parts of the model begin, ascending, the first at 0; blocks begin anew there. So a slice of whole
         parts has the same blocks as these parts have in the whole array.
+    number: a checksum of the arguments, by which ranks compare layouts.
     """
 
     def __init__(self, length: int, starts: Sequence[int] = (0,)) -> None:
         self.length, self.blocks = length, 0
+        self.number = zlib.crc32(repr((length, *starts)).encode())
         self.pieces: list[Piece] = []
         self._loose: list[int] = []  # lengths of blocks that are not in a piece yet
         at = 0
@@ -282,11 +285,10 @@ def finish(
     with np.errstate(all="ignore"):
         for piece in layout.pieces_in(part):
             values, span = room[: piece.stop - piece.start], slice(piece.start, piece.stop)
-            if not divides:
-                np.copyto(values, integers[span])
-            elif form is SINGLE:
-                np.divide(integers[span], count, out=values)
-            else:
+            np.add(integers[span], 0.0, out=values)  # -0.0 becomes 0.0
+            if divides and form is SINGLE:
+                np.divide(values, count, out=values)
+            elif divides:
                 values[:] = quotient(integers[span], count)
             piece.multiply(values, factors[piece.first : piece.first + piece.blocks], values)
             np.copyto(out[span], _to_odd(values) if out.dtype == dtypes.BFLOAT16 else values, casting="unsafe")

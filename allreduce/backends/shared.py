@@ -14,7 +14,7 @@ import numpy as np
 from mpi4py import MPI
 
 from allreduce import notices
-from allreduce.arrays import dtypes, float16
+from allreduce.arrays import casts, dtypes, float16
 from allreduce.arrays.chunks import segments
 from allreduce.arrays.ops import Op
 from allreduce.backend import NodeArrays, TwoPhase
@@ -246,7 +246,7 @@ class Shared(TwoPhase):
 
     def _combine(self, parts: list[np.ndarray], out: np.ndarray, op: Op) -> None:
         """Combine the ranks' parts in rank order and finish them in `out`, which may be one of them."""
-        if out.dtype != dtypes.FLOAT16:
+        if out.dtype != dtypes.FLOAT16 or casts.imported_torch():
             self._combine_in_accumulator(parts, out, op)
             return
         done = float16.combine(parts, out, op, self.workspace)
@@ -255,19 +255,14 @@ class Shared(TwoPhase):
                 self._combine_in_accumulator([part[rest] for part in parts], out[rest], op)
 
     def _combine_in_accumulator(self, parts: list[np.ndarray], out: np.ndarray, op: Op) -> None:
-        accumulator = dtypes.TYPES[out.dtype].accumulator
-        in_place = accumulator == out.dtype and (out is parts[0] or len(parts) == 2)
-        total = out if in_place else self.workspace.array("total", out.size, accumulator)
-        if accumulator == out.dtype:
-            op.combine(parts[0], parts[1], out=total)
-        else:
-            np.copyto(total, parts[0])
-            op.combine(total, parts[1], out=total)
-        for part in parts[2:]:
-            op.combine(total, part, out=total)
-        op.finish(total)
+        in_place = not dtypes.is_half(out.dtype) and (out is parts[0] or len(parts) == 2)
         if not in_place:
-            np.copyto(out, total, casting="unsafe")  # rounds 16-bit floats, once
+            casts.combine(parts, out, op, self.workspace)
+            return
+        op.combine(parts[0], parts[1], out=out)
+        for part in parts[2:]:
+            op.combine(out, part, out=out)
+        op.finish(out)
 
 
 def _blocks(span: slice, itemsize: int) -> Iterator[slice]:

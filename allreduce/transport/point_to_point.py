@@ -11,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 from mpi4py import MPI
 
-from allreduce.arrays import chunks, dtypes
+from allreduce.arrays import casts, chunks, dtypes
 from allreduce.arrays.ops import Op
 from allreduce.arrays.workspace import Workspace
 from allreduce.transport.wait import wait
@@ -85,17 +85,9 @@ class Transfer:
         ranks = range(self._comm.size)
         others = [rank for rank in ranks if rank != self._comm.rank]
         arriving = self.arrivals(Arrival(rank, part) for part in parts for rank in others)
-        accumulator = dtypes.TYPES[view.dtype].accumulator
         for part in parts:
-            total = self._workspace.array("total", part.size, accumulator)
-            for rank in ranks:
-                summand = part if rank == self._comm.rank else next(arriving)
-                if rank == 0:
-                    np.copyto(total, summand)
-                else:
-                    op.combine(total, summand, out=total)
-            op.finish(total)
-            np.copyto(part, total, casting="unsafe")
+            summands = (part if rank == self._comm.rank else next(arriving) for rank in ranks)
+            casts.combine(summands, part, op, self._workspace)
 
     def exchange(self, view: np.ndarray, owned: Sequence[slice], op: Op) -> None:
         """Send every other rank the slice of `view` that it owns, and `collect` this rank's: a reduce-scatter."""

@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 
+from allreduce.arrays.casts import cast
 from allreduce.arrays.gpu import StreamOrder, is_gpu_array
 from allreduce.arrays.memory_kinds import GPU
 from allreduce.arrays.ops import Op
@@ -47,7 +48,7 @@ class Halved(Compressed):
     def _reduce_compressed(self, buffer: np.ndarray, op: Op, where: Slice | None, parts: Sequence[Part]) -> None:
         short = self._rounded(buffer)
         self.inner.hooks.reduce(short, op)
-        np.copyto(buffer, short)
+        cast(short, buffer)
 
     def _route(self, call: Call) -> Work | Trial:
         if call.memory == GPU and call.length and self._compresses(call.dtype, call.op):
@@ -73,7 +74,10 @@ class Halved(Compressed):
             allocate = partial(self.inner.hooks.allocate, flat.size, self._dtype)
             held = self._shorts[on_gpu] = allocate("cuda" if on_gpu else "cpu")
         short = held[: flat.size]
-        short[...] = flat
+        if on_gpu:
+            short[...] = flat
+        else:
+            cast(flat, short)
         return short
 
     def _close(self) -> None:

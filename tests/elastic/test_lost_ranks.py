@@ -45,6 +45,23 @@ def test_ranks_are_lost_one_after_another_down_to_one(mpirun: JobRunner) -> None
     assert len(ends) == len(set(ends)) == 6 * 5 + 6  # each event once, on this rank
 
 
+@pytest.mark.parametrize("way", ["whole", "streamed"])
+@pytest.mark.parametrize("looks", ["yes", "no"])
+def test_a_rank_that_is_lost_in_local_sgd_costs_at_most_a_round(mpirun: JobRunner, way: str, looks: str) -> None:
+    """looks: whether a round is ended after each epoch."""
+    came = training(mpirun, 4, "local", f"way={way}", f"looks={looks}")
+    assert (came["ranks"], came["lost"], came["steps"]) == (1, [[0], [2], [1]], 6 * 5)
+    assert len(set(came["sha256"])) == 1
+    begun = [text for text in came["told"] if text.startswith("batch_begin")]
+    assert 6 * 5 <= len(begun) <= 6 * 5 + 3 * 4
+    assert set(begun) == {f"batch_begin {epoch} {batch}" for epoch in range(6) for batch in range(5)}
+    ends = [text for text in came["told"] if text.startswith("epoch_end")]
+    assert ends == [f"epoch_end {epoch} 0" for epoch in range(6)]
+    losses = [epoch["loss"] for epoch in came["history"]]
+    assert len(losses) == 6
+    assert losses[-1] < losses[0]
+
+
 def test_ranks_are_lost_while_a_trainer_is_made(mpirun: JobRunner) -> None:
     came = training(mpirun, 4, "making")
     assert came["ranks"] == 2
@@ -97,6 +114,17 @@ def test_ranks_that_wait_take_the_places_of_lost_ones(mpirun: JobRunner, kind: s
         check_like_alone(came)
     assert "rank 3 joined" in job.stderr
     assert "rank 4 joined" in job.stderr
+
+
+def test_ranks_that_wait_take_the_places_of_lost_ones_in_local_sgd(mpirun: JobRunner) -> None:
+    job = mpirun(6, [*job_of("joining"), "local"], ulfm=True, timeout=120)
+    assert job.returncode == 0, job.stdout + job.stderr
+    all_came = [json.loads(line) for line in job.stdout.splitlines() if line != "not needed"]
+    assert sorted(came["rank"] for came in all_came) == [0, 1, 2]
+    for came in all_came:
+        assert (came["ranks"], came["lost"], came["steps"]) == (3, [[1], [0]], 6 * 5)
+        assert came["history"] == all_came[0]["history"]
+        assert len(set(came["sha256"])) == 1
 
 
 @pytest.mark.parametrize(("name", "ranks", "lost"), [("sharded", 3, [[1]]), ("storage", 4, [[0, 3]])])

@@ -10,7 +10,9 @@ import faulthandler
 import gc
 import json
 import os
+import shutil
 import sys
+import tempfile
 import threading
 import zlib
 from collections import Counter
@@ -198,3 +200,13 @@ def topology_of() -> Generator[Callable[[Shape], allreduce.Topology]]:
 def flat(topology_of: Callable[[Shape], allreduce.Topology]) -> allreduce.Topology:
     """The topology of all ranks as they really are: one node here."""
     return topology_of(None)
+
+
+@pytest.fixture
+def folder(world: MPI.Intracomm) -> Generator[Path]:
+    """One folder for all ranks; the test creates it."""
+    made = Path(world.bcast(tempfile.mkdtemp() if world.rank == 0 else None))
+    yield made / "run"
+    world.Barrier()
+    if world.rank == 0:
+        shutil.rmtree(made)

@@ -22,6 +22,7 @@ from trainers.central_storage import CentralStorageTrainer
 from trainers.datasets.parser import Parser
 from trainers.errors import ArgumentError
 from trainers.fit.checkpointing import period
+from trainers.local_sgd.outer import OUTER
 from trainers.mirrored import MirroredTrainer
 from trainers.parameter_server import ParameterServerTrainer
 from trainers.recovery.recovery import ON_FAILURE
@@ -89,6 +90,16 @@ def positive(text: str) -> float:
         value = 0.0
     if not 0 < value < float("inf"):
         raise argparse.ArgumentTypeError(f"must be a number > 0, got {text!r}")
+    return value
+
+
+def fraction(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 0 <= value <= 1:
+        raise argparse.ArgumentTypeError(f"must be a number from 0 to 1, got {text!r}")
     return value
 
 
@@ -255,6 +266,7 @@ STRATEGIES = {
     ),
 }
 ASYNC = {"updates": ("async",)}
+LOCAL: dict[str, tuple[str, ...]] = {"sync_every": ()}
 RATES = PerData(0.002, 0.01, 0.001)  # of Adam
 OTHER_RATES = ", ".join(f"{name} {kind.default_lr}" for name, kind in OPTIMIZERS.items() if name != "adam")
 
@@ -293,6 +305,28 @@ OPTIONS: dict[str, tuple[Option, ...]] = {
             "compress", "NAME", compression, default_text="none", strategies=(MIRRORED,),
             help="send gradients with fewer bits, for slow networks between nodes: "
             f"{', '.join(compressions.NAMES[:-1])} (any rank), or auto, which measures",
+        ),
+        Option(
+            "sync_every", "H", integer(1), default_text="gradients are averaged in every step", strategies=(MIRRORED,),
+            help="local SGD: every rank trains on its own rows for H steps, then the parameters are averaged; sends "
+            "1/H of the bytes, for slow networks",
+        ),
+        Option(
+            "outer_optimizer", choices=tuple(OUTER), default="average", strategies=(MIRRORED,), needs=LOCAL,
+            help="average: the parameters become the ranks' mean; diloco: an outer step with Nesterov's momentum on "
+            "the ranks' averaged change, for H of 50 to 500",
+        ),
+        Option(
+            "fragments", "N", integer(1), default=1, strategies=(MIRRORED,), needs=LOCAL,
+            help="average the parameters in N fragments, one after the other within H steps",
+        ),
+        Option(
+            "fragment_sync_delay", "N", integer(0), default=0, strategies=(MIRRORED,), needs=LOCAL,
+            help="begin the average of a fragment N steps before it is applied, while the steps go on",
+        ),
+        Option(
+            "fragment_update_alpha", "X", fraction, default=0.0, strategies=(MIRRORED,), needs=LOCAL,
+            help="the share of a rank's own parameters when an average is applied",
         ),
         Option(
             "storage_rank", "R", integer(0), default=0, strategies=(CENTRAL,), argument="storage",

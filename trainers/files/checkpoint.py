@@ -28,7 +28,7 @@ from trainers.files.model_file import CHECKPOINT, HEADER, check_numbers, header_
 log = logging.getLogger("trainers")
 
 FORMAT = 1
-LOCAL, MEASURED = f"{CHECKPOINT}.rank", f"{CHECKPOINT}.measured"
+LOCAL, MEASURED, SHARED = f"{CHECKPOINT}.rank", f"{CHECKPOINT}.measured", f"{CHECKPOINT}.shared."
 NAME = re.compile(r"checkpoint-(\d{8,18})\.npz")
 TEMPORARY = re.compile(r"\.(checkpoint-\d{8,18}|best)\.npz\.[0-9a-f]{8}")  # of a killed writer; see `replacing`
 BEST = "best.npz"
@@ -71,6 +71,7 @@ class Saved:
     kind, config, state: the replica's class, `config` and `state`.
     local: each rank's `local_state`, by rank.
     measured: the values of the steps of an unfinished epoch, (progress.step, metrics).
+    shared: state of the training that is not the model's, and the same on all ranks.
     """
 
     kind: str
@@ -79,6 +80,7 @@ class Saved:
     progress: Progress
     local: list[dict[str, np.ndarray]] = field(default_factory=list)
     measured: np.ndarray = field(default_factory=lambda: np.empty((0, 0)))
+    shared: dict[str, np.ndarray] = field(default_factory=dict)
 
 
 def path_of(folder: str, total: int) -> str:
@@ -118,6 +120,8 @@ def _arrays(saved: Saved) -> Iterator[tuple[str, np.ndarray]]:
         for name, array in own.items():
             yield f"{LOCAL}{rank}.{name}", array
     yield MEASURED, saved.measured
+    for name, array in saved.shared.items():
+        yield f"{SHARED}{name}", array
 
 
 def _plain(value: Any) -> Any:
@@ -145,7 +149,8 @@ def read(path: str) -> Saved:
             raise ValueError("its checksums are not those of its arrays")
         progress = _progress(header)
         model, state = model_in(archive)
-        for name, array in state.items():
+        shared = {name.removeprefix(SHARED): archive[name] for name in archive.names if name.startswith(SHARED)}
+        for name, array in {**state, **shared}.items():
             check_numbers(path, name, array)
         local: list[dict[str, np.ndarray]] = [{} for _ in range(progress.ranks)]
         for name in archive.names:
@@ -156,7 +161,7 @@ def read(path: str) -> Saved:
         if measured.ndim != 2 or len(measured) != progress.step or measured.dtype.kind != "f":
             raise ValueError(f"{progress.step} steps, and their values are {measured.dtype}{measured.shape}")
         kind, config = str(model["kind"]), dict(model["config"])
-    return Saved(kind, config, state, progress, local, measured)
+    return Saved(kind, config, state, progress, local, measured, shared)
 
 
 def _progress(header: dict[str, Any]) -> Progress:

@@ -258,7 +258,7 @@ class Saver:
     def _load(self, saved: Saved | None, progress: Progress) -> None:
         """Load a checkpoint on all ranks. Collective. saved: the checkpoint on rank 0, None elsewhere."""
         comm = self._group.comm
-        state = None if saved is None else saved.state | {RATES: np.array(progress.rates)}
+        state = None if saved is None else saved.state | saved.shared | {RATES: np.array(progress.rates)}
         try:
             adopt_whole(self._strategy, state)
         except ModelFileError as error:  # on all ranks
@@ -277,7 +277,7 @@ class Saver:
         try:
             self._strategy.load_own_state(_with_prefix(own, STRATEGY))
             if same:
-                self._strategy.replica.load_local_state(local)
+                self._strategy.load_local_state(local)
                 load_random_state(own)
         except (OptionError, ModelFileError, KeyError, IndexError, TypeError, ValueError, OverflowError) as error:
             text = f"the checkpoint in {self._folder} is damaged, or of another model"
@@ -329,6 +329,7 @@ class Saver:
         Raises the error of the previous checkpoint (a full disk, for example) on all ranks.
         """
         self._saving = True
+        self._strategy.end_round()
         packed, watching = together(self._group.comm, partial(self._finish_and_pack, callbacks))
         state = self._strategy.snapshot(self._memory)
         gathered = bytes_to_root(self._group.comm, packed, "collect the ranks' parts of a checkpoint")
@@ -338,7 +339,8 @@ class Saver:
             replica = self._strategy.replica
             local = [model_file.unpack(each) for each in gathered]
             local[0] |= watching  # not packed: it may be large, and does not change
-            saved = Saved(type(replica).__name__, replica.config(), state, progress, local, measured)
+            shared = self._strategy.shared_state()
+            saved = Saved(type(replica).__name__, replica.config(), state, progress, local, measured, shared)
             self._writing = self._writer.submit(self._write, saved, best)
 
         together(self._group.comm, lambda: start() if self._chief else None)
@@ -363,7 +365,7 @@ class Saver:
         """Wait for the last write. Then return this rank's own arrays, packed for a message, and the arrays of its
         callbacks, which rank 0 does not pack. Local."""
         self.finish()
-        own = {f"{REPLICA}{name}": array for name, array in self._strategy.replica.local_state().items()}
+        own = {f"{REPLICA}{name}": array for name, array in self._strategy.local_state().items()}
         own |= {f"{STRATEGY}{name}": array for name, array in self._strategy.own_state().items()}
         watching = {f"{WATCHING}{name}": array for name, array in callbacks.state().items()}
         own |= random_state()

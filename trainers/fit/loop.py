@@ -5,7 +5,7 @@ import logging
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import closing
+from contextlib import closing, contextmanager
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -139,6 +139,7 @@ class Fit:
         self.error: Exception | None = None  # of this rank, which the other ranks do not know yet
         self.stopped = False  # a rank has asked to stop, and all ranks know it
         self.asks = False  # whether a callback may decide on one rank to leave out a step, so that ranks must agree
+        self.looks = False  # whether a callback may look at the model after an epoch, on some rank
         self._asked = False  # all ranks know that it is time for a checkpoint
         self._epochs, self._validate, self._goes_on = epochs, validate, watched.goes_on
         self._resumed = PartialEpoch()
@@ -159,6 +160,7 @@ class Fit:
             self._begin()
         while self.position.epoch < self._epochs:
             self._epoch(self.position.epoch)
+        self.strategy.end_round()
         self.keep_error(lambda: self.callbacks.train_end(self.logs))
         if self.saver is not None:
             self.keep_error(self.saver.finish)
@@ -183,8 +185,9 @@ class Fit:
             self._progress.print_line(f"resumed: {path}, {progress}{rest}")
         self.keep_error(self._make_callbacks)
         self._agree(f"with callbacks that communicate: {', '.join(self.callbacks.collective) or 'none'}")
-        asks = np.array([self.callbacks.asks], np.int64)
-        self.asks = bool(combine(self.group.comm, asks, "learn whether a rank may leave steps out")[0])
+        asks = np.array([self.callbacks.asks, self.callbacks.looks], np.int64)
+        combine(self.group.comm, asks, "learn whether a rank may leave steps out")
+        self.asks, self.looks = map(bool, asks)
         self.begun = True
 
     def load_progress(self, begun: PartialEpoch, history: Sequence[Mapping[str, Any]]) -> None:
@@ -259,6 +262,8 @@ class Fit:
                 self.logs |= {f"{VALIDATION}{name}": value for name, value in self._validate().items()}
             self.position = Position(number, self.position.step, EVENTS)
         if self.position.stage == EVENTS:
+            if self.looks:
+                self.strategy.end_round()
             with self.strategy.span("epoch"):
                 self.keep_error(lambda: self.callbacks.epoch_end(number, self.logs))
                 self._agree(f"after epoch {number + 1}")
@@ -305,27 +310,43 @@ class Fit:
 
     def run_steps(self, number: int) -> None:
         """Run the rest of the steps of epoch `number`; all ranks take each step together. Collective."""
-        batches = self.batches.epoch(number, self.position.step)
-        with closing(prefetch.ahead(batches) if self.batches.ahead else batches) as shares:
-            self._steps(number, shares)
+        with self.shares(number) as shares:
+            while self.position.step < self.batches.steps and not self.stopped:
+                self._step(number, self.position.step, shares)
+                self.end_step()
+                self._after_step()
 
-    def _steps(self, number: int, shares: Iterator[Batch]) -> None:
-        steps = self.batches.steps
-        if self.stopped and self.saver is not None and 0 < self.position.step < steps:
-            self._save_between(number, self.position.step)  # a failure has prevented this checkpoint
-        while self.position.step < steps and not self.stopped:
-            step = self.position.step
-            self._step(number, step, shares)
-            self.end_step()
-            self.callbacks.between_steps(number, step)
-            if self.saver is not None and self.position.step < steps:
-                self._save_between(number, self.position.step)
+    @contextmanager
+    def shares(self, number: int) -> Iterator[Iterator[Batch]]:
+        """Context manager: this rank's shares of the rest of the batches of epoch `number`. Collective."""
+        batches, step = self.batches.epoch(number, self.position.step), self.position.step
+        with closing(prefetch.ahead(batches) if self.batches.ahead else batches) as shares:
+            if self.stopped and self.saver is not None and 0 < step < self.batches.steps:
+                self._save_between(number, step)  # a failure has prevented this checkpoint
+            yield shares
 
     def end_step(self) -> None:
         """Advance the position by one step, and call the callbacks with `strategy.measured` of that step. Local."""
-        number, step, _ = self.position
-        self.position, self.taken = Position(number, step + 1), self.taken + 1
+        step = self.position.step
+        self.advance(1)
         self.keep_error(partial(self.end_batch, step))
+
+    def advance(self, steps: int) -> None:
+        """Advance the position by a number of steps. Local."""
+        number, step, _ = self.position
+        self.position, self.taken = Position(number, step + steps), self.taken + steps
+
+    def end_steps(self, steps: int) -> None:
+        """End steps that this rank has taken on its own: all ranks have taken them now. Collective."""
+        self.advance(steps)
+        self._after_step()
+
+    def _after_step(self) -> None:
+        """Call between_steps of the callbacks, and write a checkpoint if one is due. Collective."""
+        number, step, _ = self.position
+        self.callbacks.between_steps(number, step - 1)
+        if self.saver is not None and step < self.batches.steps:
+            self._save_between(number, step)
 
     def _step(self, number: int, step: int, shares: Iterator[Batch]) -> None:
         strategy = self.strategy
@@ -337,9 +358,8 @@ class Fit:
         if not strategy.errors_in_step:
             with strategy.span("agree"):
                 raise_together(self.group.comm, self.error)
-        is_time = self.saver is not None and self.saver.is_time()
         leaves_out = self._leaves_out(number, step)
-        flags = float(leaves_out), float(strategy.stop_training), float(is_time), float(self.error is not None)
+        flags = self.flags(leaves_out)
         if leaves_out:
             strategy.replica.undo()
             strategy.measured = reduce_left_out_step(strategy, self._share, flags, self.meter.last())
@@ -348,6 +368,11 @@ class Fit:
         if (step + 1) % self._read_every == 0 or step + 1 == self.batches.steps:
             self.read_flags()
         strategy.count_step()
+
+    def flags(self, leaves_out: bool = False) -> tuple[float, ...]:
+        """Return this rank's values of FLAGS. Local."""
+        is_time = self.saver is not None and self.saver.is_time()
+        return float(leaves_out), float(self.strategy.stop_training), float(is_time), float(self.error is not None)
 
     def _leaves_out(self, number: int, step: int) -> bool:
         """Whether all ranks leave this step out: a callback of at least one rank asks for it. Collective.

@@ -13,10 +13,11 @@ except ImportError as error:
         'pip install ".[torch]" in the checkout'
     ) from error
 
+from trainers.local_sgd.outer import OuterSGD
 from trainers.pytorch.buckets import GradientError
 from trainers.pytorch.optimizer import MirroredOptimizer
 from trainers.pytorch.report import Report
 from trainers.pytorch.sparse import TAKES_SPARSE
 from trainers.replicas.pytorch.optimizer import ELEMENTWISE
 
-__all__ = ["ELEMENTWISE", "TAKES_SPARSE", "GradientError", "MirroredOptimizer", "Report"]
+__all__ = ["ELEMENTWISE", "TAKES_SPARSE", "GradientError", "MirroredOptimizer", "OuterSGD", "Report"]

@@ -21,6 +21,7 @@ from trainers import checks
 from trainers.backends import LOST_RESIDUALS, backend_for, connected_nccl
 from trainers.pytorch.buckets import own_gpu
 from trainers.pytorch.hooks import Hook
+from trainers.pytorch.local_sgd import LocalSteps
 from trainers.pytorch.optimizer_group import DROPPED, OptimizerGroup, group_of
 from trainers.pytorch.options import Options, check_arguments, check_still_fit, describe, split_frozen
 from trainers.pytorch.recovery import announce_policy, receive_newest_replica, regroup
@@ -41,6 +42,7 @@ class Assembly:
     optimizer: the plain one. The constructor checks the arguments and gives all ranks rank 0's model and state. It is
     collective, and raises on all ranks, before anything is changed.
 
+    local: the steps and rounds of local SGD, or None.
     topology: the ranks. backend: reduces the gradients. reducer: averages them. sharded: updates this rank's slice;
     None for a replicated update. kernels: the fused kernels of `optimizer`. trained, frozen: its parameters by name.
     buffers: with check_gradients="skip", copies of the model's buffers from before the step. source: the rank whose
@@ -52,6 +54,7 @@ class Assembly:
     reducer: Reducer
     kernels: Kernels
     sharded: ShardedOptimizer | None
+    local: LocalSteps | None
 
     def __init__(self, optimizer: Optimizer, model: torch.nn.Module, options: Options) -> None:
         self.optimizer, self.model, self.options = optimizer, model, options
@@ -59,6 +62,7 @@ class Assembly:
         self.closed = False
         self.slices_lost = False  # slices of a sharded update could not be recovered
         self._recovered_state: FullState | None = None  # the state of all slices, during a recovery
+        self.local = None
         given = options.allreduce.topology if isinstance(options.allreduce, AllReduce) else options.topology
         group = group_of(given)
         self._make(given or group.topology, group)
@@ -69,7 +73,7 @@ class Assembly:
     @property
     def steps(self) -> int:
         """The number of steps that the optimizer has done."""
-        return self.reducer.steps
+        return self.reducer.steps if self.local is None else self.local.steps
 
     # Creation
 
@@ -110,6 +114,9 @@ class Assembly:
         self.kernels, self.sharded = Kernels(optimizer, comm), None
         if options.update == "sharded" and self.reducer.parameters:
             self._shard(comm)
+        if options.local.asked:
+            before = None if self.local is None else self.local.carried()
+            self.local = LocalSteps(optimizer, self.trained, options, self.backend, self.reducer, self.buffers, before)
         if options.check_gradients == "skip":
             self._hook(model.register_forward_pre_hook(Hook(self.buffers.before_forward)))
         self.reducer.take_over(self)
@@ -129,7 +136,10 @@ class Assembly:
 
     def _make_reducer(self, comm: MPI.Intracomm, group: OptimizerGroup, number: int, device: Host) -> None:
         """Create the Reducer, with the buckets of dense and sparse gradients. Collective."""
-        queue, during = group.queue(number, self.topology, self.options.overlap, device.kind == "cuda")
+        threaded: bool | str = self.options.overlap
+        if self.options.local.fragment_sync_delay and threaded == "auto":
+            threaded = True  # averages of a fragment run while the steps go on
+        queue, during = group.queue(number, self.topology, threaded, device.kind == "cuda")
         self._cleanup.callback(queue.abandon)
         sparse = sparse_parameters(self.optimizer, self.model)
         self.reducer = Reducer(self.trained, sparse, self.options, self.backend, comm, queue, during, group, number)
@@ -168,6 +178,8 @@ class Assembly:
         if self.sharded is not None:
             self.sharded.placement.move_in()
             self.sharded.keep(self.reducer.steps)
+        if self.local is not None:
+            self.local.rounds.restart()
 
     def start_average(self) -> Callable[[], object]:
         """Start the average that other ranks have begun; returns a function that finishes it. Collective."""
@@ -181,6 +193,8 @@ class Assembly:
             group = self.reducer.group
             ok = True
             try:
+                if self.local is not None:
+                    self.local.end_round()
                 self.reducer.run_in_queue("closes the optimizer", lambda: None)
             except Exception as error:
                 if ulfm.lost(error) is None:
@@ -210,6 +224,8 @@ class Assembly:
 
     def newest_state(self, comm: MPI.Intracomm) -> Commit:
         """Receive the newest state of the ranks of `comm`; returns a function that loads it, locally. Collective."""
+        if self.local is not None:
+            return self.local.newest(comm)
         steps, load = receive_newest_replica(comm, self.model, self.optimizer, self.steps)
         state = self._assembled_state(comm)
 

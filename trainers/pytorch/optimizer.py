@@ -99,6 +99,9 @@ class MirroredOptimizer(Optimizer):
         closure: as in torch.optim.Optimizer.step. Returns the mean of its losses over the ranks.
         """
         with self._parts.usable():
+            if self._parts.local is not None:
+                self._parts.kernels.replace_broken()
+                return self._parts.local.step(closure)
             reducer = self._parts.reducer
             reducer.in_closure = closure is not None
             try:
@@ -189,9 +192,14 @@ class MirroredOptimizer(Optimizer):
         """Make `.grad` of every parameter the average over the ranks, unless it is already. Collective.
 
         Call it before clipping if a rank may not have called backward, and always with update="sharded".
+
+        With sync_every: end the round, so that all ranks have the averaged parameters; `.grad` stays this rank's.
         """
         with self._parts.usable():
-            self._parts.reducer.synchronize()
+            if self._parts.local is not None:
+                self._parts.local.end_round()
+            else:
+                self._parts.reducer.synchronize()
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -215,10 +223,14 @@ class MirroredOptimizer(Optimizer):
         as one rank does on all rows, also when their batches differ in size. The number holds until step(). With
         accumulation it is the number of rows of all parts. Any weight is allowed; 0 takes part and counts nothing.
         Costs one small message in the background; with equal numbers the result has the same bits as without this call.
-        An error in the numbers is raised by all ranks when they average.
+        An error in the numbers is raised by all ranks when they average. With sync_every it is the weight of this step
+        in the round, and the call is local; make it on all ranks or on none.
         """
         with self._parts.usable():
-            self._parts.reducer.count_rows(number)
+            if self._parts.local is not None:
+                self._parts.local.count_rows(number)
+            else:
+                self._parts.reducer.count_rows(number)
 
     @contextmanager
     def join(self) -> Iterator[None]:
@@ -248,6 +260,9 @@ class MirroredOptimizer(Optimizer):
 
     def _join_others(self) -> None:
         """Take part in the steps of ranks that have batches left, until no rank has. Collective."""
+        if self._parts.local is not None:
+            self._parts.local.join_others()
+            return
         reducer, sharded = self._parts.reducer, self._parts.sharded
         mine = reducer.steps
         while reducer.count_rows(0, active=False).ranks():
@@ -282,6 +297,8 @@ class MirroredOptimizer(Optimizer):
         with self._parts.usable():
             if self._parts.sharded is not None:
                 self._parts.sharded.placement.move_out()
+            if self._parts.local is not None:
+                self._parts.local.end_round()
             yield
             self._parts.reducer.run_in_queue("edits parameters", self._take_edits)
 
@@ -292,7 +309,14 @@ class MirroredOptimizer(Optimizer):
         self._parts.parameters_copied()
 
     def state_dict(self) -> dict[str, Any]:
-        """The state_dict of the plain optimizer, equal on all ranks. Collective when sharded."""
+        """The state_dict of the plain optimizer, equal on all ranks. Collective when sharded.
+
+        With sync_every it is collective, ends the round, and is this rank's own, since the inner optimizer's state
+        differs between ranks. It also has the outer momentum; the plain optimizer loads it too.
+        """
+        if self._parts.local is not None:
+            with self._parts.usable():
+                return self._parts.local.state_dict()
         sharded = self._parts.sharded
         if sharded is None:
             return self.optimizer.state_dict()
@@ -305,8 +329,13 @@ class MirroredOptimizer(Optimizer):
         Load the model before it is passed to MirroredOptimizer, or inside of `editing()`. Create schedulers first,
         because their constructors set the learning rate; then load the optimizer, then the schedulers.
 
-        state_dict: may be None on other ranks than 0, so that only one needs to read the file.
+        state_dict: may be None on other ranks than 0, so that only one needs to read the file. With sync_every a rank
+            that passes its own `state_dict` loads that one; the outer momentum is rank 0's.
         """
+        if self._parts.local is not None:
+            with self._parts.usable():
+                self._parts.local.load_state_dict(state_dict)
+            return
         with self._parts.usable():
             parts, reducer = self._parts, self._parts.reducer
             load = partial(load_root_state, reducer.comm, self.optimizer, state_dict)
@@ -334,13 +363,13 @@ class MirroredOptimizer(Optimizer):
 
     @property
     def steps(self) -> int:
-        """The number of steps that this optimizer has done, the same on all ranks."""
+        """The number of steps that this optimizer has done, the same on all ranks; this rank's own with sync_every."""
         return self._parts.steps
 
     @property
     def steps_skipped(self) -> int:
         """The number of steps that all ranks have left out, with check_gradients="skip"."""
-        return self._skipped
+        return self._skipped if self._parts.local is None else self._parts.local.skipped
 
     @property
     def closed(self) -> bool:
@@ -349,7 +378,8 @@ class MirroredOptimizer(Optimizer):
 
     def report(self) -> Report:
         """The cost of averaging on this rank so far. Print it."""
-        return self._parts.reducer.report(self.backend.name, self.update)
+        report, local = self._parts.reducer.report(self.backend.name, self.update), self._parts.local
+        return report if local is None else local.report(report)
 
     def close(self) -> None:
         """Free memory and communicators. Collective; closing twice does nothing.

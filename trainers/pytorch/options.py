@@ -27,10 +27,11 @@ from allreduce.wrappers.options import Given
 from trainers import checks
 from trainers.backends import UPDATES, compress_error
 from trainers.checks import MAJORITY
+from trainers.local_sgd.outer import LocalOptions, OuterSGD
 from trainers.pytorch.hooks import owner_of
 from trainers.pytorch.sparse import sparse_parameters
 from trainers.replicas.pytorch.optimizer import slice_error_of
-from trainers.replicas.pytorch.tensors import DTYPES
+from trainers.replicas.pytorch.tensors import DTYPES, is_dense
 from trainers.state import backup
 
 CHECK_EVERY = 1000  # steps
@@ -91,6 +92,22 @@ class Options:
         compress="float16"). "skip": no rank takes that step (a step with a closure raises), and the model's buffers
         (running statistics of batch norm, say) get their values from before the step. Costs one reading of the
         gradients, a small message, and with "skip" a copy of the buffers.
+    sync_every: H: local SGD (Stich 2019), for slow networks. Gradients are not averaged: every rank takes H steps of
+        its own, without messages; the H-th `step` averages the changes of the ranks' parameters. Ranks may pass
+        different H: an average is weighted by the steps that each rank has taken (or by `rows`), but all ranks must
+        have the same number of rounds; `join()` allows for different ones. In between, parameters differ: call
+        `synchronize()`, which ends the round early, before you evaluate or save the model; `state_dict`, `editing` and
+        `close` do so too. The inner optimizer's state stays on each rank, as in DiLoCo, so each rank saves its own
+        `state_dict`, which also holds the outer momentum. A step is collective only at the end of a round; then the
+        ranks compare the averaged parameters (check_every), and raise errors of any rank (check_gradients; "skip": a
+        rank leaves out its own step). A closure's loss is this rank's. After a failure the remaining ranks go back to
+        the last average, with rank 0's inner state. On the CPU, with update="replicated". `steps` counts this rank's.
+    outer_optimizer: with sync_every: "average": parameters become the ranks' mean. "diloco": Nesterov's momentum 0.9,
+        learning rate 0.7, on the averaged change (Douillard et al. 2023). Or an OuterSGD.
+    fragments, fragment_sync_delay, fragment_update_alpha: with sync_every: average `fragments` slices of the parameters
+        one after the other within H steps; begin each average `fragment_sync_delay` steps before it is applied, in a
+        thread; then parameters = alpha * own + (1 - alpha) * averaged (Streaming DiLoCo, Douillard et al. 2025; the
+        names are torchft's). A fragment's delay is less than sync_every / fragments.
     trace: a file for Perfetto, written by `close`: compute, buckets, waits and updates of all ranks; or a Trace.
     """
 
@@ -109,14 +126,30 @@ class Options:
     on_divergence: str = field(default="raise", metadata=one_of(*checks.DIVERGENCE_ANSWERS))
     source: str | int = MAJORITY
     check_gradients: str | None = field(default=None, metadata=one_of(*checks.ANSWERS, None))
+    sync_every: int | None = field(default=None, metadata={"compared": False})
+    outer_optimizer: str | OuterSGD = "average"
+    fragments: int = 1
+    fragment_sync_delay: int = 0
+    fragment_update_alpha: float = 0.0
     trace: str | os.PathLike[str] | Trace | None = field(default=None, metadata={"compared": False})
+
+    @property
+    def local(self) -> LocalOptions:
+        """The options of local SGD."""
+        return LocalOptions(
+            self.sync_every,
+            self.outer_optimizer,
+            self.fragments,
+            self.fragment_sync_delay,
+            self.fragment_update_alpha,
+        )
 
     def __str__(self) -> str:
         """The options that must be alike on the ranks."""
         values = {each.name: getattr(self, each.name) for each in fields(self) if each.metadata.get("compared", True)}
         values |= {name: float(values[name]) for name in ("bucket_mb", "first_bucket_mb")}
         values["allreduce"] = getattr(self.allreduce, "name", self.allreduce)
-        traced = ", trace=..." * (self.trace is not None)
+        traced = ", sync_every=..." * self.local.asked + ", trace=..." * (self.trace is not None)
         return f"MirroredOptimizer({', '.join(f'{name}={value!r}' for name, value in values.items())}{traced})"
 
     def errors(self, ranks: int) -> Iterator[OptionError]:
@@ -130,6 +163,13 @@ class Options:
             yield OptionError(f"{self.allreduce!r} {text}")
         if twice := compress_error(self.allreduce, self.compress):
             yield twice
+        if wrong := self.local.error():
+            yield OptionError(wrong)
+        if self.local.asked and self.update == "sharded":
+            yield OptionError(
+                f'sync_every={self.sync_every} with update="sharded": ranks that train on their own need all '
+                'parameters and the whole optimizer; use update="replicated"'
+            )
         if self.update != "sharded" and self.copies == 2:
             yield OptionError(f'copies=2: with update="{self.update}" all ranks have the whole state; leave out copies')
         if wrong := backup.copies_error(self.copies, ranks, goes_on=False):
@@ -278,9 +318,21 @@ def _errors_of_parameter(name: str, parameter: Parameter) -> Iterator[AllReduceE
         yield OptionError(f"{name} belongs to another MirroredOptimizer, which averages it too; close() that one")
 
 
+def _local_errors(trained: dict[str, Parameter], local: LocalOptions) -> Iterator[OptionError]:
+    if wrong := local.length_error(sum(each.numel() for each in trained.values())):
+        yield OptionError(wrong)
+    for name, each in trained.items():
+        if each.device.type != "cpu":
+            yield OptionError(f"sync_every averages parameters on the CPU, and {name} is on {each.device}")
+        if not is_dense(each):
+            yield OptionError(f"sync_every: {name} has strides {each.stride()}, with gaps or overlaps in its memory")
+
+
 def _update_errors(optimizer: Optimizer, model: Module, options: Options) -> Iterator[OptionError]:
     sparse = sparse_parameters(optimizer, model)
     trained = split_frozen(optimizer, model)[0]
+    if options.local.asked:
+        yield from _local_errors(trained, options.local)
     dense = [name for name, each in trained.items() if id(each) not in sparse]
     rest = [name for name, each in trained.items() if id(each) in sparse]
     if dense and isinstance(optimizer, torch.optim.SparseAdam):

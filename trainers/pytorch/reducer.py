@@ -69,6 +69,7 @@ class Reducer:
         gradients. Each has a bucket of its own, after the dense ones; all ranks get its averages (never SCATTERED).
     options: of the MirroredOptimizer. update="sharded": reduce_scatter instead of all_reduce: each rank gets the
         averages of the part of each bucket that it owns (SCATTERED), not of the whole bucket (AVERAGED).
+        With sync_every no gradients are averaged: there are no buckets and no hooks.
     backend: allocates the buffers and reduces them. comm: used in the queue only.
     queue: runs the reductions, in one order on all ranks. during: whether it does so during backward.
     group, number: the optimizers on these ranks, and the number of this one.
@@ -93,8 +94,9 @@ class Reducer:
         self._queue, self.during, self.comm, self.group, self.number = queue, during, comm, group, number
         self.device, self.guard = devices.device_of(trained.values()), partial(surviving, group)
         self.ranks = comm.size  # also known after close()
-        dense = [(name, each) for name, each in trained.items() if id(each) not in sparse]
-        rows = [(name, each) for name, each in trained.items() if id(each) in sparse]
+        averaged = {} if options.local.asked else trained
+        dense = [(name, each) for name, each in averaged.items() if id(each) not in sparse]
+        rows = [(name, each) for name, each in averaged.items() if id(each) in sparse]
         self.parameters = [each for _, each in dense]
         scatter = options.update == "sharded" and bool(dense)
         limits = (options.first_bucket_mb * MIB, options.bucket_mb * MIB) if during else (math.inf, math.inf)
@@ -115,14 +117,14 @@ class Reducer:
         self.bucket_of = {index: at for at, bucket in enumerate(self.buckets) for index in bucket.parameters}
         self.sizes = tuple(bucket.nbytes for bucket in self.dense)
         self._reduces_to = SCATTERED if scatter else AVERAGED
-        self.names, self._all = [name for name, _ in dense + rows], [each for _, each in dense + rows]
+        self.names, self._all = [name for name, _ in dense + rows], list(trained.values())
         self.state = LOCAL
         self._owns_gradients = False  # see take_over
         self.enabled = True  # False inside of no_sync()
         # True during a step with a closure. Such a step can't be left out, and its zero_grad() must not reset the rows.
         self.in_closure = False
         self.check: GradientCheck | None = None
-        if options.check_gradients is not None:
+        if options.check_gradients is not None and self.buckets:
             self.check = GradientCheck(options.check_gradients, [bucket.gradient_array() for bucket in self.buckets])
         self.clock = Clock()
         self.rows: Rows | None = None  # the rows of this step's batches, if rows() was called
@@ -135,7 +137,7 @@ class Reducer:
         self._marks = Marks(self.flats, self.plan, [bucket.owned for bucket in self.dense], self.device)
         self._hooks = [
             each.register_post_accumulate_grad_hook(partial(self._arrived, index))
-            for index, each in enumerate(self._all)
+            for index, (_, each) in enumerate(dense + rows)
         ]
 
     def take_over(self, owner: object) -> None:

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 from mpi4py import MPI
@@ -12,6 +13,14 @@ from allreduce.transport.control import on_all_ranks, raise_together
 from allreduce.transport.wait import waiting
 
 NO_ROWS = "no rank has rows in this step: rows(0) was called on all ranks; leave out the step on all of them"
+
+
+def rows_error(number: Any) -> OptionError | None:
+    """Return the error if `number` is no number of rows, or None. Local."""
+    valid = isinstance(number, int | float | np.integer | np.floating) and not isinstance(number, bool)
+    if valid and 0 <= number < math.inf:
+        return None
+    return OptionError(f"rows() takes the number of rows of this rank's batch, a number >= 0, got {number!r}")
 
 
 class Rows:
@@ -28,12 +37,7 @@ class Rows:
     ) -> None:
         self._comm, self._mine, self._active = comm, mine, active
         self._total, self._ranks = 0.0, 0
-        self._error: OptionError | None = None
-        number = isinstance(mine, int | float | np.integer | np.floating) and not isinstance(mine, bool)
-        if not number or not 0 <= mine < math.inf:
-            self._error = OptionError(
-                f"rows() takes the number of rows of this rank's batch, a number >= 0, got {mine!r}"
-            )
+        self._error = rows_error(mine)
         self._future = submit(self._count)
 
     def wait(self) -> None:

@@ -396,14 +396,19 @@ def recovery_info(fit: Fit) -> dict[str, Any]:
         "stop": [fit.stopped, fit.strategy.stop_training],
         "called": fit.callbacks.called(),
         "asks": fit.callbacks.asks,
+        "looks": fit.callbacks.looks,
         "saver": None if fit.saver is None else fit.saver.recovery_info(),
     }
 
 
 def move_position(fit: Fit, gained: int) -> None:
-    """Move the fit's position by `gained` steps (-1, 0 or 1), to match the state that was loaded. Local."""
+    """Move the fit's position by `gained` steps, to match the state that was loaded: -1, 0 or 1, or a round of steps
+    that this rank has taken on its own. Local."""
     if gained > 0:
         fit.read_flags()
+    if gained > 0 and fit.strategy.mirrors != "step":
+        fit.advance(gained)
+    elif gained > 0:
         with suppress(DivergedError):  # all ranks raise it together later, in `check_all`
             fit.end_step()
     elif gained < 0:
@@ -422,7 +427,7 @@ def catch_up(fit: Fit, infos: list[dict[str, Any]]) -> None:
         if position.stage != STEPS:
             fit.logs = ahead["logs"]
         fit.stopped, fit.strategy.stop_training = ahead["stop"]
-    fit.asks = any(info["asks"] for info in infos)
+    fit.asks, fit.looks = (any(info[name] for info in infos) for name in ("asks", "looks"))
     fit.callbacks.repeat((tuple(event), called) for event, called in (info["called"] for info in infos))
 
 

@@ -64,7 +64,7 @@ class Terminating(Callback):
     """
 
     collective = True  # all ranks of a fit have one
-    reads_batches = False
+    reads_batches = reads_model = False
 
     def __init__(self, comm: MPI.Intracomm | None = None) -> None:
         self._comm = comm

@@ -24,7 +24,8 @@ from trainers.replica import Replica
 log = logging.getLogger("trainers")
 
 Arrays = dict[str, np.ndarray]
-RATES = "trainer.learning_rates"  # optional entry of a state: the learning rates
+# optional entries of a state: the learning rates, and the momentum of local SGD's outer optimizer
+RATES, OUTER = "trainer.learning_rates", "trainer.outer_momentum"
 ADOPT = "load a state"
 
 

@@ -1,6 +1,6 @@
 """The `Strategy` interface, and `EpochRun`, the part of a fit that a strategy uses."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
@@ -16,10 +16,11 @@ from trainers.data import Batch, Batches
 from trainers.errors import ArgumentError
 from trainers.group import RankGroup
 from trainers.replica import Hold, Replica, Rows
-from trainers.state.adopt import RATES, Arrays, Piece
+from trainers.state.adopt import OUTER, RATES, Arrays, Piece
 from trainers.stopwatch import Stopwatch
 from trainers.watching.meter import Meter
 
+INNER = "inner."  # prefix, in a rank's local state, of the optimizer's state that differs between ranks (local SGD)
 # appended to each step's metrics; after the reduction: the number of ranks that set the flag
 FLAGS = ("left_out", "stop", "save", "failed")
 
@@ -29,15 +30,25 @@ class EpochRun(Protocol):
 
     batches: the fit's batches.
     error: an error of this rank that the other ranks do not know yet; all ranks raise it when they next agree.
+    stopped: all ranks know that the fit ends here.
     """
 
     batches: Batches
     error: Exception | None
+    stopped: bool
 
     @property
     def first_step(self) -> int: ...
 
     def run_steps(self, number: int) -> None: ...
+
+    def shares(self, number: int) -> AbstractContextManager[Iterator[Batch]]: ...
+
+    def end_steps(self, steps: int) -> None: ...
+
+    def flags(self) -> tuple[float, ...]: ...
+
+    def read_flags(self) -> None: ...
 
     def keep_error(self, action: Callable[[], Any]) -> Any: ...
 
@@ -209,7 +220,28 @@ class Strategy:
         set. Local."""
         return nullcontext() if self.trace is None else self.trace.span(kind)
 
+    def end_round(self) -> None:
+        """Make the parameters of all ranks equal, if ranks have taken steps on their own since they were. Called before
+        anything looks at the model. Collective."""
+
     # State distributed over the ranks
+
+    def shared_state(self) -> Arrays:
+        """Return copies of the state of the strategy itself, equal on all ranks, for checkpoints; `load_state` takes it
+        with the replica's. Local."""
+        return {}
+
+    def local_state(self) -> Arrays:
+        """Return the state that differs between ranks, for checkpoints: the replica's, and the strategy's. Local."""
+        return self.replica.local_state()
+
+    def load_local_state(self, state: Arrays) -> None:
+        """Load a result of `local_state`, of any strategy. Raises ModelFileError if it is of another model. Local."""
+        self.replica.load_local_state({name: array for name, array in state.items() if not name.startswith(INNER)})
+
+    def reset(self) -> None:
+        """Reset the state of the strategy itself, because another model was loaded. Local, called on all ranks."""
+        self.load_own_state({})
 
     def gather_state(self, state: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
         """Return `state` (this rank's replica state) with the parts that other ranks hold filled in. Collective."""
@@ -248,7 +280,8 @@ class Strategy:
 
     def load_state(self, step: int, state: Arrays) -> None:
         """Load the complete state after `step` steps into the replica. Local; all ranks load the same state. Removes
-        RATES from `state`."""
+        RATES and OUTER from `state`."""
+        state.pop(OUTER, None)
         rates = state.pop(RATES, None)
         self.replica.load_state(state)
         if rates is not None and rates.tolist() != self.replica.learning_rates:

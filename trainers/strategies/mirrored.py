@@ -124,8 +124,12 @@ class Mirrored(Strategy):
         self.measured = self._measured = self._allocate(extra, "float32") if self._separate else buffer[length:]
         self.buffer = buffer  # set before `bind`, which may raise on one rank: `close` then unbinds every rank
         together(self.group.comm, lambda: replica.bind(buffer[:length]))
-        self._backend.describe(buffer[:length], _parts(replica))
+        self._describe(buffer[:length])
         self._update = ReplicatedUpdate(self, *self._reduced, self._tables)
+
+    def _describe(self, array: Any) -> None:
+        """Tell the backend which parameters the elements of an allocated array belong to. Local."""
+        self._backend.describe(array, _parts(self.replica))
 
     def _allocate(self, length: int, dtype: str) -> Any:
         return self._backend.allocate(length, dtype, device=self.replica.device)

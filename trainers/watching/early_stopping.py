@@ -51,7 +51,7 @@ class EarlyStopping(Callback):
         self.monitor, self.patience, self.verbose = monitor, patience, verbose
         self.baseline, self.start_from_epoch = baseline, start_from_epoch
         self.restore_best_weights = restore_best_weights
-        self.collective = restore_best_weights
+        self.collective = self.reads_model = restore_best_weights
         self._begin()
 
     def _begin(self) -> None:

@@ -87,6 +87,8 @@ class Epoch:
 class History(list[Epoch], Callback):
     """The epochs of one `fit`, in order; prints as a line for each."""
 
+    reads_model = False
+
     def on_epoch_end(self, epoch: int, logs: Logs | None = None) -> None:
         self.append(Epoch.of_logs(epoch, logs or {}))
 

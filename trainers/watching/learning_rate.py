@@ -34,7 +34,7 @@ class LearningRateSchedule(Callback):
     """
 
     collective = True
-    reads_batches = False
+    reads_batches = reads_model = False
 
     def __init__(
         self,

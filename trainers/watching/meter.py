@@ -109,6 +109,25 @@ class Meter(Callback):
         return dict(zip(self._metrics, values.tolist(), strict=True))
 
 
+class RoundMeter(Meter):
+    """A Meter for ranks that take steps on their own, and add up the metrics of several steps at once."""
+
+    def on_train_batch_end(self, batch: int, logs: Logs | None = None) -> None:
+        """Does nothing: `add` stores the values."""
+
+    def add(self, sums: np.ndarray) -> None:
+        """Store the values of the next steps. Local, the same on all ranks.
+
+        sums: (steps, metrics + 1): the sums over the ranks of each metric times the rank's share of the batch, then the
+            sum of these shares. It is 0 if no rank has taken the step.
+        """
+        shares, rows = sums[:, -1], self._rows[self._done : self._done + len(sums)]
+        with np.errstate(invalid="ignore", divide="ignore"):
+            rows[:, :-1] = sums[:, :-1] / shares[:, np.newaxis]
+        rows[:, -1] = shares == 0
+        self._done += len(sums)
+
+
 class Tally(Callback):
     """Sums the metrics over the rows that this rank computes; `collect` sums them over all ranks.
 

@@ -27,7 +27,7 @@ class ModelCheckpoint(Callback):
     """
 
     collective = True
-    reads_batches = False
+    reads_batches = reads_model = False  # trainer.save averages the parameters
 
     def __init__(
         self,

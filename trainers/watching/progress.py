@@ -14,7 +14,7 @@ class Progress(Callback):
     """Prints the progress of a fit on rank 0. wanted: False for no output. stream: where lines are printed; None for
     stdout."""
 
-    reads_batches = False
+    reads_batches = reads_model = False
 
     def __init__(self, wanted: bool, rank: int, steps: int, epochs: int, stream: TextIO | None = None) -> None:
         self._wanted = wanted

@@ -1,6 +1,7 @@
 """One rank of a training in which ranks kill themselves, and standby ranks replace them.
 
     mpirun --with-ft ulfm -n 6 python -m tests.faults.moments.joining mirrored
+    mpirun --with-ft ulfm -n 6 python -m tests.faults.moments.joining local
     mpirun --with-ft ulfm -n 6 python -m tests.faults.moments.joining central FOLDER
 
 Three ranks work and three stand by. Two of these are needed; the last one is released, or has failed before. Each rank
@@ -25,6 +26,8 @@ def main(kind: str, folder: str = "") -> None:
     given: dict[str, Any] = {"options": {}}
     if kind == "central":
         given = {"options": {"storage": 1}, "kind": CentralStorageTrainer, "checkpoint": Checkpoint(folder, "7 steps")}
+    if kind == "local":
+        given = {"options": {"sync_every": 4, "outer_optimizer": "diloco"}}
     pool = Topology()
     moments = {1: ("batch_begin", 1, 2), 0: ("epoch_end", 3, 0)}
     deaths = Deaths(moments.get(pool.rank))

@@ -2,7 +2,7 @@
 
     mpirun --with-ft ulfm -n 6 python -m tests.faults.moments.lost_torch FOLDER
 
-Writes a checkpoint to FOLDER.
+Writes a checkpoint to FOLDER. With "local" instead of it: two of four ranks die in local SGD.
 
 Every remaining rank ends with the parameters of a training without failures, and prints a line for each part.
 """
@@ -177,6 +177,36 @@ def twice(topology: allreduce.Topology) -> MirroredOptimizer:
     return optimizer
 
 
+def local(topology: allreduce.Topology) -> None:
+    """The last rank dies in a round, and then the next one, with an average under way: they cost a round at most."""
+    optimizers: list[MirroredOptimizer] = []
+    for options in ({}, {"fragments": 2, "fragment_sync_delay": 1}):
+        model = network(6)
+        optimizer = MirroredOptimizer(
+            plain(model), model, topology=topology, sync_every=4, outer_optimizer="diloco", **options
+        )
+        dies, told = topology.rank == topology.size - 1, []
+        optimizers.append(optimizer)  # closing the last one would close the topology
+        while optimizer.steps < 20:
+            x, y = (each[optimizer.topology.rank :: optimizer.topology.size] for each in batch(optimizer.steps))
+            optimizer.zero_grad()
+            functional.cross_entropy(model(x), y).backward()
+            if dies and optimizer.steps == 6:
+                die()
+            try:
+                optimizer.step()
+            except RankLostError as error:
+                told.append(error.lost)
+                momentum = optimizer.state_dict()["local_sgd"]["momentum"]
+                assert momentum.abs().max() > 0
+        assert told == [(topology.size - 1,)]
+        optimizer.synchronize()
+        topology = optimizer.topology
+        bits = nn.utils.parameters_to_vector(model.parameters()).detach().numpy().tobytes()
+        assert len(set(topology.world.allgather(bits))) == 1
+    print(f"local: rank {MPI.COMM_WORLD.rank} is one of {topology.size}", flush=True)
+
+
 def recipe() -> allreduce.Topology:
     """The loop of docs/programs/run_survive_torch.py, without its kill; rank 3 dies before its hundredth step."""
     text = (launch.ROOT / "docs" / "programs" / "run_survive_torch.py").read_text()
@@ -192,6 +222,9 @@ def recipe() -> allreduce.Topology:
 
 
 def main() -> None:
+    if sys.argv[1] == "local":
+        local(allreduce.Topology.of_survivors())
+        return
     folder = Path(sys.argv[1])
     left = recipe()
     optimizer = replicated(left, True, "in backward", 1)

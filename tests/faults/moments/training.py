@@ -76,6 +76,18 @@ def several(ranks: Topology, options: dict[str, str]) -> dict[str, Any]:
     return trained(ranks, options, deaths)
 
 
+def local(ranks: Topology, options: dict[str, str]) -> dict[str, Any]:
+    """Three of four ranks die in a local SGD with rounds of 4 of an epoch's 5 steps: in a round, before an average, and
+    after an epoch that has ended in the middle of a round."""
+    moments = {0: ("batch_begin", 1, 2), 2: ("batch_end", 3, 4), 1: ("epoch_end", 4, 0)}
+    deaths = Deaths(moments.get(ranks.rank))
+    deaths.reads_model = options["looks"] == "yes"
+    given: dict[str, Any] = {"sync_every": 4, "outer_optimizer": "diloco"}
+    if options["way"] == "streamed":
+        given |= {"fragments": 2, "fragment_sync_delay": 1, "fragment_update_alpha": 0.5}
+    return trained(ranks, given, deaths)
+
+
 def sharded(ranks: Topology, options: dict[str, str]) -> dict[str, Any]:
     """One of three ranks dies, and its slice of the optimizer's state is lost: back to a checkpoint."""
     deaths = Deaths(("batch_begin", 2, 3) if ranks.rank == 1 else None)
@@ -227,6 +239,7 @@ def trained(
             "predicted": trainer.predict(x)[:3].tolist(),
             "told": deaths.told,
             "rank": trainer.rank,
+            "steps": trainer.strategy.steps,
         }
     with MirroredTrainer(network(0), topology=Topology(MPI.COMM_SELF)) as alone:
         came["alone"] = [epoch.as_dict() for epoch in alone.fit(x, y, EPOCHS, BATCH, callbacks=[schedule()], **given)]
@@ -236,6 +249,7 @@ def trained(
 
 TRAININGS: dict[str, Callable[[Topology, dict[str, str]], dict[str, Any]]] = {
     "several": several,
+    "local": local,
     "sharded": sharded,
     "central": central,
     "storage": storage,

@@ -97,6 +97,8 @@ def exact(reduce: Any) -> None:
     found, rows = reduce.sparse(np.array([rank]), np.full((1, 2), 1 + 2.0**-20), size, "sum")
     assert found.tolist() == list(range(size))
     assert (rows == 1 + 2.0**-20).all()
+    found, rows = reduce.sparse(np.arange(1 << 10), np.full((1 << 10, 256), 1 + 2.0**-20, "float32"), 1 << 10, "sum")
+    assert (rows == np.float32(size * (1 + 2.0**-20))).all()  # summed as one dense array
 
 
 def disagree(reduce: Any) -> None:
@@ -126,6 +128,8 @@ def test_only_messages_between_nodes_are_compressed(name: str, per_node: Any, to
         flag = np.full(3, 1 + 2.0**-20)
         reduce.exact(flag, "max")
         assert (flag == 1 + 2.0**-20).all()
+        _, rows = reduce.sparse(np.arange(1 << 10), np.full((1 << 10, 256), 1 + 2.0**-20, "float32"), 1 << 10, "mean")
+        assert (rows == np.float32(1 + 2.0**-20)).all()
         assert reduce.state() == {}
 
 

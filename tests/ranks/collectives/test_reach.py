@@ -12,7 +12,7 @@ from mpi4py import MPI
 
 import allreduce
 from allreduce import notices
-from allreduce.arrays import float16
+from allreduce.arrays import casts, float16
 from allreduce.backends import shared
 from allreduce.errors import CommunicationError
 from allreduce.transport import cma
@@ -146,6 +146,7 @@ def test_float16_in_whole_words(flat: allreduce.Topology, monkeypatch: pytest.Mo
         ends.append(out.size - (done.stop - done.start))
         return done
 
+    monkeypatch.setattr(casts, "imported_torch", lambda: None)
     monkeypatch.setattr(shared, "float16", SimpleNamespace(combine=combine, WORD=float16.WORD))
     with allreduce.create("shared", flat) as reduce:
         for length in range(1000, 1000 + 2 * SIZE):

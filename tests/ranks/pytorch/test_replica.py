@@ -417,3 +417,28 @@ def test_named_errors(world: MPI.Intracomm, flat: allreduce.Topology) -> None:
         for x, y in ((np.zeros((4, 7), "float32"), np.zeros(4, int)), (np.zeros((4, 6)), np.zeros((4, 9, 9)))):
             with pytest.raises(ArgumentError, match="Sequential can't be fed with"):
                 trainer.fit(x, y, progress=False)
+
+
+@pytest.mark.parametrize("options", [{}, {"fragments": 2, "fragment_sync_delay": 1, "outer_optimizer": "diloco"}])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_local_sgd_averages_parameters_and_statistics(
+    world: MPI.Intracomm, flat: allreduce.Topology, dtype: torch.dtype, options: dict[str, Any]
+) -> None:
+    """Statistics of batch norm become the mean of the ranks', whatever the outer optimizer; replicas end up equal."""
+    torch.manual_seed(1)
+    module = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 3)).to(dtype)
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.05, momentum=0.9)
+    generator = np.random.default_rng(2)
+    x = generator.normal(size=(40 * flat.size, 6)).astype(np.float32)
+    y = x[:, :3].argmax(1)
+    replica = TorchReplica(module, nn.CrossEntropyLoss(), optimizer)
+    with MirroredTrainer(replica, "ring", flat, sync_every=4, **options) as trainer:
+        before = trainer.evaluate(x, y)["loss"]
+        trainer.fit(x, y, 6, 8 * flat.size, progress=False)
+        assert trainer.evaluate(x, y)["loss"] < before
+        assert len(set(trainer.parameters_sha256())) == 1
+    for name in ("running_mean", "running_var"):
+        statistic = getattr(module[1], name).float().numpy()
+        assert len(set(world.allgather(statistic.tobytes()))) == 1
+        assert np.isfinite(statistic).all()
+    assert (module[1].running_var > 0).all()

@@ -6,7 +6,6 @@ import json
 import os
 import random
 import shutil
-import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
@@ -46,16 +45,6 @@ from trainers.watching.history import History
 
 SIZE = MPI.COMM_WORLD.size
 ROWS, FEATURES, EPOCHS, BATCH = 50, 6, 4, 12  # five steps in an epoch, the last one short
-
-
-@pytest.fixture
-def folder(world: MPI.Intracomm) -> Iterator[Path]:
-    """Return one folder for all ranks; the trainer creates it."""
-    made = Path(world.bcast(tempfile.mkdtemp() if world.rank == 0 else None))
-    yield made / "run"
-    world.Barrier()
-    if world.rank == 0:
-        shutil.rmtree(made)
 
 
 def network(**options: Any) -> NumpyNetwork:

@@ -1,0 +1,104 @@
+"""Casts between float32 and 16-bit floats: the bits of NumPy's and ml_dtypes' casts, in less time.
+
+If PyTorch is imported, its casts are used. Otherwise float16 is widened by integer operations, as in
+allreduce.arrays.float16. Both have other bits for NaNs, and the integers for infinities. So arrays are cast in blocks
+that stay in the cache, and NumPy casts the blocks that hold such values. (Rounding float32 to float16 by integers, with
+the right bits for subnormals, took as long as NumPy.)
+
+Nanoseconds an element, on one core of an EPYC (NumPy 2.4, ml_dtypes 0.5, PyTorch 2.13 with one thread):
+
+                           NumPy    integers    PyTorch    PyTorch in blocks, with the look for NaNs
+    float32 -> float16     2.48                 0.07       0.20
+    float16 -> float32     1.64     0.36        0.07       0.20
+    float32 -> bfloat16    0.40                 0.10       0.22
+    bfloat16 -> float32    0.07                 0.10
+"""
+
+import sys
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+
+from allreduce.arrays.chunks import segments
+from allreduce.arrays.dtypes import BFLOAT16, FLOAT16, TYPES
+from allreduce.arrays.ops import Op
+from allreduce.arrays.workspace import Workspace
+
+FLOAT = np.dtype(np.float32)
+BITS, SHORT_BITS = np.dtype(np.int32), np.dtype(np.int16)
+BLOCK = 64 * 1024  # elements that stay in the cache
+SERIAL_BLOCK = 32 * 1024 - 64  # elements: PyTorch casts larger arrays on several threads, if it has them
+INFINITY = 65536.0  # an infinite float16, taken for a number
+UP = np.float32(2.0**112)  # between the exponents of float16 and float32
+DROPPED = 13  # bits of float32's fraction that float16 has not
+MOVED = np.int32(~0x70001FFF)  # the bits of float32 that the bits of a float16 are moved to
+BY_INTEGERS = FLOAT16, FLOAT
+BY_TORCH = BY_INTEGERS, (FLOAT, FLOAT16), (FLOAT, BFLOAT16)
+
+
+def cast(source: np.ndarray, out: np.ndarray) -> None:
+    """Write `source` to `out`: contiguous 1-D arrays of any dtypes; rounded to nearest, ties to even. Local.
+
+    NaNs, infinities and overflows may cause NumPy's floating-point warnings: callers ignore them by np.errstate.
+    """
+    kinds = source.dtype, out.dtype
+    torch = imported_torch() if kinds in BY_TORCH and source.flags.writeable else None
+    if torch is None and kinds != BY_INTEGERS:
+        np.copyto(out, source, casting="unsafe")
+        return
+    step = BLOCK if torch is None or torch.get_num_threads() == 1 else SERIAL_BLOCK
+    for block in segments(slice(0, source.size), step):
+        given, written = source[block], out[block]
+        done = _from_float16(given, written) if torch is None else _by_torch(torch, given, written)
+        if not done:
+            np.copyto(written, given, casting="unsafe")
+
+
+def combine(parts: Iterable[np.ndarray], out: np.ndarray, op: Op, workspace: Workspace) -> None:
+    """Combine 1-D arrays in order in the accumulator's dtype, apply op.finish, and write the result to `out`. Local.
+
+    parts: of the dtype and length of `out`, which may be one of them.
+    """
+    accumulator = TYPES[out.dtype].accumulator
+    total = workspace.array("total", out.size, accumulator)
+    for number, part in enumerate(parts):
+        if number == 0:
+            cast(part, total)
+        elif part.dtype == accumulator:
+            op.combine(total, part, out=total)
+        else:
+            wide = workspace.array("wide part", out.size, accumulator)
+            cast(part, wide)
+            op.combine(total, wide, out=total)
+    op.finish(total)
+    cast(total, out)
+
+
+def imported_torch() -> Any:
+    """Return PyTorch, if it is imported completely, or None. Local."""
+    torch = sys.modules.get("torch")
+    return torch if hasattr(torch, "compile") else None
+
+
+def _by_torch(torch: Any, source: np.ndarray, out: np.ndarray) -> bool:
+    """Cast by PyTorch; return False if there is a NaN."""
+    _tensor(torch, out).copy_(_tensor(torch, source))
+    floats = source if source.dtype == FLOAT else out
+    return not np.isnan(floats.max())
+
+
+def _tensor(torch: Any, array: np.ndarray) -> Any:
+    if array.dtype == BFLOAT16:
+        return torch.from_numpy(array.view(SHORT_BITS)).view(torch.bfloat16)
+    return torch.from_numpy(array)
+
+
+def _from_float16(source: np.ndarray, out: np.ndarray) -> bool:
+    """Cast float16 to float32; return False if there is a NaN or an infinity."""
+    bits = out.view(BITS)
+    np.copyto(bits, source.view(SHORT_BITS))  # the sign fills the upper bits
+    np.left_shift(bits, DROPPED, out=bits)
+    np.bitwise_and(bits, MOVED, out=bits)
+    np.multiply(out, UP, out=out)
+    return bool(out.max() < INFINITY and out.min() > -INFINITY)

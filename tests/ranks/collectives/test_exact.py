@@ -1,0 +1,265 @@
+"""exact=True: the bits of sums depend on nothing but the data, with every backend, division into nodes and slices."""
+
+import itertools
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pytest
+from mpi4py import MPI
+
+import allreduce
+from allreduce import Part, errors
+from allreduce.arrays.fixed_point import BLOCK
+from allreduce.errors import UnavailableError
+from allreduce.wrappers.exact import Exact
+from tests.ranks.grid import numpy_dtype, run_grid, shapes
+from tests.ranks.together import raised_everywhere
+
+WORLD = MPI.COMM_WORLD
+RANK, SIZE = WORLD.rank, WORLD.size
+SHAPES = shapes(SIZE)
+LENGTHS = (SIZE + 1, 40_003)
+FLOATS = ("float16", "bfloat16", "float32", "float64")
+DTYPES = FLOATS if SIZE == 2 else ("float32", "float64") if SIZE == 3 else ("float32",)  # many ranks take long
+several = pytest.mark.skipif(SIZE == 1, reason="one rank alone is its own sum")
+PLACES = [(name, shape) for name in allreduce.NAMES for shape in SHAPES]
+every_place = pytest.mark.parametrize(("name", "shape"), PLACES, ids=["-".join(place) for place in PLACES])
+
+
+@pytest.fixture
+def made(topology_of: Callable[..., allreduce.Topology]) -> Callable[..., Any]:
+    """make(name, shape, **options) -> a backend with exact=True; skips the test where it is unavailable."""
+
+    def make(name: str, shape: str = "flat", **options: Any) -> Any:
+        try:
+            return allreduce.create(name, topology_of(SHAPES[shape]), exact=True, **options)
+        except UnavailableError as error:
+            pytest.skip(str(error))
+
+    return make
+
+
+def values(number: int, dtype: str, length: int, spread: int = 12) -> np.ndarray:
+    """Term `number` of a sum; magnitudes differ by 2^spread, so that a plain sum depends on its order."""
+    rng = np.random.default_rng([number, length])
+    return np.ldexp(rng.uniform(-1, 1, length), rng.integers(-spread, 1, length)).astype(numpy_dtype(dtype))
+
+
+def everywhere_equal(array: np.ndarray, what: str) -> bytes:
+    """Return the array's bits, which must be equal on all ranks. Collective."""
+    bits = array.tobytes()
+    assert len(set(WORLD.allgather(bits))) == 1, f"{what}: the ranks have different bits"
+    return bits
+
+
+@every_place
+def test_grid(name: str, shape: str, made: Callable[..., Any]) -> None:
+    """The results are right, for arrays and slices of every kind, and every operation but products."""
+    with made(name, shape) as reduce:
+        assert isinstance(reduce, Exact)
+        for dtype in FLOATS if SIZE == 2 and shape == "flat" else ("float32",) if SIZE % 2 else ("bfloat16", "float64"):
+            run_grid(reduce, dtype, WORLD, (1, SIZE + 1, 100_003) if SIZE == 2 else (1000,))
+        run_grid(reduce, "int32", WORLD, (1000,))
+
+
+@pytest.fixture(autouse=True)
+def no_products(monkeypatch: pytest.MonkeyPatch) -> None:
+    from tests.ranks import grid
+
+    every = grid.ops_at
+    monkeypatch.setattr(grid, "ops_at", lambda *of: tuple(op for op in every(*of) if op != "prod" or of[2].kind == "i"))
+
+
+@several
+def test_bits_are_those_of_every_other_backend(made: Callable[..., Any], topology_of: Any) -> None:
+    """Of allocated and foreign arrays, in any order of ranks, by either phase, in slices of whole blocks."""
+    found: dict[tuple[str, int, str], dict[bytes, str]] = {}
+    for name, shape in PLACES:
+        try:
+            reduce = allreduce.create(name, topology_of(SHAPES[shape]), exact=True)
+        except UnavailableError:
+            continue
+        with reduce:
+            for dtype in DTYPES:
+                for length in LENGTHS:
+                    for op in ("sum", "mean"):
+                        for way, bits in ways(reduce, dtype, length, op):
+                            found.setdefault((dtype, length, op), {}).setdefault(bits, f"{name}, {shape}, {way}")
+    different = {case: list(bits.values()) for case, bits in found.items() if len(bits) > 1}
+    assert not different, different
+    assert len(found) == len(LENGTHS) * 2 * len(DTYPES)
+
+
+def ways(reduce: Any, dtype: str, length: int, op: str) -> Any:
+    """Yield (name, bits of the result) of several ways to sum the same terms. Collective."""
+    allocated = reduce.allocate(length, dtype)
+    allocated[:] = values(RANK, dtype, length)
+    reduce(allocated, op)
+    yield "allocated", everywhere_equal(allocated, "allocated")
+    foreign = values(SIZE - 1 - RANK, dtype, length)
+    reduce(foreign, op)
+    yield "foreign, reversed", everywhere_equal(foreign, "foreign")
+    allocated[:] = values(RANK, dtype, length)
+    reduce.reduce_scatter(allocated, op)
+    reduce.all_gather(allocated)
+    yield "phases", everywhere_equal(allocated, "phases")
+    allocated[:] = values(RANK, dtype, length)
+    cuts = [0, *(cut for cut in (BLOCK, 2 * BLOCK, 30 * BLOCK) if cut < length), length]
+    for begin, end in reversed(list(itertools.pairwise(cuts))):
+        reduce(allocated[begin:end], op)
+    yield "slices", everywhere_equal(allocated, "slices")
+    tree = {"first": values(RANK, dtype, 7), "second": values(RANK, dtype, length)}
+    reduce(tree, op)
+    yield "a tree", everywhere_equal(tree["second"], "a tree")
+    out = np.empty(length, numpy_dtype(dtype))
+    reduce.sum_terms([values(RANK, dtype, length)], out, op, SIZE)
+    yield "sum_terms", everywhere_equal(out, "sum_terms")
+
+
+TERMS = 12
+
+
+def divided(terms: int, ranks: int, way: int) -> list[list[int]]:
+    """Ways to divide numbered terms among ranks: in order, in turns, and all on the last rank."""
+    numbers = list(range(terms))
+    if way == 0:
+        return [part.tolist() for part in np.array_split(numbers, ranks)]
+    if way == 1:
+        return [numbers[rank::ranks] for rank in range(ranks)]
+    return [[] for _ in range(ranks - 1)] + [numbers[::-1]]
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_terms_have_the_same_bits_on_any_ranks(dtype: str, made: Callable[..., Any]) -> None:
+    """Also on one rank: `expected` is what a topology of this rank alone gives."""
+    length = 20_001
+    for op in ("sum", "mean"):
+        with allreduce.Topology(MPI.COMM_SELF) as alone, allreduce.create("ring", alone, exact=True) as single:
+            expected = np.empty(length, numpy_dtype(dtype))
+            single.sum_terms([values(number, dtype, length) for number in range(TERMS)], expected, op, TERMS)
+        for name in ("ring", "shared", "auto"):
+            with made(name) as reduce:
+                out = reduce.allocate(length, dtype)
+                for way in range(3):
+                    mine = divided(TERMS, SIZE, way)[RANK]
+                    terms = np.stack([values(number, dtype, length) for number in mine] or [out])[: len(mine)]
+                    assert reduce.sum_terms(terms, out, op, TERMS) is out
+                    assert everywhere_equal(out, name) == expected.tobytes(), (name, way)
+                    part = reduce.sum_terms(list(terms), out, op, TERMS, "reduce_scatter")
+                    own = reduce.owned(length)
+                    assert part.base is out or part.base is out.base
+                    assert part.tobytes() == expected[own].tobytes(), (name, way)
+
+
+@several
+@pytest.mark.parametrize("name", ["shared", "ring", "auto"])
+def test_buckets_of_described_parts_have_the_bits_of_the_whole(name: str, made: Callable[..., Any]) -> None:
+    sizes = [3, 5 * BLOCK + 1, 1, BLOCK, 70_000, 12]
+    ends = np.cumsum(sizes).tolist()
+    parts = [
+        Part(f"p{number}", end - size, (size,)) for number, (size, end) in enumerate(zip(sizes, ends, strict=True))
+    ]
+    length = ends[-1] + 4  # something follows the parameters
+    with made(name) as reduce:
+        array = reduce.allocate(length)
+        reduce.describe(array, parts)
+        results = []
+        for cuts in ([0, length], [0, ends[0], ends[3], length], [0, ends[1], ends[1] + 1, ends[4], ends[5], length]):
+            array[:] = values(RANK, "float32", length)
+            for begin, end in itertools.pairwise(cuts):
+                reduce(array[begin:end], "mean")
+            results.append(everywhere_equal(array, str(cuts)))
+        assert len(set(results)) == 1
+        plain = values(RANK, "float32", ends[1])[ends[0] :].copy()
+        alone = values(RANK, "float32", length)[ends[0] : ends[1]].copy()
+        reduce(alone, "mean")
+        assert alone.tobytes() == array[ends[0] : ends[1]].tobytes()
+        assert plain.size == alone.size
+
+
+@several
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("name", ["ring", "shared", "native"])
+def test_special_values(name: str, dtype: str, made: Callable[..., Any]) -> None:
+    first, last = RANK == 0, RANK == SIZE - 1
+    with made(name) as reduce:
+        for length in (9, 40_000):
+            array = np.zeros(length, numpy_dtype(dtype))
+            array[:9] = [np.inf if first else 1, -np.inf if last else np.inf, np.nan if last else 1, -0.0, -np.inf,
+                         0.0 if first else -0.0, 1 if first else 0, -np.inf if first else 2, 0.5]  # fmt: skip
+            reduce(array, "sum")
+            wanted = np.array([np.inf, np.nan, np.nan, 0, -np.inf, 0, 1, -np.inf, SIZE / 2], array.dtype)
+            assert array[:9].tobytes() == wanted.tobytes()
+            assert everywhere_equal(array, "special")
+            assert not array[9:].any()
+            array[:4] = [-0.0 if first else 0.0, np.nan if last else 5, RANK, -RANK]
+            reduce(array, "max")
+            assert array[:4].tobytes() == np.array([0, np.nan, SIZE - 1, 0], array.dtype).tobytes()
+
+
+@several
+@pytest.mark.parametrize("name", ["ring", "shared"])
+def test_sparse_rows(name: str, made: Callable[..., Any]) -> None:
+    """Each rank's rows are one term, whatever rank brings them."""
+    table = [(np.arange(n, 300, n + 1), values(n, "float32", len(range(n, 300, n + 1)) * 40)) for n in range(SIZE)]
+    with made(name) as reduce:
+        results = []
+        for shift in range(SIZE):
+            indices, rows = table[(RANK + shift) % SIZE]
+            found, sums = reduce.sparse(indices, rows.reshape(-1, 40), 300, "mean")
+            everywhere_equal(found, "indices")
+            results.append(everywhere_equal(sums, "rows"))
+        assert len(set(results)) == 1
+        dense = np.zeros((300, 40))
+        for indices, rows in table:
+            dense[indices] += rows.reshape(-1, 40) / SIZE
+        np.testing.assert_allclose(sums, dense[found], rtol=1e-6, atol=1e-7)
+
+
+def test_bad_input(flat: allreduce.Topology) -> None:
+    create = partial(allreduce.create, "ring", flat)
+    text = raised_everywhere(WORLD, errors.OptionError, partial(create, exact=True, compress="bfloat16"))
+    assert "exclude each other" in text
+    raised_everywhere(WORLD, errors.OptionError, partial(create, exact="yes"))
+    text = raised_everywhere(WORLD, errors.OptionError, partial(allreduce.create, "adasum", flat, exact=True))
+    assert "does not sum" in text
+    with create(exact=True) as reduce:
+        raised_everywhere(WORLD, errors.UnsupportedOpError, lambda: reduce(np.ones(3), "prod"))
+        out = np.empty(4, np.float32)
+        ones = np.ones((2, 4), np.float32)
+        sums = reduce.sum_terms
+        raised_everywhere(WORLD, errors.OptionError, lambda: sums(ones, out, "sum", 2 * SIZE - 1))
+        raised_everywhere(WORLD, errors.OptionError, lambda: sums(ones, out, "sum", 0))
+        raised_everywhere(WORLD, errors.OptionError, lambda: sums(ones, out, "sum", True))
+        raised_everywhere(WORLD, errors.UnsupportedOpError, lambda: sums(ones, out, "max", 8))
+        raised_everywhere(WORLD, errors.NotAnArrayError, lambda: sums(ones[:, :3], out, "sum", 2 * SIZE))
+        raised_everywhere(WORLD, errors.NotAnArrayError, lambda: sums([[1.0] * 4], out, "sum", 2 * SIZE))
+        raised_everywhere(WORLD, errors.NotAnArrayError, lambda: sums(ones.astype("f8"), out, "sum", 2 * SIZE))
+        raised_everywhere(WORLD, errors.UnsupportedOpError, lambda: sums(ones.astype("i4"), out.astype("i4"), "sum", 9))
+        raised_everywhere(WORLD, errors.OptionError, lambda: sums(ones, out, "sum", 2 * SIZE, "broadcast"))
+        sums(ones, out, "mean", 2 * SIZE)
+        assert out.tolist() == [1, 1, 1, 1]
+        again = allreduce.create(reduce.config.name, flat, **reduce.config.options)
+        assert isinstance(again, Exact)
+        again.close()
+    raised_everywhere(WORLD, errors.ClosedError, lambda: again(np.ones(3)))
+
+
+@several
+def test_ranks_that_differ(made: Callable[..., Any], flat: allreduce.Topology) -> None:
+    text = raised_everywhere(WORLD, errors.DisagreementError, lambda: allreduce.create("ring", flat, exact=RANK == 0))
+    assert "exact=True" in text
+    ones, out = np.ones((1, 700), np.float32), np.empty(700, np.float32)
+    refuse = partial(raised_everywhere, WORLD, errors.DisagreementError)
+    for name in ("ring", "shared"):
+        with made(name) as reduce:
+            refuse(partial(reduce.sum_terms, ones, out, "sum", 20 + RANK))
+            array = reduce.allocate(3000)
+            begin = 100 * (RANK == 0)
+            refuse(partial(reduce, array[begin : begin + 700], "sum"))
+            reduce.describe(array, [Part("a", 0, (5 + (RANK == 0),))])
+            refuse(partial(reduce, array, "sum"))
+            reduce.sum_terms(ones, out, "mean", SIZE)
+            assert (out == 1).all()

@@ -1,0 +1,371 @@
+"""MirroredOptimizer(sync_every=H): local SGD, DiLoCo and fragments, compared with a reference of all ranks."""
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch", reason="PyTorch is not installed in this environment")
+
+from mpi4py import MPI  # noqa: E402
+from torch import nn  # noqa: E402
+from torch.nn import functional  # noqa: E402
+
+import allreduce  # noqa: E402
+from allreduce.arrays.chunks import chunk  # noqa: E402
+from allreduce.errors import DisagreementError, DivergenceError, OptionError  # noqa: E402
+from tests.ranks.pytorch.trained import (  # noqa: E402
+    OPTIMIZERS,
+    ROWS,
+    SIZE,
+    assert_close,
+    assert_mirrored,
+    mirrored,
+    network,
+    several,
+)
+from tests.ranks.together import raised_everywhere  # noqa: E402
+from trainers.errors import NotFiniteError  # noqa: E402
+from trainers.pytorch import GradientError, MirroredOptimizer, OuterSGD  # noqa: E402
+
+RANK, PART = MPI.COMM_WORLD.rank, ROWS // SIZE
+DILOCO = {"lr": 0.7, "momentum": 0.9, "nesterov": True}
+
+
+def batch(step: int, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The rows of a rank in a step."""
+    generator = torch.Generator().manual_seed(1000 * rank + step)
+    return torch.randn(PART, 12, generator=generator), torch.randint(0, 3, (PART,), generator=generator)
+
+
+def inner_step(model: nn.Module, optimizer: torch.optim.Optimizer, step: int, rank: int = RANK) -> None:
+    x, y = batch(step, rank)
+    optimizer.zero_grad()
+    functional.cross_entropy(model(x), y).backward()
+    optimizer.step()
+
+
+def flat_of(model: nn.Module) -> torch.Tensor:
+    return nn.utils.parameters_to_vector(model.parameters()).detach().clone()
+
+
+def put(model: nn.Module, flat: torch.Tensor) -> None:
+    with torch.no_grad():
+        nn.utils.vector_to_parameters(flat.clone(), model.parameters())
+
+
+class Reference:
+    """The papers' algorithms with a torch.optim.SGD as the outer optimizer. steps: of each rank in a round."""
+
+    def __init__(
+        self, kind: str, steps: list[int], fragments: int = 1, delay: int = 0, alpha: float = 0.0, **outer: Any
+    ) -> None:
+        self.models = [network() for _ in steps]
+        self.optimizers = [OPTIMIZERS[kind](model.parameters()) for model in self.models]
+        self.steps, self.fragments, self.delay, self.alpha = steps, fragments, delay, alpha
+        whole = flat_of(self.models[0])
+        self.spans = [chunk(len(whole), fragments, at) for at in range(fragments)]
+        self.start = [nn.Parameter(whole[span].clone()) for span in self.spans]
+        self.outer = [torch.optim.SGD([each], **{"lr": 1.0, **outer}) for each in self.start]
+        self.done = [0] * len(steps)
+        self.since = np.zeros((fragments, len(steps)))  # inner steps since a fragment was sent
+
+    def run(self, rank: int, number: int) -> None:
+        for _ in range(number):
+            inner_step(self.models[rank], self.optimizers[rank], self.done[rank], rank)
+            self.done[rank] += 1
+            self.since[:, rank] += 1
+
+    def train(self, turns: int) -> None:
+        """Run this number of outer steps."""
+        for turn in range(turns):
+            at = turn % self.fragments
+            for rank, steps in enumerate(self.steps):
+                self.run(rank, steps // self.fragments - self.delay)
+            self.send(at)
+            for rank in range(len(self.steps)):
+                self.run(rank, self.delay)
+            self.apply(at, self.alpha)
+
+    def send(self, at: int) -> None:
+        span, start = self.spans[at], self.start[at]
+        weights = self.since[at] / max(self.since[at].sum(), 1)
+        self.since[at] = 0
+        changes = torch.stack([start.detach() - flat_of(model)[span] for model in self.models])
+        start.grad = (changes * torch.from_numpy(weights).float()[:, None]).sum(0)
+
+    def apply(self, at: int, alpha: float) -> None:
+        self.outer[at].step()
+        if alpha == 0:
+            self.since[at] = 0
+        for model in self.models:
+            flat = flat_of(model)
+            flat[self.spans[at]] = alpha * flat[self.spans[at]] + (1 - alpha) * self.start[at].detach()
+            put(model, flat)
+
+    def end(self) -> None:
+        for at in range(self.fragments):
+            if self.since[at].any():
+                self.send(at)
+                self.apply(at, 0.0)
+        for model in self.models:
+            put(model, torch.cat([each.detach() for each in self.start]))
+
+
+CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
+    "average": ("sgd", {"sync_every": 3}, {}),
+    "every step": ("sgd", {"sync_every": 1}, {}),
+    "diloco": ("adamw", {"sync_every": 3, "outer_optimizer": "diloco"}, DILOCO),
+    "momentum": (
+        "momentum",
+        {"sync_every": 2, "outer_optimizer": OuterSGD(0.5, 0.8, False)},
+        {"lr": 0.5, "momentum": 0.8},
+    ),
+    "fragments": ("adamw", {"sync_every": 4, "fragments": 2, "outer_optimizer": "diloco"}, {"fragments": 2, **DILOCO}),
+    "delay": ("sgd", {"sync_every": 4, "fragment_sync_delay": 2}, {"delay": 2}),
+    "streaming": (
+        "adamw",
+        {
+            "sync_every": 6,
+            "fragments": 2,
+            "fragment_sync_delay": 2,
+            "fragment_update_alpha": 0.5,
+            "outer_optimizer": "diloco",
+        },
+        {"fragments": 2, "delay": 2, "alpha": 0.5, **DILOCO},
+    ),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("unequal", [False, True], ids=["equal", "unequal"])
+def test_as_the_reference(world: MPI.Intracomm, flat: allreduce.Topology, case: str, unequal: bool) -> None:
+    """unequal: rank 0 is slow, and takes half of the others' steps in a round."""
+    kind, options, given = CASES[case]
+    steps = [options["sync_every"] * (2 if unequal and rank else 1) for rank in range(SIZE)]
+    reference = Reference(kind, steps, **given)
+    reference.train(5)
+    model = network(seed=RANK)
+    own = {**options, "sync_every": steps[RANK], "check_every": 1}
+    with mirrored(OPTIMIZERS[kind](model.parameters()), model, "ring", topology=flat, **own) as optimizer:
+        for step in range(reference.done[RANK]):
+            inner_step(model, optimizer, step)
+        assert_close(model, reference.models[RANK], 2e-4)
+        optimizer.synchronize()
+        reference.end()
+        assert_close(model, reference.models[RANK], 2e-4)
+        assert_mirrored(world, model)
+        assert optimizer.steps == reference.done[RANK]
+        assert optimizer.report().averages >= 5
+
+
+def test_an_average_in_every_step_is_the_average_of_gradients(flat: allreduce.Topology) -> None:
+    models = [network(), network()]
+    for model, options in zip(models, ({}, {"sync_every": 1}), strict=True):
+        with mirrored(OPTIMIZERS["sgd"](model.parameters()), model, topology=flat, **options) as optimizer:
+            for step in range(6):
+                inner_step(model, optimizer, step)
+    assert_close(*models, 1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64], ids=str)
+@pytest.mark.parametrize("compress", [None, "bfloat16"])
+def test_dtypes_and_compression(
+    world: MPI.Intracomm, flat: allreduce.Topology, dtype: torch.dtype, compress: str | None
+) -> None:
+    model = network().to(dtype)
+    model.append(nn.Conv2d(1, 2, 3).to(dtype).to(memory_format=torch.channels_last))
+    plain = torch.optim.SGD(model.parameters(), lr=0.1)
+    before = flat_of(model)
+    with mirrored(plain, model, topology=flat, sync_every=2, outer_optimizer="diloco", compress=compress) as optimizer:
+        for _ in range(4):
+            with torch.no_grad():
+                for number, each in enumerate(model.parameters()):
+                    each.grad = torch.full_like(each, (RANK + 1) * (number + 1) / 8)
+            optimizer.step()
+        assert_mirrored(world, model)
+        moved = (before - flat_of(model)).float()
+        mean = 0.1 * 2 * (SIZE + 1) / 2 / 8  # of one round, for the first parameter
+        expected = 0.7 * (1.9 * mean + (1 + 0.9 * 1.9) * mean)
+        assert moved[0].item() == pytest.approx(expected, rel=0.1)
+
+
+@several
+@pytest.mark.parametrize("options", [{}, {"fragments": 2, "fragment_sync_delay": 1}], ids=["whole", "fragments"])
+def test_ranks_with_different_numbers_of_batches(
+    world: MPI.Intracomm, flat: allreduce.Topology, options: dict[str, Any]
+) -> None:
+    model = network()
+    plain = torch.optim.SGD(model.parameters(), lr=0.1)
+    with mirrored(plain, model, topology=flat, sync_every=4, **options) as optimizer:
+        for _ in range(2):
+            with optimizer.join():
+                for step in range(3 + 5 * RANK):
+                    inner_step(model, optimizer, step)
+            assert_mirrored(world, model)
+
+
+def test_rows_weigh_a_round(flat: allreduce.Topology) -> None:
+    """A rank without rows counts nothing, and wrong numbers are raised by all ranks."""
+    model = network()
+    before = flat_of(model)
+    with mirrored(torch.optim.SGD(model.parameters(), lr=1.0), model, topology=flat, sync_every=1) as optimizer:
+        for each in model.parameters():
+            each.grad = torch.full_like(each, RANK + 1.0)
+        optimizer.rows(3 if RANK == SIZE - 1 else 0)
+        optimizer.step()
+        torch.testing.assert_close(flat_of(model), before - SIZE)
+        optimizer.rows(-1 if RANK == 0 else 1)
+        with pytest.raises(OptionError, match="a number >= 0, got -1"):
+            optimizer.step()
+
+
+def test_a_resumed_training_has_the_same_bits(world: MPI.Intracomm, flat: allreduce.Topology) -> None:
+    """Each rank keeps its own state_dict; the plain optimizer loads it too."""
+    options: dict[str, Any] = {"sync_every": 3, "outer_optimizer": "diloco", "topology": flat}
+    model = network()
+    with mirrored(OPTIMIZERS["adamw"](model.parameters()), model, **options) as optimizer:
+        for step in range(7):
+            inner_step(model, optimizer, step)
+        saved, parameters = optimizer.state_dict(), flat_of(model)
+        assert_mirrored(world, model)
+        saved = copy.deepcopy(saved)
+        for step in range(7, 14):
+            inner_step(model, optimizer, step)
+        optimizer.synchronize()
+        whole = flat_of(model)
+    OPTIMIZERS["adamw"](network().parameters()).load_state_dict(saved)
+    model = network(seed=5)
+    put(model, parameters)
+    with mirrored(OPTIMIZERS["adamw"](model.parameters()), model, **options) as optimizer:
+        optimizer.load_state_dict(saved)
+        for step in range(7, 14):
+            inner_step(model, optimizer, step)
+        optimizer.synchronize()
+        assert torch.equal(flat_of(model), whole)
+        optimizer.load_state_dict(torch.optim.AdamW(network().parameters()).state_dict() if RANK == 0 else None)
+
+
+def test_editing_begins_a_round_there(world: MPI.Intracomm, flat: allreduce.Topology) -> None:
+    model = network()
+    with mirrored(torch.optim.SGD(model.parameters(), lr=0.1), model, topology=flat, sync_every=5) as optimizer:
+        inner_step(model, optimizer, 0)
+        with optimizer.editing(), torch.no_grad():
+            for each in model.parameters():
+                each.fill_(RANK + 1.0)
+        assert_mirrored(world, model)
+        optimizer.synchronize()
+        assert flat_of(model).eq(1.0).all()
+        with optimizer.no_sync():
+            inner_step(model, optimizer, 1)
+        optimizer.step(lambda: functional.cross_entropy(model(batch(1, RANK)[0]), batch(1, RANK)[1]))
+    assert_mirrored(world, model)  # close() ends the round
+
+
+@pytest.mark.parametrize("closure", [False, True])
+def test_gradients_that_are_not_finite(world: MPI.Intracomm, flat: allreduce.Topology, closure: bool) -> None:
+    def step(model: nn.Module, optimizer: MirroredOptimizer, value: float) -> None:
+        def compute() -> torch.Tensor:
+            for each in model.parameters():
+                each.grad = torch.full_like(each, value)
+            return torch.zeros(())
+
+        compute()
+        optimizer.step(compute if closure else None)
+
+    bad = float("nan") if RANK == SIZE - 1 else 1.0
+    options: dict[str, Any] = {"topology": flat, "sync_every": 2}
+    model = network()
+    with mirrored(torch.optim.SGD(model.parameters(), lr=0.1), model, check_gradients="raise", **options) as optimizer:
+        step(model, optimizer, bad)
+        text = raised_everywhere(world, NotFiniteError, lambda: step(model, optimizer, 1.0))
+        assert f"rank {SIZE - 1} has NaN or infinite gradients in its step 1" in text
+    model = network()
+    with mirrored(torch.optim.SGD(model.parameters(), lr=0.1), model, check_gradients="skip", **options) as optimizer:
+        for value in (bad, 1.0, 1.0, 1.0):
+            step(model, optimizer, value)
+        assert optimizer.steps_skipped == (RANK == SIZE - 1)
+        assert torch.isfinite(flat_of(model)).all()
+        assert_mirrored(world, model)
+
+
+@several
+def test_replicas_that_differ_after_a_round(world: MPI.Intracomm, flat: allreduce.Topology) -> None:
+    for answer in ("raise", "copy"):
+        model = network()
+        options: dict[str, Any] = {"check_every": 2, "on_divergence": answer, "source": 0, "outer_optimizer": "diloco"}
+        with mirrored(
+            torch.optim.SGD(model.parameters(), lr=0.1), model, topology=flat, sync_every=2, **options
+        ) as optimizer:
+            if RANK == 1:
+                optimizer.param_groups[0]["lr"] = 0.2
+
+            def steps(model: nn.Module = model, optimizer: MirroredOptimizer = optimizer) -> None:
+                for step in range(2):
+                    inner_step(model, optimizer, step)
+
+            if answer == "raise":
+                assert "lr" in raised_everywhere(world, DivergenceError, steps)
+            else:
+                steps()
+                assert optimizer.param_groups[0]["lr"] == 0.1
+                assert_mirrored(world, model)
+
+
+def test_a_parameter_whose_memory_was_replaced(world: MPI.Intracomm, flat: allreduce.Topology) -> None:
+    model = network()
+    with mirrored(torch.optim.SGD(model.parameters(), lr=0.1), model, topology=flat, sync_every=2) as optimizer:
+        inner_step(model, optimizer, 0)
+        before = model[0].weight.data
+        if RANK == 0:
+            model[0].weight.data = before.clone()
+        text = raised_everywhere(world, GradientError, lambda: inner_step(model, optimizer, 1))
+        assert "the memory of 0.weight was replaced" in text
+        model[0].weight.data = before
+
+
+WRONG: dict[str, tuple[dict[str, Any], str]] = {
+    "zero": ({"sync_every": 0}, "sync_every must be an integer >= 1, got 0"),
+    "boolean": ({"sync_every": True}, "sync_every must be an integer >= 1, got True"),
+    "text": ({"sync_every": "10"}, "sync_every must be an integer >= 1, got '10'"),
+    "outer": ({"sync_every": 2, "outer_optimizer": "adam"}, 'is unknown; use "average" or "diloco"'),
+    "many fragments": ({"sync_every": 9999, "fragments": 9999}, "this model has only"),
+    "delay": ({"sync_every": 4, "fragments": 2, "fragment_sync_delay": 2}, "less than sync_every / fragments = 2"),
+    "alone": ({"fragment_sync_delay": 1}, "fragment_sync_delay needs sync_every"),
+    "sharded": ({"sync_every": 4, "update": "sharded"}, 'sync_every=4 with update="sharded"'),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_wrong_options(world: MPI.Intracomm, flat: allreduce.Topology, case: str) -> None:
+    options, expected = WRONG[case]
+    model = network()
+    make: Callable[[], Any] = lambda: MirroredOptimizer(  # noqa: E731
+        torch.optim.SGD(model.parameters(), lr=0.1), model, topology=flat, **options
+    )
+    assert expected in raised_everywhere(world, OptionError, make)
+
+
+@several
+def test_ranks_with_different_outer_optimizers(world: MPI.Intracomm, flat: allreduce.Topology) -> None:
+    model = network()
+    for name, values in (("outer_optimizer", ("average", "diloco")), ("sync_every", (4, None))):
+        options: dict[str, Any] = {"sync_every": 4, name: values[RANK > 0]}
+        make: Callable[[], Any] = lambda options=options: MirroredOptimizer(  # noqa: E731
+            torch.optim.SGD(model.parameters(), lr=0.1), model, topology=flat, **options
+        )
+        assert name in raised_everywhere(world, DisagreementError, make)
+
+
+@several
+def test_a_training_sends_one_part_in_h(flat: allreduce.Topology) -> None:
+    sent = []
+    for options in ({}, {"sync_every": 10}):
+        model = network()
+        with mirrored(torch.optim.SGD(model.parameters(), lr=0.1), model, topology=flat, **options) as optimizer:
+            for step in range(20):
+                inner_step(model, optimizer, step)
+            sent.append(optimizer.report().bytes)
+    assert 0 < 10 * sent[1] <= sent[0]

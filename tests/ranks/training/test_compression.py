@@ -1,0 +1,127 @@
+"""Training with compressed gradients: accuracy, parts of the model, checkpoints with the error feedback."""
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from mpi4py import MPI
+
+import allreduce
+from allreduce import errors
+from tests.ranks.together import raised
+from trainers import Checkpoint, MirroredTrainer, NumpyNetwork
+from trainers.watching.callback import Callback
+
+rank, size = MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size
+several = pytest.mark.skipif(size == 1, reason="one rank compresses nothing")
+EPOCHS, BATCH = 4, 90
+
+
+def data() -> tuple[np.ndarray, np.ndarray]:
+    random = np.random.default_rng(7)
+    x = random.normal(size=(540, 64)).astype("float32")
+    return x, np.argmax(x @ random.normal(size=(64, 10)), axis=1)
+
+
+def trainer_of(topology: allreduce.Topology, seed: int = 2, **options: Any) -> MirroredTrainer:
+    network = NumpyNetwork([64, 100, 10], optimizer="momentum", lr=0.1, seed=seed)
+    return MirroredTrainer(network, options.pop("allreduce", "ring"), topology, **options)
+
+
+def fitted(trainer: MirroredTrainer, **options: Any) -> list[float]:
+    x, y = data()
+    return trainer.fit(x, y, batch_size=BATCH, **{"epochs": EPOCHS, "progress": False, **options}).column("loss")
+
+
+class StopError(Exception):
+    """Ends a fit, as a crash would."""
+
+
+class Stop(Callback):
+    """Raises on the last rank when epoch `epoch` begins."""
+
+    def __init__(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        if epoch == self.epoch and self.trainer.rank == self.trainer.size - 1:
+            raise StopError
+
+
+@several
+@pytest.mark.parametrize("compress", ["bfloat16", "int8", "float8", "powersgd:4"])
+@pytest.mark.parametrize("update", ["replicated", "sharded"])
+def test_the_loss_falls_as_without_compression(compress: str, update: str, flat: allreduce.Topology) -> None:
+    with trainer_of(flat, update=update) as plain:
+        right = fitted(plain)
+    with trainer_of(flat, update=update, compress=compress) as trainer:
+        losses = fitted(trainer)
+        assert len(set(trainer.parameters_sha256())) == 1
+    assert losses != right
+    assert losses[-1] < right[0] - 0.7 * (right[0] - right[-1])
+
+
+@several
+@pytest.mark.parametrize("compress", ["int8", "powersgd:4"])
+def test_a_resumed_training_has_the_same_bits(compress: str, flat: allreduce.Topology, folder: Path) -> None:
+    """A checkpoint holds each rank's error feedback, and PowerSGD's Q."""
+    with trainer_of(flat, compress=compress) as trainer:
+        whole, expected = fitted(trainer), trainer.parameters_sha256()
+        unsent = trainer.allreduce.state()
+        assert any(name.endswith("/residual") and array.any() for name, array in unsent.items())
+    with trainer_of(flat, compress=compress) as trainer, pytest.raises(StopError):
+        fitted(trainer, checkpoint=Checkpoint(str(folder), "epoch"), callbacks=[Stop(2)])
+    with trainer_of(flat, seed=5, compress=compress) as trainer:
+        resumed = fitted(trainer, checkpoint=str(folder), resume=True)
+        assert trainer.parameters_sha256() == expected
+        again = trainer.allreduce.state()
+        assert again.keys() == unsent.keys()
+        assert all(np.array_equal(again[name], unsent[name]) for name in unsent)
+    assert resumed == whole
+
+
+@several
+def test_a_model_that_is_loaded_begins_without_error_feedback(flat: allreduce.Topology, folder: Path) -> None:
+    with trainer_of(flat, compress="int8") as trainer:
+        fitted(trainer, epochs=1)
+        assert trainer.allreduce.state()
+        trainer.save(f"{folder}.npz")
+        trainer.load(f"{folder}.npz")
+        assert trainer.allreduce.state() == {}
+
+
+@several
+def test_checkpoints_of_another_compression_are_refused(flat: allreduce.Topology, folder: Path) -> None:
+    with trainer_of(flat, compress="powersgd:4") as trainer:
+        fitted(trainer, epochs=1, checkpoint=str(folder))
+    with trainer_of(flat, compress="int8") as trainer:
+        text = raised(errors.AllReduceError, partial(fitted, trainer, checkpoint=str(folder), resume=True))
+        assert "a rank can't load its own state" in text, text
+
+
+@several
+@pytest.mark.skipif(size < 3, reason="resumes on fewer ranks, but on several")
+def test_fewer_ranks_get_the_error_feedback_of_all(topology_of: Callable[..., Any], folder: Path) -> None:
+    flat = topology_of(None)
+    with trainer_of(flat, compress="int8") as trainer:
+        fitted(trainer, epochs=1, checkpoint=str(folder))
+        (name,) = [each for each in trainer.allreduce.state() if each.endswith("/residual")]
+        before = np.sum(MPI.COMM_WORLD.allgather(trainer.allreduce.state()[name]), axis=0)
+    two = MPI.COMM_WORLD.Split(rank < 2)
+    if rank < 2:
+        with allreduce.Topology(two) as topology, trainer_of(topology, compress="int8") as trainer:
+            fitted(trainer, epochs=1, checkpoint=str(folder), resume=True)
+            after = np.sum(two.allgather(trainer.allreduce.state()[name]), axis=0)
+            assert np.abs(before).max() > 0
+            np.testing.assert_allclose(after, before, rtol=1e-4, atol=1e-7)
+    two.Free()
+
+
+@several
+def test_ranks_that_compress_differently(flat: allreduce.Topology) -> None:
+    text = raised(errors.DisagreementError, lambda: trainer_of(flat, compress="int8" if rank else "float8"))
+    assert "int8" in text, text
+    assert "float8" in text, text

@@ -1,0 +1,451 @@
+"""MirroredTrainer(sync_every=H): local SGD, DiLoCo and fragments, compared with a reference of all ranks."""
+
+import shutil
+import tempfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from mpi4py import MPI
+
+import allreduce
+from allreduce.arrays.chunks import chunk
+from allreduce.arrays.ops import Op
+from allreduce.backends.native import Native
+from allreduce.errors import DisagreementError
+from tests.ranks.together import raised_everywhere
+from trainers import Checkpoint, EmbeddingNetwork, MirroredTrainer, NumpyNetwork, OuterSGD, data, datasets
+from trainers.callbacks import Callback, CheckDivergence, CheckGradients, EarlyStopping
+from trainers.errors import ArgumentError, DivergedError, ModelFileError, NotFiniteError
+from trainers.files import checkpoint as files
+from trainers.watching.history import History
+
+SIZE = MPI.COMM_WORLD.size
+ROWS, FEATURES, BATCH, EPOCHS = 50, 6, 12, 4  # five steps in an epoch; the last has 2 rows, so not all ranks take it
+several = pytest.mark.skipif(SIZE == 1, reason="needs several ranks")
+
+
+def network(**options: Any) -> NumpyNetwork:
+    return NumpyNetwork([FEATURES, 8, 3], **{"seed": 1, "lr": 0.05, "optimizer": "sgd", **options})
+
+
+def rows() -> tuple[np.ndarray, np.ndarray]:
+    x = np.random.default_rng(3).normal(size=(ROWS, FEATURES)).astype("float32")
+    return x, x[:, :3].argmax(1)
+
+
+def fitted(trainer: MirroredTrainer, **options: Any) -> History:
+    return trainer.fit(*rows(), **{"epochs": EPOCHS, "batch_size": BATCH, "progress": False, **options})
+
+
+@pytest.fixture
+def folder(world: MPI.Intracomm) -> Iterator[Path]:
+    """Return one folder for all ranks; the trainer creates it."""
+    made = Path(world.bcast(tempfile.mkdtemp() if world.rank == 0 else None))
+    yield made / "run"
+    world.Barrier()
+    if world.rank == 0:
+        shutil.rmtree(made)
+
+
+# The reference: all ranks in one process, in float64 where they are averaged
+
+
+class Reference:
+    """The papers' algorithms in their own words: `ranks` replicas, and the global parameters of each fragment."""
+
+    def __init__(
+        self,
+        ranks: int,
+        sync_every: int,
+        learning_rate: float = 1.0,
+        momentum: float = 0.0,
+        nesterov: bool = False,
+        fragments: int = 1,
+        delay: int = 0,
+        alpha: float = 0.0,
+        **options: Any,
+    ) -> None:
+        self.replicas = [network(**options) for _ in range(ranks)]
+        self.inner = [np.zeros(each.gradient_length, np.float32) for each in self.replicas]
+        for replica, gradients in zip(self.replicas, self.inner, strict=True):
+            replica.bind(gradients)
+        self.start = self.replicas[0].parameters.astype(np.float64)
+        self.momentum = np.zeros_like(self.start)
+        self.learning_rate, self.beta, self.nesterov = learning_rate, momentum, nesterov
+        self.interval, self.delay, self.alpha = sync_every // fragments, delay, alpha
+        self.spans = [chunk(self.start.size, fragments, at) for at in range(fragments)]
+        self.taken = np.zeros((fragments, ranks))
+        self.sent: np.ndarray | None = None
+        self.step = self.turn = 0
+        self.losses: list[float] = []
+
+    def train(self, epochs: int) -> None:
+        x, y = rows()
+        for epoch in range(epochs):
+            order, sums = data.order(ROWS, 0, epoch), 0.0
+            for first in range(0, ROWS, BATCH):
+                sums += self._inner_steps(x, y, order[first : first + BATCH])
+                self._outer_step()
+            self.losses.append(sums / ROWS)
+
+    def _inner_steps(self, x: np.ndarray, y: np.ndarray, batch: np.ndarray) -> float:
+        loss = 0.0
+        for rank, replica in enumerate(self.replicas):
+            own = batch[chunk(len(batch), len(self.replicas), rank)]
+            if own.size:
+                loss += own.size * float(replica.gradients(x[own], y[own], 1.0)[0])
+                replica.update()
+                self.taken[:, rank] += 1
+        return loss
+
+    def _outer_step(self) -> None:
+        self.step += 1
+        span = self.spans[self.turn]
+        if self.step == self.interval - self.delay:
+            weights = self.taken[self.turn].copy()
+            self.taken[self.turn] = 0
+            changes = [self.start[span] - replica.parameters[span] for replica in self.replicas]
+            self.sent = np.average(changes, axis=0, weights=weights)
+        if self.step < self.interval:
+            return
+        self._apply(span, self.alpha)
+        self.step, self.turn = 0, (self.turn + 1) % len(self.spans)
+
+    def _apply(self, span: slice, alpha: float) -> None:
+        assert self.sent is not None
+        moved = self.momentum[span] = self.beta * self.momentum[span] + self.sent
+        if self.nesterov:
+            moved = self.sent + self.beta * moved
+        self.start[span] -= self.learning_rate * moved
+        for replica in self.replicas:
+            replica.parameters[span] = alpha * replica.parameters[span] + (1 - alpha) * self.start[span]
+        if alpha == 0:
+            self.taken[self.turn] = 0
+
+    def end(self) -> None:
+        """End the round early, as the end of a fit does."""
+        if self.sent is not None and 0 < self.interval - self.step <= self.delay:
+            self._apply(self.spans[self.turn], self.alpha)
+        for turn, span in enumerate(self.spans):
+            self.turn, weights = turn, self.taken[turn]
+            self.sent = self.start[span] * 0
+            if weights.sum():
+                changes = [self.start[span] - replica.parameters[span] for replica in self.replicas]
+                self.sent = np.average(changes, axis=0, weights=weights)
+                self._apply(span, 0.0)
+            for replica in self.replicas:
+                replica.parameters[span] = self.start[span]
+
+
+DILOCO = {"learning_rate": 0.7, "momentum": 0.9, "nesterov": True}
+CASES: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {  # trainer's options, reference's, network's
+    "average": ({"sync_every": 3}, {}, {}),
+    "every step": ({"sync_every": 1}, {}, {}),
+    "longer than the fit": ({"sync_every": 100}, {}, {}),
+    "diloco": ({"sync_every": 4, "outer_optimizer": "diloco"}, DILOCO, {}),
+    "inner momentum": ({"sync_every": 4, "outer_optimizer": "diloco"}, DILOCO, {"optimizer": "adam", "lr": 0.01}),
+    "momentum": (
+        {"sync_every": 2, "outer_optimizer": OuterSGD(0.5, 0.5, nesterov=False)},
+        {"learning_rate": 0.5, "momentum": 0.5},
+        {},
+    ),
+    "fragments": ({"sync_every": 6, "fragments": 3, "outer_optimizer": "diloco"}, {"fragments": 3, **DILOCO}, {}),
+    "delay": ({"sync_every": 4, "fragment_sync_delay": 2}, {"delay": 2}, {}),
+    "streaming": (
+        {
+            "sync_every": 6, "fragments": 2, "fragment_sync_delay": 2, "fragment_update_alpha": 0.5,
+            "outer_optimizer": "diloco",
+        },
+        {"fragments": 2, "delay": 2, "alpha": 0.5, **DILOCO},
+        {},
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_as_the_reference(world: MPI.Intracomm, flat: allreduce.Topology, case: str) -> None:
+    options, expected, inner = CASES[case]
+    reference = Reference(SIZE, options["sync_every"], **expected, **inner)
+    reference.train(EPOCHS)
+    with MirroredTrainer(network(**inner), "ring", flat, **options) as trainer:
+        history = fitted(trainer)
+        reference.end()
+        np.testing.assert_allclose(trainer.replica.parameters, reference.replicas[0].parameters, rtol=1e-3, atol=2e-5)
+        assert len(set(trainer.parameters_sha256())) == 1
+        np.testing.assert_allclose(history.column("loss"), reference.losses, rtol=1e-4)
+    assert len(set(map(str, world.allgather([epoch.loss for epoch in history])))) == 1
+
+
+def test_an_average_in_every_step_is_the_average_of_gradients(flat: allreduce.Topology) -> None:
+    """With SGD, and batches that the ranks divide evenly."""
+    found = []
+    for options in ({}, {"sync_every": 1}):
+        with MirroredTrainer(network(), "ring", flat, **options) as trainer:
+            trainer.fit(*(each[: 10 * SIZE] for each in rows()), 3, 2 * SIZE, progress=False)
+            found.append(trainer.replica.parameters.copy())
+    np.testing.assert_allclose(*found, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("backend", ["auto", "shared", "hierarchical_copy", "ring"])
+def test_backends_and_compression(flat: allreduce.Topology, backend: str) -> None:
+    reference = Reference(SIZE, 3, **DILOCO)
+    reference.train(EPOCHS)
+    reference.end()
+    for compress, tolerance in ((None, 1e-4), ("bfloat16", 2e-2)):
+        options: dict[str, Any] = {"sync_every": 3, "outer_optimizer": "diloco", "compress": compress}
+        with MirroredTrainer(network(), backend, flat, **options) as trainer:
+            fitted(trainer)
+            assert len(set(trainer.parameters_sha256())) == 1
+            np.testing.assert_allclose(trainer.replica.parameters, reference.start, rtol=tolerance, atol=tolerance)
+
+
+def test_diloco_reaches_the_accuracy_of_digits(flat: allreduce.Topology) -> None:
+    digits = datasets.load("digits")
+    replica = NumpyNetwork([64, 64, 32, 10], lr=0.002)
+    x, x_test = ((each - digits.shift) * digits.scale for each in (digits.x_train, digits.x_test))
+    with MirroredTrainer(replica, topology=flat, sync_every=10, outer_optimizer="diloco") as trainer:
+        trainer.fit(x, digits.y_train, 20, 100, progress=False)
+        assert trainer.evaluate(x_test, digits.y_test)["accuracy"] >= 0.93
+
+
+class Counted(Native):
+    """Counts the elements that it reduces."""
+
+    elements = 0
+
+    def _reduce(self, buffer: np.ndarray, op: Op) -> None:
+        self.elements += buffer.size
+        super()._reduce(buffer, op)
+
+
+@several
+@pytest.mark.parametrize("options", [{}, {"fragments": 5}], ids=["whole", "fragments"])
+def test_the_bytes_of_a_training(flat: allreduce.Topology, options: dict[str, Any]) -> None:
+    """20 steps with H = 10 send a tenth of what gradients need: no round is forced by the end of an epoch."""
+    sent = []
+    for given in ({}, {"sync_every": 10, **options}):
+        with Counted(flat) as backend, MirroredTrainer(network(), backend, flat, **given) as trainer:
+            fitted(trainer)
+            sent.append(backend.elements)
+    assert sent[1] * 10 <= sent[0]
+
+
+# Callbacks, errors, checkpoints
+
+
+class Watching(Callback):
+    """Notes whether the parameters of all ranks are equal at the end of each epoch."""
+
+    def __init__(self, world: MPI.Intracomm, reads_model: bool) -> None:
+        self.world, self.reads_model, self.equal = world, reads_model, []
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        bits = self.trainer.replica.state()["parameters"].tobytes()
+        self.equal.append(len(set(self.world.allgather(bits))) == 1)
+
+
+STREAMED = {"sync_every": 8, "fragments": 2, "fragment_sync_delay": 2, "fragment_update_alpha": 0.25}
+SCHEDULES = pytest.mark.parametrize("options", [{"sync_every": 8}, STREAMED], ids=["whole", "streamed"])
+
+
+@SCHEDULES
+def test_callbacks_see_averaged_parameters(
+    world: MPI.Intracomm, flat: allreduce.Topology, options: dict[str, Any]
+) -> None:
+    """Unless they say that they don't look; an evaluation sees them too."""
+    for reads_model in (True, False):
+        watching = Watching(world, reads_model)
+        check = [CheckDivergence(), CheckGradients()] if reads_model else []
+        with MirroredTrainer(network(optimizer="adam", lr=0.01), "ring", flat, **options) as trainer:
+            history = fitted(trainer, callbacks=[watching, *check], validation_data=rows() if reads_model else None)
+            assert len(set(trainer.parameters_sha256())) == 1
+            last = trainer.evaluate(*rows())["loss"]
+        if reads_model:
+            assert all(watching.equal)
+            assert history.column("validation_loss")[-1] == pytest.approx(last, rel=1e-6)
+        elif SIZE > 1:
+            assert not all(watching.equal)
+
+
+@SCHEDULES
+@pytest.mark.parametrize("every", ["epoch", "7 steps"])
+def test_a_resumed_training_has_the_same_bits(
+    flat: allreduce.Topology, folder: Path, options: dict[str, Any], every: str
+) -> None:
+    """With each rank's own moments of Adam, and the outer momentum."""
+
+    def trained(name: str, seed: int, callbacks: Sequence[Callback] = (), resume: bool = False) -> tuple[Any, ...]:
+        replica = network(optimizer="adam", lr=0.01, seed=seed)
+        with MirroredTrainer(replica, "ring", flat, outer_optimizer="diloco", **options) as trainer:
+            checkpoint = Checkpoint(str(folder / name), every)
+            history = fitted(trainer, checkpoint=checkpoint, resume=resume, callbacks=callbacks)
+            return trainer.parameters_sha256(), history.column("loss"), history.column("accuracy")
+
+    folder.mkdir(exist_ok=True)
+    whole = trained("whole", 1)
+    with pytest.raises(ZeroDivisionError):
+        trained("parts", 1, [Stop(2, 3)])
+    flat.agree([], "rank 0 has written")
+    assert trained("parts", flat.rank, resume=True) == whole
+
+
+@SCHEDULES
+def test_a_checkpoint_is_a_model_and_of_one_outer_optimizer(
+    flat: allreduce.Topology, folder: Path, options: dict[str, Any]
+) -> None:
+    """It is a plain model file, and another strategy can continue from it, and local SGD from that one's."""
+    given: dict[str, Any] = {"outer_optimizer": "diloco", **options}
+    with MirroredTrainer(network(), "ring", flat, **given) as trainer:
+        fitted(trainer, epochs=2, checkpoint=str(folder))
+        expected = trainer.replica.parameters.copy()
+        outer = trainer.strategy.shared_state()
+    assert list(outer) == ["trainer.outer_momentum"]
+    assert np.abs(outer["trainer.outer_momentum"]).max() > 0
+    if flat.rank == 0:
+        found = files.newest(str(folder))
+        assert found is not None
+        assert np.array_equal(found[1].shared["trainer.outer_momentum"], outer["trainer.outer_momentum"])
+        assert np.array_equal(NumpyNetwork.load(found[0]).parameters, expected)
+    flat.agree([], "rank 0 has read")
+    with MirroredTrainer(network(seed=9), "ring", flat) as trainer:
+        fitted(trainer, epochs=3, checkpoint=str(folder), resume=True)
+    with MirroredTrainer(network(seed=9), "ring", flat, **given) as trainer:
+        assert len(fitted(trainer, checkpoint=str(folder), resume=True)) == EPOCHS
+
+
+@several
+def test_another_number_of_ranks_resumes(flat: allreduce.Topology, folder: Path) -> None:
+    given: dict[str, Any] = {"sync_every": 4, "outer_optimizer": "diloco"}
+    with MirroredTrainer(network(optimizer="adam"), "ring", flat, **given) as trainer:
+        fitted(trainer, epochs=2, checkpoint=str(folder))
+        outer = trainer.strategy.shared_state()["trainer.outer_momentum"]
+    alone = flat.split(flat.rank)
+    mine = folder.parent / str(flat.rank)
+    shutil.copytree(folder, mine)
+    with MirroredTrainer(network(seed=9, optimizer="adam"), "ring", alone, **given) as trainer:
+        fitted(trainer, epochs=2, checkpoint=str(mine), resume=True)
+        assert np.array_equal(trainer.strategy.shared_state()["trainer.outer_momentum"], outer)
+        assert len(fitted(trainer, checkpoint=str(mine), resume=True)) == EPOCHS
+    alone.close()
+
+
+class Stop(Callback):
+    """Raises on one rank, by default the last, before a step."""
+
+    reads_model = False
+
+    def __init__(self, epoch: int, step: int, rank: int = SIZE - 1) -> None:
+        self.when, self.epoch, self.rank = (epoch, step), 0, rank
+
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        self.epoch = epoch
+
+    def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
+        if (self.epoch, batch) == self.when and self.trainer.rank == self.rank:
+            raise ZeroDivisionError("stopped")
+
+
+def test_load_and_edit_begin_a_round_there(flat: allreduce.Topology, folder: Path) -> None:
+    options: dict[str, Any] = {"sync_every": 7, "outer_optimizer": "diloco"}
+    with MirroredTrainer(network(), "ring", flat, **options) as trainer:
+        replica, path = trainer.replica, str(folder.parent / "model.npz")
+        trainer.save(path)
+        fitted(trainer, epochs=2)
+        trainer.edit(lambda: replica.parameters.__imul__(0.5))
+        assert np.array_equal(trainer.strategy.rounds.memory.start, replica.parameters)
+        trainer.load(path)
+        fitted(trainer, epochs=2)
+        again = trainer.parameters_sha256()
+    with MirroredTrainer(network(), "ring", flat, **options) as trainer:
+        fitted(trainer, epochs=2)
+        assert trainer.parameters_sha256() == again
+
+
+@pytest.mark.parametrize("rank", {0, SIZE - 1})
+def test_an_error_on_one_rank_reaches_all(world: MPI.Intracomm, flat: allreduce.Topology, rank: int) -> None:
+    """At the end of the round; the parameters are those before it, and the trainer stays usable."""
+    stop = [Stop(1, 2, rank)] if flat.rank == rank else []
+    with MirroredTrainer(network(), "ring", flat, sync_every=4) as trainer:
+        text = raised_everywhere(world, ZeroDivisionError, lambda: fitted(trainer, callbacks=stop))
+        assert text.endswith("stopped")
+        assert trainer.strategy.steps == 5  # all ranks met after these, and not after the next 3
+        trainer.evaluate(*rows())
+        assert len(set(trainer.parameters_sha256())) == 1
+        fitted(trainer, callbacks=[StopsEarly(1, 1)] if flat.rank == 0 else [])
+        assert trainer.strategy.steps == 5 + 8
+
+
+class StopsEarly(Stop):
+    """Asks on one rank to end the fit."""
+
+    def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
+        if (self.epoch, batch) == self.when:
+            self.trainer.stop_training = True
+
+
+def test_values_that_are_not_finite(world: MPI.Intracomm, flat: allreduce.Topology) -> None:
+    x, y = rows()
+    x[7] = np.nan
+    given: dict[str, Any] = {"epochs": 1, "batch_size": BATCH, "progress": False}
+    for callbacks, kind in (([], DivergedError), ([CheckGradients()], NotFiniteError)):
+        with MirroredTrainer(network(), "ring", flat, sync_every=2) as trainer:
+            text = raised_everywhere(world, kind, lambda c=callbacks, t=trainer: t.fit(x, y, callbacks=c, **given))
+            assert "nan" in text.lower()
+    with MirroredTrainer(network(), "ring", flat, sync_every=2) as trainer:
+        history = trainer.fit(x, y, callbacks=[CheckGradients("skip"), EarlyStopping("loss")], **given)
+        assert np.isfinite(history.column("loss")).all()
+        assert np.isfinite(trainer.replica.parameters).all()
+
+
+WRONG: dict[str, tuple[dict[str, Any], str]] = {
+    "zero": ({"sync_every": 0}, "sync_every must be an integer >= 1, got 0"),
+    "boolean": ({"sync_every": True}, "sync_every must be an integer >= 1, got True"),
+    "text": ({"sync_every": "10"}, "sync_every must be an integer >= 1, got '10'"),
+    "outer": ({"sync_every": 2, "outer_optimizer": "dilocco"}, 'is unknown; use "average" or "diloco"'),
+    "outer rate": ({"sync_every": 2, "outer_optimizer": OuterSGD(0)}, "learning_rate must be a number > 0, got 0"),
+    "outer momentum": ({"sync_every": 2, "outer_optimizer": OuterSGD(1, 1)}, "momentum must be a number >= 0 and < 1"),
+    "nesterov": ({"sync_every": 2, "outer_optimizer": OuterSGD(1, 0)}, "nesterov=True needs momentum > 0"),
+    "fragments": ({"sync_every": 4, "fragments": 0}, "fragments must be an integer >= 1"),
+    "many fragments": ({"sync_every": 100, "fragments": 100}, "this model has only 83 parameters"),
+    "multiple": ({"sync_every": 10, "fragments": 3}, "sync_every=10 must be a multiple of it"),
+    "delay": ({"sync_every": 4, "fragments": 2, "fragment_sync_delay": 2}, "less than sync_every / fragments = 2"),
+    "negative delay": ({"sync_every": 4, "fragment_sync_delay": -1}, "fragment_sync_delay must be an integer >= 0"),
+    "alpha": ({"sync_every": 4, "fragment_update_alpha": 1.5}, "must be a number from 0 to 1, got 1.5"),
+    "alone": ({"outer_optimizer": "diloco"}, "outer_optimizer needs sync_every"),
+    "alone too": ({"fragments": 2}, "fragments needs sync_every"),
+    "sharded": ({"sync_every": 4, "update": "sharded"}, 'sync_every=4 with update="sharded"'),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_wrong_options(world: MPI.Intracomm, flat: allreduce.Topology, case: str) -> None:
+    options, expected = WRONG[case]
+    text = raised_everywhere(world, ArgumentError, lambda: MirroredTrainer(network(), "ring", flat, **options))
+    assert expected in text
+
+
+@several
+def test_ranks_with_different_options(world: MPI.Intracomm, flat: allreduce.Topology) -> None:
+    for name, values in (("outer_optimizer", ("average", "diloco")), ("sync_every", (2, 4)), ("fragments", (1, 2))):
+        options: dict[str, Any] = {"sync_every": 4, name: values[flat.rank > 0]}
+        text = raised_everywhere(
+            world, DisagreementError, lambda options=options: MirroredTrainer(network(), "ring", flat, **options)
+        )
+        assert f"{name}={values[1]!r}" in text
+
+
+def test_a_replica_with_tables_is_refused(world: MPI.Intracomm, flat: allreduce.Topology) -> None:
+    text = raised_everywhere(
+        world, ArgumentError, lambda: MirroredTrainer(EmbeddingNetwork([4, 3], words=9), topology=flat, sync_every=4)
+    )
+    assert "sparse gradients" in text
+
+
+def test_an_outer_momentum_of_another_model(flat: allreduce.Topology) -> None:
+    with MirroredTrainer(network(), "ring", flat, sync_every=2, outer_optimizer="diloco") as trainer:
+        state = trainer.replica.state() | {"trainer.outer_momentum": np.zeros(3)}
+        with pytest.raises(ModelFileError, match="outer momentum is of another model"):
+            trainer.strategy.load_state(0, state)

@@ -1,0 +1,278 @@
+"""Rounds of local SGD: inner steps of every rank on its own, then one outer step on the ranks' averaged change.
+
+    delta = start - parameters        start: the parameters after the last outer step, with the same bits on all ranks
+    delta = sum over the ranks of weight * delta / sum of weights        weight: the inner steps of a rank in the round
+    start = outer optimizer's step(start, delta)
+    parameters = alpha * parameters + (1 - alpha) * start
+
+`trainers.local_sgd.outer` names the papers. Nothing here knows a framework: arrays are of NumPy or CuPy, or tensors.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+from mpi4py import MPI
+
+from allreduce.arrays.chunks import chunk
+from allreduce.transport.control import combine, raise_together
+from trainers.local_sgd.outer import AVERAGE, LocalOptions, OuterSGD
+
+BLOCK = 1 << 16  # elements that an outer step updates at a time: its arrays fit the cache
+COUNT = "count the inner steps of a round"
+
+
+class Waitable(Protocol):
+    """A submitted call, such as allreduce.engine.queue.Future."""
+
+    def wait(self) -> None:
+        """Wait for the call to end, and raise its error."""
+
+
+Submit = Callable[[Callable[[], object], str], Waitable]
+
+
+class Done:
+    """A call that has ended already: `Done(work, name)` is a Submit that runs the work at once."""
+
+    def __init__(self, work: Callable[[], object], name: str = "") -> None:
+        work()
+
+    def wait(self) -> None:
+        """Return at once."""
+
+
+class Memory(NamedTuple):
+    """Flat arrays of one length and dtype (float32 or float64): `start` and `delta` of the module's docstring, and the
+    outer momentum, or None. `delta` should be memory that the backend allocated."""
+
+    start: Any
+    momentum: Any
+    delta: Any
+
+
+class Part(NamedTuple):
+    """A block of a fragment: views of equal length. outer: the outer optimizer of these elements."""
+
+    parameters: Any
+    start: Any
+    momentum: Any
+    delta: Any
+    outer: OuterSGD
+
+    def form(self) -> None:
+        """Write this rank's change into `delta`. Local."""
+        self.delta[...] = self.start
+        delta = self.delta
+        delta -= self.parameters
+
+    def apply(self, alpha: float, changed: bool) -> None:
+        """Apply the averaged change in `delta`, which is overwritten. changed: whether there is one. Local."""
+        if changed:
+            self.outer.step(self.start, self.momentum, self.delta)
+        if alpha == 0:
+            self.parameters[...] = self.start
+            return
+        delta = self.delta
+        delta[...] = self.parameters
+        delta -= self.start
+        delta *= alpha
+        delta += self.start
+        self.parameters[...] = delta
+
+
+class Fragment:
+    """A slice of the parameters with rounds of its own. span: its elements. weight: this rank's inner steps in the
+    round. total: the weights of all ranks in the last average."""
+
+    def __init__(self, span: slice, parts: list[Part]) -> None:
+        self.span, self.parts = span, parts
+        self.weight = self.total = 0.0
+
+
+class Flight(NamedTuple):
+    """An average that has begun. future: of its reduction."""
+
+    fragments: list[Fragment]
+    future: Waitable
+
+
+class Rounds:
+    """The rounds of one replica. After each inner step call `count_step`, and `finish` if a fragment is `due`.
+
+    options: valid. comm: for the counts, used where the reductions run. arrays: this rank's parameters, 1-D, one after
+        the other as long as `memory`. averaged: the number of elements at the end that are averaged without the outer
+        optimizer (statistics of batch norm).
+    reduce: reduce(span) averages `memory.delta[span]` over the ranks, in place; collective.
+    submit: submit(work, name) runs the work after all earlier work, in one order on all ranks, perhaps in a thread.
+
+    done: the number of outer steps, the same on all ranks. active: the number of ranks that took part in the last
+    average with `active=True`. error: an error of this rank; the next average raises it on all ranks instead.
+    steps: the mean over the ranks of the inner steps that were averaged.
+    begun: whether steps were counted since all ranks had the same parameters.
+    """
+
+    def __init__(
+        self,
+        options: LocalOptions,
+        comm: MPI.Intracomm,
+        arrays: Sequence[Any],
+        memory: Memory,
+        reduce: Callable[[slice], object],
+        submit: Submit = Done,
+        averaged: int = 0,
+    ) -> None:
+        self.options, self.memory = options, memory
+        self._comm, self._arrays, self._reduce, self._submit = comm, arrays, reduce, submit
+        length = len(memory.start)
+        self.fragments = [
+            self._fragment(chunk(length, options.fragments, at), length - averaged) for at in range(options.fragments)
+        ]
+        self.done = self.active = 0
+        self.steps = 0.0
+        self.error: Exception | None = None
+        self._flight: Flight | None = None
+        self._position = self._next = 0  # inner steps since the last outer step; the next fragment
+        self.begun = False
+        self.restart()
+
+    def _fragment(self, span: slice, trained: int) -> Fragment:
+        """Return the fragment of these elements. trained: the number of elements with the outer optimizer."""
+        parts, at = [], 0
+        for array in self._arrays:
+            for start, stop in _blocks(at, at + len(array), span, trained):
+                here, own = slice(start, stop), slice(start - at, stop - at)
+                outer = self.options.outer if start < trained else AVERAGE
+                momentum = self.memory.momentum[here] if outer.momentum else None
+                parts.append(Part(array[own], self.memory.start[here], momentum, self.memory.delta[here], outer))
+            at += len(array)
+        return Fragment(span, parts)
+
+    # Inner steps
+
+    @property
+    def left(self) -> int:
+        """The number of inner steps until a fragment is due."""
+        return self.options.interval - self._position
+
+    @property
+    def due(self) -> bool:
+        """Whether it is time to call `finish`."""
+        return self.left <= 0
+
+    def count_step(self, weight: float = 1.0) -> None:
+        """Count an inner step; begin the next fragment's average if it is time. Local, but all ranks must come here
+        before the average ends. weight: 0 if this rank has taken no step."""
+        self.begun = True
+        self._position += 1
+        for fragment in self.fragments:
+            fragment.weight += weight
+        if self.left == self.options.fragment_sync_delay > 0:
+            self.begin()
+
+    # Outer steps
+
+    def begin(self, active: bool = True) -> None:
+        """Begin the average of the next fragment. Local; see `count_step`. active: see the class."""
+        self._begin([self.fragments[self._next]], active)
+
+    def _begin(self, fragments: list[Fragment], active: bool = True) -> None:
+        for fragment in fragments:
+            for part in fragment.parts:
+                part.form()
+        weights, error = [fragment.weight for fragment in fragments], self.error
+        self.error = None
+        for fragment in fragments:
+            fragment.weight = 0.0  # steps from now on count for the next round
+        work = partial(self._average, fragments, weights, active, error)
+        self._flight = Flight(fragments, self._submit(work, f"averages the parameters, after {self.done} outer steps"))
+
+    def _average(self, fragments: list[Fragment], weights: list[float], active: bool, error: Exception | None) -> None:
+        """Average the changes of fragments, weighted. Collective, in the queue."""
+        sums = combine(self._comm, np.array([*weights, active, error is not None], np.float64), COUNT)
+        if sums[-1]:
+            raise_together(self._comm, error)
+        self.active = int(sums[-2])
+        for fragment, own, total in zip(fragments, weights, sums.tolist(), strict=False):
+            fragment.total = total
+            if not total:
+                continue
+            delta, factor = self.memory.delta[fragment.span], own * self._comm.size / total
+            if factor == 0:
+                delta[...] = 0  # a multiplication by 0 would keep NaN
+            elif factor != 1:
+                delta *= factor
+            self._reduce(fragment.span)
+
+    def finish(self, active: bool = True) -> None:
+        """Take the outer step of the next fragment, and mix its parameters; begin its average if it has not begun.
+        Collective."""
+        if self._flight is None:
+            self.begin(active)
+        self._land(self.options.fragment_update_alpha)
+        self._next = (self._next + 1) % len(self.fragments)
+        self._position = 0
+        self.begun = not self.options.equal_after
+
+    def end(self, active: bool = True) -> None:
+        """End the round early: afterwards all ranks have the same parameters, and a new round begins. Collective."""
+        if self._flight is not None:
+            self.finish(active)
+        self._begin(self.fragments, active)
+        self._land(0.0)
+        self._position = self._next = 0
+        self.begun = False
+
+    def _land(self, alpha: float) -> None:
+        """Wait for the average that has begun, and apply it. Collective."""
+        assert self._flight is not None
+        (fragments, future), self._flight = self._flight, None
+        future.wait()
+        changed = False
+        for fragment in fragments:
+            changed |= fragment.total > 0
+            self.steps += fragment.total / self._comm.size / len(self.fragments)
+            for part in fragment.parts:
+                part.apply(alpha, fragment.total > 0)
+            if alpha == 0:
+                fragment.weight = 0.0  # steps since the average began were overwritten
+        self.done += changed
+
+    # State
+
+    def restart(self) -> None:
+        """Begin a round at the present parameters, which must be the same on all ranks. Collective if an average has
+        begun, else local. The outer momentum stays."""
+        flight, self._flight = self._flight, None
+        if flight is not None:
+            flight.future.wait()
+        for fragment in self.fragments:
+            fragment.weight = 0.0
+            for part in fragment.parts:
+                part.start[...] = part.parameters
+        self._position = self._next = 0
+        self.begun, self.error = False, None
+
+    def rewind(self) -> None:
+        """Set the parameters to those after the last outer step. Local; `restart` follows."""
+        for fragment in self.fragments:
+            for part in fragment.parts:
+                part.parameters[...] = part.start
+
+    def load(self, momentum: Any, done: int) -> None:
+        """Set the outer momentum, a 1-D array or None (zeros), and the number of outer steps. Local."""
+        if self.memory.momentum is not None:
+            self.memory.momentum[...] = 0 if momentum is None else momentum
+        self.done = done
+
+
+def _blocks(start: int, stop: int, span: slice, trained: int) -> Iterator[tuple[int, int]]:
+    """Yield (first, last) of the blocks of elements `start` to `stop` that lie in `span`, cut at `trained` too."""
+    first, last = max(start, span.start), min(stop, span.stop)
+    while first < last:
+        end = min(first + BLOCK, last)
+        if first < trained < end:
+            end = trained
+        yield first, end
+        first = end

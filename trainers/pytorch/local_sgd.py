@@ -1,0 +1,273 @@
+"""MirroredOptimizer(sync_every=H): inner steps of the plain optimizer, and rounds that average the parameters."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from mpi4py import MPI
+from torch import Tensor
+from torch.nn import Parameter
+from torch.optim import Optimizer
+
+from allreduce import notices
+from allreduce.arrays.registered import Part
+from allreduce.backend import AllReduce
+from allreduce.elastic.retry import Commit
+from allreduce.engine.queue import Future
+from allreduce.errors import OptionError
+from allreduce.transport.control import all_values, root_value, together
+from trainers.checks import check_equal
+from trainers.errors import NotFiniteError
+from trainers.local_sgd.rounds import Memory, Rounds
+from trainers.pytorch.buckets import GradientError, allocate_flat
+from trainers.pytorch.options import AGAIN, Options
+from trainers.pytorch.reducer import Reducer
+from trainers.pytorch.report import Report
+from trainers.pytorch.rows import rows_error
+from trainers.pytorch.state import broadcast_state, broadcast_tensors, comparable, load_root_state
+from trainers.replicas.pytorch.replica import Buffers
+
+KEY = "local_sgd"  # the entry of a state_dict with the outer optimizer's state
+REPLACED = (
+    "the memory of {} was replaced (`p.data = ...`, module.to(...)) since MirroredOptimizer was made, so its changes "
+    f"can't be averaged; {AGAIN}"
+)
+NOT_FINITE = (
+    "rank {} has NaN or infinite gradients in its step {}: look at its rows of the batch, scale the features, or lower "
+    "the learning rate"
+)
+
+
+class _BadError(Exception):
+    """The closure of a step has computed gradients that are not finite."""
+
+
+class LocalSteps:
+    """The inner steps of this rank, and the rounds that it has with the others. The constructor is collective.
+
+    optimizer: the plain one. trained: its parameters by name. reducer: runs the averages in its queue; it has no
+    gradients. buffers: restores the model's buffers when a step is left out. carried: `outer_state` from before a
+    failure.
+
+    steps, skipped: the inner steps that this rank has taken, and left out. rows: of the next step; None for one of
+    weight 1.
+    """
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        trained: dict[str, Parameter],
+        options: Options,
+        backend: AllReduce,
+        reducer: Reducer,
+        buffers: Buffers,
+        carried: "tuple[Tensor | None, int, LocalSteps] | None" = None,
+    ) -> None:
+        self.optimizer, self.options, self._trained = optimizer, options, trained
+        self._reducer, self._buffers = reducer, buffers
+        self.steps = self.skipped = 0
+        self.rows: float | None = None
+        self._compared = 0.0  # mean inner steps of the ranks at the last comparison
+        length = sum(each.numel() for each in trained.values())
+        wide = any(each.dtype == torch.float64 for each in trained.values())
+        delta = allocate_flat(backend, length, "float64" if wide else "float32", reducer.device)
+        parts, start = [], 0
+        for name, each in trained.items():
+            parts.append(Part(name, start, tuple(each.shape)))
+            start += each.numel()
+        backend.describe(delta.array, parts)
+        momentum = torch.zeros_like(delta.tensor) if options.local.outer.momentum else None
+        memory = Memory(torch.zeros_like(delta.tensor), momentum, delta.tensor)
+        self._spans = {part.name: slice(part.start, part.stop) for part in parts}
+        # the elements of a dense tensor in the order of its memory, without a copy
+        flat = [each.detach().as_strided((each.numel(),), (1,)) for each in trained.values()]
+        self._addresses = [each.data_ptr() for each in flat]
+        self._backend, self._delta, self._sent = backend, delta.array, 0
+        self._futures: list[Future] = []  # of averages that have not been counted in the reducer's clock
+        self.rounds = Rounds(options.local, reducer.comm, flat, memory, self._average, self._submit)
+        if carried is not None:
+            outer, done, old = carried
+            self.rounds.load(outer, done)
+            self.steps, self.skipped = old.steps, old.skipped
+
+    def _average(self, span: slice) -> None:
+        """Average elements of `delta`. Collective, in the queue."""
+        part = self._delta[span]
+        self._backend(part, "mean")
+        self._sent += part.nbytes
+
+    def _submit(self, work: Callable[[], object], name: str) -> Future:
+        self._futures.append(self._reducer.submit(work, name))
+        return self._futures[-1]
+
+    def _run_round(self, end: Callable[[], object]) -> None:
+        """Take an outer step by `end`. Collective."""
+        clock = self._reducer.clock
+        begin = clock.now()
+        end()
+        clock.add(self._futures, begin)
+        self._futures.clear()
+
+    def report(self, report: Report) -> Report:
+        """Return the reducer's report with the numbers of the rounds. Local."""
+        sizes = tuple(self._delta[fragment.span].nbytes for fragment in self.rounds.fragments)
+        return replace(report, steps=self.steps, averages=self.rounds.done, bytes=self._sent, buckets=sizes)
+
+    # A step
+
+    def step(self, closure: Callable[[], Any] | None) -> Any:
+        """Take an inner step; run the round that is due. Returns the loss of this rank's closure. Collective at the end
+        of a round."""
+        loss, taken = None, True
+        if closure is None and not self._usable():
+            taken = False
+        else:
+            try:
+                checked = None if closure is None else partial(self._checked, closure)
+                loss = self._reducer.clock.update(partial(self.optimizer.step, checked))
+            except _BadError:
+                taken = False
+        self._buffers.forget() if taken else self._leave_out()
+        self.steps += taken
+        weight, self.rows = 1.0 if self.rows is None else self.rows, None
+        if self.rounds.left <= 1 + self.options.local.fragment_sync_delay:
+            self._check_memory()
+        self.rounds.count_step(weight if taken else 0.0)
+        if self.rounds.due:
+            self._run_round(self.rounds.finish)
+            self._compare_if_due()
+        return loss
+
+    def _usable(self) -> bool:
+        """Whether this rank's gradients are finite, or not to be checked. Local."""
+        if self.options.check_gradients is None:
+            return True
+        found = [each.grad for each in self._trained.values() if each.grad is not None]
+        values = [each.coalesce().values() if each.is_sparse else each for each in found]
+        return all(bool(torch.isfinite(each).all()) for each in values)
+
+    def _checked(self, closure: Callable[[], Any]) -> Any:
+        loss = closure()
+        if not self._usable():
+            raise _BadError
+        return loss
+
+    def _leave_out(self) -> None:
+        """Leave out this rank's step, or keep an error for the end of the round. Local."""
+        self._buffers.restore()
+        text = NOT_FINITE.format(self._reducer.comm.rank, self.steps + 1)
+        if self.options.check_gradients == "raise":
+            self.rounds.error = self.rounds.error or NotFiniteError(text)
+        else:
+            self.skipped += 1
+            notices.log.warning("allreduce: %s; this rank leaves the step out", text)
+
+    def _check_memory(self) -> None:
+        """Keep an error for the end of the round if the memory of a parameter was replaced. Local."""
+        for (name, parameter), address in zip(self._trained.items(), self._addresses, strict=True):
+            if parameter.data_ptr() != address:
+                self.rounds.error = self.rounds.error or GradientError(REPLACED.format(name))
+
+    def count_rows(self, number: float) -> None:
+        """Set the weight of the next step; an error is raised by all ranks at the end of the round. Local."""
+        self.rows, error = number, rows_error(number)
+        if error is not None:
+            self.rows, self.rounds.error = 0.0, self.rounds.error or error
+
+    # Rounds
+
+    def end_round(self) -> None:
+        """Average the parameters now. Collective."""
+        self._check_memory()
+        self._run_round(self.rounds.end)
+
+    def join_others(self) -> None:
+        """Take part in the rounds of ranks that have batches left, with no steps, until no rank has. Collective."""
+        self.rounds.finish(active=False)
+        while self.rounds.active:
+            self.rounds.finish(active=False)
+        self.end_round()
+
+    def _compare_if_due(self) -> None:
+        """Compare `start` on all ranks if `check_every` steps were taken since the last time. Collective then."""
+        every = self.options.check_every
+        if every and self.rounds.steps - self._compared >= every:
+            self._compared = self.rounds.steps
+            self._reducer.run_in_queue("compares the replicas", self._compare)
+
+    def _compare(self) -> None:
+        """Compare what all ranks share: parameters after the last outer step, hyperparameters. Runs in the queue."""
+        start, options = self.rounds.memory.start, self.options
+        shared: Any = {name: start[span] for name, span in self._spans.items()}
+        read = partial(comparable, self.optimizer, shared, {})
+        check_equal(self._reducer.comm, read, options.on_divergence, options.source, self._copy_from)
+
+    def _copy_from(self, root: int) -> None:
+        """Take on the parameters and the state of rank `root`. Collective, in the queue."""
+        broadcast_tensors(self._reducer.comm, self._shared_tensors(), root)
+        broadcast_state(self._reducer.comm, self.optimizer, root)
+        self.rounds.rewind()
+        self.rounds.restart()
+
+    def _shared_tensors(self) -> list[Tensor]:
+        memory = self.rounds.memory
+        return [memory.start] if memory.momentum is None else [memory.start, memory.momentum]
+
+    # State
+
+    def state_dict(self) -> dict[str, Any]:
+        """End the round; return this rank's state_dict of the plain optimizer, with the outer momentum. Collective."""
+        self.end_round()
+        momentum = self.rounds.memory.momentum
+        outer = {} if momentum is None else {"momentum": momentum.clone()}
+        return {**self.optimizer.state_dict(), KEY: outer}
+
+    def load_state_dict(self, state: dict[str, Any] | None) -> None:
+        """Load a result of `state_dict` or the plain optimizer's: this rank's, or rank 0's if it is None; the outer
+        momentum is always rank 0's. Collective."""
+        self.rounds.end()
+        self._reducer.run_in_queue("loads the optimizer's state", partial(self._load, state))
+        self.rounds.restart()
+
+    def _load(self, state: dict[str, Any] | None) -> None:
+        comm, memory = self._reducer.comm, self.rounds.memory
+        load_root_state(comm, self.optimizer, state)
+        together(comm, lambda: None if state is None else self.optimizer.load_state_dict(state))
+        given = together(comm, lambda: self._given_momentum(state) if comm.rank == 0 else None)
+        if not root_value(comm, given is not None, "learn whether there is an outer momentum"):
+            self.rounds.load(None, self.rounds.done)
+        elif memory.momentum is not None:
+            if given is not None:
+                memory.momentum.copy_(given)
+            broadcast_tensors(comm, [memory.momentum])
+
+    def _given_momentum(self, state: dict[str, Any] | None) -> Tensor | None:
+        """Return the outer momentum in a state_dict. Raises OptionError if it is of another model. Local."""
+        found, own = (state or {}).get(KEY, {}).get("momentum"), self.rounds.memory.momentum
+        if found is not None and own is not None and found.shape != own.shape:
+            sizes = f"{tuple(found.shape)}, and this one's {tuple(own.shape)}"
+            raise OptionError(f"the outer momentum in this state_dict is of another model: its shape is {sizes}")
+        return found
+
+    # Recovery
+
+    def newest(self, comm: MPI.Intracomm) -> Commit:
+        """Receive `start` and the momentum of a rank that has done the most rounds; returns a function that goes back
+        to them, locally. Collective."""
+        done = all_values(comm, self.rounds.done, "continue without a failed rank")
+        received = [each.clone() for each in self._shared_tensors()]
+        broadcast_tensors(comm, received, done.index(max(done)))
+
+        def commit() -> None:
+            for here, there in zip(self._shared_tensors(), received, strict=True):
+                here.copy_(there)
+            self.rounds.done = max(done)
+            self.rounds.rewind()
+
+        return commit
+
+    def carried(self) -> "tuple[Tensor | None, int, LocalSteps]":
+        """The outer momentum, the number of rounds, and this object, for the one that replaces it after a failure."""
+        return self.rounds.memory.momentum, self.rounds.done, self

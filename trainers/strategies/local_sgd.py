@@ -1,0 +1,308 @@
+"""The strategy of MirroredTrainer(sync_every=H): ranks train on their own, and average their changes after H steps.
+
+`trainers.local_sgd` has the arithmetic, and names the papers. Between two averages a rank updates its replica with the
+mean gradient over its own rows of each global batch. All ranks take the same steps, except that a rank without rows in
+a short batch takes none. After the steps of a round, and at the end of an epoch, the ranks meet: one small message has
+their flags and the metrics of all steps since they last met.
+
+The state of the inner optimizer (momentum, Adam's moments) stays on each rank; it is neither averaged nor reset, as in
+DiLoCo. A checkpoint has that of every rank.
+"""
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from allreduce import notices
+from allreduce.backend import AllReduce, Config
+from allreduce.elastic.standby import JOINED
+from allreduce.engine.queue import Queue, Worker
+from allreduce.errors import UnavailableError
+from allreduce.topology import Topology
+from allreduce.transport.control import all_values, combine, together
+from allreduce.wrappers.options import Given
+from trainers.backends import allocate_own
+from trainers.data import Batch, Batches
+from trainers.errors import ArgumentError, ModelFileError
+from trainers.local_sgd.outer import LocalOptions
+from trainers.local_sgd.rounds import Done, Memory, Rounds, Submit
+from trainers.replica import Replica, copied
+from trainers.state.adopt import ADOPT, OUTER, RATES, Arrays, Piece, adopt
+from trainers.strategies.interface import FLAGS, INNER, EpochRun
+from trainers.strategies.mirrored import Mirrored
+from trainers.watching.meter import RoundMeter
+
+MEET = "end the steps that ranks have taken on their own"
+
+
+class LocalSGD(Mirrored):
+    """Local SGD; see MirroredTrainer for the arguments, and the module's docstring.
+
+    local: the options sync_every, outer_optimizer, fragment...
+    """
+
+    mirrors = "epoch"
+
+    def __init__(
+        self,
+        replica: Replica,
+        name: str,
+        given: str | AllReduce | Config | None,
+        topology: Topology | None,
+        update: str,
+        compress: Given,
+        copies: int,
+        local: LocalOptions,
+    ) -> None:
+        super().__init__(replica, name, given, topology, update, compress, copies)
+        self.local = local
+        self._rounds: Rounds | None = None
+        self._queue: Queue | None = None  # of averages that overlap with inner steps
+        self._meter: RoundMeter | None = None
+        self._added: list[np.ndarray] = []  # a row of RoundMeter.add for each step since the ranks have met
+        self._met = np.zeros(len(FLAGS))  # the sums over the ranks at the last meeting: flags, then rows of metrics
+        # during `restore`: each rank's [steps, `_met`, outer steps], and whether this rank has joined
+        self._infos: list[Any] = []
+        self._joins = False
+
+    # Construction
+
+    def describe(self) -> str:
+        return f"{super().describe()[:-1]}, sync_every={self.local.sync_every!r}, {self.local})"
+
+    def argument_error(self, ranks: Topology, goes_on: bool) -> Exception | None:
+        if error := super().argument_error(ranks, goes_on):
+            return error
+        replica, local = self.replica, self.local
+        if wrong := local.error() or local.length_error(replica.gradient_length):
+            return ArgumentError(wrong)
+        if self._update_name != "replicated":
+            return ArgumentError(
+                f'sync_every={local.sync_every} with update="{self._update_name}": ranks that train on their own need '
+                'all parameters and the whole optimizer; use update="replicated"'
+            )
+        if replica.tables:
+            return ArgumentError(
+                f"sync_every={local.sync_every}: this {type(replica).__name__} has sparse gradients (of its "
+                f"{replica.tables[0].name}), which are averaged in every step; leave out sync_every, or use a dense "
+                "embedding"
+            )
+        return None
+
+    def _make_buffer(self) -> None:
+        """Allocate the gradients, and the parameters with the memory of the rounds. Collective."""
+        super()._make_buffer()
+        replica, local, length = self.replica, self.local, self.replica.gradient_length
+        self.measured = np.zeros(len(replica.metrics) + len(FLAGS))
+        self._gradients = self.buffer[:length]
+        self._parameters = allocate_own(replica)
+        together(self.group.comm, lambda: replica.bind_parameters(self._parameters))
+        self._trained = len(replica.state()["parameters"])
+        dtype = "float64" if replica.gradient_dtype == "float64" else "float32"
+        # Between an inner step and the next gradients the gradient buffer is free.
+        free = not local.fragment_sync_delay and replica.gradient_dtype == dtype
+        delta = self._gradients if free else self._allocate(length, dtype)
+        self._describe(delta)
+        start = delta.copy()
+        memory = Memory(start, start * 0 if local.outer.momentum else None, delta)
+        self._messages = self.group.topology.private()
+        self._rounds = Rounds(
+            local, self._messages, [self._parameters], memory, self._average, self._submit(), length - self._trained
+        )
+
+    def _submit(self) -> Submit:
+        """Return how averages run: at once, or in a thread if inner steps go on meanwhile. Collective."""
+        self._queue = None
+        if not self.local.fragment_sync_delay:
+            return Done
+        worker, name = self.group.topology.service(Worker), f"averages of {self.name}"
+        try:
+            self._queue = worker.queue(name, threaded=True)
+        except UnavailableError as error:  # on all ranks
+            notices.once(self.group.rank, f"parameters are averaged after inner steps, not during them: {error}")
+            self._queue = worker.queue(name)
+        return self._queue.submit
+
+    def _average(self, span: slice) -> None:
+        """Average elements of `delta` over the ranks. Collective; may run in the queue's thread."""
+        self._backend(self.rounds.memory.delta[span], op="mean")
+
+    @property
+    def rounds(self) -> Rounds:
+        assert self._rounds is not None
+        return self._rounds
+
+    def close(self) -> None:
+        if self._rounds is not None:
+            if self._queue is not None:
+                self._queue.close()
+            self.group.topology.release(self._messages)
+        super().close()
+
+    def abandon(self) -> None:
+        if self._queue is not None:
+            self._queue.abandon()
+        super().abandon()
+
+    def _drop_buffer(self) -> None:
+        self._rounds = self._queue = None
+        self._gradients = np.empty(0)
+        super()._drop_buffer()
+
+    # Steps, and rounds of them
+
+    def make_meter(self, batches: Batches) -> RoundMeter:
+        self._added.clear()
+        self._meter = RoundMeter(self.replica.metrics, batches.sizes(), self.measured.dtype, "cpu")
+        return self._meter
+
+    def run_epoch(self, run: EpochRun, number: int) -> None:
+        self._added.clear()
+        with run.shares(number) as shares:
+            while run.first_step < run.batches.steps and not run.stopped:
+                first = run.first_step
+                last = min(first + self.rounds.left, run.batches.steps)
+                for step in range(first, last):
+                    self._added.append(np.zeros(len(self.replica.metrics) + 1))
+                    took = run.keep_error(partial(self._take_step, run, step, shares))
+                    run.keep_error(partial(run.end_batch, step))
+                    self.rounds.count_step(1.0 if took else 0.0)
+                self._meet(run)
+                run.end_steps(last - first)
+
+    def _take_step(self, run: EpochRun, step: int, shares: Iterator[Batch]) -> bool:
+        """Take an inner step with this rank's rows. Returns False if there are none, or they were discarded. Local; may
+        raise any exception."""
+        replica, metrics = self.replica, len(self.replica.metrics)
+        run.begin_batch(step)
+        with self.span("data"):
+            batch = run.check_batch(next(shares))
+        if not len(batch.x):
+            return False
+        with self.span("compute"):
+            values = replica.gradients(batch.x, batch.y, 1.0)
+        if run.discard_if_unusable(self._gradients, replica):
+            return False
+        self.measured[:metrics] = [float(value) for value in values]
+        self._added[-1][:] = [*self.measured[:metrics] * batch.share, batch.share]
+        with self.span("update"):
+            replica.update()
+            self._parameters[self._trained :] = self._gradients[self._trained :]  # statistics, if there are any
+        return True
+
+    def _meet(self, run: EpochRun) -> None:
+        """Add up flags and metrics, and take the outer step that is due. Raises an error of any rank on all ranks, and
+        DivergedError. Collective."""
+        met = np.concatenate([run.flags(), *self._added])
+        self.clock.start()
+        combine(self.group.comm, met, MEET)
+        self.clock.stop()
+        self.measured[-len(FLAGS) :] = met[: len(FLAGS)]
+        run.read_flags()
+        if self.rounds.due:
+            self._run_round(self.rounds.finish)
+        # From here on nothing communicates: after a failure a rank has done all of the above, or counts none of it.
+        self._count(met)
+        assert self._meter is not None
+        self._meter.check_loss()
+
+    def _count(self, met: np.ndarray) -> None:
+        """Count the steps of a meeting. met: the sums over the ranks. Local."""
+        self._met = met
+        self.measured[-len(FLAGS) :] = met[: len(FLAGS)]
+        self._added.clear()
+        rows = met[len(FLAGS) :].reshape(-1, len(self.replica.metrics) + 1)
+        self.steps += len(rows)
+        assert self._meter is not None
+        self._meter.add(rows)
+
+    def _run_round(self, end: Callable[[], object]) -> None:
+        """Take an outer step by `end`, and bring the replica up to date. Collective."""
+        self.clock.start()
+        end()
+        self.clock.stop()
+        self.replica.refresh()
+
+    def end_round(self) -> None:
+        if self._rounds is not None and self._rounds.begun:
+            self._run_round(self._rounds.end)
+
+    @property
+    def local_gradients(self) -> Any:
+        return self._gradients
+
+    # The state
+
+    def not_replicated(self) -> dict[str, str]:
+        return dict.fromkeys(self.replica.updated, "each rank keeps that of its own inner steps")
+
+    def shared_state(self) -> Arrays:
+        momentum = self.rounds.memory.momentum
+        return {} if momentum is None else {OUTER: np.array(_on_host(momentum))}
+
+    def local_state(self) -> Arrays:
+        state, updated = self.replica.state(), self.replica.updated
+        inner = {f"{INNER}{name}": np.array(array) for name, array in state.items() if name in updated}
+        return super().local_state() | inner
+
+    def load_local_state(self, state: Arrays) -> None:
+        inner = {name.removeprefix(INNER): array for name, array in state.items() if name.startswith(INNER)}
+        if inner:
+            self.replica.load_state(copied(self.replica.state(), {}) | inner)
+        super().load_local_state(state)
+
+    def begin_change(self) -> None:
+        self.rounds.restart()
+
+    def synchronize_state(self) -> None:
+        self.rounds.restart()
+
+    def edit(self, change: Callable[[], object], before: list[Piece] | None = None) -> None:
+        self.end_round()
+        super().edit(change, before)
+
+    def reset(self) -> None:
+        super().reset()
+        self.rounds.load(None, self.rounds.done)
+
+    # Recovery after failures: all ranks go back to the parameters after the last outer step, at the last meeting
+
+    def pieces(self) -> list[Piece]:
+        state, start = self.replica.snapshot({}), self.rounds.memory.start[: self._trained]
+        state["parameters"] = start.astype(state["parameters"].dtype)
+        state |= {RATES: np.array(self.replica.learning_rates), **self.shared_state()}
+        return [Piece(self.steps, self.steps, 0, self._length, {}, state, self.rounds.done)]
+
+    def restore(self) -> bool:
+        joins = self.group.previous[self.group.rank] == JOINED
+        own = [] if joins else self.saved or []
+        info = [self.steps, self._met.tolist(), max((each.serial for each in own), default=0)]
+        self._infos = all_values(self.group.comm, info, ADOPT)
+        self._joins = joins
+        self._added.clear()
+        try:
+            return adopt(self, own, self._length)
+        finally:
+            self._infos = []
+
+    def load_state(self, step: int, state: Arrays) -> None:
+        momentum, outer = state.get(OUTER), self.rounds.memory.momentum
+        if momentum is not None and outer is not None and momentum.shape != outer.shape:
+            raise ModelFileError(f"the outer momentum is of another model: {momentum.shape}, and here {outer.shape}")
+        if self._infos:
+            # Nothing below communicates, so a second failure can't interrupt it halfway.
+            done, met = max((done, met) for steps, met, done in self._infos if steps == step)
+            self.saved = [Piece(step, step, 0, self._length, {}, dict(state), done)]
+            if step > self.steps and not self._joins:
+                self._count(np.array(met))
+            self.steps = step
+        super().load_state(step, state)
+        if momentum is not None:
+            self.rounds.load(momentum, self.rounds.done)
+        self.rounds.restart()
+
+
+def _on_host(array: Any) -> np.ndarray:
+    return array.get() if hasattr(array, "get") else array
