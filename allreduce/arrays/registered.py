@@ -97,10 +97,17 @@ class Slice(NamedTuple):
 
 
 class Registry:
-    """The registered arrays of a backend, in the order of their registration, which is the same on all ranks."""
+    """The registered arrays of a backend, in the order of their registration, which is the same on all ranks.
+
+    Another thread may free an array's memory at any time, so entries are only changed by single operations of a dict.
+    """
 
     def __init__(self) -> None:
-        self._entries: list[Entry] = []
+        self._by_id: dict[int, Entry] = {}
+
+    @property
+    def _entries(self) -> list[Entry]:
+        return list(self._by_id.values())
 
     def register(self, array: Any, parts: Sequence[Part] = ()) -> None:
         """Register a 1-D array from `allocate`, or replace the parts of a registered array or slice. Local.
@@ -111,9 +118,11 @@ class Registry:
         _check_parts(parts, array.size)
         where = self.find(array)
         if where is None:
-            entry = Entry(_address(array), array.size, array.dtype, tuple(parts))
-            self._entries = [each for each in self._entries if not _overlap(each, entry)]  # of freed memory
-            self._entries.append(entry)
+            entry = Entry(address(array), array.size, array.dtype, tuple(parts))
+            for each in self._entries:
+                if _overlap(each, entry):  # of freed memory
+                    self._drop(each)
+            self._by_id[id(entry)] = entry
             owner = array if getattr(array, "base", None) is None else array.base
             weakref.finalize(owner, self._drop, entry).atexit = False
             return
@@ -127,13 +136,13 @@ class Registry:
                 held.clear()
 
     def _drop(self, entry: Entry) -> None:
-        self._entries = [each for each in self._entries if each is not entry]
+        self._by_id.pop(id(entry), None)
 
     def find(self, buffer: Any) -> Slice | None:
         """Return the slice of a registered array that `buffer` is, or None. Local."""
-        address, itemsize = _address(buffer), buffer.dtype.itemsize
+        begin, itemsize = address(buffer), buffer.dtype.itemsize
         for entry in self._entries:
-            start, rest = divmod(address - entry.begin, itemsize)
+            start, rest = divmod(begin - entry.begin, itemsize)
             inside = start >= 0 and start + buffer.size <= entry.length
             if inside and rest == 0 and entry.dtype == buffer.dtype:
                 return Slice(entry, start, buffer.size)
@@ -220,7 +229,8 @@ def divide(states: Sequence[Mapping[str, np.ndarray]], ranks: int) -> list[dict[
     return divided
 
 
-def _address(array: Any) -> int:
+def address(array: Any) -> int:
+    """Return the address of a NumPy or CuPy array's first element."""
     return array.data.ptr if is_gpu_array(array) else array.ctypes.data
 
 
