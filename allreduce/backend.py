@@ -78,6 +78,17 @@ class Phases(NamedTuple):
     all_gather: Callable[[np.ndarray], None]
 
 
+class NodeArrays(NamedTuple):
+    """The arrays of a node's ranks at one place of memory from `allocate`, this rank's is `arrays[rank]`.
+
+    fence: barrier of these ranks; needed before others' arrays are read, and after they are written. None: one rank.
+    """
+
+    arrays: Sequence[np.ndarray]
+    rank: int
+    fence: Callable[[], None] | None
+
+
 class AllReduce(ABC):
     """An AllReduce algorithm on the ranks of a topology.
 
@@ -163,6 +174,12 @@ class AllReduce(ABC):
         uses them without a copy. device: "cpu" for a NumPy array, "cuda" for a CuPy array; by default the one that
         this backend reduces without a copy.
         """
+        array = self._allocate_together(length, dtype, device)
+        if length:
+            self.describe(array)
+        return array
+
+    def _allocate_together(self, length: int, dtype: DTypeLike, device: str | None) -> Any:
         self.check_open()
         call: Call | None = None
         array, error = None, None
@@ -415,6 +432,11 @@ class AllReduce(ABC):
     def exact(self) -> "AllReduce":
         """The backend for values that must not be rounded: this one, or an uncompressed one inside of it. Local."""
         return self
+
+    def node_arrays(self, buffer: np.ndarray) -> NodeArrays | None:
+        """Return the arrays of all ranks of this node like `buffer`, a 1-D array from `allocate`; None if they share no
+        memory. Local."""
+        return None
 
     def sent(self, dtype: np.dtype) -> np.dtype:
         """Return the dtype in which arrays of `dtype` are sent: another one only under compression. Local."""
@@ -713,13 +735,14 @@ class AllReduce(ABC):
     def _tree_buffer(self, group: trees.Group) -> Any:
         """Return a buffer for a group of a tree's arrays. Collective when it grows.
 
-        It is from `allocate` if the backend reduces the dtype.
+        It is allocated memory if the backend reduces the dtype. A compression keeps no error feedback for it: the next
+        call may have another tree.
         """
         held = self.packed.get((group.dtype, group.device))
         if held is None or held.size < group.length:
             try:
                 self.check_dtype(group.dtype)
-                held = self.allocate(group.length, group.dtype, group.device)
+                held = self._allocate_together(group.length, group.dtype, group.device)
             except UnsupportedDtypeError:  # such arrays are only copied between ranks
                 held = (gpu.cupy() if group.device == "cuda" else np).empty(group.length, group.dtype)
             self.packed[group.dtype, group.device] = held

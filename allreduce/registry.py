@@ -6,6 +6,7 @@ import inspect
 import os
 import time
 import zlib
+from functools import partial
 from typing import Any
 
 from allreduce import keywords, notices
@@ -15,9 +16,11 @@ from allreduce.topology import Topology
 from allreduce.tracing.trace import Trace
 from allreduce.transport.control import all_values, on_all_ranks
 from allreduce.wrappers import options as compressions
+from allreduce.wrappers.by_part import Divided
 from allreduce.wrappers.exact import Exact, check_exact
 from allreduce.wrappers.half import Halved
-from allreduce.wrappers.options import Compression, Given, Half, Quantized
+from allreduce.wrappers.options import ByPart, Compression, Given, Half, PowerSGD, Quantized
+from allreduce.wrappers.powersgd import LowRank
 from allreduce.wrappers.quantized import Quantizing
 from allreduce.wrappers.traced import Traced
 
@@ -133,9 +136,12 @@ def _compressed(
 
 def _wrapped(inner: AllReduce, compression: Compression, check: str, owns_inner: bool = True) -> AllReduce:
     """Return a backend that compresses the arrays that `inner` reduces. Collective."""
-    wrappers: dict[type[Compression], Any] = {Half: Halved, Quantized: Quantizing}
+    wrappers: dict[type[Compression], Any] = {Half: Halved, Quantized: Quantizing, PowerSGD: LowRank, ByPart: Divided}
     kind = wrappers[type(compression)]
-    return kind(inner.topology, inner=inner, options=compression, check=check, owns_inner=owns_inner)
+    options: dict[str, Any] = {"options": compression, "check": check, "owns_inner": owns_inner}
+    if kind is Divided:
+        options["make"] = partial(_wrapped, inner, check="never", owns_inner=False)
+    return kind(inner.topology, inner=inner, **options)
 
 
 def _exact(inner: AllReduce, check: str) -> AllReduce:

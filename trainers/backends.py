@@ -24,13 +24,18 @@ LOST_RESIDUALS = (
 
 
 def backend_for(
-    given: str | AllReduce, topology: Topology, update: str, compress: Given = None, device: str = "cpu"
+    given: str | AllReduce,
+    topology: Topology,
+    update: str,
+    compress: Given = None,
+    device: str = "cpu",
+    exact: bool = False,
 ) -> AllReduce:
     """Return `given` if it is a backend, else create the backend of that name on `topology`, checked for the update.
     Collective.
 
     given: a name or a backend, the same on all ranks. update: "sharded" needs a TwoPhase backend; "auto" then selects
-        one. compress: an option of the backend that is created. device: of the arrays, "cpu" or "cuda". Raises
+        one. compress, exact: options of the backend that is created. device: of the arrays, "cpu" or "cuda". Raises
         OptionError or UnavailableError on all ranks.
     """
     if device == "cuda" and (update == "sharded" or given == "nccl"):
@@ -38,12 +43,12 @@ def backend_for(
         if backend is not None:
             return backend
     if update == "sharded" and given == "auto":
-        return _two_phase_auto(topology, compress)
+        return _two_phase_auto(topology, compress, exact)
     if isinstance(given, AllReduce):
         backend = given
     else:
-        options: dict[str, Any] = SETTINGS_OF_AUTO if given == "auto" else {}
-        backend = allreduce.create(given, topology, compress=compress, **options)
+        options: dict[str, Any] = SETTINGS_OF_AUTO if given == "auto" and not exact else {}
+        backend = allreduce.create(given, topology, compress=compress, exact=exact, **options)
     error = _backend_error(backend, update)
     if error is None:
         return backend
@@ -115,11 +120,11 @@ def allocate_own(replica: Replica) -> Any:
     return np.zeros(replica.gradient_length, dtypes.parse(replica.gradient_dtype))
 
 
-def _two_phase_auto(topology: Topology, compress: Given) -> AllReduce:
+def _two_phase_auto(topology: Topology, compress: Given, exact: bool) -> AllReduce:
     """Create the two-phase backend that suits the number of nodes, or "ring" if that one is unavailable. Collective."""
     name = "hierarchical_copy" if topology.nodes > 1 else "shared"
     try:
-        return allreduce.create(name, topology, compress=compress)
+        return allreduce.create(name, topology, compress=compress, exact=exact)
     except UnavailableError as error:
         notices.once(topology.rank, f'the sharded update uses "ring", because "{name}" can\'t be used: {error}')
-        return allreduce.create("ring", topology, compress=compress)
+        return allreduce.create("ring", topology, compress=compress, exact=exact)

@@ -4,6 +4,8 @@ A batch is global. Batch s of an epoch is rows order[s * B : (s + 1) * B]; rank 
 it. So the batches do not depend on the number of ranks; the last may be short, and a rank may have no row.
 """
 
+import random
+import sys
 import zlib
 from collections.abc import Callable, Generator, Iterable, Sequence
 from typing import Any, NamedTuple
@@ -176,6 +178,7 @@ class Batch(NamedTuple):
     y: np.ndarray
     rows: int  # in the global batch
     share: float  # this rank's rows / rows
+    seeds: tuple[int, ...] = ()  # of random numbers: for each of this rank's micro-batches
 
 
 class Batches:
@@ -184,6 +187,8 @@ class Batches:
     x, y: the whole data, the same on every rank (memory maps will do); or `Samples`, and None.
     batch_size: rows in a global batch.
     parts: the number of parts of every batch. part: the part that this rank gets; None for shares without rows.
+    micro_batch: a rank gets whole micro-batches of this number of rows, the last one of a batch perhaps shorter. Random
+        numbers that a data set draws then follow from the micro-batch. None: a rank gets any rows.
     ahead: how many batches may be fetched in advance; the arrays of a batch stay valid while these are fetched.
     """
 
@@ -197,17 +202,20 @@ class Batches:
         seed: int = 0,
         shuffle: bool = True,
         ahead: int = 0,
+        micro_batch: int | None = None,
     ) -> None:
         self.rows, self.batch_size = len(x), min(batch_size, len(x))
         self._x, self._y, self.ahead = x, y, ahead
-        self._seed, self._shuffle = seed, shuffle
+        self._seed, self._shuffle, self._micro_batch = seed, shuffle, micro_batch
         self.checked = not isinstance(x, Samples)  # whether all rows could be checked before the training (arrays)
         self.set_part(part, parts)
 
     def set_part(self, part: int | None, parts: int) -> None:
         """Set the number of parts of every batch, and the part that this rank gets."""
         self._part, self._parts = part, parts
-        most = -(-self.batch_size // parts)
+        unit = self._micro_batch or 1
+        units = -(-self.batch_size // unit)
+        most = -(-units // parts) * unit
         x = self._x
         self._source = x if isinstance(x, Samples) else _Arrays(x, self._y, most, self.ahead + 1)
 
@@ -215,7 +223,8 @@ class Batches:
     def settings(self) -> dict[str, Any]:
         """The settings that decide which rows are in which batch."""
         rows, size = int(self.rows), int(self.batch_size)
-        return {"rows": rows, "batch_size": size, "seed": int(self._seed), "shuffle": bool(self._shuffle)}
+        found = {"rows": rows, "batch_size": size, "seed": int(self._seed), "shuffle": bool(self._shuffle)}
+        return found if self._micro_batch is None else found | {"micro_batch": int(self._micro_batch)}
 
     def fingerprint(self) -> Fingerprint:
         """The fingerprint of the data. Raises DataError."""
@@ -236,7 +245,10 @@ class Batches:
         """This rank's shares of the batches of epoch `number`, from `first` on. Raises DataError."""
         visited = self.order(number)
         for step in range(first, self.steps):
-            yield self.share(visited, step, self._part)
+            if self._micro_batch is None:
+                yield self.share(visited, step, self._part)
+            else:
+                yield self._micro_batches(visited, number, step)
 
     def order(self, number: int) -> np.ndarray:
         """The rows in the order of epoch `number`."""
@@ -248,6 +260,37 @@ class Batches:
         mine = batch[:0] if part is None else batch[chunk(batch.size, self._parts, part)]
         x, y = self._source.take(mine)
         return Batch(x, y, batch.size, mine.size / batch.size)
+
+    def _micro_batches(self, visited: np.ndarray, epoch: int, step: int) -> Batch:
+        """Return this rank's micro-batches of a batch. Raises DataError."""
+        size, part = self._micro_batch or 1, self._part
+        batch = visited[step * self.batch_size : (step + 1) * self.batch_size]
+        count = -(-batch.size // size)
+        first, stop = (0, 0) if part is None else (-(-count * each // self._parts) for each in (part, part + 1))
+        seeds = tuple(seed_of(self._seed, epoch, step, number) for number in range(first, stop))
+        mine = batch[first * size : stop * size]
+        if self.checked or not seeds:
+            x, y = self._source.take(mine)
+        else:
+            fetched = []
+            for number, seed in enumerate(seeds):
+                seed_generators(seed)  # a data set may augment rows at random
+                fetched.append(self._source.take(mine[number * size : (number + 1) * size]))
+            x, y = (np.concatenate(side) for side in zip(*fetched, strict=True))
+        return Batch(x, y, batch.size, mine.size / batch.size, seeds)
+
+
+def seed_of(*numbers: int) -> int:
+    """Return a number of 63 bits that depends on all of `numbers`."""
+    return int(np.random.SeedSequence(numbers).generate_state(1, np.uint64)[0]) >> 1
+
+
+def seed_generators(number: int) -> None:
+    """Seed the global random generators of Python, NumPy and, if it is imported, PyTorch."""
+    random.seed(number)
+    np.random.seed(number % 2**32)
+    if torch := sys.modules.get("torch"):
+        torch.manual_seed(number)
 
 
 class _Arrays:

@@ -8,6 +8,7 @@ from allreduce.topology import Topology
 from allreduce.wrappers.options import Given
 from trainers.local_sgd.outer import LocalOptions, OuterSGD
 from trainers.replica import Replica
+from trainers.strategies.exact import ExactMirrored
 from trainers.strategies.local_sgd import LocalSGD
 from trainers.strategies.mirrored import Mirrored
 from trainers.trainer import Trainer
@@ -41,6 +42,8 @@ class MirroredTrainer(Trainer[Mirrored]):
         compress: Given = None,
         copies: int = 1,
         on_failure: str | None = None,
+        exact: bool = False,
+        micro_batch: int | None = None,
         sync_every: int | None = None,
         outer_optimizer: str | OuterSGD = "average",
         fragments: int = 1,
@@ -73,6 +76,18 @@ class MirroredTrainer(Trainer[Mirrored]):
             update="sharded" and copies=1, a fit goes back to its last checkpoint, and callbacks get these epochs again.
             Standby ranks (allreduce.standby) replace failed ones. "stop", the default: a fit with checkpoints writes
             one more, and all ranks raise RankLostError.
+        exact: True: the bits of the training depend on nothing but the data and the arguments: equal on 1, 2, 3 ...
+            ranks, with every backend, on any nodes, for either `update`, after failures, and after a resume on another
+            number of ranks. (With equal processors, versions of libraries, and threads of a rank.) Gradients are
+            computed for each micro-batch of a batch, on some rank, and summed exactly, as losses are (see
+            allreduce.wrappers.exact). Random numbers of the model and of a data set (dropout, augmentation: of
+            Python's, NumPy's and PyTorch's global generators, which are seeded for each) follow from the micro-batch.
+            Batch norm normalises over a micro-batch, and its running statistics are averaged. Models with other state
+            that a batch changes raise an ArgumentError, as do `compress`, sparse `tables` and GPUs. Costs time: a step
+            computes many small batches, and memory: the gradients of all micro-batches of a rank, and 8 bytes a
+            parameter.
+        micro_batch: with exact=True: rows of a micro-batch, 8 by default; larger ones are faster, and leave ranks
+            without work if a batch has fewer micro-batches than there are ranks. The same in every part of a training.
         sync_every: H: local SGD (Stich 2019), for slow networks. A rank updates its replica with the mean gradient over
             its own rows, in H steps without messages; then the changes of all ranks are averaged, weighted by the
             steps that each has taken. That sends 1/H of the bytes, and is another training: not that of one rank. None:
@@ -97,7 +112,11 @@ class MirroredTrainer(Trainer[Mirrored]):
         """
         given = replica, type(self).__name__, allreduce, topology, update, compress, copies
         local = LocalOptions(sync_every, outer_optimizer, fragments, fragment_sync_delay, fragment_update_alpha)
-        strategy = Mirrored(*given) if local == LocalOptions() else LocalSGD(*given, local)
+        strategy: Mirrored
+        if exact or micro_batch is not None:
+            strategy = ExactMirrored(*given, exact=exact, local=local, micro_batch=micro_batch)
+        else:
+            strategy = Mirrored(*given) if local == LocalOptions() else LocalSGD(*given, local)
         ranks = allreduce.topology if isinstance(allreduce, AllReduce) else topology
         super().__init__(strategy, ranks, on_failure)
 

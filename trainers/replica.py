@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from trainers.data import seed_generators
 from trainers.errors import ArgumentError, ModelFileError
 from trainers.files import model_file
 
@@ -96,6 +97,17 @@ class Replica(ABC):
         Returns one number for each of `metrics`, means over these rows, as an array on `device` or a
         sequence; it is valid until the next call.
         """
+
+    def seed(self, number: int) -> None:
+        """Seed all random numbers that `gradients` draws. By default those of Python, NumPy and PyTorch."""
+        seed_generators(number)
+
+    def redirect(self, buffer: Any) -> bool:
+        """Write the next gradients to `buffer`, of the bound buffer's kind; `update` still reads the bound one.
+
+        Returns False, and changes nothing, if this replica always writes to the bound buffer.
+        """
+        return False
 
     def sparse_gradients(self) -> list[Rows]:
         """Return the sparse gradient of each of `tables` from the last `gradients`, times `share`. Indices may be

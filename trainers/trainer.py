@@ -16,12 +16,12 @@ from allreduce.keywords import known_only
 from allreduce.topology import Topology
 from allreduce.tracing.trace import Trace
 from allreduce.transport import ulfm
-from allreduce.transport.control import combine, together
+from allreduce.transport.control import together
 from allreduce.transport.wait import waiting
 from trainers.data import Batches, Collate, Samples
 from trainers.errors import ArgumentError, TrainerError
 from trainers.fit.checkpointing import Checkpoint, make_saver
-from trainers.fit.evaluation import evaluate_chunk, predict_chunk
+from trainers.fit.evaluation import EXACT_ROWS, evaluate_chunk, predict_chunk
 from trainers.fit.loop import Fit
 from trainers.fit.prefetch import AHEAD, wanted
 from trainers.group import RankGroup, gather_rows
@@ -184,8 +184,10 @@ class Trainer(Generic[StrategyT]):
         settings: dict[str, Any] = {"epochs": epochs, "batch_size": batch_size, "seed": seed, "shuffle": shuffle}
         settings["validation_data"] = "none" if validation_data is None else "given"
         settings |= {"checkpoint": checkpoint, "resume": resume}
-        ahead = AHEAD if (wanted(x, y) if prefetch is None else prefetch) else 0
         strategy, group = self.strategy, self.group
+        ahead = AHEAD if (wanted(x, y) if prefetch is None else prefetch) else 0
+        if strategy.micro_batch is not None and y is None:
+            ahead = 0  # the data set's random numbers are seeded for each micro-batch, as the model's are
 
         def begin() -> Fit:
             rows = self._check_call("fit", x, y, settings, collate)
@@ -194,7 +196,9 @@ class Trainer(Generic[StrategyT]):
                 validate = partial(self._evaluate, *self._check_validation(validation_data, collate))
             strategy.end_round()
             mirror(strategy)
-            batches = Batches(*rows, batch_size, strategy.part, strategy.parts, seed, shuffle, ahead)
+            batches = Batches(
+                *rows, batch_size, strategy.part, strategy.parts, seed, shuffle, ahead, strategy.micro_batch
+            )
             saver = together(
                 group.comm, partial(make_saver, strategy, batches, checkpoint, resume, validate is not None)
             )
@@ -346,11 +350,11 @@ class Trainer(Generic[StrategyT]):
             )
 
     def _evaluate(self, x: Any, y: np.ndarray | None) -> dict[str, float]:
-        group, replica = self.group, self.replica
+        group, replica, exact = self.group, self.replica, self.strategy.micro_batch is not None
         self.strategy.end_round()
         with np.errstate(all="ignore"):  # the loss shows it if the model has diverged
-            sums = together(group.comm, lambda: evaluate_chunk(replica, x, y, group.size, group.rank))
-        combine(group.comm, sums, "sum the metrics of an evaluation")
+            segments = together(group.comm, lambda: evaluate_chunk(replica, x, y, group.size, group.rank, exact))
+        sums = self.strategy.add_up(segments, -(-len(x) // EXACT_ROWS))
         return dict(zip(replica.metrics, (sums / len(x)).tolist(), strict=True))
 
     # Arguments of the calls

@@ -1,5 +1,6 @@
 """Registered arrays: the error feedback, shapes and call counts that a compressing backend keeps for its memory."""
 
+import re
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -11,6 +12,10 @@ from allreduce.arrays.gpu import is_gpu_array
 from allreduce.arrays.workspace import zeros
 from allreduce.errors import OptionError
 
+_STATE = re.compile(
+    r"(?P<number>[0-9]{1,9})/(?P<kind>residual|calls|factor/(?P<start>[0-9]{1,18})/(?P<rows>[0-9]{1,18})x"
+    r"(?P<columns>[0-9]{1,18}))"
+)
 RESIDUAL = "/residual"  # the end of the names of residuals in a state
 
 
@@ -28,14 +33,28 @@ class Part(NamedTuple):
 
 @dataclass
 class Entry:
-    """A registered array. begin: its address. residual: the error feedback of each element, made at its first use."""
+    """A registered array. begin: its address. residual: the error feedback of each element, made at its first use.
+
+    calls: the number of calls with a slice, by its first element. factors: of the matrices of PowerSGD, by first
+    element, rows and columns. agreed: the slices (first element, length) on whose state the ranks have agreed since it
+    was loaded.
+    """
 
     begin: int
     length: int
     dtype: np.dtype
     parts: tuple[Part, ...] = ()
     residual: np.ndarray | None = None
-    calls: dict[int, int] = field(default_factory=dict)  # by the first element of a reduced slice
+    calls: dict[int, int] = field(default_factory=dict)
+    factors: dict[tuple[int, int, int], np.ndarray] = field(default_factory=dict)
+    agreed: set[tuple[int, int]] = field(default_factory=set)
+    cut: dict[tuple[int, int], list[Part]] = field(default_factory=dict)  # the parts inside of slices
+
+    def forget(self) -> None:
+        """Set the state to that of a new array."""
+        self.residual = None
+        for held in (self.calls, self.factors, self.agreed):
+            held.clear()
 
 
 class Slice(NamedTuple):
@@ -56,6 +75,12 @@ class Slice(NamedTuple):
     @property
     def parts(self) -> list[Part]:
         """The parts inside of this slice, with positions in it; a part that is cut is 1-D."""
+        place = self.start, self.length
+        if place not in self.entry.cut:
+            self.entry.cut[place] = self._cut()
+        return self.entry.cut[place]
+
+    def _cut(self) -> list[Part]:
         found = []
         for part in self.entry.parts:
             begin, end = max(part.start, self.start), min(part.stop, self.start + self.length)
@@ -72,10 +97,17 @@ class Slice(NamedTuple):
 
 
 class Registry:
-    """The registered arrays of a backend, in the order of their registration, which is the same on all ranks."""
+    """The registered arrays of a backend, in the order of their registration, which is the same on all ranks.
+
+    Another thread may free an array's memory at any time, so entries are only changed by single operations of a dict.
+    """
 
     def __init__(self) -> None:
-        self._entries: list[Entry] = []
+        self._by_id: dict[int, Entry] = {}
+
+    @property
+    def _entries(self) -> list[Entry]:
+        return list(self._by_id.values())
 
     def register(self, array: Any, parts: Sequence[Part] = ()) -> None:
         """Register a 1-D array from `allocate`, or replace the parts of a registered array or slice. Local.
@@ -86,25 +118,31 @@ class Registry:
         _check_parts(parts, array.size)
         where = self.find(array)
         if where is None:
-            entry = Entry(_address(array), array.size, array.dtype, tuple(parts))
-            self._entries = [each for each in self._entries if not _overlap(each, entry)]  # of freed memory
-            self._entries.append(entry)
+            entry = Entry(address(array), array.size, array.dtype, tuple(parts))
+            for each in self._entries:
+                if _overlap(each, entry):  # of freed memory
+                    self._drop(each)
+            self._by_id[id(entry)] = entry
             owner = array if getattr(array, "base", None) is None else array.base
             weakref.finalize(owner, self._drop, entry).atexit = False
             return
         begin, end, entry = where.start, where.start + where.length, where.entry
         moved = [part._replace(start=part.start + begin) for part in parts]
         kept = [part for part in entry.parts if part.stop <= begin or part.start >= end]
-        entry.parts = tuple(sorted([*kept, *moved], key=lambda part: part.start))
+        described = tuple(sorted([*kept, *moved], key=lambda part: part.start))
+        if described != entry.parts:
+            entry.parts = described
+            for held in (entry.cut, entry.factors, entry.agreed):
+                held.clear()
 
     def _drop(self, entry: Entry) -> None:
-        self._entries = [each for each in self._entries if each is not entry]
+        self._by_id.pop(id(entry), None)
 
     def find(self, buffer: Any) -> Slice | None:
         """Return the slice of a registered array that `buffer` is, or None. Local."""
-        address, itemsize = _address(buffer), buffer.dtype.itemsize
+        begin, itemsize = address(buffer), buffer.dtype.itemsize
         for entry in self._entries:
-            start, rest = divmod(address - entry.begin, itemsize)
+            start, rest = divmod(begin - entry.begin, itemsize)
             inside = start >= 0 and start + buffer.size <= entry.length
             if inside and rest == 0 and entry.dtype == buffer.dtype:
                 return Slice(entry, start, buffer.size)
@@ -113,13 +151,15 @@ class Registry:
     # The training state
 
     def state(self) -> dict[str, np.ndarray]:
-        """Return a copy of the error feedback and the call counts. Local."""
+        """Return a copy of the error feedback, the call counts and the factors. Local."""
         held: dict[str, np.ndarray] = {}
         for number, entry in enumerate(self._entries):
             if entry.residual is not None:
                 held[f"{number}{RESIDUAL}"] = entry.residual.copy()
             if entry.calls:
                 held[f"{number}/calls"] = np.array(sorted(entry.calls.items()), np.int64)
+            for (start, rows, columns), factor in entry.factors.items():
+                held[f"{number}/factor/{start}/{rows}x{columns}"] = factor.copy()
         return held
 
     def load_state(self, state: Mapping[str, np.ndarray]) -> None:
@@ -127,33 +167,50 @@ class Registry:
 
         Raises OptionError, and changes nothing, if it is of other arrays.
         """
-        entries = {f"{number}{RESIDUAL}": entry for number, entry in enumerate(self._entries)}
-        counted = {f"{number}/calls": entry for number, entry in enumerate(self._entries)}
-        for name, array in state.items():
-            entry = entries.get(name)
-            fits = (array.shape, array.dtype) == ((entry.length,), entry.dtype) if entry else name in counted
-            if not fits:
+        checked = {name: self._find_state(name, array) for name, array in state.items()}
+        for name, found in checked.items():
+            if found is None:
+                array = state[name]
                 raise OptionError(
                     f"the state of a compression has {name!r}, {array.dtype} of shape {array.shape}, which is not of "
                     f"the arrays of this backend: {', '.join(map(str, self._shown())) or 'none'}"
                 )
         self.reset()
         for name, array in state.items():
-            if name in entries:
-                entry = entries[name]
+            entry, kind, place = checked[name] or (None, "", None)
+            assert entry is not None
+            if kind == "residual":
                 Slice(entry, 0, entry.length).residual[...] = array
-            else:
-                counted[name].calls = {int(start): int(count) for start, count in array}
+            elif kind == "calls":
+                entry.calls.update((int(start), int(count)) for start, count in array)
+            elif place is not None:
+                entry.factors[place] = array.copy()
+
+    def _find_state(self, name: str, array: np.ndarray) -> tuple[Entry, str, tuple[int, int, int] | None] | None:
+        """Return the entry, the kind and the matrix of an array of a state; None if it does not fit this registry."""
+        found = _STATE.fullmatch(name)
+        if found is None or int(found["number"]) >= len(self._entries):
+            return None
+        entry = self._entries[int(found["number"])]
+        kind = found["kind"].partition("/")[0]
+        if kind == "calls":
+            return (entry, kind, None) if (array.dtype.kind, array.shape[1:]) == ("i", (2,)) else None
+        if array.dtype != entry.dtype:
+            return None
+        if kind == "residual":
+            return (entry, kind, None) if array.shape == (entry.length,) else None
+        start, rows, columns = (int(found[each]) for each in ("start", "rows", "columns"))
+        inside = start + rows * columns <= entry.length and array.ndim == 2 and array.shape[1] == columns
+        return (entry, kind, (start, rows, columns)) if inside else None
 
     def _shown(self) -> Iterator[str]:
         for number, entry in enumerate(self._entries):
             yield f"{number}, {entry.dtype} of length {entry.length}"
 
     def reset(self) -> None:
-        """Set all error feedback to zero, and forget the call counts. Local."""
+        """Set all error feedback to zero, and forget the call counts and the factors. Local."""
         for entry in self._entries:
-            entry.residual = None
-            entry.calls = {}
+            entry.forget()
 
 
 def divide(states: Sequence[Mapping[str, np.ndarray]], ranks: int) -> list[dict[str, np.ndarray]]:
@@ -172,7 +229,8 @@ def divide(states: Sequence[Mapping[str, np.ndarray]], ranks: int) -> list[dict[
     return divided
 
 
-def _address(array: Any) -> int:
+def address(array: Any) -> int:
+    """Return the address of a NumPy or CuPy array's first element."""
     return array.data.ptr if is_gpu_array(array) else array.ctypes.data
 
 

@@ -15,7 +15,7 @@ from allreduce import notices
 from allreduce.arrays import dtypes, ops
 from allreduce.arrays.memory_kinds import ALLOCATED, GPU, UNREGISTERED
 from allreduce.arrays.ops import Op
-from allreduce.backend import AllReduce
+from allreduce.backend import AllReduce, NodeArrays
 from allreduce.backends import trials
 from allreduce.backends.decision_table import Rule, rule_for
 from allreduce.backends.trials import Selection
@@ -129,11 +129,15 @@ class Auto(AllReduce):
         self.changes = 0  # how often a trial has changed what `chosen` returns
         self._made: dict[str, AllReduce] = {}
         self._unavailable: dict[str, str] = {}
+        self._allocator: AllReduce | None = None  # the part whose memory `allocate` gives
         self._exact = self if self._compress is None else self._add_part(self._make(SMALL, topology, check=self.check))
 
     @property
     def exact(self) -> AllReduce:
         return self._exact
+
+    def node_arrays(self, buffer: np.ndarray) -> NodeArrays | None:
+        return None if self._allocator is None else self._allocator.node_arrays(buffer)
 
     def sent(self, dtype: np.dtype) -> np.dtype:
         return dtype if self._compress is None else self._compress.sent(dtype)
@@ -167,6 +171,7 @@ class Auto(AllReduce):
         if part is not None:
             try:
                 array = part.hooks.allocate(length, dtype, device)
+                self._allocator = part
                 self._owners = part.hooks.owners
                 self._memory = part.hooks.memory  # type: ignore[method-assign, assignment]
                 self.__dict__.pop("hooks", None)  # drop the cached Hooks, which have the previous owners

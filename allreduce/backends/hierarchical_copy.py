@@ -17,7 +17,7 @@ import numpy as np
 from allreduce.arrays import dtypes
 from allreduce.arrays.memory_kinds import ALLOCATED
 from allreduce.arrays.ops import Op
-from allreduce.backend import AllReduce, TwoPhase
+from allreduce.backend import AllReduce, NodeArrays, TwoPhase
 from allreduce.engine.call import Call
 from allreduce.engine.engine import Locate
 from allreduce.errors import OptionError
@@ -75,6 +75,9 @@ class HierarchicalCopy(TwoPhase):
     def exact(self) -> AllReduce:
         return self._exact
 
+    def node_arrays(self, buffer: np.ndarray) -> NodeArrays | None:
+        return self._node.node_arrays(buffer)
+
     def sent(self, dtype: np.dtype) -> np.dtype:
         return dtype if self._compress is None else self._compress.sent(dtype)
 
@@ -83,10 +86,7 @@ class HierarchicalCopy(TwoPhase):
         return self._node.owned(length, rank)
 
     def _allocate(self, length: int, dtype: np.dtype, device: str | None) -> Any:
-        array = together(self._comm, lambda: self._node.hooks.allocate(length, dtype, device))
-        if self._cross is not None:
-            self._cross.describe(array)
-        return array
+        return together(self._comm, lambda: self._node.hooks.allocate(length, dtype, device))
 
     def _memory(self, buffer: np.ndarray) -> int:
         return self._node.hooks.memory(buffer)

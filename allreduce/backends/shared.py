@@ -17,7 +17,7 @@ from allreduce import notices
 from allreduce.arrays import casts, dtypes, float16
 from allreduce.arrays.chunks import segments
 from allreduce.arrays.ops import Op
-from allreduce.backend import TwoPhase
+from allreduce.backend import NodeArrays, TwoPhase
 from allreduce.errors import UnavailableError
 from allreduce.topology import Topology
 from allreduce.transport.control import agree
@@ -66,6 +66,12 @@ class Shared(TwoPhase):
         # For even and odd calls, by rank: the call's fingerprint, and the address of the rank's array.
         self._fingerprints, self._addresses = words.view(WORD).T.reshape(2, 2, self.size)
         self._fence = self._arrays.fence
+
+    def node_arrays(self, buffer: np.ndarray) -> NodeArrays | None:
+        location = self._locate(buffer)
+        if location is None:
+            return None
+        return NodeArrays(self._arrays.of_all_ranks(buffer, location), self.rank, self._fence)
 
     def _allocate(self, length: int, dtype: np.dtype, device: str | None) -> np.ndarray:
         if device == "cuda":

@@ -10,6 +10,7 @@ raise RankLostError. DDP can't continue after that; trainers.pytorch.MirroredOpt
 A framework that creates the process group itself may silently use another backend; `require()` raises in that case.
 
 ALLREDUCE_BACKEND=ring or pg_options=Options("ring") selects the AllReduce backend; the default is "auto".
+Options(compress="int8") sends gradients with fewer bits.
 """
 
 try:
@@ -32,7 +33,14 @@ if tuple(map(int, _torch.__version__.split(".")[:2])) < (2, 7):
     )
 
 from allreduce.torch_backend import patches, rendezvous
-from allreduce.torch_backend.process_group import NAME, AllReduceProcessGroup, create_group, device_names, require
+from allreduce.torch_backend.process_group import (
+    NAME,
+    AllReduceProcessGroup,
+    create_group,
+    describe,
+    device_names,
+    require,
+)
 from allreduce.torch_backend.reduce import Options
 
 if NAME not in _dist.Backend.backend_list:  # else PyTorch has loaded allreduce_torch_autoload by itself
@@ -41,4 +49,4 @@ if NAME not in _dist.Backend.backend_list:  # else PyTorch has loaded allreduce_
 patches.apply()
 rendezvous.set_environment_from_launcher()
 
-__all__ = ["AllReduceProcessGroup", "Options", "require"]
+__all__ = ["AllReduceProcessGroup", "Options", "describe", "require"]

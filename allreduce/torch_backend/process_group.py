@@ -4,6 +4,7 @@
 # mypy: disable-error-code="override, assignment"
 
 import math
+import zlib
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import partial
@@ -16,6 +17,7 @@ from mpi4py import MPI
 from torch.nn.parallel import DistributedDataParallel
 
 from allreduce import notices
+from allreduce.arrays.registered import Part
 from allreduce.errors import CollectiveTimeoutError, OptionError, RankLeftError, RankLostError, UnavailableError
 from allreduce.topology import Topology
 from allreduce.torch_backend import checks
@@ -73,6 +75,7 @@ class AllReduceProcessGroup(dist.ProcessGroup):
         self._monitored_barrier = MonitoredBarrier(self._messages, self._waits)
         comm = topology.private()
         self._mover = TensorMover(comm)
+        self._options = options
         self._reducer = TensorReducer(topology, comm, options)
         self._executor = Executor(topology, name, options.overlap)
         self._coalesced: list[Work] | None = None
@@ -111,7 +114,8 @@ class AllReduceProcessGroup(dist.ProcessGroup):
     def allreduce(self, tensors: Tensors, opts: Any = None, timeout: Any = None, *, op: Any = None) -> Work:
         tensor = single_tensor("all_reduce", tensors)
         reduction = resolve(operation(opts, op), tensor.dtype, tensor.is_sparse)
-        action = partial(self._reducer.all_reduce, tensor, reduction)
+        compress = self._options.compression(reduction, tensor.dtype, tensor.numel())
+        action = partial(self._reducer.all_reduce, tensor, reduction, compress)
         signature = f"{_lengths([tensor])}, {reduction.op}"
         return self._submit("all_reduce", [tensor], action, opts, timeout, signature=signature)
 
@@ -163,9 +167,15 @@ class AllReduceProcessGroup(dist.ProcessGroup):
             checks.check_scatter(name, output, sources, self.size(), self.rank())
         reductions = [resolve(op, output.dtype) for output in outputs]
 
+        elements = [sum(source.numel() for source in sources) for sources in inputs]
+        compress = [
+            self._options.compression(reduction, output.dtype, number)
+            for reduction, output, number in zip(reductions, outputs, elements, strict=True)
+        ]
+
         def action() -> None:
-            for output, sources, reduction in zip(outputs, inputs, reductions, strict=True):
-                self._reducer.reduce_scatter(output, sources, reduction)
+            for each in zip(outputs, inputs, reductions, compress, strict=True):
+                self._reducer.reduce_scatter(*each)
 
         read = list(chain(*inputs))
         signature = f"{_lengths(read)}, {reductions[0].op}"
@@ -173,6 +183,17 @@ class AllReduceProcessGroup(dist.ProcessGroup):
 
     _reduce_scatter_base = reduce_scatter_single
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
+
+    def describe(self, tensor: torch.Tensor, parts: Sequence[Part]) -> None:
+        """Say which slices of a tensor are which parameters, for the compression. Local, before its all_reduce.
+
+        Call it on all ranks with the same parts; see AllReduce.describe. The function `describe` does it for DDP.
+        """
+        self._reducer.repeated[tensor].describe(parts)
+
+    def reset_compression(self) -> None:
+        """Set the error feedback of the compression to zero, after the operations before it. Collective."""
+        self._submit("reset_compression", [], self._reducer.reset, None).wait()
 
     # Data movement
 
@@ -453,6 +474,7 @@ def create_group(request: Any, pg_options: Any) -> AllReduceProcessGroup:
             "... (MPI does not know what torchrun or accelerate launch starts), leave rank and world_size of "
             "init_process_group out, and have RANK and WORLD_SIZE unset"
         )
+    topology.agree([zlib.crc32(options.shared.encode())], f"pg_options={options.shared}")
     return AllReduceProcessGroup(
         request.store, request.group_rank, request.group_size, topology, options, request.timeout, request.group_id
     )
@@ -489,3 +511,39 @@ def _require_wrapped(model: torch.nn.Module) -> None:
         name = dist.get_backend(module.process_group)
         if name != NAME:
             raise UnavailableError(f'the model\'s DistributedDataParallel averages over "{name}", not over "{NAME}"')
+
+
+def describe(model: torch.nn.Module) -> None:
+    """Tell the process group which parameters are in DDP's buckets, for Options(compress=...). Local.
+
+    "powersgd:4" needs the shapes of the parameters, {"*.weight": "int8"} their names. Call it on all ranks after DDP is
+    constructed. It registers a comm hook, which averages as DDP itself does, so no other hook can be registered.
+
+    model: contains a DistributedDataParallel that uses this backend; else UnavailableError is raised, as by `require`.
+    """
+    _require_wrapped(model)
+    for module in model.modules():
+        if isinstance(module, DistributedDataParallel):
+            names = {parameter: name for name, parameter in module.module.named_parameters()}
+            module.register_comm_hook((module.process_group, names), _average_described)
+
+
+def _average_described(
+    state: tuple[AllReduceProcessGroup, dict[torch.Tensor, str]], bucket: dist.GradBucket
+) -> torch.futures.Future[torch.Tensor]:
+    """DDP's comm hook of `describe`: average a bucket whose parts are known."""
+    group, names = state
+    buffer = bucket.buffer()
+    parts = [
+        Part(names[parameter], int(gradient.storage_offset()) - int(buffer.storage_offset()), _memory_shape(parameter))
+        for parameter, gradient in zip(bucket.parameters(), bucket.gradients(), strict=True)
+    ]
+    group.describe(buffer, parts)
+    future = group.allreduce([buffer], op=dist.ReduceOp.AVG).get_future()
+    return future.then(lambda done: done.value()[0])
+
+
+def _memory_shape(tensor: torch.Tensor) -> tuple[int, ...]:
+    """Return the shape with the dimensions in the order of memory, in which DDP's buckets have a gradient."""
+    order = sorted(zip(tensor.stride(), tensor.shape, strict=True), key=lambda each: -each[0])
+    return tuple(length for _, length in order)

@@ -3,6 +3,7 @@
 import functools
 import math
 import os
+import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
@@ -16,19 +17,24 @@ from mpi4py import MPI
 import allreduce
 from allreduce import notices
 from allreduce.arrays import chunks, gpu
+from allreduce.arrays.registered import Part, address
 from allreduce.arrays.workspace import Workspace
 from allreduce.backend import AllReduce, TwoPhase
-from allreduce.errors import UnavailableError, UnknownBackendError
+from allreduce.errors import OptionError, UnavailableError, UnknownBackendError
 from allreduce.topology import Topology
-from allreduce.torch_backend.tensors import as_array, readable, writable
+from allreduce.torch_backend.tensors import as_array, is_plain, readable, writable
 from allreduce.tracing import trace as tracing
 from allreduce.tracing.trace import Trace
 from allreduce.transport.operations import numpy_operation
 from allreduce.transport.wait import waiting
+from allreduce.wrappers import options as compressions
+from allreduce.wrappers.compressed import Compressed
+from allreduce.wrappers.options import Given
 from allreduce.wrappers.wrapper import Wrapper
 
 VARIABLE = "ALLREDUCE_BACKEND"
-GENERAL = ("check", "compress", "trace")  # settings that every backend takes
+GENERAL = ("check", "trace")  # settings that every backend takes
+COMPRESS_FROM = 1 << 14  # elements
 LARGEST_COUNT = 1 << 30  # elements in one call of MPI
 
 # The dtypes that our backends reduce, those of them that CuPy knows, and those that the MPI library reduces.
@@ -125,25 +131,57 @@ class Options:
 
     backend: one of `allreduce.NAMES`; by default the one in the environment variable ALLREDUCE_BACKEND,
         else "auto". new_group does not inherit the world's options; without pg_options it uses the same default.
-    settings: further arguments of `allreduce.create` (check="always", cross="ring", ...). check, compress and trace
-        also apply to reduce_scatter, for which "auto" uses "shared" or "ring". "auto" has trial="same_bits" by default:
-        the same program gives the same bits in each run.
+    settings: further arguments of `allreduce.create` (check="always", cross="ring", ...). check and trace also apply
+        to reduce_scatter, for which "auto" uses "shared" or "ring". "auto" has trial="same_bits" by default: the same
+        program gives the same bits in each run.
     overlap: False runs every operation in the calling thread, before the call returns; then only messages and
         monitored_barrier have timeouts.
+    compress: all_reduce and the reduce_scatters send sums and averages (SUM, AVG, PREMUL_SUM) of float32 and float64
+        with fewer bits; values as in `allreduce.create`. No other operation or dtype is compressed, and no tensor of
+        less than `compress_from` elements: losses, counts and flags stay exact. Use another group for large tensors
+        that must: dist.new_group() without pg_options.
+    compress_from: elements of the shortest tensor that is compressed; of a reduce_scatter, of all its inputs.
 
-    Raises UnknownBackendError.
+    Error feedback ("int8", "float8", "powersgd:4") is kept for a tensor that an all_reduce gets again, from its second
+    call on, and ends with the tensor. DDP's buckets are such tensors. There is none for the tensors of reduce_scatter:
+    FSDP makes new ones in each step. "powersgd:4" and patterns of names need `describe(ddp_model)`.
+
+    Raises UnknownBackendError, OptionError. If the ranks' backends or compressions differ, the creation of the group
+    raises DisagreementError on all ranks.
     """
 
     backend: str = field(default_factory=lambda: os.environ.get(VARIABLE) or "auto")
     settings: dict[str, Any] = field(default_factory=dict)
     overlap: bool = True
+    compress: Given = None
+    compress_from: int = COMPRESS_FROM
 
     def __post_init__(self) -> None:
+        settings = dict(self.settings)
+        if (given := settings.pop("compress", None)) is not None:  # its place before there was `compress`
+            if self.compress is not None:
+                raise OptionError(f"compress={self.compress!r}, and settings have compress={given!r}; give one of them")
+            object.__setattr__(self, "compress", given)
+        object.__setattr__(self, "settings", settings)
+        compressions.parse(self.compress)
+        if isinstance(self.compress_from, bool) or not isinstance(self.compress_from, int) or self.compress_from < 0:
+            raise OptionError(f"compress_from={self.compress_from!r}: give a number of elements, 0 or more")
         if self.backend not in allreduce.NAMES:
             raise UnknownBackendError(
                 f"pg_options or {VARIABLE} names a backend {self.backend!r}; the backends are: "
                 + ", ".join(allreduce.NAMES)
             )
+
+    @property
+    def shared(self) -> str:
+        """The options that must be equal on all ranks, as text."""
+        compressed = f", compress={compressions.shown(self.compress)}, compress_from={self.compress_from}"
+        return f"Options({self.backend!r}{compressed if self.compress is not None else ''})"
+
+    def compression(self, reduction: Reduction, dtype: torch.dtype, elements: int) -> Given:
+        """Return the compression of a reduction, or None. Local; the same on all ranks."""
+        compresses = reduction.op in ("sum", "mean") and dtype in (torch.float32, torch.float64)
+        return self.compress if compresses and elements >= self.compress_from else None
 
     @classmethod
     def parse(cls, given: object) -> "Options":
@@ -160,10 +198,56 @@ class Options:
         )
 
 
+class Repeated:
+    """A tensor that a compressing backend reduces in every step. array: on its memory, registered in the backend.
+
+    The backend keeps its error feedback as long as `array` exists, which does not keep the tensor's memory.
+    """
+
+    def __init__(self) -> None:
+        self.array: Any = None
+        self.parts: tuple[Part, ...] = ()
+        self.met = False
+
+    def describe(self, parts: Sequence[Part]) -> None:
+        """Set the parts of the model in the tensor. Other parts than before end its error feedback."""
+        if self.parts != tuple(parts):
+            self.array, self.parts = None, tuple(parts)
+
+    def register(self, array: Any, backend: AllReduce) -> None:
+        """Register the tensor's memory, a 1-D array: in the second call, or in the first of a described tensor."""
+        known = self.array
+        if known is None or (address(known), known.size) != (address(array), array.size):
+            self.array = None  # unregisters an earlier one
+            if self.met or self.parts:
+                self.array = array
+                backend.describe(array, self.parts)
+        self.met = True
+
+
+class RepeatedTensors:
+    """The tensors that a compressing backend has reduced, and that still exist.
+
+    PyTorch owns the memory, and another tensor may get it later. So a tensor is known by its Python object, which
+    PyTorch keeps as long as the tensor exists in C++.
+    """
+
+    def __init__(self) -> None:
+        self._known: dict[int, Repeated] = {}
+
+    def __getitem__(self, tensor: torch.Tensor) -> Repeated:
+        key = id(tensor)
+        if key not in self._known:
+            self._known[key] = Repeated()
+            weakref.finalize(tensor, self._known.pop, key, None).atexit = False
+        return self._known[key]
+
+
 class TensorReducer:
     """The reductions of one group. It creates a backend at its first use; all methods are collective.
 
     The callers have checked the arguments (module `checks`, `resolve`), and that all ranks make the same call.
+    compress: of a call, as in `allreduce.create`; None: the values are exact.
     """
 
     def __init__(self, topology: Topology, comm: MPI.Intracomm, options: Options) -> None:
@@ -174,17 +258,21 @@ class TensorReducer:
         self._trace: Trace | None = None
         self._owns_trace = False
         self._workspace = Workspace()
+        self.repeated = RepeatedTensors()
 
-    def all_reduce(self, tensor: torch.Tensor, reduction: Reduction) -> None:
+    def all_reduce(self, tensor: torch.Tensor, reduction: Reduction, compress: Given = None) -> None:
         """Reduce `tensor` in place: afterwards all ranks hold the same bits."""
+        repeated = None if compress is None else self.repeated[tensor]
         if tensor.is_sparse:
             sparse_all_reduce(self.backend(), tensor, reduction)
         elif reduction.op.islower() and reduction.factor is None and _cupy_takes(tensor):
-            _cupy_reduce(self.backend(), tensor, reduction.op)
+            _cupy_reduce(self.backend(compress), tensor, reduction.op, repeated)
             self._divide(tensor, reduction)
         else:
             with writable(tensor, filled=True) as memory:
-                self._reduce(memory, reduction)
+                if repeated is not None and is_plain(tensor):
+                    repeated.register(as_array(memory), self.backend(compress))
+                self._reduce(memory, reduction, compress)
 
     def all_reduce_many(self, tensors: Sequence[torch.Tensor], reduction: Reduction) -> None:
         """Reduce tensors of one dtype in place, in one call."""
@@ -196,7 +284,7 @@ class TensorReducer:
     def adasum(self, tensor: torch.Tensor) -> None:
         """Combine a tensor with those of the other ranks, in place; see allreduce/backends/adasum.py."""
         with writable(tensor, filled=True) as memory:
-            self._get_backend("adasum")(as_array(memory), "adasum")
+            self._get_backend("adasum", None)(as_array(memory), "adasum")
 
     def reduce(self, tensor: torch.Tensor, root: int, reduction: Reduction) -> None:
         """Reduce into `tensor` of rank `root`; the tensors of the others do not change."""
@@ -205,7 +293,9 @@ class TensorReducer:
         else:
             self._reduce(readable(tensor).clone(), reduction)
 
-    def reduce_scatter(self, output: torch.Tensor, inputs: Sequence[torch.Tensor], reduction: Reduction) -> None:
+    def reduce_scatter(
+        self, output: torch.Tensor, inputs: Sequence[torch.Tensor], reduction: Reduction, compress: Given = None
+    ) -> None:
         """Reduce inputs[r] of all ranks into rank r's `output`. A single input is split into equal slices."""
         lengths = [tensor.numel() for tensor in inputs]
         if len(inputs) == 1:
@@ -214,14 +304,20 @@ class TensorReducer:
         flat = self._concatenated(inputs, output.dtype)
         mine = flat[end - lengths[self._comm.rank] : end]
         with writable(output) as memory:
-            backend = self._scatter_backend() if len(set(lengths)) == 1 and reduction.op.islower() else None
+            equal = len(set(lengths)) == 1
+            backend = self._scatter_backend(compress) if equal and reduction.op.islower() else None
             if backend is None:
-                self._reduce(flat, reduction)
+                self._reduce(flat, reduction, compress)
             else:
                 self._scale(flat, reduction)
                 backend.reduce_scatter(as_array(flat), reduction.op)
                 self._divide(mine, reduction)
             memory.view(-1).copy_(mine)
+
+    def reset(self) -> None:
+        """Set the error feedback of all compressions to zero. Local."""
+        for backend in self._backends.values():
+            backend.reset()
 
     def close(self) -> None:
         """Close the backends."""
@@ -233,11 +329,11 @@ class TensorReducer:
 
     # Whole tensors in plain memory
 
-    def _reduce(self, tensor: torch.Tensor, reduction: Reduction) -> None:
+    def _reduce(self, tensor: torch.Tensor, reduction: Reduction, compress: Given = None) -> None:
         self._scale(tensor, reduction)
         array = as_array(tensor)
         if reduction.op.islower():
-            self.backend()(array, reduction.op)
+            self.backend(compress)(array, reduction.op)
         else:
             operation = _mpi_operation(reduction.op, array.dtype)
             for segment in chunks.segments(slice(0, array.size), LARGEST_COUNT):
@@ -270,16 +366,16 @@ class TensorReducer:
 
     # Backends
 
-    def backend(self) -> AllReduce:
+    def backend(self, compress: Given = None) -> AllReduce:
         """Return the backend that the options name. Collective at its first use."""
-        return self._get_backend(self._options.backend)
+        return self._get_backend(self._options.backend, compress)
 
-    def _scatter_backend(self) -> TwoPhase | None:
+    def _scatter_backend(self, compress: Given) -> TwoPhase | None:
         """Return a backend whose reduce_scatter gives rank r the r-th of equal slices, or None. Collective once."""
         if self._options.backend != "auto":
-            backend = self.backend()
+            backend = self.backend(compress)
         else:
-            backend = self._get_backend("shared" if self._scatters_shared else "ring")
+            backend = self._get_backend("shared" if self._scatters_shared else "ring", compress)
         return backend if _slices_equally(backend) else None  # type: ignore[return-value]
 
     @functools.cached_property
@@ -288,17 +384,19 @@ class TensorReducer:
         if self._topology.nodes > 1:
             return False
         try:
-            self._get_backend("shared")
+            self._get_backend("shared", self._options.compress)
         except UnavailableError as error:
             notices.once(self._comm.rank, f'reduce_scatter uses "ring": {error}')
             return False
         return True
 
-    def _get_backend(self, name: str) -> AllReduce:
+    def _get_backend(self, name: str, compress: Given) -> AllReduce:
         """Return the backend called `name`, with the user's settings. Collective at its first use."""
-        if name not in self._backends:
-            self._backends[name] = allreduce.create(name, self._topology, **self._settings(name))
-        return self._backends[name]
+        key = name if compress is None else f"{name}, {compressions.shown(compress)}"
+        if key not in self._backends:
+            settings = self._settings(name)
+            self._backends[key] = allreduce.create(name, self._topology, compress=compress, **settings)
+        return self._backends[key]
 
     def _settings(self, name: str) -> dict[str, Any]:
         """Return the settings for a backend: all settings for the selected one, the general ones for any other.
@@ -318,7 +416,7 @@ class TensorReducer:
 
 def _slices_equally(backend: AllReduce) -> bool:
     """Return whether the backend's reduce_scatter gives rank r the r-th of equal slices. The same on all ranks."""
-    while isinstance(backend, Wrapper):  # a wrapper owns the slices that its inner backend owns
+    while isinstance(backend, Wrapper | Compressed):  # a wrapper owns the slices that its inner backend owns
         backend = backend.inner
     return isinstance(backend, TwoPhase) and type(backend).owned is TwoPhase.owned
 
@@ -345,13 +443,16 @@ def _cupy_takes(tensor: torch.Tensor) -> bool:
     return True
 
 
-def _cupy_reduce(backend: AllReduce, tensor: torch.Tensor, op: str) -> None:
-    """Reduce a CUDA tensor in place, on PyTorch's current stream."""
+def _cupy_reduce(backend: AllReduce, tensor: torch.Tensor, op: str, repeated: Repeated | None) -> None:
+    """Reduce a CUDA tensor in place, on PyTorch's current stream. repeated: its record, if it is compressed."""
     import cupy
 
     index = tensor.device.index
     with cupy.cuda.Device(index), gpu.stream_of(torch.cuda.current_stream(tensor.device), index):
-        backend(cupy.from_dlpack(tensor.detach()), op)
+        array = cupy.from_dlpack(tensor.detach())
+        if repeated is not None:
+            repeated.register(array.reshape(-1), backend)
+        backend(array, op)
 
 
 @torch.no_grad()

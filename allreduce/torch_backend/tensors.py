@@ -72,7 +72,7 @@ def _memory(tensor: torch.Tensor, dtype: np.dtype) -> np.ndarray:
     if tensor.nbytes == 0:
         return np.empty(0, dtype)
     memory: Any = MPI.buffer.fromaddress(tensor.data_ptr(), tensor.nbytes)
-    return np.frombuffer(memory, dtype)
+    return np.frombuffer(memoryview(memory), dtype)  # weak references need a view
 
 
 class Streams:

@@ -62,6 +62,10 @@ class Compressed(TwoPhase):
         """Return whether arrays of `dtype` are compressed in reductions by `op`. Local."""
         return self.size > 1 and dtype in LONG and op in ("sum", "mean")
 
+    def reduce_parts(self, buffer: np.ndarray, op: Op, parts: Sequence[Part]) -> None:
+        """Reduce a 1-D array, which holds `parts`, as a part of another backend's call. Collective."""
+        self._reduce_compressed(buffer, op, self.registered.find(buffer), parts)
+
     # What users call
 
     @property
@@ -98,8 +102,6 @@ class Compressed(TwoPhase):
     def _allocate(self, length: int, dtype: np.dtype, device: str | None) -> Any:
         array = self.inner.hooks.allocate(length, dtype, device)
         self._owners = self.inner.hooks.owners  # "auto" has others after its first allocation
-        if dtype in LONG and length:
-            self.registered.register(array)
         return array
 
     def _memory(self, buffer: np.ndarray) -> int:

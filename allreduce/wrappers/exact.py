@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from allreduce.arrays import dtypes, fixed_point, gpu, ops, trees
+from allreduce.arrays import fixed_point, gpu, ops, trees
 from allreduce.arrays.fixed_point import BLOCK, FORMATS, MOST_TERMS, Format, Layout
 from allreduce.arrays.memory_kinds import GPU
 from allreduce.arrays.ops import Op
@@ -214,12 +214,6 @@ class Exact(Compressed):
         if where is None:
             return None
         return self._layout(buffer.size, where).number, where.start * buffer.dtype.itemsize
-
-    def _allocate(self, length: int, dtype: np.dtype, device: str | None) -> Any:
-        array = super()._allocate(length, dtype, device)
-        if dtypes.is_half(dtype) and length:
-            self.registered.register(array)
-        return array
 
     def _reduce(self, buffer: np.ndarray, op: Op) -> None:
         if buffer.dtype not in FORMATS or self._compresses(buffer.dtype, op.name):

@@ -9,7 +9,7 @@ from numpy.typing import DTypeLike
 
 from allreduce.arrays.ops import Op
 from allreduce.arrays.registered import Part
-from allreduce.backend import AllReduce, Hooks, Phases, TwoPhase
+from allreduce.backend import AllReduce, Hooks, NodeArrays, Phases, TwoPhase
 from allreduce.errors import ClosedError
 from allreduce.topology import Topology
 
@@ -65,6 +65,9 @@ class Wrapper(AllReduce):
     @part_of.setter
     def part_of(self, whole: AllReduce | None) -> None:
         self.inner.part_of = whole
+
+    def node_arrays(self, buffer: np.ndarray) -> NodeArrays | None:
+        return self.inner.node_arrays(buffer)
 
     def sent(self, dtype: np.dtype) -> np.dtype:
         return self.inner.sent(dtype)

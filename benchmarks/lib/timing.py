@@ -214,13 +214,23 @@ def _verify(call: Callable[[np.ndarray], None], array: np.ndarray, checker: Chec
 
 
 def take_turns(
-    comm: MPI.Intracomm, steps: Mapping[str, Callable[[], object]], turns: int, warmups: int, screen: Screen
+    comm: MPI.Intracomm,
+    steps: Mapping[str, Callable[[], object]],
+    turns: int,
+    warmups: int,
+    screen: Screen,
+    before: Mapping[str, Callable[[], object]] | None = None,
 ) -> dict[str, list[float]]:
-    """Return name -> seconds of each step on the slowest rank. The steps take turns, after warmups. Collective."""
+    """Return name -> seconds of each step on the slowest rank. The steps take turns, after warmups. Collective.
+
+    before: name -> a function that is called before each step, and not timed.
+    """
     times = np.zeros((len(steps), warmups + turns))
     with screen.bar(warmups + turns, "turn") as bar:
         for turn in range(warmups + turns):
-            for row, step in enumerate(steps.values()):
+            for row, (name, step) in enumerate(steps.items()):
+                if before is not None:
+                    before[name]()
                 comm.Barrier()
                 begin = time.perf_counter()
                 step()

@@ -307,6 +307,15 @@ OPTIONS: dict[str, tuple[Option, ...]] = {
             f"{', '.join(compressions.NAMES[:-1])} (any rank), or auto, which measures",
         ),
         Option(
+            "exact", strategies=(MIRRORED,),
+            help="the bits of the training depend on nothing but the data: equal on any number of ranks, with every "
+            "backend, after failures; slower",
+        ),
+        Option(
+            "micro_batch", "N", integer(1), default_text="8", strategies=(MIRRORED,), needs={"exact": ()},
+            help="rows whose gradients are computed together; the same on any number of ranks",
+        ),
+        Option(
             "sync_every", "H", integer(1), default_text="gradients are averaged in every step", strategies=(MIRRORED,),
             help="local SGD: every rank trains on its own rows for H steps, then the parameters are averaged; sends "
             "1/H of the bytes, for slow networks",

@@ -214,7 +214,7 @@ class Saver:
         if before != now:
             backends = f"{before} before, and by {now} now"
             log.warning("trainers: gradients were averaged by %s: the last bits may differ", backends)
-        if progress.ranks != self._group.size:
+        if progress.ranks != self._group.size and self._strategy.micro_batch is None:
             text = f"{progress.ranks} ranks, and this training has {self._group.size}"
             log.warning("trainers: %s was written on %s: random states differ, and the last bits may", path, text)
 

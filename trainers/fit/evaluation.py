@@ -8,6 +8,7 @@ from allreduce.arrays.chunks import chunk, segments
 from trainers.data import Samples
 from trainers.replica import Replica
 
+EXACT_ROWS = 128  # of a segment, if bits must not depend on the ranks
 ROWS = 1024  # that a replica evaluates or predicts at a time
 
 
@@ -23,15 +24,19 @@ def predict_chunk(replica: Replica, x: np.ndarray, ranks: int, rank: int) -> np.
     return outputs
 
 
-def evaluate_chunk(replica: Replica, x: Any, y: np.ndarray | None, ranks: int, rank: int) -> np.ndarray:
-    """Evaluate the chunk of rows of `rank`; returns the sums of the replica's metrics, (metrics,) float64.
+def evaluate_chunk(
+    replica: Replica, x: Any, y: np.ndarray | None, ranks: int, rank: int, exact: bool = False
+) -> np.ndarray:
+    """Evaluate the chunk of rows of `rank`; returns the sums of the replica's metrics, (segments, metrics) float64.
 
-    x, y: all rows, arrays; or Samples, and None.
+    x, y: all rows, arrays; or Samples, and None. exact: the segments of all ranks are the same on any number of ranks.
     """
-    sums = np.zeros(len(replica.metrics))
-    for part in segments(chunk(len(x), ranks, rank), ROWS):
-        sums += [float(value) for value in replica.evaluate(*_rows(replica, x, y, part))]
-    return sums
+    mine, size = chunk(len(x), ranks, rank), ROWS
+    if exact:
+        whole, size = chunk(-(-len(x) // EXACT_ROWS), ranks, rank), EXACT_ROWS
+        mine = slice(whole.start * size, min(whole.stop * size, len(x)))
+    sums = [list(map(float, replica.evaluate(*_rows(replica, x, y, part)))) for part in segments(mine, size)]
+    return np.array(sums, np.float64).reshape(-1, len(replica.metrics))
 
 
 def _rows(replica: Replica, x: Any, y: Any, part: slice) -> tuple[np.ndarray, np.ndarray]:

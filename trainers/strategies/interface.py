@@ -7,10 +7,11 @@ from typing import Any, Protocol
 import numpy as np
 
 from allreduce.arrays import dtypes
+from allreduce.backend import AllReduce
 from allreduce.topology import Topology
 from allreduce.tracing.trace import Trace
 from allreduce.transport import ulfm
-from allreduce.transport.control import together
+from allreduce.transport.control import combine, together
 from trainers import stopwatch
 from trainers.data import Batch, Batches
 from trainers.errors import ArgumentError
@@ -86,6 +87,7 @@ class Strategy:
     rebuildable = True
     # this rank's pieces of the state during a recovery (the list may be empty); None otherwise
     saved: list[Piece] | None = None
+    micro_batch: int | None = None  # rows of the parts of a batch whose gradients are summed exactly, if they are
     group: RankGroup
     clock: Stopwatch  # adds up the seconds that this rank waits for other ranks
 
@@ -164,6 +166,11 @@ class Strategy:
         """
         raise NotImplementedError(f"the steps of a {self.name} are run by run_epoch")
 
+    def binding(self, backend: AllReduce, array: Any, kind: str) -> Callable[[], object]:
+        """Return a function that sums `array` over the ranks by a collective of this kind. Collective. See
+        AllReduce.bind."""
+        return backend.bind(array, "sum", kind)
+
     def count_step(self) -> None:
         """Count one step that all ranks have taken or left out. Local."""
         self.steps += 1
@@ -202,6 +209,11 @@ class Strategy:
     def end_epoch(self) -> dict[str, Any]:
         """Return this strategy's logs of an epoch, after all ranks have finished its steps. Collective."""
         return {}
+
+    def add_up(self, terms: np.ndarray, count: int) -> np.ndarray:
+        """Return the sum of the rows of all ranks, float64. terms: (k, length), this rank's rows; count: of rows of all
+        ranks, for exact sums. Collective."""
+        return combine(self.group.comm, terms.sum(axis=0), "sum metrics")
 
     def make_meter(self, batches: Batches) -> Any:
         """Create the object that accumulates the metrics of an epoch: a Meter, or an object like it. Local."""

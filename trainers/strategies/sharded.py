@@ -87,7 +87,7 @@ class Update:
         """Use this backend from now on. Local."""
         self._backend = backend
         # bound collectives, by their kind and the id of their array
-        self._bound: dict[tuple[str, int], Callable[[], None]] = {}
+        self._bound: dict[tuple[str, int], Callable[[], object]] = {}
 
     def add_up_measured(self) -> None:
         """Sum the metrics and flags over the ranks, without compression. Collective."""
@@ -100,7 +100,7 @@ class Update:
         """
         self._clock.start()
         if (kind, id(array)) not in self._bound:
-            self._bound[kind, id(array)] = (backend or self._backend).bind(array, "sum", kind)
+            self._bound[kind, id(array)] = self._strategy.binding(backend or self._backend, array, kind)
         self._bound[kind, id(array)]()
         self._clock.stop()
 

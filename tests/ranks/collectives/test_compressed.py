@@ -249,3 +249,15 @@ def test_torch_optimizer(flat: allreduce.Topology) -> None:
             model.weight.detach().numpy(), start.numpy() - grad, rtol=1e-6
         )  # parameters keep all their bits
         optimizer.close()
+
+
+@several
+@pytest.mark.parametrize("compress", ["int8", "powersgd:2"])
+def test_a_tree_gets_nothing_of_an_earlier_one(compress: str, flat: allreduce.Topology) -> None:
+    """Error feedback of gradients must not be added to other arrays that are packed into the same buffer."""
+    with allreduce.create("ring", flat, compress=compress) as reduce:
+        for _ in range(3):
+            reduce({"gradients": values(rank, "float32").reshape(100, -1)}, "sum")
+        other = [np.zeros(LENGTH, "float32")]
+        reduce(other, "sum")
+        assert not other[0].any()

@@ -266,7 +266,7 @@ def test_settings_are_those_of_every_reduction(backend: str, tmp_path: Path) -> 
     settings: dict[str, Any] = {"check": "always", "trace": tmp_path / "trace.json"}
     if backend != "native":  # which sums no 16-bit floats
         settings["compress"] = "bfloat16"
-    group = dist.new_group(pg_options=allreduce.torch_backend.Options(backend, settings=settings))
+    group = dist.new_group(pg_options=allreduce.torch_backend.Options(backend, settings=settings, compress_from=0))
     fine = torch.full((10 * size(),), 1 + 2**-10)  # one more digit than bfloat16 has
     output = torch.zeros(10)
     dist.all_reduce(fine.clone(), group=group)

@@ -156,6 +156,10 @@ class NumpyNetwork(FlatReplica):
         self._gradient_layers = self._views(buffer)
         self.optimizer.bind(self._xp, self.parameters, buffer)
 
+    def redirect(self, buffer: Any) -> bool:
+        self._gradient_layers = self._views(buffer)
+        return True
+
     def _move_parameters(self, buffer: Any) -> None:
         buffer[:] = self.parameters
         self.parameters = buffer

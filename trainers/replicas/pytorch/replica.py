@@ -85,6 +85,11 @@ class TorchReplica(FlatReplica):
         super().bind(buffer)
         self._use(self._tensor(buffer))
 
+    def redirect(self, buffer: Any) -> bool:
+        self._views = views(self._tensor(buffer), [*self._trained, *self._statistics])
+        self._attach()
+        return True
+
     def _use(self, buffer: Tensor) -> None:
         self._buffer = buffer
         self._lay_out()

@@ -1,0 +1,276 @@
+"""LowRank: sends matrices as products of two thin factors (PowerSGD)."""
+
+import zlib
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from allreduce import notices
+from allreduce.arrays import low_rank
+from allreduce.arrays.chunks import chunk
+from allreduce.arrays.low_rank import Matrix, Plan, Tile
+from allreduce.arrays.ops import Op
+from allreduce.arrays.registered import Part, Slice
+from allreduce.arrays.workspace import Workspace
+from allreduce.backend import AllReduce, NodeArrays
+from allreduce.engine import call as records
+from allreduce.engine.engine import Locate
+from allreduce.errors import OptionError
+from allreduce.topology import Topology
+from allreduce.transport.deferred_free import free_later
+from allreduce.wrappers.compressed import Compressed
+from allreduce.wrappers.options import PowerSGD
+
+NOTICED = 1024  # elements: shorter arrays of one dimension are not worth a notice
+
+
+class Item(NamedTuple):
+    """A matrix in a call, and its factors.
+
+    tiles: the elements that this rank multiplies. start: the factor that `left` is computed with.
+    """
+
+    matrix: Matrix
+    tiles: list[Tile]
+    start: np.ndarray
+    left: np.ndarray
+    right: np.ndarray
+
+
+class Call(NamedTuple):
+    """The matrices of a call. packed: its short parts. lefts: memory of all left factors, and of `packed`; rights: of
+    all right factors."""
+
+    items: list[Item]
+    packed: list[np.ndarray]
+    lefts: np.ndarray
+    rights: np.ndarray
+
+
+class LowRank(Compressed):
+    """PowerSGD.
+
+    T. Vogels et al.: PowerSGD: practical low-rank gradient compression for distributed optimization, 2019.
+
+    For every part M of two or more dimensions, first axis x the others, with the error of its last call added:
+    P = sum over ranks of M Q; P is made orthonormal; Q = sum over ranks of M^T P; the result is P Q^T, and the error is
+    M - P Q^T / ranks. The factors of all matrices are reduced together by `inner`. Q of the next call is this one.
+
+    - Shapes come from `describe`, or from the array where that has two or more dimensions. A buffer of one dimension of
+      which nothing is described, and a tree's arrays, are not compressed.
+    - Parts of one dimension, and matrices that compression would make too little smaller, are reduced by `inner`
+      without compression: together, or long ones in place.
+    - Error feedback, Q and the warm-up of `start_powerSGD_iter` calls are kept for arrays from `allocate`. Other arrays
+      are compressed from the first call on, each time from the same random Q.
+    - Arrays from `allocate` that a node's ranks share ("auto", "hierarchical_copy", "shared"): each rank sums and
+      multiplies its slice of the node's M, keeps the error of that sum, and writes the results to all of them.
+    - All ranks end with the same bits, also on different processors: P is orthogonalized by elementwise operations, and
+      both factors are rounded to fixed point, so that their product is exact before it is rounded once.
+    - An infinity or NaN makes its matrix NaN on all ranks, and leaves no error and no Q.
+
+    Differences from the paper, and from PyTorch's PowerSGD hook: Q is not orthogonalized (only P, more accurately),
+    because the span of M Q does not change; rows of Q that are zero are drawn anew, so that a matrix whose gradient was
+    zero once is compressed later; a result has about 25 bits, also of float64 arrays; the warm-up counts calls of each
+    slice of the buffer, not steps. From PyTorch alone: matrices are not padded or batched; no decomposition of vectors
+    (their `batch_tensors_with_same_shape` and `batched_powerSGD_hook`).
+
+    Bytes sent: those of `inner` for rank (rows + columns) elements of each matrix, in the dtype of the array.
+    """
+
+    def __init__(
+        self, topology: Topology, *, inner: AllReduce, options: PowerSGD, check: str = "first", owns_inner: bool = True
+    ) -> None:
+        if not inner.sums:
+            raise OptionError(f'compress="{options}": "adasum" does not sum; use "auto" or another backend')
+        self.options = options
+        self._factors: dict[np.dtype, np.ndarray] = {}  # memory of both factors of all matrices
+        super().__init__(topology, inner=inner, check=check, owns_inner=owns_inner)
+
+    def describe(self, array: Any, parts: Sequence[Part] = ()) -> None:
+        """As AllReduce.describe. Raises OptionError too if there are matrices, and all are too small for the rank."""
+        rank = self.options.matrix_approximation_rank
+        sides = {part.name: min(low_rank.shape(part)) for part in parts if len(part.shape) > 1}
+        if sides and rank > max(sides.values()) and self.options.min_compression_rate:
+            name = max(sides, key=lambda name: sides[name])
+            raise OptionError(
+                f'compress="{self.options}": the rank {rank} is above the shape of all matrices: {name!r} '
+                f"has {sides[name]} rows or columns. Use a smaller rank, or min_compression_rate=0 to allow it"
+            )
+        super().describe(array, parts)
+
+    def _locator_for(self, call: records.Call) -> Locate | None:
+        return self.inner.hooks.locator_for(call)  # ranks of a node read each other's arrays
+
+    def _reduce_compressed(self, buffer: np.ndarray, op: Op, where: Slice | None, parts: Sequence[Part]) -> None:
+        options = self.options
+        plan = low_rank.plan(tuple(parts), buffer.size, options.matrix_approximation_rank, options.min_compression_rate)
+        if not plan.matrices:
+            self._say_uncompressed(where, parts)
+            self.inner.hooks.reduce(buffer, op)
+            return
+        loaded = where is not None and self._agree(where, plan.matrices)
+        calls = where.count_call() if where else 0
+        if where and calls < options.start_powerSGD_iter:
+            self.inner.hooks.reduce(buffer, op)
+            return
+        arrays = self.inner.node_arrays(buffer) or NodeArrays([buffer], 0, None)
+        residual = where.residual if where and options.use_error_feedback else None
+        call = self._begin(buffer, where, calls, plan, arrays)
+        if loaded and residual is not None and len(arrays.arrays) > 1:
+            _hand_over(residual, buffer, call.items)
+        if arrays.fence:
+            arrays.fence()
+        self._multiply(call, op, residual, arrays)
+        if where and options.warm_start:
+            for item in call.items:
+                where.entry.factors[_key(where, item.matrix)] = item.right.copy()
+        if arrays.fence:
+            arrays.fence()
+        for part, values in zip(plan.short, call.packed, strict=True):
+            buffer[part] = values
+        for part in plan.long:
+            self.inner.hooks.reduce(buffer[part], op)
+
+    def _agree(self, where: Slice, matrices: Sequence[Matrix]) -> bool:
+        """Agree on the call count and the warm factors of a slice. Collective, at its first call since they were
+        loaded; then return True.
+
+        Ranks may have loaded different states: of a checkpoint and, on a rank that joined, none.
+        """
+        entry, place = where.entry, (where.start, where.length)
+        if place in entry.agreed:
+            return False
+        keys = [_key(where, each) for each in matrices]
+        held = [entry.factors[key] for key in keys if key in entry.factors]
+        check = zlib.crc32(b"".join(factor.tobytes() for factor in held))
+        numbers = np.array([-entry.calls.get(where.start, 0), len(held), -len(held), check, -check], np.int64)
+        self._engine.minimum(numbers)
+        calls, *ends = numbers.tolist()
+        entry.calls[where.start] = -calls
+        if ends[0] != -ends[1] or ends[2] != -ends[3]:
+            for key in keys:
+                entry.factors.pop(key, None)
+        entry.agreed.add(place)
+        return True
+
+    def _begin(self, buffer: np.ndarray, where: Slice | None, calls: int, plan: Plan, node: NodeArrays) -> Call:
+        """Return the factors of a call, zeros, and the packed short parts. Collective when their memory grows."""
+        options, shift, dtype = self.options, where.start if where else 0, buffer.dtype
+        sizes = [part.stop - part.start for part in plan.short]
+        rows = sum(each.rank * each.rows for each in plan.matrices)
+        first = rows + sum(sizes)
+        length = first + sum(each.rank * each.columns for each in plan.matrices)
+        memory = self._factors.get(dtype)
+        if memory is None or memory.size < length:
+            memory = self._factors[dtype] = self.inner.hooks.allocate(length, dtype, "cpu")
+        memory[:length] = 0
+        items, left, right = [], 0, first
+        for each in plan.matrices:
+            last = where.entry.factors.get(_key(where, each)) if where and options.warm_start else None
+            start = low_rank.start_factor(last, each, dtype, [options.random_seed, shift + each.start, calls])
+            ends = left + each.rank * each.rows, right + each.rank * each.columns
+            factors = memory[left : ends[0]].reshape(each.rank, -1), memory[right : ends[1]].reshape(each.rank, -1)
+            share = chunk(each.stop - each.start, len(node.arrays), node.rank)
+            items.append(Item(each, list(low_rank.tiles(each, share)), start, *factors))
+            left, right = ends
+        packed = []
+        for part, size in zip(plan.short, sizes, strict=True):
+            packed.append(memory[left : left + size])
+            packed[-1][:] = buffer[part]
+            left += size
+        return Call(items, packed, memory[:first], memory[first:length])
+
+    def _multiply(self, call: Call, op: Op, residual: np.ndarray | None, node: NodeArrays) -> None:
+        """Replace the tiles of the node's arrays by the results; and those of `residual`, which belong to the sum of
+        these arrays, by the errors."""
+        arrays, own = node.arrays, node.arrays[node.rank]
+        values = own if residual is None else residual
+        for item in call.items:
+            for tile in item.tiles:
+                added = [array[tile.where] for array in arrays if array is not values]
+                _add(values[tile.where], added, self.workspace)
+                np.matmul(item.start[:, tile.columns], tile.of(values).T, out=item.left[:, tile.rows])
+        self.inner.hooks.reduce(call.lefts, op)
+        for item in call.items:
+            low_rank.orthogonalize(item.left, self.options.orthogonalization_epsilon)
+            for tile in item.tiles:
+                item.right[:, tile.columns] += item.left[:, tile.rows] @ tile.of(values)
+        self.inner.hooks.reduce(call.rights, op)
+        share = (
+            len(arrays) / self.size / (1.0 if op.scale is None else op.scale)
+        )  # of the result: what these ranks sent
+        for item in call.items:
+            if np.isfinite(item.left).all() and np.isfinite(item.right).all():
+                self._write(item, arrays, residual, share)
+                continue
+            item.right[...] = np.nan
+            for tile in item.tiles:
+                for array in arrays:
+                    array[tile.where] = np.nan
+                if residual is not None:
+                    residual[tile.where] = 0
+
+    def _write(self, item: Item, arrays: Sequence[np.ndarray], residual: np.ndarray | None, share: float) -> None:
+        """Write the tiles of a result, and their errors."""
+        left, right = low_rank.fixed_point(item.left), low_rank.fixed_point(item.right)
+        for tile in item.tiles:
+            result, *others = [array[tile.where] for array in arrays]
+            exact = self.workspace.array("exact", result.size, left.dtype)
+            np.matmul(left[:, tile.rows].T, right[:, tile.columns], out=tile.table(exact))
+            np.copyto(result, exact, casting="same_kind")
+            for other in others:
+                np.copyto(other, result)
+            if residual is None:
+                continue
+            sent = result
+            if share != 1:
+                sent = self.workspace.array("sent", result.size, result.dtype)
+                np.multiply(result, share, out=sent)
+            residual[tile.where] -= sent
+
+    def _say_uncompressed(self, where: Slice | None, parts: Sequence[Part]) -> None:
+        described = where is not None and where.entry.parts
+        if not described and all(len(part.shape) < 2 and part.stop - part.start > NOTICED for part in parts):
+            notices.once(
+                self.rank,
+                f'compress="{self.options}" needs shapes, so arrays of one dimension are sent uncompressed: call '
+                "describe(array, parts) with the parameters of the model",
+            )
+
+    def _close(self) -> None:
+        self._factors.clear()
+        super()._close()
+
+    def abandon(self) -> None:
+        free_later(self._factors)  # late ranks may still write there
+        self._factors = {}
+        super().abandon()
+
+
+def _key(where: Slice, of: Matrix) -> tuple[int, int, int]:
+    return where.start + of.start, of.rows, of.columns
+
+
+def _add(total: np.ndarray, arrays: Sequence[np.ndarray], workspace: Workspace) -> None:
+    """Add `arrays` to `total`, in place."""
+    if len(arrays) > 1:
+        rest = workspace.array("sum", total.size, total.dtype)
+        np.add(arrays[0], arrays[1], out=rest)
+        for array in arrays[2:]:
+            np.add(rest, array, out=rest)
+        arrays = [rest]
+    for array in arrays:
+        np.add(total, array, out=total)
+
+
+def _hand_over(residual: np.ndarray, buffer: np.ndarray, items: Sequence[Item]) -> None:
+    """Add the errors of elements that other ranks of the node multiply to the buffer, which these ranks sum. Local.
+
+    Loaded errors may be those of a job with other nodes; else they are zero.
+    """
+    for matrix, own, *_ in items:
+        begin, end = (own[0].where.start, own[-1].where.stop) if own else (matrix.start, matrix.start)
+        for part in (slice(matrix.start, begin), slice(end, matrix.stop)):
+            buffer[part] += residual[part]
+            residual[part] = 0

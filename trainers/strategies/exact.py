@@ -1,0 +1,163 @@
+"""The strategy of MirroredTrainer(exact=True): the bits of a training depend on nothing but its data and arguments.
+
+Every batch is divided into micro-batches of `micro_batch` rows, the last one perhaps shorter. Micro-batch m of a batch
+has the same rows on any number of ranks, and the rank that has it computes its gradients alone: with the parameters,
+statistics and random numbers of the step's start. The gradients of all micro-batches are then summed exactly
+(allreduce.wrappers.exact), so it does not matter which rank computed which, or in which order they were added.
+
+M. Li et al.: EasyScale: Elastic training with consistent accuracy and improved utilization on GPUs, SC 2023. Its
+workers are threads, of a fixed number, with a fixed order of additions; here there is no order.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from allreduce.backend import AllReduce, Config
+from allreduce.topology import Topology
+from trainers.backends import backend_for
+from trainers.data import Batch, Batches
+from trainers.errors import ArgumentError
+from trainers.group import RankGroup
+from trainers.strategies.local_sgd import LocalOptions
+from trainers.strategies.mirrored import Mirrored
+
+MICRO_BATCH = 8  # rows
+COUNTERS = "num_batches_tracked"  # of PyTorch's batch norm: used by no computation, unless momentum is None
+
+
+class ExactMirrored(Mirrored):
+    """Mirrored with exact sums of micro-batches; see MirroredTrainer for the arguments, and the module."""
+
+    micro_batch: int
+
+    def __init__(self, *given: Any, exact: bool, local: LocalOptions, micro_batch: int | None) -> None:
+        super().__init__(*given)
+        self._exact, self._local = exact, local
+        self.micro_batch = MICRO_BATCH if micro_batch is None else micro_batch
+        self._rows: list[np.ndarray] = []  # memory for the gradients of all micro-batches of a step but the last one
+        self._terms: list[np.ndarray] = []  # this rank's gradients of the current step
+        self._values = np.zeros((0, len(self.replica.metrics)))  # their metrics, times their share of the batch
+        self._count = 1  # of micro-batches in a batch
+        self._checked = False  # whether it is known that batches change no buffers that ranks do not average
+
+    # Construction
+
+    def describe(self) -> str:
+        return f"{super().describe()[:-1]}, exact=True, micro_batch={self.micro_batch!r})"
+
+    def argument_error(self, ranks: Topology, goes_on: bool) -> Exception | None:
+        if error := super().argument_error(ranks, goes_on):
+            return error
+        given, rows, replica = self._given, self.micro_batch, self.replica
+        if self._exact is not True:
+            wrong = f"exact={self._exact!r}: use True or False" if self._exact else "micro_batch needs exact=True"
+            return ArgumentError(wrong)
+        if self._local != LocalOptions():
+            return ArgumentError(
+                "exact=True and sync_every exclude each other: ranks that train on their own rows differ"
+            )
+        if isinstance(rows, bool) or not isinstance(rows, int | np.integer) or rows < 1:
+            return ArgumentError(f"micro_batch must be an integer >= 1, got {rows!r}")
+        if self._compress is not None:
+            return ArgumentError(f"exact=True and compress={self._compress!r} exclude each other; leave one out")
+        if isinstance(given, AllReduce) and not hasattr(given, "sum_terms"):
+            return ArgumentError(
+                f"exact=True: {given!r} does not sum exactly; pass its name, or create it with "
+                f"allreduce.create({given.name!r}, topology, exact=True)"
+            )
+        kind = type(replica).__name__
+        if replica.tables:
+            return ArgumentError(f"exact=True: the tables of this {kind} have sparse gradients, which are not exact")
+        if replica.device != "cpu":
+            return ArgumentError(f"exact=True trains on the CPU, and this {kind} is on {replica.device!r}")
+        return None
+
+    def connect(self, group: RankGroup) -> None:
+        self.replica.undoable = True
+        super().connect(group)
+
+    def _make_backend(self) -> AllReduce:
+        if self._given is None or isinstance(self._given, Config):
+            return super()._make_backend()
+        return backend_for(self._given, self.group.topology, self._update_name, exact=True)
+
+    def make_meter(self, batches: Batches) -> Any:
+        self._count = -(-batches.batch_size // self.micro_batch)
+        return super().make_meter(batches)
+
+    def _drop_buffer(self) -> None:
+        super()._drop_buffer()
+        self._rows, self._terms = [], []
+
+    # A step
+
+    def compute(self, batch: Batch | None) -> None:
+        count = 0 if batch is None else len(batch.seeds)
+        self._terms, self._values = [], np.zeros((count, len(self.replica.metrics)))
+        if batch is None or not count:
+            super().compute(batch)
+            return
+        self.update.check_edits()
+        self.update.begin_batch()
+        while len(self._rows) < count - 1:
+            self._rows.append(np.empty_like(self.buffer))
+        for number, seed in enumerate(batch.seeds):
+            rows = slice(number * self.micro_batch, (number + 1) * self.micro_batch)
+            x, y = batch.x[rows], batch.y[rows]
+            memory = self._rows[number] if number < count - 1 else self.buffer
+            if number:
+                self.replica.undo()  # each micro-batch begins with the statistics of the step's start
+            self.replica.seed(seed)
+            self._terms.append(memory)
+            share = len(x) / batch.rows
+            self._values[number] = self._compute(x, y, share, memory)
+            self._values[number] *= share
+        self._measured[: self._values.shape[1]] = self._values.sum(axis=0)
+
+    def _compute(self, x: np.ndarray, y: np.ndarray, share: float, memory: np.ndarray) -> Any:
+        """Write the gradients of a micro-batch to `memory`; return its metrics. Local."""
+        replica = self.replica
+        redirected = replica.redirect(memory)
+        before = {} if self._checked else replica.local_state()
+        values = replica.gradients(x, y, share)
+        if not redirected and memory is not self.buffer:
+            memory[:] = self.buffer
+        if not self._checked:
+            after = replica.local_state()
+            for name, array in before.items():
+                averaged = name.startswith("random") or name.endswith(COUNTERS)
+                if not averaged and not np.array_equal(array, after[name]):
+                    raise ArgumentError(
+                        f"exact=True: {name} changes in training on each rank, and is not averaged, so the training "
+                        "would depend on the ranks; leave out exact=True, or that part of the model"
+                    )
+            self._checked = True
+        return values
+
+    def step(self, flags: tuple[float, ...]) -> Any:
+        sums = self.add_up(self._values, self._count)
+        # `measured` is summed over the ranks, with the flags: one rank has the sums, the others add zeros
+        self._measured[: sums.size] = sums if self.group.rank == 0 else 0
+        return super().step(flags)
+
+    def add_up(self, terms: np.ndarray, count: int) -> np.ndarray:
+        """Return the exact sum of float64 rows. terms: (k, length), this rank's; count: of all ranks. Collective."""
+        sums = np.zeros(terms.shape[1])
+        backend: Any = self._backend
+        backend.sum_terms(terms, sums, "sum", count)
+        return sums
+
+    def binding(self, backend: AllReduce, array: Any, kind: str) -> Callable[[], object]:
+        if array is not self.buffer or kind == "all_gather":
+            return super().binding(backend, array, kind)
+        return partial(self._sum_terms, backend, kind)
+
+    def _sum_terms(self, backend: Any, kind: str) -> None:
+        backend.sum_terms(self._terms, self.buffer, "sum", self._count, kind)
+
+    @property
+    def local_gradients(self) -> Any:
+        return np.add.reduce(self._terms) if len(self._terms) > 1 else self.buffer
