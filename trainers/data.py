@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from allreduce.arrays.chunks import chunk
 from trainers.errors import ArgumentError, DataError
 
 Collate = Callable[[Sequence[Any]], Any]
@@ -257,7 +256,8 @@ class Batches:
     def share(self, visited: np.ndarray, step: int, part: int | None) -> Batch:
         """Return part `part` of batch `step` of an epoch with the row order `visited`. Raises DataError."""
         batch = visited[step * self.batch_size : (step + 1) * self.batch_size]
-        mine = batch[:0] if part is None else batch[chunk(batch.size, self._parts, part)]
+        begin, end = (0, 0) if part is None else (batch.size * each // self._parts for each in (part, part + 1))
+        mine = batch[begin:end]
         x, y = self._source.take(mine)
         return Batch(x, y, batch.size, mine.size / batch.size)
 
