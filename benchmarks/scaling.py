@@ -19,8 +19,8 @@ from typing import Any
 from benchmarks.lib import cli, outputs
 from benchmarks.lib.results import FileError
 from benchmarks.predicting import fitting
-from benchmarks.predicting.costs import Machine, on_link
-from benchmarks.predicting.forecast import BACKWARD, GAIN, MODELS, MOST_RANKS, Forecast, forecast
+from benchmarks.predicting.costs import Machine, on_link, shared, shared_in_one_level
+from benchmarks.predicting.forecast import BACKWARD, GAIN, MODELS, MOST_RANKS, Forecast, forecast, placed
 
 _UNITS = {"k": 1e3, "m": 1e6, "g": 1e9}
 _TIMES = {"ns": 1e-9, "us": 1e-6, "ms": 1e-3}
@@ -40,10 +40,12 @@ def _predict(args: argparse.Namespace) -> int:
     machine, points = _fit(args, record) if args.fit or args.fit_rig else (Machine(), [])
     fitted = machine
     bandwidth, latency = args.link
-    machine = replace(on_link(machine, bandwidth / 8, latency), cores=args.cores or args.node_size)
+    machine = replace(on_link(machine, bandwidth / 8, latency), cores=args.cores or args.node_size, numa=args.numa)
     forecasts = [_forecast(args, name, machine) for name in args.model]
     for each in forecasts:
         print("\n".join(_table(each, args)))
+        if machine.numa > 1:
+            print(_levels(each, args, machine))
     print("\n".join(f"# {line}" for line in CAVEATS))
     if args.json:
         record |= {"machine": asdict(machine), "forecasts": [_plain(each) for each in forecasts]}
@@ -106,6 +108,16 @@ def _setting(args: argparse.Namespace) -> str:
     return f"nodes of {args.node_size}, {bandwidth / 1e9:g} Gb/s and {latency * 1e6:g} us between them, {args.dtype}"
 
 
+def _levels(found: Forecast, args: argparse.Namespace, machine: Machine) -> str:
+    """Return the line about the two levels of `shared` on one node."""
+    place, nbytes = placed(args.node_size, args.node_size), found.gradient_bytes
+    two, one = (1e3 * formula(machine, place, nbytes) for formula in (shared, shared_in_one_level))
+    return (
+        f"# shared on {place.name} of a node with {machine.numa} NUMA nodes, {nbytes / 1e6:.0f} MB: "
+        f"{two:.3g} ms in two levels, {one:.3g} ms in one"
+    )
+
+
 def _table(found: Forecast, args: argparse.Namespace) -> list[str]:
     model = found.model
     lines = [
@@ -163,6 +175,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--step-time", type=cli.at_least(1e-6, float, 1e6), metavar="SECONDS", help="computing time of a step")
     add("--node-size", type=cli.at_least(1, int, 1024), default=8, metavar="N", help="ranks of a node (default 8)")
     add("--cores", type=cli.at_least(1, int, 4096), metavar="N", help="cores of a node (default: one a rank)")
+    add("--numa", type=cli.at_least(1, int, 64), default=1, metavar="N", help="NUMA nodes of a node (default 1)")
     add("--link", type=_link, default=_link("100gbit"), metavar="RATE", help="a link: 100gbit (default) or 10gbit,20us")
     add("--dtype", choices=tuple(DTYPES), default="float32", help="dtype in which gradients are sent")
     add(

@@ -5,6 +5,12 @@ them. Steps: 2 barriers. Messages: none. Memory traffic: 2 n S a node. Arrays fr
 all ranks map. Other arrays are read and written by CMA (transport/cma.py), at the cost of one more copy in the cache.
 If the system forbids CMA, they are copied, piece by piece, to a small staging buffer and back. T. Hoefler et al.: MPI +
 MPI: a new hybrid approach to parallel programming with MPI plus shared memory, 2013.
+
+Two levels, where the ranks of the node are on several NUMA nodes (sockets): bytes between them are the slow ones. First
+the ranks of each NUMA node, a group, sum their arrays in the array of the group's first rank. Then all ranks sum the
+first ranks' arrays, and write the result to all of them. Then each group copies the result. With g groups of m ranks,
+2 (g - 1) S bytes cross, instead of 2 (g - 1) m S, for 2 more barriers. In each step a page has one writer.
+S. Li et al.: NUMA-aware shared-memory collective communication for MPI, HPDC 2013.
 """
 
 import zlib
@@ -15,13 +21,14 @@ from mpi4py import MPI
 
 from allreduce import notices
 from allreduce.arrays import casts, dtypes, float16
-from allreduce.arrays.chunks import segments
+from allreduce.arrays.chunks import page_chunk, segments
 from allreduce.arrays.ops import Op
 from allreduce.backend import NodeArrays, TwoPhase
-from allreduce.errors import UnavailableError
+from allreduce.errors import OptionError, UnavailableError
+from allreduce.machine import numa_node
 from allreduce.topology import Topology
-from allreduce.transport.control import agree
-from allreduce.transport.shared_segment import STAGING_BYTES, Location, SharedArrays, shared_rows
+from allreduce.transport.control import agree, combine
+from allreduce.transport.shared_segment import PAGE_BYTES, STAGING_BYTES, Location, SharedArrays, shared_rows
 
 WORD = np.dtype(np.int64)
 BLOCK_BYTES = 256 * 1024  # bytes that a rank adds at a time, from each rank
@@ -31,6 +38,7 @@ LEAST_STAGING_BYTES = 512 * 1024  # of all ranks; a staging buffer grows from th
 # Arrays tend to begin at the start of a page. Copies between equal offsets in pages are slow on many processors (AMD's
 # Zen 4: twice as slow), so a staging buffer begins in the middle of a page.
 OFFSET, CACHE_LINE = 2048, 64
+LEVELS_BYTES = 128 * 1024  # of an array; for shorter ones two more barriers take longer than bytes between NUMA nodes
 STAGES = '"shared" stages arrays that are not from its allocate(): two more copies'
 
 
@@ -38,17 +46,24 @@ class Shared(TwoPhase):
     """For the ranks of one node. `allocate` returns memory that all of them map.
 
     staged: True: use the staging buffer for other arrays even if CMA works.
+    numa: simulates NUMA nodes of so many ranks each (the last may have fewer), to reduce in two levels; 0: one level.
+        None: the system's NUMA nodes, if each rank is bound to the cores of one. The order of additions depends on it.
+        16-bit floats, arrays below LEVELS_BYTES, arrays reached by CMA, and `all_gather` take one level.
     """
 
     one_node = True
 
-    def __init__(self, topology: Topology, *, staged: bool = False, check: str = "first") -> None:
+    def __init__(
+        self, topology: Topology, *, staged: bool = False, numa: int | None = None, check: str = "first"
+    ) -> None:
         if topology.nodes > 1:
             raise UnavailableError(
                 f'"shared" needs all ranks on one node, and this is {topology}; '
                 'use "hierarchical_copy", which uses "shared" inside each node'
             )
-        self._staged_only = staged
+        if numa is not None and (type(numa) is not int or numa < 0):
+            raise OptionError(f"numa must be a number of ranks, 0 or None, got {numa!r}")
+        self._staged_only, self._numa = staged, numa
         super().__init__(topology, check=check)
 
     def _connect(self, topology: Topology) -> None:
@@ -66,6 +81,16 @@ class Shared(TwoPhase):
         # For even and odd calls, by rank: the call's fingerprint, and the address of the rank's array.
         self._fingerprints, self._addresses = words.view(WORD).T.reshape(2, 2, self.size)
         self._fence = self._arrays.fence
+        self._groups = self._numa_groups()  # ranks by NUMA node; empty: one level
+        self._group = next((group for group in self._groups if self.rank in group), [])
+
+    def _numa_groups(self) -> list[list[int]]:
+        """Return the ranks of each NUMA node, or [] if two levels would be like one. Collective."""
+        found = np.zeros(self.size, np.int64)
+        found[self.rank] = numa_node() if self._numa is None else self.rank // self._numa if self._numa else -1
+        nodes = combine(self._comm, found, "learn the NUMA nodes of the ranks").tolist()
+        groups = [[rank for rank, its in enumerate(nodes) if its == node] for node in sorted(set(nodes))]
+        return groups if min(nodes) >= 0 and 1 < len(groups) < self.size else []
 
     def node_arrays(self, buffer: np.ndarray) -> NodeArrays | None:
         location = self._locate(buffer)
@@ -117,14 +142,23 @@ class Shared(TwoPhase):
     # Arrays from allocate(), and the staging buffer: every rank reads and writes every rank's array
 
     def _reduce_in_place(self, everyone: Sequence[np.ndarray], op: Op) -> None:
-        for block in _blocks(self.owned(everyone[0].size), everyone[0].itemsize):
-            parts = [array[block] for array in everyone]
+        mine, firsts = self.owned(everyone[0].size), everyone
+        levels = self._has_levels(everyone[0])
+        if levels:
+            firsts = self._reduce_in_groups(everyone, op)
+            mine = _pages(everyone[self.rank], self.size, self.rank)
+        for block in _blocks(mine, firsts[0].itemsize):
+            parts = [array[block] for array in firsts]
             self._combine(parts, parts[0], op)
             for part in parts[1:]:
                 np.copyto(part, parts[0])
         self._fence()
+        if levels:
+            self._copy_in_groups(everyone)
 
     def _reduce_scatter_in_place(self, buffer: np.ndarray, everyone: Sequence[np.ndarray], op: Op) -> None:
+        if self._has_levels(buffer):
+            everyone = self._reduce_in_groups(everyone, op)
         for block in _blocks(self.owned(buffer.size), buffer.itemsize):
             self._combine([array[block] for array in everyone], buffer[block], op)
         self._fence()
@@ -134,6 +168,33 @@ class Shared(TwoPhase):
             span = self.owned(buffer.size, rank)
             np.copyto(buffer[span], everyone[rank][span])
         self._fence()
+
+    # The levels above and below, if the ranks are on several NUMA nodes
+
+    def _has_levels(self, array: np.ndarray) -> bool:
+        return bool(self._groups) and array.nbytes >= LEVELS_BYTES and not dtypes.is_half(array.dtype)
+
+    def _reduce_in_groups(self, everyone: Sequence[np.ndarray], op: Op) -> list[np.ndarray]:
+        """Sum the arrays of each group in that of its first rank; return these arrays, one for each group."""
+        arrays = [everyone[rank] for rank in self._group]
+        if len(arrays) > 1:
+            for block in self._blocks_in_group(everyone):
+                parts = [array[block] for array in arrays]
+                self._combine(parts, parts[0], op.unscaled())
+        self._fence()
+        return [everyone[group[0]] for group in self._groups]
+
+    def _copy_in_groups(self, everyone: Sequence[np.ndarray]) -> None:
+        """Copy the array of each group's first rank to the others of the group."""
+        first, *others = (everyone[rank] for rank in self._group)
+        for block in self._blocks_in_group(everyone):
+            for array in others:
+                np.copyto(array[block], first[block])
+        self._fence()
+
+    def _blocks_in_group(self, everyone: Sequence[np.ndarray]) -> Iterator[slice]:
+        mine = _pages(everyone[self.rank], len(self._group), self._group.index(self.rank))
+        return _blocks(mine, everyone[0].itemsize)
 
     # Other arrays, by CMA
 
@@ -263,6 +324,11 @@ class Shared(TwoPhase):
         for part in parts[2:]:
             op.combine(out, part, out=out)
         op.finish(out)
+
+
+def _pages(array: np.ndarray, parts: int, index: int) -> slice:
+    """Return the `index`-th of `parts` chunks of whole pages. All ranks' arrays begin at one offset in a page."""
+    return page_chunk(array.size, parts, index, array.itemsize, MPI.Get_address(array) % PAGE_BYTES, PAGE_BYTES)
 
 
 def _blocks(span: slice, itemsize: int) -> Iterator[slice]:

@@ -21,12 +21,13 @@ SEGMENT = 1024 * 1024  # bytes in one message (allreduce/transport/point_to_poin
 EAGER, NET_EAGER = 4096, 65536  # bytes; longer messages need a handshake first (Open MPI: in a node, by TCP)
 MAPPED = 32 << 20  # bytes; a longer temporary is fresh memory in every call (the most that glibc's malloc keeps)
 HALF = 0.5  # average wait for a rank that itself waits, as a fraction of a scheduling round of the ranks on a core
+LEVELS = 128 * 1024  # bytes; from this on `shared` takes two levels (allreduce/backends/shared.py)
 QUEUE = 256 * 1024  # bytes in flight on a link above which acknowledgements of the other direction are delayed
 
 
 @dataclass(frozen=True)
 class Machine:
-    """The constants, in seconds and seconds per byte. The last three are given, the others can be fitted."""
+    """The constants, in seconds and seconds per byte. The last five are given, the others can be fitted."""
 
     call: float = 5e-6  # fixed cost of a call in this library
     alpha: float = 5e-6  # a message between ranks of a node: Python and MPI, both sides
@@ -45,9 +46,13 @@ class Machine:
     bus: float = 5e-12  # a byte through the memory of a node, however many cores ask for it
     burst: float = 0  # bytes that a shaped link lets through at once after it was idle (cluster_sim.sh)
     cores: int = 16  # of a node
+    numa: int = 1  # NUMA nodes of a node, with equal numbers of ranks
+    numa_beta: float = 2e-11  # a byte between NUMA nodes; all ranks of a node share their links
 
 
-FITTED = tuple(name for name in Machine.__dataclass_fields__ if name not in ("bus", "burst", "cores"))
+FITTED = tuple(
+    name for name in Machine.__dataclass_fields__ if name not in ("bus", "burst", "cores", "numa", "numa_beta")
+)
 
 
 def on_link(k: Machine, bandwidth: float, latency: float) -> Machine:
@@ -265,10 +270,25 @@ def reduce_to_one(k: Machine, at: Cluster, s: float, allocated: bool = True) -> 
 
 
 def shared(k: Machine, at: Cluster, s: float, allocated: bool = True) -> float:
-    """2 fences; each rank adds S/n from n ranks and writes it to n. With foreign arrays both need a copy."""
-    n = at.n
+    """2 fences; each rank adds S/n from n ranks and writes it to n. With foreign arrays both need a copy.
+
+    On g NUMA nodes of m ranks 2 (g-1) m S bytes cross. In two levels 2 (g-1) S bytes cross, for 2 more fences: each
+    rank adds S/m from m ranks, and S/n from g of them, and copies S/m to m.
+    """
+    if not allocated or not 1 < k.numa < at.n or s < LEVELS:
+        return shared_in_one_level(k, at, s, allocated)
+    m = at.n / k.numa
+    added = (m - 1) / m + (k.numa - 1) / at.n
+    crossing = 2 * (k.numa - 1) * s * k.numa_beta
+    return k.call + 4 * fence(k, at) + max(work(k, at, added * s * k.gamma, 2 * s), crossing)
+
+
+def shared_in_one_level(k: Machine, at: Cluster, s: float, allocated: bool = True) -> float:
+    """As `shared` with the option numa=0."""
+    n, g = at.n, min(k.numa, at.n)
     copied = 0.0 if allocated else 2 * (n - 1) / n * s
-    return k.call + 2 * fence(k, at) + work(k, at, (n - 1) / n * s * k.gamma + copied * k.beta, 2 * s)
+    crossing = 2 * (g - 1) / g * n * s * k.numa_beta
+    return k.call + 2 * fence(k, at) + max(work(k, at, (n - 1) / n * s * k.gamma + copied * k.beta, 2 * s), crossing)
 
 
 def hierarchical_copy(k: Machine, at: Cluster, s: float, allocated: bool = True) -> float:

@@ -14,7 +14,17 @@ import pytest
 from benchmarks import scaling
 from benchmarks.lib.results import FileError, Run, summarize, to_json
 from benchmarks.predicting import fitting
-from benchmarks.predicting.costs import FITTED, FORMULAS, SEGMENT, Cluster, Machine, on_link, predict
+from benchmarks.predicting.costs import (
+    FITTED,
+    FORMULAS,
+    LEVELS,
+    SEGMENT,
+    Cluster,
+    Machine,
+    on_link,
+    predict,
+    shared_in_one_level,
+)
 from benchmarks.predicting.fitting import Point
 from benchmarks.predicting.forecast import MODELS, Prediction, _saturation, exposed, forecast, placed
 from tests import launch
@@ -100,6 +110,22 @@ def test_limits(name: str, allocated: bool) -> None:
     slower = [predict(name, replace(machine, cores=cores), Cluster((8,)), 1e6, allocated) for cores in (8, 4, 2)]
     assert slower == sorted(slower), "ranks that share cores are slower"
     assert slower[0] < slower[-1]
+
+
+def test_shared_in_two_levels() -> None:
+    """The bytes between NUMA nodes no longer grow with the ranks, for two more fences."""
+    at, s = Cluster((64,)), 64.0 * MIB
+    link = replace(FREE, numa=2, numa_beta=1.0)
+    assert shared_in_one_level(link, at, s) == pytest.approx(64 * s)
+    assert predict("shared", link, at, s) == pytest.approx(2 * s)
+    assert predict("shared", link, Cluster((8,)), s) == pytest.approx(2 * s)
+    assert predict("shared", replace(link, numa=4), at, s) == pytest.approx(6 * s)
+    assert predict("shared", link, at, s, allocated=False) == shared_in_one_level(link, at, s, False)
+    fences = replace(FREE, numa=2, numa_beta=0.0, fence=1.0)
+    assert (predict("shared", fences, at, s), shared_in_one_level(fences, at, s)) == (24, 12)
+    short = LEVELS - 1
+    assert predict("shared", Machine(numa=2), at, short) == shared_in_one_level(Machine(numa=2), at, short)
+    assert predict("shared", Machine(), at, s) == shared_in_one_level(Machine(), at, s)
 
 
 def test_refusals() -> None:
