@@ -174,12 +174,15 @@ class AllReduce(ABC):
         uses them without a copy. device: "cpu" for a NumPy array, "cuda" for a CuPy array; by default the one that
         this backend reduces without a copy.
         """
-        array = self._allocate_together(length, dtype, device)
+        array = self.allocate_scratch(length, dtype, device)
         if length:
             self.describe(array)
         return array
 
-    def _allocate_together(self, length: int, dtype: DTypeLike, device: str | None) -> Any:
+    def allocate_scratch(self, length: int, dtype: DTypeLike = "float32", device: str | None = None) -> Any:
+        """As `allocate`, for arrays that hold other values in each call: a compression keeps no error feedback for
+        them. Collective.
+        """
         self.check_open()
         call: Call | None = None
         array, error = None, None
@@ -742,7 +745,7 @@ class AllReduce(ABC):
         if held is None or held.size < group.length:
             try:
                 self.check_dtype(group.dtype)
-                held = self._allocate_together(group.length, group.dtype, group.device)
+                held = self.allocate_scratch(group.length, group.dtype, group.device)
             except UnsupportedDtypeError:  # such arrays are only copied between ranks
                 held = (gpu.cupy() if group.device == "cuda" else np).empty(group.length, group.dtype)
             self.packed[group.dtype, group.device] = held

@@ -86,6 +86,9 @@ class Wrapper(AllReduce):
     def allocate(self, length: int, dtype: DTypeLike = "float32", device: str | None = None) -> Any:
         return self.around("allocate", lambda: self.inner.allocate(length, dtype, device))
 
+    def allocate_scratch(self, length: int, dtype: DTypeLike = "float32", device: str | None = None) -> Any:
+        return self.around("allocate", lambda: self.inner.allocate_scratch(length, dtype, device))
+
     def __call__(self, buffer: Any, op: str = "mean") -> None:
         self.around("all_reduce", functools.partial(self.inner, buffer, op), buffer, op)
 
