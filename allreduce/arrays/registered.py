@@ -33,7 +33,8 @@ class Part(NamedTuple):
 
 @dataclass
 class Entry:
-    """A registered array. begin: its address. residual: the error feedback of each element, made at its first use.
+    """A registered array. begin: its address. number: counts registrations, the same on all ranks. residual: the error
+    feedback of each element, made at its first use.
 
     calls: the number of calls with a slice, by its first element. factors: of the matrices of PowerSGD, by first
     element, rows and columns. agreed: the slices (first element, length) on whose state the ranks have agreed since it
@@ -43,6 +44,7 @@ class Entry:
     begin: int
     length: int
     dtype: np.dtype
+    number: int
     parts: tuple[Part, ...] = ()
     residual: np.ndarray | None = None
     calls: dict[int, int] = field(default_factory=dict)
@@ -104,6 +106,7 @@ class Registry:
 
     def __init__(self) -> None:
         self._by_id: dict[int, Entry] = {}
+        self._registrations = 0
 
     @property
     def _entries(self) -> list[Entry]:
@@ -118,7 +121,8 @@ class Registry:
         _check_parts(parts, array.size)
         where = self.find(array)
         if where is None:
-            entry = Entry(address(array), array.size, array.dtype, tuple(parts))
+            self._registrations += 1
+            entry = Entry(address(array), array.size, array.dtype, self._registrations, tuple(parts))
             for each in self._entries:
                 if _overlap(each, entry):  # of freed memory
                     self._drop(each)

@@ -243,7 +243,12 @@ class Auto(AllReduce):
         return self._made[name].hooks.locator_for(call)
 
     def _reduce(self, buffer: np.ndarray, op: Op) -> None:
-        self._route(Call("all_reduce", buffer.size, buffer.dtype, op.name, self._memory(buffer)))(buffer, op)
+        memory = self._memory(buffer)
+        if op.scale == self._resolve(op.name, buffer.dtype).scale:
+            self._route(Call("all_reduce", buffer.size, buffer.dtype, op.name, memory))(buffer, op)
+        else:  # a part of a backend with more ranks, whose mean divides by another number
+            name, _ = self._decide(buffer.nbytes, buffer.dtype, memory, self._part)
+            self._made[name].hooks.reduce(buffer, op)
 
     def _decide(
         self, nbytes: int, dtype: np.dtype, memory: int, find: Callable[[str], AllReduce | None]

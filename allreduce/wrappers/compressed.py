@@ -1,5 +1,6 @@
 """Compressed: base class of backends that send floating-point arrays in another form, through an inner backend."""
 
+import zlib
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -119,7 +120,16 @@ class Compressed(TwoPhase):
         return self._working(call, self._reduce_compressed)
 
     def _locator_for(self, call: Call) -> Locate | None:
-        return None if self._compresses(call.dtype, call.op) else self.inner.hooks.locator_for(call)
+        return self._place if self._compresses(call.dtype, call.op) else self.inner.hooks.locator_for(call)
+
+    def _place(self, buffer: Any) -> Location | None:
+        """Return the registered array that `buffer` is in, with its parts, and the position there: what is kept for an
+        array decides what is sent, so the ranks compare it."""
+        where = self.registered.find(buffer)
+        if where is None:
+            return None
+        parts = zlib.crc32(repr(where.entry.parts).encode())
+        return (where.entry.number << 32) + parts, where.start * buffer.dtype.itemsize
 
     def _scatter_work_for(self, call: Call) -> Work:
         if not call.length or not self._compresses(call.dtype, call.op):

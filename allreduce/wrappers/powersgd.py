@@ -14,8 +14,6 @@ from allreduce.arrays.ops import Op
 from allreduce.arrays.registered import Part, Slice
 from allreduce.arrays.workspace import Workspace
 from allreduce.backend import AllReduce, NodeArrays
-from allreduce.engine import call as records
-from allreduce.engine.engine import Locate
 from allreduce.errors import OptionError
 from allreduce.topology import Topology
 from allreduce.transport.deferred_free import free_later
@@ -98,9 +96,6 @@ class LowRank(Compressed):
                 f"has {sides[name]} rows or columns. Use a smaller rank, or min_compression_rate=0 to allow it"
             )
         super().describe(array, parts)
-
-    def _locator_for(self, call: records.Call) -> Locate | None:
-        return self.inner.hooks.locator_for(call)  # ranks of a node read each other's arrays
 
     def _reduce_compressed(self, buffer: np.ndarray, op: Op, where: Slice | None, parts: Sequence[Part]) -> None:
         options = self.options

@@ -186,8 +186,10 @@ class LocalSteps:
     def join_others(self) -> None:
         """Take part in the rounds of ranks that have batches left, with no steps, until no rank has. Collective."""
         self.rounds.finish(active=False)
+        self._compare_if_due()  # as the ranks do that have batches left
         while self.rounds.active:
             self.rounds.finish(active=False)
+            self._compare_if_due()
         self.end_round()
 
     def _compare_if_due(self) -> None:

@@ -410,3 +410,13 @@ def test_bits_of_trials_of_two_ranks(flat: allreduce.Topology) -> None:
 def test_unknown_trial(flat: allreduce.Topology, world: MPI.Intracomm) -> None:
     text = raised_everywhere(world, OptionError, lambda: allreduce.create("auto", flat, trial="sometimes"))
     assert "'sometimes' is unknown; use True, False, 'same_bits'" in text
+
+
+@pytest.mark.skipif(MPI.COMM_WORLD.size < 3, reason="needs a node of several ranks, and another one")
+def test_a_mean_of_all_ranks_as_a_part_of_another_backend(topology_of: Any) -> None:
+    """Across nodes fewer ranks add up than the mean divides by."""
+    with allreduce.create("hierarchical_copy", topology_of(2), cross="auto") as reduce:
+        for length in (1000, 50_000, 1_000_000):
+            array = np.full(length, MPI.COMM_WORLD.rank + 1.0)
+            reduce(array, "mean")
+            assert (array == (MPI.COMM_WORLD.size + 1) / 2).all(), length

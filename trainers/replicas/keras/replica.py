@@ -118,6 +118,14 @@ class KerasReplica(FlatReplica):
     def _others(self) -> dict[str, np.ndarray]:
         return {name: array_of(each) for name, each in self._shared.items()}
 
+    def seed(self, number: int) -> None:
+        if self._random:
+            raise ArgumentError(
+                "exact=True: this Keras model has layers with random numbers (Dropout, noise), whose generators "
+                "can't be seeded for each micro-batch; leave out these layers, or exact=True"
+            )
+        super().seed(number)
+
     def shapes(self) -> dict[str, tuple[int, ...]]:
         return {f"{number}/{each.name}": tuple(each.shape) for number, each in enumerate(self._trained)}
 
