@@ -31,6 +31,7 @@ class Compressed(TwoPhase):
 
     def __init__(self, topology: Topology, *, inner: AllReduce, check: str = "first", owns_inner: bool = True) -> None:
         self.inner, self._owns_inner = inner, owns_inner
+        self._scratch: dict[tuple[np.dtype, str], Any] = {}  # memory from the inner backend, by dtype and device
         super().__init__(topology, check=check)
 
     def _connect(self, topology: Topology) -> None:
@@ -66,6 +67,13 @@ class Compressed(TwoPhase):
     def reduce_parts(self, buffer: np.ndarray, op: Op, parts: Sequence[Part]) -> None:
         """Reduce a 1-D array, which holds `parts`, as a part of another backend's call. Collective."""
         self._reduce_compressed(buffer, op, self.registered.find(buffer), parts)
+
+    def _from_inner(self, length: int, dtype: np.dtype, device: str = "cpu") -> Any:
+        """Return scratch memory from the inner backend, 1-D. A later call gets the same. Collective when it grows."""
+        held = self._scratch.get((dtype, device))
+        if held is None or held.size < length:
+            held = self._scratch[dtype, device] = self.inner.hooks.allocate(length, dtype, device)
+        return held[:length]
 
     # What users call
 
@@ -178,6 +186,11 @@ class Compressed(TwoPhase):
         else:
             self._broadcast_slices([buffer[self.owned(buffer.size, rank)] for rank in range(self.size)])
 
+    def _forget(self) -> None:
+        super()._forget()
+        self._scratch.clear()
+
     def abandon(self) -> None:
-        free_later(self.registered)  # late ranks may still write there
+        free_later((self.registered, self._scratch))  # late ranks may still write there
+        self._scratch = {}
         super().abandon()

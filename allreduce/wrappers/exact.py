@@ -6,12 +6,12 @@ from typing import Any
 import numpy as np
 
 from allreduce.arrays import fixed_point, gpu, ops, trees
-from allreduce.arrays.fixed_point import BLOCK, FORMATS, MOST_TERMS, Format, Layout
+from allreduce.arrays.fixed_point import BLOCK, FORMATS, MOST_TERMS, Layout
 from allreduce.arrays.memory_kinds import GPU
 from allreduce.arrays.ops import Op
 from allreduce.arrays.registered import Part, Slice
 from allreduce.arrays.rows import Rows, merge_indices
-from allreduce.backend import AllReduce, TwoPhase
+from allreduce.backend import TwoPhase
 from allreduce.engine import call as records
 from allreduce.engine.call import Call
 from allreduce.engine.engine import Locate, Trial, Work
@@ -19,7 +19,6 @@ from allreduce.errors import NotAnArrayError, OptionError, UnsupportedOpError
 from allreduce.topology import Topology
 from allreduce.transport import chunked
 from allreduce.transport.control import combine, on_all_ranks
-from allreduce.transport.deferred_free import free_later
 from allreduce.transport.shared_segment import Location
 from allreduce.wrappers.compressed import Compressed
 
@@ -46,10 +45,6 @@ class Exact(Compressed):
 
     J. Demmel, H. D. Nguyen: Parallel reproducible summation, 2015.
     """
-
-    def __init__(self, topology: Topology, *, inner: AllReduce, check: str = "first", owns_inner: bool = True) -> None:
-        self._held: dict[np.dtype, np.ndarray] = {}  # memory for integers, by dtype
-        super().__init__(topology, inner=inner, check=check, owns_inner=owns_inner)
 
     def _connect(self, topology: Topology) -> None:
         super()._connect(topology)
@@ -147,7 +142,7 @@ class Exact(Compressed):
             self._combine(packed, "max")
             special = special.unpacked(packed)
             largest[special.blocks] = special.exponents
-        integers = self._integers(form, layout.length)
+        integers = self._from_inner(layout.length, form.carrier)
         fixed_point.add(terms, largest, count, layout, form, scratch, integers, finite=special is None)
         phases = self.inner.phases if isinstance(self.inner, TwoPhase) and self.size > 1 else None
         if phases is None or (integers.nbytes < ONE_CALL_BYTES and not scatters):
@@ -166,13 +161,6 @@ class Exact(Compressed):
         """Reduce an array of integers by the inner backend. Collective."""
         if self.size > 1:
             self.inner.hooks.reduce(array, ops.resolve(op, array.dtype, self.size))
-
-    def _integers(self, form: Format, length: int) -> np.ndarray:
-        """Return memory for integers from the inner backend. Collective when it grows."""
-        held = self._held.get(form.carrier)
-        if held is None or held.size < length:
-            held = self._held[form.carrier] = self.inner.hooks.allocate(length, form.carrier, "cpu")
-        return held[:length]
 
     def _layout(self, length: int, where: Slice | None) -> Layout:
         """Return the blocks of an array. where: the slice of a registered array that it is, or None."""
@@ -251,15 +239,9 @@ class Exact(Compressed):
 
     def _forget(self) -> None:
         super()._forget()
-        self._held.clear()
         self._summing.clear()
         self._block_layouts.clear()
         self._described.clear()
-
-    def abandon(self) -> None:
-        free_later(self._held)  # late ranks may still write there
-        self._held = {}
-        super().abandon()
 
 
 KINDS = ("all_reduce", "reduce_scatter")  # of `sum_terms`

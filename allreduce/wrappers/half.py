@@ -1,7 +1,6 @@
 """Halved: sends float32 and float64 arrays as 16-bit floats, a half or a quarter of the bytes."""
 
 from collections.abc import Sequence
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -15,7 +14,6 @@ from allreduce.backend import AllReduce
 from allreduce.engine.call import Call
 from allreduce.engine.engine import Trial, Work
 from allreduce.topology import Topology
-from allreduce.transport.deferred_free import free_later
 from allreduce.wrappers.compressed import Compressed
 from allreduce.wrappers.options import LONG, Half, check_half
 
@@ -35,7 +33,6 @@ class Halved(Compressed):
     ) -> None:
         check_half(options, inner.sums_half, inner.name)
         self.options, self._dtype = options, options.sent(LONG[0])
-        self._shorts: dict[bool, Any] = {}  # the memory for 16-bit floats; True: on the GPU
         self._order = StreamOrder()
         super().__init__(topology, inner=inner, check=check, owns_inner=owns_inner)
 
@@ -69,22 +66,9 @@ class Halved(Compressed):
     def _rounded(self, flat: Any) -> Any:
         """Round a 1-D array into the inner backend's 16-bit memory, and return that. Collective when it grows."""
         on_gpu = is_gpu_array(flat)
-        held = self._shorts.get(on_gpu)
-        if held is None or held.size < flat.size:
-            allocate = partial(self.inner.hooks.allocate, flat.size, self._dtype)
-            held = self._shorts[on_gpu] = allocate("cuda" if on_gpu else "cpu")
-        short = held[: flat.size]
+        short = self._from_inner(flat.size, self._dtype, "cuda" if on_gpu else "cpu")
         if on_gpu:
             short[...] = flat
         else:
             cast(flat, short)
         return short
-
-    def _close(self) -> None:
-        self._shorts.clear()
-        super()._close()
-
-    def abandon(self) -> None:
-        free_later(self._shorts)  # late ranks may still write there
-        self._shorts = {}
-        super().abandon()

@@ -16,7 +16,6 @@ from allreduce.arrays.workspace import Workspace
 from allreduce.backend import AllReduce, NodeArrays
 from allreduce.errors import OptionError
 from allreduce.topology import Topology
-from allreduce.transport.deferred_free import free_later
 from allreduce.wrappers.compressed import Compressed
 from allreduce.wrappers.options import PowerSGD
 
@@ -82,7 +81,6 @@ class LowRank(Compressed):
         if not inner.sums:
             raise OptionError(f'compress="{options}": "adasum" does not sum; use "auto" or another backend')
         self.options = options
-        self._factors: dict[np.dtype, np.ndarray] = {}  # memory of both factors of all matrices
         super().__init__(topology, inner=inner, check=check, owns_inner=owns_inner)
 
     def describe(self, array: Any, parts: Sequence[Part] = ()) -> None:
@@ -156,10 +154,8 @@ class LowRank(Compressed):
         rows = sum(each.rank * each.rows for each in plan.matrices)
         first = rows + sum(sizes)
         length = first + sum(each.rank * each.columns for each in plan.matrices)
-        memory = self._factors.get(dtype)
-        if memory is None or memory.size < length:
-            memory = self._factors[dtype] = self.inner.hooks.allocate(length, dtype, "cpu")
-        memory[:length] = 0
+        memory = self._from_inner(length, dtype)
+        memory[...] = 0
         items, left, right = [], 0, first
         for each in plan.matrices:
             last = where.entry.factors.get(_key(where, each)) if where and options.warm_start else None
@@ -174,7 +170,7 @@ class LowRank(Compressed):
             packed.append(memory[left : left + size])
             packed[-1][:] = buffer[part]
             left += size
-        return Call(items, packed, memory[:first], memory[first:length])
+        return Call(items, packed, memory[:first], memory[first:])
 
     def _multiply(self, call: Call, op: Op, residual: np.ndarray | None, node: NodeArrays) -> None:
         """Replace the tiles of the node's arrays by the results; and those of `residual`, which belong to the sum of
@@ -192,9 +188,8 @@ class LowRank(Compressed):
             for tile in item.tiles:
                 item.right[:, tile.columns] += item.left[:, tile.rows] @ tile.of(values)
         self.inner.hooks.reduce(call.rights, op)
-        share = (
-            len(arrays) / self.size / (1.0 if op.scale is None else op.scale)
-        )  # of the result: what these ranks sent
+        # the part of the result that the arrays' ranks sent
+        share = len(arrays) / self.size / (1.0 if op.scale is None else op.scale)
         for item in call.items:
             if np.isfinite(item.left).all() and np.isfinite(item.right).all():
                 self._write(item, arrays, residual, share)
@@ -232,15 +227,6 @@ class LowRank(Compressed):
                 f'compress="{self.options}" needs shapes, so arrays of one dimension are sent uncompressed: call '
                 "describe(array, parts) with the parameters of the model",
             )
-
-    def _close(self) -> None:
-        self._factors.clear()
-        super()._close()
-
-    def abandon(self) -> None:
-        free_later(self._factors)  # late ranks may still write there
-        self._factors = {}
-        super().abandon()
 
 
 def _key(where: Slice, of: Matrix) -> tuple[int, int, int]:

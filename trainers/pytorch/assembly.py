@@ -188,13 +188,13 @@ class Assembly:
     # The end
 
     def close(self) -> None:
-        """Free everything. Collective; closing twice does nothing."""
+        """Free everything. Collective; closing twice does nothing. Raises the error of a last round of local SGD."""
+        met: Exception | None = None
         while not self.closed:
             group = self.reducer.group
             ok = True
             try:
-                if self.local is not None:
-                    self.local.end_round()
+                met = met or self._end_round()
                 self.reducer.run_in_queue("closes the optimizer", lambda: None)
             except Exception as error:
                 if ulfm.lost(error) is None:
@@ -207,6 +207,19 @@ class Assembly:
                 continue
             self.closed = True
             self._cleanup.close()
+        if met is not None:
+            raise met
+
+    def _end_round(self) -> Exception | None:
+        """End a round of local SGD; return an error that all ranks have. Collective."""
+        try:
+            if self.local is not None:
+                self.local.end_round()
+        except Exception as error:
+            if ulfm.lost(error) is not None or not everywhere(error, self.topology.world):
+                raise
+            return error
+        return None
 
     def dropped(self) -> None:
         """Called when the MirroredOptimizer is garbage-collected: backward raises from now on. Local."""

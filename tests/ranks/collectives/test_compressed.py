@@ -10,6 +10,7 @@ from mpi4py import MPI
 
 import allreduce
 from allreduce import errors
+from allreduce.arrays.registered import divide
 from allreduce.wrappers.half import Halved
 from tests.backends import SUMS_HALF
 from tests.ranks.counting import Counting
@@ -275,3 +276,16 @@ def test_ranks_that_pass_different_arrays(name: str, compress: Any, flat: allred
         one[:] = rank
         reduce(one, "sum")
         assert np.abs(one - sum(range(size))).max() < 0.1
+
+
+@pytest.mark.skipif(size < 3, reason="needs a node of several ranks, and another one")
+def test_the_state_of_uneven_nodes_goes_to_another_number_of_ranks(topology_of: Any) -> None:
+    """Only the leaders send across nodes, so only they keep error feedback."""
+    with allreduce.create("hierarchical_copy", topology_of((1, size - 1)), compress="int8") as reduce:
+        array = reduce.allocate(LENGTH)
+        array[:] = values(rank, "float32")
+        reduce(array, "sum")
+        held = MPI.COMM_WORLD.allgather(reduce.state())
+        assert sum(map(bool, held)) == 2
+        reduce.load_state(divide(held, size)[rank])
+        assert bool(reduce.state()) == bool(held[rank])

@@ -1,8 +1,7 @@
 """MirroredTrainer(sync_every=H): local SGD, DiLoCo and fragments, compared with a reference of all ranks."""
 
 import shutil
-import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -38,16 +37,6 @@ def rows() -> tuple[np.ndarray, np.ndarray]:
 
 def fitted(trainer: MirroredTrainer, **options: Any) -> History:
     return trainer.fit(*rows(), **{"epochs": EPOCHS, "batch_size": BATCH, "progress": False, **options})
-
-
-@pytest.fixture
-def folder(world: MPI.Intracomm) -> Iterator[Path]:
-    """Return one folder for all ranks; the trainer creates it."""
-    made = Path(world.bcast(tempfile.mkdtemp() if world.rank == 0 else None))
-    yield made / "run"
-    world.Barrier()
-    if world.rank == 0:
-        shutil.rmtree(made)
 
 
 # The reference: all ranks in one process, in float64 where they are averaged
