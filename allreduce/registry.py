@@ -87,8 +87,7 @@ def create(
         compression = compressions.parse(compress)
         arguments = _arguments(name, backend_class, check, options)
         check_exact(name, backend_class.sums, exact, compress)
-        if isinstance(compression, Compression):
-            compressions.check_half(compression, backend_class.sums_half, name)
+        compressions.check(compression, name, backend_class.sums, backend_class.sums_half)
     except AllReduceError as refused:
         error = refused
     traced = "" if trace is None else ", trace=..."  # the paths of the ranks may differ; rank 0 writes

@@ -15,7 +15,7 @@ from allreduce.engine.call import Call
 from allreduce.engine.engine import Trial, Work
 from allreduce.topology import Topology
 from allreduce.wrappers.compressed import Compressed
-from allreduce.wrappers.options import LONG, Half, check_half
+from allreduce.wrappers.options import LONG, Half
 
 
 class Halved(Compressed):
@@ -31,7 +31,6 @@ class Halved(Compressed):
     def __init__(
         self, topology: Topology, *, inner: AllReduce, options: Half, check: str = "first", owns_inner: bool = True
     ) -> None:
-        check_half(options, inner.sums_half, inner.name)
         self.options, self._dtype = options, options.sent(LONG[0])
         self._order = StreamOrder()
         super().__init__(topology, inner=inner, check=check, owns_inner=owns_inner)

@@ -168,12 +168,18 @@ def shown(compress: Given) -> str:
     return _quoted(parse(compress))
 
 
-def check_half(compression: Compression, sums_half: bool, name: str) -> None:
-    """Raise OptionError if `compression` needs sums of 16-bit floats, and the backend `name` has none. Local."""
-    if isinstance(compression, Half) and not sums_half:
-        raise OptionError(
-            f'compress="{compression}": {name!r} sums no 16-bit floats; use "auto", "ring" or another backend that does'
-        )
+def check(compression: Compression | str | None, name: str, sums: bool, sums_half: bool) -> None:
+    """Raise OptionError if the backend `name` can't be compressed so. Local.
+
+    sums, sums_half: attributes of the backend (see AllReduce).
+    """
+    given = f"compress={_quoted(compression)}"
+    if isinstance(compression, Half):
+        if not sums_half:
+            text = 'sums no 16-bit floats; use "auto", "ring" or another backend that does'
+            raise OptionError(f"{given}: {name!r} {text}")
+    elif compression is not None and not sums:
+        raise OptionError(f'{given}: {name!r} does not sum; use "auto" or another backend')
 
 
 def _quoted(compression: Compression | str | None) -> str:

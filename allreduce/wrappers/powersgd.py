@@ -78,8 +78,6 @@ class LowRank(Compressed):
     def __init__(
         self, topology: Topology, *, inner: AllReduce, options: PowerSGD, check: str = "first", owns_inner: bool = True
     ) -> None:
-        if not inner.sums:
-            raise OptionError(f'compress="{options}": "adasum" does not sum; use "auto" or another backend')
         self.options = options
         super().__init__(topology, inner=inner, check=check, owns_inner=owns_inner)
 

@@ -10,7 +10,6 @@ from allreduce.arrays.chunks import chunk, segments
 from allreduce.arrays.ops import Op
 from allreduce.arrays.registered import Part, Slice
 from allreduce.backend import AllReduce
-from allreduce.errors import OptionError
 from allreduce.topology import Topology
 from allreduce.transport.point_to_point import Arrival, Transfer
 from allreduce.transport.wait import wait
@@ -48,8 +47,6 @@ class Quantizing(Compressed):
     def __init__(
         self, topology: Topology, *, inner: AllReduce, options: Quantized, check: str = "first", owns_inner: bool = True
     ) -> None:
-        if not inner.sums:
-            raise OptionError(f'compress="{options}": "adasum" does not sum; use "auto" or another backend')
         self.options = options
         self._quantizer = quantize.KINDS[options.dtype](options.block_size)
         self._step = max(SEGMENT // options.block_size, 1) * options.block_size

@@ -63,7 +63,8 @@ class ExactMirrored(Mirrored):
             return ArgumentError(f"micro_batch must be an integer >= 1, got {rows!r}")
         if self._compress is not None:
             return ArgumentError(f"exact=True and compress={self._compress!r} exclude each other; leave one out")
-        if isinstance(given, AllReduce) and not hasattr(given, "sum_terms"):
+        exact = hasattr(given, "sum_terms") or (isinstance(given, Config) and given.options.get("exact"))
+        if isinstance(given, AllReduce | Config) and not exact:
             return ArgumentError(
                 f"exact=True: {given!r} does not sum exactly; pass its name, or create it with "
                 f"allreduce.create({given.name!r}, topology, exact=True)"
@@ -129,7 +130,8 @@ class ExactMirrored(Mirrored):
             after = replica.local_state()
             for name, array in before.items():
                 averaged = name.startswith("random") or name.endswith(COUNTERS)
-                if not averaged and not np.array_equal(array, after[name]):
+                same = np.array_equal(array, after[name], equal_nan=array.dtype.kind == "f")
+                if not averaged and not same:
                     raise ArgumentError(
                         f"exact=True: {name} changes in training on each rank, and is not averaged, so the training "
                         "would depend on the ranks; leave out exact=True, or that part of the model"

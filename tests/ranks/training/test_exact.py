@@ -151,6 +151,18 @@ def test_augmentation_follows_the_row(flat: allreduce.Topology) -> None:
     assert len(set(found)) == 1
 
 
+def test_statistics_that_depend_on_the_ranks_are_refused(flat: allreduce.Topology) -> None:
+    torch = pytest.importorskip("torch")
+    from trainers.replicas.pytorch.replica import TorchReplica
+
+    model = torch.nn.Sequential(torch.nn.Linear(20, 5), torch.nn.BatchNorm1d(5, momentum=None), torch.nn.Linear(5, 2))
+    replica = TorchReplica(model, torch.nn.CrossEntropyLoss(), torch.optim.SGD(model.parameters(), lr=0.1))
+    with MirroredTrainer(replica, topology=flat, exact=True) as trainer:
+        x, y = np.zeros((64, 20), "float32"), np.zeros(64, int)
+        text = raised_everywhere(WORLD, ArgumentError, lambda: trainer.fit(x, y, batch_size=64, progress=False))
+        assert "momentum=None" in text, text
+
+
 def test_bad_input(flat: allreduce.Topology) -> None:
     def refused(text: str, kind: type[Exception] = ArgumentError, **options: Any) -> None:
         given = {"topology": flat, "exact": True, **options}
@@ -164,6 +176,7 @@ def test_bad_input(flat: allreduce.Topology) -> None:
     refused("use True or False", exact="yes")
     with allreduce.create("ring", flat) as plain:
         refused("does not sum exactly", allreduce=plain, topology=None)
+        refused("does not sum exactly", allreduce=plain.config)
     with allreduce.create("ring", flat, exact=True) as given:
         assert fitted(numpy_network, flat, allreduce=given) == alone(numpy_network)
     if SIZE > 1:

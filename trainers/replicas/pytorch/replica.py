@@ -195,6 +195,14 @@ class TorchReplica(FlatReplica):
         held = {name: host_view(each) for name, each in self._untrained().items()}
         return held | _hyperparameters(self.optimizer)
 
+    def seed(self, number: int) -> None:
+        if any(isinstance(each, _BatchNorm) and each.momentum is None for each in self.module.modules()):
+            raise ArgumentError(
+                "exact=True: batch norm with momentum=None averages over the batches that a rank has seen, which "
+                "depends on the ranks; give it a momentum, or leave out exact=True"
+            )
+        super().seed(number)
+
     def shapes(self) -> dict[str, tuple[int, ...]]:
         trained = {id(each) for each in self._trained}
         return {name: tuple(each.shape) for name, each in self.module.named_parameters() if id(each) in trained}
