@@ -18,8 +18,8 @@ UPDATES = ("replicated", "sharded")
 # A training that is repeated or resumed gives the same bits, so "auto" tries only backends that give the same bits.
 SETTINGS_OF_AUTO = {"trial": "same_bits"}
 LOST_RESIDUALS = (
-    "the error feedback of failed ranks is lost: what their compressed gradients had left unsent; training continues "
-    "with that of the remaining ranks"
+    "the error feedback of failed ranks (the part of their gradients that compression had not sent yet) is lost; "
+    "training continues with the error feedback of the remaining ranks"
 )
 
 

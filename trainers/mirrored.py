@@ -97,7 +97,7 @@ class MirroredTrainer(Trainer[Mirrored]):
             batch's metrics of this rank's own rows. The inner optimizer's state stays on each rank, as in DiLoCo. A
             resumed training has the bits of one with the same checkpoints. After a failure the remaining ranks go back
             to the last average: at most one round is lost. Needs a replica with `bind_parameters`, without `tables`.
-        outer_optimizer: what is done with the averaged change. "average": the parameters become the ranks' mean.
+        outer_optimizer: how the averaged change is applied. "average": the parameters become the ranks' mean.
             "diloco": Nesterov's momentum 0.9 with learning rate 0.7 (Douillard et al. 2023), for H of 50 to 500. Or an
             OuterSGD. Costs memory for one copy of the parameters, and one for the momentum.
         fragments: cut the parameters into this number of slices, which are averaged one after the other, at equal

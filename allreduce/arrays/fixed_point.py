@@ -163,8 +163,8 @@ class Layout:
 def exponents(terms: Sequence[np.ndarray], layout: Layout, form: Format, scratch: Workspace) -> np.ndarray:
     """Return the largest exponent bits in each block of these terms: (blocks,) form.exponents.
 
-    terms: 1-D arrays of layout.length elements; there may be none. The maximum over all ranks is what the other
-    functions take.
+    terms: 1-D arrays of layout.length elements; there may be none. The other functions take
+    the maximum over all ranks.
     """
     found = np.zeros(layout.blocks, form.exponents)
     if not len(terms):
@@ -191,7 +191,7 @@ class Special(NamedTuple):
     negative: np.ndarray
 
     def packed(self) -> np.ndarray:
-        """Return what the ranks combine: an array of which they take the maximum."""
+        """Return the array of which the ranks take the maximum."""
         return np.concatenate([self.exponents, self.positive, self.negative]).astype(self.exponents.dtype)
 
     def unpacked(self, packed: np.ndarray) -> "Special":
@@ -275,7 +275,7 @@ def finish(
 ) -> None:
     """Round the sums of all terms, or their means, to the elements `part` of `out`.
 
-    integers: the sums over all ranks of what `add` has written, complete in `part`.
+    integers: the integers that `add` has written, summed over all ranks; complete in `part`.
     """
     factors = np.ldexp(1.0, quantum(largest, count, form))
     divides = mean

@@ -64,7 +64,7 @@ def shape(part: Part) -> tuple[int, int]:
 def matrix(part: Part, rank: int, least_rate: float) -> Matrix | None:
     """Return the matrix that a part of two or more dimensions is compressed as, or None.
 
-    least_rate: what the elements of both factors must divide the part's elements by.
+    least_rate: the least ratio of the part's elements to the elements of both factors.
     """
     rows, columns = shape(part)
     used = min(rank, rows, columns)

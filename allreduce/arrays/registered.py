@@ -68,7 +68,7 @@ class Slice(NamedTuple):
 
     @property
     def residual(self) -> np.ndarray:
-        """The error feedback of these elements, a view: what earlier calls have not sent. Zeros at first."""
+        """The error feedback of these elements, a view: the values that earlier calls have not sent. Zeros at first."""
         entry = self.entry
         if entry.residual is None:
             entry.residual = zeros(entry.length, entry.dtype)
@@ -167,7 +167,7 @@ class Registry:
         return held
 
     def load_state(self, state: Mapping[str, np.ndarray]) -> None:
-        """Load a result of `state` of equal arrays; what it lacks becomes zero. Local.
+        """Load a result of `state` of equal arrays; state that it lacks becomes zero. Local.
 
         Raises OptionError, and changes nothing, if it is of other arrays.
         """

@@ -126,7 +126,7 @@ class Auto(AllReduce):
         # By length, dtype, op and memory; None if the calls are not tried
         self._selections: dict[tuple, Selection | None] = {}
         self._decisions: dict[tuple, str] = {}  # see Selection
-        self.changes = 0  # how often a trial has changed what `chosen` returns
+        self.changes = 0  # the number of times that a trial has changed the result of `chosen`
         self._made: dict[str, AllReduce] = {}
         self._unavailable: dict[str, str] = {}
         self._allocator: AllReduce | None = None  # the part whose memory `allocate` gives

@@ -91,7 +91,7 @@ class Divided(Compressed):
         return runs
 
     def _pieces(self, parts: Sequence[Part], length: int) -> Iterator[tuple[Part, Compression | None]]:
-        """Yield the parts, and what lies between them, and their compressions."""
+        """Yield the parts, also the gaps between them, and their compressions."""
         end = 0
         for part in [*parts, Part("", length, (0,))]:
             if end < part.start:

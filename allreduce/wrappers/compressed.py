@@ -131,8 +131,10 @@ class Compressed(TwoPhase):
         return self._place if self._compresses(call.dtype, call.op) else self.inner.hooks.locator_for(call)
 
     def _place(self, buffer: Any) -> Location | None:
-        """Return the registered array that `buffer` is in, with its parts, and the position there: what is kept for an
-        array decides what is sent, so the ranks compare it."""
+        """Return a number for the registered array that `buffer` is in, and for its parts; and the position there.
+
+        The state that is kept for an array decides which messages are sent, so the ranks compare the array.
+        """
         where = self.registered.find(buffer)
         if where is None:
             return None

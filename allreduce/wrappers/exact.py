@@ -49,7 +49,7 @@ class Exact(Compressed):
     def _connect(self, topology: Topology) -> None:
         super()._connect(topology)
         self.sums_half = True  # as float64
-        self._summing: dict[Call, Callable[[Any], None]] = {}  # what runs `sum_terms`
+        self._summing: dict[Call, Callable[[Any], None]] = {}  # the functions that run `sum_terms`
         self._terms: Sequence[Any] = ()  # of the running `sum_terms`
         # (address of a registered array, first element, length) -> its parts when the layout was made, the layout
         self._block_layouts: dict[tuple[int, int, int], tuple[Sequence[Part], Layout]] = {}
@@ -197,7 +197,7 @@ class Exact(Compressed):
         return self._block_place if call.dtype in FORMATS else super()._locator_for(call)
 
     def _block_place(self, buffer: Any) -> Location | None:
-        """Return what the ranks must have in common about an array: its blocks, and where it begins."""
+        """Return the blocks of an array and its position, which must be equal on all ranks."""
         where = self.registered.find(buffer)
         if where is None:
             return None
@@ -291,8 +291,8 @@ def check_exact(name: str, sums: bool, exact: Any, compress: Any) -> None:
         raise OptionError(f"exact={exact!r}: use True or False")
     if exact and compress is not None:
         raise OptionError(
-            f"exact=True and compress={compress!r} exclude each other: a compression rounds what exact=True keeps; "
-            "leave one of them out"
+            f"exact=True and compress={compress!r} exclude each other: a compression rounds, and "
+            "exact=True keeps all bits; leave one of them out"
         )
     if exact and not sums:
         raise OptionError(f'exact=True: {name!r} does not sum; use "auto" or another backend')

@@ -24,7 +24,7 @@ class Compression:
     between_nodes: ClassVar[bool] = True
 
     def error(self) -> str:
-        """Return what is wrong with the options, or "". Local."""
+        """Return the text of an error in the options, or "". Local."""
         return ""
 
     def sent(self, dtype: np.dtype) -> np.dtype:

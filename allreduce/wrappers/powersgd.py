@@ -246,7 +246,7 @@ def _add(total: np.ndarray, arrays: Sequence[np.ndarray], workspace: Workspace) 
 def _hand_over(residual: np.ndarray, buffer: np.ndarray, items: Sequence[Item]) -> None:
     """Add the errors of elements that other ranks of the node multiply to the buffer, which these ranks sum. Local.
 
-    Loaded errors may be those of a job with other nodes; else they are zero.
+    Errors that were loaded may be of a job with other nodes; otherwise these errors are zero.
     """
     for matrix, own, *_ in items:
         begin, end = (own[0].where.start, own[-1].where.stop) if own else (matrix.start, matrix.start)

@@ -31,9 +31,9 @@ class Quantizing(Compressed):
     owner, decode these, so all have the same bits. Each value is rounded twice.
 
     Error feedback (S. P. Karimireddy et al.: Error feedback fixes SignSGD and other gradient compression schemes,
-    2019), for arrays from `allocate`: what a call has not sent is added to the array in the next one. The owner keeps
-    the error of the result, as a part of the sum. So the sum of all ranks' arrays and errors before a call is the
-    result's sum and all ranks' errors after it, up to float32's rounding.
+    2019), for arrays from `allocate`: the values that a call has not sent are added to the array in the next call. The
+    owner keeps the error of the result, as a part of the sum. So the sum of all ranks' arrays and errors before a call
+    is the result's sum and all ranks' errors after it, up to float32's rounding.
 
     Vectors that `describe` tells of (biases, norms) go together, uncompressed, through `inner`; so do arrays below
     SHORTEST elements. Blocks with an infinity or NaN become infinities or NaNs on all ranks, and leave no error.

@@ -108,7 +108,7 @@ def period(every: str) -> tuple[float, str]:
     )
 
 
-# prefixes of a rank's own arrays: those of its replica, of the strategy, and of its callbacks
+# prefixes of a rank's own arrays: of its replica, of the strategy, and of its callbacks
 REPLICA, STRATEGY, WATCHING = "replica.", "strategy.", "watching."
 
 

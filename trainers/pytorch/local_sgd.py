@@ -200,7 +200,7 @@ class LocalSteps:
             self._reducer.run_in_queue("compares the replicas", self._compare)
 
     def _compare(self) -> None:
-        """Compare what all ranks share: parameters after the last outer step, hyperparameters. Runs in the queue."""
+        """Compare the parameters after the last outer step, and the hyperparameters. Runs in the queue."""
         start, options = self.rounds.memory.start, self.options
         shared: Any = {name: start[span] for name, span in self._spans.items()}
         read = partial(comparable, self.optimizer, shared, {})

@@ -268,7 +268,7 @@ def test_a_tree_gets_nothing_of_an_earlier_one(compress: str, flat: allreduce.To
 @pytest.mark.parametrize("compress", ["int8", "powersgd:1", {"*": "powersgd:1"}])
 @pytest.mark.parametrize("name", ["ring", "shared"])
 def test_ranks_that_pass_different_arrays(name: str, compress: Any, flat: allreduce.Topology) -> None:
-    """What is kept for an array decides what is sent, so ranks may not mix arrays."""
+    """The state that is kept for an array decides which messages are sent, so ranks may not mix arrays."""
     with allreduce.create(name, flat, compress=compress) as reduce:
         one, other = reduce.allocate(LENGTH), reduce.allocate(LENGTH)
         raised(errors.DisagreementError, lambda: reduce(other if rank else one, "sum"))
