@@ -173,8 +173,6 @@ class Options:
             yield OptionError(f"{self.allreduce!r} {text}")
         if twice := compress_error(self.allreduce, self.compress):
             yield twice
-        if wrong := exact_error(self.exact, self.micro_batch, self.local.asked, self.allreduce, self.compress):
-            yield OptionError(wrong)
         if wrong := self.local.error():
             yield OptionError(wrong)
         if self.local.asked and self.update == "sharded":
@@ -340,7 +338,14 @@ def _local_errors(trained: dict[str, Parameter], local: LocalOptions) -> Iterato
             yield OptionError(f"sync_every: {name} has strides {each.stride()}, with gaps or overlaps in its memory")
 
 
-def _exact_errors(trained: dict[str, Parameter], sparse: set[int], model: Module) -> Iterator[OptionError]:
+def _exact_errors(
+    trained: dict[str, Parameter], sparse: set[int], model: Module, options: Options
+) -> Iterator[OptionError]:
+    given = options.micro_batch, options.local.asked, options.allreduce, options.compress
+    if wrong := exact_error(options.exact, *given):
+        yield OptionError(wrong)
+    if not options.exact:
+        return
     if any(each.momentum is None for each in batch_norms(model)):
         yield OptionError(NO_MOMENTUM)
     for name, each in trained.items():
@@ -355,8 +360,7 @@ def _update_errors(optimizer: Optimizer, model: Module, options: Options) -> Ite
     trained = split_frozen(optimizer, model)[0]
     if options.local.asked:
         yield from _local_errors(trained, options.local)
-    if options.exact:
-        yield from _exact_errors(trained, sparse, model)
+    yield from _exact_errors(trained, sparse, model, options)
     dense = [name for name, each in trained.items() if id(each) not in sparse]
     rest = [name for name, each in trained.items() if id(each) in sparse]
     if dense and isinstance(optimizer, torch.optim.SparseAdam):
