@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from trainers.replicas.numpy.network import NumpyNetwork
     from trainers.spare_replicas import SpareReplicasTrainer
     from trainers.watching.history import Epoch, History
+    from trainers.watching.logs import log_to
 
 __all__ = [
     "CentralStorageTrainer",
@@ -42,6 +43,7 @@ __all__ = [
     "SpareReplicasTrainer",
     "Terminated",
     "Terminating",
+    "log_to",
     "roles",
 ]
 
@@ -60,6 +62,7 @@ _MODULES = {
     "SpareReplicasTrainer": "trainers.spare_replicas",
     "Terminated": "trainers.recovery.terminating",
     "Terminating": "trainers.recovery.terminating",
+    "log_to": "trainers.watching.logs",
     "roles": "trainers.cli.roles",
 }
 
