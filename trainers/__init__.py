@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from trainers.central_storage import CentralStorageTrainer
     from trainers.cli import roles
+    from trainers.cli.run import run
     from trainers.data import Samples
     from trainers.fit.checkpointing import Checkpoint
     from trainers.local_sgd.outer import OuterSGD
@@ -45,6 +46,7 @@ __all__ = [
     "Terminating",
     "log_to",
     "roles",
+    "run",
 ]
 
 _MODULES = {
@@ -64,6 +66,7 @@ _MODULES = {
     "Terminating": "trainers.recovery.terminating",
     "log_to": "trainers.watching.logs",
     "roles": "trainers.cli.roles",
+    "run": "trainers.cli.run",
 }
 
 
