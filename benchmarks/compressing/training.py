@@ -394,7 +394,7 @@ def run(topology: Topology, args: argparse.Namespace, screen: Screen, write: Cal
 
             ended = bench.run(method, workload, PATIENCE * steps, done, screen)
             ended.look(target)
-            found["runs"].append(row(ended, plain))  # type: ignore[attr-defined]
+            found["runs"].append(row(ended, plain))
             screen.say(line(row(ended, plain)))
             write({"models": copy.deepcopy(trained)})
     bench.close()
