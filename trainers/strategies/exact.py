@@ -88,9 +88,7 @@ class ExactMirrored(Mirrored):
         self.update.begin_batch()
         while len(self._rows) < count - 1:
             self._rows.append(np.empty_like(self.buffer))
-        for number, seed in enumerate(batch.seeds):
-            rows = slice(number * self.micro_batch, (number + 1) * self.micro_batch)
-            x, y = batch.x[rows], batch.y[rows]
+        for number, (seed, (x, y)) in enumerate(zip(batch.seeds, batch.parts, strict=True)):
             memory = self._rows[number] if number < count - 1 else self.buffer
             if number:
                 self.replica.undo()  # each micro-batch begins with the statistics of the step's start

@@ -181,3 +181,39 @@ def test_bad_input(flat: allreduce.Topology) -> None:
         assert fitted(numpy_network, flat, allreduce=given) == alone(numpy_network)
     if SIZE > 1:
         refused("micro_batch=", errors.DisagreementError, micro_batch=2 + WORLD.rank)
+
+
+class Padded:
+    """A data set of rows of different lengths, which `collate` pads to the longest one."""
+
+    def __len__(self) -> int:
+        return ROWS
+
+    def __getitem__(self, row: int) -> tuple[np.ndarray, np.ndarray]:
+        return np.full(1 + row % 9, 0.1 * row, "float32"), np.int64(row % 2)
+
+    @staticmethod
+    def collate(rows: list[Any]) -> tuple[np.ndarray, np.ndarray]:
+        longest = max(len(x) for x, _ in rows)
+        return np.stack([np.pad(x, (0, longest - len(x))) for x, _ in rows]), np.stack([y for _, y in rows])
+
+
+def test_padding_follows_the_micro_batch(flat: allreduce.Topology) -> None:
+    """Micro-batches of different shapes are not joined, so the mean over the padding does not depend on the ranks."""
+    torch = pytest.importorskip("torch")
+    from trainers.replicas.pytorch.replica import TorchReplica
+
+    class Mean(torch.nn.Linear):
+        def forward(self, x: Any) -> Any:
+            return super().forward(x.mean(1, keepdim=True))
+
+    found = []
+    with allreduce.Topology(MPI.COMM_SELF) as single:
+        for topology in (single, flat):
+            torch.manual_seed(0)
+            model = Mean(1, 2)
+            replica = TorchReplica(model, torch.nn.CrossEntropyLoss(), torch.optim.SGD(model.parameters(), lr=0.1))
+            with MirroredTrainer(replica, topology=topology, exact=True, micro_batch=MICRO) as trainer:
+                trainer.fit(Padded(), epochs=2, batch_size=BATCH, collate=Padded.collate, progress=False)
+                found += trainer.parameters_sha256()
+    assert len(set(found)) == 1
