@@ -41,7 +41,7 @@ except ImportError as error:
 from allreduce.errors import OptionError
 from allreduce.machine import identify
 from allreduce.topology import Topology
-from allreduce.transport.control import combine, on_all
+from allreduce.transport.control import combine, on_all, on_all_ranks
 from benchmarks.lib import cli, timing
 from benchmarks.lib.contenders import join
 from benchmarks.lib.machine import peak_memory, trim
@@ -388,10 +388,8 @@ def _run(topology: Topology, options: argparse.Namespace, screen: Screen) -> int
         options.variants = [PLAIN, *itertools.chain(*(WAYS[way] for way in options.ways))]
     sparse = [model for model in options.models if WORKLOADS[model].sparse]
     if refused := sparse and [name for name in options.variants if name in DENSE_ONLY]:
-        raise OptionError(
-            f"the model {sparse[0]} has sparse gradients, which {', '.join(refused)} don't take; "
-            "give other models or other ways"
-        )
+        text = f"the model {sparse[0]} has sparse gradients, which {', '.join(refused)} don't take"
+        raise on_all_ranks(OptionError(f"{text}; give other models or other ways"), topology.world)
     os.environ[malloc.OPTION] = options.malloc
     malloc.keep_freed_memory()  # from the first step, of all variants
     threads = torch.get_num_threads()
