@@ -192,14 +192,19 @@ class Bench:
             for part in _parts(model):
                 fully_shard(part, mesh=mesh)
             return Variant(model, sgd(model.parameters()), lambda: None)
-        module = model
-        if name != PLAIN:
-            module = nn.parallel.DistributedDataParallel(model, process_group=self._group(name))
+        if name == PLAIN:
+            return Variant(model, sgd(model.parameters()), lambda: None)
+        module = nn.parallel.DistributedDataParallel(model, process_group=self._group(name))
         if name == DDP_NOTHING:
             module.register_comm_hook(None, _without_all_reduce)
         if name in WAYS["zero"]:
             zero = ZeroRedundancyOptimizer(
-                model.parameters(), sgd, process_group=self._group(name), parameters_as_bucket_view=True
+                model.parameters(),
+                torch.optim.SGD,
+                lr=0.01,
+                momentum=workload.momentum,
+                process_group=self._group(name),
+                parameters_as_bucket_view=True,
             )
             return Variant(module, zero, lambda: None)
         return Variant(module, sgd(model.parameters()), lambda: None)
@@ -288,7 +293,7 @@ class Bench:
 def _parts(model: nn.Module) -> list[nn.Module]:
     """Return the modules that FSDP shards one by one: the layers with many parameters, then the model."""
     kinds = (nn.Linear, nn.Conv2d, nn.Embedding)
-    layers = [each for each in model.modules() if isinstance(each, nn.TransformerEncoderLayer)]
+    layers: list[nn.Module] = [each for each in model.modules() if isinstance(each, nn.TransformerEncoderLayer)]
     return [*(layers or [each for each in model.children() if isinstance(each, kinds)]), model]
 
 
