@@ -155,11 +155,11 @@ def test_training_step_benchmark(tmp_path: Path) -> None:
         "--models embedding --ways fsdp": "has sparse gradients, which FSDP2 + gloo, FSDP2 + allreduce don't take",
     }
     short = ["--models", "conv", "--batch", "4", "--steps", "2", "--warmup", "1", "--verify", "3", "--json", "out.json"]
-    ways = [*"--models conv --batch 4 --steps 1 --warmup 0 --verify 1 --no-memory".split(), "--ways", "ddp,zero,fsdp"]
+    ways = "--models conv --ways ddp,zero,fsdp --batch 4 --steps 1 --warmup 0 --verify 1 --no-memory --json ways.json"
     options = [
         *map(str.split, wrong),
         [*short, "--variants", "DDP + gloo; replicated; sharded"],
-        [*ways, "--json", "ways.json"],
+        ways.split(),
     ]
     lines = [("benchmarks.training_step", each, str(tmp_path)) for each in options]
     *refused, came, compared = in_one_job(2, lines, tmp_path, timeout=180)
