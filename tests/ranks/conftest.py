@@ -29,7 +29,7 @@ from mpi4py import MPI
 
 # What a job leaves out, because many processes take long on the two cores that CI has: above all with PyTorch, which
 # is installed beside Open MPI alone, and under MPICH, whose every message takes longer there.
-# - Open MPI: 1 and 2 ranks run all files; 3 ranks leave out two slow ones, which prove as much on 2 ranks; 5 ranks leave
+# - Open MPI: 1 and 2 ranks run all files; 3 leave out two slow ones, which prove as much on 2 ranks; 5 ranks leave
 #   out PyTorch, and files with the same result on 3 ranks (elastic/test_exact.py compares exact trainings on 1 to 5).
 # - MPICH: 2 ranks leave out the trainers' files but one: trainers move bytes through the collectives alone.
 # - The other jobs run what depends on the number of ranks or on the MPI: the grid, errors, and what moves bytes.
