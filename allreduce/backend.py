@@ -238,6 +238,15 @@ class AllReduce(ABC):
         for part in _by_name(self._parts).values():
             part.reset()
 
+    def hand_over(self, buffer: np.ndarray, kept: slice) -> None:
+        """Add the error feedback of the elements of `buffer` outside of `kept` to it, in its first call since
+        `load_state`. Local.
+
+        For a backend that contains this one, before it sums `buffer` with other ranks that send these elements.
+        """
+        for part in _by_name(self._parts).values():
+            part.hand_over(buffer, kept)
+
     # What users call: sums
 
     def __call__(self, buffer: Any, op: str = "mean") -> None:

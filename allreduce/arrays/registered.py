@@ -37,8 +37,8 @@ class Entry:
     feedback of each element, made at its first use.
 
     calls: the number of calls with a slice, by its first element. factors: of the matrices of PowerSGD, by first
-    element, rows and columns. agreed: the slices (first element, length) on whose state the ranks have agreed since it
-    was loaded.
+    element, rows and columns. settled: the slices (first element, length) that were reduced since the state was
+    loaded.
     """
 
     begin: int
@@ -49,13 +49,13 @@ class Entry:
     residual: np.ndarray | None = None
     calls: dict[int, int] = field(default_factory=dict)
     factors: dict[tuple[int, int, int], np.ndarray] = field(default_factory=dict)
-    agreed: set[tuple[int, int]] = field(default_factory=set)
+    settled: set[tuple[int, int]] = field(default_factory=set)
     cut: dict[tuple[int, int], list[Part]] = field(default_factory=dict)  # the parts inside of slices
 
     def forget(self) -> None:
         """Set the state to that of a new array."""
         self.residual = None
-        for held in (self.calls, self.factors, self.agreed):
+        for held in (self.calls, self.factors, self.settled):
             held.clear()
 
 
@@ -97,6 +97,25 @@ class Slice(NamedTuple):
         self.entry.calls[self.start] = before + 1
         return before
 
+    def settle(self) -> bool:
+        """Return whether this is the first call with this slice since the state was loaded. Local."""
+        place = self.start, self.length
+        first = place not in self.entry.settled
+        self.entry.settled.add(place)
+        return first
+
+    def hand_over(self, buffer: np.ndarray, kept: slice = slice(0, 0)) -> None:
+        """Add the error feedback of the elements outside of `kept` to `buffer`, and set it to zero. Local.
+
+        For elements whose errors this rank does not send otherwise. It has errors of such elements after a job with
+        other ranks, nodes or slices.
+        """
+        if self.entry.residual is None:
+            return
+        for part in (slice(0, kept.start), slice(kept.stop, self.length)):
+            buffer[part] += self.residual[part]
+            self.residual[part] = 0
+
 
 class Registry:
     """The registered arrays of a backend, in the order of their registration, which is the same on all ranks.
@@ -136,7 +155,7 @@ class Registry:
         described = tuple(sorted([*kept, *moved], key=lambda part: part.start))
         if described != entry.parts:
             entry.parts = described
-            for held in (entry.cut, entry.factors, entry.agreed):
+            for held in (entry.cut, entry.factors, entry.settled):
                 held.clear()
 
     def _drop(self, entry: Entry) -> None:

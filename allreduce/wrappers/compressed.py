@@ -97,6 +97,11 @@ class Compressed(TwoPhase):
         self.registered.reset()
         super().reset()
 
+    def hand_over(self, buffer: np.ndarray, kept: slice) -> None:
+        where = self.registered.find(buffer)
+        if where is not None and where.settle():
+            where.hand_over(buffer, kept)
+
     def owned(self, length: int, rank: int | None = None) -> slice:
         return self.inner.owned(length, rank)
 

@@ -98,11 +98,15 @@ class LowRank(Compressed):
         plan = low_rank.plan(tuple(parts), buffer.size, options.matrix_approximation_rank, options.min_compression_rate)
         if not plan.matrices:
             self._say_uncompressed(where, parts)
+            if where is not None and where.settle():
+                where.hand_over(buffer)
             self.inner.hooks.reduce(buffer, op)
             return
         loaded = where is not None and self._agree(where, plan.matrices)
         calls = where.count_call() if where else 0
         if where and calls < options.start_powerSGD_iter:
+            if loaded:
+                where.hand_over(buffer)
             self.inner.hooks.reduce(buffer, op)
             return
         arrays = self.inner.node_arrays(buffer) or NodeArrays([buffer], 0, None)
@@ -129,8 +133,8 @@ class LowRank(Compressed):
 
         Ranks may have loaded different states: of a checkpoint and, on a rank that joined, none.
         """
-        entry, place = where.entry, (where.start, where.length)
-        if place in entry.agreed:
+        entry = where.entry
+        if not where.settle():
             return False
         keys = [_key(where, each) for each in matrices]
         held = [entry.factors[key] for key in keys if key in entry.factors]
@@ -142,7 +146,6 @@ class LowRank(Compressed):
         if ends[0] != -ends[1] or ends[2] != -ends[3]:
             for key in keys:
                 entry.factors.pop(key, None)
-        entry.agreed.add(place)
         return True
 
     def _begin(self, buffer: np.ndarray, where: Slice | None, calls: int, plan: Plan, node: NodeArrays) -> Call:

@@ -201,6 +201,23 @@ def test_a_rank_without_state(flat: allreduce.Topology) -> None:
 
 
 @several
+@pytest.mark.parametrize("warm", [1, 5])
+@pytest.mark.parametrize("name", ["ring", "shared"])
+def test_errors_that_were_loaded_before_a_warm_up(name: str, warm: int, flat: allreduce.Topology) -> None:
+    with allreduce.create(name, flat, compress=PowerSGD(2, start_powerSGD_iter=warm)) as reduce:
+        array, given, sent = described(reduce), np.zeros(LENGTH), np.zeros(LENGTH)
+        loaded = gradient(99)
+        loaded[:3] = loaded[2403:2463] = loaded[3663:] = 0
+        reduce.load_state({"0/residual": loaded})
+        given += total(loaded)
+        for step in range(3):
+            array[:] = gradient(step)
+            reduce(array, "mean")
+            given, sent = given + mean(step) * size, sent + array.astype(float) * size
+        np.testing.assert_allclose(sent + total(residual(reduce)), given, atol=1e-3)
+
+
+@several
 @pytest.mark.parametrize("name", ["ring", "shared"])
 def test_not_finite(name: str, flat: allreduce.Topology) -> None:
     with allreduce.create(name, flat, compress=PowerSGD(2, start_powerSGD_iter=0)) as reduce:

@@ -278,6 +278,27 @@ def test_state(kind: str, nodes: Any, topology_of: Any) -> None:
         reduce(held)
 
 
+@pytest.mark.skipif(not NODES, reason="needs ranks for several nodes")
+@pytest.mark.parametrize("nodes", NODES)
+@pytest.mark.parametrize("length", [SHORTEST, 100_003])
+def test_errors_of_other_ranks_and_nodes(nodes: str, length: int, topology_of: Any) -> None:
+    """A job with other nodes has divided its errors anew: each rank sends errors of elements that it does not own."""
+    with allreduce.create("hierarchical_copy", topology_of(NODES[nodes]), compress="int8") as reduce:
+        array = reduce.allocate(length)
+        loaded = gradient(9, length)
+        reduce.load_state({"ring/0/residual": loaded})
+        assert (residual(reduce, array) == loaded).all()
+        for step in range(2):
+            array[:] = gradient(step, length)
+            reduce(array)
+            same_bits(array)
+            given = (mean(step, length) + (mean(9, length) if step == 0 else 0)) * size
+            left = total(residual(reduce, array))
+            before = 0 if step == 0 else kept
+            np.testing.assert_allclose(array.astype(float) * size + left, given + before, rtol=1e-4, atol=1e-2)
+            kept = left
+
+
 @several
 def test_int8_depends_on_seed_and_rank(flat: allreduce.Topology) -> None:
     results: dict[int, set[bytes]] = {}
