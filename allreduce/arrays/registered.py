@@ -31,10 +31,19 @@ class Part(NamedTuple):
         return self.start + int(np.prod(self.shape, dtype=int))
 
 
+class Registered(NamedTuple):
+    """A registered array for another registry: what `register` reads of an array. base: the owner of its memory."""
+
+    begin: int
+    size: int
+    dtype: np.dtype
+    base: Any
+
+
 @dataclass
 class Entry:
-    """A registered array. begin: its address. number: counts registrations, the same on all ranks. residual: the error
-    feedback of each element, made at its first use.
+    """A registered array. begin: its address. owner: of its memory. number: counts registrations, the same on all
+    ranks. residual: the error feedback of each element, made at its first use.
 
     calls: the number of calls with a slice, by its first element. factors: of the matrices of PowerSGD, by first
     element, rows and columns. settled: the slices (first element, length) that were reduced since the state was
@@ -44,6 +53,7 @@ class Entry:
     begin: int
     length: int
     dtype: np.dtype
+    owner: "weakref.ref[Any]"
     number: int
     parts: tuple[Part, ...] = ()
     residual: np.ndarray | None = None
@@ -141,12 +151,13 @@ class Registry:
         where = self.find(array)
         if where is None:
             self._registrations += 1
-            entry = Entry(address(array), array.size, array.dtype, self._registrations, tuple(parts))
+            owner = array if getattr(array, "base", None) is None else array.base
+            held = address(array), array.size, array.dtype, weakref.ref(owner)
+            entry = Entry(*held, self._registrations, tuple(parts))
             for each in self._entries:
                 if _overlap(each, entry):  # of freed memory
                     self._drop(each)
             self._by_id[id(entry)] = entry
-            owner = array if getattr(array, "base", None) is None else array.base
             weakref.finalize(owner, self._drop, entry).atexit = False
             return
         begin, end, entry = where.start, where.start + where.length, where.entry
@@ -161,9 +172,18 @@ class Registry:
     def _drop(self, entry: Entry) -> None:
         self._by_id.pop(id(entry), None)
 
-    def find(self, buffer: Any) -> Slice | None:
-        """Return the slice of a registered array that `buffer` is, or None. Local."""
-        begin, itemsize = address(buffer), buffer.dtype.itemsize
+    def arrays(self) -> Iterator[tuple[Registered, tuple[Part, ...]]]:
+        """Yield the registered arrays and their parts, for `register` of another registry. Local."""
+        for entry in self._entries:
+            if (owner := entry.owner()) is not None:
+                yield Registered(entry.begin, entry.length, entry.dtype, owner), entry.parts
+
+    def find(self, buffer: Any, begin: int | None = None) -> Slice | None:
+        """Return the slice of a registered array that `buffer` is, or None. Local.
+
+        begin: the address of the array that `buffer` is a copy of.
+        """
+        begin, itemsize = address(buffer) if begin is None else begin, buffer.dtype.itemsize
         for entry in self._entries:
             start, rest = divmod(begin - entry.begin, itemsize)
             inside = start >= 0 and start + buffer.size <= entry.length
@@ -254,6 +274,8 @@ def divide(states: Sequence[Mapping[str, np.ndarray]], ranks: int) -> list[dict[
 
 def address(array: Any) -> int:
     """Return the address of a NumPy or CuPy array's first element."""
+    if isinstance(array, Registered):
+        return array.begin
     return array.data.ptr if is_gpu_array(array) else array.ctypes.data
 
 

@@ -74,7 +74,8 @@ class Divided(Compressed):
                 self.inner.hooks.reduce(piece, op)
             else:
                 moved = [part._replace(start=part.start - run.start) for part in run.parts]
-                self._wrappers[run.compression].reduce_parts(piece, op, moved)
+                begin = where.entry.begin + (where.start + run.start) * buffer.itemsize if where else None
+                self._wrappers[run.compression].reduce_parts(piece, op, moved, begin)
 
     def _runs(self, parts: Sequence[Part], length: int) -> list[Run]:
         """Divide a buffer of `length` elements."""

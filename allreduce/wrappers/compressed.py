@@ -64,9 +64,12 @@ class Compressed(TwoPhase):
         """Return whether arrays of `dtype` are compressed in reductions by `op`. Local."""
         return self.size > 1 and dtype in LONG and op in ("sum", "mean")
 
-    def reduce_parts(self, buffer: np.ndarray, op: Op, parts: Sequence[Part]) -> None:
-        """Reduce a 1-D array, which holds `parts`, as a part of another backend's call. Collective."""
-        self._reduce_compressed(buffer, op, self.registered.find(buffer), parts)
+    def reduce_parts(self, buffer: np.ndarray, op: Op, parts: Sequence[Part], begin: int | None) -> None:
+        """Reduce a 1-D array, which holds `parts`, as a part of another backend's call. Collective.
+
+        begin: the address of the array that `buffer` is a copy of (on a GPU); None: of `buffer` itself.
+        """
+        self._reduce_compressed(buffer, op, self.registered.find(buffer, begin), parts)
 
     def _from_inner(self, length: int, dtype: np.dtype, device: str = "cpu") -> Any:
         """Return scratch memory from the inner backend, 1-D. A later call gets the same. Collective when it grows."""

@@ -288,15 +288,30 @@ def test_errors_of_other_ranks_and_nodes(nodes: str, length: int, topology_of: A
         loaded = gradient(9, length)
         reduce.load_state({"ring/0/residual": loaded})
         assert (residual(reduce, array) == loaded).all()
+        given, sent = total(loaded), np.zeros(length)
         for step in range(2):
             array[:] = gradient(step, length)
             reduce(array)
             same_bits(array)
-            given = (mean(step, length) + (mean(9, length) if step == 0 else 0)) * size
-            left = total(residual(reduce, array))
-            before = 0 if step == 0 else kept
-            np.testing.assert_allclose(array.astype(float) * size + left, given + before, rtol=1e-4, atol=1e-2)
-            kept = left
+            given, sent = given + mean(step, length) * size, sent + array.astype(float) * size
+        np.testing.assert_allclose(sent + total(residual(reduce, array)), given, rtol=1e-4, atol=1e-2)
+
+
+@pytest.mark.skipif(not NODES, reason="needs ranks for several nodes")
+def test_auto_creates_a_backend_after_the_array(topology_of: Any) -> None:
+    topology, choose = topology_of(NODES[next(iter(NODES))]), lambda *_: ("ring", "a test")
+    make = partial(allreduce.create, "auto", topology, compress="int8", choose=choose)
+    with make() as reduce, make() as other:
+        array, again = reduce.allocate(20_000), other.allocate(20_000)
+        array[:] = gradient(0, array.size)
+        reduce(array)
+        assert residual(reduce, array).any()
+        other.load_state(reduce.state())
+        assert (residual(other, array) == residual(reduce, array)).all()
+        array[:] = again[:] = gradient(1, array.size)
+        reduce(array)
+        other(again)
+        assert (array == again).all()
 
 
 @several
