@@ -222,7 +222,10 @@ class AllReduce(ABC):
         return {f"{name}/{key}": array for name, part in parts.items() for key, array in part.state().items()}
 
     def load_state(self, state: Mapping[str, np.ndarray]) -> None:
-        """Load a result of `state` of an equal backend with equal arrays. Local. Raises OptionError for another's."""
+        """Load a result of `state` of an equal backend with equal arrays. Local.
+
+        Raises OptionError for another's, and changes nothing.
+        """
         parts = _by_name(self._parts)
         found: dict[str, dict[str, np.ndarray]] = {name: {} for name in parts}
         for key, array in state.items():
@@ -230,8 +233,16 @@ class AllReduce(ABC):
             if name not in parts:
                 raise OptionError(f"{self!r} has no state {key!r}: it is of another backend or compression")
             found[name][rest] = array
-        for name, part in parts.items():
-            part.load_state(found[name])
+        before: dict[str, dict[str, np.ndarray]] = {}
+        try:
+            for name, part in parts.items():
+                held = part.state()
+                part.load_state(found[name])
+                before[name] = held
+        except OptionError:
+            for name, held in before.items():
+                parts[name].load_state(held)
+            raise
 
     def reset(self) -> None:
         """Set the error feedback of a compression to zero, as in a new backend. Local."""

@@ -210,24 +210,30 @@ class Registry:
 
         Raises OptionError, and changes nothing, if it is of other arrays.
         """
-        checked = {name: self._find_state(name, array) for name, array in state.items()}
-        for name, found in checked.items():
-            if found is None:
-                array = state[name]
-                raise OptionError(
-                    f"the state of a compression has {name!r}, {array.dtype} of shape {array.shape}, which is not of "
-                    f"the arrays of this backend: {', '.join(map(str, self._shown())) or 'none'}"
-                )
+        checked = self.check_state(state)
         self.reset()
         for name, array in state.items():
-            entry, kind, place = checked[name] or (None, "", None)
-            assert entry is not None
+            entry, kind, place = checked[name]
             if kind == "residual":
                 Slice(entry, 0, entry.length).residual[...] = array
             elif kind == "calls":
                 entry.calls.update((int(start), int(count)) for start, count in array)
             elif place is not None:
                 entry.factors[place] = array.copy()
+
+    def check_state(self, state: Mapping[str, np.ndarray]) -> dict[str, tuple[Entry, str, tuple[int, int, int] | None]]:
+        """Return the entry, the kind and the matrix of each array of a state. Local. Raises OptionError if it is of
+        other arrays."""
+        checked = {}
+        for name, array in state.items():
+            found = self._find_state(name, array)
+            if found is None:
+                raise OptionError(
+                    f"the state of a compression has {name!r}, {array.dtype} of shape {array.shape}, which is not of "
+                    f"the arrays of this backend: {', '.join(map(str, self._shown())) or 'none'}"
+                )
+            checked[name] = found
+        return checked
 
     def _find_state(self, name: str, array: np.ndarray) -> tuple[Entry, str, tuple[int, int, int] | None] | None:
         """Return the entry, the kind and the matrix of an array of a state; None if it does not fit this registry."""

@@ -93,8 +93,9 @@ class Compressed(TwoPhase):
 
     def load_state(self, state: Mapping[str, np.ndarray]) -> None:
         own = {name: array for name, array in state.items() if name[:1].isdigit()}
-        self.registered.load_state(own)
+        self.registered.check_state(own)
         super().load_state({name: array for name, array in state.items() if name not in own})
+        self.registered.load_state(own)
 
     def reset(self) -> None:
         self.registered.reset()

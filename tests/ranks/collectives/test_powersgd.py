@@ -286,6 +286,12 @@ def test_parts_differ(name: str, nodes: Any, topology_of: Any) -> None:
         assert {name.split("/")[0] for name in state} == {"powersgd:2", "int8"}
         reduce.load_state(state)
         assert all((each == state[name]).all() for name, each in reduce.state().items())
+        array[:] = gradient(13, length=length)
+        reduce(array, "mean")
+        changed = reduce.state()
+        bad = {**state, "int8/0/residual": np.zeros(3, "float32")}
+        raised(errors.OptionError, partial(reduce.load_state, bad))
+        assert all((each == changed[name]).all() for name, each in reduce.state().items())
         other = gradient(0)
         reduce(other, "mean")  # nothing is described: the name is "", which "*" matches
         np.testing.assert_allclose(other, mean(0), atol=1e-5)
