@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from allreduce import notices
 from allreduce.arrays.memory_kinds import GPU
 from allreduce.arrays.ops import Op
 from allreduce.arrays.registered import Part, Registry, Slice
@@ -17,6 +18,8 @@ from allreduce.topology import Topology
 from allreduce.transport.deferred_free import free_later
 from allreduce.transport.shared_segment import Location
 from allreduce.wrappers.options import LONG
+
+NOTICED = 1024  # elements: shorter arrays of one dimension are not worth a notice
 
 
 class Compressed(TwoPhase):
@@ -70,6 +73,14 @@ class Compressed(TwoPhase):
         begin: the address of the array that `buffer` is a copy of (on a GPU); None: of `buffer` itself.
         """
         self._reduce_compressed(buffer, op, self.registered.find(buffer, begin), parts)
+
+    def _say_undescribed(self, needs: str) -> None:
+        """Log once that an array is not compressed because `describe` has told nothing of it. Local."""
+        notices.once(
+            self.rank,
+            f"compress={needs}, so arrays of one dimension are sent uncompressed: call describe(array, parts) with the "
+            "parameters of the model; of PyTorch's DDP, allreduce.torch_backend.describe(model)",
+        )
 
     def _from_inner(self, length: int, dtype: np.dtype, device: str = "cpu") -> Any:
         """Return scratch memory from the inner backend, 1-D. A later call gets the same. Collective when it grows."""

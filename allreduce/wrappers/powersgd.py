@@ -6,7 +6,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from allreduce import notices
 from allreduce.arrays import low_rank
 from allreduce.arrays.chunks import chunk
 from allreduce.arrays.low_rank import Matrix, Plan, Tile
@@ -16,10 +15,8 @@ from allreduce.arrays.workspace import Workspace
 from allreduce.backend import AllReduce, NodeArrays
 from allreduce.errors import OptionError
 from allreduce.topology import Topology
-from allreduce.wrappers.compressed import Compressed
+from allreduce.wrappers.compressed import NOTICED, Compressed
 from allreduce.wrappers.options import PowerSGD
-
-NOTICED = 1024  # elements: shorter arrays of one dimension are not worth a notice
 
 
 class Item(NamedTuple):
@@ -223,11 +220,7 @@ class LowRank(Compressed):
     def _say_uncompressed(self, where: Slice | None, parts: Sequence[Part]) -> None:
         described = where is not None and where.entry.parts
         if not described and all(len(part.shape) < 2 and part.stop - part.start > NOTICED for part in parts):
-            notices.once(
-                self.rank,
-                f'compress="{self.options}" needs shapes, so arrays of one dimension are sent uncompressed: call '
-                "describe(array, parts) with the parameters of the model",
-            )
+            self._say_undescribed(f'"{self.options}" needs shapes')
 
 
 def _key(where: Slice, of: Matrix) -> tuple[int, int, int]:

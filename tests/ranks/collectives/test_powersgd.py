@@ -262,6 +262,14 @@ def test_arrays_that_are_not_compressed(flat: allreduce.Topology, caplog: Any) -
         assert rank or "describe" in text or "sent uncompressed" in text
 
 
+@several
+def test_patterns_without_names_are_told(flat: allreduce.Topology, caplog: Any) -> None:
+    with allreduce.create("ring", flat, compress={"*.weight": "int8"}) as reduce:
+        reduce(reduce.allocate(LENGTH))
+        text = " ".join(record.getMessage() for record in caplog.records)
+        assert rank or "torch_backend.describe" in text
+
+
 PATTERNS = {"*w": "powersgd:2", "v": "int8", "*": None}
 
 
