@@ -152,8 +152,8 @@ class Registry:
         if where is None:
             self._registrations += 1
             owner = array if getattr(array, "base", None) is None else array.base
-            held = address(array), array.size, array.dtype, weakref.ref(owner)
-            entry = Entry(*held, self._registrations, tuple(parts))
+            memory = address(array), array.size, array.dtype, weakref.ref(owner)
+            entry = Entry(*memory, self._registrations, tuple(parts))
             for each in self._entries:
                 if _overlap(each, entry):  # of freed memory
                     self._drop(each)
