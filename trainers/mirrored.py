@@ -116,7 +116,7 @@ class MirroredTrainer(Trainer[Mirrored]):
         if exact or micro_batch is not None:
             strategy = ExactMirrored(*given, exact=exact, local=local, micro_batch=micro_batch)
         else:
-            strategy = Mirrored(*given) if local == LocalOptions() else LocalSGD(*given, local)
+            strategy = Mirrored(*given) if local == LocalOptions() else LocalSGD(*given, local=local)
         ranks = allreduce.topology if isinstance(allreduce, AllReduce) else topology
         super().__init__(strategy, ranks, on_failure)
 
