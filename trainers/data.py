@@ -7,7 +7,8 @@ it. So the batches do not depend on the number of ranks; the last may be short, 
 import random
 import sys
 import zlib
-from collections.abc import Callable, Generator, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -265,10 +266,9 @@ class Batches:
         """Return this rank's micro-batches of a batch. Raises DataError."""
         size, part = self._micro_batch or 1, self._part
         batch = visited[step * self.batch_size : (step + 1) * self.batch_size]
-        count = -(-batch.size // size)
-        first, stop = (0, 0) if part is None else (-(-count * each // self._parts) for each in (part, part + 1))
-        seeds = tuple(seed_of(self._seed, epoch, step, number) for number in range(first, stop))
-        mine = batch[first * size : stop * size]
+        numbers = range(0) if part is None else micro_batches_of(-(-batch.size // size), part, self._parts)
+        seeds = tuple(seed_of(self._seed, epoch, step, number) for number in numbers)
+        mine = batch[numbers.start * size : numbers.stop * size]
         if self.checked or not seeds:
             x, y = self._source.take(mine)
         else:
@@ -278,6 +278,11 @@ class Batches:
                 fetched.append(self._source.take(mine[number * size : (number + 1) * size]))
             x, y = (np.concatenate(side) for side in zip(*fetched, strict=True))
         return Batch(x, y, batch.size, mine.size / batch.size, seeds)
+
+
+def micro_batches_of(count: int, part: int, parts: int) -> range:
+    """Return the numbers of the micro-batches, of `count` in a batch, that part `part` of `parts` gets."""
+    return range(-(-count * part // parts), -(-count * (part + 1) // parts))
 
 
 def seed_of(*numbers: int) -> int:
@@ -291,6 +296,20 @@ def seed_generators(number: int) -> None:
     np.random.seed(number % 2**32)
     if torch := sys.modules.get("torch"):
         torch.manual_seed(number)
+
+
+@contextmanager
+def keeping_generators() -> Iterator[None]:
+    """Context manager: restores the state of the generators that `seed_generators` seeds at the end of the block."""
+    torch = sys.modules.get("torch")
+    states = random.getstate(), np.random.get_state(), torch and torch.get_rng_state()
+    try:
+        yield
+    finally:
+        random.setstate(states[0])
+        np.random.set_state(states[1])
+        if torch:
+            torch.set_rng_state(states[2])
 
 
 class _Arrays:

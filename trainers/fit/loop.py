@@ -265,6 +265,7 @@ class Fit:
             if self.looks:
                 self.strategy.end_round()
             with self.strategy.span("epoch"):
+                log.info("epoch %d of %d: %s", number + 1, self._epochs, _in_words(self.logs))
                 self.keep_error(lambda: self.callbacks.epoch_end(number, self.logs))
                 self._agree(f"after epoch {number + 1}")
             self.position = Position(number, self.position.step, SAVE)
@@ -542,3 +543,7 @@ class Fit:
         last = number + 1 == self._epochs or self.strategy.stop_training
         if saver.due_after(number + 1) or best or last:
             saver.save(saver.progress(self.history, number + 1), self.callbacks, np.empty((0, 0)), best)
+
+
+def _in_words(logs: Mapping[str, Any]) -> str:
+    return ", ".join(f"{name} {value:.6g}" for name, value in logs.items() if isinstance(value, float))

@@ -23,6 +23,12 @@ SHAPES = shapes(SIZE)
 LENGTHS = (SIZE + 1, 40_003)
 FLOATS = ("float16", "bfloat16", "float32", "float64")
 DTYPES = FLOATS if SIZE == 2 else ("float32", "float64") if SIZE == 3 else ("float32",)  # many ranks take long
+# Every dtype at every length, and both operations with each of them, but not all three crossed.
+CASES = [
+    (dtype, length, ("sum", "mean")[(one + other) % 2])
+    for one, dtype in enumerate(DTYPES)
+    for other, length in enumerate(LENGTHS)
+]
 several = pytest.mark.skipif(SIZE == 1, reason="one rank alone is its own sum")
 PLACES = [(name, shape) for name in allreduce.NAMES for shape in SHAPES]
 every_place = pytest.mark.parametrize(("name", "shape"), PLACES, ids=["-".join(place) for place in PLACES])
@@ -82,14 +88,12 @@ def test_bits_are_those_of_every_other_backend(made: Callable[..., Any], topolog
         except UnavailableError:
             continue
         with reduce:
-            for dtype in DTYPES:
-                for length in LENGTHS:
-                    for op in ("sum", "mean"):
-                        for way, bits in ways(reduce, dtype, length, op):
-                            found.setdefault((dtype, length, op), {}).setdefault(bits, f"{name}, {shape}, {way}")
+            for case in CASES:
+                for way, bits in ways(reduce, *case):
+                    found.setdefault(case, {}).setdefault(bits, f"{name}, {shape}, {way}")
     different = {case: list(bits.values()) for case, bits in found.items() if len(bits) > 1}
     assert not different, different
-    assert len(found) == len(LENGTHS) * 2 * len(DTYPES)
+    assert len(found) == len(CASES)
 
 
 def ways(reduce: Any, dtype: str, length: int, op: str) -> Any:
@@ -135,7 +139,7 @@ def divided(terms: int, ranks: int, way: int) -> list[list[int]]:
 def test_terms_have_the_same_bits_on_any_ranks(dtype: str, made: Callable[..., Any]) -> None:
     """Also on one rank: `expected` is what a topology of this rank alone gives."""
     length = 20_001
-    for op in ("sum", "mean"):
+    for op in ("sum", "mean") if dtype == "float32" else ("mean",):
         with allreduce.Topology(MPI.COMM_SELF) as alone, allreduce.create("ring", alone, exact=True) as single:
             expected = np.empty(length, numpy_dtype(dtype))
             single.sum_terms([values(number, dtype, length) for number in range(TERMS)], expected, op, TERMS)

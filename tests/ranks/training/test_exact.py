@@ -22,6 +22,7 @@ WORLD = MPI.COMM_WORLD
 SIZE = WORLD.size
 SHAPES = shapes(SIZE)
 EPOCHS = 5
+FEW = 3  # epochs where many ways are compared
 ROWS, BATCH, MICRO = 130, 37, 5  # batches of 7 and 2 micro-batches, and 5, 2 and 4 rows in the last ones
 
 
@@ -73,11 +74,11 @@ def test_numpy(optimizer: str, topology_of: Callable[..., allreduce.Topology]) -
     def make() -> NumpyNetwork:
         return numpy_network(optimizer)
 
-    expected = alone(make)
+    expected = alone(make, epochs=FEW)
     different = []
-    for name, shape, update in ways():
+    for name, shape, update in ways()[optimizer == "adam" :: 2]:
         try:
-            found = fitted(make, topology_of(SHAPES[shape]), allreduce=name, update=update)
+            found = fitted(make, topology_of(SHAPES[shape]), FEW, allreduce=name, update=update)
         except UnavailableError:
             continue
         if found != expected:
@@ -110,10 +111,10 @@ def test_torch(kind: str, topology_of: Callable[..., allreduce.Topology]) -> Non
     def make() -> Any:
         return torch_network(kind)
 
-    expected = alone(make)
-    for shape in SHAPES:
-        for update in ("replicated", "sharded"):
-            assert fitted(make, topology_of(SHAPES[shape]), update=update) == expected, (shape, update)
+    expected = alone(make, epochs=FEW)
+    for number, shape in enumerate(SHAPES):
+        update = ("replicated", "sharded")[(number + (kind == "norm")) % 2]
+        assert fitted(make, topology_of(SHAPES[shape]), FEW, update=update) == expected, (shape, update)
 
 
 def test_resumed_on_another_number_of_ranks(flat: allreduce.Topology, tmp_path: Path) -> None:
