@@ -222,7 +222,7 @@ class AllReduce(ABC):
         return {f"{name}/{key}": array for name, part in parts.items() for key, array in part.state().items()}
 
     def load_state(self, state: Mapping[str, np.ndarray]) -> None:
-        """Load a result of `state` of an equal backend with equal arrays. Local.
+        """Load a result of `state` of an equal backend with equal arrays. Local; on all ranks before their next call.
 
         Raises OptionError for another's, and changes nothing.
         """
@@ -245,7 +245,8 @@ class AllReduce(ABC):
             raise
 
     def reset(self) -> None:
-        """Set the error feedback of a compression to zero, as in a new backend. Local."""
+        """Set the error feedback of a compression to zero, as in a new backend. Local; on all ranks before their next
+        call."""
         for part in _by_name(self._parts).values():
             part.reset()
 
