@@ -119,7 +119,7 @@ class HierarchicalCopy(TwoPhase):
     def _reduce_into(self, sums: np.ndarray, buffer: np.ndarray, op: Op) -> None:
         """Reduce `sums`, and write this rank's slice, finished and rounded, to `buffer`; both may be one array."""
         if self._node.size > 1:
-            if self._compress is not None:
+            if self._compress is not None and op.name in ("sum", "mean"):
                 self._cross.hand_over(sums, self._sends(sums.size))
             self._node.phases.reduce_scatter(sums, op.unscaled())
         if self._leaders_only:

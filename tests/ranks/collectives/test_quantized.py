@@ -288,6 +288,9 @@ def test_errors_of_other_ranks_and_nodes(nodes: str, length: int, topology_of: A
         loaded = gradient(9, length)
         reduce.load_state({"ring/0/residual": loaded})
         assert (residual(reduce, array) == loaded).all()
+        array[:] = rank
+        reduce(array, "max")
+        assert (array == size - 1).all()
         given, sent = total(loaded), np.zeros(length)
         for step in range(2):
             array[:] = gradient(step, length)
