@@ -147,10 +147,12 @@ class Auto(AllReduce):
 
     def state(self) -> dict[str, np.ndarray]:
         loaded = {f"{name}/{key}": array for name, state in self._loaded.items() for key, array in state.items()}
-        return loaded | super().state()
+        main = f"{allocator(self.topology)}/"  # without this: the names on one node, see HierarchicalCopy.state
+        return {name.removeprefix(main): array for name, array in (loaded | super().state()).items()}
 
     def load_state(self, state: Mapping[str, np.ndarray]) -> None:
-        later: dict[str, dict[str, np.ndarray]] = {}
+        main, later = allocator(self.topology), dict[str, dict[str, np.ndarray]]()
+        state = {f"{main}/{key}" if key[:1].isdigit() else key: array for key, array in state.items()}
         if self._compress is not None:
             for key, array in state.items():
                 name, _, rest = key.partition("/")

@@ -9,7 +9,7 @@ float32's bytes. Node sums of 16 bits would be rounded twice: a float16 in [1024
 (Sending the originals of two or more ranks takes 32 bits or more, too.)
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -81,6 +81,15 @@ class HierarchicalCopy(TwoPhase):
 
     def sent(self, dtype: np.dtype) -> np.dtype:
         return dtype if self._compress is None else self._compress.sent(dtype)
+
+    # Between nodes the state has the names that it has on one node, where this backend is compressed as a whole: jobs
+    # with several nodes and with one load each other's.
+
+    def state(self) -> dict[str, np.ndarray]:
+        return self._cross.state()
+
+    def load_state(self, state: Mapping[str, np.ndarray]) -> None:
+        self._cross.load_state(state)
 
     def owned(self, length: int, rank: int | None = None) -> slice:
         """Return the slice that a node rank (by default this rank's) owns; all nodes divide the buffer equally."""

@@ -286,7 +286,7 @@ def test_errors_of_other_ranks_and_nodes(nodes: str, length: int, topology_of: A
     with allreduce.create("hierarchical_copy", topology_of(NODES[nodes]), compress="int8") as reduce:
         array = reduce.allocate(length)
         loaded = gradient(9, length)
-        reduce.load_state({"ring/0/residual": loaded})
+        reduce.load_state({"0/residual": loaded})
         assert (residual(reduce, array) == loaded).all()
         array[:] = rank
         reduce(array, "max")
@@ -298,6 +298,24 @@ def test_errors_of_other_ranks_and_nodes(nodes: str, length: int, topology_of: A
             same_bits(array)
             given, sent = given + mean(step, length) * size, sent + array.astype(float) * size
         np.testing.assert_allclose(sent + total(residual(reduce, array)), given, rtol=1e-4, atol=1e-2)
+
+
+@pytest.mark.skipif(not NODES, reason="needs ranks for several nodes")
+@pytest.mark.parametrize("name", ["auto", "hierarchical_copy"])
+def test_jobs_with_one_node_and_several_load_each_other_s_state(
+    name: str, flat: allreduce.Topology, topology_of: Any
+) -> None:
+    make = partial(allreduce.create, name, compress="int8")
+    with make(topology=topology_of(NODES[next(iter(NODES))])) as one, make(topology=flat) as other:
+        first, second = one.allocate(20_000), other.allocate(20_000)
+        second[:] = gradient(0, second.size)
+        other(second)
+        one.load_state(other.state())
+        assert (residual(one, first) == residual(other, second)).all()
+        other.reset()
+        other.load_state(one.state())
+        assert (residual(one, first) == residual(other, second)).all()
+        assert total(residual(one, first)).any()
 
 
 @pytest.mark.skipif(not NODES, reason="needs ranks for several nodes")
