@@ -427,7 +427,8 @@ class Fit:
     def check_batch(self, batch: Batch) -> Batch:
         """Return `batch` if the replica accepts it; raises ArgumentError otherwise."""
         if not self.batches.checked:
-            self.strategy.replica.check_batch(batch.x, batch.y)
+            for rows in batch.parts or [(batch.x, batch.y)]:
+                self.strategy.replica.check_batch(*rows)
         return batch
 
     def begin_batch(self, step: int) -> None:

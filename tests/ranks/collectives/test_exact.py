@@ -1,8 +1,12 @@
 """exact=True: the bits of sums depend on nothing but the data, with every backend, division into nodes and slices."""
 
 import itertools
+import json
+import math
+import threading
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,7 +17,10 @@ import allreduce
 from allreduce import Part, errors
 from allreduce.arrays.fixed_point import BLOCK
 from allreduce.errors import UnavailableError
+from allreduce.tracing.trace import Trace
+from allreduce.wrappers.background import Background
 from allreduce.wrappers.exact import Exact
+from allreduce.wrappers.traced import Traced
 from tests.ranks.grid import numpy_dtype, run_grid, shapes
 from tests.ranks.together import raised_everywhere
 
@@ -267,3 +274,43 @@ def test_ranks_that_differ(made: Callable[..., Any], flat: allreduce.Topology) -
             refuse(partial(reduce, array, "sum"))
             reduce.sum_terms(ones, out, "mean", SIZE)
             assert (out == 1).all()
+
+
+@several
+def test_values_that_must_not_be_rounded_are_summed_exactly(made: Callable[..., Any]) -> None:
+    """`exact`, by which trainers sum metrics and flags, has the bits of exact=True too."""
+    terms = [values(number, "float64", 1000, spread=60) for number in range(SIZE)]
+    sums = np.array([math.fsum(column) for column in zip(*terms, strict=True)])
+    for name in ("ring", "reduce_to_one"):
+        with made(name) as reduce:
+            own = terms[RANK].copy()
+            reduce(own, "sum")
+            other = terms[RANK].copy()
+            reduce.exact(other, "sum")
+            assert everywhere_equal(other, name) == own.tobytes()
+            assert np.abs(other - sums).max() < 1e-15
+
+
+@pytest.mark.skipif(MPI.Query_thread() != MPI.THREAD_MULTIPLE, reason="this MPI has no MPI_THREAD_MULTIPLE")
+def test_terms_through_a_wrapper(made: Callable[..., Any], tmp_path: Path) -> None:
+    """A Background sums terms in its thread, and a Traced records the call."""
+    terms, threads = values(RANK, "float32", 1000)[None], []
+    with made("ring") as reduce:
+        plain = np.zeros(1000, "float32")
+        reduce.sum_terms(terms, plain, "mean", count=SIZE)
+        summing = reduce.sum_terms
+        reduce.sum_terms = lambda *given: threads.append(threading.current_thread()) or summing(*given)
+        trace = Trace(f"{WORLD.bcast(str(tmp_path))}/trace.json", reduce.topology)
+        with (
+            Background(reduce.topology, inner=reduce) as background,
+            Traced(reduce.topology, inner=background, trace=trace) as traced,
+        ):
+            found = np.zeros(1000, "float32")
+            traced.sum_terms(terms, found, "mean", SIZE)
+            assert found.tobytes() == plain.tobytes()
+            assert not hasattr(allreduce.create("ring", reduce.topology), "sum_terms")
+        trace.close()
+        if RANK == 0:
+            events = json.loads(Path(trace.path).read_text())["traceEvents"]
+            assert any(event["name"].startswith("sum_terms") for event in events)
+    assert threads != [threading.current_thread()]

@@ -182,3 +182,40 @@ def test_bad_input(flat: allreduce.Topology) -> None:
         assert fitted(numpy_network, flat, allreduce=given) == alone(numpy_network)
     if SIZE > 1:
         refused("micro_batch=", errors.DisagreementError, micro_batch=2 + WORLD.rank)
+
+
+class Padded:
+    """A data set of rows of different lengths, which `collate` pads to the longest one."""
+
+    def __len__(self) -> int:
+        return ROWS
+
+    def __getitem__(self, row: int) -> tuple[np.ndarray, np.ndarray]:
+        return np.full(1 + row % 9, 0.1 * row, "float32"), np.int64(row % 2)
+
+    @staticmethod
+    def collate(rows: list[Any]) -> tuple[np.ndarray, np.ndarray]:
+        longest = max(len(x) for x, _ in rows)
+        return np.stack([np.pad(x, (0, longest - len(x))) for x, _ in rows]), np.stack([y for _, y in rows])
+
+
+class MeanNetwork(NumpyNetwork):
+    """A network on the mean of each row's features, of any number."""
+
+    def _input(self, x: np.ndarray) -> Any:
+        return super()._input(x.mean(axis=1, keepdims=True))
+
+    def check(self, x: np.ndarray, y: np.ndarray | None) -> None:
+        """Takes rows of any length."""
+
+
+def test_padding_follows_the_micro_batch(flat: allreduce.Topology) -> None:
+    """Micro-batches of different shapes are not joined, so the mean over the padding does not depend on the ranks."""
+    found = []
+    with allreduce.Topology(MPI.COMM_SELF) as single:
+        for topology in (single, flat):
+            replica = MeanNetwork([1, 9, 2], seed=1)
+            with MirroredTrainer(replica, topology=topology, exact=True, micro_batch=MICRO) as trainer:
+                trainer.fit(Padded(), epochs=2, batch_size=BATCH, collate=Padded.collate, progress=False)
+                found += trainer.parameters_sha256()
+    assert len(set(found)) == 1
