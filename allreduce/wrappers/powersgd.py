@@ -95,16 +95,10 @@ class LowRank(Compressed):
         plan = low_rank.plan(tuple(parts), buffer.size, options.matrix_approximation_rank, options.min_compression_rate)
         if not plan.matrices:
             self._say_uncompressed(where, parts)
-            if where is not None and where.settle():
-                where.hand_over(buffer)
-            self.inner.hooks.reduce(buffer, op)
-            return
         loaded = where is not None and self._agree(where, plan.matrices)
-        calls = where.count_call() if where else 0
-        if where and calls < options.start_powerSGD_iter:
-            if loaded:
-                where.hand_over(buffer)
-            self.inner.hooks.reduce(buffer, op)
+        calls = where.count_call() if where and plan.matrices else 0
+        if not plan.matrices or (where and calls < options.start_powerSGD_iter):
+            self._reduce_uncompressed(buffer, op, where if loaded else None)
             return
         arrays = self.inner.node_arrays(buffer) or NodeArrays([buffer], 0, None)
         residual = where.residual if where and options.use_error_feedback else None
@@ -124,15 +118,22 @@ class LowRank(Compressed):
         for part in plan.long:
             self.inner.hooks.reduce(buffer[part], op)
 
+    def _reduce_uncompressed(self, buffer: np.ndarray, op: Op, loaded: Slice | None) -> None:
+        """Reduce `buffer` by `inner`, with the errors that were loaded for it."""
+        if loaded is not None:
+            loaded.hand_over(buffer)
+        self.inner.hooks.reduce(buffer, op)
+
     def _agree(self, where: Slice, matrices: Sequence[Matrix]) -> bool:
         """Agree on the call count and the warm factors of a slice. Collective, at its first call since they were
-        loaded; then return True.
+        loaded; then return True. Without matrices there is nothing to agree on.
 
         Ranks may have loaded different states: of a checkpoint and, on a rank that joined, none.
         """
         entry = where.entry
-        if not where.settle():
-            return False
+        first = where.settle()
+        if not first or not matrices:
+            return first
         keys = [_key(where, each) for each in matrices]
         held = [entry.factors[key] for key in keys if key in entry.factors]
         check = zlib.crc32(b"".join(factor.tobytes() for factor in held))
