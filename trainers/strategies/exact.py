@@ -19,7 +19,7 @@ from allreduce.backend import AllReduce, Config
 from allreduce.topology import Topology
 from trainers.backends import MICRO_BATCH, backend_for, exact_error
 from trainers.checks import changed_alone
-from trainers.data import Batch, Batches
+from trainers.data import Batch, BatchSource
 from trainers.errors import ArgumentError
 from trainers.group import RankGroup
 from trainers.strategies.local_sgd import LocalOptions
@@ -68,8 +68,11 @@ class ExactMirrored(Mirrored):
             return super()._make_backend()
         return backend_for(self._given, self.group.topology, self._update_name, exact=True)
 
-    def make_meter(self, batches: Batches) -> Any:
-        self._count = -(-batches.batch_size // self.micro_batch)
+    def loader_error(self, divided: bool) -> str:
+        return "exact=True divides every batch into micro-batches itself: leave it out, or give arrays or a data set"
+
+    def make_meter(self, batches: BatchSource) -> Any:
+        self._count = -(-int(batches.sizes().max()) // self.micro_batch)
         return super().make_meter(batches)
 
     def _drop_buffer(self) -> None:
