@@ -260,12 +260,15 @@ class LoaderBatches(BatchSource):
         return {"sizes": self._sizes}
 
     def resume(self, epoch: int, step: int, total: int, position: Any) -> None:
-        sizes = position.get("sizes") if isinstance(position, dict) else None
-        valid = isinstance(sizes, list) and all(type(rows) is int and rows > 0 for rows in sizes)
-        if not valid or not 0 <= step <= total or (step and len(sizes) < step):
+        sizes: Any = position.get("sizes") if isinstance(position, dict) else None
+        if not isinstance(sizes, list) or not all(type(rows) is int and rows >= 0 for rows in sizes):
+            sizes = []
+        if not 0 <= step <= total or len(sizes) < step:
             raise CheckpointError("the checkpoint does not tell the rows of the batches: it is damaged, or of arrays")
         self._epoch, self._starts, self._sizes = epoch, {epoch: total - step}, sizes[:step]
-        self._read = -1  # `begin` goes to the right batch
+        if (epoch, step) != (0, 0) or self._read > 1:  # the first batch has been read
+            self._kept.clear()
+            self._read = -1  # `begin` goes to the right batch
 
     def _go_to(self, epoch: int, step: int) -> None:
         """Read the loader again up to batch `step` of an epoch. Raises DataError."""

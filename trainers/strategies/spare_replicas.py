@@ -112,7 +112,10 @@ class SpareReplicas(ServerStrategy):
             self._own_parameters[:] = self._parameters
 
     def loader_error(self, divided: bool) -> str:
-        return "not yet"
+        return (
+            "a late rank of spare replicas leaves batches out, whose rows a loader can't give to another rank: give "
+            "arrays or a data set, or use another trainer"
+        )
 
     def begin_fit(self) -> None:
         self._begun = -1
