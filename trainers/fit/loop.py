@@ -183,7 +183,8 @@ class Fit:
             path, progress, measured = found
             self._load_checkpointed(progress, measured)
             rest = "" if progress.epoch < self._epochs else f"; {self._epochs} epochs are done already"
-            self._progress.print_line(f"resumed: {path}, {progress}{rest}")
+            again = "; the loaders are read again up to there" if self.batches.streams else ""
+            self._progress.print_line(f"resumed: {path}, {progress}{rest}{again}")
         self.keep_error(self._make_callbacks)
         self._agree(f"with callbacks that communicate: {', '.join(self.callbacks.collective) or 'none'}")
         asks = np.array([self.callbacks.asks, self.callbacks.looks], np.int64)
