@@ -406,9 +406,8 @@ class Trainer(Generic[StrategyT]):
         error: Exception | None = loader_error(strategy, loader, y, settings)
         if error is None:
             idle = strategy.part is None
-            batches = LoaderBatches(
-                None if idle else loader, rows, collate, steps, strategy.part, strategy.parts, ahead
-            )
+            given = None if idle else loader, rows, collate, steps, strategy.part, strategy.parts
+            batches = LoaderBatches(*given, ahead, strategy.micro_batch, settings["seed"])
             try:
                 described = batches.describe()
                 if (pair := batches.first()) is not None:

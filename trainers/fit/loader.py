@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from trainers.data import Batch, BatchSource, Collate, Fingerprint
+from trainers.data import Batch, BatchSource, Collate, Fingerprint, micro_batches_of, seed_of
 from trainers.errors import ArgumentError, CheckpointError, DataError
 from trainers.fit import prefetch
 
@@ -29,7 +29,7 @@ class LoaderBatches(BatchSource):
         its part of them.
     collate: makes (x, y) of an item of the loader; None if its items are pairs (x, y).
     limit: the steps of an epoch. The loader is then read on in the next epoch, and from its beginning when it ends.
-    ahead: how many batches a thread may fetch in advance.
+    ahead: how many batches a thread may fetch in advance. micro_batch, seed: as for Batches.
     """
 
     streams = True
@@ -43,10 +43,13 @@ class LoaderBatches(BatchSource):
         part: int | None,
         parts: int,
         ahead: int,
+        micro_batch: int | None = None,
+        seed: int = 0,
     ) -> None:
         self.name = type(loader).__name__
-        self._loader, self._divided, self._collate, self.limit, self.ahead = loader, rows == DIVIDED, collate, limit, 0
-        self._ahead = ahead
+        self._loader, self._divided, self._collate = loader, rows == DIVIDED, collate
+        self.limit, self.ahead = None if limit is None else int(limit), 0
+        self._ahead, self._micro_batch, self._seed = ahead, micro_batch, seed
         self._once = isinstance(loader, Iterator)
         self._reader: Any = iter(()) if loader is None else None
         self._passes = 0  # passes over the loader that have begun
@@ -77,7 +80,9 @@ class LoaderBatches(BatchSource):
 
     @property
     def settings(self) -> dict[str, Any]:
-        return {"rows": DIVIDED if self._divided else WHOLE, "steps_per_epoch": self.limit}
+        found = {"rows": DIVIDED if self._divided else WHOLE, "steps_per_epoch": self.limit}
+        micro = {} if self._micro_batch is None else {"micro_batch": int(self._micro_batch), "seed": int(self._seed)}
+        return found | micro
 
     def fingerprint(self) -> Fingerprint:
         return {}
@@ -91,7 +96,7 @@ class LoaderBatches(BatchSource):
     def total(self, epoch: int, step: int) -> int:
         if epoch == self._epoch + 1:
             return self._starts[self._epoch] + len(self._sizes) + step
-        return self._starts[epoch] + step
+        return self._starts.get(epoch, 0) + step
 
     def learn(self, step: int, rows: int) -> None:
         known = self._sizes[:step]
@@ -177,7 +182,10 @@ class LoaderBatches(BatchSource):
                 f'{own} in the loader of this rank: all loaders must give the same batches; use rows="divided" for '
                 "loaders that give each rank its own"
             )
-        return Batch(x, y, total, len(x) / total)
+        seeds: tuple[int, ...] = ()
+        if self._micro_batch is not None:
+            seeds = tuple(seed_of(self._seed, epoch, step, number) for number in self._numbers(total, part))
+        return Batch(x, y, total, len(x) / total, seeds)
 
     def _part_of(self, pair: tuple[np.ndarray, np.ndarray] | None, part: int | None) -> tuple[np.ndarray, np.ndarray]:
         if pair is None or part is None:
@@ -187,7 +195,15 @@ class LoaderBatches(BatchSource):
         if self._divided:
             return pair
         mine = slice(*(len(pair[0]) * each // self._parts for each in (part, part + 1)))
+        if self._micro_batch is not None:
+            numbers = self._numbers(len(pair[0]), part)
+            mine = slice(numbers.start * self._micro_batch, numbers.stop * self._micro_batch)
         return pair[0][mine], pair[1][mine]
+
+    def _numbers(self, rows: int, part: int | None) -> range:
+        """Return the micro-batches of a batch of `rows` rows that a part gets."""
+        assert self._micro_batch is not None
+        return range(0) if part is None else micro_batches_of(-(-rows // self._micro_batch), part, self._parts)
 
     def _at(self, step: int) -> tuple[np.ndarray, np.ndarray] | None:
         """Return batch `step` of the epoch, None if the loader has ended before it. Raises DataError."""

@@ -69,10 +69,11 @@ class ExactMirrored(Mirrored):
         return backend_for(self._given, self.group.topology, self._update_name, exact=True)
 
     def loader_error(self, divided: bool) -> str:
-        return "exact=True divides every batch into micro-batches itself: leave it out, or give arrays or a data set"
+        text = 'exact=True divides every batch into micro-batches, which must not depend on the ranks: use rows="whole"'
+        return f"{text}, or leave it out" if divided else ""
 
     def make_meter(self, batches: BatchSource) -> Any:
-        self._count = -(-int(batches.sizes().max()) // self.micro_batch)
+        self._batches = batches
         return super().make_meter(batches)
 
     def _drop_buffer(self) -> None:
@@ -82,6 +83,8 @@ class ExactMirrored(Mirrored):
     # A step
 
     def compute(self, batch: Batch | None) -> None:
+        sizes = self._batches.sizes()  # of a stream up to this step
+        self._count = -(-int(sizes[-1] if self._batches.streams else sizes[0]) // self.micro_batch)
         count = 0 if batch is None else len(batch.seeds)
         self._terms, self._values = [], np.zeros((count, len(self.replica.metrics)))
         if batch is None or not count:

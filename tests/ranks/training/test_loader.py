@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from mpi4py import MPI
 
 import allreduce
 from tests.ranks.training.test_fit import data, network
@@ -266,7 +267,6 @@ def test_bad_arguments(options: dict[str, Any], text: str, flat: allreduce.Topol
 
 def test_strategies_that_take_no_loader_say_so(flat: allreduce.Topology) -> None:
     refusing: dict[str, Any] = {
-        "exact=True": functools.partial(MirroredTrainer, allreduce="ring", exact=True),
         "spare replicas": functools.partial(SpareReplicasTrainer, spare=0),
         'updates="async"': functools.partial(ParameterServerTrainer, updates="async"),
     }
@@ -275,6 +275,20 @@ def test_strategies_that_take_no_loader_say_so(flat: allreduce.Topology) -> None
             continue
         with make(network(), topology=flat) as trainer, pytest.raises(ArgumentError, match=name):
             trainer.fit([data()], rows="whole", progress=False)
+    exact = MirroredTrainer(network(), "ring", flat, exact=True)
+    with exact as trainer, pytest.raises(ArgumentError, match="exact=True divides every batch"):
+        trainer.fit([data()], rows="divided", progress=False)
+
+
+@pytest.mark.parametrize("update", ["replicated", "sharded"])
+def test_exact_sums_with_a_loader_have_the_bits_of_one_rank(update: str, flat: allreduce.Topology) -> None:
+    batches, found = together(batches_of(4, 2)), []
+    with allreduce.Topology(MPI.COMM_SELF) as alone:
+        for topology in (alone, flat):
+            with MirroredTrainer(network(), "ring", topology, update=update, exact=True, micro_batch=2) as trainer:
+                history = trainer.fit(batches, rows="whole", epochs=EPOCHS, progress=False)
+                found.append((trainer.parameters_sha256()[0], [epoch.loss for epoch in history]))
+    assert found[0] == found[1]
 
 
 def test_a_server_brings_no_rows(flat: allreduce.Topology) -> None:

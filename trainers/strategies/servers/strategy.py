@@ -183,7 +183,7 @@ class SynchronousServers(ParameterServers):
         return Strategy.make_meter(self, batches)
 
     def run_epoch(self, run: EpochRun, number: int) -> None:
-        self._begin_epoch(number, run.batches.steps)
+        self._begin_epoch(number, 0 if run.batches.streams else run.batches.steps)
         self._first = self.steps - run.first_step
         run.run_steps(number)
 
