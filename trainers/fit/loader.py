@@ -182,10 +182,12 @@ class LoaderBatches(BatchSource):
                 f'{own} in the loader of this rank: all loaders must give the same batches; use rows="divided" for '
                 "loaders that give each rank its own"
             )
-        seeds: tuple[int, ...] = ()
-        if self._micro_batch is not None:
-            seeds = tuple(seed_of(self._seed, epoch, step, number) for number in self._numbers(total, part))
-        return Batch(x, y, total, len(x) / total, seeds)
+        size = self._micro_batch
+        if size is None:
+            return Batch(x, y, total, len(x) / total)
+        seeds = tuple(seed_of(self._seed, epoch, step, number) for number in self._numbers(total, part))
+        parts = [(x[start : start + size], y[start : start + size]) for start in range(0, len(x), size)]
+        return Batch(x, y, total, len(x) / total, seeds, parts)
 
     def _part_of(self, pair: tuple[np.ndarray, np.ndarray] | None, part: int | None) -> tuple[np.ndarray, np.ndarray]:
         if pair is None or part is None:

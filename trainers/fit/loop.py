@@ -274,6 +274,7 @@ class Fit:
             if self.looks:
                 self.strategy.end_round()
             with self.strategy.span("epoch"):
+                log.info("epoch %d of %d: %s", number + 1, self._epochs, _in_words(self.logs))
                 self.keep_error(lambda: self.callbacks.epoch_end(number, self.logs))
                 self._agree(f"after epoch {number + 1}")
             self.position = Position(number, self.position.step, SAVE)
@@ -454,7 +455,8 @@ class Fit:
     def check_batch(self, batch: Batch) -> Batch:
         """Return `batch` if the replica accepts it; raises ArgumentError otherwise."""
         if not self.batches.checked:
-            self.strategy.replica.check_batch(batch.x, batch.y)
+            for rows in batch.parts or [(batch.x, batch.y)]:
+                self.strategy.replica.check_batch(*rows)
         return batch
 
     def begin_batch(self, step: int) -> None:
@@ -570,3 +572,7 @@ class Fit:
         last = number + 1 == self._epochs or self.strategy.stop_training
         if saver.due_after(number + 1) or best or last:
             saver.save(saver.progress(self.history, number + 1), self.callbacks, np.empty((0, 0)), best)
+
+
+def _in_words(logs: Mapping[str, Any]) -> str:
+    return ", ".join(f"{name} {value:.6g}" for name, value in logs.items() if isinstance(value, float))

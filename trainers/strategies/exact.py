@@ -94,17 +94,18 @@ class ExactMirrored(Mirrored):
         self.update.begin_batch()
         while len(self._rows) < count - 1:
             self._rows.append(np.empty_like(self.buffer))
-        for number, seed in enumerate(batch.seeds):
-            rows = slice(number * self.micro_batch, (number + 1) * self.micro_batch)
-            x, y = batch.x[rows], batch.y[rows]
-            memory = self._rows[number] if number < count - 1 else self.buffer
+        self._terms = [*self._rows[: count - 1], self.buffer]
+        shares = [len(x) / batch.rows for x, _ in batch.parts]
+        found = self.replica.gradients_of_parts(batch.parts, batch.rows, self._terms)
+        for number, (seed, (x, y), share) in enumerate(zip(batch.seeds, batch.parts, shares, strict=True)):
+            if found is not None:
+                self._values[number] = found[number]
+                continue
             if number:
                 self.replica.undo()  # each micro-batch begins with the statistics of the step's start
             self.replica.seed(seed)
-            self._terms.append(memory)
-            share = len(x) / batch.rows
-            self._values[number] = self._compute(x, y, share, memory)
-            self._values[number] *= share
+            self._values[number] = self._compute(x, y, share, self._terms[number])
+        self._values *= np.array(shares)[:, None]
         self._measured[: self._values.shape[1]] = self._values.sum(axis=0)
 
     def _compute(self, x: np.ndarray, y: np.ndarray, share: float, memory: np.ndarray) -> Any:
