@@ -190,6 +190,7 @@ class BatchSource(ABC):
     """Gives one rank its share of every global batch, epoch by epoch.
 
     steps, rows: the batches of the current epoch, and their rows; of a stream those that the ranks know of so far.
+    batch_size: the rows of the largest batch; of a stream those of the newest batch that the ranks know of.
     streams: whether the number of batches is not known before they are read. The ranks then learn the rows of the next
         batch with each step: every rank calls `begin`, then `peek` during each step and `learn` after it.
     coming: the rows of the next batch on this rank, if it streams; else 0.
@@ -203,6 +204,7 @@ class BatchSource(ABC):
     ahead = 0
     steps: int
     rows: int
+    batch_size: int
 
     @property
     def planned(self) -> int | None:

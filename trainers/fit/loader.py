@@ -75,6 +75,10 @@ class LoaderBatches(BatchSource):
         return sum(self._sizes)
 
     @property
+    def batch_size(self) -> int:  # type: ignore[override]
+        return self._sizes[-1]
+
+    @property
     def planned(self) -> int | None:
         return self.limit
 
@@ -99,8 +103,8 @@ class LoaderBatches(BatchSource):
         return self._starts.get(epoch, 0) + step
 
     def learn(self, step: int, rows: int) -> None:
-        known = self._sizes[:step]
-        self._sizes = known + [0] * (step - len(known)) + [rows] * (rows > 0)
+        del self._sizes[step:]
+        self._sizes += [0] * (step - len(self._sizes)) + [rows] * (rows > 0)
 
     # The first batches of all ranks
 
@@ -275,7 +279,7 @@ class LoaderBatches(BatchSource):
     # Positions
 
     def position(self) -> dict[str, Any]:
-        return {"sizes": self._sizes}
+        return {"sizes": list(self._sizes)}
 
     def resume(self, epoch: int, step: int, total: int, position: Any) -> None:
         sizes: Any = position.get("sizes") if isinstance(position, dict) else None

@@ -83,8 +83,7 @@ class ExactMirrored(Mirrored):
     # A step
 
     def compute(self, batch: Batch | None) -> None:
-        sizes = self._batches.sizes()  # of a stream up to this step
-        self._count = -(-int(sizes[-1] if self._batches.streams else sizes[0]) // self.micro_batch)
+        self._count = -(-self._batches.batch_size // self.micro_batch)
         count = 0 if batch is None else len(batch.seeds)
         self._terms, self._values = [], np.zeros((count, len(self.replica.metrics)))
         if batch is None or not count:
