@@ -114,7 +114,7 @@ def test_local_sgd_ends_when_all_loaders_have_ended(flat: allreduce.Topology) ->
         history = trainer.fit(own, rows="divided", epochs=EPOCHS, progress=False)
         assert trainer.steps == 4 * EPOCHS
         assert len(set(trainer.parameters_sha256())) == 1
-    assert history[0].loss == pytest.approx(history[0].loss, nan_ok=False)
+    assert np.isfinite([epoch.loss for epoch in history]).all()
 
 
 class Endless:
