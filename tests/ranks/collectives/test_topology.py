@@ -149,7 +149,7 @@ def test_many_backends(name: str, flat: allreduce.Topology) -> None:
 def test_many_composed_backends(name: str, flat: allreduce.Topology) -> None:
     """A backend closes everything that it created: its parts, their topologies, their windows."""
     before = len(flat._owned), _open_children(flat)
-    for _ in range(60 if SIZE <= 2 else 10):
+    for _ in range(10):
         with allreduce.create(name, flat) as reduce:
             reduce(reduce.allocate(10, "float32"), "sum")
     assert (len(flat._owned), _open_children(flat)) == before
