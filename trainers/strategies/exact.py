@@ -19,7 +19,7 @@ from allreduce.backend import AllReduce, Config
 from allreduce.topology import Topology
 from trainers.backends import MICRO_BATCH, backend_for, exact_error
 from trainers.checks import changed_alone
-from trainers.data import Batch, Batches
+from trainers.data import Batch, BatchSource
 from trainers.errors import ArgumentError
 from trainers.group import RankGroup
 from trainers.strategies.local_sgd import LocalOptions
@@ -68,8 +68,12 @@ class ExactMirrored(Mirrored):
             return super()._make_backend()
         return backend_for(self._given, self.group.topology, self._update_name, exact=True)
 
-    def make_meter(self, batches: Batches) -> Any:
-        self._count = -(-batches.batch_size // self.micro_batch)
+    def loader_error(self, divided: bool) -> str:
+        text = 'exact=True divides every batch into micro-batches, which must not depend on the ranks: use rows="whole"'
+        return f"{text}, or leave it out" if divided else ""
+
+    def make_meter(self, batches: BatchSource) -> Any:
+        self._batches = batches
         return super().make_meter(batches)
 
     def _drop_buffer(self) -> None:
@@ -79,6 +83,7 @@ class ExactMirrored(Mirrored):
     # A step
 
     def compute(self, batch: Batch | None) -> None:
+        self._count = -(-self._batches.batch_size // self.micro_batch)
         count = 0 if batch is None else len(batch.seeds)
         self._terms, self._values = [], np.zeros((count, len(self.replica.metrics)))
         if batch is None or not count:
