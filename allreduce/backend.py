@@ -222,7 +222,10 @@ class AllReduce(ABC):
         return {f"{name}/{key}": array for name, part in parts.items() for key, array in part.state().items()}
 
     def load_state(self, state: Mapping[str, np.ndarray]) -> None:
-        """Load a result of `state` of an equal backend with equal arrays. Local. Raises OptionError for another's."""
+        """Load a result of `state` of an equal backend with equal arrays. Local; on all ranks before their next call.
+
+        Raises OptionError for another's, and changes nothing.
+        """
         parts = _by_name(self._parts)
         found: dict[str, dict[str, np.ndarray]] = {name: {} for name in parts}
         for key, array in state.items():
@@ -230,13 +233,31 @@ class AllReduce(ABC):
             if name not in parts:
                 raise OptionError(f"{self!r} has no state {key!r}: it is of another backend or compression")
             found[name][rest] = array
-        for name, part in parts.items():
-            part.load_state(found[name])
+        before: dict[str, dict[str, np.ndarray]] = {}
+        try:
+            for name, part in parts.items():
+                held = part.state()
+                part.load_state(found[name])
+                before[name] = held
+        except OptionError:
+            for name, held in before.items():
+                parts[name].load_state(held)
+            raise
 
     def reset(self) -> None:
-        """Set the error feedback of a compression to zero, as in a new backend. Local."""
+        """Set the error feedback of a compression to zero, as in a new backend. Local; on all ranks before their next
+        call."""
         for part in _by_name(self._parts).values():
             part.reset()
+
+    def hand_over(self, buffer: np.ndarray, kept: slice) -> None:
+        """Add the error feedback of the elements of `buffer` outside of `kept` to it, in its first call since
+        `load_state`. Local.
+
+        For a backend that contains this one, before it sums `buffer` with other ranks that send these elements.
+        """
+        for part in _by_name(self._parts).values():
+            part.hand_over(buffer, kept)
 
     # What users call: sums
 

@@ -11,6 +11,7 @@ from allreduce.backend import AllReduce, Config, TwoPhase
 from allreduce.backends.auto import Auto
 from allreduce.errors import OptionError, UnavailableError
 from allreduce.topology import Topology
+from allreduce.wrappers.exact import Exact
 from allreduce.wrappers.options import Given
 from trainers.replica import Replica
 
@@ -99,8 +100,11 @@ def connected_nccl(given: str | AllReduce, topology: Topology, compress: Given) 
 
 def backend_name(backend: AllReduce, buffer: Any, device: str) -> str:
     """Return the name of the backend that reduces `buffer`: with "auto" the selected one. Local."""
-    if isinstance(backend.exact, Auto):
-        return backend.exact.choice(len(buffer), buffer.dtype, device)[0]
+    plain = backend.exact
+    if isinstance(plain, Exact):
+        plain = plain.inner
+    if isinstance(plain, Auto):
+        return plain.choice(len(buffer), buffer.dtype, device)[0]
     return backend.name
 
 

@@ -133,7 +133,10 @@ class Recovery:
             else:
                 group = attempt(ranks, partial(connect, ranks)).result()
         except Exception as error:
-            if self.owns_topology and everywhere(error, ranks.world):
+            if not everywhere(error, ranks.world):
+                strategy.closed = True
+                ranks.unregister(owner)  # the topology must not close an incomplete trainer
+            elif self.owns_topology:
                 ranks.close()
             raise
         self._active = strategy.outlives_ranks and (ranks.size > 1 or isinstance(ranks, JoiningRank | ElasticWorld))
@@ -405,7 +408,7 @@ def move_position(fit: Fit, gained: int) -> None:
     """Move the fit's position by `gained` steps, to match the state that was loaded: -1, 0 or 1, or a round of steps
     that this rank has taken on its own. Local."""
     if gained > 0:
-        fit.read_flags()
+        fit.read_flags(gained)
     if gained > 0 and fit.strategy.mirrors != "step":
         fit.advance(gained)
     elif gained > 0:

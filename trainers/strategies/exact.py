@@ -19,7 +19,7 @@ from allreduce.backend import AllReduce, Config
 from allreduce.topology import Topology
 from trainers.backends import MICRO_BATCH, backend_for, exact_error
 from trainers.checks import changed_alone
-from trainers.data import Batch, Batches
+from trainers.data import Batch, BatchSource
 from trainers.errors import ArgumentError
 from trainers.group import RankGroup
 from trainers.strategies.local_sgd import LocalOptions
@@ -68,8 +68,12 @@ class ExactMirrored(Mirrored):
             return super()._make_backend()
         return backend_for(self._given, self.group.topology, self._update_name, exact=True)
 
-    def make_meter(self, batches: Batches) -> Any:
-        self._count = -(-batches.batch_size // self.micro_batch)
+    def loader_error(self, divided: bool) -> str:
+        text = 'exact=True divides every batch into micro-batches, which must not depend on the ranks: use rows="whole"'
+        return f"{text}, or leave it out" if divided else ""
+
+    def make_meter(self, batches: BatchSource) -> Any:
+        self._batches = batches
         return super().make_meter(batches)
 
     def _drop_buffer(self) -> None:
@@ -79,6 +83,7 @@ class ExactMirrored(Mirrored):
     # A step
 
     def compute(self, batch: Batch | None) -> None:
+        self._count = -(-self._batches.batch_size // self.micro_batch)
         count = 0 if batch is None else len(batch.seeds)
         self._terms, self._values = [], np.zeros((count, len(self.replica.metrics)))
         if batch is None or not count:
@@ -88,17 +93,18 @@ class ExactMirrored(Mirrored):
         self.update.begin_batch()
         while len(self._rows) < count - 1:
             self._rows.append(np.empty_like(self.buffer))
-        for number, seed in enumerate(batch.seeds):
-            rows = slice(number * self.micro_batch, (number + 1) * self.micro_batch)
-            x, y = batch.x[rows], batch.y[rows]
-            memory = self._rows[number] if number < count - 1 else self.buffer
+        self._terms = [*self._rows[: count - 1], self.buffer]
+        shares = [len(x) / batch.rows for x, _ in batch.parts]
+        found = self.replica.gradients_of_parts(batch.parts, batch.rows, self._terms)
+        for number, (seed, (x, y), share) in enumerate(zip(batch.seeds, batch.parts, shares, strict=True)):
+            if found is not None:
+                self._values[number] = found[number]
+                continue
             if number:
                 self.replica.undo()  # each micro-batch begins with the statistics of the step's start
             self.replica.seed(seed)
-            self._terms.append(memory)
-            share = len(x) / batch.rows
-            self._values[number] = self._compute(x, y, share, memory)
-            self._values[number] *= share
+            self._values[number] = self._compute(x, y, share, self._terms[number])
+        self._values *= np.array(shares)[:, None]
         self._measured[: self._values.shape[1]] = self._values.sum(axis=0)
 
     def _compute(self, x: np.ndarray, y: np.ndarray, share: float, memory: np.ndarray) -> Any:

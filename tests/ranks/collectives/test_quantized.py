@@ -30,6 +30,8 @@ CASES = [
     ("reduce_to_one", "float64", "mean"),
     ("hierarchical_copy", "float32", "mean"),
 ][: 7 if size <= 3 else 2]  # more ranks take long on few cores
+# "ring" with both kinds, every other backend with one.
+BOTH = [(*case, kind) for number, case in enumerate(CASES) for kind in (KINDS if number < 2 else [KINDS[number % 2]])]
 NODES = {name: shape for name, shape in shapes(size).items() if name != "flat"}
 
 
@@ -76,8 +78,7 @@ def follow(reduce: AllReduce, kind: str, length: int, dtype: str, op: str) -> No
 
 
 @several
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize(("name", "dtype", "op"), CASES)
+@pytest.mark.parametrize(("name", "dtype", "op", "kind"), BOTH)
 def test_nothing_is_lost(name: str, kind: str, dtype: str, op: str, flat: allreduce.Topology) -> None:
     for length in (SHORTEST, 200_003):
         with allreduce.create(name, flat, compress=kind) as reduce:
@@ -86,11 +87,11 @@ def test_nothing_is_lost(name: str, kind: str, dtype: str, op: str, flat: allred
 
 
 @pytest.mark.skipif(not NODES, reason="needs ranks for several nodes")
-@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("nodes", NODES)
 @pytest.mark.parametrize("name", ["hierarchical_copy", "auto", "ring"][: 3 if size <= 3 else 1])
-def test_between_nodes(name: str, nodes: str, kind: str, topology_of: Any) -> None:
+def test_between_nodes(name: str, nodes: str, topology_of: Any) -> None:
     """Also where nodes have different numbers of ranks; then the leaders have all of the errors."""
+    kind = KINDS[(nodes == "uneven") ^ (name == "auto")]
     with allreduce.create(name, topology_of(NODES[nodes]), compress=kind) as reduce:
         assert isinstance(reduce, Quantizing) == (name == "ring")
         follow(reduce, kind, 100_003, "float32", "mean")
@@ -217,8 +218,7 @@ def test_phases(kind: str, dtype: str, flat: allreduce.Topology) -> None:
 
 @several
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("bad", [np.inf, -np.inf, np.nan])
-@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize(("bad", "dtype"), [(np.inf, "float32"), (-np.inf, "float64"), (np.nan, "float32")])
 def test_infinities_and_nans(kind: str, bad: float, dtype: str, flat: allreduce.Topology) -> None:
     """One rank's infinity is no number on all ranks; the next call has none of it."""
     with allreduce.create("ring", flat, compress=kind) as reduce, np.errstate(all="raise"):
@@ -276,6 +276,63 @@ def test_state(kind: str, nodes: Any, topology_of: Any) -> None:
             text = raised(errors.OptionError, lambda: reduce.load_state(state))
             assert "which is not of the arrays of this backend: 0, float32 of length 10" in text, text
         reduce(held)
+
+
+@pytest.mark.skipif(not NODES, reason="needs ranks for several nodes")
+@pytest.mark.parametrize("nodes", NODES)
+@pytest.mark.parametrize("length", [SHORTEST, 100_003])
+def test_errors_of_other_ranks_and_nodes(nodes: str, length: int, topology_of: Any) -> None:
+    """A job with other nodes has divided its errors anew: each rank sends errors of elements that it does not own."""
+    with allreduce.create("hierarchical_copy", topology_of(NODES[nodes]), compress="int8") as reduce:
+        array = reduce.allocate(length)
+        loaded = gradient(9, length)
+        reduce.load_state({"0/residual": loaded})
+        assert (residual(reduce, array) == loaded).all()
+        array[:] = rank
+        reduce(array, "max")
+        assert (array == size - 1).all()
+        given, sent = total(loaded), np.zeros(length)
+        for step in range(2):
+            array[:] = gradient(step, length)
+            reduce(array)
+            same_bits(array)
+            given, sent = given + mean(step, length) * size, sent + array.astype(float) * size
+        np.testing.assert_allclose(sent + total(residual(reduce, array)), given, rtol=1e-4, atol=1e-2)
+
+
+@pytest.mark.skipif(not NODES, reason="needs ranks for several nodes")
+@pytest.mark.parametrize("name", ["auto", "hierarchical_copy"])
+def test_jobs_with_one_node_and_several_load_each_other_s_state(
+    name: str, flat: allreduce.Topology, topology_of: Any
+) -> None:
+    make = partial(allreduce.create, name, compress="int8")
+    with make(topology=topology_of(NODES[next(iter(NODES))])) as one, make(topology=flat) as other:
+        first, second = one.allocate(20_000), other.allocate(20_000)
+        second[:] = gradient(0, second.size)
+        other(second)
+        one.load_state(other.state())
+        assert (residual(one, first) == residual(other, second)).all()
+        other.reset()
+        other.load_state(one.state())
+        assert (residual(one, first) == residual(other, second)).all()
+        assert total(residual(one, first)).any()
+
+
+@pytest.mark.skipif(not NODES, reason="needs ranks for several nodes")
+def test_auto_creates_a_backend_after_the_array(topology_of: Any) -> None:
+    topology, choose = topology_of(NODES[next(iter(NODES))]), lambda *_: ("ring", "a test")
+    make = partial(allreduce.create, "auto", topology, compress="int8", choose=choose)
+    with make() as reduce, make() as other:
+        array, again = reduce.allocate(20_000), other.allocate(20_000)
+        array[:] = gradient(0, array.size)
+        reduce(array)
+        assert residual(reduce, array).any()
+        other.load_state(reduce.state())
+        assert (residual(other, array) == residual(reduce, array)).all()
+        array[:] = again[:] = gradient(1, array.size)
+        reduce(array)
+        other(again)
+        assert (array == again).all()
 
 
 @several
