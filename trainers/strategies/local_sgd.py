@@ -155,12 +155,11 @@ class LocalSGD(Mirrored):
             while run.first_step < run.batches.steps and not run.stopped:
                 first = self._first = run.first_step
                 last = first + self.rounds.left
-                if not run.batches.streams:
-                    last = min(last, run.batches.steps)
+                if run.batches.planned is not None:
+                    last = min(last, run.batches.planned)
                 for step in range(first, last):
                     self._added.append(np.zeros(len(self.replica.metrics) + 1))
                     took = run.keep_error(partial(self._take_step, run, step, shares))
-                    run.keep_error(partial(run.end_batch, step))
                     self.rounds.count_step(1.0 if took else 0.0)
                 run.keep_error(partial(run.batches.peek, last))
                 run.end_steps(self._meet(run))
@@ -168,12 +167,23 @@ class LocalSGD(Mirrored):
     def _take_step(self, run: EpochRun, step: int, shares: Iterator[Batch]) -> bool:
         """Take an inner step with this rank's rows. Returns False if there are none, or they were discarded. Local; may
         raise any exception."""
-        replica, metrics = self.replica, len(self.replica.metrics)
-        run.begin_batch(step)
+        exists = step < run.batches.steps
+        if not exists:  # for all that is known: it does if this rank has rows of it
+            run.batches.peek(step)
+            exists = run.batches.coming > 0
+        if exists:
+            run.begin_batch(step)
         with self.span("data"):
             batch = run.check_batch(next(shares))
-        if not len(batch.x):
-            return False
+        took = len(batch.x) > 0 and self._update_alone(run, batch)
+        if exists:
+            run.end_batch(step)
+        return took
+
+    def _update_alone(self, run: EpochRun, batch: Batch) -> bool:
+        """Update the replica with rows of this rank. Returns False if they were discarded. Local; may raise any
+        exception."""
+        replica, metrics = self.replica, len(self.replica.metrics)
         with self.span("compute"):
             values = replica.gradients(batch.x, batch.y, 1.0)
         if run.discard_if_unusable(self._gradients, replica):

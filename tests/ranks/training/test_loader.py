@@ -90,6 +90,16 @@ def test_a_loader_trains_as_one_rank_with_all_rows(kind: str, rows: str, flat: a
         np.testing.assert_allclose([epoch.loss for epoch in history], losses, rtol=1e-5)
 
 
+class Seen(Callback):
+    """Notes the numbers of the batches that have ended."""
+
+    def __init__(self) -> None:
+        self.batches: list[int] = []
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        self.batches.append(batch)
+
+
 @pytest.mark.parametrize("rows", ["divided", "whole"])
 def test_local_sgd_with_a_loader_trains_as_with_arrays(rows: str, flat: allreduce.Topology) -> None:
     """Batches of 12, 12, 12 and 7 rows, so that the last one is short; rounds of 3 steps end after the epoch."""
@@ -102,11 +112,14 @@ def test_local_sgd_with_a_loader_trains_as_with_arrays(rows: str, flat: allreduc
     ]
     found = []
     for loads in (True, False):
+        seen = Seen()
         with MirroredTrainer(network(), "ring", flat, sync_every=3) as trainer:
             if loads:
-                history = trainer.fit(batches if rows == "whole" else mine, rows=rows, epochs=EPOCHS, progress=False)
+                own = batches if rows == "whole" else mine
+                history = trainer.fit(own, rows=rows, epochs=EPOCHS, callbacks=[seen], progress=False)
             else:
-                history = trainer.fit(x, y, EPOCHS, 12, shuffle=False, progress=False)
+                history = trainer.fit(x, y, EPOCHS, 12, shuffle=False, callbacks=[seen], progress=False)
+            assert seen.batches == [0, 1, 2, 3] * EPOCHS
             found.append([trainer.steps, *(epoch.loss for epoch in history), *trainer.replica.state()["parameters"]])
     np.testing.assert_allclose(found[0], found[1], rtol=1e-5, atol=1e-7)
 
