@@ -213,30 +213,34 @@ class AllReduce(ABC):
         for part in _by_name(self._parts).values():
             part.describe(array, parts)
 
-    def state(self) -> dict[str, np.ndarray]:
+    def state(self, array: Any = None) -> dict[str, np.ndarray]:
         """Return a copy of this rank's state: the error feedback of a compression. {} without one. Local.
 
-        It belongs to the training state: other ranks have other values, and training continues differently without it.
+        array: the state of this array from `allocate` only. The state belongs to the training state: other ranks have
+        other values, and training continues differently without it.
         """
         parts = _by_name(self._parts)
-        return {f"{name}/{key}": array for name, part in parts.items() for key, array in part.state().items()}
+        return {f"{name}/{key}": held for name, part in parts.items() for key, held in part.state(array).items()}
 
-    def load_state(self, state: Mapping[str, np.ndarray]) -> None:
-        """Load a result of `state` of an equal backend with equal arrays. Local. Raises OptionError for another's."""
+    def load_state(self, state: Mapping[str, np.ndarray], array: Any = None) -> None:
+        """Load a result of `state` of an equal backend with equal arrays; state that it lacks becomes zero. Local.
+
+        array: load the state of this array only. Raises OptionError for another backend's state.
+        """
         parts = _by_name(self._parts)
         found: dict[str, dict[str, np.ndarray]] = {name: {} for name in parts}
-        for key, array in state.items():
+        for key, held in state.items():
             name, _, rest = key.partition("/")
             if name not in parts:
                 raise OptionError(f"{self!r} has no state {key!r}: it is of another backend or compression")
-            found[name][rest] = array
+            found[name][rest] = held
         for name, part in parts.items():
-            part.load_state(found[name])
+            part.load_state(found[name], array)
 
-    def reset(self) -> None:
-        """Set the error feedback of a compression to zero, as in a new backend. Local."""
+    def reset(self, array: Any = None) -> None:
+        """Set the error feedback of a compression, of one array or of all, to zero, as in a new backend. Local."""
         for part in _by_name(self._parts).values():
-            part.reset()
+            part.reset(array)
 
     # What users call: sums
 

@@ -2,7 +2,7 @@
 
 import re
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -154,10 +154,17 @@ class Registry:
 
     # The training state
 
-    def state(self) -> dict[str, np.ndarray]:
-        """Return a copy of the error feedback, the call counts and the factors. Local."""
+    def _entries_of(self, array: Any) -> list[Entry]:
+        """Return the entry of `array`, if it is registered; all entries if `array` is None."""
+        if array is None:
+            return self._entries
+        where = self.find(array)
+        return [] if where is None else [where.entry]
+
+    def state(self, array: Any = None) -> dict[str, np.ndarray]:
+        """Return a copy of the error feedback, the call counts and the factors of one array, or of all. Local."""
         held: dict[str, np.ndarray] = {}
-        for number, entry in enumerate(self._entries):
+        for number, entry in enumerate(self._entries_of(array)):
             if entry.residual is not None:
                 held[f"{number}{RESIDUAL}"] = entry.residual.copy()
             if entry.calls:
@@ -166,55 +173,56 @@ class Registry:
                 held[f"{number}/factor/{start}/{rows}x{columns}"] = factor.copy()
         return held
 
-    def load_state(self, state: Mapping[str, np.ndarray]) -> None:
-        """Load a result of `state` of equal arrays; state that it lacks becomes zero. Local.
+    def load_state(self, state: Mapping[str, np.ndarray], array: Any = None) -> None:
+        """Load a result of `state` of an equal array, or of equal arrays; state that it lacks becomes zero. Local.
 
         Raises OptionError, and changes nothing, if it is of other arrays.
         """
-        checked = {name: self._find_state(name, array) for name, array in state.items()}
+        entries = self._entries_of(array)
+        checked = {name: _find_state(entries, name, held) for name, held in state.items()}
         for name, found in checked.items():
             if found is None:
-                array = state[name]
+                held = state[name]
+                known = ", ".join(f"{at}, {each.dtype} of length {each.length}" for at, each in enumerate(entries))
                 raise OptionError(
-                    f"the state of a compression has {name!r}, {array.dtype} of shape {array.shape}, which is not of "
-                    f"the arrays of this backend: {', '.join(map(str, self._shown())) or 'none'}"
+                    f"the state of a compression has {name!r}, {held.dtype} of shape {held.shape}, which is not of "
+                    f"the arrays of this backend: {known or 'none'}"
                 )
-        self.reset()
-        for name, array in state.items():
-            entry, kind, place = checked[name] or (None, "", None)
-            assert entry is not None
+        self.reset(array)
+        for name, held in state.items():
+            found_entry, kind, place = checked[name] or (None, "", None)
+            assert found_entry is not None
             if kind == "residual":
-                Slice(entry, 0, entry.length).residual[...] = array
+                Slice(found_entry, 0, found_entry.length).residual[...] = held
             elif kind == "calls":
-                entry.calls.update((int(start), int(count)) for start, count in array)
+                found_entry.calls.update((int(start), int(count)) for start, count in held)
             elif place is not None:
-                entry.factors[place] = array.copy()
+                found_entry.factors[place] = held.copy()
 
-    def _find_state(self, name: str, array: np.ndarray) -> tuple[Entry, str, tuple[int, int, int] | None] | None:
-        """Return the entry, the kind and the matrix of an array of a state; None if it does not fit this registry."""
-        found = _STATE.fullmatch(name)
-        if found is None or int(found["number"]) >= len(self._entries):
-            return None
-        entry = self._entries[int(found["number"])]
-        kind = found["kind"].partition("/")[0]
-        if kind == "calls":
-            return (entry, kind, None) if (array.dtype.kind, array.shape[1:]) == ("i", (2,)) else None
-        if array.dtype != entry.dtype:
-            return None
-        if kind == "residual":
-            return (entry, kind, None) if array.shape == (entry.length,) else None
-        start, rows, columns = (int(found[each]) for each in ("start", "rows", "columns"))
-        inside = start + rows * columns <= entry.length and array.ndim == 2 and array.shape[1] == columns
-        return (entry, kind, (start, rows, columns)) if inside else None
-
-    def _shown(self) -> Iterator[str]:
-        for number, entry in enumerate(self._entries):
-            yield f"{number}, {entry.dtype} of length {entry.length}"
-
-    def reset(self) -> None:
-        """Set all error feedback to zero, and forget the call counts and the factors. Local."""
-        for entry in self._entries:
+    def reset(self, array: Any = None) -> None:
+        """Set the error feedback of one array, or of all, to zero; forget the call counts and the factors. Local."""
+        for entry in self._entries_of(array):
             entry.forget()
+
+
+def _find_state(
+    entries: Sequence[Entry], name: str, array: np.ndarray
+) -> tuple[Entry, str, tuple[int, int, int] | None] | None:
+    """Return the entry, the kind and the matrix of an array of a state; None if it does not fit these entries."""
+    found = _STATE.fullmatch(name)
+    if found is None or int(found["number"]) >= len(entries):
+        return None
+    entry = entries[int(found["number"])]
+    kind = found["kind"].partition("/")[0]
+    if kind == "calls":
+        return (entry, kind, None) if (array.dtype.kind, array.shape[1:]) == ("i", (2,)) else None
+    if array.dtype != entry.dtype:
+        return None
+    if kind == "residual":
+        return (entry, kind, None) if array.shape == (entry.length,) else None
+    start, rows, columns = (int(found[each]) for each in ("start", "rows", "columns"))
+    inside = start + rows * columns <= entry.length and array.ndim == 2 and array.shape[1] == columns
+    return (entry, kind, (start, rows, columns)) if inside else None
 
 
 def divide(states: Sequence[Mapping[str, np.ndarray]], ranks: int) -> list[dict[str, np.ndarray]]:

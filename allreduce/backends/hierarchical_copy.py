@@ -81,11 +81,11 @@ class HierarchicalCopy(TwoPhase):
     def sent(self, dtype: np.dtype) -> np.dtype:
         return dtype if self._compress is None else self._compress.sent(dtype)
 
-    def load_state(self, state: Mapping[str, np.ndarray]) -> None:
+    def load_state(self, state: Mapping[str, np.ndarray], array: Any = None) -> None:
         """As AllReduce.load_state. A rank that sends nothing across nodes keeps no error feedback, so it drops it."""
         if self._cross is None and self._compress is not None:
-            state = {name: array for name, array in state.items() if not name.startswith(f"{self._names[1]}/")}
-        super().load_state(state)
+            state = {name: held for name, held in state.items() if not name.startswith(f"{self._names[1]}/")}
+        super().load_state(state, array)
 
     def owned(self, length: int, rank: int | None = None) -> slice:
         """Return the slice that a node rank (by default this rank's) owns; all nodes divide the buffer equally."""
