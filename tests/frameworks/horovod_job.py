@@ -481,7 +481,7 @@ def bad_compressions() -> None:
     model(torch.ones(1, 96)).sum().backward()
     with pytest.raises(OrderError, match="before optimizer"):
         optimizer.compression_state()
-    optimizer.synchronize()
+    optimizer.step()
 
     def wrap(compression: object, **arguments: object) -> object:
         plain = torch.optim.SGD(network().parameters(), lr=1.0)
