@@ -425,7 +425,8 @@ def all_is_sent() -> None:
         same(half.detach(), [-steps] * 9)
         before[3] -= 2 * steps
         same(table.weight.detach(), before)
-        assert {name.split("/")[0] for name in optimizer.compression_state()} == {"0"}
+        several = {"0"} if process_set.size() > 1 else set()
+        assert {name.split("/")[0] for name in optimizer.compression_state()} == several
     hvd.remove_process_set(others)
     weight = torch.nn.Parameter(torch.zeros(100, 100))
     optimizer = hvd.DistributedOptimizer(torch.optim.SGD([weight], lr=1.0), compression="int8")
