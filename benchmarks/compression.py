@@ -5,11 +5,14 @@
 
 It measures one of these:
   speed     milliseconds, bytes and error of averaging 16 MiB of an MLP's gradients, by each compression
+  training  seconds until a model has the accuracy of uncompressed training; needs PyTorch
+  exact     the SHA-256 of exactly trained parameters, on 1 rank to all, with each backend: the exit status is 1 if some
+            differ
 """
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime, timezone
 from functools import partial
 from typing import Any
@@ -19,13 +22,16 @@ from allreduce.errors import OptionError
 from allreduce.machine import identify
 from allreduce.topology import Topology
 from allreduce.transport.control import on_all_ranks
-from benchmarks.compressing import picture, speed
+from benchmarks.compressing import exact, picture, speed
 from benchmarks.lib import cli, hosts, outputs, plot, sizes
 from benchmarks.lib.outputs import Screen
 from trainers.datasets.parser import Parser
 
+Write = Callable[[dict[str, Any]], None]  # adds to the record, and writes it
+Draw = Callable[[Mapping[str, Any]], Any]  # returns the picture of a record
+
 NAME = "benchmarks.compression"
-RATES = {"speed": "1gbit"}  # of a host's link
+RATES = {"speed": "1gbit", "training": "100mbit", "exact": "1gbit"}  # of a host's link
 EPILOG = """\
 --hosts starts the ranks itself, by scripts/cluster_sim.sh: on hosts that it simulates on this Linux machine, with links
 of --rate between them. It needs root. On a cluster, start this command with mpirun on several machines instead.
@@ -36,13 +42,24 @@ Compression gains where the network is slow. On one host the ranks share memory:
 def add_options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("what", nargs="?", choices=tuple(RATES), default="speed", help="what to measure (default: speed)")
-    add("--methods", type=cli.names, metavar="A,B", help=f"(default: {','.join(speed.METHODS)})")
+    add(
+        "--methods",
+        type=cli.names,
+        metavar="A,B",
+        help="what to compare, such as none,int8; for exact: backends (default: all)",
+    )
     add("--backend", choices=NAMES, default="auto", metavar="NAME", help="the backend that sends (default: auto)")
     _add_host_options(parser.add_argument_group("simulated hosts"))
     group = parser.add_argument_group("speed").add_argument
     group("--size", type=cli.size, default=16 << 20, metavar="BYTES", help="of the array (default: 16M)")
     group("--iters", type=cli.at_least(1), default=10, metavar="N", help="timed calls of each method (default: 10)")
     group("--warmup", type=cli.at_least(1), default=2, metavar="N", help="calls before them (default: 2)")
+    group = parser.add_argument_group("training").add_argument
+    group("--models", type=cli.names, default=["mlp", "conv"], metavar="A,B", help="(default: mlp,conv)")
+    group("--steps", type=cli.at_least(1), metavar="N", help="of uncompressed training (default: 65 for mlp, 300)")
+    group("--every", type=cli.at_least(2), default=5, metavar="N", help="steps between evaluations (default: 5)")
+    group = parser.add_argument_group("exact").add_argument
+    group("--epochs", type=cli.at_least(1), default=5, metavar="N", help="(default: 5)")
     cli.add_json_option(parser)
     add("--plot", metavar="FILE", help="draw the comparison (.png, .svg, .pdf)")
 
@@ -61,14 +78,42 @@ def _rates() -> str:
 def _run(given: Sequence[str], topology: Topology, args: argparse.Namespace, screen: Screen) -> int:
     if args.hosts:
         return _start_on_hosts(given, topology, args)
+    record = {**_about(topology, args, screen)}
+
+    def write(found: dict[str, Any]) -> None:
+        record.update(found)
+        screen.write_record(record)
+
+    if args.what == "exact":
+        if args.plot:
+            raise on_all_ranks(OptionError("--plot: exact has no picture"), topology.world)
+        return 0 if exact.run(topology, args, screen, write) else 1
+    if args.what == "training":
+        draw = _train(topology, args, screen, write)
+    else:
+        draw = _measure_calls(topology, args, screen, write)
+    if args.plot and topology.rank == 0:
+        outputs.write(args.plot, plot.content(draw(record), plot.kind_of(args.plot)))
+    return 0
+
+
+def _measure_calls(topology: Topology, args: argparse.Namespace, screen: Screen, write: Write) -> Draw:
     if args.size < 4:
         raise on_all_ranks(OptionError(f"--size {sizes.show(args.size)}: one element has 4 bytes"), topology.world)
     args.methods = args.methods or list(speed.METHODS)
-    record = {**_about(topology, args, screen), **speed.run(topology, args, screen)}
-    screen.write_record(record)
-    if args.plot and topology.rank == 0:
-        outputs.write(args.plot, plot.content(picture.of_speed(record), plot.kind_of(args.plot)))
-    return 0
+    write(speed.run(topology, args, screen))
+    return picture.of_speed
+
+
+def _train(topology: Topology, args: argparse.Namespace, screen: Screen, write: Write) -> Draw:
+    try:
+        from benchmarks.compressing import training
+    except ImportError as error:
+        text = f"training needs PyTorch ({error}): pip install '.[torch]' in the checkout"
+        raise on_all_ranks(OptionError(text), topology.world) from None
+    args.methods = args.methods or list(training.METHODS)
+    training.run(topology, args, screen, write)
+    return picture.of_training
 
 
 def _start_on_hosts(given: Sequence[str], topology: Topology, args: argparse.Namespace) -> int:

@@ -1,6 +1,7 @@
 """Measures the time of a PyTorch training step on several ranks, for each way of averaging gradients.
 
     mpirun -n 2 python -m benchmarks.training_step --json out.json
+    mpirun -n 2 python -m benchmarks.training_step --models mlp,transformer --ways ddp,zero,fsdp
 
 All variants train the same model in the same processes. They take turns, one step each, so that a drifting machine
 affects all of them alike. A step is zero_grad, forward, backward, step; its time is the slowest rank's. Every rank
@@ -28,14 +29,19 @@ try:
     import torch
     import torch.distributed as dist
     from torch import Tensor, nn
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+    from torch.distributed.tensor import DTensor
 except ImportError as error:
     raise SystemExit(
         f'benchmarks.training_step needs PyTorch ({error}): pip install ".[torch]" in the checkout'
     ) from error
 
+from allreduce.errors import OptionError
 from allreduce.machine import identify
 from allreduce.topology import Topology
-from allreduce.transport.control import combine, on_all
+from allreduce.transport.control import combine, on_all, on_all_ranks
 from benchmarks.lib import cli, timing
 from benchmarks.lib.contenders import join
 from benchmarks.lib.machine import peak_memory, trim
@@ -44,6 +50,8 @@ from trainers import malloc
 from trainers.pytorch import MirroredOptimizer
 
 PLAIN, DDP_GLOO, DDP_OURS = "no communication", "DDP + gloo", "DDP + allreduce"
+DDP_NOTHING, BARE = "DDP, hook without all-reduce", "all-reduce alone"  # the floor of DDP; of the gradients' bytes
+GLOO, OURS = " + gloo", " + allreduce"  # endings of a way's names
 MIRRORED: dict[str, dict[str, Any]] = {  # options of MirroredOptimizer
     "replicated": {"update": "replicated", "overlap": False},
     "replicated, overlap": {"update": "replicated", "overlap": True},
@@ -51,7 +59,15 @@ MIRRORED: dict[str, dict[str, Any]] = {  # options of MirroredOptimizer
     "sharded, overlap": {"update": "sharded", "overlap": True},
     "sharded, copies=2": {"update": "sharded", "overlap": False, "copies": 2},  # with mpirun --with-ft ulfm
 }
-NAMES = (PLAIN, DDP_GLOO, DDP_OURS, *MIRRORED)
+WAYS = {
+    "ddp": (DDP_NOTHING, BARE, DDP_GLOO, DDP_OURS),
+    "zero": ("ZeRO-1 + gloo", "ZeRO-1 + allreduce"),
+    "fsdp": ("FSDP2 + gloo", "FSDP2 + allreduce"),
+}
+NAMES = (PLAIN, *itertools.chain(*WAYS.values()), *MIRRORED)
+DEFAULT = [PLAIN, DDP_GLOO, DDP_OURS, *(name for name in MIRRORED if "copies" not in name)]
+UNAVERAGED = (PLAIN, DDP_NOTHING, BARE)
+DENSE_ONLY = (*WAYS["zero"], *WAYS["fsdp"])
 MEMORY_STEPS = 8  # of the training whose peak of memory is measured
 
 
@@ -65,6 +81,7 @@ class Workload(NamedTuple):
     batch: Callable[[int, torch.Generator], tuple[Tensor, Tensor]]
     title: str
     momentum: float = 0.9
+    sparse: bool = False  # its gradients
 
 
 def mlp() -> nn.Module:
@@ -127,6 +144,7 @@ WORKLOADS = {
         lambda size, generator: (torch.randint(0, 1_000_000, (size,), generator=generator), _labels(size, generator)),
         "embedding of 1,000,000 x 64 with sparse gradients",
         momentum=0.0,
+        sparse=True,
     ),
 }
 
@@ -162,23 +180,50 @@ class Bench:
         """Return a variant with a new model, equal on all ranks."""
         torch.manual_seed(0)
         model = workload.model()
-        plain = torch.optim.SGD(model.parameters(), lr=0.01, momentum=workload.momentum)
+        sgd = partial(torch.optim.SGD, lr=0.01, momentum=workload.momentum)
+        if name in MIRRORED:
+            options = MIRRORED[name]
+            mirrored = MirroredOptimizer(
+                sgd(model.parameters()), model, self._options.allreduce, topology=self._topology, **options
+            )
+            return Variant(model, mirrored, mirrored.close)
+        if name in WAYS["fsdp"]:
+            mesh = DeviceMesh.from_group(self._group(name), "cpu")
+            for part in _parts(model):
+                fully_shard(part, mesh=mesh)
+            return Variant(model, sgd(model.parameters()), lambda: None)
         if name == PLAIN:
-            return Variant(model, plain, lambda: None)
-        if name in (DDP_GLOO, DDP_OURS):
-            module = nn.parallel.DistributedDataParallel(model, process_group=self._group(name))
-            return Variant(module, plain, lambda: None)
-        mirrored = MirroredOptimizer(plain, model, self._options.allreduce, topology=self._topology, **MIRRORED[name])
-        return Variant(model, mirrored, mirrored.close)
+            return Variant(model, sgd(model.parameters()), lambda: None)
+        module = nn.parallel.DistributedDataParallel(model, process_group=self._group(name))
+        if name == DDP_NOTHING:
+            module.register_comm_hook(None, _without_all_reduce)
+        if name in WAYS["zero"]:
+            zero = ZeroRedundancyOptimizer(
+                model.parameters(),
+                torch.optim.SGD,
+                lr=0.01,
+                momentum=workload.momentum,
+                process_group=self._group(name),
+                parameters_as_bucket_view=True,
+            )
+            return Variant(module, zero, lambda: None)
+        return Variant(module, sgd(model.parameters()), lambda: None)
 
     def _group(self, name: str) -> Any:
-        if name not in self._groups:
-            if name == DDP_OURS:
+        """Return the process group of a variant: gloo's, or the one over this library."""
+        backend = "gloo" if name.endswith(GLOO) else "allreduce"
+        if backend not in self._groups:
+            if backend == "allreduce":
                 importlib.import_module(
                     "allreduce.torch_backend"
                 )  # registers the backend, also without an installation
-            self._groups[name] = dist.new_group(backend="gloo" if name == DDP_GLOO else "allreduce")
-        return self._groups[name]
+            self._groups[backend] = dist.new_group(backend=backend)
+        return self._groups[backend]
+
+    def _all_reduce_alone(self, workload: Workload) -> Callable[[], object]:
+        """Return a function that all-reduces a tensor of as many elements as the model has. Collective."""
+        tensor = torch.zeros(sum(each.numel() for each in workload.model().parameters()))
+        return partial(dist.all_reduce, tensor, group=self._group(BARE))
 
     def _batches(self, workload: Workload, size: int) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield batches endlessly: different on each rank, the same for each variant."""
@@ -192,8 +237,12 @@ class Bench:
 
     def times(self, workload: Workload, size: int, screen: Screen) -> dict[str, list[float]]:
         """Return variant -> the seconds of each step, on the slowest rank."""
-        variants = {name: self._make(name, workload) for name in self._options.variants}
-        steps = {name: partial(each.step, self._batches(workload, size)) for name, each in variants.items()}
+        variants = {name: self._make(name, workload) for name in self._options.variants if name != BARE}
+        steps: dict[str, Callable[[], object]] = {
+            name: partial(each.step, self._batches(workload, size)) for name, each in variants.items()
+        }
+        if BARE in self._options.variants:
+            steps[BARE] = self._all_reduce_alone(workload)
         found = timing.take_turns(self._comm, steps, self._options.steps, self._options.warmup, screen)
         for name, variant in variants.items():
             if self._options.report and isinstance(variant.optimizer, MirroredOptimizer) and self._comm.rank == 0:
@@ -205,14 +254,16 @@ class Bench:
         """Return how far each variant's parameters are from DDP + gloo's after `steps` steps on the same batches."""
         results = {}
         for name in self._options.variants:
+            if name in UNAVERAGED:
+                continue
             variant = self._make(name, workload)
             self._train(variant, workload, size, steps)
-            results[name] = torch.cat([each.detach().reshape(-1) for each in variant.module.parameters()])
+            results[name] = torch.cat([_whole(each).reshape(-1) for each in variant.module.parameters()])
             variant.close()
         reference = results.get(DDP_GLOO)
         found = {}
         for name, flat in results.items():
-            if reference is not None and name not in (PLAIN, DDP_GLOO):
+            if reference is not None and name != DDP_GLOO:
                 largest = self._largest(float((flat - reference).abs().max()))
                 equal = on_all(self._comm, torch.equal(flat, reference), "compare bits")
                 found[name] = {"bits_equal": equal, "largest": largest}
@@ -221,7 +272,7 @@ class Bench:
     def memory(self, workload: Workload, size: int) -> dict[str, float]:
         """Measure each variant's peak of memory, in bytes per rank; ranks that share a page divide it among them."""
         peaks = {}
-        names = self._options.variants
+        names = [name for name in self._options.variants if name != BARE]
         for name in [names[0], *names]:  # the first one also loads libraries, so it is measured twice
             trim()
             self._comm.Barrier()
@@ -239,6 +290,25 @@ class Bench:
         return float(combine(self._comm, np.array([value], np.float64), "find the largest", MPI.MAX)[0])
 
 
+def _parts(model: nn.Module) -> list[nn.Module]:
+    """Return the modules that FSDP shards one by one: the layers with many parameters, then the model."""
+    kinds = (nn.Linear, nn.Conv2d, nn.Embedding)
+    layers: list[nn.Module] = [each for each in model.modules() if isinstance(each, nn.TransformerEncoderLayer)]
+    return [*(layers or [each for each in model.children() if isinstance(each, kinds)]), model]
+
+
+def _without_all_reduce(_: None, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+    future: torch.futures.Future[Tensor] = torch.futures.Future()
+    future.set_result(bucket.buffer())
+    return future
+
+
+def _whole(parameter: Tensor) -> Tensor:
+    """Return a parameter of all ranks, gathered if it is sharded. Collective then."""
+    parameter = parameter.detach()
+    return parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
+
+
 def summary(times: dict[str, list[float]]) -> dict[str, dict[str, float]]:
     """Return milliseconds and ratios of medians: > 1: faster than DDP + gloo; <= 1: no slower than no communication."""
     rows = {name: timing.summary(each) for name, each in times.items()}
@@ -247,14 +317,31 @@ def summary(times: dict[str, list[float]]) -> dict[str, dict[str, float]]:
             row["faster_than_ddp_gloo"] = median(times[DDP_GLOO]) / median(times[name])
         if PLAIN in times:
             row["of_no_communication"] = median(times[name]) / median(times[PLAIN])
+        if (peer := name.removesuffix(OURS) + GLOO) in times and name.endswith(OURS):
+            row["faster_than_gloo"] = median(times[peer]) / median(times[name])
+        if DDP_NOTHING in times and name in (DDP_GLOO, DDP_OURS):
+            row["added_to_ddp_ms"] = row["median_ms"] - rows[DDP_NOTHING]["median_ms"]
+            if BARE in times:
+                row["added_of_all_reduce_alone"] = row["added_to_ddp_ms"] / rows[BARE]["median_ms"]
     return rows
+
+
+def _say_ratios(rows: dict[str, dict[str, float]], screen: Screen) -> None:
+    """Print how each way over this library compares with gloo, and what it adds to DDP."""
+    for name, row in rows.items():
+        if "faster_than_gloo" in row:
+            screen.say(f"  {name}: {row['faster_than_gloo']:.2f}x as fast as over gloo")
+        if "added_of_all_reduce_alone" in row:
+            ratio, added = row["added_of_all_reduce_alone"], row["added_to_ddp_ms"]
+            screen.say(f"  {name}: adds {added:.1f} ms to DDP, {ratio:.2f} times the all-reduce alone")
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     cli.add_some(parser, "--models", WORKLOADS)
     add("--batch", type=_numbers, default=[16, 128], metavar="N,N", help="rows per rank, default 16,128")
-    cli.add_some(parser, "--variants", NAMES, ";", [name for name in NAMES if "copies" not in name])
+    cli.add_some(parser, "--variants", NAMES, ";", DEFAULT)
+    cli.add_some(parser, "--ways", WAYS, default=[], about="over gloo and over this library, instead of --variants")
     add("--steps", type=cli.at_least(1), default=30, metavar="N", help="timed steps of each variant, default 30")
     add("--warmup", type=cli.at_least(0), default=5, metavar="N", help="steps before them, default 5")
     add(
@@ -285,7 +372,9 @@ def measure(bench: Bench, options: argparse.Namespace, screen: Screen) -> list[d
             sgd = f"SGD with{'' if workload.momentum else 'out'} momentum"
             screen.say(f"\n{workload.title}, {parameters / 1e6:.1f} M parameters, batch {size} per rank, {sgd}")
             screen.say(timing.table(times, DDP_GLOO, PLAIN))
-            results.append({"model": model, "parameters": parameters, "batch": size, "times": summary(times)})
+            rows = summary(times)
+            _say_ratios(rows, screen)
+            results.append({"model": model, "parameters": parameters, "batch": size, "times": rows})
             if size == options.batch[0]:
                 results[-1].update(peak_memory_bytes=memory, after_steps=options.verify, differences=differences)
                 for name, each in differences.items():
@@ -300,6 +389,12 @@ def measure(bench: Bench, options: argparse.Namespace, screen: Screen) -> list[d
 def _run(topology: Topology, options: argparse.Namespace, screen: Screen) -> int:
     if "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(1)
+    if options.ways:
+        options.variants = [PLAIN, *itertools.chain(*(WAYS[way] for way in options.ways))]
+    sparse = [model for model in options.models if WORKLOADS[model].sparse]
+    if refused := sparse and [name for name in options.variants if name in DENSE_ONLY]:
+        text = f"the model {sparse[0]} has sparse gradients, which {', '.join(refused)} don't take"
+        raise on_all_ranks(OptionError(f"{text}; give other models or other ways"), topology.world)
     os.environ[malloc.OPTION] = options.malloc
     malloc.keep_freed_memory()  # from the first step, of all variants
     threads = torch.get_num_threads()

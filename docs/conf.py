@@ -14,7 +14,18 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "docs")]
 
 # The site is built without the frameworks, so without gigabytes of PyTorch.
-FRAMEWORKS = {"accelerate", "cupy", "jax", "keras", "lightning", "optax", "tensorboardX", "tensorflow", "torch"}
+FRAMEWORKS = {
+    "accelerate",
+    "cupy",
+    "jax",
+    "keras",
+    "lightning",
+    "optax",
+    "prometheus_client",
+    "tensorboardX",
+    "tensorflow",
+    "torch",
+}
 
 
 class StandIn(type):

@@ -22,9 +22,10 @@ LAUNCHERS = {
 # Here, so that jobs that tests start by themselves inherit them:
 PATIENT = {
     # A rank that polls takes a core from the ranks that it waits for, of its own job or of the one that another file
-    # of tests runs at the same time. MPICH's light yield, of sched_yield, still burns as much time again as the grid's
-    # work takes; its heavy yield sleeps.
+    # of tests runs at the same time. A yield by sched_yield still burns as much time again as the grid's work takes, so
+    # a yield sleeps: for Linux's shortest time, 50 microseconds.
     "OMPI_MCA_mpi_yield_when_idle": "1",
+    "OMPI_MCA_threads_pthreads_yield_strategy": "nanosleep",
     "MPIR_CVAR_ENABLE_HEAVY_YIELD": "1",
     "MPIR_CVAR_POLLS_BEFORE_YIELD": "50",
     # Open MPI's transport for RDMA networks sleeps for a second when it finds none, in each job's start.

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from trainers.central_storage import CentralStorageTrainer
     from trainers.cli import roles
+    from trainers.cli.run import run
     from trainers.data import Samples
     from trainers.fit.checkpointing import Checkpoint
     from trainers.local_sgd.outer import OuterSGD
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     from trainers.replicas.numpy.network import NumpyNetwork
     from trainers.spare_replicas import SpareReplicasTrainer
     from trainers.watching.history import Epoch, History
+    from trainers.watching.logs import log_to
 
 __all__ = [
     "CentralStorageTrainer",
@@ -42,7 +44,9 @@ __all__ = [
     "SpareReplicasTrainer",
     "Terminated",
     "Terminating",
+    "log_to",
     "roles",
+    "run",
 ]
 
 _MODULES = {
@@ -60,7 +64,9 @@ _MODULES = {
     "SpareReplicasTrainer": "trainers.spare_replicas",
     "Terminated": "trainers.recovery.terminating",
     "Terminating": "trainers.recovery.terminating",
+    "log_to": "trainers.watching.logs",
     "roles": "trainers.cli.roles",
+    "run": "trainers.cli.run",
 }
 
 

@@ -7,16 +7,18 @@ import numpy as np
 import allreduce
 from allreduce import notices, registry
 from allreduce.arrays import dtypes, gpu
-from allreduce.backend import AllReduce, TwoPhase
+from allreduce.backend import AllReduce, Config, TwoPhase
 from allreduce.backends.auto import Auto
 from allreduce.errors import OptionError, UnavailableError
 from allreduce.topology import Topology
+from allreduce.wrappers.exact import Exact
 from allreduce.wrappers.options import Given
 from trainers.replica import Replica
 
 UPDATES = ("replicated", "sharded")
 # A training that is repeated or resumed gives the same bits, so "auto" tries only backends that give the same bits.
 SETTINGS_OF_AUTO = {"trial": "same_bits"}
+MICRO_BATCH = 8  # rows, with exact=True
 LOST_RESIDUALS = (
     "the error feedback of failed ranks (the part of their gradients that compression had not sent yet) is lost; "
     "training continues with the error feedback of the remaining ranks"
@@ -98,8 +100,11 @@ def connected_nccl(given: str | AllReduce, topology: Topology, compress: Given) 
 
 def backend_name(backend: AllReduce, buffer: Any, device: str) -> str:
     """Return the name of the backend that reduces `buffer`: with "auto" the selected one. Local."""
-    if isinstance(backend.exact, Auto):
-        return backend.exact.choice(len(buffer), buffer.dtype, device)[0]
+    plain = backend.exact
+    if isinstance(plain, Exact):
+        plain = plain.inner
+    if isinstance(plain, Auto):
+        return plain.choice(len(buffer), buffer.dtype, device)[0]
     return backend.name
 
 
@@ -111,6 +116,27 @@ def compress_error(backend: Any, compress: Given) -> OptionError | None:
         f"compress={compress!r}: {backend!r} exists already; pass its name, or create it with "
         f"allreduce.create({backend.name!r}, topology, compress={compress!r})"
     )
+
+
+def exact_error(exact: Any, micro_batch: Any, local: bool, backend: Any, compress: Given) -> str:
+    """Return the error text if these options of an exact training are invalid, or "". local: for local SGD. Local."""
+    if exact is not True:
+        wrong = exact is not False or micro_batch is not None
+        return wrong * (f"exact={exact!r}: use True or False" if exact else "micro_batch needs exact=True")
+    if local:
+        return "exact=True and sync_every exclude each other: ranks that train on their own rows differ"
+    rows = micro_batch
+    if rows is not None and (isinstance(rows, bool) or not isinstance(rows, int | np.integer) or rows < 1):
+        return f"micro_batch must be an integer >= 1, got {rows!r}"
+    if compress is not None:
+        return f"exact=True and compress={compress!r} exclude each other; leave one out"
+    sums = hasattr(backend, "sum_terms") or (isinstance(backend, Config) and backend.options.get("exact"))
+    if isinstance(backend, AllReduce | Config) and not sums:
+        return (
+            f"exact=True: {backend!r} does not sum exactly; pass its name, or create it with "
+            f"allreduce.create({backend.name!r}, topology, exact=True)"
+        )
+    return ""
 
 
 def allocate_own(replica: Replica) -> Any:

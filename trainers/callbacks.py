@@ -7,6 +7,7 @@ from trainers.watching.csv_logger import CSVLogger
 from trainers.watching.early_stopping import EarlyStopping
 from trainers.watching.learning_rate import LearningRateSchedule
 from trainers.watching.model_checkpoint import ModelCheckpoint
+from trainers.watching.prometheus import Prometheus
 from trainers.watching.tensorboard import TensorBoard
 from trainers.watching.timeline import Timeline
 
@@ -18,6 +19,7 @@ __all__ = [
     "EarlyStopping",
     "LearningRateSchedule",
     "ModelCheckpoint",
+    "Prometheus",
     "TensorBoard",
     "Timeline",
 ]

@@ -174,6 +174,24 @@ def _value_text(value: np.ndarray | str, crc: int) -> str:
         return f"{text}, norm {float(np.linalg.norm(value.astype(np.float64)))!r}"
 
 
+COUNTERS = "num_batches_tracked"  # of PyTorch's batch norm: used by no computation, unless momentum is None
+
+
+def changed_alone(before: Mapping[str, np.ndarray], after: Mapping[str, np.ndarray]) -> str:
+    """Return why a training is not exact: the first array that a micro-batch has changed on this rank alone; or "".
+
+    before, after: what each rank has of its own (Replica.local_state). Local.
+    """
+    for name, array in before.items():
+        follows = name.startswith("random") or name.endswith(COUNTERS)
+        if not follows and not np.array_equal(array, after[name], equal_nan=array.dtype.kind == "f"):
+            return (
+                f"exact=True: {name} changes in training on each rank, and is not averaged, so the training "
+                "would depend on the ranks; leave out exact=True, or that part of the model"
+            )
+    return ""
+
+
 # Whether gradients can be averaged
 
 ANSWERS = ("raise", "skip")  # what happens if gradients can't be averaged

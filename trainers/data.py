@@ -7,7 +7,9 @@ it. So the batches do not depend on the number of ranks; the last may be short, 
 import random
 import sys
 import zlib
-from collections.abc import Callable, Generator, Iterable, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -33,7 +35,7 @@ class Samples:
         if not hasattr(data, "__len__") or not hasattr(data, "__getitem__"):
             raise ArgumentError(
                 f"x is a {self.name}, and there is no y: give arrays x and y, or a data set with len() and rows by "
-                "number (of a DataLoader its .dataset)"
+                'number; or say which rows a loader brings: rows="divided" (each rank its own), rows="whole"'
             )
         self._data, self._collate = data, collate or _stack
         self._rows = len(data)
@@ -171,17 +173,100 @@ def order(rows: int, seed: int, epoch: int, shuffle: bool = True) -> np.ndarray:
 
 
 class Batch(NamedTuple):
-    """A rank's share of one global batch; the arrays are overwritten by a later batch."""
+    """A rank's share of one global batch; the arrays are overwritten by a later batch.
+
+    x, y: the rows; with micro-batches of a data set, whose shapes may differ, only those of the first one.
+    """
 
     x: np.ndarray
     y: np.ndarray
     rows: int  # in the global batch
     share: float  # this rank's rows / rows
     seeds: tuple[int, ...] = ()  # of random numbers: for each of this rank's micro-batches
+    parts: Sequence[tuple[np.ndarray, np.ndarray]] = ()  # x and y of each of them
 
 
-class Batches:
+class BatchSource(ABC):
     """Gives one rank its share of every global batch, epoch by epoch.
+
+    steps, rows: the batches of the current epoch, and their rows; of a stream those that the ranks know of so far.
+    batch_size: the rows of the largest batch; of a stream those of the newest batch that the ranks know of.
+    streams: whether the number of batches is not known before they are read. The ranks then learn the rows of the next
+        batch with each step: every rank calls `begin`, then `peek` during each step and `learn` after it.
+    coming: the rows of the next batch on this rank, if it streams; else 0.
+    planned: the batches in an epoch; None if that is not known.
+    checked: whether all rows could be checked before the training. ahead: how many batches may be fetched in advance.
+    """
+
+    streams = False
+    coming = 0
+    checked = False
+    ahead = 0
+    steps: int
+    rows: int
+    batch_size: int
+
+    @property
+    def planned(self) -> int | None:
+        return self.steps
+
+    @property
+    @abstractmethod
+    def settings(self) -> dict[str, Any]:
+        """The settings that decide which rows are in which batch."""
+
+    @abstractmethod
+    def fingerprint(self) -> Fingerprint:
+        """The fingerprint of the data. Raises DataError."""
+
+    @abstractmethod
+    def set_part(self, part: int | None, parts: int) -> None:
+        """Set the number of parts of every batch, and the part that this rank gets."""
+
+    @abstractmethod
+    def sizes(self) -> np.ndarray:
+        """The rows of each of the `steps` global batches."""
+
+    def total(self, epoch: int, step: int) -> int:
+        """The number of steps from the beginning of the training to `step` of `epoch`."""
+        return epoch * self.steps + step
+
+    @abstractmethod
+    def epoch(self, number: int, first: int = 0) -> Generator[Batch]:
+        """This rank's shares of the batches of epoch `number`, from `first` on. Raises DataError."""
+
+    @abstractmethod
+    def share(self, epoch: int, step: int, part: int | None) -> Batch:
+        """Return part `part` of batch `step` of an epoch. Raises DataError."""
+
+    def begin(self, epoch: int, step: int) -> int:
+        """Go to batch `step` of `epoch`; returns its rows on this rank. Local. Raises DataError."""
+        return 0
+
+    def peek(self, step: int) -> None:  # noqa: B027
+        """Fetch batch `step` in advance, and set `coming`. Local. Raises DataError."""
+
+    def learn(self, step: int, rows: int) -> None:  # noqa: B027
+        """Take the rows of batch `step` on all ranks; 0 if there is none. Local, the same on all ranks."""
+
+    def empty(self, epoch: int) -> DataError:
+        """Return the error if no rank has a batch in an epoch."""
+        return DataError(f"there are no batches in epoch {epoch + 1}")
+
+    def position(self) -> dict[str, Any]:
+        """Return what `resume` needs besides the numbers of steps, as JSON types, the same on all ranks. Local."""
+        return {}
+
+    def resume(self, epoch: int, step: int, total: int, position: Any) -> None:  # noqa: B027
+        """Continue at batch `step` of `epoch`, after `total` steps. position: of the checkpoint, not validated. Raises
+        CheckpointError."""
+
+    def close(self) -> None:  # noqa: B027
+        """Stop reading. Local."""
+
+
+class Batches(BatchSource):
+    """The batches of rows that all ranks have.
 
     x, y: the whole data, the same on every rank (memory maps will do); or `Samples`, and None.
     batch_size: rows in a global batch.
@@ -207,10 +292,10 @@ class Batches:
         self._x, self._y, self.ahead = x, y, ahead
         self._seed, self._shuffle, self._micro_batch = seed, shuffle, micro_batch
         self.checked = not isinstance(x, Samples)  # whether all rows could be checked before the training (arrays)
+        self._visited = -1, np.empty(0, np.int64)  # an epoch, and the order in which it visits the rows
         self.set_part(part, parts)
 
     def set_part(self, part: int | None, parts: int) -> None:
-        """Set the number of parts of every batch, and the part that this rank gets."""
         self._part, self._parts = part, parts
         unit = self._micro_batch or 1
         units = -(-self.batch_size // unit)
@@ -220,64 +305,65 @@ class Batches:
 
     @property
     def settings(self) -> dict[str, Any]:
-        """The settings that decide which rows are in which batch."""
         rows, size = int(self.rows), int(self.batch_size)
         found = {"rows": rows, "batch_size": size, "seed": int(self._seed), "shuffle": bool(self._shuffle)}
         return found if self._micro_batch is None else found | {"micro_batch": int(self._micro_batch)}
 
     def fingerprint(self) -> Fingerprint:
-        """The fingerprint of the data. Raises DataError."""
         return fingerprint(self._x, self._y)
 
     @property
-    def steps(self) -> int:
+    def steps(self) -> int:  # type: ignore[override]
         """Batches in an epoch."""
         return -(-self.rows // self.batch_size)
 
     def sizes(self) -> np.ndarray:
-        """The rows of each global batch of an epoch."""
         sizes = np.full(self.steps, self.batch_size)
         sizes[-1] = self.rows - (self.steps - 1) * self.batch_size
         return sizes
 
     def epoch(self, number: int, first: int = 0) -> Generator[Batch]:
-        """This rank's shares of the batches of epoch `number`, from `first` on. Raises DataError."""
-        visited = self.order(number)
         for step in range(first, self.steps):
             if self._micro_batch is None:
-                yield self.share(visited, step, self._part)
+                yield self.share(number, step, self._part)
             else:
-                yield self._micro_batches(visited, number, step)
+                yield self._micro_batches(number, step)
 
-    def order(self, number: int) -> np.ndarray:
-        """The rows in the order of epoch `number`."""
-        return order(self.rows, self._seed, number, self._shuffle)
+    def _rows_of(self, epoch: int, step: int) -> np.ndarray:
+        """Return the rows of batch `step`."""
+        if self._visited[0] != epoch:
+            self._visited = epoch, order(self.rows, self._seed, epoch, self._shuffle)
+        return self._visited[1][step * self.batch_size : (step + 1) * self.batch_size]
 
-    def share(self, visited: np.ndarray, step: int, part: int | None) -> Batch:
-        """Return part `part` of batch `step` of an epoch with the row order `visited`. Raises DataError."""
-        batch = visited[step * self.batch_size : (step + 1) * self.batch_size]
+    def share(self, epoch: int, step: int, part: int | None) -> Batch:
+        batch = self._rows_of(epoch, step)
         begin, end = (0, 0) if part is None else (batch.size * each // self._parts for each in (part, part + 1))
         mine = batch[begin:end]
         x, y = self._source.take(mine)
         return Batch(x, y, batch.size, mine.size / batch.size)
 
-    def _micro_batches(self, visited: np.ndarray, epoch: int, step: int) -> Batch:
+    def _micro_batches(self, epoch: int, step: int) -> Batch:
         """Return this rank's micro-batches of a batch. Raises DataError."""
         size, part = self._micro_batch or 1, self._part
-        batch = visited[step * self.batch_size : (step + 1) * self.batch_size]
-        count = -(-batch.size // size)
-        first, stop = (0, 0) if part is None else (-(-count * each // self._parts) for each in (part, part + 1))
-        seeds = tuple(seed_of(self._seed, epoch, step, number) for number in range(first, stop))
-        mine = batch[first * size : stop * size]
+        batch = self._rows_of(epoch, step)
+        numbers = range(0) if part is None else micro_batches_of(-(-batch.size // size), part, self._parts)
+        seeds = tuple(seed_of(self._seed, epoch, step, number) for number in numbers)
+        mine = batch[numbers.start * size : numbers.stop * size]
         if self.checked or not seeds:
             x, y = self._source.take(mine)
+            parts = [(x[start : start + size], y[start : start + size]) for start in range(0, mine.size, size)]
         else:
-            fetched = []
+            parts = []
             for number, seed in enumerate(seeds):
                 seed_generators(seed)  # a data set may augment rows at random
-                fetched.append(self._source.take(mine[number * size : (number + 1) * size]))
-            x, y = (np.concatenate(side) for side in zip(*fetched, strict=True))
-        return Batch(x, y, batch.size, mine.size / batch.size, seeds)
+                parts.append(self._source.take(mine[number * size : (number + 1) * size]))
+            x, y = parts[0]
+        return Batch(x, y, batch.size, mine.size / batch.size, seeds, parts)
+
+
+def micro_batches_of(count: int, part: int, parts: int) -> range:
+    """Return the numbers of the micro-batches, of `count` in a batch, that part `part` of `parts` gets."""
+    return range(-(-count * part // parts), -(-count * (part + 1) // parts))
 
 
 def seed_of(*numbers: int) -> int:
@@ -291,6 +377,20 @@ def seed_generators(number: int) -> None:
     np.random.seed(number % 2**32)
     if torch := sys.modules.get("torch"):
         torch.manual_seed(number)
+
+
+@contextmanager
+def keeping_generators() -> Iterator[None]:
+    """Context manager: restores the state of the generators that `seed_generators` seeds at the end of the block."""
+    torch = sys.modules.get("torch")
+    states = random.getstate(), np.random.get_state(), torch and torch.get_rng_state()
+    try:
+        yield
+    finally:
+        random.setstate(states[0])
+        np.random.set_state(states[1])
+        if torch:
+            torch.set_rng_state(states[2])
 
 
 class _Arrays:

@@ -40,6 +40,18 @@ class RoleError(ArgumentError):
     """The roles of the ranks are invalid: no worker left, a TF_CONFIG that does not describe these ranks."""
 
 
+class RunError(TrainerError, RuntimeError):
+    """A job of `trainers.run` has failed.
+
+    rank: the rank of MPI.COMM_WORLD whose exception came first, or None if no rank reported one. traceback: the rank's,
+        or the end of the job's stderr.
+    """
+
+    def __init__(self, text: str, rank: int | None, traceback: str) -> None:
+        super().__init__(text)
+        self.rank, self.traceback = rank, traceback
+
+
 class _FileError(TrainerError, ValueError):
     """Base of errors about a file. Its text may quote an untrusted file, so it is made `printable`."""
 

@@ -109,6 +109,16 @@ class Replica(ABC):
         """
         return False
 
+    def gradients_of_parts(
+        self, parts: Sequence[tuple[np.ndarray, np.ndarray]], rows: int, memories: Sequence[Any]
+    ) -> list[Any] | None:
+        """Compute the gradients of several parts of a batch of `rows` rows, with the bits of `gradients` on each part.
+
+        memories: of the bound buffer's kind; gets the gradients of a part each. Returns what `gradients` returns, for
+        each part; or None, and computes nothing, if this replica can't do it faster than one part after the other.
+        """
+        return None
+
     def sparse_gradients(self) -> list[Rows]:
         """Return the sparse gradient of each of `tables` from the last `gradients`, times `share`. Indices may be
         unsorted and repeated."""

@@ -16,12 +16,13 @@ from allreduce.keywords import known_only
 from allreduce.topology import Topology
 from allreduce.tracing.trace import Trace
 from allreduce.transport import ulfm
-from allreduce.transport.control import together
+from allreduce.transport.control import on_all_ranks, together
 from allreduce.transport.wait import waiting
-from trainers.data import Batches, Collate, Samples
+from trainers.data import Batches, BatchSource, Collate, Samples
 from trainers.errors import ArgumentError, TrainerError
 from trainers.fit.checkpointing import Checkpoint, make_saver
 from trainers.fit.evaluation import EXACT_ROWS, evaluate_chunk, predict_chunk
+from trainers.fit.loader import DIVIDED, WHOLE, LoaderBatches
 from trainers.fit.loop import Fit
 from trainers.fit.prefetch import AHEAD, wanted
 from trainers.group import RankGroup, gather_rows
@@ -33,6 +34,7 @@ from trainers.strategies.interface import Strategy
 from trainers.watching.history import History
 from trainers.watching.progress import Progress
 
+BATCH_SIZE = 100  # rows of a global batch, by default
 TrainerT = TypeVar("TrainerT", bound="Trainer[Any]")
 StrategyT = TypeVar("StrategyT", bound=Strategy)
 ResultT = TypeVar("ResultT")
@@ -145,7 +147,7 @@ class Trainer(Generic[StrategyT]):
         x: Any,
         y: np.ndarray | None = None,
         epochs: int = 10,
-        batch_size: int = 100,
+        batch_size: int = BATCH_SIZE,
         *,
         seed: int = 0,
         shuffle: bool = True,
@@ -157,24 +159,36 @@ class Trainer(Generic[StrategyT]):
         prefetch: bool | None = None,
         progress: bool = True,
         stream: TextIO | None = None,
+        rows: str | None = None,
+        steps_per_epoch: int | None = None,
     ) -> History:
         """Train for `epochs` passes over the data; first the model of rank 0 is copied to all ranks. Collective.
 
         x, y: ALL rows, on every rank: each rank takes its share of every batch. Arrays, or memory maps; or in x
             a data set with len() and rows by number whose rows are pairs (x, y), and no y (see
             trainers.data.Samples). An error in a data set on one rank is raised on all, as DataError.
+            With `rows`, x is a loader: any iterable of batches (x, y), and there is no y.
+        rows: which rows a loader brings. "divided": each rank its own; global batch s has the rows of batch s of every
+            rank, and a rank whose loader ends first brings no rows until all have ended. "whole": the same batches on
+            all ranks; each rank takes its share. The training is that of one rank with all rows. The batches are the
+            loader's, so batch_size and shuffle stay away. `set_epoch` of the loader, its sampler or its data set is
+            called before each pass. A rank that computes nothing (a server) brings no loader: x=None.
+        steps_per_epoch: the steps of an epoch of a loader that is endless, or is read on from one epoch to the next and
+            from its beginning when it ends. None: an epoch is one pass.
         batch_size: rows in a GLOBAL batch, divided among the ranks. It need not be divisible, and the last one may be
             short: gradients are weighted by samples, so that any number of ranks trains as one rank would.
         seed, shuffle: epoch e visits the rows in the order of data.order(rows, seed, e, shuffle).
         validation_data: (x, y) or a data set, evaluated after each epoch.
         callbacks: objects with the events of Keras callbacks (see trainers.watching.callback.Callback). Each rank
             calls its own, so they may be given to some ranks only; an exception in one is raised on all ranks.
-        collate: makes (x, y), arrays, from a list of a data set's rows; by default they are stacked.
+        collate: makes (x, y), arrays, from a list of a data set's rows, by default they are stacked; or from a batch of
+            a loader, by default a pair.
         checkpoint: where and how often checkpoints are written: a Checkpoint, or a folder.
         resume: continue from the newest usable checkpoint there, if any; raises CheckpointError if that is of another
             model or of other settings. `epochs` counts from the beginning of the training, and the history contains all
             epochs. With the same number of ranks the result has the same bits as that of an uninterrupted training.
-        prefetch: whether a thread fetches the next batches during a step; None: for data sets and memory maps only.
+        prefetch: whether a thread fetches the next batches during a step; None: for data sets and memory maps only (a
+            loader usually has workers of its own).
         progress: print a line per epoch on rank 0, and on a terminal a bar.
         stream: where `progress` prints; None: to stdout.
 
@@ -190,15 +204,23 @@ class Trainer(Generic[StrategyT]):
             ahead = 0  # the data set's random numbers are seeded for each micro-batch, as the model's are
 
         def begin() -> Fit:
-            rows = self._check_call("fit", x, y, settings, collate)
+            given = None
+            if rows is None and steps_per_epoch is None:
+                given = self._check_call("fit", x, y, settings, collate)
+            else:
+                loader = self._check_loader(x, y, rows, steps_per_epoch, settings, collate, AHEAD if prefetch else 0)
             validate = None
             if validation_data is not None:
                 validate = partial(self._evaluate, *self._check_validation(validation_data, collate))
             strategy.end_round()
             mirror(strategy)
-            batches = Batches(
-                *rows, batch_size, strategy.part, strategy.parts, seed, shuffle, ahead, strategy.micro_batch
-            )
+            batches: BatchSource
+            if given is None:
+                batches = loader
+            else:
+                batches = Batches(
+                    *given, batch_size, strategy.part, strategy.parts, seed, shuffle, ahead, strategy.micro_batch
+                )
             saver = together(
                 group.comm, partial(make_saver, strategy, batches, checkpoint, resume, validate is not None)
             )
@@ -209,7 +231,7 @@ class Trainer(Generic[StrategyT]):
                 watched=self,
                 validate=validate,
                 callbacks=callbacks,
-                progress=Progress(progress, group.rank, batches.steps, epochs, stream),
+                progress=Progress(progress, group.rank, batches.planned, epochs, stream),
                 saver=saver,
             )
 
@@ -373,6 +395,36 @@ class Trainer(Generic[StrategyT]):
             raise
         return data
 
+    def _check_loader(
+        self, loader: Any, y: Any, rows: Any, steps: Any, settings: dict[str, Any], collate: Collate | None, ahead: int
+    ) -> LoaderBatches:
+        """Check a fit with a loader on all ranks; returns its batches, and reads the first. Raises the same error on
+        all ranks. Collective."""
+        self._check_open()
+        strategy, group, settings = self.strategy, self.group, settings | {"rows": rows, "steps_per_epoch": steps}
+        batches, described = None, None
+        error: Exception | None = loader_error(strategy, loader, y, settings)
+        if error is None:
+            idle = strategy.part is None
+            given = None if idle else loader, rows, collate, steps, strategy.part, strategy.parts
+            batches = LoaderBatches(*given, ahead, strategy.micro_batch, settings["seed"])
+            try:
+                described = batches.describe()
+                if (pair := batches.first()) is not None:
+                    self.replica.check(*pair)
+            except TrainerError as refused:
+                error = refused
+            except Exception as refused:  # of a model; the other ranks must not wait for this one
+                error = ArgumentError(f"fit: {type(refused).__name__}: {refused}")
+        group.enter(_described("fit", ["x of a loader"], settings), error)
+        assert batches is not None
+        everyone = group.values(described, "fit: the first batches of the ranks")
+        try:
+            batches.adopt(everyone)
+        except TrainerError as refused:
+            raise on_all_ranks(refused, group.comm) from None
+        return batches
+
     def _check_validation(self, given: Any, collate: Collate | None) -> tuple[Any, Any]:
         pair = isinstance(given, tuple | list)
         x, y = given if pair and len(given) == 2 else (given, None)
@@ -427,6 +479,37 @@ def explain_division(error: DisagreementError, row: str, settings: dict[str, Any
         error.args = (
             f"{text}\nA trainer takes all rows, the same on every rank, and divides each batch among the ranks itself",
         )
+
+
+def loader_error(strategy: Strategy, loader: Any, y: Any, settings: dict[str, Any]) -> ArgumentError | None:
+    """Return the error if these arguments of a fit with a loader are invalid, or None. settings: of the fit. Local."""
+    rows, steps = settings["rows"], settings["steps_per_epoch"]
+    if rows not in (DIVIDED, WHOLE):
+        only = "" if rows is not None else "; steps_per_epoch is for loaders only"
+        return ArgumentError(f'fit: rows={rows!r}: with a loader use rows="{DIVIDED}" or rows="{WHOLE}"{only}')
+    if y is not None:
+        return ArgumentError(
+            f'fit: rows="{rows}" is for a loader, whose batches are pairs (x, y): leave out rows, or y'
+        )
+    if reason := strategy.loader_error(rows == DIVIDED):
+        return ArgumentError(f"fit: {reason}")
+    idle = strategy.part is None
+    if idle and rows == DIVIDED and loader is not None:
+        return ArgumentError(
+            f'fit: rows="{DIVIDED}": this rank is a server, which computes nothing, so its rows would be lost: give it '
+            "x=None, and divide the rows among the workers"
+        )
+    if not idle and not hasattr(loader, "__iter__"):
+        return ArgumentError(f"fit: a {type(loader).__name__} is no loader: it can't be iterated")
+    if steps is not None and (isinstance(steps, bool) or not isinstance(steps, int | np.integer) or steps < 1):
+        return ArgumentError(f"fit: steps_per_epoch must be an integer >= 1, got {steps!r}")
+    if settings["batch_size"] != BATCH_SIZE or settings["shuffle"] is not True:
+        return ArgumentError("fit: batch_size and shuffle are the loader's: leave them out")
+    try:
+        _check_settings(settings)
+    except ArgumentError as error:
+        return error
+    return None
 
 
 def _samples(x: Any, y: Any, collate: Collate | None) -> Samples:

@@ -239,15 +239,15 @@ def add(
         out[:] = 0
         return
     powers = -quantum(largest, count, form)
-    half = powers // 2 * (powers > 1000)  # two factors, because 2^1024 is not a float
-    factors, rest = np.ldexp(1.0, powers - half), np.ldexp(1.0, half) if half.any() else None
-    room = scratch.array("scaled", PIECE, np.dtype(np.float64))
+    half = powers // 2 * (powers >= form.bias)  # two factors, because 2^128 is no float32, and 2^1024 no float64
+    one = form.wide.type(1)  # a power of two scales elements without rounding, and float32 is faster than float64
+    factors, rest = np.ldexp(one, powers - half), np.ldexp(one, half) if half.any() else None
+    room = scratch.array("rounded", PIECE, form.wide)
     with np.errstate(all="ignore"):
         for piece in layout.pieces:
             total, span = out[piece.start : piece.stop], slice(piece.first, piece.first + piece.blocks)
-            scaled = room[: total.size]
+            into = room[: total.size]
             for number, term in enumerate(terms):
-                into = scaled if number or form is not SINGLE else total
                 piece.multiply(_read(term, piece, form, scratch), factors[span], into)
                 if rest is not None:
                     piece.multiply(into, rest[span], into)

@@ -307,6 +307,8 @@ class Shared(TwoPhase):
 
     def _combine(self, parts: list[np.ndarray], out: np.ndarray, op: Op) -> None:
         """Combine the ranks' parts in rank order and finish them in `out`, which may be one of them."""
+        if casts.add_pair(parts, out, op, self.workspace):
+            return
         if out.dtype != dtypes.FLOAT16 or casts.imported_torch():
             self._combine_in_accumulator(parts, out, op)
             return

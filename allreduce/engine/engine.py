@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from threading import get_ident
+from time import perf_counter
 from types import FunctionType
 from typing import Any, cast
 
@@ -27,7 +28,7 @@ from allreduce.engine.call import AGREEING, SEQUENCE_BITS, SEQUENCE_MASK, Call, 
 from allreduce.engine.consistency import FingerprintTable, Slot
 from allreduce.engine.queue import without_frames
 from allreduce.errors import AllReduceError, BrokenError, CommunicationError, OptionError, RankLostError
-from allreduce.health import abort
+from allreduce.health import abort, flight
 from allreduce.process import children
 from allreduce.topology import Topology
 from allreduce.transport import ulfm
@@ -232,13 +233,16 @@ class Engine:
         """
         wait, slot, comparison, polls, ident = self.wait, self._slot, self._comparison, self._polls, get_ident
         rank = 0 if slot is None else slot.rank
+        user, record = wait.user, flight.record
 
         def run(flat: Any = bound) -> None:
+            begin, end = perf_counter(), 0.0
             call = admitted if ident() == self._thread else self._record_for(admitted, flat)
             if wait.call is not None or self.stopped:
                 self.refuse()
             try:
                 wait.count += 1
+                wait.begun = begin
                 wait.call = call  # no function call, so no thread switch, between the check above and this line
                 if slot is not None:
                     sequence = self._sequence = self._sequence + 1
@@ -252,11 +256,13 @@ class Engine:
                 elif comparison is not None:
                     comparison.agree(call)
                 admitted.work(flat, admitted.argument)
+                end = perf_counter()
             except BaseException as error:
                 self._handle_failure(call, error, (flat, admitted.argument))
                 raise
             finally:
                 wait.call = None
+                record((user, wait.count, call.call, begin, end))
 
         return cast(FunctionType, run)
 
@@ -333,6 +339,7 @@ class Engine:
             self._notice_thread()
         if wait.call is not None or self.broken is not None:
             self.refuse()
+        end = 0.0
         try:
             wait.call = named
             wait.begin(named)
@@ -342,11 +349,13 @@ class Engine:
                 fingerprints[self._slot.rank] = mine
                 self._rendezvous(fingerprints, mine, named, error)
             agree(self._control, values, text, error)
+            end = perf_counter()
         except BaseException as raised:
             self._handle_failure(named, raised)
             raise
         finally:
             wait.end()
+            flight.record((wait.user, wait.count, named, wait.begun, end))
 
     def minimum(self, numbers: np.ndarray) -> np.ndarray:
         """Return a small array, overwritten by its minimum over all ranks. Collective, inside an agreed call only."""

@@ -31,7 +31,7 @@ INSTALLED = tuple({sysconfig.get_path(name) + os.sep for name in ("stdlib", "pla
 
 _threads: "weakref.WeakSet[threading.Thread]" = weakref.WeakSet()  # threads that have called a collective
 _leaving: list[Callable[[str], object]] = []
-_ending: list[Callable[[int], object]] = []
+_ending: list[Callable[[int, str], object]] = []
 _installed: list[Callable[..., None]] = []  # our excepthooks
 _failure = [1]  # the exit code of errors
 
@@ -274,8 +274,10 @@ def _of_this_rank(text: str) -> str:
     return f"rank {rank} of {size}: {text}"
 
 
-def on_ending(call: Callable[[int], object]) -> None:
-    """Register a function that is called with the exit code, from any thread, when this rank ends the job. Local."""
+def on_ending(call: Callable[[int, str], object]) -> None:
+    """Register a function that is called when this rank ends the job: with the exit code and the error's text, from
+    any thread. Local.
+    """
     _ending.append(call)
 
 
@@ -292,7 +294,7 @@ def end_job(text: str, code: int, written: bool = False) -> NoReturn:
     if not written:
         write_down(_of_this_rank(text))
     for call in _ending:
-        call(code)
+        call(code, text)
     time.sleep(0.5)  # MPICH's launcher drops output that it has not forwarded before the end
     if not ulfm.all_others_failed(MPI.COMM_WORLD):  # if the only living rank calls MPI_Abort, mpirun returns 0
         MPI.COMM_WORLD.Abort(code)

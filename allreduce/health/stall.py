@@ -22,14 +22,15 @@ import os
 import threading
 import time
 import weakref
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
 from mpi4py import MPI
 
 from allreduce.errors import AllReduceError, CollectiveTimeoutError, OptionError, RankLostError
-from allreduce.health import abort, stacks
-from allreduce.health.status import StatusRows
+from allreduce.health import abort, flight, stacks
+from allreduce.health.status import StatusRows, spans
 from allreduce.health.status_messages import StatusMessages
 from allreduce.notices import log
 from allreduce.transport import liveness, processes, ulfm
@@ -43,6 +44,8 @@ SOON_SECONDS = 1.0  # how long MPI may take to report a failed rank
 SHOWN = 8  # calls in a report
 END_SECONDS = 1.0  # to wait for another thread's check of the waits before this rank ends the job
 LEFT_SECONDS = 2.0  # how long the last messages of a rank that has left may take to arrive
+
+_topologies: Counter[str] = Counter()  # created so far, by their ranks
 
 
 def seconds(variable: str, default: float) -> float:
@@ -85,6 +88,9 @@ class StallDetector:
         self._isolated, self._revoke = isolated, revoke
         self.messages = StatusMessages(comm)
         self._rank, ranks = processes.here() if isolated else (comm.rank, comm.size)
+        self._ranks = "" if isolated else spans(processes.world_ranks(comm))
+        _topologies[self._ranks] += 1
+        self._ranks += f"#{_topologies[self._ranks]}"  # several topologies may have the same ranks
         self.active = ranks > 1
         self.checks: weakref.WeakSet[Deadlines] = weakref.WeakSet()
         self._waits: list[WaitRecord] = []
@@ -105,9 +111,13 @@ class StallDetector:
 
     def wait_record(self, number: int, raises: bool = False) -> WaitRecord:
         """Create a WaitRecord, which is checked from now on. Local."""
-        wait = WaitRecord(number, raises)
+        wait = WaitRecord(number, raises, self._ranks)
         self._waits.append(wait)
         return wait
+
+    def waits(self) -> list[WaitRecord]:
+        """Return the records that are checked. Local, from any thread."""
+        return list(self._waits)
 
     def forget(self, wait: WaitRecord) -> None:
         """Stop checking a record. Local."""
@@ -146,6 +156,7 @@ class StallDetector:
                 raise
             self.handle_failure()
         if self.messages.ended is not None:
+            write_flight("another rank ends the job")
             self.messages.announce_end(self.messages.ended)  # forwards it to this rank's neighbours
             abort.exit_quietly(self.messages.ended)
 
@@ -245,22 +256,34 @@ class StallDetector:
             liveness.declare_gone() if self._isolated else self.messages.look_for_gone_processes()
         for wait, call in long:
             self._judge(wait, call, now)
+        self._give_dumps()
+
+    # Dumps: the stacks and the last calls of this rank
+
+    def _ask_for_dumps(self, why: str) -> None:
+        """Write the stacks and last calls of this rank to its files, and request those of all other ranks."""
+        if stacks.enabled() or flight.enabled():
+            stacks.dump(why)
+            _watchdog.write_flight(why, last=False)
+            self.messages.request_dumps(why)
+
+    def _give_dumps(self) -> None:
+        """Write this rank's files for each new request of another rank."""
         if stacks.enabled():
-            self._give_stacks()
+            stacks.restart_timer(self.stall)
+        for rank, text in self.messages.new_dump_requests():
+            stacks.dump(f"rank {rank} {text}; this rank: {self.status() or 'no wait'}")
+            _watchdog.write_flight(f"rank {rank} {text}", last=False)
 
-    # Stacks
-
-    def _ask_for_stacks(self, wait: WaitRecord) -> None:
-        """Write the stacks of this rank to its file, and request those of all other ranks."""
-        log.warning("the stacks of all ranks are in %s", stacks.file_pattern())
-        stacks.dump(f"waits in {wait}")
-        self.messages.request_stacks(str(wait))
-
-    def _give_stacks(self) -> None:
-        """Write the stacks of this rank to its file for each new request of another rank."""
-        stacks.restart_timer(self.stall)
-        for rank, text in self.messages.new_stack_requests():
-            stacks.dump(f"rank {rank} waits in {text}; this rank: {self.status() or 'no wait'}")
+    def request_flight(self, why: str) -> None:
+        """This rank ends the job: request the last calls of the other ranks. From any thread."""
+        if not self.closed and self.messages.size > 1 and self.lost is None and self._lock.acquire(timeout=END_SECONDS):
+            try:
+                self.messages.request_dumps(why)
+                if self._from_threads:
+                    self.messages.exchange()
+            finally:
+                self._lock.release()
 
     def status(self) -> str:
         """Return lines: where this rank waits, then its last calls, newest first; "" before its first. Local."""
@@ -295,9 +318,11 @@ class StallDetector:
                 "rank %d has waited %.0f s for other ranks in: %s%s", self._rank, waited, wait, self._where(call)
             )
             if stacks.enabled():
-                self._ask_for_stacks(wait)
+                log.warning("the stacks of all ranks are in %s", stacks.file_pattern())
+            self._ask_for_dumps(f"waits in {wait}")
         if error is None or wait.call is not call:
             return
+        self._ask_for_dumps(f"gives up {wait}")
         self.messages.note_given_up(wait, call)
         if self.messages.size > 1 and not abort.in_part():
             error.reporter = self.messages.reporter(wait, call)
@@ -371,6 +396,9 @@ class _Watchdog:
         with self._lock:
             return list(self._detectors)
 
+    def write_flight(self, why: str, last: bool) -> None:
+        flight.dump(why, [wait for detector in self.detectors() for wait in detector.waits()], last)
+
     def _end(self, why: str) -> None:
         """At exit, before MPI_Finalize: stop the thread, and tell the other ranks that this one leaves."""
         self._stop.set()
@@ -380,8 +408,16 @@ class _Watchdog:
         for detector in self.detectors():
             detector.leave(why)
 
-    def _end_others(self, code: int) -> None:
-        """Under ULFM, tell the other ranks to end: Open MPI's MPI_Abort ends none of them if no rank has failed."""
+    def _end_others(self, code: int, why: str) -> None:
+        """Give the other ranks time to write their last calls.
+
+        Under ULFM, also tell them to end: Open MPI's MPI_Abort ends none of them if no rank has failed.
+        """
+        if flight.enabled():
+            self.write_flight(why, last=True)
+            for detector in self.detectors():
+                detector.request_flight(flight.first_line(why))
+            time.sleep(flight.WRITE_SECONDS)
         if ulfm.in_force():
             for detector in self.detectors():
                 detector.end(code)
@@ -394,3 +430,8 @@ def status() -> str:
     """Return where this rank waits and its last calls, of all detectors, as text. Local, from any thread."""
     texts = [text for detector in _watchdog.detectors() if (text := detector.status())]
     return "\n  ".join(texts) or "this rank has made no call that took long"
+
+
+def write_flight(why: str) -> None:
+    """Write this rank's last calls to its file, if ALLREDUCE_FLIGHT names a folder. Local, from any thread."""
+    _watchdog.write_flight(why, last=True)

@@ -30,7 +30,7 @@ class Fact(NamedTuple):
     WAITING: they wait in the call `text`; number, turn: number and count of the WaitRecord; fingerprint: the call's.
     LEFT: they make no further calls, for the reason `text`; number: of the WaitRecord whose calls end, 0: all; turn:
         the exit code of their program; fingerprint: the number of `finished` agreements that they took part in.
-    STALLED: they request all ranks' stacks; turn: the number of the request.
+    STALLED: they request all ranks' stacks and last calls; turn: the number of the request.
     ENDED: they end the job with the exit code `turn`. SILENT: no message arrives from them, for the reason `text`.
     """
 

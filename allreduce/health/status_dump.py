@@ -15,7 +15,7 @@ import threading
 from typing import TextIO
 
 from allreduce.health import abort
-from allreduce.health.stall import status
+from allreduce.health.stall import status, write_flight
 from allreduce.process import children
 
 _installed: list[int] = []  # both ends of a pair of sockets, open until exit
@@ -54,6 +54,7 @@ def _listen(reader: int, stderr: TextIO) -> None:
         if signal.SIGUSR1 in received and not children.forked():
             abort.print_error(f"process {os.getpid()} on {socket.gethostname()}:\n  {status()}\n")
             faulthandler.dump_traceback(stderr)
+            write_flight("SIGUSR1")
 
 
 def _detach_in_child() -> None:

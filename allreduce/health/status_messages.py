@@ -104,7 +104,7 @@ class StatusMessages:
         self._sent: dict[int, list[Sent]] = {}  # pending messages by receiver: one, or two when this rank leaves
         weakref.finalize(self, _hold_sent, self._sent).atexit = False
         self._left: dict[Fact, float] = {}  # LEFT facts of other ranks: when this rank learned them
-        self._seen_requests: set[tuple[int, int]] = set()  # requests for stacks that were answered
+        self._seen_requests: set[tuple[int, int]] = set()  # requests for dumps that were answered
         self._unrevoked: MPI.Intracomm | None = None
         self._finish = WaitRecord(-1)
 
@@ -171,8 +171,8 @@ class StatusMessages:
         self._replace_facts([], [Fact(ENDED, turn=code)])
         self._send_last()
 
-    def request_stacks(self, text: str) -> None:
-        """Request that all ranks write their stacks to files. text: the call in which this rank waits."""
+    def request_dumps(self, text: str) -> None:
+        """Request that all ranks write their stacks and last calls to files. text: why."""
         asked = max((each.turn for each in self._own_facts if each.kind == STALLED), default=0)
         self._replace_facts([STALLED], [status.fact(STALLED, 0, asked + 1, 0, text)])
 
@@ -251,8 +251,8 @@ class StatusMessages:
             elif each.kind == ENDED and {*ranks} - {self.rank}:
                 self.ended = each.turn if abs(each.turn) < 2**31 else 1
 
-    def new_stack_requests(self) -> list[tuple[int, str]]:
-        """Return the ranks that have requested stacks since the last call, and where they wait."""
+    def new_dump_requests(self) -> list[tuple[int, str]]:
+        """Return the ranks that have requested dumps since the last call, and where they wait."""
         found = []
         for each, ranks in list(self.state.items()):
             for rank in [rank for rank in ranks if each.kind == STALLED and rank != self.rank]:

@@ -50,13 +50,16 @@ class WaitRecord:
     """Records the call in which one user (a backend, a queue, a communicator) waits for other ranks.
 
     number: the user's number, equal on all ranks. call: the running call, or None. count: how many calls the user has
-        made. A call sets both and clears `error`. error: set by the watcher, for the user to raise. raises: True if the
-        user checks `error` while it waits; False if it waits inside MPI. final: the error of all further waits.
+        made. begun: when the last one began, by time.perf_counter(). A call sets the three and clears `error`. error:
+        set by the watcher, for the user to raise. raises: True if the user checks `error` while it waits; False if it
+        waits inside MPI. final: the error of all further waits. ranks: names the ranks of the watcher's topology, for
+        the flight recorder.
     """
 
-    def __init__(self, number: int, raises: bool = False) -> None:
+    def __init__(self, number: int, raises: bool = False, ranks: str = "") -> None:
         self.number, self.raises = number, raises
-        self.count = 0
+        self.user = f"{ranks}/{number}"  # unique in the job
+        self.count, self.begun = 0, 0.0
         self.call: Call | None = None
         self.error: BaseException | None = None
         self.final: BaseException | None = None  # unlike `error`, it is not cleared by `begin`
@@ -69,6 +72,7 @@ class WaitRecord:
         """Record that this rank has reached `call`."""
         self.count += 1
         self.error = None
+        self.begun = time.perf_counter()
         self.call = call
 
     def end(self) -> None:

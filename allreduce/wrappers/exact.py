@@ -11,7 +11,7 @@ from allreduce.arrays.memory_kinds import GPU
 from allreduce.arrays.ops import Op
 from allreduce.arrays.registered import Part, Slice
 from allreduce.arrays.rows import Rows, merge_indices
-from allreduce.backend import TwoPhase
+from allreduce.backend import AllReduce, TwoPhase
 from allreduce.engine import call as records
 from allreduce.engine.call import Call
 from allreduce.engine.engine import Locate, Trial, Work
@@ -56,6 +56,10 @@ class Exact(Compressed):
         self._described: dict[Any, trees.Group] = {}  # whose arrays a tree's buffer holds
 
     # What users call
+
+    @property
+    def exact(self) -> AllReduce:
+        return self
 
     def sum_terms(self, terms: Any, out: Any, op: str = "sum", count: int = 1, kind: str = "all_reduce") -> Any:
         """Reduce several terms of each rank: each is rounded alone, so it does not matter which rank has which term.

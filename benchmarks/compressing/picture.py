@@ -34,6 +34,34 @@ def of_speed(record: Mapping[str, Any]) -> Any:
     return figure
 
 
+def of_training(record: Mapping[str, Any]) -> Any:
+    """Return the picture of a record of `training` as a Figure: for each model the accuracy over the seconds, and the
+    seconds to the target."""
+    from matplotlib.figure import Figure
+
+    models = record["models"]
+    most = max(len(model["runs"]) for model in models)
+    figure = Figure(figsize=(14, (2.2 + 0.25 * most) * len(models)), layout="constrained")
+    for (curves, bars), model in zip(figure.subplots(len(models), 2, squeeze=False), models, strict=True):
+        runs = model["runs"]
+        colours = [_colour(run["method"]) for run in runs]
+        for run, colour in zip(runs, colours, strict=True):
+            curves.plot(run["seconds"], run["accuracies"], ".-", color=colour, linewidth=0.8, markersize=3)
+        curves.axhline(model["target"], color="black", linewidth=0.8, linestyle=":")
+        curves.set(xscale="log", xlabel="seconds", ylabel="accuracy", ylim=(model["target"] - 0.3, 1))
+        curves.set_title(f"{model['model']}, {model['parameters'] / 1e6:.1f} M parameters", fontsize=11)
+        times = [run["seconds_to_target"] for run in runs]
+        texts = ["not reached" if each is None else f"{each:.1f}" for each in times]
+        _bars(bars, [run["method"] for run in runs], [each or 0 for each in times], texts, colours)
+        bars.set_title(f"seconds to accuracy {model['target']:.3f}", fontsize=11)
+    figure.suptitle(f"Training, {place(record)}. Blue: this library; pink: PyTorch's DDP with gloo", fontsize=12)
+    return figure
+
+
+def _colour(method: str) -> str:
+    return PLAIN if method == "none" else PEER if method.startswith("ddp") else OURS
+
+
 def _bars(axis: Any, names: Sequence[str], values: Sequence[float], texts: Sequence[str], colours: list[str]) -> None:
     bars = axis.barh(range(len(names)), values, 0.7, color=colours)
     axis.bar_label(bars, texts, padding=3, fontsize=8)

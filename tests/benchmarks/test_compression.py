@@ -4,13 +4,16 @@ import json
 import os
 import subprocess
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from benchmarks.compressing import speed
+from allreduce import PowerSGD, Quantized
+from allreduce.errors import OptionError
+from benchmarks.compressing import exact, speed
 from benchmarks.compressing.speed import Cost
 from benchmarks.lib import hosts
 from tests import launch
@@ -94,6 +97,105 @@ def test_calls_are_measured(mpirun: JobRunner, tmp_path: Path) -> None:
     assert found["node_sizes"] == [2]
 
 
+@pytest.mark.parametrize(
+    ("name", "complaint"),
+    [
+        ("sync", "write the number of steps between averages, as in sync:50"),
+        ("diloco:0", "write the number of steps between averages, as in diloco:50"),
+        ("int9", "did you mean 'int8'?"),
+        ("int8+streamed", "streamed fragments need sync:N or diloco:N with a multiple of --every 5"),
+        ("sync:12+streamed", "a multiple of --every 5"),
+        ("ddp+int8", "use ddp+ fp16, powersgd:4 or postlocal:50"),
+        ("ddp+fp16+postlocal:10", "PyTorch's post-local SGD has no compression"),
+    ],
+)
+def test_refused_methods_of_training(name: str, complaint: str) -> None:
+    training = pytest.importorskip("benchmarks.compressing.training")
+    with pytest.raises(OptionError) as raised:
+        training.parse(name, 5)
+    assert complaint in str(raised.value)
+
+
+def test_methods_of_training() -> None:
+    training = pytest.importorskip("benchmarks.compressing.training")
+    assert all(training.parse(name, 5).name == name for name in training.METHODS)
+    assert training.parse("powersgd:4", 5).options(5) == {"compress": PowerSGD(4, start_powerSGD_iter=2)}
+    streamed = training.parse("diloco:50+int8+streamed", 5)
+    assert streamed.options(5) == {
+        "compress": Quantized("int8"), "sync_every": 50, "outer_optimizer": "diloco", "fragments": 10,
+        "fragment_sync_delay": 2, "fragment_update_alpha": 0.5,
+    }  # fmt: skip
+    assert (streamed.evaluated_every(5), training.parse("sync:50", 5).evaluated_every(5)) == (5, 50)
+
+
+def test_the_target_is_reached_by_two_evaluations_in_a_row() -> None:
+    training = pytest.importorskip("benchmarks.compressing.training")
+
+    def run(method: str, accuracies: list[float], seconds: float, sent: int) -> Any:
+        found = training.Run(method)
+        for accuracy in accuracies:
+            found.add(5, seconds, sent, accuracy)
+        return found
+
+    plain = run("none", [0.5, 0.955, 0.94, 0.94, 0.95, 0.96, 0.955], 20.0, 1000)
+    target = training.target_of(plain)
+    assert target == pytest.approx(0.949 - 0.005)
+    assert plain.look(target)
+    fast = run("int8", [0.95, 0.9, 0.95, 0.95], 2.0, 250)
+    assert fast.look(target)
+    row = training.row(fast, plain)
+    assert (row["seconds_to_target"], row["steps_to_target"], row["speedup"]) == (6.0, 15, 100.0 / 6.0)
+    assert (row["bytes_per_step"], row["of_bytes"]) == (50.0, 0.25)
+    short = run("ddp", [0.5, 0.95, 0.5], 2.0, 250)
+    assert not short.look(target)
+    assert training.line(training.row(short, plain)).split()[:5] == ["ddp", "not", "-", ">", "15"]
+
+
+@pytest.mark.jobs
+def test_trainings_are_timed(mpirun: JobRunner, tmp_path: Path) -> None:
+    pytest.importorskip("torch")
+    pytest.importorskip("matplotlib")
+    record, drawn = tmp_path / "training.json", tmp_path / "training.png"
+    methods = ["powersgd:4", "sync:4+streamed+int8", "ddp+powersgd:4", "ddp+postlocal:2"]
+    options = ["--models", "conv", "--steps", "4", "--every", "2", "--methods", ",".join(methods)]
+    job = mpirun(2, ["-m", "benchmarks.compression", "training", *options, "--json", record, "--plot", drawn])
+    assert job.returncode == 0, job.stderr
+    (found,) = json.loads(record.read_text())["models"]
+    runs = {run["method"]: run for run in found["runs"]}
+    assert list(runs) == ["none", *methods]
+    assert runs["none"]["at"] == [2, 4]
+    assert all(0 < run["best_accuracy"] <= 1 and run["seconds"][0] > 0 for run in found["runs"])
+    assert {run["bytes_per_step"] for run in found["runs"]} == {None}, "one host sends nothing"
+    assert drawn.read_bytes().startswith(b"\x89PNG")
+
+
+def test_another_sha256_is_found() -> None:
+    same = [replace(cell, sha256="ab" * 32) for cell in exact.cells(2, ["ring", "auto"])]
+    assert len(same) == 16
+    found = [replace(same[0], sha256=None, unavailable="one node only"), *same[1:]]
+    assert exact.compare(found) == ("ab" * 32, [])
+    assert exact.verdict(found, *exact.compare(found)) == f"all 15 cells equal: {'ab' * 32}"
+    assert exact.table(found, 2)[1].split() == ["ring", "flat", "replicated", "-", "abababab"]
+    found[5] = replace(found[5], sha256="cd" * 32)
+    common, different = exact.compare(found)
+    assert (common, different) == ("ab" * 32, [found[5]])
+    assert exact.verdict(found, common, different).startswith("1 of 15 cells differ")
+
+
+@pytest.mark.jobs
+def test_exact_training_has_the_same_bits_everywhere(mpirun: JobRunner, tmp_path: Path) -> None:
+    record = tmp_path / "exact.json"
+    options = ["exact", "--epochs", "1", "--methods", "ring,shared", "--json", record]
+    job = mpirun(3, ["-m", "benchmarks.compression", *options], timeout=120)
+    assert job.returncode == 0, job.stdout + job.stderr
+    found = json.loads(record.read_text())
+    trained = [cell for cell in found["cells"] if cell["sha256"]]
+    assert len(found["cells"]) == 24
+    assert len(trained) == 20, "shared does not reduce across nodes"
+    assert {cell["sha256"] for cell in trained} == {found["sha256"]}
+    assert f"all 20 cells equal: {found['sha256']}" in job.stdout
+
+
 @pytest.mark.jobs
 @pytest.mark.parametrize(
     ("ranks", "options", "complaint"),
@@ -102,6 +204,9 @@ def test_calls_are_measured(mpirun: JobRunner, tmp_path: Path) -> None:
         (2, ["--hosts", "2"], "--hosts starts the ranks itself; leave out mpirun"),
         (2, ["--size", "3"], "one element has 4 bytes"),
         (2, ["sped"], "invalid choice: 'sped'"),
+        (2, ["training", "--models", "mpl"], "--models mpl is unknown; use mlp or conv"),
+        (2, ["exact", "--methods", "ring,rign"], "--methods rign: of the backends, use some of ring"),
+        (2, ["exact", "--plot", "exact.png"], "exact has no picture"),
         (0, ["--hosts", "2", "--rate", "fast"], 'RATE is "fast"'),
     ],
 )

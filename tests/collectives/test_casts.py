@@ -94,6 +94,30 @@ def test_combine(dtype, op):
     np.testing.assert_array_equal(parts[1], total.astype(dtype))
 
 
+@pytest.mark.parametrize("half", HALVES)
+@pytest.mark.parametrize("op", ["sum", "mean"])
+def test_pairs(half, op):
+    """Every pair of exponents and signs, with several fractions: cancellation, subnormals, overflow, NaN."""
+    every = EVERY_HALF.view(half)
+    resolved = ops.resolve(op, half, 2)
+    for shift in (0, 1, 3, 0x0401, 0x3C80, 0x7FFF, 0x8000, 0x8003, 0xBC01):
+        parts = [every, every[(EVERY_HALF.astype(np.int64) * 5 + shift) % 2**16]]
+        with np.errstate(all="ignore"):
+            total = parts[0].astype(np.float32) + parts[1].astype(np.float32)
+            resolved.finish(total)
+            wanted = total.astype(half)
+            overflows = ~np.isfinite((parts[0].astype(np.float32) + parts[1].astype(np.float32)).astype(half))
+        finite = [np.ascontiguousarray(part[~overflows]) for part in parts]
+        out = finite[0].copy()
+        done = casts.add_pair([out, finite[1]], out, resolved, Workspace())
+        assert done == (casts.imported_torch() is not None)
+        if done:
+            np.testing.assert_array_equal(out.view(np.uint16), wanted[~overflows].view(np.uint16))
+        out = parts[0].copy()
+        assert not casts.add_pair([out, parts[1]], out, resolved, Workspace())
+        np.testing.assert_array_equal(out.view(np.uint16), EVERY_HALF)
+
+
 def test_an_import_that_has_not_ended_does_not_count(monkeypatch):
     monkeypatch.undo()
     monkeypatch.setitem(sys.modules, "torch", type(sys)("torch"))

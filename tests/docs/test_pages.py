@@ -57,6 +57,7 @@ SKIPPED = {
     "mpiexec": "several hosts",
     "mpirun --hostfile hosts": "several hosts",
     "mpirun --with-ft": "test_lost_ranks.py loses ranks",
+    "mpirun -n 5 python -m benchmarks.compression exact": "a minute; benchmarks/test_compression.py runs it on 3 ranks",
     "mpirun -n 2 python -m benchmarks.checkpoint": "half a minute; benchmarks/test_runs.py runs it",
     "mpirun -n 2 python -m benchmarks.jax_step": "half a minute; test_jax.py runs it",
     "mpirun -n 2 python -m benchmarks.training_step": "minutes; test_pytorch.py runs it",

@@ -1,11 +1,15 @@
-"""The status dump: SIGUSR1 prints it, and a long wait writes the stacks of all ranks to files."""
+"""The status dump, and the files in which all ranks write their stacks and last calls."""
 
 import faulthandler
+import json
 from pathlib import Path
 
 import pytest
 
+from allreduce.doctor import flight as flight_records
+from allreduce.errors import OptionError
 from allreduce.health import stacks
+from allreduce.health.flight import KEPT
 from tests import launch
 from tests.conftest import JobRunner
 
@@ -136,3 +140,63 @@ def test_stacks_follow_no_link(stacks_in: Path, tmp_path: Path, caplog: pytest.L
     stacks.dump("waits")
     assert "stacks can't be written there: " in caplog.text
     assert not (tmp_path / "elsewhere").exists()
+
+
+FLIGHT = """
+import sys, time
+import numpy as np
+import allreduce
+reduce = allreduce.create("ring")
+grads = np.ones(1000, "float32")
+for step in range(300):
+    reduce(grads, "sum")
+if reduce.rank == 1:
+    if sys.argv[1] == "raises":
+        raise ValueError("on purpose")
+    if sys.argv[1] == "is late":
+        time.sleep(20)
+    grads = np.ones(999, "float32")
+reduce(grads, "sum")
+"""
+
+
+@pytest.mark.parametrize(
+    ("mpi", "ulfm", "action", "theirs"),
+    [
+        ("openmpi", False, "is late", "has not made this call"),
+        ("openmpi", True, "raises", "has not made this call"),
+        ("mpich", False, "raises", "has not made this call"),
+        ("openmpi", False, "differs", "length 999"),
+    ],
+)
+def test_flight_records(mpirun: JobRunner, tmp_path: Path, mpi: str, ulfm: bool, action: str, theirs: str) -> None:
+    """All ranks write their last 256 calls when a wait times out or the job is aborted; the doctor compares them."""
+    env = {"ALLREDUCE_FLIGHT": str(tmp_path), "ALLREDUCE_TIMEOUT_SECONDS": "3" if action == "is late" else "60"}
+    job = mpirun(3, ["-c", FLIGHT, action], mpi=mpi, ulfm=ulfm, env=env)
+    assert job.returncode != 0
+    records = flight_records.read(str(tmp_path))
+    assert sorted(records) == [0, 1, 2], job.stderr
+    assert sum(map(len, records[1].calls.values())) == KEPT
+    text, code = flight_records.report(records)
+    assert code == 2
+    assert "rank 1 differs first: in call number 304 of a backend, queue or communicator of ranks 0-2" in text
+    assert f"\n  rank 1: {theirs}" in text or f"\n  rank 1: all_reduce: {theirs}" in text
+    assert "\n  ranks 0, 2: all_reduce: length 1000, dtype float32, op" in text
+
+
+def test_doctor_flight(mpirun: JobRunner, tmp_path: Path) -> None:
+    """The command: its exit codes, a file that is missing, and bad input."""
+    user = "0-1#1/5"
+    for rank, calls in enumerate(([[user, 1, "a call", 1.0, 2.0]], [[user, 1, "a call", 1.0, 3.0]])):
+        content = {"rank": rank, "size": 2, "host": "here", "why": "SIGUSR1", "full": False, "calls": calls}
+        (tmp_path / f"flight-rank-{rank}.json").write_text(json.dumps(content))
+    alike = mpirun(0, ["-m", "allreduce", "doctor", "flight", tmp_path])
+    assert (alike.returncode, "no rank differs" in alike.stdout) == (0, True), alike.stderr
+    (tmp_path / "flight-rank-0.json").unlink()
+    missing = mpirun(0, ["-m", "allreduce", "doctor", "flight", tmp_path])
+    assert (missing.returncode, "rank 0: no file" in missing.stdout) == (2, True), missing.stderr
+    (tmp_path / "flight-rank-0.json").write_text("{}")
+    with pytest.raises(OptionError, match=r"flight-rank-0.json is no flight record: KeyError"):
+        flight_records.read(str(tmp_path))
+    with pytest.raises(OptionError, match=r"no flight records .* run the job with ALLREDUCE_FLIGHT="):
+        flight_records.read(str(tmp_path / "elsewhere"))

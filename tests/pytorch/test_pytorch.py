@@ -152,16 +152,27 @@ def test_training_step_benchmark(tmp_path: Path) -> None:
     wrong = {
         "--models mlpp": "'mlpp' can't be given; did you mean 'mlp'? use all, or some of mlp, transformer, conv",
         "--json no/out.json": "does not exist; create it first",
+        "--models embedding --ways fsdp": "has sparse gradients, which FSDP2 + gloo, FSDP2 + allreduce don't take",
     }
     short = ["--models", "conv", "--batch", "4", "--steps", "2", "--warmup", "1", "--verify", "3", "--json", "out.json"]
-    options = [*map(str.split, wrong), [*short, "--variants", "DDP + gloo; replicated; sharded"]]
+    ways = "--models conv --ways ddp,zero,fsdp --batch 4 --steps 1 --warmup 0 --verify 1 --no-memory --json ways.json"
+    options = [
+        *map(str.split, wrong),
+        [*short, "--variants", "DDP + gloo; replicated; sharded"],
+        ways.split(),
+    ]
     lines = [("benchmarks.training_step", each, str(tmp_path)) for each in options]
-    *refused, came = in_one_job(2, lines, tmp_path)
+    *refused, came, compared = in_one_job(2, lines, tmp_path, timeout=180)
     for told, ranks in zip(wrong.values(), refused, strict=True):
         assert [rank["code"] for rank in ranks] == [2, 2]
         assert "".join(rank["stderr"] for rank in ranks).count(told) == 1
-    assert all(not rank["code"] for rank in came), came
+    assert all(not rank["code"] for rank in came + compared), (came, compared)
     result = json.loads((tmp_path / "out.json").read_text())["results"][0]
     assert result["times"]["replicated"]["median_ms"] > 0
     assert result["differences"]["replicated"]["bits_equal"]
     assert result["differences"]["sharded"]["largest"] <= 1e-6
+    result = json.loads((tmp_path / "ways.json").read_text())["results"][0]
+    for way in ("DDP", "ZeRO-1", "FSDP2"):
+        assert result["times"][f"{way} + allreduce"]["faster_than_gloo"] > 0
+        assert result["differences"].get(f"{way} + allreduce", {"largest": 1})["largest"] <= 1e-6
+    assert {"added_to_ddp_ms", "added_of_all_reduce_alone"} <= result["times"]["DDP + allreduce"].keys()

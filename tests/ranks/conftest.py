@@ -28,22 +28,32 @@ import numpy as np
 from mpi4py import MPI
 
 # What a job leaves out, because many processes take long on the two cores that CI has: above all with PyTorch, which
-# is installed beside Open MPI alone, and under MPICH, whose every message takes longer there. All files run on 1, 2
-# and 3 ranks of Open MPI and on 2 of MPICH; 5 ranks leave PyTorch out; the others run what depends on the number of
-# ranks or on the MPI: the grid, errors, and what moves bytes.
+# is installed beside Open MPI alone, and under MPICH, whose every message takes longer there.
+# - Open MPI: 1 and 2 ranks run all files; 3 leave out two slow ones, which prove as much on 2 ranks; 5 ranks leave
+#   out PyTorch, and files with the same result on 3 ranks (elastic/test_exact.py compares exact trainings on 1 to 5).
+# - MPICH: 2 ranks leave out the trainers' files but one: trainers move bytes through the collectives alone.
+# - The other jobs run what depends on the number of ranks or on the MPI: the grid, errors, and what moves bytes.
 HERE = Path(__file__).parent
 ALL = {path.relative_to(HERE).as_posix() for path in HERE.glob("*/test_*.py")}
 FRAMEWORKS = {name for name in ALL if name.startswith("frameworks/")}  # on 2 ranks of Open MPI alone
 PYTORCH = {name for name in ALL if name.startswith(("pytorch/", "torch_backend/"))}
 GRID = "collectives/test_grid.py"
 HEART = {GRID, "collectives/test_errors.py", "training/test_trainers.py"}
+TRAINING = {name for name in ALL if name.startswith("training/")}
 BYTES = {
     f"collectives/test_{name}.py" for name in ("moves", "memory", "reach", "topology", "auto", "wrapper", "worker")
 }
+SAME_ON_3 = {f"pytorch/test_{name}.py" for name in ("several", "traced")}
+SAME_ON_5 = {f"collectives/test_{name}.py" for name in ("compressed", "disagreements")} | {
+    f"training/test_{name}.py"
+    for name in ("callbacks", "checkpoints", "checks", "compression", "exact", "fit", "local_sgd", "same_data")
+}
 LEFT_OUT = {
+    ("Open MPI", 3): SAME_ON_3,
     ("Open MPI", 4): ALL - HEART,
-    ("Open MPI", 5): PYTORCH | {"collectives/test_compressed.py"},
+    ("Open MPI", 5): PYTORCH | SAME_ON_5,
     ("MPICH", 1): ALL - HEART,
+    ("MPICH", 2): TRAINING - HEART,
     ("MPICH", 3): ALL - BYTES - {GRID, "collectives/test_errors.py"},
     ("MPICH", 4): ALL - {GRID},
     ("MPICH", 5): ALL - {GRID},

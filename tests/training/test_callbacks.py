@@ -2,6 +2,8 @@
 
 import builtins
 import math
+import sys
+import urllib.request
 from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,7 +14,15 @@ import pytest
 
 from tests import event_files
 from trainers import MirroredTrainer, NumpyNetwork, callbacks
-from trainers.callbacks import CSVLogger, EarlyStopping, LearningRateSchedule, ModelCheckpoint, TensorBoard, Timeline
+from trainers.callbacks import (
+    CSVLogger,
+    EarlyStopping,
+    LearningRateSchedule,
+    ModelCheckpoint,
+    Prometheus,
+    TensorBoard,
+    Timeline,
+)
 from trainers.errors import ArgumentError
 from trainers.watching.callback import Callback, Callbacks
 from trainers.watching.early_stopping import Monitor
@@ -356,3 +366,55 @@ def test_a_schedule_in_a_fit_that_goes_on(finished: bool) -> None:
     assert replica.learning_rates == pytest.approx([0, 0] if finished else [0.2, 0.6])
     again.set_trainer(None)
     assert replica.learning_rates == pytest.approx([0.8, 2.4])
+
+
+def test_prometheus_serves_a_fit() -> None:
+    """Rank 0 serves; after a failure its successor; the port is free again after the fit."""
+    pytest.importorskip("prometheus_client")
+    metrics, seen = Prometheus(port=0), []
+
+    class Look(Callback):
+        def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+            self.trainer.size = 2
+            metrics.on_ranks_change()  # a rank has failed
+            with urllib.request.urlopen(f"http://127.0.0.1:{metrics.port}/metrics", timeout=10) as answer:
+                seen.extend(line for line in answer.read().decode().splitlines() if line.startswith("allreduce_"))
+
+    trainer = Trainer(size=3)
+    every = Callbacks([metrics, Look()], trainer, 1, 4)
+    every.train_begin()
+    every.epoch_begin(0)
+    for batch in range(4):
+        every.batch_end(batch, {"loss": 1.0})
+    every.epoch_end(0, {"loss": 0.5, "accuracy": 0.75, "samples_per_second": 100.0, "communication_share": 0.25})
+    every.train_end({})
+    every.release()
+    values = dict(line.removeprefix("allreduce_training_").rsplit(" ", 1) for line in seen)
+    assert float(values.pop("resident_bytes")) > 1e6
+    values.pop("steps_created", None)
+    assert {name: float(value) for name, value in values.items()} == {
+        "steps_total": 4,
+        "epoch": 1,
+        "loss": 0.5,
+        "rows_per_second": 100,
+        "communication_share": 0.25,
+        'metric{name="accuracy"}': 0.75,
+        "ranks": 2,
+        "failed_ranks": 1,
+    }
+    follower = Prometheus(port=metrics.port)
+    follower.set_trainer(Trainer(rank=1, size=2))
+    follower.on_train_begin()
+    follower.trainer.rank = 0  # type: ignore[misc]
+    follower.on_ranks_change()
+    with pytest.raises(ArgumentError, match=f"can't listen at 127.0.0.1:{follower.port}"):
+        fit(Prometheus(port=follower.port), [])
+    follower.set_trainer(None)
+
+
+def test_prometheus_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "prometheus_client", None)
+    with pytest.raises(ArgumentError, match=r'pip install "\.\[prometheus\]" in the checkout'):
+        fit(Prometheus(), [])
+    with pytest.raises(ArgumentError, match="port=70000: give a number"):
+        Prometheus(70000)

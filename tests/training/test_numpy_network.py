@@ -8,6 +8,7 @@ import subprocess
 import sys
 import zipfile
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -18,7 +19,7 @@ from trainers.errors import ArgumentError, ModelFileError
 from trainers.files.model_file import replacing
 from trainers.replicas.numpy import optimizers as numpy_optimizers
 from trainers.replicas.numpy.embedding import EmbeddingNetwork
-from trainers.replicas.numpy.network import NumpyNetwork
+from trainers.replicas.numpy.network import NumpyNetwork, Products
 
 RANDOM = np.random.default_rng(5)
 X = RANDOM.normal(size=(9, 4)).astype(np.float32)
@@ -437,3 +438,47 @@ def test_what_a_network_with_a_table_refuses() -> None:
 def test_an_optimizer_of_another_framework(foreign: Any) -> None:
     with pytest.raises(ArgumentError, match="optimizer: give sgd, momentum, adam, or an optimizer of"):
         NumpyNetwork([4, 3], optimizer=foreign)
+
+
+@pytest.mark.parametrize("sizes", [[20, 300, 33, 4], [784, 128, 10]])
+@pytest.mark.parametrize("activation", ["relu", "tanh"])
+def test_parts_have_the_bits_that_they_have_alone(
+    sizes: list[int], activation: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With products of all rows where a trial allows them, and without any."""
+    rng = np.random.default_rng(2)
+    x, y = rng.normal(size=(69, sizes[0])).astype("float32"), rng.integers(0, sizes[-1], 69)
+    parts = [(x[start : start + 8], y[start : start + 8]) for start in range(0, 69, 8)]  # the last one of 5 rows
+    network = NumpyNetwork(sizes, activation=activation, seed=1)
+    expected, values = [], []
+    for part in parts:
+        buffer = np.zeros(network.gradient_length, "float32")
+        network.bind(buffer)
+        values.append(np.array(network.gradients(*part, len(part[0]) / 69)))
+        expected.append(buffer)
+    for joined in (True, False):
+        if not joined:
+            monkeypatch.setattr(Products, "_equal", lambda *_: False)
+        memories = [np.zeros_like(each) for each in expected]
+        found = network.gradients_of_parts(parts, 69, memories)
+        assert np.array_equal(found, values)
+        assert [each.tobytes() for each in memories] == [each.tobytes() for each in expected]
+
+
+def test_products_of_a_blas_that_adds_in_another_order_are_not_joined() -> None:
+    """A BLAS whose bits depend on the number of rows: float16 sums stand for it."""
+    rng = np.random.default_rng(0)
+    left, right = (rng.normal(size=shape).astype("float32") for shape in ((16, 50), (50, 9)))
+    out, expected = np.empty((2, 16, 9), "float32")
+
+    def dot(a: np.ndarray, b: np.ndarray, out: np.ndarray) -> None:
+        order = slice(None, None, 1 if len(a) == 8 else -1)
+        out[:] = np.add.accumulate(a[:, order, None] * b[order], axis=1)[:, -1]
+
+    products = Products(SimpleNamespace(dot=dot))
+    products.multiply(left, right, out, 8)
+    for start in (0, 8):
+        dot(left[start : start + 8], right, expected[start : start + 8])
+    assert out.tobytes() == expected.tobytes()
+    products.multiply(left, right, out, None)
+    assert out.tobytes() != expected.tobytes()

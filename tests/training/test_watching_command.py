@@ -78,3 +78,27 @@ def test_the_extra_tensorboard_brings_what_writes_and_what_shows() -> None:
     lines = (launch.ROOT / "pyproject.toml").read_text().splitlines()
     (extra,) = [line for line in lines if line.startswith("tensorboard = ")]
     assert {'"tensorboardX', '"tensorboard'} <= set(re.findall(r'"\w+', extra))
+
+
+@pytest.mark.jobs
+def test_logs_of_each_rank(mpirun: JobRunner, tmp_path: Path) -> None:
+    """With the epochs, and with the error that ends the job; a second job continues the files."""
+    command = ["-m", "trainers", "--data", "iris", "--epochs", "2", "--log-dir", "logs"]
+    job = mpirun(2, command, cwd=tmp_path)
+    assert job.returncode == 0, job.stderr
+    assert job.stderr.count("epoch") == 0
+    job = mpirun(2, [*command, "--lr", "1e38"], cwd=tmp_path)
+    assert job.returncode == 1
+    for rank in range(2):
+        text = (tmp_path / "logs" / f"rank-{rank}.log").read_text()
+        line = rf"\d{{4}}-\S+ \S+ rank {rank} of 2 on \S+ process \d+"
+        assert len(re.findall(rf"^{line} INFO trainers: epoch [12] of 2: loss \d", text, re.MULTILINE)) == 2
+        assert re.search(rf"^{line} ERROR trainers: DivergedError: the loss became", text, re.MULTILINE)
+
+
+@pytest.mark.parametrize(("given", "means"), [("0", (0, "127.0.0.1")), ("0.0.0.0:9400", (9400, "0.0.0.0"))])
+def test_the_port_for_prometheus(given: str, means: tuple[int, str]) -> None:
+    assert parse(["--prometheus", given], shown=False).prometheus == means
+    for wrong in ("-1", "host:", "65536"):
+        with pytest.raises(ArgumentError, match="must be PORT or ADDRESS:PORT"):
+            parse([f"--prometheus={wrong}"], shown=False)

@@ -33,6 +33,7 @@ from trainers.fit.checkpointing import Checkpoint
 from trainers.recovery.terminating import Terminated, Terminating
 from trainers.replicas.numpy.network import NumpyNetwork
 from trainers.trainer import Trainer
+from trainers.watching.logs import log_to, write_error
 
 log = logging.getLogger("trainers")
 
@@ -62,6 +63,7 @@ def main(arguments: Sequence[str] | None = None, program: str = "python -m train
         if processes.here()[0] == min(getattr(error, "ranks", None) or own) == own[0]:  # not a rank that joined others
             _say(world, f"error: {error}", sys.stderr)
             abort.write_down(str(error))
+        write_error(error)
         code = FAILED if isinstance(error, FAULTS) else BAD_ARGUMENTS
         with waiting(world.world, "end together, after an error"):
             world.world.Barrier()  # the first rank to leave with a code ends the job, so let rank 0 print
@@ -133,6 +135,9 @@ def _read(arguments: Sequence[str] | None, world: Topology, program: str) -> Job
     if serves:
         options.servers = len(assigned.servers)
     together(world.world, lambda: check(options, assigned))
+    if options.log_dir:
+        together(world.world, lambda: log_to(options.log_dir))
+        log.info("%s: %s", world, " ".join(sys.argv[1:] if arguments is None else arguments))
     together(world.world, lambda: results.check_targets(options) if world.rank == assigned.chief else None)
     return Job(options, assigned, together(world.world, lambda: datasets.load(options.data)))
 

@@ -119,6 +119,13 @@ def ranks_per_node(text: str) -> int | tuple[int, ...]:
     return sizes[0] if len(sizes) == 1 else sizes
 
 
+def address(text: str) -> tuple[int, str]:
+    host, _, port = text.rpartition(":")
+    if not (port.isascii() and port.isdecimal() and int(port) < 2**16):
+        raise argparse.ArgumentTypeError(f"must be PORT or ADDRESS:PORT such as 0.0.0.0:9400, got {text!r}")
+    return int(port), host or "127.0.0.1"
+
+
 def table_file(text: str) -> str:
     if not text.endswith((".jsonl", ".csv")):
         raise argparse.ArgumentTypeError(f"must be the name of a file that ends in .jsonl or .csv, got {text!r}")
@@ -447,6 +454,12 @@ OPTIONS: dict[str, tuple[Option, ...]] = {
             "tensorboard", "DIR", callback=lambda options: callbacks.TensorBoard(options.tensorboard),
             help='write events for TensorBoard (with the extra "tensorboard")',
         ),
+        Option(
+            "prometheus", "PORT", address, callback=lambda options: callbacks.Prometheus(*options.prometheus),
+            help="serve metrics for Prometheus at this port of 127.0.0.1, or at ADDRESS:PORT (with the extra "
+            '"prometheus")',
+        ),
+        Option("log_dir", "DIR", help="write what each rank logs to DIR/rank-N.log, and its last calls after an error"),
         Option(
             "csv", "FILE", writes=True,
             callback=lambda options: callbacks.CSVLogger(options.csv, append=options.resume),

@@ -24,7 +24,7 @@ from allreduce.errors import OptionError
 from allreduce.transport.chunked import bytes_of_root, bytes_to_root
 from allreduce.transport.control import on_all_ranks, root_value, together
 from trainers import data
-from trainers.data import Batches, Fingerprint
+from trainers.data import BatchSource, Fingerprint
 from trainers.errors import ArgumentError, CheckpointError, ModelFileError, UnusableError
 from trainers.files import checkpoint as files
 from trainers.files import model_file
@@ -122,7 +122,7 @@ class Saver:
     """
 
     def __init__(
-        self, strategy: Strategy, batches: Batches, checkpoint: Checkpoint, resume: bool, names: Collection[str]
+        self, strategy: Strategy, batches: BatchSource, checkpoint: Checkpoint, resume: bool, names: Collection[str]
     ) -> None:
         self._strategy, self._group = strategy, strategy.group
         self._folder, self._keep = os.path.abspath(checkpoint.folder), checkpoint.keep
@@ -130,7 +130,7 @@ class Saver:
         self._count, self._unit = period(checkpoint.every)
         self._watched = VALIDATED + checkpoint.best[4:] if checkpoint.best.startswith(VALIDATION) else checkpoint.best
         self._sign = 1 if checkpoint.lowest_is_best else -1
-        self._settings, self._steps = batches.settings, batches.steps
+        self._batches, self._settings = batches, batches.settings
         self._data, self._same_data = _fingerprint(batches, strategy.replica), checkpoint.same_data
         self._writer = ThreadPoolExecutor(1, "writes checkpoints")
         self._writing: Future[None] | None = None  # the last write, until `finish` has taken its result
@@ -199,9 +199,10 @@ class Saver:
                 "from it (resume=True, --resume), or give another folder"
             )
         check_arrays(path, saved)
-        check(path, saved, self._strategy.replica, self._settings, self._steps)
+        steps = math.inf if self._batches.streams else self._batches.steps
+        check(path, saved, self._strategy.replica, self._settings, steps)
         progress, strategy = saved.progress, self._strategy
-        differs = data.difference(progress.settings.get("data"), self._data, self._settings["rows"])
+        differs = data.difference(progress.settings.get("data"), self._data, self._batches.rows)
         if differs and self._same_data:
             raise CheckpointError(
                 f"{path} is of a training with other data: {differs}; give the same rows in the same order, or train "
@@ -314,7 +315,7 @@ class Saver:
         asked = self._unit == "seconds"
         if asked:
             asked = root_value(self._group.comm, self.is_time(), "learn whether a checkpoint is due")
-        return self.due(epochs * self._steps, asked)
+        return self.due(self._batches.total(epochs, 0), asked)
 
     def is_best(self, history: History) -> bool:
         """Whether the last epoch is the best so far. Local, the same on all ranks."""
@@ -351,10 +352,10 @@ class Saver:
         return Progress(
             epoch=epoch,
             step=step,
-            total=epoch * self._steps + step,
+            total=self._batches.total(epoch, step),
             ranks=self._group.size,
             seconds=seconds,
-            settings=self._settings | {"data": self._data},
+            settings=self._settings | {"data": self._data, "position": self._batches.position()},
             shapes=[[name, list(shape)] for name, shape in self._strategy.replica.shapes().items()],
             choices=self._selections,
             rates=self._strategy.replica.learning_rates,
@@ -411,7 +412,7 @@ def _with_prefix(own: dict[str, np.ndarray], prefix: str) -> dict[str, np.ndarra
     return {name.removeprefix(prefix): array for name, array in own.items() if name.startswith(prefix)}
 
 
-def _fingerprint(batches: Batches, replica: Replica) -> Fingerprint:
+def _fingerprint(batches: BatchSource, replica: Replica) -> Fingerprint:
     """Return the fingerprint of the data. Restores the random generators. Raises DataError. Local."""
     programs, own = random_state(), replica.local_state()
     try:
@@ -422,7 +423,7 @@ def _fingerprint(batches: Batches, replica: Replica) -> Fingerprint:
 
 
 def make_saver(
-    strategy: Strategy, batches: Batches, checkpoint: Checkpoint | str | None, resume: bool, validates: bool
+    strategy: Strategy, batches: BatchSource, checkpoint: Checkpoint | str | None, resume: bool, validates: bool
 ) -> Saver | None:
     """Create the Saver for the arguments of `fit`; None without a checkpoint. Raises ArgumentError, on this rank."""
     if checkpoint is None:
@@ -441,10 +442,11 @@ def check_arrays(path: str, saved: Saved) -> None:
         raise UnusableError(f"{path} is damaged: it holds arrays that can't be sent to other ranks")
 
 
-def check(path: str, saved: Saved, replica: Replica, settings: dict[str, Any], steps: int) -> None:
+def check(path: str, saved: Saved, replica: Replica, settings: dict[str, Any], steps: float) -> None:
     """Raise CheckpointError if a checkpoint is not an earlier state of this training.
 
-    settings: must equal the settings in the checkpoint. steps: the number of steps in an epoch.
+    settings: must equal the settings in the checkpoint. steps: the number of steps in an epoch; infinity if it is not
+        known.
     Raises UnusableError if the checkpoint is damaged, so that an older one may be usable.
     """
     progress = saved.progress

@@ -13,9 +13,9 @@ import numpy as np
 from mpi4py import MPI
 
 from allreduce.arrays import gpu
-from allreduce.transport.control import combine, raise_together
+from allreduce.transport.control import combine, on_all_ranks, raise_together
 from allreduce.transport.wait import wait_for
-from trainers.data import Batch, Batches
+from trainers.data import Batch, BatchSource
 from trainers.files.checkpoint import Progress as Checkpointed
 from trainers.fit import prefetch
 from trainers.fit.checkpointing import Saver
@@ -118,7 +118,7 @@ class Fit:
     def __init__(
         self,
         strategy: Strategy,
-        batches: Batches,
+        batches: BatchSource,
         epochs: int,
         *,
         watched: Any,
@@ -173,6 +173,7 @@ class Fit:
             self.saver.close()
         self._progress.close()
         self.callbacks.release()
+        self.batches.close()
 
     def _open(self) -> None:
         """Load the checkpoint, if any, and check that all ranks have the same collective callbacks. Collective."""
@@ -180,15 +181,21 @@ class Fit:
         found = None if self.saver is None else self.saver.open()
         if found is not None:
             path, progress, measured = found
-            self.load_progress(PartialEpoch.of(progress, measured), progress.history)
+            self._load_checkpointed(progress, measured)
             rest = "" if progress.epoch < self._epochs else f"; {self._epochs} epochs are done already"
-            self._progress.print_line(f"resumed: {path}, {progress}{rest}")
+            again = "; the loaders are read again up to there" if self.batches.streams else ""
+            self._progress.print_line(f"resumed: {path}, {progress}{rest}{again}")
         self.keep_error(self._make_callbacks)
         self._agree(f"with callbacks that communicate: {', '.join(self.callbacks.collective) or 'none'}")
         asks = np.array([self.callbacks.asks, self.callbacks.looks], np.int64)
         combine(self.group.comm, asks, "learn whether a rank may leave steps out")
         self.asks, self.looks = map(bool, asks)
         self.begun = True
+
+    def _load_checkpointed(self, progress: Checkpointed, measured: np.ndarray) -> None:
+        """Continue where a checkpoint was written. Local, the same on all ranks. Raises CheckpointError."""
+        self.load_progress(PartialEpoch.of(progress, measured), progress.history)
+        self.batches.resume(progress.epoch, progress.step, progress.total, progress.settings.get("position"))
 
     def load_progress(self, begun: PartialEpoch, history: Sequence[Mapping[str, Any]]) -> None:
         """Continue the epoch `begun`. history: the epochs before it, each as Epoch.as_dict returns it. Local."""
@@ -207,14 +214,16 @@ class Fit:
         begun = self._resumed if self._resumed.epoch == number else PartialEpoch(number)
         if self._entered == number:
             begun = PartialEpoch(number, step, begun.seconds, self.meter.values(), self._rows)
-        about = [[epoch.as_dict() for epoch in self.history], begun.seconds, begun.rows]
+        position = [number, step, self.batches.total(max(number, 0), step), self.batches.position()]
+        about = [[epoch.as_dict() for epoch in self.history], begun.seconds, begun.rows, position]
         text = json.dumps(about, default=np.ndarray.tolist).encode()
         return {ABOUT: np.frombuffer(text, np.uint8), VALUES: begun.measured, **self.callbacks.state()}
 
     def join(self, state: Arrays) -> None:
         """Continue at `position` on a joining rank. state: the `state` of another rank. Local."""
         number, step, stage = self.position
-        history, seconds, rows = json.loads(state.pop(ABOUT).tobytes())
+        history, seconds, rows, position = json.loads(state.pop(ABOUT).tobytes())
+        self.batches.resume(*position)
         in_history = stage > EVENTS
         self.load_progress(
             PartialEpoch(number, step, seconds, state.pop(VALUES), rows), history if in_history else history[:number]
@@ -223,7 +232,7 @@ class Fit:
 
     def _make_callbacks(self) -> None:
         watchers = [self.meter, self.history, self._progress, *self._users]
-        self.callbacks = Callbacks(watchers, self._watched, self._epochs, self.batches.steps, self._goes_on)
+        self.callbacks = Callbacks(watchers, self._watched, self._epochs, self.batches.planned, self._goes_on)
 
     def _begin(self) -> None:
         """Call train_begin of the callbacks, write a first checkpoint if a failure would need it, and set the first
@@ -265,6 +274,7 @@ class Fit:
             if self.looks:
                 self.strategy.end_round()
             with self.strategy.span("epoch"):
+                log.info("epoch %d of %d: %s", number + 1, self._epochs, _in_words(self.logs))
                 self.keep_error(lambda: self.callbacks.epoch_end(number, self.logs))
                 self._agree(f"after epoch {number + 1}")
             self.position = Position(number, self.position.step, SAVE)
@@ -319,11 +329,26 @@ class Fit:
     @contextmanager
     def shares(self, number: int) -> Iterator[Iterator[Batch]]:
         """Context manager: this rank's shares of the rest of the batches of epoch `number`. Collective."""
-        batches, step = self.batches.epoch(number, self.position.step), self.position.step
+        step = self.position.step
+        if self.batches.streams:
+            self._begin_stream(number, step)
+        batches = self.batches.epoch(number, step)
         with closing(prefetch.ahead(batches) if self.batches.ahead else batches) as shares:
             if self.stopped and self.saver is not None and 0 < step < self.batches.steps:
                 self._save_between(number, step)  # a failure has prevented this checkpoint
             yield shares
+
+    def _begin_stream(self, number: int, step: int) -> None:
+        """Read each rank's batch `step` of an epoch, and add up their rows. Raises an error of any rank on all ranks.
+        Collective."""
+        own = self.keep_error(partial(self.batches.begin, number, step))
+        sums = np.array([own or 0, self.error is not None], np.int64)
+        combine(self.group.comm, sums, "learn the rows of a batch")
+        if sums[1]:
+            raise_together(self.group.comm, self.error)
+        self.batches.learn(step, int(sums[0]))
+        if not step and not sums[0]:
+            raise on_all_ranks(self.batches.empty(number), self.group.comm)
 
     def end_step(self) -> None:
         """Advance the position by one step, and call the callbacks with `strategy.measured` of that step. Local."""
@@ -352,6 +377,7 @@ class Fit:
         strategy = self.strategy
         self.keep_error(partial(self.begin_batch, step))
         self.keep_error(lambda: self._compute(shares))
+        self.keep_error(partial(self.batches.peek, step + 1))
         if self.error is not None:
             self._share = 0.0
             strategy.compute(None)
@@ -372,7 +398,8 @@ class Fit:
     def flags(self, leaves_out: bool = False) -> tuple[float, ...]:
         """Return this rank's values of FLAGS. Local."""
         is_time = self.saver is not None and self.saver.is_time()
-        return float(leaves_out), float(self.strategy.stop_training), float(is_time), float(self.error is not None)
+        stop, failed = self.strategy.stop_training, self.error is not None
+        return tuple(map(float, (leaves_out, self.batches.coming, stop, is_time, failed)))
 
     def _leaves_out(self, number: int, step: int) -> bool:
         """Whether all ranks leave this step out: a callback of at least one rank asks for it. Collective.
@@ -402,11 +429,13 @@ class Fit:
         with strategy.span("compute"):
             strategy.compute(batch)
 
-    def read_flags(self) -> None:
-        """Read the flags of the last step. Raises an error of any rank on all ranks. Collective if there is one."""
-        _, stop, save, failed = self.strategy.measured[-len(FLAGS) :].tolist()
+    def read_flags(self, steps: int = 1) -> None:
+        """Read the flags of the last step, `steps` after the position. Raises an error of any rank on all ranks.
+        Collective if there is one."""
+        _, rows, stop, save, failed = self.strategy.measured[-len(FLAGS) :].tolist()
         if failed:
             raise_together(self.group.comm, self.error)
+        self.batches.learn(self.position.step + steps, round(rows))
         self.stopped, self._asked = bool(stop), bool(save)
 
     def discard_if_unusable(self, gradients: Any, replica: Replica) -> bool:
@@ -426,7 +455,8 @@ class Fit:
     def check_batch(self, batch: Batch) -> Batch:
         """Return `batch` if the replica accepts it; raises ArgumentError otherwise."""
         if not self.batches.checked:
-            self.strategy.replica.check_batch(batch.x, batch.y)
+            for rows in batch.parts or [(batch.x, batch.y)]:
+                self.strategy.replica.check_batch(*rows)
         return batch
 
     def begin_batch(self, step: int) -> None:
@@ -474,7 +504,7 @@ class Fit:
         if found is None or self.saver is None:
             return False
         path, progress, measured = found
-        self.load_progress(PartialEpoch.of(progress, measured), progress.history)
+        self._load_checkpointed(progress, measured)
         self.position, self.taken = Position(progress.epoch, progress.step), self.strategy.steps
         self.stopped = False
         self.callbacks.forget()
@@ -542,3 +572,7 @@ class Fit:
         last = number + 1 == self._epochs or self.strategy.stop_training
         if saver.due_after(number + 1) or best or last:
             saver.save(saver.progress(self.history, number + 1), self.callbacks, np.empty((0, 0)), best)
+
+
+def _in_words(logs: Mapping[str, Any]) -> str:
+    return ", ".join(f"{name} {value:.6g}" for name, value in logs.items() if isinstance(value, float))

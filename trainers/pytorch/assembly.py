@@ -142,7 +142,8 @@ class Assembly:
         queue, during = group.queue(number, self.topology, threaded, device.kind == "cuda")
         self._cleanup.callback(queue.abandon)
         sparse = sparse_parameters(self.optimizer, self.model)
-        self.reducer = Reducer(self.trained, sparse, self.options, self.backend, comm, queue, during, group, number)
+        given = self.trained, sparse, self.options, self.backend, comm, queue, during, group, number
+        self.reducer = Reducer(*given, self.model)
         self._cleanup.callback(self.reducer.close)
         self._local_cleanup.callback(self.reducer.close, None)
 
@@ -298,7 +299,7 @@ def _backend(options: Options, topology: Topology, device: Host) -> AllReduce:
         with own_gpu(device):
             if (backend := connected_nccl(given, topology, options.compress)) is not None:
                 return backend
-    return backend_for(given, topology, options.update, options.compress)
+    return backend_for(given, topology, options.update, options.compress, exact=options.exact)
 
 
 def warn_of_threads(topology: Topology) -> None:

@@ -2,7 +2,7 @@
 
 import inspect
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -99,6 +99,8 @@ class MirroredOptimizer(Optimizer):
 
         closure: as in torch.optim.Optimizer.step. Returns the mean of its losses over the ranks.
         """
+        if closure is not None:
+            self._refuse_if_exact("step(closure): the mean of the ranks' losses depends on the ranks")
         with self._parts.usable():
             if self._parts.local is not None:
                 self._parts.kernels.replace_broken()
@@ -202,6 +204,39 @@ class MirroredOptimizer(Optimizer):
             else:
                 self._parts.reducer.synchronize()
 
+    def micro_batches(self, rows: int, mine: Sequence[int] | None = None, seed: int | None = None) -> Iterator[slice]:
+        """Yield the rows of each micro-batch of this rank; then average the gradients. For exact=True. Collective.
+
+        for x, y in batches:  # whole batches, the same on all ranks
+            for rows in optimizer.micro_batches(len(x)):
+                loss(model(x[rows]), y[rows]).backward()  # the mean over these rows
+            optimizer.step()
+
+        A batch of `rows` rows has micro-batches of `micro_batch` rows each, the last one perhaps fewer. Each begins
+        with the model's buffers of the step's start, and with random numbers (of Python, NumPy and PyTorch: dropout)
+        that follow from `seed` and its number; after the loop the generators continue as before it. When the loop ends,
+        `.grad` is the mean over all rows, and running statistics of batch norm are the means of those of the
+        micro-batches. Gradients from before the loop are dropped.
+
+        mine: the numbers of the micro-batches that this rank computes, perhaps none; all ranks together compute each
+            once. By default consecutive ones, equally many on the ranks. seed: of this batch, the same on all ranks; by
+            default the number of the steps done, so pass a number of your own after a resume.
+
+        Raises on all ranks, when the loop ends: OptionError (bad arguments, buffers that depend on the ranks).
+        """
+        micro_batches, reducer = self._parts.reducer.micro_batches, self._parts.reducer
+        if micro_batches is None:
+            raise OptionError("micro_batches() needs MirroredOptimizer(..., exact=True)")
+        with self._parts.usable():
+            reducer.forget(release=True)
+            seed = reducer.steps if seed is None else seed
+            yield from micro_batches.run(rows, mine, seed, reducer.comm.rank, reducer.ranks)
+            self._average()
+
+    def _refuse_if_exact(self, call: str) -> None:
+        if self._parts.options.exact:
+            raise OptionError(f"exact=True excludes {call}")
+
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """Context manager: backward in the block adds up local gradients; the next one after it averages the sum.
@@ -227,6 +262,7 @@ class MirroredOptimizer(Optimizer):
         An error in the numbers is raised by all ranks when they average. With sync_every it is the weight of this step
         in the round, and the call is local; make it on all ranks or on none.
         """
+        self._refuse_if_exact("rows(): micro_batches() weights each micro-batch by its rows")
         with self._parts.usable():
             if self._parts.local is not None:
                 self._parts.local.count_rows(number)
@@ -248,6 +284,7 @@ class MirroredOptimizer(Optimizer):
         end, and ranks that would update differently raise a DisagreementError. Raises OptionError on all ranks if there
         is a second MirroredOptimizer on these ranks.
         """
+        self._refuse_if_exact("join(): a rank without rows passes micro_batches(..., mine=[])")
         with self._parts.usable():
             reducer = self._parts.reducer
             reducer.run_in_queue("enters join()", reducer.group.only_one)

@@ -25,12 +25,13 @@ from allreduce.tracing.trace import Trace
 from allreduce.transport.control import agree, raise_together
 from allreduce.wrappers.options import Given
 from trainers import checks
-from trainers.backends import UPDATES, compress_error
+from trainers.backends import UPDATES, compress_error, exact_error
 from trainers.checks import MAJORITY
 from trainers.local_sgd.outer import LocalOptions, OuterSGD
 from trainers.pytorch.hooks import owner_of
 from trainers.pytorch.sparse import sparse_parameters
 from trainers.replicas.pytorch.optimizer import slice_error_of
+from trainers.replicas.pytorch.replica import NO_MOMENTUM, batch_norms
 from trainers.replicas.pytorch.tensors import DTYPES, is_dense
 from trainers.state import backup
 
@@ -92,6 +93,13 @@ class Options:
         compress="float16"). "skip": no rank takes that step (a step with a closure raises), and the model's buffers
         (running statistics of batch norm, say) get their values from before the step. Costs one reading of the
         gradients, a small message, and with "skip" a copy of the buffers.
+    exact: True: the bits of the training depend on nothing but the data and the arguments: equal on 1, 2, 3 ... ranks,
+        with every backend, for either `update`. Each step computes its gradients inside of `micro_batches`, which
+        divides the rows of a batch among the ranks; their sum is exact (allreduce.wrappers.exact). The processors and
+        the number of threads must compute alike. Memory: the gradients of each micro-batch of a rank, and 8 bytes an
+        element. On the CPU, without sparse gradients, compress, sync_every, `rows`, `join` and closures. Running
+        statistics of batch norm are averaged too. The sharded update does not select PyTorch's fused implementation.
+    micro_batch: rows of a micro-batch, with exact=True; by default 8. It decides the bits.
     sync_every: H: local SGD (Stich 2019), for slow networks. Gradients are not averaged: every rank takes H steps of
         its own, without messages; the H-th `step` averages the changes of the ranks' parameters. Ranks may pass
         different H: an average is weighted by the steps that each rank has taken (or by `rows`), but all ranks must
@@ -126,6 +134,8 @@ class Options:
     on_divergence: str = field(default="raise", metadata=one_of(*checks.DIVERGENCE_ANSWERS))
     source: str | int = MAJORITY
     check_gradients: str | None = field(default=None, metadata=one_of(*checks.ANSWERS, None))
+    exact: bool = False
+    micro_batch: int | None = None
     sync_every: int | None = field(default=None, metadata={"compared": False})
     outer_optimizer: str | OuterSGD = "average"
     fragments: int = 1
@@ -328,11 +338,29 @@ def _local_errors(trained: dict[str, Parameter], local: LocalOptions) -> Iterato
             yield OptionError(f"sync_every: {name} has strides {each.stride()}, with gaps or overlaps in its memory")
 
 
+def _exact_errors(
+    trained: dict[str, Parameter], sparse: set[int], model: Module, options: Options
+) -> Iterator[OptionError]:
+    given = options.micro_batch, options.local.asked, options.allreduce, options.compress
+    if wrong := exact_error(options.exact, *given):
+        yield OptionError(wrong)
+    if not options.exact:
+        return
+    if any(each.momentum is None for each in batch_norms(model)):
+        yield OptionError(NO_MOMENTUM)
+    for name, each in trained.items():
+        if each.device.type != "cpu":
+            yield OptionError(f"exact=True trains on the CPU, and {name} is on {each.device}")
+        if id(each) in sparse:
+            yield OptionError(f"exact=True: {name} has sparse gradients, which are not exact; use sparse=False")
+
+
 def _update_errors(optimizer: Optimizer, model: Module, options: Options) -> Iterator[OptionError]:
     sparse = sparse_parameters(optimizer, model)
     trained = split_frozen(optimizer, model)[0]
     if options.local.asked:
         yield from _local_errors(trained, options.local)
+    yield from _exact_errors(trained, sparse, model, options)
     dense = [name for name, each in trained.items() if id(each) not in sparse]
     rest = [name for name, each in trained.items() if id(each) in sparse]
     if dense and isinstance(optimizer, torch.optim.SparseAdam):

@@ -37,6 +37,7 @@ from trainers.pytorch.buckets import (
     plan_buckets,
     version_of,
 )
+from trainers.pytorch.exact import ExactBucket, MicroBatches
 from trainers.pytorch.hooks import CLOSED, refuse, take_over
 from trainers.pytorch.optimizer_group import OptimizerGroup
 from trainers.pytorch.options import Options
@@ -72,8 +73,9 @@ class Reducer:
         With sync_every no gradients are averaged: there are no buckets and no hooks.
     backend: allocates the buffers and reduces them. comm: used in the queue only.
     queue: runs the reductions, in one order on all ranks. during: whether it does so during backward.
-    group, number: the optimizers on these ranks, and the number of this one.
+    group, number: the optimizers on these ranks, and the number of this one. model: of the parameters.
 
+    micro_batches: the terms of a step with exact=True, else None.
     state: LOCAL: this rank's gradients may not be averaged yet. SCATTERED: averages in this rank's part of each bucket,
         meaningless values elsewhere. AVERAGED: averages everywhere. While SCATTERED, read only
         `bucket.memory.tensor[bucket.owned]` of dense buckets; `.grad` of a sparse parameter is averaged whole.
@@ -90,6 +92,7 @@ class Reducer:
         during: bool,
         group: OptimizerGroup,
         number: int,
+        model: torch.nn.Module,
     ) -> None:
         self._queue, self.during, self.comm, self.group, self.number = queue, during, comm, group, number
         self.device, self.guard = devices.device_of(trained.values()), partial(surviving, group)
@@ -111,7 +114,13 @@ class Reducer:
         slots = {slot.parameter: (layout.dtype, slot.start) for layout in self.plan for slot in layout.slots}
         self.gradients = [Gradient(*named, self.flats, *slots[index]) for index, named in enumerate(dense)]
         parts = [(each, memories[each.dtype].part(each.start, each.stop)) for each in self.plan]
-        self.dense = [DenseBucket(*part, self.gradients, backend, scatter) for part in parts]
+        self.micro_batches: MicroBatches | None = None
+        if options.exact:
+            self.micro_batches = MicroBatches(model, self.gradients, self.flats, backend, options.micro_batch)
+            of_terms = [(*part, self.gradients, backend, scatter, self.micro_batches) for part in parts]
+            self.dense: list[DenseBucket] = [ExactBucket(*each) for each in of_terms]
+        else:
+            self.dense = [DenseBucket(*part, self.gradients, backend, scatter) for part in parts]
         self.sparse = [SparseBucket(index, *named, backend) for index, named in enumerate(rows, len(dense))]
         self.buckets: list[DenseBucket | SparseBucket] = [*self.dense, *self.sparse]
         self.bucket_of = {index: at for at, bucket in enumerate(self.buckets) for index in bucket.parameters}
@@ -150,6 +159,10 @@ class Reducer:
     @torch.no_grad()
     def _arrived(self, index: int, parameter: Tensor) -> None:
         """Autograd hook: the gradient of a parameter is complete in this backward."""
+        if self.micro_batches is not None:
+            self.micro_batches.take(index, parameter)
+            self.state = LOCAL
+            return
         backward = self._backward
         running = backward is not None and backward.running()
         if not running:
@@ -179,6 +192,8 @@ class Reducer:
     def reduce(self, number: int) -> None:
         """Reduce a bucket, weighted by the ranks' rows if rows() was called. Runs in the queue."""
         bucket = self.buckets[number]
+        if self.micro_batches is not None and number == 0:
+            self.micro_batches.agree(self.comm)
         bucket.weigh(1.0 if self.rows is None else self.rows.weight)
         if self.check is not None:
             bucket.check(self.check, number)
@@ -344,6 +359,8 @@ class Reducer:
         """Drop the current gradients. release: also set .grad of every parameter to None."""
         self.abandon()
         self.state = LOCAL
+        if self.micro_batches is not None:
+            self.micro_batches.forget()
         for gradient in self.gradients:
             gradient.leftover = False
         if self.rows is self._last_rows and not self.in_closure:  # keep rows that were set for the next average

@@ -135,6 +135,7 @@ class ShardedOptimizer:
         plain = not any(group.get(key) for key in ("differentiable", "capturable"))
         numbers = not any(isinstance(value, Tensor) for key, value in group.items() if key != "params")
         on_host = self.reducer.device.kind == "cpu"  # on a GPU fused updates have other states
+        free &= self.reducer.micro_batches is None  # exact=True: the bits of the replicated update
         if not (type(self._plain) in fused.KINDS and free and plain and numbers and on_host):
             return {}
         begun &= all(self._kernels.correct(group, dtype) for dtype in self._dtypes[at])

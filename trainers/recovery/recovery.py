@@ -405,7 +405,7 @@ def move_position(fit: Fit, gained: int) -> None:
     """Move the fit's position by `gained` steps, to match the state that was loaded: -1, 0 or 1, or a round of steps
     that this rank has taken on its own. Local."""
     if gained > 0:
-        fit.read_flags()
+        fit.read_flags(gained)
     if gained > 0 and fit.strategy.mirrors != "step":
         fit.advance(gained)
     elif gained > 0:

@@ -17,15 +17,13 @@ import numpy as np
 
 from allreduce.backend import AllReduce, Config
 from allreduce.topology import Topology
-from trainers.backends import backend_for
-from trainers.data import Batch, Batches
+from trainers.backends import MICRO_BATCH, backend_for, exact_error
+from trainers.checks import changed_alone
+from trainers.data import Batch, BatchSource
 from trainers.errors import ArgumentError
 from trainers.group import RankGroup
 from trainers.strategies.local_sgd import LocalOptions
 from trainers.strategies.mirrored import Mirrored
-
-MICRO_BATCH = 8  # rows
-COUNTERS = "num_batches_tracked"  # of PyTorch's batch norm: used by no computation, unless momentum is None
 
 
 class ExactMirrored(Mirrored):
@@ -51,24 +49,9 @@ class ExactMirrored(Mirrored):
     def argument_error(self, ranks: Topology, goes_on: bool) -> Exception | None:
         if error := super().argument_error(ranks, goes_on):
             return error
-        given, rows, replica = self._given, self.micro_batch, self.replica
-        if self._exact is not True:
-            wrong = f"exact={self._exact!r}: use True or False" if self._exact else "micro_batch needs exact=True"
+        local, replica = self._local != LocalOptions(), self.replica
+        if wrong := exact_error(self._exact, self.micro_batch, local, self._given, self._compress):
             return ArgumentError(wrong)
-        if self._local != LocalOptions():
-            return ArgumentError(
-                "exact=True and sync_every exclude each other: ranks that train on their own rows differ"
-            )
-        if isinstance(rows, bool) or not isinstance(rows, int | np.integer) or rows < 1:
-            return ArgumentError(f"micro_batch must be an integer >= 1, got {rows!r}")
-        if self._compress is not None:
-            return ArgumentError(f"exact=True and compress={self._compress!r} exclude each other; leave one out")
-        exact = hasattr(given, "sum_terms") or (isinstance(given, Config) and given.options.get("exact"))
-        if isinstance(given, AllReduce | Config) and not exact:
-            return ArgumentError(
-                f"exact=True: {given!r} does not sum exactly; pass its name, or create it with "
-                f"allreduce.create({given.name!r}, topology, exact=True)"
-            )
         kind = type(replica).__name__
         if replica.tables:
             return ArgumentError(f"exact=True: the tables of this {kind} have sparse gradients, which are not exact")
@@ -85,8 +68,12 @@ class ExactMirrored(Mirrored):
             return super()._make_backend()
         return backend_for(self._given, self.group.topology, self._update_name, exact=True)
 
-    def make_meter(self, batches: Batches) -> Any:
-        self._count = -(-batches.batch_size // self.micro_batch)
+    def loader_error(self, divided: bool) -> str:
+        text = 'exact=True divides every batch into micro-batches, which must not depend on the ranks: use rows="whole"'
+        return f"{text}, or leave it out" if divided else ""
+
+    def make_meter(self, batches: BatchSource) -> Any:
+        self._batches = batches
         return super().make_meter(batches)
 
     def _drop_buffer(self) -> None:
@@ -96,6 +83,7 @@ class ExactMirrored(Mirrored):
     # A step
 
     def compute(self, batch: Batch | None) -> None:
+        self._count = -(-self._batches.batch_size // self.micro_batch)
         count = 0 if batch is None else len(batch.seeds)
         self._terms, self._values = [], np.zeros((count, len(self.replica.metrics)))
         if batch is None or not count:
@@ -105,17 +93,18 @@ class ExactMirrored(Mirrored):
         self.update.begin_batch()
         while len(self._rows) < count - 1:
             self._rows.append(np.empty_like(self.buffer))
-        for number, seed in enumerate(batch.seeds):
-            rows = slice(number * self.micro_batch, (number + 1) * self.micro_batch)
-            x, y = batch.x[rows], batch.y[rows]
-            memory = self._rows[number] if number < count - 1 else self.buffer
+        self._terms = [*self._rows[: count - 1], self.buffer]
+        shares = [len(x) / batch.rows for x, _ in batch.parts]
+        found = self.replica.gradients_of_parts(batch.parts, batch.rows, self._terms)
+        for number, (seed, (x, y), share) in enumerate(zip(batch.seeds, batch.parts, shares, strict=True)):
+            if found is not None:
+                self._values[number] = found[number]
+                continue
             if number:
                 self.replica.undo()  # each micro-batch begins with the statistics of the step's start
             self.replica.seed(seed)
-            self._terms.append(memory)
-            share = len(x) / batch.rows
-            self._values[number] = self._compute(x, y, share, memory)
-            self._values[number] *= share
+            self._values[number] = self._compute(x, y, share, self._terms[number])
+        self._values *= np.array(shares)[:, None]
         self._measured[: self._values.shape[1]] = self._values.sum(axis=0)
 
     def _compute(self, x: np.ndarray, y: np.ndarray, share: float, memory: np.ndarray) -> Any:
@@ -128,14 +117,8 @@ class ExactMirrored(Mirrored):
             memory[:] = self.buffer
         if not self._checked:
             after = replica.local_state()
-            for name, array in before.items():
-                averaged = name.startswith("random") or name.endswith(COUNTERS)
-                same = np.array_equal(array, after[name], equal_nan=array.dtype.kind == "f")
-                if not averaged and not same:
-                    raise ArgumentError(
-                        f"exact=True: {name} changes in training on each rank, and is not averaged, so the training "
-                        "would depend on the ranks; leave out exact=True, or that part of the model"
-                    )
+            if wrong := changed_alone(before, after):
+                raise ArgumentError(wrong)
             self._checked = True
         return values
 

@@ -13,7 +13,7 @@ from allreduce.tracing.trace import Trace
 from allreduce.transport import ulfm
 from allreduce.transport.control import combine, together
 from trainers import stopwatch
-from trainers.data import Batch, Batches
+from trainers.data import Batch, BatchSource
 from trainers.errors import ArgumentError
 from trainers.group import RankGroup
 from trainers.replica import Hold, Replica, Rows
@@ -23,7 +23,8 @@ from trainers.watching.meter import Meter
 
 INNER = "inner."  # prefix, in a rank's local state, of the optimizer's state that differs between ranks (local SGD)
 # appended to each step's metrics; after the reduction: the number of ranks that set the flag
-FLAGS = ("left_out", "stop", "save", "failed")
+# ("rows": the rows of the next batch, if the batches are a stream)
+FLAGS = ("left_out", "rows", "stop", "save", "failed")
 
 
 class EpochRun(Protocol):
@@ -34,7 +35,7 @@ class EpochRun(Protocol):
     stopped: all ranks know that the fit ends here.
     """
 
-    batches: Batches
+    batches: BatchSource
     error: Exception | None
     stopped: bool
 
@@ -49,7 +50,7 @@ class EpochRun(Protocol):
 
     def flags(self) -> tuple[float, ...]: ...
 
-    def read_flags(self) -> None: ...
+    def read_flags(self, steps: int = 1) -> None: ...
 
     def keep_error(self, action: Callable[[], Any]) -> Any: ...
 
@@ -198,6 +199,11 @@ class Strategy:
 
     # An epoch
 
+    def loader_error(self, divided: bool) -> str:
+        """Return why this rank can't train with a loader, as text; "" if it can. divided: each rank has its own rows.
+        Local."""
+        return ""
+
     def begin_fit(self) -> None:
         """Reset the state of the last fit; called once, before the first epoch of a fit. Local."""
 
@@ -215,9 +221,9 @@ class Strategy:
         ranks, for exact sums. Collective."""
         return combine(self.group.comm, terms.sum(axis=0), "sum metrics")
 
-    def make_meter(self, batches: Batches) -> Any:
+    def make_meter(self, batches: BatchSource) -> Any:
         """Create the object that accumulates the metrics of an epoch: a Meter, or an object like it. Local."""
-        return Meter(self.replica.metrics, batches.sizes(), self.measured.dtype, self.replica.device)
+        return Meter(self.replica.metrics, batches.sizes, self.measured.dtype, self.replica.device)
 
     def selections(self) -> dict[str, str]:
         """Return the backend and update that this job uses, {"allreduce": "ring", ...}, for checkpoints. Collective."""

@@ -24,7 +24,7 @@ from allreduce.topology import Topology
 from allreduce.transport.control import all_values, combine, together
 from allreduce.wrappers.options import Given
 from trainers.backends import allocate_own
-from trainers.data import Batch, Batches
+from trainers.data import Batch, BatchSource
 from trainers.errors import ArgumentError, ModelFileError
 from trainers.local_sgd.outer import LocalOptions
 from trainers.local_sgd.rounds import Done, Memory, Rounds, Submit
@@ -153,9 +153,9 @@ class LocalSGD(Mirrored):
 
     # Steps, and rounds of them
 
-    def make_meter(self, batches: Batches) -> RoundMeter:
+    def make_meter(self, batches: BatchSource) -> RoundMeter:
         self._added.clear()
-        self._meter = RoundMeter(self.replica.metrics, batches.sizes(), self.measured.dtype, "cpu")
+        self._meter = RoundMeter(self.replica.metrics, batches.sizes, self.measured.dtype, "cpu")
         return self._meter
 
     def run_epoch(self, run: EpochRun, number: int) -> None:
@@ -163,14 +163,16 @@ class LocalSGD(Mirrored):
         with run.shares(number) as shares:
             while run.first_step < run.batches.steps and not run.stopped:
                 first = run.first_step
-                last = min(first + self.rounds.left, run.batches.steps)
+                last = first + self.rounds.left
+                if not run.batches.streams:
+                    last = min(last, run.batches.steps)
                 for step in range(first, last):
                     self._added.append(np.zeros(len(self.replica.metrics) + 1))
                     took = run.keep_error(partial(self._take_step, run, step, shares))
                     run.keep_error(partial(run.end_batch, step))
                     self.rounds.count_step(1.0 if took else 0.0)
-                self._meet(run)
-                run.end_steps(last - first)
+                run.keep_error(partial(run.batches.peek, last))
+                run.end_steps(self._meet(run))
 
     def _take_step(self, run: EpochRun, step: int, shares: Iterator[Batch]) -> bool:
         """Take an inner step with this rank's rows. Returns False if there are none, or they were discarded. Local; may
@@ -192,21 +194,31 @@ class LocalSGD(Mirrored):
             self._parameters[self._trained :] = self._gradients[self._trained :]  # statistics, if there are any
         return True
 
-    def _meet(self, run: EpochRun) -> None:
-        """Add up flags and metrics, and take the outer step that is due. Raises an error of any rank on all ranks, and
-        DivergedError. Collective."""
+    def _meet(self, run: EpochRun) -> int:
+        """Add up flags and metrics, and take the outer step that is due. Returns the number of steps since the ranks
+        last met, without those after the end of a stream. Raises an error of any rank on all ranks, and DivergedError.
+        Collective."""
         met = np.concatenate([run.flags(), *self._added])
         self.clock.start()
         combine(self.group.comm, met, MEET)
         self.clock.stop()
         self.measured[-len(FLAGS) :] = met[: len(FLAGS)]
-        run.read_flags()
+        shares = met[len(FLAGS) :].reshape(len(self._added), -1)[:, -1]
+        steps = len(shares)
+        if run.batches.streams:
+            if not met[FLAGS.index("rows")]:
+                steps = int(np.flatnonzero(shares).max(initial=0)) + 1
+            for step in range(1, steps):  # a rank does not know the others' rows before, so its share is its rows
+                run.batches.learn(run.first_step + step, round(shares[step]))
+            met = met[: len(met) - (len(shares) - steps) * (len(self.replica.metrics) + 1)]
+        run.read_flags(steps)
         if self.rounds.due:
             self._run_round(self.rounds.finish)
         # From here on nothing communicates: after a failure a rank has done all of the above, or counts none of it.
         self._count(met)
         assert self._meter is not None
         self._meter.check_loss()
+        return steps
 
     def _count(self, met: np.ndarray) -> None:
         """Count the steps of a meeting. met: the sums over the ranks. Local."""

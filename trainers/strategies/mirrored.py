@@ -119,7 +119,8 @@ class Mirrored(Strategy):
         replica, length = self.replica, self.replica.gradient_length
         extra = len(replica.metrics) + len(FLAGS)
         lossy = self._backend.exact is not self._backend
-        self._separate = lossy or dtypes.is_half(dtypes.parse(replica.gradient_dtype))
+        exact = hasattr(self._backend, "sum_terms")
+        self._separate = lossy or exact or dtypes.is_half(dtypes.parse(replica.gradient_dtype))
         buffer = self._allocate(length if self._separate else length + extra, replica.gradient_dtype)
         self.measured = self._measured = self._allocate(extra, "float32") if self._separate else buffer[length:]
         self.buffer = buffer  # set before `bind`, which may raise on one rank: `close` then unbinds every rank

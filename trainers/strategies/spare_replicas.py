@@ -111,6 +111,12 @@ class SpareReplicas(ServerStrategy):
         if self.group.rank == CHIEF:
             self._own_parameters[:] = self._parameters
 
+    def loader_error(self, divided: bool) -> str:
+        return (
+            "a late rank of spare replicas leaves batches out, whose rows a loader can't give to another rank: give "
+            "arrays or a data set, or use another trainer"
+        )
+
     def begin_fit(self) -> None:
         self._begun = -1
 
@@ -165,11 +171,11 @@ class SpareReplicas(ServerStrategy):
 
         replica: computes the gradients; it is bound to the flat arrays `parameters` and `gradients`.
         """
-        client, visited = self._client, run.batches.order(number)
+        client = self._client
         assert client is not None
         step, kind = self._taken, WORK
         while kind == WORK:
-            computed = run.keep_error(partial(self._compute_part, run, visited, step, replica, gradients))
+            computed = run.keep_error(partial(self._compute_part, run, number, step, replica, gradients))
             halts = run.error is not None or self.stop_training
             header = Header(GRADIENTS if computed else NOTHING, step, halt=halts)
             client.post_receive(CHIEF)
@@ -182,15 +188,13 @@ class SpareReplicas(ServerStrategy):
             run.keep_error(partial(run.end_batch, step))
             kind, step = reply.header.kind, reply.header.step
 
-    def _compute_part(
-        self, run: EpochRun, visited: np.ndarray, step: int, replica: Replica, gradients: np.ndarray
-    ) -> bool:
-        """Compute this rank's gradients of `step` into `gradients`. Returns False if it has no rows. May raise any
-        exception."""
+    def _compute_part(self, run: EpochRun, number: int, step: int, replica: Replica, gradients: np.ndarray) -> bool:
+        """Compute this rank's gradients of `step` of epoch `number` into `gradients`. Returns False if it has no rows.
+        May raise any exception."""
         self._values[:] = 0
         run.begin_batch(step)
         with self.span("data"):
-            batch = run.batches.share(visited, step, self.group.rank)
+            batch = run.batches.share(number, step, self.group.rank)
         if not len(batch.x):
             return False
         with self.span("compute"):

@@ -259,7 +259,7 @@ class Callbacks:
     """
 
     def __init__(
-        self, callbacks: Iterable[Any], trainer: Any = None, epochs: int = 0, steps: int = 0, keeps: bool = False
+        self, callbacks: Iterable[Any], trainer: Any = None, epochs: int = 0, steps: int | None = 0, keeps: bool = False
     ) -> None:
         self._all = list(callbacks)
         for callback in self._all:

@@ -43,7 +43,7 @@ class CheckDivergence(Callback):
         self._steps = 1  # of an epoch
 
     def set_params(self, params: dict[str, Any]) -> None:
-        self._steps = params["steps"]
+        self._steps = params["steps"] or 0  # of a stream that are not known: each epoch is counted from its beginning
 
     def on_train_begin(self, logs: Logs | None = None) -> None:
         trainer = self.trainer

@@ -53,7 +53,7 @@ class LearningRateSchedule(Callback):
         self.schedule, self.scale, self.warmup_epochs, self.verbose = schedule, scale, warmup_epochs, verbose
         self._before: list[float] = []  # the rates of the groups before the fit
         self._last = 0.0  # the rate before this epoch, for an epoch that is repeated
-        self._steps = 1
+        self._steps: int | None = 1
 
     def set_params(self, params: dict[str, Any]) -> None:
         self._steps = params["steps"]
@@ -106,7 +106,8 @@ class LearningRateSchedule(Callback):
     def _rate_fraction(self, batch: int) -> float:
         """Return the fraction of the scheduled rate for a step: less than 1 in the warm-up."""
         least = 1 / self._scale if self._scale > 1 else 0.0
-        return least + (1 - least) * warm_up_fraction(self._epoch + (batch + 1) / self._steps, self._warm_up)
+        done = (batch + 1) / self._steps if self._steps else 0.0  # of a stream: the rate changes between epochs
+        return least + (1 - least) * warm_up_fraction(self._epoch + done, self._warm_up)
 
     def _set(self, part: float) -> None:
         factor = part * self._rate / self._before[0]

@@ -1,6 +1,8 @@
 """Accumulate the metrics of an epoch: Meter for steps that all ranks take together, Tally for ranks that compute on
 their own."""
 
+from collections.abc import Callable
+
 import numpy as np
 from mpi4py import MPI
 
@@ -26,15 +28,16 @@ class Meter(Callback):
     and in no mean.
 
     metrics: the names of the first elements of `measured`; the next element is nonzero if the step was left out.
-    sizes: the rows of each batch of an epoch.
+    sizes: returns the rows of each batch of the epoch; of a stream those of the batches that are known so far.
     device: where the values are, "cpu" or "cuda".
     """
 
     reads_batches = False
 
-    def __init__(self, metrics: tuple[str, ...], sizes: np.ndarray, dtype: np.dtype, device: str) -> None:
+    def __init__(self, metrics: tuple[str, ...], sizes: Callable[[], np.ndarray], dtype: np.dtype, device: str) -> None:
         self._metrics, self._sizes = metrics, sizes
-        self._rows = (gpu.cupy() if device == "cuda" else np).empty((len(sizes), len(metrics) + 1), dtype)
+        self._arrays = gpu.cupy() if device == "cuda" else np
+        self._rows = self._arrays.empty((len(sizes()), len(metrics) + 1), dtype)
         self._done = self._seen = self._epoch = 0
 
     def on_epoch_begin(self, epoch: int, logs: Logs | None = None) -> None:
@@ -42,10 +45,18 @@ class Meter(Callback):
 
     def on_train_batch_end(self, batch: int, logs: Logs | None = None) -> None:
         """Store the values; every CHECK_EVERY steps check the loss, as `check_loss` does."""
+        self._make_room(batch + 1)
         self._rows[batch] = self.trainer.measured[: len(self._metrics) + 1]
         self._done = batch + 1
         if self._done % CHECK_EVERY == 0:
             self.check_loss()
+
+    def _make_room(self, steps: int) -> None:
+        """Grow the memory if it has fewer than `steps` rows: the batches of a stream are not known in advance."""
+        if steps > len(self._rows):
+            grown = self._arrays.empty((2 * steps, self._rows.shape[1]), self._rows.dtype)
+            grown[: self._done] = self._rows[: self._done]
+            self._rows = grown
 
     def _host(self, first: int = 0) -> np.ndarray:
         """The rows of the epoch so far, from `first` on, on the host."""
@@ -70,6 +81,7 @@ class Meter(Callback):
 
     def load_values(self, values: np.ndarray) -> None:
         """Load the values of the first steps of an epoch, (steps, metrics), as `values` returns them."""
+        self._make_room(len(values))
         self._done = self._seen = len(values)
         rows = np.concatenate([values, np.isnan(values[:, :1])], axis=1).astype(self._rows.dtype)
         self._rows[: self._done] = rows if isinstance(self._rows, np.ndarray) else gpu.cupy().asarray(rows)
@@ -98,13 +110,13 @@ class Meter(Callback):
     @property
     def rows(self) -> int:
         """The rows of the batches of this epoch so far."""
-        return int(self._sizes[: self._done].sum())
+        return int(self._sizes()[: self._done].sum())
 
     def means(self) -> dict[str, float]:
         """The means over this epoch's steps so far that were taken, weighted by their rows; NaN where none was."""
         rows = self._host().astype(np.float64)
         taken = rows[:, -1] == 0
-        weights = self._sizes[: self._done][taken]
+        weights = self._sizes()[: self._done][taken]
         values = weights @ rows[taken, :-1] / weights.sum() if taken.any() else np.full(len(self._metrics), np.nan)
         return dict(zip(self._metrics, values.tolist(), strict=True))
 
@@ -121,6 +133,7 @@ class RoundMeter(Meter):
         sums: (steps, metrics + 1): the sums over the ranks of each metric times the rank's share of the batch, then the
             sum of these shares. It is 0 if no rank has taken the step.
         """
+        self._make_room(self._done + len(sums))
         shares, rows = sums[:, -1], self._rows[self._done : self._done + len(sums)]
         with np.errstate(invalid="ignore", divide="ignore"):
             rows[:, :-1] = sums[:, :-1] / shares[:, np.newaxis]

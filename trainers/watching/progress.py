@@ -11,12 +11,15 @@ BAR_DELAY = 0.5  # seconds; shorter epochs get their line and no bar
 
 
 class Progress(Callback):
-    """Prints the progress of a fit on rank 0. wanted: False for no output. stream: where lines are printed; None for
-    stdout."""
+    """Prints the progress of a fit on rank 0.
+
+    wanted: False for no output. steps: of an epoch; None if it is not known. stream: where lines are printed; None for
+    stdout.
+    """
 
     reads_batches = reads_model = False
 
-    def __init__(self, wanted: bool, rank: int, steps: int, epochs: int, stream: TextIO | None = None) -> None:
+    def __init__(self, wanted: bool, rank: int, steps: int | None, epochs: int, stream: TextIO | None = None) -> None:
         self._wanted = wanted
         self._set_output(rank)
         self._steps, self._epochs = steps, epochs

@@ -47,7 +47,7 @@ class Loop:
         ranks = self.optimizer.topology
         batches = Batches(self._x, self._y, BATCH, ranks.rank, ranks.size)
         epoch, place = divmod(number, batches.steps)
-        batch = batches.share(batches.order(epoch), place, ranks.rank)
+        batch = batches.share(epoch, place, ranks.rank)
         return torch.from_numpy(batch.x), torch.from_numpy(batch.y)
 
     def save(self, step: int) -> None:

@@ -1,8 +1,12 @@
 """exact=True: the bits of sums depend on nothing but the data, with every backend, division into nodes and slices."""
 
 import itertools
+import json
+import math
+import threading
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,7 +17,10 @@ import allreduce
 from allreduce import Part, errors
 from allreduce.arrays.fixed_point import BLOCK
 from allreduce.errors import UnavailableError
+from allreduce.tracing.trace import Trace
+from allreduce.wrappers.background import Background
 from allreduce.wrappers.exact import Exact
+from allreduce.wrappers.traced import Traced
 from tests.ranks.grid import numpy_dtype, run_grid, shapes
 from tests.ranks.together import raised_everywhere
 
@@ -23,6 +30,12 @@ SHAPES = shapes(SIZE)
 LENGTHS = (SIZE + 1, 40_003)
 FLOATS = ("float16", "bfloat16", "float32", "float64")
 DTYPES = FLOATS if SIZE == 2 else ("float32", "float64") if SIZE == 3 else ("float32",)  # many ranks take long
+# Every dtype at every length, and both operations with each of them, but not all three crossed.
+CASES = [
+    (dtype, length, ("sum", "mean")[(one + other) % 2])
+    for one, dtype in enumerate(DTYPES)
+    for other, length in enumerate(LENGTHS)
+]
 several = pytest.mark.skipif(SIZE == 1, reason="one rank alone is its own sum")
 PLACES = [(name, shape) for name in allreduce.NAMES for shape in SHAPES]
 every_place = pytest.mark.parametrize(("name", "shape"), PLACES, ids=["-".join(place) for place in PLACES])
@@ -82,14 +95,12 @@ def test_bits_are_those_of_every_other_backend(made: Callable[..., Any], topolog
         except UnavailableError:
             continue
         with reduce:
-            for dtype in DTYPES:
-                for length in LENGTHS:
-                    for op in ("sum", "mean"):
-                        for way, bits in ways(reduce, dtype, length, op):
-                            found.setdefault((dtype, length, op), {}).setdefault(bits, f"{name}, {shape}, {way}")
+            for case in CASES:
+                for way, bits in ways(reduce, *case):
+                    found.setdefault(case, {}).setdefault(bits, f"{name}, {shape}, {way}")
     different = {case: list(bits.values()) for case, bits in found.items() if len(bits) > 1}
     assert not different, different
-    assert len(found) == len(LENGTHS) * 2 * len(DTYPES)
+    assert len(found) == len(CASES)
 
 
 def ways(reduce: Any, dtype: str, length: int, op: str) -> Any:
@@ -135,7 +146,7 @@ def divided(terms: int, ranks: int, way: int) -> list[list[int]]:
 def test_terms_have_the_same_bits_on_any_ranks(dtype: str, made: Callable[..., Any]) -> None:
     """Also on one rank: `expected` is what a topology of this rank alone gives."""
     length = 20_001
-    for op in ("sum", "mean"):
+    for op in ("sum", "mean") if dtype == "float32" else ("mean",):
         with allreduce.Topology(MPI.COMM_SELF) as alone, allreduce.create("ring", alone, exact=True) as single:
             expected = np.empty(length, numpy_dtype(dtype))
             single.sum_terms([values(number, dtype, length) for number in range(TERMS)], expected, op, TERMS)
@@ -263,3 +274,43 @@ def test_ranks_that_differ(made: Callable[..., Any], flat: allreduce.Topology) -
             refuse(partial(reduce, array, "sum"))
             reduce.sum_terms(ones, out, "mean", SIZE)
             assert (out == 1).all()
+
+
+@several
+def test_values_that_must_not_be_rounded_are_summed_exactly(made: Callable[..., Any]) -> None:
+    """`exact`, by which trainers sum metrics and flags, has the bits of exact=True too."""
+    terms = [values(number, "float64", 1000, spread=60) for number in range(SIZE)]
+    sums = np.array([math.fsum(column) for column in zip(*terms, strict=True)])
+    for name in ("ring", "reduce_to_one"):
+        with made(name) as reduce:
+            own = terms[RANK].copy()
+            reduce(own, "sum")
+            other = terms[RANK].copy()
+            reduce.exact(other, "sum")
+            assert everywhere_equal(other, name) == own.tobytes()
+            assert np.abs(other - sums).max() < 1e-15
+
+
+@pytest.mark.skipif(MPI.Query_thread() != MPI.THREAD_MULTIPLE, reason="this MPI has no MPI_THREAD_MULTIPLE")
+def test_terms_through_a_wrapper(made: Callable[..., Any], tmp_path: Path) -> None:
+    """A Background sums terms in its thread, and a Traced records the call."""
+    terms, threads = values(RANK, "float32", 1000)[None], []
+    with made("ring") as reduce:
+        plain = np.zeros(1000, "float32")
+        reduce.sum_terms(terms, plain, "mean", count=SIZE)
+        summing = reduce.sum_terms
+        reduce.sum_terms = lambda *given: threads.append(threading.current_thread()) or summing(*given)
+        trace = Trace(f"{WORLD.bcast(str(tmp_path))}/trace.json", reduce.topology)
+        with (
+            Background(reduce.topology, inner=reduce) as background,
+            Traced(reduce.topology, inner=background, trace=trace) as traced,
+        ):
+            found = np.zeros(1000, "float32")
+            traced.sum_terms(terms, found, "mean", SIZE)
+            assert found.tobytes() == plain.tobytes()
+            assert not hasattr(allreduce.create("ring", reduce.topology), "sum_terms")
+        trace.close()
+        if RANK == 0:
+            events = json.loads(Path(trace.path).read_text())["traceEvents"]
+            assert any(event["name"].startswith("sum_terms") for event in events)
+    assert threads != [threading.current_thread()]

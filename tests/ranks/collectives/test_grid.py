@@ -45,7 +45,19 @@ def dtypes_at(variant: str) -> tuple[str, ...]:
     return ("float16", "float64", "int32") if other else ("bfloat16", "float32", "int64")
 
 
-CASES = [(place, dtype) for place in PLACES for dtype in dtypes_at(place[0])]
+def cases() -> list[tuple[tuple[str, str], str]]:
+    """Return places with dtypes. On 3 and more ranks the real node has each dtype, and simulated nodes have the dtypes
+    in turn: every variant has every dtype and every division into nodes."""
+    found = []
+    for (one, variant), (other, shape) in itertools.product(enumerate(VARIANTS), enumerate(SHAPES)):
+        dtypes = dtypes_at(variant)
+        if SIZE > 2 and shape != "flat":
+            dtypes = (dtypes[(one + other) % len(dtypes)],)
+        found += [((variant, shape), dtype) for dtype in dtypes]
+    return found
+
+
+CASES = cases()
 every_place = pytest.mark.parametrize("reduce", PLACES, ids="-".join, indirect=True)
 every_case = pytest.mark.parametrize(
     ("reduce", "dtype"), CASES, ids=["-".join([*place, dtype]) for place, dtype in CASES], indirect=["reduce"]

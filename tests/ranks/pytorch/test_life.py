@@ -259,6 +259,10 @@ def memory() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
 
 
+counted = pytest.mark.skipif(SIZE > 2, reason="counted on 1 and on 2 ranks; many ranks take long")
+
+
+@counted
 @pytest.mark.parametrize("closed", [True, False], ids=["closed", "dropped"])
 def test_nothing_is_left_of_optimizers(world: MPI.Intracomm, flat: allreduce.Topology, closed: bool) -> None:
     """300 optimizers on one rank, some of them sharded; dropped ones are closed by the next one."""
@@ -285,6 +289,7 @@ def test_nothing_is_left_of_optimizers(world: MPI.Intracomm, flat: allreduce.Top
     assert memory() - size < 8 << 20
 
 
+@counted
 def test_nothing_is_left_of_refusals(world: MPI.Intracomm, flat: allreduce.Topology) -> None:
     """1,000 refused optimizers on one rank, for several reasons, beside an optimizer in use."""
     model, other = network(), network()

@@ -457,7 +457,7 @@ def test_refused_trainers_leave_nothing_behind(flat: allreduce.Topology) -> None
         topology = None if own_topology else flat
         open_before, users_before = _open_topologies(), len(flat._users)
         for options, kind, text in refusals:
-            for _ in range(10):
+            for _ in range(3):
                 arguments: dict[str, Any] = {"replica": NumpyNetwork([4, 3]), "allreduce": "ring", **options}
                 with pytest.raises(kind, match=text) as caught:
                     MirroredTrainer(**arguments, topology=topology)

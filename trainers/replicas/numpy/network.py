@@ -100,6 +100,7 @@ class NumpyNetwork(FlatReplica):
         self.sizes = checked_sizes(sizes)
         self.device = device
         self._xp = array_module(device)
+        self._products = Products(self._xp)
         self._names = {"activation": activation, "loss": loss}
         self._activation = choose("activation", activation, ACTIVATIONS)
         self._loss = choose("loss", loss, LOSSES)(self._xp)
@@ -179,6 +180,25 @@ class NumpyNetwork(FlatReplica):
         self._backward(outputs)
         return self._values
 
+    def gradients_of_parts(
+        self, parts: Sequence[tuple[np.ndarray, np.ndarray]], rows: int, memories: Sequence[Any]
+    ) -> list[Any] | None:
+        sizes = [len(x) for x, _ in parts]
+        own = all(getattr(type(self), name) is getattr(NumpyNetwork, name) for name in OVERRIDDEN)
+        if self._xp is not np or not own or len(parts) < 2 or {*sizes[:-1]} != {sizes[0]} or sizes[-1] > sizes[0]:
+            return None
+        unit = sizes[0]
+        spans = [slice(number * unit, number * unit + size) for number, size in enumerate(sizes)]
+        outputs = self._forward(np.concatenate([x for x, _ in parts]), unit)
+        found = []
+        for (_, y), span, size in zip(parts, spans, sizes, strict=True):
+            z, targets = outputs[-1][span], self._loss.targets(y)
+            self._loss.measure(z, targets, self._values)
+            found.append(self._values / size)
+            self._loss.derive(z, targets, size / rows / size)
+        self._backward(outputs, unit, [(span, self._views(each)) for span, each in zip(spans, memories, strict=True)])
+        return found
+
     def update(self, part: slice | None = None) -> None:
         self.optimizer.step(part)
 
@@ -246,34 +266,44 @@ class NumpyNetwork(FlatReplica):
 
     # Inside
 
-    def _forward(self, x: np.ndarray) -> list[Any]:
-        """Compute and return [input, output of each layer], in scratch memory; the last output has no activation."""
+    def _forward(self, x: np.ndarray, unit: int | None = None) -> list[Any]:
+        """Compute and return [input, output of each layer], in scratch memory; the last output has no activation.
+
+        unit: the result has the bits of computing this number of rows at a time; None: all rows.
+        """
         xp, rows = self._xp, len(x)
         self._reserve(rows)
         outputs = [self._input(x)]
         last = len(self._layers) - 1
         for index, (weights, bias) in enumerate(self._layers):
             z = self._outputs[index][:rows]
-            xp.dot(outputs[-1], weights, out=z)
+            self._products.multiply(outputs[-1], weights, z, unit)
             z += bias
-            if index < last:
-                self._activation.apply(xp, z)
+            for start in range(0, rows, unit or rows) if index < last else ():
+                self._activation.apply(xp, z[start : start + (unit or rows)])
             outputs.append(z)
         return outputs
 
-    def _backward(self, outputs: list[Any]) -> None:
-        """Fill the gradients from the derivative in outputs[-1]; all outputs but the input are overwritten."""
+    def _backward(
+        self, outputs: list[Any], unit: int | None = None, parts: Sequence[tuple[slice, Any]] | None = None
+    ) -> None:
+        """Fill the gradients from the derivative in outputs[-1]; all outputs but the input are overwritten.
+
+        unit: see `_forward`. parts: rows of which the gradients are filled apart, and these; by default all rows.
+        """
         xp = self._xp
-        delta = outputs[-1]
+        delta, rows = outputs[-1], len(outputs[-1])
         for index in range(len(self._layers) - 1, -1, -1):
             below = outputs[index]
-            weights, bias = self._gradient_layers[index]
-            xp.dot(below.T, delta, out=weights)
-            xp.sum(delta, axis=0, out=bias)
+            for span, layers in parts or [(slice(0, rows), self._gradient_layers)]:
+                weights, bias = layers[index]
+                xp.dot(below[span].T, delta[span], out=weights)
+                xp.sum(delta[span], axis=0, out=bias)
             if index:
                 passed = self._deltas[index - 1][: len(below)]
-                xp.dot(delta, self._layers[index][0].T, out=passed)
-                self._activation.derive(xp, below)
+                self._products.multiply(delta, self._layers[index][0].T, passed, unit)
+                for start in range(0, rows, unit or rows):
+                    self._activation.derive(xp, below[start : start + (unit or rows)])
                 passed *= below
                 delta = passed
         self._derive_input(delta)
@@ -322,6 +352,51 @@ class NumpyNetwork(FlatReplica):
 
     def _per_feature(self, given: Any) -> Any:
         return self._xp.asarray(np.broadcast_to(np.asarray(given, FLOAT), (self.sizes[0],)).copy())
+
+
+# A subclass that overrides one of these computes parts one after the other.
+OVERRIDDEN = ("gradients", "_forward", "_backward", "_derive_input", "_input")
+
+
+class Products:
+    """Matrix products of all rows at once, which have the bits of a product of a few rows at a time where tests say so.
+
+    A product of few rows reads the whole matrix for each of them. How a BLAS adds up the terms of an element depends on
+    the shapes of its arguments, not on their values. So a trial with random numbers of the same shapes and layouts
+    tells whether the product of all rows has the same bits.
+    """
+
+    def __init__(self, xp: Any) -> None:
+        self._xp = xp
+        self._same: dict[tuple[Any, ...], bool] = {}
+
+    def multiply(self, left: Any, right: Any, out: Any, unit: int | None) -> None:
+        """Write left @ right to `out`. unit: with the bits of products of this number of rows; None: of all rows."""
+        rows = len(left)
+        whole = rows if unit is None else rows // unit * unit
+        at_once = unit is None or (whole > unit and self._equal(whole, left, right, unit))
+        if at_once:
+            self._xp.dot(left[:whole], right, out=out[:whole])
+        for start in range(whole if at_once else 0, rows, unit or rows):
+            part = slice(start, start + (unit or rows))
+            self._xp.dot(left[part], right, out=out[part])
+
+    def _equal(self, rows: int, left: Any, right: Any, unit: int) -> bool:
+        key = rows, unit, right.shape, right.flags.c_contiguous
+        if key not in self._same:
+            random = np.random.default_rng(0)
+            shape = right.shape if right.flags.c_contiguous else right.shape[::-1]
+            there = random.standard_normal(shape, FLOAT)
+            other = there if right.flags.c_contiguous else there.T
+            some, found, alone = (
+                random.standard_normal((rows, left.shape[1]), FLOAT),
+                *np.empty((2, rows, right.shape[1]), FLOAT),
+            )
+            self._xp.dot(some, other, out=found)
+            for start in range(0, rows, unit):
+                self._xp.dot(some[start : start + unit], other, out=alone[start : start + unit])
+            self._same[key] = np.array_equal(found, alone)
+        return self._same[key]
 
 
 # The constructor's arguments

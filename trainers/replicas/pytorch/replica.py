@@ -66,9 +66,7 @@ class TorchReplica(FlatReplica):
         self._dtype, self._device = self._trained[0].dtype, devices.device_of(self._trained)
         self.device = self._device.kind
         self.gradient_dtype = DTYPES[self._dtype]
-        norms = [each for each in module.modules() if isinstance(each, _BatchNorm)]
-        running = [each for norm in norms for each in (norm.running_mean, norm.running_var)]
-        self._statistics = [each for each in running if each is not None and each.dtype == self._dtype]
+        self._statistics = [each for each in running_statistics(module).values() if each.dtype == self._dtype]
         self._embeds = any(isinstance(each, nn.Embedding | nn.EmbeddingBag) for each in module.modules())
         self._optimizer = TorchOptimizer(optimizer, self._trained)
         self._length = self._optimizer.layout.length
@@ -196,11 +194,8 @@ class TorchReplica(FlatReplica):
         return held | _hyperparameters(self.optimizer)
 
     def seed(self, number: int) -> None:
-        if any(isinstance(each, _BatchNorm) and each.momentum is None for each in self.module.modules()):
-            raise ArgumentError(
-                "exact=True: batch norm with momentum=None averages over the batches that a rank has seen, which "
-                "depends on the ranks; give it a momentum, or leave out exact=True"
-            )
+        if any(each.momentum is None for each in batch_norms(self.module)):
+            raise ArgumentError(NO_MOMENTUM)
         super().seed(number)
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
@@ -359,6 +354,23 @@ def _number(value: float, like: Any) -> float | int:
     return int(value) if isinstance(like, int) and value.is_integer() else value
 
 
+NO_MOMENTUM = (
+    "exact=True: batch norm with momentum=None averages over the batches that a rank has seen, which depends on the "
+    "ranks; give it a momentum, or leave out exact=True"
+)
+
+
+def batch_norms(module: nn.Module) -> list[_BatchNorm]:
+    """Return the batch norms in a module."""
+    return [each for each in module.modules() if isinstance(each, _BatchNorm)]
+
+
+def running_statistics(module: nn.Module) -> dict[str, Tensor]:
+    """Return the running means and variances of the batch norms in a module, by name."""
+    running = {id(each) for norm in batch_norms(module) for each in (norm.running_mean, norm.running_var)}
+    return {name: each for name, each in module.named_buffers() if id(each) in running}
+
+
 class Buffers:
     """Copies of the buffers of a module (running statistics of batch norm, for example) from before a batch."""
 
@@ -369,6 +381,10 @@ class Buffers:
     def save(self) -> None:
         """Copy the buffers before a batch."""
         self._before = {name: each.detach().clone() for name, each in self._module.named_buffers()}
+
+    def saved(self) -> dict[str, Tensor]:
+        """The copies, by name."""
+        return self._before or {}
 
     def before_forward(self, module: nn.Module, *_: object) -> None:
         """Save the buffers before the first forward in training since the last `forget`. A hook of the module."""
@@ -382,6 +398,6 @@ class Buffers:
     @torch.no_grad()
     def restore(self) -> None:
         """Restore the buffers from before the batch, if they are saved."""
-        for name, before in (self._before or {}).items():
+        for name, before in self.saved().items():
             self._module.get_buffer(name).copy_(before)
         self.forget()

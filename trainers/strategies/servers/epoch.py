@@ -69,8 +69,9 @@ class EpochLedger:
         self._reset(0)
 
     def begin(self, epoch: int, parts: int) -> None:
-        """Begin epoch `epoch` of `parts` parts, or continue it after a failure. Local."""
-        if self.epoch != epoch or self.parts != parts:
+        """Begin epoch `epoch` of `parts` parts, or continue it after a failure. parts: 0 if the number is not known: a
+        part is then added when its outcome is recorded. Local."""
+        if self.epoch != epoch or (parts and self.parts != parts):
             self.epoch, self.cut_short = epoch, False
             self._reset(parts)
 
@@ -88,6 +89,10 @@ class EpochLedger:
 
     def note(self, number: int, outcome: int) -> None:
         """Record the outcome of part `number`, unless it has one."""
+        if number >= self.parts:
+            added = number + 1 - self.parts
+            self.outcomes = np.append(self.outcomes, np.full(added, LEFT, np.int32))
+            self.dealt = np.append(self.dealt, np.zeros(added, bool))
         if not self.has(number):
             self.outcomes[number] = outcome
 

@@ -18,7 +18,7 @@ from allreduce.transport.control import on_all_ranks, together
 from allreduce.transport.wait import wait_for
 from trainers import malloc, stopwatch
 from trainers.checks import LEARNING_RATES
-from trainers.data import Batches
+from trainers.data import BatchSource
 from trainers.errors import ArgumentError
 from trainers.group import RankGroup
 from trainers.replica import Replica
@@ -282,7 +282,7 @@ class ServerStrategy(Strategy):
     def local_gradients(self) -> Any:
         return None if self.part is None else self._gradients
 
-    def make_meter(self, batches: Batches) -> Any:
+    def make_meter(self, batches: BatchSource) -> Any:
         self._tally = Tally(self.replica.metrics)
         return self._tally
 

@@ -10,7 +10,7 @@ import numpy as np
 from allreduce.topology import Topology
 from allreduce.transport.chunked import pieces
 from allreduce.transport.control import all_values, combine, everywhere
-from trainers.data import Batch, Batches
+from trainers.data import Batch, BatchSource
 from trainers.errors import ArgumentError
 from trainers.group import RankGroup
 from trainers.replica import Replica
@@ -71,8 +71,8 @@ class EpochRows:
     parts: the number of parts of a batch. ahead: whether `prepare` fetches rows in advance.
     """
 
-    def __init__(self, batches: Batches, epoch: int, parts: int, ahead: bool) -> None:
-        self._batches, self._visited = batches, batches.order(epoch)
+    def __init__(self, batches: BatchSource, epoch: int, parts: int, ahead: bool) -> None:
+        self._batches, self._epoch = batches, epoch
         self._parts, self._ahead = parts, ahead
         self._ready: dict[int, Batch | Exception] = {}
 
@@ -92,7 +92,7 @@ class EpochRows:
         return self._share(number) if found is None else found
 
     def _share(self, number: int) -> Batch:
-        return self._batches.share(self._visited, *divmod(number, self._parts))
+        return self._batches.share(self._epoch, *divmod(number, self._parts))
 
 
 class Options(NamedTuple):
@@ -148,6 +148,14 @@ class ParameterServers(ServerStrategy):
         self.part = self.workers.index(rank) if rank in self.workers else None
         self.parts = len(self.workers)
 
+    def loader_error(self, divided: bool) -> str:
+        if self.updates == "async":
+            return (
+                'servers with updates="async" deal the rows to workers as they become free, so they need all rows: '
+                'arrays or a data set; use updates="sync" with a loader'
+            )
+        return ""
+
     def begin_fit(self) -> None:
         self._ledger = EpochLedger()
 
@@ -171,11 +179,11 @@ class SynchronousServers(ParameterServers):
         self._applied = False  # whether this rank has taken step `steps` + 1
         self._collected: list[np.ndarray] = []  # `_summands` between the exchange and the end of a step, else []
 
-    def make_meter(self, batches: Batches) -> Any:
+    def make_meter(self, batches: BatchSource) -> Any:
         return Strategy.make_meter(self, batches)
 
     def run_epoch(self, run: EpochRun, number: int) -> None:
-        self._begin_epoch(number, run.batches.steps)
+        self._begin_epoch(number, 0 if run.batches.streams else run.batches.steps)
         self._first = self.steps - run.first_step
         run.run_steps(number)
 

@@ -1,0 +1,117 @@
+"""trainers.run: a function on the ranks of a new job, from a script."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests import launch
+from tests.conftest import JobRunner
+
+pytest.importorskip("cloudpickle")
+pytestmark = pytest.mark.jobs
+
+SCRIPT = """
+import os, sys, threading
+import trainers
+from trainers.errors import ArgumentError, RunError
+
+offset = 100  # of the script: it travels with the function
+
+def train(factor, shift=0):
+    import allreduce, numpy as np
+    with allreduce.create("ring") as reduce:
+        array = np.full(3, reduce.rank + 1.0)
+        reduce(array, "sum")
+        print(f"rank {reduce.rank} prints")
+        print(f"stdin of rank {reduce.rank}: {sys.stdin.read()!r}", file=sys.stderr)
+        return offset + factor * reduce.rank + shift, array
+
+def fails(bad):
+    import allreduce
+    reduce = allreduce.create("ring")
+    if reduce.rank == bad:
+        raise ValueError("on purpose")
+    import numpy as np
+    reduce(np.ones(3), "sum")
+
+print(trainers.run(train, (10,), {"shift": 1}, ranks=3))
+lock = threading.Lock()
+for function, options in ((fails, {"args": (1,), "ranks": 2}), (lambda: os._exit(7), {"ranks": 1})):
+    try:
+        trainers.run(function, **options)
+    except RunError as error:
+        print("RUN ERROR", error.rank, str(error).splitlines()[0], "in fails" in error.traceback)
+for function, options in ((lambda: lock, {}), (3, {}), (train, {"ranks": 0}), (train, {"launcher": "nompi"})):
+    try:
+        trainers.run(function, **options)
+    except ArgumentError as error:
+        print("ARGUMENT ERROR", error)
+assert "mpi4py.MPI" not in sys.modules  # the caller starts no MPI
+"""
+
+
+@pytest.mark.parametrize("mpi", launch.MPIS)
+def test_results_output_and_errors(mpirun: JobRunner, tmp_path: Path, mpi: str) -> None:
+    (tmp_path / "script.py").write_text(SCRIPT)
+    job = mpirun(0, ["script.py"], mpi=mpi, cwd=tmp_path, env={"TMPDIR": str(tmp_path)})
+    assert job.returncode == 0, job.stdout + job.stderr
+    array = "array([6., 6., 6.])"
+    results, *others = [line for line in job.stdout.splitlines() if line != "rank 0 prints"]
+    assert results == f"[(101, {array}), (111, {array}), (121, {array})]"
+    assert "rank 1 prints" not in job.stdout
+    assert "ValueError: on purpose" in job.stderr
+    assert others[0] == "RUN ERROR 1 rank 1 of 2 raised ValueError: on purpose True"
+    assert others[1].startswith("RUN ERROR None the job of 1 ranks ended without results (exit code 7)")
+    words = ("can't be sent to the ranks (TypeError: ", "takes a function, got int", "ranks=0: ", "no such program")
+    assert len(others) == 2 + len(words), others
+    for line, word in zip(others[2:], words, strict=True):
+        assert line.startswith("ARGUMENT ERROR "), line
+        assert word in line
+    assert [path.name for path in tmp_path.iterdir()] == ["script.py"]  # nothing is left
+
+
+INTERRUPTED = """
+import time, trainers
+def train():
+    import allreduce
+    allreduce.Topology()
+    print("begun")
+    time.sleep(100)
+trainers.run(train, ranks=2, timeout={timeout})
+"""
+
+
+def test_an_interrupt_ends_all_ranks(tmp_path: Path) -> None:
+    with (tmp_path / "out").open("w+") as out, (tmp_path / "err").open("w+") as err:
+        code = INTERRUPTED.format(timeout=None)
+        with launch.started([sys.executable, "-c", code], out, err, {"TMPDIR": str(tmp_path)}) as process:
+            for _ in range(300):
+                if "begun" in (tmp_path / "out").read_text():
+                    break
+                time.sleep(0.1)
+            mark = Path(f"/proc/{process.pid}/environ").read_bytes().split(launch.MARK.encode() + b"=")[1][:32].decode()
+            assert len(launch.marked(mark)) > 2
+            os.kill(process.pid, signal.SIGINT)
+            assert process.wait(30) != 0
+            assert launch.marked(mark) == []
+        assert "KeyboardInterrupt" in (tmp_path / "err").read_text()
+
+
+def test_a_timeout(tmp_path: Path) -> None:
+    code = INTERRUPTED.format(timeout=4)
+    job = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, cwd=launch.ROOT)
+    assert "RunError: the job of 2 ranks did not end within the timeout" in job.stderr
+
+
+def test_cloudpickle_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    import trainers
+    from trainers.errors import ArgumentError
+
+    monkeypatch.setitem(sys.modules, "cloudpickle", None)
+    with pytest.raises(ArgumentError, match=r'pip install "\.\[run\]" in the checkout'):
+        trainers.run(print)

@@ -1,0 +1,309 @@
+"""fit(loader): the training is that of one rank with all rows, for every strategy, however the batches are divided."""
+
+import functools
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from mpi4py import MPI
+
+import allreduce
+from tests.ranks.training.test_fit import data, network
+from trainers import (
+    CentralStorageTrainer,
+    Checkpoint,
+    MirroredTrainer,
+    ParameterServerTrainer,
+    SpareReplicasTrainer,
+)
+from trainers.errors import ArgumentError, DataError
+from trainers.watching.callback import Callback
+
+Pair = tuple[np.ndarray, np.ndarray]
+EPOCHS = 2
+TRAINERS: dict[str, Any] = {
+    "mirrored": functools.partial(MirroredTrainer, allreduce="ring"),
+    "sharded": functools.partial(MirroredTrainer, allreduce="shared", update="sharded"),
+    "central": CentralStorageTrainer,
+    "servers": functools.partial(ParameterServerTrainer, updates="sync"),
+}
+
+
+def trainer_of(kind: str, topology: allreduce.Topology) -> Any:
+    if kind == "servers" and topology.size == 1:
+        pytest.skip("a server needs a worker")
+    return TRAINERS[kind](network(), topology=topology)
+
+
+def batches_of(parts: int, seed: int) -> list[list[Pair]]:
+    """Return the batches of every part: uneven numbers of batches of uneven sizes; one part may have none."""
+    random, (x, y), at = np.random.default_rng(seed), data(), 0
+    counts = random.permutation([random.integers(2, 4), *random.integers(0, 4, parts - 1)])
+    found: list[list[Pair]] = []
+    for count in counts:
+        found.append([])
+        for rows in random.integers(1, 6, count):
+            found[-1].append((x[at : at + rows], y[at : at + rows]))
+            at += rows
+    return found
+
+
+def together(parts: list[list[Pair]]) -> list[Pair]:
+    """Return the global batches."""
+    steps = [[part[step] for part in parts if step < len(part)] for step in range(max(map(len, parts)))]
+    return [(np.concatenate([x for x, _ in step]), np.concatenate([y for _, y in step])) for step in steps]
+
+
+def one_rank(batches: list[Pair]) -> tuple[np.ndarray, list[float]]:
+    """Train on the global batches without a trainer; returns the parameters, and the mean loss of each epoch."""
+    replica, losses, rows = network(), [0.0] * EPOCHS, sum(len(x) for x, _ in batches)
+    replica.bind(np.empty(replica.gradient_length, "float32"))
+    for epoch in range(EPOCHS):
+        for x, y in batches:
+            losses[epoch] += float(replica.gradients(x, y, 1.0)[0]) * len(x) / rows
+            replica.update()
+    return replica.state()["parameters"].copy(), losses
+
+
+@pytest.mark.parametrize("rows", ["divided", "whole"])
+@pytest.mark.parametrize("kind", TRAINERS)
+def test_a_loader_trains_as_one_rank_with_all_rows(kind: str, rows: str, flat: allreduce.Topology) -> None:
+    for seed in range(3):
+        with trainer_of(kind, flat) as trainer:
+            part = trainer.strategy.part
+            divided = batches_of(trainer.strategy.parts, seed)
+            batches = together(divided)
+            own = batches if rows == "whole" else None if part is None else divided[part]
+            history = trainer.fit(own, rows=rows, epochs=EPOCHS, progress=False)
+            assert trainer.steps == EPOCHS * len(batches)
+            assert len(set(trainer.parameters_sha256())) == 1
+            found = trainer.replica.state()["parameters"].copy()
+        expected, losses = one_rank(batches)
+        np.testing.assert_allclose(found, expected, rtol=2e-4, atol=1e-6)
+        np.testing.assert_allclose([epoch.loss for epoch in history], losses, rtol=1e-5)
+
+
+@pytest.mark.parametrize("rows", ["divided", "whole"])
+def test_local_sgd_with_a_loader_trains_as_with_arrays(rows: str, flat: allreduce.Topology) -> None:
+    """Batches of 12, 12, 12 and 7 rows, so that the last one is short; rounds of 3 steps end after the epoch."""
+    x, y = data()
+    x, y = x[:43], y[:43]
+    batches = [(x[at : at + 12], y[at : at + 12]) for at in range(0, 43, 12)]
+    mine = [
+        tuple(side[slice(*(len(side) * each // flat.size for each in (flat.rank, flat.rank + 1)))] for side in batch)
+        for batch in batches
+    ]
+    found = []
+    for loads in (True, False):
+        with MirroredTrainer(network(), "ring", flat, sync_every=2) as trainer:
+            if loads:
+                history = trainer.fit(batches if rows == "whole" else mine, rows=rows, epochs=EPOCHS, progress=False)
+            else:
+                history = trainer.fit(x, y, EPOCHS, 12, shuffle=False, progress=False)
+            found.append([trainer.steps, *(epoch.loss for epoch in history), *trainer.replica.state()["parameters"]])
+    np.testing.assert_allclose(found[0], found[1], rtol=1e-5, atol=1e-7)
+
+
+def test_local_sgd_ends_when_all_loaders_have_ended(flat: allreduce.Topology) -> None:
+    """A round is 3 steps, and the loaders give 4 batches and fewer."""
+    x, y = data()
+    own = [(x[:4], y[:4])] * (4 if flat.rank == flat.size - 1 else 1)
+    with MirroredTrainer(network(), "ring", flat, sync_every=3) as trainer:
+        history = trainer.fit(own, rows="divided", epochs=EPOCHS, progress=False)
+        assert trainer.steps == 4 * EPOCHS
+        assert len(set(trainer.parameters_sha256())) == 1
+    assert np.isfinite([epoch.loss for epoch in history]).all()
+
+
+class Endless:
+    """Gives batches for ever, which depend on the rank; `read` counts them."""
+
+    def __init__(self, rank: int) -> None:
+        self.rank, self.read = rank, 0
+
+    def __iter__(self) -> Iterator[Pair]:
+        x, y = data()
+        while True:
+            begin = (3 * self.read + self.rank) % 40
+            self.read += 1
+            yield x[begin : begin + 2 + self.rank], y[begin : begin + 2 + self.rank]
+
+
+@pytest.mark.parametrize("prefetch", [False, True])
+def test_an_endless_loader_is_read_on_from_epoch_to_epoch(prefetch: bool, flat: allreduce.Topology) -> None:
+    loader = Endless(flat.rank)
+    with MirroredTrainer(network(), "ring", flat) as trainer:
+        trainer.fit(loader, rows="divided", epochs=3, steps_per_epoch=5, prefetch=prefetch, progress=False)
+        assert trainer.steps == 15
+    if not prefetch:
+        assert loader.read == 15  # none is read that is not used
+
+
+def test_a_short_loader_begins_again_in_the_middle_of_an_epoch(flat: allreduce.Topology) -> None:
+    passes: list[int] = []
+
+    class Loader(list):  # type: ignore[type-arg]
+        def set_epoch(self, number: int) -> None:
+            passes.append(number)
+
+    x, y = data()
+    with MirroredTrainer(network(), "ring", flat) as trainer:
+        trainer.fit(Loader([(x, y)] * 3), rows="divided", epochs=2, steps_per_epoch=5, progress=False)
+        assert trainer.steps == 10
+        assert passes == [0, 1, 2, 3]
+        passes.clear()
+        trainer.fit(Loader([(x, y)] * 3), rows="divided", epochs=2, progress=False)
+        assert passes == [0, 1]
+        assert trainer.steps == 16
+
+
+def test_a_fit_resumes_in_the_middle_of_an_epoch(flat: allreduce.Topology, folder: Path) -> None:
+    """Loaders without a state are read again up to the step of the checkpoint."""
+    divided = batches_of(flat.size, 1)
+    own, steps = divided[flat.rank], len(together(divided))
+    found = []
+    for stops in (0, 1):
+        where, hashes = str(folder / str(stops)), []
+        for resume in (False, True)[: stops + 1]:
+            with MirroredTrainer(network(), "ring", flat) as trainer:
+                stop = [StopAt(steps + 1)] if stops and not resume else []
+                checkpoint = Checkpoint(where, "1 step")
+                history = trainer.fit(
+                    own, rows="divided", epochs=3, progress=False, callbacks=stop, checkpoint=checkpoint, resume=resume
+                )
+                hashes = trainer.parameters_sha256()
+        found.append((hashes, [epoch.loss for epoch in history]))
+    assert found[0] == found[1]
+
+
+class StopAt(Callback):
+    """Stops the training after some steps."""
+
+    def __init__(self, steps: int) -> None:
+        self._left = steps
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        self._left -= 1
+        self.trainer.stop_training |= self._left <= 0
+
+
+def broken(kind: str, last: bool) -> Any:
+    """Return a loader that is bad on the last rank."""
+    x, y = data()
+    good = [(x[:4], y[:4])] * 3
+
+    def raises() -> Iterator[Pair]:
+        yield from good[:2]
+        raise OSError("the disk is gone")
+
+    bad: dict[str, Any] = {
+        "raises": raises(),
+        "later width": [*good[:2], (x[:4, 1:], y[:4])],
+        "first width": [(x[:4, 1:], y[:4])],
+        "empty": [],
+        "no pairs": [*good[:2], x],
+        "lengths": [(x, y[1:])],
+        "no loader": 3,
+        "labels": [(x[:4], y[:4] + 7)],
+    }
+    return bad[kind] if last or kind == "empty" else good
+
+
+BROKEN = {
+    "raises": (DataError, "batch 3 of epoch 1: OSError: the disk is gone"),
+    "later width": (DataError, r"gave x float32\[5\], y int64\[\] as batch 3 of epoch 1, and first x float32\[6\]"),
+    "first width": (ArgumentError, "float32|x has 5"),
+    "empty": (DataError, "no rank's loader gives a batch in epoch 1"),
+    "no pairs": (DataError, "a batch is a ndarray, not a pair"),
+    "lengths": (DataError, "y has shape"),
+    "no loader": (ArgumentError, "int is no loader"),
+    "labels": (ArgumentError, "label"),
+}
+
+
+@pytest.mark.parametrize(
+    ("kind", "update"), [*((kind, "replicated") for kind in BROKEN), ("raises", "sharded"), ("later width", "sharded")]
+)
+def test_a_bad_loader_on_one_rank_is_one_error_on_all(kind: str, update: str, flat: allreduce.Topology) -> None:
+    error, text = BROKEN[kind]
+    with MirroredTrainer(network(), "shared", flat, update=update) as trainer:
+        with pytest.raises(error, match=text) as caught:
+            trainer.fit(broken(kind, flat.rank == flat.size - 1), rows="divided", progress=False)
+        assert type(caught.value) is error
+        assert len(set(trainer.parameters_sha256())) == 1  # the trainer works
+
+
+def test_loaders_that_differ_where_they_must_not(flat: allreduce.Topology) -> None:
+    if flat.size == 1:
+        pytest.skip("needs two ranks")
+    x, y = data()
+    first = [(x[:6], y[:6])]
+    with MirroredTrainer(network(), "ring", flat) as trainer:
+        with pytest.raises(ArgumentError, match="other batches"):
+            trainer.fit([(x[flat.rank :], y[flat.rank :])], rows="whole", progress=False)
+        with pytest.raises(DataError, match="all loaders must give the same batches"):
+            trainer.fit([*first, *[(x[:9], y[:9])] * (1 + flat.rank)], rows="whole", progress=False)
+        with pytest.raises(DataError, match="gives a batch in epoch 2"):
+            trainer.fit(iter(first), rows="divided", epochs=2, progress=False)
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"rows": "both"}, 'use rows="divided"'),
+        ({"steps_per_epoch": 3}, "for loaders only"),
+        ({"rows": "whole", "steps_per_epoch": 0}, "steps_per_epoch must be an integer >= 1"),
+        ({"rows": "whole", "batch_size": 10}, "batch_size and shuffle are the loader's"),
+        ({"rows": "whole", "y": np.zeros(3)}, "leave out rows, or y"),
+    ],
+)
+def test_bad_arguments(options: dict[str, Any], text: str, flat: allreduce.Topology) -> None:
+    x, y = data()
+    with MirroredTrainer(network(), "ring", flat) as trainer, pytest.raises(ArgumentError, match=text):
+        trainer.fit([(x, y)], progress=False, **options)
+
+
+def test_strategies_that_take_no_loader_say_so(flat: allreduce.Topology) -> None:
+    refusing: dict[str, Any] = {
+        "spare replicas": functools.partial(SpareReplicasTrainer, spare=0),
+        'updates="async"': functools.partial(ParameterServerTrainer, updates="async"),
+    }
+    for name, make in refusing.items():
+        if flat.size == 1 and "async" in name:
+            continue
+        with make(network(), topology=flat) as trainer, pytest.raises(ArgumentError, match=name):
+            trainer.fit([data()], rows="whole", progress=False)
+    exact = MirroredTrainer(network(), "ring", flat, exact=True)
+    with exact as trainer, pytest.raises(ArgumentError, match="exact=True divides every batch"):
+        trainer.fit([data()], rows="divided", progress=False)
+
+
+@pytest.mark.parametrize("update", ["replicated", "sharded"])
+def test_exact_sums_with_a_loader_have_the_bits_of_one_rank(update: str, flat: allreduce.Topology) -> None:
+    batches, found = together(batches_of(4, 2)), []
+    with allreduce.Topology(MPI.COMM_SELF) as alone:
+        for topology in (alone, flat):
+            with MirroredTrainer(network(), "ring", topology, update=update, exact=True, micro_batch=2) as trainer:
+                history = trainer.fit(batches, rows="whole", epochs=EPOCHS, progress=False)
+                found.append((trainer.parameters_sha256()[0], [epoch.loss for epoch in history]))
+    assert found[0] == found[1]
+
+
+def test_a_server_brings_no_rows(flat: allreduce.Topology) -> None:
+    with trainer_of("servers", flat) as trainer, pytest.raises(ArgumentError, match="this rank is a server"):
+        trainer.fit([data()], rows="divided", progress=False)
+
+
+def test_a_torch_loader_with_its_sampler(flat: allreduce.Topology) -> None:
+    torch = pytest.importorskip("torch")
+    x, y = data()
+    rows = torch.utils.data.TensorDataset(torch.from_numpy(x), torch.from_numpy(y))
+    sampler = torch.utils.data.DistributedSampler(rows, flat.size, flat.rank)
+    loader = torch.utils.data.DataLoader(rows, batch_size=5, sampler=sampler)
+    with MirroredTrainer(network(), "ring", flat) as trainer:
+        trainer.fit(loader, rows="divided", epochs=EPOCHS, progress=False)
+        assert trainer.steps == EPOCHS * len(loader)
+        assert sampler.epoch == EPOCHS - 1
+        assert len(set(trainer.parameters_sha256())) == 1

@@ -1,0 +1,325 @@
+"""The batches of a loader of the user's: any iterable of batches (x, y), the same on all ranks, or each rank's own."""
+
+import zlib
+from collections.abc import Generator, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+
+from trainers.data import Batch, BatchSource, Collate, Fingerprint, micro_batches_of, seed_of
+from trainers.errors import ArgumentError, CheckpointError, DataError
+from trainers.fit import prefetch
+
+DIVIDED, WHOLE = "divided", "whole"
+KEPT = 3  # batches: the previous one, because a step is taken again after a failure; the current and the next one
+END = object()
+Kind = tuple[str, list[int]]  # of x or y: the dtype, and the shape of a row
+
+
+class LoaderBatches(BatchSource):
+    """The batches of a loader.
+
+    Batch s of an epoch has the rows of the batches s of all ranks. A rank whose loader has ended brings empty batches,
+    until all loaders have ended; that ends the epoch. No rank knows the others' rows before they come, so each step
+    carries the number of rows of the rank's next batch.
+
+    loader: iterated once in each epoch; before that its `set_epoch`, or its sampler's, gets the number of the pass.
+        None for a rank that brings no rows.
+    rows: "divided": each rank's loader has other rows. "whole": all loaders give the same batches, and each rank takes
+        its part of them.
+    collate: makes (x, y) of an item of the loader; None if its items are pairs (x, y).
+    limit: the steps of an epoch. The loader is then read on in the next epoch, and from its beginning when it ends.
+    ahead: how many batches a thread may fetch in advance. micro_batch, seed: as for Batches.
+    """
+
+    streams = True
+
+    def __init__(
+        self,
+        loader: Any,
+        rows: str,
+        collate: Collate | None,
+        limit: int | None,
+        part: int | None,
+        parts: int,
+        ahead: int,
+        micro_batch: int | None = None,
+        seed: int = 0,
+    ) -> None:
+        self.name = type(loader).__name__
+        self._loader, self._divided, self._collate = loader, rows == DIVIDED, collate
+        self.limit, self.ahead = None if limit is None else int(limit), 0
+        self._ahead, self._micro_batch, self._seed = ahead, micro_batch, seed
+        self._once = isinstance(loader, Iterator)
+        self._reader: Any = iter(()) if loader is None else None
+        self._passes = 0  # passes over the loader that have begun
+        self._taken = 0  # items taken from the loader since its first pass began, or with no limit since the last one
+        self._epoch, self._read = 0, 0  # the epoch, and the number of its batches that were read
+        self._kept: dict[int, tuple[np.ndarray, np.ndarray] | None] = {}  # the last batches, by their step
+        self._starts = {0: 0}  # for each epoch, the steps before it
+        self._sizes: list[int] = []  # rows of the epoch's global batches, as far as the ranks know them
+        self._kinds: tuple[Kind, Kind] | None = None
+        self.set_part(part, parts)
+
+    def __str__(self) -> str:
+        return f"{self.name}, rows={DIVIDED if self._divided else WHOLE}"
+
+    # What all ranks know
+
+    @property
+    def steps(self) -> int:  # type: ignore[override]
+        return len(self._sizes)
+
+    @property
+    def rows(self) -> int:  # type: ignore[override]
+        return sum(self._sizes)
+
+    @property
+    def batch_size(self) -> int:  # type: ignore[override]
+        return self._sizes[-1]
+
+    @property
+    def planned(self) -> int | None:
+        return self.limit
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        found = {"rows": DIVIDED if self._divided else WHOLE, "steps_per_epoch": self.limit}
+        micro = {} if self._micro_batch is None else {"micro_batch": int(self._micro_batch), "seed": int(self._seed)}
+        return found | micro
+
+    def fingerprint(self) -> Fingerprint:
+        return {}
+
+    def set_part(self, part: int | None, parts: int) -> None:
+        self._part, self._parts = part, parts
+
+    def sizes(self) -> np.ndarray:
+        return np.array(self._sizes, np.int64)
+
+    def total(self, epoch: int, step: int) -> int:
+        if epoch == self._epoch + 1:
+            return self._starts[self._epoch] + len(self._sizes) + step
+        return self._starts.get(epoch, 0) + step
+
+    def learn(self, step: int, rows: int) -> None:
+        del self._sizes[step:]
+        self._sizes += [0] * (step - len(self._sizes)) + [rows] * (rows > 0)
+
+    # The first batches of all ranks
+
+    def describe(self) -> list[Any] | None:
+        """Read the first batch. Returns dtypes and shapes of its rows, and for rows="whole" a checksum, as JSON types;
+        None if there is none. Local. Raises DataError."""
+        pair = None if self._idle else self._at(0)
+        if pair is None:
+            return None
+        sums = [] if self._divided else [zlib.crc32(np.ascontiguousarray(each).tobytes()) for each in pair]
+        return [_kind(each) for each in pair] + sums
+
+    def first(self) -> tuple[np.ndarray, np.ndarray] | None:
+        """Return the first batch, if there is one. Local, after `describe`."""
+        return self._kept.get(0)
+
+    def adopt(self, described: Sequence[list[Any] | None]) -> None:
+        """Take `describe` of every rank. Raises the same ArgumentError or DataError on all ranks. Local."""
+        given = [each for each in described if each is not None]
+        if not given:
+            raise self.empty(0)
+        if any(each != given[0] for each in given):
+            texts: list[str] = ["no batch" if each is None else _shown(each[:2], *each[2:]) for each in described]
+            rows = [f"  rank {rank}: {text}" for rank, text in enumerate(texts)]
+            what = "batches of other rows" if self._divided else 'other batches, and rows="whole" takes the same'
+            raise ArgumentError("\n".join([f"fit: the loaders of the ranks give {what}:", *rows]))
+        (x, shape_of_x), (y, shape_of_y) = given[0][:2]
+        self._kinds = (x, list(shape_of_x)), (y, list(shape_of_y))
+
+    def empty(self, epoch: int) -> DataError:
+        """Return the error if no rank has a batch in an epoch."""
+        return DataError(
+            f"no rank's loader gives a batch in epoch {epoch + 1}: it has no rows, or is an iterator that has ended. "
+            "Give a loader that can be iterated in every epoch, or an endless one and steps_per_epoch"
+        )
+
+    # Reading
+
+    @property
+    def _idle(self) -> bool:
+        """Whether this rank needs no rows."""
+        return self._loader is None or self._part is None
+
+    def begin(self, epoch: int, step: int) -> int:
+        if epoch == self._epoch + 1:
+            self._starts[epoch] = self._starts[self._epoch] + len(self._sizes)
+            self._epoch, self._read, self._sizes = epoch, 0, []
+            self._kept.clear()
+            if self.limit is None and not self._once:
+                self._stop()
+                self._reader = None
+        elif epoch != self._epoch or (step not in self._kept and step != self._read):
+            self._go_to(epoch, step)
+        self.peek(step)
+        return self.coming
+
+    def peek(self, step: int) -> None:
+        self.coming = 0
+        if not self._idle:
+            self.coming = len(self._part_of(self._at(step), self._part)[0])
+
+    def epoch(self, number: int, first: int = 0) -> Generator[Batch]:
+        while True:
+            yield self.share(number, first, self._part)
+            first += 1
+
+    def share(self, epoch: int, step: int, part: int | None) -> Batch:
+        """As BatchSource.share. If the ranks do not know the rows of the global batch, its `rows` and its `share` are
+        the rows of this rank."""
+        pair = None if self._idle else self._at(step)
+        x, y = self._part_of(pair, part)
+        if step >= len(self._sizes):
+            return Batch(x, y, len(x), float(len(x)))
+        total = self._sizes[step]
+        if not (self._divided or self._idle) and total != (0 if pair is None else len(pair[0])):
+            own = "none" if pair is None else str(len(pair[0]))
+            raise DataError(
+                f'rows="whole": batch {step + 1} of epoch {epoch + 1} has {total} rows on all ranks together, and '
+                f'{own} in the loader of this rank: all loaders must give the same batches; use rows="divided" for '
+                "loaders that give each rank its own"
+            )
+        size = self._micro_batch
+        if size is None:
+            return Batch(x, y, total, len(x) / total)
+        seeds = tuple(seed_of(self._seed, epoch, step, number) for number in self._numbers(total, part))
+        parts = [(x[start : start + size], y[start : start + size]) for start in range(0, len(x), size)]
+        return Batch(x, y, total, len(x) / total, seeds, parts)
+
+    def _part_of(self, pair: tuple[np.ndarray, np.ndarray] | None, part: int | None) -> tuple[np.ndarray, np.ndarray]:
+        if pair is None or part is None:
+            kinds = self._kinds or (("float32", []), ("float32", []))
+            x, y = (np.empty((0, *shape), np.dtype(dtype)) for dtype, shape in kinds)
+            return x, y
+        if self._divided:
+            return pair
+        mine = slice(*(len(pair[0]) * each // self._parts for each in (part, part + 1)))
+        if self._micro_batch is not None:
+            numbers = self._numbers(len(pair[0]), part)
+            mine = slice(numbers.start * self._micro_batch, numbers.stop * self._micro_batch)
+        return pair[0][mine], pair[1][mine]
+
+    def _numbers(self, rows: int, part: int | None) -> range:
+        """Return the micro-batches of a batch of `rows` rows that a part gets."""
+        assert self._micro_batch is not None
+        return range(0) if part is None else micro_batches_of(-(-rows // self._micro_batch), part, self._parts)
+
+    def _at(self, step: int) -> tuple[np.ndarray, np.ndarray] | None:
+        """Return batch `step` of the epoch, None if the loader has ended before it. Raises DataError."""
+        while self._read <= step:
+            self._kept[self._read] = self._next()
+            self._kept.pop(self._read - KEPT, None)
+            self._read += 1
+        return self._kept[step]
+
+    def _next(self) -> tuple[np.ndarray, np.ndarray] | None:
+        where = f"batch {self._read + 1} of epoch {self._epoch + 1}"
+        if self.limit is not None and self._read >= self.limit:
+            return None
+        try:
+            while (item := self._take()) is not END:
+                pair = self._converted(item)
+                if len(pair[0]):
+                    break
+            else:
+                return None
+        except Exception as error:
+            reason = error if isinstance(error, DataError) else f"{type(error).__name__}: {error}"
+            raise DataError(f"the {self.name} can't give {where}: {reason}") from error
+        kinds = _kind(pair[0]), _kind(pair[1])
+        if self._kinds not in (None, kinds):
+            assert self._kinds is not None
+            raise DataError(f"the {self.name} gave {_shown(kinds)} as {where}, and first {_shown(self._kinds)}")
+        self._kinds = kinds
+        return pair
+
+    def _take(self) -> Any:
+        """Return the next item of the loader, or END."""
+        if self._reader is None:
+            self._restart(self._epoch if self.limit is None else self._passes)
+        item = next(self._reader, END)
+        if item is END and self.limit is not None and not self._idle and not self._once:
+            self._restart(self._passes)
+            item = next(self._reader, END)
+        self._taken += item is not END
+        return item
+
+    def _restart(self, number: int) -> None:
+        """Begin pass `number` over the loader."""
+        self._stop()
+        for each in (
+            self._loader,
+            *(getattr(self._loader, name, None) for name in ("sampler", "batch_sampler", "dataset")),
+        ):
+            if callable(change := getattr(each, "set_epoch", None)):
+                change(number)
+        items = iter(self._loader)
+        self._reader = prefetch.ahead(items) if self._ahead else items
+        self._passes = number + 1
+        if self.limit is None:
+            self._taken = 0
+
+    def _converted(self, item: Any) -> tuple[np.ndarray, np.ndarray]:
+        if self._collate is not None:
+            item = self._collate(item)
+        if not isinstance(item, tuple | list) or len(item) != 2:
+            raise DataError(f"a batch is a {type(item).__name__}, not a pair (x, y); pass collate= to make pairs")
+        x, y = (np.asarray(each) for each in item)
+        if not (x.ndim and y.ndim and len(x) == len(y)):
+            raise DataError(f"x has shape {x.shape} and y has shape {y.shape}; their first axes must be the samples")
+        return x, y
+
+    # Positions
+
+    def position(self) -> dict[str, Any]:
+        return {"sizes": list(self._sizes)}
+
+    def resume(self, epoch: int, step: int, total: int, position: Any) -> None:
+        sizes: Any = position.get("sizes") if isinstance(position, dict) else None
+        if not isinstance(sizes, list) or not all(type(rows) is int and rows >= 0 for rows in sizes):
+            sizes = []
+        if not 0 <= step <= total or len(sizes) < step:
+            raise CheckpointError("the checkpoint does not tell the rows of the batches: it is damaged, or of arrays")
+        self._epoch, self._starts, self._sizes = epoch, {epoch: total - step}, sizes[:step]
+        if (epoch, step) != (0, 0) or self._read > 1:  # the first batch has been read
+            self._kept.clear()
+            self._read = -1  # `begin` goes to the right batch
+
+    def _go_to(self, epoch: int, step: int) -> None:
+        """Read the loader again up to batch `step` of an epoch. Raises DataError."""
+        self._kept.clear()
+        self._epoch, self._read = epoch, step
+        target = step if self.limit is None else self._starts[epoch] + step
+        if self._idle:
+            return
+        if self._once and self._taken > target:
+            raise DataError(f"the {self.name} is an iterator and can't be read again from its beginning; give a loader")
+        if not self._once:
+            self._restart(epoch if self.limit is None else 0)
+            self._taken = 0
+        while self._taken < target:
+            if self._take() is END:
+                break
+
+    def _stop(self) -> None:
+        if isinstance(self._reader, Generator) and self._ahead:
+            self._reader.close()  # ends the thread
+
+    def close(self) -> None:
+        self._stop()
+
+
+def _kind(array: np.ndarray) -> Kind:
+    return str(array.dtype), list(array.shape[1:])
+
+
+def _shown(kinds: Any, *sums: int) -> str:
+    text = ", ".join(f"{name} {dtype}{shape}" for name, (dtype, shape) in zip("xy", kinds, strict=True))
+    return text + "".join(f" #{each:08x}" for each in sums)

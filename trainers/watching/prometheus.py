@@ -1,0 +1,129 @@
+"""Prometheus: metrics of a training for a Prometheus server to scrape."""
+
+import os
+from typing import Any
+
+from trainers.errors import ArgumentError
+from trainers.watching.callback import Callback, Logs
+
+PREFIX = "allreduce_training_"
+GAUGES = {
+    "loss": ("loss", "The loss of the last epoch"),
+    "samples_per_second": ("rows_per_second", "Rows of all ranks in a second of the last epoch"),
+    "communication_share": ("communication_share", "Share of the last epoch that ranks spent in communication"),
+}
+
+
+class Prometheus(Callback):
+    """Serves metrics of the training at http://ADDRESS:PORT/metrics, for a Prometheus server. Rank 0 serves.
+
+    port: 0 takes any free port, which the attribute `port` then holds. address: of the interface on which rank 0
+    listens; "0.0.0.0" lets other hosts read the metrics. If rank 0 fails, the new rank 0 serves.
+
+    Metrics, each with the prefix allreduce_training_: steps_total; ranks, failed_ranks; epoch, loss, rows_per_second
+    and communication_share of the last epoch; metric{name=...}: its other metrics; resident_bytes: memory of rank 0's
+    process. Raises ArgumentError on all ranks if prometheus-client is missing (the extra "prometheus"), or if the port
+    can't be used.
+    """
+
+    reads_batches = reads_model = False
+
+    def __init__(self, port: int = 9400, address: str = "127.0.0.1") -> None:
+        if isinstance(port, bool) or not isinstance(port, int) or not 0 <= port < 2**16:
+            raise ArgumentError(f"port={port!r}: give a number from 0 to 65535; 0 takes any free port")
+        self.port, self.address = port, address
+        self._steps = self._began = 0
+        self._served: dict[str, Any] = {}
+        self._server: Any = None
+
+    def on_train_begin(self, logs: Logs | None = None) -> None:
+        self._began, self._steps = max(self.trainer.size, 0), 0
+        if self.trainer.rank == 0:
+            self._serve()
+
+    def on_ranks_change(self) -> None:
+        self._began = max(self._began, self.trainer.size)
+        if self.trainer.rank == 0 and self._server is None:
+            self._serve()
+        self._set_ranks()
+
+    def on_train_batch_end(self, batch: int, logs: Logs | None = None) -> None:
+        self._steps += 1
+        if self._served:
+            self._served["steps"].inc()
+
+    def on_epoch_end(self, epoch: int, logs: Logs | None = None) -> None:
+        if not self._served:
+            return
+        self._served["epoch"].set(epoch + 1)
+        for name, value in (logs or {}).items():
+            if name in GAUGES:
+                self._served[name].set(value)
+            elif isinstance(value, int | float):
+                self._served["metric"].labels(name).set(value)
+
+    def state(self) -> dict[str, Any]:
+        return {"steps": self._steps}
+
+    def load_state(self, state: Any) -> None:
+        missing, self._steps = int(state["steps"]) - self._steps, int(state["steps"])
+        if self._served and missing > 0:
+            self._served["steps"].inc(missing)
+
+    def _serve(self) -> None:
+        client = _package()
+        registry = client.CollectorRegistry()
+        self._served = {
+            name: client.Gauge(f"{PREFIX}{shown}", text, registry=registry) for name, (shown, text) in GAUGES.items()
+        }
+        self._served |= {
+            "steps": client.Counter(f"{PREFIX}steps", "Steps of the training", registry=registry),
+            "epoch": client.Gauge(f"{PREFIX}epoch", "Epochs that are done", registry=registry),
+            "metric": client.Gauge(f"{PREFIX}metric", "A metric of the last epoch", ["name"], registry=registry),
+            "ranks": client.Gauge(f"{PREFIX}ranks", "Ranks that train", registry=registry),
+            "failed": client.Gauge(
+                f"{PREFIX}failed_ranks", "Ranks that failed and were not replaced", registry=registry
+            ),
+            "memory": client.Gauge(f"{PREFIX}resident_bytes", "Memory of rank 0's process", registry=registry),
+        }
+        self._served["steps"].inc(self._steps)
+        self._served["memory"].set_function(_resident)
+        self._set_ranks()
+        try:
+            self._server, _ = client.start_http_server(self.port, self.address, registry)
+        except OSError as error:
+            raise ArgumentError(
+                f"Prometheus: rank 0 can't listen at {self.address}:{self.port}: {error.strerror or error}; give "
+                "another port, or 0 for any free one"
+            ) from error
+        self.port = self._server.server_port
+
+    def _set_ranks(self) -> None:
+        if self._served:
+            self._served["ranks"].set(self.trainer.size)
+            self._served["failed"].set(self._began - self.trainer.size)
+
+    def _release(self) -> None:
+        server, self._server, self._served = self._server, None, {}
+        if server is not None:
+            server.shutdown()
+            server.server_close()
+
+
+def _resident() -> float:
+    """Return the resident bytes of this process; NaN where the system has no /proc."""
+    try:
+        with open("/proc/self/statm") as file:
+            return float(int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE"))
+    except OSError:
+        return float("nan")
+
+
+def _package() -> Any:
+    try:
+        import prometheus_client
+    except ImportError as error:
+        raise ArgumentError(
+            f'Prometheus needs prometheus-client ({error}): pip install ".[prometheus]" in the checkout'
+        ) from error
+    return prometheus_client
