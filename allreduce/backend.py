@@ -223,9 +223,10 @@ class AllReduce(ABC):
         return {f"{name}/{key}": held for name, part in parts.items() for key, held in part.state(array).items()}
 
     def load_state(self, state: Mapping[str, np.ndarray], array: Any = None) -> None:
-        """Load a result of `state` of an equal backend with equal arrays; state that it lacks becomes zero. Local.
+        """Load a result of `state` of an equal backend with equal arrays; state that it lacks becomes zero. Local; on
+        all ranks before their next call.
 
-        array: load the state of this array only. Raises OptionError for another backend's state.
+        array: load the state of this array only. Raises OptionError for another backend's, and changes nothing.
         """
         parts = _by_name(self._parts)
         found: dict[str, dict[str, np.ndarray]] = {name: {} for name in parts}
@@ -234,13 +235,31 @@ class AllReduce(ABC):
             if name not in parts:
                 raise OptionError(f"{self!r} has no state {key!r}: it is of another backend or compression")
             found[name][rest] = held
-        for name, part in parts.items():
-            part.load_state(found[name], array)
+        before: dict[str, dict[str, np.ndarray]] = {}
+        try:
+            for name, part in parts.items():
+                kept = part.state(array)
+                part.load_state(found[name], array)
+                before[name] = kept
+        except OptionError:
+            for name, kept in before.items():
+                parts[name].load_state(kept, array)
+            raise
 
     def reset(self, array: Any = None) -> None:
-        """Set the error feedback of a compression, of one array or of all, to zero, as in a new backend. Local."""
+        """Set the error feedback of a compression, of one array or of all, to zero, as in a new backend. Local; on all
+        ranks before their next call."""
         for part in _by_name(self._parts).values():
             part.reset(array)
+
+    def hand_over(self, buffer: np.ndarray, kept: slice) -> None:
+        """Add the error feedback of the elements of `buffer` outside of `kept` to it, in its first call since
+        `load_state`. Local.
+
+        For a backend that contains this one, before it sums `buffer` with other ranks that send these elements.
+        """
+        for part in _by_name(self._parts).values():
+            part.hand_over(buffer, kept)
 
     # What users call: sums
 

@@ -77,6 +77,11 @@ class Topology:
         original: "Topology | None" = None,
         on_one_host: bool = False,
     ) -> None:
+        """See the class. Collective over `comm`.
+
+        parent: a topology that contains these ranks, and closes and revokes this one with itself. original: the
+        topology to duplicate; other arguments are then ignored. on_one_host: all ranks are known to share memory.
+        """
         children.check()
         if original is not None:
             self._duplicate(original)

@@ -111,7 +111,7 @@ find_launcher() { # sets $launcher, $kind and $reach
         refuse "there is no ${launcher[0]-mpirun}; activate an environment with an MPI, or give --launcher COMMAND"
     case $("${launcher[0]}" --version 2>&1 || true) in
         *"Open MPI"* | *OpenRTE* | *PRRTE*) kind=openmpi ;;
-        *slurm*) kind=slurm ;;
+        slurm*) kind=slurm ;; # MPICH's mpiexec names slurm too, as a launcher that it can use
         *) kind=hydra ;; # MPICH, and others that take its options
     esac
     if [ ${#reach[@]} -eq 0 ]; then

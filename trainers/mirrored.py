@@ -92,7 +92,7 @@ class MirroredTrainer(Trainer[Mirrored]):
             its own rows, in H steps without messages; then the changes of all ranks are averaged, weighted by the
             steps that each has taken. That sends 1/H of the bytes, and is another training: not that of one rank. None:
             gradients are averaged in every step. The round ends early, so that all ranks have the averaged parameters,
-            before an evaluation, `predict`, `save`, a checkpoint, the end of a fit, and the on_epoch_end of callbacks
+            before an evaluation, `predict`, `save`, a checkpoint, the end of a fit, and the epoch events of callbacks
             with `reads_model`. Ranks learn of an error, and of `stop_training`, at the end of a round; callbacks get a
             batch's metrics of this rank's own rows. The inner optimizer's state stays on each rank, as in DiLoCo. A
             resumed training has the bits of one with the same checkpoints. After a failure the remaining ranks go back
@@ -116,7 +116,7 @@ class MirroredTrainer(Trainer[Mirrored]):
         if exact or micro_batch is not None:
             strategy = ExactMirrored(*given, exact=exact, local=local, micro_batch=micro_batch)
         else:
-            strategy = Mirrored(*given) if local == LocalOptions() else LocalSGD(*given, local)
+            strategy = Mirrored(*given) if local == LocalOptions() else LocalSGD(*given, local=local)
         ranks = allreduce.topology if isinstance(allreduce, AllReduce) else topology
         super().__init__(strategy, ranks, on_failure)
 

@@ -155,7 +155,7 @@ def fixed_point(factor: np.ndarray) -> np.ndarray:
     bits = (DIGITS - math.ceil(math.log2(rank))) // 2
     unit = float(np.ldexp(1.0, max(int(np.frexp(np.abs(factor).max())[1]), -900) - bits))
     rounded = np.zeros((rank + 1, factor.shape[1]))
-    np.divide(factor, unit, out=rounded[:rank])
+    np.divide(factor, unit, out=rounded[:rank], dtype=rounded.dtype)  # in float32 the unit may be zero
     np.rint(rounded, out=rounded)
     rounded *= unit
     return rounded

@@ -2,7 +2,7 @@
 
 import re
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -31,31 +31,41 @@ class Part(NamedTuple):
         return self.start + int(np.prod(self.shape, dtype=int))
 
 
+class Registered(NamedTuple):
+    """A registered array for another registry: what `register` reads of an array. base: the owner of its memory."""
+
+    begin: int
+    size: int
+    dtype: np.dtype
+    base: Any
+
+
 @dataclass
 class Entry:
-    """A registered array. begin: its address. number: counts registrations, the same on all ranks. residual: the error
-    feedback of each element, made at its first use.
+    """A registered array. begin: its address. owner: of its memory. number: counts registrations, the same on all
+    ranks. residual: the error feedback of each element, made at its first use.
 
     calls: the number of calls with a slice, by its first element. factors: of the matrices of PowerSGD, by first
-    element, rows and columns. agreed: the slices (first element, length) on whose state the ranks have agreed since it
-    was loaded.
+    element, rows and columns. settled: the slices (first element, length) that were reduced since the state was
+    loaded.
     """
 
     begin: int
     length: int
     dtype: np.dtype
+    owner: "weakref.ref[Any]"
     number: int
     parts: tuple[Part, ...] = ()
     residual: np.ndarray | None = None
     calls: dict[int, int] = field(default_factory=dict)
     factors: dict[tuple[int, int, int], np.ndarray] = field(default_factory=dict)
-    agreed: set[tuple[int, int]] = field(default_factory=set)
+    settled: set[tuple[int, int]] = field(default_factory=set)
     cut: dict[tuple[int, int], list[Part]] = field(default_factory=dict)  # the parts inside of slices
 
     def forget(self) -> None:
         """Set the state to that of a new array."""
         self.residual = None
-        for held in (self.calls, self.factors, self.agreed):
+        for held in (self.calls, self.factors, self.settled):
             held.clear()
 
 
@@ -97,6 +107,25 @@ class Slice(NamedTuple):
         self.entry.calls[self.start] = before + 1
         return before
 
+    def settle(self) -> bool:
+        """Return whether this is the first call with this slice since the state was loaded. Local."""
+        place = self.start, self.length
+        first = place not in self.entry.settled
+        self.entry.settled.add(place)
+        return first
+
+    def hand_over(self, buffer: np.ndarray, kept: slice = slice(0, 0)) -> None:
+        """Add the error feedback of the elements outside of `kept` to `buffer`, and set it to zero. Local.
+
+        For elements whose errors this rank does not send otherwise. It has errors of such elements after a job with
+        other ranks, nodes or slices.
+        """
+        if self.entry.residual is None:
+            return
+        for part in (slice(0, kept.start), slice(kept.stop, self.length)):
+            buffer[part] += self.residual[part]
+            self.residual[part] = 0
+
 
 class Registry:
     """The registered arrays of a backend, in the order of their registration, which is the same on all ranks.
@@ -122,12 +151,13 @@ class Registry:
         where = self.find(array)
         if where is None:
             self._registrations += 1
-            entry = Entry(address(array), array.size, array.dtype, self._registrations, tuple(parts))
+            owner = array if getattr(array, "base", None) is None else array.base
+            memory = address(array), array.size, array.dtype, weakref.ref(owner)
+            entry = Entry(*memory, self._registrations, tuple(parts))
             for each in self._entries:
                 if _overlap(each, entry):  # of freed memory
                     self._drop(each)
             self._by_id[id(entry)] = entry
-            owner = array if getattr(array, "base", None) is None else array.base
             weakref.finalize(owner, self._drop, entry).atexit = False
             return
         begin, end, entry = where.start, where.start + where.length, where.entry
@@ -136,15 +166,24 @@ class Registry:
         described = tuple(sorted([*kept, *moved], key=lambda part: part.start))
         if described != entry.parts:
             entry.parts = described
-            for held in (entry.cut, entry.factors, entry.agreed):
+            for held in (entry.cut, entry.factors, entry.settled):
                 held.clear()
 
     def _drop(self, entry: Entry) -> None:
         self._by_id.pop(id(entry), None)
 
-    def find(self, buffer: Any) -> Slice | None:
-        """Return the slice of a registered array that `buffer` is, or None. Local."""
-        begin, itemsize = address(buffer), buffer.dtype.itemsize
+    def arrays(self) -> Iterator[tuple[Registered, tuple[Part, ...]]]:
+        """Yield the registered arrays and their parts, for `register` of another registry. Local."""
+        for entry in self._entries:
+            if (owner := entry.owner()) is not None:
+                yield Registered(entry.begin, entry.length, entry.dtype, owner), entry.parts
+
+    def find(self, buffer: Any, begin: int | None = None) -> Slice | None:
+        """Return the slice of a registered array that `buffer` is, or None. Local.
+
+        begin: the address of the array that `buffer` is a copy of.
+        """
+        begin, itemsize = address(buffer) if begin is None else begin, buffer.dtype.itemsize
         for entry in self._entries:
             start, rest = divmod(begin - entry.begin, itemsize)
             inside = start >= 0 and start + buffer.size <= entry.length
@@ -178,26 +217,33 @@ class Registry:
 
         Raises OptionError, and changes nothing, if it is of other arrays.
         """
-        entries = self._entries_of(array)
-        checked = {name: _find_state(entries, name, held) for name, held in state.items()}
-        for name, found in checked.items():
+        checked = self.check_state(state, array)
+        self.reset(array)
+        for name, held in state.items():
+            entry, kind, place = checked[name]
+            if kind == "residual":
+                Slice(entry, 0, entry.length).residual[...] = held
+            elif kind == "calls":
+                entry.calls.update((int(start), int(count)) for start, count in held)
+            elif place is not None:
+                entry.factors[place] = held.copy()
+
+    def check_state(
+        self, state: Mapping[str, np.ndarray], array: Any = None
+    ) -> dict[str, tuple[Entry, str, tuple[int, int, int] | None]]:
+        """Return the entry, the kind and the matrix of each array of a state. Local. Raises OptionError if it is of
+        other arrays."""
+        entries, checked = self._entries_of(array), {}
+        for name, held in state.items():
+            found = _find_state(entries, name, held)
             if found is None:
-                held = state[name]
                 known = ", ".join(f"{at}, {each.dtype} of length {each.length}" for at, each in enumerate(entries))
                 raise OptionError(
                     f"the state of a compression has {name!r}, {held.dtype} of shape {held.shape}, which is not of "
                     f"the arrays of this backend: {known or 'none'}"
                 )
-        self.reset(array)
-        for name, held in state.items():
-            found_entry, kind, place = checked[name] or (None, "", None)
-            assert found_entry is not None
-            if kind == "residual":
-                Slice(found_entry, 0, found_entry.length).residual[...] = held
-            elif kind == "calls":
-                found_entry.calls.update((int(start), int(count)) for start, count in held)
-            elif place is not None:
-                found_entry.factors[place] = held.copy()
+            checked[name] = found
+        return checked
 
     def reset(self, array: Any = None) -> None:
         """Set the error feedback of one array, or of all, to zero; forget the call counts and the factors. Local."""
@@ -243,6 +289,8 @@ def divide(states: Sequence[Mapping[str, np.ndarray]], ranks: int) -> list[dict[
 
 def address(array: Any) -> int:
     """Return the address of a NumPy or CuPy array's first element."""
+    if isinstance(array, Registered):
+        return array.begin
     return array.data.ptr if is_gpu_array(array) else array.ctypes.data
 
 

@@ -4,7 +4,7 @@ With the built-in rule it tries other backends in the first calls (trials.py).
 """
 
 import os
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -15,6 +15,7 @@ from allreduce import notices
 from allreduce.arrays import dtypes, ops
 from allreduce.arrays.memory_kinds import ALLOCATED, GPU, UNREGISTERED
 from allreduce.arrays.ops import Op
+from allreduce.arrays.registered import Part, Registry
 from allreduce.backend import AllReduce, NodeArrays
 from allreduce.backends import trials
 from allreduce.backends.decision_table import Rule, rule_for
@@ -128,6 +129,9 @@ class Auto(AllReduce):
         self._decisions: dict[tuple, str] = {}  # see Selection
         self.changes = 0  # the number of times that a trial has changed the result of `chosen`
         self._made: dict[str, AllReduce] = {}
+        # for parts that a later call creates: the arrays from `allocate`, and the loaded state by the part's name
+        self._registered = Registry()
+        self._loaded: dict[str, dict[str, np.ndarray]] = {}
         self._unavailable: dict[str, str] = {}
         self._allocator: AllReduce | None = None  # the part whose memory `allocate` gives
         self._exact = self if self._compress is None else self._add_part(self._make(SMALL, topology, check=self.check))
@@ -135,6 +139,31 @@ class Auto(AllReduce):
     @property
     def exact(self) -> AllReduce:
         return self._exact
+
+    def describe(self, array: Any, parts: Sequence[Part] = ()) -> None:
+        if self._compress is not None:
+            self._registered.register(array, parts)
+        super().describe(array, parts)
+
+    def state(self) -> dict[str, np.ndarray]:
+        loaded = {f"{name}/{key}": array for name, state in self._loaded.items() for key, array in state.items()}
+        main = f"{allocator(self.topology)}/"  # without this: the names on one node, see HierarchicalCopy.state
+        return {name.removeprefix(main): array for name, array in (loaded | super().state()).items()}
+
+    def load_state(self, state: Mapping[str, np.ndarray]) -> None:
+        main, later = allocator(self.topology), dict[str, dict[str, np.ndarray]]()
+        state = {f"{main}/{key}" if key[:1].isdigit() else key: array for key, array in state.items()}
+        if self._compress is not None:
+            for key, array in state.items():
+                name, _, rest = key.partition("/")
+                if name in self._names and name not in self._made:
+                    later.setdefault(name, {})[rest] = array.copy()
+        super().load_state({key: array for key, array in state.items() if key.partition("/")[0] not in later})
+        self._loaded = later
+
+    def reset(self) -> None:
+        self._loaded = {}
+        super().reset()
 
     def node_arrays(self, buffer: np.ndarray) -> NodeArrays | None:
         return None if self._allocator is None else self._allocator.node_arrays(buffer)
@@ -269,7 +298,10 @@ class Auto(AllReduce):
         if name not in self._made and name not in self._unavailable:
             try:
                 compress = None if name == SMALL else self._compress
-                self._made[name] = self._add_part(self._make(name, self._parts_topology, compress=compress))
+                part = self._made[name] = self._add_part(self._make(name, self._parts_topology, compress=compress))
+                for array, parts in self._registered.arrays():
+                    part.describe(array, parts)
+                part.load_state(self._loaded.pop(name, {}))
             except UnavailableError as error:
                 self._mark_unavailable(name, error)
         return None if name in self._unavailable else self._made[name]

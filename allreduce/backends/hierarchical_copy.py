@@ -10,9 +10,11 @@ float32's bytes. Node sums of 16 bits would be rounded twice: a float16 in [1024
 """
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import numpy as np
+from mpi4py import MPI
 
 from allreduce.arrays import dtypes
 from allreduce.arrays.memory_kinds import ALLOCATED
@@ -54,14 +56,13 @@ class HierarchicalCopy(TwoPhase):
     def _connect(self, topology: Topology) -> None:
         super()._connect(topology)
         make, (node, cross) = self._make, self._names
-        inside, across = self._add_part(topology.inside()), topology.across()
-        if across:
-            self._add_part(across)
+        inside = self._add_part(topology.inside())
+        # a rank that sends nothing across nodes is alone there; it may have to hand over loaded error feedback
+        alone = partial(Topology, MPI.COMM_SELF, timeout=topology.timeout, parent=topology)
+        across = self._add_part(topology.across() or alone())
         self._node = together(self._comm, lambda: _two_phase(node, self._add_part(make(node, inside))))
         compress = self._compress
-        self._cross = together(
-            self._comm, lambda: self._add_part(make(cross, across, compress=compress)) if across else None
-        )
+        self._cross = together(self._comm, lambda: self._add_part(make(cross, across, compress=compress)))
         # losses and flags are small: the MPI library is good at them
         self._exact = self if compress is None else self._add_part(make("native", topology, check=self.check))
         self.copies_unregistered, self._owners = self._node.copies_unregistered, self._node.hooks.owners
@@ -81,11 +82,14 @@ class HierarchicalCopy(TwoPhase):
     def sent(self, dtype: np.dtype) -> np.dtype:
         return dtype if self._compress is None else self._compress.sent(dtype)
 
+    # Between nodes the state has the names that it has on one node, where this backend is compressed as a whole: jobs
+    # with several nodes and with one load each other's.
+
+    def state(self, array: Any = None) -> dict[str, np.ndarray]:
+        return self._cross.state(array)
+
     def load_state(self, state: Mapping[str, np.ndarray], array: Any = None) -> None:
-        """As AllReduce.load_state. A rank that sends nothing across nodes keeps no error feedback, so it drops it."""
-        if self._cross is None and self._compress is not None:
-            state = {name: held for name, held in state.items() if not name.startswith(f"{self._names[1]}/")}
-        super().load_state(state, array)
+        self._cross.load_state(state, array)
 
     def owned(self, length: int, rank: int | None = None) -> slice:
         """Return the slice that a node rank (by default this rank's) owns; all nodes divide the buffer equally."""
@@ -119,11 +123,13 @@ class HierarchicalCopy(TwoPhase):
 
     def _originals_cross(self) -> bool:
         """Return True if every node has one rank, so that 16-bit originals are sent, and `cross` can sum them."""
-        return self._node.size == 1 and not self._leaders_only and self._cross is not None and self._cross.sums_half
+        return self._node.size == 1 and not self._leaders_only and self._cross.sums_half
 
     def _reduce_into(self, sums: np.ndarray, buffer: np.ndarray, op: Op) -> None:
         """Reduce `sums`, and write this rank's slice, finished and rounded, to `buffer`; both may be one array."""
         if self._node.size > 1:
+            if self._compress is not None and op.name in ("sum", "mean"):
+                self._cross.hand_over(sums, self._sends(sums.size))
             self._node.phases.reduce_scatter(sums, op.unscaled())
         if self._leaders_only:
             self._through_leader(sums, buffer, op)
@@ -131,10 +137,16 @@ class HierarchicalCopy(TwoPhase):
             mine = self.owned(buffer.size)
             self._across(sums[mine], buffer[mine], op)
 
+    def _sends(self, length: int) -> slice:
+        """Return the slice of a buffer that this rank sends across nodes. Local."""
+        if not self._leaders_only:
+            return self.owned(length)
+        return slice(0, 0 if self._node.rank else length)
+
     def _across(self, sums: np.ndarray, part: np.ndarray, op: Op) -> None:
         """All-reduce `sums` across nodes, and write them, finished and rounded, to `part`; both may be one array."""
         cross = self._cross
-        if cross is None or cross.size == 1 or not part.size:
+        if cross.size == 1 or not part.size:
             op.finish(sums)
         elif sums.dtype == part.dtype or not isinstance(cross, TwoPhase):
             cross.hooks.reduce(sums, op)

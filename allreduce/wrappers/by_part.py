@@ -11,7 +11,7 @@ from allreduce.arrays.registered import Part, Slice
 from allreduce.backend import AllReduce
 from allreduce.errors import OptionError
 from allreduce.topology import Topology
-from allreduce.wrappers.compressed import Compressed
+from allreduce.wrappers.compressed import NOTICED, Compressed
 from allreduce.wrappers.options import ByPart, Compression, PowerSGD
 
 
@@ -67,13 +67,16 @@ class Divided(Compressed):
         self.registered.register(array, parts)
 
     def _reduce_compressed(self, buffer: np.ndarray, op: Op, where: Slice | None, parts: Sequence[Part]) -> None:
+        if self._find("") is None and buffer.size > NOTICED and not (where and where.entry.parts):
+            self._say_undescribed(f"{self.options} needs the names of parameters")
         for run in self._runs(parts, buffer.size):
             piece = buffer[run.start : run.stop]
             if run.compression is None:
                 self.inner.hooks.reduce(piece, op)
             else:
                 moved = [part._replace(start=part.start - run.start) for part in run.parts]
-                self._wrappers[run.compression].reduce_parts(piece, op, moved)
+                begin = where.entry.begin + (where.start + run.start) * buffer.itemsize if where else None
+                self._wrappers[run.compression].reduce_parts(piece, op, moved, begin)
 
     def _runs(self, parts: Sequence[Part], length: int) -> list[Run]:
         """Divide a buffer of `length` elements."""

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from allreduce import notices
 from allreduce.arrays.memory_kinds import GPU
 from allreduce.arrays.ops import Op
 from allreduce.arrays.registered import Part, Registry, Slice
@@ -17,6 +18,8 @@ from allreduce.topology import Topology
 from allreduce.transport.deferred_free import free_later
 from allreduce.transport.shared_segment import Location
 from allreduce.wrappers.options import LONG
+
+NOTICED = 1024  # elements: shorter arrays of one dimension are not worth a notice
 
 
 class Compressed(TwoPhase):
@@ -64,9 +67,20 @@ class Compressed(TwoPhase):
         """Return whether arrays of `dtype` are compressed in reductions by `op`. Local."""
         return self.size > 1 and dtype in LONG and op in ("sum", "mean")
 
-    def reduce_parts(self, buffer: np.ndarray, op: Op, parts: Sequence[Part]) -> None:
-        """Reduce a 1-D array, which holds `parts`, as a part of another backend's call. Collective."""
-        self._reduce_compressed(buffer, op, self.registered.find(buffer), parts)
+    def reduce_parts(self, buffer: np.ndarray, op: Op, parts: Sequence[Part], begin: int | None) -> None:
+        """Reduce a 1-D array, which holds `parts`, as a part of another backend's call. Collective.
+
+        begin: the address of the array that `buffer` is a copy of (on a GPU); None: of `buffer` itself.
+        """
+        self._reduce_compressed(buffer, op, self.registered.find(buffer, begin), parts)
+
+    def _say_undescribed(self, needs: str) -> None:
+        """Log once that an array is not compressed because `describe` has told nothing of it. Local."""
+        notices.once(
+            self.rank,
+            f"compress={needs}, so arrays of one dimension are sent uncompressed: call describe(array, parts) with the "
+            "parameters of the model; of PyTorch's DDP, allreduce.torch_backend.describe(model)",
+        )
 
     def _from_inner(self, length: int, dtype: np.dtype, device: str = "cpu") -> Any:
         """Return scratch memory from the inner backend, 1-D. A later call gets the same. Collective when it grows."""
@@ -90,12 +104,18 @@ class Compressed(TwoPhase):
 
     def load_state(self, state: Mapping[str, np.ndarray], array: Any = None) -> None:
         own = {name: held for name, held in state.items() if name[:1].isdigit()}
-        self.registered.load_state(own, array)
+        self.registered.check_state(own, array)
         super().load_state({name: held for name, held in state.items() if name not in own}, array)
+        self.registered.load_state(own, array)
 
     def reset(self, array: Any = None) -> None:
         self.registered.reset(array)
         super().reset(array)
+
+    def hand_over(self, buffer: np.ndarray, kept: slice) -> None:
+        where = self.registered.find(buffer)
+        if where is not None and where.settle():
+            where.hand_over(buffer, kept)
 
     def owned(self, length: int, rank: int | None = None) -> slice:
         return self.inner.owned(length, rank)

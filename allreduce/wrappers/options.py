@@ -183,7 +183,7 @@ def parse(compress: Given) -> Compression | str | None:
         return compress
     if isinstance(compress, Mapping):
         return ByPart(tuple((_pattern(pattern), _of_part(each)) for pattern, each in compress.items()))
-    if isinstance(compress, Compression):
+    if isinstance(compress, Compression) and type(compress) in (Half, Quantized, PowerSGD, ByPart):
         if wrong := compress.error():
             raise OptionError(f"compress={type(compress).__name__}(...): {wrong}")
         return compress

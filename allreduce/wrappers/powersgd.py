@@ -6,7 +6,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from allreduce import notices
 from allreduce.arrays import low_rank
 from allreduce.arrays.chunks import chunk
 from allreduce.arrays.low_rank import Matrix, Plan, Tile
@@ -16,10 +15,8 @@ from allreduce.arrays.workspace import Workspace
 from allreduce.backend import AllReduce, NodeArrays
 from allreduce.errors import OptionError
 from allreduce.topology import Topology
-from allreduce.wrappers.compressed import Compressed
+from allreduce.wrappers.compressed import NOTICED, Compressed
 from allreduce.wrappers.options import PowerSGD
-
-NOTICED = 1024  # elements: shorter arrays of one dimension are not worth a notice
 
 
 class Item(NamedTuple):
@@ -92,12 +89,10 @@ class LowRank(Compressed):
         plan = low_rank.plan(tuple(parts), buffer.size, options.matrix_approximation_rank, options.min_compression_rate)
         if not plan.matrices:
             self._say_uncompressed(where, parts)
-            self.inner.hooks.reduce(buffer, op)
-            return
         loaded = where is not None and self._agree(where, plan.matrices)
-        calls = where.count_call() if where else 0
-        if where and calls < options.start_powerSGD_iter:
-            self.inner.hooks.reduce(buffer, op)
+        calls = where.count_call() if where and plan.matrices else 0
+        if not plan.matrices or (where and calls < options.start_powerSGD_iter):
+            self._reduce_uncompressed(buffer, op, where if loaded else None)
             return
         arrays = self.inner.node_arrays(buffer) or NodeArrays([buffer], 0, None)
         residual = where.residual if where and options.use_error_feedback else None
@@ -117,15 +112,22 @@ class LowRank(Compressed):
         for part in plan.long:
             self.inner.hooks.reduce(buffer[part], op)
 
+    def _reduce_uncompressed(self, buffer: np.ndarray, op: Op, loaded: Slice | None) -> None:
+        """Reduce `buffer` by `inner`, with the errors that were loaded for it."""
+        if loaded is not None:
+            loaded.hand_over(buffer)
+        self.inner.hooks.reduce(buffer, op)
+
     def _agree(self, where: Slice, matrices: Sequence[Matrix]) -> bool:
         """Agree on the call count and the warm factors of a slice. Collective, at its first call since they were
-        loaded; then return True.
+        loaded; then return True. Without matrices there is nothing to agree on.
 
         Ranks may have loaded different states: of a checkpoint and, on a rank that joined, none.
         """
-        entry, place = where.entry, (where.start, where.length)
-        if place in entry.agreed:
-            return False
+        entry = where.entry
+        first = where.settle()
+        if not first or not matrices:
+            return first
         keys = [_key(where, each) for each in matrices]
         held = [entry.factors[key] for key in keys if key in entry.factors]
         check = zlib.crc32(b"".join(factor.tobytes() for factor in held))
@@ -136,7 +138,6 @@ class LowRank(Compressed):
         if ends[0] != -ends[1] or ends[2] != -ends[3]:
             for key in keys:
                 entry.factors.pop(key, None)
-        entry.agreed.add(place)
         return True
 
     def _begin(self, buffer: np.ndarray, where: Slice | None, calls: int, plan: Plan, node: NodeArrays) -> Call:
@@ -214,11 +215,7 @@ class LowRank(Compressed):
     def _say_uncompressed(self, where: Slice | None, parts: Sequence[Part]) -> None:
         described = where is not None and where.entry.parts
         if not described and all(len(part.shape) < 2 and part.stop - part.start > NOTICED for part in parts):
-            notices.once(
-                self.rank,
-                f'compress="{self.options}" needs shapes, so arrays of one dimension are sent uncompressed: call '
-                "describe(array, parts) with the parameters of the model",
-            )
+            self._say_undescribed(f'"{self.options}" needs shapes')
 
 
 def _key(where: Slice, of: Matrix) -> tuple[int, int, int]:

@@ -80,6 +80,8 @@ class Quantizing(Compressed):
     ) -> None:
         """Reduce `buffer`, of which rank r owns `spans[r]`. gathers: False: each rank needs only its own slice."""
         if buffer.size < SHORTEST:
+            if where is not None and where.settle():
+                where.hand_over(buffer)
             self.inner.hooks.reduce(buffer, op)
             return
         vectors = _vectors(where, parts)

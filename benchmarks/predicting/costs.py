@@ -119,16 +119,14 @@ def message(k: Machine, s: float) -> float:
 
 @cache
 def crossing(at: Cluster, ranks: int, distance: int) -> int:
-    """Return the most of the first `ranks` ranks on one node whose partner, `distance` away, is on another node."""
+    """Return the most messages on one node's link, in one direction, if each of the first `ranks` ranks has a partner
+    `distance` away."""
     if at.m == 1 or not at.linked:
         return 0
     node = [index for index, size in enumerate(at.sizes) for _ in range(size)]
-    found = Counter(
-        node[rank]
-        for rank in range(ranks)
-        if node[rank] != node[rank ^ distance if distance < ranks else rank + distance]
-    )
-    return max(found.values(), default=0)
+    pairs = [(node[rank], node[rank ^ distance if distance < ranks else rank + distance]) for rank in range(ranks)]
+    apart = [pair for pair in pairs if pair[0] != pair[1]]
+    return max((most for side in zip(*apart, strict=True) for most in Counter(side).values()), default=0)
 
 
 def latency(k: Machine, at: Cluster, s: float, own: float, turn: float) -> float:

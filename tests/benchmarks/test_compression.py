@@ -158,7 +158,9 @@ def test_trainings_are_timed(mpirun: JobRunner, tmp_path: Path) -> None:
     record, drawn = tmp_path / "training.json", tmp_path / "training.png"
     methods = ["powersgd:4", "sync:4+streamed+int8", "ddp+powersgd:4", "ddp+postlocal:2"]
     options = ["--models", "conv", "--steps", "4", "--every", "2", "--methods", ",".join(methods)]
-    job = mpirun(2, ["-m", "benchmarks.compression", "training", *options, "--json", record, "--plot", drawn])
+    job = mpirun(
+        2, ["-m", "benchmarks.compression", "training", *options, "--json", record, "--plot", drawn], timeout=180
+    )
     assert job.returncode == 0, job.stderr
     (found,) = json.loads(record.read_text())["models"]
     runs = {run["method"]: run for run in found["runs"]}

@@ -55,6 +55,11 @@ def test_halving_doubling(n: int, power: int, extra: int) -> None:
     assert count("halving_doubling", "gamma", at, s) == pytest.approx(s * (power - 1) / power + s * extra)
 
 
+def test_extra_ranks_share_their_node_s_link() -> None:
+    """Of nodes of 1, 1, 1 and 4, ranks 4, 5 and 6 on the last one send everything to ranks on three other nodes."""
+    assert count("halving_doubling", "net_beta", Cluster((1, 1, 1, 4)), 1024.0) == (2 / 2 + 2 / 4 + 2 * 3) * 1024
+
+
 def test_reduce_to_one_burdens_the_root() -> None:
     at, s = Cluster((8,)), 1000.0
     assert count("reduce_to_one", "gamma", at, s) == 7 * s

@@ -50,6 +50,12 @@ def test_products_are_exact_in_any_order(rank: int) -> None:
     assert np.abs(whole - exact).max() < 2.0**-20 * rank * np.abs(left).max() * np.abs(right).max()
 
 
+def test_factors_as_small_as_float32_has_them() -> None:
+    for scale in (1e-37, 1e-39, 1e-45):
+        factor = (np.random.default_rng(0).normal(size=(2, 50)) * scale).astype("float32")
+        np.testing.assert_allclose(low_rank.fixed_point(factor)[:2], factor, rtol=1e-4, atol=scale * 1e-4)
+
+
 def test_a_zero_product_is_plus_zero() -> None:
     left, right = np.zeros((2, 3), "float32"), np.full((2, 4), -1.0, "float32")
     product = low_rank.fixed_point(left).T @ low_rank.fixed_point(right)

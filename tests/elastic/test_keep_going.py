@@ -122,13 +122,20 @@ def test_a_lost_host_is_left_out(mpi: str, before: str, after: str, pretended: P
 
 
 def test_the_job_of_slurm_goes_on_without_the_lost_node(pretended: Pretended) -> None:
-    programs = {"srun": LAUNCHER.replace("$*", "srun $*"), "scontrol": f"#!{BASH}\nprintf 'a\\nb\\nc\\n'\n"}
+    programs = {
+        "srun": LAUNCHER.replace("$*", "srun -c$SRUN_CPUS_PER_TASK $*"),
+        "scontrol": f"#!{BASH}\nprintf 'a\\nb\\nc\\n'\n",
+    }
     for name, text in (programs | {"not_b": f"#!{BASH}\n[[ $1 != b ]]\n"}).items():
         (pretended.bin / name).write_text(text)
         (pretended.bin / name).chmod(0o755)
     pretended.plan.write_text("checkpoint 1\n0\n")
     slurm = {"SLURM_SUBMIT_DIR": str(launch.ROOT), "SLURM_JOB_NODELIST": "[a-c]", "SLURM_NTASKS_PER_NODE": "2"}
-    slurm |= {"MPI": "slurm 23", "KEEP_GOING": f"--least 3 --reach {pretended.bin / 'not_b'}"}
+    slurm |= {
+        "SLURM_CPUS_PER_TASK": "5",
+        "MPI": "slurm 23",
+        "KEEP_GOING": f"--least 3 --reach {pretended.bin / 'not_b'}",
+    }
     ended = subprocess.run(
         [BASH, SCRIPT.with_suffix(".sbatch"), "train", "--checkpoint", str(pretended.run_folder)],
         env={**os.environ, **pretended.variables, **slurm, "PATH": f"{pretended.bin}{os.pathsep}{os.environ['PATH']}"},
@@ -136,7 +143,7 @@ def test_the_job_of_slurm_goes_on_without_the_lost_node(pretended: Pretended) ->
     )  # fmt: skip
     assert ended.returncode == 0, ended.stderr
     starts = [line.partition(" train")[0] for line in pretended.calls.read_text().splitlines()]
-    assert starts == ["srun --mpi=pmix -n 6 -N 3 -w a,b,c", "srun --mpi=pmix -n 4 -N 2 -w a,c"]
+    assert starts == ["srun -c5 --mpi=pmix -n 6 -N 3 -w a,b,c", "srun -c5 --mpi=pmix -n 4 -N 2 -w a,c"]
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])

@@ -259,7 +259,10 @@ class Saver:
     def _load(self, saved: Saved | None, progress: Progress) -> None:
         """Load a checkpoint on all ranks. Collective. saved: the checkpoint on rank 0, None elsewhere."""
         comm = self._group.comm
-        state = None if saved is None else saved.state | saved.shared | {RATES: np.array(progress.rates)}
+        state = None
+        if saved is not None:
+            new = {name: np.zeros_like(array) for name, array in self._strategy.shared_state().items()}
+            state = saved.state | new | saved.shared | {RATES: np.array(progress.rates)}
         try:
             adopt_whole(self._strategy, state)
         except ModelFileError as error:  # on all ranks

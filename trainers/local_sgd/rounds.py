@@ -92,9 +92,10 @@ class Fragment:
 
 
 class Flight(NamedTuple):
-    """An average that has begun. future: of its reduction."""
+    """An average that has begun. weights: of this rank, by fragment. future: of its reduction."""
 
     fragments: list[Fragment]
+    weights: list[float]
     future: Waitable
 
 
@@ -183,10 +184,11 @@ class Rounds:
                 part.form()
         weights, error = [fragment.weight for fragment in fragments], self.error
         self.error = None
+        work = partial(self._average, fragments, weights, active, error)
+        future = self._submit(work, f"averages the parameters, after {self.done} outer steps")
+        self._flight = Flight(fragments, weights, future)
         for fragment in fragments:
             fragment.weight = 0.0  # steps from now on count for the next round
-        work = partial(self._average, fragments, weights, active, error)
-        self._flight = Flight(fragments, self._submit(work, f"averages the parameters, after {self.done} outer steps"))
 
     def _average(self, fragments: list[Fragment], weights: list[float], active: bool, error: Exception | None) -> None:
         """Average the changes of fragments, weighted. Collective, in the queue."""
@@ -227,8 +229,13 @@ class Rounds:
     def _land(self, alpha: float) -> None:
         """Wait for the average that has begun, and apply it. Collective."""
         assert self._flight is not None
-        (fragments, future), self._flight = self._flight, None
-        future.wait()
+        (fragments, weights, future), self._flight = self._flight, None
+        try:
+            future.wait()
+        except Exception:
+            for fragment, weight in zip(fragments, weights, strict=True):
+                fragment.weight += weight  # the steps are still to be averaged
+            raise
         changed = False
         for fragment in fragments:
             changed |= fragment.total > 0

@@ -328,7 +328,12 @@ def _errors_of_parameter(name: str, parameter: Parameter) -> Iterator[AllReduceE
         yield OptionError(f"{name} belongs to another MirroredOptimizer, which averages it too; close() that one")
 
 
-def _local_errors(trained: dict[str, Parameter], local: LocalOptions) -> Iterator[OptionError]:
+def _local_errors(trained: dict[str, Parameter], local: LocalOptions, overlap: bool | str) -> Iterator[OptionError]:
+    if local.fragment_sync_delay and overlap is False:
+        yield OptionError(
+            f"fragment_sync_delay={local.fragment_sync_delay} averages during the next steps, in a thread, which "
+            "overlap=False forbids; leave out one of them"
+        )
     if wrong := local.length_error(sum(each.numel() for each in trained.values())):
         yield OptionError(wrong)
     for name, each in trained.items():
@@ -359,7 +364,7 @@ def _update_errors(optimizer: Optimizer, model: Module, options: Options) -> Ite
     sparse = sparse_parameters(optimizer, model)
     trained = split_frozen(optimizer, model)[0]
     if options.local.asked:
-        yield from _local_errors(trained, options.local)
+        yield from _local_errors(trained, options.local, options.overlap)
     yield from _exact_errors(trained, sparse, model, options)
     dense = [name for name, each in trained.items() if id(each) not in sparse]
     rest = [name for name, each in trained.items() if id(each) in sparse]

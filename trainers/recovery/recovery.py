@@ -133,7 +133,10 @@ class Recovery:
             else:
                 group = attempt(ranks, partial(connect, ranks)).result()
         except Exception as error:
-            if self.owns_topology and everywhere(error, ranks.world):
+            if not everywhere(error, ranks.world):
+                strategy.closed = True
+                ranks.unregister(owner)  # the topology must not close an incomplete trainer
+            elif self.owns_topology:
                 ranks.close()
             raise
         self._active = strategy.outlives_ranks and (ranks.size > 1 or isinstance(ranks, JoiningRank | ElasticWorld))

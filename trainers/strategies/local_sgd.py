@@ -16,19 +16,17 @@ from typing import Any
 import numpy as np
 
 from allreduce import notices
-from allreduce.backend import AllReduce, Config
 from allreduce.elastic.standby import JOINED
 from allreduce.engine.queue import Queue, Worker
 from allreduce.errors import UnavailableError
 from allreduce.topology import Topology
 from allreduce.transport.control import all_values, combine, together
-from allreduce.wrappers.options import Given
 from trainers.backends import allocate_own
 from trainers.data import Batch, BatchSource
 from trainers.errors import ArgumentError, ModelFileError
 from trainers.local_sgd.outer import LocalOptions
 from trainers.local_sgd.rounds import Done, Memory, Rounds, Submit
-from trainers.replica import Replica, copied
+from trainers.replica import copied
 from trainers.state.adopt import ADOPT, OUTER, RATES, Arrays, Piece, adopt
 from trainers.strategies.interface import FLAGS, INNER, EpochRun
 from trainers.strategies.mirrored import Mirrored
@@ -40,23 +38,13 @@ MEET = "end the steps that ranks have taken on their own"
 class LocalSGD(Mirrored):
     """Local SGD; see MirroredTrainer for the arguments, and the module's docstring.
 
-    local: the options sync_every, outer_optimizer, fragment...
+    given: the arguments of Mirrored. local: the options sync_every, outer_optimizer, fragment...
     """
 
     mirrors = "epoch"
 
-    def __init__(
-        self,
-        replica: Replica,
-        name: str,
-        given: str | AllReduce | Config | None,
-        topology: Topology | None,
-        update: str,
-        compress: Given,
-        copies: int,
-        local: LocalOptions,
-    ) -> None:
-        super().__init__(replica, name, given, topology, update, compress, copies)
+    def __init__(self, *given: Any, local: LocalOptions) -> None:
+        super().__init__(*given)
         self.local = local
         self._rounds: Rounds | None = None
         self._queue: Queue | None = None  # of averages that overlap with inner steps

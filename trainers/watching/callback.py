@@ -95,7 +95,7 @@ class Callback:
     trainer: FitView = None  # type: ignore[assignment]  # None outside of a fit
     collective = False  # True: it communicates, but not in batch events; given on all ranks or on none
     reads_batches = True  # False: on_train_batch_end does not use logs
-    reads_model = True  # False: on_epoch_end does not use the model, so ranks may have different parameters
+    reads_model = True  # False: its epoch events don't use the model, so ranks may have different parameters
     agrees = False  # True: before_update returns the same on all ranks, so the trainer sends no message for it
     verbose = 0  # 1: `_say` prints
 
@@ -270,7 +270,7 @@ class Callbacks:
                 set_trainer(trainer)
         self._batch_begin = self._with("on_train_batch_begin", "on_batch_begin")
         self._batch_end = self._with("on_train_batch_end", "on_batch_end")
-        self.looks = any(getattr(each, "reads_model", True) for each in self._with("on_epoch_end"))
+        self.looks = any(getattr(each, "reads_model", True) for each in self._with("on_epoch_begin", "on_epoch_end"))
         # Collective callbacks come first, so that an error in another callback can't keep this rank from calling them.
         self._before_update = sorted(self._with("before_update"), key=lambda each: not each.collective)
         self.asks = any(not _agrees(each) for each in self._before_update)

@@ -32,7 +32,7 @@ class Meter(Callback):
     device: where the values are, "cpu" or "cuda".
     """
 
-    reads_batches = False
+    reads_batches = reads_model = False
 
     def __init__(self, metrics: tuple[str, ...], sizes: Callable[[], np.ndarray], dtype: np.dtype, device: str) -> None:
         self._metrics, self._sizes = metrics, sizes
@@ -147,7 +147,7 @@ class Tally(Callback):
     metrics: their names; the loss comes first.
     """
 
-    reads_batches = False
+    reads_batches = reads_model = False
 
     def __init__(self, metrics: tuple[str, ...]) -> None:
         self._metrics = metrics

@@ -62,6 +62,18 @@ def test_staging_memory_is_used_again(name: str, cupy: Any, flat: allreduce.Topo
     reduce.close()
 
 
+@several
+@pytest.mark.parametrize("compress", ["int8", {"*": "int8"}, {"*": "powersgd:1"}])
+def test_error_feedback_of_gpu_arrays(compress: Any, cupy: Any, flat: allreduce.Topology) -> None:
+    with allreduce.create("ring", flat, compress=compress) as reduce:
+        array = reduce.allocate(6000, "float32", device="cuda")
+        reduce.describe(array, [allreduce.Part("w", 0, (60, 100))])
+        for step in range(11):
+            array.set(np.random.default_rng([step, flat.rank]).normal(size=6000).astype("float32"))
+            reduce(array)
+        assert any(values.any() for name, values in reduce.state().items() if name.endswith("residual"))
+
+
 @pytest.mark.parametrize("name", ON_CPU)
 def test_named_errors(name: str, cupy: Any, flat: allreduce.Topology, world: MPI.Intracomm) -> None:
     reduce = usable(name, flat)

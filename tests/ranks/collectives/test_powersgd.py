@@ -201,6 +201,23 @@ def test_a_rank_without_state(flat: allreduce.Topology) -> None:
 
 
 @several
+@pytest.mark.parametrize("warm", [1, 5])
+@pytest.mark.parametrize("name", ["ring", "shared"])
+def test_errors_that_were_loaded_before_a_warm_up(name: str, warm: int, flat: allreduce.Topology) -> None:
+    with allreduce.create(name, flat, compress=PowerSGD(2, start_powerSGD_iter=warm)) as reduce:
+        array, given, sent = described(reduce), np.zeros(LENGTH), np.zeros(LENGTH)
+        loaded = gradient(99)
+        loaded[:3] = loaded[2403:2463] = loaded[3663:] = 0
+        reduce.load_state({"0/residual": loaded})
+        given += total(loaded)
+        for step in range(3):
+            array[:] = gradient(step)
+            reduce(array, "mean")
+            given, sent = given + mean(step) * size, sent + array.astype(float) * size
+        np.testing.assert_allclose(sent + total(residual(reduce)), given, atol=1e-3)
+
+
+@several
 @pytest.mark.parametrize("name", ["ring", "shared"])
 def test_not_finite(name: str, flat: allreduce.Topology) -> None:
     with allreduce.create(name, flat, compress=PowerSGD(2, start_powerSGD_iter=0)) as reduce:
@@ -245,6 +262,14 @@ def test_arrays_that_are_not_compressed(flat: allreduce.Topology, caplog: Any) -
         assert rank or "describe" in text or "sent uncompressed" in text
 
 
+@several
+def test_patterns_without_names_are_told(flat: allreduce.Topology, caplog: Any) -> None:
+    with allreduce.create("ring", flat, compress={"*.weight": "int8"}) as reduce:
+        reduce(reduce.allocate(LENGTH))
+        text = " ".join(record.getMessage() for record in caplog.records)
+        assert rank or "torch_backend.describe" in text
+
+
 PATTERNS = {"*w": "powersgd:2", "v": "int8", "*": None}
 
 
@@ -269,6 +294,12 @@ def test_parts_differ(name: str, nodes: Any, topology_of: Any) -> None:
         assert {name.split("/")[0] for name in state} == {"powersgd:2", "int8"}
         reduce.load_state(state)
         assert all((each == state[name]).all() for name, each in reduce.state().items())
+        array[:] = gradient(13, length=length)
+        reduce(array, "mean")
+        changed = reduce.state()
+        bad = {**state, "int8/0/residual": np.zeros(3, "float32")}
+        raised(errors.OptionError, partial(reduce.load_state, bad))
+        assert all((each == changed[name]).all() for name, each in reduce.state().items())
         other = gradient(0)
         reduce(other, "mean")  # nothing is described: the name is "", which "*" matches
         np.testing.assert_allclose(other, mean(0), atol=1e-5)

@@ -278,6 +278,63 @@ def test_state(kind: str, nodes: Any, topology_of: Any) -> None:
         reduce(held)
 
 
+@pytest.mark.skipif(not NODES, reason="needs ranks for several nodes")
+@pytest.mark.parametrize("nodes", NODES)
+@pytest.mark.parametrize("length", [SHORTEST, 100_003])
+def test_errors_of_other_ranks_and_nodes(nodes: str, length: int, topology_of: Any) -> None:
+    """A job with other nodes has divided its errors anew: each rank sends errors of elements that it does not own."""
+    with allreduce.create("hierarchical_copy", topology_of(NODES[nodes]), compress="int8") as reduce:
+        array = reduce.allocate(length)
+        loaded = gradient(9, length)
+        reduce.load_state({"0/residual": loaded})
+        assert (residual(reduce, array) == loaded).all()
+        array[:] = rank
+        reduce(array, "max")
+        assert (array == size - 1).all()
+        given, sent = total(loaded), np.zeros(length)
+        for step in range(2):
+            array[:] = gradient(step, length)
+            reduce(array)
+            same_bits(array)
+            given, sent = given + mean(step, length) * size, sent + array.astype(float) * size
+        np.testing.assert_allclose(sent + total(residual(reduce, array)), given, rtol=1e-4, atol=1e-2)
+
+
+@pytest.mark.skipif(not NODES, reason="needs ranks for several nodes")
+@pytest.mark.parametrize("name", ["auto", "hierarchical_copy"])
+def test_jobs_with_one_node_and_several_load_each_other_s_state(
+    name: str, flat: allreduce.Topology, topology_of: Any
+) -> None:
+    make = partial(allreduce.create, name, compress="int8")
+    with make(topology=topology_of(NODES[next(iter(NODES))])) as one, make(topology=flat) as other:
+        first, second = one.allocate(20_000), other.allocate(20_000)
+        second[:] = gradient(0, second.size)
+        other(second)
+        one.load_state(other.state())
+        assert (residual(one, first) == residual(other, second)).all()
+        other.reset()
+        other.load_state(one.state())
+        assert (residual(one, first) == residual(other, second)).all()
+        assert total(residual(one, first)).any()
+
+
+@pytest.mark.skipif(not NODES, reason="needs ranks for several nodes")
+def test_auto_creates_a_backend_after_the_array(topology_of: Any) -> None:
+    topology, choose = topology_of(NODES[next(iter(NODES))]), lambda *_: ("ring", "a test")
+    make = partial(allreduce.create, "auto", topology, compress="int8", choose=choose)
+    with make() as reduce, make() as other:
+        array, again = reduce.allocate(20_000), other.allocate(20_000)
+        array[:] = gradient(0, array.size)
+        reduce(array)
+        assert residual(reduce, array).any()
+        other.load_state(reduce.state())
+        assert (residual(other, array) == residual(reduce, array)).all()
+        array[:] = again[:] = gradient(1, array.size)
+        reduce(array)
+        other(again)
+        assert (array == again).all()
+
+
 @several
 def test_int8_depends_on_seed_and_rank(flat: allreduce.Topology) -> None:
     results: dict[int, set[bytes]] = {}

@@ -341,6 +341,7 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "outer": ({"sync_every": 2, "outer_optimizer": "adam"}, 'is unknown; use "average" or "diloco"'),
     "many fragments": ({"sync_every": 9999, "fragments": 9999}, "this model has only"),
     "delay": ({"sync_every": 4, "fragments": 2, "fragment_sync_delay": 2}, "less than sync_every / fragments = 2"),
+    "no thread": ({"sync_every": 4, "fragment_sync_delay": 1, "overlap": False}, "which overlap=False forbids"),
     "alone": ({"fragment_sync_delay": 1}, "fragment_sync_delay needs sync_every"),
     "sharded": ({"sync_every": 4, "update": "sharded"}, 'sync_every=4 with update="sharded"'),
 }

@@ -19,6 +19,8 @@ from trainers import Checkpoint, EmbeddingNetwork, MirroredTrainer, NumpyNetwork
 from trainers.callbacks import Callback, CheckDivergence, CheckGradients, EarlyStopping
 from trainers.errors import ArgumentError, DivergedError, ModelFileError, NotFiniteError
 from trainers.files import checkpoint as files
+from trainers.local_sgd.outer import LocalOptions
+from trainers.local_sgd.rounds import Memory, Rounds
 from trainers.watching.history import History
 
 SIZE = MPI.COMM_WORLD.size
@@ -226,14 +228,24 @@ def test_the_bytes_of_a_training(flat: allreduce.Topology, options: dict[str, An
 
 
 class Watching(Callback):
-    """Notes whether the parameters of all ranks are equal at the end of each epoch."""
+    """Notes whether the parameters of all ranks are equal."""
 
     def __init__(self, world: MPI.Intracomm, reads_model: bool) -> None:
         self.world, self.reads_model, self.equal = world, reads_model, []
 
-    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+    def note(self) -> None:
         bits = self.trainer.replica.state()["parameters"].tobytes()
         self.equal.append(len(set(self.world.allgather(bits))) == 1)
+
+
+class WatchingEnds(Watching):
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        self.note()
+
+
+class WatchingBegins(Watching):
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        self.note()
 
 
 STREAMED = {"sync_every": 8, "fragments": 2, "fragment_sync_delay": 2, "fragment_update_alpha": 0.25}
@@ -245,18 +257,16 @@ def test_callbacks_see_averaged_parameters(
     world: MPI.Intracomm, flat: allreduce.Topology, options: dict[str, Any]
 ) -> None:
     """Unless they say that they don't look; an evaluation sees them too."""
-    for reads_model in (True, False):
-        watching = Watching(world, reads_model)
-        check = [CheckDivergence(), CheckGradients()] if reads_model else []
+    for kind, reads_model in ((WatchingEnds, True), (WatchingBegins, True), (WatchingEnds, False)):
+        watching = kind(world, reads_model)
+        check = [CheckDivergence(), CheckGradients()] if reads_model and kind is WatchingEnds else []
         with MirroredTrainer(network(optimizer="adam", lr=0.01), "ring", flat, **options) as trainer:
-            history = fitted(trainer, callbacks=[watching, *check], validation_data=rows() if reads_model else None)
+            history = fitted(trainer, callbacks=[watching, *check], validation_data=rows() if check else None)
             assert len(set(trainer.parameters_sha256())) == 1
             last = trainer.evaluate(*rows())["loss"]
-        if reads_model:
-            assert all(watching.equal)
+        assert all(watching.equal) == (reads_model or SIZE == 1)
+        if check:
             assert history.column("validation_loss")[-1] == pytest.approx(last, rel=1e-6)
-        elif SIZE > 1:
-            assert not all(watching.equal)
 
 
 @SCHEDULES
@@ -303,6 +313,35 @@ def test_a_checkpoint_is_a_model_and_of_one_outer_optimizer(
         fitted(trainer, epochs=3, checkpoint=str(folder), resume=True)
     with MirroredTrainer(network(seed=9), "ring", flat, **given) as trainer:
         assert len(fitted(trainer, checkpoint=str(folder), resume=True)) == EPOCHS
+
+
+def test_a_checkpoint_without_an_outer_momentum(flat: allreduce.Topology, folder: Path) -> None:
+    with MirroredTrainer(network(), "ring", flat) as trainer:
+        fitted(trainer, epochs=1, checkpoint=str(folder))
+    with MirroredTrainer(network(), "ring", flat, sync_every=3, outer_optimizer="diloco") as trainer:
+        fitted(trainer, epochs=1)
+        assert trainer.strategy.shared_state()["trainer.outer_momentum"].any()
+        fitted(trainer, epochs=1, checkpoint=str(folder), resume=True)
+        assert not trainer.strategy.shared_state()["trainer.outer_momentum"].any()
+
+
+def test_steps_before_an_error_count_in_the_next_average(flat: allreduce.Topology) -> None:
+    """The error of one rank in the middle of an average, after which all ranks go on."""
+    failing: list[Exception] = [OSError("in an average")]
+
+    def average(_: slice) -> None:
+        if failing:
+            raise failing.pop()
+
+    parameters = np.zeros(4)
+    memory = Memory(np.zeros(4), None, np.zeros(4))
+    rounds = Rounds(LocalOptions(2), flat.private(), [parameters], memory, average)
+    parameters += 1.0
+    rounds.count_step()
+    with pytest.raises(OSError, match="in an average"):
+        rounds.end()
+    rounds.end()
+    assert (parameters == 1).all()
 
 
 @several

@@ -106,6 +106,19 @@ def test_simulated_nodes(
     assert np.abs(mine.parameters - reference[0].parameters).max() < 1e-4
 
 
+def test_an_error_of_one_rank_while_a_trainer_is_made_leaves_none_behind() -> None:
+    class Refuses(NumpyNetwork):
+        @property
+        def gradient_dtype(self) -> str:
+            raise RuntimeError("a replica's own error")
+
+    topology = allreduce.Topology(MPI.COMM_SELF)  # so no other rank waits
+    with pytest.raises(RuntimeError, match="own error"):
+        MirroredTrainer(Refuses([4, 2]), "ring", topology)
+    topology.close()
+    assert topology.closed
+
+
 def test_gradients_lie_in_the_memory_of_the_backend(flat: allreduce.Topology) -> None:
     mine = network()
     with allreduce.create("shared", flat) as backend:
