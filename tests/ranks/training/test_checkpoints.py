@@ -34,6 +34,7 @@ from trainers.callbacks import (
     EarlyStopping,
     LearningRateSchedule,
     ModelCheckpoint,
+    Prometheus,
     TensorBoard,
     Timeline,
 )
@@ -414,6 +415,7 @@ def every_callback(folder: Path) -> list[Callback]:
         EarlyStopping("loss", patience=3, restore_best_weights=True),
         LearningRateSchedule(lambda epoch, rate: 0.9 * rate, scale="ranks", warmup_epochs=2),
         ModelCheckpoint(folder / "{epoch}.npz", "loss", save_best_only=True),
+        Prometheus(port=0),
         TensorBoard(folder / "logs", update_freq=2),
         Timeline(folder / "trace.json"),
     ]
