@@ -178,6 +178,11 @@ class Registry:
             if (owner := entry.owner()) is not None:
                 yield Registered(entry.begin, entry.length, entry.dtype, owner), entry.parts
 
+    def number(self, array: Any) -> int | None:
+        """Return the number that begins the names of this array's state in `state()`; None if it is not registered."""
+        where = self.find(array)
+        return None if where is None else self._entries.index(where.entry)
+
     def find(self, buffer: Any, begin: int | None = None) -> Slice | None:
         """Return the slice of a registered array that `buffer` is, or None. Local.
 

@@ -67,7 +67,7 @@ class Divided(Compressed):
         self.registered.register(array, parts)
 
     def _reduce_compressed(self, buffer: np.ndarray, op: Op, where: Slice | None, parts: Sequence[Part]) -> None:
-        if self._find("") is None and buffer.size > NOTICED and not (where and where.entry.parts):
+        if self.options.find("") is None and buffer.size > NOTICED and not (where and where.entry.parts):
             self._say_undescribed(f"{self.options} needs the names of parameters")
         for run in self._runs(parts, buffer.size):
             piece = buffer[run.start : run.stop]
