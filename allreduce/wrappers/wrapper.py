@@ -136,6 +136,9 @@ class Wrapper(AllReduce):
     def reset(self, array: Any = None) -> None:
         self.inner.reset(array)
 
+    def hand_over(self, buffer: np.ndarray, kept: slice) -> None:
+        self.inner.hand_over(buffer, kept)
+
     def owned(self, length: int, rank: int | None = None) -> slice:
         return self.inner.owned(length, rank)
 

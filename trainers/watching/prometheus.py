@@ -20,8 +20,8 @@ class Prometheus(Callback):
     port: 0 takes any free port, which the attribute `port` then holds. address: of the interface on which rank 0
     listens; "0.0.0.0" lets other hosts read the metrics. If rank 0 fails, the new rank 0 serves.
 
-    Metrics, each with the prefix allreduce_training_: steps_total; ranks, failed_ranks; epoch, loss, rows_per_second
-    and communication_share of the last epoch; metric{name=...}: its other metrics; resident_bytes: memory of rank 0's
+    Metrics, each with the prefix `allreduce_training_`: steps_total; ranks, failed_ranks; epoch, loss, rows_per_second
+    and communication_share of the last epoch; `metric{name=...}`: its other metrics; resident_bytes: memory of rank 0's
     process. Raises ArgumentError on all ranks if prometheus-client is missing (the extra "prometheus"), or if the port
     can't be used.
     """
