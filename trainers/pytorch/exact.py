@@ -145,7 +145,8 @@ class MicroBatches:
     def take(self, index: int, parameter: Tensor) -> None:
         """Take a gradient that autograd has computed, times the micro-batch's share of the rows. Local."""
         if not self._within:
-            raise GradientError(OUTSIDE)
+            self._error = GradientError(OUTSIDE)  # also of the next average: `.grad` may have been one, and is no more
+            raise self._error
         grad, view = parameter.grad, self._views[len(self._done)][index]
         assert grad is not None
         if (grad.dtype, grad.shape) != (view.dtype, view.shape):

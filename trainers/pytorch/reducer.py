@@ -162,8 +162,8 @@ class Reducer:
     def _arrived(self, index: int, parameter: Tensor) -> None:
         """Autograd hook: the gradient of a parameter is complete in this backward."""
         if self.micro_batches is not None:
-            self.micro_batches.take(index, parameter)
             self.state = LOCAL
+            self.micro_batches.take(index, parameter)
             return
         backward = self._backward
         running = backward is not None and backward.running()

@@ -156,6 +156,11 @@ def test_misuse(flat: allreduce.Topology) -> None:
         refused("excludes join()", lambda: optimizer.join().__enter__())
         refused("excludes step(closure)", lambda: optimizer.step(lambda: None))
         step(model, optimizer, x, y)  # errors leave it usable
+        for rows in optimizer.micro_batches(len(x)):
+            functional.cross_entropy(model(x[rows]), y[rows]).backward()
+        refused("outside of a micro-batch", lambda: model(x).sum().backward(), GradientError)
+        refused("outside of a micro-batch", optimizer.step, GradientError)
+        step(model, optimizer, x, y)
     with MirroredOptimizer(plain, model, topology=flat) as optimizer:
         refused("needs MirroredOptimizer", lambda: [*optimizer.micro_batches(3)])
 
