@@ -210,7 +210,8 @@ class MirroredOptimizer(Optimizer):
     def micro_batches(self, rows: int, mine: Sequence[int] | None = None, seed: int | None = None) -> Iterator[slice]:
         """Yield the rows of each micro-batch of this rank; then average the gradients. For exact=True. Collective.
 
-        for x, y in batches:  # whole batches, the same on all ranks
+        A step takes a whole batch, the same on all ranks::
+
             for rows in optimizer.micro_batches(len(x)):
                 loss(model(x[rows]), y[rows]).backward()  # the mean over these rows
             optimizer.step()
