@@ -210,11 +210,8 @@ class MirroredOptimizer(Optimizer):
     def micro_batches(self, rows: int, mine: Sequence[int] | None = None, seed: int | None = None) -> Iterator[slice]:
         """Yield the rows of each micro-batch of this rank; then average the gradients. For exact=True. Collective.
 
-        A step takes a whole batch, the same on all ranks::
-
-            for rows in optimizer.micro_batches(len(x)):
-                loss(model(x[rows]), y[rows]).backward()  # the mean over these rows
-            optimizer.step()
+        With a whole batch, the same on all ranks, in x and y: `for rows in optimizer.micro_batches(len(x)):
+        loss(model(x[rows]), y[rows]).backward()`, then `optimizer.step()`. The loss is the mean over these rows.
 
         A batch of `rows` rows has micro-batches of `micro_batch` rows each, the last one perhaps fewer. Each begins
         with the model's buffers of the step's start, and with random numbers (of Python, NumPy and PyTorch: dropout)
