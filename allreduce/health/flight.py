@@ -84,7 +84,10 @@ def dump(why: str, running: Iterable[WaitRecord], last: bool = False) -> None:
     }
     try:
         os.makedirs(folder, exist_ok=True)
-        with replacing(os.path.join(folder, PATTERN.format(rank)), "the flight record") as file:
+        path = os.path.join(folder, PATTERN.format(rank))
+        if os.path.islink(path):
+            os.unlink(path)  # no link is followed: other users may write to the folder
+        with replacing(path, "the flight record") as file:
             json.dump(about, file)
     except (OSError, OptionError) as error:
         log.warning("%s=%s: the last calls can't be written there: %s", FLIGHT, folder, error)

@@ -8,7 +8,7 @@ import pytest
 
 from allreduce.doctor import flight as flight_records
 from allreduce.errors import OptionError
-from allreduce.health import stacks
+from allreduce.health import flight, stacks
 from allreduce.health.flight import KEPT
 from tests import launch
 from tests.conftest import JobRunner
@@ -182,6 +182,17 @@ def test_flight_records(mpirun: JobRunner, tmp_path: Path, mpi: str, ulfm: bool,
     assert "rank 1 differs first: in call number 304 of a backend, queue or communicator of ranks 0-2" in text
     assert f"\n  rank 1: {theirs}" in text or f"\n  rank 1: all_reduce: {theirs}" in text
     assert "\n  ranks 0, 2: all_reduce: length 1000, dtype float32, op" in text
+
+
+def test_a_flight_record_follows_no_link(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other users may write to the folder."""
+    monkeypatch.setenv(flight.FLIGHT, str(tmp_path / "records"))
+    (tmp_path / "records").mkdir()
+    (tmp_path / "mine").write_text("mine")
+    (tmp_path / "records" / "flight-rank-0.json").symlink_to(tmp_path / "mine")
+    flight.dump("SIGUSR1", [], last=True)
+    assert (tmp_path / "mine").read_text() == "mine"
+    assert list(flight_records.read(str(tmp_path / "records"))) == [0]
 
 
 def test_doctor_flight(mpirun: JobRunner, tmp_path: Path) -> None:
