@@ -233,7 +233,7 @@ class Engine:
         """
         wait, slot, comparison, polls, ident = self.wait, self._slot, self._comparison, self._polls, get_ident
         rank = 0 if slot is None else slot.rank
-        user, record, recorded = wait.user, flight.record, admitted.call
+        user, record = wait.user, flight.record
 
         def run(flat: Any = bound) -> None:
             begin, end = perf_counter(), 0.0
@@ -262,7 +262,7 @@ class Engine:
                 raise
             finally:
                 wait.call = None
-                record((user, wait.count, recorded, begin, end))
+                record((user, wait.count, call.call, begin, end))
 
         return cast(FunctionType, run)
 

@@ -30,6 +30,7 @@ PATTERN = "flight-rank-{}.json"
 Entry = tuple[str, int, object, float, float]
 calls: deque[Entry] = deque(maxlen=KEPT)
 record = calls.append
+_BEGAN = time.time()
 _times = {"written": -AGAIN_SECONDS}
 
 
@@ -74,6 +75,7 @@ def dump(why: str, running: Iterable[WaitRecord], last: bool = False) -> None:
         "size": size,
         "host": socket.gethostname(),
         "pid": os.getpid(),
+        "began": _BEGAN,
         "time": time.time(),
         "why": first_line(why),
         "full": len(calls) == KEPT,

@@ -200,12 +200,14 @@ def test_doctor_flight(mpirun: JobRunner, tmp_path: Path) -> None:
     user = "0-1#1/5"
     for rank, calls in enumerate(([[user, 1, "a call", 1.0, 2.0]], [[user, 1, "a call", 1.0, 3.0]])):
         content = {"rank": rank, "size": 2, "host": "here", "why": "SIGUSR1", "full": False, "calls": calls}
+        content |= {"began": 10.0, "time": 20.0}
         (tmp_path / f"flight-rank-{rank}.json").write_text(json.dumps(content))
     alike = mpirun(0, ["-m", "allreduce", "doctor", "flight", tmp_path])
     assert (alike.returncode, "no rank differs" in alike.stdout) == (0, True), alike.stderr
-    (tmp_path / "flight-rank-0.json").unlink()
+    earlier = {**content, "rank": 0, "began": 1.0, "time": 2.0, "calls": [[user, 1, "of an earlier job", 1.0, 2.0]]}
+    (tmp_path / "flight-rank-0.json").write_text(json.dumps(earlier))
     missing = mpirun(0, ["-m", "allreduce", "doctor", "flight", tmp_path])
-    assert (missing.returncode, "rank 0: no file" in missing.stdout) == (2, True), missing.stderr
+    assert (missing.returncode, "rank 0: no file of this job" in missing.stdout) == (2, True), missing.stderr
     (tmp_path / "flight-rank-0.json").write_text("{}")
     with pytest.raises(OptionError, match=r"flight-rank-0.json is no flight record: KeyError"):
         flight_records.read(str(tmp_path))

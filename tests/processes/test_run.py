@@ -63,6 +63,8 @@ assert "mpi4py.MPI" not in sys.modules  # the caller starts no MPI
 def test_results_output_and_errors(mpirun: JobRunner, tmp_path: Path, mpi: str) -> None:
     (tmp_path / "script.py").write_text(SCRIPT)
     job = mpirun(0, ["script.py"], mpi=mpi, cwd=tmp_path, env={"TMPDIR": str(tmp_path)})
+    if "needs cloudpickle" in job.stderr:
+        pytest.skip(f"the environment of {mpi} has no cloudpickle")
     assert job.returncode == 0, job.stdout + job.stderr
     array = "array([6., 6., 6.])"
     results, *others = [line for line in job.stdout.splitlines() if line != "rank 0 prints"]
