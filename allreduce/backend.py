@@ -213,42 +213,44 @@ class AllReduce(ABC):
         for part in _by_name(self._parts).values():
             part.describe(array, parts)
 
-    def state(self) -> dict[str, np.ndarray]:
+    def state(self, array: Any = None) -> dict[str, np.ndarray]:
         """Return a copy of this rank's state: the error feedback of a compression. {} without one. Local.
 
-        It belongs to the training state: other ranks have other values, and training continues differently without it.
+        array: the state of this array from `allocate` only. The state belongs to the training state: other ranks have
+        other values, and training continues differently without it.
         """
         parts = _by_name(self._parts)
-        return {f"{name}/{key}": array for name, part in parts.items() for key, array in part.state().items()}
+        return {f"{name}/{key}": held for name, part in parts.items() for key, held in part.state(array).items()}
 
-    def load_state(self, state: Mapping[str, np.ndarray]) -> None:
-        """Load a result of `state` of an equal backend with equal arrays. Local; on all ranks before their next call.
+    def load_state(self, state: Mapping[str, np.ndarray], array: Any = None) -> None:
+        """Load a result of `state` of an equal backend with equal arrays; state that it lacks becomes zero. Local; on
+        all ranks before their next call.
 
-        Raises OptionError for another's, and changes nothing.
+        array: load the state of this array only. Raises OptionError for another backend's, and changes nothing.
         """
         parts = _by_name(self._parts)
         found: dict[str, dict[str, np.ndarray]] = {name: {} for name in parts}
-        for key, array in state.items():
+        for key, held in state.items():
             name, _, rest = key.partition("/")
             if name not in parts:
                 raise OptionError(f"{self!r} has no state {key!r}: it is of another backend or compression")
-            found[name][rest] = array
+            found[name][rest] = held
         before: dict[str, dict[str, np.ndarray]] = {}
         try:
             for name, part in parts.items():
-                held = part.state()
-                part.load_state(found[name])
-                before[name] = held
+                kept = part.state(array)
+                part.load_state(found[name], array)
+                before[name] = kept
         except OptionError:
-            for name, held in before.items():
-                parts[name].load_state(held)
+            for name, kept in before.items():
+                parts[name].load_state(kept, array)
             raise
 
-    def reset(self) -> None:
-        """Set the error feedback of a compression to zero, as in a new backend. Local; on all ranks before their next
-        call."""
+    def reset(self, array: Any = None) -> None:
+        """Set the error feedback of a compression, of one array or of all, to zero, as in a new backend. Local; on all
+        ranks before their next call."""
         for part in _by_name(self._parts).values():
-            part.reset()
+            part.reset(array)
 
     def hand_over(self, buffer: np.ndarray, kept: slice) -> None:
         """Add the error feedback of the elements of `buffer` outside of `kept` to it, in its first call since

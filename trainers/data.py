@@ -257,6 +257,10 @@ class BatchSource(ABC):
         """Return what `resume` needs besides the numbers of steps, as JSON types, the same on all ranks. Local."""
         return {}
 
+    def depends_on_ranks(self, step: int, total: int) -> bool:
+        """Whether the rows after `step` steps of an epoch, `total` of the training, depend on the number of ranks."""
+        return False
+
     def resume(self, epoch: int, step: int, total: int, position: Any) -> None:  # noqa: B027
         """Continue at batch `step` of `epoch`, after `total` steps. position: of the checkpoint, not validated. Raises
         CheckpointError."""

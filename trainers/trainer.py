@@ -204,23 +204,26 @@ class Trainer(Generic[StrategyT]):
             ahead = 0  # the data set's random numbers are seeded for each micro-batch, as the model's are
 
         def begin() -> Fit:
-            given = None
             if rows is None and steps_per_epoch is None:
                 given = self._check_call("fit", x, y, settings, collate)
-            else:
-                loader = self._check_loader(x, y, rows, steps_per_epoch, settings, collate, AHEAD if prefetch else 0)
+                return fit_of(
+                    Batches(
+                        *given, batch_size, strategy.part, strategy.parts, seed, shuffle, ahead, strategy.micro_batch
+                    )
+                )
+            loader = self._check_loader(x, y, rows, steps_per_epoch, settings, collate, AHEAD if prefetch else 0)
+            try:
+                return fit_of(loader)
+            except BaseException:
+                loader.close()
+                raise
+
+        def fit_of(batches: BatchSource) -> Fit:
             validate = None
             if validation_data is not None:
                 validate = partial(self._evaluate, *self._check_validation(validation_data, collate))
             strategy.end_round()
             mirror(strategy)
-            batches: BatchSource
-            if given is None:
-                batches = loader
-            else:
-                batches = Batches(
-                    *given, batch_size, strategy.part, strategy.parts, seed, shuffle, ahead, strategy.micro_batch
-                )
             saver = together(
                 group.comm, partial(make_saver, strategy, batches, checkpoint, resume, validate is not None)
             )
@@ -416,13 +419,18 @@ class Trainer(Generic[StrategyT]):
                 error = refused
             except Exception as refused:  # of a model; the other ranks must not wait for this one
                 error = ArgumentError(f"fit: {type(refused).__name__}: {refused}")
-        group.enter(_described("fit", ["x of a loader"], settings), error)
-        assert batches is not None
-        everyone = group.values(described, "fit: the first batches of the ranks")
         try:
-            batches.adopt(everyone)
-        except TrainerError as refused:
-            raise on_all_ranks(refused, group.comm) from None
+            group.enter(_described("fit", ["x of a loader"], settings), error)
+            assert batches is not None
+            everyone = group.values(described, "fit: the first batches of the ranks")
+            try:
+                batches.adopt(everyone)
+            except TrainerError as refused:
+                raise on_all_ranks(refused, group.comm) from None
+        except BaseException:
+            if batches is not None:
+                batches.close()
+            raise
         return batches
 
     def _check_validation(self, given: Any, collate: Collate | None) -> tuple[Any, Any]:

@@ -178,6 +178,11 @@ class Registry:
             if (owner := entry.owner()) is not None:
                 yield Registered(entry.begin, entry.length, entry.dtype, owner), entry.parts
 
+    def number(self, array: Any) -> int | None:
+        """Return the number that begins the names of this array's state in `state()`; None if it is not registered."""
+        where = self.find(array)
+        return None if where is None else self._entries.index(where.entry)
+
     def find(self, buffer: Any, begin: int | None = None) -> Slice | None:
         """Return the slice of a registered array that `buffer` is, or None. Local.
 
@@ -193,10 +198,17 @@ class Registry:
 
     # The training state
 
-    def state(self) -> dict[str, np.ndarray]:
-        """Return a copy of the error feedback, the call counts and the factors. Local."""
+    def _entries_of(self, array: Any) -> list[Entry]:
+        """Return the entry of `array`, if it is registered; all entries if `array` is None."""
+        if array is None:
+            return self._entries
+        where = self.find(array)
+        return [] if where is None else [where.entry]
+
+    def state(self, array: Any = None) -> dict[str, np.ndarray]:
+        """Return a copy of the error feedback, the call counts and the factors of one array, or of all. Local."""
         held: dict[str, np.ndarray] = {}
-        for number, entry in enumerate(self._entries):
+        for number, entry in enumerate(self._entries_of(array)):
             if entry.residual is not None:
                 held[f"{number}{RESIDUAL}"] = entry.residual.copy()
             if entry.calls:
@@ -205,61 +217,63 @@ class Registry:
                 held[f"{number}/factor/{start}/{rows}x{columns}"] = factor.copy()
         return held
 
-    def load_state(self, state: Mapping[str, np.ndarray]) -> None:
-        """Load a result of `state` of equal arrays; state that it lacks becomes zero. Local.
+    def load_state(self, state: Mapping[str, np.ndarray], array: Any = None) -> None:
+        """Load a result of `state` of an equal array, or of equal arrays; state that it lacks becomes zero. Local.
 
         Raises OptionError, and changes nothing, if it is of other arrays.
         """
-        checked = self.check_state(state)
-        self.reset()
-        for name, array in state.items():
+        checked = self.check_state(state, array)
+        self.reset(array)
+        for name, held in state.items():
             entry, kind, place = checked[name]
             if kind == "residual":
-                Slice(entry, 0, entry.length).residual[...] = array
+                Slice(entry, 0, entry.length).residual[...] = held
             elif kind == "calls":
-                entry.calls.update((int(start), int(count)) for start, count in array)
+                entry.calls.update((int(start), int(count)) for start, count in held)
             elif place is not None:
-                entry.factors[place] = array.copy()
+                entry.factors[place] = held.copy()
 
-    def check_state(self, state: Mapping[str, np.ndarray]) -> dict[str, tuple[Entry, str, tuple[int, int, int] | None]]:
+    def check_state(
+        self, state: Mapping[str, np.ndarray], array: Any = None
+    ) -> dict[str, tuple[Entry, str, tuple[int, int, int] | None]]:
         """Return the entry, the kind and the matrix of each array of a state. Local. Raises OptionError if it is of
         other arrays."""
-        checked = {}
-        for name, array in state.items():
-            found = self._find_state(name, array)
+        entries, checked = self._entries_of(array), {}
+        for name, held in state.items():
+            found = _find_state(entries, name, held)
             if found is None:
+                known = ", ".join(f"{at}, {each.dtype} of length {each.length}" for at, each in enumerate(entries))
                 raise OptionError(
-                    f"the state of a compression has {name!r}, {array.dtype} of shape {array.shape}, which is not of "
-                    f"the arrays of this backend: {', '.join(map(str, self._shown())) or 'none'}"
+                    f"the state of a compression has {name!r}, {held.dtype} of shape {held.shape}, which is not of "
+                    f"the arrays of this backend: {known or 'none'}"
                 )
             checked[name] = found
         return checked
 
-    def _find_state(self, name: str, array: np.ndarray) -> tuple[Entry, str, tuple[int, int, int] | None] | None:
-        """Return the entry, the kind and the matrix of an array of a state; None if it does not fit this registry."""
-        found = _STATE.fullmatch(name)
-        if found is None or int(found["number"]) >= len(self._entries):
-            return None
-        entry = self._entries[int(found["number"])]
-        kind = found["kind"].partition("/")[0]
-        if kind == "calls":
-            return (entry, kind, None) if (array.dtype.kind, array.shape[1:]) == ("i", (2,)) else None
-        if array.dtype != entry.dtype:
-            return None
-        if kind == "residual":
-            return (entry, kind, None) if array.shape == (entry.length,) else None
-        start, rows, columns = (int(found[each]) for each in ("start", "rows", "columns"))
-        inside = start + rows * columns <= entry.length and array.ndim == 2 and array.shape[1] == columns
-        return (entry, kind, (start, rows, columns)) if inside else None
-
-    def _shown(self) -> Iterator[str]:
-        for number, entry in enumerate(self._entries):
-            yield f"{number}, {entry.dtype} of length {entry.length}"
-
-    def reset(self) -> None:
-        """Set all error feedback to zero, and forget the call counts and the factors. Local."""
-        for entry in self._entries:
+    def reset(self, array: Any = None) -> None:
+        """Set the error feedback of one array, or of all, to zero; forget the call counts and the factors. Local."""
+        for entry in self._entries_of(array):
             entry.forget()
+
+
+def _find_state(
+    entries: Sequence[Entry], name: str, array: np.ndarray
+) -> tuple[Entry, str, tuple[int, int, int] | None] | None:
+    """Return the entry, the kind and the matrix of an array of a state; None if it does not fit these entries."""
+    found = _STATE.fullmatch(name)
+    if found is None or int(found["number"]) >= len(entries):
+        return None
+    entry = entries[int(found["number"])]
+    kind = found["kind"].partition("/")[0]
+    if kind == "calls":
+        return (entry, kind, None) if (array.dtype.kind, array.shape[1:]) == ("i", (2,)) else None
+    if array.dtype != entry.dtype:
+        return None
+    if kind == "residual":
+        return (entry, kind, None) if array.shape == (entry.length,) else None
+    start, rows, columns = (int(found[each]) for each in ("start", "rows", "columns"))
+    inside = start + rows * columns <= entry.length and array.ndim == 2 and array.shape[1] == columns
+    return (entry, kind, (start, rows, columns)) if inside else None
 
 
 def divide(states: Sequence[Mapping[str, np.ndarray]], ranks: int) -> list[dict[str, np.ndarray]]:

@@ -4,6 +4,7 @@ With the built-in rule it tries other backends in the first calls (trials.py).
 """
 
 import os
+import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -30,6 +31,7 @@ from allreduce.transport.shared_segment import STAGING_BYTES
 SMALL_BYTES = 64 * 1024
 SHARED_BYTES_PER_RANK = {ALLOCATED: 16 * 1024, UNREGISTERED: 64 * 1024}
 SMALL = "native"  # for arrays below SMALL_BYTES
+NUMBER = re.compile(r"(?<![^/])[0-9]+(?=/)")  # of an array, in the names of a state
 LAST_RESORT = "ring"  # needs nothing but messages
 
 
@@ -145,25 +147,43 @@ class Auto(AllReduce):
             self._registered.register(array, parts)
         super().describe(array, parts)
 
-    def state(self) -> dict[str, np.ndarray]:
-        loaded = {f"{name}/{key}": array for name, state in self._loaded.items() for key, array in state.items()}
+    def state(self, array: Any = None) -> dict[str, np.ndarray]:
+        loaded = {f"{name}/{key}": held for name, state in self._loaded.items() for key, held in state.items()}
+        if array is not None:
+            loaded = {_numbered(key, 0): held for key, held in loaded.items() if self._is_of(key, array)}
         main = f"{allocator(self.topology)}/"  # without this: the names on one node, see HierarchicalCopy.state
-        return {name.removeprefix(main): array for name, array in (loaded | super().state()).items()}
+        return {name.removeprefix(main): held for name, held in (loaded | super().state(array)).items()}
 
-    def load_state(self, state: Mapping[str, np.ndarray]) -> None:
-        main, later = allocator(self.topology), dict[str, dict[str, np.ndarray]]()
-        state = {f"{main}/{key}" if key[:1].isdigit() else key: array for key, array in state.items()}
-        if self._compress is not None:
-            for key, array in state.items():
-                name, _, rest = key.partition("/")
-                if name in self._names and name not in self._made:
-                    later.setdefault(name, {})[rest] = array.copy()
-        super().load_state({key: array for key, array in state.items() if key.partition("/")[0] not in later})
-        self._loaded = later
+    def load_state(self, state: Mapping[str, np.ndarray], array: Any = None) -> None:
+        main, number = allocator(self.topology), self._registered.number(array) if array is not None else None
+        state = {key if key.partition("/")[0] in self._names else f"{main}/{key}": held for key, held in state.items()}
+        later = {}
+        if self._compress is not None and (array is None or number is not None):
+            later = {key: held for key, held in state.items() if self._is_later(key.partition("/")[0])}
+        super().load_state({key: held for key, held in state.items() if key not in later}, array)
+        self._forget_loaded(array)
+        for key, held in later.items():
+            name, _, rest = (key if number is None else _numbered(key, number)).partition("/")
+            self._loaded.setdefault(name, {})[rest] = held.copy()
 
-    def reset(self) -> None:
-        self._loaded = {}
-        super().reset()
+    def reset(self, array: Any = None) -> None:
+        self._forget_loaded(array)
+        super().reset(array)
+
+    def _is_later(self, name: str) -> bool:
+        """Return whether `name` is a part that a later call may create."""
+        return name in self._names and name not in self._made
+
+    def _is_of(self, key: str, array: Any) -> bool:
+        """Return whether this name in a state of all arrays is of this array."""
+        return NUMBER.findall(key)[:1] == [str(self._registered.number(array))]
+
+    def _forget_loaded(self, array: Any) -> None:
+        if array is None:
+            self._loaded = {}
+        for name, state in self._loaded.items():
+            for key in [key for key in state if self._is_of(f"{name}/{key}", array)]:
+                del state[key]
 
     def node_arrays(self, buffer: np.ndarray) -> NodeArrays | None:
         return None if self._allocator is None else self._allocator.node_arrays(buffer)
@@ -314,3 +334,8 @@ class Auto(AllReduce):
     def _mark_unavailable(self, name: str, error: UnavailableError) -> None:
         self._unavailable[name] = str(error)
         notices.once(self.rank, f'"auto" does not use "{name}": {error}')
+
+
+def _numbered(key: str, number: int) -> str:
+    """Return a name in a state with another number of the array."""
+    return NUMBER.sub(str(number), key, count=1)

@@ -85,11 +85,11 @@ class HierarchicalCopy(TwoPhase):
     # Between nodes the state has the names that it has on one node, where this backend is compressed as a whole: jobs
     # with several nodes and with one load each other's.
 
-    def state(self) -> dict[str, np.ndarray]:
-        return self._cross.state()
+    def state(self, array: Any = None) -> dict[str, np.ndarray]:
+        return self._cross.state(array)
 
-    def load_state(self, state: Mapping[str, np.ndarray]) -> None:
-        self._cross.load_state(state)
+    def load_state(self, state: Mapping[str, np.ndarray], array: Any = None) -> None:
+        self._cross.load_state(state, array)
 
     def owned(self, length: int, rank: int | None = None) -> slice:
         """Return the slice that a node rank (by default this rank's) owns; all nodes divide the buffer equally."""

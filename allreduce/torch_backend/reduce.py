@@ -332,6 +332,8 @@ class TensorReducer:
     def _reduce(self, tensor: torch.Tensor, reduction: Reduction, compress: Given = None) -> None:
         self._scale(tensor, reduction)
         array = as_array(tensor)
+        if compress is not None and array.size == tensor.numel():
+            array = array.reshape(tensor.shape)  # "powersgd" compresses matrices
         if reduction.op.islower():
             self.backend(compress)(array, reduction.op)
         else:

@@ -1,12 +1,11 @@
 """Divided: sends the parameters of a model in different forms, by their names."""
 
 from collections.abc import Callable, Iterator, Sequence
-from fnmatch import fnmatchcase
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from allreduce import keywords, notices
+from allreduce import notices
 from allreduce.arrays.ops import Op
 from allreduce.arrays.registered import Part, Slice
 from allreduce.backend import AllReduce
@@ -14,8 +13,6 @@ from allreduce.errors import OptionError
 from allreduce.topology import Topology
 from allreduce.wrappers.compressed import NOTICED, Compressed
 from allreduce.wrappers.options import ByPart, Compression, PowerSGD
-
-WILD = "*?["
 
 
 class Run(NamedTuple):
@@ -60,15 +57,17 @@ class Divided(Compressed):
 
     def describe(self, array: Any, parts: Sequence[Part] = ()) -> None:
         """As AllReduce.describe. Raises OptionError too if a pattern without wildcards is the name of no parameter."""
-        if parts:
-            self._check_patterns([part.name for part in parts])
+        if wrong := self.options.parts_error(parts):
+            raise OptionError(wrong)
+        for text in self.options.unmatched(parts).values():
+            notices.once(self.rank, text)
         for compression, wrapper in self._wrappers.items():
-            wrapper.describe(array, [part for part in parts if self._find(part.name) == compression])
+            wrapper.describe(array, [part for part in parts if self.options.find(part.name) == compression])
         self.inner.describe(array, parts)
         self.registered.register(array, parts)
 
     def _reduce_compressed(self, buffer: np.ndarray, op: Op, where: Slice | None, parts: Sequence[Part]) -> None:
-        if self._find("") is None and buffer.size > NOTICED and not (where and where.entry.parts):
+        if self.options.find("") is None and buffer.size > NOTICED and not (where and where.entry.parts):
             self._say_undescribed(f"{self.options} needs the names of parameters")
         for run in self._runs(parts, buffer.size):
             piece = buffer[run.start : run.stop]
@@ -100,17 +99,5 @@ class Divided(Compressed):
             if end < part.start:
                 yield Part("", end, (part.start - end,)), None
             if part.start < part.stop:
-                yield part, self._find(part.name)
+                yield part, self.options.find(part.name)
             end = part.stop
-
-    def _find(self, name: str) -> Compression | None:
-        return next((each for pattern, each in self.options.patterns if fnmatchcase(name, pattern)), None)
-
-    def _check_patterns(self, names: Sequence[str]) -> None:
-        for pattern, _ in self.options.patterns:
-            if pattern and not any(fnmatchcase(name, pattern) for name in names):
-                hint = keywords.near(pattern, names) or "."
-                text = f"compress={{...}}: no parameter is called {pattern!r}{hint}"
-                if not any(sign in pattern for sign in WILD):
-                    raise OptionError(f"{text} The first parameters are: {', '.join(names[:5])}")
-                notices.once(self.rank, text)

@@ -99,22 +99,24 @@ class Compressed(TwoPhase):
         self.registered.register(array, parts)
         super().describe(array, parts)
 
-    def state(self) -> dict[str, np.ndarray]:
-        return {**self.registered.state(), **super().state()}
+    def state(self, array: Any = None) -> dict[str, np.ndarray]:
+        return {**self.registered.state(array), **super().state(array)}
 
-    def load_state(self, state: Mapping[str, np.ndarray]) -> None:
-        own = {name: array for name, array in state.items() if name[:1].isdigit()}
-        self.registered.check_state(own)
-        super().load_state({name: array for name, array in state.items() if name not in own})
-        self.registered.load_state(own)
+    def load_state(self, state: Mapping[str, np.ndarray], array: Any = None) -> None:
+        own = {name: held for name, held in state.items() if name[:1].isdigit()}
+        self.registered.check_state(own, array)
+        super().load_state({name: held for name, held in state.items() if name not in own}, array)
+        self.registered.load_state(own, array)
 
-    def reset(self) -> None:
-        self.registered.reset()
-        super().reset()
+    def reset(self, array: Any = None) -> None:
+        self.registered.reset(array)
+        super().reset(array)
 
     def hand_over(self, buffer: np.ndarray, kept: slice) -> None:
         where = self.registered.find(buffer)
-        if where is not None and where.settle():
+        if where is None or kept == slice(0, where.length):  # then this rank's own call with the array settles it
+            return
+        if where.settle():
             where.hand_over(buffer, kept)
 
     def owned(self, length: int, rank: int | None = None) -> slice:

@@ -1,14 +1,16 @@
 """The values of `compress=`: the names "float16", "int8", "powersgd:4" ..., and the options that they stand for."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
+from fnmatch import fnmatchcase
 from typing import Any, ClassVar
 
 import numpy as np
 
 from allreduce import keywords
-from allreduce.arrays import dtypes
+from allreduce.arrays import dtypes, low_rank
 from allreduce.arrays.quantize import PIECE
+from allreduce.arrays.registered import Part
 from allreduce.errors import OptionError
 
 LONG = (np.dtype(np.float32), np.dtype(np.float64))  # the dtypes that are compressed
@@ -25,6 +27,10 @@ class Compression:
 
     def error(self) -> str:
         """Return the text of an error in the options, or "". Local."""
+        return ""
+
+    def parts_error(self, parts: Sequence[Part]) -> str:
+        """Return the text of an error if a model of these parts can't be compressed so, or "". Local."""
         return ""
 
     def sent(self, dtype: np.dtype) -> np.dtype:
@@ -111,11 +117,23 @@ class PowerSGD(Compression):
                 return f"{name} must be a number >= 0, got {value!r}"
         return ""
 
+    def parts_error(self, parts: Sequence[Part]) -> str:
+        rank = self.matrix_approximation_rank
+        sides = {part.name: min(low_rank.shape(part)) for part in parts if len(part.shape) > 1}
+        if not sides or rank <= max(sides.values()) or not self.min_compression_rate:
+            return ""
+        name = max(sides, key=lambda name: sides[name])
+        return (
+            f'compress="{self}": the rank {rank} is above the shape of all matrices: {name!r} has {sides[name]} rows '
+            "or columns. Use a smaller rank, or min_compression_rate=0 to allow it"
+        )
+
     def __str__(self) -> str:
         rank = self.matrix_approximation_rank
         return f"powersgd:{rank}" if self == PowerSGD(rank) else repr(self)
 
 
+WILD = "*?["  # the signs of a pattern that may match several names
 AUTO = "auto"  # measures the others on these ranks
 NAMES = (*Half.NAMES, *Quantized.NAMES, "powersgd:4", AUTO)
 
@@ -132,6 +150,28 @@ class ByPart(Compression):
     patterns: tuple[tuple[str, Compression | None], ...]
 
     between_nodes: ClassVar[bool] = False
+
+    def find(self, name: str) -> Compression | None:
+        """Return the compression of the parameter `name`. Local."""
+        return next((each for pattern, each in self.patterns if fnmatchcase(name, pattern)), None)
+
+    def unmatched(self, parts: Sequence[Part]) -> dict[str, str]:
+        """Return the patterns that match no part, each with the text of an error. Local."""
+        names = [part.name for part in parts]
+        found = [pattern for pattern, _ in self.patterns if not any(fnmatchcase(name, pattern) for name in names)]
+        return {
+            pattern: f"compress={{...}}: no parameter is called {pattern!r}{keywords.near(pattern, names) or '.'}"
+            for pattern in found
+            if pattern and names
+        }
+
+    def parts_error(self, parts: Sequence[Part]) -> str:
+        for pattern, text in self.unmatched(parts).items():
+            if not any(sign in pattern for sign in WILD):
+                return f"{text} The first parameters are: {', '.join(part.name for part in parts[:5])}"
+        kinds = dict.fromkeys(each for _, each in self.patterns if each is not None)
+        errors = (each.parts_error([part for part in parts if self.find(part.name) == each]) for each in kinds)
+        return next(filter(None, errors), "")
 
     def __str__(self) -> str:
         return "{" + ", ".join(f"{pattern!r}: {_quoted(each)}" for pattern, each in self.patterns) + "}"

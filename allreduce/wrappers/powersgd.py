@@ -80,14 +80,8 @@ class LowRank(Compressed):
 
     def describe(self, array: Any, parts: Sequence[Part] = ()) -> None:
         """As AllReduce.describe. Raises OptionError too if there are matrices, and all are too small for the rank."""
-        rank = self.options.matrix_approximation_rank
-        sides = {part.name: min(low_rank.shape(part)) for part in parts if len(part.shape) > 1}
-        if sides and rank > max(sides.values()) and self.options.min_compression_rate:
-            name = max(sides, key=lambda name: sides[name])
-            raise OptionError(
-                f'compress="{self.options}": the rank {rank} is above the shape of all matrices: {name!r} '
-                f"has {sides[name]} rows or columns. Use a smaller rank, or min_compression_rate=0 to allow it"
-            )
+        if wrong := self.options.parts_error(parts):
+            raise OptionError(wrong)
         super().describe(array, parts)
 
     def _reduce_compressed(self, buffer: np.ndarray, op: Op, where: Slice | None, parts: Sequence[Part]) -> None:

@@ -127,14 +127,14 @@ class Wrapper(AllReduce):
     def describe(self, array: Any, parts: Sequence[Part] = ()) -> None:
         self.inner.describe(array, parts)
 
-    def state(self) -> dict[str, np.ndarray]:
-        return self.inner.state()
+    def state(self, array: Any = None) -> dict[str, np.ndarray]:
+        return self.inner.state(array)
 
-    def load_state(self, state: Mapping[str, np.ndarray]) -> None:
-        self.inner.load_state(state)
+    def load_state(self, state: Mapping[str, np.ndarray], array: Any = None) -> None:
+        self.inner.load_state(state, array)
 
-    def reset(self) -> None:
-        self.inner.reset()
+    def reset(self, array: Any = None) -> None:
+        self.inner.reset(array)
 
     def owned(self, length: int, rank: int | None = None) -> slice:
         return self.inner.owned(length, rank)

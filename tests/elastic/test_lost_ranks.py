@@ -37,19 +37,39 @@ def check_like_alone(came: dict[str, Any]) -> None:
     assert len(set(came["sha256"])) == 1
 
 
-def test_ranks_are_lost_one_after_another_down_to_one(mpirun: JobRunner) -> None:
-    came = training(mpirun, 4, "several")
+@pytest.mark.parametrize("options", [(), ("rows=whole",)], ids=["arrays", "loader"])
+def test_ranks_are_lost_one_after_another_down_to_one(mpirun: JobRunner, options: tuple[str, ...]) -> None:
+    came = training(mpirun, 4, "several", *options)
     assert (came["ranks"], came["lost"]) == (1, [[0], [2], [1]])
     check_like_alone(came)
     ends = [text for text in came["told"] if text.startswith(("batch_end", "epoch_end"))]
     assert len(ends) == len(set(ends)) == 6 * 5 + 6  # each event once, on this rank
 
 
-@pytest.mark.parametrize("way", ["whole", "streamed"])
-@pytest.mark.parametrize("looks", ["yes", "no"])
-def test_a_rank_that_is_lost_in_local_sgd_costs_at_most_a_round(mpirun: JobRunner, way: str, looks: str) -> None:
-    """looks: whether a round is ended after each epoch."""
-    came = training(mpirun, 4, "local", f"way={way}", f"looks={looks}")
+def test_the_rows_of_lost_ranks_are_missing(mpirun: JobRunner) -> None:
+    """The last of four ranks trains on with its own quarter of the rows; the loss is the mean of the rows there are."""
+    job = mpirun(4, [*job_of("training"), "several", "rows=divided"], ulfm=True, timeout=120)
+    assert job.returncode == 0, job.stdout + job.stderr
+    came = json.loads(job.stdout.splitlines()[-1])
+    assert (came["ranks"], came["lost"], came["steps"]) == (1, [[0], [2], [1]], 6 * 5)
+    assert came["history"][-1]["loss"] < came["history"][0]["loss"]
+    assert "the rows of the failed ranks are not trained on any more" in job.stderr
+
+
+@pytest.mark.parametrize(
+    ("way", "looks", "rows"),
+    [
+        ("whole", "yes", ()),
+        ("whole", "no", ("rows=whole",)),
+        ("streamed", "yes", ("rows=whole",)),
+        ("streamed", "no", ()),
+    ],
+)
+def test_a_rank_that_is_lost_in_local_sgd_costs_at_most_a_round(
+    mpirun: JobRunner, way: str, looks: str, rows: tuple[str, ...]
+) -> None:
+    """looks: whether a round is ended after each epoch. rows: of a loader, or () for arrays."""
+    came = training(mpirun, 4, "local", f"way={way}", f"looks={looks}", *rows)
     assert (came["ranks"], came["lost"], came["steps"]) == (1, [[0], [2], [1]], 6 * 5)
     assert len(set(came["sha256"])) == 1
     begun = [text for text in came["told"] if text.startswith("batch_begin")]

@@ -60,7 +60,8 @@ class Checkpoint:
     mode: whether the lowest ("min") or the highest ("max") is the best; "auto": the lowest loss or error, the highest
         of anything else.
     same_data: whether a resumed training must have the same rows in the same order; some rows are compared. False:
-        other rows are accepted, as many as before.
+        other rows are accepted, as many as before; and loaders with rows="divided" on another number of ranks, also in
+        the middle of their rows.
 
     The random numbers that a data set draws (from Python, NumPy or the framework) continue exactly only with
     prefetch=False: batches that are fetched ahead have drawn theirs before the state is saved.
@@ -208,6 +209,14 @@ class Saver:
                 f"{path} is of a training with other data: {differs}; give the same rows in the same order, or train "
                 "with these on purpose: checkpoint=Checkpoint(folder, same_data=False), --other-data"
             )
+        ranks = self._group.size
+        moved = progress.ranks != ranks and self._batches.depends_on_ranks(progress.step, progress.total)
+        if moved and self._same_data:
+            raise CheckpointError(
+                f"{path} was written on {progress.ranks} ranks, in the middle of the loaders' rows; this training has "
+                f"{ranks} ranks, whose loaders would give some rows again and leave others out: resume on "
+                f"{progress.ranks} ranks, or do it on purpose: checkpoint=Checkpoint(folder, same_data=False)"
+            )
         if progress.step and not strategy.synchronous:
             text = f"{path} is of the middle of an epoch, and a {strategy.name} resumes from the end of one"
             raise UnusableError(text)
@@ -215,8 +224,8 @@ class Saver:
         if before != now:
             backends = f"{before} before, and by {now} now"
             log.warning("trainers: gradients were averaged by %s: the last bits may differ", backends)
-        if progress.ranks != self._group.size and self._strategy.micro_batch is None:
-            text = f"{progress.ranks} ranks, and this training has {self._group.size}"
+        if progress.ranks != ranks and self._strategy.micro_batch is None:
+            text = f"{progress.ranks} ranks, and this training has {ranks}"
             log.warning("trainers: %s was written on %s: random states differ, and the last bits may", path, text)
 
     def _lock_folder(self) -> None:

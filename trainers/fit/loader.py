@@ -1,5 +1,6 @@
 """The batches of a loader of the user's: any iterable of batches (x, y), the same on all ranks, or each rank's own."""
 
+import logging
 import zlib
 from collections.abc import Generator, Iterator, Sequence
 from typing import Any
@@ -9,6 +10,8 @@ import numpy as np
 from trainers.data import Batch, BatchSource, Collate, Fingerprint, micro_batches_of, seed_of
 from trainers.errors import ArgumentError, CheckpointError, DataError
 from trainers.fit import prefetch
+
+log = logging.getLogger("trainers")
 
 DIVIDED, WHOLE = "divided", "whole"
 KEPT = 3  # batches: the previous one, because a step is taken again after a failure; the current and the next one
@@ -27,7 +30,7 @@ class LoaderBatches(BatchSource):
         None for a rank that brings no rows.
     rows: "divided": each rank's loader has other rows. "whole": all loaders give the same batches, and each rank takes
         its part of them.
-    collate: makes (x, y) of an item of the loader; None if its items are pairs (x, y).
+    collate: makes (x, y) of an item of the loader; None if its items are pairs (x, y). Pairs without rows are skipped.
     limit: the steps of an epoch. The loader is then read on in the next epoch, and from its beginning when it ends.
     ahead: how many batches a thread may fetch in advance. micro_batch, seed: as for Batches.
     """
@@ -51,15 +54,15 @@ class LoaderBatches(BatchSource):
         self.limit, self.ahead = None if limit is None else int(limit), 0
         self._ahead, self._micro_batch, self._seed = ahead, micro_batch, seed
         self._once = isinstance(loader, Iterator)
-        self._reader: Any = iter(()) if loader is None else None
+        self._reader: Any = None  # the pass over the loader that has begun
         self._passes = 0  # passes over the loader that have begun
-        self._taken = 0  # items taken from the loader since its first pass began, or with no limit since the last one
+        self._taken = 0  # batches taken since the loader's first pass began, or with no limit since the last one
         self._epoch, self._read = 0, 0  # the epoch, and the number of its batches that were read
         self._kept: dict[int, tuple[np.ndarray, np.ndarray] | None] = {}  # the last batches, by their step
         self._starts = {0: 0}  # for each epoch, the steps before it
         self._sizes: list[int] = []  # rows of the epoch's global batches, as far as the ranks know them
         self._kinds: tuple[Kind, Kind] | None = None
-        self.set_part(part, parts)
+        self._part, self._parts = part, parts
 
     def __str__(self) -> str:
         return f"{self.name}, rows={DIVIDED if self._divided else WHOLE}"
@@ -92,6 +95,8 @@ class LoaderBatches(BatchSource):
         return {}
 
     def set_part(self, part: int | None, parts: int) -> None:
+        if self._divided and part == 0 and parts < self._parts:
+            log.warning('trainers: rows="divided": the rows of the failed ranks are not trained on any more')
         self._part, self._parts = part, parts
 
     def sizes(self) -> np.ndarray:
@@ -155,7 +160,6 @@ class LoaderBatches(BatchSource):
             self._kept.clear()
             if self.limit is None and not self._once:
                 self._stop()
-                self._reader = None
         elif epoch != self._epoch or (step not in self._kept and step != self._read):
             self._go_to(epoch, step)
         self.peek(step)
@@ -220,44 +224,46 @@ class LoaderBatches(BatchSource):
         return self._kept[step]
 
     def _next(self) -> tuple[np.ndarray, np.ndarray] | None:
-        where = f"batch {self._read + 1} of epoch {self._epoch + 1}"
         if self.limit is not None and self._read >= self.limit:
             return None
+        return self._take(f"batch {self._read + 1} of epoch {self._epoch + 1}")
+
+    def _take(self, where: str) -> tuple[np.ndarray, np.ndarray] | None:
+        """Return the loader's next batch with rows, None if the loader has ended. where: names it. Raises DataError."""
         try:
-            while (item := self._take()) is not END:
-                pair = self._converted(item)
-                if len(pair[0]):
-                    break
-            else:
-                return None
+            pair = self._next_of_pass()
+            if pair is None and self.limit is not None and not self._once:
+                self._reader = None
+                pair = self._next_of_pass()
         except Exception as error:
             reason = error if isinstance(error, DataError) else f"{type(error).__name__}: {error}"
             raise DataError(f"the {self.name} can't give {where}: {reason}") from error
+        if pair is None:
+            return None
         kinds = _kind(pair[0]), _kind(pair[1])
         if self._kinds not in (None, kinds):
             assert self._kinds is not None
             raise DataError(f"the {self.name} gave {_shown(kinds)} as {where}, and first {_shown(self._kinds)}")
         self._kinds = kinds
+        self._taken += 1
         return pair
 
-    def _take(self) -> Any:
-        """Return the next item of the loader, or END."""
+    def _next_of_pass(self) -> tuple[np.ndarray, np.ndarray] | None:
+        """Return the next batch with rows of this pass over the loader, None if there is none. Begins a pass if there
+        is none."""
         if self._reader is None:
             self._restart(self._epoch if self.limit is None else self._passes)
-        item = next(self._reader, END)
-        if item is END and self.limit is not None and not self._idle and not self._once:
-            self._restart(self._passes)
-            item = next(self._reader, END)
-        self._taken += item is not END
-        return item
+        while (item := next(self._reader, END)) is not END:
+            pair = self._converted(item)
+            if len(pair[0]):
+                return pair
+        return None
 
     def _restart(self, number: int) -> None:
         """Begin pass `number` over the loader."""
         self._stop()
-        for each in (
-            self._loader,
-            *(getattr(self._loader, name, None) for name in ("sampler", "batch_sampler", "dataset")),
-        ):
+        parts = [getattr(self._loader, name, None) for name in ("sampler", "batch_sampler", "dataset")]
+        for each in (self._loader, *parts, getattr(parts[1], "sampler", None)):
             if callable(change := getattr(each, "set_epoch", None)):
                 change(number)
         items = iter(self._loader)
@@ -281,16 +287,20 @@ class LoaderBatches(BatchSource):
     def position(self) -> dict[str, Any]:
         return {"sizes": list(self._sizes)}
 
+    def depends_on_ranks(self, step: int, total: int) -> bool:
+        return self._divided and (step if self.limit is None else total) > 0
+
     def resume(self, epoch: int, step: int, total: int, position: Any) -> None:
         sizes: Any = position.get("sizes") if isinstance(position, dict) else None
         if not isinstance(sizes, list) or not all(type(rows) is int and rows >= 0 for rows in sizes):
             sizes = []
         if not 0 <= step <= total or len(sizes) < step:
             raise CheckpointError("the checkpoint does not tell the rows of the batches: it is damaged, or of arrays")
-        self._epoch, self._starts, self._sizes = epoch, {epoch: total - step}, sizes[:step]
-        if (epoch, step) != (0, 0) or self._read > 1:  # the first batch has been read
+        if (self._epoch, epoch, step) != (0, 0, 0) or self._read > 1:  # the first batch has been read
             self._kept.clear()
             self._read = -1  # `begin` goes to the right batch
+        self._epoch, self._starts = epoch, {epoch: total - step}
+        self._sizes = sizes[: step + 1] if step else []  # at an epoch's beginning they are those of the epoch before
 
     def _go_to(self, epoch: int, step: int) -> None:
         """Read the loader again up to batch `step` of an epoch. Raises DataError."""
@@ -305,12 +315,14 @@ class LoaderBatches(BatchSource):
             self._restart(epoch if self.limit is None else 0)
             self._taken = 0
         while self._taken < target:
-            if self._take() is END:
+            if self._take(f"batch {self._taken + 1} of {target} that it has given before") is None:
                 break
 
     def _stop(self) -> None:
-        if isinstance(self._reader, Generator) and self._ahead:
-            self._reader.close()  # ends the thread
+        """End the pass over the loader, with the thread that reads it. An iterator of the user's stays open."""
+        reader, self._reader = self._reader, None
+        if isinstance(reader, Generator) and (self._ahead or not self._once):
+            reader.close()
 
     def close(self) -> None:
         self._stop()

@@ -13,7 +13,7 @@ import numpy as np
 from mpi4py import MPI
 
 from allreduce.arrays import gpu
-from allreduce.transport.control import combine, on_all_ranks, raise_together
+from allreduce.transport.control import combine, on_all_ranks, raise_together, together
 from allreduce.transport.wait import wait_for
 from trainers.data import Batch, BatchSource
 from trainers.files.checkpoint import Progress as Checkpointed
@@ -193,9 +193,10 @@ class Fit:
         self.begun = True
 
     def _load_checkpointed(self, progress: Checkpointed, measured: np.ndarray) -> None:
-        """Continue where a checkpoint was written. Local, the same on all ranks. Raises CheckpointError."""
+        """Continue where a checkpoint was written. Collective. Raises CheckpointError on all ranks."""
+        at = progress.epoch, progress.step, progress.total, progress.settings.get("position")
+        together(self.group.comm, lambda: self.batches.resume(*at))
         self.load_progress(PartialEpoch.of(progress, measured), progress.history)
-        self.batches.resume(progress.epoch, progress.step, progress.total, progress.settings.get("position"))
 
     def load_progress(self, begun: PartialEpoch, history: Sequence[Mapping[str, Any]]) -> None:
         """Continue the epoch `begun`. history: the epochs before it, each as Epoch.as_dict returns it. Local."""
@@ -553,7 +554,7 @@ class Fit:
         """Write a checkpoint before `step` of an epoch, if one is due or the training stops here. Collective."""
         assert self.saver is not None
         asked, self._asked = self._asked, False
-        if self.stopped or self.saver.due(number * self.batches.steps + step, asked):
+        if self.stopped or self.saver.due(self.batches.total(number, step), asked):
             self._save_here(number, step)
 
     @property

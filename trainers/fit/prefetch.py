@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 ItemT = TypeVar("ItemT")
+END: Any = object()  # follows the last item
 AHEAD = 2  # batches: one that waits, and one that is being fetched
 END_SECONDS = 10.0  # to wait for the thread at the end; a thread that takes longer keeps running
 
@@ -23,7 +24,7 @@ def ahead(items: Iterator[ItemT]) -> Generator[ItemT]:
 
     An exception of `items` is raised here, where its item would have come. Closing this iterator ends the thread.
     """
-    ready: queue.Queue[tuple[ItemT | None, BaseException | None]] = queue.Queue(AHEAD - 1)
+    ready: queue.Queue[tuple[ItemT, BaseException | None]] = queue.Queue(AHEAD - 1)
     stopped = threading.Event()
 
     def fetch() -> None:
@@ -35,7 +36,7 @@ def ahead(items: Iterator[ItemT]) -> Generator[ItemT]:
                     return
         except BaseException as met:  # raised where the item is consumed
             error = met
-        ready.put((None, error))
+        ready.put((END, error))
 
     thread = threading.Thread(target=fetch, name="fetches batches", daemon=True)
     thread.start()
@@ -44,7 +45,7 @@ def ahead(items: Iterator[ItemT]) -> Generator[ItemT]:
             item, error = ready.get()
             if error is not None:
                 raise error
-            if item is None:
+            if item is END:
                 return
             yield item
     finally:

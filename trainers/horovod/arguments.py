@@ -10,6 +10,8 @@ import torch
 import torch.distributed as dist
 
 from allreduce.torch_backend.reduce import Reduction, resolve
+from allreduce.wrappers import options as compressions
+from allreduce.wrappers.options import ByPart, Given, PowerSGD
 from trainers.horovod.errors import ArgumentError, warn_deprecated
 
 
@@ -80,6 +82,22 @@ def check_reduction(kind: str, op: Op, given: Sequence[torch.Tensor]) -> None:
             reduction(op, dtype)
         except (TypeError, NotImplementedError) as error:
             raise ArgumentError(f"{kind}: {op.name} of {dtype}: {error}") from None
+
+
+def check_compression(kind: str, op: Op, compress: Given, named: bool = False, whole: bool = True) -> None:
+    """Raise ArgumentError unless the backend can compress the tensors of a call so.
+
+    named: they have names. whole: every rank gets whole tensors.
+    """
+    if compress is None:
+        return
+    shown, options = compressions.shown(compress), compressions.parse(compress)
+    if op not in (Op.Average, Op.Sum):
+        raise ArgumentError(f"{kind}: compression={shown} is for op=hvd.Average and hvd.Sum, not hvd.{op.name}")
+    if isinstance(options, ByPart) and not named:
+        raise ArgumentError(f"{kind}: compression={shown} needs names of parameters: use hvd.DistributedOptimizer")
+    if isinstance(options, PowerSGD) and not whole:
+        raise ArgumentError(f"{kind}: compression={shown} compresses whole matrices: use hvd.allreduce, or int8")
 
 
 def check_factors(kind: str, scales: tuple[Any, Any]) -> tuple[float, float]:

@@ -172,6 +172,12 @@ class Rounds:
         if self.left == self.options.fragment_sync_delay > 0:
             self.begin()
 
+    def discount(self, steps: int) -> None:
+        """Take back the last `steps` inner steps, all of weight 0, unless an average has begun. Local, the same on all
+        ranks."""
+        if self._flight is None:
+            self._position -= steps
+
     # Outer steps
 
     def begin(self, active: bool = True) -> None:

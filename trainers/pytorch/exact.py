@@ -29,6 +29,10 @@ OUTSIDE = (
     "divides a batch among the ranks"
 )
 NOT_BEGUN = "exact=True: there are no gradients: run `for rows in optimizer.micro_batches(len(x))` before each step"
+LEFT = (
+    "exact=True: the loop over micro_batches() did not end before the next call (an exception, break, or step() or "
+    "zero_grad() inside of the loop), so this batch has no average; all ranks may go on with the next one"
+)
 
 
 class MicroBatches:
@@ -38,6 +42,7 @@ class MicroBatches:
     size: rows of a micro-batch.
 
     count: the micro-batches of the step on all ranks; 0 before a step. used: the parameters that this rank has used.
+    begun: whether a loop over them has begun, and neither ended nor been abandoned.
     """
 
     def __init__(
@@ -55,45 +60,78 @@ class MicroBatches:
         self._views: list[list[Tensor]] = []  # of this memory, for each parameter
         self._statistics: list[np.ndarray] = []  # after each micro-batch, times its share of the rows
         self._error: Exception | None = None
+        self._loop: object | None = None  # identifies the loop that has begun
+        self._within = False  # whether a micro-batch has begun
         self.forget()
 
     def forget(self) -> None:
         """Drop the micro-batches of the step. Local."""
+        self._undo()
+        self._loop = None
         self.count, self.used = 0, set[int]()
+        self._rows = self._seed = 0
         self._done: list[int] = []  # the numbers of this rank's complete micro-batches
         self._statistics.clear()
-        self._error, self._within = OptionError(NOT_BEGUN), False
+        self._error = OptionError(NOT_BEGUN)
+
+    @property
+    def begun(self) -> bool:
+        return self._loop is not None
+
+    def _undo(self) -> None:
+        """Restore the buffers if a micro-batch has begun and did not end. Local."""
+        if self._within:
+            self._buffers.restore()
+        self._within = False
 
     # Computation
 
-    def run(self, rows: Any, mine: Sequence[int] | None, seed: int, rank: int, ranks: int) -> Iterator[slice]:
+    def run(self, rows: Any, mine: Sequence[int] | None, seed: Any, rank: int, ranks: int) -> Iterator[slice]:
         """Yield the rows of each micro-batch of this rank, during which its backward runs. Local.
 
         Bad arguments yield nothing; `agree` then raises the error on all ranks.
         """
         self.forget()
-        if isinstance(rows, bool) or not isinstance(rows, int | np.integer) or rows < 1:
-            self._error = OptionError(
-                f"micro_batches() takes the rows of the whole batch, an integer >= 1, not {rows!r}"
-            )
-            return
-        self.count = -(-int(rows) // self._size)
-        numbers = list(micro_batches_of(self.count, rank, ranks) if mine is None else mine)
-        wrong = [each for each in numbers if each not in range(self.count)]
-        if wrong:
-            self._error = OptionError(
-                f"micro_batches(mine=...) are numbers from 0 to {self.count - 1}, not {wrong[0]!r}"
-            )
+        loop = self._loop = object()
+        try:
+            numbers = self._numbers(rows, mine, seed, rank, ranks)
+        except OptionError as error:
+            self._error, self._loop = error, None
             return
         self._error = None
-        with keeping_generators():
-            for number in numbers:
-                seed_generators(seed_of(seed, number))
-                span = slice(number * self._size, min((number + 1) * self._size, int(rows)))
-                self._begin((span.stop - span.start) / rows)
-                yield span
-                self._end()
-                self._done.append(number)
+        try:
+            with keeping_generators():
+                for number in numbers:
+                    seed_generators(seed_of(seed, number))
+                    span = slice(number * self._size, min((number + 1) * self._size, self._rows))
+                    self._begin((span.stop - span.start) / self._rows)
+                    yield span
+                    if self._loop is not loop:
+                        raise GradientError(LEFT)
+                    self._end()
+                    self._done.append(number)
+            self._loop = None
+        finally:  # also when the program leaves the loop; `begun` stays true, because the other ranks wait
+            if self._loop is loop:
+                self._undo()
+
+    def _numbers(self, rows: Any, mine: Any, seed: Any, rank: int, ranks: int) -> Sequence[int]:
+        """Keep the arguments of a step; return the numbers of this rank's micro-batches. Local. Raises OptionError."""
+        for value, least, text in ((rows, 1, "the rows of the whole batch, "), (seed, 0, "seed=")):
+            if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < least:
+                raise OptionError(f"micro_batches() takes {text}an integer >= {least}, not {value!r}")
+        self._rows, self._seed = int(rows), seed_of(int(seed))
+        self.count = -(-self._rows // self._size)
+        try:
+            numbers = list(micro_batches_of(self.count, rank, ranks) if mine is None else mine)
+            wrong = [each for each in numbers if each not in range(self.count)]
+        except TypeError:
+            numbers = wrong = [mine]
+        if wrong:
+            raise OptionError(
+                f"micro_batches(mine=...) is a list of numbers from 0 to {self.count - 1}, not {wrong[0]!r}"
+            )
+        return numbers
 
     def _begin(self, share: float) -> None:
         self._buffers.save()
@@ -107,7 +145,8 @@ class MicroBatches:
     def take(self, index: int, parameter: Tensor) -> None:
         """Take a gradient that autograd has computed, times the micro-batch's share of the rows. Local."""
         if not self._within:
-            raise GradientError(OUTSIDE)
+            self._error = GradientError(OUTSIDE)  # also of the next average: `.grad` may have been one, and is no more
+            raise self._error
         grad, view = parameter.grad, self._views[len(self._done)][index]
         assert grad is not None
         if (grad.dtype, grad.shape) != (view.dtype, view.shape):
@@ -132,9 +171,9 @@ class MicroBatches:
             before = {name: each for name, each in self._buffers.saved().items() if name not in statistics}
             after = {name: self._module.get_buffer(name) for name in before}
             held = [{name: host_view(each) for name, each in group.items()} for group in (before, after)]
-            if wrong := changed_alone(*held):
-                self._error = OptionError(wrong)
-            self._checked = True
+            wrong = changed_alone(*held)
+            self._error = self._error or (OptionError(wrong) if wrong else None)
+            self._checked = not wrong
         if statistics:
             flat = torch.cat([each.reshape(-1).double() for each in statistics.values()])
             self._statistics.append(flat.mul_(self._share).numpy())
@@ -144,7 +183,11 @@ class MicroBatches:
 
     def agree(self, comm: MPI.Intracomm) -> None:
         """Raise on all ranks unless every micro-batch was computed once; average the statistics. Collective."""
-        agree(comm, [self.count, self._size], f"micro_batches(), {self.count} of {self._size} rows", self._error)
+        error = GradientError(LEFT) if self.begun else self._error
+        self._undo()
+        self._loop = None
+        call = f"micro_batches({self._rows}), of {self._size} rows each; random numbers from {self._seed}"
+        agree(comm, [self._rows, self._size, self._seed], call, error)
         times = np.bincount(np.array(self._done, np.intp), minlength=self.count)
         combine(comm, times, "count the micro-batches")
         if (times != 1).any():

@@ -2,24 +2,27 @@
 
 import inspect
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 from torch.optim import Optimizer
 
 from allreduce.backend import AllReduce
 from allreduce.errors import CopyError, OptionError
 from allreduce.topology import Topology
-from allreduce.transport.control import all_values
+from allreduce.transport.control import all_values, root_value, together
 from trainers import malloc
 from trainers.checks import check_equal
 from trainers.pytorch.assembly import Assembly
 from trainers.pytorch.options import GROUP_ADDED, Options, with_options
 from trainers.pytorch.report import Report
 from trainers.pytorch.state import broadcast_state, broadcast_tensors, comparable, load_root_state
+
+EXACT = "exact"  # the entry of a state_dict with the number of steps
 
 
 class MirroredOptimizer(Optimizer):
@@ -70,6 +73,7 @@ class MirroredOptimizer(Optimizer):
         self.optimizer, self.model, self.update = optimizer, model, options.update
         self._parts = Assembly(optimizer, model, options)
         self._skipped = 0  # steps that all ranks have left out
+        self._earlier_steps = 0  # with exact=True: those in a loaded state_dict, less this optimizer's own before it
         weakref.finalize(self, self._parts.dropped).atexit = False
         # creates the hooks of torch.optim.Optimizer; all other attributes are the wrapped optimizer's
         Optimizer.__setstate__(self, {})
@@ -218,17 +222,19 @@ class MirroredOptimizer(Optimizer):
         micro-batches. Gradients from before the loop are dropped.
 
         mine: the numbers of the micro-batches that this rank computes, perhaps none; all ranks together compute each
-            once. By default consecutive ones, equally many on the ranks. seed: of this batch, the same on all ranks; by
-            default the number of the steps done, so pass a number of your own after a resume.
+            once. By default consecutive ones, equally many on the ranks. seed: of this batch, an integer >= 0, the same
+            on all ranks; by default the number of the steps done, which `state_dict` holds too.
 
-        Raises on all ranks, when the loop ends: OptionError (bad arguments, buffers that depend on the ranks).
+        Raises on all ranks, when the loop ends: OptionError (bad arguments, buffers that depend on the ranks),
+        DisagreementError (of the arguments), GradientError: a rank has left the loop by an exception or `break`. That
+        rank takes part in the average at its next call of this optimizer; all may then go on with the next batch.
         """
         micro_batches, reducer = self._parts.reducer.micro_batches, self._parts.reducer
         if micro_batches is None:
             raise OptionError("micro_batches() needs MirroredOptimizer(..., exact=True)")
         with self._parts.usable():
             reducer.forget(release=True)
-            seed = reducer.steps if seed is None else seed
+            seed = reducer.steps + self._earlier_steps if seed is None else seed
             yield from micro_batches.run(rows, mine, seed, reducer.comm.rank, reducer.ranks)
             self._average()
 
@@ -244,6 +250,7 @@ class MirroredOptimizer(Optimizer):
             with optimizer.no_sync():
                 (loss(model(x), y) / len(parts)).backward()
         """
+        self._refuse_if_exact("no_sync(): each loop over micro_batches() is one average")
         reducer = self._parts.reducer
         before, reducer.enabled = reducer.enabled, False
         try:
@@ -349,16 +356,36 @@ class MirroredOptimizer(Optimizer):
         """The state_dict of the plain optimizer, equal on all ranks. Collective when sharded.
 
         With sync_every it is collective, ends the round, and is this rank's own, since the inner optimizer's state
-        differs between ranks. It also has the outer momentum; the plain optimizer loads it too.
+        differs between ranks. It also has the outer momentum, with exact=True the number of steps, the default seed of
+        `micro_batches`; the plain optimizer loads it too.
         """
         if self._parts.local is not None:
             with self._parts.usable():
                 return self._parts.local.state_dict()
-        sharded = self._parts.sharded
+        sharded, reducer = self._parts.sharded, self._parts.reducer
+        counts = {EXACT: {"steps": self._earlier_steps + reducer.steps}} if self._parts.options.exact else {}
         if sharded is None:
-            return self.optimizer.state_dict()
+            return {**self.optimizer.state_dict(), **counts}
         with self._parts.usable():
-            return self._parts.reducer.run_in_queue("gathers the optimizer's state", sharded.state_dict)
+            return {**reducer.run_in_queue("gathers the optimizer's state", sharded.state_dict), **counts}
+
+    def compression_state(self) -> dict[str, np.ndarray]:
+        """Return this rank's error feedback: what a compression has not sent yet; {} without one. Local.
+
+        It belongs to the training state, and every rank has its own. Call it between steps. The arrays are copies.
+        """
+        return self._parts.backend.state()
+
+    def load_compression_state(self, state: Mapping[str, np.ndarray]) -> None:
+        """Load a result of `compression_state` of an equal optimizer; what it lacks becomes zero. Local: on all ranks.
+
+        Raises OptionError, and changes nothing, if the state is of another model or compression. Call it between steps.
+        """
+        self._parts.backend.load_state(state)
+
+    def reset_compression(self) -> None:
+        """Set the error feedback to zero, as in a new optimizer. Local: call it on all ranks between steps."""
+        self._parts.backend.reset()
 
     def load_state_dict(self, state_dict: dict[str, Any] | None) -> None:
         """Load a state_dict of the plain optimizer: rank 0's, which all ranks get. Collective.
@@ -375,12 +402,27 @@ class MirroredOptimizer(Optimizer):
             return
         with self._parts.usable():
             parts, reducer = self._parts, self._parts.reducer
-            load = partial(load_root_state, reducer.comm, self.optimizer, state_dict)
-            reducer.run_in_queue("loads the optimizer's state", load)
+            steps = reducer.run_in_queue("loads the optimizer's state", partial(self._load, state_dict))
+            if parts.options.exact and steps is not None:
+                self._earlier_steps = steps - reducer.steps
             reducer.run_in_queue("tries fused kernels", partial(parts.kernels.test, reducer.comm))
             if parts.sharded is not None:
                 parts.sharded.load()
                 reducer.run_in_queue("backs up slices", partial(parts.sharded.keep, reducer.steps))
+
+    def _load(self, state_dict: dict[str, Any] | None) -> int | None:
+        """Load rank 0's state_dict; return its number of steps, None if it has none. Runs in the queue."""
+        comm = self._parts.reducer.comm
+
+        def steps() -> int | None:
+            found = (state_dict or {}).get(EXACT, {}).get("steps")
+            if found is not None and (type(found) is not int or found < 0):
+                raise OptionError(f"the number of steps in this state_dict must be an integer >= 0, not {found!r}")
+            return found
+
+        found = together(comm, lambda: steps() if comm.rank == 0 else None)
+        load_root_state(comm, self.optimizer, state_dict)
+        return root_value(comm, found, "receive the number of steps")
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Raises OptionError: the memory of gradients is laid out once. The plain optimizer can't add any either."""

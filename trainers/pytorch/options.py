@@ -72,8 +72,8 @@ class Options:
     compress: gradients are sent with fewer bits: "bfloat16", "float16", "int8", "float8", "powersgd:4", "auto", an
         object of options, or {pattern of parameter names: compression} (see allreduce.create). Parameters and sparse
         gradients are not compressed. What a rank has not sent (its error feedback) is added to its next gradients. It
-        differs between ranks, so state_dict() lacks it: each rank may save `optimizer.backend.state()`, and load it by
-        `load_state`. After a failure the remaining ranks keep theirs. For networks between nodes.
+        differs between ranks, so state_dict() lacks it: each rank may save `optimizer.compression_state()`, and load
+        it by `load_compression_state`. After a failure the remaining ranks keep theirs. For networks between nodes.
     copies: 2, with update="sharded" and ULFM (mpirun --with-ft ulfm): after each step another rank, on another node
         if there is one, gets a backup of this rank's slice of parameters and state. After a failure the remaining ranks
         have the complete state of the last finished step, unless a rank and the rank with its backup fail together.

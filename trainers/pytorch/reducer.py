@@ -10,6 +10,7 @@ When backward returns, `.grad` of every parameter is the average, so that clippi
 import math
 import weakref
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from operator import attrgetter
 from typing import TypeVar
@@ -23,6 +24,7 @@ from torch.nn import Parameter
 from allreduce.arrays.registered import Part
 from allreduce.backend import AllReduce
 from allreduce.engine.queue import Future, Queue
+from allreduce.errors import OptionError
 from allreduce.transport import ulfm
 from allreduce.transport.control import raise_together
 from allreduce.transport.wait import waiting
@@ -160,8 +162,8 @@ class Reducer:
     def _arrived(self, index: int, parameter: Tensor) -> None:
         """Autograd hook: the gradient of a parameter is complete in this backward."""
         if self.micro_batches is not None:
-            self.micro_batches.take(index, parameter)
             self.state = LOCAL
+            self.micro_batches.take(index, parameter)
             return
         backward = self._backward
         running = backward is not None and backward.running()
@@ -227,7 +229,7 @@ class Reducer:
 
     def average(self) -> None:
         """Average the gradients unless a backward has done so. Collective."""
-        self.abandon()
+        self._abandon_backward()
         if self.state == LOCAL:
             backward = self._begin()
             launch_all([backward])
@@ -255,7 +257,14 @@ class Reducer:
         return partial(self.finish, backward)
 
     def abandon(self) -> None:
-        """Finish an average that a failed backward has begun, if other ranks wait for it. Collective in that case."""
+        """Finish the average of a backward that has failed, or of a loop over micro-batches that was left, if other
+        ranks wait for it. Collective in that case."""
+        if self.micro_batches is not None and self.micro_batches.begun:
+            with suppress(GradientError, OptionError):  # this rank has had its error already
+                self.average()
+        self._abandon_backward()
+
+    def _abandon_backward(self) -> None:
         backward = self._backward
         if backward is None:
             return

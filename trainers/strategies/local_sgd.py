@@ -50,6 +50,8 @@ class LocalSGD(Mirrored):
         self._queue: Queue | None = None  # of averages that overlap with inner steps
         self._meter: RoundMeter | None = None
         self._added: list[np.ndarray] = []  # a row of RoundMeter.add for each step since the ranks have met
+        self._batches: BatchSource  # of the fit
+        self._first = 0  # the first step since the ranks have met, in its epoch
         self._met = np.zeros(len(FLAGS))  # the sums over the ranks at the last meeting: flags, then rows of metrics
         # during `restore`: each rank's [steps, `_met`, outer steps], and whether this rank has joined
         self._infos: list[Any] = []
@@ -143,6 +145,7 @@ class LocalSGD(Mirrored):
 
     def make_meter(self, batches: BatchSource) -> RoundMeter:
         self._added.clear()
+        self._batches = batches
         self._meter = RoundMeter(self.replica.metrics, batches.sizes, self.measured.dtype, "cpu")
         return self._meter
 
@@ -150,14 +153,13 @@ class LocalSGD(Mirrored):
         self._added.clear()
         with run.shares(number) as shares:
             while run.first_step < run.batches.steps and not run.stopped:
-                first = run.first_step
+                first = self._first = run.first_step
                 last = first + self.rounds.left
-                if not run.batches.streams:
-                    last = min(last, run.batches.steps)
+                if run.batches.planned is not None:
+                    last = min(last, run.batches.planned)
                 for step in range(first, last):
                     self._added.append(np.zeros(len(self.replica.metrics) + 1))
                     took = run.keep_error(partial(self._take_step, run, step, shares))
-                    run.keep_error(partial(run.end_batch, step))
                     self.rounds.count_step(1.0 if took else 0.0)
                 run.keep_error(partial(run.batches.peek, last))
                 run.end_steps(self._meet(run))
@@ -165,12 +167,23 @@ class LocalSGD(Mirrored):
     def _take_step(self, run: EpochRun, step: int, shares: Iterator[Batch]) -> bool:
         """Take an inner step with this rank's rows. Returns False if there are none, or they were discarded. Local; may
         raise any exception."""
-        replica, metrics = self.replica, len(self.replica.metrics)
-        run.begin_batch(step)
+        exists = step < run.batches.steps
+        if not exists:  # for all that is known: it does if this rank has rows of it
+            run.batches.peek(step)
+            exists = run.batches.coming > 0
+        if exists:
+            run.begin_batch(step)
         with self.span("data"):
             batch = run.check_batch(next(shares))
-        if not len(batch.x):
-            return False
+        took = len(batch.x) > 0 and self._update_alone(run, batch)
+        if exists:
+            run.end_batch(step)
+        return took
+
+    def _update_alone(self, run: EpochRun, batch: Batch) -> bool:
+        """Update the replica with rows of this rank. Returns False if they were discarded. Local; may raise any
+        exception."""
+        replica, metrics = self.replica, len(self.replica.metrics)
         with self.span("compute"):
             values = replica.gradients(batch.x, batch.y, 1.0)
         if run.discard_if_unusable(self._gradients, replica):
@@ -196,8 +209,8 @@ class LocalSGD(Mirrored):
         if run.batches.streams:
             if not met[FLAGS.index("rows")]:
                 steps = int(np.flatnonzero(shares).max(initial=0)) + 1
-            for step in range(1, steps):  # a rank does not know the others' rows before, so its share is its rows
-                run.batches.learn(run.first_step + step, round(shares[step]))
+                self.rounds.discount(len(shares) - steps)
+            self._learn(shares[:steps])
             met = met[: len(met) - (len(shares) - steps) * (len(self.replica.metrics) + 1)]
         run.read_flags(steps)
         if self.rounds.due:
@@ -207,6 +220,12 @@ class LocalSGD(Mirrored):
         assert self._meter is not None
         self._meter.check_loss()
         return steps
+
+    def _learn(self, shares: np.ndarray) -> None:
+        """Take the rows of a stream's batches since the ranks last met. shares: of these steps, over all ranks. A rank
+        knows the others' rows of the first of them only, so its share of another one is its rows. Local."""
+        for step in range(1, len(shares)):
+            self._batches.learn(self._first + step, round(shares[step]))
 
     def _count(self, met: np.ndarray) -> None:
         """Count the steps of a meeting. met: the sums over the ranks. Local."""
@@ -296,6 +315,8 @@ class LocalSGD(Mirrored):
             done, met = max((done, met) for steps, met, done in self._infos if steps == step)
             self.saved = [Piece(step, step, 0, self._length, {}, dict(state), done)]
             if step > self.steps and not self._joins:
+                if self._batches.streams:
+                    self._learn(np.array(met[len(FLAGS) :]).reshape(step - self.steps, -1)[:, -1])
                 self._count(np.array(met))
             self.steps = step
         super().load_state(step, state)

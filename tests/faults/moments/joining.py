@@ -22,12 +22,18 @@ WORKING = 3
 
 
 def main(kind: str, folder: str = "") -> None:
-    """central: the storage rank dies first, so all ranks go back to a checkpoint in the middle of an epoch."""
+    """central: the storage rank dies first, so all ranks go back to a checkpoint in the middle of an epoch. central and
+    local: with a loader."""
     given: dict[str, Any] = {"options": {}}
     if kind == "central":
-        given = {"options": {"storage": 1}, "kind": CentralStorageTrainer, "checkpoint": Checkpoint(folder, "7 steps")}
+        given = {
+            "options": {"storage": 1},
+            "kind": CentralStorageTrainer,
+            "checkpoint": Checkpoint(folder, "7 steps"),
+            "rows": "whole",
+        }
     if kind == "local":
-        given = {"options": {"sync_every": 4, "outer_optimizer": "diloco"}}
+        given = {"options": {"sync_every": 4, "outer_optimizer": "diloco"}, "rows": "whole"}
     pool = Topology()
     moments = {1: ("batch_begin", 1, 2), 0: ("epoch_end", 3, 0)}
     deaths = Deaths(moments.get(pool.rank))

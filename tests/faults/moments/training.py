@@ -9,7 +9,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -21,6 +21,7 @@ from tests.faults import points
 from tests.faults.points import die
 from trainers import CentralStorageTrainer, Checkpoint, MirroredTrainer, NumpyNetwork, ParameterServerTrainer
 from trainers.callbacks import Callback, LearningRateSchedule
+from trainers.data import Batches
 from trainers.files.checkpoint import path_of
 
 ROWS, BATCH, EPOCHS = 210, 42, 6  # batches that 1 to 3 ranks can divide, and 4 can't
@@ -33,6 +34,19 @@ def data() -> tuple[np.ndarray, np.ndarray]:
 
 def network(seed: int) -> NumpyNetwork:
     return NumpyNetwork([8, 16, 3], seed=seed, lr=0.01)
+
+
+class Loader:
+    """The batches of a training on arrays, or one of several parts of each batch."""
+
+    def __init__(self, part: int, parts: int) -> None:
+        self.part, self.parts = part, parts
+
+    def set_epoch(self, number: int) -> None:
+        self.batches = Batches(*data(), BATCH, self.part, self.parts).epoch(number)
+
+    def __iter__(self) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+        return ((batch.x.copy(), batch.y.copy()) for batch in self.batches)
 
 
 def schedule() -> LearningRateSchedule:
@@ -73,7 +87,7 @@ def several(ranks: Topology, options: dict[str, str]) -> dict[str, Any]:
     """Three of four ranks die, the chief first: in a batch, after a batch and in an event, until one rank remains."""
     moments = {0: ("batch_begin", 1, 2), 2: ("batch_end", 3, 4), 1: ("epoch_end", 4, 0)}
     deaths = Deaths(moments.get(ranks.rank))
-    return trained(ranks, options, deaths)
+    return trained(ranks, {}, deaths, rows=options.get("rows"))
 
 
 def local(ranks: Topology, options: dict[str, str]) -> dict[str, Any]:
@@ -85,7 +99,7 @@ def local(ranks: Topology, options: dict[str, str]) -> dict[str, Any]:
     given: dict[str, Any] = {"sync_every": 4, "outer_optimizer": "diloco"}
     if options["way"] == "streamed":
         given |= {"fragments": 2, "fragment_sync_delay": 1, "fragment_update_alpha": 0.5}
-    return trained(ranks, given, deaths)
+    return trained(ranks, given, deaths, rows=options.get("rows"))
 
 
 def sharded(ranks: Topology, options: dict[str, str]) -> dict[str, Any]:
@@ -221,15 +235,21 @@ def trained(
     replica: NumpyNetwork | None = None,
     on_failure: str = "continue",
     resume: bool = False,
+    rows: str | None = None,
 ) -> dict[str, Any]:
-    """Return the result of a training, and that of one rank alone."""
+    """Return the result of a training, and that of one rank alone. rows: train with a loader of these rows."""
     x, y = data()
     given: dict[str, Any] = {"validation_data": (x[:50], y[:50])}
     replica = replica or network(ranks.rank)
     with kind(replica, topology=ranks, on_failure=on_failure, **options) as trainer:
         callbacks = [deaths, schedule()]
         given |= {"progress": False}
-        history = trainer.fit(x, y, EPOCHS, BATCH, callbacks=callbacks, checkpoint=checkpoint, resume=resume, **given)
+        common: dict[str, Any] = {"callbacks": callbacks, "checkpoint": checkpoint, "resume": resume, **given}
+        if rows is None:
+            history = trainer.fit(x, y, EPOCHS, BATCH, **common)
+        else:
+            parts = (ranks.rank, ranks.size) if rows == "divided" else (0, 1)
+            history = trainer.fit(Loader(*parts), rows=rows, epochs=EPOCHS, **common)
         came = {
             "history": [epoch.as_dict() for epoch in history],
             "ranks": trainer.size,

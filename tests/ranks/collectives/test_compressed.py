@@ -10,9 +10,9 @@ from mpi4py import MPI
 
 import allreduce
 from allreduce import errors
-from allreduce.arrays.registered import divide
+from allreduce.arrays.registered import Part, divide
 from allreduce.wrappers.half import Halved
-from allreduce.wrappers.options import Compression
+from allreduce.wrappers.options import Compression, PowerSGD
 from tests.backends import SUMS_HALF
 from tests.ranks.counting import Counting
 from tests.ranks.together import raised
@@ -299,3 +299,42 @@ def test_the_state_of_uneven_nodes_goes_to_another_number_of_ranks(topology_of: 
         for name in after[0]:
             if name.endswith("residual"):
                 assert (sum(each.get(name, 0) for each in after) == sum(each.get(name, 0) for each in held)).all()
+
+
+@several
+@pytest.mark.parametrize("compress", ["int8", {"*": PowerSGD(start_powerSGD_iter=0)}])
+@pytest.mark.parametrize(("name", "nodes"), [("ring", None), ("auto", 1)])
+def test_the_state_of_one_array(name: str, nodes: int | None, compress: Any, topology_of: Any) -> None:
+    """Each array's own state goes to the equal array of another backend, in which it has another number."""
+    length = 4 * LENGTH  # shorter ones are not compressed by auto
+
+    def made() -> Any:
+        reduce = allreduce.create(name, topology_of(nodes), compress=compress)
+        arrays = [reduce.allocate(length) for _ in range(2)]
+        for array in arrays:
+            reduce.describe(array, [Part("weight", 0, (LENGTH, 4))])
+        return reduce, arrays
+
+    def sums(reduce: Any, arrays: Any) -> list[bytes]:
+        for number, array in enumerate(arrays):
+            array[:] = values(rank, "float32", length) * (number + 1)
+            reduce(array, "sum")
+        return [array.tobytes() for array in arrays]
+
+    reduce, arrays = made()
+    other, equal = made()
+    with reduce, other:
+        first = sums(reduce, arrays)
+        held = [reduce.state(array) for array in arrays]
+        expected = sums(reduce, arrays)
+        assert expected != first
+        for state, array in zip(held, reversed(equal), strict=True):
+            other.load_state(state, array)
+        for state, array in zip(held, reversed(equal), strict=True):
+            loaded = other.state(array)
+            assert loaded.keys() == state.keys()
+            assert all((loaded[key] == state[key]).all() for key in state)
+        assert sums(other, equal[::-1]) == expected
+        reduce.reset(arrays[1])
+        assert reduce.state(arrays[0])
+        assert not reduce.state(arrays[1])

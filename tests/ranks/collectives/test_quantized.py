@@ -280,7 +280,7 @@ def test_state(kind: str, nodes: Any, topology_of: Any) -> None:
 
 @pytest.mark.skipif(not NODES, reason="needs ranks for several nodes")
 @pytest.mark.parametrize("nodes", NODES)
-@pytest.mark.parametrize("length", [SHORTEST, 100_003])
+@pytest.mark.parametrize("length", [SHORTEST - 1, SHORTEST, 100_003])
 def test_errors_of_other_ranks_and_nodes(nodes: str, length: int, topology_of: Any) -> None:
     """A job with other nodes has divided its errors anew: each rank sends errors of elements that it does not own."""
     with allreduce.create("hierarchical_copy", topology_of(NODES[nodes]), compress="int8") as reduce:
@@ -298,6 +298,8 @@ def test_errors_of_other_ranks_and_nodes(nodes: str, length: int, topology_of: A
             same_bits(array)
             given, sent = given + mean(step, length) * size, sent + array.astype(float) * size
         np.testing.assert_allclose(sent + total(residual(reduce, array)), given, rtol=1e-4, atol=1e-2)
+        if length < SHORTEST:
+            assert not residual(reduce, array).any()
 
 
 @pytest.mark.skipif(not NODES, reason="needs ranks for several nodes")

@@ -163,3 +163,34 @@ def test_a_plain_loop_goes_on_with_the_same_bits(
             for number in range(4, 7):
                 step(again, resumed, number)
             assert same(again, model)
+
+
+def test_the_error_feedback_of_a_compression_continues(world: MPI.Intracomm, flat: allreduce.Topology) -> None:
+    """With `compression_state` a second optimizer continues with the same bits, and without it with others."""
+    generator = torch.Generator().manual_seed(world.rank)
+    rows = torch.randn(4, 8, 60, generator=generator)
+
+    def train(steps: range, weights: Any = None, state: Any = None) -> tuple[Any, Any]:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(60, 90), nn.Tanh(), nn.Linear(90, 1))
+        if weights is not None:
+            model.load_state_dict(weights)
+        plain = torch.optim.SGD(model.parameters(), lr=0.1)
+        with MirroredOptimizer(plain, model, topology=flat, compress="int8", overlap=False) as optimizer:
+            if state is not None:
+                optimizer.load_compression_state(state)
+            for step in steps:
+                optimizer.zero_grad()
+                model(rows[step]).square().mean().backward()
+                optimizer.step()
+            held = optimizer.compression_state()
+            optimizer.reset_compression()
+            assert optimizer.compression_state() == {}
+            return model.state_dict(), held
+
+    half, unsent = train(range(2))
+    whole, _ = train(range(4))
+    for state in (unsent, None):
+        found, _ = train(range(2, 4), half, state)
+        alike = all(torch.equal(found[name], whole[name]) for name in whole)
+        assert alike == (state is not None)

@@ -1,5 +1,6 @@
 """MirroredOptimizer(exact=True): a loop of the user's own has the bits of one rank."""
 
+import copy
 import hashlib
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -138,15 +139,94 @@ def test_misuse(flat: allreduce.Topology) -> None:
         refused("run `for rows in", optimizer.step)
         refused("outside of a micro-batch", lambda: model(x).sum().backward(), GradientError)
         refused("an integer >= 1", lambda: [*optimizer.micro_batches(0)])
-        refused("from 0 to 7, not 8", lambda: [*optimizer.micro_batches(ROWS, [8] if WORLD.rank == 0 else [])])
+        refused(
+            "a list of numbers from 0 to 7, not 8",
+            lambda: [*optimizer.micro_batches(ROWS, [8] if WORLD.rank == 0 else [])],
+        )
+        refused("an integer >= 0, not -1", lambda: [*optimizer.micro_batches(ROWS, seed=-1)])
+        refused("a list of numbers", lambda: [*optimizer.micro_batches(ROWS, mine=3 if WORLD.rank == 0 else [])])
+        if SIZE > 1:
+            differ = allreduce.errors.DisagreementError
+            refused("micro_batches(36)", lambda: [*optimizer.micro_batches(ROWS - WORLD.rank)], differ)
+            refused("micro_batches(37)", lambda: [*optimizer.micro_batches(ROWS, seed=WORLD.rank)], differ)
+        refused("excludes no_sync()", lambda: optimizer.no_sync().__enter__())
         refused("was computed 0 times", lambda: step(model, optimizer, x, y, mine[1:]))
         refused("was computed 2 times", lambda: step(model, optimizer, x, y, [*mine, 0] if mine else []))
         refused("excludes rows()", lambda: optimizer.rows(3))
         refused("excludes join()", lambda: optimizer.join().__enter__())
         refused("excludes step(closure)", lambda: optimizer.step(lambda: None))
         step(model, optimizer, x, y)  # errors leave it usable
+        for rows in optimizer.micro_batches(len(x)):
+            functional.cross_entropy(model(x[rows]), y[rows]).backward()
+        refused("outside of a micro-batch", lambda: model(x).sum().backward(), GradientError)
+        refused("outside of a micro-batch", optimizer.step, GradientError)
+        step(model, optimizer, x, y)
     with MirroredOptimizer(plain, model, topology=flat) as optimizer:
         refused("needs MirroredOptimizer", lambda: [*optimizer.micro_batches(3)])
+
+
+@pytest.mark.parametrize("leave", ["exception", "break", "zero_grad"])
+def test_a_loop_that_is_left(leave: str, flat: allreduce.Topology) -> None:
+    """By one rank: all raise an error, in this batch or at the next call, and go on with the bits of one rank."""
+    last = WORLD.rank == SIZE - 1
+    model = network()
+    plain = OPTIMIZERS["adamw"](model.parameters())
+    texts = []
+    with MirroredOptimizer(plain, model, topology=flat, exact=True, micro_batch=MICRO) as optimizer:
+        for number, (x, y) in enumerate(batches(4)):
+            try:
+                for rows in optimizer.micro_batches(len(x)):
+                    loss = functional.cross_entropy(model(x[rows]), y[rows])
+                    if number == 2 and last:
+                        if leave == "exception":
+                            raise ValueError
+                        if leave == "break":
+                            break
+                        optimizer.zero_grad()
+                    loss.backward()
+                optimizer.step()
+            except (ValueError, GradientError) as error:
+                assert number == 2
+                texts.append(str(error))
+        assert optimizer.steps == 3
+        state = optimizer.state_dict()
+    if SIZE > 1 and not last:
+        assert f"rank {SIZE - 1}: exact=True: the loop over micro_batches() did not end" in texts[0]
+    assert len(texts) == 1
+    with allreduce.Topology(MPI.COMM_SELF) as single:
+        other = network()
+        given = {"topology": single, "exact": True, "micro_batch": MICRO}
+        with MirroredOptimizer(OPTIMIZERS["adamw"](other.parameters()), other, **given) as optimizer:
+            for number, (x, y) in enumerate(batches(4)):
+                if number != 2:
+                    step(other, optimizer, x, y)
+            assert str(optimizer.state_dict()) == str(state)
+    assert set(WORLD.allgather(sha256_of(model))) == {sha256_of(other)}
+
+
+@pytest.mark.parametrize("update", ["replicated", "sharded"])
+def test_a_resumed_loop_has_the_same_random_numbers(update: str, flat: allreduce.Topology) -> None:
+    """The count of steps is in the state_dict, which the plain optimizer loads too; rank 0's counts."""
+    given = {"topology": flat, "exact": True, "micro_batch": MICRO, "update": update}
+    model = network()
+    with MirroredOptimizer(OPTIMIZERS["adamw"](model.parameters()), model, **given) as optimizer:
+        for x, y in batches(4)[:2]:
+            step(model, optimizer, x, y)
+        state, parameters = copy.deepcopy((optimizer.state_dict(), model.state_dict()))
+        for x, y in batches(4)[2:]:
+            step(model, optimizer, x, y)
+        expected = sha256_of(model)
+    model.load_state_dict(parameters)
+    plain = OPTIMIZERS["adamw"](model.parameters())
+    plain.load_state_dict(state)
+    with MirroredOptimizer(plain, model, **given) as optimizer:
+        optimizer.load_state_dict(state if WORLD.rank == 0 else None)
+        assert optimizer.state_dict()["exact"] == {"steps": 2}
+        for x, y in batches(4)[2:]:
+            step(model, optimizer, x, y)
+        assert sha256_of(model) == expected
+        broken = {**state, "exact": {"steps": "two"}}
+        assert "'two'" in raised_everywhere(WORLD, OptionError, lambda: optimizer.load_state_dict(broken))
 
 
 class Counting(nn.Linear):
@@ -164,5 +244,6 @@ class Counting(nn.Linear):
 def test_buffers_that_depend_on_the_ranks_are_refused(flat: allreduce.Topology) -> None:
     model = Counting()
     with MirroredOptimizer(torch.optim.SGD(model.parameters()), model, topology=flat, exact=True) as optimizer:
-        text = raised_everywhere(WORLD, OptionError, lambda: step(model, optimizer, *batches(1)[0]))
-        assert "mass changes in training" in text, text
+        for _ in range(2):
+            text = raised_everywhere(WORLD, OptionError, lambda: step(model, optimizer, *batches(1)[0]))
+            assert "mass changes in training" in text, text

@@ -1,6 +1,8 @@
 """fit(loader): the training is that of one rank with all rows, for every strategy, however the batches are divided."""
 
 import functools
+import os
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -10,6 +12,7 @@ import pytest
 from mpi4py import MPI
 
 import allreduce
+from allreduce.transport import control
 from tests.ranks.training.test_fit import data, network
 from trainers import (
     CentralStorageTrainer,
@@ -18,7 +21,9 @@ from trainers import (
     ParameterServerTrainer,
     SpareReplicasTrainer,
 )
-from trainers.errors import ArgumentError, DataError
+from trainers.errors import ArgumentError, CheckpointError, DataError
+from trainers.fit import prefetch
+from trainers.fit.loader import LoaderBatches
 from trainers.watching.callback import Callback
 
 Pair = tuple[np.ndarray, np.ndarray]
@@ -85,6 +90,16 @@ def test_a_loader_trains_as_one_rank_with_all_rows(kind: str, rows: str, flat: a
         np.testing.assert_allclose([epoch.loss for epoch in history], losses, rtol=1e-5)
 
 
+class Seen(Callback):
+    """Notes the numbers of the batches that have ended."""
+
+    def __init__(self) -> None:
+        self.batches: list[int] = []
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        self.batches.append(batch)
+
+
 @pytest.mark.parametrize("rows", ["divided", "whole"])
 def test_local_sgd_with_a_loader_trains_as_with_arrays(rows: str, flat: allreduce.Topology) -> None:
     """Batches of 12, 12, 12 and 7 rows, so that the last one is short; rounds of 3 steps end after the epoch."""
@@ -97,11 +112,14 @@ def test_local_sgd_with_a_loader_trains_as_with_arrays(rows: str, flat: allreduc
     ]
     found = []
     for loads in (True, False):
-        with MirroredTrainer(network(), "ring", flat, sync_every=2) as trainer:
+        seen = Seen()
+        with MirroredTrainer(network(), "ring", flat, sync_every=3) as trainer:
             if loads:
-                history = trainer.fit(batches if rows == "whole" else mine, rows=rows, epochs=EPOCHS, progress=False)
+                own = batches if rows == "whole" else mine
+                history = trainer.fit(own, rows=rows, epochs=EPOCHS, callbacks=[seen], progress=False)
             else:
-                history = trainer.fit(x, y, EPOCHS, 12, shuffle=False, progress=False)
+                history = trainer.fit(x, y, EPOCHS, 12, shuffle=False, callbacks=[seen], progress=False)
+            assert seen.batches == [0, 1, 2, 3] * EPOCHS
             found.append([trainer.steps, *(epoch.loss for epoch in history), *trainer.replica.state()["parameters"]])
     np.testing.assert_allclose(found[0], found[1], rtol=1e-5, atol=1e-7)
 
@@ -160,9 +178,10 @@ def test_a_short_loader_begins_again_in_the_middle_of_an_epoch(flat: allreduce.T
 
 
 def test_a_fit_resumes_in_the_middle_of_an_epoch(flat: allreduce.Topology, folder: Path) -> None:
-    """Loaders without a state are read again up to the step of the checkpoint."""
-    divided = batches_of(flat.size, 1)
-    own, steps = divided[flat.rank], len(together(divided))
+    """Loaders without a state are read again up to the step of the checkpoint. Batches without rows are no steps."""
+    divided = batches_of(flat.size, 2)
+    steps, empty = len(together(divided)), (data()[0][:0], data()[1][:0])
+    own = [each for batch in divided[flat.rank] for each in (empty, batch)]
     found = []
     for stops in (0, 1):
         where, hashes = str(folder / str(stops)), []
@@ -176,6 +195,107 @@ def test_a_fit_resumes_in_the_middle_of_an_epoch(flat: allreduce.Topology, folde
                 hashes = trainer.parameters_sha256()
         found.append((hashes, [epoch.loss for epoch in history]))
     assert found[0] == found[1]
+
+
+def saved_steps(folder: str) -> list[int]:
+    return sorted(int("".join(filter(str.isdigit, name))) for name in os.listdir(folder) if name.endswith(".npz"))
+
+
+def test_checkpoints_of_a_stream_are_written_when_they_are_due(flat: allreduce.Topology, folder: Path) -> None:
+    x, y = data()
+    with MirroredTrainer(network(), "ring", flat) as trainer:
+        checkpoint = Checkpoint(str(folder), "5 steps", keep=9)
+        trainer.fit([(x, y)] * 4, rows="whole", epochs=3, progress=False, checkpoint=checkpoint)
+    assert saved_steps(str(folder)) == [5, 10, 12]
+
+
+def test_other_ranks_resume_between_passes_only(flat: allreduce.Topology, folder: Path) -> None:
+    """In the middle of a pass, each rank's loader would begin where the loaders of other ranks have been."""
+    if flat.size == 1:
+        pytest.skip("needs two ranks")
+    x, y = data()
+    options: dict[str, Any] = {"rows": "divided", "progress": False}
+    for name, stop in (("middle", [StopAt(1)]), ("end", [])):
+        with MirroredTrainer(network(), "ring", flat) as trainer:
+            checkpoint = Checkpoint(str(folder / name), "1 step")
+            trainer.fit([(x, y)] * 3, epochs=1, **options, callbacks=stop, checkpoint=checkpoint)
+
+    def resume() -> None:
+        with allreduce.Topology(MPI.COMM_SELF) as alone, MirroredTrainer(network(), "ring", alone) as trainer:
+            fit = functools.partial(trainer.fit, [(x, y)] * 3, epochs=2, **options, resume=True)
+            with pytest.raises(CheckpointError, match="in the middle of the loaders' rows"):
+                fit(checkpoint=str(folder / "middle"))
+            assert len(fit(checkpoint=str(folder / "end"))) == 2
+            assert len(fit(checkpoint=Checkpoint(str(folder / "middle"), same_data=False))) == 2
+
+    control.together(flat.world, lambda: resume() if flat.rank == 0 else None)
+
+
+def test_a_fit_goes_back_to_its_first_batch() -> None:
+    """From the first batch of the second epoch, whose number in its epoch is the same."""
+
+    class Loader:
+        def set_epoch(self, number: int) -> None:
+            self.number = number
+
+        def __iter__(self) -> Iterator[Pair]:
+            yield np.full((2, 1), self.number), np.zeros(2)
+
+    batches = LoaderBatches(Loader(), "divided", None, None, 0, 1, 0)
+    batches.adopt([batches.describe()])
+    batches.learn(0, batches.begin(0, 0))
+    batches.begin(1, 0)
+    batches.resume(0, 0, 0, {"sizes": []})
+    batches.begin(0, 0)
+    assert batches.share(0, 0, 0).x[0] == 0
+
+
+class Closes:
+    """A loader that counts its passes that are open."""
+
+    def __init__(self) -> None:
+        self.open = 0
+
+    def __iter__(self) -> Iterator[Pair]:
+        self.open += 1
+        try:
+            while True:
+                yield data()
+        finally:
+            self.open -= 1
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+def test_a_fit_leaves_nothing_open(ahead: bool, flat: allreduce.Topology) -> None:
+    """Neither a pass over the loader nor a thread, also if the fit is refused; the user's own iterator stays open."""
+    loader, iterator, threads = Closes(), iter(Closes()), threading.active_count()
+    with MirroredTrainer(network(), "ring", flat) as trainer:
+        fit = functools.partial(trainer.fit, rows="divided", steps_per_epoch=2, epochs=1, prefetch=ahead)
+        fit(loader, progress=False)
+        assert loader.open == 0
+        with pytest.raises(ArgumentError, match="needs the folder") as refused:  # holds the frames of the fit
+            fit(loader, resume=True)
+        with pytest.raises(ArgumentError, match="same number of rows") as again:
+            fit(loader, validation_data=(np.zeros(2), np.zeros(3)))
+        assert loader.open == 0, (refused, again)
+        fit(iterator, progress=False)
+        assert len(next(iterator)) == 2
+    assert threading.active_count() == threads
+
+
+def test_batches_without_rows_for_ever(flat: allreduce.Topology) -> None:
+    """A loader whose pass has no rows counts as ended, and is not read again and again."""
+    x, y = data()
+    with MirroredTrainer(network(), "ring", flat) as trainer:
+        fit = functools.partial(trainer.fit, rows="divided", steps_per_epoch=2, epochs=1, progress=False)
+        with pytest.raises(DataError, match="no rank's loader gives a batch"):
+            fit([(x[:0], y[:0])])
+        fit([(x[:0], y[:0])] if flat.rank else [(x, y)])
+        assert trainer.steps == 2
+
+
+def test_nothing_may_be_an_item() -> None:
+    assert list(prefetch.ahead(iter([1, None, 2]))) == [1, None, 2]
 
 
 class StopAt(Callback):
@@ -302,8 +422,12 @@ def test_a_torch_loader_with_its_sampler(flat: allreduce.Topology) -> None:
     rows = torch.utils.data.TensorDataset(torch.from_numpy(x), torch.from_numpy(y))
     sampler = torch.utils.data.DistributedSampler(rows, flat.size, flat.rank)
     loader = torch.utils.data.DataLoader(rows, batch_size=5, sampler=sampler)
+    in_batches = torch.utils.data.DataLoader(rows, batch_sampler=torch.utils.data.BatchSampler(sampler, 5, False))
     with MirroredTrainer(network(), "ring", flat) as trainer:
-        trainer.fit(loader, rows="divided", epochs=EPOCHS, progress=False)
-        assert trainer.steps == EPOCHS * len(loader)
-        assert sampler.epoch == EPOCHS - 1
+        for each in (loader, in_batches):
+            sampler.set_epoch(7)
+            before = trainer.steps
+            trainer.fit(each, rows="divided", epochs=EPOCHS, progress=False)
+            assert trainer.steps - before == EPOCHS * len(loader)
+            assert sampler.epoch == EPOCHS - 1
         assert len(set(trainer.parameters_sha256())) == 1

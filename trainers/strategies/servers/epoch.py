@@ -90,7 +90,7 @@ class EpochLedger:
     def note(self, number: int, outcome: int) -> None:
         """Record the outcome of part `number`, unless it has one."""
         if number >= self.parts:
-            added = number + 1 - self.parts
+            added = max(number + 1 - self.parts, self.parts)  # twice the memory: a long epoch costs no copy a part
             self.outcomes = np.append(self.outcomes, np.full(added, LEFT, np.int32))
             self.dealt = np.append(self.dealt, np.zeros(added, bool))
         if not self.has(number):
