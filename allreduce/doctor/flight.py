@@ -17,7 +17,10 @@ NO_CALL = "has not made this call"
 
 
 class Record(NamedTuple):
-    """The file of one rank. calls: user -> count -> call. full: earlier calls were dropped."""
+    """The file of one rank. calls: user -> count -> call. full: earlier calls were dropped.
+
+    began, time: when the rank's program began, and when it wrote the file; seconds since 1970.
+    """
 
     rank: int
     size: int
@@ -25,6 +28,8 @@ class Record(NamedTuple):
     why: str
     full: bool
     calls: dict[str, dict[int, Recorded]]
+    began: float
+    time: float
 
 
 class Difference(NamedTuple):
@@ -43,7 +48,10 @@ class Difference(NamedTuple):
 
 
 def read(folder: str) -> dict[int, Record]:
-    """Read the files in a folder: rank -> its record. Raises OptionError if there is none, or one can't be read."""
+    """Read the files in a folder: rank -> its record. Raises OptionError if there is none, or one can't be read.
+
+    A file that was written before another rank's program began is of an earlier job, and is left out.
+    """
     paths = sorted(glob.glob(os.path.join(glob.escape(folder), PATTERN.format("*"))))
     if not paths:
         raise OptionError(
@@ -51,7 +59,8 @@ def read(folder: str) -> dict[int, Record]:
             "ranks write them when a wait times out or the job is aborted"
         )
     records = [_record(path) for path in paths]
-    return {record.rank: record for record in records}
+    newest = max(record.began for record in records)
+    return {record.rank: record for record in records if record.time >= newest}
 
 
 def _record(path: str) -> Record:
@@ -64,7 +73,9 @@ def _record(path: str) -> Record:
             end = None if end is None else float(end)
             calls.setdefault(str(user), {})[int(count)] = Recorded(str(user), int(count), str(call), float(begin), end)
         rank, size = int(content["rank"]), int(content["size"])
-        return Record(rank, size, str(content["host"]), str(content["why"]), bool(content["full"]), calls)
+        began, written = float(content["began"]), float(content["time"])
+        why, full = str(content["why"]), bool(content["full"])
+        return Record(rank, size, str(content["host"]), why, full, calls, began, written)
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise OptionError(
             f"{path} is no flight record: {type(error).__name__}: {shown(str(error), 200)}; remove it, or take the "
@@ -116,7 +127,9 @@ def report(records: Mapping[int, Record]) -> tuple[str, int]:
     lines += [f"  {listed(ranks)}: {why}" for why, ranks in _grouped(records).items()]
     missing = [rank for rank in range(size) if rank not in records]
     if missing:
-        lines.append(f"  {listed(missing)}: no file: killed, without the folder, or stuck in code that holds the GIL")
+        lines.append(
+            f"  {listed(missing)}: no file of this job: killed, without the folder, or stuck in code that holds the GIL"
+        )
     difference = first_difference(records)
     if difference is None:
         lines.append("no rank differs: each call that is recorded on several ranks is the same on them")

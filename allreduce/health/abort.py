@@ -294,7 +294,10 @@ def end_job(text: str, code: int, written: bool = False) -> NoReturn:
     if not written:
         write_down(_of_this_rank(text))
     for call in _ending:
-        call(code, text)
+        try:
+            call(code, text)
+        except Exception as error:  # MPI's, say, of a rank that has just failed: the job must end all the same
+            print_error(f"while it ended the job: {type(error).__name__}: {error}\n")
     time.sleep(0.5)  # MPICH's launcher drops output that it has not forwarded before the end
     if not ulfm.all_others_failed(MPI.COMM_WORLD):  # if the only living rank calls MPI_Abort, mpirun returns 0
         MPI.COMM_WORLD.Abort(code)

@@ -30,6 +30,7 @@ PATTERN = "flight-rank-{}.json"
 Entry = tuple[str, int, object, float, float]
 calls: deque[Entry] = deque(maxlen=KEPT)
 record = calls.append
+_BEGAN = time.time()
 _times = {"written": -AGAIN_SECONDS}
 
 
@@ -74,6 +75,7 @@ def dump(why: str, running: Iterable[WaitRecord], last: bool = False) -> None:
         "size": size,
         "host": socket.gethostname(),
         "pid": os.getpid(),
+        "began": _BEGAN,
         "time": time.time(),
         "why": first_line(why),
         "full": len(calls) == KEPT,
@@ -84,7 +86,10 @@ def dump(why: str, running: Iterable[WaitRecord], last: bool = False) -> None:
     }
     try:
         os.makedirs(folder, exist_ok=True)
-        with replacing(os.path.join(folder, PATTERN.format(rank)), "the flight record") as file:
+        path = os.path.join(folder, PATTERN.format(rank))
+        if os.path.islink(path):
+            os.unlink(path)  # no link is followed: other users may write to the folder
+        with replacing(path, "the flight record") as file:
             json.dump(about, file)
     except (OSError, OptionError) as error:
         log.warning("%s=%s: the last calls can't be written there: %s", FLIGHT, folder, error)

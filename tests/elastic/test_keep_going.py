@@ -146,6 +146,30 @@ def test_the_job_of_slurm_goes_on_without_the_lost_node(pretended: Pretended) ->
     assert starts == ["srun -c5 --mpi=pmix -n 6 -N 3 -w a,b,c", "srun -c5 --mpi=pmix -n 4 -N 2 -w a,c"]
 
 
+def test_the_job_of_slurm_requeues_itself_and_leaves_no_file(pretended: Pretended, tmp_path: Path) -> None:
+    (tmp_path / "scratch").mkdir()
+    asked = f"#!{BASH}\nif [ $1 = requeue ]; then echo $*; else echo a; fi\n"
+    for name, text in {"srun": LAUNCHER, "scontrol": asked}.items():
+        (pretended.bin / name).write_text(text)
+        (pretended.bin / name).chmod(0o755)
+    pretended.plan.write_text("asleep 0\n")
+    slurm = {"SLURM_SUBMIT_DIR": str(launch.ROOT), "SLURM_JOB_NODELIST": "a", "SLURM_JOB_ID": "5", "MPI": "slurm 23"}
+    slurm |= {"TMPDIR": str(tmp_path / "scratch"), "PATH": f"{pretended.bin}{os.pathsep}{os.environ['PATH']}"}
+    job = subprocess.Popen(
+        [BASH, SCRIPT.with_suffix(".sbatch"), "train", "--checkpoint", str(pretended.run_folder)],
+        env={**os.environ, **pretended.variables, **slurm},
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    until = time.monotonic() + 20
+    while not (pretended.run_folder / "asleep").exists():
+        assert time.monotonic() < until
+        time.sleep(0.01)
+    job.terminate()
+    out, said = job.communicate(timeout=20)
+    assert out == "requeue 5\n", said
+    assert list((tmp_path / "scratch").iterdir()) == []
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_signals_are_handed_on_and_nothing_is_started_again(number: int, pretended: Pretended) -> None:
     job = pretended.start(["asleep", "0"])

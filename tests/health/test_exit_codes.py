@@ -61,6 +61,19 @@ def test_of_a_job_with_ulfm_whose_only_rank_ends_it(mpirun: JobRunner) -> None:
     assert mpirun(1, ["-c", code], ulfm=True).returncode == 3
 
 
+def test_of_a_job_that_ends_while_a_hook_fails(mpirun: JobRunner) -> None:
+    """Its end is not prevented, and the other ranks do not hang: MPI may report a failed rank meanwhile."""
+    code = (
+        "import allreduce; from allreduce.health import abort; topology = allreduce.Topology()\n"
+        "abort.on_ending(lambda code, text: 1 / 0)\n"
+        "if topology.rank == 0: abort.end_job('on purpose', 3)\n"
+        "topology.world.Barrier()"
+    )
+    job = mpirun(2, ["-c", code], timeout=30)
+    assert job.returncode == 3
+    assert "while it ended the job: ZeroDivisionError" in job.stderr
+
+
 def test_of_a_job_of_mpich_with_a_rank_that_ends_without_a_word(mpirun: JobRunner) -> None:
     """MPICH's mpiexec (5.0) ends the other ranks at once, and the job has the exit code of that rank, also 0, as a job
     that ended well. That is so without this library too. Open MPI's mpirun returns 1."""

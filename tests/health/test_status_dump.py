@@ -8,7 +8,7 @@ import pytest
 
 from allreduce.doctor import flight as flight_records
 from allreduce.errors import OptionError
-from allreduce.health import stacks
+from allreduce.health import flight, stacks
 from allreduce.health.flight import KEPT
 from tests import launch
 from tests.conftest import JobRunner
@@ -184,17 +184,30 @@ def test_flight_records(mpirun: JobRunner, tmp_path: Path, mpi: str, ulfm: bool,
     assert "\n  ranks 0, 2: all_reduce: length 1000, dtype float32, op" in text
 
 
+def test_a_flight_record_follows_no_link(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other users may write to the folder."""
+    monkeypatch.setenv(flight.FLIGHT, str(tmp_path / "records"))
+    (tmp_path / "records").mkdir()
+    (tmp_path / "mine").write_text("mine")
+    (tmp_path / "records" / "flight-rank-0.json").symlink_to(tmp_path / "mine")
+    flight.dump("SIGUSR1", [], last=True)
+    assert (tmp_path / "mine").read_text() == "mine"
+    assert list(flight_records.read(str(tmp_path / "records"))) == [0]
+
+
 def test_doctor_flight(mpirun: JobRunner, tmp_path: Path) -> None:
     """The command: its exit codes, a file that is missing, and bad input."""
     user = "0-1#1/5"
     for rank, calls in enumerate(([[user, 1, "a call", 1.0, 2.0]], [[user, 1, "a call", 1.0, 3.0]])):
         content = {"rank": rank, "size": 2, "host": "here", "why": "SIGUSR1", "full": False, "calls": calls}
+        content |= {"began": 10.0, "time": 20.0}
         (tmp_path / f"flight-rank-{rank}.json").write_text(json.dumps(content))
     alike = mpirun(0, ["-m", "allreduce", "doctor", "flight", tmp_path])
     assert (alike.returncode, "no rank differs" in alike.stdout) == (0, True), alike.stderr
-    (tmp_path / "flight-rank-0.json").unlink()
+    earlier = {**content, "rank": 0, "began": 1.0, "time": 2.0, "calls": [[user, 1, "of an earlier job", 1.0, 2.0]]}
+    (tmp_path / "flight-rank-0.json").write_text(json.dumps(earlier))
     missing = mpirun(0, ["-m", "allreduce", "doctor", "flight", tmp_path])
-    assert (missing.returncode, "rank 0: no file" in missing.stdout) == (2, True), missing.stderr
+    assert (missing.returncode, "rank 0: no file of this job" in missing.stdout) == (2, True), missing.stderr
     (tmp_path / "flight-rank-0.json").write_text("{}")
     with pytest.raises(OptionError, match=r"flight-rank-0.json is no flight record: KeyError"):
         flight_records.read(str(tmp_path))

@@ -1,16 +1,20 @@
 """trainers.run: a function on the ranks of a new job, from a script."""
 
 import os
+import re
 import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests import launch
 from tests.conftest import JobRunner
+from trainers.cli import run
+from trainers.errors import ArgumentError, RunError
 
 pytest.importorskip("cloudpickle")
 pytestmark = pytest.mark.jobs
@@ -59,6 +63,8 @@ assert "mpi4py.MPI" not in sys.modules  # the caller starts no MPI
 def test_results_output_and_errors(mpirun: JobRunner, tmp_path: Path, mpi: str) -> None:
     (tmp_path / "script.py").write_text(SCRIPT)
     job = mpirun(0, ["script.py"], mpi=mpi, cwd=tmp_path, env={"TMPDIR": str(tmp_path)})
+    if "needs cloudpickle" in job.stderr:
+        pytest.skip(f"the environment of {mpi} has no cloudpickle")
     assert job.returncode == 0, job.stdout + job.stderr
     array = "array([6., 6., 6.])"
     results, *others = [line for line in job.stdout.splitlines() if line != "rank 0 prints"]
@@ -108,10 +114,46 @@ def test_a_timeout(tmp_path: Path) -> None:
     assert "RunError: the job of 2 ranks did not end within the timeout" in job.stderr
 
 
-def test_cloudpickle_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
-    import trainers
-    from trainers.errors import ArgumentError
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"timeout": "5"}, "timeout='5': give a number of seconds"),
+        ({"timeout": 0}, "timeout=0: give a number of seconds"),
+        ({"env": {"A": 1}}, "'A': 1 is not a name and a text"),
+        ({"launcher": ""}, "launcher='': there is no such program"),
+        ({"launcher": "mpirun '"}, "No closing quotation"),
+    ],
+)
+def test_bad_options_start_no_job(options: dict[str, Any], words: str) -> None:
+    with pytest.raises(ArgumentError, match=re.escape(words)):
+        run.run(print, ranks=1, **options)
 
+
+def test_an_error_is_written_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another rank's error may end this rank while it writes its own."""
+    write = Path.write_bytes
+
+    def killed(path: Path, content: bytes) -> int:
+        write(path, content[:5])
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Path, "write_bytes", killed)
+    with pytest.raises(KeyboardInterrupt):
+        run._bring(str(tmp_path), run.ERROR.format(1), b'{"rank": 1}')
+    with pytest.raises(RunError, match="exit code 1"):
+        run._results(tmp_path, 2, 1, "")
+
+
+def test_settings_of_mpi_reach_the_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("OMPI_MCA_btl", "PRTE_MCA_plm_ssh_args", "PMIX_RANK", "PRTE_LAUNCHED"):
+        monkeypatch.setenv(name, "1")
+    found = run._environment(None, 1)
+    assert "OMPI_MCA_btl" in found
+    assert "PRTE_MCA_plm_ssh_args" in found
+    assert not {"PMIX_RANK", "PRTE_LAUNCHED"} & {*found}
+
+
+def test_cloudpickle_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "cloudpickle", None)
     with pytest.raises(ArgumentError, match=r'pip install "\.\[run\]" in the checkout'):
-        trainers.run(print)
+        run.run(print)

