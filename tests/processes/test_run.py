@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from tests import launch
-from tests.conftest import JobRunner
+from tests.conftest import JobRunner, lacking
 from trainers.cli import run
 from trainers.errors import ArgumentError, RunError
 
@@ -64,7 +64,7 @@ def test_results_output_and_errors(mpirun: JobRunner, tmp_path: Path, mpi: str) 
     (tmp_path / "script.py").write_text(SCRIPT)
     job = mpirun(0, ["script.py"], mpi=mpi, cwd=tmp_path, env={"TMPDIR": str(tmp_path)})
     if "needs cloudpickle" in job.stderr:
-        pytest.skip(f"the environment of {mpi} has no cloudpickle")
+        lacking(f"the environment of {mpi} has no cloudpickle")
     assert job.returncode == 0, job.stdout + job.stderr
     array = "array([6., 6., 6.])"
     results, *others = [line for line in job.stdout.splitlines() if line != "rank 0 prints"]
