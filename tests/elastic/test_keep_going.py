@@ -146,7 +146,11 @@ def test_the_job_of_slurm_goes_on_without_the_lost_node(pretended: Pretended) ->
     assert starts == ["srun -c5 --mpi=pmix -n 6 -N 3 -w a,b,c", "srun -c5 --mpi=pmix -n 4 -N 2 -w a,c"]
 
 
-def test_the_job_of_slurm_requeues_itself_and_leaves_no_file(pretended: Pretended, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("number", "expected"), [(signal.SIGUSR1, "requeue 5\n"), (signal.SIGTERM, "")])
+def test_the_job_of_slurm_requeues_itself_if_its_time_is_up(
+    number: int, expected: str, pretended: Pretended, tmp_path: Path
+) -> None:
+    """It leaves no file. `scancel` sends SIGTERM."""
     (tmp_path / "scratch").mkdir()
     asked = f"#!{BASH}\nif [ $1 = requeue ]; then echo $*; else echo a; fi\n"
     for name, text in {"srun": LAUNCHER, "scontrol": asked}.items():
@@ -164,9 +168,9 @@ def test_the_job_of_slurm_requeues_itself_and_leaves_no_file(pretended: Pretende
     while not (pretended.run_folder / "asleep").exists():
         assert time.monotonic() < until
         time.sleep(0.01)
-    job.terminate()
+    job.send_signal(number)
     out, said = job.communicate(timeout=20)
-    assert out == "requeue 5\n", said
+    assert out == expected, said
     assert list((tmp_path / "scratch").iterdir()) == []
 
 
