@@ -205,7 +205,7 @@ DISAGREEMENTS = {
 # tests/faults/test_faults.py runs those of SHORT; python -m tests.faults --scenarios all of them.
 
 SCENARIOS = {
-    "stop": Plan(1, 2, goes_on=False, faults=(Fault("stop", 1, turn=10, delay=2.5),)),
+    "stop": Plan(1, 2, goes_on=False, faults=(Fault("stop", 1, turn=10, delay=4.0),)),
     "slow": Plan(2, 2, goes_on=False, backend="ring", faults=(Fault("slow", 1, "compute", delay=0.01),)),
     "raise": Plan(3, 2, goes_on=False, faults=(Fault("raise", 1, "compute", 20),)),
     "nan": Plan(9, 2, goes_on=False, faults=(Fault("nan", 1, "compute", 20, after=True),)),
