@@ -327,7 +327,7 @@ def summary(times: dict[str, list[float]]) -> dict[str, dict[str, float]]:
 
 
 def _say_ratios(rows: dict[str, dict[str, float]], screen: Screen) -> None:
-    """Print how each way over this library compares with gloo, and what it adds to DDP."""
+    """Print how each way over this library compares with gloo, and the time that it adds to DDP."""
     for name, row in rows.items():
         if "faster_than_gloo" in row:
             screen.say(f"  {name}: {row['faster_than_gloo']:.2f}x as fast as over gloo")

@@ -180,7 +180,7 @@ COUNTERS = "num_batches_tracked"  # of PyTorch's batch norm: used by no computat
 def changed_alone(before: Mapping[str, np.ndarray], after: Mapping[str, np.ndarray]) -> str:
     """Return why a training is not exact: the first array that a micro-batch has changed on this rank alone; or "".
 
-    before, after: what each rank has of its own (Replica.local_state). Local.
+    before, after: results of Replica.local_state, the state that each rank has of its own. Local.
     """
     for name, array in before.items():
         follows = name.startswith("random") or name.endswith(COUNTERS)

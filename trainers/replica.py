@@ -114,7 +114,7 @@ class Replica(ABC):
     ) -> list[Any] | None:
         """Compute the gradients of several parts of a batch of `rows` rows, with the bits of `gradients` on each part.
 
-        memories: of the bound buffer's kind; gets the gradients of a part each. Returns what `gradients` returns, for
+        memories: of the bound buffer's kind; gets the gradients of a part each. Returns a result of `gradients` for
         each part; or None, and computes nothing, if this replica can't do it faster than one part after the other.
         """
         return None

@@ -32,7 +32,7 @@ class Part(NamedTuple):
 
 
 class Registered(NamedTuple):
-    """A registered array for another registry: what `register` reads of an array. base: the owner of its memory."""
+    """A registered array, as `register` of another registry takes it. base: the owner of its memory."""
 
     begin: int
     size: int
@@ -181,7 +181,7 @@ class Registry:
     def number(self, array: Any) -> int | None:
         """Return the number that begins the names of this array's state in `state()`; None if it is not registered."""
         where = self.find(array)
-        return None if where is None else self._entries.index(where.entry)
+        return None if where is None else next(at for at, each in enumerate(self._entries) if each is where.entry)
 
     def find(self, buffer: Any, begin: int | None = None) -> Slice | None:
         """Return the slice of a registered array that `buffer` is, or None. Local.

@@ -459,7 +459,7 @@ OPTIONS: dict[str, tuple[Option, ...]] = {
             help="serve metrics for Prometheus at this port of 127.0.0.1, or at ADDRESS:PORT (with the extra "
             '"prometheus")',
         ),
-        Option("log_dir", "DIR", help="write what each rank logs to DIR/rank-N.log, and its last calls after an error"),
+        Option("log_dir", "DIR", help="write each rank's log to DIR/rank-N.log, and its last calls after an error"),
         Option(
             "csv", "FILE", writes=True,
             callback=lambda options: callbacks.CSVLogger(options.csv, append=options.resume),

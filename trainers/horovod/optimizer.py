@@ -47,9 +47,9 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
     named_parameters: model.named_parameters(), with at least the optimizer's parameters. Names are used in errors and
         timelines, and let ranks compute the gradients in different orders.
     compression: how gradients are sent. Compression.fp16 and bf16 cast them, as Horovod does. Compression.int8, float8
-        and powersgd(rank=4) add what they have not sent to the next step's gradients (error feedback); they leave out
-        sparse gradients, and those of other dtypes than float32 and float64, and are for Average and Sum. Also a
-        value of `compress=` of allreduce.create: {"*.weight": "powersgd:4", "*": "int8"} by the names of parameters.
+        and powersgd(rank=4) add the values that they have not sent to the next step's gradients (error feedback); they
+        leave out sparse gradients, and those of other dtypes than float32 and float64, and are for Average and Sum.
+        Also a value of `compress=` of allreduce.create: {"*.weight": "powersgd:4", "*": "int8"} by the names of parameters.
     backward_passes_per_step: the number of backward passes whose gradients are summed before they are averaged.
     op: Average, Sum or Adasum. With Adasum every rank updates by its own gradients, and the changes of each parameter
         are combined. Backward averages nothing then, so groups and sparse_as_dense have no effect, and the optimizers'
@@ -128,14 +128,14 @@ class Distributed(torch.optim.Optimizer):
         self._averaging.add(self.param_groups[-1])
 
     def compression_state(self) -> dict[str, np.ndarray]:
-        """Return this rank's error feedback: what a compression has not sent yet; {} without one. Local.
+        """Return this rank's error feedback, the values that a compression has not sent yet; {} without one. Local.
 
         It belongs to the training state, and every rank has its own. Call it between steps. The arrays are copies.
         """
         return self._averaging.feedback_between_steps("compression_state").state()
 
     def load_compression_state(self, state: Mapping[str, Any]) -> None:
-        """Load a result of `compression_state` of an equal optimizer; what it lacks becomes zero. Local: on all ranks.
+        """Load a result of `compression_state` of an equal optimizer; missing arrays become zero. Local: on all ranks.
 
         The number of ranks may differ. Raises ArgumentError, and changes nothing, if the state is of another model or
         compression. Call it between steps.

@@ -368,14 +368,14 @@ class MirroredOptimizer(Optimizer):
             return {**reducer.run_in_queue("gathers the optimizer's state", sharded.state_dict), **counts}
 
     def compression_state(self) -> dict[str, np.ndarray]:
-        """Return this rank's error feedback: what a compression has not sent yet; {} without one. Local.
+        """Return this rank's error feedback, the values that a compression has not sent yet; {} without one. Local.
 
         It belongs to the training state, and every rank has its own. Call it between steps. The arrays are copies.
         """
         return self._parts.backend.state()
 
     def load_compression_state(self, state: Mapping[str, np.ndarray]) -> None:
-        """Load a result of `compression_state` of an equal optimizer; what it lacks becomes zero. Local: on all ranks.
+        """Load a result of `compression_state` of an equal optimizer; missing arrays become zero. Local: on all ranks.
 
         Raises OptionError, and changes nothing, if the state is of another model or compression. Call it between steps.
         """

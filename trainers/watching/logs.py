@@ -1,4 +1,4 @@
-"""Logs: what this rank logs goes to a file of its own."""
+"""Logs: each rank logs to a file of its own."""
 
 import contextlib
 import logging
@@ -17,10 +17,10 @@ _handlers: dict[str, logging.Handler] = {}  # by path
 
 
 def log_to(folder: str | os.PathLike[str], level: int = logging.INFO) -> str:
-    """Write what this rank logs to a file in `folder`, which is created; returns its path, such as "logs/rank-3.log".
+    """Write the log of this rank to a file in `folder`, which is created; returns its path, such as "logs/rank-3.log".
 
-    Local: call it on every rank, before the training. The file gets what Python's logging gets on this rank, from
-    `level` on: the notices of allreduce and trainers, a line for each epoch, and what your program logs. It also gets
+    Local: call it on every rank, before the training. The file gets the records of Python's logging on this rank, from
+    `level` on: the notices of allreduce and trainers, a line for each epoch, and those of your program. It also gets
     the error with which this rank ends the job. A line has the time in UTC, the rank of MPI.COMM_WORLD, the node and
     the process. An existing file is continued, so a restarted job keeps its logs. Stderr stays the same.
 
