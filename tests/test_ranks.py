@@ -65,7 +65,7 @@ def _pytest(config: pytest.Config) -> list[str]:
     tests = [str(folder / name) for name in HEART] if QUICK else [str(folder)]
     if TORCH:
         tests = [str(folder / name) for name in ("pytorch", "torch_backend")]
-    return ["-m", "pytest", "-p", "no:cacheprovider", "-q", "-rs", "--color=no", "--durations=8", *options, *tests]
+    return ["-m", "pytest", "-p", "no:cacheprovider", "-q", "-rsfE", "--color=no", "--durations=8", *options, *tests]
 
 
 def _limit() -> float:

@@ -14,7 +14,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from allreduce.arrays.chunks import chunk
 from trainers.errors import ArgumentError, DataError
 
 Collate = Callable[[Sequence[Any]], Any]
@@ -342,7 +341,8 @@ class Batches(BatchSource):
 
     def share(self, epoch: int, step: int, part: int | None) -> Batch:
         batch = self._rows_of(epoch, step)
-        mine = batch[:0] if part is None else batch[chunk(batch.size, self._parts, part)]
+        begin, end = (0, 0) if part is None else (batch.size * each // self._parts for each in (part, part + 1))
+        mine = batch[begin:end]
         x, y = self._source.take(mine)
         return Batch(x, y, batch.size, mine.size / batch.size)
 

@@ -7,7 +7,6 @@ from typing import Any
 
 import numpy as np
 
-from allreduce.arrays.chunks import chunk
 from trainers.data import Batch, BatchSource, Collate, Fingerprint, micro_batches_of, seed_of
 from trainers.errors import ArgumentError, CheckpointError, DataError
 from trainers.fit import prefetch
@@ -205,7 +204,7 @@ class LoaderBatches(BatchSource):
             return x, y
         if self._divided:
             return pair
-        mine = chunk(len(pair[0]), self._parts, part)
+        mine = slice(*(len(pair[0]) * each // self._parts for each in (part, part + 1)))
         if self._micro_batch is not None:
             numbers = self._numbers(len(pair[0]), part)
             mine = slice(numbers.start * self._micro_batch, numbers.stop * self._micro_batch)
