@@ -50,6 +50,7 @@ class Replica(ABC):
     allocates: whether a step allocates and frees memory; the trainer then tells malloc to keep freed memory.
     essentials: names in `config` whose values a saved model must share to be restored here.
     tables: the tables that are trained by sparse gradients; `state()["parameters"]` does not contain them.
+    notices: texts that the trainer logs once, on rank 0, when it is made: what is slow here, for example.
     undoable: set by the trainer if a batch may be repeated or left out; the replica then keeps the data of `undo`.
     hold: set by the trainer that uses the replica.
 
@@ -66,6 +67,7 @@ class Replica(ABC):
     allocates: bool = True
     essentials: tuple[str, ...] = ()
     tables: tuple[Table, ...] = ()
+    notices: tuple[str, ...] = ()
     undoable: bool = False
     hold = Hold()
 

@@ -6,6 +6,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from allreduce import notices
 from allreduce.arrays import dtypes
 from allreduce.backend import AllReduce
 from allreduce.topology import Topology
@@ -131,6 +132,8 @@ class Strategy:
         self.part, self.parts = group.rank, group.size
         self.clock = stopwatch.make(self.replica.device)
         self.replica.hold = Hold(self)
+        for text in self.replica.notices:
+            notices.once(group.rank, text)
 
     def close(self) -> None:
         """Free what `connect` created. Afterwards the replica holds its complete state in memory of its own.

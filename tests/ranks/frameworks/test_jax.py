@@ -3,6 +3,7 @@
 import os
 from collections.abc import Callable, Iterator
 from functools import partial
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -42,11 +43,11 @@ def accuracy(output: Any, y: Any) -> Any:
     return (output.argmax(1) == y).mean()
 
 
-def replica(seed: int = 0, optimizer: Any = None) -> JaxReplica:
+def replica(seed: int = 0, optimizer: Any = None, **options: Any) -> JaxReplica:
     random = np.random.default_rng(seed)
     weights = [random.normal(size=shape).astype("float32") for shape in ((6, 7), (7, 4))]
     params = {"w": weights, "b": np.zeros(7, "float32")}
-    return JaxReplica(apply, loss, params, optimizer or optax.adam(0.02), {"accuracy": accuracy})
+    return JaxReplica(apply, loss, params, optimizer or optax.adam(0.02), {"accuracy": accuracy}, **options)
 
 
 @pytest.fixture(scope="module")
@@ -87,6 +88,27 @@ def test_trainers(flat: allreduce.Topology) -> None:
             epochs = trainer.fit(X, Y, epochs=3, batch_size=16, progress=False)
             assert epochs[-1].loss < epochs[0].loss
             assert trainer.evaluate(X, Y)["loss"] < 2
+
+
+def test_bfloat16(flat: allreduce.Topology, folder: Path) -> None:
+    """Equal bits on all ranks; as float32 to bfloat16's rounding; a saved model loads with either precision."""
+    wanted, history = alone(flat)
+    with MirroredTrainer(replica(rank, precision="bfloat16"), "shared", flat, update="sharded") as trainer:
+        found, losses = learned(trainer)
+        assert len(set(trainer.parameters_sha256())) == 1
+        outputs = trainer.predict(X)
+        trainer.save(str(folder))
+        copied = trainer.replica.copy()
+    np.testing.assert_allclose(found, wanted, atol=0.05)
+    np.testing.assert_allclose([each.loss for each in losses], [each.loss for each in history], rtol=0.02)
+    assert found.dtype == outputs.dtype == np.float32
+    assert (found != wanted).any()
+    np.testing.assert_array_equal(copied.predict(X), outputs)
+    with MirroredTrainer(replica(rank), "auto", flat) as trainer:
+        trainer.load(str(folder))
+        np.testing.assert_allclose(trainer.predict(X), outputs, atol=0.05)
+        assert (trainer.predict(X) != outputs).any()
+    assert "losses are scaled" in raised(ArgumentError, lambda: replica(precision="float16"))
 
 
 def test_an_optimizer_of_whole_arrays(flat: allreduce.Topology) -> None:

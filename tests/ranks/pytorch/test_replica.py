@@ -21,10 +21,11 @@ from trainers.watching.callback import Callback  # noqa: E402
 torch.set_num_threads(1)
 
 
-def replica(seed: int = 0, kind: str = "AdamW", hidden: int = 20) -> TorchReplica:
+def replica(seed: int = 0, kind: str = "AdamW", hidden: int = 20, **options: Any) -> TorchReplica:
     torch.manual_seed(seed)
     module = nn.Sequential(nn.Linear(6, hidden), nn.ReLU(), nn.Linear(hidden, 3))
-    return TorchReplica(module, nn.CrossEntropyLoss(), getattr(torch.optim, kind)(module.parameters(), lr=0.02))
+    optimizer = getattr(torch.optim, kind)(module.parameters(), lr=0.02)
+    return TorchReplica(module, nn.CrossEntropyLoss(), optimizer, **options)
 
 
 def data(rows: int = 103) -> tuple[np.ndarray, np.ndarray]:
@@ -442,3 +443,61 @@ def test_local_sgd_averages_parameters_and_statistics(
         assert len(set(world.allgather(statistic.tobytes()))) == 1
         assert np.isfinite(statistic).all()
     assert (module[1].running_var > 0).all()
+
+
+def low() -> TorchReplica:
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Conv2d(2, 4, 3), nn.Tanh(), nn.Flatten(), nn.Linear(16, 3))
+    module = module.to(memory_format=torch.channels_last)
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9)
+    return TorchReplica(module, nn.CrossEntropyLoss(), optimizer, precision="bfloat16")
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"update": "sharded"}, {"compress": "int8"}, {"exact": True}, {"sync_every": 2}], ids=str
+)
+def test_bfloat16_autocast(options: dict[str, Any], world: MPI.Intracomm, flat: allreduce.Topology) -> None:
+    """Replicas have equal bits; P ranks train as one rank to bfloat16's rounding, with exact=True in every bit."""
+    generator = np.random.default_rng(4)
+    x = generator.normal(size=(60, 2, 4, 4)).astype("float32")
+    y = x.mean((2, 3)).argmax(1)
+    results, alone = [], allreduce.Topology(MPI.COMM_SELF)
+    for ranks in (flat, alone):
+        mine = low()
+        with MirroredTrainer(mine, "ring", ranks, **options) as trainer:
+            assert trainer.buffer.dtype == "float32"
+            history = trainer.fit(x, y, epochs=3, batch_size=20, progress=False)
+            assert len(set(trainer.parameters_sha256())) == 1
+            scores, outputs = trainer.evaluate(x, y), trainer.predict(x)
+        results.append((history.column("loss"), mine.state()["parameters"], scores["loss"], outputs))
+    (losses, found, loss, outputs), (expected, there, _, _) = results
+    assert found.dtype == outputs.dtype == np.float32
+    if options.get("exact"):
+        assert losses == expected
+        np.testing.assert_array_equal(found, there)
+    elif "sync_every" not in options:  # another training than that of one rank
+        np.testing.assert_allclose(losses, expected, rtol=0.02)
+        np.testing.assert_allclose(found, there, atol=0.01)
+    assert not (outputs.view(np.uint32) & 0xFFFF).any(), "predictions are not numbers of bfloat16"
+    assert loss == pytest.approx(nn.functional.cross_entropy(torch.from_numpy(outputs), torch.from_numpy(y)).item())
+
+
+def test_a_model_file_loads_in_either_precision(world: MPI.Intracomm, flat: allreduce.Topology, tmp_path: Path) -> None:
+    path = world.bcast(str(tmp_path / "model.npz"))
+    first, second = replica(), replica(seed=1, precision="bfloat16")
+    x, y = data(20)
+    with MirroredTrainer(second, topology=flat) as trainer:
+        trainer.fit(x, y, epochs=1, batch_size=20, progress=False)
+        trainer.save(path)
+    with MirroredTrainer(first, topology=flat) as trainer:
+        trainer.load(path)
+        assert not (trainer.predict(x) == second.predict(x)).all()
+        np.testing.assert_allclose(trainer.predict(x), second.predict(x), atol=0.05)
+    assert (first.config()["precision"], second.config()["precision"]) == ("float32", "bfloat16")
+    for given, words in (("float16", "unless losses are scaled"), ("tf32", "use one of float32, bfloat16")):
+        with pytest.raises(ArgumentError, match=words):
+            replica(precision=given)
+    with pytest.raises(ArgumentError, match="trains float32 parameters, and these are float64"):
+        TorchReplica(
+            module := nn.Linear(2, 2).double(), nn.MSELoss(), torch.optim.SGD(module.parameters()), precision="bfloat16"
+        )

@@ -18,6 +18,7 @@ except ImportError as error:
 
 import jax.numpy as jnp
 
+from trainers.replicas import precision as precisions
 from trainers.replicas.flat import FlatReplica
 from trainers.replicas.jax.layout import TreeLayout, alias, on_host, own
 from trainers.replicas.jax.optimizer import Optimizer
@@ -34,6 +35,9 @@ class JaxReplica(FlatReplica):
     optimizer: an optax.GradientTransformation. If ranks divide the update (update="sharded", servers, spare replicas),
         it must be elementwise, as optax.adam is and optax.clip_by_global_norm is not.
     metrics: name -> metric(output, y), a mean over the rows; shown with the loss.
+    precision: "bfloat16": `apply` gets the parameters and floating x as bfloat16, in training, evaluation and
+        prediction; its outputs are converted to float32 before the loss and the metrics. Parameters, gradients and the
+        optimizer stay float32, so a saved model can be loaded with either precision. None: the parameters' dtype.
 
     Attribute `params`: a copy of the current parameters, as a tree like the one given.
 
@@ -50,11 +54,16 @@ class JaxReplica(FlatReplica):
         params: Any,
         optimizer: Any,
         metrics: Mapping[str, Function] | None = None,
+        *,
+        precision: str | None = None,
     ) -> None:
         self._apply, self._loss, self._metrics = apply, loss, dict(metrics or {})
         self.metrics = ("loss", *self._metrics)
         self._layout = TreeLayout(params)
         self.gradient_dtype, self.gradient_length = self._layout.dtype.name, self._layout.length
+        self._precision = precision
+        self._low = precisions.lower_precision(precision, self.gradient_dtype)
+        self.notices = precisions.slow_notice(self.device) if self._low else ()
         self._tree: Any = jax.tree.map(own, params)  # unless `_memory` holds the parameters
         self._memory: np.ndarray | None = None
         self._transformation = optimizer
@@ -109,9 +118,14 @@ class JaxReplica(FlatReplica):
             self._tree = jax.tree.map(own, self._layout.cut(state["parameters"].astype(self._layout.dtype)))
 
     def copy(self) -> Replica:
-        copied = JaxReplica(self._apply, self._loss, self.params, self._transformation, self._metrics)
+        copied = JaxReplica(
+            self._apply, self._loss, self.params, self._transformation, self._metrics, precision=self._precision
+        )
         copied.load_state(self.state())
         return copied
+
+    def config(self) -> dict[str, Any]:
+        return {"precision": "bfloat16" if self._low else self.gradient_dtype}
 
     def check(self, x: np.ndarray, y: np.ndarray | None) -> None:
         model = self._model()
@@ -144,7 +158,7 @@ class JaxReplica(FlatReplica):
         """Return the metrics, and `share` times the gradients of the loss."""
 
         def shared(params: Any) -> tuple[Any, Any]:
-            output = self._apply(params, x)
+            output = self._applied(params, x)
             loss = self._loss(output, y)
             return loss * share, (loss, output)
 
@@ -157,7 +171,15 @@ class JaxReplica(FlatReplica):
         return self._values(self._loss(output, y), output, y)
 
     def _output(self, flat: bool, model: Any, x: Any) -> Any:
-        return self._apply(self._layout.cut(model) if flat else model, x)
+        return self._applied(self._layout.cut(model) if flat else model, x)
+
+    def _applied(self, params: Any, x: Any) -> Any:
+        """Return the output of `apply`; with precision="bfloat16" computed with bfloat16, as float32."""
+        if not self._low:
+            return self._apply(params, x)
+        lower = lambda leaf: leaf.astype(jnp.bfloat16) if jnp.issubdtype(leaf.dtype, jnp.floating) else leaf  # noqa: E731
+        raise_ = lambda leaf: leaf.astype(jnp.float32) if leaf.dtype == jnp.bfloat16 else leaf  # noqa: E731
+        return jax.tree.map(raise_, self._apply(*jax.tree.map(lower, (params, x))))
 
     def _values(self, loss: Any, output: Any, y: Any) -> Any:
         values = [loss, *(metric(output, y) for metric in self._metrics.values())]

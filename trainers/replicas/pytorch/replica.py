@@ -19,6 +19,7 @@ except ImportError as error:
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from trainers.replicas import precision as precisions
 from trainers.replicas.flat import FlatReplica
 from trainers.replicas.pytorch import devices
 from trainers.replicas.pytorch.optimizer import TorchOptimizer
@@ -38,6 +39,9 @@ class TorchReplica(FlatReplica):
         Adam, AdamW, ...; not LBFGS, not Adafactor).
     metrics: name -> metric(module(x), y), a mean over the rows; shown with the loss. nn.CrossEntropyLoss adds
         "accuracy" by default.
+    precision: "bfloat16": the module computes under torch.autocast, in training, evaluation and prediction; its outputs
+        are converted to float32 before the loss and the metrics. Parameters, gradients and the optimizer stay float32,
+        so a saved model can be loaded with either precision. None: no autocast.
 
     x is converted to the dtype of the parameters; integers to int64 if the module has an nn.Embedding. y is converted
     to int64 if it holds integers, else to the dtype of the parameters.
@@ -56,6 +60,8 @@ class TorchReplica(FlatReplica):
         loss: Callable[[Tensor, Tensor], Tensor],
         optimizer: torch.optim.Optimizer,
         metrics: Mapping[str, Metric] | None = None,
+        *,
+        precision: str | None = None,
     ) -> None:
         self.module, self.loss, self.optimizer = module, loss, optimizer
         self._trained = _trained_of(module, optimizer)
@@ -66,6 +72,8 @@ class TorchReplica(FlatReplica):
         self._dtype, self._device = self._trained[0].dtype, devices.device_of(self._trained)
         self.device = self._device.kind
         self.gradient_dtype = DTYPES[self._dtype]
+        self._low = precisions.lower_precision(precision, self.gradient_dtype)
+        self.notices = precisions.slow_notice(self.device) if self._low else ()
         self._statistics = [each for each in running_statistics(module).values() if each.dtype == self._dtype]
         self._embeds = any(isinstance(each, nn.Embedding | nn.EmbeddingBag) for each in module.modules())
         self._optimizer = TorchOptimizer(optimizer, self._trained)
@@ -118,7 +126,7 @@ class TorchReplica(FlatReplica):
         if self.undoable:
             self._buffers.save()
         self.module.train()
-        output, target = self.module(self._input(x)), self._target(y)
+        output, target = self._output(x), self._target(y)
         loss = self.loss(output, target)
         (loss * share).backward()
         with torch.no_grad():
@@ -175,14 +183,14 @@ class TorchReplica(FlatReplica):
     @torch.no_grad()
     def evaluate(self, x: np.ndarray, y: np.ndarray) -> list[float]:
         self.module.eval()
-        output, target = self.module(self._input(x)), self._target(y)
+        output, target = self._output(x), self._target(y)
         return [len(x) * float(mean) for mean in self._values(self.loss(output, target), output, target)]
 
     @torch.no_grad()
     def predict(self, x: np.ndarray) -> np.ndarray:
         """Return the module's output, in evaluation mode; bfloat16 as float32."""
         self.module.eval()
-        output = self.module(self._input(x))
+        output = self._output(x)
         return (output.float() if output.dtype == torch.bfloat16 else output).cpu().numpy()
 
     @torch.no_grad()
@@ -235,14 +243,15 @@ class TorchReplica(FlatReplica):
             each.copy_(torch.from_numpy(np.array(state[name])))
 
     def config(self) -> dict[str, Any]:
-        return {"module": type(self.module).__name__, "optimizer": type(self.optimizer).__name__}
+        made = {"module": type(self.module).__name__, "optimizer": type(self.optimizer).__name__}
+        return {**made, "precision": "bfloat16" if self._low else self.gradient_dtype}
 
     def check(self, x: np.ndarray, y: np.ndarray | None) -> None:
         training = self.module.training
         self.module.eval()
         try:
             with torch.no_grad():
-                output = self.module(self._input(x[:1]))
+                output = self._output(x[:1])
                 if y is not None:
                     target = self._target(y[:1])
                     list(map(float, self._values(self.loss(output, target), output, target)))
@@ -295,6 +304,14 @@ class TorchReplica(FlatReplica):
     def _values(self, loss: Tensor, output: Tensor, target: Tensor) -> list[Tensor]:
         return [loss, *(metric(output, target) for metric in self._metrics.values())]
 
+    def _output(self, x: np.ndarray) -> Any:
+        """Return the module's output for these rows; with precision="bfloat16" computed by autocast, as float32."""
+        if not self._low:
+            return self.module(self._input(x))
+        with torch.autocast(self.device, torch.bfloat16):
+            output = self.module(self._input(x))
+        return _as_float32(output)
+
     def _input(self, x: np.ndarray) -> Tensor:
         tensor = from_array(x).to(self._device.device)
         return tensor.long() if self._embeds and not tensor.is_floating_point() else tensor.to(self._dtype)
@@ -325,6 +342,15 @@ def _trained_of(module: nn.Module, optimizer: torch.optim.Optimizer) -> list[nn.
             f"are {found or 'none'}; MirroredOptimizer of trainers.pytorch takes mixed dtypes"
         )
     return trained
+
+
+def _as_float32(output: Any) -> Any:
+    """Return a module's output, a tensor or a list, tuple or dict of tensors, with bfloat16 converted to float32."""
+    if isinstance(output, Tensor):
+        return output.float() if output.dtype == torch.bfloat16 else output
+    if isinstance(output, dict):
+        return {name: _as_float32(each) for name, each in output.items()}
+    return type(output)(map(_as_float32, output)) if type(output) in (list, tuple) else output
 
 
 def _accuracy(output: Tensor, target: Tensor) -> Tensor:
