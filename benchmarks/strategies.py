@@ -226,9 +226,9 @@ class PacedNetwork(NumpyNetwork):
 
     pace = 0.0
 
-    def gradients(self, x: np.ndarray, y: np.ndarray, share: float) -> Any:
+    def gradients(self, x: np.ndarray, y: np.ndarray, share: float, weights: np.ndarray | None = None) -> Any:
         begin = time.perf_counter()
-        values = super().gradients(x, y, share)
+        values = super().gradients(x, y, share, weights)
         rest = len(x) * self.pace - (time.perf_counter() - begin)
         if rest > 0:
             time.sleep(rest)

@@ -8,7 +8,7 @@ import random
 import sys
 import zlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -18,16 +18,149 @@ from trainers.errors import ArgumentError, DataError
 
 Collate = Callable[[Sequence[Any]], Any]
 
+Tree = Any
+"""Inputs or targets of some rows: an array whose first axis is the sample, or a tuple or a dict of trees."""
+
+Data = tuple[Tree, ...]
+"""Some rows: (x, y), or (x, y, weights); x and y are trees, weights is (rows,) float64."""
+
+NAMES = ("x", "y", "sample_weight")  # of the members of Data, for messages
+
+
+def as_arrays(given: Any, lists: bool = False) -> Tree:
+    """Return `given` as an array, or, if it is a dict or a tuple that holds arrays, as a tree of arrays.
+
+    lists: whether a list that holds arrays is a tree too, as in the batches that PyTorch's default_collate makes.
+    A tuple of numbers, or of lists, is one array. The keys of a dict are sorted.
+    """
+    if isinstance(given, Mapping):
+        return {key: as_arrays(given[key], lists) for key in sorted(given, key=lambda key: (type(key).__name__, key))}
+    if isinstance(given, (tuple, list) if lists else tuple) and any(_holds_arrays(each, lists) for each in given):
+        return _tuple_like(given, [as_arrays(each, lists) for each in given])
+    return np.asarray(given)
+
+
+def _tuple_like(given: Sequence[Any], members: list[Tree]) -> Tree:
+    return type(given)(*members) if hasattr(given, "_fields") else tuple(members)
+
+
+def _holds_arrays(given: Any, lists: bool) -> bool:
+    if isinstance(given, (tuple, list) if lists else tuple):
+        return any(_holds_arrays(each, lists) for each in given)
+    return isinstance(given, Mapping) or getattr(given, "ndim", 0) > 0
+
+
+def as_data(given: Sequence[Any], lists: bool = False) -> Data:
+    """Return a pair (x, y) or a triple (x, y, weights) as Data. Raises TypeError for anything else, and ArgumentError
+    if the weights are no numbers."""
+    if not isinstance(given, tuple | list) or len(given) not in (2, 3):
+        raise TypeError(f"{_kind_text(given)}, not a pair (x, y) or a triple (x, y, weights)")
+    x, y, *weights = given
+    return as_arrays(x, lists), as_arrays(y, lists), *map(_as_weights, weights)
+
+
+def _kind_text(given: Any) -> str:
+    return f"a {type(given).__name__}" + (f" of {len(given)}" if isinstance(given, tuple | list) else "")
+
+
+def _as_weights(given: Any) -> np.ndarray:
+    try:
+        return np.asarray(given).astype(np.float64, casting="same_kind", copy=False)
+    except (TypeError, ValueError) as error:
+        raise ArgumentError(f"sample_weight must be numbers >= 0, one for each row: {error}") from error
+
+
+def leaves(tree: Tree) -> list[Any]:
+    """Return the arrays of a tree."""
+    if isinstance(tree, tuple | dict):
+        return [leaf for each in (tree.values() if isinstance(tree, dict) else tree) for leaf in leaves(each)]
+    return [tree]
+
+
+def mapped(function: Callable[[Any], Any], tree: Tree) -> Tree:
+    """Return a tree of the same structure: `function` of each array."""
+    if isinstance(tree, dict):
+        return {key: mapped(function, each) for key, each in tree.items()}
+    if isinstance(tree, tuple):
+        return _tuple_like(tree, [mapped(function, each) for each in tree])
+    return function(tree)
+
+
+def row_count(tree: Tree) -> int:
+    """Return the number of rows."""
+    return len(leaves(tree)[0])
+
+
+def named(data: Data) -> list[tuple[str, Any]]:
+    """Return the arrays with their names: "x", or "x[0]", "x['image']" if x is a tuple or a dict; ..."""
+    return [pair for name, tree in zip(NAMES, data, strict=False) for pair in _named(tree, name)]
+
+
+def _named(tree: Tree, name: str) -> list[tuple[str, Any]]:
+    if not isinstance(tree, tuple | dict):
+        return [(name, tree)]
+    members = tree.items() if isinstance(tree, dict) else enumerate(tree)
+    return [pair for key, each in members for pair in _named(each, f"{name}[{key!r}]")]
+
+
+def kinds_of(data: Data) -> str:
+    """Return the dtype and the shape of a row of each array, as text."""
+    return ", ".join(f"{name} {array.dtype}{list(array.shape[1:])}" for name, array in named(data))
+
+
+def structure_of(tree: Tree) -> Any:
+    """Return the structure of a tree as JSON types, with the dtype and the shape of a row of each array."""
+    if isinstance(tree, dict):
+        return {"dict": [[key, structure_of(each)] for key, each in tree.items()]}
+    if isinstance(tree, tuple):
+        return {"tuple": [structure_of(each) for each in tree]}
+    return [str(tree.dtype), list(tree.shape[1:])]
+
+
+def without_rows(structure: Any) -> Tree:
+    """Return a tree of this structure, whose arrays have no rows."""
+    if isinstance(structure, list):
+        dtype, shape = structure
+        return np.empty((0, *shape), np.dtype(dtype))
+    if "dict" in structure:
+        return {key: without_rows(each) for key, each in structure["dict"]}
+    return tuple(map(without_rows, structure["tuple"]))
+
+
+def rows_error(data: Data) -> str:
+    """Return why these are no rows: their arrays differ in length, or weights are invalid; "" if they are."""
+    arrays = named(data)
+    lengths = {len(array) if array.ndim else -1 for _, array in arrays}
+    if len(lengths) != 1 or -1 in lengths:
+        return f"{_shapes(arrays)}; they must have the same number of rows, one for each sample"
+    return weights_error(data[2]) if len(data) > 2 else ""
+
+
+def _shapes(arrays: list[tuple[str, Any]]) -> str:
+    *first, last = [f"{name} has shape {array.shape}" for name, array in arrays] or ["x holds no array"]
+    return f"{', '.join(first)} and {last}" if first else last
+
+
+def weights_error(weights: np.ndarray) -> str:
+    """Return why these can't be the weights of rows; "" if they can."""
+    if weights.ndim != 1:
+        return f"sample_weight must have one number for each row, not shape {weights.shape}"
+    wrong = np.flatnonzero(~((weights >= 0) & (weights < np.inf)))
+    if wrong.size:
+        return f"sample_weight must be finite and >= 0, and row {wrong[0]} has {weights[wrong[0]]}"
+    return ""
+
 
 class Samples:
     """A data set whose rows are fetched when they are needed.
 
-    data: len(data) is the number of rows, and data[i] is row i, a pair (x, y).
-    collate: makes (x, y), arrays whose first axis is the sample, from a list of rows; by default the x and the y
-        of the rows are stacked. Rows that are not pairs need a collate.
+    data: len(data) is the number of rows, and data[i] is row i, a pair (x, y) or a triple (x, y, weight). x and y are
+        arrays, or tuples or dicts of arrays.
+    collate: makes (x, y), or (x, y, weights), of arrays whose first axis is the sample, from a list of rows; by default
+        the rows are stacked. Rows that are neither pairs nor triples need a collate.
 
     Rows come from `data.__getitems__(list of numbers)`, if it exists (PyTorch's protocol); else, without a collate,
-    from data[array of numbers], if that gives the same (x, y) as row by row; else row by row. Raises ArgumentError.
+    from data[array of numbers], if that gives the same rows as row by row; else row by row. Raises ArgumentError.
     """
 
     def __init__(self, data: Any, collate: Collate | None = None) -> None:
@@ -44,37 +177,36 @@ class Samples:
         self._fetch = self._one_by_one
         try:
             probe = np.array([0, self._rows - 1])
-            x, y = self.first = self.take(probe)
+            self.first = self.take(probe)
         except DataError as error:
             raise ArgumentError(str(error)) from error
         if collate is None and not hasattr(data, "__getitems__") and self._takes_arrays(probe):
             self._fetch = self._at_once
-        self._none = x[:0], y[:0]
+        self._none = mapped(lambda array: array[:0], self.first)
 
     def __len__(self) -> int:
         return self._rows
 
     def __str__(self) -> str:
-        kinds = ", ".join(
-            f"{name} {array.dtype}{list(array.shape[1:])}" for name, array in zip("xy", self.first, strict=True)
-        )
-        return f"{self.name} of {self._rows} rows, {kinds}"
+        return f"{self.name} of {self._rows} rows, {kinds_of(self.first)}"
 
-    def take(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return x and y of these rows. Raises DataError, which names the data set and quotes its error."""
+    def take(self, rows: np.ndarray) -> Data:
+        """Return these rows. Raises DataError, which names the data set and quotes its error."""
         if rows.size == 0:
             return self._none
         try:
-            x, y = (np.asarray(each) for each in self._fetch(rows))
+            found = as_data(self._fetch(rows), lists=True)
         except Exception as error:
             reason = f"{type(error).__name__}: {error}"
             raise DataError(f"the {self.name} can't give rows {_shown(rows)}: {reason}") from error
-        if not (x.ndim and y.ndim and len(x) == len(y) == rows.size):
-            raise DataError(
-                f"the {self.name} gave x of shape {x.shape} and y of shape {y.shape} for {rows.size} rows; their first "
-                "axes must be the samples"
-            )
-        return x, y
+        arrays = named(found)
+        if not arrays or any(not array.ndim or len(array) != rows.size for _, array in arrays):
+            shapes = " and ".join(f"{name} of shape {array.shape}" for name, array in arrays)
+            given = f"the {self.name} gave {shapes or 'no array'} for {rows.size} rows"
+            raise DataError(f"{given}; their first axes must be the samples")
+        if wrong := rows_error(found):
+            raise DataError(f"the {self.name} can't give rows {_shown(rows)}: {wrong}")
+        return found
 
     def _one_by_one(self, rows: np.ndarray) -> Any:
         numbers = rows.tolist()
@@ -88,20 +220,31 @@ class Samples:
         """Whether data[array of numbers] gives the same rows as data[number] does; False if rows are augmented at
         random."""
         try:
-            x, y = (np.asarray(each) for each in self._at_once(probe))
-            return all(
-                there.dtype == here.dtype and np.array_equal(there, here)
-                for there, here in zip((x, y), self.first, strict=True)
+            there, here = named(as_data(self._at_once(probe), lists=True)), named(self.first)
+            return [name for name, _ in there] == [name for name, _ in here] and all(
+                found.dtype == array.dtype and np.array_equal(found, array)
+                for (_, found), (_, array) in zip(there, here, strict=True)
             )
         except Exception:  # any error: it takes no arrays
             return False
 
 
-def _stack(rows: Sequence[Any]) -> tuple[np.ndarray, np.ndarray]:
+def _stack(rows: Sequence[Any]) -> Data:
     for row in rows:
-        if not isinstance(row, tuple | list) or len(row) != 2:
+        if not isinstance(row, tuple | list) or len(row) not in (2, 3):
             raise TypeError(f"a row is a {type(row).__name__}, not a pair (x, y); pass collate= to make pairs")
-    return np.stack([np.asarray(x) for x, _ in rows]), np.stack([np.asarray(y) for _, y in rows])
+        if len(row) != len(rows[0]):
+            raise TypeError(f"a row has {len(row)} members, and the first one has {len(rows[0])}")
+    return tuple(_stacked([as_arrays(each) for each in column]) for column in zip(*rows, strict=True))
+
+
+def _stacked(trees: Sequence[Tree]) -> Tree:
+    first = [name for name, _ in _named(trees[0], "it")]
+    for tree in trees:
+        if (names := [name for name, _ in _named(tree, "it")]) != first:
+            raise TypeError(f"a row has the arrays {names}, and the first one has {first}")
+    columns = zip(*map(leaves, trees), strict=True)
+    return mapped(lambda _: np.stack(next(columns)), trees[0])
 
 
 def _shown(rows: np.ndarray) -> str:
@@ -113,24 +256,26 @@ def _shown(rows: np.ndarray) -> str:
 OF_ARRAYS, OF_SAMPLES = 64, 16
 SHOWN = 5  # rows that a message names
 
-# for "x" and "y": "kind", the dtype and shape of a row; "rows", the CRC-32 of some rows
+# for each array by its name ("x", "y", ...): "kind", the dtype and shape of a row; "rows", the CRC-32 of some rows
 Fingerprint = dict[str, dict[str, Any]]
 
 
-def fingerprint(x: Any, y: Any) -> Fingerprint:
-    """The fingerprint of arrays x and y, or of Samples and None, to tell data sets apart. Raises DataError.
+def fingerprint(data: Data) -> Fingerprint:
+    """The fingerprint of arrays, or of (Samples, None), to tell data sets apart. Raises DataError.
 
-    Rows of arrays are read once. Rows of a data set are read twice, because it may augment them at random: x, or y,
+    Rows of arrays are read once. Rows of a data set are read twice, because it may augment them at random: an array
     gets no checksums if the two readings differ. The caller restores the global random generators that a data set used.
     """
-    rows = _sampled(len(x), OF_SAMPLES if isinstance(x, Samples) else OF_ARRAYS)
-    if not isinstance(x, Samples):
-        return {name: _described(array, [array[row] for row in rows]) for name, array in (("x", x), ("y", y))}
-    first, again = ([_described(array, array) for array in x.take(rows)] for _ in range(2))
-    for described, other in zip(first, again, strict=True):
-        if described != other:
+    samples = data[0]
+    if not isinstance(samples, Samples):
+        rows = _sampled(row_count(data), OF_ARRAYS)
+        return {name: _described(array, [array[row] for row in rows]) for name, array in named(data)}
+    rows = _sampled(len(samples), OF_SAMPLES)
+    first, again = ({name: _described(array, array) for name, array in named(samples.take(rows))} for _ in range(2))
+    for name, described in first.items():
+        if described != again.get(name):
             described["rows"] = []
-    return dict(zip("xy", first, strict=True))
+    return first
 
 
 def difference(before: Any, now: Fingerprint, count: int) -> str:
@@ -138,6 +283,8 @@ def difference(before: Any, now: Fingerprint, count: int) -> str:
 
     before: the fingerprint in the checkpoint, not validated yet. count: the number of rows in the data of now.
     """
+    if isinstance(before, dict) and now and before and set(before) != set(now):
+        return f"a row had {', '.join(sorted(map(str, before)))}, and has {', '.join(sorted(now))}"
     for name, here in now.items():
         there = before.get(name) if isinstance(before, dict) else None
         if not isinstance(there, dict) or not isinstance(there.get("rows"), list):
@@ -175,15 +322,34 @@ def order(rows: int, seed: int, epoch: int, shuffle: bool = True) -> np.ndarray:
 class Batch(NamedTuple):
     """A rank's share of one global batch; the arrays are overwritten by a later batch.
 
-    x, y: the rows; with micro-batches of a data set, whose shapes may differ, only those of the first one.
+    x, y, weights: the rows; with micro-batches of a data set, whose shapes may differ, only those of the first one.
+        weights is None if the rows have no weights.
     """
 
-    x: np.ndarray
-    y: np.ndarray
+    x: Tree
+    y: Tree
     rows: int  # in the global batch
     share: float  # this rank's rows / rows
     seeds: tuple[int, ...] = ()  # of random numbers: for each of this rank's micro-batches
-    parts: Sequence[tuple[np.ndarray, np.ndarray]] = ()  # x and y of each of them
+    parts: Sequence[Data] = ()  # the rows of each of them
+    weights: np.ndarray | None = None
+
+    @classmethod
+    def of(
+        cls, data: Data, rows: int, share: float, seeds: tuple[int, ...] = (), parts: Sequence[Data] = ()
+    ) -> "Batch":
+        x, y, *weights = data
+        return cls(x, y, rows, share, seeds, parts, *weights)
+
+    @property
+    def data(self) -> Data:
+        """The rows: (x, y), or (x, y, weights)."""
+        return (self.x, self.y) if self.weights is None else (self.x, self.y, self.weights)
+
+    @property
+    def own(self) -> int:
+        """The number of this rank's rows; with micro-batches of a data set, of the first one."""
+        return row_count(self.x)
 
 
 class BatchSource(ABC):
@@ -272,18 +438,20 @@ class BatchSource(ABC):
 class Batches(BatchSource):
     """The batches of rows that all ranks have.
 
-    x, y: the whole data, the same on every rank (memory maps will do); or `Samples`, and None.
+    x, y: the whole data, trees that are the same on every rank (memory maps will do); or `Samples`, and None.
     batch_size: rows in a global batch.
     parts: the number of parts of every batch. part: the part that this rank gets; None for shares without rows.
     micro_batch: a rank gets whole micro-batches of this number of rows, the last one of a batch perhaps shorter. Random
         numbers that a data set draws then follow from the micro-batch. None: a rank gets any rows.
     ahead: how many batches may be fetched in advance; the arrays of a batch stay valid while these are fetched.
+    weights: of all rows; None for none. weigh: weighs the rows of `Samples` by their class; as text it is one of the
+        settings.
     """
 
     def __init__(
         self,
         x: Any,
-        y: np.ndarray | None,
+        y: Any,
         batch_size: int,
         part: int | None,
         parts: int,
@@ -291,11 +459,15 @@ class Batches(BatchSource):
         shuffle: bool = True,
         ahead: int = 0,
         micro_batch: int | None = None,
+        weights: np.ndarray | None = None,
+        weigh: Callable[[Data], Data] | None = None,
     ) -> None:
-        self.rows, self.batch_size = len(x), min(batch_size, len(x))
-        self._x, self._y, self.ahead = x, y, ahead
-        self._seed, self._shuffle, self._micro_batch = seed, shuffle, micro_batch
+        self._data: Data = (x, y) if weights is None else (x, y, weights)
         self.checked = not isinstance(x, Samples)  # whether all rows could be checked before the training (arrays)
+        self.rows = row_count(x) if self.checked else len(x)
+        self.batch_size, self.ahead = min(batch_size, self.rows), ahead
+        self._seed, self._shuffle, self._micro_batch = seed, shuffle, micro_batch
+        self._weigh = weigh
         self._visited = -1, np.empty(0, np.int64)  # an epoch, and the order in which it visits the rows
         self.set_part(part, parts)
 
@@ -304,17 +476,23 @@ class Batches(BatchSource):
         unit = self._micro_batch or 1
         units = -(-self.batch_size // unit)
         most = -(-units // parts) * unit
-        x = self._x
-        self._source = x if isinstance(x, Samples) else _Arrays(x, self._y, most, self.ahead + 1)
+        x = self._data[0]
+        self._source = x if isinstance(x, Samples) else _Arrays(self._data, most, self.ahead + 1)
 
     @property
     def settings(self) -> dict[str, Any]:
         rows, size = int(self.rows), int(self.batch_size)
-        found = {"rows": rows, "batch_size": size, "seed": int(self._seed), "shuffle": bool(self._shuffle)}
+        found: dict[str, Any] = {
+            "rows": rows,
+            "batch_size": size,
+            "seed": int(self._seed),
+            "shuffle": bool(self._shuffle),
+        }
+        found["class_weight"] = None if self._weigh is None else str(self._weigh)
         return found if self._micro_batch is None else found | {"micro_batch": int(self._micro_batch)}
 
     def fingerprint(self) -> Fingerprint:
-        return fingerprint(self._x, self._y)
+        return fingerprint(self._data)
 
     @property
     def steps(self) -> int:  # type: ignore[override]
@@ -343,8 +521,11 @@ class Batches(BatchSource):
         batch = self._rows_of(epoch, step)
         begin, end = (0, 0) if part is None else (batch.size * each // self._parts for each in (part, part + 1))
         mine = batch[begin:end]
-        x, y = self._source.take(mine)
-        return Batch(x, y, batch.size, mine.size / batch.size)
+        return Batch.of(self._take(mine), batch.size, mine.size / batch.size)
+
+    def _take(self, rows: np.ndarray) -> Data:
+        found = self._source.take(rows)
+        return found if self.checked or self._weigh is None else self._weigh(found)
 
     def _micro_batches(self, epoch: int, step: int) -> Batch:
         """Return this rank's micro-batches of a batch. Raises DataError."""
@@ -354,15 +535,25 @@ class Batches(BatchSource):
         seeds = tuple(seed_of(self._seed, epoch, step, number) for number in numbers)
         mine = batch[numbers.start * size : numbers.stop * size]
         if self.checked or not seeds:
-            x, y = self._source.take(mine)
-            parts = [(x[start : start + size], y[start : start + size]) for start in range(0, mine.size, size)]
+            data = self._take(mine)
+            parts = cut(data, mine.size, size)
         else:
             parts = []
             for number, seed in enumerate(seeds):
                 seed_generators(seed)  # a data set may augment rows at random
-                parts.append(self._source.take(mine[number * size : (number + 1) * size]))
-            x, y = parts[0]
-        return Batch(x, y, batch.size, mine.size / batch.size, seeds, parts)
+                parts.append(self._take(mine[number * size : (number + 1) * size]))
+            data = parts[0]
+        return Batch.of(data, batch.size, mine.size / batch.size, seeds, parts)
+
+
+def cut(data: Tree, rows: int, size: int) -> list[Tree]:
+    """Return `rows` rows in pieces of `size` rows, views; the last one may be shorter."""
+    return [sliced(data, slice(start, start + size)) for start in range(0, rows, size)]
+
+
+def sliced(tree: Tree, part: slice) -> Tree:
+    """Return a part of the rows, views."""
+    return mapped(lambda array: array[part], tree)
 
 
 def micro_batches_of(count: int, part: int, parts: int) -> range:
@@ -398,18 +589,16 @@ def keeping_generators() -> Iterator[None]:
 
 
 class _Arrays:
-    """Copies rows of arrays into `sets` pairs of buffers, which are used in turn. most: the most rows in a call."""
+    """Copies rows of arrays into `sets` sets of buffers, which are used in turn. most: the most rows in a call."""
 
-    def __init__(self, x: np.ndarray, y: Any, most: int, sets: int) -> None:
-        self._x, self._y = x, y
-        self._sets = [
-            (np.empty((most, *x.shape[1:]), x.dtype), np.empty((most, *y.shape[1:]), y.dtype)) for _ in range(sets)
-        ]
+    def __init__(self, data: Data, most: int, sets: int) -> None:
+        self._arrays = leaves(data)
+        self._sets = [mapped(lambda array: np.empty((most, *array.shape[1:]), array.dtype), data) for _ in range(sets)]
         self._turn = 0
 
-    def take(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        x, y = (array[: rows.size] for array in self._sets[self._turn % len(self._sets)])
+    def take(self, rows: np.ndarray) -> Data:
+        found = mapped(lambda buffer: buffer[: rows.size], self._sets[self._turn % len(self._sets)])
         self._turn += 1
-        self._x.take(rows, axis=0, out=x, mode="clip")  # "raise" would go through a buffer
-        self._y.take(rows, axis=0, out=y, mode="clip")
-        return x, y
+        for array, out in zip(self._arrays, leaves(found), strict=True):
+            array.take(rows, axis=0, out=out, mode="clip")  # "raise" would go through a buffer
+        return found

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from trainers.data import seed_generators
+from trainers.data import Data, Tree, named, seed_generators
 from trainers.errors import ArgumentError, ModelFileError
 from trainers.files import model_file
 
@@ -51,11 +51,17 @@ class Replica(ABC):
     essentials: names in `config` whose values a saved model must share to be restored here.
     tables: the tables that are trained by sparse gradients; `state()["parameters"]` does not contain them.
     notices: texts that the trainer logs once, on rank 0, when it is made: what is slow here, for example.
+    takes_weights: whether `gradients`, `evaluate`, `check` and `check_batch` take the weights of rows, as the argument
+        after those shown here; only then they get it.
     undoable: set by the trainer if a batch may be repeated or left out; the replica then keeps the data of `undo`.
     hold: set by the trainer that uses the replica.
 
-    x and y are NumPy arrays whose first axis is the sample; the replica defines the other axes. They are valid during a
-    call only: the trainer overwrites the memory with the next batch.
+    x and y are NumPy arrays whose first axis is the sample; the replica defines the other axes. A model of several
+    inputs or outputs gets tuples or dicts of arrays (the user's). They are valid during a call only: the trainer
+    overwrites the memory with the next batch.
+
+    weights: (rows,) float64, >= 0, or None. The loss of row i then counts weights[i] times: the mean loss over rows is
+    the sum of their weighted losses, divided by their number. Metrics other than the loss are not weighted.
     """
 
     device: str = "cpu"
@@ -68,6 +74,7 @@ class Replica(ABC):
     essentials: tuple[str, ...] = ()
     tables: tuple[Table, ...] = ()
     notices: tuple[str, ...] = ()
+    takes_weights: bool = False
     undoable: bool = False
     hold = Hold()
 
@@ -88,7 +95,7 @@ class Replica(ABC):
             )
 
     @abstractmethod
-    def gradients(self, x: np.ndarray, y: np.ndarray, share: float) -> Any:
+    def gradients(self, x: Tree, y: Tree, share: float) -> Any:
         """Overwrite the bound buffer with `share` times the gradient of the mean loss over these rows.
 
         share: these rows as a fraction of the global batch. The SUM of the buffers of all ranks is then
@@ -111,9 +118,7 @@ class Replica(ABC):
         """
         return False
 
-    def gradients_of_parts(
-        self, parts: Sequence[tuple[np.ndarray, np.ndarray]], rows: int, memories: Sequence[Any]
-    ) -> list[Any] | None:
+    def gradients_of_parts(self, parts: Sequence[Data], rows: int, memories: Sequence[Any]) -> list[Any] | None:
         """Compute the gradients of several parts of a batch of `rows` rows, with the bits of `gradients` on each part.
 
         memories: of the bound buffer's kind; gets the gradients of a part each. Returns a result of `gradients` for
@@ -194,14 +199,14 @@ class Replica(ABC):
         """Accept all edits of parameters until now."""
 
     @abstractmethod
-    def evaluate(self, x: np.ndarray, y: np.ndarray) -> Any:
+    def evaluate(self, x: Tree, y: Tree) -> Any:
         """Return the SUM over these rows (at least one) for each of `metrics`. Sums, not means, keep counts exact.
 
         Does not change the gradients.
         """
 
     @abstractmethod
-    def predict(self, x: np.ndarray) -> np.ndarray:
+    def predict(self, x: Tree) -> np.ndarray:
         """Return one row of output for each row of `x`, on the host. No rows give an array of shape (0, ...)."""
 
     @abstractmethod
@@ -249,10 +254,10 @@ class Replica(ABC):
         """Return the arguments from which this replica can be rebuilt, as JSON types, for `save`."""
         return {}
 
-    def check(self, x: np.ndarray, y: np.ndarray | None) -> None:  # noqa: B027, a replica may take anything
+    def check(self, x: Tree, y: Tree | None) -> None:  # noqa: B027, a replica may take anything
         """Raise ArgumentError if the model does not accept such data; y is None for a prediction."""
 
-    def check_batch(self, x: np.ndarray, y: np.ndarray) -> None:  # noqa: B027
+    def check_batch(self, x: Tree, y: Tree) -> None:  # noqa: B027
         """As `check`, for one batch of a data set whose rows could not be checked in advance. Should be cheap."""
 
     def save(self, path: str) -> None:
@@ -290,7 +295,25 @@ def copied(arrays: Mapping[str, np.ndarray], memory: dict[str, np.ndarray]) -> d
     return {name: memory[name] for name in arrays}
 
 
-def unfit_error(what: str, x: np.ndarray, y: np.ndarray | None, error: Exception) -> ArgumentError:
+def gradients_of(replica: Replica, data: Data, share: float) -> Any:
+    """Call `replica.gradients` with rows, and their weights if they have any."""
+    x, y, *weights = data
+    return replica.gradients(x, y, share, *weights)
+
+
+def check_rows(replica: Replica, data: Data, batch: bool = False) -> None:
+    """Raise ArgumentError if the replica does not accept these rows. batch: whether they are one batch of many, for
+    `check_batch`."""
+    if len(data) > 2 and not replica.takes_weights:
+        kind = type(replica).__name__
+        raise ArgumentError(
+            f"this {kind} can't weigh rows: leave out sample_weight and class_weight, or use another one"
+        )
+    (replica.check_batch if batch else replica.check)(*data)
+
+
+def unfit_error(what: str, x: Tree, y: Tree | None, error: Exception) -> ArgumentError:
     """Return the error for data that a framework has refused with `error`. what: the model, for the message."""
-    given = f"x {x.dtype} of shape {x.shape}" + ("" if y is None else f", y {y.dtype} of shape {y.shape}")
+    arrays = named((x,) if y is None else (x, y))
+    given = ", ".join(f"{name} {array.dtype} of shape {array.shape}" for name, array in arrays)
     return ArgumentError(f"{what} can't be fed with {given}: {type(error).__name__}: {error}")

@@ -18,17 +18,18 @@ from allreduce.tracing.trace import Trace
 from allreduce.transport import ulfm
 from allreduce.transport.control import on_all_ranks, together
 from allreduce.transport.wait import waiting
-from trainers.data import Batches, BatchSource, Collate, Samples
+from trainers.data import Batches, BatchSource, Collate, Data, Samples, as_arrays, as_data, named, row_count, rows_error
 from trainers.errors import ArgumentError, TrainerError
 from trainers.fit.checkpointing import Checkpoint, make_saver
-from trainers.fit.evaluation import EXACT_ROWS, evaluate_chunk, predict_chunk
+from trainers.fit.evaluation import EXACT_ROWS, evaluate_chunk, predict_chunk, rows_in
 from trainers.fit.loader import DIVIDED, WHOLE, LoaderBatches
 from trainers.fit.loop import Fit
 from trainers.fit.prefetch import AHEAD, wanted
+from trainers.fit.weights import ClassWeights
 from trainers.group import RankGroup, gather_rows
 from trainers.recovery.recovery import Call, EditCall, Failure, FitCall, Recovery
 from trainers.recovery.terminating import stops_at_sigterm
-from trainers.replica import Hold, Replica
+from trainers.replica import Hold, Replica, check_rows
 from trainers.state.adopt import mirror
 from trainers.strategies.interface import Strategy
 from trainers.watching.history import History
@@ -56,8 +57,9 @@ class Trainer(Generic[StrategyT]):
     """Trains a replica together with the trainers of the other ranks of a topology.
 
     Every method is collective: all ranks call it with the same arguments. x and y are the whole data on
-    every rank, arrays whose first axis is the sample; `fit` and `evaluate` take data sets too. Invalid arguments
-    raise the same ArgumentError on all ranks, and arguments that differ the same DisagreementError.
+    every rank, arrays whose first axis is the sample, or tuples or dicts of arrays for models of several inputs;
+    `fit` and `evaluate` take data sets too. Invalid arguments raise the same ArgumentError on all ranks, and arguments
+    that differ the same DisagreementError.
 
     replica: this rank's copy of the model. strategy: how a step is computed and applied. group: the ranks.
     recovery: continues or stops when ranks fail.
@@ -145,7 +147,7 @@ class Trainer(Generic[StrategyT]):
     def fit(
         self,
         x: Any,
-        y: np.ndarray | None = None,
+        y: Any = None,
         epochs: int = 10,
         batch_size: int = BATCH_SIZE,
         *,
@@ -161,12 +163,15 @@ class Trainer(Generic[StrategyT]):
         stream: TextIO | None = None,
         rows: str | None = None,
         steps_per_epoch: int | None = None,
+        sample_weight: Any = None,
+        class_weight: Any = None,
     ) -> History:
         """Train for `epochs` passes over the data; first the model of rank 0 is copied to all ranks. Collective.
 
-        x, y: ALL rows, on every rank: each rank takes its share of every batch. Arrays, or memory maps; or in x
-            a data set with len() and rows by number whose rows are pairs (x, y), and no y (see
-            trainers.data.Samples). An error in a data set on one rank is raised on all, as DataError.
+        x, y: ALL rows, on every rank: each rank takes its share of every batch. Arrays, or memory maps; a tuple or a
+            dict of them, if the model has several inputs (or outputs); or in x a data set with len() and rows by number
+            whose rows are pairs (x, y), and no y (see trainers.data.Samples). An error in a data set on one rank is
+            raised on all, as DataError.
             With `rows`, x is a loader: any iterable of batches (x, y), and there is no y.
         rows: which rows a loader brings. "divided": each rank its own; global batch s has the rows of batch s of every
             rank, and a rank whose loader ends first brings no rows until all have ended. "whole": the same batches on
@@ -175,14 +180,21 @@ class Trainer(Generic[StrategyT]):
             called before each pass. A rank that computes nothing (a server) brings no loader: x=None.
         steps_per_epoch: the steps of an epoch of a loader that is endless, or is read on from one epoch to the next and
             from its beginning when it ends. None: an epoch is one pass.
+        sample_weight: (rows,) numbers >= 0, not all zero; or rows of a data set, and batches of a loader, are triples
+            (x, y, weights). The loss of row i counts sample_weight[i] times: a batch has the sum of the weighted losses
+            of its rows, divided by the number of its rows, as in Keras. The loss in the history is weighted too, other
+            metrics are not.
+        class_weight: {class number: weight}, a class that is missing has 1.0; or "balanced", for arrays: all classes
+            count alike, by rows / (classes * rows of the class), as in scikit-learn. y has class numbers, or one-hot
+            rows. A row has the product of its weight and that of its class. Validation data are not weighted by it.
         batch_size: rows in a GLOBAL batch, divided among the ranks. It need not be divisible, and the last one may be
             short: gradients are weighted by samples, so that any number of ranks trains as one rank would.
         seed, shuffle: epoch e visits the rows in the order of data.order(rows, seed, e, shuffle).
-        validation_data: (x, y) or a data set, evaluated after each epoch.
+        validation_data: (x, y), (x, y, weights) or a data set, evaluated after each epoch.
         callbacks: objects with the events of Keras callbacks (see trainers.watching.callback.Callback). Each rank
             calls its own, so they may be given to some ranks only; an exception in one is raised on all ranks.
-        collate: makes (x, y), arrays, from a list of a data set's rows, by default they are stacked; or from a batch of
-            a loader, by default a pair.
+        collate: makes (x, y) or (x, y, weights), of arrays, from a list of a data set's rows, by default they are
+            stacked; or from a batch of a loader, by default a pair or a triple.
         checkpoint: where and how often checkpoints are written: a Checkpoint, or a folder.
         resume: continue from the newest usable checkpoint there, if any; raises CheckpointError if that is of another
             model or of other settings. `epochs` counts from the beginning of the training, and the history contains all
@@ -198,6 +210,8 @@ class Trainer(Generic[StrategyT]):
         settings: dict[str, Any] = {"epochs": epochs, "batch_size": batch_size, "seed": seed, "shuffle": shuffle}
         settings["validation_data"] = "none" if validation_data is None else "given"
         settings |= {"checkpoint": checkpoint, "resume": resume}
+        weigh = None if class_weight is None else ClassWeights(class_weight)
+        settings |= {} if weigh is None else {"class_weight": weigh}
         strategy, group = self.strategy, self.group
         ahead = AHEAD if (wanted(x, y) if prefetch is None else prefetch) else 0
         if strategy.micro_batch is not None and y is None:
@@ -205,13 +219,11 @@ class Trainer(Generic[StrategyT]):
 
         def begin() -> Fit:
             if rows is None and steps_per_epoch is None:
-                given = self._check_call("fit", x, y, settings, collate)
-                return fit_of(
-                    Batches(
-                        *given, batch_size, strategy.part, strategy.parts, seed, shuffle, ahead, strategy.micro_batch
-                    )
-                )
-            loader = self._check_loader(x, y, rows, steps_per_epoch, settings, collate, AHEAD if prefetch else 0)
+                x_all, y_all, *weights = self._check_call("fit", (x, y, sample_weight), settings, collate)
+                own = strategy.part, strategy.parts, seed, shuffle, ahead, strategy.micro_batch
+                return fit_of(Batches(x_all, y_all, batch_size, *own, weights[0] if weights else None, weigh))
+            given = x, y, sample_weight
+            loader = self._check_loader(given, rows, steps_per_epoch, settings, collate, AHEAD if prefetch else 0)
             try:
                 return fit_of(loader)
             except BaseException:
@@ -221,7 +233,7 @@ class Trainer(Generic[StrategyT]):
         def fit_of(batches: BatchSource) -> Fit:
             validate = None
             if validation_data is not None:
-                validate = partial(self._evaluate, *self._check_validation(validation_data, collate))
+                validate = partial(self._evaluate, self._check_validation(validation_data, collate))
             strategy.end_round()
             mirror(strategy)
             saver = together(
@@ -241,20 +253,25 @@ class Trainer(Generic[StrategyT]):
         return self._call(FitCall(strategy, begin))
 
     @recoverable
-    def evaluate(self, x: Any, y: np.ndarray | None = None, collate: Collate | None = None) -> dict[str, float]:
+    def evaluate(
+        self, x: Any, y: Any = None, collate: Collate | None = None, *, sample_weight: Any = None
+    ) -> dict[str, float]:
         """Return the replica's metrics ("loss", "accuracy", ...), means over these rows. Collective.
 
-        x, y, collate: all rows on every rank, arrays or a data set, as for `fit`. The ranks share the work.
+        x, y, collate, sample_weight: all rows on every rank, arrays or a data set, as for `fit`. The ranks share the
+            work. The loss is the sum of the weighted losses, divided by the number of rows; other metrics are not
+            weighted.
         """
-        return self._evaluate(*self._check_call("evaluate", x, y, collate=collate))
+        return self._evaluate(self._check_call("evaluate", (x, y, sample_weight), collate=collate))
 
     @recoverable
-    def predict(self, x: np.ndarray) -> np.ndarray:
+    def predict(self, x: Any) -> np.ndarray:
         """Return the replica's output for every row, in order, on every rank. Collective.
 
-        The ranks share the work. For a NumpyNetwork: (rows, outputs) float32, probabilities with a cross-entropy loss.
+        x: an array, or a tuple or a dict of arrays, as for `fit`. The ranks share the work. For a NumpyNetwork: (rows,
+            outputs) float32, probabilities with a cross-entropy loss.
         """
-        x, _ = self._check_call("predict", x, NO_TARGETS)
+        (x,) = self._check_call("predict", (x, NO_TARGETS, None))
         group = self.group
         self.strategy.end_round()
         outputs = together(group.comm, lambda: predict_chunk(self.replica, x, group.size, group.rank))
@@ -374,23 +391,28 @@ class Trainer(Generic[StrategyT]):
                 "its replica; use that one"
             )
 
-    def _evaluate(self, x: Any, y: np.ndarray | None) -> dict[str, float]:
+    def _evaluate(self, data: Data) -> dict[str, float]:
         group, replica, exact = self.group, self.replica, self.strategy.micro_batch is not None
+        rows = rows_in(data)
         self.strategy.end_round()
         with np.errstate(all="ignore"):  # the loss shows it if the model has diverged
-            segments = together(group.comm, lambda: evaluate_chunk(replica, x, y, group.size, group.rank, exact))
-        sums = self.strategy.add_up(segments, -(-len(x) // EXACT_ROWS))
-        return dict(zip(replica.metrics, (sums / len(x)).tolist(), strict=True))
+            segments = together(group.comm, lambda: evaluate_chunk(replica, data, group.size, group.rank, exact))
+        sums = self.strategy.add_up(segments, -(-rows // EXACT_ROWS))
+        return dict(zip(replica.metrics, (sums / rows).tolist(), strict=True))
 
     # Arguments of the calls
 
     def _check_call(
-        self, call: str, x: Any, y: Any, settings: dict[str, Any] | None = None, collate: Collate | None = None
-    ) -> tuple[Any, Any]:
-        """Check the arguments of a call on all ranks; returns arrays x and y, or Samples and None. Raises the same
-        error on all ranks if they are invalid or differ. Collective."""
+        self,
+        call: str,
+        given: tuple[Any, Any, Any],
+        settings: dict[str, Any] | None = None,
+        collate: Collate | None = None,
+    ) -> Data:
+        """Check the arguments of a call on all ranks; returns arrays, or (Samples, None). Raises the same error on all
+        ranks if they are invalid or differ. Collective. given: x, y, sample_weight, as for `check_call`."""
         self._check_open()
-        data, row, error = check_call(self.replica, call, (x, y), settings or {}, collate)
+        data, row, error = check_call(self.replica, call, given, settings or {}, collate)
         try:
             self.group.enter(row, error)
         except DisagreementError as differ:
@@ -399,22 +421,23 @@ class Trainer(Generic[StrategyT]):
         return data
 
     def _check_loader(
-        self, loader: Any, y: Any, rows: Any, steps: Any, settings: dict[str, Any], collate: Collate | None, ahead: int
-    ) -> LoaderBatches:
+        self, given: tuple[Any, Any, Any], rows: Any, steps: Any, settings: dict[str, Any], collate: Collate | None,
+        ahead: int,
+    ) -> LoaderBatches:  # fmt: skip
         """Check a fit with a loader on all ranks; returns its batches, and reads the first. Raises the same error on
-        all ranks. Collective."""
+        all ranks. Collective. given: the loader, y, sample_weight."""
         self._check_open()
         strategy, group, settings = self.strategy, self.group, settings | {"rows": rows, "steps_per_epoch": steps}
         batches, described = None, None
-        error: Exception | None = loader_error(strategy, loader, y, settings)
+        error: Exception | None = loader_error(strategy, given, settings)
         if error is None:
-            idle = strategy.part is None
-            given = None if idle else loader, rows, collate, steps, strategy.part, strategy.parts
-            batches = LoaderBatches(*given, ahead, strategy.micro_batch, settings["seed"])
+            loader = None if strategy.part is None else given[0]
+            options = rows, collate, steps, strategy.part, strategy.parts, ahead, strategy.micro_batch
+            batches = LoaderBatches(loader, *options, settings["seed"], settings.get("class_weight"))
             try:
                 described = batches.describe()
-                if (pair := batches.first()) is not None:
-                    self.replica.check(*pair)
+                if (first := batches.first()) is not None:
+                    check_rows(self.replica, first)
             except TrainerError as refused:
                 error = refused
             except Exception as refused:  # of a model; the other ranks must not wait for this one
@@ -434,45 +457,57 @@ class Trainer(Generic[StrategyT]):
         return batches
 
     def _check_validation(self, given: Any, collate: Collate | None) -> tuple[Any, Any]:
-        pair = isinstance(given, tuple | list)
-        x, y = given if pair and len(given) == 2 else (given, None)
-        return self._check_call("validation_data of fit", x, y, collate=None if pair else collate)
+        triple = isinstance(given, tuple) and len(given) == 3 and not isinstance(given[2], tuple | list)
+        pair = triple or isinstance(given, tuple | list)
+        x, y, weights = given if triple else (*given, None) if pair and len(given) == 2 else (given, None, None)
+        return self._check_call("validation_data of fit", (x, y, weights), collate=None if pair else collate)
 
 
 NO_TARGETS = object()  # passed as y for a prediction, which has no targets
 
-CheckedCall = tuple[tuple[Any, Any], str, Exception | None]
+CheckedCall = tuple[Data, str, Exception | None]
 
 
 def check_call(
-    replica: Replica, call: str, data: tuple[Any, Any], settings: dict[str, Any], collate: Collate | None = None
+    replica: Replica, call: str, given: tuple[Any, Any, Any], settings: dict[str, Any], collate: Collate | None = None
 ) -> CheckedCall:
-    """Convert and check the data of a call. Returns (x and y as arrays, or Samples and None), the call as text, and the
-    error or None. Local.
+    """Convert and check the data of a call. Returns (arrays, or (Samples, None)), the call as text, and the error or
+    None. Local.
 
-    data: arrays x and y, x and NO_TARGETS, or a data set and None. settings: the other arguments, by name.
+    given: arrays x and y, x and NO_TARGETS, or a data set and None; then the weights of rows, or None. settings: the
+        other arguments, by name.
     """
-    x, y = data
+    data: Data = given[:2]
     row: str = call
     error: Exception | None = None
-    checked: tuple[Any, Any]
+    weigh: ClassWeights | None = settings.get("class_weight")
     try:
-        if y is None or collate is not None:
-            x, y = _samples(x, y, collate), None
-            row = _described(call, [str(x)], settings)
-            checked = x.first
+        if weigh is not None:
+            weigh.check(arrays=given[1] is not None)
+        if given[1] is None or collate is not None:
+            samples = _samples(*given, collate)
+            data, checked = (samples, None), samples.first
+            row = _described(call, [str(samples)], settings)
+            checked = checked if weigh is None else weigh(checked)
         else:
-            x, y = np.asarray(x), None if y is NO_TARGETS else np.asarray(y)
-            row = _described(call, _sides(x, y), settings)
-            _check_rows(x, y)
-            checked = x, y
+            data = _arrays(*given)
+            row = _described(call, _sides(data), settings)
+            _check_rows(data)
+            data = checked = data if weigh is None else weigh.of_all(data)
         _check_settings(settings)
-        replica.check(*checked)
+        check_rows(replica, checked if len(checked) > 1 else (*checked, None))
     except (TrainerError, ValueError, TypeError) as refused:
         error = refused if isinstance(refused, TrainerError) else ArgumentError(f"{call}: {refused}")
     except Exception as refused:  # of a data set or a model; the other ranks must not wait for this one
         error = ArgumentError(f"{call}: {type(refused).__name__}: {refused}")
-    return (x, y), row, error
+    return data, row, error
+
+
+def _arrays(x: Any, y: Any, weights: Any) -> Data:
+    """Return the arrays of a call. Raises ArgumentError."""
+    if y is NO_TARGETS:
+        return (as_arrays(x),)
+    return as_data((x, y) if weights is None else (x, y, weights))
 
 
 def explain_division(error: DisagreementError, row: str, settings: dict[str, Any]) -> None:
@@ -489,8 +524,12 @@ def explain_division(error: DisagreementError, row: str, settings: dict[str, Any
         )
 
 
-def loader_error(strategy: Strategy, loader: Any, y: Any, settings: dict[str, Any]) -> ArgumentError | None:
-    """Return the error if these arguments of a fit with a loader are invalid, or None. settings: of the fit. Local."""
+def loader_error(strategy: Strategy, given: tuple[Any, Any, Any], settings: dict[str, Any]) -> ArgumentError | None:
+    """Return the error if these arguments of a fit with a loader are invalid, or None. Local.
+
+    given: the loader, y, sample_weight. settings: of the fit.
+    """
+    loader, y, weights = given
     rows, steps = settings["rows"], settings["steps_per_epoch"]
     if rows not in (DIVIDED, WHOLE):
         only = "" if rows is not None else "; steps_per_epoch is for loaders only"
@@ -499,6 +538,8 @@ def loader_error(strategy: Strategy, loader: Any, y: Any, settings: dict[str, An
         return ArgumentError(
             f'fit: rows="{rows}" is for a loader, whose batches are pairs (x, y): leave out rows, or y'
         )
+    if weights is not None:
+        return ArgumentError("fit: sample_weight is for arrays: a loader gives weights in its batches, (x, y, weights)")
     if reason := strategy.loader_error(rows == DIVIDED):
         return ArgumentError(f"fit: {reason}")
     idle = strategy.part is None
@@ -515,14 +556,18 @@ def loader_error(strategy: Strategy, loader: Any, y: Any, settings: dict[str, An
         return ArgumentError("fit: batch_size and shuffle are the loader's: leave them out")
     try:
         _check_settings(settings)
+        if (weigh := settings.get("class_weight")) is not None:
+            weigh.check(arrays=False)
     except ArgumentError as error:
         return error
     return None
 
 
-def _samples(x: Any, y: Any, collate: Collate | None) -> Samples:
+def _samples(x: Any, y: Any, weights: Any, collate: Collate | None) -> Samples:
     if y is not None:
         raise ArgumentError("collate is for data sets, whose rows are pairs: leave out collate, or y")
+    if weights is not None:
+        raise ArgumentError("sample_weight is for arrays: a data set gives weights in its rows, (x, y, weight)")
     return x if isinstance(x, Samples) else Samples(x, collate)
 
 
@@ -530,10 +575,9 @@ def _described(call: str, data: list[str], settings: dict[str, Any]) -> str:
     return f"{call}: {', '.join(data + [f'{name}={value}' for name, value in settings.items()])}"
 
 
-def _sides(x: np.ndarray, y: np.ndarray | None) -> list[str]:
+def _sides(data: Data) -> list[str]:
     """Return arrays as text: dtype, shape, and a checksum of the first and the last row."""
-    data = {"x": x} if y is None else {"x": x, "y": y}
-    return [f"{name} {array.dtype}{list(array.shape)} {_checksum(array)}" for name, array in data.items()]
+    return [f"{name} {array.dtype}{list(array.shape)} {_checksum(array)}" for name, array in named(data)]
 
 
 def _checksum(array: np.ndarray) -> str:
@@ -549,9 +593,10 @@ def _check_settings(settings: dict[str, Any]) -> None:
             raise ArgumentError(f"{name} must be an integer >= {least}, got {value!r}")
 
 
-def _check_rows(x: np.ndarray, y: np.ndarray | None) -> None:
-    if x.ndim == 0 or (y is not None and (y.ndim == 0 or len(x) != len(y))):
-        shapes = f"x has shape {x.shape}" + ("" if y is None else f" and y has shape {y.shape}")
-        raise ArgumentError(f"{shapes}; they must have the same number of rows, one for each sample")
-    if y is not None and len(x) == 0:
+def _check_rows(data: Data) -> None:
+    if wrong := rows_error(data):
+        raise ArgumentError(wrong)
+    if len(data) > 1 and not row_count(data):
         raise ArgumentError("there are no samples: x and y are empty")
+    if len(data) > 2 and not data[2].any():
+        raise ArgumentError("sample_weight is 0 for all rows, so there would be nothing to train on")

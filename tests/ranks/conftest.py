@@ -46,7 +46,17 @@ BYTES = {
 SAME_ON_3 = {f"pytorch/test_{name}.py" for name in ("several", "traced")}
 SAME_ON_5 = {f"collectives/test_{name}.py" for name in ("compressed", "disagreements")} | {
     f"training/test_{name}.py"
-    for name in ("callbacks", "checkpoints", "checks", "compression", "exact", "fit", "local_sgd", "same_data")
+    for name in (
+        "callbacks",
+        "checkpoints",
+        "checks",
+        "compression",
+        "exact",
+        "fit",
+        "inputs",
+        "local_sgd",
+        "same_data",
+    )
 }
 LEFT_OUT = {
     ("Open MPI", 3): SAME_ON_3,

@@ -2,21 +2,38 @@
 
 import logging
 import zlib
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from typing import Any
 
 import numpy as np
 
-from trainers.data import Batch, BatchSource, Collate, Fingerprint, micro_batches_of, seed_of
+from trainers.data import (
+    Batch,
+    BatchSource,
+    Collate,
+    Data,
+    Fingerprint,
+    as_data,
+    cut,
+    kinds_of,
+    leaves,
+    micro_batches_of,
+    row_count,
+    rows_error,
+    seed_of,
+    sliced,
+    structure_of,
+    without_rows,
+)
 from trainers.errors import ArgumentError, CheckpointError, DataError
 from trainers.fit import prefetch
 
 log = logging.getLogger("trainers")
 
 DIVIDED, WHOLE = "divided", "whole"
+NO_STRUCTURE = {"tuple": [["float32", []], ["float32", []]]}  # before any batch was read
 KEPT = 3  # batches: the previous one, because a step is taken again after a failure; the current and the next one
 END = object()
-Kind = tuple[str, list[int]]  # of x or y: the dtype, and the shape of a row
 
 
 class LoaderBatches(BatchSource):
@@ -30,9 +47,10 @@ class LoaderBatches(BatchSource):
         None for a rank that brings no rows.
     rows: "divided": each rank's loader has other rows. "whole": all loaders give the same batches, and each rank takes
         its part of them.
-    collate: makes (x, y) of an item of the loader; None if its items are pairs (x, y). Pairs without rows are skipped.
+    collate: makes (x, y), or (x, y, weights), of an item of the loader; None if its items are such. Batches without
+        rows are skipped.
     limit: the steps of an epoch. The loader is then read on in the next epoch, and from its beginning when it ends.
-    ahead: how many batches a thread may fetch in advance. micro_batch, seed: as for Batches.
+    ahead: how many batches a thread may fetch in advance. micro_batch, seed, weigh: as for Batches.
     """
 
     streams = True
@@ -48,6 +66,7 @@ class LoaderBatches(BatchSource):
         ahead: int,
         micro_batch: int | None = None,
         seed: int = 0,
+        weigh: Callable[[Data], Data] | None = None,
     ) -> None:
         self.name = type(loader).__name__
         self._loader, self._divided, self._collate = loader, rows == DIVIDED, collate
@@ -58,10 +77,11 @@ class LoaderBatches(BatchSource):
         self._passes = 0  # passes over the loader that have begun
         self._taken = 0  # batches taken since the loader's first pass began, or with no limit since the last one
         self._epoch, self._read = 0, 0  # the epoch, and the number of its batches that were read
-        self._kept: dict[int, tuple[np.ndarray, np.ndarray] | None] = {}  # the last batches, by their step
+        self._kept: dict[int, Data | None] = {}  # the last batches, by their step
         self._starts = {0: 0}  # for each epoch, the steps before it
         self._sizes: list[int] = []  # rows of the epoch's global batches, as far as the ranks know them
-        self._kinds: tuple[Kind, Kind] | None = None
+        self._weigh = weigh
+        self._structure: Any = None  # of all batches: see data.structure_of
         self._part, self._parts = part, parts
 
     def __str__(self) -> str:
@@ -87,7 +107,8 @@ class LoaderBatches(BatchSource):
 
     @property
     def settings(self) -> dict[str, Any]:
-        found = {"rows": DIVIDED if self._divided else WHOLE, "steps_per_epoch": self.limit}
+        found: dict[str, Any] = {"rows": DIVIDED if self._divided else WHOLE, "steps_per_epoch": self.limit}
+        found["class_weight"] = None if self._weigh is None else str(self._weigh)
         micro = {} if self._micro_batch is None else {"micro_batch": int(self._micro_batch), "seed": int(self._seed)}
         return found | micro
 
@@ -114,15 +135,15 @@ class LoaderBatches(BatchSource):
     # The first batches of all ranks
 
     def describe(self) -> list[Any] | None:
-        """Read the first batch. Returns dtypes and shapes of its rows, and for rows="whole" a checksum, as JSON types;
-        None if there is none. Local. Raises DataError."""
-        pair = None if self._idle else self._at(0)
-        if pair is None:
+        """Read the first batch. Returns the structure of its rows, and for rows="whole" checksums, as JSON types; None
+        if there is none. Local. Raises DataError."""
+        data = None if self._idle else self._at(0)
+        if data is None:
             return None
-        sums = [] if self._divided else [zlib.crc32(np.ascontiguousarray(each).tobytes()) for each in pair]
-        return [_kind(each) for each in pair] + sums
+        sums = [] if self._divided else [zlib.crc32(np.ascontiguousarray(each).tobytes()) for each in leaves(data)]
+        return [structure_of(data), *sums]
 
-    def first(self) -> tuple[np.ndarray, np.ndarray] | None:
+    def first(self) -> Data | None:
         """Return the first batch, if there is one. Local, after `describe`."""
         return self._kept.get(0)
 
@@ -132,12 +153,11 @@ class LoaderBatches(BatchSource):
         if not given:
             raise self.empty(0)
         if any(each != given[0] for each in given):
-            texts: list[str] = ["no batch" if each is None else _shown(each[:2], *each[2:]) for each in described]
+            texts = ["no batch" if each is None else _shown(*each) for each in described]
             rows = [f"  rank {rank}: {text}" for rank, text in enumerate(texts)]
             what = "batches of other rows" if self._divided else 'other batches, and rows="whole" takes the same'
             raise ArgumentError("\n".join([f"fit: the loaders of the ranks give {what}:", *rows]))
-        (x, shape_of_x), (y, shape_of_y) = given[0][:2]
-        self._kinds = (x, list(shape_of_x)), (y, list(shape_of_y))
+        self._structure = given[0][0]
 
     def empty(self, epoch: int) -> DataError:
         """Return the error if no rank has a batch in an epoch."""
@@ -168,7 +188,7 @@ class LoaderBatches(BatchSource):
     def peek(self, step: int) -> None:
         self.coming = 0
         if not self._idle:
-            self.coming = len(self._part_of(self._at(step), self._part)[0])
+            self.coming = row_count(self._part_of(self._at(step), self._part))
 
     def epoch(self, number: int, first: int = 0) -> Generator[Batch]:
         while True:
@@ -178,44 +198,43 @@ class LoaderBatches(BatchSource):
     def share(self, epoch: int, step: int, part: int | None) -> Batch:
         """As BatchSource.share. If the ranks do not know the rows of the global batch, its `rows` and its `share` are
         the rows of this rank."""
-        pair = None if self._idle else self._at(step)
-        x, y = self._part_of(pair, part)
+        whole = None if self._idle else self._at(step)
+        data = self._part_of(whole, part)
+        own = row_count(data)
         if step >= len(self._sizes):
-            return Batch(x, y, len(x), float(len(x)))
+            return Batch.of(data, own, float(own))
         total = self._sizes[step]
-        if not (self._divided or self._idle) and total != (0 if pair is None else len(pair[0])):
-            own = "none" if pair is None else str(len(pair[0]))
+        if not (self._divided or self._idle) and total != (0 if whole is None else row_count(whole)):
+            given = "none" if whole is None else str(row_count(whole))
             raise DataError(
                 f'rows="whole": batch {step + 1} of epoch {epoch + 1} has {total} rows on all ranks together, and '
-                f'{own} in the loader of this rank: all loaders must give the same batches; use rows="divided" for '
+                f'{given} in the loader of this rank: all loaders must give the same batches; use rows="divided" for '
                 "loaders that give each rank its own"
             )
         size = self._micro_batch
         if size is None:
-            return Batch(x, y, total, len(x) / total)
+            return Batch.of(data, total, own / total)
         seeds = tuple(seed_of(self._seed, epoch, step, number) for number in self._numbers(total, part))
-        parts = [(x[start : start + size], y[start : start + size]) for start in range(0, len(x), size)]
-        return Batch(x, y, total, len(x) / total, seeds, parts)
+        return Batch.of(data, total, own / total, seeds, cut(data, own, size))
 
-    def _part_of(self, pair: tuple[np.ndarray, np.ndarray] | None, part: int | None) -> tuple[np.ndarray, np.ndarray]:
-        if pair is None or part is None:
-            kinds = self._kinds or (("float32", []), ("float32", []))
-            x, y = (np.empty((0, *shape), np.dtype(dtype)) for dtype, shape in kinds)
-            return x, y
+    def _part_of(self, data: Data | None, part: int | None) -> Data:
+        if data is None or part is None:
+            return without_rows(self._structure or NO_STRUCTURE)
         if self._divided:
-            return pair
-        mine = slice(*(len(pair[0]) * each // self._parts for each in (part, part + 1)))
+            return data
+        rows = row_count(data)
+        mine = slice(*(rows * each // self._parts for each in (part, part + 1)))
         if self._micro_batch is not None:
-            numbers = self._numbers(len(pair[0]), part)
+            numbers = self._numbers(rows, part)
             mine = slice(numbers.start * self._micro_batch, numbers.stop * self._micro_batch)
-        return pair[0][mine], pair[1][mine]
+        return sliced(data, mine)
 
     def _numbers(self, rows: int, part: int | None) -> range:
         """Return the micro-batches of a batch of `rows` rows that a part gets."""
         assert self._micro_batch is not None
         return range(0) if part is None else micro_batches_of(-(-rows // self._micro_batch), part, self._parts)
 
-    def _at(self, step: int) -> tuple[np.ndarray, np.ndarray] | None:
+    def _at(self, step: int) -> Data | None:
         """Return batch `step` of the epoch, None if the loader has ended before it. Raises DataError."""
         while self._read <= step:
             self._kept[self._read] = self._next()
@@ -223,40 +242,39 @@ class LoaderBatches(BatchSource):
             self._read += 1
         return self._kept[step]
 
-    def _next(self) -> tuple[np.ndarray, np.ndarray] | None:
+    def _next(self) -> Data | None:
         if self.limit is not None and self._read >= self.limit:
             return None
         return self._take(f"batch {self._read + 1} of epoch {self._epoch + 1}")
 
-    def _take(self, where: str) -> tuple[np.ndarray, np.ndarray] | None:
+    def _take(self, where: str) -> Data | None:
         """Return the loader's next batch with rows, None if the loader has ended. where: names it. Raises DataError."""
         try:
-            pair = self._next_of_pass()
-            if pair is None and self.limit is not None and not self._once:
+            data = self._next_of_pass()
+            if data is None and self.limit is not None and not self._once:
                 self._reader = None
-                pair = self._next_of_pass()
+                data = self._next_of_pass()
         except Exception as error:
             reason = error if isinstance(error, DataError) else f"{type(error).__name__}: {error}"
             raise DataError(f"the {self.name} can't give {where}: {reason}") from error
-        if pair is None:
+        if data is None:
             return None
-        kinds = _kind(pair[0]), _kind(pair[1])
-        if self._kinds not in (None, kinds):
-            assert self._kinds is not None
-            raise DataError(f"the {self.name} gave {_shown(kinds)} as {where}, and first {_shown(self._kinds)}")
-        self._kinds = kinds
+        structure = structure_of(data)
+        if self._structure not in (None, structure):
+            raise DataError(f"the {self.name} gave {_shown(structure)} as {where}, and first {_shown(self._structure)}")
+        self._structure = structure
         self._taken += 1
-        return pair
+        return data
 
-    def _next_of_pass(self) -> tuple[np.ndarray, np.ndarray] | None:
+    def _next_of_pass(self) -> Data | None:
         """Return the next batch with rows of this pass over the loader, None if there is none. Begins a pass if there
         is none."""
         if self._reader is None:
             self._restart(self._epoch if self.limit is None else self._passes)
         while (item := next(self._reader, END)) is not END:
-            pair = self._converted(item)
-            if len(pair[0]):
-                return pair
+            data = self._converted(item)
+            if row_count(data):
+                return data
         return None
 
     def _restart(self, number: int) -> None:
@@ -272,15 +290,15 @@ class LoaderBatches(BatchSource):
         if self.limit is None:
             self._taken = 0
 
-    def _converted(self, item: Any) -> tuple[np.ndarray, np.ndarray]:
+    def _converted(self, item: Any) -> Data:
         if self._collate is not None:
             item = self._collate(item)
-        if not isinstance(item, tuple | list) or len(item) != 2:
+        if not isinstance(item, tuple | list) or len(item) not in (2, 3):
             raise DataError(f"a batch is a {type(item).__name__}, not a pair (x, y); pass collate= to make pairs")
-        x, y = (np.asarray(each) for each in item)
-        if not (x.ndim and y.ndim and len(x) == len(y)):
-            raise DataError(f"x has shape {x.shape} and y has shape {y.shape}; their first axes must be the samples")
-        return x, y
+        data = as_data(item, lists=True)
+        if wrong := rows_error(data):
+            raise DataError(wrong)
+        return data if self._weigh is None else self._weigh(data)
 
     # Positions
 
@@ -328,10 +346,5 @@ class LoaderBatches(BatchSource):
         self._stop()
 
 
-def _kind(array: np.ndarray) -> Kind:
-    return str(array.dtype), list(array.shape[1:])
-
-
-def _shown(kinds: Any, *sums: int) -> str:
-    text = ", ".join(f"{name} {dtype}{shape}" for name, (dtype, shape) in zip("xy", kinds, strict=True))
-    return text + "".join(f" #{each:08x}" for each in sums)
+def _shown(structure: Any, *sums: int) -> str:
+    return kinds_of(without_rows(structure)) + "".join(f" #{each:08x}" for each in sums)

@@ -19,7 +19,7 @@ from trainers.data import Batch, BatchSource
 from trainers.files.checkpoint import Progress as Checkpointed
 from trainers.fit import prefetch
 from trainers.fit.checkpointing import Saver
-from trainers.replica import Replica
+from trainers.replica import Replica, check_rows
 from trainers.state.adopt import Arrays
 from trainers.strategies.interface import FLAGS, Strategy
 from trainers.watching.callback import Callbacks
@@ -456,8 +456,8 @@ class Fit:
     def check_batch(self, batch: Batch) -> Batch:
         """Return `batch` if the replica accepts it; raises ArgumentError otherwise."""
         if not self.batches.checked:
-            for rows in batch.parts or [(batch.x, batch.y)]:
-                self.strategy.replica.check_batch(*rows)
+            for rows in batch.parts or [batch.data]:
+                check_rows(self.strategy.replica, rows, batch=True)
         return batch
 
     def begin_batch(self, step: int) -> None:

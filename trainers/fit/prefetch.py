@@ -8,6 +8,8 @@ from typing import Any, TypeVar
 
 import numpy as np
 
+from trainers.data import leaves
+
 ItemT = TypeVar("ItemT")
 END: Any = object()  # follows the last item
 AHEAD = 2  # batches: one that waits, and one that is being fetched
@@ -16,7 +18,7 @@ END_SECONDS = 10.0  # to wait for the thread at the end; a thread that takes lon
 
 def wanted(x: Any, y: Any) -> bool:
     """Whether the rows are not in memory: they come from a data set (y is None) or a memory map."""
-    return y is None or isinstance(x, np.memmap) or isinstance(y, np.memmap)
+    return y is None or any(isinstance(each, np.memmap) for each in leaves((x, y)))
 
 
 def ahead(items: Iterator[ItemT]) -> Generator[ItemT]:

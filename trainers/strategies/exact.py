@@ -19,9 +19,10 @@ from allreduce.backend import AllReduce, Config
 from allreduce.topology import Topology
 from trainers.backends import MICRO_BATCH, backend_for, exact_error
 from trainers.checks import changed_alone
-from trainers.data import Batch, BatchSource
+from trainers.data import Batch, BatchSource, Data, row_count
 from trainers.errors import ArgumentError
 from trainers.group import RankGroup
+from trainers.replica import gradients_of
 from trainers.strategies.local_sgd import LocalOptions
 from trainers.strategies.mirrored import Mirrored
 
@@ -94,25 +95,25 @@ class ExactMirrored(Mirrored):
         while len(self._rows) < count - 1:
             self._rows.append(np.empty_like(self.buffer))
         self._terms = [*self._rows[: count - 1], self.buffer]
-        shares = [len(x) / batch.rows for x, _ in batch.parts]
+        shares = [row_count(part) / batch.rows for part in batch.parts]
         found = self.replica.gradients_of_parts(batch.parts, batch.rows, self._terms)
-        for number, (seed, (x, y), share) in enumerate(zip(batch.seeds, batch.parts, shares, strict=True)):
+        for number, (seed, part, share) in enumerate(zip(batch.seeds, batch.parts, shares, strict=True)):
             if found is not None:
                 self._values[number] = found[number]
                 continue
             if number:
                 self.replica.undo()  # each micro-batch begins with the statistics of the step's start
             self.replica.seed(seed)
-            self._values[number] = self._compute(x, y, share, self._terms[number])
+            self._values[number] = self._compute(part, share, self._terms[number])
         self._values *= np.array(shares)[:, None]
         self._measured[: self._values.shape[1]] = self._values.sum(axis=0)
 
-    def _compute(self, x: np.ndarray, y: np.ndarray, share: float, memory: np.ndarray) -> Any:
+    def _compute(self, part: Data, share: float, memory: np.ndarray) -> Any:
         """Write the gradients of a micro-batch to `memory`; return its metrics. Local."""
         replica = self.replica
         redirected = replica.redirect(memory)
         before = {} if self._checked else replica.local_state()
-        values = replica.gradients(x, y, share)
+        values = gradients_of(replica, part, share)
         if not redirected and memory is not self.buffer:
             memory[:] = self.buffer
         if not self._checked:

@@ -26,7 +26,7 @@ from trainers.data import Batch, BatchSource
 from trainers.errors import ArgumentError, ModelFileError
 from trainers.local_sgd.outer import LocalOptions
 from trainers.local_sgd.rounds import Done, Memory, Rounds, Submit
-from trainers.replica import copied
+from trainers.replica import copied, gradients_of
 from trainers.state.adopt import ADOPT, OUTER, RATES, Arrays, Piece, adopt
 from trainers.strategies.interface import FLAGS, INNER, EpochRun
 from trainers.strategies.mirrored import Mirrored
@@ -175,7 +175,7 @@ class LocalSGD(Mirrored):
             run.begin_batch(step)
         with self.span("data"):
             batch = run.check_batch(next(shares))
-        took = len(batch.x) > 0 and self._update_alone(run, batch)
+        took = batch.own > 0 and self._update_alone(run, batch)
         if exists:
             run.end_batch(step)
         return took
@@ -185,7 +185,7 @@ class LocalSGD(Mirrored):
         exception."""
         replica, metrics = self.replica, len(self.replica.metrics)
         with self.span("compute"):
-            values = replica.gradients(batch.x, batch.y, 1.0)
+            values = gradients_of(replica, batch.data, 1.0)
         if run.discard_if_unusable(self._gradients, replica):
             return False
         self.measured[:metrics] = [float(value) for value in values]

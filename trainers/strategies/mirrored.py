@@ -23,7 +23,7 @@ from trainers.backends import LOST_RESIDUALS, UPDATES, allocate_own, backend_for
 from trainers.data import Batch
 from trainers.errors import ArgumentError
 from trainers.group import RankGroup
-from trainers.replica import Replica, Rows, Table
+from trainers.replica import Replica, Rows, Table, gradients_of
 from trainers.state import backup
 from trainers.state.adopt import ADOPT, RATES, Arrays, Piece, adopt, mirror
 from trainers.strategies.interface import FLAGS, Strategy, replica_error
@@ -205,7 +205,7 @@ class Mirrored(Strategy):
             return
         self.update.check_edits()
         self.update.begin_batch()
-        measured[:metrics] = self.replica.gradients(batch.x, batch.y, batch.share)
+        measured[:metrics] = gradients_of(self.replica, batch.data, batch.share)
         measured[:metrics] *= batch.share
         self._tables.take()
 

@@ -14,7 +14,7 @@ from allreduce.topology import Topology
 from allreduce.transport.control import all_values
 from trainers.errors import ArgumentError
 from trainers.group import RankGroup
-from trainers.replica import Replica
+from trainers.replica import Replica, gradients_of
 from trainers.strategies.interface import EpochRun
 from trainers.strategies.servers.epoch import HOW_FAR
 from trainers.strategies.servers.mailbox import END, GRADIENTS, NOTHING, PUSH, WORK, Arrival, Header, Mailbox, Message
@@ -195,10 +195,10 @@ class SpareReplicas(ServerStrategy):
         run.begin_batch(step)
         with self.span("data"):
             batch = run.batches.share(number, step, self.group.rank)
-        if not len(batch.x):
+        if not batch.own:
             return False
         with self.span("compute"):
-            self._values[:-1] = replica.gradients(*run.check_batch(batch)[:2], batch.share)
+            self._values[:-1] = gradients_of(replica, run.check_batch(batch).data, batch.share)
         if run.discard_if_unusable(gradients, replica):
             # zeros with share 0, not nothing: the chief waits for a fixed number of gradients
             self._values[:] = gradients[:] = 0

@@ -5,6 +5,7 @@ from typing import Any
 
 import numpy as np
 
+from trainers.data import Tree
 from trainers.errors import ArgumentError
 from trainers.replica import Rows, Table
 from trainers.replicas.numpy.network import FLOAT, NumpyNetwork
@@ -58,9 +59,9 @@ class EmbeddingNetwork(NumpyNetwork):
     def learning_rates(self, rates: Sequence[float]) -> None:
         self.optimizer.lr, self.table_lr = rates
 
-    def gradients(self, x: np.ndarray, y: np.ndarray, share: float) -> Any:
+    def gradients(self, x: np.ndarray, y: np.ndarray, share: float, weights: np.ndarray | None = None) -> Any:
         self._found = tuple(part[:0] for part in self._found)  # empty, in case the batch has no rows
-        return super().gradients(x, y, share)
+        return super().gradients(x, y, share, weights)
 
     def sparse_gradients(self) -> list[Rows]:
         return [self._found]
@@ -84,7 +85,8 @@ class EmbeddingNetwork(NumpyNetwork):
     def config(self) -> dict[str, Any]:
         return {**super().config(), "words": self.words}
 
-    def check(self, x: np.ndarray, y: np.ndarray | None) -> None:
+    def check(self, x: Tree, y: Tree | None, weights: np.ndarray | None = None) -> None:
+        self._check_single(x, y)
         if x.ndim != 2 or x.shape[1] == 0 or x.dtype.kind not in "iu":
             raise ArgumentError(f"x must be words, integers of shape (rows, number of words), not {x.dtype}{x.shape}")
         if x.size and not (x.min() >= 0 and x.max() < self.words):

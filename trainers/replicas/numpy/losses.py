@@ -29,12 +29,18 @@ class Loss(ABC):
         return
 
     @abstractmethod
-    def measure(self, z: Any, y: Any, values: Any) -> None:
-        """Write the sums over the rows of `metrics` into `values`. Overwrites z with the input of `derive`."""
+    def measure(self, z: Any, y: Any, values: Any, weights: Any = None) -> None:
+        """Write the sums over the rows of `metrics` into `values`. Overwrites z with the input of `derive`.
+
+        weights: (rows,), by which the loss of each row is multiplied; None for 1.
+        """
 
     @abstractmethod
-    def derive(self, z: Any, y: Any, factor: float) -> None:
-        """Turn z, as `measure` left it, into `factor` times the derivative by z of the loss summed over the rows."""
+    def derive(self, z: Any, y: Any, factor: Any) -> None:
+        """Turn z, as `measure` left it, into `factor` times the derivative by z of the loss summed over the rows.
+
+        factor: a number; or (rows, 1), one for each row.
+        """
 
 
 class SoftmaxCrossEntropy(Loss):
@@ -66,15 +72,16 @@ class SoftmaxCrossEntropy(Loss):
     def predict(self, z: Any) -> None:
         self._softmax(z)
 
-    def measure(self, z: Any, y: Any, values: Any) -> None:
+    def measure(self, z: Any, y: Any, values: Any, weights: Any = None) -> None:
         values[1] = (z.argmax(axis=1) == y).sum()
         z -= z.max(axis=1, keepdims=True)
         right = z[self._rows[: len(y)], y]
         total = self._exponentials(z)
-        values[0] = (self._xp.log(total[:, 0]) - right).sum()
+        losses = self._xp.log(total[:, 0]) - right
+        values[0] = losses.sum() if weights is None else losses.dot(weights)
         z /= total
 
-    def derive(self, z: Any, y: Any, factor: float) -> None:
+    def derive(self, z: Any, y: Any, factor: Any) -> None:
         z[self._rows[: len(y)], y] -= 1  # probabilities minus one-hot labels
         z *= factor
 
@@ -99,12 +106,12 @@ class MeanSquaredError(Loss):
     def targets(self, y: np.ndarray) -> Any:
         return self._xp.asarray(y, dtype=np.float32).reshape(len(y), -1)
 
-    def measure(self, z: Any, y: Any, values: Any) -> None:
+    def measure(self, z: Any, y: Any, values: Any, weights: Any = None) -> None:
         z -= y
         flat = z.reshape(-1)
-        values[0] = flat.dot(flat) / z.shape[1]
+        values[0] = (flat.dot(flat) if weights is None else (z * z).sum(axis=1).dot(weights)) / z.shape[1]
 
-    def derive(self, z: Any, y: Any, factor: float) -> None:
+    def derive(self, z: Any, y: Any, factor: Any) -> None:
         z *= factor * 2 / z.shape[1]
 
 

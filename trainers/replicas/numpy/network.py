@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from trainers.data import Data, Tree
 from trainers.errors import ArgumentError, ModelFileError
 from trainers.files import model_file
 from trainers.replicas.flat import FlatReplica
@@ -84,6 +85,7 @@ class NumpyNetwork(FlatReplica):
 
     essentials: tuple[str, ...] = ("activation", "loss")
     allocates = False
+    takes_weights = True
 
     def __init__(
         self,
@@ -167,43 +169,45 @@ class NumpyNetwork(FlatReplica):
         self._layers = self._views(buffer)
         self.optimizer.bind(self._xp, buffer, self._buffer)
 
-    def gradients(self, x: np.ndarray, y: np.ndarray, share: float) -> Any:
+    def gradients(self, x: np.ndarray, y: np.ndarray, share: float, weights: np.ndarray | None = None) -> Any:
         rows = len(x)
         if rows == 0:
             self._buffer[:] = self._values[:] = 0
             return self._values
         outputs = self._forward(x)
-        targets = self._loss.targets(y)
-        self._loss.measure(outputs[-1], targets, self._values)
+        targets, weights = self._loss.targets(y), self._weights(weights)
+        self._loss.measure(outputs[-1], targets, self._values, weights)
         self._values /= rows
-        self._loss.derive(outputs[-1], targets, share / rows)
+        self._loss.derive(outputs[-1], targets, share / rows if weights is None else weights[:, None] * (share / rows))
         self._backward(outputs)
         return self._values
 
-    def gradients_of_parts(
-        self, parts: Sequence[tuple[np.ndarray, np.ndarray]], rows: int, memories: Sequence[Any]
-    ) -> list[Any] | None:
-        sizes = [len(x) for x, _ in parts]
+    def _weights(self, weights: np.ndarray | None) -> Any:
+        return None if weights is None else self._xp.asarray(weights, FLOAT)
+
+    def gradients_of_parts(self, parts: Sequence[Data], rows: int, memories: Sequence[Any]) -> list[Any] | None:
+        sizes = [len(x) for x, *_ in parts]
         own = all(getattr(type(self), name) is getattr(NumpyNetwork, name) for name in OVERRIDDEN)
         if self._xp is not np or not own or len(parts) < 2 or {*sizes[:-1]} != {sizes[0]} or sizes[-1] > sizes[0]:
             return None
         unit = sizes[0]
         spans = [slice(number * unit, number * unit + size) for number, size in enumerate(sizes)]
-        outputs = self._forward(np.concatenate([x for x, _ in parts]), unit)
+        outputs = self._forward(np.concatenate([x for x, *_ in parts]), unit)
         found = []
-        for (_, y), span, size in zip(parts, spans, sizes, strict=True):
-            z, targets = outputs[-1][span], self._loss.targets(y)
-            self._loss.measure(z, targets, self._values)
+        for (_, y, *given), span, size in zip(parts, spans, sizes, strict=True):
+            z, targets, weights = outputs[-1][span], self._loss.targets(y), self._weights(*given or [None])
+            self._loss.measure(z, targets, self._values, weights)
             found.append(self._values / size)
-            self._loss.derive(z, targets, size / rows / size)
+            share = size / rows
+            self._loss.derive(z, targets, share / size if weights is None else weights[:, None] * (share / size))
         self._backward(outputs, unit, [(span, self._views(each)) for span, each in zip(spans, memories, strict=True)])
         return found
 
     def update(self, part: slice | None = None) -> None:
         self.optimizer.step(part)
 
-    def evaluate(self, x: np.ndarray, y: np.ndarray) -> Any:
-        self._loss.measure(self._forward(x)[-1], self._loss.targets(y), self._values)
+    def evaluate(self, x: np.ndarray, y: np.ndarray, weights: np.ndarray | None = None) -> Any:
+        self._loss.measure(self._forward(x)[-1], self._loss.targets(y), self._values, self._weights(weights))
         return self._values
 
     def predict(self, x: np.ndarray) -> np.ndarray:
@@ -251,7 +255,8 @@ class NumpyNetwork(FlatReplica):
         options = self.optimizer.config()
         return {"sizes": self.sizes, **self._names, "optimizer": name, "optimizer_options": options}
 
-    def check(self, x: np.ndarray, y: np.ndarray | None) -> None:
+    def check(self, x: Tree, y: Tree | None, weights: np.ndarray | None = None) -> None:
+        self._check_single(x, y)
         features = int(np.prod(x.shape[1:]))
         if x.dtype.kind not in "iufb" or x.ndim == 0 or features != self.sizes[0]:
             raise ArgumentError(
@@ -261,8 +266,18 @@ class NumpyNetwork(FlatReplica):
         if y is not None:
             self._loss.check(y, self.sizes[-1])
 
-    def check_batch(self, x: np.ndarray, y: np.ndarray) -> None:
+    def check_batch(self, x: Tree, y: Tree, weights: np.ndarray | None = None) -> None:
         self.check(x, y)
+
+    def _check_single(self, x: Tree, y: Tree | None) -> None:
+        """Raise ArgumentError unless x and y are one array each."""
+        for name, given in (("x", x), ("y", y)):
+            if isinstance(given, tuple | dict):
+                raise ArgumentError(
+                    f"a {type(self).__name__} takes one array as {name}, and got a {type(given).__name__} of "
+                    f"{len(given)}: concatenate them (np.concatenate([a, b], axis=1)), or use a TorchReplica, "
+                    "JaxReplica or KerasReplica of a model with several"
+                )
 
     # Inside
 

@@ -13,7 +13,7 @@ from allreduce.transport.control import all_values, combine, everywhere
 from trainers.data import Batch, BatchSource
 from trainers.errors import ArgumentError
 from trainers.group import RankGroup
-from trainers.replica import Replica
+from trainers.replica import Replica, gradients_of
 from trainers.strategies.interface import EpochRun, Strategy
 from trainers.strategies.servers.epoch import HOW_FAR, Dealer, EpochLedger, EpochServer, StalenessRule
 from trainers.strategies.servers.mailbox import GRADIENTS, NOTHING, PUSH, WORK, Header, Message
@@ -193,7 +193,7 @@ class SynchronousServers(ParameterServers):
         if batch is None:
             self._gradients[:] = 0  # else a callback would see the gradients of an earlier step
         elif self.part is not None:
-            measured[:] = self.replica.gradients(batch.x, batch.y, batch.share)
+            measured[:] = gradients_of(self.replica, batch.data, batch.share)
             measured *= batch.share
 
     def step(self, flags: tuple[float, ...]) -> Any:
@@ -355,13 +355,13 @@ class AsynchronousServers(ParameterServers):
         step = number // self.parts
         with self.span("data"):
             batch = rows.take(number)
-        if not len(batch.x):
+        if not batch.own:
             return False
         run.begin_batch(step)
         measured = self.measured[: len(self.replica.metrics)]
         with self.span("compute"):
-            measured[:] = self.replica.gradients(*run.check_batch(batch)[:2], 1.0)
+            measured[:] = gradients_of(self.replica, run.check_batch(batch).data, 1.0)
         if run.discard_if_unusable(self._gradients, self.replica):
             return False
-        self._tally.add(measured, len(batch.x), step)
+        self._tally.add(measured, batch.own, step)
         return True
