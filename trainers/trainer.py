@@ -554,6 +554,10 @@ def loader_error(strategy: Strategy, given: tuple[Any, Any, Any], settings: dict
         return ArgumentError(f"fit: steps_per_epoch must be an integer >= 1, got {steps!r}")
     if settings["batch_size"] != BATCH_SIZE or settings["shuffle"] is not True:
         return ArgumentError("fit: batch_size and shuffle are the loader's: leave them out")
+    return _settings_error(settings)
+
+
+def _settings_error(settings: dict[str, Any]) -> ArgumentError | None:
     try:
         _check_settings(settings)
         if (weigh := settings.get("class_weight")) is not None:
