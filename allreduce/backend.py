@@ -203,15 +203,16 @@ class AllReduce(ABC):
 
     # What users call: the state of a compression; without one there is none
 
-    def describe(self, array: Any, parts: Sequence[Part] = ()) -> None:
+    def describe(self, array: Any, parts: Sequence[Part] = (), whole: bool = True) -> None:
         """Say which slices of an array from `allocate` are which parameters of a model. Local; the same on all ranks.
 
         array: 1-D. parts: `allreduce.Part(name, start, shape)`: elements from `start` are an array of `shape` in C
         order. A compression treats matrices and biases differently ("powersgd:4" needs the shapes); other backends
-        ignore it. Raises OptionError for parts that overlap or lie outside of the array.
+        ignore it. whole: False: other arrays have other parts of the model, so a parameter that the compression names
+        may be there. Raises OptionError for parts that overlap or lie outside of the array.
         """
         for part in _by_name(self._parts).values():
-            part.describe(array, parts)
+            part.describe(array, parts, whole)
 
     def state(self, array: Any = None) -> dict[str, np.ndarray]:
         """Return a copy of this rank's state: the error feedback of a compression. {} without one. Local.

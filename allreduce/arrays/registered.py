@@ -2,7 +2,7 @@
 
 import re
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -32,12 +32,14 @@ class Part(NamedTuple):
 
 
 class Registered(NamedTuple):
-    """A registered array, as `register` of another registry takes it. base: the owner of its memory."""
+    """A registered array, as `register` of another registry takes it. base: the owner of its memory. number: of its
+    registration, which the other registry takes over."""
 
     begin: int
     size: int
     dtype: np.dtype
     base: Any
+    number: int
 
 
 @dataclass
@@ -141,25 +143,30 @@ class Registry:
     def _entries(self) -> list[Entry]:
         return list(self._by_id.values())
 
-    def register(self, array: Any, parts: Sequence[Part] = ()) -> None:
+    def register(self, array: Any, parts: Sequence[Part] = ()) -> Registered:
         """Register a 1-D array from `allocate`, or replace the parts of a registered array or slice. Local.
 
-        An array stays registered as long as its memory exists. Raises OptionError if the parts overlap, or lie outside
-        of the array.
+        Returns the array as another registry takes it. An array stays registered as long as its memory exists. Raises
+        OptionError if the parts overlap, or lie outside of the array.
         """
         _check_parts(parts, array.size)
-        where = self.find(array)
+        where, owner = self.find(array), array if getattr(array, "base", None) is None else array.base
         if where is None:
-            self._registrations += 1
-            owner = array if getattr(array, "base", None) is None else array.base
-            memory = address(array), array.size, array.dtype, weakref.ref(owner)
-            entry = Entry(*memory, self._registrations, tuple(parts))
+            number = array.number if isinstance(array, Registered) else self._registrations + 1
+            self._registrations = number
+            entry = Entry(address(array), array.size, array.dtype, weakref.ref(owner), number, tuple(parts))
             for each in self._entries:
                 if _overlap(each, entry):  # of freed memory
                     self._drop(each)
             self._by_id[id(entry)] = entry
             weakref.finalize(owner, self._drop, entry).atexit = False
-            return
+        else:
+            self._describe(where, parts)
+            number = where.entry.number
+        return Registered(address(array), array.size, array.dtype, owner, number)
+
+    def _describe(self, where: Slice, parts: Sequence[Part]) -> None:
+        """Replace the parts of a registered array or slice."""
         begin, end, entry = where.start, where.start + where.length, where.entry
         moved = [part._replace(start=part.start + begin) for part in parts]
         kept = [part for part in entry.parts if part.stop <= begin or part.start >= end]
@@ -172,16 +179,14 @@ class Registry:
     def _drop(self, entry: Entry) -> None:
         self._by_id.pop(id(entry), None)
 
-    def arrays(self) -> Iterator[tuple[Registered, tuple[Part, ...]]]:
-        """Yield the registered arrays and their parts, for `register` of another registry. Local."""
-        for entry in self._entries:
-            if (owner := entry.owner()) is not None:
-                yield Registered(entry.begin, entry.length, entry.dtype, owner), entry.parts
+    def arrays(self, array: Any = None) -> list[tuple[Registered, tuple[Part, ...]]]:
+        """Return the registered arrays and their parts, in the order of their numbers in `state`. Local.
 
-    def number(self, array: Any) -> int | None:
-        """Return the number that begins the names of this array's state in `state()`; None if it is not registered."""
-        where = self.find(array)
-        return None if where is None else next(at for at, each in enumerate(self._entries) if each is where.entry)
+        array: only this one, or none if it is not registered.
+        """
+        held = [(entry, owner) for entry in self._entries_of(array) if (owner := entry.owner()) is not None]
+        memories = [Registered(entry.begin, entry.length, entry.dtype, owner, entry.number) for entry, owner in held]
+        return [(memory, entry.parts) for memory, (entry, _) in zip(memories, held, strict=True)]
 
     def find(self, buffer: Any, begin: int | None = None) -> Slice | None:
         """Return the slice of a registered array that `buffer` is, or None. Local.

@@ -131,9 +131,10 @@ class Auto(AllReduce):
         self._decisions: dict[tuple, str] = {}  # see Selection
         self.changes = 0  # the number of times that a trial has changed the result of `chosen`
         self._made: dict[str, AllReduce] = {}
-        # for parts that a later call creates: the arrays from `allocate`, and the loaded state by the part's name
+        # for parts that a later call creates: the arrays from `allocate`, and their loaded state: by the part's name
+        # and the array's number in the registry, with the names of a state of this array only
         self._registered = Registry()
-        self._loaded: dict[str, dict[str, np.ndarray]] = {}
+        self._loaded: dict[tuple[str, int], dict[str, np.ndarray]] = {}
         self._unavailable: dict[str, str] = {}
         self._allocator: AllReduce | None = None  # the part whose memory `allocate` gives
         self._exact = self if self._compress is None else self._add_part(self._make(SMALL, topology, check=self.check))
@@ -142,48 +143,47 @@ class Auto(AllReduce):
     def exact(self) -> AllReduce:
         return self._exact
 
-    def describe(self, array: Any, parts: Sequence[Part] = ()) -> None:
+    def describe(self, array: Any, parts: Sequence[Part] = (), whole: bool = True) -> None:
         if self._compress is not None:
-            self._registered.register(array, parts)
-        super().describe(array, parts)
+            array = self._registered.register(array, parts)
+        super().describe(array, parts, whole)
 
     def state(self, array: Any = None) -> dict[str, np.ndarray]:
-        loaded = {f"{name}/{key}": held for name, state in self._loaded.items() for key, held in state.items()}
-        if array is not None:
-            loaded = {_numbered(key, 0): held for key, held in loaded.items() if self._is_of(key, array)}
+        found: dict[str, np.ndarray] = {}
+        for at, (memory, _) in enumerate(self._registered.arrays(array)):
+            for (name, number), state in self._loaded.items():
+                if number == memory.number:
+                    keys = {f"{name}/{NUMBER.sub(str(at), key, count=1)}": key for key in state}
+                    found |= {key: state[old].copy() for key, old in keys.items()}
         main = f"{allocator(self.topology)}/"  # without this: the names on one node, see HierarchicalCopy.state
-        return {name.removeprefix(main): held for name, held in (loaded | super().state(array)).items()}
+        return {name.removeprefix(main): held for name, held in (found | super().state(array)).items()}
 
     def load_state(self, state: Mapping[str, np.ndarray], array: Any = None) -> None:
-        main, number = allocator(self.topology), self._registered.number(array) if array is not None else None
-        state = {key if key.partition("/")[0] in self._names else f"{main}/{key}": held for key, held in state.items()}
-        later = {}
-        if self._compress is not None and (array is None or number is not None):
-            later = {key: held for key, held in state.items() if self._is_later(key.partition("/")[0])}
-        super().load_state({key: held for key, held in state.items() if key not in later}, array)
+        main, now = allocator(self.topology), {}
+        later: dict[tuple[str, int], dict[str, np.ndarray]] = {}
+        for key, held in state.items():
+            name, _, rest = (key if key.partition("/")[0] in self._names else f"{main}/{key}").partition("/")
+            start = NUMBER.search(rest)
+            if self._compress is None or name in self._made or start is None:
+                now[f"{name}/{rest}"] = held
+                continue
+            # a part that a later call may create
+            of_array = rest[start.start() :]
+            (entry, *_) = self._registered.check_state({of_array: held}, array)[of_array]
+            later.setdefault((name, entry.number), {})[NUMBER.sub("0", rest, count=1)] = held.copy()
+        super().load_state(now, array)
         self._forget_loaded(array)
-        for key, held in later.items():
-            name, _, rest = (key if number is None else _numbered(key, number)).partition("/")
-            self._loaded.setdefault(name, {})[rest] = held.copy()
+        self._loaded |= later
 
     def reset(self, array: Any = None) -> None:
         self._forget_loaded(array)
         super().reset(array)
 
-    def _is_later(self, name: str) -> bool:
-        """Return whether `name` is a part that a later call may create."""
-        return name in self._names and name not in self._made
-
-    def _is_of(self, key: str, array: Any) -> bool:
-        """Return whether this name in a state of all arrays is of this array."""
-        return NUMBER.findall(key)[:1] == [str(self._registered.number(array))]
-
     def _forget_loaded(self, array: Any) -> None:
-        if array is None:
-            self._loaded = {}
-        for name, state in self._loaded.items():
-            for key in [key for key in state if self._is_of(f"{name}/{key}", array)]:
-                del state[key]
+        numbers = [memory.number for memory, _ in self._registered.arrays(array)]
+        self._loaded = (
+            {} if array is None else {key: self._loaded[key] for key in self._loaded if key[1] not in numbers}
+        )
 
     def node_arrays(self, buffer: np.ndarray) -> NodeArrays | None:
         return None if self._allocator is None else self._allocator.node_arrays(buffer)
@@ -318,13 +318,25 @@ class Auto(AllReduce):
         if name not in self._made and name not in self._unavailable:
             try:
                 compress = None if name == SMALL else self._compress
-                part = self._made[name] = self._add_part(self._make(name, self._parts_topology, compress=compress))
-                for array, parts in self._registered.arrays():
-                    part.describe(array, parts)
-                part.load_state(self._loaded.pop(name, {}))
+                self._made[name] = self._add_part(self._make(name, self._parts_topology, compress=compress))
             except UnavailableError as error:
                 self._mark_unavailable(name, error)
+            else:
+                self._hand_arrays_to(name)
         return None if name in self._unavailable else self._made[name]
+
+    def _hand_arrays_to(self, name: str) -> None:
+        """Tell a new part of the arrays from `allocate`, and give it their loaded state. Collective under compression;
+        all ranks raise the OptionError of a rank whose state does not fit."""
+        error = None
+        for array, parts in self._registered.arrays():
+            self._made[name].describe(array, parts, whole=False)
+            try:
+                self._made[name].load_state(self._loaded.pop((name, array.number), {}), array)
+            except OptionError as wrong:
+                error = wrong
+        if self._compress is not None:
+            self._parts_topology.agree([], f'load the state of "{name}"', error)
 
     def _drop(self, name: str, error: UnavailableError) -> None:
         """A part has raised `error` in a call: other calls that use it must be routed again."""
@@ -334,8 +346,3 @@ class Auto(AllReduce):
     def _mark_unavailable(self, name: str, error: UnavailableError) -> None:
         self._unavailable[name] = str(error)
         notices.once(self.rank, f'"auto" does not use "{name}": {error}')
-
-
-def _numbered(key: str, number: int) -> str:
-    """Return a name in a state with another number of the array."""
-    return NUMBER.sub(str(number), key, count=1)

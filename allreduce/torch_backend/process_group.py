@@ -35,6 +35,7 @@ from allreduce.torch_backend.work import (
     not_compiled,
     timeout_seconds,
 )
+from allreduce.wrappers import options as compressions
 
 CLOSE_SECONDS = 10.0  # destroy_process_group waits this long for the other ranks to call it too
 
@@ -190,6 +191,10 @@ class AllReduceProcessGroup(dist.ProcessGroup):
         Call it on all ranks with the same parts; see AllReduce.describe. The function `describe` does it for DDP.
         """
         self._reducer.repeated[tensor].describe(parts)
+
+    def check_parts(self, parts: Sequence[Part]) -> None:
+        """Raise OptionError if a model of these parts can't be compressed as the options say. Local."""
+        compressions.check_parts(self._options.compress, parts)
 
     def reset_compression(self) -> None:
         """Set the error feedback of the compression to zero, after the operations before it. Collective."""
@@ -520,12 +525,15 @@ def describe(model: torch.nn.Module) -> None:
     DDP is constructed. It registers a comm hook, which averages as DDP itself does, so no other hook can be registered.
 
     model: contains a DistributedDataParallel that uses this backend; else UnavailableError is raised, as by `require`.
+        Raises OptionError if its parameters can't be compressed so.
     """
     _require_wrapped(model)
     for module in model.modules():
         if isinstance(module, DistributedDataParallel):
+            group: Any = module.process_group
             names = {parameter: name for name, parameter in module.module.named_parameters()}
-            module.register_comm_hook((module.process_group, names), _average_described)
+            group.check_parts([Part(name, 0, tuple(each.shape)) for each, name in names.items()])
+            module.register_comm_hook((group, names), _average_described)
 
 
 def _average_described(

@@ -221,7 +221,7 @@ class Repeated:
             self.array = None  # unregisters an earlier one
             if self.met or self.parts:
                 self.array = array
-                backend.describe(array, self.parts)
+                backend.describe(array, self.parts, whole=False)
         self.met = True
 
 

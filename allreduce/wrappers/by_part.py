@@ -9,10 +9,9 @@ from allreduce import notices
 from allreduce.arrays.ops import Op
 from allreduce.arrays.registered import Part, Slice
 from allreduce.backend import AllReduce
-from allreduce.errors import OptionError
 from allreduce.topology import Topology
 from allreduce.wrappers.compressed import NOTICED, Compressed
-from allreduce.wrappers.options import ByPart, Compression, PowerSGD
+from allreduce.wrappers.options import ByPart, Compression, PowerSGD, check_parts
 
 
 class Run(NamedTuple):
@@ -55,15 +54,16 @@ class Divided(Compressed):
                 made = self._wrappers[compression] = self._add_part(self._make(compression))
                 made.name = str(compression)  # in the names of `state`
 
-    def describe(self, array: Any, parts: Sequence[Part] = ()) -> None:
-        """As AllReduce.describe. Raises OptionError too if a pattern without wildcards is the name of no parameter."""
-        if wrong := self.options.parts_error(parts):
-            raise OptionError(wrong)
-        for text in self.options.unmatched(parts).values():
-            notices.once(self.rank, text)
+    def describe(self, array: Any, parts: Sequence[Part] = (), whole: bool = True) -> None:
+        """As AllReduce.describe. Raises OptionError too if a pattern without wildcards is the name of no parameter of
+        the whole model."""
+        if whole:
+            check_parts(self.options, parts)
+            for text in self.options.unmatched(parts).values():
+                notices.once(self.rank, text)
         for compression, wrapper in self._wrappers.items():
-            wrapper.describe(array, [part for part in parts if self.options.find(part.name) == compression])
-        self.inner.describe(array, parts)
+            wrapper.describe(array, [part for part in parts if self.options.find(part.name) == compression], False)
+        self.inner.describe(array, parts, whole)
         self.registered.register(array, parts)
 
     def _reduce_compressed(self, buffer: np.ndarray, op: Op, where: Slice | None, parts: Sequence[Part]) -> None:

@@ -95,9 +95,9 @@ class Compressed(TwoPhase):
     def exact(self) -> AllReduce:
         return self.inner.exact
 
-    def describe(self, array: Any, parts: Sequence[Part] = ()) -> None:
+    def describe(self, array: Any, parts: Sequence[Part] = (), whole: bool = True) -> None:
         self.registered.register(array, parts)
-        super().describe(array, parts)
+        super().describe(array, parts, whole)
 
     def state(self, array: Any = None) -> dict[str, np.ndarray]:
         return {**self.registered.state(array), **super().state(array)}

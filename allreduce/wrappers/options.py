@@ -208,6 +208,13 @@ def shown(compress: Given) -> str:
     return _quoted(parse(compress))
 
 
+def check_parts(compress: Given, parts: Sequence[Part]) -> None:
+    """Raise OptionError if a model of these parts can't be compressed so. Local."""
+    parsed = parse(compress)
+    if isinstance(parsed, Compression) and (wrong := parsed.parts_error(parts)):
+        raise OptionError(wrong)
+
+
 def check(compression: Compression | str | None, name: str, sums: bool, sums_half: bool) -> None:
     """Raise OptionError if the backend `name` can't be compressed so. Local.
 

@@ -13,10 +13,9 @@ from allreduce.arrays.ops import Op
 from allreduce.arrays.registered import Part, Slice
 from allreduce.arrays.workspace import Workspace
 from allreduce.backend import AllReduce, NodeArrays
-from allreduce.errors import OptionError
 from allreduce.topology import Topology
 from allreduce.wrappers.compressed import NOTICED, Compressed
-from allreduce.wrappers.options import PowerSGD
+from allreduce.wrappers.options import PowerSGD, check_parts
 
 
 class Item(NamedTuple):
@@ -78,11 +77,11 @@ class LowRank(Compressed):
         self.options = options
         super().__init__(topology, inner=inner, check=check, owns_inner=owns_inner)
 
-    def describe(self, array: Any, parts: Sequence[Part] = ()) -> None:
-        """As AllReduce.describe. Raises OptionError too if there are matrices, and all are too small for the rank."""
-        if wrong := self.options.parts_error(parts):
-            raise OptionError(wrong)
-        super().describe(array, parts)
+    def describe(self, array: Any, parts: Sequence[Part] = (), whole: bool = True) -> None:
+        """As AllReduce.describe. Raises OptionError too if the whole model has matrices, all too small for the rank."""
+        if whole:
+            check_parts(self.options, parts)
+        super().describe(array, parts, whole)
 
     def _reduce_compressed(self, buffer: np.ndarray, op: Op, where: Slice | None, parts: Sequence[Part]) -> None:
         options = self.options

@@ -124,8 +124,8 @@ class Wrapper(AllReduce):
         """Run `sum_terms` of an inner backend with exact=True."""
         return self.around("sum_terms", functools.partial(call, terms, out, op, *rest, **named), out, op)
 
-    def describe(self, array: Any, parts: Sequence[Part] = ()) -> None:
-        self.inner.describe(array, parts)
+    def describe(self, array: Any, parts: Sequence[Part] = (), whole: bool = True) -> None:
+        self.inner.describe(array, parts, whole)
 
     def state(self, array: Any = None) -> dict[str, np.ndarray]:
         return self.inner.state(array)

@@ -465,6 +465,48 @@ def compressed_calls() -> None:
     same(loss.grad, torch.ones(200, 100))
 
 
+def memories() -> None:
+    """Parameters that a compression names may be of another dtype than others, or in another group. The error feedback
+    goes on in the next session. A loaded state that does not fit on one rank is an error on all."""
+
+    def steps(compression: object) -> hvd.DistributedOptimizer:
+        table, small = torch.nn.Parameter(torch.zeros(99, 99)), torch.nn.Parameter(torch.zeros(3, 3).double())
+        late, plain = torch.nn.Parameter(torch.zeros(3, 3)), torch.optim.SGD([table, small], lr=1.0)
+        names = [("table", table), ("small", small)]
+        optimizer = hvd.DistributedOptimizer(plain, named_parameters=names, compression=compression)
+        optimizer.add_param_group({"params": [late]})
+        for _ in range(2):
+            optimizer.zero_grad()
+            ((table * torch.linspace(RANK, 2, 99)).sum() + small.sum() + late.sum()).backward()
+            optimizer.step()
+        same(small.detach(), torch.full((3, 3), -2.0))
+        same(late.detach(), torch.full((3, 3), -2.0))
+        return optimizer
+
+    steps(MATRICES)
+    optimizer = steps({"table": "int8"})
+    held = optimizer.compression_state()
+    assert held["1/int8/0/residual"].any()
+    hvd.shutdown()
+    hvd.init()
+    optimizer.zero_grad()
+    optimizer.step()  # of gradients that are zeros
+    after = optimizer.compression_state()
+    unsent = [hvd.allreduce(torch.from_numpy(each["1/int8/0/residual"])) for each in (held, after)]
+    assert after["1/int8/0/calls"].tolist() == [[0, 3]]
+    assert unsent[1].abs().max() < 0.1 * unsent[0].abs().max()
+    first, again = classifier("int8"), classifier("int8")
+    take_steps(*first, range(1))
+    about = {"0/about": first[1].compression_state()["0/about"]}
+    again[1].load_compression_state({} if RANK else {**about, "0/0/residual": np.ones(3, np.float32)})
+    with pytest.raises(hvd.HorovodInternalError, match="0/residual"):
+        take_steps(*again, range(1))
+    foreign = type(
+        "Foreign", (), {"options": {"level": 3}, "compress": lambda x: (x, None), "decompress": lambda x, _: x}
+    )
+    same(hvd.allreduce(torch.ones(2), compression=foreign), [1, 1])
+
+
 def bad_compressions() -> None:
     """Errors name what is wrong, on all ranks; ranks with different compressions get one error."""
     mine = hvd.Compression.int8 if RANK else hvd.Compression.none
@@ -679,7 +721,7 @@ def timeline() -> None:
 
 for check in (
     who_is_where, reductions, adasum, names_in_any_order, fused, movements, gradients, joined, sparse, process_sets,
-    optimizers, compressed, all_is_sent, compressed_calls, bad_compressions,
+    optimizers, compressed, all_is_sent, compressed_calls, memories, bad_compressions,
     later, embeddings, states, batch_norm, timeline, bad_input, never_comes,
 ):  # fmt: skip
     check()

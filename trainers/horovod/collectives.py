@@ -22,7 +22,7 @@ from allreduce.wrappers.options import Given
 from trainers.horovod import arguments, calls, session
 from trainers.horovod.arguments import Op
 from trainers.horovod.calls import submit, synchronize
-from trainers.horovod.compression import Compression, Compressor, compressor
+from trainers.horovod.compression import Compression, Compressor, by_backend, compressor
 from trainers.horovod.errors import AdasumError, ArgumentError, as_internal_error
 from trainers.horovod.feedback import Feedback, Scales
 from trainers.horovod.session import ProcessSet, global_process_set
@@ -112,8 +112,8 @@ class Collective:
                 results: Sequence[torch.Tensor] = self.wait(form, tensors, rest, options)
                 return results if grouped or len(results) > 1 else results[0]
             compression = compressor(rest.pop(at) if len(rest) > at else options.pop("compression", Compression.none))
-            if (by_backend := getattr(compression, "options", None)) is not None:
-                options["compress"] = by_backend
+            if (compress := by_backend(compression)) is not None:
+                options["compress"] = compress
             short, contexts = zip(*map(compression.compress, tensors), strict=True)
             reduced = self.wait(form, short, rest, options)
             results = [compression.decompress(*each) for each in zip(reduced, contexts, strict=True)]

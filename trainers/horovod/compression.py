@@ -107,6 +107,12 @@ class Compression:
     powersgd = PowerSGDCompressor
 
 
+def by_backend(compression: Any) -> Given:
+    """Return what the backend does for a compressor; None for one that does all itself, as those of other libraries."""
+    kind = compression if isinstance(compression, type) else type(compression)
+    return compression.options if issubclass(kind, Compressor) else None
+
+
 def compressor(given: Any) -> Any:
     """Return the compressor that `compression=given` selects: a Compressor, its class, or another object with its
     methods; or a value of `compress=` of allreduce.create. Raises ArgumentError.

@@ -9,9 +9,9 @@ import torch
 
 from allreduce.arrays.registered import Part
 from allreduce.backend import AllReduce
-from allreduce.errors import AllReduceError, OptionError
+from allreduce.errors import OptionError
 from allreduce.wrappers import options as compressions
-from allreduce.wrappers.options import Given
+from allreduce.wrappers.options import Given, check_parts
 from trainers.horovod.errors import ArgumentError
 from trainers.replicas.pytorch.tensors import DTYPES, as_tensor
 
@@ -24,48 +24,46 @@ Scales = tuple[float, float]  # factors before and after a reduction
 class Flat:
     """Gradients of one dtype in one array of the backend, on the host. parts: the parameters.
 
-    The array is made at the first reduction, and again on other ranks. Its address is what the backend knows its error
-    feedback by. A state that is loaded before is kept until then.
+    The array is made at the first reduction, and again after hvd.init or a failure, with the state of before. Its
+    address is what the backend knows its error feedback by.
     """
 
     def __init__(self, dtype: torch.dtype, parts: Sequence[Part]) -> None:
         self.dtype, self.parts = dtype, parts
         self._array: Any = None
         self._backend: AllReduce | None = None
-        self._loaded: Mapping[str, np.ndarray] | None = None
+        self._loaded: dict[str, np.ndarray] = {}  # what `array` loads
 
     def array(self, backend: AllReduce) -> Any:
-        """Return the array. Collective at its first use with `backend`."""
+        """Return the array. Collective at its first use with `backend`: then all ranks raise the OptionError of a rank
+        whose loaded state does not fit.
+        """
         if self._backend is not backend:
+            state, error = self.state(), None
             array = backend.allocate(self.parts[-1].stop, DTYPES[self.dtype], "cpu")
-            backend.describe(array, self.parts)
-            self._array, self._backend = array, backend
+            backend.describe(array, self.parts, whole=False)
+            self._array, self._backend, self._loaded = array, backend, {}
+            try:
+                backend.load_state(state, array)
+            except OptionError as wrong:
+                error = wrong
+            backend.topology.agree([], "load the state of a compression", error)
         return self._array
 
-    def load_pending(self) -> AllReduceError | None:
-        """Load the state that was loaded before there was an array. Return an error, and load nothing, if it is of
-        another compression. Local.
-        """
-        loaded, self._loaded = self._loaded, None
-        if loaded is not None:
-            assert self._backend is not None
-            try:
-                self._backend.load_state(loaded, self._array)
-            except OptionError as error:
-                return error
-        return None
-
     def state(self) -> dict[str, np.ndarray]:
-        if self._loaded is not None:
+        if self._backend is None:
             return {name: array.copy() for name, array in self._loaded.items()}
-        return {} if self._backend is None else self._backend.state(self._array)
+        return self._backend.state(self._array)
 
     def load_state(self, state: Mapping[str, np.ndarray]) -> None:
-        if self._backend is not None and self._backend.closed:  # of ranks before a failure
-            self._array = self._backend = None
-        self._loaded = {name: np.array(array) for name, array in state.items()}
-        if self._backend is not None and (error := self.load_pending()) is not None:
-            raise ArgumentError(str(error)) from error
+        if self._backend is not None and not self._backend.closed:
+            try:
+                self._backend.load_state(state, self._array)
+            except OptionError as error:
+                raise ArgumentError(str(error)) from error
+        else:
+            self._array = self._backend = None  # of ranks before a failure
+            self._loaded = {name: np.array(array) for name, array in state.items()}
 
 
 class Feedback:
@@ -86,10 +84,11 @@ class Feedback:
         Raises ArgumentError if they can't be compressed so, as when PowerSGD's rank is above all shapes.
         """
         taken = [(name, each) for name, each in named if each.dtype in COMPRESSED and each.numel()]
-        options = compressions.parse(self.compress)
-        shapes = [Part(name, 0, tuple(parameter.shape)) for name, parameter in taken]
-        if isinstance(options, compressions.Compression) and (wrong := options.parts_error(shapes)):
-            raise ArgumentError(wrong)
+        earlier = [part for flat in self._flats for part in flat.parts]
+        try:
+            check_parts(self.compress, [*earlier, *(Part(name, 0, tuple(each.shape)) for name, each in taken)])
+        except OptionError as error:
+            raise ArgumentError(str(error)) from None
         for dtype in dict.fromkeys(parameter.dtype for _, parameter in taken):
             parts: list[Part] = []
             flat = Flat(dtype, parts)
@@ -106,14 +105,9 @@ class Feedback:
     def reduce(
         self, backend: AllReduce, gradients: Mapping[torch.Tensor, torch.Tensor], op: str, scales: Scales
     ) -> None:
-        """Reduce gradients (by parameter) in place, by "sum" or "mean"; neighbours in one call. Collective.
-
-        An error of one rank in its loaded state is raised after the reduction, so the other ranks don't wait.
-        """
-        error = None
+        """Reduce gradients (by parameter) in place, by "sum" or "mean"; neighbours in one call. Collective."""
         for flat, start, stop, members in self._runs(gradients):
             array = flat.array(backend)
-            error = flat.load_pending() or error
             memory = as_tensor(array[start:stop], flat.dtype)
             views = [
                 (memory[part.start - start : part.stop - start].view(part.shape), gradient.detach())
@@ -128,8 +122,6 @@ class Feedback:
                 memory.mul_(scales[1])
             for view, gradient in views:
                 gradient.copy_(view)
-        if error is not None:
-            raise error
 
     def _runs(
         self, gradients: Mapping[torch.Tensor, torch.Tensor]

@@ -22,7 +22,7 @@ from trainers.horovod.collectives import (
     grouped_allreduce_async_,
     sparse_allreduce_async,
 )
-from trainers.horovod.compression import Compression, Compressor, compressor
+from trainers.horovod.compression import Compression, Compressor, by_backend, compressor
 from trainers.horovod.errors import ArgumentError, OrderError, warn_deprecated
 from trainers.horovod.feedback import Feedback
 from trainers.horovod.session import ProcessSet, global_process_set
@@ -237,7 +237,7 @@ class Averaging:
             operation(op, None),
             sparse_as_dense,
         )
-        self._feedback = Feedback(getattr(self._compression, "options", None))
+        self._feedback = Feedback(by_backend(self._compression))
         self._scales = (1 / predivide, predivide) if op == Average else (1.0, 1.0)
         self._process_set = process_set
         trained = _trained(param_groups)

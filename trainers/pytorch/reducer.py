@@ -28,6 +28,7 @@ from allreduce.errors import OptionError
 from allreduce.transport import ulfm
 from allreduce.transport.control import raise_together
 from allreduce.transport.wait import waiting
+from allreduce.wrappers.options import check_parts
 from trainers.checks import GradientCheck
 from trainers.errors import NotFiniteError
 from trainers.pytorch.buckets import (
@@ -109,10 +110,12 @@ class Reducer:
         self.plan, lengths = plan_buckets(sizes, *limits)
         memories = {dtype: allocate_flat(backend, length, dtype, self.device) for dtype, length in lengths.items()}
         self.flats = {dtype: memory.tensor for dtype, memory in memories.items()}
+        check_parts(options.compress, [Part(name, 0, tuple(each.shape)) for name, each in dense])
         for dtype, memory in memories.items():
             slots_of = [slot for layout in self.plan if layout.dtype == dtype for slot in layout.slots]
             named = [(*dense[slot.parameter], slot.start) for slot in slots_of]
-            backend.describe(memory.array, [Part(name, start, tuple(each.shape)) for name, each, start in named])
+            parts_of = [Part(name, start, tuple(each.shape)) for name, each, start in named]
+            backend.describe(memory.array, parts_of, whole=len(memories) == 1)
         slots = {slot.parameter: (layout.dtype, slot.start) for layout in self.plan for slot in layout.slots}
         self.gradients = [Gradient(*named, self.flats, *slots[index]) for index, named in enumerate(dense)]
         parts = [(each, memories[each.dtype].part(each.start, each.stop)) for each in self.plan]

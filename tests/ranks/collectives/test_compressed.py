@@ -260,6 +260,26 @@ def test_torch_optimizer(flat: allreduce.Topology) -> None:
 
 
 @several
+def test_torch_parameters_of_two_dtypes(flat: allreduce.Topology) -> None:
+    """One buffer has the parameter that the compression names, the other has others."""
+    if size > 3:
+        pytest.skip("many ranks take long to import PyTorch")
+    torch = pytest.importorskip("torch")
+    from trainers.pytorch import MirroredOptimizer
+
+    model = torch.nn.ParameterDict({"table": torch.zeros(90, 90), "small": torch.zeros(3, 3).double()})
+    plain = torch.optim.SGD(model.parameters(), lr=1.0)
+    with MirroredOptimizer(plain, model, "ring", topology=flat, compress={"table": "int8"}) as optimizer:
+        ((model["table"] + torch.linspace(1, 2, 90)).square().sum() + model["small"].sum()).backward()
+        optimizer.step()
+        assert optimizer.compression_state()
+    assert (model["small"] == -1).all()
+    assert ((model["table"] + 2 * torch.linspace(1, 2, 90)).abs() < 0.1).all()
+    refused = partial(MirroredOptimizer, plain, model, "ring", topology=flat, compress={"tabel": "int8"})
+    assert "did you mean 'table'" in raised(errors.OptionError, refused)
+
+
+@several
 @pytest.mark.parametrize("compress", ["int8", "powersgd:2"])
 def test_a_tree_gets_nothing_of_an_earlier_one(compress: str, flat: allreduce.Topology) -> None:
     """Error feedback of gradients must not be added to other arrays that are packed into the same buffer."""
@@ -338,3 +358,38 @@ def test_the_state_of_one_array(name: str, nodes: int | None, compress: Any, top
         reduce.reset(arrays[1])
         assert reduce.state(arrays[0])
         assert not reduce.state(arrays[1])
+
+
+@several
+def test_auto_creates_a_backend_for_arrays_of_before() -> None:
+    """It knows them on all ranks by the same numbers, and has their loaded state, whatever was freed meanwhile. The
+    state of one rank that does not fit is an error on all ranks."""
+
+    def choose(topology: Any, nbytes: int, dtype: Any, memory: int) -> tuple[str, str]:
+        return ("ring" if nbytes > 4 * LENGTH else "hierarchical_copy"), "test"
+
+    with (
+        allreduce.Topology(ranks_per_node=1) as nodes,
+        allreduce.create("auto", nodes, choose=choose, compress="int8") as reduce,
+    ):
+        first, second = reduce.allocate(LENGTH), reduce.allocate(2 * LENGTH)
+        residual = values(rank, "float32", 2 * LENGTH)
+        wrong = {"ring/1/residual": residual[1:]}
+        with pytest.raises(errors.OptionError, match="1/residual"):
+            reduce.load_state(wrong)
+        reduce.load_state({"ring/1/residual": residual})
+        if rank == 0:
+            del first
+        name = f"ring/{int(rank > 0)}/residual"
+        assert (reduce.state()[name] == residual).all()
+        reduce(second, "sum")
+        assert np.abs(second - sum(values(number, "float32", 2 * LENGTH) for number in range(size))).max() < 0.1 * size
+        assert reduce.state()[name].any()
+    with (
+        allreduce.Topology(ranks_per_node=1) as nodes,
+        allreduce.create("auto", nodes, choose=choose, compress="int8") as reduce,
+    ):
+        array = reduce.allocate(2 * LENGTH)
+        reduce.load_state({"ring/other/0/residual": residual} if rank == 0 else {})
+        assert "other/0/residual" in raised(errors.OptionError, lambda: reduce(array, "sum"))
+        reduce(array, "sum")

@@ -15,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel  # noqa: E402
 from allreduce.errors import DisagreementError, OptionError, UnavailableError  # noqa: E402
 from allreduce.torch_backend import Options, describe  # noqa: E402
 from allreduce.torch_backend.reduce import COMPRESS_FROM  # noqa: E402
+from allreduce.wrappers.options import PowerSGD  # noqa: E402
 from tests.ranks.together import raised_everywhere  # noqa: E402
 
 Op = dist.ReduceOp
@@ -191,6 +192,28 @@ def test_ddp_trains_through_the_compression(group: Any, described: bool) -> None
         assert all(shapes[name] == each.shape for name, each in model.module.named_parameters() if described)
         del model
         assert not backend.registered._entries  # DDP has freed its buckets
+
+
+def test_a_compression_of_parameters_that_some_buckets_lack() -> None:
+    """DDP puts the matrix that a compression needs in one bucket, and the others in another one."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(70, 80), torch.nn.Linear(80, 3))
+    for compress in (PowerSGD(8, start_powerSGD_iter=0), {"0.weight": "int8"}):
+        group = dist.new_group(pg_options=Options(compress=compress, compress_from=0))
+        ddp = DistributedDataParallel(model, process_group=group, bucket_cap_mb=0.02)
+        describe(ddp)
+        for _ in range(2):  # the buckets of the first step are others
+            model.zero_grad()
+            ddp(mine(70).view(1, 70)).sum().backward()
+        expected = torch.outer(model[1].weight.detach().sum(0), summed(mine(70)) / dist.get_world_size())
+        assert several() * 1e-9 <= error(model[0].weight.grad, expected) < 0.1
+        dist.destroy_process_group(group)
+    ddp = DistributedDataParallel(
+        model, process_group=dist.new_group(pg_options=Options(compress={"0.wieght": "int8"}))
+    )
+    with pytest.raises(OptionError, match=r"did you mean '0\.weight'"):
+        describe(ddp)
+    dist.destroy_process_group(ddp.process_group)
 
 
 def test_the_parts_of_a_bucket_in_channels_last_lie_as_in_memory() -> None:
