@@ -9,7 +9,7 @@ When backward returns, `.grad` of every parameter is the average, so that clippi
 
 import math
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from operator import attrgetter
@@ -33,6 +33,7 @@ from trainers.checks import GradientCheck
 from trainers.errors import NotFiniteError
 from trainers.pytorch.buckets import (
     DenseBucket,
+    Flat,
     Gradient,
     GradientError,
     Marks,
@@ -111,11 +112,7 @@ class Reducer:
         memories = {dtype: allocate_flat(backend, length, dtype, self.device) for dtype, length in lengths.items()}
         self.flats = {dtype: memory.tensor for dtype, memory in memories.items()}
         check_parts(options.compress, [Part(name, 0, tuple(each.shape)) for name, each in dense])
-        for dtype, memory in memories.items():
-            slots_of = [slot for layout in self.plan if layout.dtype == dtype for slot in layout.slots]
-            named = [(*dense[slot.parameter], slot.start) for slot in slots_of]
-            parts_of = [Part(name, start, tuple(each.shape)) for name, each, start in named]
-            backend.describe(memory.array, parts_of, whole=len(memories) == 1)
+        self._describe(backend, memories, dense)
         slots = {slot.parameter: (layout.dtype, slot.start) for layout in self.plan for slot in layout.slots}
         self.gradients = [Gradient(*named, self.flats, *slots[index]) for index, named in enumerate(dense)]
         parts = [(each, memories[each.dtype].part(each.start, each.stop)) for each in self.plan]
@@ -153,6 +150,16 @@ class Reducer:
             each.register_post_accumulate_grad_hook(partial(self._arrived, index))
             for index, (_, each) in enumerate(dense + rows)
         ]
+
+    def _describe(
+        self, backend: AllReduce, memories: Mapping[str, Flat], dense: Sequence[tuple[str, Parameter]]
+    ) -> None:
+        """Tell the backend which parameters are where. memories: by dtype. Local."""
+        for dtype, memory in memories.items():
+            slots = [slot for layout in self.plan if layout.dtype == dtype for slot in layout.slots]
+            named = [(*dense[slot.parameter], slot.start) for slot in slots]
+            parts = [Part(name, start, tuple(each.shape)) for name, each, start in named]
+            backend.describe(memory.array, parts, whole=len(memories) == 1)
 
     def take_over(self, owner: object) -> None:
         """Become the owner of these parameters; after `close`, backward through them raises. Local."""
