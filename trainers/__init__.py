@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from trainers.parameter_server import ParameterServerTrainer
     from trainers.recovery.terminating import Terminated, Terminating
     from trainers.replica import Replica
+    from trainers.replicas.numpy.categories import CategoryNetwork, load_network, network_of
     from trainers.replicas.numpy.embedding import EmbeddingNetwork
     from trainers.replicas.numpy.network import NumpyNetwork
     from trainers.spare_replicas import SpareReplicasTrainer
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
     from trainers.watching.logs import log_to
 
 __all__ = [
+    "CategoryNetwork",
     "CentralStorageTrainer",
     "Checkpoint",
     "EmbeddingNetwork",
@@ -44,12 +46,15 @@ __all__ = [
     "SpareReplicasTrainer",
     "Terminated",
     "Terminating",
+    "load_network",
     "log_to",
+    "network_of",
     "roles",
     "run",
 ]
 
 _MODULES = {
+    "CategoryNetwork": "trainers.replicas.numpy.categories",
     "CentralStorageTrainer": "trainers.central_storage",
     "Checkpoint": "trainers.fit.checkpointing",
     "EmbeddingNetwork": "trainers.replicas.numpy.embedding",
@@ -64,7 +69,9 @@ _MODULES = {
     "SpareReplicasTrainer": "trainers.spare_replicas",
     "Terminated": "trainers.recovery.terminating",
     "Terminating": "trainers.recovery.terminating",
+    "load_network": "trainers.replicas.numpy.categories",
     "log_to": "trainers.watching.logs",
+    "network_of": "trainers.replicas.numpy.categories",
     "roles": "trainers.cli.roles",
     "run": "trainers.cli.run",
 }

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from trainers.data import Data, Tree, named, seed_generators
+from trainers.datasets.columns import Columns
 from trainers.errors import ArgumentError, ModelFileError
 from trainers.files import model_file
 
@@ -55,6 +56,8 @@ class Replica(ABC):
         after those shown here; only then they get it.
     undoable: set by the trainer if a batch may be repeated or left out; the replica then keeps the data of `undo`.
     hold: set by the trainer that uses the replica.
+    columns: what was learned of the table with the rows (`datasets.load(...).columns`), None without a table. It is
+        saved with the model, so that `Trainer.predict` takes tables of the same kind.
 
     x and y are NumPy arrays whose first axis is the sample; the replica defines the other axes. A model of several
     inputs or outputs gets tuples or dicts of arrays (the user's). They are valid during a call only: the trainer
@@ -77,6 +80,7 @@ class Replica(ABC):
     takes_weights: bool = False
     undoable: bool = False
     hold = Hold()
+    columns: Columns | None = None
 
     @abstractmethod
     def bind(self, buffer: Any) -> None:
@@ -254,6 +258,10 @@ class Replica(ABC):
         """Return the arguments from which this replica can be rebuilt, as JSON types, for `save`."""
         return {}
 
+    def saved_config(self) -> dict[str, Any]:
+        """Return `config` and the columns, as they are in a model file."""
+        return self.config() if self.columns is None else {**self.config(), COLUMNS: self.columns.as_dict()}
+
     def check(self, x: Tree, y: Tree | None) -> None:  # noqa: B027, a replica may take anything
         """Raise ArgumentError if the model does not accept such data; y is None for a prediction."""
 
@@ -262,13 +270,15 @@ class Replica(ABC):
 
     def save(self, path: str) -> None:
         """Write the model to `path` (.npz, no pickle). Writes a temporary file and renames it."""
-        model_file.write(path, type(self).__name__, self.config(), self.state())
+        model_file.write(path, type(self).__name__, self.saved_config(), self.state())
 
     def restore(self, path: str) -> None:
-        """Load the state from `path`, which `save` wrote. Raises ModelFileError."""
+        """Load the state and the columns from `path`, which `save` wrote. Raises ModelFileError."""
         saved, state = model_file.read(path, type(self).__name__)
+        columns = columns_of(path, saved)
         self.check_config(path, saved)
         self.load_state(state)
+        self.columns = columns
 
     def check_config(self, path: str, saved: dict[str, Any]) -> None:
         """Raise ModelFileError if the config `saved` in `path` differs from this one in one of `essentials`."""
@@ -278,6 +288,23 @@ class Replica(ABC):
                 raise ModelFileError(
                     f"{path} holds a model with {name}={saved.get(name)!r}, and this one has {name}={here[name]!r}"
                 )
+
+
+COLUMNS = "columns"  # their name in the config of a model file
+
+
+def columns_of(path: str, config: dict[str, Any]) -> Columns | None:
+    """Take the columns out of a config that was read from `path`. Raises ModelFileError."""
+    given = config.pop(COLUMNS, None)
+    try:
+        return None if given is None else Columns.from_dict(given)
+    except ValueError as error:
+        raise ModelFileError(f"{path} is damaged: {error}") from error
+
+
+def saved_columns(path: str) -> Columns | None:
+    """Return the columns in a model file, None if it has none. Raises ModelFileError."""
+    return columns_of(path, model_file.read_header(path)[1])
 
 
 def reserved(memory: dict[str, np.ndarray], name: str, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:

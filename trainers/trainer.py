@@ -16,9 +16,10 @@ from allreduce.keywords import known_only
 from allreduce.topology import Topology
 from allreduce.tracing.trace import Trace
 from allreduce.transport import ulfm
-from allreduce.transport.control import on_all_ranks, together
+from allreduce.transport.control import on_all_ranks, root_value, together
 from allreduce.transport.wait import waiting
 from trainers.data import Batches, BatchSource, Collate, Data, Samples, as_arrays, as_data, named, row_count, rows_error
+from trainers.datasets.columns import Columns
 from trainers.errors import ArgumentError, TrainerError
 from trainers.fit.checkpointing import Checkpoint, make_saver
 from trainers.fit.evaluation import EXACT_ROWS, evaluate_chunk, predict_chunk, rows_in
@@ -295,6 +296,9 @@ class Trainer(Generic[StrategyT]):
         """Load the model that rank 0 reads from `path` on all ranks; or raise ModelFileError on all. Collective."""
         self.group.enter("load")
         self.group.on_one(lambda: self.replica.restore(path))
+        columns = self.replica.columns
+        given = root_value(self.group.comm, columns and columns.as_dict(), "load: the columns of a table")
+        self.replica.columns = None if given is None else Columns.from_dict(given)
         mirror(self.strategy, whole=False)
         self.strategy.reset()
 

@@ -150,7 +150,7 @@ def skipped(command: str) -> bool:
 def shortened(command: str) -> str:
     """The command with options that make it short, and which may not fail."""
     for module, options in SHORTER.items():
-        command = re.sub(rf"(python -m {re.escape(module)}(?= |$)[^;|>]*)", rf"\1 {options}", command)
+        command = re.sub(rf"(python -m {re.escape(module)}(?! predict)(?= |$)[^;|>]*)", rf"\1 {options}", command)
     worst = max((code for name, code in CODES.items() if name in command), default=0)
     loop = command.startswith("for ")
     return command if loop else f"{command} || [ $? -le {worst} ] || exit 9"

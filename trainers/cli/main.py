@@ -31,6 +31,8 @@ from trainers.cli.options import SERVERS, make_callbacks, make_trainer, parse
 from trainers.errors import ArgumentError, DivergedError, TrainerError
 from trainers.fit.checkpointing import Checkpoint
 from trainers.recovery.terminating import Terminated, Terminating
+from trainers.replica import saved_columns
+from trainers.replicas.numpy.categories import load_network, network_of
 from trainers.replicas.numpy.network import NumpyNetwork
 from trainers.trainer import Trainer
 from trainers.watching.logs import log_to, write_error
@@ -139,7 +141,16 @@ def _read(arguments: Sequence[str] | None, world: Topology, program: str) -> Job
         together(world.world, lambda: log_to(options.log_dir))
         log.info("%s: %s", world, " ".join(sys.argv[1:] if arguments is None else arguments))
     together(world.world, lambda: results.check_targets(options) if world.rank == assigned.chief else None)
-    return Job(options, assigned, together(world.world, lambda: datasets.load(options.data)))
+    return Job(options, assigned, together(world.world, lambda: _data(options)))
+
+
+def _data(options: argparse.Namespace) -> datasets.Dataset:
+    """Load the data. With --load the columns of a table are those of the saved model."""
+    columns = saved_columns(options.load) if options.load else None
+    if options.load and options.label and columns is None:
+        raise ArgumentError(f"--label {options.label}: the model of --load {options.load} was not trained on a table")
+    choices = {"ignore": options.ignore or (), "categories": options.categories or ()}
+    return datasets.load(options.data, options.label, columns=columns, **choices)
 
 
 def check(options: argparse.Namespace, assigned: roles.Roles) -> None:
@@ -182,21 +193,20 @@ def _network(job: Job, topology: Topology) -> NumpyNetwork:
     if options.device == "cuda":
         gpu.choose_device(topology.node_rank)
     if options.load:
-        network = NumpyNetwork.load(options.load, options.device)
+        network = load_network(options.load, options.device)
         if "accuracy" not in network.metrics:
             loss = network.config()["loss"]
             raise ArgumentError(f"--load {options.load}: its loss is {loss}; this program trains classifiers only")
         return network
-    network = NumpyNetwork(
-        [data.features, *options.hidden, len(data.classes)],
+    return network_of(
+        data,
+        options.hidden,
         activation=options.activation,
         optimizer=options.optimizer,
         lr=options.lr,
         seed=options.seed,
         device=options.device,
     )
-    network.scale_input(data.shift, data.scale)
-    return network
 
 
 # The training and the evaluator
@@ -256,6 +266,8 @@ def _introduce(job: Job, member: Member, trainer: Trainer[Any]) -> None:
     if ulfm.in_force() or options.on_failure:
         lines.append(f"if a rank fails: {trainer.recovery}")
     lines += [f"data: {data}", f"rows of each class: {data.classes_in_words()}"]
+    if data.columns is not None:
+        lines.append(f"table: {data.columns}")
     layers, optimizer = "-".join(map(str, network.sizes)), network.config()["optimizer"]
     model = f"{layers}, {network.gradient_length:,} parameters"
     lines.append(f"model: {model}; {optimizer}, learning rate {network.optimizer.lr:g}")

@@ -39,6 +39,7 @@ EXAMPLES = """examples:
   python -m trainers.datasets make mnist/                                           (a small folder of such files)
   mpirun -n 4 python -m trainers --data mnist/ --hidden 256,128 --batch-size 512 --save model.npz
   mpirun -n 4 python -m trainers --data mnist/ --load model.npz --epochs 0          (only test a saved model)
+  mpirun -n 4 python -m trainers --data people.csv --label income --save model.npz  (a table of words and numbers)
   mpirun -n 4 python -m trainers --data mnist/ --checkpoint run --resume            (again after it was killed, say)
   mpirun -n 4 python -m trainers --trace trace.json --tensorboard logs              (who waits for whom; curves)
   mpirun -n 4 python -m trainers --allreduce hierarchical_copy --ranks-per-node 2   (two simulated nodes)
@@ -124,6 +125,10 @@ def address(text: str) -> tuple[int, str]:
     if not (port.isascii() and port.isdecimal() and int(port) < 2**16):
         raise argparse.ArgumentTypeError(f"must be PORT or ADDRESS:PORT such as 0.0.0.0:9400, got {text!r}")
     return int(port), host or "127.0.0.1"
+
+
+def names(text: str) -> tuple[str, ...]:
+    return tuple(name.strip() for name in text.split(",") if name.strip())
 
 
 def table_file(text: str) -> str:
@@ -282,8 +287,20 @@ OPTIONS: dict[str, tuple[Option, ...]] = {
     "training": (
         Option(
             "data", "SET", default="digits", common=True,
-            help=f"{' or '.join(datasets.NAMES)}, a folder of MNIST-format files, an .npz file, or a .csv file with "
-            "the label in the last column",
+            help=f"{' or '.join(datasets.NAMES)}, a folder of MNIST-format files, an .npz file, a .csv file of numbers "
+            "with the label in the last column, or with --label a .csv or .tsv table",
+        ),
+        Option(
+            "label", "NAME", default_text="the last column",
+            help="the column of a table that is predicted; the others may have numbers, words and missing values",
+        ),
+        Option(
+            "ignore", "NAME,NAME,...", names, needs={"label": ()},
+            help="columns of a table that are left out",
+        ),
+        Option(
+            "categories", "NAME,NAME,...", names, needs={"label": ()},
+            help="columns of a table whose numbers are categories (postcodes, say); columns with words are anyway",
         ),
         Option(
             "epochs", "N", integer(0), default=PerData(20, 50, 10), common=True, help="number of passes over the data"

@@ -2,11 +2,16 @@
 
     python -m trainers.datasets make mnist/                    a folder of MNIST-format files
     mpirun -n 4 python -m trainers --data mnist/ --epochs 5    trains on them
+    python -m trainers.datasets make people.csv                a table (.csv, .tsv) of 2,000 people who do not exist
+    mpirun -n 4 python -m trainers --data people.csv --label income --ignore name
 
-make writes 1,437 images to train and 360 to test: the data set "digits", enlarged to 28x28 bytes. It downloads
-nothing and overwrites nothing. Exit code: 0, or 2 when the folder can't be made.
+make mnist/ writes 1,437 images to train and 360 to test: the data set "digits", enlarged to 28x28 bytes. A table has
+numbers, words and missing values. make downloads nothing and overwrites nothing. Exit code: 0, or 2 when the folder or
+the table can't be made.
 """
 
+import csv
+import io
 import os
 import secrets
 import shutil
@@ -19,7 +24,9 @@ import numpy as np
 from trainers import datasets
 from trainers.datasets import idx
 from trainers.datasets.parser import Parser
+from trainers.datasets.rows import ENDINGS
 from trainers.errors import DataError
+from trainers.files import model_file
 
 SIDE, BOX = 28, 20  # pixels of an image, and of the box in its middle that the digit fills, as in MNIST
 
@@ -47,6 +54,40 @@ def make(folder: str) -> datasets.Dataset:
     return datasets.load(folder)
 
 
+PEOPLE = 2000
+JOBS = ("clerk", "cook", "driver", "engineer", "nurse", "teacher")
+TOWNS = 40
+
+
+def people() -> list[list[str]]:
+    """Return a made table: the names of its columns, then its rows. Some ages and jobs are missing."""
+    random = np.random.default_rng(1)
+    rows = [["name", "age", "hours", "job", "town", "income"]]
+    for number in range(PEOPLE):
+        age, hours = int(random.integers(18, 70)), float(random.normal(37, 6))
+        job, town = int(random.integers(len(JOBS))), int(random.integers(TOWNS))
+        score = (age - 44) / 15 + (hours - 37) / 6 + (job - 2.5) / 2 + town % 5 - 2 + random.normal(0, 0.3)
+        absent = random.random(2) < 0.04
+        known = ["" if gone else each for gone, each in zip(absent, (str(age), JOBS[job]), strict=True)]
+        income = "high" if score > 0 else "low"
+        rows.append([f"person {number}", known[0], f"{hours:.1f}", known[1], f"town {town}", income])
+    return rows
+
+
+def make_table(path: str) -> str:
+    """Write the table of `people` to a new file, .csv or .tsv; returns a text about it. Raises DataError."""
+    if os.path.lexists(path):
+        raise DataError(f"{path} exists already; nothing is overwritten: give another name, or remove it first")
+    text = io.StringIO()
+    csv.writer(text, delimiter=ENDINGS[os.path.splitext(path)[1]], lineterminator="\n").writerows(people())
+    try:
+        with model_file.replacing(path) as file:
+            file.write(text.getvalue().encode())
+    except OSError as error:
+        raise DataError(f"{path} can't be written: {error.strerror or error}") from error
+    return f"{path}: {PEOPLE} rows"
+
+
 def _write(folder: Path) -> None:
     data = datasets.load("digits")
     parts = {"train": (data.x_train, data.y_train), "t10k": (data.x_test, data.y_test)}
@@ -71,10 +112,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit code."""
     parser = Parser(prog="python -m trainers.datasets", description=__doc__)
     parser.add_argument("command", choices=["make"], help="what to do")
-    parser.add_argument("folder", metavar="FOLDER", help="the folder to create; if it exists, it must be empty")
+    parser.add_argument("folder", metavar="FOLDER", help="the folder to create (empty if it exists), or the table")
     options = parser.parse_args(arguments)
     try:
-        print(f"made {make(options.folder)}")
+        table = os.path.splitext(options.folder)[1] in ENDINGS
+        print(f"made {make_table(options.folder) if table else make(options.folder)}")
     except DataError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

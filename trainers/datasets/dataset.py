@@ -6,12 +6,14 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from trainers.datasets.columns import Columns
 from trainers.errors import DataError, printable
 
 TEST_PART = 5  # every fifth sample is for testing
 SPLIT_SEED = 47  # see README.md in this folder
 FEW_ROWS = 5  # classes with fewer rows get a warning: a fifth of them is less than one test row
 MOST_SHOWN, MOST_WARNED = 20, 5  # classes in one line, and of each kind in warnings
+PIXELS = 0.0, 1 / 255  # shift and scale of bytes
 LONGEST_NAME = 40  # characters of a class in such a line
 MANY_CLASSES = 1000  # a label above this, and above the number of rows, is not a class number
 
@@ -23,6 +25,7 @@ class Dataset:
     x_train, x_test: (rows, features), raw numbers of the file.
     y_train, y_test: (rows,) int64 class numbers, 0 to len(classes) - 1.
     shift, scale: (x - shift) * scale is the input of a network; numbers, or one per feature, from the training set.
+    columns: of a table with a label by name: what was learned of its columns. x is float32 then, and scaled already.
     """
 
     name: str
@@ -33,6 +36,7 @@ class Dataset:
     classes: tuple[str, ...]
     shift: np.ndarray | float
     scale: np.ndarray | float
+    columns: Columns | None = None
 
     @property
     def features(self) -> int:
@@ -81,7 +85,7 @@ class Dataset:
     def _small(self, skipped: set[int], rows: list[int], quoted: list[str]) -> list[str]:
         """Return a sentence for each small class that may be a typo, and one for all others. skipped: not mentioned."""
         small = [number for number, count in enumerate(rows) if 0 < count < FEW_ROWS and number not in skipped]
-        named = self.classes != _numbers(len(self.classes))
+        named = self.classes != numbers(len(self.classes))
         large = [_short(self.classes[number]) for number in np.argsort(rows)[-MOST_SHOWN:] if rows[number] >= FEW_ROWS]
         near = {  # only for the first few: if most classes are small, none is a typo
             number: found[0]
@@ -104,7 +108,7 @@ def _listed(names: list[str]) -> str:
     return ", ".join(names[:MOST_WARNED]) + f" and {len(names) - MOST_WARNED} more" * (len(names) > MOST_WARNED)
 
 
-def _numbers(count: int) -> tuple[str, ...]:
+def numbers(count: int) -> tuple[str, ...]:
     """Return the names of `count` classes that have only numbers."""
     return tuple(map(str, range(count)))
 
@@ -116,8 +120,8 @@ def make(
     classes: tuple[str, ...] | None = None,
 ) -> Dataset:
     """Check the arrays and make a Dataset; without a test set, split off a fifth of the samples. Raises DataError."""
-    sets = [_checked(name, *train)]
-    sets += [_checked(f"{name} (test)", *test)] if test else []
+    sets = [checked(name, *train)]
+    sets += [checked(f"{name} (test)", *test)] if test else []
     if test is None:
         x, y = sets[0]
         if len(x) < 2:
@@ -128,8 +132,8 @@ def make(
     if x_train.shape[1] != x_test.shape[1]:
         raise DataError(f"{name}: training has {x_train.shape[1]} features and test {x_test.shape[1]}")
     if classes is None:
-        classes = _numbers(int(max(y_train.max(), y_test.max())) + 1)
-    return Dataset(name, x_train, y_train, x_test, y_test, classes, *_scaling(x_train))
+        classes = numbers(int(max(y_train.max(), y_test.max())) + 1)
+    return Dataset(name, x_train, y_train, x_test, y_test, classes, *scaling(x_train))
 
 
 def split(y: np.ndarray) -> np.ndarray:
@@ -142,7 +146,7 @@ def split(y: np.ndarray) -> np.ndarray:
     return tested
 
 
-def _checked(name: str, x: np.ndarray, y: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def checked(name: str, x: np.ndarray, y: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Return samples as (rows, features), and labels as int64 class numbers. Raises DataError."""
     if x.ndim < 1 or len(x) == 0 or x.size == 0:
         raise DataError(f"{name} is empty: x has shape {x.shape}")
@@ -164,10 +168,15 @@ def _checked(name: str, x: np.ndarray, y: np.ndarray) -> tuple[np.ndarray, np.nd
     return flat, y.astype(np.int64)
 
 
-def _scaling(x: np.ndarray) -> tuple[np.ndarray | float, np.ndarray | float]:
+def scaling(x: np.ndarray) -> tuple[np.ndarray | float, np.ndarray | float]:
     """Return shift and scale: bytes are pixels, divided by 255; other features get mean 0, standard deviation 1."""
     if x.dtype == np.uint8:
-        return 0.0, 1 / 255
+        return PIXELS
     mean, deviation = x.mean(axis=0, dtype=np.float64), x.std(axis=0, dtype=np.float64)
-    deviation[deviation <= 1e-7 * np.abs(mean)] = 1.0  # a feature that never changes, as far as float32 can tell
+    return standardized(mean, deviation)
+
+
+def standardized(mean: np.ndarray, deviation: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return shift and scale for features of this mean and deviation."""
+    deviation = np.where(deviation <= 1e-7 * np.abs(mean), 1.0, deviation)  # never changes, as far as float32 can tell
     return mean.astype(np.float32), (1 / deviation).astype(np.float32)

@@ -102,7 +102,8 @@ def _features(path: str, lines: list[Line]) -> np.ndarray:
             warnings.simplefilter("ignore")  # loadtxt warns of a block of empty cells
             x = np.loadtxt(source, dtype=np.float32, delimiter=",", comments=None, quotechar='"', ndmin=2)
     except ValueError as error:
-        raise DataError(f"{path}, {_first_wrong_cell(lines) or error}") from error
+        hint = f"; of a table with words in it name the label (label=..., --label), and {path} needs a header"
+        raise DataError(f"{path}, {_first_wrong_cell(lines) or error}{hint}") from error
     if len(x) != len(lines):  # loadtxt skips empty lines, and a quoted cell may continue on the next line
         wrong_cell = _first_wrong_cell(lines) or f"line {lines[0][0]} or after: a quotation mark is not closed"
         raise DataError(f"{path}, {wrong_cell}")

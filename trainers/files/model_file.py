@@ -130,7 +130,26 @@ def header_of(kind: str, config: dict[str, Any]) -> np.ndarray:
 
 def read(path: str, kind: str) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
     """Read a model of class `kind`; returns (config, state). Raises ModelFileError."""
+    with _opened(path) as archive:
+        header, arrays = model_in(archive)
+        _check_header(path, header)
+    if header["kind"] != kind:
+        raise ModelFileError(f"{path} holds a model of another kind ({header['kind']}); expected {kind}")
+    for name, array in arrays.items():
+        check_numbers(path, name, array)
+    return header["config"], arrays
 
+
+def read_header(path: str) -> tuple[str, dict[str, Any]]:
+    """Return the class of a saved model and its config. Raises ModelFileError."""
+    with _opened(path) as archive:
+        header = json.loads(str(archive[HEADER]))
+        _check_header(path, header)
+    return header["kind"], header["config"]
+
+
+@contextmanager
+def _opened(path: str) -> Iterator[Archive]:
     def damaged(error: object) -> ModelFileError:
         return ModelFileError(f"{path} is not a model file, or it is damaged ({error}); save() writes one")
 
@@ -139,15 +158,17 @@ def read(path: str, kind: str) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
     except OSError as error:
         raise ModelFileError(f"the model file {path} can't be read: {error.strerror or error}") from error
     with file, open_archive(file, size(file), damaged) as archive:
-        header, arrays = model_in(archive)
-    if header.get("format") != FORMAT or header.get("kind") != kind:
-        found = f"{header.get('kind')}, format {header.get('format')}"
-        raise ModelFileError(f"{path} holds a model of another kind ({found}); expected {kind}, format {FORMAT}")
+        yield archive
+
+
+def _check_header(path: str, header: Any) -> None:
+    """Raise ValueError or ModelFileError if a header does not describe a model."""
+    if not isinstance(header, dict) or not isinstance(header.get("kind"), str):
+        raise ValueError(f"its header is {header!r}")
+    if header.get("format") != FORMAT:
+        raise ModelFileError(f"{path} has format {header.get('format')!r}; this version reads format {FORMAT}")
     if not isinstance(header.get("config"), dict):
-        raise damaged("its header has no config")
-    for name, array in arrays.items():
-        check_numbers(path, name, array)
-    return header["config"], arrays
+        raise ValueError("its header has no config")
 
 
 def model_in(archive: Archive) -> tuple[dict[str, Any], dict[str, np.ndarray]]:

@@ -353,7 +353,7 @@ class Saver:
             local = [model_file.unpack(each) for each in gathered]
             local[0] |= watching  # not packed: it may be large, and does not change
             shared = self._strategy.shared_state()
-            saved = Saved(type(replica).__name__, replica.config(), state, progress, local, measured, shared)
+            saved = Saved(type(replica).__name__, replica.saved_config(), state, progress, local, measured, shared)
             self._writing = self._writer.submit(self._write, saved, best)
 
         together(self._group.comm, lambda: start() if self._chief else None)

@@ -13,6 +13,7 @@ import numpy as np
 from trainers.data import Data, Tree
 from trainers.errors import ArgumentError, ModelFileError
 from trainers.files import model_file
+from trainers.replica import columns_of
 from trainers.replicas.flat import FlatReplica
 from trainers.replicas.numpy.losses import LOSSES
 from trainers.replicas.numpy.optimizers import OPTIMIZERS, STEPS, Optimizer, on_host
@@ -86,6 +87,7 @@ class NumpyNetwork(FlatReplica):
     essentials: tuple[str, ...] = ("activation", "loss")
     allocates = False
     takes_weights = True
+    _own_names: Mapping[str, Any] = {}  # of a subclass: what `essentials` adds, as JSON types
 
     def __init__(
         self,
@@ -103,12 +105,12 @@ class NumpyNetwork(FlatReplica):
         self.device = device
         self._xp = array_module(device)
         self._products = Products(self._xp)
-        self._names = {"activation": activation, "loss": loss}
+        self._names = {"activation": activation, "loss": loss, **self._own_names}
         self._activation = choose("activation", activation, ACTIVATIONS)
         self._loss = choose("loss", loss, LOSSES)(self._xp)
         self.metrics = self._loss.metrics
         self.optimizer = self._optimizer = make_optimizer(optimizer, lr)
-        self.gradient_length = length_of(self.sizes)
+        self.gradient_length = self._length(self.sizes, self._names)
         self.parameters = self._xp.asarray(self._initial(init or self._activation.init, seed))
         self._layers = self._views(self.parameters)
         self._values = self._xp.zeros(len(self.metrics))
@@ -124,17 +126,26 @@ class NumpyNetwork(FlatReplica):
         Raises ModelFileError.
         """
         config, state = model_file.read(path, cls.__name__)
+        columns = columns_of(path, config)
         try:
             sizes, names = checked_sizes(config.pop("sizes")), {name: config.pop(name) for name in cls.essentials}
             optimizer = OPTIMIZERS[config.pop("optimizer")](**config.pop("optimizer_options"))
-            if config or state["parameters"].size != length_of(sizes):  # before memory is allocated for these sizes
+            if config or state["parameters"].size != cls._length(
+                sizes, names
+            ):  # before memory is allocated for these sizes
                 raise ArgumentError(f"{state['parameters'].size} parameters, sizes {sizes}, {config or 'nothing else'}")
             cls._check_saved(sizes, names, state)
             network = cls(sizes, **names, optimizer=optimizer, device=device)
         except (TypeError, KeyError, OverflowError, ArgumentError) as error:
             raise ModelFileError(f"{path} describes no network that this version supports: {error!r}") from error
         network.load_state(state)
+        network.columns = columns
         return network
+
+    @classmethod
+    def _length(cls, sizes: list[int], names: dict[str, Any]) -> int:
+        """Return the number of parameters of a network of these sizes and names. Raises ArgumentError or KeyError."""
+        return length_of(sizes)
 
     @classmethod
     def _check_saved(cls, sizes: list[int], names: dict[str, Any], state: dict[str, np.ndarray]) -> None:

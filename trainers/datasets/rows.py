@@ -1,0 +1,189 @@
+"""Tables with a header (.csv, .tsv, gzipped or not), read a few lines at a time, from any byte to any other."""
+
+import csv
+from collections.abc import Iterator, Sequence
+from typing import IO, Any, NamedTuple
+
+from trainers.datasets import files
+from trainers.errors import DataError
+
+ENDINGS = {".csv": ",", ".tsv": "\t"}  # the character between the cells
+BLOCK = 1 << 20  # bytes that are parsed at a time, to bound the memory
+LONGEST_LINE = 1 << 24  # bytes
+MOST_COLUMNS = 1 << 14
+LONGEST_SHOWN = 60  # characters of a cell in an error
+
+Cells = Sequence[str]
+
+
+class Block(NamedTuple):
+    """Consecutive rows. columns: the cells of each column. lines: the number of each row's line in the file."""
+
+    columns: list[Cells]
+    lines: Sequence[int]
+
+    def __len__(self) -> int:
+        return len(self.lines)
+
+
+class Count(NamedTuple):
+    """The rows of a part of a table, and its lines: blank lines are no rows."""
+
+    rows: int
+    lines: int
+
+
+def is_table(path: str) -> bool:
+    """Whether a path ends as a table does."""
+    return path.removesuffix(".gz").endswith(tuple(ENDINGS))
+
+
+class TableFile:
+    """A table whose first line has the names of the columns. Every other line is a row with as many cells.
+
+    names: of the columns. begin, end: the bytes where the rows begin and end; of a gzipped table, unpacked bytes.
+
+    A cell may be in quotation marks, but no row goes on in the next line. So a part of the rows can be read without the
+    rows before it. Blank lines are skipped. Raises DataError, with the path and the line.
+    """
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+        self._delimiter = next(mark for end, mark in ENDINGS.items() if path.removesuffix(".gz").endswith(end))
+        with files.opened(path) as (file, most):
+            number, line = 0, b""
+            while not line.strip():
+                line = file.readline(LONGEST_LINE + 1)
+                if not line:
+                    raise DataError(f"{path} is empty: expected a line with the names of the columns")
+                number += 1
+            self.begin = file.tell()
+            self.end = self.begin + files.remaining(file, most)
+            if self.end > most:
+                raise files.too_large_error(path, most)
+        self._header = number  # the number of its line
+        self.names = self._names(line)
+
+    def _names(self, line: bytes) -> tuple[str, ...]:
+        text = self._decoded(line.removeprefix(b"\xef\xbb\xbf"), self._header).rstrip("\r\n")
+        names = [name.strip() for name in self._parsed([text], [self._header])[0]]
+        where = f"{self.path}, line {self._header}"
+        if len(names) > MOST_COLUMNS or len(line) > LONGEST_LINE:
+            raise DataError(f"{where} has more than {MOST_COLUMNS} columns; is it a table?")
+        if len(names) == 1:
+            other = next((mark for mark in ";|,\t" if mark != self._delimiter and mark in text), None)
+            hint = f"; the cells seem to be separated by {other!r}, not by {self._delimiter!r}" if other else ""
+            raise DataError(f"{where} has one column; expected the names of several columns{hint}")
+        if all(map(is_number, names)):
+            raise DataError(f"{where} has numbers; expected the names of the columns")
+        for place, name in enumerate(names):
+            if not name:
+                raise DataError(f"{where}: column {place + 1} has no name; expected a name for each column")
+            if name in names[:place]:
+                raise DataError(f"{where} has the column {shown(name)} more than once")
+        return tuple(names)
+
+    def count(self, start: int, stop: int) -> Count:
+        """Count the rows and lines that begin at byte `start` or after it, and before byte `stop`."""
+        rows = lines = 0
+        for piece in self._pieces(start, stop):
+            found = piece.split(b"\n")
+            if not found[-1]:
+                found.pop()
+            lines += len(found)
+            rows += sum(1 for line in found if line.strip())
+        return Count(rows, lines)
+
+    def blocks(self, start: int | None = None, stop: int | None = None, lines: int = 0) -> Iterator[Block]:
+        """Yield the rows that begin at byte `start` or after it, and before byte `stop`; by default all rows.
+
+        lines: the number of lines between the header and `start`.
+        """
+        number = self._header + lines
+        for piece in self._pieces(self.begin if start is None else start, self.end if stop is None else stop):
+            texts = self._decoded(piece, number + 1).split("\n")
+            if not texts[-1]:
+                texts.pop()
+            numbers: Sequence[int] = range(number + 1, number + 1 + len(texts))
+            number += len(texts)
+            if not all(map(str.strip, texts)):
+                kept = [(line, text) for line, text in zip(numbers, texts, strict=True) if text.strip()]
+                numbers, texts = [line for line, _ in kept], [text for _, text in kept]
+            if texts:
+                yield self._block([text.removesuffix("\r") for text in texts], numbers)
+
+    def _block(self, texts: list[str], numbers: Sequence[int]) -> Block:
+        rows, width = self._parsed(texts, numbers), len(self.names)
+        if {*map(len, rows)} != {width}:
+            row, cells = next((row, cells) for row, cells in enumerate(rows) if len(cells) != width)
+            raise DataError(
+                f"{self.path}, line {numbers[row]} has {len(cells)} cells, and the header has {width} columns; is the "
+                "file truncated, or a cell with a comma not in quotation marks?"
+            )
+        return Block(list(zip(*rows, strict=True)), numbers)
+
+    def _parsed(self, texts: list[str], numbers: Sequence[int]) -> list[list[str]]:
+        """Return the cells of each line."""
+        options: dict[str, Any] = {"delimiter": self._delimiter, "skipinitialspace": True, "strict": True}
+        try:
+            rows = list(csv.reader(texts, **options))
+            if len(rows) == len(texts):
+                return rows
+        except csv.Error:
+            pass  # the search for the line raises it again
+        for text, number in zip(texts, numbers, strict=True):
+            try:
+                list(csv.reader([text], **options))
+            except csv.Error as error:
+                unclosed = "a quotation mark is not closed; every row must be one line"
+                reason = unclosed if "end of data" in str(error) else error
+                raise DataError(f"{self.path}, line {number}: {reason}") from error
+        raise DataError(f"{self.path}, line {numbers[0]} or after: the quotation marks do not match")
+
+    def _decoded(self, piece: bytes, line: int) -> str:
+        try:
+            return piece.decode()
+        except UnicodeDecodeError as error:
+            line += piece[: error.start].count(b"\n")
+            raise DataError(
+                f"{self.path}, line {line} is not UTF-8 text (byte 0x{piece[error.start]:02x}); save the table as UTF-8"
+            ) from error
+
+    def _pieces(self, start: int, stop: int) -> Iterator[bytes]:
+        """Yield whole lines, about BLOCK bytes at a time: the lines that begin in these bytes."""
+        stop = min(stop, self.end)
+        with files.opened(self.path) as (file, _):
+            place = start
+            if start > self.begin:  # whether a line begins at `start` is known from the byte before it
+                file.seek(start - 1)
+                place = start - 1 + len(self._line_of(file))
+            else:
+                file.seek(start)
+            while place < stop:
+                piece = file.read(min(BLOCK, stop - place))
+                if not piece:
+                    raise DataError(f"{self.path} became shorter while it was read")
+                if not piece.endswith(b"\n"):
+                    piece += self._line_of(file)
+                place += len(piece)
+                yield piece
+
+    def _line_of(self, file: IO[Any]) -> bytes:
+        line: bytes = file.readline(LONGEST_LINE)
+        if len(line) == LONGEST_LINE:
+            raise DataError(f"{self.path} has a line of more than {LONGEST_LINE} bytes; is it a table?")
+        return line
+
+
+def is_number(cell: str) -> bool:
+    """Whether a cell is a number, perhaps not a finite one."""
+    try:
+        float(cell)
+    except ValueError:
+        return False
+    return "_" not in cell
+
+
+def shown(text: str) -> str:
+    """Return the beginning of a cell or a name in quotation marks, for a message."""
+    return repr(text if len(text) <= LONGEST_SHOWN else text[:LONGEST_SHOWN] + "...")
