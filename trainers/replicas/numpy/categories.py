@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 
+from trainers.data import Tree
 from trainers.errors import ArgumentError, ModelFileError
 from trainers.files import model_file
 from trainers.replicas.numpy.network import FLOAT, NumpyNetwork, length_of
@@ -70,7 +71,8 @@ class CategoryNetwork(NumpyNetwork):
         tables = {f"category {number}": (rows, vector) for number, (rows, vector) in enumerate(self.embedded, 1)}
         return super().shapes() | tables
 
-    def check(self, x: np.ndarray, y: np.ndarray | None) -> None:
+    def check(self, x: Tree, y: Tree | None, weights: np.ndarray | None = None) -> None:
+        self._check_single(x, y)
         columns = self._plain + len(self.embedded)
         if x.ndim != 2 or x.shape[1] != columns or x.dtype.kind not in "iuf":
             raise ArgumentError(f"x must be numbers of shape (rows, {columns}), not {x.dtype} of shape {x.shape}")

@@ -130,9 +130,8 @@ class NumpyNetwork(FlatReplica):
         try:
             sizes, names = checked_sizes(config.pop("sizes")), {name: config.pop(name) for name in cls.essentials}
             optimizer = OPTIMIZERS[config.pop("optimizer")](**config.pop("optimizer_options"))
-            if config or state["parameters"].size != cls._length(
-                sizes, names
-            ):  # before memory is allocated for these sizes
+            size = cls._length(sizes, names)  # checked before memory is allocated for these sizes
+            if config or state["parameters"].size != size:
                 raise ArgumentError(f"{state['parameters'].size} parameters, sizes {sizes}, {config or 'nothing else'}")
             cls._check_saved(sizes, names, state)
             network = cls(sizes, **names, optimizer=optimizer, device=device)
