@@ -402,8 +402,9 @@ class BatchSource(ABC):
         """This rank's shares of the batches of epoch `number`, from `first` on. Raises DataError."""
 
     @abstractmethod
-    def share(self, epoch: int, step: int, part: int | None) -> Batch:
-        """Return part `part` of batch `step` of an epoch. Raises DataError."""
+    def share(self, epoch: int, step: int, part: int | None, parts: int | None = None) -> Batch:
+        """Return part `part` of batch `step` of an epoch. parts: the number of parts of the batch; None: that of
+        `set_part`. Raises DataError."""
 
     def begin(self, epoch: int, step: int) -> int:
         """Go to batch `step` of `epoch`; returns its rows on this rank. Local. Raises DataError."""
@@ -517,9 +518,10 @@ class Batches(BatchSource):
             self._visited = epoch, order(self.rows, self._seed, epoch, self._shuffle)
         return self._visited[1][step * self.batch_size : (step + 1) * self.batch_size]
 
-    def share(self, epoch: int, step: int, part: int | None) -> Batch:
+    def share(self, epoch: int, step: int, part: int | None, parts: int | None = None) -> Batch:
         batch = self._rows_of(epoch, step)
-        begin, end = (0, 0) if part is None else (batch.size * each // self._parts for each in (part, part + 1))
+        parts = parts or self._parts
+        begin, end = (0, 0) if part is None else (batch.size * each // parts for each in (part, part + 1))
         mine = batch[begin:end]
         return Batch.of(self._take(mine), batch.size, mine.size / batch.size)
 

@@ -10,13 +10,14 @@ from trainers.trainer import Trainer
 
 
 class ParameterServerTrainer(Trainer[ParameterServers]):
-    """Training with the parameters sharded over servers, and gradients from workers. A rank is a server or a worker.
+    """Training with the parameters sharded over servers, and gradients from workers. A rank is a server, or belongs to
+    a worker; usually a worker has one rank.
 
     The flat parameters are cut into one slice per server, of equal bytes, so large arrays are split. Each server holds
     the optimizer's state of its slice.
 
-    updates="sync": a step waits for all workers, and the workers divide the batch: the training of MirroredTrainer,
-    to float tolerance, and the same bits in every run.
+    updates="sync": a step waits for all workers, and their ranks divide the batch: the training of MirroredTrainer, to
+    float tolerance, and the same bits in every run.
 
     updates="async": a server applies each gradient as it comes (J. Dean et al.: Large scale distributed deep networks,
     2012). The batches are those of MirroredTrainer, each divided into as many parts as there are workers. Each part
@@ -27,6 +28,10 @@ class ParameterServerTrainer(Trainer[ParameterServers]):
     computes, a server's for each gradient that it applies; they get the number of the batch and the loss of the part.
     The first server enforces the bound on staleness exactly; other servers may exceed it by the number of gradients in
     flight.
+
+    ranks_per_worker=2: the two ranks of a worker divide the worker's rows, sum their gradients by an AllReduce, and have
+    equal parameters; the first of them speaks with the servers. So servers have half as many gradients to receive, and
+    a part of a batch is as large as that of two ranks. Each rank of a worker calls its batch callbacks.
 
     The history has `staleness` (how many gradients were 0, 1, 2, ... updates stale at the first server) and `dropped`.
     Callbacks that change the optimizer (its learning rate) must be given to the servers too. Buffers that are not
@@ -46,6 +51,8 @@ class ParameterServerTrainer(Trainer[ParameterServers]):
         warm_up: int = 0,
         learning_rate: str = "keep",
         fetch_ahead: bool = True,
+        ranks_per_worker: int = 1,
+        allreduce: str = "auto",
         on_failure: str | None = None,
     ) -> None:
         """Make the replicas equal, and move their parameters and gradients into memory of the trainer. Collective.
@@ -62,12 +69,26 @@ class ParameterServerTrainer(Trainer[ParameterServers]):
             that the updates by the parts of a batch together are about as large as one update by the batch's mean.
         fetch_ahead: whether a worker gets parameters for its next part while it computes. False: it gets them only
             after its last gradients are applied, so it waits longer, and its gradients are less stale.
-        on_failure: as in MirroredTrainer: with "continue", the other workers take over the rows of a failed worker. The
-            failure of a server ends the training; resume it from its last checkpoint.
+        ranks_per_worker: the number of ranks of a worker. They are on one node if they fit. If the number of ranks can't
+            be divided by it, one worker is smaller.
+        allreduce: the name of the backend that sums the gradients of a worker's ranks.
+        on_failure: as in MirroredTrainer: with "continue", a worker continues without one of its ranks, and the other
+            workers take over the rows of a worker without ranks. The failure of a server ends the training; resume it
+            from its last checkpoint.
 
         Raises ArgumentError or DisagreementError on all ranks, and frees what it created.
         """
-        options = Options(servers, updates, stale, max_staleness, warm_up, learning_rate, bool(fetch_ahead))
+        options = Options(
+            servers,
+            updates,
+            stale,
+            max_staleness,
+            warm_up,
+            learning_rate,
+            bool(fetch_ahead),
+            ranks_per_worker,
+            allreduce,
+        )
         kind = SynchronousServers if updates == "sync" else AsynchronousServers
         super().__init__(kind(replica, type(self).__name__, options), topology, on_failure)
 
@@ -83,5 +104,10 @@ class ParameterServerTrainer(Trainer[ParameterServers]):
 
     @property
     def workers(self) -> tuple[int, ...]:
-        """The ranks that are workers now."""
+        """The ranks that compute now: those of all workers."""
+        return tuple(sorted(self.strategy.computing))
+
+    @property
+    def ranks_of_workers(self) -> tuple[tuple[int, ...], ...]:
+        """The ranks of each worker now. Its first rank speaks with the servers."""
         return self.strategy.workers

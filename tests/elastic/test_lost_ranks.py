@@ -120,6 +120,21 @@ def test_workers_are_lost_one_after_another_and_at_last_the_server(mpirun: JobRu
     assert "a server has failed" in came["no server"]["error"]
 
 
+def test_a_worker_goes_on_without_one_of_its_ranks_and_the_training_without_a_worker(mpirun: JobRunner) -> None:
+    """The leader of a worker fails, another rank of a worker, and all ranks of a worker."""
+    job = mpirun(6, [*job_of("workers")], ulfm=True, timeout=120)
+    assert job.returncode == 0, job.stdout + job.stderr
+    came = {each["name"]: each for each in map(json.loads, job.stdout.splitlines())}
+    alone = came["alone"]["history"]
+    for name, workers, lost in (("sync", [[0], [1, 2]], [[0], [4]]), ("async", [[0]], [[2], [3]])):
+        assert (came[name]["workers"], sorted(came[name]["lost"])) == (workers, lost)
+        assert len(set(came[name]["sha256"])) == 1
+        for metric in ("loss", "accuracy", "validation_loss"):
+            exact = {"rtol": 1e-4} if name != "async" else {"atol": 0.25}  # whose order of updates is anybody's
+            np.testing.assert_allclose([e[metric] for e in came[name]["history"]], [e[metric] for e in alone], **exact)
+    assert {sum(epoch["staleness"]) for epoch in came["async"]["history"]} == {5 * 2}  # each part counts once
+
+
 @pytest.mark.parametrize("kind", ["mirrored", "central"])
 def test_ranks_that_wait_take_the_places_of_lost_ones(mpirun: JobRunner, kind: str, tmp_path: Path) -> None:
     job = mpirun(6, [*job_of("joining"), kind, tmp_path], ulfm=True, timeout=120)

@@ -234,11 +234,11 @@ def test_rows_are_fetched_before_they_are_needed(ahead: bool) -> None:
     fetched: list[int] = []
 
     class Recorded(Batches):
-        def share(self, epoch: int, step: int, part: int | None) -> Batch:
+        def share(self, epoch: int, step: int, part: int | None, parts: int | None = None) -> Batch:
             fetched.append(step)
             if step == 2:
                 raise DataError("no such row")
-            return super().share(epoch, step, part)
+            return super().share(epoch, step, part, parts)
 
     x = np.arange(12.0).reshape(12, 1)
     batches = Recorded(x, x, 4, 0, 2, shuffle=False, ahead=1)

@@ -488,7 +488,7 @@ def test_standby_ranks_have_to_be_of_use() -> None:
 def test_options_of_other_strategies_have_no_value() -> None:
     assert (parse([], True).allreduce, parse([], True).servers) == ("auto", None)
     servers = parse(["--strategy", "parameter_server"], True)
-    assert (servers.updates, servers.stale, servers.max_staleness, servers.allreduce) == ("async", "keep", None, None)
+    assert (servers.updates, servers.stale, servers.max_staleness, servers.exact) == ("async", "keep", None, None)
 
 
 def test_results_are_numbers_that_json_knows() -> None:

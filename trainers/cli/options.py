@@ -317,8 +317,9 @@ OPTIONS: dict[str, tuple[Option, ...]] = {
             help="; ".join(f"{name}: {strategy.help}" for name, strategy in STRATEGIES.items()),
         ),
         Option(
-            "allreduce", "NAME", default="auto", strategies=(MIRRORED,), common=True,
-            help=f"the backend that averages the gradients: {', '.join(allreduce.NAMES)}",
+            "allreduce", "NAME", default="auto", strategies=(MIRRORED, SERVERS), common=True,
+            help="the backend that averages the gradients (of a worker's ranks with --ranks-per-worker): "
+            f"{', '.join(allreduce.NAMES)}",
         ),
         Option(
             "update", choices=UPDATES, default="replicated", strategies=(MIRRORED,),
@@ -398,6 +399,11 @@ OPTIONS: dict[str, tuple[Option, ...]] = {
             "lr_by_workers", choices=SERVER_CHOICES["learning_rate"], default="keep", strategies=(SERVERS,),
             needs=ASYNC, argument="learning_rate",
             help="divide: the servers divide the learning rate by the number of workers",
+        ),
+        Option(
+            "ranks_per_worker", "N", integer(1), default=1, strategies=(SERVERS,),
+            help="the ranks of a worker: they divide its rows and sum their gradients, and one of them speaks with the "
+            "servers",
         ),
         Option(
             "backup_workers", "N", integer(0), default=1, strategies=(SPARE,), argument="spare", former="--spare",
@@ -615,6 +621,8 @@ def _check_values(options: argparse.Namespace) -> None:
 def strategy_options(options: argparse.Namespace) -> dict[str, Any]:
     """Return the strategy and its options as a dict, as --json writes them."""
     own = [option.name for option in BY_NAME.values() if options.strategy in option.strategies]
+    if options.strategy == SERVERS and options.ranks_per_worker == 1:
+        own.remove("allreduce")  # no ranks average gradients
     return {name: getattr(options, name) for name in ("strategy", *own)}
 
 

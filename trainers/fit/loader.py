@@ -195,11 +195,11 @@ class LoaderBatches(BatchSource):
             yield self.share(number, first, self._part)
             first += 1
 
-    def share(self, epoch: int, step: int, part: int | None) -> Batch:
+    def share(self, epoch: int, step: int, part: int | None, parts: int | None = None) -> Batch:
         """As BatchSource.share. If the ranks do not know the rows of the global batch, its `rows` and its `share` are
         the rows of this rank."""
         whole = None if self._idle else self._at(step)
-        data = self._part_of(whole, part)
+        data = self._part_of(whole, part, parts)
         own = row_count(data)
         if step >= len(self._sizes):
             return Batch.of(data, own, float(own))
@@ -217,13 +217,13 @@ class LoaderBatches(BatchSource):
         seeds = tuple(seed_of(self._seed, epoch, step, number) for number in self._numbers(total, part))
         return Batch.of(data, total, own / total, seeds, cut(data, own, size))
 
-    def _part_of(self, data: Data | None, part: int | None) -> Data:
+    def _part_of(self, data: Data | None, part: int | None, parts: int | None = None) -> Data:
         if data is None or part is None:
             return without_rows(self._structure or NO_STRUCTURE)
         if self._divided:
             return data
-        rows = row_count(data)
-        mine = slice(*(rows * each // self._parts for each in (part, part + 1)))
+        rows, parts = row_count(data), parts or self._parts
+        mine = slice(*(rows * each // parts for each in (part, part + 1)))
         if self._micro_batch is not None:
             numbers = self._numbers(rows, part)
             mine = slice(numbers.start * self._micro_batch, numbers.stop * self._micro_batch)

@@ -91,9 +91,9 @@ class SpareReplicas(ServerStrategy):
     def renumber(self, previous: tuple[int, ...]) -> None:
         self._given = min(self._given, len(previous) - 1)
 
-    def _assign(self, ranks: int) -> None:
-        self.servers, self.workers = (CHIEF,), tuple(range(ranks))
-        self.spare, self._wanted = int(self._given), ranks - int(self._given)
+    def _assign(self, group: RankGroup) -> None:
+        self.servers, self.workers = (CHIEF,), tuple((rank,) for rank in range(group.size))
+        self.spare, self._wanted = int(self._given), group.size - int(self._given)
 
     def connect(self, group: RankGroup) -> None:
         super().connect(group)

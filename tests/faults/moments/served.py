@@ -71,6 +71,7 @@ def trained(name: str, make: Callable[..., Any], deaths: dict[int, Moment], **op
         came = {
             "history": [epoch.as_dict() for epoch in history],
             "ranks": trainer.size,
+            "workers": getattr(trainer, "ranks_of_workers", ()),
             "lost": [failure.ranks for failure in trainer.failures],
             "sha256": trainer.parameters_sha256(),
         }

@@ -264,13 +264,11 @@ class Client:
         """Ask the first server for a part; if it deals one, ask the other servers for their parameters. Fills
         `replies`.
 
-        halt: nonzero asks to end the epoch.
+        halt: nonzero asks to end the epoch. The first reply may be AGAIN: then fetch again.
         """
         halt = halt or any(reply.header.halt for reply in self.replies)
         question = Header(halt=halt)
         self._ask([0], question)
-        while self.replies[0].header.kind == AGAIN:
-            self._ask([0], question)
         dealt = self.replies[0].header
         if dealt.kind == WORK:
             self._ask(range(1, len(self._servers)), question._replace(taken=dealt.taken))

@@ -15,7 +15,7 @@ from allreduce.errors import RankLostError, UnavailableError
 from allreduce.topology import Topology
 from allreduce.transport.chunked import pieces
 from allreduce.transport.control import on_all_ranks, together
-from allreduce.transport.wait import wait_for
+from allreduce.transport.wait import wait_for, waiting
 from trainers import malloc, stopwatch
 from trainers.checks import LEARNING_RATES
 from trainers.data import BatchSource
@@ -25,6 +25,7 @@ from trainers.replica import Replica
 from trainers.state.adopt import Piece, mirror, newest
 from trainers.strategies.interface import FLAGS, Strategy, replica_error
 from trainers.strategies.servers.mailbox import Client, Mailbox, Waiter
+from trainers.strategies.servers.worker import WorkerRanks, Workers, remaining
 from trainers.watching.meter import Tally
 
 
@@ -100,7 +101,8 @@ class Shard:
 class ServerStrategy(Strategy):
     """Base of the strategies in which servers hold slices of the flat parameters, and workers compute gradients.
 
-    servers: the ranks that hold the parameters, in the order of their slices. workers: the ranks that compute.
+    servers: the ranks that hold the parameters, in the order of their slices. workers: the ranks of each worker. Its
+        first rank, the leader, speaks with the servers.
     uses_mailbox: whether servers receive messages in any order, through a Mailbox.
     measures: the number of metrics (float64) in each message.
     thread: the task of the second thread while this rank computes: "": no thread; "ask": requests parameters (without
@@ -114,7 +116,8 @@ class ServerStrategy(Strategy):
     def __init__(self, replica: Replica, name: str, measures: int) -> None:
         super().__init__(replica, name)
         self.servers: tuple[int, ...] = ()
-        self.workers: tuple[int, ...] = ()
+        self.workers: Workers = ()
+        self._worker = WorkerRanks(stopwatch.make("cpu"))  # of this rank
         self._measures = measures
         self._connected = False  # whether `_mailbox` and `_client` were created
         self._mailbox: Mailbox | None = None
@@ -122,6 +125,7 @@ class ServerStrategy(Strategy):
         self._shard: Shard | None = None
         self._queue: Queue | None = None
         self._parameters = self._gradients = np.empty(0)
+        self._bound: np.ndarray | None = None  # the buffer of gradients to which the replica is bound
 
     # Construction
 
@@ -140,9 +144,12 @@ class ServerStrategy(Strategy):
         """Return the error if this strategy's own arguments are invalid on these ranks, or None. Local."""
         raise NotImplementedError
 
-    def _assign(self, ranks: int) -> None:
-        """Set `servers` and `workers`. Local."""
+    def _assign(self, group: RankGroup) -> None:
+        """Set `servers` and `workers`. Collective."""
         raise NotImplementedError
+
+    def _join_worker(self) -> None:
+        """Create `_worker`, and put the flat buffers of a worker of several ranks into its memory. Collective."""
 
     def _set_part(self) -> None:
         """Set `part` and `parts`. Local."""
@@ -157,7 +164,7 @@ class ServerStrategy(Strategy):
         replica, self._connected = self.replica, False
         if replica.allocates:
             malloc.keep_freed_memory()
-        self._assign(group.size)
+        self._assign(group)
         self.measured = np.zeros(len(replica.metrics) + len(FLAGS))
         length = replica.gradient_length
         self._dtype = dtypes.parse(replica.gradient_dtype)
@@ -165,10 +172,14 @@ class ServerStrategy(Strategy):
         self._slices = [chunk(length, len(self.servers), number) for number in range(len(self.servers))]
         self._shard = None
         mirror(self, whole=False)
+        self._join_worker()
         together(group.comm, self._bind)
         self._make_endpoints()
 
     def _bind(self) -> None:
+        """Bind the replica to the flat buffers, unless it is bound to them already. Local."""
+        if self._bound is self._gradients:
+            return
         try:
             self.replica.bind_parameters(self._parameters)
         except ArgumentError as error:
@@ -177,6 +188,7 @@ class ServerStrategy(Strategy):
                 f"this model or its optimizer can't: {error}"
             ) from error
         self.replica.bind(self._gradients)
+        self._bound = self._gradients
 
     def _make_endpoints(self) -> None:
         """Create this rank's queue, mailbox and client. Collective."""
@@ -184,6 +196,7 @@ class ServerStrategy(Strategy):
         self._queue = self._make_queue() if self.thread else None
         self._set_part()
         self._messages: MPI.Intracomm = topology.private()
+        self._make_speakers()
         self._waiter = Waiter(topology, self.clock)
         # waits that overlap with computation do not count as communication
         self._overlapped_waiter = Waiter(topology, stopwatch.make("cpu"))
@@ -194,11 +207,22 @@ class ServerStrategy(Strategy):
             length = part.stop - part.start
             waiter = self._overlapped_waiter if self.thread == "serve" else self._waiter
             if self.uses_mailbox:
-                self._mailbox = Mailbox(self._messages, waiter, self.workers, self._measures, length, self._dtype)
-        if self.uses_mailbox and rank in self.workers:
+                self._mailbox = Mailbox(self._messages, waiter, self.leaders, self._measures, length, self._dtype)
+        if self.uses_mailbox and rank in self.leaders:
             ends = self._messages, self._waiter, self._overlapped_waiter
             self._client = Client(*ends, self.servers, self._slices, self._measures, self._dtype)
         self._connected = True
+
+    def _make_speakers(self) -> None:
+        """Create the communicator in which servers broadcast parameters to the workers' leaders. Collective."""
+        group, speakers = self.group, sorted({*self.servers, *self.leaders})
+        self._speaks = group.rank in speakers
+        self._roots = [speakers.index(server) for server in self.servers]
+        self._speakers = group.comm
+        if len(speakers) < group.size:
+            with waiting(group.comm, "make a communicator"):
+                made = group.topology.world.Split(int(not self._speaks), group.rank)
+            self._speakers = group.topology.own(made, watch=True)
 
     def _make_queue(self) -> Queue:
         """Create the queue of the second thread, on a topology of its own: its calls wait for calls of another kind on
@@ -215,6 +239,7 @@ class ServerStrategy(Strategy):
 
     def close(self) -> None:
         if not self._connected:
+            self._worker.close()
             return
         state = self.gather_state(self.replica.state())
         for end in (self._mailbox, self._client):
@@ -224,8 +249,11 @@ class ServerStrategy(Strategy):
             self._queue.close()
             self._queue_topology.close()
         self._unbind_replica(state)
+        self._worker.close()
         self._waiter.forget()
         self._overlapped_waiter.forget()
+        if len({*self.servers, *self.leaders}) < self.group.size:
+            self.group.topology.release(self._speakers)
         self.group.topology.release(self._messages)
 
     def abandon(self) -> None:
@@ -234,6 +262,7 @@ class ServerStrategy(Strategy):
                 end.abandon()
         if self._gradients.size:
             self._unbind_replica(None)
+        self._worker.abandon()
 
     def _unbind_replica(self, state: dict[str, np.ndarray] | None) -> None:
         """Bind the replica to new memory, because pending messages may still use the old; then load `state`, if given.
@@ -243,6 +272,8 @@ class ServerStrategy(Strategy):
         if state is not None:
             self.replica.load_state(state)
         self._mailbox = self._client = self._shard = None
+        self._gradients = self._parameters = np.empty(0)
+        self._bound = None
 
     # Recovery after failures
 
@@ -251,6 +282,8 @@ class ServerStrategy(Strategy):
             if end is not None:
                 end.abandon()
         self._mailbox = self._client = self._queue = None
+        self._worker.abandon()
+        self._worker = WorkerRanks(self.clock)
 
     @property
     def _why_it_ends(self) -> str:
@@ -262,8 +295,10 @@ class ServerStrategy(Strategy):
     def rebuild(self) -> None:
         now = {old: rank for rank, old in enumerate(self.group.previous)}
         self.servers = tuple(now[rank] for rank in self.servers if rank in now)
-        self.workers = tuple(now[rank] for rank in self.workers if rank in now)
+        self.workers = remaining(self.workers, now)
         if not self._why_it_ends:
+            self._join_worker()
+            together(self.group.comm, self._bind)
             self._make_endpoints()
 
     def restore(self) -> bool:
@@ -279,6 +314,16 @@ class ServerStrategy(Strategy):
     # Steps and epochs
 
     @property
+    def leaders(self) -> tuple[int, ...]:
+        """The ranks that speak with the servers, one of each worker."""
+        return tuple(ranks[0] for ranks in self.workers)
+
+    @property
+    def computing(self) -> tuple[int, ...]:
+        """The ranks that compute, worker by worker."""
+        return tuple(rank for ranks in self.workers for rank in ranks)
+
+    @property
     def local_gradients(self) -> Any:
         return None if self.part is None else self._gradients
 
@@ -292,11 +337,13 @@ class ServerStrategy(Strategy):
         self._tally.collect(self.group.comm, self._shard is None or self._shard.is_finite())
 
     def _broadcast_parameters(self) -> None:
-        """Broadcast the servers' parameters to all ranks. Collective."""
-        for server, part in zip(self.servers, self._slices, strict=True):
-            for piece in pieces(self._parameters[part]):
-                request = self.group.comm.Ibcast(piece, server)
+        """Give all ranks the servers' parameters: servers send them to the workers' leaders, and these to the other
+        ranks of their workers. Collective."""
+        for root, part in zip(self._roots, self._slices, strict=True):
+            for piece in pieces(self._parameters[part]) if self._speaks else ():
+                request = self._speakers.Ibcast(piece, root)
                 self._waiter.all_of([request], "receive the parameters of the servers")
+        self._worker.share_parameters()
         self.replica.refresh()
 
     def _logs_of(self, counts: Counts) -> dict[str, Any]:
@@ -315,6 +362,9 @@ class ServerStrategy(Strategy):
         wait_for(
             self.group.comm, self.group.comm.Ibcast(numbers, self.servers[0]), "receive the counts of the first server"
         )
+
+    def synchronize_state(self) -> None:
+        self._worker.fence()
 
     def not_replicated(self) -> dict[str, str]:
         return dict.fromkeys([*self.replica.updated, LEARNING_RATES], "only the servers have the current values")

@@ -1,23 +1,27 @@
 """The strategies of ParameterServerTrainer: workers push gradients to servers, which update synchronously or as
 gradients arrive."""
 
+from collections import Counter
 from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from allreduce import NAMES, notices
+from allreduce.arrays.chunks import chunk
 from allreduce.topology import Topology
 from allreduce.transport.chunked import pieces
-from allreduce.transport.control import all_values, combine, everywhere
+from allreduce.transport.control import all_values, combine, everywhere, together
 from trainers.data import Batch, BatchSource
 from trainers.errors import ArgumentError
 from trainers.group import RankGroup
 from trainers.replica import Replica, gradients_of
 from trainers.strategies.interface import EpochRun, Strategy
 from trainers.strategies.servers.epoch import HOW_FAR, Dealer, EpochLedger, EpochServer, StalenessRule
-from trainers.strategies.servers.mailbox import GRADIENTS, NOTHING, PUSH, WORK, Header, Message
+from trainers.strategies.servers.mailbox import AGAIN, END, GRADIENTS, NOTHING, PUSH, WORK, Header, Message
 from trainers.strategies.servers.service import ServerStrategy, wait_before_raising
+from trainers.strategies.servers.worker import WorkerRanks, divide, uneven_text
 
 # the values that these arguments of a ParameterServerTrainer may have
 CHOICES = {"updates": ("sync", "async"), "stale": ("keep", "drop", "scale"), "learning_rate": ("keep", "divide")}
@@ -47,6 +51,24 @@ def server_ranks(servers: Any, ranks: int) -> tuple[tuple[int, ...], ArgumentErr
     return chosen, None
 
 
+def worker_error(ranks_per_worker: Any, backend: Any, ranks: int) -> ArgumentError | None:
+    """Return the error if these arguments are invalid with `ranks` ranks that compute, or None."""
+    if isinstance(ranks_per_worker, bool) or not isinstance(ranks_per_worker, int | np.integer) or ranks_per_worker < 1:
+        return ArgumentError(f"ranks_per_worker must be an integer >= 1, got {ranks_per_worker!r}")
+    if ranks_per_worker > ranks:
+        count = f"{ranks} rank{'s are' if ranks != 1 else ' is'} left for workers"
+        return ArgumentError(
+            f"ranks_per_worker={ranks_per_worker}, and {count}: start more ranks, or give at most {ranks}"
+        )
+    if ranks_per_worker == 1 and backend != "auto":
+        return ArgumentError(
+            f"allreduce={backend!r} has no use with ranks_per_worker=1, where no worker sums gradients; leave it out"
+        )
+    if backend not in NAMES:
+        return ArgumentError(f"allreduce={backend!r} is unknown; use the name of a backend: {', '.join(NAMES)}")
+    return None
+
+
 def options_error(updates: Any, stale: Any, most: Any, warm_up: Any, rate: Any) -> ArgumentError | None:
     """Return the error if these options of a parameter server are invalid, or None."""
     for name, value in (("updates", updates), ("stale", stale), ("learning_rate", rate)):
@@ -66,14 +88,18 @@ def options_error(updates: Any, stale: Any, most: Any, warm_up: Any, rate: Any) 
 
 
 class EpochRows:
-    """The rows of one epoch, divided into parts that servers deal to workers.
+    """The rows of one epoch, divided into parts that servers deal to workers. The ranks of a worker divide a part.
 
-    parts: the number of parts of a batch. ahead: whether `prepare` fetches rows in advance.
+    parts: the number of parts of a batch. ahead: whether `prepare` fetches rows in advance. place, ranks: this rank's
+        place in its worker, and the number of its ranks.
     """
 
-    def __init__(self, batches: BatchSource, epoch: int, parts: int, ahead: bool) -> None:
+    def __init__(
+        self, batches: BatchSource, epoch: int, parts: int, ahead: bool, place: int = 0, ranks: int = 1
+    ) -> None:
         self._batches, self._epoch = batches, epoch
         self._parts, self._ahead = parts, ahead
+        self._place, self._ranks = place, ranks
         self._ready: dict[int, Batch | Exception] = {}
 
     def prepare(self, number: int) -> None:
@@ -85,14 +111,25 @@ class EpochRows:
                 self._ready[number] = error
 
     def take(self, number: int) -> Batch:
-        """Return the rows of part `number` of the epoch, a part of batch number // parts. Raises DataError."""
+        """Return this rank's rows of part `number` of the epoch, which is a part of batch number // parts. `rows` and
+        `share` of the result are those of the part. Raises DataError."""
         found = self._ready.pop(number, None)
         if isinstance(found, Exception):
             raise found
         return self._share(number) if found is None else found
 
     def _share(self, number: int) -> Batch:
-        return self._batches.share(self._epoch, *divmod(number, self._parts))
+        step, part = divmod(number, self._parts)
+        own, owns = part * self._ranks + self._place, self._parts * self._ranks
+        batch = self._batches.share(self._epoch, step, own, owns)
+        rows, mine = _length(batch.rows, self._parts, part), _length(batch.rows, owns, own)
+        return batch._replace(rows=rows, share=mine / rows if rows else 0.0)
+
+
+def _length(rows: int, parts: int, part: int) -> int:
+    """Return the number of rows of a part."""
+    span = chunk(rows, parts, part)
+    return span.stop - span.start
 
 
 class Options(NamedTuple):
@@ -105,6 +142,8 @@ class Options(NamedTuple):
     warm_up: int
     learning_rate: str
     fetch_ahead: bool
+    ranks_per_worker: int = 1
+    allreduce: str = "auto"
 
 
 class ParameterServers(ServerStrategy):
@@ -114,6 +153,7 @@ class ParameterServers(ServerStrategy):
         super().__init__(replica, name, len(getattr(replica, "metrics", ())))
         self._options, self.updates = options, options.updates
         self._ledger = EpochLedger()
+        self._nodes: list[int] = []  # of each rank, if workers have several ranks
 
     def describe(self) -> str:
         options = ", ".join(f"{name}={value!r}" for name, value in self._options._asdict().items())
@@ -121,8 +161,9 @@ class ParameterServers(ServerStrategy):
 
     def _own_argument_error(self, ranks: Topology) -> Exception | None:
         given = self._options
-        _, error = server_ranks(given.servers, ranks.size)
+        servers, error = server_ranks(given.servers, ranks.size)
         error = error or options_error(*given[1:6])
+        error = error or worker_error(given.ranks_per_worker, given.allreduce, ranks.size - len(servers))
         rates = given.stale == "scale" or given.learning_rate == "divide"
         if error is None and rates and not getattr(self.replica, "learning_rates", True):
             error = ArgumentError(
@@ -137,16 +178,47 @@ class ParameterServers(ServerStrategy):
             servers: Any = min(given, max(1, len(previous) - 1))
         else:  # the remaining servers, or the last rank if none remains
             servers = [rank for rank, old in enumerate(previous) if old in given] or 1
-        self._options = self._options._replace(servers=servers)
+        count = servers if isinstance(servers, int) else len(servers)
+        most = max(1, len(previous) - count)
+        self._options = self._options._replace(
+            servers=servers, ranks_per_worker=min(self._options.ranks_per_worker, most)
+        )
 
-    def _assign(self, ranks: int) -> None:
-        self.servers, _ = server_ranks(self._options.servers, ranks)
-        self.workers = tuple(rank for rank in range(ranks) if rank not in self.servers)
+    def _assign(self, group: RankGroup) -> None:
+        self.servers, _ = server_ranks(self._options.servers, group.size)
+        self._learn_nodes(group)
+        ranks = [rank for rank in range(group.size) if rank not in self.servers]
+        self.workers = divide(ranks, self._nodes, self._options.ranks_per_worker)
+        if text := uneven_text(self.workers, self._nodes, self._options.ranks_per_worker):
+            notices.once(group.rank, text)
+
+    def _learn_nodes(self, group: RankGroup) -> None:
+        """Set `_nodes`. Collective."""
+        several = self._options.ranks_per_worker > 1
+        node = group.topology.node_index
+        self._nodes = all_values(group.comm, node, "learn the nodes of the workers") if several else [0] * group.size
+
+    def _join_worker(self) -> None:
+        if self._options.ranks_per_worker == 1:
+            return
+        group = self.group
+        self._learn_nodes(group)
+        mine = next((ranks for ranks in self.workers if group.rank in ranks), self.servers)
+        number = self.workers.index(mine) if mine in self.workers else len(self.workers)
+        sizes = list(Counter(self._nodes[rank] for rank in mine).values()) if group.topology.simulated else None
+        part = group.topology.split(number, sizes)
+        if number == len(self.workers):
+            together(group.comm, part.close)
+            return
+        self._worker = WorkerRanks(self.clock, part)
+        shape = self._options.allreduce, self._gradients.size, self._dtype
+        self._gradients, self._parameters = together(group.comm, partial(self._worker.allocate, *shape))
 
     def _set_part(self) -> None:
-        rank = self.group.rank
-        self.part = self.workers.index(rank) if rank in self.workers else None
-        self.parts = len(self.workers)
+        """Set `part` and `parts`: all ranks that compute divide a batch. Local."""
+        rank, computing = self.group.rank, self.computing
+        self.part = computing.index(rank) if rank in computing else None
+        self.parts = len(computing)
 
     def loader_error(self, divided: bool) -> str:
         if self.updates == "async":
@@ -212,15 +284,17 @@ class SynchronousServers(ParameterServers):
         return measured
 
     def _collect(self) -> None:
-        """Send every worker's gradients to the servers, each server its slice. Collective."""
+        """Sum the gradients of each worker's ranks, and send them to the servers, each server its slice. Collective."""
         comm, shard, requests = self._messages, self._shard, []
         if self.part is not None:
+            self._worker.reduce()
+        if self.group.rank in self.leaders:
             for server, part in zip(self.servers, self._slices, strict=True):
                 requests += [comm.Isend(piece, server, PUSH) for piece in pieces(self._gradients[part])]
         if shard is not None:
             if len(self._summands) != len(self.workers):
                 self._summands = [np.empty_like(shard.gradients) for _ in self.workers]
-            for worker, slot in zip(self.workers, self._summands, strict=True):
+            for worker, slot in zip(self.leaders, self._summands, strict=True):
                 requests += [comm.Irecv(piece, worker, PUSH) for piece in pieces(slot)]
         self._waiter.all_of(requests, f"receive the gradients of step {self.steps + 1}")
         self._collected = self._summands
@@ -256,13 +330,16 @@ class AsynchronousServers(ParameterServers):
     synchronous = False
     thread = "ask"
 
+    def _assign(self, group: RankGroup) -> None:
+        super()._assign(group)
+        self._first_workers = len(self.workers)
+
     def _set_part(self) -> None:
-        super()._set_part()
+        rank = self.group.rank
+        self.part = next((number for number, ranks in enumerate(self.workers) if rank in ranks), None)
         self.parts = self._first_workers  # also after failures: the remaining workers compute all parts of a batch
 
     def connect(self, group: RankGroup) -> None:
-        servers, _ = server_ranks(self._options.servers, group.size)
-        self._first_workers = group.size - len(servers)
         super().connect(group)
         given = self._options
         rate = 1 / len(self.workers) if given.learning_rate == "divide" else 1.0
@@ -273,7 +350,8 @@ class AsynchronousServers(ParameterServers):
 
     def run_epoch(self, run: EpochRun, number: int) -> None:
         self._begin_epoch(number, run.batches.steps * self.parts)
-        self._run_and_broadcast(partial(self._work if self._mailbox is None else self._serve, run, number))
+        role = self._serve if self._mailbox is not None else self._lead if self._client is not None else self._follow
+        self._run_and_broadcast(partial(role, run, number))
 
     def _run_and_broadcast(self, epoch: Callable[[], None]) -> None:
         """Run `epoch()`, then broadcast the servers' parameters to all ranks. Collective."""
@@ -319,27 +397,33 @@ class AsynchronousServers(ParameterServers):
         """Whether this rank wants the epoch to end."""
         return run.error is not None or self.stop_training
 
-    def _work(self, run: EpochRun, number: int) -> None:
-        client, queue = self._client, self._queue
+    def _lead(self, run: EpochRun, number: int) -> None:
+        """Run an epoch on the leader of a worker: get parts from the servers, and push their gradients."""
+        client, queue, worker = self._client, self._queue, self._worker
         assert client is not None
         assert queue is not None
-        rows = EpochRows(run.batches, number, self.parts, run.batches.ahead > 0)
+        rows = self._rows(run, number)
+        worker.halts = False  # of the last epoch
         client.begin()
 
         def fetch() -> None:
-            client.fetch(self._halts(run))
+            client.fetch(worker.halts or self._halts(run))
             if (coming := client.replies[0].header).kind == WORK:
                 rows.prepare(coming.step)
 
         fetch()
-        while (header := client.replies[0].header).kind == WORK:
+        while worker.deal(self._halts(run), *client.replies[0].header[:2])[0] != END:
+            header = client.replies[0].header
+            if header.kind == AGAIN:
+                fetch()
+                continue
             versions = client.copy_parameters(self._parameters)
-            self.replica.refresh()
+            self._take_parameters()
             coming = queue.submit(fetch)
             with wait_before_raising(coming):
-                computed = run.keep_error(partial(self._compute_part, run, rows, header.step))
+                computed = self._compute_together(run, rows, header.step)
                 kind, gradients = (GRADIENTS, self._gradients) if computed else (NOTHING, None)
-                halts = self._halts(run)
+                halts = worker.halts or self._halts(run)
                 headers = [Header(kind, header.step, version, halts) for version in versions]
                 client.push(headers, gradients, self.measured[: len(self.replica.metrics)])
                 if computed:
@@ -349,19 +433,52 @@ class AsynchronousServers(ParameterServers):
             self.clock.stop()
         client.bye()
 
-    def _compute_part(self, run: EpochRun, rows: EpochRows, number: int) -> bool:
-        """Compute the gradients and metrics of part `number`. Returns False if it has no rows or its gradients are
-        discarded. May raise any exception."""
+    def _follow(self, run: EpochRun, number: int) -> None:
+        """Run an epoch on another rank of a worker: compute the parts that its leader gets."""
+        rows = self._rows(run, number)
+        while (dealt := self._worker.deal(self._halts(run)))[0] != END:
+            kind, part = dealt
+            if kind == WORK:
+                self._take_parameters()
+                if self._compute_together(run, rows, part):
+                    run.keep_error(partial(run.end_batch, part // self.parts))
+
+    def _rows(self, run: EpochRun, number: int) -> EpochRows:
+        worker, batches = self._worker, run.batches
+        return EpochRows(batches, number, self.parts, batches.ahead > 0, worker.place, worker.size)
+
+    def _take_parameters(self) -> None:
+        """Give all ranks of this worker the parameters that its leader has received. Collective over the worker."""
+        self._worker.share_parameters()
+        self.replica.refresh()
+
+    def _compute_together(self, run: EpochRun, rows: EpochRows, number: int) -> bool:
+        """Compute the gradients and metrics of part `number` on the ranks of this worker, and sum them. Returns False
+        if there are none: no rows, an error, or discarded gradients. `run` keeps errors. Collective over the worker."""
+        measured = self.measured[: len(self.replica.metrics)]
+        count = run.keep_error(partial(self._compute_part, run, rows, number))
+        if not self._worker.settle(bool(count), self._halts(run), measured):
+            if count:
+                self.replica.undo()  # another rank has no gradients of this part
+            return False
+        self._worker.reduce()
+        own = count if self._worker.leads else 0  # the rows of the part are counted once
+        run.keep_error(lambda: self._tally.add(measured, own, number // self.parts))
+        return run.error is None
+
+    def _compute_part(self, run: EpochRun, rows: EpochRows, number: int) -> int:
+        """Compute this rank's gradients and metrics of part `number`, weighted by its share of the part's rows. Returns
+        the rows of the part; 0 if there are none or the gradients are discarded. May raise any exception."""
         step = number // self.parts
         with self.span("data"):
             batch = rows.take(number)
-        if not batch.own:
-            return False
+        if not batch.rows:
+            return 0
         run.begin_batch(step)
         measured = self.measured[: len(self.replica.metrics)]
         with self.span("compute"):
-            measured[:] = gradients_of(self.replica, run.check_batch(batch).data, 1.0)
+            measured[:] = gradients_of(self.replica, run.check_batch(batch).data, batch.share)
         if run.discard_if_unusable(self._gradients, self.replica):
-            return False
-        self._tally.add(measured, batch.own, step)
-        return True
+            return 0
+        measured *= batch.share
+        return batch.rows
