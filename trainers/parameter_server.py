@@ -29,7 +29,7 @@ class ParameterServerTrainer(Trainer[ParameterServers]):
     The first server enforces the bound on staleness exactly; other servers may exceed it by the number of gradients in
     flight.
 
-    ranks_per_worker=2: the two ranks of a worker divide the worker's rows, sum their gradients by an AllReduce, and have
+    ranks_per_worker=2: the ranks of a worker divide the worker's rows, sum their gradients by an AllReduce, and have
     equal parameters; the first of them speaks with the servers. So servers have half as many gradients to receive, and
     a part of a batch is as large as that of two ranks. Each rank of a worker calls its batch callbacks.
 
@@ -69,8 +69,8 @@ class ParameterServerTrainer(Trainer[ParameterServers]):
             that the updates by the parts of a batch together are about as large as one update by the batch's mean.
         fetch_ahead: whether a worker gets parameters for its next part while it computes. False: it gets them only
             after its last gradients are applied, so it waits longer, and its gradients are less stale.
-        ranks_per_worker: the number of ranks of a worker. They are on one node if they fit. If the number of ranks can't
-            be divided by it, one worker is smaller.
+        ranks_per_worker: the number of ranks of a worker. They are on one node if they fit. If the number of ranks
+            can't be divided by it, one worker is smaller.
         allreduce: the name of the backend that sums the gradients of a worker's ranks.
         on_failure: as in MirroredTrainer: with "continue", a worker continues without one of its ranks, and the other
             workers take over the rows of a worker without ranks. The failure of a server ends the training; resume it
