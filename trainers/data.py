@@ -254,6 +254,7 @@ def _shown(rows: np.ndarray) -> str:
 
 # rows read for a fingerprint, spread over all rows: of arrays, and of data sets, whose rows may be slow
 OF_ARRAYS, OF_SAMPLES = 64, 16
+WORDS = 624  # 32-bit words in the state of NumPy's generator
 SHOWN = 5  # rows that a message names
 
 # for each array by its name ("x", "y", ...): "kind", the dtype and shape of a row; "rows", the CRC-32 of some rows
@@ -361,12 +362,15 @@ class BatchSource(ABC):
         batch with each step: every rank calls `begin`, then `peek` during each step and `learn` after it.
     coming: the rows of the next batch on this rank, if it streams; else 0.
     planned: the batches in an epoch; None if that is not known.
+    alike: whether the own state of any rank is good for all ranks.
+    how_resumed: how this rank continues after `resume`, as text; "" if there is nothing to say.
     checked: whether all rows could be checked before the training. ahead: how many batches may be fetched in advance.
     """
 
     streams = False
     coming = 0
     checked = False
+    how_resumed = ""
     ahead = 0
     steps: int
     rows: int
@@ -375,6 +379,10 @@ class BatchSource(ABC):
     @property
     def planned(self) -> int | None:
         return self.steps
+
+    @property
+    def alike(self) -> bool:
+        return False
 
     @property
     @abstractmethod
@@ -423,6 +431,14 @@ class BatchSource(ABC):
     def position(self) -> dict[str, Any]:
         """Return what `resume` needs besides the numbers of steps, as JSON types, the same on all ranks. Local."""
         return {}
+
+    def own_state(self, epoch: int, step: int) -> dict[str, np.ndarray]:
+        """Return what `resume` at batch `step` of `epoch` needs, and is this rank's alone, for a checkpoint. Local."""
+        return {}
+
+    def load_own_state(self, state: dict[str, np.ndarray]) -> None:  # noqa: B027
+        """Take a result of `own_state`, {} if there is none, for the next `resume`. Local. Raises ValueError, KeyError
+        or TypeError if it is damaged."""
 
     def depends_on_ranks(self, step: int, total: int) -> bool:
         """Whether the rows after `step` steps of an epoch, `total` of the training, depend on the number of ranks."""
@@ -579,15 +595,29 @@ def seed_generators(number: int) -> None:
 @contextmanager
 def keeping_generators() -> Iterator[None]:
     """Context manager: restores the state of the generators that `seed_generators` seeds at the end of the block."""
-    torch = sys.modules.get("torch")
-    states = random.getstate(), np.random.get_state(), torch and torch.get_rng_state()
+    states = generator_states()
     try:
         yield
     finally:
-        random.setstate(states[0])
-        np.random.set_state(states[1])
-        if torch:
-            torch.set_rng_state(states[2])
+        load_generator_states(states)
+
+
+def generator_states() -> tuple[Any, ...]:
+    """Return the states of the generators that `seed_generators` seeds; the last one is None without PyTorch."""
+    torch = sys.modules.get("torch")
+    return random.getstate(), np.random.get_state(), torch and torch.get_rng_state()
+
+
+def load_generator_states(states: tuple[Any, ...]) -> None:
+    """Load a result of `generator_states`. Raises an exception of any type for anything else."""
+    of_python, of_numpy, of_torch = states
+    _, words, position, has_gauss, _ = of_numpy
+    if len(words) != WORDS or not 0 <= position <= WORDS or has_gauss not in (0, 1):  # NumPy does not check these
+        raise ValueError(f"NumPy's random state has {len(words)} words, and the next one is number {position}")
+    random.setstate(of_python)
+    np.random.set_state(of_numpy)
+    if of_torch is not None and (torch := sys.modules.get("torch")):
+        torch.set_rng_state(of_torch)
 
 
 class _Arrays:

@@ -436,8 +436,9 @@ class Trainer(Generic[StrategyT]):
         error: Exception | None = loader_error(strategy, given, settings)
         if error is None:
             loader = None if strategy.part is None else given[0]
+            saves = settings["checkpoint"] is not None
             options = rows, collate, steps, strategy.part, strategy.parts, ahead, strategy.micro_batch
-            batches = LoaderBatches(loader, *options, settings["seed"], settings.get("class_weight"))
+            batches = LoaderBatches(loader, *options, settings["seed"], settings.get("class_weight"), saves)
             try:
                 described = batches.describe()
                 if (first := batches.first()) is not None:

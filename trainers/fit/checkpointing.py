@@ -24,7 +24,7 @@ from allreduce.errors import OptionError
 from allreduce.transport.chunked import bytes_of_root, bytes_to_root
 from allreduce.transport.control import on_all_ranks, root_value, together
 from trainers import data
-from trainers.data import BatchSource, Fingerprint
+from trainers.data import WORDS, BatchSource, Fingerprint
 from trainers.errors import ArgumentError, CheckpointError, ModelFileError, UnusableError
 from trainers.files import checkpoint as files
 from trainers.files import model_file
@@ -109,8 +109,8 @@ def period(every: str) -> tuple[float, str]:
     )
 
 
-# prefixes of a rank's own arrays: of its replica, of the strategy, and of its callbacks
-REPLICA, STRATEGY, WATCHING = "replica.", "strategy.", "watching."
+# prefixes of a rank's own arrays: of its replica, of the strategy, of its callbacks, and of its loader
+REPLICA, STRATEGY, WATCHING, LOADER = "replica.", "strategy.", "watching.", "loader."
 
 
 class Saver:
@@ -289,6 +289,7 @@ class Saver:
         """
         try:
             self._strategy.load_own_state(_with_prefix(own, STRATEGY))
+            self._batches.load_own_state(_with_prefix(own, LOADER))
             if same:
                 self._strategy.load_local_state(local)
                 load_random_state(own)
@@ -298,11 +299,16 @@ class Saver:
 
     def _packed(self, saved: Saved, same: bool) -> list[bytes]:
         """Return the own arrays of every rank, packed. With another number of ranks, every rank gets rank 0's, from
-        which its callbacks load their state, and its share of the strategy's own states."""
+        which its callbacks load their state, and its share of the strategy's own states. A loader's state that is good
+        for all ranks comes from any rank that has one."""
+        loaders = [{name: local[name] for name in local if name.startswith(LOADER)} for local in saved.local]
+        if self._batches.alike:
+            loaders = [loader or next(filter(None, loaders), {}) for loader in loaders]
         if same:
-            return [model_file.pack(local) for local in saved.local]
+            return [model_file.pack(local | loader) for local, loader in zip(saved.local, loaders, strict=True)]
         shares = divide([_with_prefix(local, STRATEGY) for local in saved.local], self._group.size)
-        rest = {name: array for name, array in saved.local[0].items() if not name.startswith(STRATEGY)}
+        rest = {name: array for name, array in saved.local[0].items() if not name.startswith((STRATEGY, LOADER))}
+        rest |= loaders[0] if self._batches.alike else {}
         return [
             model_file.pack(rest | {f"{STRATEGY}{name}": array for name, array in share.items()}) for share in shares
         ]
@@ -343,7 +349,7 @@ class Saver:
         """
         self._saving = True
         self._strategy.end_round()
-        packed, watching = together(self._group.comm, partial(self._finish_and_pack, callbacks))
+        packed, watching = together(self._group.comm, partial(self._finish_and_pack, callbacks, progress))
         state = self._strategy.snapshot(self._memory)
         gathered = bytes_to_root(self._group.comm, packed, "collect the ranks' parts of a checkpoint")
         self._written, self._since = progress.total, time.monotonic()
@@ -374,12 +380,15 @@ class Saver:
             history=[each.as_dict() for each in history],
         )
 
-    def _finish_and_pack(self, callbacks: Callbacks) -> tuple[bytes, dict[str, np.ndarray]]:
+    def _finish_and_pack(self, callbacks: Callbacks, progress: Progress) -> tuple[bytes, dict[str, np.ndarray]]:
         """Wait for the last write. Then return this rank's own arrays, packed for a message, and the arrays of its
         callbacks, which rank 0 does not pack. Local."""
         self.finish()
         own = {f"{REPLICA}{name}": array for name, array in self._strategy.local_state().items()}
         own |= {f"{STRATEGY}{name}": array for name, array in self._strategy.own_state().items()}
+        own |= {
+            f"{LOADER}{name}": array for name, array in self._batches.own_state(progress.epoch, progress.step).items()
+        }
         watching = {f"{WATCHING}{name}": array for name, array in callbacks.state().items()}
         own |= random_state()
         return model_file.pack(own if self._chief else own | watching), watching
@@ -493,7 +502,6 @@ def _described(name: str, shape: Any) -> str:
     return f"{name} of shape {tuple(shape)}"
 
 
-WORDS = 624  # 32-bit words in the state of NumPy's generator
 PYTHON, NUMPY = "random.python", "random.numpy"
 
 

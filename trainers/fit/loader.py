@@ -2,8 +2,8 @@
 
 import logging
 import zlib
-from collections.abc import Callable, Generator, Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Generator, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -13,27 +13,36 @@ from trainers.data import (
     Collate,
     Data,
     Fingerprint,
-    as_data,
     cut,
-    kinds_of,
+    generator_states,
     leaves,
+    load_generator_states,
     micro_batches_of,
     row_count,
-    rows_error,
     seed_of,
     sliced,
     structure_of,
     without_rows,
 )
 from trainers.errors import ArgumentError, CheckpointError, DataError
-from trainers.fit import prefetch
+from trainers.files import values
+from trainers.fit.reader import Mark, Reader, shown
 
 log = logging.getLogger("trainers")
 
 DIVIDED, WHOLE = "divided", "whole"
 NO_STRUCTURE = {"tuple": [["float32", []], ["float32", []]]}  # before any batch was read
 KEPT = 3  # batches: the previous one, because a step is taken again after a failure; the current and the next one
-END = object()
+PLACE, STATE, GENERATORS = "place", "state", "generators"  # the names of a rank's own arrays in a checkpoint
+
+
+class Place(NamedTuple):
+    """The place of a step in this rank's loader. before, now: `generator_states` before its batch was read, and when
+    the checkpoint was written; None if they are not known."""
+
+    mark: Mark
+    before: tuple[Any, ...] | None = None
+    now: tuple[Any, ...] | None = None
 
 
 class LoaderBatches(BatchSource):
@@ -51,6 +60,7 @@ class LoaderBatches(BatchSource):
         rows are skipped.
     limit: the steps of an epoch. The loader is then read on in the next epoch, and from its beginning when it ends.
     ahead: how many batches a thread may fetch in advance. micro_batch, seed, weigh: as for Batches.
+    saves: whether checkpoints will be written.
     """
 
     streams = True
@@ -67,25 +77,26 @@ class LoaderBatches(BatchSource):
         micro_batch: int | None = None,
         seed: int = 0,
         weigh: Callable[[Data], Data] | None = None,
+        saves: bool = False,
     ) -> None:
-        self.name = type(loader).__name__
-        self._loader, self._divided, self._collate = loader, rows == DIVIDED, collate
+        self._loader, self._divided = loader, rows == DIVIDED
+        self._reader = Reader(loader, collate, ahead > 0, saves, weigh)
         self.limit, self.ahead = None if limit is None else int(limit), 0
-        self._ahead, self._micro_batch, self._seed = ahead, micro_batch, seed
-        self._once = isinstance(loader, Iterator)
-        self._reader: Any = None  # the pass over the loader that has begun
-        self._passes = 0  # passes over the loader that have begun
+        self._micro_batch, self._seed = micro_batch, seed
         self._taken = 0  # batches taken since the loader's first pass began, or with no limit since the last one
         self._epoch, self._read = 0, 0  # the epoch, and the number of its batches that were read
         self._kept: dict[int, Data | None] = {}  # the last batches, by their step
         self._starts = {0: 0}  # for each epoch, the steps before it
         self._sizes: list[int] = []  # rows of the epoch's global batches, as far as the ranks know them
-        self._weigh = weigh
-        self._structure: Any = None  # of all batches: see data.structure_of
         self._part, self._parts = part, parts
+        self._saves, self._keeps_generators = saves, saves and not ahead  # a thread draws at any time
+        self._places: dict[int, Place] = {}  # of the kept batches, by their step, if `saves`
+        self._saved: dict[tuple[int, int], Place] = {}  # of the last checkpoints, by epoch and step
+        self._loaded: Place | None = None  # of the checkpoint that was loaded
+        self._target: Place | None = None  # the place to which `begin` goes
 
     def __str__(self) -> str:
-        return f"{self.name}, rows={DIVIDED if self._divided else WHOLE}"
+        return f"{self._reader.name}, rows={DIVIDED if self._divided else WHOLE}"
 
     # What all ranks know
 
@@ -153,11 +164,11 @@ class LoaderBatches(BatchSource):
         if not given:
             raise self.empty(0)
         if any(each != given[0] for each in given):
-            texts = ["no batch" if each is None else _shown(*each) for each in described]
+            texts = ["no batch" if each is None else shown(*each) for each in described]
             rows = [f"  rank {rank}: {text}" for rank, text in enumerate(texts)]
             what = "batches of other rows" if self._divided else 'other batches, and rows="whole" takes the same'
             raise ArgumentError("\n".join([f"fit: the loaders of the ranks give {what}:", *rows]))
-        self._structure = given[0][0]
+        self._reader.structure = given[0][0]
 
     def empty(self, epoch: int) -> DataError:
         """Return the error if no rank has a batch in an epoch."""
@@ -178,8 +189,10 @@ class LoaderBatches(BatchSource):
             self._starts[epoch] = self._starts[self._epoch] + len(self._sizes)
             self._epoch, self._read, self._sizes = epoch, 0, []
             self._kept.clear()
-            if self.limit is None and not self._once:
-                self._stop()
+            self._places.clear()
+            if self.limit is None and not self._reader.once:
+                self._reader.stop()
+                self._taken = 0
         elif epoch != self._epoch or (step not in self._kept and step != self._read):
             self._go_to(epoch, step)
         self.peek(step)
@@ -219,7 +232,7 @@ class LoaderBatches(BatchSource):
 
     def _part_of(self, data: Data | None, part: int | None, parts: int | None = None) -> Data:
         if data is None or part is None:
-            return without_rows(self._structure or NO_STRUCTURE)
+            return without_rows(self._reader.structure or NO_STRUCTURE)
         if self._divided:
             return data
         rows, parts = row_count(data), parts or self._parts
@@ -237,10 +250,16 @@ class LoaderBatches(BatchSource):
     def _at(self, step: int) -> Data | None:
         """Return batch `step` of the epoch, None if the loader has ended before it. Raises DataError."""
         while self._read <= step:
+            if self._saves:
+                self._places[self._read] = self._place()
             self._kept[self._read] = self._next()
             self._kept.pop(self._read - KEPT, None)
+            self._places.pop(self._read - KEPT, None)
             self._read += 1
         return self._kept[step]
+
+    def _place(self) -> Place:
+        return Place(self._reader.mark(), generator_states() if self._keeps_generators else None)
 
     def _next(self) -> Data | None:
         if self.limit is not None and self._read >= self.limit:
@@ -248,57 +267,9 @@ class LoaderBatches(BatchSource):
         return self._take(f"batch {self._read + 1} of epoch {self._epoch + 1}")
 
     def _take(self, where: str) -> Data | None:
-        """Return the loader's next batch with rows, None if the loader has ended. where: names it. Raises DataError."""
-        try:
-            data = self._next_of_pass()
-            if data is None and self.limit is not None and not self._once:
-                self._reader = None
-                data = self._next_of_pass()
-        except Exception as error:
-            reason = error if isinstance(error, DataError) else f"{type(error).__name__}: {error}"
-            raise DataError(f"the {self.name} can't give {where}: {reason}") from error
-        if data is None:
-            return None
-        structure = structure_of(data)
-        if self._structure not in (None, structure):
-            raise DataError(f"the {self.name} gave {_shown(structure)} as {where}, and first {_shown(self._structure)}")
-        self._structure = structure
-        self._taken += 1
+        data = self._reader.read(where, again=self.limit is not None)
+        self._taken += data is not None
         return data
-
-    def _next_of_pass(self) -> Data | None:
-        """Return the next batch with rows of this pass over the loader, None if there is none. Begins a pass if there
-        is none."""
-        if self._reader is None:
-            self._restart(self._epoch if self.limit is None else self._passes)
-        while (item := next(self._reader, END)) is not END:
-            data = self._converted(item)
-            if row_count(data):
-                return data
-        return None
-
-    def _restart(self, number: int) -> None:
-        """Begin pass `number` over the loader."""
-        self._stop()
-        parts = [getattr(self._loader, name, None) for name in ("sampler", "batch_sampler", "dataset")]
-        for each in (self._loader, *parts, getattr(parts[1], "sampler", None)):
-            if callable(change := getattr(each, "set_epoch", None)):
-                change(number)
-        items = iter(self._loader)
-        self._reader = prefetch.ahead(items) if self._ahead else items
-        self._passes = number + 1
-        if self.limit is None:
-            self._taken = 0
-
-    def _converted(self, item: Any) -> Data:
-        if self._collate is not None:
-            item = self._collate(item)
-        if not isinstance(item, tuple | list) or len(item) not in (2, 3):
-            raise DataError(f"a batch is a {type(item).__name__}, not a pair (x, y); pass collate= to make pairs")
-        data = as_data(item, lists=True)
-        if wrong := rows_error(data):
-            raise DataError(wrong)
-        return data if self._weigh is None else self._weigh(data)
 
     # Positions
 
@@ -308,43 +279,111 @@ class LoaderBatches(BatchSource):
     def depends_on_ranks(self, step: int, total: int) -> bool:
         return self._divided and (step if self.limit is None else total) > 0
 
+    @property
+    def alike(self) -> bool:
+        return not self._divided
+
+    def own_state(self, epoch: int, step: int) -> dict[str, np.ndarray]:
+        if self._idle:
+            return {}
+        place = self._target or (self._places.get(step) if epoch == self._epoch else None)
+        if place is None:
+            place = Place(self._reader.mark())
+        if self._keeps_generators:
+            place = place._replace(now=generator_states())
+        self._saved[epoch, step] = place
+        while len(self._saved) > KEPT:
+            del self._saved[next(iter(self._saved))]
+        return _as_arrays(place)
+
+    def load_own_state(self, state: dict[str, np.ndarray]) -> None:
+        self._loaded = None if not state or self._idle else _place_of(state)
+
     def resume(self, epoch: int, step: int, total: int, position: Any) -> None:
         sizes: Any = position.get("sizes") if isinstance(position, dict) else None
         if not isinstance(sizes, list) or not all(type(rows) is int and rows >= 0 for rows in sizes):
             sizes = []
         if not 0 <= step <= total or len(sizes) < step:
             raise CheckpointError("the checkpoint does not tell the rows of the batches: it is damaged, or of arrays")
-        if (self._epoch, epoch, step) != (0, 0, 0) or self._read > 1:  # the first batch has been read
+        target = self._target = self._saved.get((epoch, step), self._loaded)
+        self._loaded, self.how_resumed = None, ""
+        if target is not None and target.mark.state is not None:
+            self.how_resumed = "the loaders continue from their states"
+        elif target.mark.skip if target is not None else not self._idle and (step or (total and self.limit)):
+            self.how_resumed = "the loaders are read again up to there"
+        if self._target is not None or (self._epoch, epoch, step) != (0, 0, 0) or self._read > 1:
             self._kept.clear()
+            self._places.clear()
             self._read = -1  # `begin` goes to the right batch
         self._epoch, self._starts = epoch, {epoch: total - step}
         self._sizes = sizes[: step + 1] if step else []  # at an epoch's beginning they are those of the epoch before
 
     def _go_to(self, epoch: int, step: int) -> None:
-        """Read the loader again up to batch `step` of an epoch. Raises DataError."""
+        """Go to batch `step` of an epoch: to its place in the checkpoint, or by reading the loader again. Raises
+        DataError or CheckpointError."""
         self._kept.clear()
+        self._places.clear()
         self._epoch, self._read = epoch, step
-        target = step if self.limit is None else self._starts[epoch] + step
+        target, self._target = self._target, None
         if self._idle:
             return
-        if self._once and self._taken > target:
-            raise DataError(f"the {self.name} is an iterator and can't be read again from its beginning; give a loader")
-        if not self._once:
-            self._restart(epoch if self.limit is None else 0)
-            self._taken = 0
-        while self._taken < target:
-            if self._take(f"batch {self._taken + 1} of {target} that it has given before") is None:
+        if target is not None:
+            self._go_to_place(target, step)
+            return
+        reader, count = self._reader, step if self.limit is None else self._starts[epoch] + step
+        if reader.once and self._taken > count:
+            raise reader.error_of_once()
+        try:
+            if not reader.once:
+                reader.restart(epoch if self.limit is None else 0)
+                self._taken = 0
+        except Exception as error:
+            raise DataError(f"the {reader.name} can't be read again: {type(error).__name__}: {error}") from error
+        while self._taken < count:
+            if self._take(f"batch {self._taken + 1} of {count} that it has given before") is None:
                 break
 
-    def _stop(self) -> None:
-        """End the pass over the loader, with the thread that reads it. An iterator of the user's stays open."""
-        reader, self._reader = self._reader, None
-        if isinstance(reader, Generator) and (self._ahead or not self._once):
-            reader.close()
+    def _go_to_place(self, place: Place, step: int) -> None:
+        """Go to a place, and read batch `step` from there, with the random numbers with which it was read before."""
+        reader, begins = self._reader, step == 0 and self.limit is None
+        try:
+            reader.go_to(place.mark, begins)
+            if place.before is not None:
+                load_generator_states(place.before)
+        except (CheckpointError, DataError):
+            raise
+        except Exception as error:
+            reason = f"{type(error).__name__}: {error}"
+            raise DataError(f"the {reader.name} can't read on where the checkpoint was written: {reason}") from error
+        self._taken = (0 if self.limit is None else self._starts[self._epoch]) + step
+        self._at(step)
+        if place.before is not None and place.now is not None:
+            load_generator_states(place.now)
 
     def close(self) -> None:
-        self._stop()
+        self._reader.stop()
 
 
-def _shown(structure: Any, *sums: int) -> str:
-    return kinds_of(without_rows(structure)) + "".join(f" #{each:08x}" for each in sums)
+def _as_arrays(place: Place) -> dict[str, np.ndarray]:
+    """Return a place as arrays for a checkpoint; equal states of the generators only once."""
+    mark, found = place.mark, {} if place.mark.state is None else {STATE: place.mark.state}
+    drawn = [None if each is None else values.encode(each) for each in (mark.begun, place.before, place.now)]
+    different = list({each.tobytes(): each for each in drawn if each is not None}.values())
+    numbers = [None if each is None else _index(different, each) for each in drawn]
+    found |= {f"{GENERATORS}{number}": each for number, each in enumerate(different)}
+    return found | {PLACE: values.encode([mark.number, mark.ended, mark.skip, numbers])}
+
+
+def _index(arrays: list[np.ndarray], wanted: np.ndarray) -> int:
+    return next(number for number, each in enumerate(arrays) if np.array_equal(each, wanted))
+
+
+def _place_of(arrays: dict[str, np.ndarray]) -> Place:
+    """Return the place in the arrays of `_as_arrays`. Raises ValueError, KeyError or TypeError if they are damaged."""
+    number, ended, skip, numbers = values.decode(arrays[PLACE])
+    begun, before, now = (
+        None if each is None else values.decode(arrays[f"{GENERATORS}{int(each)}"]) for each in numbers
+    )
+    if not (type(number) is type(skip) is int and number >= 0 and skip >= 0 and type(ended) is bool):
+        raise ValueError(f"batch {skip!r} of pass {number!r}")
+    return Place(Mark(number, ended, arrays.get(STATE), skip, begun or before or now), before, now)

@@ -183,8 +183,8 @@ class Fit:
             path, progress, measured = found
             self._load_checkpointed(progress, measured)
             rest = "" if progress.epoch < self._epochs else f"; {self._epochs} epochs are done already"
-            again = "; the loaders are read again up to there" if self.batches.streams else ""
-            self._progress.print_line(f"resumed: {path}, {progress}{rest}{again}")
+            how = f"; {self.batches.how_resumed}" if self.batches.how_resumed else ""
+            self._progress.print_line(f"resumed: {path}, {progress}{rest}{how}")
         self.keep_error(self._make_callbacks)
         self._agree(f"with callbacks that communicate: {', '.join(self.callbacks.collective) or 'none'}")
         asks = np.array([self.callbacks.asks, self.callbacks.looks], np.int64)
