@@ -82,7 +82,7 @@ class LoaderBatches(BatchSource):
         self._loader, self._divided = loader, rows == DIVIDED
         self._reader = Reader(loader, collate, ahead > 0, saves, weigh)
         self.limit, self.ahead = None if limit is None else int(limit), 0
-        self._micro_batch, self._seed = micro_batch, seed
+        self._micro_batch, self._seed, self._weigh = micro_batch, seed, weigh
         self._taken = 0  # batches taken since the loader's first pass began, or with no limit since the last one
         self._epoch, self._read = 0, 0  # the epoch, and the number of its batches that were read
         self._kept: dict[int, Data | None] = {}  # the last batches, by their step
