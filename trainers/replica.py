@@ -13,6 +13,8 @@ from trainers.datasets.columns import Columns
 from trainers.errors import ArgumentError, ModelFileError
 from trainers.files import model_file
 
+AVERAGE = "ema"  # the name in `state` of the moving average of the parameters, if the replica keeps one
+
 Rows = tuple[Any, Any]
 """A sparse gradient: (indices, 1-D integers; values, one row for each index)."""
 
@@ -54,7 +56,9 @@ class Replica(ABC):
     notices: texts that the trainer logs once, on rank 0, when it is made: what is slow here, for example.
     takes_weights: whether `gradients`, `evaluate`, `check` and `check_batch` take the weights of rows, as the argument
         after those shown here; only then they get it.
-    undoable: set by the trainer if a batch may be repeated or left out; the replica then keeps the data of `undo`.
+    undoable: set by the trainer if a batch may be repeated or left out, or is computed in micro-batches; the replica
+        then keeps the data of `undo`.
+    averages: whether the replica keeps a moving average of its parameters.
     hold: set by the trainer that uses the replica.
     columns: what was learned of the table with the rows (`datasets.load(...).columns`), None without a table. It is
         saved with the model, so that `Trainer.predict` takes tables of the same kind.
@@ -79,6 +83,7 @@ class Replica(ABC):
     notices: tuple[str, ...] = ()
     takes_weights: bool = False
     undoable: bool = False
+    averages: bool = False
     hold = Hold()
     columns: Columns | None = None
 
@@ -164,6 +169,37 @@ class Replica(ABC):
         part: the slice of the bound parameters to update (start and stop are integers; may be empty; the same in every
             step). None: all parameters. Only a replica with `bind_parameters` needs to support slices.
         """
+
+    @property
+    def parameter_count(self) -> int:
+        """The number of trained parameters. Gradients after them are statistics, which are averaged too."""
+        return self.gradient_length
+
+    # A moving average of the parameters
+
+    def keep_average(self, decay: float | None) -> None:
+        """Keep an exponential moving average of the parameters, the entry AVERAGE of `state`; None: drop it.
+
+        It begins with the current parameters, unless there is one. Raises ArgumentError if this replica can't.
+        """
+        if decay is not None:
+            raise ArgumentError(f"{type(self).__name__} keeps no moving average of its parameters: leave out ema")
+
+    def move_average(self, part: slice | None = None) -> None:  # noqa: B027, nothing to do without an average
+        """After `update(part)`: move the average, if it is kept, to decay * average + (1 - decay) * parameters."""
+
+    def use_average(self, part: slice | None = None) -> None:
+        """Put the average in the place of the parameters, or of those in a slice, until `use_parameters`.
+
+        After `network = NumpyNetwork.load(path)` and `network.use_average()` the network predicts with the average.
+        Raises ArgumentError if there is none.
+        """
+        raise ArgumentError(
+            f"this {type(self).__name__} has no moving average of its parameters; fit(ema=0.999) keeps one"
+        )
+
+    def use_parameters(self) -> None:  # noqa: B027, nothing to do without an average
+        """Undo `use_average`, if it was called."""
 
     @property
     def learning_rates(self) -> list[float]:

@@ -4,7 +4,7 @@ import functools
 import hashlib
 import zlib
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any, Concatenate, Generic, NoReturn, ParamSpec, TextIO, TypeVar
 
@@ -33,6 +33,7 @@ from trainers.recovery.terminating import stops_at_sigterm
 from trainers.replica import Hold, Replica, check_rows
 from trainers.state.adopt import mirror
 from trainers.strategies.interface import Strategy
+from trainers.strategies.rule import StepOptions
 from trainers.watching.history import History
 from trainers.watching.progress import Progress
 
@@ -166,6 +167,12 @@ class Trainer(Generic[StrategyT]):
         steps_per_epoch: int | None = None,
         sample_weight: Any = None,
         class_weight: Any = None,
+        accumulate: int = 1,
+        clip_norm: float | None = None,
+        ema: float | None = None,
+        validate_ema: bool = True,
+        schedule: str | Callable[[int], float] | None = None,
+        warmup_steps: int = 0,
     ) -> History:
         """Train for `epochs` passes over the data; first the model of rank 0 is copied to all ranks. Collective.
 
@@ -202,6 +209,24 @@ class Trainer(Generic[StrategyT]):
             epochs. With the same number of ranks the result has the same bits as that of an uninterrupted training.
         prefetch: whether a thread fetches the next batches during a step; None: for data sets and memory maps only (a
             loader usually has workers of its own).
+        accumulate: k: each rank computes its share of a batch in k micro-batches, one after the other, and adds up
+            their gradients before it sends them. Memory for activations is that of a micro-batch; the training is the
+            same. batch_size remains the GLOBAL batch of an update: Lightning's accumulate_grad_batches=k makes the
+            batch k times as large instead.
+        clip_norm: the largest norm of the averaged gradients of all parameters, as torch.nn.utils.clip_grad_norm_ takes
+            it; larger ones are scaled down to it, on all ranks by the same factor. The history has the mean norm before
+            the clipping, "grad_norm". Asynchronous servers and sync_every average no gradients: there each worker clips
+            those of its own rows.
+        ema: the decay, such as 0.999, of an exponential moving average of the parameters, which is updated after each
+            step: average = decay * average + (1 - decay) * parameters. It begins with the parameters at the beginning
+            of the fit, or continues that of an earlier fit; a fit without `ema` drops it. It is saved with the model,
+            and `evaluate` and `predict` use it. Running statistics of batch norm are those of the model.
+        validate_ema: whether the validation uses the average, if `ema` is given; else the parameters.
+        schedule: the learning rates of each step: "constant", "linear" or "cosine" (to 0 at the end of the training),
+            "inverse_sqrt"; or a function of the step (0, 1, ...) that returns a fraction of the rates from before the
+            fit. None: they stay. After the fit they are as before it. `epochs` decides when "linear" and "cosine" end,
+            so give the same to a resumed fit.
+        warmup_steps: the rates rise linearly in this number of steps, before the schedule.
         progress: print a line per epoch on rank 0, and on a terminal a bar.
         stream: where `progress` prints; None: to stdout.
 
@@ -214,11 +239,14 @@ class Trainer(Generic[StrategyT]):
         weigh = None if class_weight is None else ClassWeights(class_weight)
         settings |= {} if weigh is None else {"class_weight": weigh}
         strategy, group = self.strategy, self.group
+        options = StepOptions(accumulate, clip_norm, ema, schedule, warmup_steps)
+        settings |= options.as_settings() | ({} if validate_ema is True else {"validate_ema": validate_ema})
         ahead = AHEAD if (wanted(x, y) if prefetch is None else prefetch) else 0
         if strategy.micro_batch is not None and y is None:
             ahead = 0  # the data set's random numbers are seeded for each micro-batch, as the model's are
 
         def begin() -> Fit:
+            self._check_options(options, validate_ema, settings)
             if rows is None and steps_per_epoch is None:
                 x_all, y_all, *weights = self._check_call("fit", (x, y, sample_weight), settings, collate)
                 own = strategy.part, strategy.parts, seed, shuffle, ahead, strategy.micro_batch
@@ -234,8 +262,10 @@ class Trainer(Generic[StrategyT]):
         def fit_of(batches: BatchSource) -> Fit:
             validate = None
             if validation_data is not None:
-                validate = partial(self._evaluate, self._check_validation(validation_data, collate))
+                validate = partial(self._evaluate, self._check_validation(validation_data, collate), validate_ema)
             strategy.end_round()
+            strategy.rule.use(options)
+            strategy.rule.keep_average(trains=epochs > 0)
             mirror(strategy)
             saver = together(
                 group.comm, partial(make_saver, strategy, batches, checkpoint, resume, validate is not None)
@@ -255,27 +285,43 @@ class Trainer(Generic[StrategyT]):
 
     @recoverable
     def evaluate(
-        self, x: Any, y: Any = None, collate: Collate | None = None, *, sample_weight: Any = None
+        self,
+        x: Any,
+        y: Any = None,
+        collate: Collate | None = None,
+        *,
+        sample_weight: Any = None,
+        ema: bool | None = None,
     ) -> dict[str, float]:
         """Return the replica's metrics ("loss", "accuracy", ...), means over these rows. Collective.
 
         x, y, collate, sample_weight: all rows on every rank, arrays or a data set, as for `fit`. The ranks share the
             work. The loss is the sum of the weighted losses, divided by the number of rows; other metrics are not
             weighted.
+        ema: True: with the moving average of the parameters, which fit(ema=0.999) keeps; False: with the parameters;
+            None: with the average if there is one.
         """
-        return self._evaluate(self._check_call("evaluate", (x, y, sample_weight), collate=collate))
+        self._check_ema("evaluate", ema)
+        return self._evaluate(self._check_call("evaluate", (x, y, sample_weight), collate=collate), ema)
+
+    def _check_ema(self, call: str, ema: Any) -> None:
+        if ema is not None or self.replica.averages:
+            self.group.enter(f"{call}: ema={ema!r}", self._ema_error(ema))
 
     @recoverable
-    def predict(self, x: Any) -> np.ndarray:
+    def predict(self, x: Any, *, ema: bool | None = None) -> np.ndarray:
         """Return the replica's output for every row, in order, on every rank. Collective.
 
         x: an array, or a tuple or a dict of arrays, as for `fit`. The ranks share the work. For a NumpyNetwork: (rows,
             outputs) float32, probabilities with a cross-entropy loss.
+        ema: as for `evaluate`.
         """
+        self._check_ema("predict", ema)
         (x,) = self._check_call("predict", (x, NO_TARGETS, None))
         group = self.group
         self.strategy.end_round()
-        outputs = together(group.comm, lambda: predict_chunk(self.replica, x, group.size, group.rank))
+        with self._weights(ema):
+            outputs = together(group.comm, lambda: predict_chunk(self.replica, x, group.size, group.rank))
         gather_rows(group.comm, outputs)
         return outputs
 
@@ -395,16 +441,49 @@ class Trainer(Generic[StrategyT]):
                 "its replica; use that one"
             )
 
-    def _evaluate(self, data: Data) -> dict[str, float]:
+    def _evaluate(self, data: Data, ema: bool | None) -> dict[str, float]:
         group, replica, exact = self.group, self.replica, self.strategy.micro_batch is not None
         rows = rows_in(data)
         self.strategy.end_round()
-        with np.errstate(all="ignore"):  # the loss shows it if the model has diverged
+        with self._weights(ema), np.errstate(all="ignore"):  # the loss shows it if the model has diverged
             segments = together(group.comm, lambda: evaluate_chunk(replica, data, group.size, group.rank, exact))
         sums = self.strategy.add_up(segments, -(-rows // EXACT_ROWS))
         return dict(zip(replica.metrics, (sums / rows).tolist(), strict=True))
 
+    def _weights(self, ema: bool | None) -> AbstractContextManager[None]:
+        """Return a context manager: the average is in the place of the parameters, unless `ema` is False or there is
+        none."""
+        averages = self.replica.averages
+        return self.strategy.averaged() if averages and ema is not False else nullcontext()
+
+    def _ema_error(self, ema: Any) -> ArgumentError | None:
+        """Return the error if `ema`, an argument of `evaluate` or `predict`, is invalid, or None. Local."""
+        if ema not in (None, True, False):
+            return ArgumentError(f"ema must be True, False or None, got {ema!r}")
+        if ema and not self.replica.averages:
+            return ArgumentError("ema=True: there is no average of the parameters; fit(..., ema=0.999) keeps one")
+        return None
+
     # Arguments of the calls
+
+    def _check_options(self, options: StepOptions, validate_ema: Any, settings: dict[str, Any]) -> None:
+        """Raise the same ArgumentError on all ranks if options of a fit are invalid on any.
+
+        settings: of the fit. Without an error it is local: the check of the data that follows compares the settings.
+        """
+        self._check_open()
+        replica, strategy = self.replica, self.strategy
+        reason = options.error(replica) or strategy.options_error(options)
+        if not isinstance(validate_ema, bool):
+            reason = reason or f"validate_ema must be True or False, got {validate_ema!r}"
+        error = ArgumentError(f"fit: {reason}") if reason else None
+        if error is None and options.ema is not None and not replica.averages:
+            try:
+                replica.keep_average(options.ema)
+            except ArgumentError as refused:
+                error = refused
+        if error is not None:
+            self.group.enter(f"fit: {', '.join(f'{name}={value}' for name, value in settings.items())}", error)
 
     def _check_call(
         self,

@@ -17,6 +17,7 @@ from trainers import NumpyNetwork, stopwatch
 from trainers.data import Batch, Batches
 from trainers.errors import ArgumentError, DataError, DivergedError
 from trainers.replicas.numpy.optimizers import SGD, Adam
+from trainers.strategies.rule import UpdateRule
 from trainers.strategies.servers.epoch import (
     DROPPED,
     EMPTY,
@@ -178,7 +179,7 @@ def shard_of(optimizer: Any) -> tuple[NumpyNetwork, Shard]:
     parameters, gradients = (np.zeros(replica.gradient_length, np.float32) for _ in range(2))
     replica.bind_parameters(parameters)
     replica.bind(gradients)
-    return replica, Shard(replica, parameters, gradients, slice(4, 20))
+    return replica, Shard(replica, UpdateRule(replica), parameters, gradients, slice(4, 20))
 
 
 @pytest.mark.parametrize("kind", [SGD, Adam])

@@ -138,7 +138,8 @@ STRATEGY_RUNS = {
     "central_storage": ["--storage-rank", "3"],
     "spare_replicas": ["--backup-workers", "1"],
 }
-EVALUATED = ["--epochs", "9", "--checkpoint", "run", "--evaluator", "--evaluations", "evaluations.jsonl"]
+STEP = ["--accumulate", "2", "--clip-norm", "5", "--ema", "0.9", "--schedule", "cosine", "--warmup-steps", "5"]
+EVALUATED = ["--epochs", "9", "--checkpoint", "run", "--evaluator", "--evaluations", "evaluations.jsonl", *STEP]
 
 
 @pytest.mark.jobs
@@ -352,6 +353,10 @@ def test_defaults_depend_on_the_data() -> None:
         (["--batch-size", "1.5"], r"must be an integer >= 1, got '1\.5'"),
         (["--lr", "fast"], "must be a number > 0, got 'fast'"),
         (["--lr", "nan"], "must be a number > 0, got 'nan'"),
+        (["--accumulate", "0"], "must be an integer >= 1, got '0'"),
+        (["--clip-norm", "inf"], "must be a number > 0, got 'inf'"),
+        (["--ema", "1"], "must be a number between 0 and 1, such as 0.999, got '1'"),
+        (["--schedule", "sine"], "invalid choice: 'sine'"),
         (["--hidden", "64,,32"], "must be a list of layer sizes such as 64,32, or \"none\", got '64,,32'"),
         (["--ranks-per-node", "0"], "must be a number of ranks such as 2, or a list such as 3,1, got '0'"),
         (["--optimizer", "lion"], "invalid choice: 'lion'"),

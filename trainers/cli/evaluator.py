@@ -97,6 +97,8 @@ class Evaluator:
             raise CheckpointError(f"{path} is of a {saved.kind}, and the evaluator has a {kind}")
         self._replica.load_state(saved.state)
         with np.errstate(all="ignore"):  # the loss shows it if the model has diverged
+            if self._replica.averages:  # as the trainer's own evaluation does
+                self._replica.use_average()
             sums = evaluation.evaluate_chunk(self._replica, self._data, 1, 0).sum(axis=0)
         means = dict(zip(self._replica.metrics, (sums / len(self._data[0])).tolist(), strict=True))
         progress = saved.progress

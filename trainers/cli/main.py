@@ -241,6 +241,11 @@ def _train(job: Job, member: Member) -> None:
             stream=stream,
             checkpoint=checkpoint,
             resume=options.resume,
+            accumulate=options.accumulate,
+            clip_norm=options.clip_norm,
+            ema=options.ema,
+            schedule=options.schedule,
+            warmup_steps=options.warmup_steps,
         )
         scores = trainer.evaluate(data.x_test, data.y_test)
         _check_loss(scores["loss"], trainer.topology)

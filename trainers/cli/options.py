@@ -32,6 +32,7 @@ from trainers.replicas.numpy.optimizers import OPTIMIZERS
 from trainers.spare_replicas import SpareReplicasTrainer
 from trainers.strategies.servers.strategy import CHOICES as SERVER_CHOICES
 from trainers.trainer import Trainer
+from trainers.watching.learning_rate import SHAPES
 
 EXAMPLES = """examples:
   mpirun -n 4 python -m trainers --data digits
@@ -91,6 +92,16 @@ def positive(text: str) -> float:
         value = 0.0
     if not 0 < value < float("inf"):
         raise argparse.ArgumentTypeError(f"must be a number > 0, got {text!r}")
+    return value
+
+
+def decay(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0 < value < 1:
+        raise argparse.ArgumentTypeError(f"must be a number between 0 and 1, such as 0.999, got {text!r}")
     return value
 
 
@@ -308,6 +319,27 @@ OPTIONS: dict[str, tuple[Option, ...]] = {
         Option(
             "batch_size", "N", integer(1), default=PerData(100, 16, 128), common=True,
             help="number of samples in a global batch, which is divided among the ranks",
+        ),
+        Option(
+            "accumulate", "N", integer(1), default=1,
+            help="each rank computes its share of a batch in N micro-batches one after the other, for less memory; a "
+            "batch stays --batch-size samples",
+        ),
+        Option(
+            "clip_norm", "X", positive, default_text="none",
+            help="scale the averaged gradients down to this norm, if theirs is larger",
+        ),
+        Option(
+            "ema", "X", decay, default_text="none",
+            help="keep a moving average of the parameters with this decay, such as 0.999; it is tested, and saved with "
+            "the model",
+        ),
+        Option(
+            "schedule", choices=tuple(SHAPES), default_text="constant",
+            help="the learning rates of the steps: linear and cosine end at 0",
+        ),
+        Option(
+            "warmup_steps", "N", integer(0), default=0, help="in the first N steps the learning rates rise linearly"
         ),
         Option("seed", "N", integer(0), default=0, help="seed of the initial weights and of the order of the rows"),
     ),

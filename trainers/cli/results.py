@@ -49,6 +49,9 @@ def _backend(trainer: MirroredTrainer, options: argparse.Namespace) -> tuple[str
     return trainer.allreduce.name, why
 
 
+STEP = ("accumulate", "clip_norm", "ema", "schedule", "warmup_steps")  # options of a step, of which most jobs give none
+
+
 def result(
     options: argparse.Namespace, trainer: Trainer, assigned: Roles, history: History, scores: dict[str, float]
 ) -> dict[str, Any]:
@@ -60,6 +63,7 @@ def result(
         "test_loss": scores["loss"],
         "history": [epoch.as_dict() for epoch in history],
         **declared.strategy_options(options),
+        **{name: value for name in STEP if (value := getattr(options, name)) != declared.BY_NAME[name].default},
         **backend,
         "roles": assigned.as_dict(),
         "ranks": trainer.size,

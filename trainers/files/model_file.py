@@ -185,7 +185,7 @@ def check_numbers(path: str, name: str, array: np.ndarray) -> None:
     (Other buffers may hold infinities.)"""
     if array.dtype.kind not in "iufcb":
         raise ModelFileError(f"{path} is damaged: {name} is {array.dtype}, not numbers")
-    trained = name == "parameters" or name.startswith(("optimizer.", "input."))
+    trained = name in ("parameters", "ema") or name.startswith(("optimizer.", "input."))
     if trained and not np.isfinite(array).all():
         raise ModelFileError(f"{path} holds a model that has diverged: {name} has elements that are not finite")
 

@@ -16,15 +16,18 @@ from allreduce.arrays import gpu
 from allreduce.transport.control import combine, on_all_ranks, raise_together, together
 from allreduce.transport.wait import wait_for
 from trainers.data import Batch, BatchSource
+from trainers.errors import ArgumentError
 from trainers.files.checkpoint import Progress as Checkpointed
 from trainers.fit import prefetch
 from trainers.fit.checkpointing import Saver
 from trainers.replica import Replica, check_rows
 from trainers.state.adopt import Arrays
 from trainers.strategies.interface import FLAGS, Strategy
+from trainers.strategies.rule import logs_of
 from trainers.watching.callback import Callbacks
 from trainers.watching.history import VALIDATION, Epoch, History
-from trainers.watching.meter import CHECK_EVERY
+from trainers.watching.learning_rate import LearningRateSchedule
+from trainers.watching.meter import CHECK_EVERY, NormMeter
 from trainers.watching.progress import Progress
 
 log = logging.getLogger("trainers")
@@ -232,13 +235,22 @@ class Fit:
         self.keep_error(lambda: self.callbacks.load_state(state))
 
     def _make_callbacks(self) -> None:
-        watchers = [self.meter, self.history, self._progress, *self._users]
+        rule = self.strategy.rule
+        watchers = [self.meter, self.history, self._progress, *self._users, *[rule.norms] * rule.clips]
+        if rule.schedule is not None:
+            watchers.append(rule.schedule)
+            if others := [type(each).__name__ for each in self._users if isinstance(each, LearningRateSchedule)]:
+                raise ArgumentError(
+                    f"schedule and warmup_steps set the learning rates, and so does {others[0]}: use one"
+                )
         self.callbacks = Callbacks(watchers, self._watched, self._epochs, self.batches.planned, self._goes_on)
 
     def _begin(self) -> None:
         """Call train_begin of the callbacks, write a first checkpoint if a failure would need it, and set the first
         position. Collective."""
         self.strategy.begin_fit()
+        # a checkpoint may have an average that this fit does not keep
+        self.strategy.rule.keep_average(trains=len(self.history) < self._epochs)
         self.keep_error(self.callbacks.train_begin)
         self.keep_error(lambda: self.callbacks.load_state({} if self.saver is None else self.saver.watching))
         self._agree("before the first epoch")
@@ -303,7 +315,7 @@ class Fit:
         seconds, communication = self._agree(f"after the steps of epoch {number + 1}", *spent)
         self.logs = strategy.end_epoch()
         self.keep_error(self.meter.check_loss)
-        self.logs |= self.meter.means()
+        self.logs |= self.meter.means() | logs_of(self.group.comm, strategy.rule)
         if math.isnan(self.logs["loss"]) and self.group.rank == 0:
             log.warning("trainers: epoch %d has no loss: all of its steps were left out", number + 1)
         self.logs |= {
@@ -461,10 +473,11 @@ class Fit:
         return batch
 
     def begin_batch(self, step: int) -> None:
-        """Call batch_begin of the callbacks. May raise any exception, also the error of a checkpoint that is being
-        written."""
+        """Set the learning rates of a step, and call batch_begin of the callbacks. May raise any exception, also the
+        error of a checkpoint that is being written."""
         if self.saver is not None:
             self.saver.check()
+        self.strategy.begin_step(self.batches.total(max(self.position.epoch, 0), step))
         self.callbacks.batch_begin(step)
 
     def end_batch(self, step: int) -> None:
@@ -472,6 +485,8 @@ class Fit:
         names, logs = self.strategy.replica.metrics, {}
         if self.callbacks.read_batches:
             logs = dict(zip(names, self.strategy.measured[: len(names)].tolist(), strict=True))
+            if self.strategy.rule.clips and self.strategy.mirrors == "step":  # equal on all ranks
+                logs[NormMeter.name] = float(self.strategy.rule.norms.last)
         self.callbacks.batch_end(step, logs)
 
     def keep_error(self, action: Callable[[], Any]) -> Any:

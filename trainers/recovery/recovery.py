@@ -252,6 +252,7 @@ class Recovery:
         group, strategy = self._strategy.group, self._strategy
         group.abandon()
         strategy.replica.undo()  # undo a batch whose step was not finished
+        strategy.replica.use_parameters()  # in an evaluation the average may be in their place
         strategy.rescue()
         group.topology = topology.survivors(admit)
         self.owns_topology = True

@@ -1,4 +1,5 @@
-"""FlatOptimizer: a framework's optimizer, on all parameters or on a flat slice. FlatReplica: a replica with one.
+"""FlatOptimizer: a framework's optimizer, on all parameters or on a flat slice. FlatReplica: a replica with one, which
+also keeps a moving average of the parameters.
 
 With slices the ranks can divide the update: each has only the optimizer state of its own slice.
 """
@@ -6,13 +7,15 @@ With slices the ranks can divide the update: each has only the optimizer state o
 import itertools
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from trainers.errors import ArgumentError, ModelFileError
-from trainers.replica import Replica, copied, reserved
+from trainers.replica import AVERAGE, Replica, copied, reserved
+
+BLOCK = 1 << 16  # elements averaged at a time, so that they stay in the cache
 
 
 class Layout:
@@ -131,6 +134,57 @@ class FlatOptimizer(ABC):
         return self._cut(name, arrays, part) if self.part is None else self.on_host(arrays[0])
 
 
+class Average(FlatOptimizer):
+    """The moving average of the parameters, or of a slice of them: an elementwise state, as an optimizer has.
+
+    optimizer: of the parameters. array: the average, 1-D, on the replica's device, in float32 or float64. like: makes
+        such an array of a NumPy array.
+    """
+
+    def __init__(self, optimizer: FlatOptimizer, array: Any, like: Callable[[np.ndarray], Any]) -> None:
+        super().__init__(optimizer.layout, [AVERAGE], [AVERAGE])
+        self.array, self._like, self._optimizer = array, like, optimizer
+
+    def move(self, parameters: Any, decay: float) -> None:
+        """Move the average towards `parameters`, an array like it. The bits do not depend on the slice."""
+        if not isinstance(self.array, np.ndarray):
+            self.array *= decay
+            self.array += parameters * (1 - decay)
+            return
+        scratch = np.empty(min(BLOCK, self.array.size), self.array.dtype)
+        for start in range(0, self.array.size, BLOCK):
+            block = self.array[start : start + BLOCK]
+            added = np.multiply(
+                parameters[start : start + BLOCK], block.dtype.type(1 - decay), out=scratch[: block.size]
+            )
+            block *= block.dtype.type(decay)
+            block += added
+
+    # Methods of FlatOptimizer
+
+    def slice_error(self) -> str:
+        return ""
+
+    def entries(self, names: Collection[str]) -> dict[str, list[Any]]:
+        array = self.array if isinstance(self.array, np.ndarray) else self._optimizer.on_host(self.array)
+        return {AVERAGE: self.layout.views(array) if self.part is None else [array]} if AVERAGE in names else {}
+
+    @staticmethod
+    def on_host(array: Any, /) -> np.ndarray:
+        return array  # of `entries`, which are on the host already
+
+    def write(self, part: slice | None, entries: Mapping[str, list[np.ndarray]]) -> None:
+        self.part = part
+        self.array = self._like(np.concatenate([array.reshape(-1) for array in entries[AVERAGE]]))
+
+    @property
+    def learning_rates(self) -> list[float]:
+        return []
+
+    @learning_rates.setter
+    def learning_rates(self, rates: Sequence[float]) -> None: ...
+
+
 class FlatReplica(Replica):
     """A replica with a FlatOptimizer. The subclass sets `_optimizer`, and `_buffer`, the memory of the gradients.
 
@@ -139,14 +193,87 @@ class FlatReplica(Replica):
 
     _optimizer: FlatOptimizer
     _buffer: Any
+    _average: Average | None = None
+    _decay: float | None = None  # of the average, while a fit keeps it
+    _held: tuple[slice | None, Any] | None = None  # the parameters of a slice, while the average is in their place
 
     @property
     def elementwise(self) -> tuple[str, ...]:  # type: ignore[override]
-        return self._optimizer.elementwise
+        return self._optimizer.elementwise + (AVERAGE,) * self.averages
 
     @property
     def updated(self) -> tuple[str, ...]:  # type: ignore[override]
-        return self._optimizer.names
+        return self._optimizer.names + (AVERAGE,) * self.averages
+
+    @property
+    def parameter_count(self) -> int:
+        return self._optimizer.layout.length
+
+    # The moving average
+
+    @property
+    def averages(self) -> bool:  # type: ignore[override]
+        return self._average is not None
+
+    def keep_average(self, decay: float | None) -> None:
+        self.use_parameters()
+        self._decay = decay
+        if decay is None:
+            self._average = None
+        elif self._average is None:
+            self._begin_average(None)
+
+    def _begin_average(self, saved: np.ndarray | None) -> None:
+        """Begin the average with `saved`, or with the current parameters."""
+        array = self._trained_in(None) * 1 if saved is None else self._like(np.array(saved, self._average_dtype))
+        self._average = Average(self._optimizer, array, self._like)
+
+    def move_average(self, part: slice | None = None) -> None:
+        if self._average is None or self._decay is None:
+            return
+        self._cut_average(part)
+        self._average.move(self._trained_in(self._average.part), self._decay)
+
+    def _cut_average(self, part: slice | None) -> None:
+        assert self._average is not None
+        if part is None:
+            self._average.extend()
+        else:
+            self._average.restrict(self._parameters_in(part))
+
+    def use_average(self, part: slice | None = None) -> None:
+        if self._average is None:
+            super().use_average(part)
+            return
+        self.use_parameters()
+        self._cut_average(part)
+        self._held = self._average.part, self._trained_in(self._average.part) * 1
+        self._set_trained(self._average.part, self._average.array)
+
+    def use_parameters(self) -> None:
+        if self._held is not None:
+            self._set_trained(*self._held)
+            self._held = None
+
+    @property
+    def _average_dtype(self) -> np.dtype:
+        return np.dtype("float64" if self.gradient_dtype == "float64" else "float32")
+
+    def _trained_in(self, part: slice | None) -> Any:
+        """Return the trained parameters, or those in a slice, 1-D, on the device, as `_average_dtype`."""
+        flat = np.empty(self._optimizer.layout.length, self._average_dtype)
+        self._parameters_into(flat)
+        return flat[part or slice(None)]
+
+    @abstractmethod
+    def _set_trained(self, part: slice | None, values: Any) -> None:
+        """Set the trained parameters, or those in a slice, to `values`, as `_trained_in` returns them."""
+
+    def _like(self, array: np.ndarray) -> Any:
+        """Return an array of the average on the device."""
+        return array
+
+    # Methods of Replica
 
     @property
     def learning_rates(self) -> list[float]:
@@ -163,15 +290,21 @@ class FlatReplica(Replica):
 
     def bind(self, buffer: Any) -> None:
         self._check_buffer("gradient", buffer)
-        self._optimizer.extend()
+        self._extend()
         self._buffer = buffer
 
     def bind_parameters(self, buffer: Any) -> None:
         self._check_buffer("parameter", buffer)
         if reason := self._optimizer.slice_error():
             raise ArgumentError(reason)
-        self._optimizer.extend()
+        self._extend()
         self._move_parameters(buffer)
+
+    def _extend(self) -> None:
+        """Extend the state of the optimizer and the average to all parameters, with zeros outside of their slice."""
+        self._optimizer.extend()
+        if self._average is not None:
+            self._average.extend()
 
     @abstractmethod
     def _move_parameters(self, buffer: Any) -> None:
@@ -187,7 +320,8 @@ class FlatReplica(Replica):
             held["parameters"] = reserved(memory, "parameters", (self._optimizer.layout.length,), dtype)
             self._parameters_into(held["parameters"])
         held |= copied({name: array for name, array in self._others().items() if name not in without}, memory)
-        return held | self._optimizer.pack(memory, without)
+        held |= self._optimizer.pack(memory, without)
+        return held if self._average is None else held | self._average.pack(memory, without)
 
     @abstractmethod
     def _parameters_into(self, flat: np.ndarray) -> None:
@@ -198,15 +332,21 @@ class FlatReplica(Replica):
         return {}
 
     def load_state(self, state: dict[str, np.ndarray]) -> None:
+        """As Replica.load_state. A state without an average begins it with its parameters, if a fit keeps one."""
         here = {"parameters": (self._optimizer.layout.length,), **self._optimizer.shapes()}
         here |= {name: array.shape for name, array in self._others().items()}
+        if AVERAGE in state:
+            here[AVERAGE] = here["parameters"]
         there = {name: array.shape for name, array in state.items()}
         for name in {**here, **there}:
             if here.get(name) != there.get(name):
                 shapes = f"{there.get(name, 'missing')}, and in this model {here.get(name, 'missing')}"
                 raise ModelFileError(f"the saved model is another one: {name} is {shapes}")
+        self._held = self._average = None
         self._optimizer.load(state)
         self._load_rest(state)
+        if AVERAGE in state or self._decay is not None:
+            self._begin_average(state.get(AVERAGE))
 
     @abstractmethod
     def _load_rest(self, state: Mapping[str, np.ndarray]) -> None:
@@ -214,7 +354,9 @@ class FlatReplica(Replica):
 
     def elements(self, name: str, part: slice) -> np.ndarray:
         part = self._parameters_in(part)
-        if self._optimizer.part in (None, part):
+        if name == AVERAGE and self._average is not None and self._average.part in (None, part):
+            return self._average.elements(name, part)
+        if name != AVERAGE and self._optimizer.part in (None, part):
             return self._optimizer.elements(name, part)
         return super().elements(name, part)
 

@@ -19,7 +19,7 @@ from allreduce.transport.chunked import pieces
 from allreduce.transport.control import all_values, together
 from allreduce.transport.wait import waiting
 from trainers.group import RankGroup, broadcast_arrays
-from trainers.replica import Replica
+from trainers.replica import AVERAGE, Replica
 
 log = logging.getLogger("trainers")
 
@@ -190,7 +190,9 @@ def mirror(target: Target, whole: bool = True, root: int = 0) -> None:
         together(group.comm, target.check_edits)
     config, held = together(group.comm, lambda: (json.dumps(replica.config(), sort_keys=True), replica.state()))
     state = dict(sorted((target.gather_state(held) if whole else held).items()))
-    shapes = ", ".join(f"{name} {array.dtype}{list(np.shape(array))}" for name, array in state.items())
+    # a moving average may be in rank 0's model file alone
+    kinds = {name: f"{name} {array.dtype}{list(np.shape(array))}" for name, array in state.items() if name != AVERAGE}
+    shapes = ", ".join(kinds.values())
     group.agree(f"model: {shapes}; {config}")
     is_root = group.rank == root
     adopt_whole(target, state if is_root else None, live=is_root)

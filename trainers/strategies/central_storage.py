@@ -111,7 +111,7 @@ class CopiedUpdate(Update):
         owner = self._comm.rank == self._root
         failed = owner and bool(self._measured[-1])
         with self._strategy.span("update"):
-            together(self._comm, lambda: self._change(self._replica.update) if owner and not failed else None)
+            together(self._comm, lambda: self._change(self._apply) if owner and not failed else None)
         self._clock.start()
         with self._strategy.span(COMMUNICATION):
             self._broadcast_state(owner)
@@ -169,12 +169,12 @@ class CentralUpdate(ShardedUpdate):
     def _update(self) -> bool:
         updates = self._owner and not self._measured[-1]
         if updates:
-            self._replica.update(self._part)
+            self._apply(self._part, self._squares)
         return updates
 
     def _finish_step(self, measured: np.ndarray) -> bool:
         flags = self._measured if self._separate else measured
         updated = not flags[-1]
         if updated and not self._owner:
-            self._replica.update(self._part)  # an empty slice: only the optimizer's step count changes
+            self._apply(self._part, self._squares)  # an empty slice: only the optimizer's step count changes
         return updated

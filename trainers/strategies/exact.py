@@ -25,6 +25,7 @@ from trainers.group import RankGroup
 from trainers.replica import gradients_of
 from trainers.strategies.local_sgd import LocalOptions
 from trainers.strategies.mirrored import Mirrored
+from trainers.strategies.rule import StepOptions
 
 
 class ExactMirrored(Mirrored):
@@ -68,6 +69,19 @@ class ExactMirrored(Mirrored):
         if self._given is None or isinstance(self._given, Config):
             return super()._make_backend()
         return backend_for(self._given, self.group.topology, self._update_name, exact=True)
+
+    def options_error(self, options: StepOptions) -> str:
+        if options.accumulate > 1:
+            return (
+                f"accumulate={options.accumulate} with exact=True, which computes each batch in micro-batches already: "
+                "give micro_batch to the trainer, and leave out accumulate"
+            )
+        return ""
+
+    @property
+    def scatters_gradients(self) -> bool:  # type: ignore[override]
+        """False if gradients are clipped: the bits of a norm of slices would depend on the number of ranks."""
+        return not self.rule.clips
 
     def loader_error(self, divided: bool) -> str:
         text = 'exact=True divides every batch into micro-batches, which must not depend on the ranks: use rows="whole"'
@@ -142,6 +156,7 @@ class ExactMirrored(Mirrored):
         return partial(self._sum_terms, backend, kind)
 
     def _sum_terms(self, backend: Any, kind: str) -> None:
+        kind = kind if self.scatters_gradients else "all_reduce"
         backend.sum_terms(self._terms, self.buffer, "sum", self._count, kind)
 
     @property

@@ -1,7 +1,7 @@
 """The `Strategy` interface, and `EpochRun`, the part of a fit that a strategy uses."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Protocol
 
 import numpy as np
@@ -20,6 +20,7 @@ from trainers.group import RankGroup
 from trainers.replica import Hold, Replica, Rows
 from trainers.state.adopt import OUTER, RATES, Arrays, Piece
 from trainers.stopwatch import Stopwatch
+from trainers.strategies.rule import StepOptions, UpdateRule
 from trainers.watching.meter import Meter
 
 INNER = "inner."  # prefix, in a rank's local state, of the optimizer's state that differs between ranks (local SGD)
@@ -73,6 +74,7 @@ class Strategy:
         then the sums of FLAGS over the ranks.
     stop_training: whether a callback has asked to end the fit. cut_short: whether the last epoch ended before its last
         step.
+    rule: computes gradients and updates the replica, with the options of the fit.
     recoverable: whether ranks survive the failure of another rank. Each rank must then be able to return its pieces of
         the state at any time.
 
@@ -89,12 +91,14 @@ class Strategy:
     rebuildable = True
     # this rank's pieces of the state during a recovery (the list may be empty); None otherwise
     saved: list[Piece] | None = None
+    scatters_gradients = True  # whether a rank with a slice of the parameters gets the averaged gradients of that alone
     micro_batch: int | None = None  # rows of the parts of a batch whose gradients are summed exactly, if they are
     group: RankGroup
     clock: Stopwatch  # adds up the seconds that this rank waits for other ranks
 
     def __init__(self, replica: Replica, name: str) -> None:
         self.replica, self.name = replica, name
+        self.rule = UpdateRule(replica)
         self.part: int | None = 0
         self.parts = 1
         self.steps = 0
@@ -202,6 +206,14 @@ class Strategy:
 
     # An epoch
 
+    def options_error(self, options: StepOptions) -> str:
+        """Return why this strategy can't train with these options of a fit, as text; "" if it can. Local."""
+        return ""
+
+    def begin_step(self, total: int) -> None:
+        """Set the learning rates of the step after `total` steps of the training. Local."""
+        self.rule.begin_step(total)
+
     def loader_error(self, divided: bool) -> str:
         """Return why this rank can't train with a loader, as text; "" if it can. divided: each rank has its own rows.
         Local."""
@@ -240,6 +252,29 @@ class Strategy:
         """Context manager: record the block as a span of this kind ("data", "compute", "update", ...) if a trace is
         set. Local."""
         return nullcontext() if self.trace is None else self.trace.span(kind)
+
+    @contextmanager
+    def averaged(self) -> Iterator[None]:
+        """Context manager: all replicas have the moving average of the parameters in the place of these. Collective."""
+        together(self.group.comm, lambda: self.replica.use_average(self.own_part))
+        self.share_parameters()
+        try:
+            yield
+        except BaseException as error:
+            self.replica.use_parameters()
+            if self.group.all_raise(error):
+                self.share_parameters()
+            raise
+        self.replica.use_parameters()
+        self.share_parameters()
+
+    @property
+    def own_part(self) -> slice | None:
+        """The slice of the parameters that this rank updates; None for all."""
+        return None
+
+    def share_parameters(self) -> None:
+        """Give all ranks the parameters that each rank has in its `own_part`. Collective."""
 
     def end_round(self) -> None:
         """Make the parameters of all ranks equal, if ranks have taken steps on their own since they were. Called before

@@ -26,10 +26,11 @@ from trainers.data import Batch, BatchSource
 from trainers.errors import ArgumentError, ModelFileError
 from trainers.local_sgd.outer import LocalOptions
 from trainers.local_sgd.rounds import Done, Memory, Rounds, Submit
-from trainers.replica import copied, gradients_of
+from trainers.replica import copied
 from trainers.state.adopt import ADOPT, OUTER, RATES, Arrays, Piece, adopt
 from trainers.strategies.interface import FLAGS, INNER, EpochRun
 from trainers.strategies.mirrored import Mirrored
+from trainers.strategies.rule import StepOptions
 from trainers.watching.meter import RoundMeter
 
 MEET = "end the steps that ranks have taken on their own"
@@ -81,6 +82,14 @@ class LocalSGD(Mirrored):
             )
         return None
 
+    def options_error(self, options: StepOptions) -> str:
+        if options.ema is not None:
+            return (
+                f"ema={options.ema} with sync_every={self.local.sync_every}: between two averages the ranks have "
+                "different parameters; leave out one of them"
+            )
+        return ""
+
     def _make_buffer(self) -> None:
         """Allocate the gradients, and the parameters with the memory of the rounds. Collective."""
         super()._make_buffer()
@@ -89,7 +98,7 @@ class LocalSGD(Mirrored):
         self._gradients = self.buffer[:length]
         self._parameters = allocate_own(replica)
         together(self.group.comm, lambda: replica.bind_parameters(self._parameters))
-        self._trained = len(replica.state()["parameters"])
+        self._trained = replica.parameter_count
         dtype = "float64" if replica.gradient_dtype == "float64" else "float32"
         # Between an inner step and the next gradients the gradient buffer is free.
         free = not local.fragment_sync_delay and replica.gradient_dtype == dtype
@@ -185,13 +194,13 @@ class LocalSGD(Mirrored):
         exception."""
         replica, metrics = self.replica, len(self.replica.metrics)
         with self.span("compute"):
-            values = gradients_of(replica, batch.data, 1.0)
+            values = self.rule.gradients(batch, 1.0, self._gradients)
         if run.discard_if_unusable(self._gradients, replica):
             return False
         self.measured[:metrics] = [float(value) for value in values]
         self._added[-1][:] = [*self.measured[:metrics] * batch.share, batch.share]
         with self.span("update"):
-            replica.update()
+            self.rule.apply(self._gradients[: self._trained])
             self._parameters[self._trained :] = self._gradients[self._trained :]  # statistics, if there are any
         return True
 

@@ -23,7 +23,7 @@ from trainers.backends import LOST_RESIDUALS, UPDATES, allocate_own, backend_for
 from trainers.data import Batch
 from trainers.errors import ArgumentError
 from trainers.group import RankGroup
-from trainers.replica import Replica, Rows, Table, gradients_of
+from trainers.replica import Replica, Rows, Table
 from trainers.state import backup
 from trainers.state.adopt import ADOPT, RATES, Arrays, Piece, adopt, mirror
 from trainers.strategies.interface import FLAGS, Strategy, replica_error
@@ -57,7 +57,7 @@ class Mirrored(Strategy):
         self.buffer: Any = None
         self._measured: Any = None  # this rank's metrics and flags: a view of the end of `buffer`, or a separate array
         self._separate = False
-        self._tables = SparseGradients(replica)
+        self._tables = self.rule.tables = SparseGradients(replica)
         self._update: Update | None = None
         self._carried: dict[str, np.ndarray] = {}  # during a recovery: the backend's state on the old ranks
         self._untraced: AllReduce | None = None  # the backend, while a Traced wrapper records its calls; else None
@@ -205,9 +205,9 @@ class Mirrored(Strategy):
             return
         self.update.check_edits()
         self.update.begin_batch()
-        measured[:metrics] = gradients_of(self.replica, batch.data, batch.share)
+        measured[:metrics] = self.rule.gradients(batch, batch.share, self.local_gradients)
         measured[:metrics] *= batch.share
-        self._tables.take()
+        self._tables.take(self.rule.sparse)
 
     def step(self, flags: tuple[float, ...]) -> Any:
         measured = self._measured
@@ -220,6 +220,13 @@ class Mirrored(Strategy):
             self._tables.reduce(self._backend)
         reduced = self.update.step()
         return measured if self._separate else reduced
+
+    @property
+    def own_part(self) -> slice | None:
+        return self.update.own_part
+
+    def share_parameters(self) -> None:
+        self.update.share_parameters()
 
     def count_step(self) -> None:
         super().count_step()
@@ -397,7 +404,7 @@ class ReplicatedUpdate(Update):
         if not (self._errors_in_step and self._measured[-1]):
             self._tables.reduce(self._backend)
             with self._strategy.span("update"):
-                self._replica.update()
+                self._apply()
         return self._measured
 
     def set_steps(self, steps: int) -> None:
@@ -407,16 +414,17 @@ class ReplicatedUpdate(Update):
 class SparseGradients:
     """The sparse gradients of a replica. In each step: `take` or `take_none`, then `reduce`.
 
-    local_rows: for each table, this rank's rows of the current step, before they are summed.
+    local_rows: for each table, this rank's rows of the current step, before they are summed. sums: their sums.
     """
 
     def __init__(self, replica: Replica) -> None:
         self._replica = replica
         self.local_rows: list[Rows] = []
+        self.sums: list[Rows] = []
 
-    def take(self) -> None:
-        """Take the sparse gradients that the replica has just computed. Local."""
-        self.local_rows = self._replica.sparse_gradients()
+    def take(self, rows: list[Rows] | None) -> None:
+        """Take the sparse gradients of this step: `rows`, or those that the replica has just computed. Local."""
+        self.local_rows = self._replica.sparse_gradients() if rows is None else rows
 
     def take_none(self) -> None:
         """Use empty gradients, because this rank has no batch in this step. Local."""
@@ -426,7 +434,13 @@ class SparseGradients:
         """Sum the rows over all ranks, and pass the sums to the replica. Collective."""
         if tables := self._replica.tables:
             local = zip(tables, self.local_rows, strict=True)
-            self._replica.take_sparse([backend.sparse(*rows, table.rows, "sum") for table, rows in local])
+            self.sums = [backend.sparse(*rows, table.rows, "sum") for table, rows in local]
+            self._replica.take_sparse(self.sums)
+
+    def scale(self, factor: float) -> None:
+        """Multiply the sums of this step. Local."""
+        if self._replica.tables:
+            self._replica.take_sparse([(rows, values * values.dtype.type(factor)) for rows, values in self.sums])
 
 
 def _no_rows(table: Table) -> Rows:

@@ -27,6 +27,7 @@ from trainers.state.adopt import Piece, to_root
 from trainers.state.backup import Backup
 from trainers.stopwatch import COMMUNICATION
 from trainers.strategies.interface import Strategy
+from trainers.strategies.rule import sum_of_squares, sum_over_ranks
 
 
 class Update:
@@ -47,11 +48,28 @@ class Update:
         self._comm, self._clock = strategy.group.comm, strategy.clock
         self._buffer, self._measured = buffer, measured
         self._steps = self._since = strategy.steps  # the number of steps taken, and that number at the last update
-        self._length = self._replica.gradient_length
+        self._length, self._rule = self._replica.gradient_length, strategy.rule
         self.reduce_by(backend)
 
     def begin_batch(self) -> None:
         """Called before a batch is computed, because that may change entries of the state (statistics). Local."""
+
+    @property
+    def own_part(self) -> slice | None:
+        """See Strategy.own_part."""
+        return None
+
+    def share_parameters(self) -> None:
+        """See Strategy.share_parameters."""
+
+    def _apply(self, part: slice | None = None, squares: Any = None) -> None:
+        """Update the replica by the gradients in the buffer; see UpdateRule.apply. Local."""
+        self._rule.apply(self._buffer[self._trained(part)], part, squares)
+
+    def _trained(self, part: slice | None) -> slice:
+        """Return the part of a slice (None: of everything) that lies in the trained parameters. Local."""
+        count, whole = self._replica.parameter_count, part or slice(0, self._length)
+        return slice(min(whole.start, count), min(whole.stop, count))
 
     def step(self) -> Any:
         """Reduce the buffer and update the parameters. Returns the reduced metrics and flags, a view. Collective."""
@@ -131,6 +149,7 @@ class ShardedUpdate(Update):
         self._array = self._allocate(str(replica.gradient_dtype))
         self._backup: Backup | None = None
         self._changing = False  # between `begin_change` and `synchronize_state`
+        self._squares: Any = None  # of all gradients of this step, added up, if they are clipped
         try:
             together(comm, lambda: replica.bind_parameters(self._array[: self._length]))
             if copies == 2:
@@ -172,12 +191,37 @@ class ShardedUpdate(Update):
         """As Update.step. Each rank updates its slice; then the slices are gathered. Collective."""
         taken, self._changing = self._steps + 1, False
         self._run("reduce_scatter", self._buffer)
+        self._add_squares()
         with self._strategy.span("update"):
             updated = self._update()
         measured = slice(max(self._owned.start, self._length), max(self._owned.stop, self._length))
         self._array[measured] = self._buffer[measured]
         if updated:
             self._steps = self._since = taken
+        self.share_parameters()
+        if self._finish_step(self._array[self._length :]):
+            self._back_up(taken)
+        return self._array[self._length :]
+
+    def _add_squares(self) -> None:
+        """Set `_squares` to the sum of the squares of all gradients, if the rule clips them. Collective."""
+        self._squares = None
+        if not self._rule.clips:
+            return
+        if self._strategy.scatters_gradients:
+            own = sum_of_squares(self._buffer[self._trained(self._part)])
+            self._clock.start()
+            self._squares = sum_over_ranks(self._comm, own) + self._rule.squares_of_tables()
+            self._clock.stop()
+        else:
+            self._squares = self._rule.squares(self._buffer[self._trained(None)])
+
+    @property
+    def own_part(self) -> slice | None:
+        return self._part
+
+    def share_parameters(self) -> None:
+        """Gather the parameters that each rank has in its slice, or wait for the ranks of the node. Collective."""
         if self._segment is None:
             self._run("all_gather", self._array)
         else:
@@ -186,9 +230,6 @@ class ShardedUpdate(Update):
                 self.fence()
             self._clock.stop()
         self._replica.refresh()
-        if self._finish_step(self._array[self._length :]):
-            self._back_up(taken)
-        return self._array[self._length :]
 
     def _back_up(self, step: int) -> None:
         """Exchange backups of the slices after step `step`, if this update keeps backups. Collective."""
@@ -208,7 +249,7 @@ class ShardedUpdate(Update):
 
     def _update(self) -> bool:
         """Update the slice that this rank owns. Returns whether it was updated."""
-        self._replica.update(self._part)
+        self._apply(self._part, self._squares)
         return True
 
     def set_steps(self, steps: int) -> None:

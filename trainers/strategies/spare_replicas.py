@@ -14,7 +14,7 @@ from allreduce.topology import Topology
 from allreduce.transport.control import all_values
 from trainers.errors import ArgumentError
 from trainers.group import RankGroup
-from trainers.replica import Replica, gradients_of
+from trainers.replica import Replica
 from trainers.strategies.interface import EpochRun
 from trainers.strategies.servers.epoch import HOW_FAR
 from trainers.strategies.servers.mailbox import END, GRADIENTS, NOTHING, PUSH, WORK, Arrival, Header, Mailbox, Message
@@ -120,6 +120,9 @@ class SpareReplicas(ServerStrategy):
     def begin_fit(self) -> None:
         self._begun = -1
 
+    def begin_step(self, total: int) -> None:
+        """Does nothing: the chief sets the learning rates of the step that it takes."""
+
     def run_epoch(self, run: EpochRun, number: int) -> None:
         if self._begun != number:
             self._begun, self._taken, self._counts = number, 0, Counts()
@@ -138,7 +141,12 @@ class SpareReplicas(ServerStrategy):
         assert shard is not None
         assert queue is not None
         copied = run.keep_error(self._copy)
-        chief = Chief(mailbox, shard, self.group.size, self.spare, self._tally, self.span, self._counts)
+        first = run.batches.total(number, 0)
+
+        def begin(step: int) -> None:
+            self.rule.begin_step(first + step)
+
+        chief = Chief(mailbox, shard, self.group.size, self.spare, self._tally, self.span, self._counts, begin)
         future = queue.submit(partial(chief.run, run.batches.sizes().tolist(), self._taken))
         try:
             with wait_before_raising(future):
@@ -155,6 +163,7 @@ class SpareReplicas(ServerStrategy):
     def _copy(self) -> Replica:
         """Copy the chief's replica, and bind the copy to separate memory. Local."""
         copied = self.replica.copy()
+        copied.undoable = self.replica.undoable
         copied.bind_parameters(self._own_parameters)
         copied.bind(self._own_gradients)
         return copied
@@ -198,7 +207,7 @@ class SpareReplicas(ServerStrategy):
         if not batch.own:
             return False
         with self.span("compute"):
-            self._values[:-1] = gradients_of(replica, run.check_batch(batch).data, batch.share)
+            self._values[:-1] = self.rule.gradients(run.check_batch(batch), batch.share, gradients, replica)
         if run.discard_if_unusable(gradients, replica):
             # zeros with share 0, not nothing: the chief waits for a fixed number of gradients
             self._values[:] = gradients[:] = 0
@@ -215,7 +224,8 @@ class Chief:
     """Receives the gradients of one epoch (or of the rest of one), updates the parameters and replies to the workers.
 
     workers: the number of ranks. spare: the number of ranks for which a step does not wait.
-    tally: accumulates the metrics of the steps. span: as Strategy.span.
+    tally: accumulates the metrics of the steps. span: as Strategy.span. begin_step: sets the learning rates of a step
+        of the epoch.
 
     A push carries the worker's metrics, then its share of the batch. A reply carries the metrics of the last step.
     counts: the counts of the epoch for the history. error: the error of an update, or None. done: the number of steps
@@ -224,11 +234,11 @@ class Chief:
 
     def __init__(
         self, mailbox: Mailbox, shard: Shard, workers: int, spare: int, tally: Tally,
-        span: Callable[[str], AbstractContextManager[Any]], counts: Counts,
+        span: Callable[[str], AbstractContextManager[Any]], counts: Counts, begin_step: Callable[[int], None],
     ) -> None:  # fmt: skip
         self._mailbox, self._shard = mailbox, shard
         self._workers, self._spare = workers, spare
-        self._tally, self._span = tally, span
+        self._tally, self._span, self._begin_step = tally, span, begin_step
         self._means = np.full(1, np.nan)  # the metrics of the last step that was taken; one NaN before the first step
         self._newest: Message | None = None  # the reply that holds the current parameters; None after an update
         self.counts = counts
@@ -270,9 +280,10 @@ class Chief:
         if not share:
             return  # every rank has discarded its gradients
         summands = [arrival.message.body for arrival in found.used]
+        self._begin_step(step)
         with self._span("update"):
             self._shard.add_up(summands, 1.0 if abs(share - 1) < ROUNDING else share)
-            self._shard.update()
+            self._shard.clip_and_update()
         self._means = measured[:-1] / share
         self._tally.add(self._means, share * rows, step)
 

@@ -1,15 +1,18 @@
-"""LearningRateSchedule: learning rates that follow the epochs, scaled to large batches, with a warm-up.
+"""LearningRateSchedule: learning rates that follow the epochs, scaled to large batches, with a warm-up. StepSchedule:
+rates that follow the steps.
 
 P. Goyal et al.: Accurate, large minibatch SGD: training ImageNet in 1 hour, 2017. If the batch is k times as large,
 multiply the learning rate by k; reach it from the original rate in equal steps over the first five epochs.
 """
 
+import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
 
 from trainers.errors import ArgumentError
+from trainers.replica import Replica
 from trainers.watching.callback import Callback, Logs
 from trainers.watching.early_stopping import is_number
 
@@ -112,6 +115,100 @@ class LearningRateSchedule(Callback):
     def _set(self, part: float) -> None:
         factor = part * self._rate / self._before[0]
         self.trainer.replica.learning_rates = [rate * factor for rate in self._before]
+
+
+Shape = Callable[[int, int | None], float]
+
+
+def _cosine(step: int, total: int | None) -> float:
+    return (1 + math.cos(math.pi * step / total)) / 2 if total else 1.0
+
+
+def _linear(step: int, total: int | None) -> float:
+    return 1 - step / total if total else 1.0
+
+
+def _inverse_sqrt(step: int, total: int | None) -> float:
+    return (step + 1) ** -0.5
+
+
+# the fraction of the rate in a step after the warm-up, of `total` such steps
+SHAPES: dict[str, Shape] = {
+    "constant": lambda step, total: 1.0,
+    "linear": _linear,
+    "cosine": _cosine,
+    "inverse_sqrt": _inverse_sqrt,
+}
+ENDING = ("linear", "cosine")  # these need the number of steps
+
+
+def schedule_error(schedule: Any, warmup_steps: int, rates: list[float]) -> str:
+    """Return why a schedule by step can't be used with these learning rates, as text; "" if it can."""
+    if schedule is not None and not callable(schedule) and schedule not in SHAPES:
+        return f"schedule={schedule!r} is unknown: give {', '.join(SHAPES)}, or a function of the step"
+    if (schedule is not None or warmup_steps) and not any(rate > 0 for rate in rates):
+        return f"the learning rates of this replica are {rates}; a schedule needs one above 0 that can be set"
+    return ""
+
+
+class StepSchedule(Callback):
+    """Sets the learning rates of each step: those from before the fit, times a fraction that depends on the step alone.
+
+    schedule: a name in SHAPES; or a function of the step (0, 1, ... from the beginning of the training), which returns
+        the fraction. None: "constant".
+    warmup_steps: in the first steps the rates rise linearly: in step s the fraction is multiplied by
+        (s + 1) / (warmup_steps + 1). A named schedule begins after them.
+
+    All ranks get equal rates. After the fit the rates are as they were before it. A checkpoint has those.
+    """
+
+    reads_batches = reads_model = False
+
+    def __init__(self, schedule: str | Callable[[int], float] | None, warmup_steps: int) -> None:
+        self._schedule, self._warm_up = schedule or "constant", int(warmup_steps)
+        self._before: list[float] = []  # the rates before the fit
+        self._steps: int | None = None  # of the training, without the warm-up
+
+    def set_params(self, params: dict[str, Any]) -> None:
+        planned, named = params["steps"], isinstance(self._schedule, str)
+        self._steps = None if planned is None else max(params["epochs"] * planned - self._warm_up, 1)
+        if planned is None and named and self._schedule in ENDING:
+            raise ArgumentError(
+                f"schedule={self._schedule!r} needs the number of steps in an epoch, which this loader does not tell: "
+                "give steps_per_epoch, or a function of the step"
+            )
+
+    def on_train_begin(self, logs: Logs | None = None) -> None:
+        self._before = list(self.trainer.replica.learning_rates)
+
+    def state(self) -> dict[str, Any]:
+        return {"before": self._before}
+
+    def load_state(self, state: Mapping[str, np.ndarray]) -> None:
+        self._before = state["before"].tolist()
+
+    def _release(self) -> None:
+        if self._before:
+            self.trainer.replica.learning_rates = self._before
+            self._before = []
+
+    def set(self, replica: Replica, step: int) -> None:
+        """Set the rates of step `step` of the training. Local."""
+        if not self._before:
+            return
+        fraction = self.fraction(step)
+        replica.learning_rates = [rate * fraction for rate in self._before]
+
+    def fraction(self, step: int) -> float:
+        """Return the fraction of the rates in a step. Raises ArgumentError."""
+        if isinstance(self._schedule, str):
+            after = max(step - self._warm_up, 0)
+            found: Any = SHAPES[self._schedule](after if self._steps is None else min(after, self._steps), self._steps)
+        else:
+            found = self._schedule(step)
+            if not is_number(found) or found < 0:
+                raise ArgumentError(f"schedule({step}) must return a number >= 0, got {found!r}")
+        return float(found) * min((step + 1) / (self._warm_up + 1), 1.0)
 
 
 def warm_up_fraction(done: float, epochs: float) -> float:

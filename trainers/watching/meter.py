@@ -1,7 +1,9 @@
 """Accumulate the metrics of an epoch: Meter for steps that all ranks take together, Tally for ranks that compute on
 their own."""
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import numpy as np
 from mpi4py import MPI
@@ -119,6 +121,37 @@ class Meter(Callback):
         weights = self._sizes()[: self._done][taken]
         values = weights @ rows[taken, :-1] / weights.sum() if taken.any() else np.full(len(self._metrics), np.nan)
         return dict(zip(self._metrics, values.tolist(), strict=True))
+
+
+class NormMeter(Callback):
+    """Adds up the norms of the gradients of an epoch, as this rank knows them, before they are clipped."""
+
+    name = "grad_norm"  # in logs
+    reads_batches = reads_model = False
+
+    def __init__(self) -> None:
+        self._epoch, self._total, self._count = -1, 0.0, 0
+        self.last: Any = math.nan  # the norm of the last step, a number, perhaps on the GPU
+
+    def on_epoch_begin(self, epoch: int, logs: Logs | None = None) -> None:
+        if epoch != self._epoch:
+            self._epoch, self._total, self._count = epoch, 0.0, 0
+
+    def add(self, norm: Any) -> None:
+        """Add the norm of a step, a number, perhaps on the GPU."""
+        self.last = norm
+        self._total, self._count = self._total + norm, self._count + 1
+
+    def sums(self) -> np.ndarray:
+        """The sum of the norms, and their number."""
+        return np.array([float(self._total), self._count])
+
+    def state(self) -> dict[str, Any]:
+        return {"epoch": self._epoch, "sums": self.sums()}
+
+    def load_state(self, state: Mapping[str, np.ndarray]) -> None:
+        self._epoch = int(state["epoch"])
+        self._total, self._count = float(state["sums"][0]), int(state["sums"][1])
 
 
 class RoundMeter(Meter):

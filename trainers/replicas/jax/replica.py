@@ -145,6 +145,17 @@ class JaxReplica(FlatReplica):
         else:
             flat[:] = self._memory
 
+    def _trained_in(self, part: slice | None) -> Any:
+        if self._memory is None:
+            return super()._trained_in(part)
+        return self._memory[part or slice(None)].astype(self._average_dtype, copy=False)
+
+    def _set_trained(self, part: slice | None, values: Any) -> None:
+        if self._memory is None:
+            self._tree = jax.tree.map(own, self._layout.cut(values.astype(self._layout.dtype)))
+        else:
+            self._memory[part or slice(None)] = values
+
     def _model(self) -> tuple[bool, Any]:
         """Return the first arguments of compiled functions: (False, the tree) or (True, the trainer's flat memory)."""
         return (False, self._tree) if self._memory is None else (True, alias(self._memory))

@@ -72,7 +72,7 @@ class KerasReplica(FlatReplica):
             return [0.0] * len(self.metrics)
         self._refresh_model()
         if self.undoable:
-            self._before = [np.array(array_of(each)) for each in self.model.non_trainable_variables]
+            self._before = [np.array(array_of(each)) for each in self._shared.values()]
         values, gradients = self._computing.gradients(self._input(x), self._input(y), share)
         statistics = [array_of(each) * np.asarray(share, self.gradient_dtype) for each in self._statistics]
         self._layout.write([*gradients, *statistics], self._buffer)
@@ -80,7 +80,7 @@ class KerasReplica(FlatReplica):
 
     def undo(self) -> None:
         if self._before:
-            self._set(self.model.non_trainable_variables, self._before)
+            self._set(self._shared.values(), self._before)
         self._before = []
 
     def update(self, part: slice | None = None) -> None:
@@ -114,6 +114,17 @@ class KerasReplica(FlatReplica):
     def _parameters_into(self, flat: np.ndarray) -> None:
         self._refresh_model()
         self._optimizer.layout.write(map(array_of, self._trained), flat)
+
+    def _trained_in(self, part: slice | None) -> Any:
+        if self._memory is None:
+            return super()._trained_in(part)
+        return self._memory[: self.parameter_count][part or slice(None)].astype(self._average_dtype, copy=False)
+
+    def _set_trained(self, part: slice | None, values: Any) -> None:
+        if self._memory is None:
+            self._set(self._trained, self._optimizer.layout.views(values.astype(self.gradient_dtype)))
+        else:
+            self._memory[: self.parameter_count][part or slice(None)] = values
 
     def _others(self) -> dict[str, np.ndarray]:
         return {name: array_of(each) for name, each in self._shared.items()}

@@ -231,6 +231,15 @@ class NumpyNetwork(FlatReplica):
     def _parameters_into(self, flat: np.ndarray) -> None:
         flat[:] = on_host(self.parameters)
 
+    def _trained_in(self, part: slice | None) -> Any:
+        return self.parameters[part or slice(None)]
+
+    def _set_trained(self, part: slice | None, values: Any) -> None:
+        self.parameters[part or slice(None)] = values
+
+    def _like(self, array: np.ndarray) -> Any:
+        return self._xp.asarray(array)
+
     def _others(self) -> dict[str, np.ndarray]:
         held = {"input.shift": on_host(self._shift), "input.scale": on_host(self._scale)}
         return held | {"sizes": np.array(self.sizes)}

@@ -197,6 +197,28 @@ class TorchReplica(FlatReplica):
     def _parameters_into(self, flat: np.ndarray) -> None:
         write_flat(self._trained, flat)
 
+    def _trained_in(self, part: slice | None) -> Any:
+        """As FlatReplica._trained_in: a NumPy array, or a tensor on the GPU."""
+        if self._parameters is None:
+            flat = torch.cat([each.detach().reshape(-1) for each in self._trained])
+        else:
+            flat = self._parameters[: self._length]
+        flat = flat[part or slice(None)]
+        flat = flat if flat.dtype == torch.float64 else flat.float()
+        return flat.numpy() if self.device == "cpu" else flat
+
+    @torch.no_grad()
+    def _set_trained(self, part: slice | None, values: Any) -> None:
+        new = values if isinstance(values, Tensor) else torch.from_numpy(values)
+        if self._parameters is not None:
+            self._parameters[: self._length][part or slice(None)] = new.to(self._dtype)
+            return
+        for parameter, own in zip(self._trained, self._optimizer.layout.views(new), strict=True):
+            parameter.copy_(own)
+
+    def _like(self, array: np.ndarray) -> Any:
+        return array if self.device == "cpu" else torch.from_numpy(array).to(self._device.device)
+
     def _others(self) -> dict[str, np.ndarray]:
         held = {name: host_view(each) for name, each in self._untrained().items()}
         return held | _hyperparameters(self.optimizer)

@@ -24,6 +24,7 @@ from trainers.group import RankGroup
 from trainers.replica import Replica
 from trainers.state.adopt import Piece, mirror, newest
 from trainers.strategies.interface import FLAGS, Strategy, replica_error
+from trainers.strategies.rule import UpdateRule
 from trainers.strategies.servers.mailbox import Client, Mailbox, Waiter
 from trainers.strategies.servers.worker import WorkerRanks, Workers, remaining
 from trainers.watching.meter import Tally
@@ -50,8 +51,10 @@ class Shard:
     version: the number of updates so far.
     """
 
-    def __init__(self, replica: Replica, parameters: np.ndarray, gradients: np.ndarray, part: slice) -> None:
-        self._replica, self.part = replica, part
+    def __init__(
+        self, replica: Replica, rule: UpdateRule, parameters: np.ndarray, gradients: np.ndarray, part: slice
+    ) -> None:
+        self._replica, self._rule, self.part = replica, rule, part
         self.parameters, self.gradients = parameters[part], gradients[part]
         self._accumulator = dtypes.TYPES[self.gradients.dtype].accumulator
         self.version = 0
@@ -59,9 +62,22 @@ class Shard:
     def apply(self, gradients: np.ndarray, factor: float) -> None:
         """Update the slice by `gradients`, with the learning rate multiplied by `factor`. Local."""
         self.gradients[:] = gradients
-        self.update(factor)
+        self._update(factor)
 
-    def update(self, factor: float = 1.0) -> None:
+    def clip_and_update(self, squares: float | None = None) -> None:
+        """Clip the gradients that are in the bound buffer, and update the slice by them. Local.
+
+        squares: the sum of the squares of all gradients; None if this slice has all.
+        """
+        self._rule.clip(self.trained_gradients, squares)
+        self._update(1.0)
+
+    @property
+    def trained_gradients(self) -> np.ndarray:
+        """The gradients of the slice, without the statistics that may follow the parameters."""
+        return self.gradients[: max(0, self._replica.parameter_count - self.part.start)]
+
+    def _update(self, factor: float) -> None:
         """Update the slice by the gradients that are in the bound buffer. Local.
 
         `factor` multiplies the learning rate, not the gradients, because Adam-like optimizers ignore the scale of
@@ -72,7 +88,7 @@ class Shard:
         if factor != 1.0:
             replica.learning_rates = [rate * factor for rate in rates]
         try:
-            replica.update(self.part)
+            self._rule.update(self.part)
         finally:
             if factor != 1.0:
                 replica.learning_rates = rates
@@ -203,7 +219,7 @@ class ServerStrategy(Strategy):
         if rank in self.servers:
             part = self._slices[self.servers.index(rank)]
             if self._shard is None:
-                self._shard = Shard(self.replica, self._parameters, self._gradients, part)
+                self._shard = Shard(self.replica, self.rule, self._parameters, self._gradients, part)
             length = part.stop - part.start
             waiter = self._overlapped_waiter if self.thread == "serve" else self._waiter
             if self.uses_mailbox:
@@ -335,6 +351,13 @@ class ServerStrategy(Strategy):
         """Sum the metrics of an epoch over the ranks. Raises DivergedError on all ranks if they or a server's
         parameters are not finite. Collective."""
         self._tally.collect(self.group.comm, self._shard is None or self._shard.is_finite())
+
+    @property
+    def own_part(self) -> slice | None:
+        return slice(0, 0) if self._shard is None else self._shard.part
+
+    def share_parameters(self) -> None:
+        self._broadcast_parameters()
 
     def _broadcast_parameters(self) -> None:
         """Give all ranks the servers' parameters: servers send them to the workers' leaders, and these to the other

@@ -16,8 +16,9 @@ from allreduce.transport.control import all_values, combine, everywhere, togethe
 from trainers.data import Batch, BatchSource
 from trainers.errors import ArgumentError
 from trainers.group import RankGroup
-from trainers.replica import Replica, gradients_of
+from trainers.replica import Replica
 from trainers.strategies.interface import EpochRun, Strategy
+from trainers.strategies.rule import sum_of_squares, sum_over_ranks
 from trainers.strategies.servers.epoch import HOW_FAR, Dealer, EpochLedger, EpochServer, StalenessRule
 from trainers.strategies.servers.mailbox import AGAIN, END, GRADIENTS, NOTHING, PUSH, WORK, Header, Message
 from trainers.strategies.servers.service import ServerStrategy, wait_before_raising
@@ -249,6 +250,7 @@ class SynchronousServers(ParameterServers):
         self._first = 0  # the steps before this epoch
         self._summands: list[np.ndarray] = []  # memory for this server's slices of all workers' gradients
         self._applied = False  # whether this rank has taken step `steps` + 1
+        self._squares: float | None = None  # of all gradients of this step, added up, if they are clipped
         self._collected: list[np.ndarray] = []  # `_summands` between the exchange and the end of a step, else []
 
     def make_meter(self, batches: BatchSource) -> Any:
@@ -265,7 +267,7 @@ class SynchronousServers(ParameterServers):
         if batch is None:
             self._gradients[:] = 0  # else a callback would see the gradients of an earlier step
         elif self.part is not None:
-            measured[:] = gradients_of(self.replica, batch.data, batch.share)
+            measured[:] = self.rule.gradients(batch, batch.share, self._gradients)
             measured *= batch.share
 
     def step(self, flags: tuple[float, ...]) -> Any:
@@ -277,6 +279,7 @@ class SynchronousServers(ParameterServers):
         if measured[-1]:  # a rank has failed
             return measured
         self._collect()
+        self._add_squares()
         if self._shard is not None:
             self._update_collected()
         self._broadcast_parameters()
@@ -302,15 +305,24 @@ class SynchronousServers(ParameterServers):
         if self.recoverable and len(self.servers) > 1:
             self._waiter.all_of([comm.Ibarrier()], "learn that all servers have the gradients of a step")
 
+    def _add_squares(self) -> None:
+        """Add up the squares of the servers' gradients, if they are clipped. Collective."""
+        if self._shard is not None:
+            self._shard.add_up(self._collected)
+        if self.rule.clips:
+            own = 0.0 if self._shard is None else sum_of_squares(self._shard.trained_gradients)
+            self.clock.start()
+            self._squares = sum_over_ranks(self._messages, own)
+            self.clock.stop()
+
     def count_step(self) -> None:
         super().count_step()
-        self._applied, self._collected = False, []
+        self._applied, self._collected, self._squares = False, [], None
 
     def _update_collected(self) -> None:
         assert self._shard is not None
-        self._shard.add_up(self._collected)
         with self.span("update"):
-            self._shard.update()
+            self._shard.clip_and_update(self._squares)
         self._ledger.note(self.steps - self._first, 0)
         self._applied = True
 
@@ -318,10 +330,13 @@ class SynchronousServers(ParameterServers):
         """Bring all servers to the newest step. Collective. Servers wait for each other before they update
         (`_collect`), so if one has updated, all have the gradients of that step."""
         taken = self.steps + self._applied
-        newest = max(all_values(self.group.comm, taken, HOW_FAR))
-        if taken < newest and self._collected:
+        positions = all_values(self.group.comm, [taken, self._squares], HOW_FAR)
+        newest = max(steps for steps, _ in positions)
+        if taken < newest and self._collected and self._shard is not None:
+            self._squares = next(squares for steps, squares in positions if steps == newest)
+            self._shard.add_up(self._collected)
             self._update_collected()
-        self.steps, self._applied, self._collected = newest, False, []
+        self.steps, self._applied, self._collected, self._squares = newest, False, [], None
 
 
 class AsynchronousServers(ParameterServers):
@@ -462,6 +477,8 @@ class AsynchronousServers(ParameterServers):
                 self.replica.undo()  # another rank has no gradients of this part
             return False
         self._worker.reduce()
+        if self._worker.leads:
+            self.rule.clip(self._gradients[: self.replica.parameter_count])
         own = count if self._worker.leads else 0  # the rows of the part are counted once
         run.keep_error(lambda: self._tally.add(measured, own, number // self.parts))
         return run.error is None
@@ -477,7 +494,7 @@ class AsynchronousServers(ParameterServers):
         run.begin_batch(step)
         measured = self.measured[: len(self.replica.metrics)]
         with self.span("compute"):
-            measured[:] = gradients_of(self.replica, run.check_batch(batch).data, batch.share)
+            measured[:] = self.rule.gradients(run.check_batch(batch), batch.share, self._gradients)
         if run.discard_if_unusable(self._gradients, self.replica):
             return 0
         measured *= batch.share

@@ -1,0 +1,374 @@
+"""fit(accumulate=, clip_norm=, ema=, schedule=): P ranks train as a loop on one rank does, and resume with its bits."""
+
+import functools
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from mpi4py import MPI
+
+import allreduce
+from tests.ranks.together import raised_everywhere
+from tests.ranks.training.test_fit import data
+from trainers import (
+    CentralStorageTrainer,
+    Checkpoint,
+    EmbeddingNetwork,
+    MirroredTrainer,
+    NumpyNetwork,
+    ParameterServerTrainer,
+    SpareReplicasTrainer,
+)
+from trainers.callbacks import CheckGradients, LearningRateSchedule
+from trainers.data import order
+from trainers.errors import ArgumentError
+from trainers.replica import Replica
+from trainers.strategies import rule
+from trainers.watching.callback import Callback
+
+SIZE = MPI.COMM_WORLD.size
+EPOCHS, BATCH, STEPS = 2, 20, 3
+CLIP, DECAY, WARM_UP = 0.3, 0.8, 2
+OPTIONS: dict[str, dict[str, Any]] = {
+    "accumulate": {"accumulate": 3},
+    "clip_norm": {"clip_norm": CLIP},
+    "ema": {"ema": DECAY},
+    "schedule": {"schedule": "cosine", "warmup_steps": WARM_UP},
+}
+EVERY = {name: value for options in OPTIONS.values() for name, value in options.items()}
+TRAINERS: dict[str, Any] = {
+    "replicated": functools.partial(MirroredTrainer, allreduce="ring"),
+    "sharded": functools.partial(MirroredTrainer, allreduce="shared", update="sharded"),
+    "central": CentralStorageTrainer,
+    "servers": functools.partial(ParameterServerTrainer, updates="sync", servers=min(2, SIZE - 1)),
+    "spare": functools.partial(SpareReplicasTrainer, spare=0),
+}
+if SIZE == 1:
+    del TRAINERS["servers"]  # a server needs a worker
+several = pytest.mark.skipif(SIZE == 1, reason="one rank agrees with itself")
+
+
+def network(optimizer: str = "adam") -> NumpyNetwork:
+    return NumpyNetwork([6, 8, 3], seed=1, optimizer=optimizer, lr=0.02)
+
+
+def fraction(step: int) -> float:
+    """The learning rate in a step, as a fraction."""
+    after, steps = max(step - WARM_UP, 0), EPOCHS * STEPS - WARM_UP
+    return min((step + 1) / (WARM_UP + 1), 1) * (1 + math.cos(math.pi * after / steps)) / 2
+
+
+def one_rank(replica: Replica, options: dict[str, Any]) -> dict[str, Any]:
+    """Train by a loop without a trainer; returns the parameters, their average, and the norm of each step."""
+    (x, y), (rate,) = data(), replica.learning_rates
+    gradients = np.empty(replica.gradient_length, "float32")
+    replica.bind(gradients)
+    average, norms, step = np.array(replica.state()["parameters"], np.float64), [], 0
+    for epoch in range(EPOCHS):
+        rows = order(len(x), 0, epoch)
+        for first in range(0, len(x), BATCH):
+            some = rows[first : first + BATCH]
+            replica.gradients(x[some], y[some], 1.0)
+            if "clip_norm" in options:
+                norms.append(float(np.linalg.norm(gradients[: replica.parameter_count].astype(np.float64))))
+                gradients *= min(1.0, CLIP / (norms[-1] + 1e-6))
+            if "schedule" in options:
+                replica.learning_rates = [rate * fraction(step)]
+            replica.update()
+            average += (1 - DECAY) * (replica.state()["parameters"] - average)
+            step += 1
+    return {"parameters": replica.state()["parameters"].copy(), "ema": average, "norms": norms}
+
+
+def fitted(trainer: Any, **options: Any) -> dict[str, Any]:
+    """Train; returns the results as `one_rank` does, and the history."""
+    history = trainer.fit(*data(), EPOCHS, BATCH, progress=False, **options)
+    assert len(set(trainer.parameters_sha256())) == 1
+    trainer.strategy.complete()
+    state = {name: np.array(array) for name, array in trainer.replica.state().items()} if trainer.rank == 0 else {}
+    return trainer.group.comm.bcast(state) | {"history": history}
+
+
+def check(found: dict[str, Any], expected: dict[str, Any], options: dict[str, Any], what: Any) -> None:
+    np.testing.assert_allclose(found["parameters"], expected["parameters"], rtol=2e-3, atol=1e-5, err_msg=what)
+    if "ema" in options:
+        np.testing.assert_allclose(found["ema"], expected["ema"], rtol=2e-3, atol=1e-5, err_msg=what)
+    else:
+        assert "ema" not in found
+    if "clip_norm" in options:
+        means = np.mean(np.reshape(expected["norms"], (EPOCHS, -1)), axis=1)
+        np.testing.assert_allclose(found["history"].column("grad_norm"), means, rtol=1e-3, err_msg=what)
+
+
+PAIRS = [("accumulate", "clip_norm"), ("clip_norm", "ema"), ("ema", "schedule"), ("accumulate", "schedule")]
+GRID = [*[(name,) for name in OPTIONS], *PAIRS, tuple(OPTIONS)]
+
+
+@pytest.mark.parametrize("kind", TRAINERS)
+def test_ranks_train_as_one_rank_does(kind: str, flat: allreduce.Topology) -> None:
+    grid = GRID if SIZE < 3 else GRID[list(TRAINERS).index(kind) % 2 :: 2]  # many ranks take long
+    for names in [*grid, tuple(OPTIONS)]:
+        options = {name: value for each in names for name, value in OPTIONS[each].items()}
+        expected = one_rank(network(), options)
+        with TRAINERS[kind](network(), topology=flat) as trainer:
+            check(fitted(trainer, **options), expected, options, f"{kind} with {names}")
+            assert trainer.replica.learning_rates == [0.02]
+
+
+def torch_network() -> Any:
+    torch = pytest.importorskip("torch")
+    from trainers.replicas.pytorch.replica import TorchReplica
+
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(6, 8), torch.nn.Tanh(), torch.nn.Linear(8, 3))
+    return TorchReplica(model, torch.nn.CrossEntropyLoss(), torch.optim.AdamW(model.parameters(), lr=0.02))
+
+
+@pytest.mark.parametrize("kind", ["replicated", "sharded"])
+def test_pytorch(kind: str, flat: allreduce.Topology) -> None:
+    if SIZE > 3:
+        pytest.skip("many ranks take long to import PyTorch")
+    with TRAINERS[kind](torch_network(), topology=flat) as trainer:
+        check(fitted(trainer, **EVERY), one_rank(torch_network(), EVERY), EVERY, kind)
+
+
+def test_running_statistics_of_micro_batches_are_averaged(flat: allreduce.Topology) -> None:
+    """Micro-batches are ranks, as far as batch norm is concerned: here each batch is divided into SIZE * 2 parts."""
+    if SIZE > 2:
+        pytest.skip("many ranks take long to import PyTorch")
+    torch = pytest.importorskip("torch")
+    from trainers.replicas.pytorch.replica import TorchReplica
+
+    def make() -> Any:
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(torch.nn.Linear(6, 8), torch.nn.BatchNorm1d(8), torch.nn.Linear(8, 3))
+        return TorchReplica(model, torch.nn.CrossEntropyLoss(), torch.optim.SGD(model.parameters(), lr=0.1))
+
+    found = []
+    with allreduce.Topology(MPI.COMM_SELF) as single:
+        for topology, count in ((flat, 2), (single, 2 * SIZE)):
+            with MirroredTrainer(make(), topology=topology) as trainer:
+                trainer.fit(*data(), EPOCHS, BATCH, accumulate=count, progress=False, clip_norm=CLIP)
+                found.append(trainer.replica.state())
+    for name, array in found[0].items():
+        np.testing.assert_allclose(array, found[1][name], rtol=1e-4, atol=1e-6, err_msg=name)
+
+
+class Fixed(NumpyNetwork):
+    """A replica whose gradients always go to the bound buffer."""
+
+    def redirect(self, buffer: Any) -> bool:
+        return False
+
+
+def test_micro_batches(flat: allreduce.Topology) -> None:
+    """More micro-batches than rows, ranks without rows, replicas that can't redirect gradients, and loaders."""
+    x, y = data()
+    rows = [slice(flat.rank * len(x) // SIZE, (flat.rank + 1) * len(x) // SIZE)]
+    for make in (network, lambda: Fixed([6, 8, 3], seed=1, lr=0.02)):
+        found = []
+        for count in (1, 7):
+            with MirroredTrainer(make(), "ring", flat) as trainer:
+                weights = np.arange(11) / 5
+                trainer.fit(x[:11], y[:11], EPOCHS, 4, progress=False, accumulate=count, sample_weight=weights)
+                trainer.fit(
+                    [(x[each], y[each]) for each in rows], rows="divided", epochs=2, accumulate=count, progress=False
+                )
+                found.append(trainer.replica.state()["parameters"].copy())
+        np.testing.assert_allclose(*found, rtol=1e-4, atol=1e-6)
+
+
+def test_a_step_that_is_left_out_leaves_no_trace(flat: allreduce.Topology) -> None:
+    """The gradients of one micro-batch are NaN; the next steps train."""
+    x, y = data()
+    x[-1] = np.nan
+    with MirroredTrainer(network(), "ring", flat) as trainer:
+        skip = CheckGradients("skip")
+        history = trainer.fit(x, y, EPOCHS, BATCH, callbacks=[skip], progress=False, **EVERY)
+        assert skip.skipped == EPOCHS
+        assert all(math.isfinite(epoch.metrics["grad_norm"]) for epoch in history)
+        assert np.isfinite(trainer.replica.state()["ema"]).all()
+        assert len(set(trainer.parameters_sha256())) == 1
+
+
+def test_sparse_gradients_are_clipped(flat: allreduce.Topology) -> None:
+    """The table's rows count in the norm, and are scaled with the rest."""
+    words = np.random.default_rng(0).integers(0, 30, (40, 5))
+    labels = (words[:, 0] % 3).astype(np.int64)
+    found = []
+    with allreduce.Topology(MPI.COMM_SELF) as single:
+        for topology, make, count in (
+            (single, MirroredTrainer, 1),
+            (flat, MirroredTrainer, 3),
+            (flat, functools.partial(MirroredTrainer, update="sharded"), 3),
+            (flat, CentralStorageTrainer, 1),
+        ):
+            replica = EmbeddingNetwork([4, 3], words=30, optimizer="sgd", seed=1)
+            with make(replica, topology=topology) as trainer:
+                history = trainer.fit(words, labels, 2, 16, clip_norm=0.1, accumulate=count, progress=False)
+                assert history[0].metrics["grad_norm"] > 0.1
+                found.append([history.column("grad_norm"), *replica.table.reshape(-1), *replica.state()["parameters"]])
+    for each in found[1:]:
+        np.testing.assert_allclose(np.hstack(each), np.hstack(found[0]), rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("update", ["replicated", "sharded"])
+def test_exact_bits_do_not_depend_on_the_ranks(update: str, flat: allreduce.Topology) -> None:
+    options = {name: value for name, value in EVERY.items() if name != "accumulate"}
+    found = []
+    with allreduce.Topology(MPI.COMM_SELF) as single:
+        for topology in (single, flat):
+            with MirroredTrainer(network(), topology=topology, exact=True, update=update) as trainer:
+                trained = fitted(trainer, **options)
+                found.append((trained["parameters"].tobytes(), trained["ema"].tobytes()))
+                norms = trained["history"].column("grad_norm")
+                found[-1] += (norms,)
+    assert found[0] == found[1]
+
+
+def test_compressed_gradients_are_clipped(flat: allreduce.Topology) -> None:
+    for update in ("replicated", "sharded"):
+        with MirroredTrainer(network("sgd"), "ring", flat, update=update, compress="bfloat16") as trainer:
+            found = fitted(trainer, clip_norm=CLIP, ema=DECAY)
+        options = {"clip_norm": CLIP, "ema": DECAY}
+        expected = one_rank(network("sgd"), options)
+        np.testing.assert_allclose(found["parameters"], expected["parameters"], rtol=0.02, atol=1e-3)
+
+
+@several
+def test_ranks_that_train_on_their_own_clip_their_own_gradients(flat: allreduce.Topology) -> None:
+    """A tiny norm keeps every step tiny."""
+    start = network("sgd").state()["parameters"].copy()
+    for make in (
+        functools.partial(MirroredTrainer, sync_every=2),
+        functools.partial(ParameterServerTrainer, updates="async"),
+    ):
+        with make(network("sgd"), topology=flat) as trainer:
+            found = fitted(trainer, clip_norm=1e-3, accumulate=2)
+        steps = EPOCHS * STEPS * SIZE
+        assert 0 < np.linalg.norm(found["parameters"] - start) <= 0.02 * 1e-3 * steps * 1.01
+        assert found["history"][0].metrics["grad_norm"] > 1e-3
+
+
+class StopAt(Callback):
+    """Stops the fit after a batch of an epoch."""
+
+    def __init__(self, epoch: int, batch: int) -> None:
+        self._at, self._epoch = (epoch, batch), 0
+
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        self._epoch = epoch
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        self.trainer.stop_training |= (self._epoch, batch) == self._at
+
+
+@pytest.mark.parametrize("kind", ["replicated", "sharded", "central", "servers"])
+def test_a_training_resumes_in_mid_epoch_with_the_same_bits(kind: str, flat: allreduce.Topology, folder: Path) -> None:
+    if kind not in TRAINERS:
+        return
+    found = []
+    for stop in (None, (1, 0)):
+        callbacks = [] if stop is None else [StopAt(*stop)]
+        for again in (False, True)[: 1 + (stop is not None)]:
+            with TRAINERS[kind](network(), topology=flat) as trainer:
+                given = {"checkpoint": Checkpoint(str(folder)), "resume": again} if stop else {}
+                result = fitted(trainer, callbacks=[] if again else callbacks, **given, **EVERY)
+        found.append([result["parameters"].tobytes(), result["ema"].tobytes(), result["history"].column("grad_norm")])
+    assert found[0] == found[1]
+
+
+def test_the_average_is_evaluated_and_saved(flat: allreduce.Topology, folder: Path) -> None:
+    x, y = data()
+    for kind in TRAINERS:
+        with TRAINERS[kind](network(), topology=flat) as trainer:
+            assert "there is no average" in raised_everywhere(
+                trainer.topology.world, ArgumentError, functools.partial(trainer.evaluate, x, y, ema=True)
+            )
+            history = trainer.fit(x, y, EPOCHS, BATCH, ema=DECAY, validation_data=(x, y), progress=False)
+            raw, averaged = trainer.evaluate(x, y, ema=False), trainer.evaluate(x, y)
+            assert raw != averaged == history[-1].validation
+            outputs = trainer.predict(x, ema=False), trainer.predict(x)
+            trainer.save(str(folder) + kind)
+            before = trainer.parameters_sha256()
+            trainer.load(str(folder) + kind)
+            assert (trainer.parameters_sha256(), trainer.evaluate(x, y)) == (before, averaged)
+            history = trainer.fit(x, y, 1, BATCH, ema=DECAY, validate_ema=False, validation_data=(x, y), progress=False)
+            assert history[-1].validation == trainer.evaluate(x, y, ema=False) != trainer.evaluate(x, y)
+            trainer.fit(x, y, 1, BATCH, progress=False)
+            assert trainer.evaluate(x, y) == trainer.evaluate(x, y, ema=False)
+        alone = NumpyNetwork.load(str(folder) + kind)
+        assert np.allclose(alone.predict(x), outputs[0])
+        alone.use_average()
+        assert np.allclose(alone.predict(x), outputs[1])
+        assert not np.allclose(*outputs)
+        alone.use_parameters()
+        assert np.allclose(alone.predict(x), outputs[0])
+
+
+def test_a_function_of_the_step(flat: allreduce.Topology) -> None:
+    """Also of steps of a loader, whose number is not known; a named schedule that ends needs it."""
+    x, y = data()
+    seen: list[float] = []
+
+    class Rates(Callback):
+        def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+            seen.append(self.trainer.replica.learning_rates[0])
+
+    with MirroredTrainer(network(), "ring", flat) as trainer:
+        options: dict[str, Any] = {"rows": "whole", "epochs": 2, "progress": False, "callbacks": [Rates()]}
+        batches = [(x[:4], y[:4]), (x[4:9], y[4:9])]
+        trainer.fit(batches, schedule=lambda step: 1 / (step + 1), warmup_steps=1, **options)
+        np.testing.assert_allclose(seen, [0.01, 0.01, 0.02 / 3, 0.005])
+        text = raised_everywhere(flat.world, ArgumentError, lambda: trainer.fit(batches, schedule="linear", **options))
+        assert "steps_per_epoch" in text
+        trainer.fit(batches, schedule="linear", steps_per_epoch=2, **options)
+        np.testing.assert_allclose(seen[-4:], [0.02, 0.015, 0.01, 0.005])
+
+
+def test_bad_options_raise_the_same_error_on_all_ranks(flat: allreduce.Topology) -> None:
+    x, y = data()
+    wrong: list[tuple[dict[str, Any], str]] = [
+        ({"accumulate": 0}, "accumulate"),
+        ({"accumulate": 2.0}, "accumulate"),
+        ({"clip_norm": 0}, "clip_norm"),
+        ({"clip_norm": math.nan}, "clip_norm"),
+        ({"ema": 1.0}, "ema"),
+        ({"ema": True}, "ema"),
+        ({"validate_ema": 1}, "validate_ema"),
+        ({"schedule": "sine"}, "cosine"),
+        ({"warmup_steps": -1}, "warmup_steps"),
+        ({"schedule": lambda step: math.nan}, "must return a number"),
+        ({"warmup_steps": 3, "callbacks": [LearningRateSchedule()]}, "LearningRateSchedule"),
+    ]
+    with MirroredTrainer(network(), "ring", flat) as trainer:
+        fit = functools.partial(trainer.fit, x, y, 1, BATCH, progress=False)
+        for options, text in wrong:
+            assert text in raised_everywhere(flat.world, ArgumentError, functools.partial(fit, **options))
+        if SIZE > 1:
+            own = {"accumulate": 0} if flat.rank else {}
+            assert "accumulate" in raised_everywhere(flat.world, ArgumentError, functools.partial(fit, **own))
+        trainer.fit(x, y, 1, BATCH, progress=False)
+    refusing: list[tuple[dict[str, Any], dict[str, Any]]] = [
+        ({"exact": True}, {"accumulate": 2}),
+        ({"sync_every": 2}, {"ema": 0.9}),
+    ]
+    for made, options in refusing:
+        with MirroredTrainer(network(), "ring", flat, **made) as trainer:
+            text = raised_everywhere(
+                flat.world, ArgumentError, functools.partial(trainer.fit, x, y, 1, BATCH, progress=False, **options)
+            )
+            assert next(iter(made)) in text
+            assert next(iter(options)) in text
+
+
+def test_sums_of_squares() -> None:
+    random = np.random.default_rng(0)
+    for length in (0, 1, 2, 3, 1000, rule.WIDTH - 1, rule.WIDTH, 2 * rule.WIDTH + 17):
+        array = random.standard_normal(length).astype("float32")
+        assert rule.sum_of_squares(array) == pytest.approx(float((array.astype(float) ** 2).sum()), rel=1e-5)
+    assert rule.sum_of_squares(np.full(4, 1e30, "float32")) == pytest.approx(4e60)
+    assert rule.sum_of_squares(np.full(4, 300, "float16")) == pytest.approx(360000)
+    assert math.isnan(rule.sum_of_squares(np.array([1, np.nan])))

@@ -1,0 +1,250 @@
+"""StepOptions, the options of a step of a fit; and UpdateRule, which computes and applies gradients with these options.
+
+Every strategy computes gradients by `UpdateRule.gradients`, in micro-batches one after the other if there are several,
+and updates by `UpdateRule.apply`: clip the gradients, update the parameters, move their average.
+"""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+from mpi4py import MPI
+
+from allreduce.arrays import dtypes, gpu
+from allreduce.arrays.chunks import chunk
+from allreduce.transport.control import combine
+from trainers.data import Batch, Data, sliced
+from trainers.replica import Replica, Rows, gradients_of
+from trainers.watching.learning_rate import StepSchedule, schedule_error
+from trainers.watching.meter import NormMeter
+
+EPSILON = 1e-6  # as torch.nn.utils.clip_grad_norm_ adds it to the norm
+WIDTH = 1 << 16  # elements whose squares are added at a time
+NORM = "learn the norm of the gradients"
+
+
+class StepOptions(NamedTuple):
+    """The options of a step of a fit; see Trainer.fit."""
+
+    accumulate: int = 1
+    clip_norm: float | None = None
+    ema: float | None = None
+    schedule: str | Callable[[int], float] | None = None
+    warmup_steps: int = 0
+
+    def error(self, replica: Replica) -> str:
+        """Return why these options are invalid, as text; "" if they are valid. Local."""
+        for name, least in (("accumulate", 1), ("warmup_steps", 0)):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < least:
+                return f"{name} must be an integer >= {least}, got {value!r}"
+        if self.clip_norm is not None and not (_is_number(self.clip_norm) and self.clip_norm > 0):
+            return f"clip_norm must be a number > 0, the largest norm of the gradients, got {self.clip_norm!r}"
+        if self.ema is not None and not (_is_number(self.ema) and 0 < self.ema < 1):
+            return f"ema must be a number between 0 and 1, the decay of the average, such as 0.999, got {self.ema!r}"
+        return schedule_error(self.schedule, self.warmup_steps, replica.learning_rates)
+
+    def as_settings(self) -> dict[str, Any]:
+        """Return the options that differ from the defaults, as text that is equal on all ranks."""
+        given = {name: value for name, value in self._asdict().items() if value != self._field_defaults[name]}
+        if callable(self.schedule):
+            given["schedule"] = getattr(self.schedule, "__qualname__", type(self.schedule).__name__)
+        return given
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float | np.number) and not isinstance(value, bool) and math.isfinite(value)
+
+
+class Tables(Protocol):
+    """The sums of the sparse gradients of a step; see mirrored.SparseGradients."""
+
+    sums: list[Rows]
+
+    def scale(self, factor: float) -> None: ...
+
+
+class UpdateRule:
+    """Computes the gradients of a batch, and updates a replica by averaged gradients, with the options of a fit. Local.
+
+    options: of the fit. norms: the norms of the gradients of an epoch. schedule: sets the learning rates of a step, if
+    there is one. tables: the sums of sparse gradients, which every rank has; None if the strategy has none. sparse:
+    this rank's sparse gradients of the last batch, if it had several micro-batches; else None.
+    """
+
+    def __init__(self, replica: Replica) -> None:
+        self._replica = replica
+        self.options = StepOptions()
+        self.norms = NormMeter()
+        self.schedule: StepSchedule | None = None
+        self.tables: Tables | None = None
+        self.sparse: list[Rows] | None = None  # of the last `gradients`, if it had several micro-batches
+        self._scratch: Any = None
+
+    def use(self, options: StepOptions) -> None:
+        """Use these options from now on. Local, called on all ranks."""
+        self.options, self._scratch = options, None
+        self.norms = NormMeter()
+        given = options.schedule is not None or options.warmup_steps
+        self.schedule = StepSchedule(options.schedule, options.warmup_steps) if given else None
+        self._replica.undoable |= options.accumulate > 1
+
+    def keep_average(self, trains: bool) -> None:
+        """Keep an average of the parameters, or drop it if this fit trains without one. Local, called on all ranks."""
+        if self.options.ema is not None or trains:
+            self._replica.keep_average(self.options.ema)
+
+    @property
+    def clips(self) -> bool:
+        """Whether gradients are clipped."""
+        return self.options.clip_norm is not None
+
+    # Gradients
+
+    def gradients(self, batch: Batch, share: float, memory: Any, replica: Replica | None = None) -> Any:
+        """Write the gradients of a batch to `memory`, to which the replica is bound. Returns as Replica.gradients.
+
+        With accumulate=k, the rows are divided into k micro-batches, which are computed one after the other, each from
+        the statistics of the step's start, as ranks compute theirs. Running statistics become the mean of those of the
+        micro-batches. replica: by default the strategy's.
+        """
+        replica = replica or self._replica
+        rows, self.sparse = batch.own, None
+        count = min(self.options.accumulate, rows)
+        if count < 2:
+            return gradients_of(replica, batch.data, share)
+        if self._scratch is None or self._scratch.shape != memory.shape:
+            self._scratch = memory * 0
+        means: Any = 0.0
+        sparse: list[list[Rows]] = []
+        try:
+            for number in range(count):
+                span = chunk(rows, count, number)
+                part = (span.stop - span.start) / rows
+                if number:
+                    replica.undo()  # each micro-batch begins with the statistics of the step's start
+                values = self._add(replica, sliced(batch.data, span), share * part, memory, number == 0)
+                means = means + part * (values if gpu.is_gpu_array(values) else np.asarray(values, np.float64))
+                sparse.append([(np.array(rows), np.array(values)) for rows, values in replica.sparse_gradients()])
+        finally:
+            replica.redirect(memory)
+        self.sparse = [_joined(of_table) for of_table in zip(*sparse, strict=True)]
+        return means
+
+    def _add(self, replica: Replica, data: Data, share: float, memory: Any, first: bool) -> Any:
+        """Add the gradients of a micro-batch to `memory`, or overwrite it if it is the first one."""
+        if first:
+            return gradients_of(replica, data, share)
+        if not replica.redirect(self._scratch):
+            self._scratch[:] = memory  # the sum so far, which the replica overwrites
+        values = gradients_of(replica, data, share)
+        memory += self._scratch
+        return values
+
+    # Updates
+
+    def begin_step(self, number: int) -> None:
+        """Set the learning rates of step `number` of the training (0, 1, ...)."""
+        if self.schedule is not None:
+            self.schedule.set(self._replica, number)
+
+    def apply(self, gradients: Any, part: slice | None = None, squares: Any = None) -> None:
+        """Clip averaged gradients, update the parameters by them, and move the parameters' average.
+
+        gradients: of all parameters, without statistics, or those in `part` that this rank has. part: see
+            Replica.update. squares: the sum of the squares of all gradients of all ranks, if these are only a part.
+        """
+        self.clip(gradients, squares)
+        self.update(part)
+
+    def update(self, part: slice | None = None) -> None:
+        """Update the parameters, without clipping, and move their average. part: see Replica.update."""
+        self._replica.update(part)
+        self._replica.move_average(part)
+
+    def clip(self, gradients: Any, squares: Any = None) -> None:
+        """Scale gradients, sparse ones too, so that their norm is at most `clip_norm`. See `apply`."""
+        if self.options.clip_norm is None:
+            return
+        if squares is None:
+            squares = self.squares(gradients)
+        norm = squares**0.5
+        factor = self.options.clip_norm / (norm + EPSILON)
+        self.norms.add(norm)
+        if gpu.is_gpu_array(norm):
+            gradients *= gpu.cupy().minimum(factor, 1.0).astype(gradients.dtype)
+        elif not factor >= 1:  # also NaN, which then shows in the loss
+            scale(gradients, factor)
+        else:
+            return
+        if self.tables is not None:
+            self.tables.scale(min(float(factor), 1.0) if factor == factor else math.nan)
+
+    def squares(self, gradients: Any) -> Any:
+        """Return the sum of the squares of gradients and of the sparse gradients, which every rank has."""
+        return sum_of_squares(gradients) + self.squares_of_tables()
+
+    def squares_of_tables(self) -> Any:
+        return sum(sum_of_squares(values.reshape(-1)) for _, values in (self.tables.sums if self.tables else ()))
+
+
+def _joined(parts: Sequence[Rows]) -> Rows:
+    indices, values = zip(*parts, strict=True)
+    return np.concatenate(indices), np.concatenate(values)
+
+
+def sum_of_squares(array: Any) -> Any:
+    """Return the sum of the squares of a 1-D array: a float, or a scalar on the GPU.
+
+    Equal arrays give equal bits, also on processors of different kinds, on which those of a dot product may differ: it
+    uses only operations on single elements, in a fixed order.
+    """
+    if gpu.is_gpu_array(array):
+        single = array.astype("float32", copy=False) if dtypes.is_half(array.dtype) else array
+        return single.dot(single).astype("float64")
+    found = _sum_of_squares(array, np.float64 if array.dtype == np.float64 else np.float32)
+    if not math.isfinite(found):  # squares of large float32 numbers overflow
+        found = _sum_of_squares(array, np.float64)
+    return found
+
+
+@np.errstate(all="ignore")
+def _sum_of_squares(array: np.ndarray, dtype: Any) -> float:
+    sums, scratch = np.zeros(min(WIDTH, array.size), dtype), np.empty(min(WIDTH, array.size), dtype)
+    for start in range(0, array.size, WIDTH):
+        block = array[start : start + WIDTH]
+        if block.dtype != dtype:
+            block = block.astype(dtype)
+        sums[: block.size] += np.multiply(block, block, out=scratch[: block.size])
+    wide = sums.astype(np.float64)
+    while wide.size > 1:
+        half = -(-wide.size // 2)
+        wide[: wide.size - half] += wide[half:]
+        wide = wide[:half]
+    return float(wide.sum())
+
+
+def scale(array: np.ndarray, factor: float) -> None:
+    """Multiply a 1-D array in place; 16-bit floats in float32. Local."""
+    if not dtypes.is_half(array.dtype):
+        array *= array.dtype.type(factor)
+        return
+    for start in range(0, array.size, WIDTH):
+        block = array[start : start + WIDTH]
+        block[:] = (block.astype(np.float32) * np.float32(factor)).astype(array.dtype)
+
+
+def sum_over_ranks(comm: MPI.Intracomm, own: Any) -> float:
+    """Return the sum of the ranks' numbers, the same bits on all ranks. Collective: one small all-reduce."""
+    everyone = np.zeros(comm.size)  # each rank fills its own element, so nothing is rounded on the way
+    everyone[comm.rank] = float(own)
+    return sum(combine(comm, everyone, NORM).tolist())
+
+
+def logs_of(comm: MPI.Intracomm, rule: UpdateRule) -> Mapping[str, float]:
+    """Return the mean norm of the gradients of an epoch as logs, {} if they are not clipped. Collective."""
+    if not rule.clips:
+        return {}
+    total, count = combine(comm, rule.norms.sums(), "sum the norms of an epoch")
+    return {NormMeter.name: float(total / count) if count else math.nan}
