@@ -251,8 +251,11 @@ def replica(seed: int, optimizer: Any = None, norm: bool = False, **options: Any
     )
 
 
+STEP = {"clip_norm": 1.0, "ema": 0.9, "schedule": "linear"}  # options that the ranks share with one rank alone
+
+
 def learned(trainer: Any, epochs: int = 1) -> Any:
-    history = trainer.fit(X[:50], Y[:50], epochs=epochs, batch_size=16, progress=False)
+    history = trainer.fit(X[:50], Y[:50], epochs=epochs, batch_size=16, progress=False, accumulate=2, **STEP)
     scores = trainer.evaluate(X[:50], Y[:50])
     assert scores == topology.world.bcast(scores)
     return trainer.replica.state()["parameters"].copy(), history
@@ -264,7 +267,7 @@ def check_trainers(every: bool) -> None:
     every: check all strategies; False: only the sharded update.
     """
     with topology.split(rank) as self, MirroredTrainer(replica(0), "native", self) as trainer:
-        history = trainer.fit(X[:50], Y[:50], epochs=1, batch_size=16, progress=False)
+        history = trainer.fit(X[:50], Y[:50], epochs=1, batch_size=16, progress=False, **STEP)
         wanted = trainer.replica.state()["parameters"].copy()
     made: dict[str, Callable[[], Any]] = {
         "sharded": partial(MirroredTrainer, replica(rank), "shared", topology, update="sharded")

@@ -20,13 +20,19 @@ def check_slices(whole: Replica, first: Replica, second: Replica, x: np.ndarray,
     for replica in parts:
         replica.bind_parameters(memory)
         replica.bind(slopes)
+    for replica in (whole, *parts):
+        replica.keep_average(0.8)
     for _ in range(3):
         whole.gradients(x, y, 1.0)
         whole.update()
+        whole.move_average()
         first.gradients(x, y, 1.0)
         for replica, part in parts.items():
             replica.update(part)
+            replica.move_average(part)
+        for replica in parts:
             replica.refresh()
+    check_average(whole, x)
     ours, theirs = whole.state(), first.state()
     np.testing.assert_allclose(memory, ours["parameters"], rtol=2e-5, atol=1e-6)
     assert set(ours) == set(theirs)
@@ -41,6 +47,18 @@ def check_slices(whole: Replica, first: Replica, second: Replica, x: np.ndarray,
         replica.update()
     np.testing.assert_allclose(first.state()["parameters"], whole.state()["parameters"], rtol=5e-5, atol=1e-6)
     second.update(slice(5, 5))
+
+
+def check_average(replica: Replica, x: np.ndarray) -> None:
+    """The replica predicts with the average of its parameters, then with its parameters again."""
+    state, outputs = replica.state(), replica.predict(x)
+    assert not np.allclose(state["ema"], state["parameters"])
+    replica.use_average()
+    np.testing.assert_array_equal(replica.state()["parameters"], state["ema"])
+    assert not np.allclose(replica.predict(x), outputs)
+    replica.use_parameters()
+    np.testing.assert_array_equal(replica.predict(x), outputs)
+    np.testing.assert_array_equal(replica.state()["parameters"], state["parameters"])
 
 
 def check_training(

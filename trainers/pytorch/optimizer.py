@@ -207,6 +207,22 @@ class MirroredOptimizer(Optimizer):
             else:
                 self._parts.reducer.synchronize()
 
+    def clip_grad_norm_(self, max_norm: float) -> float:
+        """Average the gradients, and scale them so that their norm is at most `max_norm`. Collective.
+
+        Returns the norm of the averages of all parameters before that, the same on all ranks, also of sparse ones. Call
+        it between backward and step(), instead of torch.nn.utils.clip_grad_norm_. With update="sharded" it needs no
+        `synchronize()`: a rank adds up the squares of its slices, and a message of 8 bytes a rank adds up those of all.
+
+        With sync_every: it scales this rank's own gradients. Raises OptionError for a `max_norm` that is not > 0.
+        """
+        if not (isinstance(max_norm, int | float) and max_norm > 0):
+            raise OptionError(f"max_norm must be a number > 0, got {max_norm!r}")
+        with self._parts.usable():
+            if self._parts.local is not None:
+                return float(torch.nn.utils.clip_grad_norm_(self._parts.trained.values(), max_norm))
+            return self._parts.reducer.clip(max_norm)
+
     def micro_batches(self, rows: int, mine: Sequence[int] | None = None, seed: int | None = None) -> Iterator[slice]:
         """Yield the rows of each micro-batch of this rank; then average the gradients. For exact=True. Collective.
 

@@ -51,6 +51,7 @@ from trainers.pytorch.rows import Rows
 from trainers.pytorch.sparse import SparseBucket
 from trainers.replicas.pytorch import devices
 from trainers.replicas.pytorch.tensors import DTYPES
+from trainers.strategies.rule import EPSILON, sum_over_ranks
 
 MIB = 1 << 20
 LOCAL, SCATTERED, AVERAGED = "local", "scattered", "averaged"  # the contents of the buffers; see Reducer.state
@@ -259,6 +260,41 @@ class Reducer:
             bucket.gather()
         self._become(AVERAGED)
 
+    @torch.no_grad()
+    def clip(self, max_norm: float) -> float:
+        """Average the gradients, and scale them so that their norm is at most `max_norm`; returns the norm before.
+        Collective: SCATTERED gradients cost a small message."""
+        self.average()
+        if self.micro_batches is not None:
+            self.synchronize()  # the bits of a norm of slices would depend on the ranks
+        scattered = self.state == SCATTERED
+        found = (
+            [each.memory.tensor[each.owned] for each in self.dense]
+            if scattered
+            else self._gradients_of(self.parameters)
+        )
+        rows = self._gradients_of([bucket.parameter for bucket in self.sparse])
+        squares = sum(_square(each) for each in found)
+        if scattered:
+            add = partial(self._add_squares, squares, self.take_edits())
+            squares = self.clock.communicate(partial(self.run_in_queue, "adds up squares of gradients", add))
+        norm = (squares + sum(_square(each.coalesce().values()) for each in rows)) ** 0.5
+        factor = max_norm / (norm + EPSILON)
+        for each in [*found, *rows] if not factor >= 1 else ():  # also NaN, as torch.nn.utils.clip_grad_norm_ does
+            each.mul_(factor)
+        if scattered:
+            self._versions = [version_of(each) for each in self.flats.values()]
+        return norm
+
+    def _add_squares(self, own: float, error: GradientError | None) -> float:
+        """Return the sum over the ranks. Runs in the queue. error: this rank's, raised on all ranks."""
+        raise_together(self.comm, error)
+        return sum_over_ranks(self.comm, own)
+
+    @staticmethod
+    def _gradients_of(parameters: Sequence[Parameter]) -> list[Tensor]:
+        return [each.grad for each in parameters if each.grad is not None]
+
     def start_average(self) -> Callable[[], None]:
         """Start the average that other ranks have begun; returns a function that finishes it. Collective."""
         self.abandon()
@@ -428,6 +464,10 @@ class Reducer:
         for held in (self.gradients, self.flats, self.dense, self.sparse, self.buckets):
             held.clear()
         self._marks.clear()
+
+
+def _square(tensor: Tensor) -> float:
+    return float(torch.linalg.vector_norm(tensor, dtype=torch.float64)) ** 2
 
 
 class Backward:

@@ -1,5 +1,6 @@
 """MirroredOptimizer between two steps: gradients that are accumulated, clipped, forgotten or missing."""
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -85,7 +86,8 @@ def test_accumulation_without_no_sync(world: MPI.Intracomm, flat: allreduce.Topo
 
 
 @both_updates
-def test_clipping(world: MPI.Intracomm, flat: allreduce.Topology, update: str) -> None:
+@pytest.mark.parametrize("own", [False, True], ids=["torch's", "the optimizer's"])
+def test_clipping(world: MPI.Intracomm, flat: allreduce.Topology, update: str, own: bool) -> None:
     """Clipping uses the average's own norm, which is the same on all ranks."""
     model, reference = network(), network()
     plain = OPTIMIZERS["sgd"](reference.parameters())
@@ -97,11 +99,13 @@ def test_clipping(world: MPI.Intracomm, flat: allreduce.Topology, update: str) -
             plain.step()
             optimizer.zero_grad()
             functional.cross_entropy(model(mine(x)), mine(y)).backward()
-            if update == "sharded":
+            if update == "sharded" and not own:
                 optimizer.synchronize()
-            norm = nn.utils.clip_grad_norm_(model.parameters(), 0.05)
+            clip = optimizer.clip_grad_norm_ if own else partial(nn.utils.clip_grad_norm_, model.parameters())
+            norm = torch.as_tensor(clip(0.05))
+            assert len(set(world.allgather(float(norm)))) == 1
             optimizer.step()
-            torch.testing.assert_close(norm, expected, rtol=1e-4, atol=1e-6)
+            torch.testing.assert_close(norm, expected, rtol=1e-4, atol=1e-6, check_dtype=False)
     assert_close(model, reference)
 
 

@@ -40,10 +40,19 @@ def batches(steps: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
     return [(each, (each[:, 0] > each[:, 1]).long()) for each in x]
 
 
-def step(model: nn.Module, optimizer: Any, x: torch.Tensor, y: torch.Tensor, mine: Sequence[int] | None = None) -> None:
+def step(
+    model: nn.Module,
+    optimizer: Any,
+    x: torch.Tensor,
+    y: torch.Tensor,
+    mine: Sequence[int] | None = None,
+    clips: bool = False,
+) -> None:
     optimizer.zero_grad()
     for rows in optimizer.micro_batches(len(x), mine):
         functional.cross_entropy(model(x[rows]), y[rows]).backward()
+    if clips:
+        assert optimizer.clip_grad_norm_(0.3) > 0.3
     optimizer.step()
 
 
@@ -60,7 +69,7 @@ def trained(kind: str, topology: allreduce.Topology, mine: Sequence[int] | None 
     plain = OPTIMIZERS[kind](model.parameters())
     with MirroredOptimizer(plain, model, topology=topology, exact=True, micro_batch=MICRO, **options) as optimizer:
         for x, y in batches(4):
-            step(model, optimizer, x, y, mine)
+            step(model, optimizer, x, y, mine, clips=True)
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     found = set(topology.world.allgather((sha256_of(model), float(torch.rand(())))))
     assert len(found) == 1, found

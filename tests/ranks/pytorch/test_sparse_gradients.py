@@ -73,6 +73,18 @@ def loss(model: nn.Module, words: Tensor, targets: Tensor) -> Tensor:
     return nn.functional.mse_loss(model(words), targets)
 
 
+CLIP = 0.1
+
+
+def clip(model: nn.Module) -> float:
+    """Clip the norm of all gradients, also of sparse ones, which torch.nn.utils.clip_grad_norm_ can't."""
+    found = [each.grad for each in model.parameters() if each.grad is not None]
+    norm = sum(float((each.coalesce().values() if each.is_sparse else each).square().sum()) for each in found) ** 0.5
+    for each in found:
+        each.mul_(min(1.0, CLIP / (norm + 1e-6)))
+    return norm
+
+
 def reference(make: Make, steps: int = STEPS) -> nn.Module:
     """Return the result of one rank."""
     model = Words()
@@ -81,6 +93,7 @@ def reference(make: Make, steps: int = STEPS) -> nn.Module:
         words, targets, _ = batch(step)
         optimizer.zero_grad()
         loss(model, words, targets).backward()
+        clip(model)
         optimizer.step()
     return model
 
@@ -113,6 +126,7 @@ def test_trains_as_one_rank(name: str, update: str, flat: Topology) -> None:
                 assert grad is not None
                 assert grad.is_sparse
                 assert grad.is_coalesced()
+            assert optimizer.clip_grad_norm_(CLIP) > CLIP
             optimizer.step()
         same(model, reference(MAKERS[name]))
         states = optimizer.state_dict()["state"]
