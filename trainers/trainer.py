@@ -16,16 +16,25 @@ from allreduce.keywords import known_only
 from allreduce.topology import Topology
 from allreduce.tracing.trace import Trace
 from allreduce.transport import ulfm
-from allreduce.transport.control import on_all_ranks, root_value, together
+from allreduce.transport.control import all_values, on_all_ranks, root_value, together
 from allreduce.transport.wait import waiting
 from trainers.data import Batches, BatchSource, Collate, Data, Samples, as_arrays, as_data, named, row_count, rows_error
 from trainers.datasets.columns import Columns
 from trainers.errors import ArgumentError, TrainerError
 from trainers.fit.checkpointing import Checkpoint, make_saver
-from trainers.fit.evaluation import EXACT_ROWS, evaluate_chunk, predict_chunk, rows_in
+from trainers.fit.evaluation import (
+    EXACT_ROWS,
+    Evaluated,
+    evaluate_chunk,
+    evaluate_loader,
+    predict_chunk,
+    rows_in,
+    rows_of_loaders,
+)
 from trainers.fit.loader import DIVIDED, WHOLE, LoaderBatches
 from trainers.fit.loop import Fit
 from trainers.fit.prefetch import AHEAD, wanted
+from trainers.fit.reader import Reader
 from trainers.fit.weights import ClassWeights
 from trainers.group import RankGroup, gather_rows
 from trainers.recovery.recovery import Call, EditCall, Failure, FitCall, Recovery
@@ -165,6 +174,8 @@ class Trainer(Generic[StrategyT]):
         stream: TextIO | None = None,
         rows: str | None = None,
         steps_per_epoch: int | None = None,
+        validation_rows: str | None = None,
+        validation_steps: int | None = None,
         sample_weight: Any = None,
         class_weight: Any = None,
         accumulate: int = 1,
@@ -198,7 +209,8 @@ class Trainer(Generic[StrategyT]):
         batch_size: rows in a GLOBAL batch, divided among the ranks. It need not be divisible, and the last one may be
             short: gradients are weighted by samples, so that any number of ranks trains as one rank would.
         seed, shuffle: epoch e visits the rows in the order of data.order(rows, seed, e, shuffle).
-        validation_data: (x, y), (x, y, weights) or a data set, evaluated after each epoch.
+        validation_data: (x, y), (x, y, weights), a data set, or a loader, evaluated after each epoch.
+        validation_rows, validation_steps: the `rows` and the `steps` of a loader in validation_data: see `evaluate`.
         callbacks: objects with the events of Keras callbacks (see trainers.watching.callback.Callback). Each rank
             calls its own, so they may be given to some ranks only; an exception in one is raised on all ranks.
         collate: makes (x, y) or (x, y, weights), of arrays, from a list of a data set's rows, by default they are
@@ -234,7 +246,7 @@ class Trainer(Generic[StrategyT]):
         infinite, and Terminated, which is a SystemExit, when any rank has received SIGTERM.
         """
         settings: dict[str, Any] = {"epochs": epochs, "batch_size": batch_size, "seed": seed, "shuffle": shuffle}
-        settings["validation_data"] = "none" if validation_data is None else "given"
+        settings["validation_data"] = "none" if validation_data is validation_rows is None else "given"
         settings |= {"checkpoint": checkpoint, "resume": resume}
         weigh = None if class_weight is None else ClassWeights(class_weight)
         settings |= {} if weigh is None else {"class_weight": weigh}
@@ -261,7 +273,10 @@ class Trainer(Generic[StrategyT]):
 
         def fit_of(batches: BatchSource) -> Fit:
             validate = None
-            if validation_data is not None:
+            if validation_rows is not None or validation_steps is not None:
+                given = self._check_evaluation(validation_data, validation_rows, validation_steps, collate)
+                validate = partial(self._evaluate_loader, *given, validate_ema)
+            elif validation_data is not None:
                 validate = partial(self._evaluate, self._check_validation(validation_data, collate), validate_ema)
             strategy.end_round()
             strategy.rule.use(options)
@@ -292,16 +307,24 @@ class Trainer(Generic[StrategyT]):
         *,
         sample_weight: Any = None,
         ema: bool | None = None,
+        rows: str | None = None,
+        steps: int | None = None,
     ) -> dict[str, float]:
         """Return the replica's metrics ("loss", "accuracy", ...), means over these rows. Collective.
 
         x, y, collate, sample_weight: all rows on every rank, arrays or a data set, as for `fit`. The ranks share the
             work. The loss is the sum of the weighted losses, divided by the number of rows; other metrics are not
-            weighted.
+            weighted. With `rows`, x is a loader.
+        rows: which rows a loader brings: "divided", each rank its own, or "whole", the same batches on all ranks. A
+            server may bring none (x=None).
+        steps: the number of batches that each rank reads of its loader. None: all batches of a pass.
         ema: True: with the moving average of the parameters, which fit(ema=0.999) keeps; False: with the parameters;
             None: with the average if there is one.
         """
         self._check_ema("evaluate", ema)
+        if rows is not None or steps is not None:
+            no_y = y is None and sample_weight is None
+            return self._evaluate_loader(*self._check_evaluation(x, rows, steps, collate, no_y), ema)
         return self._evaluate(self._check_call("evaluate", (x, y, sample_weight), collate=collate), ema)
 
     def _check_ema(self, call: str, ema: Any) -> None:
@@ -450,6 +473,27 @@ class Trainer(Generic[StrategyT]):
         sums = self.strategy.add_up(segments, -(-rows // EXACT_ROWS))
         return dict(zip(replica.metrics, (sums / rows).tolist(), strict=True))
 
+    def _evaluate_loader(
+        self, reader: Reader | None, divided: bool, steps: int | None, ema: bool | None = None
+    ) -> dict[str, float]:
+        """Evaluate a loader. reader: of this rank's loader, None if it has none. Collective."""
+        group, replica, exact = self.group, self.replica, self.strategy.micro_batch is not None
+        self.strategy.end_round()
+        have = all_values(group.comm, reader is not None, "learn which ranks have a loader")
+        ranks, rank = (1, 0) if divided else (sum(have), sum(have[: group.rank]))
+        none = Evaluated(np.empty((0, len(replica.metrics))), 0, 0)
+
+        def evaluate() -> Evaluated:
+            return none if reader is None else evaluate_loader(replica, reader, steps, ranks, rank, exact)
+
+        with self._weights(ema), np.errstate(all="ignore"):
+            found = together(group.comm, evaluate)
+        own = None if reader is None else [found.batches, found.rows]
+        read = all_values(group.comm, [own, len(found.terms)], "learn the rows of an evaluation")
+        rows = together(group.comm, lambda: rows_of_loaders([each for each, _ in read], divided))
+        sums = self.strategy.add_up(found.terms, sum(terms for _, terms in read))
+        return dict(zip(replica.metrics, (sums / rows).tolist(), strict=True))
+
     def _weights(self, ema: bool | None) -> AbstractContextManager[None]:
         """Return a context manager: the average is in the place of the parameters, unless `ema` is False or there is
         none."""
@@ -484,6 +528,17 @@ class Trainer(Generic[StrategyT]):
                 error = refused
         if error is not None:
             self.group.enter(f"fit: {', '.join(f'{name}={value}' for name, value in settings.items())}", error)
+
+    def _check_evaluation(
+        self, loader: Any, rows: Any, steps: Any, collate: Collate | None, alone: bool = True
+    ) -> tuple[Reader | None, bool, int | None]:
+        """Check the arguments of an evaluation of a loader on all ranks; returns those of `_evaluate_loader`.
+        Collective. alone: whether there are neither y nor weights."""
+        self._check_open()
+        error = evaluation_error(self.strategy, loader, rows, steps, alone)
+        self.group.enter(_described("evaluate", ["x of a loader"], {"rows": rows, "steps": steps}), error)
+        reader = None if loader is None else Reader(loader, collate)
+        return reader, rows == DIVIDED, None if steps is None else int(steps)
 
     def _check_call(
         self,
@@ -634,8 +689,8 @@ def loader_error(strategy: Strategy, given: tuple[Any, Any, Any], settings: dict
         )
     if not idle and not hasattr(loader, "__iter__"):
         return ArgumentError(f"fit: a {type(loader).__name__} is no loader: it can't be iterated")
-    if steps is not None and (isinstance(steps, bool) or not isinstance(steps, int | np.integer) or steps < 1):
-        return ArgumentError(f"fit: steps_per_epoch must be an integer >= 1, got {steps!r}")
+    if error := _steps_error("fit: steps_per_epoch", steps):
+        return error
     if settings["batch_size"] != BATCH_SIZE or settings["shuffle"] is not True:
         return ArgumentError("fit: batch_size and shuffle are the loader's: leave them out")
     return _settings_error(settings)
@@ -649,6 +704,23 @@ def _settings_error(settings: dict[str, Any]) -> ArgumentError | None:
     except ArgumentError as error:
         return error
     return None
+
+
+def evaluation_error(strategy: Strategy, loader: Any, rows: Any, steps: Any, alone: bool) -> ArgumentError | None:
+    """Return the error if these arguments of an evaluation of a loader are invalid, or None. Local."""
+    if rows not in (DIVIDED, WHOLE):
+        return ArgumentError(f'evaluate: rows={rows!r}: with a loader use rows="{DIVIDED}" or rows="{WHOLE}"')
+    if not alone:
+        return ArgumentError("evaluate: the batches of a loader are pairs (x, y) or triples: leave out rows, or y")
+    if not hasattr(loader, "__iter__") and not (loader is None and strategy.part is None):
+        return ArgumentError(f"evaluate: a {type(loader).__name__} is no loader: it can't be iterated")
+    return _steps_error("evaluate: steps", steps)
+
+
+def _steps_error(name: str, steps: Any) -> ArgumentError | None:
+    if steps is None or (isinstance(steps, int | np.integer) and not isinstance(steps, bool) and steps >= 1):
+        return None
+    return ArgumentError(f"{name} must be an integer >= 1, got {steps!r}")
 
 
 def _samples(x: Any, y: Any, weights: Any, collate: Collate | None) -> Samples:

@@ -1,9 +1,14 @@
 """A rank's part of an evaluation or a prediction. Local; a replica or a data set may raise anything."""
 
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
 import numpy as np
 
 from allreduce.arrays.chunks import chunk, segments
 from trainers.data import Data, Samples, Tree, row_count, sliced
+from trainers.errors import DataError
+from trainers.fit.reader import Reader
 from trainers.replica import Replica, check_rows
 
 EXACT_ROWS = 128  # of a segment, if bits must not depend on the ranks
@@ -40,6 +45,56 @@ def evaluate_chunk(replica: Replica, data: Data, ranks: int, rank: int, exact: b
         mine = slice(whole.start * size, min(whole.stop * size, rows))
     sums = [list(map(float, replica.evaluate(*_rows(replica, data, part)))) for part in segments(mine, size)]
     return np.array(sums, np.float64).reshape(-1, len(replica.metrics))
+
+
+class Evaluated(NamedTuple):
+    """A rank's part of an evaluation of a loader: the sums of the metrics, (terms, metrics); the batches and the rows
+    that the rank has read."""
+
+    terms: np.ndarray
+    batches: int
+    rows: int
+
+
+def evaluate_loader(
+    replica: Replica, reader: Reader, limit: int | None, ranks: int, rank: int, exact: bool = False
+) -> Evaluated:
+    """Evaluate the chunk of `rank` of every batch of a pass over a loader, or of `limit` batches of it."""
+    terms, batches, rows = np.empty((0, len(replica.metrics))), 0, 0
+    if not reader.once:
+        reader.rewind()
+    while limit is None or batches < limit:
+        data = reader.read(f"batch {batches + 1} of an evaluation", again=limit is not None)
+        if data is None:
+            break
+        check_rows(replica, data, batch=True)
+        terms = np.concatenate([terms, evaluate_chunk(replica, data, ranks, rank, exact)])
+        if not exact:
+            terms = terms.sum(axis=0, keepdims=True)
+        batches, rows = batches + 1, rows + row_count(data)
+    if not reader.once:
+        reader.stop()
+    return Evaluated(terms, batches, rows)
+
+
+def rows_of_loaders(read: Sequence[Any], divided: bool) -> int:
+    """Return the rows of an evaluation. read: (batches, rows) of each rank, or None. Raises DataError."""
+    given = [each for each in read if each is not None]
+    rows = sum(rows for _, rows in given) if divided else max(rows for _, rows in given)
+    if not rows:
+        raise DataError(
+            "no rank's loader gives a batch to evaluate: it has no rows, or is an iterator that has ended; give a "
+            "loader that can be iterated again"
+        )
+    if not divided and any(each != given[0] for each in given):
+        texts = ["no loader" if each is None else f"{each[0]} batches, {each[1]} rows" for each in read]
+        raise DataError(
+            "\n".join(
+                ['rows="whole" takes the same batches on all ranks, and their loaders have given:']
+                + [f"  rank {rank}: {text}" for rank, text in enumerate(texts)]
+            )
+        )
+    return rows
 
 
 def _rows(replica: Replica, data: Data, part: slice) -> Data:

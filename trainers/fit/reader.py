@@ -145,6 +145,11 @@ class Reader:
         if batches is not None:
             batches.close()
 
+    def rewind(self) -> None:
+        """Begin the loader's first pass with the next `read`."""
+        self.stop()
+        self.passes = 0
+
     def _set_epoch(self, number: int) -> None:
         parts = [getattr(self._loader, name, None) for name in ("sampler", "batch_sampler", "dataset")]
         for each in (self._loader, *parts, getattr(parts[1], "sampler", None)):

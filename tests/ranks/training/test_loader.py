@@ -431,3 +431,54 @@ def test_a_torch_loader_with_its_sampler(flat: allreduce.Topology) -> None:
             assert trainer.steps - before == EPOCHS * len(loader)
             assert sampler.epoch == EPOCHS - 1
         assert len(set(trainer.parameters_sha256())) == 1
+
+
+@pytest.mark.parametrize("rows", ["divided", "whole"])
+@pytest.mark.parametrize("kind", [*TRAINERS, "exact"])
+def test_a_loader_is_evaluated_as_all_rows_by_one_rank(kind: str, rows: str, flat: allreduce.Topology) -> None:
+    """By evaluate, and after each epoch of a fit; of an endless loader the first batches, in each epoch the same."""
+    exact = functools.partial(MirroredTrainer, network(), "ring", flat, exact=True, micro_batch=2)
+    with exact() if kind == "exact" else trainer_of(kind, flat) as trainer:
+        part, parts = trainer.strategy.part, trainer.strategy.parts
+        divided = batches_of(parts, 1)
+        batches = together(divided)
+        own = batches if rows == "whole" else None if part is None else divided[part]
+        x, y = (np.concatenate(sides) for sides in zip(*batches, strict=True))
+        evaluate: Any = functools.partial(trainer.evaluate, rows=rows)
+        assert evaluate(own) == pytest.approx(trainer.evaluate(x, y), rel=1e-6)
+        options: dict[str, Any] = {"epochs": EPOCHS, "progress": False, "validation_data": own, "validation_rows": rows}
+        assert trainer.fit(x, y, **options)[-1].validation == pytest.approx(trainer.evaluate(x, y), rel=1e-6)
+        endless = None if part is None and rows == "divided" else Endless(part if rows == "divided" else 1)
+        read = [next(iter(Endless(each))) for each in (range(parts) if rows == "divided" else [1])]
+        expected = trainer.evaluate(*(np.concatenate(sides) for sides in zip(*read, strict=True)))
+        for _ in range(2):
+            if endless is not None:
+                endless.read = 0
+            assert evaluate(endless, steps=1) == pytest.approx(expected, rel=1e-6)
+
+
+def test_a_bad_loader_to_evaluate_is_one_error_on_all_ranks(flat: allreduce.Topology) -> None:
+    x, y = data()
+    last, once = flat.rank == flat.size - 1, iter([(x, y)])
+    with MirroredTrainer(network(), "ring", flat) as trainer:
+        evaluate: Any = functools.partial(trainer.evaluate, rows="divided")
+        for kind in ("raises", "later width", "first width", "no pairs", "lengths", "no loader", "empty"):
+            error, text = BROKEN[kind]
+            text = {"raises": "the disk is gone", "later width": "and first x", "empty": "to evaluate"}.get(kind, text)
+            with pytest.raises((error, ArgumentError), match=text):
+                evaluate(broken(kind, last))
+        assert set(evaluate(once)) == {"loss", "accuracy"}
+        with pytest.raises(DataError, match="to evaluate: it has no rows, or is an iterator that has ended"):
+            evaluate(once)
+        for options, text in (
+            ({"rows": "both"}, "rows="),
+            ({"steps": 0}, "steps must be"),
+            ({"y": y}, "leave out rows"),
+        ):
+            with pytest.raises(ArgumentError, match=text):
+                evaluate([(x, y)], **options)
+        with pytest.raises(ArgumentError, match="use rows="):
+            trainer.fit(x, y, validation_data=[(x, y)], validation_steps=3, progress=False)
+        if flat.size > 1:
+            with pytest.raises(DataError, match="rank 1: 2 batches, 100 rows"):
+                evaluate([(x, y)] * (1 + flat.rank), rows="whole")
