@@ -54,8 +54,7 @@ class Replica(ABC):
     essentials: names in `config` whose values a saved model must share to be restored here.
     tables: the tables that are trained by sparse gradients; `state()["parameters"]` does not contain them.
     notices: texts that the trainer logs once, on rank 0, when it is made: what is slow here, for example.
-    takes_weights: whether `gradients`, `evaluate`, `check` and `check_batch` take the weights of rows, as the argument
-        after those shown here; only then they get it.
+    takes_weights: whether rows may have weights. If not, the methods get no argument `weights`, and may lack it.
     undoable: set by the trainer if a batch may be repeated or left out, or is computed in micro-batches; the replica
         then keeps the data of `undo`.
     averages: whether the replica keeps a moving average of its parameters.
@@ -104,7 +103,7 @@ class Replica(ABC):
             )
 
     @abstractmethod
-    def gradients(self, x: Tree, y: Tree, share: float) -> Any:
+    def gradients(self, x: Tree, y: Tree, share: float, weights: np.ndarray | None = None) -> Any:
         """Overwrite the bound buffer with `share` times the gradient of the mean loss over these rows.
 
         share: these rows as a fraction of the global batch. The SUM of the buffers of all ranks is then
@@ -239,15 +238,16 @@ class Replica(ABC):
         """Accept all edits of parameters until now."""
 
     @abstractmethod
-    def evaluate(self, x: Tree, y: Tree) -> Any:
+    def evaluate(self, x: Tree, y: Tree, weights: np.ndarray | None = None) -> Any:
         """Return the SUM over these rows (at least one) for each of `metrics`. Sums, not means, keep counts exact.
 
         Does not change the gradients.
         """
 
     @abstractmethod
-    def predict(self, x: Tree) -> np.ndarray:
-        """Return one row of output for each row of `x`, on the host. No rows give an array of shape (0, ...)."""
+    def predict(self, x: Tree) -> Tree:
+        """Return one row of output for each row of `x`, on the host; a tuple or a dict if the model has several
+        outputs. No rows give an array of shape (0, ...)."""
 
     @abstractmethod
     def state(self) -> dict[str, np.ndarray]:
@@ -298,10 +298,12 @@ class Replica(ABC):
         """Return `config` and the columns, as they are in a model file."""
         return self.config() if self.columns is None else {**self.config(), COLUMNS: self.columns.as_dict()}
 
-    def check(self, x: Tree, y: Tree | None) -> None:  # noqa: B027, a replica may take anything
+    def check(  # noqa: B027, a replica may take anything
+        self, x: Tree, y: Tree | None, weights: np.ndarray | None = None
+    ) -> None:
         """Raise ArgumentError if the model does not accept such data; y is None for a prediction."""
 
-    def check_batch(self, x: Tree, y: Tree) -> None:  # noqa: B027
+    def check_batch(self, x: Tree, y: Tree, weights: np.ndarray | None = None) -> None:  # noqa: B027
         """As `check`, for one batch of a data set whose rows could not be checked in advance. Should be cheap."""
 
     def save(self, path: str) -> None:

@@ -18,7 +18,19 @@ from allreduce.tracing.trace import Trace
 from allreduce.transport import ulfm
 from allreduce.transport.control import all_values, on_all_ranks, root_value, together
 from allreduce.transport.wait import waiting
-from trainers.data import Batches, BatchSource, Collate, Data, Samples, as_arrays, as_data, named, row_count, rows_error
+from trainers.data import (
+    Batches,
+    BatchSource,
+    Collate,
+    Data,
+    Samples,
+    as_arrays,
+    as_data,
+    leaves,
+    named,
+    row_count,
+    rows_error,
+)
 from trainers.datasets.columns import Columns
 from trainers.errors import ArgumentError, TrainerError
 from trainers.fit.checkpointing import Checkpoint, make_saver
@@ -332,8 +344,9 @@ class Trainer(Generic[StrategyT]):
             self.group.enter(f"{call}: ema={ema!r}", self._ema_error(ema))
 
     @recoverable
-    def predict(self, x: Any, *, ema: bool | None = None) -> np.ndarray:
-        """Return the replica's output for every row, in order, on every rank. Collective.
+    def predict(self, x: Any, *, ema: bool | None = None) -> Any:
+        """Return the replica's output for every row, in order, on every rank; a tuple or a dict of arrays if the model
+        has several outputs. Collective.
 
         x: an array, or a tuple or a dict of arrays, as for `fit`. The ranks share the work. For a NumpyNetwork: (rows,
             outputs) float32, probabilities with a cross-entropy loss.
@@ -345,7 +358,8 @@ class Trainer(Generic[StrategyT]):
         self.strategy.end_round()
         with self._weights(ema):
             outputs = together(group.comm, lambda: predict_chunk(self.replica, x, group.size, group.rank))
-        gather_rows(group.comm, outputs)
+        for output in leaves(outputs):
+            gather_rows(group.comm, output)
         return outputs
 
     @recoverable

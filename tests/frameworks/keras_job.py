@@ -11,7 +11,14 @@ import numpy as np
 
 import allreduce
 from allreduce import errors
-from tests.frameworks.replica_checks import check_slices, check_training
+from tests.frameworks.replica_checks import (
+    as_dict,
+    as_tuple,
+    check_inputs,
+    check_slices,
+    check_training,
+    check_weights,
+)
 from trainers import CentralStorageTrainer, MirroredTrainer, ParameterServerTrainer, SpareReplicasTrainer
 from trainers.errors import ArgumentError, ModelFileError
 from trainers.keras import AverageMetrics, MirroredOptimizer, SaveOnFirstRank, StartFromFirstRank, WarmUp, shard
@@ -370,6 +377,32 @@ def check_replica(folder: Path) -> None:
         assert "another one" in raised(ModelFileError, lambda another=another: ours.load_state(another.state()))
 
 
+def check_several_inputs() -> None:
+    """Functional models of tuples, lists and dicts of inputs; weights, with a loss and a function."""
+
+    def two(shape: Any, loss: Any = LOSS, kind: type = tuple) -> KerasReplica:
+        keras.utils.set_random_seed(0)
+        first, rest = keras.Input((2,), name="first"), keras.Input((4,), name="rest")
+        output = keras.layers.add([keras.layers.Dense(3)(first), keras.layers.Dense(3, "tanh")(rest)])
+        inputs = {"first": first, "rest": rest} if shape is as_dict else kind([first, rest])
+        return KerasReplica(keras.Model(inputs, output, name="two"), loss, keras.optimizers.Adam(0.02))
+
+    def of_rows(y: Any, output: Any) -> Any:
+        return keras.losses.sparse_categorical_crossentropy(y, output, from_logits=True)
+
+    for shape in (as_dict, as_tuple):
+        check_weights(two(shape), shape)
+    check_weights(two(as_tuple, of_rows, list), as_tuple)
+    check_inputs(partial(two, as_dict), as_dict, topology, ["mirrored", "spare"])
+    x, y, weights = as_tuple(X), Y % 3, np.ones(len(X))
+    divides = keras.losses.SparseCategoricalCrossentropy(from_logits=True, reduction="mean_with_sample_weight")
+    for loss, words in (
+        (divides, "divides by the sum"),
+        (lambda y, output: of_rows(y, output)[0], "returns one number"),
+    ):
+        assert words in raised(ArgumentError, lambda loss=loss: two(as_tuple, loss).check(x, y, weights))
+
+
 if "data" in sys.argv:
     check_data()
 if "fit" in sys.argv:
@@ -378,6 +411,7 @@ if "trainers" in sys.argv or "sharded" in sys.argv:
     check_trainers("trainers" in sys.argv)
 if "replica" in sys.argv:
     check_parts()
+    check_several_inputs()
     check_replica(Path(sys.argv[-1]))
 if "rest" in sys.argv:
     check_warm_up()

@@ -1,11 +1,13 @@
 """Checks that every replica must pass, whatever its framework. For tests, and for the jobs that they start."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 from mpi4py import MPI
 
+from allreduce import Topology
+from trainers import CentralStorageTrainer, MirroredTrainer, ParameterServerTrainer, SpareReplicasTrainer
 from trainers.replica import Replica
 
 
@@ -78,3 +80,65 @@ def check_training(
         np.testing.assert_array_equal(trainer.replica.state()["parameters"], found, err_msg=name)
         trainer.replica.gradients(*batch, 1.0)  # with memory of its own again
         trainer.replica.update()
+
+
+def as_tuple(x: np.ndarray) -> Any:
+    return x[:, :2], x[:, 2:]
+
+
+def as_dict(x: np.ndarray) -> Any:
+    return {"rest": x[:, 2:], "first": x[:, :2]}
+
+
+def rows_of_inputs() -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Rows for a model of two inputs, (rows, 2) and (rows, 4), and three classes: x, y and weights."""
+    random = np.random.default_rng(0)
+    return (
+        random.normal(size=(32, 6)).astype("float32"),
+        random.integers(0, 3, 32),
+        random.integers(0, 4, 32).astype(float),
+    )
+
+
+def check_weights(replica: Replica, shape: Callable[[np.ndarray], Any]) -> None:
+    """A row of weight 3 counts as three rows. shape: makes the inputs of an array (rows, 6)."""
+    x, y, weights = rows_of_inputs()
+    rows = np.repeat(np.arange(len(x)), weights.astype(int))
+    buffer = np.zeros(replica.gradient_length, "float32")
+    replica.bind(buffer)
+    replica.check(shape(x), y, weights)
+    loss = replica.gradients(shape(x[rows]), y[rows], 0.5 * len(rows) / len(x))[0] * len(rows) / len(x)
+    wanted = buffer.copy()
+    assert abs(replica.gradients(shape(x), y, 0.5, weights)[0] - loss) < 1e-4
+    np.testing.assert_allclose(buffer, wanted, rtol=1e-3, atol=1e-6)
+    assert abs(replica.evaluate(shape(x), y, weights)[0] / len(x) - loss) < 1e-4
+    assert len(replica.predict(shape(x[:0]))) == 0
+
+
+STRATEGIES: dict[str, Callable[[Replica, Topology], Any]] = {
+    "mirrored": lambda made, topology: MirroredTrainer(made, "ring", topology),
+    "sharded": lambda made, topology: MirroredTrainer(made, "shared", topology, update="sharded"),
+    "central": CentralStorageTrainer,
+    "spare": lambda made, topology: SpareReplicasTrainer(made, topology, spare=0),
+    "servers": lambda made, topology: ParameterServerTrainer(made, topology, updates="sync"),
+}
+
+
+def check_inputs(
+    make: Callable[[], Replica], shape: Callable[[np.ndarray], Any], topology: Topology, kinds: Sequence[str]
+) -> None:
+    """Several ranks train on weighted rows of two inputs as one rank does. Collective. kinds: keys of STRATEGIES."""
+    x, y, weights = rows_of_inputs()
+
+    def learned(trainer: Any) -> tuple[np.ndarray, Any]:
+        history = trainer.fit(shape(x), y, 1, 16, sample_weight=weights, progress=False)
+        scores, outputs = trainer.evaluate(shape(x), y, sample_weight=weights), trainer.predict(shape(x))
+        return np.append(trainer.replica.state()["parameters"], [scores["loss"], *outputs.ravel()]), history
+
+    with Topology(MPI.COMM_SELF) as own, MirroredTrainer(make(), "native", own) as alone:
+        expected, history = learned(alone)
+    for kind in kinds if topology.size > 1 else set(kinds) - {"servers"}:
+        with STRATEGIES[kind](make(), topology) as trained:
+            found, its = learned(trained)
+        np.testing.assert_allclose(found, expected, rtol=1e-3, atol=1e-5, err_msg=kind)
+        np.testing.assert_allclose([e.loss for e in its], [e.loss for e in history], rtol=1e-3, err_msg=kind)

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from allreduce.arrays.chunks import chunk, segments
-from trainers.data import Data, Samples, Tree, row_count, sliced
+from trainers.data import Data, Samples, Tree, leaves, mapped, row_count, sliced
 from trainers.errors import DataError
 from trainers.fit.reader import Reader
 from trainers.replica import Replica, check_rows
@@ -20,16 +20,17 @@ def rows_in(data: Data) -> int:
     return len(data[0]) if isinstance(data[0], Samples) else row_count(data)
 
 
-def predict_chunk(replica: Replica, x: Tree, ranks: int, rank: int) -> np.ndarray:
-    """Predict the chunk of rows of `rank`. Returns an array for the outputs of all rows, in which only that chunk is
+def predict_chunk(replica: Replica, x: Tree, ranks: int, rank: int) -> Tree:
+    """Predict the chunk of rows of `rank`. Returns arrays for the outputs of all rows, in which only that chunk is
     filled."""
     rows = row_count(x)
     mine = chunk(rows, ranks, rank)
     parts = [replica.predict(sliced(x, part)) for part in segments(mine, ROWS)]
     like = parts[0] if parts else replica.predict(sliced(x, slice(1)))  # not every model can be fed with no rows
-    outputs = np.empty((rows, *like.shape[1:]), like.dtype)
+    outputs = mapped(lambda array: np.empty((rows, *array.shape[1:]), array.dtype), like)
     if parts:
-        np.concatenate(parts, out=outputs[mine])
+        for output, *pieces in zip(leaves(outputs), *map(leaves, parts), strict=True):
+            np.concatenate(pieces, out=output[mine])
     return outputs
 
 

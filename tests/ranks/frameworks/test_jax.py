@@ -21,7 +21,7 @@ import jax.numpy as jnp  # noqa: E402
 import allreduce  # noqa: E402
 import allreduce.jax as ours  # noqa: E402
 from allreduce import errors  # noqa: E402
-from tests.frameworks.replica_checks import check_training  # noqa: E402
+from tests.frameworks.replica_checks import as_dict, as_tuple, check_inputs, check_training, check_weights  # noqa: E402
 from trainers import CentralStorageTrainer, MirroredTrainer, ParameterServerTrainer, SpareReplicasTrainer  # noqa: E402
 from trainers.errors import ArgumentError  # noqa: E402
 from trainers.replicas.jax import JaxReplica  # noqa: E402
@@ -91,6 +91,24 @@ def test_trainers(flat: allreduce.Topology) -> None:
             epochs = trainer.fit(X, Y, epochs=3, batch_size=16, progress=False)
             assert epochs[-1].loss < epochs[0].loss
             assert trainer.evaluate(X, Y)["loss"] < 2
+
+
+def test_several_inputs_and_weights(flat: allreduce.Topology) -> None:
+    random = np.random.default_rng(1)
+    params = [random.normal(size=shape).astype("float32") for shape in ((2, 3), (4, 3))]
+
+    def added(params: Any, x: Any) -> Any:
+        first, rest = (x["first"], x["rest"]) if isinstance(x, dict) else x
+        return first @ params[0] + jnp.tanh(rest @ params[1])
+
+    def made() -> JaxReplica:
+        return JaxReplica(added, loss, params, optax.adam(0.02))
+
+    check_weights(made(), as_tuple if rank else as_dict)
+    check_inputs(made, as_dict, flat, ["mirrored", "servers"])
+    wrong = JaxReplica(added, lambda output, y: len(y) * loss(output, y), params, optax.adam(0.02))
+    with MirroredTrainer(wrong, "auto", flat) as trainer, pytest.raises(ArgumentError, match="mean over the rows"):
+        trainer.fit((X[:, :2], X[:, 2:]), Y % 3, sample_weight=np.ones(50), progress=False)
 
 
 def test_bfloat16(flat: allreduce.Topology, folder: Path) -> None:

@@ -12,6 +12,7 @@ from mpi4py import MPI  # noqa: E402
 from torch import nn  # noqa: E402
 
 import allreduce  # noqa: E402
+from tests.frameworks.replica_checks import STRATEGIES, as_dict, as_tuple, check_inputs, check_weights  # noqa: E402
 from trainers import CentralStorageTrainer, MirroredTrainer  # noqa: E402
 from trainers.data import Batches  # noqa: E402
 from trainers.errors import ArgumentError, ModelFileError  # noqa: E402
@@ -501,3 +502,89 @@ def test_a_model_file_loads_in_either_precision(world: MPI.Intracomm, flat: allr
         TorchReplica(
             module := nn.Linear(2, 2).double(), nn.MSELoss(), torch.optim.SGD(module.parameters()), precision="bfloat16"
         )
+
+
+class Two(nn.Module):
+    """A model of two inputs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(2, 3), nn.Linear(4, 3)
+
+    def forward(self, first: torch.Tensor, rest: torch.Tensor) -> torch.Tensor:
+        return self.first(first) + torch.tanh(self.second(rest))
+
+
+LOSSES: dict[str, Any] = {
+    "module": nn.CrossEntropyLoss(),
+    "function": nn.functional.cross_entropy,
+    "own function": lambda output, target: nn.functional.cross_entropy(output, target),
+}
+
+
+def two(loss: Any) -> TorchReplica:
+    torch.manual_seed(0)
+    module = Two()
+    return TorchReplica(module, loss, torch.optim.Adam(module.parameters(), lr=0.02))
+
+
+def test_several_inputs_and_weights(flat: allreduce.Topology) -> None:
+    for loss in LOSSES.values():
+        check_weights(two(loss), as_tuple)
+    check_weights(two(nn.CrossEntropyLoss()), as_dict)
+    check_inputs(lambda: two(nn.functional.cross_entropy), as_dict, flat, list(STRATEGIES))
+    check_inputs(lambda: two(LOSSES["own function"]), as_tuple, flat, ["sharded"])
+
+
+@pytest.mark.parametrize(
+    ("loss", "text"),
+    [
+        (nn.CrossEntropyLoss(weight=torch.tensor([1.0, 2.0, 3.0])), "give fit class_weight= instead"),
+        (lambda output, target: output.sum(), "is -?[0-9.]+, and the mean over single rows is"),
+        (lambda output, target: output.mean() * float(target[0]), "can't be called for single rows"),
+    ],
+    ids=["weighted", "sum", "item"],
+)
+def test_a_loss_without_rows_refuses_weights(loss: Any, text: str, flat: allreduce.Topology) -> None:
+    x, y = data()
+    replica = two(loss)
+    with MirroredTrainer(replica, "ring", flat) as trainer:
+        trainer.fit(as_dict(x), y, 1, progress=False)
+        before = trainer.parameters_sha256()
+        with pytest.raises(ArgumentError, match=text) as caught:
+            trainer.fit(as_dict(x), y, 1, class_weight="balanced", progress=False)
+        assert caught.value.ranks == tuple(range(flat.size))
+        assert trainer.parameters_sha256() == before
+
+
+class Heads(nn.Module):
+    """A model of two outputs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kind, self.size = nn.Linear(6, 3), nn.Linear(6, 1)
+
+    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {"kind": self.kind(x), "size": self.size(x)}
+
+
+def test_several_outputs(flat: allreduce.Topology) -> None:
+    """A dict of targets, and of predictions; weights by torch.vmap over dicts."""
+
+    def loss(output: Any, target: Any) -> torch.Tensor:
+        sizes = nn.functional.mse_loss(output["size"], target["size"])
+        return nn.functional.cross_entropy(output["kind"], target["kind"]) + sizes
+
+    x, y = data()
+    targets, found = {"size": x.sum(axis=1, keepdims=True), "kind": y}, []
+    for topology in (flat, allreduce.Topology(MPI.COMM_SELF)):
+        torch.manual_seed(0)
+        module = Heads()
+        replica = TorchReplica(module, loss, torch.optim.Adam(module.parameters(), lr=0.02))
+        with MirroredTrainer(replica, "ring", topology) as trainer:
+            trainer.fit(x, targets, 2, 40, sample_weight=np.arange(len(x)), progress=False)
+            outputs = trainer.predict(x)
+        found.append(np.concatenate([outputs["kind"], outputs["size"]], axis=1))
+    topology.close()
+    assert found[0].shape == (len(x), 4)
+    np.testing.assert_allclose(found[0], found[1], rtol=1e-3, atol=1e-5)

@@ -5,6 +5,7 @@ from typing import Any
 
 import numpy as np
 
+from trainers.data import Tree, as_arrays, mapped, row_count, sliced
 from trainers.errors import ArgumentError
 from trainers.replica import Replica, unfit_error
 
@@ -24,13 +25,15 @@ from trainers.replicas.jax.layout import TreeLayout, alias, on_host, own
 from trainers.replicas.jax.optimizer import Optimizer
 
 Function = Callable[[Any, Any], Any]
+CHECKED, CLOSE = 8, 1e-2  # rows whose losses are compared with the mean loss, and the largest relative difference
 
 
 class JaxReplica(FlatReplica):
     """A function of parameters, its loss and its optimizer. On the CPU.
 
-    apply: apply(params, x) -> output; jax.jit must be able to compile it. Flax's `module.apply` is one.
-    loss: loss(output, y) -> the MEAN over the rows.
+    apply: apply(params, x) -> output; jax.jit must be able to compile it. Flax's `module.apply` is one. x, y and output
+        may be tuples or dicts of arrays.
+    loss: loss(output, y) -> the MEAN over the rows. To weigh rows, it is called for each row (jax.vmap).
     params: a tree of floating arrays of one dtype; copied.
     optimizer: an optax.GradientTransformation. If ranks divide the update (update="sharded", servers, spare replicas),
         it must be elementwise, as optax.adam is and optax.clip_by_global_norm is not.
@@ -45,6 +48,7 @@ class JaxReplica(FlatReplica):
     64. Each new number of rows is compiled once. Raises ArgumentError.
     """
 
+    takes_weights = True
     _optimizer: Optimizer
 
     def __init__(
@@ -83,11 +87,11 @@ class JaxReplica(FlatReplica):
         self._parameters_into(buffer)
         self._memory, self._tree = buffer, None
 
-    def gradients(self, x: np.ndarray, y: np.ndarray, share: float) -> Any:
-        if len(x) == 0:
+    def gradients(self, x: Tree, y: Tree, share: float, weights: np.ndarray | None = None) -> Any:
+        if row_count(x) == 0:
             self._buffer[:] = 0
             return [0.0] * len(self.metrics)
-        values, gradients = self._gradients(*self._model(), self._input(x), self._input(y), share)
+        values, gradients = self._gradients(*self._model(), *self._inputs(x, y, weights), share)
         self._layout.write(gradients, self._buffer)
         return np.asarray(values)
 
@@ -101,12 +105,14 @@ class JaxReplica(FlatReplica):
         changed = self._optimizer.update_slice(part, alias(self._memory), alias(self._buffer))
         np.copyto(self._memory[part], np.asarray(changed))
 
-    def evaluate(self, x: np.ndarray, y: np.ndarray) -> Any:
-        return len(x) * np.asarray(self._measures(*self._model(), self._input(x), self._input(y)), np.float64)
+    def evaluate(self, x: Tree, y: Tree, weights: np.ndarray | None = None) -> Any:
+        means = self._measures(*self._model(), *self._inputs(x, y, weights))
+        return row_count(x) * np.asarray(means, np.float64)
 
-    def predict(self, x: np.ndarray) -> np.ndarray:
+    def predict(self, x: Tree) -> Tree:
         """Return the output of `apply`; bfloat16 as float32."""
-        return np.array(on_host(self._outputs(*self._model(), self._input(x))))
+        outputs = self._outputs(*self._model(), *self._inputs(x))
+        return as_arrays(jax.tree.map(lambda leaf: np.array(on_host(leaf)), outputs), lists=True)
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         return self._layout.shapes
@@ -127,15 +133,30 @@ class JaxReplica(FlatReplica):
     def config(self) -> dict[str, Any]:
         return {"precision": "bfloat16" if self._low else self.gradient_dtype}
 
-    def check(self, x: np.ndarray, y: np.ndarray | None) -> None:
+    def check(self, x: Tree, y: Tree | None, weights: np.ndarray | None = None) -> None:
         model = self._model()
         try:
             if y is None:
-                jax.eval_shape(self._outputs, *model, self._input(x[:1]))
+                jax.eval_shape(self._outputs, *model, *self._inputs(sliced(x, slice(1))))
             else:
-                jax.eval_shape(self._gradients, *model, self._input(x[:1]), self._input(y[:1]), 1.0)
+                inputs = self._inputs(*sliced((x, y), slice(1)), None if weights is None else weights[:1])
+                jax.eval_shape(self._gradients, *model, *inputs, 1.0)
+                if weights is not None:
+                    self._check_mean(*self._inputs(*sliced((x, y), slice(CHECKED))))
+        except ArgumentError:
+            raise
         except Exception as error:  # whatever the user's functions raise
             raise unfit_error("apply, loss or a metric", x, y, error) from error
+
+    def _check_mean(self, x: Any, y: Any) -> None:
+        """Raise ArgumentError unless the loss of these rows is the mean of the losses of each."""
+        output = self._outputs(*self._model(), x)
+        mean, found = (float(self._mean_loss(output, y, weights)) for weights in (None, np.float32(1)))
+        if abs(mean - found) > CLOSE * max(abs(mean), abs(found)):
+            raise ArgumentError(
+                "sample_weight and class_weight need a loss that is the mean over the rows: the loss of the first rows "
+                f"is {mean:.6g}, and the mean over single rows is {found:.6g}"
+            )
 
     # Inside
 
@@ -160,26 +181,39 @@ class JaxReplica(FlatReplica):
         """Return the first arguments of compiled functions: (False, the tree) or (True, the trainer's flat memory)."""
         return (False, self._tree) if self._memory is None else (True, alias(self._memory))
 
+    def _inputs(self, *trees: Tree) -> list[Any]:
+        """Return x, y and weights as the compiled functions take them."""
+        return [None if tree is None else mapped(self._input, tree) for tree in trees]
+
     def _input(self, array: np.ndarray) -> np.ndarray:
         return array.astype(self._layout.dtype, copy=False) if array.dtype.kind == "f" else array
 
     # Compiled functions
 
-    def _measure_gradients(self, flat: bool, model: Any, x: Any, y: Any, share: Any) -> tuple[Any, list[Any]]:
+    def _measure_gradients(
+        self, flat: bool, model: Any, x: Any, y: Any, weights: Any, share: Any
+    ) -> tuple[Any, list[Any]]:
         """Return the metrics, and `share` times the gradients of the loss."""
 
         def shared(params: Any) -> tuple[Any, Any]:
             output = self._applied(params, x)
-            loss = self._loss(output, y)
+            loss = self._mean_loss(output, y, weights)
             return loss * share, (loss, output)
 
         params = self._layout.cut(model) if flat else model
         gradients, (loss, output) = jax.grad(shared, has_aux=True)(params)
         return self._values(loss, output, y), jax.tree.leaves(gradients)
 
-    def _measure(self, flat: bool, model: Any, x: Any, y: Any) -> Any:
+    def _measure(self, flat: bool, model: Any, x: Any, y: Any, weights: Any) -> Any:
         output = self._output(flat, model, x)
-        return self._values(self._loss(output, y), output, y)
+        return self._values(self._mean_loss(output, y, weights), output, y)
+
+    def _mean_loss(self, output: Any, y: Any, weights: Any) -> Any:
+        """Return the loss of these rows: the mean over the rows of their weighted losses."""
+        if weights is None:
+            return self._loss(output, y)
+        first = lambda tree: jax.tree.map(lambda leaf: leaf[None], tree)  # noqa: E731
+        return (jax.vmap(lambda output, y: self._loss(first(output), first(y)))(output, y) * weights).mean()
 
     def _output(self, flat: bool, model: Any, x: Any) -> Any:
         return self._applied(self._layout.cut(model) if flat else model, x)

@@ -8,14 +8,15 @@ from typing import Any
 import keras
 import numpy as np
 
-Measured = Callable[[Any, Any, Sequence[Any]], tuple[Any, Any]]
+Measured = Callable[[Any, Any, Sequence[Any], Any], tuple[Any, Any]]
 Step = Callable[[list[np.ndarray]], None]
 
 
 class Computing(ABC):
     """Computes gradients and outputs of a model with one Keras backend.
 
-    measured: measured(y, output, losses of layers) -> (loss, metrics as one tensor, the loss first).
+    measured: measured(y, output, losses of layers, weights of rows or None) -> (loss, metrics as one tensor, the loss
+        first).
     """
 
     def __init__(self, model: Any, measured: Measured) -> None:
@@ -29,19 +30,19 @@ class Computing(ABC):
         """Compile the functions."""
 
     @abstractmethod
-    def gradients(self, x: np.ndarray, y: np.ndarray, share: float) -> tuple[np.ndarray, list[Any]]:
+    def gradients(self, x: Any, y: Any, weights: Any, share: float) -> tuple[np.ndarray, list[Any]]:
         """Return the metrics, and the gradients times `share` (None: zeros). Updates the other variables of layers."""
 
     @abstractmethod
-    def metrics(self, x: np.ndarray, y: np.ndarray) -> np.ndarray:
+    def metrics(self, x: Any, y: Any, weights: Any) -> np.ndarray:
         """Return the metrics in inference mode."""
 
     @abstractmethod
-    def output(self, x: np.ndarray) -> np.ndarray:
+    def output(self, x: Any) -> Any:
         """Return the model's output in inference mode."""
 
-    def _metrics_of(self, x: Any, y: Any) -> Any:
-        return self.measured(y, self._output_of(x), self.model.losses)[1]
+    def _metrics_of(self, x: Any, y: Any, weights: Any) -> Any:
+        return self.measured(y, self._output_of(x), self.model.losses, weights)[1]
 
     def _output_of(self, x: Any) -> Any:
         return self.model(x, **self.using)
@@ -62,26 +63,26 @@ class Computing(ABC):
 class TorchComputing(Computing):
     """PyTorch, eager."""
 
-    def gradients(self, x: np.ndarray, y: np.ndarray, share: float) -> tuple[np.ndarray, list[Any]]:
+    def gradients(self, x: Any, y: Any, weights: Any, share: float) -> tuple[np.ndarray, list[Any]]:
         import torch
 
         output = self.model(x, **self.training)
-        loss, values = self.measured(y, output, self.model.losses)
+        loss, values = self.measured(y, output, self.model.losses, weights)
         leaves = [variable.value for variable in self.trained]
         gradients = torch.autograd.grad(loss * share, leaves, allow_unused=True)
         return _array(values), [None if gradient is None else _array(gradient) for gradient in gradients]
 
-    def metrics(self, x: np.ndarray, y: np.ndarray) -> np.ndarray:
+    def metrics(self, x: Any, y: Any, weights: Any) -> np.ndarray:
         import torch
 
         with torch.no_grad():
-            return _array(self._metrics_of(x, y))
+            return _array(self._metrics_of(x, y, weights))
 
-    def output(self, x: np.ndarray) -> np.ndarray:
+    def output(self, x: Any) -> Any:
         import torch
 
         with torch.no_grad():
-            return keras.ops.convert_to_numpy(self._output_of(x))  # bfloat16 as float32
+            return _on_host(self._output_of(x))
 
     def random_state(self) -> dict[str, np.ndarray]:
         import torch
@@ -118,31 +119,31 @@ class JaxComputing(Computing):
     def _values(self) -> tuple[list[Any], list[Any]]:
         return [variable.value for variable in self.trained], [variable.value for variable in self.others]
 
-    def gradients(self, x: np.ndarray, y: np.ndarray, share: float) -> tuple[np.ndarray, list[Any]]:
-        gradients, (values, others) = self._gradients(*self._values(), x, y, share)
+    def gradients(self, x: Any, y: Any, weights: Any, share: float) -> tuple[np.ndarray, list[Any]]:
+        gradients, (values, others) = self._gradients(*self._values(), x, y, weights, share)
         for variable, value in zip(self.others, others, strict=True):
             variable.assign(value)
         return np.asarray(values), [np.asarray(gradient) for gradient in gradients]
 
-    def _traced_gradients(self, trained: Any, others: Any, x: Any, y: Any, share: Any) -> Any:
+    def _traced_gradients(self, trained: Any, others: Any, x: Any, y: Any, weights: Any, share: Any) -> Any:
         import jax
 
         def shared(trained: Any) -> Any:
             output, changed, losses = self.model.stateless_call(trained, others, x, return_losses=True, **self.training)
-            loss, values = self.measured(y, output, losses)
+            loss, values = self.measured(y, output, losses, weights)
             return loss * share, (values, changed)
 
         return jax.grad(shared, has_aux=True)(trained)
 
-    def metrics(self, x: np.ndarray, y: np.ndarray) -> np.ndarray:
-        return np.asarray(self._metrics(*self._values(), x, y))
+    def metrics(self, x: Any, y: Any, weights: Any) -> np.ndarray:
+        return np.asarray(self._metrics(*self._values(), x, y, weights))
 
-    def _traced_metrics(self, trained: Any, others: Any, x: Any, y: Any) -> Any:
+    def _traced_metrics(self, trained: Any, others: Any, x: Any, y: Any, weights: Any) -> Any:
         output, _, losses = self.model.stateless_call(trained, others, x, return_losses=True, **self.using)
-        return self.measured(y, output, losses)[1]
+        return self.measured(y, output, losses, weights)[1]
 
-    def output(self, x: np.ndarray) -> np.ndarray:
-        return np.array(self._output(*self._values(), x))
+    def output(self, x: Any) -> Any:
+        return _on_host(self._output(*self._values(), x))
 
     def _traced_output(self, trained: Any, others: Any, x: Any) -> Any:
         return self.model.stateless_call(trained, others, x, **self.using)[0]
@@ -176,26 +177,26 @@ class TensorflowComputing(Computing):
             tf.function(each, reduce_retracing=True) for each in (self._gradients_of, self._metrics_of, self._output_of)
         )
 
-    def gradients(self, x: np.ndarray, y: np.ndarray, share: float) -> tuple[np.ndarray, list[Any]]:
-        values, gradients = self._gradients(x, y, np.float32(share))
+    def gradients(self, x: Any, y: Any, weights: Any, share: float) -> tuple[np.ndarray, list[Any]]:
+        values, gradients = self._gradients(x, y, weights, np.float32(share))
         return values.numpy(), [None if gradient is None else gradient.numpy() for gradient in gradients]
 
-    def _gradients_of(self, x: Any, y: Any, share: Any) -> Any:
+    def _gradients_of(self, x: Any, y: Any, weights: Any, share: Any) -> Any:
         import tensorflow as tf
 
         leaves = [variable.value for variable in self.trained]
         with tf.GradientTape() as tape:
             output = self.model(x, **self.training)
-            loss, values = self.measured(y, output, self.model.losses)
+            loss, values = self.measured(y, output, self.model.losses, weights)
             shared = loss * tf.cast(share, loss.dtype)
         gradients = tape.gradient(shared, leaves)
         return values, [None if gradient is None else tf.convert_to_tensor(gradient) for gradient in gradients]
 
-    def metrics(self, x: np.ndarray, y: np.ndarray) -> np.ndarray:
-        return self._metrics(x, y).numpy()
+    def metrics(self, x: Any, y: Any, weights: Any) -> np.ndarray:
+        return self._metrics(x, y, weights).numpy()
 
-    def output(self, x: np.ndarray) -> np.ndarray:
-        return self._output(x).numpy()
+    def output(self, x: Any) -> Any:
+        return _on_host(self._output(x))
 
     @staticmethod
     def stepper(optimizer: Any, variables: list[Any]) -> Step:
@@ -207,6 +208,11 @@ class TensorflowComputing(Computing):
             apply([tf.constant(array) for array in gradients])  # copies, because TensorFlow may keep them
 
         return step
+
+
+def _on_host(output: Any) -> Any:
+    """Return an output of a model on the host, arrays of its own; bfloat16 as float32."""
+    return keras.tree.map_structure(lambda each: np.array(keras.ops.convert_to_numpy(each)), output)
 
 
 def _array(tensor: Any) -> np.ndarray:

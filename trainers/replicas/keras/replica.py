@@ -7,6 +7,7 @@ from typing import Any
 import keras
 import numpy as np
 
+from trainers.data import Tree, as_arrays, mapped, row_count, sliced
 from trainers.errors import ArgumentError, ModelFileError
 from trainers.replica import Replica, unfit_error
 from trainers.replicas.flat import FlatReplica, Layout
@@ -21,17 +22,19 @@ class KerasReplica(FlatReplica):
 
     model: a built keras.Model whose trained variables all have the same dtype: float32, float64 or float16.
     loss: a Keras loss, its name, or a function loss(y, output); the mean over the rows is used. Losses of layers are
-        added.
+        added. To weigh rows, a function must return the loss of each row, as Keras' functions do.
     optimizer: a Keras optimizer, or its name. If ranks divide the update (update="sharded", servers, spare replicas),
         it must be elementwise, such as Adam (trainers.replicas.keras.optimizer.ELEMENTWISE), without clipnorm.
     metrics: name -> metric(y, output), such as keras.metrics.sparse_categorical_accuracy; the means are shown with the
         loss.
 
-    Floating x and y are converted to the dtype of the variables. The moving means and variances of batch norm are
+    x and y may be tuples or dicts of arrays; a model that was made with a list of inputs takes a tuple. Floating x and
+    y are converted to the dtype of the variables. The moving means and variances of batch norm are
     averaged over the ranks, by rows, with the gradients; the random state of layers differs between ranks. Raises
     ArgumentError.
     """
 
+    takes_weights = True
     _optimizer: Optimizer
 
     def __init__(
@@ -55,6 +58,7 @@ class KerasReplica(FlatReplica):
         self._shared = {f"model.{n}": each for n, each in enumerate(others) if id(each) not in random}
         self._random = {f"random.{n}": each for n, each in enumerate(others) if id(each) in random}
         self._computing = COMPUTING[keras.backend.backend()](model, self._measured)
+        self._takes_list = isinstance(getattr(model, "input", None), list)
         self._memory: np.ndarray | None = None
         self._before: list[np.ndarray] = []
         self.bind(np.zeros(self.gradient_length, self.gradient_dtype))
@@ -66,14 +70,15 @@ class KerasReplica(FlatReplica):
         self._memory = buffer
         self._store(buffer)
 
-    def gradients(self, x: np.ndarray, y: np.ndarray, share: float) -> Any:
-        if len(x) == 0:
+    def gradients(self, x: Tree, y: Tree, share: float, weights: np.ndarray | None = None) -> Any:
+        if row_count(x) == 0:
             self._buffer[:] = 0
             return [0.0] * len(self.metrics)
         self._refresh_model()
         if self.undoable:
             self._before = [np.array(array_of(each)) for each in self._shared.values()]
-        values, gradients = self._computing.gradients(self._input(x), self._input(y), share)
+        x, y, weights = self._inputs(x, y, weights)
+        values, gradients = self._computing.gradients(x, y, weights, share)
         statistics = [array_of(each) * np.asarray(share, self.gradient_dtype) for each in self._statistics]
         self._layout.write([*gradients, *statistics], self._buffer)
         return values
@@ -101,15 +106,17 @@ class KerasReplica(FlatReplica):
         if self._memory is not None:
             self._load_statistics(self._memory)
 
-    def evaluate(self, x: np.ndarray, y: np.ndarray) -> Any:
+    def evaluate(self, x: Tree, y: Tree, weights: np.ndarray | None = None) -> Any:
         self._refresh_model()
-        return len(x) * np.asarray(self._computing.metrics(self._input(x), self._input(y)), np.float64)
+        return row_count(x) * np.asarray(self._computing.metrics(*self._inputs(x, y, weights)), np.float64)
 
-    def predict(self, x: np.ndarray) -> np.ndarray:
+    def predict(self, x: Tree) -> Tree:
         self._refresh_model()
-        if len(x) == 0:
-            return self._computing.output(np.zeros((1, *x.shape[1:]), self._input(x).dtype))[:0]
-        return self._computing.output(self._input(x))
+        none = row_count(x) == 0
+        if none:
+            x = mapped(lambda array: np.zeros((1, *array.shape[1:]), array.dtype), x)
+        outputs = as_arrays(self._computing.output(*self._inputs(x)), lists=True)
+        return sliced(outputs, slice(0)) if none else outputs
 
     def _parameters_into(self, flat: np.ndarray) -> None:
         self._refresh_model()
@@ -173,11 +180,15 @@ class KerasReplica(FlatReplica):
     def config(self) -> dict[str, Any]:
         return {"model": self.model.name, "optimizer": type(self._optimizer.whole.optimizer).__name__}
 
-    def check(self, x: np.ndarray, y: np.ndarray | None) -> None:
+    def check(self, x: Tree, y: Tree | None, weights: np.ndarray | None = None) -> None:
         try:
-            output = self._computing.output(self._input(x[:1]))
+            given = [None if each is None else sliced(each, slice(1)) for each in (x, y, weights)]
+            first, target, own = self._inputs(*given)
+            output = self._computing.output(first)
             if y is not None:
-                self._measured(self._input(y[:1]), keras.ops.convert_to_tensor(output), [])
+                self._measured(target, keras.tree.map_structure(keras.ops.convert_to_tensor, output), [], own)
+        except ArgumentError:
+            raise
         except Exception as error:  # whatever a model raises
             raise unfit_error(f"{self.model.name}, the loss or a metric", x, y, error) from error
 
@@ -195,6 +206,13 @@ class KerasReplica(FlatReplica):
         """Copy parameters and statistics into the trainer's memory."""
         self._layout.write(map(array_of, [*self._trained, *self._statistics]), buffer)
 
+    def _inputs(self, x: Tree, *others: Tree) -> list[Any]:
+        """Return x, y and weights as the model and the loss take them."""
+        found: list[Any] = [None if tree is None else mapped(self._input, tree) for tree in (x, *others)]
+        if self._takes_list and isinstance(x, tuple):
+            found[0] = list(found[0])
+        return found
+
     def _input(self, array: np.ndarray) -> np.ndarray:
         return array.astype(self.gradient_dtype, copy=False) if array.dtype.kind == "f" else array
 
@@ -203,13 +221,32 @@ class KerasReplica(FlatReplica):
         for variable, array in zip(variables, arrays, strict=True):
             assign(variable, array)
 
-    def _measured(self, y: Any, output: Any, losses: Sequence[Any]) -> tuple[Any, Any]:
-        y = keras.ops.convert_to_tensor(y)
-        loss = keras.ops.mean(self._loss(y, output))
+    def _measured(self, y: Any, output: Any, losses: Sequence[Any], weights: Any = None) -> tuple[Any, Any]:
+        y = keras.tree.map_structure(keras.ops.convert_to_tensor, y)
+        loss = keras.ops.mean(self._loss(y, output)) if weights is None else self._weighted(y, output, weights)
         for each in losses:
             loss = loss + keras.ops.cast(each, loss.dtype)
         means = [keras.ops.mean(keras.ops.cast(each(y, output), "float32")) for each in self._metrics.values()]
         return loss, keras.ops.stack([keras.ops.cast(loss, "float32"), *means])
+
+    def _weighted(self, y: Any, output: Any, weights: Any) -> Any:
+        """Return the mean over the rows of their weighted losses. Raises ArgumentError if the loss has no rows."""
+        if isinstance(self._loss, keras.losses.Loss):
+            if self._loss.reduction == "mean_with_sample_weight":
+                raise ArgumentError(
+                    'the loss has reduction="mean_with_sample_weight", which divides by the sum of the weights of a '
+                    'rank; use "sum_over_batch_size", which divides by the number of rows'
+                )
+            return keras.ops.mean(self._loss(y, output, sample_weight=weights))
+        losses = self._loss(y, output)
+        if not len(losses.shape):
+            raise ArgumentError(
+                "sample_weight and class_weight need the loss of each row, and this function returns one number: use a "
+                "loss of keras.losses, or return the losses of the rows"
+            )
+        if len(losses.shape) > 1:
+            losses = keras.ops.mean(losses, axis=tuple(range(1, len(losses.shape))))
+        return keras.ops.mean(losses * keras.ops.cast(weights, losses.dtype))
 
 
 def _loss_of(loss: Any) -> Any:

@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 
+from trainers.data import Tree, as_arrays, mapped, row_count, sliced
 from trainers.errors import ArgumentError, ModelFileError
 from trainers.replica import unfit_error
 
@@ -21,7 +22,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from trainers.replicas import precision as precisions
 from trainers.replicas.flat import FlatReplica
-from trainers.replicas.pytorch import devices
+from trainers.replicas.pytorch import devices, row_losses
 from trainers.replicas.pytorch.optimizer import TorchOptimizer
 from trainers.replicas.pytorch.tensors import DTYPES, as_tensor, from_array, host_view, views, write_flat
 
@@ -34,7 +35,8 @@ class TorchReplica(FlatReplica):
     """A module, its loss and its optimizer.
 
     module: a torch.nn.Module whose trained parameters have one dtype, on the CPU or on one GPU.
-    loss: loss(module(x), y), the MEAN over the rows.
+    loss: loss(module(x), y), the MEAN over the rows. To weigh rows, a loss of torch.nn or torch.nn.functional is called
+        with reduction="none", any other one for each row (torch.vmap).
     optimizer: a torch.optim.Optimizer on the module's parameters, whose state has the shapes of the parameters (SGD,
         Adam, AdamW, ...; not LBFGS, not Adafactor).
     metrics: name -> metric(module(x), y), a mean over the rows; shown with the loss. nn.CrossEntropyLoss adds
@@ -43,8 +45,9 @@ class TorchReplica(FlatReplica):
         are converted to float32 before the loss and the metrics. Parameters, gradients and the optimizer stay float32,
         so a saved model can be loaded with either precision. None: no autocast.
 
-    x is converted to the dtype of the parameters; integers to int64 if the module has an nn.Embedding. y is converted
-    to int64 if it holds integers, else to the dtype of the parameters.
+    The module is called as module(x); as module(a, b) if x is a tuple (a, b), and as module(image=a, text=b) if x is a
+    dict {"image": a, "text": b}. Each array is converted to the dtype of the parameters; integers to int64 if the
+    module has an nn.Embedding. y is converted to int64 if it holds integers, else to the dtype of the parameters.
 
     The running means and variances of batch norm are averaged over the ranks, by rows, with the gradients;
     other buffers are local to each rank in training; when the trainer mirrors or saves, rank 0's are used. Parameters
@@ -52,6 +55,7 @@ class TorchReplica(FlatReplica):
     (channels_last is given up). Raises ArgumentError.
     """
 
+    takes_weights = True
     _optimizer: TorchOptimizer
 
     def __init__(
@@ -112,12 +116,12 @@ class TorchReplica(FlatReplica):
             self._store_statistics()
         self._lay_out()
 
-    def gradients(self, x: np.ndarray, y: np.ndarray, share: float) -> Any:
+    def gradients(self, x: Tree, y: Tree, share: float, weights: np.ndarray | None = None) -> Any:
         with self._device.ordered_with_cupy():
-            return self._gradients(x, y, share)
+            return self._gradients(x, y, share, weights)
 
-    def _gradients(self, x: np.ndarray, y: np.ndarray, share: float) -> Any:
-        if len(x) == 0:
+    def _gradients(self, x: Tree, y: Tree, share: float, weights: np.ndarray | None) -> Any:
+        if row_count(x) == 0:
             self._buffer.zero_()
             self._attach()
             return self._device.numbers([torch.zeros(())] * len(self.metrics))
@@ -127,7 +131,7 @@ class TorchReplica(FlatReplica):
             self._buffers.save()
         self.module.train()
         output, target = self._output(x), self._target(y)
-        loss = self.loss(output, target)
+        loss = self._mean_loss(output, target, weights)
         (loss * share).backward()
         with torch.no_grad():
             for parameter, view in zip(self._trained, self._views, strict=False):
@@ -181,17 +185,17 @@ class TorchReplica(FlatReplica):
         self._versions = {each: changes_of(each) for each in self.module.parameters()}
 
     @torch.no_grad()
-    def evaluate(self, x: np.ndarray, y: np.ndarray) -> list[float]:
+    def evaluate(self, x: Tree, y: Tree, weights: np.ndarray | None = None) -> list[float]:
         self.module.eval()
         output, target = self._output(x), self._target(y)
-        return [len(x) * float(mean) for mean in self._values(self.loss(output, target), output, target)]
+        means = self._values(self._mean_loss(output, target, weights), output, target)
+        return [row_count(x) * float(mean) for mean in means]
 
     @torch.no_grad()
-    def predict(self, x: np.ndarray) -> np.ndarray:
+    def predict(self, x: Tree) -> Tree:
         """Return the module's output, in evaluation mode; bfloat16 as float32."""
         self.module.eval()
-        output = self._output(x)
-        return (output.float() if output.dtype == torch.bfloat16 else output).cpu().numpy()
+        return as_arrays(_each(host_view, self._output(x)), lists=True)
 
     @torch.no_grad()
     def _parameters_into(self, flat: np.ndarray) -> None:
@@ -268,15 +272,20 @@ class TorchReplica(FlatReplica):
         made = {"module": type(self.module).__name__, "optimizer": type(self.optimizer).__name__}
         return {**made, "precision": "bfloat16" if self._low else self.gradient_dtype}
 
-    def check(self, x: np.ndarray, y: np.ndarray | None) -> None:
+    def check(self, x: Tree, y: Tree | None, weights: np.ndarray | None = None) -> None:
         training = self.module.training
         self.module.eval()
         try:
             with torch.no_grad():
-                output = self._output(x[:1])
+                rows = slice(1 if weights is None else row_losses.CHECKED)
+                output = self._output(sliced(x, rows))
                 if y is not None:
-                    target = self._target(y[:1])
+                    target = self._target(sliced(y, rows))
                     list(map(float, self._values(self.loss(output, target), output, target)))
+                    if weights is not None:
+                        row_losses.check_mean(self.loss, output, target)
+        except ArgumentError:
+            raise
         except (RuntimeError, ValueError, TypeError, IndexError) as error:
             raise unfit_error(type(self.module).__name__, x, y, error) from error
         finally:
@@ -326,19 +335,33 @@ class TorchReplica(FlatReplica):
     def _values(self, loss: Tensor, output: Tensor, target: Tensor) -> list[Tensor]:
         return [loss, *(metric(output, target) for metric in self._metrics.values())]
 
-    def _output(self, x: np.ndarray) -> Any:
+    def _mean_loss(self, output: Any, target: Any, weights: np.ndarray | None) -> Tensor:
+        """Return the loss of these rows: the mean over the rows of their weighted losses."""
+        if weights is None:
+            return self.loss(output, target)
+        return (row_losses.of_rows(self.loss)(output, target) * self._target(weights)).mean()
+
+    def _output(self, x: Tree) -> Any:
         """Return the module's output for these rows; with precision="bfloat16" computed by autocast, as float32."""
         if not self._low:
-            return self.module(self._input(x))
+            return self._call(x)
         with torch.autocast(self.device, torch.bfloat16):
-            output = self.module(self._input(x))
-        return _as_float32(output)
+            output = self._call(x)
+        return _each(lambda tensor: tensor.float() if tensor.dtype == torch.bfloat16 else tensor, output)
+
+    def _call(self, x: Tree) -> Any:
+        inputs = mapped(self._input, x)
+        if isinstance(inputs, dict):
+            return self.module(**inputs)
+        return self.module(*inputs) if isinstance(inputs, tuple) else self.module(inputs)
 
     def _input(self, x: np.ndarray) -> Tensor:
         tensor = from_array(x).to(self._device.device)
         return tensor.long() if self._embeds and not tensor.is_floating_point() else tensor.to(self._dtype)
 
-    def _target(self, y: np.ndarray) -> Tensor:
+    def _target(self, y: Tree) -> Any:
+        if isinstance(y, tuple | dict):
+            return mapped(self._target, y)
         tensor = from_array(y).to(self._device.device)
         return tensor.to(self._dtype) if tensor.is_floating_point() else tensor.long()
 
@@ -366,13 +389,13 @@ def _trained_of(module: nn.Module, optimizer: torch.optim.Optimizer) -> list[nn.
     return trained
 
 
-def _as_float32(output: Any) -> Any:
-    """Return a module's output, a tensor or a list, tuple or dict of tensors, with bfloat16 converted to float32."""
+def _each(function: Callable[[Tensor], Any], output: Any) -> Any:
+    """Return a module's output, a tensor or a list, tuple or dict of tensors: `function` of each tensor."""
     if isinstance(output, Tensor):
-        return output.float() if output.dtype == torch.bfloat16 else output
+        return function(output)
     if isinstance(output, dict):
-        return {name: _as_float32(each) for name, each in output.items()}
-    return type(output)(map(_as_float32, output)) if type(output) in (list, tuple) else output
+        return {name: _each(function, each) for name, each in output.items()}
+    return type(output)(_each(function, each) for each in output) if type(output) in (list, tuple) else output
 
 
 def _accuracy(output: Tensor, target: Tensor) -> Tensor:
