@@ -48,6 +48,7 @@ def draw(number: int, programs: Sequence[str] = tuple(PROGRAMS), most_ranks: int
         plan = replace(plan, copies=2, checkpoint=chance.choice((0, 0, 7)))
     if program.endswith("servers"):
         plan = replace(plan, servers=chance.choice(range(1, ranks - 1)))
+        plan = replace(plan, ranks_per_worker=min(chance.choice((1, 1, 2, 2, 3)), ranks - plan.servers))
     if program.startswith("spare "):
         plan = replace(plan, spares=chance.randrange(program == "spare ranks", ranks - 1))
     return replace(plan, faults=tuple(_faults(chance, plan)))
@@ -103,7 +104,7 @@ def _points(plan: Plan) -> tuple[str, ...]:
     module = plan.kind.module
     points = {"calls": REDUCE_POINTS, "loop": (*STEP_POINTS, "backward")}.get(module, STEP_POINTS)
     if not plan.kind.backends and plan.program != "central storage":
-        points = SERVED_POINTS
+        points = SERVED_POINTS + REDUCE_POINTS * (plan.ranks_per_worker > 1)
     if module == "training":
         points += CALL_POINTS
     if plan.program in EDITED:

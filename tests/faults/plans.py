@@ -82,6 +82,7 @@ class Plan:
     goes_on: whether the remaining ranks continue after a failure; the launcher then lets them.
     copies: the number of ranks that keep each slice of a sharded update.
     checkpoint: the number of steps between two checkpoints; 0 for none. servers: the number of servers, the last ranks.
+    ranks_per_worker: the number of ranks of each of their workers.
     spares: the number of standby ranks, the last ones; or the number of ranks for which a step of spare replicas does
     not wait. nodes: sizes of simulated nodes; empty for one real node.
     """
@@ -94,6 +95,7 @@ class Plan:
     copies: int = 1
     checkpoint: int = 0
     servers: int = 0
+    ranks_per_worker: int = 1
     spares: int = 0
     optimizer: str = "momentum"
     goes_on: bool = True
@@ -105,6 +107,7 @@ class Plan:
         parts += [f"nodes {'+'.join(map(str, self.nodes))}"] if self.nodes else []
         parts += [f"copies {self.copies}"] if self.copies > 1 else []
         parts += [f"{self.servers} servers"] if self.servers else []
+        parts += [f"{self.ranks_per_worker} ranks a worker"] if self.ranks_per_worker > 1 else []
         parts += [f"{self.spares} spare"] if self.spares else []
         parts += [f"checkpoint every {self.checkpoint} steps"] if self.checkpoint else []
         parts += [] if self.goes_on else ["without ULFM"]

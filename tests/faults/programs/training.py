@@ -74,10 +74,10 @@ def _made(plan: Plan, topology: Topology | None) -> Trainer:
         return CentralStorageTrainer(replica, topology, **options)
     if plan.program == "spare replicas":
         return SpareReplicasTrainer(replica, topology, spare=plan.spares, **options)
-    if plan.program == "synchronous servers":
-        return ParameterServerTrainer(replica, topology, servers=plan.servers, updates="sync", **options)
-    if plan.program == "asynchronous servers":
-        return ParameterServerTrainer(replica, topology, servers=plan.servers, max_staleness=8, **options)
+    if plan.program.endswith("servers"):
+        options |= {"servers": plan.servers, "ranks_per_worker": plan.ranks_per_worker}
+        options |= {"updates": "sync"} if plan.program == "synchronous servers" else {"max_staleness": 8}
+        return ParameterServerTrainer(replica, topology, **options)
     update = "sharded" if plan.program == "sharded" else "replicated"
     return MirroredTrainer(replica, plan.backend, topology, update=update, **options)
 

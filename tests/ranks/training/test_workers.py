@@ -2,6 +2,7 @@
 ranks."""
 
 import zlib
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -181,3 +182,26 @@ def test_options_that_make_no_sense_are_refused_on_all_ranks(
     with pytest.raises((ArgumentError, allreduce.errors.AllReduceError), match=words) as caught:
         ParameterServerTrainer(network(), flat, **options)
     assert caught.value.ranks == tuple(range(SIZE))  # type: ignore[union-attr]
+
+
+@few
+def test_a_training_is_resumed_with_workers_of_another_size(
+    flat: allreduce.Topology, world: MPI.Intracomm, tmp_path: Path
+) -> None:
+    """From the middle of an epoch: with workers of the same size with the same bits."""
+    x, y = data()
+    folder = world.bcast(str(tmp_path))
+    with in_step(flat, 1, 2) as trainer:
+        trainer.fit(x, y, 4, BATCH, progress=False)
+        expected = trainer.parameters_sha256()
+    state = trainer.replica.state()
+    for ranks in (2, 1):
+        given: dict[str, Any] = {"progress": False, "checkpoint": f"{folder}/{ranks}"}
+        with in_step(flat, 1, 2) as trainer:
+            trainer.fit(x, y, 4, BATCH, callbacks=[Acts(stop)], **given)
+        with in_step(flat, 1, ranks) as trainer:
+            history = trainer.fit(x, y, 4, BATCH, resume=True, **given)
+            assert [epoch.epoch for epoch in history] == [1, 2, 3, 4]
+            assert ranks == 1 or trainer.parameters_sha256() == expected
+        for name, array in trainer.replica.state().items():
+            np.testing.assert_allclose(array, state[name], rtol=1e-3, atol=1e-5, err_msg=name)
