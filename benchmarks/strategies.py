@@ -170,9 +170,10 @@ class Variant:
     spare: int = 0
 
 
-def _served(name: str, servers: int, *more: str) -> Variant:
+def _served(name: str, servers: int, *more: str, least: int = 2) -> Variant:
+    """least: the smallest number of ranks that compute."""
     arguments = ("--strategy", "parameter_server", "--servers", str(servers), *more)
-    return Variant(name, arguments, servers, servers + 2)
+    return Variant(name, arguments, servers, servers + least)
 
 
 VARIANTS = [
@@ -184,6 +185,7 @@ VARIANTS = [
     _served("1 server, async", 1),
     _served("2 servers, async", 2),
     _served("1 server, async, scale", 1, "--stale", "scale"),
+    _served("1 server, async, pairs", 1, "--ranks-per-worker", "2", least=4),
 ]
 
 

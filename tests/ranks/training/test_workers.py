@@ -100,17 +100,20 @@ def test_the_ranks_of_an_asynchronous_worker_have_equal_parameters(
 
 
 @few
-def test_a_worker_computes_the_gradient_of_its_parts_as_one_rank(flat: allreduce.Topology) -> None:
-    """A single worker's asynchronous training is that of one rank, also if a part has fewer rows than ranks."""
+@pytest.mark.parametrize("updates", ["sync", "async"])
+def test_a_worker_computes_the_gradient_of_its_parts_as_one_rank(updates: str, flat: allreduce.Topology) -> None:
+    """A single worker's training is that of one rank: if a part has fewer rows than ranks, with weights of rows, with
+    clipping and a moving average."""
     x, y = data()
-    losses = []
-    for rows in (BATCH, 1):
-        with ParameterServerTrainer(network(), flat, ranks_per_worker=2) as trainer:
-            history = trainer.fit(x, y, 2, rows, progress=False)
+    options = {"accumulate": 2, "clip_norm": 0.05, "ema": 0.9, "sample_weight": np.linspace(0, 2, len(x))}
+    for rows, given in ((BATCH, {}), (1, {}), (BATCH, options)):
+        common: dict[str, Any] = {"progress": False, "validation_data": (x, y), **given}
+        with ParameterServerTrainer(network(), flat, updates=updates, ranks_per_worker=2) as trainer:
+            history = trainer.fit(x, y, 2, rows, **common)
         with MirroredTrainer(network(), topology=allreduce.Topology(MPI.COMM_SELF)) as alone:
-            expected = alone.fit(x, y, 2, rows, progress=False)
-        np.testing.assert_allclose(history.column("loss"), expected.column("loss"), rtol=1e-4)
-        losses.append(history.column("loss"))
+            expected = alone.fit(x, y, 2, rows, **common)
+        for name in ("loss", "validation_loss"):
+            np.testing.assert_allclose(history.column(name), expected.column(name), rtol=1e-3)
         for name, array in trainer.replica.state().items():
             np.testing.assert_allclose(array, alone.replica.state()[name], rtol=1e-2, atol=1e-4, err_msg=name)
 
