@@ -10,7 +10,7 @@ import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
@@ -161,6 +161,8 @@ class Samples:
 
     Rows come from `data.__getitems__(list of numbers)`, if it exists (PyTorch's protocol); else, without a collate,
     from data[array of numbers], if that gives the same rows as row by row; else row by row. Raises ArgumentError.
+
+    stacks: whether rows are stacked, without a collate.
     """
 
     def __init__(self, data: Any, collate: Collate | None = None) -> None:
@@ -170,14 +172,15 @@ class Samples:
                 f"x is a {self.name}, and there is no y: give arrays x and y, or a data set with len() and rows by "
                 'number; or say which rows a loader brings: rows="divided" (each rank its own), rows="whole"'
             )
-        self._data, self._collate = data, collate or _stack
+        self.data, self.stacks, self._collate = data, collate is None, collate or _stack
         self._rows = len(data)
         if self._rows == 0:
             raise ArgumentError(f"there are no samples: the {self.name} is empty")
         self._fetch = self._one_by_one
         try:
             probe = np.array([0, self._rows - 1])
-            self.first = self.take(probe)
+            with keeping_generators():
+                self.first = self.take(probe)
         except DataError as error:
             raise ArgumentError(str(error)) from error
         if collate is None and not hasattr(data, "__getitems__") and self._takes_arrays(probe):
@@ -190,12 +193,25 @@ class Samples:
     def __str__(self) -> str:
         return f"{self.name} of {self._rows} rows, {kinds_of(self.first)}"
 
-    def take(self, rows: np.ndarray) -> Data:
-        """Return these rows. Raises DataError, which names the data set and quotes its error."""
+    def holds(self, kind: type) -> bool:
+        """Whether a row of the data set is or contains an object of this type."""
+        with keeping_generators():
+            row = self.data[0]
+        members = row.values() if isinstance(row, dict) else row if isinstance(row, tuple | list) else [row]
+        return any(isinstance(each, kind) for each in members)
+
+    def take(self, rows: np.ndarray, seeds: tuple[int, ...] = ()) -> Data:
+        """Return these rows. Raises DataError, which names the data set and quotes its error.
+
+        seeds: (seed, epoch). The rows are then read one by one, and before each one the global random generators are
+        seeded by these numbers and the row's. () for generators as they are.
+        """
         if rows.size == 0:
             return self._none
         try:
-            found = as_data(self._fetch(rows), lists=True)
+            found = as_data(self._seeded(rows, seeds) if seeds else self._fetch(rows), lists=True)
+        except DataError:
+            raise
         except Exception as error:
             reason = f"{type(error).__name__}: {error}"
             raise DataError(f"the {self.name} can't give rows {_shown(rows)}: {reason}") from error
@@ -210,11 +226,21 @@ class Samples:
 
     def _one_by_one(self, rows: np.ndarray) -> Any:
         numbers = rows.tolist()
-        several = getattr(self._data, "__getitems__", None)
-        return self._collate(several(numbers) if several else [self._data[number] for number in numbers])
+        several = getattr(self.data, "__getitems__", None)
+        return self._collate(several(numbers) if several else [self.data[number] for number in numbers])
+
+    def _seeded(self, rows: np.ndarray, seeds: tuple[int, ...]) -> Any:
+        found = []
+        for row in rows.tolist():
+            seed_generators(seed_of(*seeds, row), gpus=False)
+            try:
+                found.append(self.data[row])
+            except Exception as error:
+                raise DataError(f"the {self.name} can't give row {row}: {type(error).__name__}: {error}") from error
+        return self._collate(found)
 
     def _at_once(self, rows: np.ndarray) -> Any:
-        return self._data[rows]
+        return self.data[rows]
 
     def _takes_arrays(self, probe: np.ndarray) -> bool:
         """Whether data[array of numbers] gives the same rows as data[number] does; False if rows are augmented at
@@ -452,17 +478,31 @@ class BatchSource(ABC):
         """Stop reading. Local."""
 
 
+class RowReader(Protocol):
+    """Reads rows in other processes; trainers.fit.workers.Reader documents the methods."""
+
+    def use(self, source: Any) -> None: ...
+
+    def get(self, index: int) -> list[Data]: ...
+
+    def take(self, epoch: int, rows: np.ndarray) -> Data: ...
+
+    def close(self) -> None: ...
+
+
 class Batches(BatchSource):
     """The batches of rows that all ranks have.
 
     x, y: the whole data, trees that are the same on every rank (memory maps will do); or `Samples`, and None.
     batch_size: rows in a global batch.
     parts: the number of parts of every batch. part: the part that this rank gets; None for shares without rows.
-    micro_batch: a rank gets whole micro-batches of this number of rows, the last one of a batch perhaps shorter. Random
-        numbers that a data set draws then follow from the micro-batch. None: a rank gets any rows.
+    micro_batch: a rank gets whole micro-batches of this number of rows, the last one of a batch perhaps shorter. None:
+        a rank gets any rows.
     ahead: how many batches may be fetched in advance; the arrays of a batch stay valid while these are fetched.
     weights: of all rows; None for none. weigh: weighs the rows of `Samples` by their class; as text it is one of the
         settings.
+    reader: reads the rows of `Samples`; None for this process. With a reader, or with micro-batches, the random numbers
+        that a data set draws for a row follow from the row and the epoch (see Samples.take).
     """
 
     def __init__(
@@ -478,13 +518,14 @@ class Batches(BatchSource):
         micro_batch: int | None = None,
         weights: np.ndarray | None = None,
         weigh: Callable[[Data], Data] | None = None,
+        reader: RowReader | None = None,
     ) -> None:
         self._data: Data = (x, y) if weights is None else (x, y, weights)
         self.checked = not isinstance(x, Samples)  # whether all rows could be checked before the training (arrays)
         self.rows = row_count(x) if self.checked else len(x)
         self.batch_size, self.ahead = min(batch_size, self.rows), ahead
         self._seed, self._shuffle, self._micro_batch = seed, shuffle, micro_batch
-        self._weigh = weigh
+        self._weigh, self._reader = weigh, reader
         self._visited = -1, np.empty(0, np.int64)  # an epoch, and the order in which it visits the rows
         self.set_part(part, parts)
 
@@ -495,6 +536,11 @@ class Batches(BatchSource):
         most = -(-units // parts) * unit
         x = self._data[0]
         self._source = x if isinstance(x, Samples) else _Arrays(self._data, most, self.ahead + 1)
+        if self._reader is not None:
+            self._reader.use(self)
+
+    def __getstate__(self) -> dict[str, Any]:  # for a process that reads
+        return {**vars(self), "_reader": None, "_weigh": None}
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -506,6 +552,7 @@ class Batches(BatchSource):
             "shuffle": bool(self._shuffle),
         }
         found["class_weight"] = None if self._weigh is None else str(self._weigh)
+        found |= {} if self._reader is None else {"workers": "given"}
         return found if self._micro_batch is None else found | {"micro_batch": int(self._micro_batch)}
 
     def fingerprint(self) -> Fingerprint:
@@ -523,45 +570,63 @@ class Batches(BatchSource):
 
     def epoch(self, number: int, first: int = 0) -> Generator[Batch]:
         for step in range(first, self.steps):
-            if self._micro_batch is None:
-                yield self.share(number, step, self._part)
-            else:
-                yield self._micro_batches(number, step)
-
-    def _rows_of(self, epoch: int, step: int) -> np.ndarray:
-        """Return the rows of batch `step`."""
-        if self._visited[0] != epoch:
-            self._visited = epoch, order(self.rows, self._seed, epoch, self._shuffle)
-        return self._visited[1][step * self.batch_size : (step + 1) * self.batch_size]
+            yield self._batch(number, step, self._part, self._parts, in_order=True)
 
     def share(self, epoch: int, step: int, part: int | None, parts: int | None = None) -> Batch:
-        batch = self._rows_of(epoch, step)
-        parts = parts or self._parts
-        begin, end = (0, 0) if part is None else (batch.size * each // parts for each in (part, part + 1))
-        mine = batch[begin:end]
-        return Batch.of(self._take(mine), batch.size, mine.size / batch.size)
+        return self._batch(epoch, step, part, parts or self._parts)
 
-    def _take(self, rows: np.ndarray) -> Data:
-        found = self._source.take(rows)
-        return found if self.checked or self._weigh is None else self._weigh(found)
-
-    def _micro_batches(self, epoch: int, step: int) -> Batch:
-        """Return this rank's micro-batches of a batch. Raises DataError."""
-        size, part = self._micro_batch or 1, self._part
-        batch = self._rows_of(epoch, step)
-        numbers = range(0) if part is None else micro_batches_of(-(-batch.size // size), part, self._parts)
+    def _batch(self, epoch: int, step: int, part: int | None, parts: int, in_order: bool = False) -> Batch:
+        total, rows, numbers = self._rows_of(epoch, step, part, parts)
         seeds = tuple(seed_of(self._seed, epoch, step, number) for number in numbers)
-        mine = batch[numbers.start * size : numbers.stop * size]
-        if self.checked or not seeds:
-            data = self._take(mine)
-            parts = cut(data, mine.size, size)
+        found = self._read(epoch, step, rows, in_order)
+        if self._weigh is not None and not self.checked:
+            found = [self._weigh(each) for each in found]
+        own = sum(each.size for each in rows)
+        return Batch.of(found[0], total, own / total, seeds, found if seeds else ())
+
+    def _read(self, epoch: int, step: int, rows: list[np.ndarray], in_order: bool) -> list[Data]:
+        """Return the rows of each array of numbers. in_order: they are the next ones of this rank. Raises DataError."""
+        if self._reader is not None and self._part is not None:
+            if in_order:
+                return self._reader.get(epoch * self.steps + step)
+            return [self._reader.take(epoch, each) for each in rows]
+        if not self.checked and self._micro_batch is not None:
+            with keeping_generators():
+                return self[epoch, rows]
+        if len(rows) == 1:
+            return [self._source.take(rows[0])]
+        return cut(self._source.take(np.concatenate(rows)), sum(each.size for each in rows), rows[0].size)
+
+    def __getitem__(self, wanted: int | tuple[int, list[np.ndarray]]) -> list[Data]:
+        """Read this rank's rows of a batch of Samples: of each micro-batch, or all. Raises DataError.
+
+        wanted: the number of the batch since the training began; or an epoch, and the numbers of rows.
+        """
+        if isinstance(wanted, int):
+            epoch, step = divmod(wanted, self.steps)
+            rows = self._rows_of(epoch, step, self._part, self._parts)[1]
         else:
-            parts = []
-            for number, seed in enumerate(seeds):
-                seed_generators(seed)  # a data set may augment rows at random
-                parts.append(self._take(mine[number * size : (number + 1) * size]))
-            data = parts[0]
-        return Batch.of(data, batch.size, mine.size / batch.size, seeds, parts)
+            epoch, rows = wanted
+        return [self._data[0].take(each, (self._seed, epoch)) for each in rows]
+
+    def _rows_of(self, epoch: int, step: int, part: int | None, parts: int) -> tuple[int, list[np.ndarray], range]:
+        """Return the number of rows in batch `step`; this part's rows, one array or one for each micro-batch; and the
+        numbers of the micro-batches."""
+        if self._visited[0] != epoch:
+            self._visited = epoch, order(self.rows, self._seed, epoch, self._shuffle)
+        batch = self._visited[1][step * self.batch_size : (step + 1) * self.batch_size]
+        size, numbers = self._micro_batch, range(0)
+        if part is None:
+            return batch.size, [batch[:0]], numbers
+        if size is None:
+            begin, end = (batch.size * each // parts for each in (part, part + 1))
+            return batch.size, [batch[begin:end]], numbers
+        numbers = micro_batches_of(-(-batch.size // size), part, parts)
+        return batch.size, [batch[at * size : (at + 1) * size] for at in numbers] or [batch[:0]], numbers
+
+    def close(self) -> None:
+        if self._reader is not None:
+            self._reader.close()
 
 
 def cut(data: Tree, rows: int, size: int) -> list[Tree]:
@@ -584,12 +649,12 @@ def seed_of(*numbers: int) -> int:
     return int(np.random.SeedSequence(numbers).generate_state(1, np.uint64)[0]) >> 1
 
 
-def seed_generators(number: int) -> None:
-    """Seed the global random generators of Python, NumPy and, if it is imported, PyTorch."""
+def seed_generators(number: int, gpus: bool = True) -> None:
+    """Seed the global random generators of Python, NumPy and, if it is imported, PyTorch; `gpus`: also of its GPUs."""
     random.seed(number)
     np.random.seed(number % 2**32)
     if torch := sys.modules.get("torch"):
-        torch.manual_seed(number)
+        (torch.manual_seed if gpus else torch.default_generator.manual_seed)(number)
 
 
 @contextmanager

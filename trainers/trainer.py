@@ -37,17 +37,17 @@ from trainers.fit.checkpointing import Checkpoint, make_saver
 from trainers.fit.evaluation import (
     EXACT_ROWS,
     Evaluated,
-    evaluate_chunk,
+    Evaluation,
     evaluate_loader,
     predict_chunk,
-    rows_in,
     rows_of_loaders,
 )
 from trainers.fit.loader import DIVIDED, WHOLE, LoaderBatches
 from trainers.fit.loop import Fit
-from trainers.fit.prefetch import AHEAD, wanted
+from trainers.fit.prefetch import AHEAD
 from trainers.fit.reader import Reader
 from trainers.fit.weights import ClassWeights
+from trainers.fit.workers import Reading
 from trainers.group import RankGroup, gather_rows
 from trainers.recovery.recovery import Call, EditCall, Failure, FitCall, Recovery
 from trainers.recovery.terminating import stops_at_sigterm
@@ -59,6 +59,7 @@ from trainers.watching.history import History
 from trainers.watching.progress import Progress
 
 BATCH_SIZE = 100  # rows of a global batch, by default
+NO_WORKERS = Reading()
 TrainerT = TypeVar("TrainerT", bound="Trainer[Any]")
 StrategyT = TypeVar("StrategyT", bound=Strategy)
 ResultT = TypeVar("ResultT")
@@ -196,6 +197,7 @@ class Trainer(Generic[StrategyT]):
         validate_ema: bool = True,
         schedule: str | Callable[[int], float] | None = None,
         warmup_steps: int = 0,
+        workers: int | None = None,
     ) -> History:
         """Train for `epochs` passes over the data; first the model of rank 0 is copied to all ranks. Collective.
 
@@ -233,6 +235,12 @@ class Trainer(Generic[StrategyT]):
             epochs. With the same number of ranks the result has the same bits as that of an uninterrupted training.
         prefetch: whether a thread fetches the next batches during a step; None: for data sets and memory maps only (a
             loader usually has workers of its own).
+        workers: the number of processes of each rank that read the rows of data sets (x, and validation_data), in
+            advance. Before each row is read, the global random generators of Python, NumPy and PyTorch are seeded by
+            `seed`, the epoch and the row: what a row becomes depends neither on the number of workers nor of ranks. 0:
+            seeded in the same way, and read by the rank in the step. None: a thread of the rank reads, unless
+            prefetch=False, with random numbers that are not seeded by row. PyTorch's DataLoader reads the rows of
+            PyTorch's data sets, and grain (the extra "grain") all others.
         accumulate: k: each rank computes its share of a batch in k micro-batches, one after the other, and adds up
             their gradients before it sends them. Memory for activations is that of a micro-batch; the training is the
             same. batch_size remains the GLOBAL batch of an update: Lightning's accumulate_grad_batches=k makes the
@@ -265,18 +273,19 @@ class Trainer(Generic[StrategyT]):
         strategy, group = self.strategy, self.group
         options = StepOptions(accumulate, clip_norm, ema, schedule, warmup_steps)
         settings |= options.as_settings() | ({} if validate_ema is True else {"validate_ema": validate_ema})
-        ahead = AHEAD if (wanted(x, y) if prefetch is None else prefetch) else 0
-        if strategy.micro_batch is not None and y is None:
-            ahead = 0  # the data set's random numbers are seeded for each micro-batch, as the model's are
+        reading = Reading(workers, prefetch, strategy.deals_rows)
+        ahead = reading.ahead(x, y, strategy.micro_batch is not None)
 
         def begin() -> Fit:
             self._check_options(options, validate_ema, settings)
             if rows is None and steps_per_epoch is None:
-                x_all, y_all, *weights = self._check_call("fit", (x, y, sample_weight), settings, collate)
+                x_all, y_all, *weights = self._check_call("fit", (x, y, sample_weight), settings, collate, reading)
                 own = strategy.part, strategy.parts, seed, shuffle, ahead, strategy.micro_batch
-                return fit_of(Batches(x_all, y_all, batch_size, *own, weights[0] if weights else None, weigh))
+                weighs = weights[0] if weights else None, weigh
+                return fit_of(Batches(x_all, y_all, batch_size, *own, *weighs, reading.reader(x_all)))
             given = x, y, sample_weight
-            loader = self._check_loader(given, rows, steps_per_epoch, settings, collate, AHEAD if prefetch else 0)
+            asked = settings | reading.described
+            loader = self._check_loader(given, rows, steps_per_epoch, asked, collate, AHEAD if prefetch else 0)
             try:
                 return fit_of(loader)
             except BaseException:
@@ -289,7 +298,8 @@ class Trainer(Generic[StrategyT]):
                 given = self._check_evaluation(validation_data, validation_rows, validation_steps, collate)
                 validate = partial(self._evaluate_loader, *given, validate_ema)
             elif validation_data is not None:
-                validate = partial(self._evaluate, self._check_validation(validation_data, collate), validate_ema)
+                validation = self._check_validation(validation_data, collate, Reading(workers))
+                validate = partial(self._evaluate, validation, validate_ema)
             strategy.end_round()
             strategy.rule.use(options)
             strategy.rule.keep_average(trains=epochs > 0)
@@ -306,6 +316,7 @@ class Trainer(Generic[StrategyT]):
                 callbacks=callbacks,
                 progress=Progress(progress, group.rank, batches.planned, epochs, stream),
                 saver=saver,
+                validation=validation,
             )
 
         return self._call(FitCall(strategy, begin))
@@ -321,12 +332,13 @@ class Trainer(Generic[StrategyT]):
         ema: bool | None = None,
         rows: str | None = None,
         steps: int | None = None,
+        workers: int | None = None,
     ) -> dict[str, float]:
         """Return the replica's metrics ("loss", "accuracy", ...), means over these rows. Collective.
 
-        x, y, collate, sample_weight: all rows on every rank, arrays or a data set, as for `fit`. The ranks share the
-            work. The loss is the sum of the weighted losses, divided by the number of rows; other metrics are not
-            weighted. With `rows`, x is a loader.
+        x, y, collate, sample_weight, workers: all rows on every rank, arrays or a data set, as for `fit`. The ranks
+            share the work. The loss is the sum of the weighted losses, divided by the number of rows; other metrics are
+            not weighted. With `rows`, x is a loader.
         rows: which rows a loader brings: "divided", each rank its own, or "whole", the same batches on all ranks. A
             server may bring none (x=None).
         steps: the number of batches that each rank reads of its loader. None: all batches of a pass.
@@ -335,9 +347,15 @@ class Trainer(Generic[StrategyT]):
         """
         self._check_ema("evaluate", ema)
         if rows is not None or steps is not None:
-            no_y = y is None and sample_weight is None
-            return self._evaluate_loader(*self._check_evaluation(x, rows, steps, collate, no_y), ema)
-        return self._evaluate(self._check_call("evaluate", (x, y, sample_weight), collate=collate), ema)
+            alone = y is None and sample_weight is None and workers is None
+            return self._evaluate_loader(*self._check_evaluation(x, rows, steps, collate, alone), ema)
+        reading = Reading(workers)
+        data = self._check_call("evaluate", (x, y, sample_weight), {}, collate, reading)
+        evaluation = Evaluation(data, reading.reader(data[0]))
+        try:
+            return self._evaluate(evaluation, ema)
+        finally:
+            evaluation.close()
 
     def _check_ema(self, call: str, ema: Any) -> None:
         if ema is not None or self.replica.averages:
@@ -478,12 +496,12 @@ class Trainer(Generic[StrategyT]):
                 "its replica; use that one"
             )
 
-    def _evaluate(self, data: Data, ema: bool | None) -> dict[str, float]:
+    def _evaluate(self, evaluation: Evaluation, ema: bool | None) -> dict[str, float]:
         group, replica, exact = self.group, self.replica, self.strategy.micro_batch is not None
-        rows = rows_in(data)
+        rows = len(evaluation)
         self.strategy.end_round()
         with self._weights(ema), np.errstate(all="ignore"):  # the loss shows it if the model has diverged
-            segments = together(group.comm, lambda: evaluate_chunk(replica, data, group.size, group.rank, exact))
+            segments = together(group.comm, lambda: evaluation.evaluate_chunk(replica, group.size, group.rank, exact))
         sums = self.strategy.add_up(segments, -(-rows // EXACT_ROWS))
         return dict(zip(replica.metrics, (sums / rows).tolist(), strict=True))
 
@@ -547,7 +565,7 @@ class Trainer(Generic[StrategyT]):
         self, loader: Any, rows: Any, steps: Any, collate: Collate | None, alone: bool = True
     ) -> tuple[Reader | None, bool, int | None]:
         """Check the arguments of an evaluation of a loader on all ranks; returns those of `_evaluate_loader`.
-        Collective. alone: whether there are neither y nor weights."""
+        Collective. alone: whether there are no y, weights and workers."""
         self._check_open()
         error = evaluation_error(self.strategy, loader, rows, steps, alone)
         self.group.enter(_described("evaluate", ["x of a loader"], {"rows": rows, "steps": steps}), error)
@@ -560,11 +578,12 @@ class Trainer(Generic[StrategyT]):
         given: tuple[Any, Any, Any],
         settings: dict[str, Any] | None = None,
         collate: Collate | None = None,
+        reading: Reading = NO_WORKERS,
     ) -> Data:
         """Check the arguments of a call on all ranks; returns arrays, or (Samples, None). Raises the same error on all
         ranks if they are invalid or differ. Collective. given: x, y, sample_weight, as for `check_call`."""
         self._check_open()
-        data, row, error = check_call(self.replica, call, given, settings or {}, collate)
+        data, row, error = check_call(self.replica, call, given, settings or {}, collate, reading)
         try:
             self.group.enter(row, error)
         except DisagreementError as differ:
@@ -609,11 +628,14 @@ class Trainer(Generic[StrategyT]):
             raise
         return batches
 
-    def _check_validation(self, given: Any, collate: Collate | None) -> tuple[Any, Any]:
+    def _check_validation(self, given: Any, collate: Collate | None, reading: Reading) -> Evaluation:
         triple = isinstance(given, tuple) and len(given) == 3 and not isinstance(given[2], tuple | list)
         pair = triple or isinstance(given, tuple | list)
         x, y, weights = given if triple else (*given, None) if pair and len(given) == 2 else (given, None, None)
-        return self._check_call("validation_data of fit", (x, y, weights), collate=None if pair else collate)
+        reading = NO_WORKERS if pair else reading
+        own = None if pair else collate
+        data = self._check_call("validation_data of fit", (x, y, weights), {}, own, reading)
+        return Evaluation(data, reading.reader(data[0]))
 
 
 NO_TARGETS = object()  # passed as y for a prediction, which has no targets
@@ -622,15 +644,21 @@ CheckedCall = tuple[Data, str, Exception | None]
 
 
 def check_call(
-    replica: Replica, call: str, given: tuple[Any, Any, Any], settings: dict[str, Any], collate: Collate | None = None
+    replica: Replica,
+    call: str,
+    given: tuple[Any, Any, Any],
+    settings: dict[str, Any],
+    collate: Collate | None = None,
+    reading: Reading = NO_WORKERS,
 ) -> CheckedCall:
     """Convert and check the data of a call. Returns (arrays, or (Samples, None)), the call as text, and the error or
     None. Local.
 
     given: arrays x and y, x and NO_TARGETS, or a data set and None; then the weights of rows, or None. settings: the
-        other arguments, by name.
+        other arguments, by name. reading: how the rows of a data set are read.
     """
     data: Data = given[:2]
+    settings = settings | reading.described
     row: str = call
     error: Exception | None = None
     weigh: ClassWeights | None = settings.get("class_weight")
@@ -648,6 +676,7 @@ def check_call(
             _check_rows(data)
             data = checked = data if weigh is None else weigh.of_all(data)
         _check_settings(settings)
+        reading.check(data[0])
         check_rows(replica, checked if len(checked) > 1 else (*checked, None))
     except (TrainerError, ValueError, TypeError) as refused:
         error = refused if isinstance(refused, TrainerError) else ArgumentError(f"{call}: {refused}")
@@ -687,6 +716,8 @@ def loader_error(strategy: Strategy, given: tuple[Any, Any, Any], settings: dict
     if rows not in (DIVIDED, WHOLE):
         only = "" if rows is not None else "; steps_per_epoch is for loaders only"
         return ArgumentError(f'fit: rows={rows!r}: with a loader use rows="{DIVIDED}" or rows="{WHOLE}"{only}')
+    if "workers" in settings:
+        return ArgumentError("fit: a loader reads its rows itself, with workers of its own: leave out workers, or rows")
     if y is not None:
         return ArgumentError(
             f'fit: rows="{rows}" is for a loader, whose batches are pairs (x, y): leave out rows, or y'
@@ -725,7 +756,9 @@ def evaluation_error(strategy: Strategy, loader: Any, rows: Any, steps: Any, alo
     if rows not in (DIVIDED, WHOLE):
         return ArgumentError(f'evaluate: rows={rows!r}: with a loader use rows="{DIVIDED}" or rows="{WHOLE}"')
     if not alone:
-        return ArgumentError("evaluate: the batches of a loader are pairs (x, y) or triples: leave out rows, or y")
+        return ArgumentError(
+            "evaluate: a loader reads pairs (x, y) or triples itself: leave out rows, or y, sample_weight and workers"
+        )
     if not hasattr(loader, "__iter__") and not (loader is None and strategy.part is None):
         return ArgumentError(f"evaluate: a {type(loader).__name__} is no loader: it can't be iterated")
     return _steps_error("evaluate: steps", steps)

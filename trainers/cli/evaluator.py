@@ -52,7 +52,7 @@ class Evaluator:
         quiet: bool = False,
     ) -> None:
         self._replica, self._folder = replica, folder
-        self._data = x if isinstance(x, Samples) else np.asarray(x), y
+        self._data = evaluation.Evaluation((x if isinstance(x, Samples) else np.asarray(x), y))
         self._stream, self._quiet = stream, quiet
         names = ["epoch", "step", *replica.metrics, "seconds", "checkpoint"]
         self._file = None if output is None else _Lines(output, names, append)
@@ -99,8 +99,8 @@ class Evaluator:
         with np.errstate(all="ignore"):  # the loss shows it if the model has diverged
             if self._replica.averages:  # as the trainer's own evaluation does
                 self._replica.use_average()
-            sums = evaluation.evaluate_chunk(self._replica, self._data, 1, 0).sum(axis=0)
-        means = dict(zip(self._replica.metrics, (sums / len(self._data[0])).tolist(), strict=True))
+            sums = self._data.evaluate_chunk(self._replica, 1, 0).sum(axis=0)
+        means = dict(zip(self._replica.metrics, (sums / len(self._data)).tolist(), strict=True))
         progress = saved.progress
         row = {"epoch": progress.epoch, "step": progress.total, **means, "seconds": time.perf_counter() - begin}
         self.evaluations.append({**row, "checkpoint": os.path.basename(path)})

@@ -64,7 +64,7 @@ class Checkpoint:
         the middle of their rows.
 
     The random numbers that a data set draws (from Python, NumPy or the framework) continue exactly only with
-    prefetch=False: batches that are fetched ahead have drawn theirs before the state is saved.
+    workers= or prefetch=False: batches that a thread fetches ahead have drawn theirs before the state is saved.
 
     Raises ArgumentError.
     """

@@ -1,12 +1,12 @@
 """A rank's part of an evaluation or a prediction. Local; a replica or a data set may raise anything."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from allreduce.arrays.chunks import chunk, segments
-from trainers.data import Data, Samples, Tree, leaves, mapped, row_count, sliced
+from trainers.data import Data, RowReader, Samples, Tree, leaves, mapped, row_count, sliced
 from trainers.errors import DataError
 from trainers.fit.reader import Reader
 from trainers.replica import Replica, check_rows
@@ -34,18 +34,68 @@ def predict_chunk(replica: Replica, x: Tree, ranks: int, rank: int) -> Tree:
     return outputs
 
 
-def evaluate_chunk(replica: Replica, data: Data, ranks: int, rank: int, exact: bool = False) -> np.ndarray:
-    """Evaluate the chunk of rows of `rank`; returns the sums of the replica's metrics, (segments, metrics) float64.
+class Evaluation:
+    """An evaluation of the same rows, any number of times.
 
-    data: all rows, arrays; or (Samples, None). exact: the segments of all ranks are the same on any number of ranks.
+    data: all rows, arrays; or (Samples, None). reader: reads the rows of Samples; None for this process. With a reader,
+        the random numbers that a data set draws for a row follow from the row.
     """
-    rows = rows_in(data)
-    mine, size = chunk(rows, ranks, rank), ROWS
-    if exact:
-        whole, size = chunk(-(-rows // EXACT_ROWS), ranks, rank), EXACT_ROWS
-        mine = slice(whole.start * size, min(whole.stop * size, rows))
-    sums = [list(map(float, replica.evaluate(*_rows(replica, data, part)))) for part in segments(mine, size)]
-    return np.array(sums, np.float64).reshape(-1, len(replica.metrics))
+
+    def __init__(self, data: Data, reader: RowReader | None = None) -> None:
+        self._data, self._reader = data, reader
+        self._segments: Segments | None = None
+        self._read = 0  # segments that the reader has read
+
+    def __len__(self) -> int:
+        return rows_in(self._data)
+
+    def evaluate_chunk(self, replica: Replica, ranks: int, rank: int, exact: bool = False) -> np.ndarray:
+        """Evaluate the chunk of rows of `rank`; returns the sums of the replica's metrics, (segments, metrics) float64.
+
+        exact: the segments of all ranks are the same on any number of ranks.
+        """
+        mine, size = chunk(len(self), ranks, rank), ROWS
+        if exact:
+            whole, size = chunk(-(-len(self) // EXACT_ROWS), ranks, rank), EXACT_ROWS
+            mine = slice(whole.start * size, min(whole.stop * size, len(self)))
+        elif self._reader is not None:
+            size = EXACT_ROWS  # several workers read the rows of an evaluation
+        parts = list(segments(mine, size))
+        sums = [list(map(float, replica.evaluate(*rows))) for rows in self._rows(replica, parts)]
+        return np.array(sums, np.float64).reshape(-1, len(replica.metrics))
+
+    def _rows(self, replica: Replica, parts: list[slice]) -> Iterator[Data]:
+        samples, reader = self._data[0], self._reader
+        if not isinstance(samples, Samples):
+            yield from (sliced(self._data, part) for part in parts)
+            return
+        if reader is not None and (self._segments is None or self._segments.parts != parts):
+            self._segments, self._read = Segments(samples, parts), 0
+            reader.use(self._segments)
+        for part in parts:
+            if reader is None:
+                batch = samples.take(np.arange(part.start, part.stop))
+            else:
+                (batch,) = reader.get(self._read)
+                self._read += 1
+            check_rows(replica, batch, batch=True)
+            yield batch
+
+    def close(self) -> None:
+        """Stop reading. Local."""
+        if self._reader is not None:
+            self._reader.close()
+
+
+class Segments:
+    """The source of a reader that evaluates: the parts of the rows, one after the other, again and again."""
+
+    def __init__(self, samples: Samples, parts: list[slice]) -> None:
+        self.parts, self._samples = parts, samples
+
+    def __getitem__(self, index: int) -> list[Data]:
+        part = self.parts[index % len(self.parts)]
+        return [self._samples.take(np.arange(part.start, part.stop), (0, 0))]
 
 
 class Evaluated(NamedTuple):
@@ -69,7 +119,7 @@ def evaluate_loader(
         if data is None:
             break
         check_rows(replica, data, batch=True)
-        terms = np.concatenate([terms, evaluate_chunk(replica, data, ranks, rank, exact)])
+        terms = np.concatenate([terms, Evaluation(data).evaluate_chunk(replica, ranks, rank, exact)])
         if not exact:
             terms = terms.sum(axis=0, keepdims=True)
         batches, rows = batches + 1, rows + row_count(data)
@@ -96,11 +146,3 @@ def rows_of_loaders(read: Sequence[Any], divided: bool) -> int:
             )
         )
     return rows
-
-
-def _rows(replica: Replica, data: Data, part: slice) -> Data:
-    if not isinstance(data[0], Samples):
-        return sliced(data, part)
-    batch = data[0].take(np.arange(part.start, part.stop))
-    check_rows(replica, batch, batch=True)
-    return batch

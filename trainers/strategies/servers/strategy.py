@@ -343,6 +343,7 @@ class AsynchronousServers(ParameterServers):
     """A server applies each gradient as it arrives; parts of batches are dealt to the workers that are free."""
 
     synchronous = False
+    deals_rows = True
     thread = "ask"
 
     def _assign(self, group: RankGroup) -> None:
