@@ -15,6 +15,7 @@ from mpi4py import MPI
 
 from allreduce.errors import CommunicationError
 from allreduce.transport.control import on_all
+from allreduce.transport.huge_pages import HugePages
 from allreduce.transport.wait import waiting
 
 
@@ -44,7 +45,7 @@ class CMA:
     """
 
     def __init__(self, comm: MPI.Intracomm) -> None:
-        self._rank = comm.rank
+        self._rank, self._huge_pages = comm.rank, HugePages()
         secret = np.array([secrets.randbits(62)], np.int64)
         mine = np.array([os.getpid(), MPI.Get_address(secret), secret[0]], np.int64)
         everyone = np.empty((comm.size, 3), np.int64)
@@ -58,7 +59,10 @@ class CMA:
         """Return an array's address for other ranks; 0 for memory that they can't access, such as some devices'."""
         begin, byte = MPI.Get_address(array), np.empty(1, np.uint8)
         last = begin + array.nbytes - 1
-        return begin if all(_move(_read, self._pids[self._rank], at, byte) == 1 for at in (begin, last)) else 0
+        if not all(_move(_read, self._pids[self._rank], at, byte) == 1 for at in (begin, last)):
+            return 0
+        self._huge_pages.meet(begin, array.nbytes)
+        return begin
 
     def read(self, rank: int, address: int, into: np.ndarray) -> None:
         """Fill a 1-D array from a rank's memory."""

@@ -2,7 +2,9 @@
 
 import mmap
 import os
+import re
 from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,7 +17,7 @@ from allreduce import notices
 from allreduce.arrays import casts, float16
 from allreduce.backends import shared
 from allreduce.errors import CommunicationError
-from allreduce.transport import cma
+from allreduce.transport import cma, huge_pages
 from allreduce.transport.cma import CMA
 from tests.ranks.grid import expected, values
 
@@ -48,6 +50,46 @@ def test_memory_that_is_gone(world: MPI.Intracomm) -> None:
         pytest.skip("this system forbids it")
     with pytest.raises(CommunicationError, match="is no longer accessible: Bad address"):
         reached.read((world.rank + 1) % SIZE, 8, np.zeros(3))
+
+
+def private(length: int) -> tuple[mmap.mmap, int]:
+    """Return anonymous memory of this process, and its address."""
+    memory = mmap.mmap(-1, length, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    memory.write(bytes(length))
+    return memory, MPI.Get_address(memory)
+
+
+def huge_bytes(address: int) -> int:
+    """Return how many bytes of the mapping that holds `address` are in huge pages."""
+    for mapping in re.finditer(r"^(\w+)-(\w+) (?:.*\n)*?AnonHugePages: +(\d+)", SMAPS.read_text(), re.MULTILINE):
+        if int(mapping[1], 16) <= address < int(mapping[2], 16):
+            return 1024 * int(mapping[3])
+    raise AssertionError
+
+
+SMAPS = Path("/proc/self/smaps")
+
+
+@several
+def test_an_array_that_is_reduced_again_is_moved_to_huge_pages(flat: allreduce.Topology) -> None:
+    """Its values and its address stay."""
+    try:
+        memory, address = private(2 * huge_pages.HUGE)
+        memory.madvise(huge_pages.COLLAPSE, -address % huge_pages.HUGE, huge_pages.HUGE)
+    except OSError:
+        pytest.skip("this system can't move pages")
+    if not flat.cma.works or "[never]" in huge_pages.SETTING.read_text():
+        pytest.skip("this system forbids it")
+    memory, address = private(4 * huge_pages.HUGE)
+    array = np.frombuffer(memory, np.float32)
+    array[:] = np.arange(array.size) % 97
+    before = huge_bytes(address)  # of neighbours
+    with allreduce.create("shared", flat) as reduce:
+        for moved in (0, 0, 3):
+            assert huge_bytes(address) >= before + moved * huge_pages.HUGE
+            assert moved or huge_bytes(address) == before
+            reduce(array, "max")
+            assert (array == np.arange(array.size) % 97).all()
 
 
 @several

@@ -1,0 +1,53 @@
+"""Huge pages: moves long arrays that other ranks access again and again into pages of 2 MiB.
+
+Linux looks up and pins every page of memory that another process reads or writes by CMA. NumPy asks for huge pages;
+PyTorch and others leave the usual 4 KiB, with which an all-reduce of 40 MB takes more than twice the processor time.
+The content and the addresses of an array do not change.
+"""
+
+import ctypes
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+HUGE = 2 << 20  # bytes of a huge page of x86-64, and of arm64 with pages of 4 KiB
+SHORTEST = 2 * HUGE  # bytes: shorter arrays may hold no whole huge page
+COLLAPSE = 25  # MADV_COLLAPSE, since Linux 6.1
+SETTING = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+MOST = 1024  # arrays that are remembered
+
+
+class HugePages:
+    """Moves the arrays that are met again."""
+
+    def __init__(self) -> None:
+        self._calls: dict[tuple[int, int], int] = {}  # by address and length of an array
+
+    def meet(self, address: int, nbytes: int) -> None:
+        """Count a call with an array that other ranks access; move the array at its call 2, 4, 8, 16 ... Local.
+
+        The first move copies the array, in 0.3 ms for each MiB; a later one, in 0.05 ms, moves only pages of which the
+        system had none before, or that have been freed meanwhile. Only pages that the array fills are moved.
+        """
+        if nbytes < SHORTEST:
+            return
+        if len(self._calls) >= MOST:
+            self._calls.clear()
+        self._calls[address, nbytes] = calls = self._calls.get((address, nbytes), 0) + 1
+        if calls > 1 and calls & (calls - 1) == 0 and (advise := _madvise()) is not None:
+            begin, end = -(-address // HUGE) * HUGE, (address + nbytes) // HUGE * HUGE
+            advise(begin, end - begin, COLLAPSE)
+
+
+@cache
+def _madvise() -> Any:
+    """Return madvise of the C library; None where there is none, or where the system uses no huge pages."""
+    function = getattr(ctypes.CDLL(None), "madvise", None)
+    try:
+        never = "[never]" in SETTING.read_text()
+    except OSError:  # another system
+        never = True
+    if function is None or never:
+        return None
+    function.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+    return function
