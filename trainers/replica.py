@@ -126,6 +126,13 @@ class Replica(ABC):
         """
         return False
 
+    def accumulate(self, adds: bool) -> bool:
+        """Add the next gradients to the bound buffer (True), or overwrite it again (False).
+
+        Returns False, and changes nothing, if this replica always overwrites it.
+        """
+        return False
+
     def gradients_of_parts(self, parts: Sequence[Data], rows: int, memories: Sequence[Any]) -> list[Any] | None:
         """Compute the gradients of several parts of a batch of `rows` rows, with the bits of `gradients` on each part.
 

@@ -320,7 +320,7 @@ class Fit:
         seconds, communication = self._agree(f"after the steps of epoch {number + 1}", *spent)
         self.logs = strategy.end_epoch()
         self.keep_error(self.meter.check_loss)
-        self.logs |= self.meter.means() | logs_of(self.group.comm, strategy.rule)
+        self.logs |= self.meter.means() | logs_of(self.group.comm, strategy.rule, strategy.mirrors == "step")
         if math.isnan(self.logs["loss"]) and self.group.rank == 0:
             log.warning("trainers: epoch %d has no loss: all of its steps were left out", number + 1)
         self.logs |= {
@@ -490,8 +490,9 @@ class Fit:
         names, logs = self.strategy.replica.metrics, {}
         if self.callbacks.read_batches:
             logs = dict(zip(names, self.strategy.measured[: len(names)].tolist(), strict=True))
-            if self.strategy.rule.clips and self.strategy.mirrors == "step":  # equal on all ranks
-                logs[NormMeter.name] = float(self.strategy.rule.norms.last)
+            norm = self.strategy.rule.norms.of_step
+            if norm is not None and self.strategy.mirrors == "step":  # equal on all ranks
+                logs[NormMeter.name] = float(norm)
         self.callbacks.batch_end(step, logs)
 
     def keep_error(self, action: Callable[[], Any]) -> Any:
@@ -539,6 +540,7 @@ class Fit:
         self.position, self.taken = Position(number, step - 1), self.taken - 1
         self.stopped = False  # a rank that wants to stop asks again
         self.meter.step_back()
+        self.strategy.rule.norms.step_back()
 
     def save_now(self) -> None:
         """Write a checkpoint at the current position, before the job stops. Collective.

@@ -27,7 +27,7 @@ from trainers.strategies.mirrored import Mirrored
 from trainers.strategies.sharded import ShardedUpdate, Update
 
 DEVICES = ("cpu", "cuda")
-MEASURED = "trainer.measured"  # the name of `measured` in a broadcast state
+MEASURED, NORM = "trainer.measured", "trainer.norm"  # in a broadcast state: `measured`, and the norm of the gradients
 
 
 class CentralStorage(Mirrored):
@@ -130,7 +130,9 @@ class CopiedUpdate(Update):
         """Broadcast the owner's state and `measured` to all ranks. Collective."""
         state = together(self._comm, lambda: self._held() if owner else {})
         state = broadcast_arrays(self._comm, state, self._root, "broadcast the state of the storage rank")
-        measured = state.pop(MEASURED)
+        measured, norm = state.pop(MEASURED), state.pop(NORM, None)
+        if norm is not None:
+            self._rule.norms.set(float(norm))
         if gpu.is_gpu_array(self._measured):
             self._measured.set(measured)
         else:
@@ -144,8 +146,10 @@ class CopiedUpdate(Update):
         self._steps = self._since = self._steps + 1
 
     def _held(self) -> dict[str, np.ndarray]:
-        """Return this rank's state and `measured` as host arrays. Local."""
-        return self._replica.state() | {MEASURED: _on_host(self._measured)}
+        """Return this rank's state, `measured` and the norm of its gradients, if it has one, as host arrays. Local."""
+        norm = self._rule.norms.of_step
+        own = {} if norm is None else {NORM: np.array(float(norm))}
+        return self._replica.state() | {MEASURED: _on_host(self._measured)} | own
 
     def abandon(self) -> None:
         """Drop the references to the backend's memory. Local."""

@@ -13,7 +13,7 @@ from mpi4py import MPI
 
 from allreduce.arrays import dtypes, gpu
 from allreduce.arrays.chunks import chunk
-from allreduce.transport.control import combine
+from allreduce.transport.control import all_values, combine
 from trainers.data import Batch, Data, sliced
 from trainers.replica import Replica, Rows, gradients_of
 from trainers.watching.learning_rate import StepSchedule, schedule_error
@@ -114,8 +114,6 @@ class UpdateRule:
         count = min(self.options.accumulate, rows)
         if count < 2:
             return gradients_of(replica, batch.data, share)
-        if self._scratch is None or self._scratch.shape != memory.shape:
-            self._scratch = memory * 0
         means: Any = 0.0
         sparse: list[list[Rows]] = []
         try:
@@ -128,14 +126,17 @@ class UpdateRule:
                 means = means + part * (values if gpu.is_gpu_array(values) else np.asarray(values, np.float64))
                 sparse.append([(np.array(rows), np.array(values)) for rows, values in replica.sparse_gradients()])
         finally:
+            replica.accumulate(False)
             replica.redirect(memory)
         self.sparse = [_joined(of_table) for of_table in zip(*sparse, strict=True)]
         return means
 
     def _add(self, replica: Replica, data: Data, share: float, memory: Any, first: bool) -> Any:
         """Add the gradients of a micro-batch to `memory`, or overwrite it if it is the first one."""
-        if first:
+        if first or replica.accumulate(True):
             return gradients_of(replica, data, share)
+        if self._scratch is None or self._scratch.shape != memory.shape:
+            self._scratch = memory * 0
         if not replica.redirect(self._scratch):
             self._scratch[:] = memory  # the sum so far, which the replica overwrites
         values = gradients_of(replica, data, share)
@@ -171,7 +172,7 @@ class UpdateRule:
             squares = self.squares(gradients)
         norm = squares**0.5
         factor = self.options.clip_norm / (norm + EPSILON)
-        self.norms.add(norm)
+        self.norms.set(norm)
         if gpu.is_gpu_array(norm):
             gradients *= gpu.cupy().minimum(factor, 1.0).astype(gradients.dtype)
         elif not factor >= 1:  # also NaN, which then shows in the loss
@@ -242,9 +243,13 @@ def sum_over_ranks(comm: MPI.Intracomm, own: Any) -> float:
     return sum(combine(comm, everyone, NORM).tolist())
 
 
-def logs_of(comm: MPI.Intracomm, rule: UpdateRule) -> Mapping[str, float]:
-    """Return the mean norm of the gradients of an epoch as logs, {} if they are not clipped. Collective."""
+def logs_of(comm: MPI.Intracomm, rule: UpdateRule, same: bool) -> Mapping[str, float]:
+    """Return the mean norm of the gradients of an epoch as logs, {} if they are not clipped. Collective.
+
+    same: whether all ranks know the same norms. After a failure a rank may lack one, so the longest list counts.
+    """
     if not rule.clips:
         return {}
-    total, count = combine(comm, rule.norms.sums(), "sum the norms of an epoch")
+    sums = np.array(all_values(comm, rule.norms.sums().tolist(), "learn the norms of an epoch"))
+    total, count = sums[sums[:, 1].argmax()] if same else sums.sum(axis=0)
     return {NormMeter.name: float(total / count) if count else math.nan}

@@ -132,15 +132,33 @@ class NormMeter(Callback):
     def __init__(self) -> None:
         self._epoch, self._total, self._count = -1, 0.0, 0
         self.last: Any = math.nan  # the norm of the last step, a number, perhaps on the GPU
+        self._pending = False  # whether `last` is of a step that has not ended
+        self._added: Any = 0.0  # the norm of the last step that ended; 0 if it was left out
 
     def on_epoch_begin(self, epoch: int, logs: Logs | None = None) -> None:
         if epoch != self._epoch:
             self._epoch, self._total, self._count = epoch, 0.0, 0
 
-    def add(self, norm: Any) -> None:
-        """Add the norm of a step, a number, perhaps on the GPU."""
-        self.last = norm
-        self._total, self._count = self._total + norm, self._count + 1
+    def set(self, norm: Any) -> None:
+        """Set the norm of a step, a number, perhaps on the GPU. It counts when the step ends."""
+        self.last, self._pending = norm, True
+
+    def on_train_batch_end(self, batch: int, logs: Logs | None = None) -> None:
+        self.count()
+
+    @property
+    def of_step(self) -> Any:
+        """The norm of the step that is about to end; None if it was left out."""
+        return self.last if self._pending else None
+
+    def count(self) -> None:
+        """Count the norm of a step that has ended, if there is one."""
+        self._added, ended = self.last if self._pending else 0.0, self._pending
+        self._total, self._count, self._pending = self._total + self._added, self._count + ended, False
+
+    def step_back(self) -> None:
+        """Forget the last step, which will be taken once more."""
+        self._total, self._count, self._added = self._total - self._added, self._count - (self._added != 0), 0.0
 
     def sums(self) -> np.ndarray:
         """The sum of the norms, and their number."""

@@ -29,7 +29,9 @@ MOMENTS = {
     "exchange": ("back up an array", 4, False),  # one array was sent, and another was not
     "sent": ("wait for a backup", 3, False),
     "kept": ("back up", 1, True),
+    "evaluated": ("evaluate", 1, True),  # the average is in the place of the parameters
 }
+OPTIONS: dict[str, Any] = {"clip_norm": 1.0, "ema": 0.9, "schedule": "cosine", "warmup_steps": 3, "progress": False}
 
 
 class Halving(Callback):
@@ -73,7 +75,7 @@ def run(kind: str, nodes: int, moment: str, dying: list[int]) -> None:
         trainer = make(kind, ranks)
         callbacks = [Halving(), *([Dying(moment)] if ranks.rank in dying else [])]
         try:
-            history = trainer.fit(x, y, EPOCHS, BATCH, callbacks=callbacks, progress=False)
+            history = trainer.fit(x, y, EPOCHS, BATCH, callbacks=callbacks, validation_data=(x, y), **OPTIONS)
         except RankLostError as error:
             if trainer.rank == 0:
                 print(json.dumps({"error": str(error)}), flush=True)
@@ -90,7 +92,7 @@ def run(kind: str, nodes: int, moment: str, dying: list[int]) -> None:
         trainer.close()
     if rank == 0:
         with MirroredTrainer(network(0), topology=Topology(MPI.COMM_SELF)) as alone:
-            history = alone.fit(x, y, EPOCHS, BATCH, callbacks=[Halving()], progress=False)
+            history = alone.fit(x, y, EPOCHS, BATCH, callbacks=[Halving()], validation_data=(x, y), **OPTIONS)
             came["alone"] = [epoch.as_dict() for epoch in history]
             came["predicted alone"] = alone.predict(x)[:5].tolist()
         print(json.dumps(came), flush=True)

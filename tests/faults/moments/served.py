@@ -18,6 +18,7 @@ from tests.faults.points import die
 from trainers import MirroredTrainer, ParameterServerTrainer, SpareReplicasTrainer
 
 Moment = tuple[str, int, int]
+OPTIONS: dict[str, Any] = {"clip_norm": 1.0, "ema": 0.9, "schedule": "cosine", "warmup_steps": 3, "progress": False}
 
 
 class Dying(MPI.Prequest):
@@ -67,7 +68,7 @@ def trained(name: str, make: Callable[..., Any], deaths: dict[int, Moment], **op
         x, y = data()
         moment = deaths.get(ranks.rank)
         watches = [WorkersDeath(moment)]
-        history = trainer.fit(x, y, EPOCHS, BATCH, callbacks=watches, validation_data=(x[:50], y[:50]), progress=False)
+        history = trainer.fit(x, y, EPOCHS, BATCH, callbacks=watches, validation_data=(x[:50], y[:50]), **OPTIONS)
         came = {
             "history": [epoch.as_dict() for epoch in history],
             "ranks": trainer.size,
@@ -83,7 +84,7 @@ def alone() -> None:
     """Return the result of one rank alone."""
     x, y = data()
     with MirroredTrainer(network(0), topology=Topology(MPI.COMM_SELF)) as trainer:
-        history = trainer.fit(x, y, EPOCHS, BATCH, validation_data=(x[:50], y[:50]), progress=False)
+        history = trainer.fit(x, y, EPOCHS, BATCH, validation_data=(x[:50], y[:50]), **OPTIONS)
     print(json.dumps({"name": "alone", "history": [epoch.as_dict() for epoch in history]}), flush=True)
 
 

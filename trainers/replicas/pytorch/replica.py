@@ -85,6 +85,7 @@ class TorchReplica(FlatReplica):
         self.gradient_length = self._length + sum(each.numel() for each in self._statistics)
         self._buffers = Buffers(module)
         self._versions: dict[Tensor, int] = {}
+        self._adds = False  # whether gradients are added to the buffer
         self._parameters: Tensor | None = None  # the memory of bind_parameters, and the view of each parameter there
         self._parameter_views: list[Tensor] = []
         self._use(torch.zeros(self.gradient_length, dtype=self._dtype, device=self._device.device))
@@ -98,6 +99,10 @@ class TorchReplica(FlatReplica):
     def redirect(self, buffer: Any) -> bool:
         self._views = views(self._tensor(buffer), [*self._trained, *self._statistics])
         self._attach()
+        return True
+
+    def accumulate(self, adds: bool) -> bool:
+        self._adds = adds
         return True
 
     def _use(self, buffer: Tensor) -> None:
@@ -125,8 +130,11 @@ class TorchReplica(FlatReplica):
             self._buffer.zero_()
             self._attach()
             return self._device.numbers([torch.zeros(())] * len(self.metrics))
-        for parameter in self._trained:
-            parameter.grad = None  # so that autograd stores its gradient instead of adding to an old one
+        if self._adds:
+            self._attach()  # autograd adds to these views
+        else:
+            for parameter in self._trained:
+                parameter.grad = None  # so that autograd stores its gradient instead of adding to an old one
         if self.undoable:
             self._buffers.save()
         self.module.train()
@@ -135,9 +143,13 @@ class TorchReplica(FlatReplica):
         (loss * share).backward()
         with torch.no_grad():
             for parameter, view in zip(self._trained, self._views, strict=False):
-                view.zero_() if parameter.grad is None else view.copy_(parameter.grad)
+                if parameter.grad is not view:
+                    view.zero_() if parameter.grad is None else view.copy_(parameter.grad)
             for statistic, view in zip(self._statistics, self._views[len(self._trained) :], strict=True):
-                torch.mul(statistic, share, out=view)
+                if self._adds:
+                    view.add_(statistic, alpha=share)
+                else:
+                    torch.mul(statistic, share, out=view)
             self._attach()
             return self._device.numbers(self._values(loss, output, target))
 

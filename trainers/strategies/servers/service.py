@@ -71,6 +71,7 @@ class Shard:
         """
         self._rule.clip(self.trained_gradients, squares)
         self._update(1.0)
+        self._rule.norms.count()
 
     @property
     def trained_gradients(self) -> np.ndarray:
