@@ -2,7 +2,7 @@
 
     mpirun -n 3 python -m tests.sequences [WHAT] [--seed 1] [--sequences 100] [--calls 14] [--seconds 600] [--verbose]
 
-WHAT: trainers; loops: of PyTorch, with MirroredOptimizer and DDP; backends; found: defects found so far, and trainers.
+WHAT: trainers; loaders: fits with loaders of rows; loops: of PyTorch, with MirroredOptimizer and DDP; backends; found: defects found so far, and trainers.
 
 All ranks draw the same calls from the seed. A sequence creates trainers of all kinds on a few replicas, one after the
 other and side by side, and calls them: fits of all sizes that finish, are stopped, or raise an error on one rank or on
@@ -26,9 +26,11 @@ from typing import Any
 
 from mpi4py import MPI
 
+from allreduce.topology import Topology
 from tests.sequences.backends import Backends
 from tests.sequences.calls import FailureError
 from tests.sequences.found import run_found
+from tests.sequences.loaders import Loaders
 from tests.sequences.sequence import Sequence
 
 
@@ -44,7 +46,9 @@ def options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
-    parser.add_argument("what", choices=["trainers", "loops", "backends", "found"], nargs="?", default="trainers")
+    parser.add_argument(
+        "what", choices=["trainers", "loaders", "loops", "backends", "found"], nargs="?", default="trainers"
+    )
     parser.add_argument("--seed", type=int, default=1, help="of the first sequence; the next ones count on")
     parser.add_argument("--sequences", type=int, default=100)
     parser.add_argument("--calls", type=int, default=14, help="of a sequence")
@@ -61,6 +65,8 @@ def run(comm: MPI.Intracomm, seed: int, given: argparse.Namespace, torch: bool) 
     sequence: Any = None
     if given.what == "trainers":
         sequence = Sequence(comm, seed, folder, given.verbose, torch, tuple(given.without))
+    elif given.what == "loaders":
+        sequence = Loaders(Topology(comm), seed, given.verbose)
     elif given.what == "backends":
         sequence = Backends(comm, seed, folder, given.verbose)
     else:
