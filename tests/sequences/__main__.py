@@ -2,7 +2,8 @@
 
     mpirun -n 3 python -m tests.sequences [WHAT] [--seed 1] [--sequences 100] [--calls 14] [--seconds 600] [--verbose]
 
-WHAT: trainers; loaders: fits with loaders of rows; loops: of PyTorch, with MirroredOptimizer and DDP; backends; found: defects found so far, and trainers.
+WHAT: trainers; loaders: fits with loaders; loops: of PyTorch, with MirroredOptimizer and DDP; backends; found: defects
+found so far, and trainers.
 
 All ranks draw the same calls from the seed. A sequence creates trainers of all kinds on a few replicas, one after the
 other and side by side, and calls them: fits of all sizes that finish, are stopped, or raise an error on one rank or on
