@@ -450,6 +450,24 @@ class BatchSource(ABC):
     def learn(self, step: int, rows: int) -> None:  # noqa: B027
         """Take the rows of batch `step` on all ranks; 0 if there is none. Local, the same on all ranks."""
 
+    @property
+    def divided(self) -> bool:
+        """Whether each rank has other rows, if this is a stream."""
+        return False
+
+    def part_of(self, step: int, part: int | None) -> Batch | None:
+        """Return part `part` of this rank's batch `step` of a stream; None if the stream has ended on this rank. `rows`
+        are those of the batch. Local. Raises DataError."""
+        raise NotImplementedError("only a stream has parts of its own")
+
+    def finish(self, steps: int) -> None:  # noqa: B027
+        """Read the rest of an epoch of `steps` batches, if all ranks have the same batches. Local. Raises DataError."""
+
+    @property
+    def own_rows(self) -> list[int]:
+        """The rows of each batch of the epoch that this rank has read from a stream."""
+        return []
+
     def empty(self, epoch: int) -> DataError:
         """Return the error if no rank has a batch in an epoch."""
         return DataError(f"there are no batches in epoch {epoch + 1}")

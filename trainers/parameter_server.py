@@ -26,6 +26,8 @@ class ParameterServerTrainer(Trainer[ParameterServers]):
     (gradients that were dropped included), but the order of updates, and so the result, differs from run to run.
     Between epochs all ranks have the same parameters. A worker's batch callbacks are called for each part that it
     computes, a server's for each gradient that it applies; they get the number of the batch and the loss of the part.
+    With a loader (`rows=`) of divided rows, each batch of a worker's loader is a part: no worker computes another's
+    rows. With whole rows each worker reads all batches, and any worker computes any part.
     The first server enforces the bound on staleness exactly; other servers may exceed it by the number of gradients in
     flight.
 
@@ -64,7 +66,8 @@ class ParameterServerTrainer(Trainer[ParameterServers]):
             the number of those updates. "keep": apply it. "scale": divide the learning rate by 1 + staleness. "drop":
             discard it if its staleness exceeds `max_staleness`.
         max_staleness: with "keep" and "scale", the largest staleness; fast workers wait so that it is not exceeded.
-        warm_up: the number of epochs at the beginning that the first worker computes alone.
+        warm_up: the number of epochs at the beginning that the first worker computes alone; with loaders, in which one
+            worker computes at a time.
         learning_rate: "keep", or "divide": every update uses the learning rate divided by the number of workers, so
             that the updates by the parts of a batch together are about as large as one update by the batch's mean.
         fetch_ahead: whether a worker gets parameters for its next part while it computes. False: it gets them only

@@ -87,6 +87,9 @@ class LoaderBatches(BatchSource):
         self._epoch, self._read = 0, 0  # the epoch, and the number of its batches that were read
         self._kept: dict[int, Data | None] = {}  # the last batches, by their step
         self._starts = {0: 0}  # for each epoch, the steps before it
+        self._own_rows: list[
+            int
+        ] = []  # rows of the epoch's batches of this rank, as far as they were read; 0 at the end
         self._sizes: list[int] = []  # rows of the epoch's global batches, as far as the ranks know them
         self._part, self._parts = part, parts
         self._saves, self._keeps_generators = saves, saves and not ahead  # a thread draws at any time
@@ -208,6 +211,25 @@ class LoaderBatches(BatchSource):
             yield self.share(number, first, self._part)
             first += 1
 
+    @property
+    def divided(self) -> bool:
+        return self._divided
+
+    def part_of(self, step: int, part: int | None) -> Batch | None:
+        whole = None if self._idle else self._at(step)
+        if whole is None:
+            return None
+        data, rows = self._part_of(whole, part), row_count(whole)
+        return Batch.of(data, rows, row_count(data) / rows)
+
+    def finish(self, steps: int) -> None:
+        while not (self._divided or self._idle) and self._read <= steps:
+            self._at(self._read)
+
+    @property
+    def own_rows(self) -> list[int]:
+        return [rows for rows in self._own_rows if rows]
+
     def share(self, epoch: int, step: int, part: int | None, parts: int | None = None) -> Batch:
         """As BatchSource.share. If the ranks do not know the rows of the global batch, its `rows` and its `share` are
         the rows of this rank."""
@@ -249,10 +271,13 @@ class LoaderBatches(BatchSource):
 
     def _at(self, step: int) -> Data | None:
         """Return batch `step` of the epoch, None if the loader has ended before it. Raises DataError."""
+        if step < self._read and step not in self._kept:  # after a failure
+            self._go_to(self._epoch, step)
         while self._read <= step:
             if self._saves:
                 self._places[self._read] = self._place()
-            self._kept[self._read] = self._next()
+            data = self._kept[self._read] = self._next()
+            self._own_rows[self._read :] = [0 if data is None else row_count(data)]
             self._kept.pop(self._read - KEPT, None)
             self._places.pop(self._read - KEPT, None)
             self._read += 1

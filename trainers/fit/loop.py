@@ -349,14 +349,14 @@ class Fit:
         """Context manager: this rank's shares of the rest of the batches of epoch `number`. Collective."""
         step = self.position.step
         if self.batches.streams:
-            self._begin_stream(number, step)
+            self.begin_stream(number, step)
         batches = self.batches.epoch(number, step)
         with closing(prefetch.ahead(batches) if self.batches.ahead else batches) as shares:
             if self.stopped and self.saver is not None and 0 < step < self.batches.steps:
                 self._save_between(number, step)  # a failure has prevented this checkpoint
             yield shares
 
-    def _begin_stream(self, number: int, step: int) -> None:
+    def begin_stream(self, number: int, step: int) -> None:
         """Read each rank's batch `step` of an epoch, and add up their rows. Raises an error of any rank on all ranks.
         Collective."""
         own = self.keep_error(partial(self.batches.begin, number, step))

@@ -388,11 +388,8 @@ def test_bad_arguments(options: dict[str, Any], text: str, flat: allreduce.Topol
 def test_strategies_that_take_no_loader_say_so(flat: allreduce.Topology) -> None:
     refusing: dict[str, Any] = {
         "spare replicas": functools.partial(SpareReplicasTrainer, spare=0),
-        'updates="async"': functools.partial(ParameterServerTrainer, updates="async"),
     }
     for name, make in refusing.items():
-        if flat.size == 1 and "async" in name:
-            continue
         with make(network(), topology=flat) as trainer, pytest.raises(ArgumentError, match=name):
             trainer.fit([data()], rows="whole", progress=False)
     exact = MirroredTrainer(network(), "ring", flat, exact=True)
@@ -482,3 +479,71 @@ def test_a_bad_loader_to_evaluate_is_one_error_on_all_ranks(flat: allreduce.Topo
         if flat.size > 1:
             with pytest.raises(DataError, match="rank 1: 2 batches, 100 rows"):
                 evaluate([(x, y)] * (1 + flat.rank), rows="whole")
+
+
+class Computed(Callback):
+    """Counts this rank's batches."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        self.count += 1
+
+
+@pytest.mark.parametrize("rows", ["divided", "whole"])
+def test_asynchronous_servers_train_on_every_row_once(rows: str, flat: allreduce.Topology) -> None:
+    """With a learning rate of 0 the loss of an epoch is that of the model at its beginning, so it shows which rows were
+    used."""
+    if flat.size == 1:
+        pytest.skip("a server needs a worker")
+    for seed, warm_up, servers in ((0, 0, 1), (1, 1, max(1, flat.size - 2)), (2, 0, 1)):
+        replica = network()
+        replica.learning_rates = [0.0]
+        options: dict[str, Any] = {"updates": "async", "warm_up": warm_up, "servers": servers, "max_staleness": 2}
+        with ParameterServerTrainer(replica, topology=flat, **options) as trainer:
+            part, parts = trainer.strategy.part, trainer.strategy.parts
+            divided = batches_of(parts, seed)
+            batches = together(divided)
+            own = None if part is None else batches if rows == "whole" else divided[part]
+            computed = Computed()
+            history = trainer.fit(own, rows=rows, epochs=EPOCHS, callbacks=[computed], progress=False)
+            x, y = (np.concatenate(sides) for sides in zip(*batches, strict=True))
+            assert [each.loss for each in history] == pytest.approx([trainer.evaluate(x, y)["loss"]] * EPOCHS, rel=1e-5)
+            updates = sum(map(len, divided)) if rows == "divided" else sum(min(parts, len(x)) for x, _ in batches)
+            assert [sum(each.staleness) for each in history] == [updates] * EPOCHS
+            if rows == "divided" and part is not None:
+                assert computed.count == EPOCHS * len(divided[part])
+            assert len(set(trainer.parameters_sha256())) == 1
+
+
+@pytest.mark.parametrize("rows", ["divided", "whole"])
+def test_asynchronous_servers_read_endless_loaders_on(rows: str, flat: allreduce.Topology, folder: Path) -> None:
+    """Each worker takes steps_per_epoch batches of its own; with whole batches all of them read equally far."""
+    if flat.size == 1:
+        pytest.skip("a server needs a worker")
+    loader = Endless(flat.rank if rows == "divided" else 0)
+    with ParameterServerTrainer(network(), topology=flat, updates="async") as trainer:
+        own = None if trainer.strategy.part is None else loader
+        options: dict[str, Any] = {"rows": rows, "steps_per_epoch": 4, "progress": False, "checkpoint": str(folder)}
+        assert len(trainer.fit(own, epochs=2, **options)) == 2
+        assert own is None or own.read == 8
+        assert saved_steps(str(folder)) == [4, 8]
+        assert len(trainer.fit(own, epochs=3, resume=True, **options)) == 3
+
+
+@pytest.mark.parametrize("kind", ["raises", "later width", "no pairs", "empty"])
+def test_a_bad_loader_of_an_asynchronous_worker(kind: str, flat: allreduce.Topology) -> None:
+    if flat.size == 1:
+        pytest.skip("a server needs a worker")
+    error, text = BROKEN[kind]
+    with ParameterServerTrainer(network(), topology=flat, updates="async") as trainer:
+        own = None if trainer.strategy.part is None else broken(kind, flat.rank == 0)
+        with pytest.raises(error, match=text) as caught:
+            trainer.fit(own, rows="divided", progress=False)
+        assert type(caught.value) is error
+        assert len(set(trainer.parameters_sha256())) == 1
+        if flat.size > 2 and kind == "raises":
+            own = None if own is None else [data()] * (2 + flat.rank)
+            with pytest.raises(DataError, match="the loaders of the ranks have given other batches"):
+                trainer.fit(own, rows="whole", progress=False)

@@ -1,7 +1,7 @@
 """An asynchronous epoch on a server: it deals parts of batches, and applies gradients as they arrive."""
 
 from collections import deque
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -15,6 +15,7 @@ from trainers.strategies.servers.mailbox import (
     ASK,
     BYE,
     END,
+    ENDED,
     GRADIENTS,
     PUSH,
     WORK,
@@ -85,16 +86,19 @@ class EpochLedger:
 
     def has(self, number: int) -> bool:
         """Whether this server has processed part `number`."""
-        return bool(self.outcomes[number] != LEFT)
+        return number < self.parts and bool(self.outcomes[number] != LEFT)
 
     def note(self, number: int, outcome: int) -> None:
         """Record the outcome of part `number`, unless it has one."""
         if number >= self.parts:
-            added = max(number + 1 - self.parts, self.parts)  # twice the memory: a long epoch costs no copy a part
-            self.outcomes = np.append(self.outcomes, np.full(added, LEFT, np.int32))
-            self.dealt = np.append(self.dealt, np.zeros(added, bool))
+            self._grow(max(number + 1, 2 * self.parts))  # twice the memory: a long epoch costs no copy a part
         if not self.has(number):
             self.outcomes[number] = outcome
+
+    def _grow(self, parts: int) -> None:
+        added = max(0, parts - self.parts)
+        self.outcomes = np.append(self.outcomes, np.full(added, LEFT, np.int32))
+        self.dealt = np.append(self.dealt, np.zeros(added, bool))
 
     def counts(self) -> Counts:
         """Return the counts of the epoch for the history."""
@@ -111,7 +115,10 @@ class EpochLedger:
         """
         epoch = max(all_values(comm, self.epoch, HOW_FAR))
         parts = max(all_values(comm, self.parts if self.epoch == epoch else 0, HOW_FAR))
-        self.begin(epoch, parts if serves else 0)
+        if self.epoch != epoch:
+            self.begin(epoch, parts if serves else 0)
+        elif serves:
+            self._grow(parts)  # servers may have recorded different numbers of parts of a stream
         done = self.outcomes != LEFT if serves else np.ones(parts, bool)
         self.dealt = combine(comm, done, HOW_FAR, MPI.LAND)
 
@@ -127,18 +134,84 @@ class OutstandingPart:
     version: int
 
 
+class ListedParts:
+    """The parts that remain of an epoch, whose number is known. parts: their numbers, in the order of dealing."""
+
+    def __init__(self, parts: Iterable[int]) -> None:
+        self._left = deque(parts)
+
+    def has(self, worker: int | None = None) -> bool:
+        """Whether parts are left for a worker, or for any."""
+        return bool(self._left)
+
+    def are_few(self, workers: int) -> bool:
+        """Whether a worker with two parts would keep one from the other workers."""
+        return len(self._left) <= workers
+
+    def next(self, worker: int) -> int:
+        return self._left.popleft()
+
+    def clear(self) -> None:
+        """Remove all parts."""
+        self._left.clear()
+
+    def end(self, worker: int) -> None:
+        """Remove the parts after the end of a stream, which a worker has reported."""
+
+
+class StreamParts(ListedParts):
+    """The parts of an epoch of a stream. Nobody knows their number before a worker reports the end of its stream.
+
+    own: the number of each worker before any failed. parts: how many they were. Part `step * parts + own[w]` is batch
+        `step` of worker w if the rows are `divided`; otherwise any worker may compute any part of a batch.
+    dealt: the parts that are not dealt again.
+    """
+
+    def __init__(self, own: Sequence[int], parts: int, divided: bool, dealt: np.ndarray) -> None:
+        self._own, self._parts, self._divided, self._dealt = own, parts, divided, dealt
+        self._counts = [0] * (len(own) if divided else 1)  # batches of each worker, or parts of all
+        self._ended = set[int]()
+
+    def has(self, worker: int | None = None) -> bool:
+        if worker is None:
+            return len(self._ended) < len(self._counts)
+        return (worker if self._divided else 0) not in self._ended
+
+    def are_few(self, workers: int) -> bool:
+        return False
+
+    def next(self, worker: int) -> int:
+        while True:
+            place = worker if self._divided else 0
+            count = self._counts[place]
+            self._counts[place] += 1
+            number = count * self._parts + self._own[worker] if self._divided else count
+            if number >= self._dealt.size or not self._dealt[number]:
+                return number
+
+    def clear(self) -> None:
+        self._ended = set(range(len(self._counts)))
+
+    def end(self, worker: int) -> None:
+        self._ended.add(worker if self._divided else 0)
+
+
 class Dealer:
     """Deals the parts of one epoch.
 
-    parts: the numbers of the parts, in the order of dealing. workers: the workers that get parts; others wait until all
-        are dealt (warm-up).
+    parts: the parts, or their numbers, in the order of dealing. workers: the workers that get parts; others wait until
+        all are dealt (warm-up).
     bound: the largest staleness, or None for any. ahead: whether a worker may have its next part while it computes.
     """
 
     def __init__(
-        self, parts: Sequence[int], workers: Collection[int], bound: int | None = None, ahead: bool = True
+        self,
+        parts: Sequence[int] | ListedParts,
+        workers: Collection[int],
+        bound: int | None = None,
+        ahead: bool = True,
     ) -> None:
-        self._left = deque(parts)
+        self._left = parts if isinstance(parts, ListedParts) else ListedParts(parts)
         self.cut_short = False  # whether it was stopped before everything was dealt
         self._workers, self._bound = workers, bound
         self._ahead = ahead and len(workers) > 1  # a single worker would get parameters that lack its own gradients
@@ -149,7 +222,7 @@ class Dealer:
 
         Returns the part; NO_PART if none is left, None if the worker has to wait.
         """
-        if not self._left:
+        if not self._left.has(worker):
             return NO_PART
         if self.is_idle(worker):
             return None
@@ -158,7 +231,7 @@ class Dealer:
         if self._is_ahead(worker):
             return None
         self._outstanding.append(OutstandingPart(worker, version))
-        return self._left.popleft()
+        return self._left.next(worker)
 
     def is_idle(self, worker: int) -> bool:
         """Whether `worker` gets no parts in this epoch (warm-up)."""
@@ -170,12 +243,16 @@ class Dealer:
         Near the end of the epoch no worker gets a second part: a slow worker would keep it from the other workers.
         """
         computes = any(part.worker == worker for part in self._outstanding)
-        return computes and (not self._ahead or len(self._left) <= len(self._workers))
+        return computes and (not self._ahead or self._left.are_few(len(self._workers)))
 
     def stop(self) -> None:
         """Deal nothing more."""
-        self.cut_short |= bool(self._left)
+        self.cut_short |= self._left.has()
         self._left.clear()
+
+    def end(self, worker: int) -> None:
+        """Take the report of a worker that its stream has ended."""
+        self._left.end(worker)
 
     def may_apply(self, worker: int, version: int) -> bool:
         """Whether the gradients of this worker's oldest part may become update number `version` + 1 now."""
@@ -207,15 +284,16 @@ class EpochServer:
     apply: apply(message, factor) updates the shard, with the learning rate times `factor`; it raises nothing.
     halts: whether this rank wants the epoch to end.
     ledger: the outcomes of the parts; a part that has one is not applied again.
+    more: of a stream: by how much the number of a part may exceed those in the ledger.
     """
 
     def __init__(
         self, mailbox: Mailbox, shard: Shard, rule: StalenessRule, dealer: Dealer | None, apply: Apply,
-        halts: Callable[[], bool], ledger: EpochLedger,
+        halts: Callable[[], bool], ledger: EpochLedger, more: int = 0,
     ) -> None:  # fmt: skip
         self._mailbox, self._shard, self._rule, self._dealer = mailbox, shard, rule, dealer
         self._apply, self._halts = apply, halts
-        self._ledger = ledger
+        self._ledger, self._more = ledger, more
         self._held: list[Arrival] = []  # gradients that would break the bound
         self._asked: deque[Arrival] = deque()  # requests that can't be answered yet, oldest first
         self._taken = 0  # pushes
@@ -227,7 +305,7 @@ class EpochServer:
         while present:
             arrival = self._mailbox.next("receive requests and gradients from workers")
             header = arrival.message.header
-            check(header, arrival.tag, self._ledger.parts, self._shard.version)
+            check(header, arrival.tag, self._ledger.parts + self._more, self._shard.version)
             if self._dealer is not None and (header.halt or self._halts()):
                 self._dealer.stop()
             if arrival.tag == ASK:
@@ -271,6 +349,8 @@ class EpochServer:
         header = arrival.message.header
         if self._dealer is not None:
             self._dealer.done(arrival.worker)
+            if header.kind == ENDED:
+                self._dealer.end(arrival.worker)
         outcome = EMPTY
         if header.kind == GRADIENTS and not self._ledger.has(header.step):
             outcome = self._shard.version - header.version

@@ -44,12 +44,15 @@ def check(header: Header, tag: int, parts: int, version: int) -> None:
     """
     right = 0 <= header.taken <= parts
     if tag == PUSH and header.kind != BYE:
-        right = header.kind in (GRADIENTS, NOTHING) and 0 <= header.step < parts and 0 <= header.version <= version
+        right = (
+            header.kind in (GRADIENTS, NOTHING, ENDED) and 0 <= header.step < parts and 0 <= header.version <= version
+        )
     if not right:
         raise CommunicationError(f"a worker has sent {header} in an epoch of {parts} parts, after {version} updates")
 
 
-GRADIENTS, NOTHING, BYE = range(3)  # kinds of a push: with gradients; without; the worker's last one in an epoch
+# kinds of a push: with gradients; without; the worker's last one in an epoch; without, because its stream has ended
+GRADIENTS, NOTHING, BYE, ENDED = range(4)
 WORK, END, AGAIN = range(3)  # kinds of a reply: parameters for a part; the epoch is over; no part yet, ask again
 
 

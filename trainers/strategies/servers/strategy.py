@@ -7,20 +7,28 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
+from mpi4py import MPI
 
 from allreduce import NAMES, notices
 from allreduce.arrays.chunks import chunk
 from allreduce.topology import Topology
 from allreduce.transport.chunked import pieces
-from allreduce.transport.control import all_values, combine, everywhere, together
-from trainers.data import Batch, BatchSource
-from trainers.errors import ArgumentError
+from allreduce.transport.control import all_values, combine, everywhere, on_all_ranks, together
+from trainers.data import Batch, BatchSource, row_count
+from trainers.errors import ArgumentError, DataError
 from trainers.group import RankGroup
 from trainers.replica import Replica
 from trainers.strategies.interface import EpochRun, Strategy
 from trainers.strategies.rule import sum_of_squares, sum_over_ranks
-from trainers.strategies.servers.epoch import HOW_FAR, Dealer, EpochLedger, EpochServer, StalenessRule
-from trainers.strategies.servers.mailbox import AGAIN, END, GRADIENTS, NOTHING, PUSH, WORK, Header, Message
+from trainers.strategies.servers.epoch import (
+    HOW_FAR,
+    Dealer,
+    EpochLedger,
+    EpochServer,
+    StalenessRule,
+    StreamParts,
+)
+from trainers.strategies.servers.mailbox import AGAIN, END, ENDED, GRADIENTS, NOTHING, PUSH, WORK, Header, Message
 from trainers.strategies.servers.service import ServerStrategy, wait_before_raising
 from trainers.strategies.servers.worker import WorkerRanks, divide, uneven_text
 
@@ -88,6 +96,13 @@ def options_error(updates: Any, stale: Any, most: Any, warm_up: Any, rate: Any) 
     return None
 
 
+SIZES = "learn the rows of the batches of an epoch"
+DIFFERENT = (
+    'rows="whole": the loaders of the ranks have given other batches, or other numbers of batches; use rows="divided" '
+    "for loaders that give each rank its own"
+)
+
+
 class EpochRows:
     """The rows of one epoch, divided into parts that servers deal to workers. The ranks of a worker divide a part.
 
@@ -102,6 +117,7 @@ class EpochRows:
         self._parts, self._ahead = parts, ahead
         self._place, self._ranks = place, ranks
         self._ready: dict[int, Batch | Exception] = {}
+        self.ended = False  # the stream has ended on this rank: the part that was taken does not exist
 
     def prepare(self, number: int) -> None:
         """Fetch the rows of part `number` in advance; an error is raised by `take`."""
@@ -121,6 +137,12 @@ class EpochRows:
 
     def _share(self, number: int) -> Batch:
         step, part = divmod(number, self._parts)
+        if self._batches.streams:
+            batch = self._batches.part_of(step, part)
+            self.ended = batch is None
+            if batch is None:
+                return Batch(np.empty(0), np.empty(0), 0, 0.0)
+            return batch._replace(rows=row_count(batch.x), share=1.0)
         own, owns = part * self._ranks + self._place, self._parts * self._ranks
         batch = self._batches.share(self._epoch, step, own, owns)
         rows, mine = _length(batch.rows, self._parts, part), _length(batch.rows, owns, own)
@@ -222,10 +244,10 @@ class ParameterServers(ServerStrategy):
         self.parts = len(computing)
 
     def loader_error(self, divided: bool) -> str:
-        if self.updates == "async":
+        if self.updates == "async" and self._options.ranks_per_worker > 1:
             return (
-                'servers with updates="async" deal the rows to workers as they become free, so they need all rows: '
-                'arrays or a data set; use updates="sync" with a loader'
+                'updates="async" with ranks_per_worker divides each part of a batch among the ranks of a worker, so it '
+                'needs all rows: arrays or a data set; with a loader use ranks_per_worker=1, or updates="sync"'
             )
         return ""
 
@@ -349,6 +371,7 @@ class AsynchronousServers(ParameterServers):
     def _assign(self, group: RankGroup) -> None:
         super()._assign(group)
         self._first_workers = len(self.workers)
+        self._own_numbers = list(range(self._first_workers))  # of the workers that remain, before any failed
 
     def _set_part(self) -> None:
         rank = self.group.rank
@@ -360,14 +383,42 @@ class AsynchronousServers(ParameterServers):
         given = self._options
         rate = 1 / len(self.workers) if given.learning_rate == "divide" else 1.0
         self._rule = StalenessRule(given.stale, given.max_staleness, rate)
+        self._own_number = self.part  # before any worker failed
 
     def _agree_on_progress(self) -> None:
         self._ledger.agree(self.group.comm, self._shard is not None)
+        numbers = all_values(self.group.comm, self._own_number, HOW_FAR)
+        self._own_numbers = [numbers[ranks[0]] for ranks in self.workers]
 
     def run_epoch(self, run: EpochRun, number: int) -> None:
-        self._begin_epoch(number, run.batches.steps * self.parts)
+        streams = run.batches.streams
+        if streams and self._ledger.epoch != number:
+            run.begin_stream(number, 0)
+        self._begin_epoch(number, 0 if streams else run.batches.steps * self.parts)
         role = self._serve if self._mailbox is not None else self._lead if self._client is not None else self._follow
         self._run_and_broadcast(partial(role, run, number))
+        if streams:
+            self._learn_sizes(run)
+
+    def _learn_sizes(self, run: EpochRun) -> None:
+        """Tell all ranks the rows of the batches of a stream. Raises DataError on all ranks if their batches differ and
+        must not. Collective."""
+        batches, comm = run.batches, self.group.comm
+        divided = batches.divided
+        cut = self._ledger.cut_short or run.error is not None
+        length, cut = combine(comm, np.array([len(batches.own_rows), cut]), SIZES, MPI.MAX).tolist()
+        if not cut:
+            run.keep_error(partial(batches.finish, length))
+        own = batches.own_rows[: length + 1]
+        rows = np.zeros(length + 1, np.int64)
+        rows[: len(own)] = own
+        most = combine(comm, rows.copy(), SIZES, MPI.SUM if divided else MPI.MAX)
+        if not divided and not cut:
+            least = rows if self.part is not None else most
+            if not np.array_equal(combine(comm, least.copy(), SIZES, MPI.MIN), most):
+                raise on_all_ranks(DataError(f"{DIFFERENT} in epoch {self._ledger.epoch + 1}"), comm)
+        for step, total in enumerate(most[:length].tolist()):
+            batches.learn(step, total)
 
     def _run_and_broadcast(self, epoch: Callable[[], None]) -> None:
         """Run `epoch()`, then broadcast the servers' parameters to all ranks. Collective."""
@@ -389,11 +440,21 @@ class AsynchronousServers(ParameterServers):
         dealer = None
         everyone = range(len(self.workers))
         if self.group.rank == self.servers[0]:
-            active = everyone[:1] if number < self._options.warm_up else everyone
-            left = np.flatnonzero(~self._ledger.dealt).tolist()
-            dealer = Dealer(left, active, self._rule.bound, self._options.fetch_ahead)
+            dealer = self._dealer(run.batches, number, everyone)
         apply, halts = partial(self._apply, run), partial(self._halts, run)
-        EpochServer(self._mailbox, self._shard, self._rule, dealer, apply, halts, self._ledger).serve(everyone)
+        more = 4 * self.parts * len(everyone) if run.batches.streams else 0  # a worker has at most two parts
+        server = EpochServer(self._mailbox, self._shard, self._rule, dealer, apply, halts, self._ledger, more)
+        server.serve(everyone)
+
+    def _dealer(self, batches: BatchSource, number: int, everyone: range) -> Dealer:
+        """Return the dealer of epoch `number`. In the warm-up one worker computes at a time: the first worker alone, or
+        all in turn, because each worker reads a stream of its own."""
+        warms_up, ahead, bound = number < self._options.warm_up, self._options.fetch_ahead, self._rule.bound
+        if batches.streams:
+            parts = StreamParts(self._own_numbers, self.parts, batches.divided, self._ledger.dealt)
+            return Dealer(parts, everyone, 0 if warms_up else bound, ahead)
+        left = np.flatnonzero(~self._ledger.dealt).tolist()
+        return Dealer(left, everyone[:1] if warms_up else everyone, bound, ahead)
 
     def _apply(self, run: EpochRun, message: Message, factor: float) -> None:
         """Update this server's slice by the gradients in `message`, and call the callbacks. `run` keeps errors."""
@@ -438,7 +499,8 @@ class AsynchronousServers(ParameterServers):
             coming = queue.submit(fetch)
             with wait_before_raising(coming):
                 computed = self._compute_together(run, rows, header.step)
-                kind, gradients = (GRADIENTS, self._gradients) if computed else (NOTHING, None)
+                nothing = ENDED if rows.ended else NOTHING
+                kind, gradients = (GRADIENTS, self._gradients) if computed else (nothing, None)
                 halts = worker.halts or self._halts(run)
                 headers = [Header(kind, header.step, version, halts) for version in versions]
                 client.push(headers, gradients, self.measured[: len(self.replica.metrics)])
