@@ -293,7 +293,7 @@ class Trainer(Generic[StrategyT]):
                 raise
 
         def fit_of(batches: BatchSource) -> Fit:
-            validate = None
+            validate = validation = None
             if validation_rows is not None or validation_steps is not None:
                 given = self._check_evaluation(validation_data, validation_rows, validation_steps, collate)
                 validate = partial(self._evaluate_loader, *given, validate_ema)
