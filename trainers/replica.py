@@ -59,6 +59,8 @@ class Replica(ABC):
         then keeps the data of `undo`.
     averages: whether the replica keeps a moving average of its parameters.
     hold: set by the trainer that uses the replica.
+    features: the numbers in a row of x, if it must have just as many; otherwise None.
+    probabilities: whether `predict` returns the probabilities of classes.
     columns: what was learned of the table with the rows (`datasets.load(...).columns`), None without a table. It is
         saved with the model, so that `Trainer.predict` takes tables of the same kind.
 
@@ -84,6 +86,8 @@ class Replica(ABC):
     undoable: bool = False
     averages: bool = False
     hold = Hold()
+    features: int | None = None
+    probabilities: bool = False
     columns: Columns | None = None
 
     @abstractmethod

@@ -2,7 +2,10 @@
 
 import functools
 import hashlib
+import logging
+import os
 import zlib
+from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
@@ -30,8 +33,10 @@ from trainers.data import (
     named,
     row_count,
     rows_error,
+    sliced,
 )
 from trainers.datasets.columns import Columns
+from trainers.datasets.streams import Arrays, Stream, open_stream, unknown_text
 from trainers.errors import ArgumentError, TrainerError
 from trainers.fit.checkpointing import Checkpoint, make_saver
 from trainers.fit.evaluation import (
@@ -44,6 +49,7 @@ from trainers.fit.evaluation import (
 )
 from trainers.fit.loader import DIVIDED, WHOLE, LoaderBatches
 from trainers.fit.loop import Fit
+from trainers.fit.predicting import Target, predict_into
 from trainers.fit.prefetch import AHEAD
 from trainers.fit.reader import Reader
 from trainers.fit.weights import ClassWeights
@@ -57,6 +63,8 @@ from trainers.strategies.interface import Strategy
 from trainers.strategies.rule import StepOptions
 from trainers.watching.history import History
 from trainers.watching.progress import Progress
+
+log = logging.getLogger("trainers")
 
 BATCH_SIZE = 100  # rows of a global batch, by default
 NO_WORKERS = Reading()
@@ -362,15 +370,30 @@ class Trainer(Generic[StrategyT]):
             self.group.enter(f"{call}: ema={ema!r}", self._ema_error(ema))
 
     @recoverable
-    def predict(self, x: Any, *, ema: bool | None = None) -> Any:
+    def predict(
+        self, x: Any, out: Any = None, *, progress: bool = True, stream: TextIO | None = None, ema: bool | None = None
+    ) -> Any:
         """Return the replica's output for every row, in order, on every rank; a tuple or a dict of arrays if the model
         has several outputs. Collective.
 
         x: an array, or a tuple or a dict of arrays, as for `fit`. The ranks share the work. For a NumpyNetwork: (rows,
             outputs) float32, probabilities with a cross-entropy loss.
         ema: as for `evaluate`.
+
+        With `out`, write the predictions to files instead, in constant memory, and return the paths of the files:
+        x: arrays, memory maps too; or files: a path, a list of paths, or a pattern such as "part-*.csv". Of .npy and
+            .npz files (the array x) any number of rows is read; tables (.csv, .tsv) have the columns of the table on
+            which the model was trained, or, without a table, only numbers. A label may be there, and is not read.
+        out: a file that ends in .csv or .jsonl (JSON lines), with the rows in order; or a folder, new or empty, where
+            each rank writes its own rows: "folder", or "folder/part-*.jsonl" with the rank for the star.
+            A line has the number of the row, from 0, the class in words and its probability; or all outputs, if the
+            model has no classes. After an error no file is changed.
+        progress: show on rank 0 how many rows are done: on a terminal a bar, elsewhere a line every 10 seconds.
+        stream: where the lines go; None for stdout.
         """
         self._check_ema("predict", ema)
+        if out is not None or _are_files(x):
+            return self._predict_into(x, out, progress, stream, ema)
         (x,) = self._check_call("predict", (x, NO_TARGETS, None))
         group = self.group
         self.strategy.end_round()
@@ -379,6 +402,31 @@ class Trainer(Generic[StrategyT]):
         for output in leaves(outputs):
             gather_rows(group.comm, output)
         return outputs
+
+    def _predict_into(self, given: Any, out: Any, progress: bool, output: TextIO | None, ema: bool | None) -> list[str]:
+        group, replica = self.group, self.replica
+        unknown: dict[str, int] = {}
+        self._check_open()
+
+        def target_and_rows() -> tuple[Target, Stream]:
+            if _are_files(given):
+                paths = [os.fspath(each) for each in (given if isinstance(given, list) else [given])]
+                return Target(out), open_stream(paths, replica.columns, replica.features, unknown)
+            return Target(out), Arrays(x, row_count(x), sliced)
+
+        if _are_files(given):
+            group.enter(f"predict: {given}, out={out}")
+        else:
+            (x,) = self._check_call("predict", (given, NO_TARGETS, None), {"out": out})
+        target, stream = together(group.comm, target_and_rows)
+        self.strategy.end_round()
+        with self._weights(ema):
+            paths = predict_into(group, replica, stream, target, progress, output)
+        everyone = group.values(unknown, "predict: values that training has not met")
+        text = unknown_text(sum(map(Counter, everyone), Counter()))
+        if text and group.rank == 0:
+            log.warning("trainers: predict: %s", text)
+        return paths
 
     @recoverable
     def save(self, path: str) -> None:
@@ -636,6 +684,12 @@ class Trainer(Generic[StrategyT]):
         own = None if pair else collate
         data = self._check_call("validation_data of fit", (x, y, weights), {}, own, reading)
         return Evaluation(data, reading.reader(data[0]))
+
+
+def _are_files(x: Any) -> bool:
+    """Whether x are paths of files."""
+    paths = x if isinstance(x, list) and x else [x]
+    return all(isinstance(each, str | os.PathLike) for each in paths)
 
 
 NO_TARGETS = object()  # passed as y for a prediction, which has no targets

@@ -98,7 +98,9 @@ VARIABLES = {
     "OMP_NUM_THREADS": "1",
     "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
 }
-MODULE = re.compile(r"python -m ((?:trainers|benchmarks|allreduce)[\w.]*(?: doctor| make)?)((?=[\s`])[^`\n|]*|$)")
+MODULE = re.compile(
+    r"python -m ((?:trainers|benchmarks|allreduce)[\w.]*(?: doctor| make| predict)?)((?=[\s`])[^`\n|]*|$)"
+)
 OPTION = re.compile(r"(?<![\w-])--?[a-z][\w-]*")
 
 

@@ -25,7 +25,7 @@ from allreduce.transport import processes, ulfm
 from allreduce.transport.control import everywhere, on_all_ranks, raise_together, root_value, together
 from allreduce.transport.wait import waiting
 from trainers import datasets
-from trainers.cli import results, roles
+from trainers.cli import predict, results, roles
 from trainers.cli.evaluator import EndSignal, Evaluator
 from trainers.cli.options import SERVERS, make_callbacks, make_trainer, parse
 from trainers.errors import ArgumentError, DivergedError, TrainerError
@@ -41,6 +41,7 @@ log = logging.getLogger("trainers")
 
 ENDS: tuple[type[Exception] | type[Terminated], ...] = (Terminated, DivergedError, TrainerError)  # may end a training
 FAULTS = (DivergedError, RankLostError, RankLeftError, CollectiveTimeoutError, BrokenError, CommunicationError)
+PREDICT = "predict"  # the first argument for predictions
 FAILED, BAD_ARGUMENTS, INTERRUPTED = 1, 2, 130  # exit codes; a job that exits with 1 may be started again
 
 
@@ -52,8 +53,12 @@ def main(arguments: Sequence[str] | None = None, program: str = "python -m train
         print(f"error: {error}", file=sys.stderr, flush=True)
         return BAD_ARGUMENTS
     code = 0
+    given = list(sys.argv[1:] if arguments is None else arguments)
     try:
         with Terminating() as sigterm:  # also on ranks that do not train, and while data is loaded
+            if given[:1] == [PREDICT]:
+                predict.run(given[1:], world, f"{program} {PREDICT}")
+                return code
             while (prepared := prepare(arguments, world, program)) is None:
                 world = world.survivors()
             _run(*prepared, world)

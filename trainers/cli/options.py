@@ -41,6 +41,7 @@ EXAMPLES = """examples:
   mpirun -n 4 python -m trainers --data mnist/ --hidden 256,128 --batch-size 512 --save model.npz
   mpirun -n 4 python -m trainers --data mnist/ --load model.npz --epochs 0          (only test a saved model)
   mpirun -n 4 python -m trainers --data people.csv --label income --save model.npz  (a table of words and numbers)
+  mpirun -n 4 python -m trainers predict --load model.npz --data new.csv --out predictions.csv
   mpirun -n 4 python -m trainers --data mnist/ --checkpoint run --resume            (again after it was killed, say)
   mpirun -n 4 python -m trainers --trace trace.json --tensorboard logs              (who waits for whom; curves)
   mpirun -n 4 python -m trainers --allreduce hierarchical_copy --ranks-per-node 2   (two simulated nodes)
@@ -48,6 +49,7 @@ EXAMPLES = """examples:
   mpirun -n 4 python -m trainers --strategy spare_replicas --backup-workers 1
 
 --help-all shows the other options: strategies, failures, roles, network, traces, checks.
+python -m trainers predict --help shows the options of predict.
 """
 
 # Converters of values

@@ -142,12 +142,22 @@ class Columns:
             raise DataError(f"{path}: {_difference(found, expected)}; this model was trained on {_listed(expected)}")
         return [names.index(name) for name in expected], names.index(self.label) if self.label in names else None
 
-    def encode(self, cells: Sequence[Cells], where: Where) -> np.ndarray:
-        """Return the features of rows, (rows, features) float32. cells: of each column, in the order of `columns`."""
-        values = [
-            numbers(column.name, given, where) if isinstance(column, Number) else known(given, index)
-            for column, given, index in zip(self.columns, cells, self._numbers, strict=True)
-        ]
+    def encode(self, cells: Sequence[Cells], where: Where, unknown: dict[str, int] | None = None) -> np.ndarray:
+        """Return the features of rows, (rows, features) float32.
+
+        cells: of each column, in the order of `columns`. where: names a row in an error. unknown: counts, by column,
+            values of categories that training has not met.
+        """
+        values = []
+        for column, given, index in zip(self.columns, cells, self._numbers, strict=True):
+            if isinstance(column, Number):
+                values.append(numbers(column.name, given, where))
+                continue
+            values.append(known(given, index))
+            if unknown is not None:
+                strange = sum(is_value(given[row]) for row in np.flatnonzero(values[-1] == 0).tolist())
+                if strange:
+                    unknown[column.name] = unknown.get(column.name, 0) + strange
         return self.features_of(values)
 
     def features_of(self, values: Sequence[np.ndarray]) -> np.ndarray:
@@ -207,7 +217,9 @@ def numbers(name: str, cells: Cells, where: Where) -> np.ndarray:
         values = np.array(list(map(float, cells)))
     except ValueError:
         try:
-            values = np.array([math.nan if cell.strip() in MISSING else float(cell) for cell in cells])
+            values = np.array(
+                [math.nan if cell in MISSING or cell.strip() in MISSING else float(cell) for cell in cells]
+            )
         except ValueError:
             raise _wrong_number(name, cells, where) from None
     if "_" in "".join(cells) or np.isinf(values).any():
@@ -230,7 +242,15 @@ def _wrong_number(name: str, cells: Cells, where: Where) -> DataError:
 def known(cells: Cells, index: Mapping[str, int]) -> np.ndarray:
     """Return the numbers of a category's values; 0 for missing and unknown ones."""
     get = index.get
-    return np.array([get(cell.strip(), 0) for cell in cells], np.int64)
+    found = np.array([get(cell, 0) for cell in cells], np.int64)
+    for row in np.flatnonzero(found == 0).tolist():  # with spaces around them, perhaps
+        found[row] = get(cells[row].strip(), 0)
+    return found
+
+
+def is_value(cell: str) -> bool:
+    """Whether a cell has a value that is not missing."""
+    return cell.strip() not in MISSING
 
 
 def _numbered(values: Sequence[str]) -> dict[str, int]:

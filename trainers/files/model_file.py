@@ -13,7 +13,7 @@ import zipfile
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from typing import IO, Any
+from typing import IO, Any, NamedTuple
 
 import numpy as np
 
@@ -48,22 +48,49 @@ class Archive:
         return {name: member.CRC for name, member in self._members.items()}
 
     def __getitem__(self, name: str) -> np.ndarray:
+        member = self._checked(name)
+        with self._archive.open(member) as file:
+            return np.lib.format.read_array(file, allow_pickle=False)
+
+    @contextmanager
+    def reading(self, name: str) -> Iterator[tuple["ArrayHeader", IO[bytes]]]:
+        """Context manager: yield the header of an array, and a file that stands at its first element."""
+        with self._archive.open(self._checked(name)) as file:
+            yield read_array_header(file), file
+
+    def _checked(self, name: str) -> zipfile.ZipInfo:
+        """Return the member of an array. Raises ValueError if its header, its size or its compression is invalid."""
         member = self._members[name]
         if member.compress_type not in METHODS:
             raise ValueError(f"{name} is compressed in a way that NumPy does not write")
         if member.compress_type == zipfile.ZIP_STORED and member.compress_size != member.file_size:
             raise ValueError(f"{name} claims {member.file_size} bytes, and {member.compress_size} are stored")
         with self._archive.open(member) as file:
-            self._check_header(name, file, member.file_size)
-        with self._archive.open(member) as file:
-            return np.lib.format.read_array(file, allow_pickle=False)
+            check_array_header(name, file, member.file_size)
+        return member
 
-    def _check_header(self, name: str, file: IO[bytes], size: int) -> None:
-        """Raise ValueError if an array's header does not match its size in bytes, before memory is allocated for it."""
-        shape, _, dtype = HEADERS[np.lib.format.read_magic(file)](file)
-        wanted = file.tell() + math.prod(shape) * dtype.itemsize
-        if wanted != size and not dtype.hasobject:  # read_array refuses object arrays with an error of its own
-            raise ValueError(f"{name} has {size} bytes; its header says {wanted} (shape {shape}, {dtype})")
+
+class ArrayHeader(NamedTuple):
+    """The header of an array in NumPy's format. fortran: whether the elements are in Fortran's order."""
+
+    shape: tuple[int, ...]
+    fortran: bool
+    dtype: np.dtype
+
+
+def read_array_header(file: IO[bytes]) -> ArrayHeader:
+    """Read the header of an array. Invalid bytes raise any error."""
+    return ArrayHeader(*HEADERS[np.lib.format.read_magic(file)](file))
+
+
+def check_array_header(name: str, file: IO[bytes], size: int) -> ArrayHeader:
+    """Read the header of an array in a file of `size` bytes. Raises ValueError if it does not match that size, before
+    memory is allocated for it."""
+    header = read_array_header(file)
+    wanted = file.tell() + math.prod(header.shape) * header.dtype.itemsize
+    if wanted != size and not header.dtype.hasobject:  # read_array refuses object arrays with an error of its own
+        raise ValueError(f"{name} has {size} bytes; its header says {wanted} (shape {header.shape}, {header.dtype})")
+    return header
 
 
 def put(archive: zipfile.ZipFile, name: str, array: np.ndarray) -> None:

@@ -33,6 +33,7 @@ class CategoryNetwork(NumpyNetwork):
         self._written: Any = None  # the buffer that gets the gradients
         super().__init__(sizes, seed=seed, **options)
         self._plain = self._columns_before(self.sizes, self._own_names)
+        self.features = self._plain + len(self.embedded)
         for number, (table, (rows, vector)) in enumerate(
             zip(self._tables(self.parameters), self.embedded, strict=True)
         ):
@@ -73,7 +74,7 @@ class CategoryNetwork(NumpyNetwork):
 
     def check(self, x: Tree, y: Tree | None, weights: np.ndarray | None = None) -> None:
         self._check_single(x, y)
-        columns = self._plain + len(self.embedded)
+        columns = self.features
         if x.ndim != 2 or x.shape[1] != columns or x.dtype.kind not in "iuf":
             raise ArgumentError(f"x must be numbers of shape (rows, {columns}), not {x.dtype} of shape {x.shape}")
         for number, (rows, _) in enumerate(self.embedded):

@@ -37,7 +37,7 @@ class EmbeddingNetwork(NumpyNetwork):
         if isinstance(words, bool) or not isinstance(words, int | np.integer) or words < 1:
             raise ArgumentError(f"words, the number of the table's rows, must be an integer >= 1, got {words!r}")
         super().__init__(sizes, seed=seed, **options)
-        self.words, self.table_lr = int(words), table_lr
+        self.words, self.table_lr, self.features = int(words), table_lr, None
         self.tables = (Table(TABLE, self.words, (self.sizes[0],)),)
         drawn = np.random.default_rng([seed, self.words]).standard_normal((self.words, self.sizes[0]), FLOAT)
         self.table = self._xp.asarray(drawn)

@@ -12,6 +12,7 @@ class Loss(ABC):
     """A loss on one array module, `xp`. One step calls `targets`, `measure` and `derive`, in this order."""
 
     metrics: tuple[str, ...] = ("loss",)
+    probabilities = False  # whether `predict` gives the probabilities of classes
 
     def __init__(self, xp: Any) -> None:
         self._xp = xp
@@ -47,6 +48,7 @@ class SoftmaxCrossEntropy(Loss):
     """y holds class numbers, (rows,) integers from 0 to outputs - 1; predictions are probabilities."""
 
     metrics = ("loss", "accuracy")
+    probabilities = True
 
     def __init__(self, xp: Any) -> None:
         super().__init__(xp)

@@ -108,7 +108,8 @@ class NumpyNetwork(FlatReplica):
         self._names = {"activation": activation, "loss": loss, **self._own_names}
         self._activation = choose("activation", activation, ACTIVATIONS)
         self._loss = choose("loss", loss, LOSSES)(self._xp)
-        self.metrics = self._loss.metrics
+        self.metrics, self.probabilities = self._loss.metrics, self._loss.probabilities
+        self.features = self.sizes[0]
         self.optimizer = self._optimizer = make_optimizer(optimizer, lr)
         self.gradient_length = self._length(self.sizes, self._names)
         self.parameters = self._xp.asarray(self._initial(init or self._activation.init, seed))

@@ -1,0 +1,169 @@
+"""Tables on several ranks: the training is that of one rank, and predictions of files are those of arrays."""
+
+import csv
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from mpi4py import MPI
+
+import allreduce
+from tests.ranks.training.test_loader import TRAINERS
+from tests.training.test_tables import HEADER, people, write
+from trainers import MirroredTrainer, NumpyNetwork, datasets, load_network, network_of
+from trainers.cli.main import main
+from trainers.errors import ArgumentError, DataError
+from trainers.fit import predicting
+
+SIZES: dict[str, Any] = {"epochs": 2, "batch_size": 32, "progress": False}
+
+
+def network(data: Any) -> NumpyNetwork:
+    return network_of(data, (6,), seed=3, lr=0.02)
+
+
+@pytest.fixture
+def table(folder: Path, world: MPI.Intracomm) -> str:
+    """A table of 200 rows with an embedded category, missing values and a quoted cell."""
+    if world.rank == 0:
+        folder.mkdir()
+        write(folder / "people.csv", people(200))
+    world.Barrier()
+    return str(folder / "people.csv")
+
+
+def parameters_of_one_rank(data: Any) -> np.ndarray:
+    with allreduce.Topology(MPI.COMM_SELF) as alone, MirroredTrainer(network(data), "native", alone) as trainer:
+        trainer.fit(data.x_train, data.y_train, **SIZES)
+        return trainer.replica.state()["parameters"].copy()
+
+
+def test_a_table_trains_as_on_one_rank(table: str, flat: allreduce.Topology) -> None:
+    data = datasets.load(table, "income")
+    expected = parameters_of_one_rank(data)
+    for kind, trainer_of in TRAINERS.items():
+        if kind == "servers" and flat.size == 1:
+            continue
+        with trainer_of(network(data), topology=flat) as trainer:
+            trainer.fit(data.x_train, data.y_train, **SIZES)
+            assert len(set(trainer.parameters_sha256())) == 1
+            found = trainer.replica.state()["parameters"].copy()
+        np.testing.assert_allclose(found, expected, rtol=2e-4, atol=1e-5, err_msg=kind)
+
+
+def rows_of(path: str) -> list[list[str]]:
+    """Return the lines of a file of predictions, as texts."""
+    text = Path(path).read_text()
+    if path.endswith(".jsonl"):
+        return [list(map(str, json.loads(line).values())) for line in text.splitlines()]
+    header, *rows = csv.reader(text.splitlines())
+    assert header == ["row", "prediction", "probability"]
+    return rows
+
+
+def test_predictions_of_a_table(
+    table: str, folder: Path, flat: allreduce.Topology, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In one file and in a file of each rank, as CSV and as JSON lines, of several tables, with and without a label."""
+    monkeypatch.setattr(predicting, "ROUND", 17)
+    monkeypatch.setattr("trainers.datasets.rows.BLOCK", 300)
+    data = datasets.load(table, "income")
+    rows = people(61, seed=5)
+    if flat.rank == 0:
+        write(folder / "new-1.csv", [row[:3] for row in rows[:40]], HEADER[:3])
+        write(folder / "new-2.csv", rows[40:])
+        write(folder / "new-3.csv", [])
+    with MirroredTrainer(network(data), "native", flat) as trainer:
+        trainer.fit(data.x_train, data.y_train, **SIZES)
+        assert data.columns is not None
+        x = data.columns.encode(list(zip(*rows, strict=True))[:3], str)
+        outputs = trainer.predict(x)
+        expected = [data.classes[number] for number in outputs.argmax(axis=1)]
+        for out in ("all.csv", "all.jsonl", "csv", "jsonl/*.jsonl"):
+            paths = trainer.predict(str(folder / "new-*.csv"), str(folder / out), progress=False)
+            assert len(paths) == (flat.size if "all" not in out else 1)
+            found = [row for path in paths for row in rows_of(path)]
+            assert [row[:2] for row in found] == [[str(number), word] for number, word in enumerate(expected)]
+            np.testing.assert_allclose([float(row[2]) for row in found], outputs.max(axis=1), rtol=1e-4)
+        assert rows_of(trainer.predict(str(folder / "new-3.csv"), str(folder / "none.csv"))[0]) == []
+        with pytest.raises(ArgumentError, match="has files already"):
+            trainer.predict(str(folder / "new-1.csv"), str(folder / "csv"))
+
+
+def test_predictions_of_arrays(folder: Path, flat: allreduce.Topology) -> None:
+    random = np.random.default_rng(1)
+    for rows in (0, 1, 23):
+        x = random.normal(size=(rows, 2, 2)).astype(np.float32)
+        if flat.rank == 0:
+            folder.mkdir(exist_ok=True)
+            np.save(folder / "x.npy", x)
+            np.savez(folder / "x.npz", x=x)
+            np.savez_compressed(folder / "packed.npz", x=x, y=x)
+            np.savetxt(folder / "x.csv", np.c_[x.reshape(rows, 4), np.ones(rows)], delimiter=",", fmt="%.9g")
+        classifier = NumpyNetwork([4, 3], seed=1)
+        with MirroredTrainer(classifier, "native", flat) as trainer:
+            outputs = trainer.predict(x) if rows else np.zeros((0, 3))
+            given: list[Any] = [x, *(str(folder / name) for name in ("x.npy", "x.npz", "packed.npz", "x.csv"))]
+            for each in given if rows else given[:4]:
+                (path,) = trainer.predict(each, folder / "out.csv", progress=False)
+                assert [row[1] for row in rows_of(path)] == [str(number) for number in outputs.argmax(axis=1)]
+        with MirroredTrainer(NumpyNetwork([4, 2], loss="mean_squared_error"), "native", flat) as trainer:
+            (path,) = trainer.predict(x, folder / "out.jsonl", progress=False)
+            found = [list(json.loads(line).values())[1:] for line in Path(path).read_text().splitlines()]
+            assert len(found) == rows
+            if rows:
+                np.testing.assert_allclose(found, trainer.predict(x), rtol=1e-4)
+
+
+FAULTS: dict[str, tuple[bytes, str]] = {
+    "a ragged row": (b"1,cook\n", r"line 202 has 2 cells"),
+    "a number that is none": (b"x,cook,city 1,high\n", r"line 202, column 'age': 'x' is not a finite number"),
+    "no UTF-8": (b"1,c\xf6ok,city 1,high\n", r"line 202 is not UTF-8"),
+}
+
+
+def test_a_fault_on_one_rank_is_raised_on_all_and_changes_no_file(
+    table: str, folder: Path, flat: allreduce.Topology
+) -> None:
+    data = datasets.load(table, "income")
+    world = flat.world
+    with MirroredTrainer(network(data), "native", flat) as trainer:
+        for content, text in FAULTS.values():
+            if flat.rank == 0:
+                (folder / "bad.csv").write_bytes(Path(table).read_bytes() + content)
+                (folder / "old.csv").write_text("as it was")
+            world.Barrier()
+            for out in ("old.csv", "new"):
+                with pytest.raises(DataError, match=text) as error:
+                    trainer.predict(str(folder / "bad.csv"), str(folder / out), progress=False)
+                assert len(set(world.allgather(str(error.value)))) == 1
+            assert (folder / "old.csv").read_text() == "as it was"
+            assert sorted(path.name for path in folder.iterdir()) == ["bad.csv", "old.csv", "people.csv"]
+            world.Barrier()  # before rank 0 writes them again
+        for given, out, text in (
+            (str(folder / "no*.csv"), "new", "no file matches"),
+            (table, "new.txt/*.txt", "a file ends in .csv or .jsonl"),
+            (table, "nowhere/new.csv", "give a file in a folder that exists"),
+            ([], "new.csv", "x must|no|empty"),
+        ):
+            with pytest.raises((ArgumentError, DataError), match=text):
+                trainer.predict(given, str(folder / out), progress=False)
+        with pytest.raises(ArgumentError, match="say where the predictions go"):
+            trainer.predict(table)
+
+
+def test_the_command_trains_on_a_table_and_predicts(table: str, folder: Path, flat: allreduce.Topology) -> None:
+    model, out = str(folder / "model.npz"), str(folder / "out.csv")
+    options = ["--label", "income", "--epochs", "1", "--hidden", "6", "--save", model]
+    assert main(["--data", table, *options]) == 0
+    assert main(["--data", table, "--load", model, "--epochs", "0"]) == 0
+    assert main(["predict", "--load", model, "--data", table, "--out", out]) == 0
+    replica = load_network(model)
+    assert replica.columns is not None
+    cells = list(zip(*people(200), strict=True))
+    expected = replica.predict(replica.columns.encode(cells[:3], str)).argmax(axis=1)
+    assert [row[1] for row in rows_of(out)] == [replica.columns.classes[number] for number in expected]
+    assert main(["predict", "--load", model, "--data", "nowhere.csv", "--out", out]) == 2
+    assert main(["--data", table, "--label", "incom"]) == 2
