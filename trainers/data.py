@@ -261,10 +261,13 @@ def _stack(rows: Sequence[Any]) -> Data:
             raise TypeError(f"a row is a {type(row).__name__}, not a pair (x, y); pass collate= to make pairs")
         if len(row) != len(rows[0]):
             raise TypeError(f"a row has {len(row)} members, and the first one has {len(rows[0])}")
-    return tuple(_stacked([as_arrays(each) for each in column]) for column in zip(*rows, strict=True))
+    return tuple(map(_stacked, zip(*rows, strict=True)))
 
 
-def _stacked(trees: Sequence[Tree]) -> Tree:
+def _stacked(values: Sequence[Any]) -> Tree:
+    if not any(isinstance(each, tuple | Mapping) for each in values):
+        return np.stack([np.asarray(each) for each in values])
+    trees = [as_arrays(each) for each in values]
     first = [name for name, _ in _named(trees[0], "it")]
     for tree in trees:
         if (names := [name for name, _ in _named(tree, "it")]) != first:

@@ -246,6 +246,7 @@ def _train(job: Job, member: Member) -> None:
             stream=stream,
             checkpoint=checkpoint,
             resume=options.resume,
+            class_weight=options.class_weight,
             accumulate=options.accumulate,
             clip_norm=options.clip_norm,
             ema=options.ema,

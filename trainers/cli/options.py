@@ -22,6 +22,7 @@ from trainers.central_storage import CentralStorageTrainer
 from trainers.datasets.parser import Parser
 from trainers.errors import ArgumentError
 from trainers.fit.checkpointing import period
+from trainers.fit.weights import BALANCED
 from trainers.local_sgd.outer import OUTER
 from trainers.mirrored import MirroredTrainer
 from trainers.parameter_server import ParameterServerTrainer
@@ -321,6 +322,10 @@ OPTIONS: dict[str, tuple[Option, ...]] = {
         Option(
             "batch_size", "N", integer(1), default=PerData(100, 16, 128), common=True,
             help="number of samples in a global batch, which is divided among the ranks",
+        ),
+        Option(
+            "class_weight", choices=(BALANCED,), default_text="none",
+            help="weigh the loss of each row, so that all classes count alike, however many rows they have",
         ),
         Option(
             "accumulate", "N", integer(1), default=1,

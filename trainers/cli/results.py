@@ -49,7 +49,8 @@ def _backend(trainer: MirroredTrainer, options: argparse.Namespace) -> tuple[str
     return trainer.allreduce.name, why
 
 
-STEP = ("accumulate", "clip_norm", "ema", "schedule", "warmup_steps")  # options of a step, of which most jobs give none
+# options of which most jobs give none
+STEP = ("class_weight", "accumulate", "clip_norm", "ema", "schedule", "warmup_steps")
 
 
 def result(

@@ -163,6 +163,20 @@ def test_each_rank_may_bring_its_own_weighted_rows(flat: allreduce.Topology) -> 
     np.testing.assert_allclose(found[1], expected[1], rtol=1e-4)
 
 
+def test_local_sgd_weighs_rows(flat: allreduce.Topology) -> None:
+    """After one step of gradient descent on equal shares, the mean of the parameters is that of a step of all ranks."""
+    x, y = data()
+    rows = 8 * flat.size
+    found = []
+    for options in ({"sync_every": 1}, {}):
+        made = NumpyNetwork([6, 8, 3], optimizer="sgd", seed=1)
+        with MirroredTrainer(made, "ring", flat, **options) as trainer:
+            given = {"sample_weight": weights()[:rows], "class_weight": CLASS_WEIGHT}
+            history = trainer.fit(x[:rows], y[:rows], 2, rows // 2, progress=False, **given)
+        found.append([*made.state()["parameters"], *(epoch.loss for epoch in history)])
+    np.testing.assert_allclose(found[0], found[1], rtol=1e-4, atol=1e-6)
+
+
 def test_balanced_classes_count_alike(flat: allreduce.Topology) -> None:
     x, y = data()
     counts = np.bincount(y)
