@@ -11,14 +11,26 @@ from typing import Any
 import numpy as np
 
 from allreduce.topology import Topology
-from allreduce.transport.control import all_values
+from allreduce.transport.control import all_values, root_value
+from trainers.data import Batch, BatchSource
 from trainers.errors import ArgumentError
 from trainers.group import RankGroup
 from trainers.replica import Replica
 from trainers.strategies.interface import EpochRun
 from trainers.strategies.servers.epoch import HOW_FAR
-from trainers.strategies.servers.mailbox import END, GRADIENTS, NOTHING, PUSH, WORK, Arrival, Header, Mailbox, Message
-from trainers.strategies.servers.service import Counts, ServerStrategy, Shard, wait_before_raising
+from trainers.strategies.servers.mailbox import (
+    END,
+    ENDED,
+    GRADIENTS,
+    NOTHING,
+    PUSH,
+    WORK,
+    Arrival,
+    Header,
+    Mailbox,
+    Message,
+)
+from trainers.strategies.servers.service import SIZES, Counts, ServerStrategy, Shard, wait_before_raising
 from trainers.watching.meter import Tally
 
 
@@ -77,6 +89,9 @@ class SpareReplicas(ServerStrategy):
         self._wanted = 0  # ranks whose gradients a step takes
         self._counts = Counts()
         self._begun, self._taken = -1, 0  # the current epoch, and the number of its steps that were taken
+        self._complete = False  # whether all steps of the current epoch were taken
+        self._sizes: list[int] = []  # on the chief: the rows of the current epoch's steps, if they are a stream
+        self._own_step = 0  # the next batch of this rank in the current epoch, if the rows are divided
 
     def describe(self) -> str:
         return f"{self.name}({type(self.replica).__name__}, spare={self._given!r})"
@@ -99,6 +114,7 @@ class SpareReplicas(ServerStrategy):
     def connect(self, group: RankGroup) -> None:
         super().connect(group)
         self._values = np.zeros(self._measures)  # this rank's metrics and its share of the batch
+        self._nothing, self._rows = NOTHING, 0  # of the next push: its kind without gradients, the rows of the batch
         # rank 0 computes in these arrays; the chief's thread updates the arrays that the model is bound to
         if group.rank == CHIEF:
             self._own_parameters, self._own_gradients = map(np.zeros_like, (self._parameters, self._gradients))
@@ -108,15 +124,10 @@ class SpareReplicas(ServerStrategy):
         self.spare = max(0, self.group.size - self._wanted)  # a failed rank counts as a spare one
 
     def _agree_on_progress(self) -> None:
-        self._begun, self._taken = all_values(self.group.comm, [self._begun, self._taken], HOW_FAR)[CHIEF]
+        progress = [self._begun, self._taken, self._complete]
+        self._begun, self._taken, self._complete = all_values(self.group.comm, progress, HOW_FAR)[CHIEF]
         if self.group.rank == CHIEF:
             self._own_parameters[:] = self._parameters
-
-    def loader_error(self, divided: bool) -> str:
-        return (
-            "a late rank of spare replicas leaves batches out, whose rows a loader can't give to another rank: give "
-            "arrays or a data set, or use another trainer"
-        )
 
     def begin_fit(self) -> None:
         self._begun = -1
@@ -126,13 +137,19 @@ class SpareReplicas(ServerStrategy):
 
     def run_epoch(self, run: EpochRun, number: int) -> None:
         if self._begun != number:
+            if run.batches.streams:
+                run.begin_stream(number, 0)
             self._begun, self._taken, self._counts = number, 0, Counts()
-        if self._taken == run.batches.steps:
-            return
-        if self.group.rank == CHIEF:
-            self._run_chief(run, number)
-        else:
-            self._run_worker(run, number, self.replica, self._parameters, self._gradients)
+            self._complete, self._sizes, self._own_step = False, [], 0
+        if not self._complete:
+            if self.group.rank == CHIEF:
+                self._run_chief(run, number)
+            else:
+                self._run_worker(run, number, self.replica, self._parameters, self._gradients)
+        self._complete = True
+        if run.batches.streams:
+            sizes = root_value(self.group.comm, self._sizes, SIZES, CHIEF)
+            self._learn_sizes(run, number, self._counts.cut_short, sizes)
 
     def _run_chief(self, run: EpochRun, number: int) -> None:
         """Run an epoch on rank 0: compute with a copy of the model, like any rank, while the second thread runs the
@@ -147,8 +164,14 @@ class SpareReplicas(ServerStrategy):
         def begin(step: int) -> None:
             self.rule.begin_step(first + step)
 
-        chief = Chief(mailbox, shard, self.group.size, self.spare, self._tally, self.span, self._counts, begin)
-        future = queue.submit(partial(chief.run, run.batches.sizes().tolist(), self._taken))
+        ends = mailbox, shard, self.group.size, self.spare, self._tally, self.span, self._counts, begin
+        chief: Chief
+        if run.batches.streams:
+            chief = StreamChief(*ends, run.batches.divided, run.batches.planned, self._sizes)
+            future = queue.submit(partial(chief.run, (), self._taken))
+        else:
+            chief = Chief(*ends)
+            future = queue.submit(partial(chief.run, run.batches.sizes().tolist(), self._taken))
         try:
             with wait_before_raising(future):
                 self._run_worker(run, number, copied or self.replica, self._own_parameters, self._own_gradients)
@@ -187,7 +210,7 @@ class SpareReplicas(ServerStrategy):
         while kind == WORK:
             computed = run.keep_error(partial(self._compute_part, run, number, step, replica, gradients))
             halts = run.error is not None or self.stop_training
-            header = Header(GRADIENTS if computed else NOTHING, step, halt=halts)
+            header = Header(GRADIENTS if computed else self._nothing, step, halt=halts, taken=self._rows)
             client.post_receive(CHIEF)
             client.push([header], gradients if computed else None, self._values)
             client.wait_for_replies()
@@ -201,10 +224,12 @@ class SpareReplicas(ServerStrategy):
     def _compute_part(self, run: EpochRun, number: int, step: int, replica: Replica, gradients: np.ndarray) -> bool:
         """Compute this rank's gradients of `step` of epoch `number` into `gradients`. Returns False if it has no rows.
         May raise any exception."""
-        self._values[:] = 0
-        run.begin_batch(step)
+        self._values[:], self._nothing, self._rows = 0, NOTHING, 0
         with self.span("data"):
-            batch = run.batches.share(number, step, self.group.rank)
+            batch = self._batch(run.batches, number, step)
+        if batch is None:
+            return False
+        run.begin_batch(step)
         if not batch.own:
             return False
         with self.span("compute"):
@@ -216,6 +241,19 @@ class SpareReplicas(ServerStrategy):
         self._values[:-1] *= batch.share
         self._values[-1] = batch.share
         return True
+
+    def _batch(self, batches: BatchSource, number: int, step: int) -> Batch | None:
+        """Return this rank's rows of a step; None if its stream has ended. The share of a stream's batch is the number
+        of this rank's rows, and `_rows` is set to the number of all. A late rank goes on with its own next batch if the
+        rows are divided."""
+        if not batches.streams:
+            return batches.share(number, step, self.group.rank)
+        batch = batches.part_of(self._own_step if batches.divided else step, self.part)
+        if batch is None:
+            self._nothing = ENDED
+            return None
+        self._own_step, self._rows = self._own_step + 1, batch.rows
+        return batch._replace(share=float(batch.own))
 
 
 ROUNDING = 1e-9  # a sum of shares this close to 1 counts as 1
@@ -314,6 +352,67 @@ class Chief:
         if kind == WORK:
             self._mailbox.clear(arrival)
         self._mailbox.reply(self._newest, arrival.worker, with_body=True)
+
+
+class StreamChief(Chief):
+    """The chief of an epoch of a stream, whose sizes come with the pushes: `taken` in the header of a push is the number
+    of rows of the rank's batch, and the share is the number of the rank's rows.
+
+    divided: whether each rank has other rows; the epoch then ends when all streams have. planned: the steps of the
+        epoch, if they are limited. sizes: a list that gets the rows of each step.
+    """
+
+    def __init__(self, *ends: Any) -> None:
+        *others, self._divided, self._planned, self._sizes = ends
+        super().__init__(*others)
+        self._ended: set[int] = set()  # workers whose streams have ended
+        self._rows = 0  # of the batch of this step; of divided rows those that were used
+
+    def _take_steps(self, sizes: Sequence[int]) -> list[Arrival]:
+        while True:
+            step = self.done
+            found = self._receive(step)
+            if found.failed or not found.used:
+                return found.arrivals
+            if self._divided:
+                self._rows = sum(arrival.message.header.taken for arrival in found.used)
+            try:
+                self._update(found, step, 1)
+            except Exception as error:  # any exception: it must reach the other ranks
+                self.error = error
+            self.done = step + 1
+            self._sizes.append(self._rows)
+            is_last = self.done == self._planned
+            if found.stop or self.error is not None or is_last:
+                self.counts.cut_short = not is_last
+                return found.arrivals
+            for arrival in found.arrivals:
+                self._answer(arrival, WORK, step + 1)
+
+    def _receive(self, step: int) -> Round:
+        """Wait until enough gradients for `step` are there, one worker has failed, or the streams have ended."""
+        found, self._rows = Round(), 0
+        while not found.failed and not self._is_enough(found):
+            arrival = self._mailbox.next(f"get the gradients of step {step + 1}")
+            header = arrival.message.header
+            found.failed |= header.kind not in (GRADIENTS, ENDED) and bool(header.halt)
+            found.stop |= bool(header.halt)
+            if header.kind == ENDED and (self._divided or header.step == step):
+                self._ended.add(arrival.worker)
+            if header.step != step:
+                self._answer_late(step, arrival)
+                continue
+            (found.used if header.kind == GRADIENTS else found.others).append(arrival)
+            self._rows = max(self._rows, header.taken)
+        found.used.sort(key=lambda each: each.worker)
+        return found
+
+    def _is_enough(self, found: Round) -> bool:
+        if not self._divided:
+            wanted = max(1, min(self._rows, self._workers) - self._spare)
+            return bool(self._ended) or (self._rows > 0 and len(found.used) >= wanted)
+        active = self._workers - len(self._ended)
+        return not active or len(found.used) >= max(1, active - self._spare)
 
 
 def _copy_error(replica: Replica) -> ArgumentError | None:

@@ -3,6 +3,7 @@ state."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -14,20 +15,26 @@ from allreduce.engine.queue import Future, Queue, Worker
 from allreduce.errors import RankLostError, UnavailableError
 from allreduce.topology import Topology
 from allreduce.transport.chunked import pieces
-from allreduce.transport.control import on_all_ranks, together
+from allreduce.transport.control import combine, on_all_ranks, together
 from allreduce.transport.wait import wait_for, waiting
 from trainers import malloc, stopwatch
 from trainers.checks import LEARNING_RATES
 from trainers.data import BatchSource
-from trainers.errors import ArgumentError
+from trainers.errors import ArgumentError, DataError
 from trainers.group import RankGroup
 from trainers.replica import Replica
 from trainers.state.adopt import Piece, mirror, newest
-from trainers.strategies.interface import FLAGS, Strategy, replica_error
+from trainers.strategies.interface import FLAGS, EpochRun, Strategy, replica_error
 from trainers.strategies.rule import UpdateRule
 from trainers.strategies.servers.mailbox import Client, Mailbox, Waiter
 from trainers.strategies.servers.worker import WorkerRanks, Workers, remaining
 from trainers.watching.meter import Tally
+
+SIZES = "learn the rows of the batches of an epoch"
+DIFFERENT = (
+    'rows="whole" takes the same batches on all ranks, and the loaders of the ranks have given other batches, or other '
+    "numbers of batches,"
+)
 
 
 class Counts:
@@ -359,6 +366,29 @@ class ServerStrategy(Strategy):
 
     def share_parameters(self) -> None:
         self._broadcast_parameters()
+
+    def _learn_sizes(self, run: EpochRun, number: int, cut: bool, sizes: Sequence[int] | None = None) -> None:
+        """Tell all ranks the rows of the batches of epoch `number` of a stream. Raises DataError on all ranks if whole
+        batches differ. Collective.
+
+        cut: whether the epoch was ended before its last batch. sizes: the rows of each batch, the same on all ranks;
+            None if each rank knows its own.
+        """
+        batches, comm = run.batches, self.group.comm
+        ends = [len(batches.own_rows if sizes is None else sizes), cut or run.error is not None]
+        length, cut = combine(comm, np.array(ends, np.int64), SIZES, MPI.MAX).tolist()
+        if not cut:
+            run.keep_error(partial(batches.finish, length))
+        own = batches.own_rows[: length + 1]
+        rows = np.zeros(length + 1, np.int64)
+        rows[: len(own)] = own
+        most = combine(comm, rows.copy(), SIZES, MPI.SUM if batches.divided else MPI.MAX)
+        if not batches.divided and not cut:
+            least = combine(comm, (most if self.part is None else rows).copy(), SIZES, MPI.MIN)
+            if not np.array_equal(least, most):
+                raise on_all_ranks(DataError(f"{DIFFERENT} in epoch {number + 1}"), comm)
+        for step, total in enumerate(most[:length].tolist() if sizes is None else sizes):
+            batches.learn(step, total)
 
     def _broadcast_parameters(self) -> None:
         """Give all ranks the servers' parameters: servers send them to the workers' leaders, and these to the other

@@ -7,15 +7,14 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
-from mpi4py import MPI
 
 from allreduce import NAMES, notices
 from allreduce.arrays.chunks import chunk
 from allreduce.topology import Topology
 from allreduce.transport.chunked import pieces
-from allreduce.transport.control import all_values, combine, everywhere, on_all_ranks, together
+from allreduce.transport.control import all_values, combine, everywhere, together
 from trainers.data import Batch, BatchSource, row_count
-from trainers.errors import ArgumentError, DataError
+from trainers.errors import ArgumentError
 from trainers.group import RankGroup
 from trainers.replica import Replica
 from trainers.strategies.interface import EpochRun, Strategy
@@ -94,13 +93,6 @@ def options_error(updates: Any, stale: Any, most: Any, warm_up: Any, rate: Any) 
     if updates == "sync" and useless:
         return ArgumentError(f'{useless[0]} has no use with updates="sync", where no gradient is stale; leave it out')
     return None
-
-
-SIZES = "learn the rows of the batches of an epoch"
-DIFFERENT = (
-    'rows="whole": the loaders of the ranks have given other batches, or other numbers of batches; use rows="divided" '
-    "for loaders that give each rank its own"
-)
 
 
 class EpochRows:
@@ -398,27 +390,7 @@ class AsynchronousServers(ParameterServers):
         role = self._serve if self._mailbox is not None else self._lead if self._client is not None else self._follow
         self._run_and_broadcast(partial(role, run, number))
         if streams:
-            self._learn_sizes(run)
-
-    def _learn_sizes(self, run: EpochRun) -> None:
-        """Tell all ranks the rows of the batches of a stream. Raises DataError on all ranks if their batches differ and
-        must not. Collective."""
-        batches, comm = run.batches, self.group.comm
-        divided = batches.divided
-        cut = self._ledger.cut_short or run.error is not None
-        length, cut = combine(comm, np.array([len(batches.own_rows), cut]), SIZES, MPI.MAX).tolist()
-        if not cut:
-            run.keep_error(partial(batches.finish, length))
-        own = batches.own_rows[: length + 1]
-        rows = np.zeros(length + 1, np.int64)
-        rows[: len(own)] = own
-        most = combine(comm, rows.copy(), SIZES, MPI.SUM if divided else MPI.MAX)
-        if not divided and not cut:
-            least = rows if self.part is not None else most
-            if not np.array_equal(combine(comm, least.copy(), SIZES, MPI.MIN), most):
-                raise on_all_ranks(DataError(f"{DIFFERENT} in epoch {self._ledger.epoch + 1}"), comm)
-        for step, total in enumerate(most[:length].tolist()):
-            batches.learn(step, total)
+            self._learn_sizes(run, number, self._ledger.cut_short)
 
     def _run_and_broadcast(self, epoch: Callable[[], None]) -> None:
         """Run `epoch()`, then broadcast the servers' parameters to all ranks. Collective."""
