@@ -355,7 +355,7 @@ class Chief:
 
 
 class StreamChief(Chief):
-    """The chief of an epoch of a stream, whose sizes come with the pushes: `taken` in the header of a push is the number
+    """The chief of an epoch of a stream, whose sizes come with pushes: `taken` in the header of a push is the number
     of rows of the rank's batch, and the share is the number of the rank's rows.
 
     divided: whether each rank has other rows; the epoch then ends when all streams have. planned: the steps of the

@@ -1,8 +1,10 @@
 """fit(loader): the training is that of one rank with all rows, for every strategy, however the batches are divided."""
 
 import functools
+import itertools
 import os
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -527,18 +529,79 @@ def test_asynchronous_servers_read_endless_loaders_on(rows: str, flat: allreduce
         assert len(trainer.fit(own, epochs=3, resume=True, **options)) == 3
 
 
+STRATEGIES: dict[str, Any] = TRAINERS | {
+    "async": functools.partial(ParameterServerTrainer, updates="async"),
+    "spare": functools.partial(SpareReplicasTrainer, spare=0),
+    "spare 1": functools.partial(SpareReplicasTrainer, spare=1),
+    "local": functools.partial(MirroredTrainer, sync_every=3),
+}
+del STRATEGIES["mirrored"], STRATEGIES["sharded"]  # see test_a_bad_loader_on_one_rank_is_one_error_on_all
+
+
 @pytest.mark.parametrize("kind", ["raises", "later width", "no pairs", "empty"])
-def test_a_bad_loader_of_an_asynchronous_worker(kind: str, flat: allreduce.Topology) -> None:
-    if flat.size == 1:
-        pytest.skip("a server needs a worker")
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_bad_loader_in_every_strategy(strategy: str, kind: str, flat: allreduce.Topology) -> None:
+    if flat.size == 1 and strategy not in ("central", "spare", "local"):
+        pytest.skip("needs two ranks")
     error, text = BROKEN[kind]
-    with ParameterServerTrainer(network(), topology=flat, updates="async") as trainer:
+    with STRATEGIES[strategy](network(), topology=flat) as trainer:
         own = None if trainer.strategy.part is None else broken(kind, flat.rank == 0)
         with pytest.raises(error, match=text) as caught:
             trainer.fit(own, rows="divided", progress=False)
         assert type(caught.value) is error
         assert len(set(trainer.parameters_sha256())) == 1
-        if flat.size > 2 and kind == "raises":
+        if trainer.strategy.parts > 1 and kind == "raises" and strategy != "local":
             own = None if own is None else [data()] * (2 + flat.rank)
-            with pytest.raises(DataError, match="the loaders of the ranks have given other batches"):
+            with pytest.raises(DataError, match=r"loaders must give the same batches|have given other batches"):
                 trainer.fit(own, rows="whole", progress=False)
+
+
+class Slow(Endless):
+    """Rank 1 is slow. same: all ranks have the same batches."""
+
+    def __init__(self, rank: int, same: bool) -> None:
+        super().__init__(0 if same else rank)
+        self.slow = rank == 1
+
+    def __iter__(self) -> Iterator[Pair]:
+        for pair in super().__iter__():
+            time.sleep(0.02 * self.slow)
+            yield pair
+
+
+@pytest.mark.parametrize("rows", ["divided", "whole"])
+def test_a_late_rank_of_spare_replicas_goes_on_with_its_loader(
+    rows: str, flat: allreduce.Topology, folder: Path
+) -> None:
+    """Divided rows: with its next batch, so it reads fewer. Whole batches: with that of the newest step."""
+    if flat.size == 1:
+        pytest.skip("a spare rank needs another one")
+    loader = Slow(flat.rank, rows == "whole")
+    with SpareReplicasTrainer(network(), topology=flat, spare=1) as trainer:
+        options: dict[str, Any] = {"rows": rows, "steps_per_epoch": 9, "progress": False, "checkpoint": str(folder)}
+        history = trainer.fit(loader, epochs=2, **options)
+        assert saved_steps(str(folder)) == [9, 18]
+        assert len(set(trainer.parameters_sha256())) == 1
+        assert np.isfinite([each.loss for each in history]).all()
+        assert loader.read == 18 if rows == "whole" else loader.read <= 18
+        if rows == "divided" and loader.slow:
+            assert loader.read < 18
+        assert len(trainer.fit(loader, epochs=3, resume=True, **options)) == 3
+
+
+@pytest.mark.parametrize("rows", ["divided", "whole"])
+def test_a_late_rank_of_spare_replicas_ends_its_loader(rows: str, flat: allreduce.Topology) -> None:
+    """Divided rows: its batches are the last steps, which no other rank has."""
+    if flat.size == 1:
+        pytest.skip("a spare rank needs another one")
+
+    class Ends(Slow):
+        def __iter__(self) -> Iterator[Pair]:
+            return itertools.islice(super().__iter__(), 5)
+
+    with SpareReplicasTrainer(network(), topology=flat, spare=1) as trainer:
+        loader = Ends(flat.rank, rows == "whole")
+        history = trainer.fit(loader, rows=rows, epochs=2, progress=False)
+        assert len(history) == 2
+        assert loader.read == 10
+        assert len(set(trainer.parameters_sha256())) == 1
