@@ -426,6 +426,9 @@ class BatchSource(ABC):
     def set_part(self, part: int | None, parts: int) -> None:
         """Set the number of parts of every batch, and the part that this rank gets."""
 
+    def lose_ranks(self) -> None:  # noqa: B027
+        """Warn if the rows of failed ranks are lost. Called on rank 0."""
+
     @abstractmethod
     def sizes(self) -> np.ndarray:
         """The rows of each of the `steps` global batches."""

@@ -120,6 +120,24 @@ def test_workers_are_lost_one_after_another_and_at_last_the_server(mpirun: JobRu
     assert "a server has failed" in came["no server"]["error"]
 
 
+def test_servers_and_spare_replicas_with_loaders_go_on_without_a_worker(mpirun: JobRunner) -> None:
+    """Of divided rows, those of the lost worker are missing; whole batches are computed by the others."""
+    job = mpirun(6, [*job_of("streams")], ulfm=True, timeout=120)
+    assert job.returncode == 0, job.stdout + job.stderr
+    came = {each["name"]: each for each in map(json.loads, job.stdout.splitlines())}
+    wanted = {"sync": (5, [[0]]), "async, whole": (4, [[2]]), "async": (3, [[1]]), "spare": (2, [[5]])}
+    assert {name: (came[name]["ranks"], came[name]["lost"]) for name in wanted} == wanted
+    assert all(len(set(came[name]["sha256"])) == 1 for name in wanted)
+    for name in ("sync", "spare"):  # the epoch before the failure
+        assert came[name]["history"][0]["loss"] == pytest.approx(came["alone"]["history"][0]["loss"], rel=1e-4)
+    assert {sum(epoch["staleness"]) for epoch in came["async, whole"]["history"]} == {5 * 3}  # each part counts once
+    updates = [sum(epoch["staleness"]) for epoch in came["async"]["history"]]
+    assert updates[0] == 5 * 3
+    assert 5 * 2 <= updates[1] <= 5 * 3
+    assert updates[2:] == [5 * 2] * 4
+    assert job.stderr.count("the rows of the failed ranks are not trained on any more") == 3
+
+
 def test_a_worker_goes_on_without_one_of_its_ranks_and_the_training_without_a_worker(mpirun: JobRunner) -> None:
     """The leader of a worker fails, another rank of a worker, and all ranks of a worker."""
     job = mpirun(6, [*job_of("workers")], ulfm=True, timeout=120)

@@ -130,9 +130,11 @@ class LoaderBatches(BatchSource):
         return {}
 
     def set_part(self, part: int | None, parts: int) -> None:
-        if self._divided and part == 0 and parts < self._parts:
-            log.warning('trainers: rows="divided": the rows of the failed ranks are not trained on any more')
         self._part, self._parts = part, parts
+
+    def lose_ranks(self) -> None:
+        if self._divided:
+            log.warning('trainers: rows="divided": the rows of the failed ranks are not trained on any more')
 
     def sizes(self) -> np.ndarray:
         return np.array(self._sizes, np.int64)

@@ -340,9 +340,11 @@ class FitCall(Call[History]):
         super().__init__("fit", self._run)
         self._strategy, self._begin = strategy, begin
         self._fit: Fit | None = None
+        self._ranks = 0  # at the beginning, or after the last failure
 
     def _run(self) -> History:
         if self._fit is None:
+            self._ranks = self._strategy.group.size
             self._fit = self._begin()
         return self._fit.run()
 
@@ -371,6 +373,9 @@ class FitCall(Call[History]):
             return
         assert fit is not None
         fit.batches.set_part(strategy.part, strategy.parts)
+        if group.rank == 0 and group.size < self._ranks:
+            fit.batches.lose_ranks()
+        self._ranks = group.size
         if group.previous[group.rank] != JOINED:
             move_position(fit, strategy.steps - fit.taken)
         fit.taken = strategy.steps
