@@ -15,13 +15,13 @@ import allreduce
 from allreduce.transport.control import root_value, together
 from tests.sequences.calls import FailureError
 from tests.sequences.models import FEATURES, numpy_network
-from trainers import CentralStorageTrainer, MirroredTrainer, ParameterServerTrainer
+from trainers import CentralStorageTrainer, MirroredTrainer, ParameterServerTrainer, SpareReplicasTrainer
 from trainers.callbacks import Callback
 from trainers.errors import DataError
 from trainers.fit.checkpointing import Checkpoint
 
 Pair = tuple[np.ndarray, np.ndarray]
-KINDS = ("mirrored", "sharded", "central", "servers")
+KINDS = ("mirrored", "sharded", "central", "spare", "servers")
 SOURCES = ("list", "stream", "iterator", "triples")
 
 
@@ -106,6 +106,8 @@ class Case:
         replica = numpy_network(self.optimizer, 1)
         if self.kind == "servers":
             return ParameterServerTrainer(replica, topology, servers=self.servers, updates="sync")
+        if self.kind == "spare":
+            return SpareReplicasTrainer(replica, topology, spare=0)
         if self.kind == "central":
             return CentralStorageTrainer(replica, topology)
         if self.kind == "sharded":
@@ -115,7 +117,7 @@ class Case:
 
 def draw_case(draw: random.Random, ranks: int) -> Case:
     """Draw a case."""
-    kind = draw.choice(KINDS[: 3 if ranks == 1 else 4])
+    kind = draw.choice(KINDS[: len(KINDS) - (ranks == 1)])
     servers = draw.randrange(1, ranks) if kind == "servers" else 0
     rows, numbers = draw.choice(["divided", "divided", "whole"]), np.random.default_rng(draw.randrange(100))
     parts: list[list[Pair]] = []
@@ -126,9 +128,10 @@ def draw_case(draw: random.Random, ranks: int) -> Case:
             parts[-1].append((x, np.abs(x[:, :3]).argmax(1)))
     source = draw.choice(SOURCES)
     limit = draw.choice([None, None, 1, 2, 4, 7])
-    stop = draw.randrange(1, 9) if draw.random() < 0.3 and source != "iterator" else 0
+    stop = draw.randrange(1, 9) if draw.random() < 0.3 and source != "iterator" and kind != "spare" else 0
     optimizer, prefetch = draw.choice(["sgd", "momentum"]), draw.random() < 0.3
-    return Case(kind, servers, rows, source, optimizer, parts, draw.choice([1, 2, 3]), limit, prefetch, stop)
+    epochs = 1 if source == "iterator" and draw.random() < 0.7 else draw.choice([1, 2, 3])
+    return Case(kind, servers, rows, source, optimizer, parts, epochs, limit, prefetch, stop)
 
 
 def alone(case: Case, epochs: list[list[Pair]]) -> tuple[np.ndarray, list[float]]:

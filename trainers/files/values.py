@@ -25,7 +25,7 @@ def decode(content: np.ndarray) -> Any:
     """Return the value of an `encode`. Raises ValueError if `content` is anything else; runs no code that it names."""
     try:
         return _decoded(json.loads(np.asarray(content, np.uint8).tobytes()))
-    except (TypeError, KeyError, IndexError, ValueError, OverflowError, RecursionError, MemoryError) as error:
+    except (TypeError, LookupError, AttributeError, ValueError, ArithmeticError, RuntimeError, MemoryError) as error:
         raise ValueError(f"it holds no values: {error!r}") from error
 
 
@@ -103,5 +103,7 @@ def _tensor(name: str, shape: list[Any], text: str) -> Any:
         raise ValueError(f"the dtype {name!r}")
     content = bytearray(_bytes(text))
     if not content:
+        if 0 not in _shape(shape):
+            raise ValueError(f"no content for the shape {shape!r}")
         return torch.empty(_shape(shape), dtype=dtype)
     return torch.frombuffer(content, dtype=torch.uint8).view(dtype).reshape(_shape(shape)).clone()
