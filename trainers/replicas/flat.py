@@ -145,15 +145,22 @@ class Average(FlatOptimizer):
         super().__init__(optimizer.layout, [AVERAGE], [AVERAGE])
         self.array, self._like, self._optimizer = array, like, optimizer
 
-    def move(self, parameters: Any, decay: float) -> None:
-        """Move the average towards `parameters`, an array like it. The bits do not depend on the slice."""
-        if not isinstance(self.array, np.ndarray):
-            self.array *= decay
-            self.array += parameters * (1 - decay)
+    def move(self, parameters: Iterable[Any], decay: float) -> None:
+        """Move the average towards the parameters, arrays like it, one after the other."""
+        start = 0
+        for each in parameters:
+            self._move(self.array[start : start + len(each)], each, decay)
+            start += len(each)
+
+    @staticmethod
+    def _move(average: Any, parameters: Any, decay: float) -> None:
+        if not isinstance(average, np.ndarray):
+            average *= decay
+            average += parameters * (1 - decay)
             return
-        scratch = np.empty(min(BLOCK, self.array.size), self.array.dtype)
-        for start in range(0, self.array.size, BLOCK):
-            block = self.array[start : start + BLOCK]
+        scratch = np.empty(min(BLOCK, average.size), average.dtype)
+        for start in range(0, average.size, BLOCK):
+            block = average[start : start + BLOCK]
             added = np.multiply(
                 parameters[start : start + BLOCK], block.dtype.type(1 - decay), out=scratch[: block.size]
             )
@@ -232,7 +239,8 @@ class FlatReplica(Replica):
         if self._average is None or self._decay is None:
             return
         self._cut_average(part)
-        self._average.move(self._trained_in(self._average.part), self._decay)
+        part = self._average.part
+        self._average.move(self._trained_arrays() if part is None else [self._trained_in(part)], self._decay)
 
     def _cut_average(self, part: slice | None) -> None:
         assert self._average is not None
@@ -264,6 +272,10 @@ class FlatReplica(Replica):
         flat = np.empty(self._optimizer.layout.length, self._average_dtype)
         self._parameters_into(flat)
         return flat[part or slice(None)]
+
+    def _trained_arrays(self) -> Iterable[Any]:
+        """Return the trained parameters as 1-D arrays, as `_trained_in` would; views where possible."""
+        return [self._trained_in(None)]
 
     @abstractmethod
     def _set_trained(self, part: slice | None, values: Any) -> None:

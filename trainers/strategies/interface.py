@@ -260,9 +260,9 @@ class Strategy:
     @contextmanager
     def averaged(self) -> Iterator[None]:
         """Context manager: all replicas have the moving average of the parameters in the place of these. Collective."""
-        together(self.group.comm, lambda: self.replica.use_average(self.own_part))
-        self.share_parameters()
         try:
+            together(self.group.comm, lambda: self.replica.use_average(self.own_part))
+            self.share_parameters()
             yield
         except BaseException as error:
             self.replica.use_parameters()

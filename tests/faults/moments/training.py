@@ -244,6 +244,8 @@ def trained(
     with kind(replica, topology=ranks, on_failure=on_failure, **options) as trainer:
         callbacks = [deaths, schedule()]
         given |= {"progress": False}
+        if "sync_every" not in options:  # other parameters on each rank have no average
+            given |= {"clip_norm": 1.0, "ema": 0.9}
         common: dict[str, Any] = {"callbacks": callbacks, "checkpoint": checkpoint, "resume": resume, **given}
         if rows is None:
             history = trainer.fit(x, y, EPOCHS, BATCH, **common)

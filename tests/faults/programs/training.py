@@ -145,6 +145,7 @@ def _fit(trainer: Trainer, plan: Plan, notes: Notes, folder: Path, epochs: int, 
         checkpoint=Checkpoint(str(folder / "checkpoints"), every) if plan.checkpoint else None,
         resume=resume,
         progress=False,
+        ema=0.5,
     )
 
 

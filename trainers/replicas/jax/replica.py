@@ -1,6 +1,6 @@
 """JaxReplica: any JAX function as a replica for the trainers. No MPI."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -170,6 +170,12 @@ class JaxReplica(FlatReplica):
         if self._memory is None:
             return super()._trained_in(part)
         return self._memory[part or slice(None)].astype(self._average_dtype, copy=False)
+
+    def _trained_arrays(self) -> Iterable[Any]:
+        if self._memory is not None:
+            return super()._trained_arrays()
+        leaves = map(np.asarray, jax.tree.leaves(self._tree))
+        return (each.reshape(-1).astype(self._average_dtype, copy=False) for each in leaves)
 
     def _set_trained(self, part: slice | None, values: Any) -> None:
         if self._memory is None:

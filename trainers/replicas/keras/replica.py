@@ -127,6 +127,11 @@ class KerasReplica(FlatReplica):
             return super()._trained_in(part)
         return self._memory[: self.parameter_count][part or slice(None)].astype(self._average_dtype, copy=False)
 
+    def _trained_arrays(self) -> Iterable[Any]:
+        if self._memory is not None:
+            return super()._trained_arrays()
+        return (array_of(each).reshape(-1).astype(self._average_dtype, copy=False) for each in self._trained)
+
     def _set_trained(self, part: slice | None, values: Any) -> None:
         if self._memory is None:
             self._set(self._trained, self._optimizer.layout.views(values.astype(self.gradient_dtype)))

@@ -1,6 +1,6 @@
 """TorchReplica: any PyTorch module as a replica for the trainers. No MPI."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from operator import attrgetter
 from typing import Any
 
@@ -214,12 +214,17 @@ class TorchReplica(FlatReplica):
         write_flat(self._trained, flat)
 
     def _trained_in(self, part: slice | None) -> Any:
-        """As FlatReplica._trained_in: a NumPy array, or a tensor on the GPU."""
         if self._parameters is None:
             flat = torch.cat([each.detach().reshape(-1) for each in self._trained])
         else:
             flat = self._parameters[: self._length]
-        flat = flat[part or slice(None)]
+        return self._averaged(flat[part or slice(None)])
+
+    def _trained_arrays(self) -> Iterable[Any]:
+        return (self._averaged(each.detach().reshape(-1)) for each in self._trained)
+
+    def _averaged(self, flat: Tensor) -> Any:
+        """Return a tensor in the dtype of the average: as a NumPy array, unless it is on the GPU. Perhaps a view."""
         flat = flat if flat.dtype == torch.float64 else flat.float()
         return flat.numpy() if self.device == "cpu" else flat
 
