@@ -160,8 +160,16 @@ class Replica(ABC):
         Does nothing after `update` or `refresh`.
         """
 
-    def bind_parameters(self, buffer: Any) -> None:
+    @property
+    def whole_tensors(self) -> tuple[slice, ...]:
+        """The slices of the parameters that the tensors occupy, if a rank can update only whole tensors; () if it can
+        update any slice, or none."""
+        return ()
+
+    def bind_parameters(self, buffer: Any, whole: bool = False) -> None:
         """Move the parameters into `buffer` (on `device`, with the gradients' shape and dtype), and train them there.
+
+        whole: the caller has `whole_tensors`, so every part that it updates begins and ends between two of them.
 
         Element i of `buffer` belongs to element i of the gradients. Replicas of other ranks may use the same memory:
         all are equal when they call this, and each updates only its own slice. Raises ArgumentError, and changes
@@ -354,6 +362,14 @@ def columns_of(path: str, config: dict[str, Any]) -> Columns | None:
 def saved_columns(path: str) -> Columns | None:
     """Return the columns in a model file, None if it has none. Raises ModelFileError."""
     return columns_of(path, model_file.read_header(path)[1])
+
+
+def bind_whole(replica: Replica, buffer: Any) -> None:
+    """Call `bind_parameters` for a caller that updates all parameters, or parts that end between `whole_tensors`."""
+    if replica.whole_tensors:
+        replica.bind_parameters(buffer, whole=True)
+    else:
+        replica.bind_parameters(buffer)
 
 
 def reserved(memory: dict[str, np.ndarray], name: str, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:

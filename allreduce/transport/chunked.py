@@ -8,7 +8,8 @@ from mpi4py import MPI
 from allreduce.arrays.chunks import segments
 from allreduce.errors import CommunicationError
 from allreduce.transport.control import all_values, on_all_ranks, root_value
-from allreduce.transport.wait import waiting
+from allreduce.transport.deferred_free import free_later
+from allreduce.transport.wait import wait_for, waiting
 
 LARGEST = 1 << 38  # bytes of a rank: more than any state that fits in its memory
 SHOWN = 200  # characters of wrong sizes in an error
@@ -33,6 +34,29 @@ def pieces(array: np.ndarray) -> Iterator[np.ndarray]:
     memory = array.reshape(-1).view(np.uint8) if array.nbytes else np.empty(0, np.uint8)  # the itemsize may be 0
     for span in segments(slice(0, memory.size), PIECE):
         yield memory[span]
+
+
+def exchange(
+    comm: MPI.Intracomm,
+    sent: Iterable[tuple[int, np.ndarray]],
+    received: Iterable[tuple[int, np.ndarray]],
+    tag: int,
+    what: str,
+) -> None:
+    """Send contiguous arrays to ranks, and overwrite contiguous arrays with those that ranks send. Collective.
+
+    sent, received: (rank, array) each; a pair of ranks names its arrays in the same order, of the same sizes. tag: of
+    the messages, which no other message of `comm` has.
+    """
+    requests = [comm.Irecv(piece, rank, tag) for rank, array in received for piece in pieces(array)]
+    requests += [comm.Isend(piece, rank, tag) for rank, array in sent for piece in pieces(array)]
+    try:
+        for request in requests:
+            wait_for(comm, request, what)
+    except BaseException:
+        for request in requests:
+            free_later(request)
+        raise
 
 
 def counts(comm: MPI.Intracomm, mine: int) -> np.ndarray:

@@ -18,6 +18,6 @@ from trainers.pytorch.buckets import GradientError
 from trainers.pytorch.optimizer import MirroredOptimizer
 from trainers.pytorch.report import Report
 from trainers.pytorch.sparse import TAKES_SPARSE
-from trainers.replicas.pytorch.optimizer import ELEMENTWISE
+from trainers.replicas.pytorch.division import ELEMENTWISE, TENSORWISE
 
-__all__ = ["ELEMENTWISE", "TAKES_SPARSE", "GradientError", "MirroredOptimizer", "OuterSGD", "Report"]
+__all__ = ["ELEMENTWISE", "TAKES_SPARSE", "TENSORWISE", "GradientError", "MirroredOptimizer", "OuterSGD", "Report"]

@@ -32,6 +32,7 @@ from trainers.pytorch.sparse import sparse_parameters, warn_of_dense
 from trainers.pytorch.state import broadcast_state, broadcast_tensors, compare
 from trainers.replicas.pytorch import devices
 from trainers.replicas.pytorch.devices import Host
+from trainers.replicas.pytorch.division import TENSORS, division_of
 from trainers.replicas.pytorch.replica import Buffers
 from trainers.state.backup import NO_BACKUP
 
@@ -143,7 +144,10 @@ class Assembly:
         self._cleanup.callback(queue.abandon)
         sparse = sparse_parameters(self.optimizer, self.model)
         given = self.trained, sparse, self.options, self.backend, comm, queue, during, group, number
-        self.reducer = Reducer(*given, self.model)
+        self._tensors = (
+            self.options.update == "sharded" and division_of(self.optimizer, self.options.shard)[0] == TENSORS
+        )
+        self.reducer = Reducer(*given, self.model, self._tensors)
         self._cleanup.callback(self.reducer.close)
         self._local_cleanup.callback(self.reducer.close, None)
 
@@ -154,7 +158,8 @@ class Assembly:
         if copies == 2 and not ulfm.in_force():
             notices.once(comm.rank, NO_BACKUP)
             copies = 1
-        self.sharded = ShardedOptimizer(self.optimizer, self.reducer, self.backend, comm, self.kernels, copies)
+        given = self.optimizer, self.reducer, self.backend, comm, self.kernels, copies
+        self.sharded = ShardedOptimizer(*given, self._tensors)
         self._cleanup.callback(self.sharded.close)
         self._local_cleanup.callback(self.sharded.abandon)
         for module in self.model.modules():

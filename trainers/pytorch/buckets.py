@@ -5,10 +5,11 @@ the model's device and where the backend reduces it; (3) gradients as views of t
 are averaged; (4) marks that detect edits of this memory.
 """
 
+from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from operator import attrgetter
 from typing import Any, NamedTuple
 
@@ -26,6 +27,7 @@ from trainers import checks
 from trainers.checks import GradientArray, GradientCheck, Span
 from trainers.replicas.pytorch.devices import Host
 from trainers.replicas.pytorch.tensors import TORCH, as_tensor, shaped
+from trainers.state.dealing import Chunks, Transfer, deal
 
 ALIGN_BYTES = 64  # every gradient begins at a cache line
 
@@ -141,7 +143,59 @@ def split(mine: slice, cuts: Iterable[int]) -> list[tuple[int, int]]:
     return list(pairwise(sorted({mine.start, mine.stop, *(at for at in cuts if mine.start < at < mine.stop)})))
 
 
-ALL = slice(None)
+class Share(NamedTuple):
+    """The part of a bucket that this rank updates.
+
+    parts: slices of the bucket, in order. transfer: moves elements between the ranks that own the bucket's chunks and
+    those that own its tensors; None if this rank updates its chunk, or everything.
+    """
+
+    parts: tuple[slice, ...]
+    transfer: Transfer | None = None
+
+
+def deal_tensors(
+    comm: MPI.Intracomm, node_index: int, buckets: Sequence[Bucket], owned: Sequence[slice]
+) -> list[Share]:
+    """Deal the tensors of all buckets to the ranks; return this rank's share of each bucket. Collective.
+
+    node_index: the number of this rank's node. owned: this rank's chunk of each bucket, relative to the bucket.
+    """
+    chunks = Chunks(comm, node_index, [bucket.stop - bucket.start for bucket in buckets], owned)
+    spans = [_spans_of(bucket) for bucket in buckets]
+    sizes, homes = [], []
+    for bucket, inside, of_team in zip(buckets, spans, chunks.of, strict=True):
+        itemsize = dtypes.parse(bucket.dtype).itemsize
+        for slot, span in zip(bucket.slots, inside, strict=True):
+            sizes.append((slot.stop - slot.start) * itemsize)
+            homes.append([max(0, min(span.stop, own.stop) - max(span.start, own.start)) for own in of_team])
+    owners = iter(deal(sizes, homes, len(chunks.team)))
+    shares, me = [], chunks.team.index(comm.rank)
+    for inside, of_team in zip(spans, chunks.of, strict=True):
+        of_ranks: list[list[slice]] = [[] for _ in chunks.team]
+        for span, owner in zip(inside, owners, strict=False):
+            of_ranks[owner].append(span)
+        shares.append(Share(tuple(of_ranks[me]), Transfer(comm, chunks.team, of_team, of_ranks)))
+    return shares
+
+
+def _spans_of(bucket: Bucket) -> list[slice]:
+    """Return the slice of the bucket that each tensor occupies, with the gap after it."""
+    starts = [slot.start - bucket.start for slot in bucket.slots]
+    return [slice(*ends) for ends in pairwise([*starts, bucket.stop - bucket.start])]
+
+
+def whole_tensors(buckets: Sequence[Bucket], owned: Sequence[Sequence[slice]]) -> list[Block]:
+    """Return a block for each tensor of this rank that has elements. owned: see DenseBucket."""
+    return [
+        Block(slot.parameter, bucket.dtype, slot.start, slot.stop, 0)
+        for bucket, parts in zip(buckets, owned, strict=True)
+        for slot, span in zip(bucket.slots, _spans_of(bucket), strict=True)
+        if span in parts and slot.start < slot.stop
+    ]
+
+
+ALL = (slice(None),)
 
 
 @dataclass(frozen=True)
@@ -163,14 +217,18 @@ class Flat:
         staged = None if self.staged is None else self.staged[span]
         return Flat(self.array[span], self.tensor[span], staged, alone=self.alone)
 
-    def run_on_array(self, work: Callable[[], object], reads: slice = ALL, writes: slice = ALL) -> None:
+    def run_on_array(
+        self, work: Callable[[], object], reads: Sequence[slice] = ALL, writes: Sequence[slice] = ALL
+    ) -> None:
         """Call `work`, which reads and writes these elements of `array`; copy them from and to the GPU where needed."""
         if self.staged is None or self.alone:
             work()
             return
-        self.staged[reads].copy_(self.tensor[reads])
+        for span in reads:
+            self.staged[span].copy_(self.tensor[span])
         work()
-        self.tensor[writes].copy_(self.staged[writes])
+        for span in writes:
+            self.tensor[span].copy_(self.staged[span])
 
     def fetched(self) -> Any:
         """Return `array` after copying the values of `tensor` to it, where these are separate."""
@@ -283,23 +341,24 @@ SECOND = (
 class DenseBucket:
     """Dense gradients that are contiguous in a flat buffer, averaged by one reduction. Creating it is collective.
 
-    layout: the bucket's. memory: its part of the buffer. gradients: the gradients of all parameters. scatter: whether
-    this rank gets only the averages of the part that it owns. parameters: the indices of the bucket's parameters.
-    owned: the slice of the bucket whose averages this rank gets.
+    layout: the bucket's. memory: its part of the buffer. gradients: the gradients of all parameters. share: the part
+    that this rank updates, if it gets the averages of this part only; None for all averages.
+    parameters: the indices of the bucket's parameters. owned: the slices of the bucket whose averages this rank gets.
 
     In each step call `prepare`, and in the queue `weigh`, `check` (if gradients are checked) and `reduce`.
     """
 
     def __init__(
-        self, layout: Bucket, memory: Flat, gradients: Sequence[Gradient], backend: AllReduce, scatter: bool
+        self, layout: Bucket, memory: Flat, gradients: Sequence[Gradient], backend: AllReduce, share: Share | None
     ) -> None:
         self.layout, self.memory = layout, memory
         self.parameters = [slot.parameter for slot in layout.slots]
         self._gradients = [gradients[number] for number in self.parameters]
         self.nbytes, self.length = memory.array.nbytes, memory.array.size
-        self.owned = backend.owned(self.length) if scatter else slice(0, self.length)
-        self._reduce = backend.bind(memory.array, "mean", "reduce_scatter" if scatter else "all_reduce")
-        self._gather = backend.bind(memory.array, kind="all_gather") if scatter else None
+        self.owned = (slice(0, self.length),) if share is None else share.parts
+        self.transfer = None if share is None else share.transfer
+        self._sum = backend.bind(memory.array, "mean", "all_reduce" if share is None else "reduce_scatter")
+        self._gather = None if share is None else backend.bind(memory.array, kind="all_gather")
         self._dtype = dtypes.parse(layout.dtype)
         self._sent = backend.sent(self._dtype)
 
@@ -336,14 +395,40 @@ class DenseBucket:
         """Average the gradients over the ranks, in the part that this rank owns. Collective."""
         self.memory.run_on_array(self._reduce, writes=self.owned)
 
+    def _reduce(self) -> None:
+        self._sum()
+        if self.transfer is not None:
+            self.transfer.deliver(self.memory.array)
+
     def gather(self) -> None:
         """Gather the averages of all parts on every rank. Collective."""
         assert self._gather is not None
-        self.memory.run_on_array(self._gather, reads=self.owned)
+        self.gather_parts(self.memory, self._gather)
+
+    def gather_parts(self, memory: Flat, gather: Callable[[], object]) -> None:
+        """Gather the parts that the ranks own of memory that is laid out like this bucket. Collective.
+
+        gather: an all_gather of the chunks of `memory`.
+        """
+
+        def work() -> None:
+            if self.transfer is not None:
+                self.transfer.collect(memory.array)
+            gather()
+
+        memory.run_on_array(work, reads=self.owned)
 
     def overflowed(self, comm: MPI.Intracomm) -> int:
         """The first element whose average is not finite on some rank; -1 for none. Collective."""
-        return checks.overflowed(comm, self.memory.array[self.owned], self.owned.start.__add__)
+        averages = [self.memory.array[span] for span in self.owned]
+        starts = list(accumulate((part.size for part in averages), initial=0))
+
+        def element(index: int) -> int:
+            at = bisect_right(starts, index) - 1
+            return self.owned[at].start + index - starts[at]
+
+        joined = averages[0] if len(averages) == 1 else np.concatenate([self.memory.array[:0], *averages])
+        return checks.overflowed(comm, joined, element)
 
 
 BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # integers by their bytes
@@ -357,25 +442,24 @@ class Marks:
     makes the norm so large that clipping always edits the gradient. Every gradient element is unowned on some rank, so
     an edit on all ranks is noticed by at least one. On the CPU only: on a GPU the host would have to wait.
 
-    flats: the gradients by dtype. owned: the part of each bucket of `plan` that this rank owns.
+    flats: the gradients by dtype. owned: the parts of each bucket of `plan` that this rank owns, in order.
     """
 
     def __init__(
-        self, flats: Mapping[str, Tensor], plan: Sequence[Bucket], owned: Sequence[slice], device: Host
+        self, flats: Mapping[str, Tensor], plan: Sequence[Bucket], owned: Sequence[Sequence[slice]], device: Host
     ) -> None:
         self._marked: list[tuple[np.ndarray, np.ndarray, int]] = []  # memory as integers, indices, value
         if device.kind != "cpu":
             return
         found: dict[str, list[int]] = {dtype: [] for dtype in flats}
         for bucket, mine in zip(plan, owned, strict=True):
-            begin, end = bucket.start + mine.start, bucket.start + mine.stop
             for slot in bucket.slots:
-                if slot.start == slot.stop:
-                    continue
-                if slot.start < begin:
-                    found[bucket.dtype].append(slot.start)
-                elif slot.stop > end:
-                    found[bucket.dtype].append(slot.stop - 1)
+                at = slot.start
+                for part in mine:
+                    if bucket.start + part.start <= at < bucket.start + part.stop:
+                        at = bucket.start + part.stop
+                if at < slot.stop:
+                    found[bucket.dtype].append(at)
         for dtype, flat in flats.items():
             integers = BITS[flat.element_size()]
             mark = torch.tensor(torch.finfo(flat.dtype).max / 3, dtype=flat.dtype).view(integers).item()

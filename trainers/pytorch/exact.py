@@ -20,7 +20,7 @@ from allreduce.transport.control import agree, combine, on_all_ranks
 from trainers.backends import MICRO_BATCH
 from trainers.checks import GradientCheck, changed_alone
 from trainers.data import keeping_generators, micro_batches_of, seed_generators, seed_of
-from trainers.pytorch.buckets import Bucket, DenseBucket, Flat, Gradient, GradientError, changed
+from trainers.pytorch.buckets import Bucket, DenseBucket, Flat, Gradient, GradientError, Share, changed
 from trainers.replicas.pytorch.replica import Buffers, batch_norms, running_statistics
 from trainers.replicas.pytorch.tensors import as_array, host_view
 
@@ -225,13 +225,14 @@ class ExactBucket(DenseBucket):
         memory: Flat,
         gradients: Sequence[Gradient],
         backend: AllReduce,
-        scatter: bool,
+        share: Share | None,
         micro_batches: MicroBatches,
     ) -> None:
-        super().__init__(layout, memory, gradients, backend, scatter)
+        super().__init__(layout, memory, gradients, backend, share)
         self._micro_batches = micro_batches
         self._backend: Any = backend
-        self._kind = "reduce_scatter" if scatter else "all_reduce"
+        self._kind = "all_reduce" if share is None else "reduce_scatter"
+        self._sum = self._add_up
 
     def prepare(self) -> list[int]:
         unused = []
@@ -249,6 +250,6 @@ class ExactBucket(DenseBucket):
         for term in self._micro_batches.terms(self.layout):
             gradient_check.check_array(number, term)
 
-    def reduce(self) -> None:
+    def _add_up(self) -> None:
         terms, count = self._micro_batches.terms(self.layout), self._micro_batches.count
         self._backend.sum_terms(terms, self.memory.array, "sum", count, self._kind)

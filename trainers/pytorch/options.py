@@ -30,7 +30,7 @@ from trainers.checks import MAJORITY
 from trainers.local_sgd.outer import LocalOptions, OuterSGD
 from trainers.pytorch.hooks import owner_of
 from trainers.pytorch.sparse import sparse_parameters
-from trainers.replicas.pytorch.optimizer import slice_error_of
+from trainers.replicas.pytorch.division import AUTO, SHARDS, division_of
 from trainers.replicas.pytorch.replica import NO_MOMENTUM, batch_norms
 from trainers.replicas.pytorch.tensors import DTYPES, is_dense
 from trainers.state import backup
@@ -63,12 +63,17 @@ SIZE = must_be("a number > 0", lambda value: value > 0, int, float)
 class Options:
     """allreduce: a backend's name, or a backend, which the caller closes.
     topology: the ranks. By default those of a given backend, or all of MPI.COMM_WORLD.
-    update: "replicated": every rank updates all parameters. "sharded": every rank updates its own slice, which divides
-        the update's time and the optimizer's memory by the number of ranks. It is for optimizers that update each
-        element independently of the others (trainers.pytorch.ELEMENTWISE). SGD, Adam and AdamW then use PyTorch's fused
-        implementation, whose last bits may differ, unless they were made with fused= or foreach=. A trial on a few
-        elements tests it for each dtype and the optimizer's options (PyTorch 2.13's fused SGD does not update 16-bit
-        parameters). If the trial fails, fused=True is replaced in `param_groups`, with a warning.
+    update: "replicated": every rank updates all parameters. "sharded": every rank updates its own part, which divides
+        the update's time and the optimizer's memory by the number of ranks.
+    shard: with update="sharded". "elements": a rank updates an equal slice, which may end inside of a tensor; for
+        optimizers that update each element independently of the others. "tensors": a rank updates whole tensors, for
+        optimizers that update each tensor independently of the others (Muon). Its share is then at most 1.2 times the
+        mean, or the largest tensor, unless there are very few tensors. "auto": elements for the classes in
+        trainers.pytorch.ELEMENTWISE, tensors for those in TENSORWISE, and for other classes if a trial on small tensors
+        shows that they treat tensors one by one. By elements, SGD, Adam and AdamW use PyTorch's fused implementation,
+        whose last bits may differ, unless they were made with fused= or foreach=. A trial on a few elements tests it
+        for each dtype and the optimizer's options (PyTorch 2.13's fused SGD does not update 16-bit parameters). If the
+        trial fails, fused=True is replaced in `param_groups`, with a warning.
     compress: gradients are sent with fewer bits: "bfloat16", "float16", "int8", "float8", "powersgd:4", "auto", an
         object of options, or {pattern of parameter names: compression} (see allreduce.create). Parameters and sparse
         gradients are not compressed. What a rank has not sent (its error feedback) is added to its next gradients. It
@@ -123,6 +128,7 @@ class Options:
     _: KW_ONLY
     topology: Topology | None = field(default=None, metadata={"compared": False})
     update: str = field(default="replicated", metadata=one_of(*UPDATES))
+    shard: str = field(default=AUTO, metadata=one_of(*SHARDS))
     compress: Given = None  # checked by the backend
     copies: int = 1
     overlap: bool | str = field(default="auto", metadata=one_of(True, False, "auto"))
@@ -175,17 +181,23 @@ class Options:
             yield twice
         if wrong := self.local.error():
             yield OptionError(wrong)
-        if self.local.asked and self.update == "sharded":
-            yield OptionError(
-                f'sync_every={self.sync_every} with update="sharded": ranks that train on their own need all '
-                'parameters and the whole optimizer; use update="replicated"'
-            )
-        if self.update != "sharded" and self.copies == 2:
-            yield OptionError(f'copies=2: with update="{self.update}" all ranks have the whole state; leave out copies')
+        yield from self._update_errors()
         if wrong := backup.copies_error(self.copies, ranks, goes_on=False):
             yield OptionError(str(wrong))
         if wrong := checks.options_error(1, self.on_divergence, self.source, ranks):
             yield OptionError(wrong)
+
+    def _update_errors(self) -> Iterator[OptionError]:
+        sharded = self.update == "sharded"
+        if self.local.asked and sharded:
+            yield OptionError(
+                f'sync_every={self.sync_every} with update="sharded": ranks that train on their own need all '
+                'parameters and the whole optimizer; use update="replicated"'
+            )
+        if not sharded and self.shard != AUTO:
+            yield OptionError(f'shard="{self.shard}" needs update="sharded"; give it, or leave out shard')
+        if not sharded and self.copies == 2:
+            yield OptionError(f'copies=2: with update="{self.update}" all ranks have the whole state; leave out copies')
 
     def for_survivors(self, ranks: int, source: str | int) -> "Options":
         """Return the options with which the optimizer is created again on `ranks` ranks after a failure."""
@@ -373,7 +385,7 @@ def _update_errors(optimizer: Optimizer, model: Module, options: Options) -> Ite
             f"SparseAdam needs sparse gradients, and {dense[0]} gets dense ones: only nn.Embedding(sparse=True) keeps "
             "sparse ones; use Adam, or give dense and sparse parameters an optimizer, and a MirroredOptimizer, each"
         )
-    if dense and options.update == "sharded" and (reason := slice_error_of(optimizer)):
+    if dense and options.update == "sharded" and (reason := division_of(optimizer, options.shard)[1]):
         yield OptionError(reason)
     if dense and rest and options.copies == 2:
         yield OptionError(

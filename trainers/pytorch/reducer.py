@@ -37,7 +37,9 @@ from trainers.pytorch.buckets import (
     Gradient,
     GradientError,
     Marks,
+    Share,
     allocate_flat,
+    deal_tensors,
     plan_buckets,
     version_of,
 )
@@ -79,11 +81,12 @@ class Reducer:
     backend: allocates the buffers and reduces them. comm: used in the queue only.
     queue: runs the reductions, in one order on all ranks. during: whether it does so during backward.
     group, number: the optimizers on these ranks, and the number of this one. model: of the parameters.
+    tensors: with update="sharded", whether a rank updates whole tensors, not slices.
 
     micro_batches: the terms of a step with exact=True, else None.
     state: LOCAL: this rank's gradients may not be averaged yet. SCATTERED: averages in this rank's part of each bucket,
-        meaningless values elsewhere. AVERAGED: averages everywhere. While SCATTERED, read only
-        `bucket.memory.tensor[bucket.owned]` of dense buckets; `.grad` of a sparse parameter is averaged whole.
+        meaningless values elsewhere. AVERAGED: averages everywhere. While SCATTERED, read only the slices
+        `bucket.owned` of dense buckets; `.grad` of a sparse parameter is averaged whole.
     """
 
     def __init__(
@@ -98,6 +101,7 @@ class Reducer:
         group: OptimizerGroup,
         number: int,
         model: torch.nn.Module,
+        tensors: bool,
     ) -> None:
         self._queue, self.during, self.comm, self.group, self.number = queue, during, comm, group, number
         self.device, self.guard = devices.device_of(trained.values()), partial(surviving, group)
@@ -116,14 +120,17 @@ class Reducer:
         self._describe(backend, memories, dense)
         slots = {slot.parameter: (layout.dtype, slot.start) for layout in self.plan for slot in layout.slots}
         self.gradients = [Gradient(*named, self.flats, *slots[index]) for index, named in enumerate(dense)]
-        parts = [(each, memories[each.dtype].part(each.start, each.stop)) for each in self.plan]
+        shares = self._shares(backend, tensors) if scatter else [None for _ in self.plan]
+        parts = [
+            (each, memories[each.dtype].part(each.start, each.stop), self.gradients, backend, share)
+            for each, share in zip(self.plan, shares, strict=True)
+        ]
         self.micro_batches: MicroBatches | None = None
         if options.exact:
             self.micro_batches = MicroBatches(model, self.gradients, self.flats, backend, options.micro_batch)
-            of_terms = [(*part, self.gradients, backend, scatter, self.micro_batches) for part in parts]
-            self.dense: list[DenseBucket] = [ExactBucket(*each) for each in of_terms]
+            self.dense: list[DenseBucket] = [ExactBucket(*part, self.micro_batches) for part in parts]
         else:
-            self.dense = [DenseBucket(*part, self.gradients, backend, scatter) for part in parts]
+            self.dense = [DenseBucket(*part) for part in parts]
         self.sparse = [SparseBucket(index, *named, backend) for index, named in enumerate(rows, len(dense))]
         self.buckets: list[DenseBucket | SparseBucket] = [*self.dense, *self.sparse]
         self.bucket_of = {index: at for at, bucket in enumerate(self.buckets) for index in bucket.parameters}
@@ -161,6 +168,13 @@ class Reducer:
             named = [(*dense[slot.parameter], slot.start) for slot in slots]
             parts = [Part(name, start, tuple(each.shape)) for name, each, start in named]
             backend.describe(memory.array, parts, whole=len(memories) == 1)
+
+    def _shares(self, backend: AllReduce, tensors: bool) -> Sequence[Share]:
+        """Return the part of each bucket that this rank updates: its chunk, or whole tensors. Collective."""
+        owned = [backend.owned(bucket.stop - bucket.start) for bucket in self.plan]
+        if tensors:
+            return deal_tensors(self.comm, backend.topology.node_index, self.plan, owned)
+        return [Share((chunk,)) for chunk in owned]
 
     def take_over(self, owner: object) -> None:
         """Become the owner of these parameters; after `close`, backward through them raises. Local."""

@@ -1,13 +1,14 @@
-"""The sharded update: every rank updates only the slice of the parameters whose gradients it has finished.
+"""The sharded update: every rank updates only its share of the parameters: slices, or whole tensors.
 
-reduce_scatter -> the user's optimizer on the slice -> all_gather of the parameters. The optimizer state exists once,
+reduce_scatter -> the user's optimizer on the share -> all_gather of the parameters. The optimizer state exists once,
 divided among the ranks. If the ranks of each node own everything, the parameters are in one shared segment per node,
 and nothing is gathered. S. Rajbhandari et al.: ZeRO: Memory optimizations toward training trillion parameter models,
 2020 (stage 1).
 """
 
+import copy
 from bisect import bisect_right
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from itertools import accumulate
 from typing import Any, NamedTuple
@@ -25,10 +26,21 @@ from allreduce.errors import OptionError
 from allreduce.transport.control import all_values, combine, on_all, raise_together, together
 from allreduce.transport.shared_segment import CommonSegment
 from allreduce.transport.wait import waiting
-from trainers.pytorch.buckets import Block, DenseBucket, Flat, allocate_flat, blocks, changed, split, version_of
+from trainers.pytorch.buckets import (
+    Block,
+    DenseBucket,
+    Flat,
+    allocate_flat,
+    blocks,
+    changed,
+    split,
+    version_of,
+    whole_tensors,
+)
 from trainers.pytorch.reducer import Reducer
 from trainers.replicas.pytorch import fused
-from trainers.replicas.pytorch.optimizer import block_on, hyperparameters, optimizer_like
+from trainers.replicas.pytorch.division import hyperparameters, optimizer_like
+from trainers.replicas.pytorch.optimizer import block_on
 from trainers.replicas.pytorch.tensors import TORCH, as_tensor, shaped
 from trainers.replicas.pytorch.values import pack, unpack
 from trainers.state.adopt import Arrays, Piece, fetch_pieces, select_newest
@@ -82,7 +94,8 @@ class FullState(NamedTuple):
 
 
 class ShardedOptimizer:
-    """Updates this rank's blocks of the parameters, which `placement` has moved into flat memory.
+    """Updates this rank's blocks of the parameters, which `placement` has moved into flat memory: slices, or with
+    `tensors` whole tensors.
 
     plain: the user's optimizer. Its hyperparameters are used; it has the state only of parameters that are frozen or
         have sparse gradients. comm: a communicator of all ranks. kernels: those of `plain`. copies: 2 for a backup.
@@ -99,20 +112,26 @@ class ShardedOptimizer:
         comm: MPI.Intracomm,
         kernels: Kernels,
         copies: int = 1,
+        tensors: bool = False,
     ) -> None:
+        self._tensors = tensors
         self._plain, self.reducer, self._comm, self._kernels = plain, reducer, comm, kernels
         kernels.replace_broken()
         group_of = {id(each): at for at, group in enumerate(plain.param_groups) for each in group["params"]}
         self._groups = [group_of[id(each)] for each in reducer.parameters]
         self.sparse_parameters = {bucket.name: bucket.parameter for bucket in reducer.sparse}  # updated by every rank
         owned = [bucket.owned for bucket in reducer.dense]
-        starts = all_values(comm, [each.start for each in owned], "learn where the slices of all ranks begin")
-        self._cuts = [sorted(set(of_bucket)) for of_bucket in zip(*starts, strict=True)]  # the same on all ranks
+        starts = all_values(comm, [each[0].start for each in owned if each], "learn where all ranks' slices begin")
         self.placement = Placement(reducer, backend, comm)
-        self.blocks = blocks(reducer.plan, owned, block_on(reducer.device.kind), self._cuts)
-        flats = self.placement.flats
-        self._parts = [flats[each.dtype][each.start : each.stop] for each in self.blocks]
-        self._grads = [reducer.flats[each.dtype][each.start : each.stop] for each in self.blocks]
+        if tensors:
+            self._cuts: list[list[int]] = [[] for _ in owned]
+            self.blocks = whole_tensors(reducer.plan, owned)
+        else:
+            self._cuts = [sorted(set(of_bucket)) for of_bucket in zip(*starts, strict=True)]  # the same on all ranks
+            chunks = [each[0] for each in owned]
+            self.blocks = blocks(reducer.plan, chunks, block_on(reducer.device.kind), self._cuts)
+        self._parts = [self._view(self.placement.flats, each) for each in self.blocks]
+        self._grads = [self._view(reducer.flats, each) for each in self.blocks]
         self._updated: set[int] = set()  # indices of parameters that any rank has updated before
         self._dtypes: list[set[torch.dtype]] = [set() for _ in plain.param_groups]  # of the averaged parameters
         for group, parameter in zip(self._groups, reducer.parameters, strict=True):
@@ -120,10 +139,17 @@ class ShardedOptimizer:
         self.optimizer = optimizer_like(plain, (self._parts_of(at) for at in range(len(plain.param_groups))))
         self._starts = list(accumulate((bucket.stop - bucket.start for bucket in reducer.plan), initial=0))
         self._spans = self._divided()
-        mine = [[start + own.start, start + own.stop] for start, own in zip(self._starts, owned, strict=False)]
+        pairs = zip(self._starts, owned, strict=False)
+        mine = [[start + part.start, start + part.stop] for start, parts in pairs for part in parts]
         self.backup = Backup(comm, backend.topology.node_index, mine) if copies == 2 else None
         self.load()
         self.keep(reducer.steps)
+
+    def _view(self, flats: Mapping[str, Tensor], block: Block) -> Tensor:
+        """Return a block of memory that is laid out like the gradients: 1-D, or with the parameter's shape. Local."""
+        if self._tensors:
+            return self.reducer.gradients[block.parameter].view_of(flats)
+        return flats[block.dtype][block.start : block.stop]
 
     def _fused_option(self, at: int, group: dict[str, Any], parts: list[Tensor], begun: bool) -> dict[str, Any]:
         """Return {"fused": True} if the user named no implementation, the fused one works, and all states exist.
@@ -135,7 +161,8 @@ class ShardedOptimizer:
         plain = not any(group.get(key) for key in ("differentiable", "capturable"))
         numbers = not any(isinstance(value, Tensor) for key, value in group.items() if key != "params")
         on_host = self.reducer.device.kind == "cpu"  # on a GPU fused updates have other states
-        free &= self.reducer.micro_batches is None  # exact=True: the bits of the replicated update
+        # exact=True, or whole tensors: the bits of the replicated update
+        free &= self.reducer.micro_batches is None and not self._tensors
         if not (type(self._plain) in fused.KINDS and free and plain and numbers and on_host):
             return {}
         begun &= all(self._kernels.correct(group, dtype) for dtype in self._dtypes[at])
@@ -224,7 +251,8 @@ class ShardedOptimizer:
         spans: list[Span] = []
         for first, bucket, cuts in zip(self._starts, self.reducer.dense, self._cuts, strict=False):
             borders = [slot.start - bucket.layout.start for slot in bucket.layout.slots] if by_parameter else []
-            spans += [(first + begin, first + end, []) for begin, end in split(bucket.owned, [*cuts, *borders])]
+            for part in bucket.owned:
+                spans += [(first + begin, first + end, []) for begin, end in split(part, [*cuts, *borders])]
         starts = [start for start, *_ in spans]
         for number, block in enumerate(self.blocks):
             at = self.reducer.bucket_of[block.parameter]
@@ -259,17 +287,14 @@ class ShardedOptimizer:
         state: list[dict[str, Any]] = [{} for _ in parameters]
         for found in fetch_pieces(comm, selection, piece):
             for at, offset, values in unpack(found.rest[DATA])[0]:
-                for key, value in values.items():
-                    if not isinstance(value, Tensor) or not value.dim():
-                        state[at][key] = value
-                        continue
-                    if key not in state[at]:
-                        state[at][key] = torch.empty(parameters[at].numel(), dtype=value.dtype)
-                    state[at][key][offset : offset + value.numel()] = value
-        for own, parameter in zip(state, parameters, strict=True):
-            for key, value in own.items():
-                if isinstance(value, Tensor) and value.dim():
-                    own[key] = shaped(value, 0, parameter).to(parameter.device)
+                if self._tensors:
+                    state[at] = {key: as_state(value, parameters[at]) for key, value in values.items()}
+                else:
+                    _add_slices(state[at], values, offset, parameters[at].numel())
+        if not self._tensors:
+            for own, parameter in zip(state, parameters, strict=True):
+                sliced = {key: value for key, value in own.items() if isinstance(value, Tensor) and value.dim()}
+                own |= {key: shaped(value, 0, parameter).to(parameter.device) for key, value in sliced.items()}
         return FullState(
             selection.step, [own.pop(PARAMETER, each) for own, each in zip(state, parameters, strict=True)], state
         )
@@ -296,6 +321,10 @@ class ShardedOptimizer:
             parts.setdefault(block.parameter, []).append((block, part))
         for at, parameter in enumerate(self.reducer.parameters):
             for key, value in self._plain.state.pop(parameter, {}).items():
+                if self._tensors:
+                    for _, part in parts.get(at, []):
+                        self.optimizer.state[part][key] = copy.deepcopy(value)
+                    continue
                 elementwise = isinstance(value, Tensor) and value.shape == parameter.shape
                 if not elementwise or (parameter.dim() == 0 and key in SCALARS):
                     for _, part in parts.get(at, []):
@@ -306,6 +335,30 @@ class ShardedOptimizer:
                 for block, part in parts.get(at, []):
                     stop = block.offset + block.stop - block.start
                     self.optimizer.state[part][key] = flat[block.offset : stop].clone()
+
+
+def _add_slices(state: dict[str, Any], values: dict[str, Any], offset: int, length: int) -> None:
+    """Add the elements from `offset` on to the flat state of a parameter with `length` elements; numbers as they are.
+    Local."""
+    for key, value in values.items():
+        if not isinstance(value, Tensor) or not value.dim():
+            state[key] = value
+            continue
+        if key not in state:
+            state[key] = torch.empty(length, dtype=value.dtype)
+        state[key][offset : offset + value.numel()] = value
+
+
+def as_state(value: Any, parameter: Tensor) -> Any:
+    """Return a received entry of a parameter's state: its tensors on the parameter's device, except for numbers."""
+    if isinstance(value, Tensor) and value.dim():
+        there = torch.empty_like(parameter, dtype=value.dtype) if value.shape == parameter.shape else None
+        return value.to(parameter.device) if there is None else there.copy_(value)
+    if isinstance(value, dict):
+        return {key: as_state(each, parameter) for key, each in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(as_state(each, parameter) for each in value)
+    return value
 
 
 class Placement:
@@ -341,7 +394,7 @@ class Placement:
     def _allocate(self) -> dict[str, Flat]:
         node, device = self._backend.topology.node, self._reducer.device
         owned = [bucket.owned for bucket in self._reducer.dense]
-        mine = sum(each.stop - each.start for each in owned)
+        mine = sum(part.stop - part.start for parts in owned for part in parts)
         of_node = combine(node, np.array([mine]), "add up the elements that the ranks of a node own")
         whole = device.kind == "cpu" and of_node[0] == sum(bucket.length for bucket in self._reducer.dense)
         lengths = {dtype: flat.numel() for dtype, flat in self._reducer.flats.items()}
@@ -436,7 +489,7 @@ class Placement:
     def _gather_of(self, bucket: DenseBucket) -> Callable[[], None]:
         """Return a function that gathers a bucket of parameters from the ranks that own its parts. Collective."""
         memory = self._memory[bucket.layout.dtype].part(bucket.layout.start, bucket.layout.stop)
-        return partial(memory.run_on_array, self._backend.bind(memory.array, kind="all_gather"), reads=bucket.owned)
+        return partial(bucket.gather_parts, memory, self._backend.bind(memory.array, kind="all_gather"))
 
     def _shape_error(self) -> OptionError | None:
         for gradient, view in zip(self._reducer.gradients, self._views, strict=True):

@@ -15,7 +15,7 @@ from allreduce.errors import DisagreementError, OptionError
 from allreduce.transport.chunked import broadcast
 from allreduce.transport.control import all_values, raise_together, root_value, together
 from trainers.checks import Compared
-from trainers.replicas.pytorch.optimizer import hyperparameters
+from trainers.replicas.pytorch.division import hyperparameters
 from trainers.replicas.pytorch.tensors import as_bytes
 from trainers.replicas.pytorch.values import empty, from_json, layouts, to_json
 

@@ -55,6 +55,11 @@ class FlatOptimizer(ABC):
     def slice_error(self) -> str:
         """Return why the optimizer can't work on slices, as text; "" if it can."""
 
+    @property
+    def whole_tensors(self) -> tuple[slice, ...]:
+        """See Replica.whole_tensors."""
+        return ()
+
     @abstractmethod
     def entries(self, names: Collection[str]) -> Mapping[str, list[Any]]:
         """Return the framework's arrays of these entries."""
@@ -305,9 +310,13 @@ class FlatReplica(Replica):
         self._extend()
         self._buffer = buffer
 
-    def bind_parameters(self, buffer: Any) -> None:
+    @property
+    def whole_tensors(self) -> tuple[slice, ...]:
+        return self._optimizer.whole_tensors
+
+    def bind_parameters(self, buffer: Any, whole: bool = False) -> None:
         self._check_buffer("parameter", buffer)
-        if reason := self._optimizer.slice_error():
+        if not (whole and self.whole_tensors) and (reason := self._optimizer.slice_error()):
             raise ArgumentError(reason)
         self._extend()
         self._move_parameters(buffer)

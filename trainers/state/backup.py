@@ -14,10 +14,8 @@ from typing import Any
 import numpy as np
 from mpi4py import MPI
 
-from allreduce.transport.chunked import pieces
+from allreduce.transport.chunked import exchange
 from allreduce.transport.control import all_values, on_all, raise_together, together
-from allreduce.transport.deferred_free import free_later
-from allreduce.transport.wait import wait_for
 from trainers.errors import ArgumentError
 from trainers.group import dtype_of, layout
 from trainers.state.adopt import Arrays, Piece
@@ -133,18 +131,9 @@ class Backup:
         now.layout = mine
 
     def _exchange(self, own: Sequence[np.ndarray], others: Sequence[np.ndarray]) -> None:
-        requests = []
-        if self._source != MPI.PROC_NULL:
-            requests += [self._comm.Irecv(each, self._source, TAG) for array in others for each in pieces(array)]
-        if self._holder != MPI.PROC_NULL:
-            requests += [self._comm.Isend(part, self._holder, TAG) for each in own for part in pieces(each)]
-        try:
-            for request in requests:
-                wait_for(self._comm, request, BACKUP)
-        except BaseException:
-            for request in requests:
-                free_later(request)
-            raise
+        sent = [(self._holder, array) for array in own] if self._holder != MPI.PROC_NULL else []
+        received = [(self._source, array) for array in others] if self._source != MPI.PROC_NULL else []
+        exchange(self._comm, sent, received, TAG, BACKUP)
 
     def extend(self, step: int) -> None:
         """Mark the newest pieces as valid up to `step`, because nothing was updated since. Local."""

@@ -26,7 +26,7 @@ from trainers.data import Batch, BatchSource
 from trainers.errors import ArgumentError, ModelFileError
 from trainers.local_sgd.outer import LocalOptions
 from trainers.local_sgd.rounds import Done, Memory, Rounds, Submit
-from trainers.replica import copied
+from trainers.replica import bind_whole, copied
 from trainers.state.adopt import ADOPT, OUTER, RATES, Arrays, Piece, adopt
 from trainers.strategies.interface import FLAGS, INNER, EpochRun
 from trainers.strategies.mirrored import Mirrored
@@ -97,7 +97,7 @@ class LocalSGD(Mirrored):
         self.measured = np.zeros(len(replica.metrics) + len(FLAGS))
         self._gradients = self.buffer[:length]
         self._parameters = allocate_own(replica)
-        together(self.group.comm, lambda: replica.bind_parameters(self._parameters))
+        together(self.group.comm, lambda: bind_whole(replica, self._parameters))
         self._trained = replica.parameter_count
         dtype = "float64" if replica.gradient_dtype == "float64" else "float32"
         # Between an inner step and the next gradients the gradient buffer is free.

@@ -1,9 +1,10 @@
 """The sharded update: every rank updates only its own slice of the parameters.
 
-reduce_scatter -> the replica's update of a slice -> all_gather of the parameters. If the ranks of each node together
-own the whole buffer, the parameters are in one shared segment per node: every rank writes its slice there, and nothing
-is gathered. Metrics and flags follow the gradients in the buffer and come back after the parameters, so they need no
-message of their own.
+reduce_scatter -> the replica's update of a slice -> all_gather of the parameters. If a replica needs slices that end
+between tensors, they differ from the chunks of these collectives, and the elements in between are sent. If the ranks of
+each node together own the whole buffer, the parameters are in one shared segment per node: every rank writes its slice
+there, and nothing is gathered. Metrics and flags follow the gradients in the buffer and come back after the parameters,
+so they need no message of their own.
 
 S. Rajbhandari et al.: ZeRO: Memory optimizations toward training trillion parameter models, 2020 (stage 1).
 """
@@ -13,6 +14,7 @@ from functools import partial
 from typing import Any
 
 import numpy as np
+from mpi4py import MPI
 
 from allreduce import notices
 from allreduce.arrays import dtypes, gpu
@@ -22,9 +24,10 @@ from allreduce.transport.control import combine, on_all, together
 from allreduce.transport.shared_segment import CommonSegment
 from trainers.backends import allocate_own
 from trainers.errors import ArgumentError
-from trainers.replica import copied, reserved
+from trainers.replica import bind_whole, copied, reserved
 from trainers.state.adopt import Piece, to_root
 from trainers.state.backup import Backup
+from trainers.state.dealing import Chunks, Transfer, deal_in_order
 from trainers.stopwatch import COMMUNICATION
 from trainers.strategies.interface import Strategy
 from trainers.strategies.rule import sum_of_squares, sum_over_ranks
@@ -130,7 +133,8 @@ class Update:
 
 
 class ShardedUpdate(Update):
-    """Update in which every rank updates only the slice of the parameters that it owns.
+    """Update in which every rank updates only the slice of the parameters that it owns: its chunk of the backend's
+    collectives, or a slice of whole tensors (Replica.whole_tensors).
 
     The constructor moves the replica's parameters into memory of this object. It is collective; the replicas must be
     equal. copies: the number of ranks that keep each slice, 1 or 2.
@@ -143,7 +147,12 @@ class ShardedUpdate(Update):
     def __init__(self, strategy: Strategy, backend: AllReduce, buffer: Any, measured: Any, copies: int = 1) -> None:
         super().__init__(strategy, backend, buffer, measured)
         replica, comm = self._replica, self._comm
+        self._transfer: Transfer | None = None  # between the chunks and slices of whole tensors
+        self._messages: MPI.Intracomm | None = None  # of the transfer
+        whole = together(comm, lambda: replica.whole_tensors)
         self._owned = self._backend.owned(self._buffer.size)
+        if whole:
+            self._owned = self._slice_of_tensors(whole)
         self._part = slice(*self._owned.indices(self._length)[:2])
         self._segment: CommonSegment | None = None
         self._array = self._allocate(str(replica.gradient_dtype))
@@ -151,7 +160,7 @@ class ShardedUpdate(Update):
         self._changing = False  # between `begin_change` and `synchronize_state`
         self._squares: Any = None  # of all gradients of this step, added up, if they are clipped
         try:
-            together(comm, lambda: replica.bind_parameters(self._array[: self._length]))
+            together(comm, lambda: bind_whole(replica, self._array[: self._length]))
             if copies == 2:
                 owned = self._owned.start, self._owned.stop
                 self._backup = Backup(comm, self._backend.topology.node_index, [owned])
@@ -159,6 +168,38 @@ class ShardedUpdate(Update):
             self._free()
             raise
         self.synchronize_state()
+
+    def _slice_of_tensors(self, tensors: tuple[slice, ...]) -> slice:
+        """Return the slice of the buffer that this rank owns, which begins and ends between tensors, and make the
+        transfer. Collective.
+
+        The ranks own slices in the order of their chunks. The last one also owns the statistics, metrics and flags.
+        """
+        size, ends = self._buffer.size, {0, *(each.stop for each in tensors), self._buffer.size}
+        chunks = Chunks(self._comm, self._backend.topology.node_index, [size], [self._owned])
+        shares = list(chunks.of[0])
+        if not all({each.start, each.stop} <= ends for each in shares):
+            order = sorted(range(len(shares)), key=lambda number: (shares[number].start, shares[number].stop))
+            parts = deal_in_order([each.stop - each.start for each in tensors], len(shares))
+            for number, part in zip(order, parts, strict=True):
+                shares[number] = part
+            shares[order[-1]] = slice(parts[-1].start, size)
+        self._messages = self._backend.topology.private()  # the group's communicator is freed before `close`
+        self._transfer = Transfer(self._messages, chunks.team, chunks.of[0], [[each] for each in shares])
+        return shares[chunks.team.index(self._comm.rank)]
+
+    def _move(self, kind: str, array: Any) -> None:
+        """Run a reduce_scatter or an all_gather of the chunks of `array`, and move the elements between these and the
+        slices that the ranks own. Collective."""
+        if kind == "reduce_scatter":
+            self._run(kind, array)
+        if self._transfer is not None:
+            self._clock.start()
+            with self._strategy.span(COMMUNICATION):
+                (self._transfer.deliver if kind == "reduce_scatter" else self._transfer.collect)(array)
+            self._clock.stop()
+        if kind == "all_gather":
+            self._run(kind, array)
 
     def _allocate(self, dtype: str) -> Any:
         """Allocate the parameters: in a shared segment, if they are on the CPU, the ranks of each node together own the
@@ -190,7 +231,7 @@ class ShardedUpdate(Update):
     def step(self) -> np.ndarray:
         """As Update.step. Each rank updates its slice; then the slices are gathered. Collective."""
         taken, self._changing = self._steps + 1, False
-        self._run("reduce_scatter", self._buffer)
+        self._move("reduce_scatter", self._buffer)
         self._add_squares()
         with self._strategy.span("update"):
             updated = self._update()
@@ -223,7 +264,7 @@ class ShardedUpdate(Update):
     def share_parameters(self) -> None:
         """Gather the parameters that each rank has in its slice, or wait for the ranks of the node. Collective."""
         if self._segment is None:
-            self._run("all_gather", self._array)
+            self._move("all_gather", self._array)
         else:
             self._clock.start()
             with self._strategy.span(COMMUNICATION):
@@ -326,6 +367,8 @@ class ShardedUpdate(Update):
             zeros = partial(np.zeros, self._buffer.size, array.dtype)
             gathered = self._buffer if fits else together(world, zeros)
             gathered[part] = array[part]
+            if self._transfer is not None:
+                self._transfer.collect(gathered)
             self._backend.all_gather(gathered)
             result[name] = together(world, gathered[: array.size].copy)
         return result
@@ -350,16 +393,18 @@ class ShardedUpdate(Update):
     def close(self) -> None:
         """As Update.close; frees the shared segment. Collective."""
         state = self.gather_state(self._replica.state())
-        self._replica.bind_parameters(allocate_own(self._replica))
+        bind_whole(self._replica, allocate_own(self._replica))
         self._replica.load_state(state)
         del state  # may hold views of the segment
+        if self._messages is not None:
+            self._backend.topology.release(self._messages)
         self._free()
 
     def abandon(self) -> None:
         """Move the replica's parameters into memory of its own, without gathering the slices of other ranks. Local."""
-        self._replica.bind_parameters(allocate_own(self._replica))
+        bind_whole(self._replica, allocate_own(self._replica))
         self._array, self._buffer = np.empty(0, np.uint8), np.empty(0, np.uint8)
-        self._segment = self._backup = None
+        self._segment = self._backup = self._transfer = self._messages = None
 
     def _free(self) -> None:
         """Free the shared segment. Collective over the node."""

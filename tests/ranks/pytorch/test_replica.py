@@ -220,16 +220,17 @@ def test_sharded_batch_norm_and_16_bits(world: MPI.Intracomm, flat: allreduce.To
         assert torch.allclose(weight, other_weight, atol=1e-6)
 
 
-@pytest.mark.parametrize("kind", ["AdamW", "Whole", "bfloat16"])
+@pytest.mark.parametrize("kind", ["AdamW", "Whole", "Clipped", "bfloat16"])
 def test_central_storage_is_mirrored(kind: str, world: MPI.Intracomm, flat: allreduce.Topology) -> None:
-    """With running statistics. The state of an optimizer that is not known to be elementwise is copied whole."""
+    """With running statistics. The state of an optimizer that needs all gradients is copied whole."""
     x, y = data(50)
 
     def make() -> TorchReplica:
         torch.manual_seed(0)
         module = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 3))
         module = module.to(torch.bfloat16 if kind == "bfloat16" else torch.float32)
-        optimizer = Whole(module.parameters(), 0.1, 0.9) if kind == "Whole" else torch.optim.AdamW(module.parameters())
+        own = {"Whole": Whole, "Clipped": Clipped}.get(kind)
+        optimizer = own(module.parameters(), 0.1, 0.9) if own else torch.optim.AdamW(module.parameters())
         return TorchReplica(module, nn.CrossEntropyLoss(), optimizer)
 
     mirrored, central = make(), make()
@@ -342,8 +343,8 @@ def test_what_sharded_refuses(flat: allreduce.Topology) -> None:
     if flat.size == 1:
         pytest.skip("with one rank nothing is divided")
     module = nn.Linear(3, 2)
-    whole = TorchReplica(module, nn.CrossEntropyLoss(), Whole(module.parameters(), lr=0.1))
-    with pytest.raises(ArgumentError, match='Whole can\'t be used with update="sharded"'):
+    whole = TorchReplica(module, nn.CrossEntropyLoss(), Clipped(module.parameters(), lr=0.1))
+    with pytest.raises(ArgumentError, match='Clipped can\'t be used with update="sharded": in a trial it changed'):
         MirroredTrainer(whole, topology=flat, update="sharded")
     replaced = replica()
     with MirroredTrainer(replaced, topology=flat, update="sharded") as trainer:
@@ -356,6 +357,14 @@ def test_what_sharded_refuses(flat: allreduce.Topology) -> None:
 
 class Whole(torch.optim.SGD):
     """An optimizer that is not known to be elementwise."""
+
+
+class Clipped(torch.optim.SGD):
+    """An optimizer that needs the gradients of all parameters."""
+
+    def step(self, closure: Any = None) -> None:
+        nn.utils.clip_grad_norm_([each for group in self.param_groups for each in group["params"]], 0.1)
+        super().step()
 
 
 def test_local_state_is_what_makes_ranks_different(flat: allreduce.Topology) -> None:

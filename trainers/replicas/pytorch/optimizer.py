@@ -1,8 +1,8 @@
 """A PyTorch optimizer on the parameters of a module, or on a slice of them in flat memory."""
 
-import inspect
 import sys
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -13,23 +13,19 @@ from torch.optim import Optimizer
 from trainers.errors import ArgumentError
 from trainers.replicas.flat import FlatOptimizer, Layout
 from trainers.replicas.pytorch import fused
+from trainers.replicas.pytorch.division import (
+    AUTO,
+    ELEMENTS,
+    ELEMENTWISE,
+    SHARDS,
+    TENSORS,
+    TENSORWISE,
+    Trial,
+    division_of,
+    hyperparameters,
+    optimizer_like,
+)
 from trainers.replicas.pytorch.tensors import host_view
-
-ELEMENTWISE: set[type[Optimizer]] = {
-    torch.optim.SGD,
-    torch.optim.Adam,
-    torch.optim.AdamW,
-    torch.optim.NAdam,
-    torch.optim.RAdam,
-    torch.optim.Adamax,
-    torch.optim.Adagrad,
-    torch.optim.Adadelta,
-    torch.optim.RMSprop,
-    torch.optim.Rprop,
-    torch.optim.ASGD,
-}
-"""Optimizer classes that update every element alike and independently of the others, so that they work on any slice.
-Add your own class if it does."""
 
 BLOCK = 1 << 17  # elements updated at a time: their parameters, gradients and state fit into the cache
 TRIED = (2, 3)  # shape of the parameters in the trial step
@@ -39,18 +35,21 @@ PRESENT = "optimizer.present"  # entry: which parameters have state; optimizers 
 class TorchOptimizer(FlatOptimizer):
     """The user's optimizer; for a slice, another one of the same class and hyperparameters on blocks of the slice.
 
-    trained: the parameters that it trains, in the order of the module. Raises ArgumentError if its state has other
-        shapes than the parameters.
+    trained: the parameters that it trains, in the order of the module. shard: how the update is divided, see
+        division_of. Raises ArgumentError if the state has other shapes than the parameters.
     """
 
-    def __init__(self, optimizer: Optimizer, trained: list[nn.Parameter]) -> None:
+    def __init__(self, optimizer: Optimizer, trained: list[nn.Parameter], shard: str = AUTO) -> None:
+        if shard not in SHARDS:
+            raise ArgumentError(f"shard={shard!r} is unknown; use one of {', '.join(SHARDS)}")
         tried = _trial_state(optimizer, trained[0].device)
         self._devices = {f"optimizer.{key}": value.device for key, value in tried.items()}  # `step` may be on the host
         elementwise = sorted(f"optimizer.{key}" for key, value in tried.items() if value.shape == TRIED)
         super().__init__(Layout(each.shape for each in trained), [PRESENT, *sorted(self._devices)], elementwise)
-        self._user, self._trained = optimizer, trained
+        self._user, self._trained, self._shard = optimizer, trained, shard
         self._parameters: Tensor | None = None
-        self._blocks: list[list[Tensor]]
+        self._blocks: list[list[Tensor]]  # of each parameter; empty if a slice of whole tensors lacks it
+        self._firsts: list[Tensor]  # for each parameter a tensor that has its state of numbers, such as the step
         self._set_part(None)
 
     def bind(self, parameters: Tensor | None, gradients: Tensor) -> None:
@@ -58,8 +57,25 @@ class TorchOptimizer(FlatOptimizer):
         self.extend()
         self._parameters, self._gradients = parameters, gradients
 
+    @cached_property
+    def _division(self) -> tuple[str, str]:
+        return division_of(self._user, self._shard)
+
     def slice_error(self) -> str:
-        return slice_error_of(self._user)
+        division, why = self._division
+        names = ", ".join(sorted(each.__name__ for each in ELEMENTWISE))
+        return why or (division == TENSORS) * WHOLE_TENSORS.format(type(self._user).__name__, names)
+
+    @cached_property
+    def whole_tensors(self) -> tuple[slice, ...]:
+        """See Replica.whole_tensors."""
+        division, why = self._division
+        if why or division == ELEMENTS:
+            return ()
+        if type(self._user) not in TENSORWISE | ELEMENTWISE and (name := Trial(self._user).uneven()):
+            text = f"its state {name!r} is a number that depends on the gradients, so a rank needs it of all tensors"
+            raise ArgumentError(f"{type(self._user).__name__} can't be divided by TorchReplica: {text}")
+        return tuple(self.layout.parts)
 
     def step(self, part: slice | None) -> None:
         """Update all parameters, or a slice of the bound memory."""
@@ -76,20 +92,24 @@ class TorchOptimizer(FlatOptimizer):
 
     def entries(self, names: Collection[str]) -> dict[str, list[Any]]:
         states = [[self._own.state.get(block, {}) for block in blocks] for blocks in self._blocks]
+        firsts = [self._own.state.get(first, {}) for first in self._firsts]
         found: dict[str, list[Any]] = {}
         for name in names:
             key = name.removeprefix("optimizer.")
             if name == PRESENT:
-                found[name] = [np.array([bool(each[0]) for each in states], np.uint8)]
+                found[name] = [np.array([bool(each) for each in firsts], np.uint8)]
             elif name in self.elementwise:
                 arrays = [
                     _zeros(block) if state.get(key) is None else state[key]
                     for blocks, of_blocks in zip(self._blocks, states, strict=True)
                     for block, state in zip(blocks, of_blocks, strict=True)
                 ]
-                found[name] = arrays if self.part is None else [torch.cat(arrays)]
+                if self.part is not None:
+                    none = self._trained[0].detach().reshape(-1)[:0]
+                    arrays = [torch.cat([none, *(each.reshape(-1) for each in arrays)])]
+                found[name] = arrays
             else:
-                found[name] = [np.array([float(each[0].get(key, 0.0)) for each in states])]
+                found[name] = [np.array([float(each.get(key, 0.0)) for each in firsts])]
         return found
 
     on_host = staticmethod(host_view)
@@ -104,11 +124,15 @@ class TorchOptimizer(FlatOptimizer):
             name: iter(np.split(np.concatenate([each.reshape(-1) for each in entries[name]]), ends))
             for name in self.elementwise
         }
-        for number, (blocks, present) in enumerate(zip(self._blocks, entries[PRESENT][0], strict=True)):
-            for block in blocks:
+        for number, (blocks, first, present) in enumerate(
+            zip(self._blocks, self._firsts, entries[PRESENT][0], strict=True)
+        ):
+            for block in blocks or [first]:
                 state = {}
                 for name, device in self._devices.items():
-                    if name in self.elementwise:
+                    if name in self.elementwise and not blocks:
+                        value = torch.zeros_like(first)
+                    elif name in self.elementwise:
                         value = torch.empty_like(block, memory_format=torch.preserve_format)
                         value.copy_(torch.from_numpy(next(pieces[name])).reshape(block.shape))
                     else:
@@ -121,21 +145,47 @@ class TorchOptimizer(FlatOptimizer):
         """Use the user's optimizer (part=None), or a new one without state on the blocks of a slice."""
         self.part = part
         if part is None:
-            self._own, self._blocks = self._user, [[each] for each in self._trained]
+            self._own, self._blocks, self._firsts = self._user, [[each] for each in self._trained], list(self._trained)
             return
         assert self._parameters is not None
-        parameters, gradients = self._parameters, self._gradients
-        self._blocks = []
-        for spans in _spans(self.layout.parts, part, block_on(parameters.device.type)):
-            self._blocks.append([parameters[span] for span in spans])
-            for block, span in zip(self._blocks[-1], spans, strict=True):
-                block.grad = gradients[span]
-        blocks_of = {id(parameter): blocks for parameter, blocks in zip(self._trained, self._blocks, strict=True)}
+        if self._division[0] == TENSORS:
+            self._take_tensors(self._parameters, part)
+        else:
+            self._take_slices(self._parameters, part)
+        self._firsts = [
+            blocks[0] if blocks else first for blocks, first in zip(self._blocks, self._firsts, strict=True)
+        ]
+        pairs = zip(self._trained, self._blocks, self._firsts, strict=True)
+        blocks_of = {id(parameter): blocks or [first] for parameter, blocks, first in pairs}
         groups = (
             [block for each in group["params"] for block in blocks_of.get(id(each), [])]
             for group in self._user.param_groups
         )
         self._own = optimizer_like(self._user, groups)
+
+    def _take_slices(self, parameters: Tensor, part: slice) -> None:
+        """Make the blocks of a slice that may begin and end inside of tensors."""
+        self._blocks = []
+        for spans in _spans(self.layout.parts, part, block_on(parameters.device.type)):
+            self._blocks.append([parameters[span] for span in spans])
+            for block, span in zip(self._blocks[-1], spans, strict=True):
+                block.grad = self._gradients[span]
+
+    def _take_tensors(self, parameters: Tensor, part: slice) -> None:
+        """Make the blocks of a slice of whole tensors, and for each other tensor a small one without gradient.
+
+        The optimizer updates the small ones too, so every rank has the numbers that it keeps for each tensor.
+        """
+        self._blocks, self._firsts = [], []
+        for own, like in zip(self.layout.parts, self._trained, strict=True):
+            small = parameters.new_zeros([1] * like.dim())
+            small.grad = torch.zeros_like(small)
+            self._firsts.append(small)
+            self._blocks.append([])
+            if part.start <= own.start and own.stop <= part.stop and own.start < own.stop:
+                block = parameters[own].view(like.shape)
+                block.grad = self._gradients[own].view(like.shape)
+                self._blocks[-1].append(block)
 
     # The learning rates are in the user's groups
 
@@ -152,33 +202,11 @@ class TorchOptimizer(FlatOptimizer):
                 group["lr"] = rate
 
 
-def slice_error_of(optimizer: Optimizer) -> str:
-    """Return why an optimizer can't work on slices, as text; "" if it can."""
-    kind = type(optimizer)
-    if kind in ELEMENTWISE:
-        return ""
-    names = ", ".join(sorted(each.__name__ for each in ELEMENTWISE))
-    return (
-        f'{kind.__name__} can\'t be used with update="sharded": it needs whole tensors, or is not known to update '
-        f'every element independently of the others. Use update="replicated", or one of {names}; add an elementwise '
-        "class of your own with trainers.pytorch.ELEMENTWISE.add(YourClass)"
-    )
-
-
-def hyperparameters(group: dict[str, Any]) -> dict[str, Any]:
-    """Return the hyperparameters of a parameter group."""
-    return {key: value for key, value in group.items() if key not in ("params", "param_names")}
-
-
-def optimizer_like(optimizer: Optimizer, groups: Iterable[list[Tensor]]) -> Optimizer:
-    """Return an optimizer of the same class and hyperparameters without state. groups: the tensors of each group."""
-    kind = type(optimizer)
-    accepted = inspect.signature(kind).parameters
-    made = [
-        {**hyperparameters(group), "params": tensors}
-        for group, tensors in zip(optimizer.param_groups, groups, strict=True)
-    ]
-    return kind(made, **{key: value for key, value in optimizer.defaults.items() if key in accepted})
+WHOLE_TENSORS = (
+    "{} can't be used here, where a rank updates a slice that may end inside of a tensor: its update reads whole "
+    "tensors, or is not known to update every element independently of the others. Use MirroredTrainer, or one of {}; "
+    "add an elementwise class of your own with trainers.pytorch.ELEMENTWISE.add(YourClass)"
+)
 
 
 def block_on(device: str) -> int:

@@ -44,6 +44,10 @@ class TorchReplica(FlatReplica):
     precision: "bfloat16": the module computes under torch.autocast, in training, evaluation and prediction; its outputs
         are converted to float32 before the loss and the metrics. Parameters, gradients and the optimizer stay float32,
         so a saved model can be loaded with either precision. None: no autocast.
+    shard: how MirroredTrainer(update="sharded") divides the update: "elements": equal slices, for optimizers that
+        update each element independently of the others. "tensors": whole tensors, consecutive ones for each rank, for
+        optimizers that update each tensor independently (Muon). "auto": elements for trainers.pytorch.ELEMENTWISE;
+        tensors for TENSORWISE, and for other classes if a trial shows that they treat tensors one by one.
 
     The module is called as module(x); as module(a, b) if x is a tuple (a, b), and as module(image=a, text=b) if x is a
     dict {"image": a, "text": b}. Each array is converted to the dtype of the parameters; integers to int64 if the
@@ -66,6 +70,7 @@ class TorchReplica(FlatReplica):
         metrics: Mapping[str, Metric] | None = None,
         *,
         precision: str | None = None,
+        shard: str = "auto",
     ) -> None:
         self.module, self.loss, self.optimizer = module, loss, optimizer
         self._trained = _trained_of(module, optimizer)
@@ -80,7 +85,7 @@ class TorchReplica(FlatReplica):
         self.notices = precisions.slow_notice(self.device) if self._low else ()
         self._statistics = [each for each in running_statistics(module).values() if each.dtype == self._dtype]
         self._embeds = any(isinstance(each, nn.Embedding | nn.EmbeddingBag) for each in module.modules())
-        self._optimizer = TorchOptimizer(optimizer, self._trained)
+        self._optimizer = TorchOptimizer(optimizer, self._trained, shard)
         self._length = self._optimizer.layout.length
         self.gradient_length = self._length + sum(each.numel() for each in self._statistics)
         self._buffers = Buffers(module)

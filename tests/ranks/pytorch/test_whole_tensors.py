@@ -1,0 +1,263 @@
+"""update="sharded" by whole tensors: Muon, and optimizers of the user's that read whole tensors."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch", reason="PyTorch is not installed in this environment")
+
+from mpi4py import MPI  # noqa: E402
+from torch import nn  # noqa: E402
+from torch.nn import functional  # noqa: E402
+
+import allreduce  # noqa: E402
+from allreduce.errors import OptionError  # noqa: E402
+from tests.ranks.pytorch.trained import (  # noqa: E402
+    SIZE,
+    SMALL_BUCKETS,
+    assert_close,
+    assert_mirrored,
+    data,
+    mine,
+    mirrored,
+    network,
+    train,
+)
+from trainers import MirroredTrainer  # noqa: E402
+from trainers.pytorch import GradientError, MirroredOptimizer  # noqa: E402
+from trainers.replicas.pytorch import TorchReplica  # noqa: E402
+
+
+class Mixed(torch.optim.Optimizer):
+    """Orthogonal updates of matrices, as Muon's, with a preconditioner each; plain momentum for the rest."""
+
+    def __init__(self, params: Any, lr: float = 0.05) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for each in group["params"]:
+                if each.grad is None:
+                    continue
+                state = self.state[each]
+                if not state:
+                    state["sides"] = [torch.zeros(size, size) for size in each.shape]
+                    state["count"] = 0
+                state["count"] += 1
+                change = each.grad
+                if each.dim() == 2:
+                    for side, gram in zip(state["sides"], (change @ change.T, change.T @ change), strict=True):
+                        side.add_(gram)
+                    first, second = state["sides"]
+                    change = torch.linalg.solve(first + torch.eye(len(first)), change) / (1 + second.trace())
+                each.sub_(change / (1e-3 + change.norm()), alpha=group["lr"])
+
+
+def matrices(model: nn.Module) -> list[nn.Parameter]:
+    return [each for each in model.parameters() if each.dim() == 2]
+
+
+OPTIMIZERS: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
+    "muon": lambda model: torch.optim.Muon(matrices(model), lr=0.02),
+    "adafactor": lambda model: torch.optim.Adafactor(model.parameters(), lr=0.02),
+    "mixed": lambda model: Mixed([{"params": matrices(model)}, {"params": [model[0].bias, model[2].bias], "lr": 0.02}]),
+    "adamw": lambda model: torch.optim.AdamW(model.parameters(), lr=0.01),
+}
+
+
+def assert_same(here: Any, there: Any) -> None:
+    """Equal values, which may hold tensors."""
+    assert type(here) is type(there), (here, there)
+    if isinstance(here, torch.Tensor):
+        assert torch.equal(here, there)
+        assert here.stride() == there.stride()
+    elif isinstance(here, dict):
+        assert here.keys() == there.keys()
+        for key, value in here.items():
+            assert_same(value, there[key])
+    elif isinstance(here, list | tuple):
+        for one, other in zip(here, there, strict=True):
+            assert_same(one, other)
+    else:
+        assert here == there
+
+
+@pytest.mark.parametrize(("backend", "shape"), [("auto", None), ("halving_doubling", None), ("auto", 2), ("ring", 2)])
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+def test_the_bits_of_the_replicated_update(
+    kind: str, backend: str, shape: Any, world: MPI.Intracomm, topology_of: Callable[..., Any]
+) -> None:
+    """Parameters and state_dict; and those of a training that continues from this state_dict on one rank."""
+    if shape is not None and SIZE < 3:
+        pytest.skip("no such topology of so few ranks")
+    if backend != "auto" and kind != "muon":
+        pytest.skip("once is enough")
+    options = {"topology": topology_of(shape), "overlap": kind == "muon", **SMALL_BUCKETS}
+    results: list[Any] = []
+    for update in ("replicated", "sharded"):
+        model = network(seed=world.rank)
+        name = backend if backend != "auto" else "hierarchical_copy" if shape else "shared"
+        shard = "tensors" if update == "sharded" and kind == "adamw" else "auto"
+        with mirrored(OPTIMIZERS[kind](model), model, name, update=update, shard=shard, **options) as optimizer:
+            train(model, optimizer, mine, steps=4)
+            results.append((model, optimizer.state_dict()))
+    (expected, there), (found, here) = results
+    assert_mirrored(world, found)
+    assert_same(here, there)
+    for one, other in zip(found.parameters(), expected.parameters(), strict=True):
+        assert torch.equal(one, other)
+
+
+def test_the_life_of_a_sharded_muon(world: MPI.Intracomm, flat: allreduce.Topology) -> None:
+    """Beside AdamW for the rest, a frozen matrix, clipping, a state_dict that a new optimizer loads; less memory."""
+    made = []
+    for update in ("replicated", "sharded"):
+        model = network()
+        model[4].weight.requires_grad_(False)
+        rest = [each for each in model.parameters() if each.dim() == 1]
+        state: Any = None
+        for steps in (slice(0, 2), slice(2, 4)):
+            muon, adamw = torch.optim.Muon(matrices(model), lr=0.02), torch.optim.AdamW(rest, lr=0.01, foreach=True)
+            options = {"topology": flat, "update": update, "overlap": False}
+            with mirrored(muon, model, "ring", **options) as first, mirrored(adamw, model, "ring", **options) as second:
+                if state is not None:
+                    first.load_state_dict(state[0])
+                    second.load_state_dict(state[1])
+                for x, y in list(zip(*data(4), strict=True))[steps]:
+                    first.zero_grad()
+                    second.zero_grad()
+                    functional.cross_entropy(model(mine(x)), mine(y)).backward()
+                    for optimizer in (first, second):
+                        optimizer.synchronize()
+                    nn.utils.clip_grad_norm_([each for each in model.parameters() if each.requires_grad], 0.1)
+                    first.step()
+                    second.step()
+                state = first.state_dict(), second.state_dict()
+                if update == "sharded":
+                    held = first._parts.sharded.optimizer.state  # type: ignore[union-attr]
+                    sizes = world.allgather(sum(each["momentum_buffer"].numel() for each in held.values()))
+                    assert sorted(sizes) == sorted([0] * (SIZE - 2) + [480, 680] if SIZE > 1 else [1160])
+                    if SIZE > 1:
+                        check_edits(model, first, second)
+        assert_mirrored(world, model)
+        made.append((model, state[0]))
+    assert_close(made[1][0], made[0][0], 1e-6)
+    assert_same(made[1][1], made[0][1])
+
+
+def check_edits(model: nn.Module, *optimizers: MirroredOptimizer) -> None:
+    """Clipping before `synchronize` is an error on all ranks, also through .data."""
+    for edit in (lambda grad: grad.mul_(2), lambda grad: grad.data.mul_(2)):
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        model(mine(data(1)[0][0])).sum().backward()
+        for each in matrices(model)[:2]:
+            edit(each.grad)
+        with pytest.raises(GradientError, match=r"call optimizer\.synchronize"):
+            optimizers[0].step()
+
+
+class Counting(torch.optim.SGD):
+    """Counts its steps in the groups, which all ranks share."""
+
+    def step(self, closure: Any = None) -> None:
+        super().step()
+        for group in self.param_groups:
+            group["taken"] = group.get("taken", 0) + 1
+
+
+class Clipped(torch.optim.SGD):
+    """Needs the norm of all gradients."""
+
+    def step(self, closure: Any = None) -> None:
+        nn.utils.clip_grad_norm_([each for group in self.param_groups for each in group["params"]], 0.1)
+        super().step()
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "words"),
+    [
+        (torch.optim.LBFGS, {}, 'LBFGS can\'t be used with update="sharded": it reads all parameters together'),
+        (Clipped, {}, "Clipped can't .* in a trial it changed tensors otherwise when it had only some"),
+        (Counting, {}, "Counting can't .* its step.. changes param_groups"),
+        (torch.optim.SGD, {"shard": "columns"}, "shard='columns' is unknown"),
+        (torch.optim.SGD, {"shard": "tensors", "update": "replicated"}, 'shard="tensors" needs update="sharded"'),
+    ],
+)
+def test_refused(kind: Any, options: dict[str, Any], words: str, flat: allreduce.Topology) -> None:
+    model = network()
+    with pytest.raises(OptionError, match=words):
+        MirroredOptimizer(kind(model.parameters(), lr=0.1), model, topology=flat, **{"update": "sharded", **options})
+
+
+def replica(kind: str, **options: Any) -> TorchReplica:
+    """Matrices for Muon, with a layer whose other parameters are not trained, and running statistics."""
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Linear(6, 30, bias=False), nn.Tanh(), nn.BatchNorm1d(30, affine=False))
+    module.extend([nn.Linear(30, 9, bias=False), nn.Tanh(), nn.Linear(9, 3, bias=False)])
+    made: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+        "muon": lambda parameters: torch.optim.Muon(parameters, lr=0.02),
+        "adamw": lambda parameters: torch.optim.AdamW(parameters, lr=0.02),
+        "own": lambda parameters: Own(parameters, lr=0.1, momentum=0.9),
+    }
+    return TorchReplica(module, nn.CrossEntropyLoss(), made[kind](module.parameters()), **options)
+
+
+class Own(torch.optim.SGD):
+    """A class that is not known; it moves a tensor by its norm."""
+
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for each in group["params"]:
+                each.grad /= 1e-3 + each.grad.norm()
+        super().step()
+
+
+CASES: dict[str, tuple[str, str, Any, dict[str, Any]]] = {
+    "muon": ("muon", "shared", None, {}),
+    "muon on a ring": ("muon", "ring", None, {}),
+    "muon by halving": ("muon", "halving_doubling", None, {}),
+    "muon on nodes": ("muon", "hierarchical_copy", 2, {}),
+    "muon, exact": ("muon", "ring", None, {"exact": True, "micro_batch": 5}),
+    "muon, clipped and averaged": ("muon", "ring", None, {}),
+    "muon, compressed": ("muon", "ring", None, {"compress": "bfloat16"}),
+    "own": ("own", "ring", None, {}),
+    "adamw": ("adamw", "ring", None, {}),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_mirrored_trainer(case: str, world: MPI.Intracomm, topology_of: Callable[..., Any], folder: Path) -> None:
+    """The parameters, the state and the losses are those of the replicated update, also after a load."""
+    kind, backend, shape, options = CASES[case]
+    if shape is not None and SIZE < 3:
+        pytest.skip("no such topology of so few ranks")
+    generator = np.random.default_rng(1)
+    x = generator.normal(size=(50, 6)).astype("float32")
+    results = []
+    step: dict[str, Any] = {"clip_norm": 0.1, "ema": 0.9, "accumulate": 2} if "clipped" in case else {}
+    for update, shard in (("replicated", "auto"), ("sharded", "tensors" if kind == "adamw" else "auto")):
+        mine = replica(kind, shard=shard, precision="bfloat16" if case == "muon" else None)
+        with MirroredTrainer(mine, backend, topology_of(shape), update=update, **options) as trainer:
+            losses = trainer.fit(x, x[:, :3].argmax(1), 2, 25, progress=False, **step).column("loss")
+            trainer.save(str(folder))
+            again = replica(kind, shard=shard)
+            with MirroredTrainer(again, backend, topology_of(shape), update=update, **options) as other:
+                other.load(str(folder))
+                assert_states_equal(other.strategy.snapshot({}), trainer.strategy.snapshot({}))
+            losses += trainer.fit(x, x[:, :3].argmax(1), 2, 25, progress=False, **step).column("loss")
+            assert len(set(trainer.parameters_sha256())) == 1
+        results.append((losses, mine.state()))
+    (expected, there), (found, here) = results
+    assert found == expected
+    assert_states_equal(here, there)
+
+
+def assert_states_equal(here: dict[str, np.ndarray], there: dict[str, np.ndarray]) -> None:
+    assert here.keys() == there.keys()
+    for name, array in here.items():
+        np.testing.assert_array_equal(array, there[name], err_msg=name)
