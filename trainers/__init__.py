@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from trainers.cli.run import run
     from trainers.data import Samples
     from trainers.fit.checkpointing import Checkpoint
+    from trainers.fit.shards import load_shards
     from trainers.local_sgd.outer import OuterSGD
     from trainers.mirrored import MirroredTrainer
     from trainers.parameter_server import ParameterServerTrainer
@@ -47,6 +48,7 @@ __all__ = [
     "Terminated",
     "Terminating",
     "load_network",
+    "load_shards",
     "log_to",
     "network_of",
     "roles",
@@ -70,6 +72,7 @@ _MODULES = {
     "Terminated": "trainers.recovery.terminating",
     "Terminating": "trainers.recovery.terminating",
     "load_network": "trainers.replicas.numpy.categories",
+    "load_shards": "trainers.fit.shards",
     "log_to": "trainers.watching.logs",
     "network_of": "trainers.replicas.numpy.categories",
     "roles": "trainers.cli.roles",

@@ -36,6 +36,7 @@ from trainers.data import (
     sliced,
 )
 from trainers.datasets.columns import Columns
+from trainers.datasets.shards import ShardRows
 from trainers.datasets.streams import Arrays, Stream, open_stream, unknown_text
 from trainers.errors import ArgumentError, TrainerError
 from trainers.fit.checkpointing import Checkpoint, make_saver
@@ -52,6 +53,7 @@ from trainers.fit.loop import Fit
 from trainers.fit.predicting import Target, predict_into
 from trainers.fit.prefetch import AHEAD
 from trainers.fit.reader import Reader
+from trainers.fit.shards import OwnRows, ShardBatches, shards_error, uneven_text
 from trainers.fit.weights import ClassWeights
 from trainers.fit.workers import Reading
 from trainers.group import RankGroup, gather_rows
@@ -213,7 +215,8 @@ class Trainer(Generic[StrategyT]):
             dict of them, if the model has several inputs (or outputs); or in x a data set with len() and rows by number
             whose rows are pairs (x, y), and no y (see trainers.data.Samples). An error in a data set on one rank is
             raised on all, as DataError.
-            With `rows`, x is a loader: any iterable of batches (x, y), and there is no y.
+            With `rows`, x is a loader: any iterable of batches (x, y), and there is no y. Of shards (the `train` of
+            `load_shards`), each rank has its own rows.
         rows: which rows a loader brings. "divided": each rank its own; global batch s has the rows of batch s of every
             rank, and a rank whose loader ends first brings no rows until all have ended. "whole": the same batches on
             all ranks; each rank takes its share. The training is that of one rank with all rows. The batches are the
@@ -286,6 +289,9 @@ class Trainer(Generic[StrategyT]):
 
         def begin() -> Fit:
             self._check_options(options, validate_ema, settings)
+            if isinstance(x, ShardRows):
+                others = y, sample_weight, class_weight, collate, rows, steps_per_epoch, workers
+                return fit_of(self._check_shards(x, settings, all(each is None for each in others)))
             if rows is None and steps_per_epoch is None:
                 x_all, y_all, *weights = self._check_call("fit", (x, y, sample_weight), settings, collate, reading)
                 own = strategy.part, strategy.parts, seed, shuffle, ahead, strategy.micro_batch
@@ -302,7 +308,10 @@ class Trainer(Generic[StrategyT]):
 
         def fit_of(batches: BatchSource) -> Fit:
             validate = validation = None
-            if validation_rows is not None or validation_steps is not None:
+            if isinstance(validation_data, ShardRows):
+                own = OwnRows(validation_data, group.rank, group.size)
+                validate = partial(self._evaluate_loader, Reader(own, None), True, None, validate_ema)
+            elif validation_rows is not None or validation_steps is not None:
                 given = self._check_evaluation(validation_data, validation_rows, validation_steps, collate)
                 validate = partial(self._evaluate_loader, *given, validate_ema)
             elif validation_data is not None:
@@ -354,6 +363,8 @@ class Trainer(Generic[StrategyT]):
             None: with the average if there is one.
         """
         self._check_ema("evaluate", ema)
+        if isinstance(x, ShardRows):
+            x, rows = OwnRows(x, self.group.rank, self.group.size), rows or DIVIDED
         if rows is not None or steps is not None:
             alone = y is None and sample_weight is None and workers is None
             return self._evaluate_loader(*self._check_evaluation(x, rows, steps, collate, alone), ema)
@@ -638,6 +649,30 @@ class Trainer(Generic[StrategyT]):
             explain_division(differ, row, settings or {})
             raise
         return data
+
+    def _check_shards(self, x: ShardRows, settings: dict[str, Any], alone: bool) -> ShardBatches:
+        """Check a fit with shards on all ranks; returns their batches. Raises the same error on all ranks. Collective.
+        alone: whether other arguments about rows are absent."""
+        strategy, group = self.strategy, self.group
+        error: Exception | None = shards_error(strategy.micro_batch is not None, alone)
+        try:
+            _check_settings(settings)
+        except ArgumentError as refused:
+            error = refused
+        group.enter(_described("fit", [str(x)], settings), error)
+        text = uneven_text(x, strategy.parts)
+        if text and group.rank == 0:
+            log.warning("trainers: %s", text)
+        own = strategy.part, strategy.parts, settings["seed"], settings["shuffle"]
+        batches = ShardBatches(x, settings["batch_size"], *own)
+
+        def check_first() -> None:
+            batch = batches.share(0, 0, strategy.part)
+            if len(batch.x):
+                check_rows(self.replica, (batch.x, batch.y))
+
+        together(group.comm, check_first)
+        return batches
 
     def _check_loader(
         self, given: tuple[Any, Any, Any], rows: Any, steps: Any, settings: dict[str, Any], collate: Collate | None,

@@ -56,6 +56,7 @@ SAME_ON_5 = {f"collectives/test_{name}.py" for name in ("compressed", "disagreem
         "inputs",
         "local_sgd",
         "same_data",
+        "tables",
     )
 }
 READERS = {"training/test_readers.py"}  # processes besides the ranks: on 2 ranks of Open MPI alone

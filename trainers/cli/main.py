@@ -28,8 +28,10 @@ from trainers import datasets
 from trainers.cli import predict, results, roles
 from trainers.cli.evaluator import EndSignal, Evaluator
 from trainers.cli.options import SERVERS, make_callbacks, make_trainer, parse
+from trainers.datasets.shards import is_pattern
 from trainers.errors import ArgumentError, DivergedError, TrainerError
 from trainers.fit.checkpointing import Checkpoint
+from trainers.fit.shards import load_shards
 from trainers.recovery.terminating import Terminated, Terminating
 from trainers.replica import saved_columns
 from trainers.replicas.numpy.categories import load_network, network_of
@@ -90,7 +92,7 @@ class Job(NamedTuple):
 
     options: argparse.Namespace
     roles: roles.Roles
-    data: datasets.Dataset
+    data: datasets.Dataset | datasets.Shards
 
     @property
     def stream(self) -> TextIO:
@@ -146,15 +148,17 @@ def _read(arguments: Sequence[str] | None, world: Topology, program: str) -> Job
         together(world.world, lambda: log_to(options.log_dir))
         log.info("%s: %s", world, " ".join(sys.argv[1:] if arguments is None else arguments))
     together(world.world, lambda: results.check_targets(options) if world.rank == assigned.chief else None)
-    return Job(options, assigned, together(world.world, lambda: _data(options)))
+    return Job(options, assigned, together(world.world, lambda: _data(options, world)))
 
 
-def _data(options: argparse.Namespace) -> datasets.Dataset:
-    """Load the data. With --load the columns of a table are those of the saved model."""
-    columns = saved_columns(options.load) if options.load else None
+def _data(options: argparse.Namespace, world: Topology) -> datasets.Dataset | datasets.Shards:
+    """Load the data. With --load the columns of a table are those of the saved model. Collective."""
+    columns = together(world.world, lambda: saved_columns(options.load) if options.load else None)
     if options.load and options.label and columns is None:
         raise ArgumentError(f"--label {options.label}: the model of --load {options.load} was not trained on a table")
     choices = {"ignore": options.ignore or (), "categories": options.categories or ()}
+    if is_pattern(options.data):
+        return load_shards(options.data, options.label, topology=world, columns=columns, **choices)
     return datasets.load(options.data, options.label, columns=columns, **choices)
 
 
@@ -172,6 +176,8 @@ def check(options: argparse.Namespace, assigned: roles.Roles) -> None:
         )
     if options.standby and options.ranks_per_node:
         raise ArgumentError(f"--standby {options.standby} can't be used with --ranks-per-node; leave out one of them")
+    if assigned.evaluator is not None and is_pattern(options.data):
+        raise ArgumentError(f"--data {options.data}: an evaluator takes one file; leave out --evaluator")
     if assigned.evaluator is not None and not options.checkpoint:
         raise ArgumentError("an evaluator evaluates checkpoints: add --checkpoint DIR")
     if assigned.evaluator is None and options.evaluations:
@@ -236,9 +242,11 @@ def _train(job: Job, member: Member) -> None:
     with make_trainer(options, member.network, member.topology, len(job.roles.servers)) as trainer:
         if not isinstance(member.topology, standby.JoiningRank):  # the other ranks have printed it
             _introduce(job, member, trainer)
+        train, test = (data.train, data.test) if isinstance(data, datasets.Shards) else (data.x_train, data.x_test)
+        labels = (None, None) if isinstance(data, datasets.Shards) else (data.y_train, data.y_test)
         history = trainer.fit(
-            data.x_train,
-            data.y_train,
+            train,
+            labels[0],
             options.epochs,
             options.batch_size,
             seed=options.seed,
@@ -253,7 +261,7 @@ def _train(job: Job, member: Member) -> None:
             schedule=options.schedule,
             warmup_steps=options.warmup_steps,
         )
-        scores = trainer.evaluate(data.x_test, data.y_test)
+        scores = trainer.evaluate(test, labels[1])
         _check_loss(scores["loss"], trainer.topology)
         if options.save:
             trainer.save(options.save)
@@ -276,14 +284,16 @@ def _introduce(job: Job, member: Member, trainer: Trainer[Any]) -> None:
     lines.append(results.strategy_line(trainer, options))
     if ulfm.in_force() or options.on_failure:
         lines.append(f"if a rank fails: {trainer.recovery}")
-    lines += [f"data: {data}", f"rows of each class: {data.classes_in_words()}"]
+    lines.append(f"data: {data}")
+    if isinstance(data, datasets.Dataset):
+        lines.append(f"rows of each class: {data.classes_in_words()}")
     if data.columns is not None:
         lines.append(f"table: {data.columns}")
     layers, optimizer = "-".join(map(str, network.sizes)), network.config()["optimizer"]
     model = f"{layers}, {network.gradient_length:,} parameters"
     lines.append(f"model: {model}; {optimizer}, learning rate {network.optimizer.lr:g}")
     _say(topology, "\n".join(lines), job.stream)
-    for warning in data.warnings() if topology.rank == 0 else ():
+    for warning in data.warnings() if isinstance(data, datasets.Dataset) and topology.rank == 0 else ():
         log.warning("trainers: %s", warning)
 
 
@@ -322,6 +332,7 @@ def _train_and_evaluate(job: Job, member: Member, world: Topology) -> None:
 
 def _evaluator(job: Job, network: NumpyNetwork) -> Evaluator:
     options, data = job.options, job.data
+    assert isinstance(data, datasets.Dataset)  # see `check`
     return Evaluator(
         network,
         options.checkpoint,

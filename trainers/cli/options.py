@@ -302,7 +302,8 @@ OPTIONS: dict[str, tuple[Option, ...]] = {
         Option(
             "data", "SET", default="digits", common=True,
             help=f"{' or '.join(datasets.NAMES)}, a folder of MNIST-format files, an .npz file, a .csv file of numbers "
-            "with the label in the last column, or with --label a .csv or .tsv table",
+            "with the label in the last column, or with --label a .csv or .tsv table; or a pattern ('part-*.csv'), of "
+            "which each rank reads its own files",
         ),
         Option(
             "label", "NAME", default_text="the last column",

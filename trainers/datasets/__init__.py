@@ -10,14 +10,14 @@ from trainers.datasets.columns import Columns
 from trainers.datasets.dataset import Dataset
 from trainers.datasets.learning import Choices
 from trainers.datasets.rows import is_table
-from trainers.datasets.shards import Shards
+from trainers.datasets.shards import Shards, is_pattern
 from trainers.errors import ArgumentError, DataError
 
 NAMES = ("digits", "iris")
 _HERE = Path(__file__).parent
 _FORMATS = "a folder of MNIST-format IDX files, an .npz, a .csv or a .tsv file"
 
-__all__ = ["NAMES", "Columns", "Dataset", "load"]
+__all__ = ["NAMES", "Columns", "Dataset", "Shards", "load"]
 
 
 def load(
@@ -43,6 +43,8 @@ def load(
         return table.load(str(_HERE / f"{source}.csv.gz"), source)
     if os.path.isdir(source):
         return idx.load(source)
+    if is_pattern(source):
+        raise DataError(f"{source}: a pattern of several files is for trainers.load_shards, and for --data")
     if not os.path.exists(source):
         raise DataError(_nowhere(source))
     if source.endswith(".npz"):

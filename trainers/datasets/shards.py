@@ -15,7 +15,7 @@ from trainers.errors import DataError
 
 
 class Share(NamedTuple):
-    """A part's share of a shard: every `parts`-th of its rows, from row `part` on. shard: its number."""
+    """A share of a shard: one of `parts` parts of its rows in each batch. shard: its number."""
 
     shard: int
     part: int
@@ -60,8 +60,8 @@ class Shards:
 
     A fifth of each file is to test, the same rows always; .npz archives may have a test part of their own.
 
-    Attributes: features, classes, shift, scale, columns as of a Dataset, the same on all ranks. sizes: of the files in
-    bytes. train, test: the rows to train and to test. name: for messages.
+    Attributes: features, classes, shift, scale, columns as of a Dataset, the same on all ranks. dtype: of x. sizes: of
+    the files in bytes. train, test: the rows to train and to test. name: for messages.
     """
 
     def __init__(
@@ -82,6 +82,7 @@ class Shards:
         own = [share.shard for share in shares(self.sizes, part, parts)]
         self.shift: np.ndarray | float = 0.0
         self.scale: np.ndarray | float = 1.0
+        self.dtype = "float32"  # of x
         if not self._tables:
             self._read_archives(own, exchange)
         else:
@@ -114,10 +115,6 @@ class Shards:
             else:
                 self._held[shard] = _archived(path)
         return self._held[shard]
-
-    def keep(self, wanted: Sequence[int]) -> None:
-        """Forget the rows of all other shards."""
-        self._held = {shard: rows for shard, rows in self._held.items() if shard in wanted}
 
     def _check(self, choices: Choices | None) -> None:
         if not self._tables and not all(path.endswith(".npz") for path in self.paths):
@@ -164,7 +161,7 @@ class Shards:
                     f"{self.paths[shard]} has {features} features, {dtype}, and {self.paths[first]} has "
                     f"{kinds[first][0]}, {kinds[first][1]}; all shards need the same"
                 )
-        self.features = kinds[first][0]
+        self.features, self.dtype = kinds[first]
         self.classes = dataset.numbers(max(described[shard]["classes"] for shard in kinds))
         if kinds[first][1] == "uint8":
             self.shift, self.scale = dataset.PIXELS

@@ -1,0 +1,145 @@
+"""Data in several files, of which each rank reads its own: the training is that of one rank with all files."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from mpi4py import MPI
+
+import allreduce
+from tests.ranks.training.test_loader import TRAINERS
+from tests.training.test_tables import HEADER, people, write
+from trainers import Checkpoint, MirroredTrainer, load_shards, network_of
+from trainers.cli.main import main
+from trainers.datasets.shards import Shards
+from trainers.errors import ArgumentError, DataError
+from trainers.fit.shards import ShardBatches
+
+ROWS = (40, 9, 0, 33)  # of the shards
+SIZES: dict[str, Any] = {"batch_size": 16, "progress": False}
+
+
+@pytest.fixture
+def made(folder: Path, world: MPI.Intracomm) -> Path:
+    """A folder with shards of a table, and of arrays; one of each has no rows."""
+    if world.rank == 0:
+        folder.mkdir()
+        random = np.random.default_rng(4)
+        for number, rows in enumerate(ROWS):
+            write(folder / f"part-{number}.csv", people(rows, seed=number))
+            x = random.normal(5, 2, size=(rows, 3))
+            np.savez(folder / f"part-{number}.npz", x=x, y=(x.sum(axis=1) > 15).astype(np.int64))
+    world.Barrier()
+    return folder
+
+
+def load(folder: Path, ending: str, topology: allreduce.Topology) -> Shards:
+    label = "income" if ending == "csv" else None
+    return load_shards(str(folder / f"part-*.{ending}"), label, topology=topology)
+
+
+def trained(trainer: Any, data: Shards, epochs: int = 2, **options: Any) -> tuple[np.ndarray, list[float]]:
+    """Train and evaluate; returns the parameters, the losses and the scores."""
+    history = trainer.fit(data.train, epochs=epochs, **SIZES, **options)
+    scores = trainer.evaluate(data.test)
+    assert len(set(trainer.parameters_sha256())) == 1
+    found = trainer.replica.state()["parameters"].copy()
+    return found, [*(epoch.loss for epoch in history), scores["loss"], scores["accuracy"]]
+
+
+@pytest.mark.parametrize("ending", ["csv", "npz"])
+def test_shards_train_as_on_one_rank(ending: str, made: Path, flat: allreduce.Topology) -> None:
+    with allreduce.Topology(MPI.COMM_SELF) as alone:
+        whole = load(made, ending, alone)
+        with MirroredTrainer(network_of(whole, (6,), seed=3, lr=0.02), "native", alone) as trainer:
+            expected, scores = trained(trainer, whole, validation_data=whole.test)
+    data = load(made, ending, flat)
+    assert (data.columns, data.classes) == (whole.columns, whole.classes)
+    assert np.array_equal(data.shift, whole.shift)
+    for kind, trainer_of in TRAINERS.items():
+        if kind == "servers" and flat.size == 1:
+            continue
+        with trainer_of(network_of(data, (6,), seed=3, lr=0.02), topology=flat) as trainer:
+            found, seen = trained(trainer, data, validation_data=data.test)
+        np.testing.assert_allclose(found, expected, rtol=2e-4, atol=1e-5, err_msg=kind)
+        np.testing.assert_allclose(seen, scores, rtol=1e-4, err_msg=kind)
+
+
+def test_a_batch_is_the_same_on_any_number_of_ranks(made: Path, flat: allreduce.Topology) -> None:
+    with allreduce.Topology(MPI.COMM_SELF) as alone:
+        data = load(made, "npz", alone)
+        every, steps = [], 0
+        for parts in (1, 2, 3, 7):
+            shares = [ShardBatches(data.train, 16, part, parts, seed=1).epoch(1) for part in range(parts)]
+            rows = []
+            for batch in zip(*shares, strict=True):
+                assert len({part.rows for part in batch}) == 1
+                assert sum(len(part.x) for part in batch) == batch[0].rows
+                rows.append(np.concatenate([part.x[:, 0] for part in batch]))
+            steps = len(rows)
+            every.append([np.sort(each) for each in rows])
+        for other in every[1:]:
+            assert all(np.array_equal(*pair) for pair in zip(every[0], other, strict=True))
+        assert (steps, len(np.unique(np.concatenate(every[0])))) == (5, len(data.train))
+
+
+def test_a_fit_on_shards_resumes(made: Path, flat: allreduce.Topology) -> None:
+    data = load(made, "csv", flat)
+    found = []
+    for epochs in ((2,), (1, 2)):
+        checkpoint = Checkpoint(str(made / f"run{len(epochs)}"), every="3 steps")
+        for last in epochs:
+            with MirroredTrainer(network_of(data, (6,), seed=3), "native", flat) as trainer:
+                parameters, _ = trained(trainer, data, last, checkpoint=checkpoint, resume=True)
+        found.append(parameters)
+    assert np.array_equal(*found)
+
+
+def test_faults_are_the_same_error_on_all_ranks(made: Path, flat: allreduce.Topology) -> None:
+    world = flat.world
+
+    def fails(kind: type[Exception], text: str, *args: Any, **options: Any) -> None:
+        with pytest.raises(kind, match=text) as error:
+            load_shards(*args, **options, topology=flat)
+        assert len(set(world.allgather(str(error.value)))) == 1
+
+    pattern = str(made / "part-*.csv")
+    fails(DataError, "no file matches", str(made / "no-*.csv"))
+    fails(DataError, "name the column of the label", pattern)
+    fails(DataError, "all tables .* or all", [str(made / "part-0.csv"), str(made / "part-0.npz")], "income")
+    fails(ArgumentError, "is for tables", str(made / "part-*.npz"), "income")
+    data = load(made, "csv", flat)
+    for name, content, text in (
+        ("part-4.csv", b"", "part-4.csv is empty"),
+        ("part-4.csv", b"age,city,job,income\n", "part-4.csv has the columns age, city, job, income, and"),
+        ("part-4.csv", b"age,job,city,income\n1,a\n", "part-4.csv, line 2 has 2 cells"),
+    ):
+        if flat.rank == 0:
+            (made / name).write_bytes(content)
+        world.Barrier()
+        fails(DataError, text, pattern, "income")
+        world.Barrier()
+    if flat.rank == 0:
+        write(made / "part-4.csv", [["1", "a", "b", "medium"]], HEADER)
+        np.savez(made / "part-4.npz", x=np.zeros((5, 2)), y=np.zeros(5, int))
+    world.Barrier()
+    fails(DataError, "training has not met the label 'medium'", pattern, columns=data.columns)
+    fails(DataError, "has 2 features, float64, and .* has 3, float64", str(made / "part-*.npz"))
+    with MirroredTrainer(network_of(data, (6,)), "native", flat) as trainer:
+        for options in ({"y": np.zeros(3)}, {"rows": "divided"}, {"collate": max}, {"batch_size": 0}):
+            with pytest.raises(ArgumentError):
+                trainer.fit(data.train, **{"progress": False, **options})
+    exact = MirroredTrainer(network_of(data, (6,)), "ring", flat, exact=True)
+    with exact, pytest.raises(ArgumentError, match="exact=True takes all rows on every rank"):
+        exact.fit(data.train, progress=False)
+
+
+def test_the_command_trains_on_shards_and_predicts_them(made: Path, flat: allreduce.Topology) -> None:
+    model = str(made / "model.npz")
+    pattern = str(made / "part-*.csv")
+    assert main(["--data", pattern, "--label", "income", "--epochs", "1", "--hidden", "6", "--save", model]) == 0
+    assert main(["--data", pattern, "--load", model, "--epochs", "0"]) == 0
+    assert main(["predict", "--load", model, "--data", pattern, "--out", str(made / "out.csv")]) == 0
+    assert len((made / "out.csv").read_text().splitlines()) == 1 + sum(ROWS)
+    assert main(["--data", str(made / "no-*.csv"), "--label", "income"]) == 2
