@@ -39,6 +39,7 @@ COMMANDS = {
     "step": Command("benchmarks.training_step", "time a PyTorch training step, for each way to average gradients"),
     "strategies": Command("benchmarks.strategies", "compare mirrored training with servers and the other strategies"),
     "checkpoint": Command("benchmarks.checkpoint", "time a step while checkpoints are written"),
+    "data": Command("benchmarks.data", "time how long a step waits for images that worker processes read"),
     "compare": Command("benchmarks.compare", "compare two results of bench"),
     "trace": Command("benchmarks.timeline", "say which rank waits for which, from a trace"),
     "predict": Command("benchmarks.scaling", "predict the time of a step on more machines"),

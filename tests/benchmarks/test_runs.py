@@ -373,6 +373,19 @@ def test_the_cost_of_a_checkpoint(mpirun: JobRunner, tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["out.json"]  # the checkpoints are gone
 
 
+def test_the_wait_for_data(mpirun: JobRunner, tmp_path: Path) -> None:
+    options = ["--workers", "1", "--batch", "2", "--size", "8", "--width", "1", "--steps", "8", "--turns", "1"]
+    job = mpirun(2, ["-m", "benchmarks.data", *options, "--json", tmp_path / "out.json"], timeout=180)
+    assert job.returncode == 0, job.stderr
+    result = json.loads((tmp_path / "out.json").read_text())
+    assert {name: len(each) for name, each in result["seconds"].items()} == dict.fromkeys(result["waiting"], 1)
+    for name, (waits,) in result["waiting"].items():
+        assert 0 < waits < 1
+        assert re.search(rf"^{re.escape(name)} waits for data in [\d.]+% of its time$", job.stdout, re.MULTILINE), (
+            job.stdout
+        )
+
+
 def test_the_cost_of_second_copies(mpirun: JobRunner) -> None:
     pytest.importorskip("torch")
     options = ["--models", "conv", "--batch", "4", "--steps", "4", "--verify", "0", "--no-memory"]

@@ -59,6 +59,7 @@ SKIPPED = {
     "mpirun --with-ft": "test_lost_ranks.py loses ranks",
     "mpirun -n 5 python -m benchmarks.compression exact": "a minute; benchmarks/test_compression.py runs it on 3 ranks",
     "mpirun -n 2 python -m benchmarks.checkpoint": "half a minute; benchmarks/test_runs.py runs it",
+    "mpirun -n 2 python -m benchmarks.data": "a minute; benchmarks/test_runs.py runs it",
     "mpirun -n 2 python -m benchmarks.jax_step": "half a minute; test_jax.py runs it",
     "mpirun -n 2 python -m benchmarks.training_step": "minutes; test_pytorch.py runs it",
     "mpirun -n 2 python -m tests.torch_backend.pytorch_suite": "minutes; torch_backend/test_jobs.py runs some",

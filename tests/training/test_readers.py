@@ -66,7 +66,7 @@ def test_ranks_go_on_with_their_workers_when_one_is_killed(mpirun: JobRunner, tm
     """Rank 1 of 2 is killed in the second epoch: the other one reads its rows too, and its workers end."""
     if importlib.util.find_spec("torch") is None:
         lacking("PyTorch is not installed here")
-    job = mpirun(2, ["-m", "tests.training.readers_job", tmp_path], ulfm=True)
+    job = mpirun(2, ["-m", "tests.training.readers_job", tmp_path], ulfm=True, timeout=180)
     assert job.returncode in (0, 137), job.stderr
     assert job.stdout.count("all rows of 3 epochs on 1 ranks") == 1, job.stdout + job.stderr
     workers = [int(pid) for path in tmp_path.glob("workers-*") for pid in path.read_text().split()]
