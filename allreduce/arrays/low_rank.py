@@ -13,7 +13,7 @@ import numpy as np
 
 from allreduce.arrays.registered import Part
 
-BLOCK = 32 * 1024  # elements that are multiplied at a time: they stay in the cache, with their error feedback
+BLOCK = 128 * 1024  # elements that are multiplied at a time
 LONG = 64 * 1024  # elements: longer parts that are not compressed are not packed
 DIGITS = 53  # binary digits of float64
 PASSES = 4  # the most that a column is made orthogonal to the others

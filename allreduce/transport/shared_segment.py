@@ -23,6 +23,7 @@ from mpi4py import MPI
 from allreduce.arrays.chunks import chunk
 from allreduce.arrays.memory_kinds import ALLOCATED, UNREGISTERED
 from allreduce.errors import UnavailableError
+from allreduce.transport import huge_pages
 from allreduce.transport.control import raise_together, root_value, together
 from allreduce.transport.wait import wait_for
 
@@ -160,6 +161,9 @@ def _map(comm: MPI.Intracomm, nbytes: int) -> np.ndarray:
         raise
     if comm.rank == 0:
         _remove(path)
+    if nbytes >= huge_pages.SHORTEST:
+        huge_pages.move(MPI.Get_address(memory) + mine.start * PAGE_BYTES, (mine.stop - mine.start) * PAGE_BYTES)
+        raise_together(comm, None)  # no rank maps pages that are moved later
     memory[::PAGE_BYTES].any()  # maps other ranks' pages, many at a time; the first call would map them one by one
     return memory
 
@@ -199,12 +203,13 @@ def _claim(path: str, nbytes: int, pages: slice, ranks: int) -> np.ndarray:
 
 def _mapping(file: int, nbytes: int) -> np.ndarray:
     """Map a file as a byte array, until its last view is gone. (mmap.mmap would hold a file descriptor as long.)"""
-    address = _system.mmap(None, nbytes, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED, file, 0)
+    mapped = huge_pages.whole(nbytes)  # Linux aligns mappings of this length; nothing touches what is above the file
+    address = _system.mmap(None, mapped, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED, file, 0)
     if address == ctypes.c_void_p(-1).value:
         raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
     buffer: Any = MPI.buffer.fromaddress(address, nbytes)
     memory = np.frombuffer(buffer, np.uint8)
-    weakref.finalize(memory, _system.munmap, address, nbytes).atexit = False
+    weakref.finalize(memory, _system.munmap, address, mapped).atexit = False
     return memory
 
 

@@ -52,16 +52,28 @@ def test_memory_that_is_gone(world: MPI.Intracomm) -> None:
         reached.read((world.rank + 1) % SIZE, 8, np.zeros(3))
 
 
-def private(length: int) -> tuple[mmap.mmap, int]:
-    """Return anonymous memory of this process, and its address."""
-    memory = mmap.mmap(-1, length, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+def mapped(length: int, kind: int = mmap.MAP_PRIVATE) -> tuple[mmap.mmap, int]:
+    """Return anonymous memory, and its address."""
+    memory = mmap.mmap(-1, length, flags=kind | mmap.MAP_ANONYMOUS)
     memory.write(bytes(length))
     return memory, MPI.Get_address(memory)
 
 
-def huge_bytes(address: int) -> int:
+def need_huge_pages(kind: int) -> None:
+    """Skip the test on all ranks unless all can move pages."""
+    try:
+        memory, address = mapped(4 * huge_pages.HUGE, kind)
+        memory.madvise(huge_pages.COLLAPSE, -address % huge_pages.HUGE, huge_pages.HUGE)
+        works = "[never]" not in huge_pages.SETTING.read_text()
+    except OSError:
+        works = False
+    if not MPI.COMM_WORLD.allreduce(works, MPI.LAND):
+        pytest.skip("this system can't move pages")
+
+
+def huge_bytes(address: int, field: str = "AnonHugePages") -> int:
     """Return how many bytes of the mapping that holds `address` are in huge pages."""
-    for mapping in re.finditer(r"^(\w+)-(\w+) (?:.*\n)*?AnonHugePages: +(\d+)", SMAPS.read_text(), re.MULTILINE):
+    for mapping in re.finditer(rf"^(\w+)-(\w+) (?:.*\n)*?{field}: +(\d+)", SMAPS.read_text(), re.MULTILINE):
         if int(mapping[1], 16) <= address < int(mapping[2], 16):
             return 1024 * int(mapping[3])
     raise AssertionError
@@ -73,14 +85,10 @@ SMAPS = Path("/proc/self/smaps")
 @several
 def test_an_array_that_is_reduced_again_is_moved_to_huge_pages(flat: allreduce.Topology) -> None:
     """Its values and its address stay."""
-    try:
-        memory, address = private(2 * huge_pages.HUGE)
-        memory.madvise(huge_pages.COLLAPSE, -address % huge_pages.HUGE, huge_pages.HUGE)
-    except OSError:
-        pytest.skip("this system can't move pages")
-    if not flat.cma.works or "[never]" in huge_pages.SETTING.read_text():
+    need_huge_pages(mmap.MAP_PRIVATE)
+    if not flat.cma.works:
         pytest.skip("this system forbids it")
-    memory, address = private(4 * huge_pages.HUGE)
+    memory, address = mapped(4 * huge_pages.HUGE)
     array = np.frombuffer(memory, np.float32)
     array[:] = np.arange(array.size) % 97
     before = huge_bytes(address)  # of neighbours
@@ -90,6 +98,18 @@ def test_an_array_that_is_reduced_again_is_moved_to_huge_pages(flat: allreduce.T
             assert moved or huge_bytes(address) == before
             reduce(array, "max")
             assert (array == np.arange(array.size) % 97).all()
+
+
+@several
+def test_allocated_arrays_are_in_huge_pages(flat: allreduce.Topology) -> None:
+    """All ranks map all of them so; the rest of an array, which fills no huge page, is as usual."""
+    need_huge_pages(mmap.MAP_SHARED)
+    with allreduce.create("shared", flat) as reduce:
+        array = reduce.allocate((4 * huge_pages.HUGE + 12) // 4)
+        assert huge_bytes(MPI.Get_address(array), "ShmemPmdMapped") >= SIZE * 3 * huge_pages.HUGE
+        array[:] = np.arange(array.size) % 97
+        reduce(array, "max")
+        assert (array == np.arange(array.size) % 97).all()
 
 
 @several
