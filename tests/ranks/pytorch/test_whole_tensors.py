@@ -86,7 +86,9 @@ def assert_same(here: Any, there: Any) -> None:
         assert here == there
 
 
-@pytest.mark.parametrize(("backend", "shape"), [("auto", None), ("halving_doubling", None), ("auto", 2), ("ring", 2)])
+@pytest.mark.parametrize(
+    ("backend", "shape"), [("auto", None), ("halving_doubling", None), ("auto", 2), ("ring", (1, SIZE - 1))]
+)
 @pytest.mark.parametrize("kind", OPTIMIZERS)
 def test_the_bits_of_the_replicated_update(
     kind: str, backend: str, shape: Any, world: MPI.Intracomm, topology_of: Callable[..., Any]
@@ -184,6 +186,11 @@ class Clipped(torch.optim.SGD):
         (torch.optim.LBFGS, {}, 'LBFGS can\'t be used with update="sharded": it reads all parameters together'),
         (Clipped, {}, "Clipped can't .* in a trial it changed tensors otherwise when it had only some"),
         (Counting, {}, "Counting can't .* its step.. changes param_groups"),
+        (
+            torch.optim.Adafactor,
+            {"shard": "elements"},
+            'Adafactor can\'t .* it reads whole tensors. Use shard="tensors"',
+        ),
         (torch.optim.SGD, {"shard": "columns"}, "shard='columns' is unknown"),
         (torch.optim.SGD, {"shard": "tensors", "update": "replicated"}, 'shard="tensors" needs update="sharded"'),
     ],
@@ -221,7 +228,7 @@ CASES: dict[str, tuple[str, str, Any, dict[str, Any]]] = {
     "muon": ("muon", "shared", None, {}),
     "muon on a ring": ("muon", "ring", None, {}),
     "muon by halving": ("muon", "halving_doubling", None, {}),
-    "muon on nodes": ("muon", "hierarchical_copy", 2, {}),
+    "muon on nodes": ("muon", "hierarchical_copy", (1, SIZE - 1), {}),
     "muon, exact": ("muon", "ring", None, {"exact": True, "micro_batch": 5}),
     "muon, clipped and averaged": ("muon", "ring", None, {}),
     "muon, compressed": ("muon", "ring", None, {"compress": "bfloat16"}),

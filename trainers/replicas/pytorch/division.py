@@ -48,6 +48,10 @@ def division_of(optimizer: Optimizer, shard: str = AUTO) -> tuple[str, str]:
     kind = type(optimizer)
     if kind in TOGETHER:
         return TENSORS, REFUSED.format(kind.__name__, 'it reads all parameters together. Use update="replicated"')
+    if shard == ELEMENTS and kind in TENSORWISE:
+        return ELEMENTS, REFUSED.format(
+            kind.__name__, 'it reads whole tensors. Use shard="tensors", or leave out shard'
+        )
     if shard != AUTO:
         return shard, ""
     if kind in ELEMENTWISE:
