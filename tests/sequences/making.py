@@ -131,7 +131,9 @@ class Making(Calls):
         )
 
     def _sync(self, updates: str = "sync", **more: Any) -> tuple[str, Make]:
-        options = {"updates": updates, "servers": self.pick(1, self.size - 1, (0,)), **more}
+        servers = self.pick(1, self.size - 1, (0,))
+        ranks = min(self.pick(1, 1, 2), 1 if servers == self.size - 1 else self.size - 1)
+        options = {"updates": updates, "servers": servers, "ranks_per_worker": ranks, **more}
         return f"ParameterServerTrainer({options})", lambda replica, ranks, **more: ParameterServerTrainer(
             replica, ranks, **options, **more
         )

@@ -251,7 +251,7 @@ class Sequence(Making):
             return
         visited, size = order(call.rows, 0, 0), call.batch_size
         sizes = [len(visited[step * size : (step + 1) * size]) for step in range(call.steps)]
-        parts = sum(min(size, len(trainer.workers)) for size in sizes)
+        parts = sum(min(size, len(trainer.ranks_of_workers)) for size in sizes)
         counts = [sum(epoch.staleness) + epoch.dropped for epoch in history]
         self.check(counts == [parts] * call.epochs, f"{side.name}: {counts} gradients, not {parts} in each epoch")
 

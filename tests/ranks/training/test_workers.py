@@ -106,7 +106,7 @@ def test_a_worker_computes_the_gradient_of_its_parts_as_one_rank(updates: str, f
     clipping and a moving average."""
     x, y = data()
     options = {"accumulate": 2, "clip_norm": 0.05, "ema": 0.9, "sample_weight": np.linspace(0, 2, len(x))}
-    for rows, given in ((BATCH, {}), (1, {}), (BATCH, options)):
+    for rows, given in ((BATCH, {"prefetch": True}), (1, {}), (BATCH, options)):
         common: dict[str, Any] = {"progress": False, "validation_data": (x, y), **given}
         with ParameterServerTrainer(network(), flat, updates=updates, ranks_per_worker=2) as trainer:
             history = trainer.fit(x, y, 2, rows, **common)

@@ -2,7 +2,7 @@
 gradients arrive."""
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -27,7 +27,18 @@ from trainers.strategies.servers.epoch import (
     StalenessRule,
     StreamParts,
 )
-from trainers.strategies.servers.mailbox import AGAIN, END, ENDED, GRADIENTS, NOTHING, PUSH, WORK, Header, Message
+from trainers.strategies.servers.mailbox import (
+    AGAIN,
+    END,
+    ENDED,
+    GRADIENTS,
+    NOTHING,
+    PUSH,
+    WORK,
+    Client,
+    Header,
+    Message,
+)
 from trainers.strategies.servers.service import ServerStrategy, wait_before_raising
 from trainers.strategies.servers.worker import WorkerRanks, divide, uneven_text
 
@@ -387,8 +398,7 @@ class AsynchronousServers(ParameterServers):
         if streams and self._ledger.epoch != number:
             run.begin_stream(number, 0)
         self._begin_epoch(number, 0 if streams else run.batches.steps * self.parts)
-        role = self._serve if self._mailbox is not None else self._lead if self._client is not None else self._follow
-        self._run_and_broadcast(partial(role, run, number))
+        self._run_and_broadcast(partial(self._work if self._mailbox is None else self._serve, run, number))
         if streams:
             self._learn_sizes(run, number, self._ledger.cut_short)
 
@@ -446,61 +456,52 @@ class AsynchronousServers(ParameterServers):
         """Whether this rank wants the epoch to end."""
         return run.error is not None or self.stop_training
 
-    def _lead(self, run: EpochRun, number: int) -> None:
-        """Run an epoch on the leader of a worker: get parts from the servers, and push their gradients."""
+    def _work(self, run: EpochRun, number: int) -> None:
+        """Run an epoch on a rank of a worker: its leader gets parts from the servers and pushes their gradients, and
+        all ranks compute them."""
         client, queue, worker = self._client, self._queue, self._worker
-        assert client is not None
         assert queue is not None
-        rows = self._rows(run, number)
+        rows = EpochRows(run.batches, number, self.parts, run.batches.ahead > 0, worker.place, worker.size)
         worker.halts = False  # of the last epoch
-        client.begin()
+        if client is not None:
+            client.begin()
 
         def fetch() -> None:
-            client.fetch(worker.halts or self._halts(run))
-            if (coming := client.replies[0].header).kind == WORK:
-                rows.prepare(coming.step)
+            if client is not None:
+                client.fetch(worker.halts or self._halts(run))
+            worker.announce(*((0, 0) if client is None else client.replies[0].header[:2]))
+            if worker.dealt.kind == WORK:
+                rows.prepare(worker.dealt.part)
 
         fetch()
-        while worker.deal(self._halts(run), *client.replies[0].header[:2])[0] != END:
-            header = client.replies[0].header
-            if header.kind == AGAIN:
+        while worker.meet(self._halts(run)).kind != END:
+            if worker.dealt.kind == AGAIN:
                 fetch()
                 continue
-            versions = client.copy_parameters(self._parameters)
-            self._take_parameters()
+            part = worker.dealt.part
+            versions = [] if client is None else client.copy_parameters(self._parameters)
+            worker.share_parameters()
+            self.replica.refresh()
             coming = queue.submit(fetch)
             with wait_before_raising(coming):
-                computed = self._compute_together(run, rows, header.step)
-                nothing = ENDED if rows.ended else NOTHING
-                kind, gradients = (GRADIENTS, self._gradients) if computed else (nothing, None)
-                halts = worker.halts or self._halts(run)
-                headers = [Header(kind, header.step, version, halts) for version in versions]
-                client.push(headers, gradients, self.measured[: len(self.replica.metrics)])
+                computed = self._compute_together(run, rows, part)
+                if client is not None:
+                    self._push(client, run, GRADIENTS if computed else ENDED if rows.ended else NOTHING, part, versions)
                 if computed:
-                    run.keep_error(partial(run.end_batch, header.step // self.parts))
+                    run.keep_error(partial(run.end_batch, part // self.parts))
             self.clock.start()
             coming.wait()
             self.clock.stop()
-        client.bye()
+        if client is not None:
+            client.bye()
 
-    def _follow(self, run: EpochRun, number: int) -> None:
-        """Run an epoch on another rank of a worker: compute the parts that its leader gets."""
-        rows = self._rows(run, number)
-        while (dealt := self._worker.deal(self._halts(run)))[0] != END:
-            kind, part = dealt
-            if kind == WORK:
-                self._take_parameters()
-                if self._compute_together(run, rows, part):
-                    run.keep_error(partial(run.end_batch, part // self.parts))
-
-    def _rows(self, run: EpochRun, number: int) -> EpochRows:
-        worker, batches = self._worker, run.batches
-        return EpochRows(batches, number, self.parts, batches.ahead > 0, worker.place, worker.size)
-
-    def _take_parameters(self) -> None:
-        """Give all ranks of this worker the parameters that its leader has received. Collective over the worker."""
-        self._worker.share_parameters()
-        self.replica.refresh()
+    def _push(self, client: Client, run: EpochRun, kind: int, part: int, versions: Sequence[int]) -> None:
+        """Push the gradients of a part, or a push without gradients. kind: of the push. versions: of each server's
+        parameters."""
+        halts = self._worker.halts or self._halts(run)
+        headers = [Header(kind, part, version, halts) for version in versions]
+        gradients = self._gradients if kind == GRADIENTS else None
+        client.push(headers, gradients, self.measured[: len(self.replica.metrics)])
 
     def _compute_together(self, run: EpochRun, rows: EpochRows, number: int) -> bool:
         """Compute the gradients and metrics of part `number` on the ranks of this worker, and sum them. Returns False

@@ -1,6 +1,7 @@
 """A worker of several ranks: they divide its rows and average their gradients; one of them speaks with the servers."""
 
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import numpy as np
 from mpi4py import MPI
@@ -11,6 +12,7 @@ from allreduce.errors import UnavailableError
 from allreduce.topology import Topology
 from allreduce.transport.control import combine
 from allreduce.transport.shared_segment import CommonSegment
+from allreduce.transport.wait import wait_for
 from trainers.backends import backend_for
 from trainers.stopwatch import Stopwatch
 
@@ -62,12 +64,19 @@ def _named(ranks: Sequence[int]) -> str:
     return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
 
 
+class Dealt(NamedTuple):
+    """A reply of the servers to a worker: its kind, and the dealt part; see mailbox.Header."""
+
+    kind: int = 0
+    part: int = 0
+
+
 class WorkerRanks:
     """The ranks of this rank's worker. Methods are collective over these ranks unless they say "Local".
 
     topology: of these ranks, the leader first; closed with this object. None if every worker has one rank.
     size: the number of ranks. place: this rank's place among them; the leader has place 0.
-    halts: whether a rank of the worker has asked to end the epoch.
+    halts: whether a rank of the worker has asked to end the epoch. dealt: the last reply of the servers.
     """
 
     def __init__(self, clock: Stopwatch, topology: Topology | None = None) -> None:
@@ -77,8 +86,9 @@ class WorkerRanks:
         self._segment: CommonSegment | None = None
         self._gradients = self._parameters = np.empty(0)
         self.size, self.place = (1, 0) if topology is None else (topology.size, topology.rank)
-        self._comm: MPI.Intracomm = MPI.COMM_SELF if topology is None else topology.private()
-        self.halts = False
+        # two threads communicate at the same time
+        self._comm, self._ahead = (MPI.COMM_SELF if topology is None else topology.private() for _ in range(2))
+        self.halts, self.dealt = False, Dealt()
 
     @property
     def leads(self) -> bool:
@@ -129,19 +139,25 @@ class WorkerRanks:
         if self._segment is not None:
             self._segment.fence()
 
-    def deal(self, halts: bool, kind: int = 0, part: int = 0) -> tuple[int, int]:
-        """Return the leader's `kind` and `part` on all ranks; other ranks' are ignored. Sets `halts`. Before it
-        returns, all ranks have finished the last part.
+    def announce(self, kind: int, part: int) -> None:
+        """Set `dealt` on all ranks to the leader's `kind` and `part`; other ranks' are ignored. For the second thread.
 
-        halts: whether this rank asks to end the epoch. kind: of the servers' reply. part: the dealt part.
+        kind: of the servers' reply to the leader. part: the dealt part.
         """
-        if self.size == 1:
-            self.halts = halts
-            return kind, part
-        dealt = np.array([kind, part, halts] if self.leads else [0, 0, halts], np.int64)
-        self._combine(dealt, "learn the next part of the worker")
-        self.halts = bool(dealt[2])
-        return int(dealt[0]), int(dealt[1])
+        dealt = np.array([kind, part], np.int64)
+        if self.size > 1:
+            wait_for(self._ahead, self._ahead.Ibcast(dealt), "learn the next part of the worker")
+        self.dealt = Dealt(*dealt.tolist())
+
+    def meet(self, halts: bool) -> Dealt:
+        """Return `dealt` once all ranks have finished the last part, and set `halts`.
+
+        halts: whether this rank asks to end the epoch.
+        """
+        found = np.array([halts], np.int64)
+        self._combine(found, "begin the next part of the worker")
+        self.halts = bool(found[0])
+        return self.dealt
 
     def settle(self, computed: bool, halts: bool, measured: np.ndarray) -> bool:
         """Return whether all ranks have computed their share of a part. Sums `measured` over the ranks, in place, and
@@ -150,9 +166,6 @@ class WorkerRanks:
         computed: whether this rank has gradients. halts: whether it asks to end the epoch. measured: its metrics,
         weighted by its share of the part's rows.
         """
-        if self.size == 1:
-            self.halts = halts
-            return computed
         sums = np.array([*measured, not computed, halts], np.float64)
         self._combine(sums, "add up the metrics of a part")
         measured[:] = sums[:-2]
@@ -160,9 +173,10 @@ class WorkerRanks:
         return not sums[-2]
 
     def _combine(self, numbers: np.ndarray, what: str) -> None:
-        self._clock.start()
-        combine(self._comm, numbers, what)
-        self._clock.stop()
+        if self.size > 1:
+            self._clock.start()
+            combine(self._comm, numbers, what)
+            self._clock.stop()
 
     def close(self) -> None:
         """Free everything. The memory of `allocate` must not be in use."""
