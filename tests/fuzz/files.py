@@ -43,6 +43,23 @@ TABLES = [
     b"1,2,\x1b]0;a\x07\n1,2,b\n",
 ]
 
+NAMED = [
+    b"a,b,label\n1,x,no\n2,y,yes\n,x,no\n4.5,,yes\n",
+    b'a,b,label\n"1","x, y",0\n2,y,1\n3,x,0\n',
+    b"\xef\xbb\xbfa,b,label\r\n1e3,x,k\r\n\r\n-2,y,l\r\n",
+    b"a,b,label\n" + b"".join(b"%d,v%d,%d\n" % (row, row % 40, row % 2) for row in range(80)),
+    b"a\tb\tlabel\n1\tx\tno\n2\ty\tyes\n",
+]
+COLUMNS = {
+    "columns": [
+        {"name": "a", "mean": 2.5, "scale": 0.5, "missing": True},
+        {"name": "b", "values": ["x", "y"]},
+    ],
+    "label": "label",
+    "classes": ["no", "yes"],
+    "ignored": [],
+}
+
 
 def npy(array: np.ndarray) -> bytes:
     memory = io.BytesIO()

@@ -24,6 +24,8 @@ from benchmarks.predicting import fitting
 from benchmarks.timeline import load as load_trace
 from trainers import datasets
 from trainers.cli import roles
+from trainers.datasets.columns import Columns
+from trainers.datasets.streams import open_stream
 from trainers.errors import ArgumentError, CheckpointError, DataError, ModelFileError, RoleError
 from trainers.files import checkpoint, model_file
 from trainers.files.model_file import CHECKPOINT, HEADER
@@ -79,6 +81,58 @@ def _csv() -> "st.SearchStrategy[Any]":
     coded = st.builds(lambda text, coding: text.decode(errors="replace").encode(coding, "replace"), made, codings)
     everything = gzipped(st.one_of(mutated(files.TABLES), made, coded))
     return st.tuples(st.sampled_from(("set.csv", "set.csv.gz")), contents(everything))
+
+
+def _read_named(value: tuple[str, Content], folder: Path) -> None:
+    """Learn the columns of a table, and read it by columns that are known."""
+    name, content = value
+    path = lay(folder / name, content)
+    with suppress(DataError):
+        for x in open_stream(path, Columns.from_dict(files.COLUMNS), 5, {}).pieces(0, 1 << 40):
+            assert np.isfinite(x).all()
+    data = datasets.load(path, "label")
+    assert np.isfinite(data.x_train).all()
+    assert data.columns is not None
+    assert Columns.from_dict(json.loads(json.dumps(data.columns.as_dict()))) == data.columns
+
+
+def _named() -> "st.SearchStrategy[Any]":
+    cells = st.sampled_from(
+        ("1", "2.5", "x", "", " ", '"', '"a,b"', "nan", "1e300", "1e999", "1_0", "\0", "?", "\x1b[2J", "\r")
+    )
+    rows = st.lists(st.lists(cells, min_size=2, max_size=4).map(",".join), max_size=8)
+    made = rows.map(lambda lines: "\n".join(["a,b,label", *lines]).encode())
+    everything = gzipped(st.one_of(mutated(files.NAMED), made))
+    return st.tuples(st.sampled_from(("set.csv", "set.csv.gz", "set.tsv")), contents(everything))
+
+
+def _read_stream(value: tuple[str, Content], folder: Path) -> None:
+    name, content = value
+    stream = open_stream(lay(folder / name, content), None, None, {})
+    middle = stream.units // 2
+    rows = stream.count(0, middle) + stream.count(middle, stream.units)
+    found = [*stream.pieces(0, middle), *stream.pieces(middle, stream.units)]
+    assert sum(map(len, found)) == rows
+
+
+def _streams() -> "st.SearchStrategy[Any]":
+    arrays = [files.npy(files.X), files.npy(files.Y), files.npy(np.ones((3, 2, 2), np.uint8))]
+    claimed = st.builds(
+        files.header,
+        st.sampled_from((files.X, np.zeros(0))),
+        st.sampled_from(("'<f4'", "'|O'", "'<U4'", "'|S0'", "[('a', '<f4')]", "3")),
+        st.sampled_from(("(6, 4)", "()", "(-1,)", f"({2**62},)", "(0, 4294967295, 65536)", "[4]", "(0, 4)")),
+    )
+    single = st.tuples(st.just("x.npy"), contents(gzipped(st.one_of(mutated(arrays, 3), claimed))))
+    packed = st.tuples(st.just("x.npz"), contents(_members([{"x": arrays[0]}, {"x": arrays[2], "y": arrays[1]}])))
+    tables = st.tuples(st.sampled_from(("x.csv", "x.tsv")), contents(gzipped(mutated(files.TABLES))))
+    return st.one_of(single, packed, tables)
+
+
+def _read_columns(value: Any, _: Path) -> None:
+    columns = Columns.from_dict(value)
+    columns.encode([["1"]] * len(columns.columns), str)
+    str(columns)
 
 
 def _members(
@@ -403,6 +457,9 @@ READERS = [
     Reader("IDX", _idx(), _read_idx, FILES),
     Reader("CSV", _csv(), _read_data, FILES),
     Reader("npz data set", _npz(), _read_data, FILES),
+    Reader("table", _named(), _read_named, FILES),
+    Reader("rows to predict", _streams(), _read_stream, FILES),
+    Reader("columns", trees([files.COLUMNS]), _read_columns, (ValueError,)),
     Reader("model", _models(), _read_model, (ModelFileError,)),
     Reader("checkpoints", _checkpoints(), _read_checkpoints, (CheckpointError, ModelFileError)),
     Reader("decision table", _decisions(), _read_decisions, (decision_table.TableError, OSError)),

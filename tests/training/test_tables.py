@@ -208,6 +208,13 @@ def test_labels_that_training_has_not_met(tmp_path: Path) -> None:
         datasets.load(write(tmp_path / "b.csv", [*people(1), ["1", "a", "b", "medium"]]), columns=columns)
 
 
+def test_a_number_that_is_too_large_is_refused(tmp_path: Path) -> None:
+    columns = datasets.load(write(tmp_path / "a.csv", people(50)), "income").columns
+    path = write(tmp_path / "b.csv", [*people(3), ["1e60", "cook", "city 1", "high"]])
+    with pytest.raises(DataError, match=r"b.csv, row 3 .*, column 'age': 1e\+60 is too large"):
+        datasets.load(path, columns=columns)
+
+
 def test_arguments_that_do_not_fit(tmp_path: Path) -> None:
     path = write(tmp_path / "a.csv", people(50))
     columns = datasets.load(path, "income").columns

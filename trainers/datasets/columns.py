@@ -158,13 +158,21 @@ class Columns:
                 strange = sum(is_value(given[row]) for row in np.flatnonzero(values[-1] == 0).tolist())
                 if strange:
                     unknown[column.name] = unknown.get(column.name, 0) + strange
-        return self.features_of(values)
+        return self.features_of(values, where)
 
-    def features_of(self, values: Sequence[np.ndarray]) -> np.ndarray:
-        """Return the features of rows. values: of each column, as `write` of the columns takes them."""
+    def features_of(self, values: Sequence[np.ndarray], where: Where) -> np.ndarray:
+        """Return the features of rows. values: of each column, as `write` of the columns takes them. Raises DataError
+        for a number that is too large."""
         x = np.empty((len(values[0]), self.features), np.float32)
         for column, each, span in zip(self.columns, values, self._spans, strict=True):
-            column.write(x[:, span], each)
+            with np.errstate(over="ignore"):
+                column.write(x[:, span], each)
+            if isinstance(column, Number) and not np.isfinite(x[:, span]).all():
+                row = int(np.argmin(np.isfinite(x[:, span]).all(axis=1)))
+                raise DataError(
+                    f"{where(row)}, column {shown(column.name)}: {each[row]:g} is too large: in training the mean was "
+                    f"{column.mean:g}, and the deviation {1 / column.scale:g}"
+                )
         return x
 
     def labels(self, cells: Cells, where: Where) -> np.ndarray:

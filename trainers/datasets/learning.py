@@ -188,7 +188,7 @@ def learn(
 
     def encode() -> None:
         for number, each in held.items():
-            rows[number] = _rows(columns, each, tested[number])
+            rows[number] = _rows(tables[number].path, columns, each, tested[number])
 
     exchange(encode)
     return columns, rows
@@ -205,7 +205,7 @@ def load(table: TableFile, columns: Columns) -> Rows:
     for text, line in zip(found.classes.texts, found.classes.lines, strict=True):
         columns.labels([text], lambda _, line=line: f"{table.path}, line {line}")  # type: ignore[misc]
     order = {name: number for number, name in enumerate(columns.classes)}
-    return _rows(columns, found, dataset.split(_class_numbers(found, order)))
+    return _rows(table.path, columns, found, dataset.split(_class_numbers(found, order)))
 
 
 def _agreed_names(tables: Mapping[int, TableFile], choices: Choices, exchange: Exchange) -> list[str]:
@@ -302,7 +302,7 @@ def _columns(
     return Columns(columns, choices.label, classes, choices.ignore)
 
 
-def _rows(columns: Columns, found: Read, tested: np.ndarray) -> Rows:
+def _rows(path: str, columns: Columns, found: Read, tested: np.ndarray) -> Rows:
     values = []
     for column in columns.columns:
         own = found.values[column.name]
@@ -310,7 +310,7 @@ def _rows(columns: Columns, found: Read, tested: np.ndarray) -> Rows:
             index = {value: number for number, value in enumerate(column.values, 1)}
             own = found.texts[column.name].renumbered(index)[own]
         values.append(own)
-    x = columns.features_of(values)
+    x = columns.features_of(values, lambda row: f"{path}, row {row} (without the header)")
     order = {name: number for number, name in enumerate(columns.classes)}
     y = _class_numbers(found, order)
     return Rows(x[~tested], y[~tested], x[tested], y[tested])
