@@ -54,6 +54,7 @@ SAME_ON_5 = {f"collectives/test_{name}.py" for name in ("compressed", "disagreem
         "exact",
         "fit",
         "inputs",
+        "loader",
         "local_sgd",
         "same_data",
         "tables",

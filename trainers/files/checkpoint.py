@@ -241,6 +241,19 @@ def keep_as_best(path: str) -> None:
         raise CheckpointError(f"the best checkpoint can't be written to {best}: {error.strerror or error}") from error
 
 
+_locked: set[int] = set()  # the handles of the folders that this process has locked
+
+
+def _close_locked() -> None:
+    """Close the handles in a forked child: as long as a DataLoader's worker had one, its folder would stay locked."""
+    while _locked:
+        with suppress(OSError):
+            os.close(_locked.pop())
+
+
+os.register_at_fork(after_in_child=_close_locked)
+
+
 @contextmanager
 def in_use(folder: str) -> Iterator[None]:
     """Context manager: lock the folder for one training. Raises CheckpointError if another one, in any process, has
@@ -249,6 +262,7 @@ def in_use(folder: str) -> Iterator[None]:
     On file systems without locks for folders (NFS), nothing is locked.
     """
     handle = os.open(folder, os.O_RDONLY)
+    _locked.add(handle)
     try:
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -260,7 +274,9 @@ def in_use(folder: str) -> Iterator[None]:
             pass
         yield
     finally:
-        os.close(handle)
+        if handle in _locked:
+            _locked.discard(handle)
+            os.close(handle)
 
 
 def clean(folder: str) -> None:

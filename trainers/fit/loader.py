@@ -37,8 +37,8 @@ PLACE, STATE, GENERATORS = "place", "state", "generators"  # the names of a rank
 
 
 class Place(NamedTuple):
-    """The place of a step in this rank's loader. before, now: `generator_states` before its batch was read, and when
-    the checkpoint was written; None if they are not known."""
+    """The place of a step in this rank's loader. before: `generator_states` before its batch was read; None if they are
+    not known. now: those when the checkpoint was written; None if the batch had not been read by then."""
 
     mark: Mark
     before: tuple[Any, ...] | None = None
@@ -315,8 +315,10 @@ class LoaderBatches(BatchSource):
             return {}
         place = self._target or (self._places.get(step) if epoch == self._epoch else None)
         if place is None:
-            place = Place(self._reader.mark())
-        if self._keeps_generators:
+            if epoch == self._epoch and step != self._read:
+                return {}  # this rank has read on, in a round of local SGD that a failure has ended
+            place = self._place()  # its batch has not been read
+        elif self._keeps_generators:
             place = place._replace(now=generator_states())
         self._saved[epoch, step] = place
         while len(self._saved) > KEPT:
@@ -372,10 +374,11 @@ class LoaderBatches(BatchSource):
 
     def _go_to_place(self, place: Place, step: int) -> None:
         """Go to a place, and read batch `step` from there, with the random numbers with which it was read before."""
-        reader, begins = self._reader, step == 0 and self.limit is None
+        reader, mark, begins = self._reader, place.mark, step == 0 and self.limit is None
+        goes_on = mark.begun is not None or (mark.ended and not begins)  # else a pass begins here, and may draw numbers
         try:
-            reader.go_to(place.mark, begins)
-            if place.before is not None:
+            reader.go_to(mark if goes_on else mark._replace(begun=place.before), begins)
+            if goes_on and place.before is not None:
                 load_generator_states(place.before)
         except (CheckpointError, DataError):
             raise
@@ -384,7 +387,7 @@ class LoaderBatches(BatchSource):
             raise DataError(f"the {reader.name} can't read on where the checkpoint was written: {reason}") from error
         self._taken = (0 if self.limit is None else self._starts[self._epoch]) + step
         self._at(step)
-        if place.before is not None and place.now is not None:
+        if place.now is not None:
             load_generator_states(place.now)
 
     def close(self) -> None:
@@ -413,4 +416,4 @@ def _place_of(arrays: dict[str, np.ndarray]) -> Place:
     )
     if not (type(number) is type(skip) is int and number >= 0 and skip >= 0 and type(ended) is bool):
         raise ValueError(f"batch {skip!r} of pass {number!r}")
-    return Place(Mark(number, ended, arrays.get(STATE), skip, begun or before or now), before, now)
+    return Place(Mark(number, ended, arrays.get(STATE), skip, begun), before, now)

@@ -74,6 +74,7 @@ class Reader:
         self._batches: Any = None  # of the pass that has begun: generator of (batch, the loader's state after it)
         self._state: np.ndarray | None = None  # the newest state
         self._skip = 0  # the batches since that state
+        self._pending: np.ndarray | None = None  # an earlier run's state, which the next pass takes on
         self._begun: tuple[Any, ...] | None = None
         self._took = self._at = 0.0  # the seconds that the newest state took, and the time when it was taken
 
@@ -134,7 +135,8 @@ class Reader:
         """Begin pass `number` from the loader's beginning. Raises an exception of any type."""
         self.stop()
         self._set_epoch(number)
-        self._begin(number, None)
+        pending, self._pending = self._pending, None
+        self._begin_after(number, pending)
 
     def stop(self) -> None:
         """End the pass over the loader, with the thread that reads it. An iterator of the user's stays open."""
@@ -232,17 +234,24 @@ class Reader:
             return
         self.ended = False
         self.stop()
+        self._pending = None
         if mark.ended and not begins:
-            if mark.state is not None:
-                self._load(self._loader, mark.state)
             self.ended, self.passes = True, mark.number
+            self._state = self._pending = mark.state
             return
         self._set_epoch(mark.number)
-        drawn = self._draws_of_a_pass() if mark.ended and mark.state is not None else None
-        self._begin(mark.number, mark.state)
+        if mark.ended:
+            self._begin_after(mark.number, mark.state)
+        else:
+            self._begin(mark.number, mark.state)
+            self._pass_over(mark.skip)
+
+    def _begin_after(self, number: int, state: np.ndarray | None) -> None:
+        """Begin pass `number`. state: of an earlier run's loader at the end of the pass before it, or None."""
+        drawn = None if state is None else self._draws_of_a_pass()
+        self._begin(number, state)
         if drawn is not None:
             load_generator_states(drawn)
-        self._pass_over(mark.skip)
 
     def _draws_of_a_pass(self) -> tuple[Any, ...] | None:
         """Return `generator_states` after a pass has begun without a state, from which a loader may draw more numbers;

@@ -95,6 +95,7 @@ class Counts:
 MAKE: dict[str, Make] = {
     "torchdata": torchdata,
     "torchdata, augmented": lambda rank, ranks: torchdata(rank, ranks, 0),
+    "torchdata, endless": lambda rank, ranks: torchdata(rank, ranks, 0),
     "torch": lambda rank, ranks: torch.utils.data.DataLoader(rows_of(rank, ranks), 4, shuffle=True, num_workers=1),
     "torch, augmented": lambda rank, ranks: torch.utils.data.DataLoader(Augmented(rank, ranks), 4, shuffle=True),
     "grain": lambda rank, ranks: grain(rank, ranks, 1),
@@ -135,12 +136,12 @@ def leave(topology: allreduce.Topology, folder: Path, steps: int) -> None:
 def test_a_fit_resumes_with_the_same_bits(
     name: str, flat: allreduce.Topology, folder: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """In the middle of the first and the second epoch, and between them."""
-    endless = name in ("iterator", "grain dataset")
+    """In the middle of the first and the second epoch, between them, and after the end of one rank's loader."""
+    endless = name in ("iterator", "grain dataset", "torchdata, endless")
     options: dict[str, Any] = {"epochs": 1 if name == "grain" else 2, "steps_per_epoch": 7 if endless else None}
     seed_all(3 + flat.rank)
     whole = fitted(flat, MAKE[name], folder, False, progress=False, **options)
-    for steps in (3,) if name == "grain" else (whole[0] - 2, whole[0] // 2, 3):
+    for steps in (3,) if name == "grain" else (whole[0] - 2, whole[0] // 2, whole[0] // 2 - 1, 3):
         leave(flat, folder, steps)
         seed_all(100 + flat.rank)  # another process would have other states
         capfd.readouterr()
