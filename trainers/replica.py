@@ -119,6 +119,11 @@ class Replica(ABC):
         sequence; it is valid until the next call.
         """
 
+    def stage(self, rows: Data) -> Data:
+        """Copy the rows of a later batch to the device; `gradients` and `check_batch` take the result. Called in the
+        thread that fetches batches. By default returns the rows as they are."""
+        return rows
+
     def seed(self, number: int) -> None:
         """Seed all random numbers that `gradients` draws. By default those of Python, NumPy and PyTorch."""
         seed_generators(number)

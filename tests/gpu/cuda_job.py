@@ -34,6 +34,7 @@ WORLD = TOPOLOGY.world.Dup()
 RANK, SIZE = WORLD.rank, WORLD.size
 CUPY: Any = fake_cupy.install(PATCH, GPU, WORLD)
 DTYPES = ("bfloat16", "float32", "int32")
+PINNED: list[int] = []  # the rows of tensors that were copied to the GPU in advance
 
 
 def tracked(array: Any) -> Any:
@@ -141,6 +142,8 @@ def on_gpu(run: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
     """Return the result of `run` on "the GPU", where PyTorch's current stream differs from CuPy's default stream."""
     patch = pytest.MonkeyPatch()
     patch.setattr(devices, "device_of", lambda _: devices.Cuda(HOST, CUDA))
+    patch.setattr(torch.Tensor, "pin_memory", lambda tensor: PINNED.append(len(tensor)) or tensor)
+    patch.setattr(torch.Tensor, "record_stream", lambda tensor, stream: None)
     stream = CUDA.Stream()
     try:
         with CUDA.stream(stream):
@@ -210,6 +213,7 @@ def check_replica() -> None:
             np.testing.assert_allclose(found, wanted, rtol=1e-5, atol=1e-6)
             np.testing.assert_allclose(here, scores, rtol=1e-5)
             no_races()
+    assert PINNED
 
 
 if __name__ == "__main__":

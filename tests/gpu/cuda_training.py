@@ -83,8 +83,8 @@ def fitted(
     replica = TorchReplica(model, torch.nn.CrossEntropyLoss(), plain)
     with MirroredTrainer(replica, topology=topology, **options) as trainer:
         made(trainer)
-        for _ in range(2):  # the second one begins with rank 0's state, which all ranks load
-            trainer.fit(X, Y, epochs=1, batch_size=16, progress=False)
+        for ahead in (False, True):  # the second one begins with rank 0's state, which all ranks load
+            trainer.fit(X, Y, epochs=1, batch_size=16, prefetch=ahead, progress=False)
         kind, scores = type(trainer.buffer), trainer.evaluate(X, Y)
         trainer.predict(X)
         local = replica.local_state()

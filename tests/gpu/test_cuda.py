@@ -46,6 +46,35 @@ def test_a_call_comes_after_all_that_has_written() -> None:
         assert gpu.synchronized == 0  # the host has waited for nothing
 
 
+def test_the_next_batch_is_copied_on_a_stream_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The thread that copies waits for the copy, so the stream that computes need not. It keeps the memory."""
+    import torch
+
+    from trainers.replicas.pytorch.devices import Cuda
+
+    pinned, kept = [], []
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: pinned.append(tensor) or tensor)
+    monkeypatch.setattr(torch.Tensor, "record_stream", lambda tensor, stream: kept.append(stream.cuda_stream))
+    for waits in (True, False):
+        gpu = Gpu()
+        cuda = TorchCuda(gpu)
+        device, computing = Cuda(torch.device("cpu"), cuda), cuda.Stream()
+        gpu.track(0, 1 << 62)
+        if not waits:
+            monkeypatch.setattr(gpu, "synchronize", lambda recorded: None)
+        batch = torch.arange(6.0)
+        staged: list[torch.Tensor] = []
+        in_thread(lambda device=device, batch=batch, staged=staged: staged.append(device.stage(batch)))
+        assert staged[0].data_ptr() != batch.data_ptr()
+        with cuda.stream(computing):
+            device.use(staged[0])
+            assert staged[0].sum() == 15
+        assert kept.pop() == computing.cuda_stream
+        assert pinned.pop() is batch
+        assert any("copy_" in line for line in gpu.log)
+        assert bool(gpu.races) == (not waits), gpu.races
+
+
 def test_threads_take_the_gpu_of_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
     """CUDA's current device belongs to a thread: the worker's would be GPU 0 on all ranks."""
     held = threading.local()

@@ -350,11 +350,21 @@ class Fit:
         step = self.position.step
         if self.batches.streams:
             self.begin_stream(number, step)
-        batches = self.batches.epoch(number, step)
-        with closing(prefetch.ahead(batches) if self.batches.ahead else batches) as shares:
+        batches: Any = self.batches.epoch(number, step)
+        if self.batches.ahead:
+            batches = prefetch.ahead(map(self._staged, batches))
+        with closing(batches) as shares:
             if self.stopped and self.saver is not None and 0 < step < self.batches.steps:
                 self._save_between(number, step)  # a failure has prevented this checkpoint
             yield shares
+
+    def _staged(self, batch: Batch) -> Batch:
+        """Return a batch whose rows are on the replica's device."""
+        replica = self.strategy.replica
+        if replica.device == "cpu" or not batch.own:
+            return batch
+        x, y, *_ = replica.stage(batch.data)
+        return batch._replace(x=x, y=y)
 
     def begin_stream(self, number: int, step: int) -> None:
         """Read each rank's batch `step` of an epoch, and add up their rows. Raises an error of any rank on all ranks.

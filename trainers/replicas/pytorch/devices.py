@@ -66,6 +66,14 @@ class Host:
         """Load a result of `random_states`, possibly from another kind of device."""
         torch.set_rng_state(torch.from_numpy(np.array(states["random"])))
 
+    def stage(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return a tensor of the host on this device, for `use`. Only the calling thread waits for a copy."""
+        return tensor
+
+    def use(self, tensor: torch.Tensor) -> None:
+        """Call before work of the current stream on a result of `stage`, whose memory is then kept until that work is
+        done."""
+
     def numbers(self, found: Sequence[torch.Tensor]) -> Any:
         """Return the value of each one-element tensor: a list of floats, or on a GPU a CuPy array."""
         return [float(each) for each in found]
@@ -85,6 +93,7 @@ class Cuda(Host):
     def __init__(self, device: torch.device, api: Any = torch.cuda) -> None:
         self.device, self.api = device, api
         self.stream = api.Stream(device)
+        self._copies: Any = None  # the stream of `stage`
 
     def __deepcopy__(self, memo: object) -> "Cuda":
         return self  # copies of a model share the device object
@@ -94,6 +103,17 @@ class Cuda(Host):
 
     def current(self) -> AbstractContextManager[object]:
         return self.api.device(self.device)
+
+    def stage(self, tensor: torch.Tensor) -> torch.Tensor:
+        if self._copies is None:
+            self._copies = self.api.Stream(self.device)
+        with self.api.device(self.device), self.api.stream(self._copies):
+            copied = torch.empty_like(tensor, device=self.device).copy_(tensor.pin_memory(), non_blocking=True)
+        self._copies.record_event().synchronize()
+        return copied
+
+    def use(self, tensor: torch.Tensor) -> None:
+        tensor.record_stream(self.api.current_stream(self.device))
 
     def finish(self) -> None:
         self.api.synchronize(self.device)

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from trainers.data import Tree, as_arrays, mapped, row_count, sliced
+from trainers.data import Data, Tree, as_arrays, mapped, row_count, sliced
 from trainers.errors import ArgumentError, ModelFileError
 from trainers.replica import unfit_error
 
@@ -377,14 +377,26 @@ class TorchReplica(FlatReplica):
             return self.module(**inputs)
         return self.module(*inputs) if isinstance(inputs, tuple) else self.module(inputs)
 
-    def _input(self, x: np.ndarray) -> Tensor:
-        tensor = from_array(x).to(self._device.device)
+    def stage(self, rows: Data) -> Data:
+        x, y, *weights = rows
+        staged = (mapped(lambda array: self._device.stage(from_array(array)), tree) for tree in (x, y))
+        return *staged, *weights
+
+    def _on_device(self, rows: Any) -> Tensor:
+        """Return rows, an array or a result of `stage`, as a tensor on the device."""
+        if not isinstance(rows, Tensor):
+            return from_array(rows).to(self._device.device)
+        self._device.use(rows)
+        return rows
+
+    def _input(self, x: Any) -> Tensor:
+        tensor = self._on_device(x)
         return tensor.long() if self._embeds and not tensor.is_floating_point() else tensor.to(self._dtype)
 
     def _target(self, y: Tree) -> Any:
         if isinstance(y, tuple | dict):
             return mapped(self._target, y)
-        tensor = from_array(y).to(self._device.device)
+        tensor = self._on_device(y)
         return tensor.to(self._dtype) if tensor.is_floating_point() else tensor.long()
 
 
