@@ -208,3 +208,19 @@ def test_a_training_is_resumed_with_workers_of_another_size(
             assert ranks == 1 or trainer.parameters_sha256() == expected
         for name, array in trainer.replica.state().items():
             np.testing.assert_allclose(array, state[name], rtol=1e-3, atol=1e-5, err_msg=name)
+
+
+@few
+def test_synchronous_workers_take_loaders_and_asynchronous_ones_refuse_them(flat: allreduce.Topology) -> None:
+    x, y = data()
+    first = [(x[start : start + BATCH], y[start : start + BATCH]) for start in range(0, len(x), BATCH)]
+    loader = [(rows[flat.rank :: 2], labels[flat.rank :: 2]) for rows, labels in first] if flat.rank < 2 else None
+    with in_step(flat, 1, 2) as trainer:
+        expected = trainer.fit(x, y, 2, BATCH, shuffle=False, progress=False)
+    with in_step(flat, 1, 2) as trainer:
+        history = trainer.fit(loader, rows="divided", epochs=2, progress=False)
+    np.testing.assert_allclose(history.column("loss"), expected.column("loss"), rtol=1e-4)
+    with ParameterServerTrainer(network(), flat, ranks_per_worker=2) as trainer:
+        with pytest.raises(ArgumentError, match='use ranks_per_worker=1, or updates="sync"'):
+            trainer.fit(loader, rows="divided", epochs=2, progress=False)
+        assert len(trainer.fit(x, y, 1, BATCH, progress=False)) == 1
