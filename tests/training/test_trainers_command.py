@@ -512,3 +512,8 @@ def test_results_are_numbers_that_json_knows() -> None:
     assert history.column("loss") == [0.5]
     assert "loss 0.5000" in str(history)
     assert np.array_equal(history.column("epoch"), [1])
+
+
+def test_predict_tells_what_is_missing(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["predict", "--load", "model.npz"]) == 2
+    assert "the following arguments are required: --data, --out (--help shows all options)" in capsys.readouterr().err

@@ -561,15 +561,15 @@ BY_NAME = {option.name: option for group in OPTIONS.values() for option in group
 class RankParser(Parser):
     """A Parser that raises ArgumentError for invalid arguments, and prints on one rank only.
 
-    shown: whether this rank prints.
+    shown: whether this rank prints. everything: the option that shows all options.
     """
 
-    def __init__(self, shown: bool, **options: Any) -> None:
+    def __init__(self, shown: bool, everything: str = "--help-all", **options: Any) -> None:
         super().__init__(**options)
-        self.shown = shown
+        self.shown, self._everything = shown, everything
 
     def error(self, message: str) -> NoReturn:
-        raise ArgumentError(f"{message} (--help-all shows all options)")
+        raise ArgumentError(f"{message} ({self._everything} shows all options)")
 
     def _print_message(self, message: str, file: Any = None) -> None:
         if self.shown:

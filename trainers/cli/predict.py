@@ -29,7 +29,8 @@ EXAMPLES = """examples:
 
 def make_parser(shown: bool, program: str) -> RankParser:
     """Return the parser. shown: whether this rank prints."""
-    parser = RankParser(shown, prog=program, usage="%(prog)s [OPTION...]", description=ABOUT, epilog=EXAMPLES)
+    usage = "%(prog)s --load FILE --data FILE... --out FILE"
+    parser = RankParser(shown, "--help", prog=program, usage=usage, description=ABOUT, epilog=EXAMPLES)
     add_options(parser)
     return parser
 
