@@ -47,6 +47,7 @@ TRAINERS: dict[str, Any] = {
 }
 if SIZE == 1:
     del TRAINERS["servers"]  # a server needs a worker
+few = pytest.mark.skipif(SIZE > 3, reason="what happens on three ranks happens on more")
 several = pytest.mark.skipif(SIZE == 1, reason="one rank agrees with itself")
 
 
@@ -163,6 +164,7 @@ class Fixed(NumpyNetwork):
         return False
 
 
+@few
 def test_micro_batches(flat: allreduce.Topology) -> None:
     """More micro-batches than rows, ranks without rows, replicas that can't redirect gradients, and loaders."""
     x, y = data()
@@ -193,6 +195,7 @@ def test_a_step_that_is_left_out_leaves_no_trace(flat: allreduce.Topology) -> No
         assert len(set(trainer.parameters_sha256())) == 1
 
 
+@few
 def test_sparse_gradients_are_clipped(flat: allreduce.Topology) -> None:
     """The table's rows count in the norm, and are scaled with the rest."""
     words = np.random.default_rng(0).integers(0, 30, (40, 5))
@@ -228,6 +231,7 @@ def test_exact_bits_do_not_depend_on_the_ranks(update: str, flat: allreduce.Topo
     assert found[0] == found[1]
 
 
+@few
 def test_compressed_gradients_are_clipped(flat: allreduce.Topology) -> None:
     for update in ("replicated", "sharded"):
         with MirroredTrainer(network("sgd"), "ring", flat, update=update, compress="bfloat16") as trainer:
@@ -237,6 +241,7 @@ def test_compressed_gradients_are_clipped(flat: allreduce.Topology) -> None:
         np.testing.assert_allclose(found["parameters"], expected["parameters"], rtol=0.02, atol=1e-3)
 
 
+@few
 @several
 def test_ranks_that_train_on_their_own_clip_their_own_gradients(flat: allreduce.Topology) -> None:
     """A tiny norm keeps every step tiny."""
@@ -265,6 +270,7 @@ class StopAt(Callback):
         self.trainer.stop_training |= (self._epoch, batch) == self._at
 
 
+@few
 @pytest.mark.parametrize("kind", ["replicated", "sharded", "central", "servers"])
 def test_a_training_resumes_in_mid_epoch_with_the_same_bits(kind: str, flat: allreduce.Topology, folder: Path) -> None:
     if kind not in TRAINERS:
@@ -280,6 +286,33 @@ def test_a_training_resumes_in_mid_epoch_with_the_same_bits(kind: str, flat: all
     assert found[0] == found[1]
 
 
+@few
+@pytest.mark.parametrize("kind", ["replicated", "sharded", "servers"])
+def test_a_training_resumes_on_another_number_of_ranks(kind: str, flat: allreduce.Topology, folder: Path) -> None:
+    """Rank 0 alone begins, all ranks continue, and rank 0 ends without an average; it then begins a new one."""
+    if kind not in TRAINERS:
+        return
+    x, y = data()
+    options = EVERY | {"checkpoint": Checkpoint(str(folder)), "resume": True}
+
+    def alone(**given: Any) -> Any:
+        with allreduce.Topology(MPI.COMM_SELF) as single, MirroredTrainer(network(), topology=single) as trainer:
+            return trainer.fit(x, y, batch_size=BATCH, progress=False, **(options | given)), trainer.replica.state()
+
+    if flat.rank == 0:
+        alone(epochs=EPOCHS, callbacks=[StopAt(0, 1)])
+    flat.world.Barrier()
+    with TRAINERS[kind](network(), topology=flat) as trainer:
+        check(fitted(trainer, **options), one_rank(network(), EVERY), EVERY, kind)
+    flat.world.Barrier()
+    if flat.rank == 0:
+        assert "ema" not in alone(epochs=EPOCHS + 1, ema=None)[1]
+        _, state = alone(epochs=EPOCHS + 2)
+        assert not np.array_equal(state["ema"], state["parameters"])
+        assert np.linalg.norm(state["ema"] - state["parameters"]) < 0.1
+
+
+@few
 def test_the_average_is_evaluated_and_saved(flat: allreduce.Topology, folder: Path) -> None:
     x, y = data()
     for kind in TRAINERS:
@@ -308,6 +341,7 @@ def test_the_average_is_evaluated_and_saved(flat: allreduce.Topology, folder: Pa
         assert np.allclose(alone.predict(x), outputs[0])
 
 
+@few
 def test_a_function_of_the_step(flat: allreduce.Topology) -> None:
     """Also of steps of a loader, whose number is not known; a named schedule that ends needs it."""
     x, y = data()
