@@ -130,6 +130,8 @@ def without_rows(structure: Any) -> Tree:
 def rows_error(data: Data) -> str:
     """Return why these are no rows: their arrays differ in length, or weights are invalid; "" if they are."""
     arrays = named(data)
+    if not all(map(leaves, data)):
+        return "x or y is a dict without arrays; give an array, or a tuple or a dict of arrays"
     lengths = {len(array) if array.ndim else -1 for _, array in arrays}
     if len(lengths) != 1 or -1 in lengths:
         return f"{_shapes(arrays)}; they must have the same number of rows, one for each sample"
@@ -137,7 +139,7 @@ def rows_error(data: Data) -> str:
 
 
 def _shapes(arrays: list[tuple[str, Any]]) -> str:
-    *first, last = [f"{name} has shape {array.shape}" for name, array in arrays] or ["x holds no array"]
+    *first, last = [f"{name} has shape {array.shape}" for name, array in arrays]
     return f"{', '.join(first)} and {last}" if first else last
 
 
@@ -216,9 +218,9 @@ class Samples:
             reason = f"{type(error).__name__}: {error}"
             raise DataError(f"the {self.name} can't give rows {_shown(rows)}: {reason}") from error
         arrays = named(found)
-        if not arrays or any(not array.ndim or len(array) != rows.size for _, array in arrays):
+        if any(not array.ndim or len(array) != rows.size for _, array in arrays):
             shapes = " and ".join(f"{name} of shape {array.shape}" for name, array in arrays)
-            given = f"the {self.name} gave {shapes or 'no array'} for {rows.size} rows"
+            given = f"the {self.name} gave {shapes} for {rows.size} rows"
             raise DataError(f"{given}; their first axes must be the samples")
         if wrong := rows_error(found):
             raise DataError(f"the {self.name} can't give rows {_shown(rows)}: {wrong}")

@@ -712,7 +712,7 @@ class Trainer(Generic[StrategyT]):
         return batches
 
     def _check_validation(self, given: Any, collate: Collate | None, reading: Reading) -> Evaluation:
-        triple = isinstance(given, tuple) and len(given) == 3 and not isinstance(given[2], tuple | list)
+        triple = isinstance(given, tuple) and len(given) == 3 and not all(map(_is_row, given))
         pair = triple or isinstance(given, tuple | list)
         x, y, weights = given if triple else (*given, None) if pair and len(given) == 2 else (given, None, None)
         reading = NO_WORKERS if pair else reading
@@ -725,6 +725,11 @@ def _are_files(x: Any) -> bool:
     """Whether x are paths of files."""
     paths = x if isinstance(x, list) and x else [x]
     return all(isinstance(each, str | os.PathLike) for each in paths)
+
+
+def _is_row(given: Any) -> bool:
+    """Whether this may be a row of a data set: a pair or a triple."""
+    return isinstance(given, tuple | list) and len(given) in (2, 3)
 
 
 NO_TARGETS = object()  # passed as y for a prediction, which has no targets
@@ -778,6 +783,11 @@ def _arrays(x: Any, y: Any, weights: Any) -> Data:
     """Return the arrays of a call. Raises ArgumentError."""
     if y is NO_TARGETS:
         return (as_arrays(x),)
+    if isinstance(x, list) and len(x) != len(y) and all(getattr(each, "ndim", 0) > 0 for each in x):
+        raise ArgumentError(
+            f"x is a list of {len(x)} arrays, and a list is one array of rows: for a model of several inputs give a "
+            "tuple, x=(a, b), or a dict"
+        )
     return as_data((x, y) if weights is None else (x, y, weights))
 
 

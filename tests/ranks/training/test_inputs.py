@@ -131,9 +131,10 @@ def test_a_training_is_that_of_one_rank(kind: str, flat: allreduce.Topology) -> 
     train = functools.partial(trained, TRAINERS[kind], flat)
     arrays = {"batch_size": BATCH, "shuffle": False}
     both = weights() * of_classes()
+    accumulate = {} if kind == "exact" else {"accumulate": 3}
     found = [
         (None, train(as_tuple(x), y, **arrays)),
-        (of_classes(), train(as_dict(x), y, class_weight=CLASS_WEIGHT, **arrays)),
+        (of_classes(), train(as_dict(x), y, class_weight=CLASS_WEIGHT, **arrays, **accumulate)),
         (both, train(x, y, class_weight=CLASS_WEIGHT, sample_weight=weights().tolist(), **arrays)),
         (both, train(Rows(), class_weight=CLASS_WEIGHT, prefetch=True, **arrays)),
     ]
@@ -145,6 +146,17 @@ def test_a_training_is_that_of_one_rank(kind: str, flat: allreduce.Topology) -> 
         expected, its = on_one_rank(row_weights)
         np.testing.assert_allclose(parameters, expected, rtol=1e-3, atol=2e-6)
         np.testing.assert_allclose(history, its, rtol=1e-4)
+
+
+def test_exact_training_on_weighted_rows_has_the_bits_of_one_rank(flat: allreduce.Topology) -> None:
+    x, y = data()
+    options = {"batch_size": BATCH, "sample_weight": weights(), "class_weight": "balanced"}
+    found = []
+    with allreduce.Topology(MPI.COMM_SELF) as alone:
+        for topology in (flat, alone):
+            parameters, rows = trained(TRAINERS["exact"], topology, as_tuple(x), y, **options)
+            found.append([parameters.tobytes(), rows])
+    assert found[0] == found[1]
 
 
 def test_each_rank_may_bring_its_own_weighted_rows(flat: allreduce.Topology) -> None:
@@ -217,7 +229,8 @@ def bad_calls() -> dict[str, tuple[dict[str, Any], str]]:
     negative[7], missing[3] = -1, np.nan
     return {
         "rows of inputs": ({"x": (x, x[:40]), "y": y}, r"x\[0\] has shape \(50, 6\), x\[1\] has shape \(40, 6\) and y"),
-        "no input": ({"x": {}, "y": y}, "an array|no array|takes one array"),
+        "no input": ({"x": {}, "y": y}, "a dict without arrays"),
+        "a list of inputs": ({"x": [x, x], "y": y}, r"x is a list of 2 arrays.*give a tuple, x=\(a, b\), or a dict"),
         "several inputs": ({"x": as_dict(x), "y": y}, r"NumpyNetwork takes one array as x, and got a dict of 2"),
         "negative": ({"x": x, "y": y, "sample_weight": negative}, "row 7 has -1.0"),
         "NaN": ({"x": x, "y": y, "sample_weight": missing}, "row 3 has nan"),

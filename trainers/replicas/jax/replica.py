@@ -91,7 +91,7 @@ class JaxReplica(FlatReplica):
         if row_count(x) == 0:
             self._buffer[:] = 0
             return [0.0] * len(self.metrics)
-        values, gradients = self._gradients(*self._model(), *self._inputs(x, y, weights), share)
+        values, gradients = self._gradients(*self._model(), *self._inputs(x, y), self._wide(weights), share)
         self._layout.write(gradients, self._buffer)
         return np.asarray(values)
 
@@ -106,7 +106,7 @@ class JaxReplica(FlatReplica):
         np.copyto(self._memory[part], np.asarray(changed))
 
     def evaluate(self, x: Tree, y: Tree, weights: np.ndarray | None = None) -> Any:
-        means = self._measures(*self._model(), *self._inputs(x, y, weights))
+        means = self._measures(*self._model(), *self._inputs(x, y), self._wide(weights))
         return row_count(x) * np.asarray(means, np.float64)
 
     def predict(self, x: Tree) -> Tree:
@@ -139,8 +139,8 @@ class JaxReplica(FlatReplica):
             if y is None:
                 jax.eval_shape(self._outputs, *model, *self._inputs(sliced(x, slice(1))))
             else:
-                inputs = self._inputs(*sliced((x, y), slice(1)), None if weights is None else weights[:1])
-                jax.eval_shape(self._gradients, *model, *inputs, 1.0)
+                own = self._wide(None if weights is None else weights[:1])
+                jax.eval_shape(self._gradients, *model, *self._inputs(*sliced((x, y), slice(1))), own, 1.0)
                 if weights is not None:
                     self._check_mean(*self._inputs(*sliced((x, y), slice(CHECKED))))
         except ArgumentError:
@@ -151,8 +151,9 @@ class JaxReplica(FlatReplica):
     def _check_mean(self, x: Any, y: Any) -> None:
         """Raise ArgumentError unless the loss of these rows is the mean of the losses of each."""
         output = self._outputs(*self._model(), x)
-        mean, found = (float(self._mean_loss(output, y, weights)) for weights in (None, np.float32(1)))
-        if abs(mean - found) > CLOSE * max(abs(mean), abs(found)):
+        rows = self._row_losses(output, y)
+        mean, found = float(self._loss(output, y)), float(rows.mean())
+        if abs(mean - found) > CLOSE * max(abs(mean), float(abs(rows).mean())):
             raise ArgumentError(
                 "sample_weight and class_weight need a loss that is the mean over the rows: the loss of the first rows "
                 f"is {mean:.6g}, and the mean over single rows is {found:.6g}"
@@ -188,8 +189,12 @@ class JaxReplica(FlatReplica):
         return (False, self._tree) if self._memory is None else (True, alias(self._memory))
 
     def _inputs(self, *trees: Tree) -> list[Any]:
-        """Return x, y and weights as the compiled functions take them."""
-        return [None if tree is None else mapped(self._input, tree) for tree in trees]
+        """Return x and y as the compiled functions take them."""
+        return [mapped(self._input, tree) for tree in trees]
+
+    def _wide(self, weights: np.ndarray | None) -> np.ndarray | None:
+        """Return weights as the compiled functions take them: of 32 bits at least, else 0.137 would be rounded."""
+        return None if weights is None else weights.astype(np.promote_types(self._layout.dtype, np.float32))
 
     def _input(self, array: np.ndarray) -> np.ndarray:
         return array.astype(self._layout.dtype, copy=False) if array.dtype.kind == "f" else array
@@ -218,8 +223,11 @@ class JaxReplica(FlatReplica):
         """Return the loss of these rows: the mean over the rows of their weighted losses."""
         if weights is None:
             return self._loss(output, y)
+        return (self._row_losses(output, y) * weights).mean()
+
+    def _row_losses(self, output: Any, y: Any) -> Any:
         first = lambda tree: jax.tree.map(lambda leaf: leaf[None], tree)  # noqa: E731
-        return (jax.vmap(lambda output, y: self._loss(first(output), first(y)))(output, y) * weights).mean()
+        return jax.vmap(lambda output, y: self._loss(first(output), first(y)))(output, y)
 
     def _output(self, flat: bool, model: Any, x: Any) -> Any:
         return self._applied(self._layout.cut(model) if flat else model, x)

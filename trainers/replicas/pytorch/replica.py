@@ -361,7 +361,10 @@ class TorchReplica(FlatReplica):
         """Return the loss of these rows: the mean over the rows of their weighted losses."""
         if weights is None:
             return self.loss(output, target)
-        return (row_losses.of_rows(self.loss)(output, target) * self._target(weights)).mean()
+        losses = row_losses.of_rows(self.loss)(output, target)
+        return (
+            losses * torch.from_numpy(weights).to(losses.device, torch.promote_types(self._dtype, torch.float32))
+        ).mean()
 
     def _output(self, x: Tree) -> Any:
         """Return the module's output for these rows; with precision="bfloat16" computed by autocast, as float32."""

@@ -41,8 +41,9 @@ def of_rows(loss: Loss) -> Loss:
 
 def check_mean(loss: Loss, output: Any, target: Any) -> None:
     """Raise ArgumentError unless the loss of these rows is the mean of the losses of each."""
-    mean, found = float(loss(output, target)), float(of_rows(loss)(output, target).mean())
-    if abs(mean - found) > CLOSE * max(abs(mean), abs(found)):
+    rows = of_rows(loss)(output, target).float()
+    mean, found = float(loss(output, target)), float(rows.mean())
+    if abs(mean - found) > CLOSE * max(abs(mean), float(rows.abs().mean())):
         raise ArgumentError(
             f"{_ADVICE}; {_name(loss)} of the first rows is {mean:.6g}, and the mean over single rows is {found:.6g} "
             "(CrossEntropyLoss(weight=...) divides by the sum of its weights: give fit class_weight= instead)"
