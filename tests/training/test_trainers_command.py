@@ -515,5 +515,5 @@ def test_results_are_numbers_that_json_knows() -> None:
 
 
 def test_predict_tells_what_is_missing(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["predict", "--load", "model.npz"]) == 2
+    assert main.main(["predict", "--load", "model.npz"]) == 2
     assert "the following arguments are required: --data, --out (--help shows all options)" in capsys.readouterr().err
