@@ -63,7 +63,7 @@ class Checkpoint:
         other rows are accepted, as many as before; and loaders with rows="divided" on another number of ranks, also in
         the middle of their rows.
 
-    The random numbers that a data set draws (from Python, NumPy or the framework) continue exactly only with
+    Random numbers that a data set or a loader draws (from Python, NumPy or the framework) continue exactly only with
     workers= or prefetch=False: batches that a thread fetches ahead have drawn theirs before the state is saved.
 
     Raises ArgumentError.
