@@ -392,11 +392,11 @@ class Trainer(Generic[StrategyT]):
         ema: as for `evaluate`.
 
         With `out`, write the predictions to files instead, in constant memory, and return the paths of the files:
-        x: arrays, memory maps too; or files: a path, a list of paths, or a pattern such as "part-*.csv". Of .npy and
+        x: arrays, memory maps too; or files: a path, a list of paths, or a pattern such as `part-*.csv`. Of .npy and
             .npz files (the array x) any number of rows is read; tables (.csv, .tsv) have the columns of the table on
             which the model was trained, or, without a table, only numbers. A label may be there, and is not read.
         out: a file that ends in .csv or .jsonl (JSON lines), with the rows in order; or a folder, new or empty, where
-            each rank writes its own rows: "folder", or "folder/part-*.jsonl" with the rank for the star.
+            each rank writes its own rows: "folder", or `folder/part-*.jsonl` with the rank for the star.
             A line has the number of the row, from 0, the class in words and its probability; or all outputs, if the
             model has no classes. After an error no file is changed.
         progress: show on rank 0 how many rows are done: on a terminal a bar, elsewhere a line every 10 seconds.
