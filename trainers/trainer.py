@@ -256,7 +256,7 @@ class Trainer(Generic[StrategyT]):
             their gradients before it sends them. Memory for activations is that of a micro-batch; the training is the
             same. batch_size remains the GLOBAL batch of an update: Lightning's accumulate_grad_batches=k makes the
             batch k times as large instead.
-        clip_norm: the largest norm of the averaged gradients of all parameters, as torch.nn.utils.clip_grad_norm_ takes
+        clip_norm: the largest norm of the averaged gradients of all parameters, as PyTorch's `clip_grad_norm_` takes
             it; larger ones are scaled down to it, on all ranks by the same factor. The history has the mean norm before
             the clipping, "grad_norm". Asynchronous servers and sync_every average no gradients: there each worker clips
             those of its own rows.

@@ -31,7 +31,7 @@ def load_shards(
 ) -> Shards:
     """Load data in several files, of which each rank reads its own. Collective.
 
-    source: a pattern such as "part-*.npz", or a list of paths, the same on all ranks. All files are .npz archives, or
+    source: a pattern such as `part-*.npz`, or a list of paths, the same on all ranks. All files are .npz archives, or
         all are tables (.csv, .tsv) with the same columns. Files may have no rows, and there may be fewer files than
         ranks: ranks then share a file.
     topology: the ranks; None for all ranks. label, ignore, categories, columns: of tables, as for `datasets.load`.

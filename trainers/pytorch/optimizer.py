@@ -211,7 +211,7 @@ class MirroredOptimizer(Optimizer):
         """Average the gradients, and scale them so that their norm is at most `max_norm`. Collective.
 
         Returns the norm of the averages of all parameters before that, the same on all ranks, also of sparse ones. Call
-        it between backward and step(), instead of torch.nn.utils.clip_grad_norm_. With update="sharded" it needs no
+        it between backward and step(), instead of `torch.nn.utils.clip_grad_norm_`. With update="sharded" it needs no
         `synchronize()`: a rank adds up the squares of its slices, and a message of 8 bytes a rank adds up those of all.
 
         With sync_every: it scales this rank's own gradients. Raises OptionError for a `max_norm` that is not > 0.
