@@ -153,6 +153,7 @@ class Reducer:
         self._used_by_others: list[Gradient] = []  # of parameters that other ranks have used, and this one has not
         self._backward: Backward | None = None  # the current backward, or one that raised
         self._versions: list[int] = []
+        self._copies: float | None = None  # how many ranks own each element: one of each node, if nodes own everything
         self._marks = Marks(self.flats, self.plan, [bucket.owned for bucket in self.dense], self.device)
         self._hooks = [
             each.register_post_accumulate_grad_hook(partial(self._arrived, index))
@@ -283,7 +284,7 @@ class Reducer:
             self.synchronize()  # the bits of a norm of slices would depend on the ranks
         scattered = self.state == SCATTERED
         found = (
-            [each.memory.tensor[each.owned] for each in self.dense]
+            [each.memory.tensor[part] for each in self.dense for part in each.owned]
             if scattered
             else self._gradients_of(self.parameters)
         )
@@ -301,9 +302,12 @@ class Reducer:
         return norm
 
     def _add_squares(self, own: float, error: GradientError | None) -> float:
-        """Return the sum over the ranks. Runs in the queue. error: this rank's, raised on all ranks."""
+        """Return the sum over the elements. Runs in the queue. error: this rank's, raised on all ranks."""
         raise_together(self.comm, error)
-        return sum_over_ranks(self.comm, own)
+        if self._copies is None:
+            owned = sum(part.stop - part.start for bucket in self.dense for part in bucket.owned)
+            self._copies = sum_over_ranks(self.comm, owned) / sum(bucket.length for bucket in self.dense)
+        return sum_over_ranks(self.comm, own) / self._copies
 
     @staticmethod
     def _gradients_of(parameters: Sequence[Parameter]) -> list[Tensor]:

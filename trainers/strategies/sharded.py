@@ -158,6 +158,7 @@ class ShardedUpdate(Update):
         self._array = self._allocate(str(replica.gradient_dtype))
         self._backup: Backup | None = None
         self._changing = False  # between `begin_change` and `synchronize_state`
+        self._owners: float | None = None  # of each element: one rank of each node, if each node owns everything
         self._squares: Any = None  # of all gradients of this step, added up, if they are clipped
         try:
             together(comm, lambda: bind_whole(replica, self._array[: self._length]))
@@ -252,7 +253,9 @@ class ShardedUpdate(Update):
         if self._strategy.scatters_gradients:
             own = sum_of_squares(self._buffer[self._trained(self._part)])
             self._clock.start()
-            self._squares = sum_over_ranks(self._comm, own) + self._rule.squares_of_tables()
+            if self._owners is None:
+                self._owners = sum_over_ranks(self._comm, self._owned.stop - self._owned.start) / self._buffer.size
+            self._squares = sum_over_ranks(self._comm, own) / self._owners + self._rule.squares_of_tables()
             self._clock.stop()
         else:
             self._squares = self._rule.squares(self._buffer[self._trained(None)])

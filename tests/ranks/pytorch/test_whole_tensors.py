@@ -100,6 +100,7 @@ def test_the_bits_of_the_replicated_update(
         pytest.skip("once is enough")
     options = {"topology": topology_of(shape), "overlap": kind == "muon", **SMALL_BUCKETS}
     results: list[Any] = []
+    norms: list[float] = []
     for update in ("replicated", "sharded"):
         model = network(seed=world.rank)
         name = backend if backend != "auto" else "hierarchical_copy" if shape else "shared"
@@ -107,7 +108,12 @@ def test_the_bits_of_the_replicated_update(
         with mirrored(OPTIMIZERS[kind](model), model, name, update=update, shard=shard, **options) as optimizer:
             train(model, optimizer, mine, steps=4)
             results.append((model, optimizer.state_dict()))
+            x, y = data(1)
+            optimizer.zero_grad()
+            functional.cross_entropy(model(mine(x[0])), mine(y[0])).backward()
+            norms.append(optimizer.clip_grad_norm_(0.1))
     (expected, there), (found, here) = results
+    assert norms[1] == pytest.approx(norms[0], rel=1e-5)
     assert_mirrored(world, found)
     assert_same(here, there)
     for one, other in zip(found.parameters(), expected.parameters(), strict=True):
@@ -231,6 +237,7 @@ CASES: dict[str, tuple[str, str, Any, dict[str, Any]]] = {
     "muon on nodes": ("muon", "hierarchical_copy", (1, SIZE - 1), {}),
     "muon, exact": ("muon", "ring", None, {"exact": True, "micro_batch": 5}),
     "muon, clipped and averaged": ("muon", "ring", None, {}),
+    "muon on nodes, clipped": ("muon", "hierarchical_copy", (1, SIZE - 1), {}),
     "muon, compressed": ("muon", "ring", None, {"compress": "bfloat16"}),
     "own": ("own", "ring", None, {}),
     "adamw": ("adamw", "ring", None, {}),
