@@ -448,6 +448,10 @@ class BatchSource(ABC):
         """Return part `part` of batch `step` of an epoch. parts: the number of parts of the batch; None: that of
         `set_part`. Raises DataError."""
 
+    def part_rows(self, step: int, part: int, parts: int) -> int:
+        """Return the number of rows of part `part` of `parts` of batch `step`, of any epoch. Not of a stream. Local."""
+        raise NotImplementedError("nobody knows the rows of a stream's parts before they are read")
+
     def begin(self, epoch: int, step: int) -> int:
         """Go to batch `step` of `epoch`; returns its rows on this rank. Local. Raises DataError."""
         return 0
@@ -593,6 +597,10 @@ class Batches(BatchSource):
         sizes = np.full(self.steps, self.batch_size)
         sizes[-1] = self.rows - (self.steps - 1) * self.batch_size
         return sizes
+
+    def part_rows(self, step: int, part: int, parts: int) -> int:
+        rows = min(self.batch_size, self.rows - step * self.batch_size)
+        return rows * (part + 1) // parts - rows * part // parts
 
     def epoch(self, number: int, first: int = 0) -> Generator[Batch]:
         for step in range(first, self.steps):

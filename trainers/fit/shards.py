@@ -80,6 +80,7 @@ class ShardBatches(BatchSource):
         places = np.empty(self.rows, np.int64)
         places[np.argsort(np.concatenate(keys), kind="stable")] = np.arange(self.rows)
         self._places = np.split(places, np.cumsum(data.counts)[:-1])  # of each shard's rows in the order
+        self._divided: dict[tuple[int, int], list[Share]] = {}  # `shares` of a part of some parts
         self._visited: dict[int, tuple[int, np.ndarray]] = {}  # by shard: an epoch, and the order of its rows
         self.set_part(part, parts)
 
@@ -110,7 +111,7 @@ class ShardBatches(BatchSource):
             yield self.share(number, step, self._part)
 
     def share(self, epoch: int, step: int, part: int | None, parts: int | None = None) -> Batch:
-        own = [] if part is None else shares(self._data.shards.sizes, part, parts or self._parts)
+        own = [] if part is None else self._shares(part, parts or self._parts)
         found = [self._rows_of(epoch, step, share) for share in own]
         kept = [pair for pair in found if len(pair[0])]
         total = int(self.sizes()[step])
@@ -119,13 +120,26 @@ class ShardBatches(BatchSource):
         x, y = none if not kept else kept[0] if len(kept) == 1 else map(np.concatenate, zip(*kept, strict=True))
         return Batch(x, y, total, len(x) / total)
 
+    def part_rows(self, step: int, part: int, parts: int) -> int:
+        spans = [self._span(step, share) for share in self._shares(part, parts)]
+        return sum(span.stop - span.start for span in spans)
+
+    def _shares(self, part: int, parts: int) -> list[Share]:
+        if (part, parts) not in self._divided:
+            self._divided[part, parts] = shares(self._data.shards.sizes, part, parts)
+        return self._divided[part, parts]
+
+    def _span(self, step: int, share: Share) -> slice:
+        """Return the rows of a shard's share that are in batch `step`, as a slice of the shard's order."""
+        size = self.batch_size
+        first, last = np.searchsorted(self._places[share.shard], [step * size, (step + 1) * size]).tolist()
+        mine = chunk(last - first, share.parts, share.part)
+        return slice(first + mine.start, first + mine.stop)
+
     def _rows_of(self, epoch: int, step: int, share: Share) -> tuple[np.ndarray, np.ndarray]:
         """Return the rows of a shard's share that are in batch `step`."""
-        shard, size = share.shard, self.batch_size
-        first, last = np.searchsorted(self._places[shard], [step * size, (step + 1) * size]).tolist()
-        mine = chunk(last - first, share.parts, share.part)
-        rows = self._order(epoch, shard)[first + mine.start : first + mine.stop]
-        x, y = self._data.rows(shard)
+        rows = self._order(epoch, share.shard)[self._span(step, share)]
+        x, y = self._data.rows(share.shard)
         return x[rows], y[rows]
 
     def _order(self, epoch: int, shard: int) -> np.ndarray:

@@ -165,13 +165,14 @@ class SpareReplicas(ServerStrategy):
             self.rule.begin_step(first + step)
 
         ends = mailbox, shard, self.group.size, self.spare, self._tally, self.span, self._counts, begin
+        holders = partial(self._holders, run.batches)
         chief: Chief
         if run.batches.streams:
             chief = StreamChief(*ends, run.batches.divided, run.batches.planned, self._sizes)
-            future = queue.submit(partial(chief.run, (), self._taken))
+            future = queue.submit(partial(chief.run, (), self._taken, holders))
         else:
             chief = Chief(*ends)
-            future = queue.submit(partial(chief.run, run.batches.sizes().tolist(), self._taken))
+            future = queue.submit(partial(chief.run, run.batches.sizes().tolist(), self._taken, holders))
         try:
             with wait_before_raising(future):
                 self._run_worker(run, number, copied or self.replica, self._own_parameters, self._own_gradients)
@@ -183,6 +184,10 @@ class SpareReplicas(ServerStrategy):
         run.error = run.error or chief.error
         if copied is not None:
             run.keep_error(lambda: self.replica.load_local_state(copied.local_state()))
+
+    def _holders(self, batches: BatchSource, step: int) -> int:
+        """Return the number of ranks that have rows of a batch. Local."""
+        return sum(batches.part_rows(step, part, self.parts) > 0 for part in range(self.parts))
 
     def _copy(self) -> Replica:
         """Copy the chief's replica, and bind the copy to separate memory. Local."""
@@ -285,17 +290,17 @@ class Chief:
         self.done = 0
 
     @np.errstate(all="ignore")  # a diverged model shows in the loss; NumPy's warnings add nothing
-    def run(self, sizes: Sequence[int], first: int = 0) -> None:
+    def run(self, sizes: Sequence[int], first: int, holders: Callable[[int], int]) -> None:
         """Run the steps from `first` on; return when every rank has received the end of the epoch. sizes: rows of each
-        batch."""
-        self.done = first
+        batch. holders: returns the number of ranks that have rows of a batch."""
+        self.done, self._holders = first, holders
         self._mailbox.open([PUSH])
         self._end_epoch(self._take_steps(sizes))
 
     def _take_steps(self, sizes: Sequence[int]) -> list[Arrival]:
         """Take the remaining steps, or stop when a worker ends the epoch. Returns the pushes that have no reply yet."""
         for step, rows in list(enumerate(sizes))[self.done :]:
-            wanted = max(1, min(rows, self._workers) - self._spare)  # ranks without rows have no gradients
+            wanted = max(1, self._holders(step) - self._spare)  # ranks without rows have no gradients
             found = receive_round(self._mailbox, step, wanted, partial(self._answer_late, step))
             if found.failed:
                 return found.arrivals

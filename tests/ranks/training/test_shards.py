@@ -1,5 +1,6 @@
 """Data in several files, of which each rank reads its own: the training is that of one rank with all files."""
 
+import functools
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ from mpi4py import MPI
 import allreduce
 from tests.ranks.training.test_loader import TRAINERS
 from tests.training.test_tables import HEADER, people, write
-from trainers import Checkpoint, MirroredTrainer, load_shards, network_of
+from trainers import Checkpoint, MirroredTrainer, ParameterServerTrainer, load_shards, network_of
 from trainers.cli.main import main
 from trainers.datasets.shards import Shards
 from trainers.errors import ArgumentError, DataError
@@ -64,6 +65,28 @@ def test_shards_train_as_on_one_rank(ending: str, made: Path, flat: allreduce.To
             found, seen = trained(trainer, data, validation_data=data.test)
         np.testing.assert_allclose(found, expected, rtol=2e-4, atol=1e-5, err_msg=kind)
         np.testing.assert_allclose(seen, scores, rtol=1e-4, err_msg=kind)
+
+
+@pytest.mark.parametrize("kind", ["spare", "async", "async, workers of two ranks"])
+def test_ranks_without_rows_of_a_batch_delay_no_step(kind: str, folder: Path, flat: allreduce.Topology) -> None:
+    """A small shard has no rows in most batches. The losses, at a rate of almost 0, are means over all rows."""
+    if kind != "spare" and flat.size < 3:
+        pytest.skip("a server, and two ranks that compute")
+    if flat.rank == 0:
+        folder.mkdir()
+        random = np.random.default_rng(4)
+        for number, rows in enumerate((60, 5, 5)):
+            x = random.normal(5, 2, size=(rows, 3))
+            np.savez(folder / f"part-{number}.npz", x=x, y=(x.sum(axis=1) > 15).astype(np.int64))
+    flat.world.Barrier()
+    data = load(folder, "npz", flat)
+    made: Any = functools.partial(ParameterServerTrainer, ranks_per_worker=1 if kind == "async" else 2)
+    losses = []
+    for trainer_of in (TRAINERS["mirrored"], TRAINERS["spare"] if kind == "spare" else made):
+        with trainer_of(network_of(data, (6,), seed=3, lr=1e-12), topology=flat) as trainer:
+            history = trainer.fit(data.train, epochs=2, batch_size=8, progress=False)
+        losses.append([history.column(name) for name in ("loss", "accuracy")])
+    np.testing.assert_allclose(losses[1], losses[0], rtol=1e-4)
 
 
 def test_a_batch_is_the_same_on_any_number_of_ranks(made: Path, flat: allreduce.Topology) -> None:

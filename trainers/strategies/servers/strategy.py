@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from allreduce import NAMES, notices
-from allreduce.arrays.chunks import chunk
 from allreduce.topology import Topology
 from allreduce.transport.chunked import pieces
 from allreduce.transport.control import all_values, combine, everywhere, together
@@ -148,14 +147,9 @@ class EpochRows:
             return batch._replace(rows=row_count(batch.x), share=1.0)
         own, owns = part * self._ranks + self._place, self._parts * self._ranks
         batch = self._batches.share(self._epoch, step, own, owns)
-        rows, mine = _length(batch.rows, self._parts, part), _length(batch.rows, owns, own)
-        return batch._replace(rows=rows, share=mine / rows if rows else 0.0)
-
-
-def _length(rows: int, parts: int, part: int) -> int:
-    """Return the number of rows of a part."""
-    span = chunk(rows, parts, part)
-    return span.stop - span.start
+        places = range(part * self._ranks, (part + 1) * self._ranks)
+        rows = sum(self._batches.part_rows(step, place, owns) for place in places)
+        return batch._replace(rows=rows, share=batch.own / rows if rows else 0.0)
 
 
 class Options(NamedTuple):
