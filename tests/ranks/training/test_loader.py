@@ -556,6 +556,29 @@ def test_a_bad_loader_in_every_strategy(strategy: str, kind: str, flat: allreduc
                 trainer.fit(own, rows="whole", progress=False)
 
 
+class Sleeps(Callback):
+    """Rank 1 is slow to begin."""
+
+    def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
+        time.sleep(0.4 * (self.trainer.rank == 1))
+
+
+@pytest.mark.parametrize("kind", ["async", "spare 1"])
+def test_an_error_in_batches_that_a_late_rank_reads_at_the_end(kind: str, flat: allreduce.Topology) -> None:
+    """Each rank reads all whole batches, also those that it does not compute."""
+    if flat.size < (3 if kind == "async" else 2):
+        pytest.skip("needs two ranks that compute")
+
+    def batches() -> Iterator[Pair]:
+        yield from [data()] * 5
+        if flat.rank == 1:
+            raise OSError("the disk is full")
+        yield data()
+
+    with STRATEGIES[kind](network(), topology=flat) as trainer, pytest.raises(DataError, match="the disk is full"):
+        trainer.fit(batches(), rows="whole", epochs=1, progress=False, callbacks=[Sleeps()])
+
+
 class Slow(Endless):
     """Rank 1 is slow. same: all ranks have the same batches."""
 

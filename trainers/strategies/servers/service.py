@@ -369,7 +369,7 @@ class ServerStrategy(Strategy):
 
     def _learn_sizes(self, run: EpochRun, number: int, cut: bool, sizes: Sequence[int] | None = None) -> None:
         """Tell all ranks the rows of the batches of epoch `number` of a stream. Raises DataError on all ranks if whole
-        batches differ. Collective.
+        batches differ, or a rank can't read the rest of them. Collective.
 
         cut: whether the epoch was ended before its last batch. sizes: the rows of each batch, the same on all ranks;
             None if each rank knows its own.
@@ -377,8 +377,8 @@ class ServerStrategy(Strategy):
         batches, comm = run.batches, self.group.comm
         ends = [len(batches.own_rows if sizes is None else sizes), cut or run.error is not None]
         length, cut = combine(comm, np.array(ends, np.int64), SIZES, MPI.MAX).tolist()
-        if not cut:
-            run.keep_error(partial(batches.finish, length))
+        if not batches.divided and not cut:
+            together(comm, partial(batches.finish, length))
         own = batches.own_rows[: length + 1]
         rows = np.zeros(length + 1, np.int64)
         rows[: len(own)] = own
