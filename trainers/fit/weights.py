@@ -72,6 +72,8 @@ def _weighted(data: Data, weights: np.ndarray) -> Data:
 def _labels(y: Any) -> np.ndarray:
     """Return the class number of each row: of integers, or of one-hot rows. Raises ArgumentError."""
     if isinstance(y, np.ndarray) and y.ndim == 2 and y.shape[1] > 1:
+        if ((y != 0) & (y != 1)).any() or (y.sum(axis=1) != 1).any():
+            raise ArgumentError("class_weight needs y of class numbers or one-hot rows, and a row of y is not one-hot")
         return y.argmax(axis=1)
     if not isinstance(y, np.ndarray) or y.size != len(y) or y.dtype.kind not in "iubf" or (y != np.rint(y)).any():
         found = f"{y.dtype} of shape {y.shape}" if isinstance(y, np.ndarray) else f"a {type(y).__name__}"

@@ -22,6 +22,7 @@ from trainers import (
     SpareReplicasTrainer,
 )
 from trainers.errors import ArgumentError, CheckpointError, DataError
+from trainers.fit.weights import ClassWeights
 
 EPOCHS, BATCH = 2, 12
 CLASS_WEIGHT = {0: 3.0, 2: 0.5}
@@ -202,6 +203,13 @@ def test_balanced_classes_count_alike(flat: allreduce.Topology) -> None:
                 trainer.fit(x, targets, **options, **given)
             found.append(made.state()["parameters"].tobytes())
     assert found[:2] == found[2:]
+
+
+@pytest.mark.parametrize("row", [[0.2, 0.8, 0.0], [1, 1, 0], [0, 0, 0], [np.nan, 1, 0]])
+def test_rows_that_are_not_one_hot_have_no_class(row: list[float]) -> None:
+    targets = np.array([[0, 1, 0], row])
+    with pytest.raises(ArgumentError, match="a row of y is not one-hot"):
+        ClassWeights({0: 2.0})((targets, targets))
 
 
 class Weightless(Replica):
