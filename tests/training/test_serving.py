@@ -17,6 +17,7 @@ from trainers import NumpyNetwork, stopwatch
 from trainers.data import Batch, Batches
 from trainers.errors import ArgumentError, DataError, DivergedError
 from trainers.replicas.numpy.optimizers import SGD, Adam
+from trainers.strategies import spare_replicas
 from trainers.strategies.rule import UpdateRule
 from trainers.strategies.servers.epoch import (
     DROPPED,
@@ -47,7 +48,7 @@ from trainers.strategies.servers.mailbox import (
 )
 from trainers.strategies.servers.service import Shard
 from trainers.strategies.servers.strategy import EpochRows
-from trainers.strategies.spare_replicas import receive_round
+from trainers.strategies.spare_replicas import SpareReplicas, receive_round
 from trainers.watching.meter import Tally
 
 
@@ -385,6 +386,19 @@ def test_an_error_of_a_worker_ends_a_step() -> None:
     )
     assert found.stop
     assert not found.failed
+
+
+@pytest.mark.parametrize(("chief", "step"), [(1, 5), (2, 0)])
+def test_a_rank_that_a_failure_kept_from_an_epoch_begins_at_its_first_batch(
+    chief: int, step: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not where it had ended the epoch before. chief: the epoch that the chief has begun; this rank is in epoch 1."""
+    strategy = SpareReplicas(NumpyNetwork((4, 3)), "SpareReplicasTrainer", 0)
+    strategy.group = SimpleNamespace(comm=None, rank=1)  # type: ignore[assignment]
+    strategy._begun, strategy._own_step = 1, 5
+    monkeypatch.setattr(spare_replicas, "all_values", lambda *_: [[chief, 0, False], [1, 5, True]])
+    strategy._agree_on_progress()
+    assert (strategy._begun, strategy._own_step) == (chief, step)
 
 
 def test_what_a_loss_has_cut_off_goes_two_losses_later() -> None:

@@ -125,7 +125,9 @@ class SpareReplicas(ServerStrategy):
 
     def _agree_on_progress(self) -> None:
         progress = [self._begun, self._taken, self._complete]
-        self._begun, self._taken, self._complete = all_values(self.group.comm, progress, HOW_FAR)[CHIEF]
+        begun, self._taken, self._complete = all_values(self.group.comm, progress, HOW_FAR)[CHIEF]
+        if begun != self._begun:  # the chief has begun an epoch, and the failure kept this rank from it
+            self._begun, self._own_step = begun, 0
         if self.group.rank == CHIEF:
             self._own_parameters[:] = self._parameters
 
