@@ -5,6 +5,7 @@ import multiprocessing
 import random
 import time
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import pytest
@@ -12,7 +13,7 @@ import pytest
 from tests.conftest import JobRunner, lacking
 from trainers.data import Batches, Samples
 from trainers.errors import DataError
-from trainers.fit.workers import Reading
+from trainers.fit.workers import Reading, _joined
 
 ROWS, BATCH = 11, 4
 
@@ -30,6 +31,21 @@ class Plain:
         if row == self.bad and multiprocessing.parent_process() is not None:
             raise ValueError("no such picture")
         return {"number": np.array([row]), "noise": np.array([random.random(), np.random.rand()])}, row
+
+
+class Views(NamedTuple):
+    """The inputs of a model."""
+
+    left: np.ndarray
+    right: dict[str, np.ndarray]
+
+
+def test_pieces_of_several_workers_are_joined_in_their_structure() -> None:
+    left, y = np.arange(6).reshape(3, 2), np.arange(3)
+    pieces = [(Views(left[part], {"a": -left[part]}), y[part]) for part in (slice(0, 2), slice(2, 3))]
+    x, targets = _joined(pieces)
+    assert isinstance(x, Views)
+    assert all(map(np.array_equal, (x.left, x.right["a"], targets), (left, -left, y)))
 
 
 def test_grain_reads_the_same_rows_in_the_same_order() -> None:

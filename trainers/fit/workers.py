@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 import numpy as np
 
 import allreduce  # noqa: F401, a worker process that has imported it ends with its rank, also if that is killed
-from trainers.data import Data, Samples, keeping_generators, mapped
+from trainers.data import Data, Samples, keeping_generators, leaves, mapped
 from trainers.errors import ArgumentError, DataError
 from trainers.fit import prefetch
 
@@ -304,11 +304,7 @@ def _as_array(array: Any) -> np.ndarray:
 
 def _joined(trees: Sequence[Any]) -> Any:
     """Return the rows of all trees in one tree."""
-    first = trees[0]
     if len(trees) == 1:
-        return first
-    if isinstance(first, dict):
-        return {key: _joined([tree[key] for tree in trees]) for key in first}
-    if isinstance(first, list | tuple):
-        return type(first)(_joined(parts) for parts in zip(*trees, strict=True))
-    return np.concatenate(trees)
+        return trees[0]
+    columns = zip(*map(leaves, trees), strict=True)
+    return mapped(lambda _: np.concatenate(next(columns)), trees[0])
