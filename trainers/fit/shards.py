@@ -180,5 +180,4 @@ def uneven_text(data: ShardRows, parts: int) -> str:
     ]
     if max(loads) <= LARGEST_SHARE * sum(loads) / parts:
         return ""
-    most = loads.index(max(loads))
-    return f"rank {most} has {max(loads) / sum(loads):.0%} of the rows, and the others wait: make shards of equal sizes"
+    return f"one rank has {max(loads) / sum(loads):.0%} of the rows, and the others wait: make shards of equal sizes"
