@@ -60,7 +60,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 class Images(Dataset):
-    """Images in an .npy file, (rows, height, width, 3) bytes, which each process opens. The class of row r is r % 10."""
+    """Images in an .npy file that each process opens, (rows, height, width, 3) bytes. Row r has class r % 10."""
 
     def __init__(self, path: str, size: int) -> None:
         self._path, self._size = path, size
