@@ -615,6 +615,7 @@ class Trainer(Generic[StrategyT]):
         if error is None and options.ema is not None and not replica.averages:
             try:
                 replica.keep_average(options.ema)
+                replica.keep_average(None)  # another rank, or a later check, may refuse the fit
             except ArgumentError as refused:
                 error = refused
         if error is not None:

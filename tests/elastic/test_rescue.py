@@ -8,6 +8,7 @@ from allreduce import Topology
 from trainers import MirroredTrainer, SpareReplicasTrainer
 from trainers.errors import ArgumentError
 from trainers.group import Owner, RankGroup
+from trainers.replica import AVERAGE
 from trainers.replicas.numpy.network import NumpyNetwork
 from trainers.state.adopt import Found, Piece, Selection, select
 from trainers.state.backup import holders
@@ -79,6 +80,14 @@ def test_pieces_are_joined_in_order() -> None:
     state = Found(4, [first, second]).state
     assert state["parameters"].tolist() == [0, 1, 2, 3, 4]
     assert state["steps"] == 4
+
+
+@pytest.mark.parametrize("number", [0, 1])
+def test_an_average_that_not_all_pieces_have_is_left_out(number: int) -> None:
+    """A rank fails after the others have begun an average, and before the next backup: its backup has none."""
+    pieces = [Piece(4, 4, start, start + 1, {"parameters": np.ones(1)}, {}) for start in (0, 1)]
+    pieces[number].sliced[AVERAGE] = np.ones(1)
+    assert list(Found(4, pieces).state) == ["parameters"]
 
 
 @pytest.mark.parametrize(("kind", "options"), [(MirroredTrainer, {}), (SpareReplicasTrainer, {"spare": 0})])

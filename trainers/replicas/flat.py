@@ -228,6 +228,11 @@ class FlatReplica(Replica):
         return self._average is not None
 
     def keep_average(self, decay: float | None) -> None:
+        if decay is not None and self.tables:
+            raise ArgumentError(
+                f"ema={decay}: the {self.tables[0].name} of this {type(self).__name__} has sparse gradients, and an "
+                "average of the other parameters would not fit it: leave out ema, or use a dense embedding"
+            )
         self.use_parameters()
         self._decay = decay
         if decay is None:

@@ -65,8 +65,12 @@ class Found(NamedTuple):
 
     @property
     def state(self) -> Arrays:
-        """All arrays of the state. Arrays that have no slices are those of the first piece."""
-        names = self.pieces[0].sliced
+        """All arrays of the state. Arrays that have no slices are those of the first piece.
+
+        A moving average that some pieces lack, because a fit was about to begin or to drop it, is left out.
+        """
+        averaged = all(AVERAGE in piece.sliced for piece in self.pieces)
+        names = [name for name in self.pieces[0].sliced if name != AVERAGE or averaged]
         sliced = {name: np.concatenate([piece.sliced[name] for piece in self.pieces]) for name in names}
         return {**self.pieces[0].rest, **sliced}
 

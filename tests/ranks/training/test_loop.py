@@ -10,6 +10,7 @@ import pytest
 from mpi4py import MPI
 
 import allreduce
+from allreduce.errors import DisagreementError
 from tests.ranks.together import raised_everywhere
 from tests.ranks.training.test_fit import data
 from trainers import (
@@ -384,6 +385,12 @@ def test_bad_options_raise_the_same_error_on_all_ranks(flat: allreduce.Topology)
         if SIZE > 1:
             own = {"accumulate": 0} if flat.rank else {}
             assert "accumulate" in raised_everywhere(flat.world, ArgumentError, functools.partial(fit, **own))
+            own = {"ema": DECAY} if flat.rank else {}
+            raised_everywhere(flat.world, DisagreementError, functools.partial(fit, **own))
+        narrow = functools.partial(trainer.fit, x[:, :2], y, progress=False, ema=DECAY)
+        assert "6 features" in raised_everywhere(flat.world, ArgumentError, narrow)
+        assert not trainer.replica.averages  # so the ranks evaluate the same weights
+        assert trainer.evaluate(x, y) == trainer.evaluate(x, y, ema=False)
         trainer.fit(x, y, 1, BATCH, progress=False)
     refusing: list[tuple[dict[str, Any], dict[str, Any]]] = [
         ({"exact": True}, {"accumulate": 2}),
@@ -396,6 +403,9 @@ def test_bad_options_raise_the_same_error_on_all_ranks(flat: allreduce.Topology)
             )
             assert next(iter(made)) in text
             assert next(iter(options)) in text
+    with MirroredTrainer(EmbeddingNetwork([4, 3], words=9), "ring", flat) as trainer:
+        fit = functools.partial(trainer.fit, np.ones((6, 2), int), np.ones(6, int), progress=False, ema=DECAY)
+        assert "sparse gradients" in raised_everywhere(flat.world, ArgumentError, fit)
 
 
 def test_sums_of_squares() -> None:
