@@ -32,7 +32,7 @@ class CategoryNetwork(NumpyNetwork):
         self._own_names = {"embedded": checked(embedded)}
         self._written: Any = None  # the buffer that gets the gradients
         super().__init__(sizes, seed=seed, **options)
-        self._plain = self._columns_before(self.sizes, self._own_names)
+        self._plain = self._columns_before(self.sizes, self.embedded)
         self.features = self._plain + len(self.embedded)
         for number, (table, (rows, vector)) in enumerate(
             zip(self._tables(self.parameters), self.embedded, strict=True)
@@ -47,13 +47,14 @@ class CategoryNetwork(NumpyNetwork):
 
     @classmethod
     def _length(cls, sizes: list[int], names: dict[str, Any]) -> int:
-        cls._columns_before(sizes, names)
-        return length_of(sizes) + sum(map(math.prod, checked(names["embedded"])))
+        embedded = checked(names["embedded"])
+        cls._columns_before(sizes, embedded)
+        return length_of(sizes) + sum(map(math.prod, embedded))
 
     @staticmethod
-    def _columns_before(sizes: Sequence[int], names: dict[str, Any]) -> int:
+    def _columns_before(sizes: Sequence[int], embedded: list[list[int]]) -> int:
         """Return the number of columns of x before the categories. Raises ArgumentError."""
-        plain = sizes[0] - sum(vector for _, vector in names["embedded"])
+        plain = sizes[0] - sum(vector for _, vector in embedded)
         if plain < 0:
             raise ArgumentError(f"sizes[0] is {sizes[0]}, and the vectors alone have {sizes[0] - plain} numbers")
         return plain
