@@ -124,7 +124,7 @@ class UpdateRule:
                     replica.undo()  # each micro-batch begins with the statistics of the step's start
                 values = self._add(replica, sliced(batch.data, span), share * part, memory, number == 0)
                 means = means + part * (values if gpu.is_gpu_array(values) else np.asarray(values, np.float64))
-                sparse.append([(np.array(rows), np.array(values)) for rows, values in replica.sparse_gradients()])
+                sparse.append([(_copy(rows), _copy(values)) for rows, values in replica.sparse_gradients()])
         finally:
             replica.accumulate(False)
             replica.redirect(memory)
@@ -188,6 +188,10 @@ class UpdateRule:
 
     def squares_of_tables(self) -> Any:
         return sum(sum_of_squares(values.reshape(-1)) for _, values in (self.tables.sums if self.tables else ()))
+
+
+def _copy(array: Any) -> Any:
+    return array.copy() if gpu.is_gpu_array(array) else np.array(array)
 
 
 def _joined(parts: Sequence[Rows]) -> Rows:
