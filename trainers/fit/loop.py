@@ -261,7 +261,7 @@ class Fit:
         self._agree("before the first epoch")
         goes_back = self._goes_on and not self.strategy.any_rank_may_fail
         if self.saver is not None and goes_back and not self.history and not self._resumed.step:
-            self.saver.save(self.saver.progress(self.history, 0), self.callbacks, np.empty((0, 0)))
+            self._save(0)
         self._go_to(self._resumed.epoch, self._resumed.step)
 
     def _go_to(self, epoch: int, step: int = 0) -> None:
@@ -568,19 +568,26 @@ class Fit:
         if stage == STEPS and 0 < step < self.batches.steps:
             self._save_here(number, step)
         elif stage == STEPS and not step:
-            saver.save(saver.progress(self.history, number), self.callbacks, np.empty((0, 0)))
+            self._save(number)
         else:
             self._conclude(number)
             if not self._cut_short:
-                saver.save(saver.progress(self.history, number + 1), self.callbacks, np.empty((0, 0)))
+                self._save(number + 1)
         saver.finish()
 
     def _save_here(self, number: int, step: int) -> None:
-        assert self.saver is not None
         self.meter.check_loss()
-        seconds = self._resumed.seconds + time.perf_counter() - self._since
+        self._save(number, step, self._resumed.seconds + time.perf_counter() - self._since)
+
+    def _save(self, number: int, step: int = 0, seconds: float = 0.0, best: bool = False) -> None:
+        """Write a checkpoint after `step` steps of an epoch, with the learning rates from before the fit.
+
+        Collective.
+        """
+        assert self.saver is not None
+        self.strategy.rule.end_step()
         progress = self.saver.progress(self.history, number, step, seconds)
-        self.saver.save(progress, self.callbacks, self.meter.values())
+        self.saver.save(progress, self.callbacks, self.meter.values() if step else np.empty((0, 0)), best)
 
     def _save_between(self, number: int, step: int) -> None:
         """Write a checkpoint before `step` of an epoch, if one is due or the training stops here. Collective."""
@@ -604,7 +611,7 @@ class Fit:
         best = saver.is_best(self.history)
         last = number + 1 == self._epochs or self.strategy.stop_training
         if saver.due_after(number + 1) or best or last:
-            saver.save(saver.progress(self.history, number + 1), self.callbacks, np.empty((0, 0)), best)
+            self._save(number + 1, best=best)
 
 
 def _in_words(logs: Mapping[str, Any]) -> str:

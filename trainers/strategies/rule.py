@@ -150,6 +150,11 @@ class UpdateRule:
         if self.schedule is not None:
             self.schedule.set(self._replica, number)
 
+    def end_step(self) -> None:
+        """Set the learning rates from before the fit, until the next `begin_step`. Local."""
+        if self.schedule is not None:
+            self.schedule.end(self._replica)
+
     def apply(self, gradients: Any, part: slice | None = None, squares: Any = None) -> None:
         """Clip averaged gradients, update the parameters by them, and move the parameters' average.
 

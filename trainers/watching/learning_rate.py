@@ -188,9 +188,13 @@ class StepSchedule(Callback):
         self._before = state["before"].tolist()
 
     def _release(self) -> None:
+        self.end(self.trainer.replica)
+        self._before = []
+
+    def end(self, replica: Replica) -> None:
+        """Set the rates from before the fit. Local."""
         if self._before:
-            self.trainer.replica.learning_rates = self._before
-            self._before = []
+            replica.learning_rates = list(self._before)
 
     def set(self, replica: Replica, step: int) -> None:
         """Set the rates of step `step` of the training. Local."""

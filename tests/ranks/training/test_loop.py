@@ -314,6 +314,18 @@ def test_a_training_resumes_on_another_number_of_ranks(kind: str, flat: allreduc
 
 
 @few
+@pytest.mark.parametrize("kind", ["sharded", "servers"])
+def test_a_checkpoint_has_the_rates_from_before_the_fit(kind: str, flat: allreduce.Topology, folder: Path) -> None:
+    """So a model that is read from it, and a fit that resumes from it without a schedule, train with these."""
+    for epochs, schedule in ((1, lambda step: float(step == 0)), (2, None)) if kind in TRAINERS else ():
+        with TRAINERS[kind](network(), topology=flat) as trainer:
+            options = {"checkpoint": Checkpoint(str(folder)), "resume": True, "schedule": schedule, "progress": False}
+            trainer.fit(*data(), epochs, BATCH, **options)
+            assert trainer.replica.learning_rates == [0.02]
+        assert NumpyNetwork.load(str(max(folder.glob("*.npz")))).learning_rates == [0.02]
+
+
+@few
 def test_the_average_is_evaluated_and_saved(flat: allreduce.Topology, folder: Path) -> None:
     x, y = data()
     for kind in TRAINERS:
