@@ -62,8 +62,8 @@ POINTS = {
     "make a communicator": [("allreduce.topology:Topology", "private")],
     "go back": [("trainers.fit.loop:Fit", "go_back")],
     "back up": [("trainers.state.backup:Backup", "keep")],
-    "back up an array": [("trainers.state.backup", "pieces")],
-    "wait for a backup": [("trainers.state.backup", "wait_for")],
+    "back up an array": [("allreduce.transport.chunked", "pieces")],
+    "wait for a backup": [("allreduce.transport.chunked", "wait_for")],
     "update slices": [("trainers.pytorch.sharded:ShardedOptimizer", "step")],
     "share slices": [("trainers.pytorch.sharded:Placement", "publish")],
 }

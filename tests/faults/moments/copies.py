@@ -26,8 +26,8 @@ STEP = BATCHES + 1  # in which they die: the first after an edit
 MOMENTS = {
     "update": ("update", 1, True),  # parameters are half updated
     "gathered": ("back up", 1, False),
-    "exchange": ("back up an array", 4, False),  # one array was sent, and another was not
-    "sent": ("wait for a backup", 3, False),
+    "exchange": ("back up an array", 5, False),  # 3 are received; one array was sent, and another was not
+    "sent": ("wait for a backup", 4, False),  # 3 were received
     "kept": ("back up", 1, True),
     "evaluated": ("evaluate", 1, True),  # the average is in the place of the parameters
 }

@@ -25,6 +25,7 @@ from trainers.data import Batches
 from trainers.files.checkpoint import path_of
 
 ROWS, BATCH, EPOCHS = 210, 42, 6  # batches that 1 to 3 ranks can divide, and 4 can't
+STEP = {"clip_norm": 1.0, "ema": 0.9}  # options of every step
 
 
 def data() -> tuple[np.ndarray, np.ndarray]:
@@ -163,7 +164,7 @@ def stop_apart(ranks: Topology, options: dict[str, str]) -> dict[str, Any]:
 def stopped(trainer: Any, deaths: Deaths, checkpoint: Checkpoint | str) -> dict[str, Any]:
     callbacks = [deaths, schedule()]
     x, y = data()
-    given: dict[str, Any] = {"validation_data": (x[:50], y[:50]), "progress": False}
+    given: dict[str, Any] = {"validation_data": (x[:50], y[:50]), "progress": False, **STEP}
     trainer.fit(x, y, EPOCHS, BATCH, callbacks=callbacks, checkpoint=checkpoint, **given)
     raise AssertionError("nobody has stopped")
 
@@ -245,7 +246,7 @@ def trained(
         callbacks = [deaths, schedule()]
         given |= {"progress": False}
         if "sync_every" not in options:  # other parameters on each rank have no average
-            given |= {"clip_norm": 1.0, "ema": 0.9}
+            given |= STEP
         common: dict[str, Any] = {"callbacks": callbacks, "checkpoint": checkpoint, "resume": resume, **given}
         if rows is None:
             history = trainer.fit(x, y, EPOCHS, BATCH, **common)
