@@ -293,7 +293,7 @@ def _introduce(job: Job, member: Member, trainer: Trainer[Any]) -> None:
     model = f"{layers}, {network.gradient_length:,} parameters"
     lines.append(f"model: {model}; {optimizer}, learning rate {network.optimizer.lr:g}")
     _say(topology, "\n".join(lines), job.stream)
-    for warning in data.warnings() if isinstance(data, datasets.Dataset) and topology.rank == 0 else ():
+    for warning in data.warnings() if topology.rank == 0 else ():
         log.warning("trainers: %s", warning)
 
 

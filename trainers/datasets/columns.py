@@ -127,9 +127,25 @@ class Columns:
     def __str__(self) -> str:
         numbers = sum(isinstance(column, Number) for column in self.columns)
         return (
-            f"{numbers} columns of numbers, {len(self.columns) - numbers} of categories ({len(self.embedded)} embedded)"
-            f", label {self.label!r}"
+            f"{numbers} column{'s' * (numbers != 1)} of numbers, {len(self.columns) - numbers} of categories "
+            f"({len(self.embedded)} embedded), label {self.label!r}"
         )
+
+    def warnings(self) -> list[str]:
+        """Return a sentence for each column of categories that are numbers, but for a few words."""
+        texts = []
+        for column in self.columns:
+            words = [each for each in column.values if not is_number(each)] if isinstance(column, Category) else []
+            if words and isinstance(column, Category) and 2 * len(words) < len(column.values):
+                reason = f"the column {shown(column.name)} has categories, because {shown(words[0])} is not a number"
+                texts.append(f"{reason}; leave the cell empty if it is a missing number")
+        return texts
+
+    def agrees_with(self, other: "Columns") -> bool:
+        """Whether both make the same features and class numbers of a row, apart from rounding."""
+        if (self.label, self.classes, len(self.columns)) != (other.label, other.classes, len(other.columns)):
+            return False
+        return all(map(_alike, self.columns, other.columns))
 
     # Rows
 
@@ -259,6 +275,13 @@ def known(cells: Cells, index: Mapping[str, int]) -> np.ndarray:
 def is_value(cell: str) -> bool:
     """Whether a cell has a value that is not missing."""
     return cell.strip() not in MISSING
+
+
+def _alike(one: Number | Category, other: Number | Category) -> bool:
+    if not isinstance(one, Number) or not isinstance(other, Number):
+        return one == other
+    same = (one.name, one.missing) == (other.name, other.missing) and math.isclose(one.scale, other.scale, rel_tol=1e-6)
+    return same and abs(one.mean - other.mean) * one.scale < 1e-6
 
 
 def _numbered(values: Sequence[str]) -> dict[str, int]:

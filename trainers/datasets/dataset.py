@@ -64,7 +64,7 @@ class Dataset:
 
     def warnings(self) -> list[str]:
         """Return a sentence for each sign of mistyped labels: classes that differ only in case or spaces, classes of
-        few rows, class numbers that no row has."""
+        few rows, class numbers that no row has; and of columns whose numbers became categories."""
         rows = self.rows_of_classes().tolist()
         quoted = [f"{_short(name)!r} ({n} row{'s' * (n != 1)})" for name, n in zip(self.classes, rows, strict=True)]
         alike = self._alike()
@@ -73,6 +73,7 @@ class Dataset:
         texts += self._small({number for group in alike for number in group}, rows, quoted)
         if empty := [_short(name) for name, count in zip(self.classes, rows, strict=True) if not count]:
             texts.append(f"no row has the label {_listed(empty)}; labels are class numbers, which count from 0")
+        texts += self.columns.warnings() if self.columns is not None else []
         return [f"{self.name}: {text}" for text in texts]
 
     def _alike(self) -> list[list[int]]:

@@ -97,7 +97,7 @@ class Shards:
         )
         if not self.train.counts.sum() or not self.test.counts.sum():
             raise DataError(
-                f"{name} has {sum(map(sum, counts.values()))} rows; at least 2 are needed, to train and test"
+                f"{name} has {len(self.train)} rows to train and {len(self.test)} to test; at least 1 is needed of each"
             )
 
     def __str__(self) -> str:
@@ -105,6 +105,10 @@ class Shards:
             f"{self.name}: {len(self.paths)} shards, {len(self.train)} samples to train, {len(self.test)} to test, "
             f"{self.features} features, {len(self.classes)} classes"
         )
+
+    def warnings(self) -> list[str]:
+        """Return a sentence for each sign of a mistake in the columns."""
+        return [f"{self.name}: {text}" for text in (self.columns.warnings() if self.columns is not None else ())]
 
     def rows(self, shard: int) -> Rows:
         """Return the rows of a shard, and read them first if that has not been done. Raises DataError."""
@@ -126,7 +130,7 @@ class Shards:
 
     def _agreed_sizes(self, exchange: Exchange) -> list[int]:
         """Return the sizes of the files in bytes. Raises DataError if the ranks see different files."""
-        seen = exchange(lambda: [[path, os.path.getsize(path)] for path in self.paths])
+        seen = exchange(lambda: [[path, _size(path)] for path in self.paths])
         if any(each != seen[0] for each in seen):
             texts = [
                 f"  rank {rank}: {len(each)} files, {sum(size for _, size in each)} bytes"
@@ -190,6 +194,13 @@ class ShardRows:
         """Return x and y of one shard."""
         found = self.shards.rows(shard)
         return (found.x_test, found.y_test) if self._test else (found.x_train, found.y_train)
+
+
+def _size(path: str) -> int:
+    try:
+        return os.path.getsize(path)
+    except OSError as error:
+        raise DataError(f"{path} can't be read: {error.strerror or error}") from error
 
 
 def _archived(path: str) -> Rows:

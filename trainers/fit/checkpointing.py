@@ -25,12 +25,13 @@ from allreduce.transport.chunked import bytes_of_root, bytes_to_root
 from allreduce.transport.control import on_all_ranks, root_value, together
 from trainers import data
 from trainers.data import WORDS, BatchSource, Fingerprint
+from trainers.datasets.columns import Columns
 from trainers.errors import ArgumentError, CheckpointError, ModelFileError, UnusableError
 from trainers.files import checkpoint as files
 from trainers.files import model_file
 from trainers.files.checkpoint import Progress, Saved
 from trainers.group import is_valid_layout, layout
-from trainers.replica import Replica
+from trainers.replica import Replica, columns_of
 from trainers.state.adopt import RATES, adopt_whole
 from trainers.strategies.interface import Strategy
 from trainers.watching.callback import Callbacks
@@ -485,8 +486,10 @@ def check(path: str, saved: Saved, replica: Replica, settings: dict[str, Any], s
             raise CheckpointError(f"{path} is of another model: it has {saved_one} where this one has {own}")
     try:
         replica.check_config(path, saved.config)
+        columns = columns_of(path, dict(saved.config))
     except ModelFileError as error:
         raise CheckpointError(str(error)) from error
+    _check_columns(path, columns, replica.columns)
     for name, value in settings.items():
         if progress.settings.get(name) != value:
             values = f"{name}={progress.settings.get(name)!r}, and this one has {name}={value!r}"
@@ -496,6 +499,14 @@ def check(path: str, saved: Saved, replica: Replica, settings: dict[str, Any], s
         raise CheckpointError(f"{path} is of a training with {counts}")
     if progress.step > steps or (progress.step and len(saved.measured[0]) != len(replica.metrics)):
         raise UnusableError(f"{path} is damaged: step {progress.step} of {steps}")
+
+
+def _check_columns(path: str, saved: Columns | None, own: Columns | None) -> None:
+    if saved is not None and own is not None and not saved.agrees_with(own):
+        raise CheckpointError(
+            f"{path} is of a training on a table with other columns, means, categories or classes; give the same "
+            f"table, or keep what was learned of it: --load {path}, columns=load_network(path).columns"
+        )
 
 
 def _described(name: str, shape: Any) -> str:

@@ -13,8 +13,9 @@ from tests.ranks.training.test_loader import TRAINERS
 from tests.training.test_tables import HEADER, people, write
 from trainers import Checkpoint, MirroredTrainer, ParameterServerTrainer, load_shards, network_of
 from trainers.cli.main import main
+from trainers.datasets.columns import Category, Columns, Number
 from trainers.datasets.shards import Shards
-from trainers.errors import ArgumentError, DataError
+from trainers.errors import ArgumentError, CheckpointError, DataError
 from trainers.fit.shards import ShardBatches
 
 ROWS = (40, 9, 0, 33)  # of the shards
@@ -117,6 +118,15 @@ def test_a_fit_on_shards_resumes(made: Path, flat: allreduce.Topology) -> None:
                 parameters, _ = trained(trainer, data, last, checkpoint=checkpoint, resume=True)
         found.append(parameters)
     assert np.array_equal(*found)
+    network, columns = network_of(data, (6,), seed=3), data.columns
+    assert columns is not None
+    kept = [each for each in columns.columns if isinstance(each, Category)]
+    network.columns = Columns([Number("age", 1.0, 1.0, True), *kept], columns.label, columns.classes)
+    with (
+        MirroredTrainer(network, "native", flat) as trainer,
+        pytest.raises(CheckpointError, match="with other columns, means, categories or classes"),
+    ):
+        trained(trainer, data, 3, checkpoint=checkpoint, resume=True)
 
 
 def test_faults_are_the_same_error_on_all_ranks(made: Path, flat: allreduce.Topology) -> None:
@@ -129,6 +139,7 @@ def test_faults_are_the_same_error_on_all_ranks(made: Path, flat: allreduce.Topo
 
     pattern = str(made / "part-*.csv")
     fails(DataError, "no file matches", str(made / "no-*.csv"))
+    fails(DataError, "no.csv can't be read: No such file", [str(made / "no.csv")], "income")
     fails(DataError, "name the column of the label", pattern)
     fails(DataError, "all tables .* or all", [str(made / "part-0.csv"), str(made / "part-0.npz")], "income")
     fails(ArgumentError, "is for tables", str(made / "part-*.npz"), "income")
