@@ -355,6 +355,7 @@ def test_defaults_depend_on_the_data() -> None:
         (["--lr", "nan"], "must be a number > 0, got 'nan'"),
         (["--accumulate", "0"], "must be an integer >= 1, got '0'"),
         (["--clip-norm", "inf"], "must be a number > 0, got 'inf'"),
+        (["--ignore", "a,b"], "--ignore a,b needs --label NAME"),
         (["--ema", "1"], "must be a number between 0 and 1, such as 0.999, got '1'"),
         (["--schedule", "sine"], "invalid choice: 'sine'"),
         (["--hidden", "64,,32"], "must be a list of layer sizes such as 64,32, or \"none\", got '64,,32'"),

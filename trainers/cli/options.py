@@ -222,6 +222,8 @@ class Option:
 
     def given(self, value: Any) -> str:
         """The option with its value, as it was given."""
+        if isinstance(value, tuple):
+            value = ",".join(map(str, value))
         return self.flag if value is True else f"{self.flag} {value}"
 
     @property

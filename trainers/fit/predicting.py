@@ -54,6 +54,8 @@ class Target:
         folder, name = os.path.split(self._out)
         self.divided = "*" in name or not name.endswith(ENDINGS)
         if self.divided and "*" not in name:
+            if os.path.splitext(name)[1][1:].isalpha() and not os.path.isdir(self._out):
+                raise ArgumentError(f"out={self._out!r}: a file ends in .csv or .jsonl; of a new folder write {name}/")
             folder, name = self._out, IN_FOLDER
         self._folder, self._name = folder or ".", name
         self.ending = os.path.splitext(name)[1]

@@ -90,6 +90,8 @@ def test_predictions_of_a_table(
         assert rows_of(trainer.predict(str(folder / "new-3.csv"), str(folder / "none.csv"))[0]) == []
         with pytest.raises(ArgumentError, match="has files already"):
             trainer.predict(str(folder / "new-1.csv"), str(folder / "csv"))
+        with pytest.raises(ArgumentError, match=r"ends in .csv or .jsonl; of a new folder write all.json/"):
+            trainer.predict(str(folder / "new-1.csv"), str(folder / "all.json"))
 
 
 def test_predictions_of_arrays(folder: Path, flat: allreduce.Topology) -> None:
