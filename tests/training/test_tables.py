@@ -13,6 +13,7 @@ import pytest
 
 from trainers import datasets
 from trainers.datasets import __main__ as making
+from trainers.datasets import learning
 from trainers.datasets.columns import Category, Columns, Number
 from trainers.datasets.rows import TableFile
 from trainers.errors import ArgumentError, DataError, ModelFileError
@@ -79,8 +80,9 @@ def test_the_columns_come_from_the_training_rows_alone(tmp_path: Path) -> None:
 def test_numbers_can_be_categories_and_columns_left_out(tmp_path: Path) -> None:
     rows = [[str(number % 3), str(number), "5", f"{number % 2}"] for number in range(40)]
     path = write(tmp_path / "a.csv", rows, ["code", "id", "same", "label"])
-    data = datasets.load(path, "label", ignore="id", categories=["code"])
+    data = datasets.load(path, "label", ignore=["id", "id"], categories=["code"])
     assert data.columns is not None
+    assert Columns.from_dict(data.columns.as_dict()) == data.columns
     assert data.columns.columns[0] == Category("code", ("0", "1", "2"))
     assert (data.features, data.classes) == (4, ("0", "1"))
     assert not data.x_train[:, 3].any(), "a number that never changes"
@@ -180,6 +182,9 @@ BAD: dict[str, tuple[bytes, str]] = {
     "infinite": (b"age,job,income\n1,2,a\n,inf,b\n", "line 3, column 'job': 'inf' is not a finite number"),
     "a real label": (b"age,income\n1,2.5\n2,3.5\n", "2 different numbers, such as 2.5; expected classes"),
     "other label": (b"age,job\n1,2\n", "has no column 'income'; its columns are age, job"),
+    "a number in two ways": (b"age,income\n1,0\n2,1\n3,0.0\n", "'income' has the number 0 also as 0.0"),
+    "a line of one space": ("age,income\n1,a\n\xa0\n".encode(), "line 3 has 1 cell, and"),
+    "one row": (b"age,income\n1,a\n", "has 0 rows to train and 1 to test"),
     "label alone": (b"id,income\n1,2\n", "no column is left"),
 }
 
@@ -260,6 +265,46 @@ def test_parts_of_a_table_have_each_row_once(tmp_path: Path, monkeypatch: pytest
             assert [row[0] for row in found[:3] + found[-1:]] == [3, 5, 7, 64]
 
 
+def test_a_line_of_tabs_is_a_row(tmp_path: Path) -> None:
+    for number, header in enumerate((b"\xef\xbb\xbfage\tjob\n", b"\xef\xbb\xbf")):  # the second has numbers alone
+        path = tmp_path / f"{number}.tsv"
+        path.write_bytes(header + b"1\t2\r\n \r\n\t\n3\t4")
+        table = TableFile(str(path), header=not number)
+        (block,) = table.blocks()
+        assert [list(each) for each in block.columns] == [["1", "", "3"], ["2", "", "4"]]
+        assert table.count(table.begin, table.end).rows == 3
+
+
+def test_the_categories_of_all_shards_are_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(learning, "MOST_VALUES", 30)
+    paths = [
+        write(tmp_path / f"{shard}.csv", [[f"{shard} {row}", f"{row % 2}"] for row in range(25)], ["town", "label"])
+        for shard in range(2)
+    ]
+    with pytest.raises(DataError, match=r"2 files: the column 'town' has more than 30 .* --ignore town"):
+        datasets.Shards("2 files", paths, learning.Choices("label"))
+
+
+def test_a_word_in_a_column_of_numbers_is_warned_of(tmp_path: Path) -> None:
+    rows = [[str(number), f"{number % 2}"] for number in range(40)]
+    path = write(tmp_path / "a.csv", [*rows, ["old", "1"]] * 2, ["age", "label"])
+    (told,) = datasets.load(path, "label").warnings()
+    assert "the column 'age' has categories, because 'old' is not a number" in told
+    assert not datasets.load(write(tmp_path / "b.csv", rows, ["age", "label"]), "label", categories="age").warnings()
+
+
+def test_columns_agree_apart_from_rounding() -> None:
+    number, job = Number("age", 40.0, 0.1, False), Category("job", ("cook", "nurse"))
+    columns = Columns([number, job], "income", ["high", "low"])
+    near = dataclasses.replace(number, mean=number.mean + 1e-8)
+    assert columns.agrees_with(Columns([near, job], "income", ["high", "low"]))
+    far = dataclasses.replace(number, mean=41.0)
+    turned = Category("job", ("nurse", "cook"))
+    for other in ([far, job], [number, turned], [job, number], [number]):
+        assert not columns.agrees_with(Columns(other, "income", ["high", "low"]))
+    assert not columns.agrees_with(Columns([number, job], "income", ["low", "high"]))
+
+
 def test_columns_are_json(tmp_path: Path) -> None:
     columns = datasets.load(write(tmp_path / "a.csv", people(50)), "income").columns
     assert columns is not None
@@ -272,6 +317,7 @@ def test_a_table_to_try_is_made_once(tmp_path: Path, capsys: pytest.CaptureFixtu
     path = str(tmp_path / "people.tsv")
     assert (making.main(["make", path]), making.main(["make", path])) == (0, 2)
     assert "exists already" in capsys.readouterr().err
+    assert making.main(["make", str(tmp_path / "people.csv.gz")]) == 2
     data = datasets.load(path, "income", ignore="name")
     assert data.columns is not None
     assert (len(data.y_train), data.columns.embedded) == (1600, ((41, 7),))

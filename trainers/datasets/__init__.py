@@ -67,7 +67,7 @@ def checked_choices(
 ) -> Choices | None:
     """Return how a table is read, from the arguments of `load`; None if the source is no table, or with `columns`.
     Raises ArgumentError."""
-    ignored, forced = ([each] if isinstance(each, str) else list(each) for each in (ignore, categories))
+    ignored, forced = ([each] if isinstance(each, str) else [*dict.fromkeys(each)] for each in (ignore, categories))
     if columns is not None:
         if not is_table(source):
             raise ArgumentError(f"{source} is no table (.csv, .tsv), and the model was trained on one: {columns}")

@@ -24,7 +24,7 @@ import numpy as np
 from trainers import datasets
 from trainers.datasets import idx
 from trainers.datasets.parser import Parser
-from trainers.datasets.rows import ENDINGS
+from trainers.datasets.rows import ENDINGS, is_table
 from trainers.errors import DataError
 from trainers.files import model_file
 
@@ -78,6 +78,8 @@ def make_table(path: str) -> str:
     """Write the table of `people` to a new file, .csv or .tsv; returns a text about it. Raises DataError."""
     if os.path.lexists(path):
         raise DataError(f"{path} exists already; nothing is overwritten: give another name, or remove it first")
+    if path.endswith(".gz"):
+        raise DataError(f"{path}: give a name that ends in .csv or .tsv")
     text = io.StringIO()
     csv.writer(text, delimiter=ENDINGS[os.path.splitext(path)[1]], lineterminator="\n").writerows(people())
     try:
@@ -115,7 +117,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("folder", metavar="FOLDER", help="the folder to create (empty if it exists), or the table")
     options = parser.parse_args(arguments)
     try:
-        table = os.path.splitext(options.folder)[1] in ENDINGS
+        table = is_table(options.folder)
         print(f"made {make_table(options.folder) if table else make(options.folder)}")
     except DataError as error:
         print(f"error: {error}", file=sys.stderr)

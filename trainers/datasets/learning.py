@@ -3,6 +3,7 @@
 No MPI here: an `Exchange` brings together what the ranks have found in their own files.
 """
 
+import itertools
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -133,10 +134,7 @@ def read(table: TableFile, names: Sequence[str], categories: Collection[str], la
             found = texts[name].add(cells, block.lines) if name in texts else numbers(name, cells, where)
             parts[name].append(found)
             if name in texts and len(texts[name].texts) > MOST_VALUES:
-                raise DataError(
-                    f"{table.path}: the column {shown(name)} has more than {MOST_VALUES} different values; leave it "
-                    f"out (ignore={name!r}, --ignore {name})"
-                )
+                raise too_many_error(table.path, name)
         labels.append(classes.add(block.columns[table.names.index(label)], block.lines))
         if not labels[-1].all():
             row = int(np.argmin(labels[-1]))
@@ -146,6 +144,13 @@ def read(table: TableFile, names: Sequence[str], categories: Collection[str], la
     none = np.zeros(0, np.int64)
     values = {name: np.concatenate(part) if part else none for name, part in parts.items()}
     return Read(values, texts, np.concatenate(labels) if labels else none, classes)
+
+
+def too_many_error(source: str, name: str) -> DataError:
+    return DataError(
+        f"{source}: the column {shown(name)} has more than {MOST_VALUES} different values; leave it out "
+        f"(ignore={name!r}, --ignore {name})"
+    )
 
 
 def place(table: TableFile, block: Block) -> Where:
@@ -249,12 +254,18 @@ def class_names(source: str, label: str, texts: Collection[str]) -> list[str]:
         raise DataError(f"{source}: there are no rows, only a header")
     if not all(map(is_number, texts)):
         return sorted(texts)
+    ordered = sorted(texts, key=lambda text: (float(text), text))
+    for one, other in itertools.pairwise(ordered):
+        if float(one) == float(other):
+            raise DataError(
+                f"{source}: the label {shown(label)} has the number {one} also as {other}; write it one way"
+            )
     if len(texts) > dataset.MANY_CLASSES or any(not float(text).is_integer() for text in texts):
         raise DataError(
             f"{source}: the label {shown(label)} has {len(texts)} different numbers, such as {min(texts)}; expected "
             f"classes: words, or at most {dataset.MANY_CLASSES} whole numbers"
         )
-    return sorted(texts, key=lambda text: (float(text), text))
+    return ordered
 
 
 def _class_numbers(found: Read, order: Mapping[str, int]) -> np.ndarray:
@@ -287,7 +298,10 @@ def _columns(
     for name in names:
         found = [each["columns"][name] for each in described]
         if name in categories:
-            columns.append(Category(name, tuple(sorted({text for each in found for text in each}))))
+            values = tuple(sorted({text for each in found for text in each}))
+            if len(values) > MOST_VALUES:
+                raise too_many_error(source, name)
+            columns.append(Category(name, values))
             continue
         moments = merged([Moments(*each[:3]) for each in found])
         mean, deviation = float(moments.mean), float(moments.deviation)

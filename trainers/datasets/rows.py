@@ -12,6 +12,7 @@ BLOCK = 1 << 20  # bytes that are parsed at a time, to bound the memory
 LONGEST_LINE = 1 << 24  # bytes
 MOST_COLUMNS = 1 << 14
 LONGEST_SHOWN = 60  # characters of a cell in an error
+BYTE_ORDER_MARK = b"\xef\xbb\xbf"  # before the text in files of some programs
 
 Cells = Sequence[str]
 
@@ -44,14 +45,18 @@ class TableFile:
     names: of the columns. begin, end: the bytes where the rows begin and end; of a gzipped table, unpacked bytes.
 
     A cell may be in quotation marks, but no row goes on in the next line. So a part of the rows can be read without the
-    rows before it. Blank lines are skipped. Raises DataError, with the path and the line.
+    rows before it. Blank lines are skipped; in a .tsv a line of tabs is a row of missing values. Raises DataError, with
+    the path and the line.
     """
 
     def __init__(self, path: str, header: bool = True) -> None:
         """header: False if the table may lack the line with names; its first line has numbers alone then."""
         self.path = path
         self._delimiter = next(mark for end, mark in ENDINGS.items() if path.removesuffix(".gz").endswith(end))
+        self._blanks = " \t\r\v\f".replace(self._delimiter, "")  # the characters of a blank line
         with files.opened(path) as (file, most):
+            start = len(BYTE_ORDER_MARK) if file.read(len(BYTE_ORDER_MARK)) == BYTE_ORDER_MARK else 0
+            file.seek(start)
             number, line = 0, b""
             while not line.strip():
                 line = file.readline(LONGEST_LINE + 1)
@@ -61,7 +66,7 @@ class TableFile:
             first = [cell.strip(' "') for cell in line.decode(errors="replace").strip().split(self._delimiter)]
             bare = not header and all(map(is_number, first))
             if bare:
-                file.seek(0)
+                file.seek(start)
             self.begin = file.tell()
             self.end = self.begin + files.remaining(file, most)
             if self.end > most:
@@ -70,7 +75,7 @@ class TableFile:
         self.names = tuple(f"column {place + 1}" for place in range(len(first))) if bare else self._names(line)
 
     def _names(self, line: bytes) -> tuple[str, ...]:
-        text = self._decoded(line.removeprefix(b"\xef\xbb\xbf"), self._header).rstrip("\r\n")
+        text = self._decoded(line, self._header).rstrip("\r\n")
         names = [name.strip() for name in self._parsed([text], [self._header])[0]]
         where = f"{self.path}, line {self._header}"
         if len(names) > MOST_COLUMNS or len(line) > LONGEST_LINE:
@@ -91,12 +96,13 @@ class TableFile:
     def count(self, start: int, stop: int) -> Count:
         """Count the rows and lines that begin at byte `start` or after it, and before byte `stop`."""
         rows = lines = 0
+        blanks = self._blanks.encode()
         for piece in self._pieces(start, stop):
             found = piece.split(b"\n")
             if not found[-1]:
                 found.pop()
             lines += len(found)
-            rows += sum(1 for line in found if line.strip())
+            rows += sum(1 for line in found if line.strip(blanks))
         return Count(rows, lines)
 
     def blocks(self, start: int | None = None, stop: int | None = None, lines: int = 0) -> Iterator[Block]:
@@ -112,7 +118,7 @@ class TableFile:
             numbers: Sequence[int] = range(number + 1, number + 1 + len(texts))
             number += len(texts)
             if not all(map(str.strip, texts)):
-                kept = [(line, text) for line, text in zip(numbers, texts, strict=True) if text.strip()]
+                kept = [(line, text) for line, text in zip(numbers, texts, strict=True) if text.strip(self._blanks)]
                 numbers, texts = [line for line, _ in kept], [text for _, text in kept]
             if texts:
                 yield self._block([text.removesuffix("\r") for text in texts], numbers)
@@ -127,9 +133,10 @@ class TableFile:
         rows = self._parsed(texts, numbers)
         if {*map(len, rows)} != {width}:
             row, cells = next((row, cells) for row, cells in enumerate(rows) if len(cells) != width)
+            found = f"{len(cells)} cell{'s' * (len(cells) != 1)}"
             raise DataError(
-                f"{self.path}, line {numbers[row]} has {len(cells)} cells, and the header has {width} columns; is the "
-                "file truncated, or a cell with a comma not in quotation marks?"
+                f"{self.path}, line {numbers[row]} has {found}, and the header has {width} columns; is the file "
+                "truncated, or a cell with a comma not in quotation marks?"
             )
         return Block(list(zip(*rows, strict=True)), numbers)
 
