@@ -18,7 +18,7 @@ ABOUT = """Predict the rows of files by a saved model, on all ranks, in constant
 
 A table (.csv, .tsv) has the columns of the table on which the model was trained, in their order; the label may be there
 or not, and is not read. A .npy file, or the array x of an .npz, has rows of numbers. A line of the predictions has the
-number of the row, from 0, the class in words, and its probability.
+number of the row, from 0, the class, and its probability. The class is a word if the model was trained on a table.
 """
 EXAMPLES = """examples:
   mpirun -n 4 python -m trainers predict --load model.npz --data new.csv --out predictions.csv
