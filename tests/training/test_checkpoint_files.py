@@ -282,3 +282,24 @@ def test_a_forked_child_does_not_keep_the_folder_locked(tmp_path: Path) -> None:
     finally:
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
+
+
+def test_a_forked_child_of_a_killed_training_does_not_keep_the_folder_locked(tmp_path: Path) -> None:
+    reading, writing = os.pipe()
+    training = os.fork()
+    if not training:
+        with checkpoint.in_use(str(tmp_path)):
+            if os.fork():
+                os._exit(0)
+            os.write(writing, b"%d" % os.getpid())
+            time.sleep(60)
+            os._exit(0)
+    os.waitpid(training, 0)
+    child = int(os.read(reading, 20))
+    os.close(reading)
+    os.close(writing)
+    try:
+        with checkpoint.in_use(str(tmp_path)):
+            pass
+    finally:
+        os.kill(child, signal.SIGKILL)

@@ -276,6 +276,8 @@ def in_use(folder: str) -> Iterator[None]:
     finally:
         if handle in _locked:
             _locked.discard(handle)
+            with suppress(OSError):
+                fcntl.flock(handle, fcntl.LOCK_UN)  # a child that was just forked may not have closed its handle yet
             os.close(handle)
 
 
