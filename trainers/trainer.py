@@ -384,8 +384,9 @@ class Trainer(Generic[StrategyT]):
     def predict(
         self, x: Any, out: Any = None, *, progress: bool = True, stream: TextIO | None = None, ema: bool | None = None
     ) -> Any:
-        """Return the replica's output for every row, in order, on every rank; a tuple or a dict of arrays if the model
-        has several outputs. Collective.
+        """Return the replica's output for every row, in order, on every rank. Collective.
+
+        If the model has several outputs, they are a tuple or a dict of arrays.
 
         x: an array, or a tuple or a dict of arrays, as for `fit`. The ranks share the work. For a NumpyNetwork: (rows,
             outputs) float32, probabilities with a cross-entropy loss.
