@@ -26,7 +26,7 @@ from allreduce.backend import AllReduce
 from allreduce.engine.queue import Future, Queue
 from allreduce.errors import OptionError
 from allreduce.transport import ulfm
-from allreduce.transport.control import raise_together
+from allreduce.transport.control import raise_together, together
 from allreduce.transport.wait import waiting
 from allreduce.wrappers.options import check_parts
 from trainers.checks import GradientCheck
@@ -116,7 +116,8 @@ class Reducer:
         self.plan, lengths = plan_buckets(sizes, *limits)
         memories = {dtype: allocate_flat(backend, length, dtype, self.device) for dtype, length in lengths.items()}
         self.flats = {dtype: memory.tensor for dtype, memory in memories.items()}
-        check_parts(options.compress, [Part(name, 0, tuple(each.shape)) for name, each in dense])
+        whole = [Part(name, 0, tuple(each.shape)) for name, each in dense]
+        together(comm, partial(check_parts, options.compress, whole))
         self._describe(backend, memories, dense)
         slots = {slot.parameter: (layout.dtype, slot.start) for layout in self.plan for slot in layout.slots}
         self.gradients = [Gradient(*named, self.flats, *slots[index]) for index, named in enumerate(dense)]
