@@ -57,6 +57,7 @@ FILES = [
     "trainers/replicas/pytorch/devices.py",
     "trainers/watching/meter.py",
     "trainers/stopwatch.py",
+    "trainers/strategies/rule.py",
     *(path.relative_to(ROOT).as_posix() for path in (ROOT / "trainers/replicas/numpy").glob("*.py")),
 ]
 TORCH_ROOTS = {
