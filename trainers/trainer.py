@@ -277,8 +277,8 @@ class Trainer(Generic[StrategyT]):
         infinite, and Terminated, which is a SystemExit, when any rank has received SIGTERM.
         """
         settings: dict[str, Any] = {"epochs": epochs, "batch_size": batch_size, "seed": seed, "shuffle": shuffle}
-        given = validation_data is not None or validation_rows is not None
-        settings["validation_data"] = "given" if given else "none"
+        validates = validation_data is not None or validation_rows is not None
+        settings["validation_data"] = "given" if validates else "none"
         settings |= {"checkpoint": checkpoint, "resume": resume}
         weigh = None if class_weight is None else ClassWeights(class_weight)
         settings |= {} if weigh is None else {"class_weight": weigh}
