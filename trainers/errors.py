@@ -75,6 +75,10 @@ class UnusableError(CheckpointError):
     """A checkpoint is damaged, or this kind of trainer can't resume from it; an older checkpoint may be usable."""
 
 
+class ExportError(_FileError):
+    """A model can't be exported: its graph, or the file; or the exported model gives other outputs."""
+
+
 class DivergedError(TrainerError, ArithmeticError):
     """The loss became NaN or infinite in training."""
 

@@ -1,1 +1,1 @@
-"""Models as ONNX files: the graph of a replica, with the scaling, categories and class names of its data."""
+"""Writes models as ONNX files, which run without this package; see metadata.py for what such a file contains."""
