@@ -1,0 +1,86 @@
+"""A job of 3 ranks: rank 1 is stopped and goes on, rank 2 is killed; rank 0 waits for neither."""
+
+import os
+import signal
+import sys
+import time
+
+import numpy as np
+
+from allreduce import Topology
+from trainers.many.answering import AHEAD, Dealer, Exchange, Rounds, answer_requests
+
+SIZE = 300_000  # elements: more than MPI sends at once
+STOPPED = range(5, 30)  # rounds in which rank 1 is stopped
+
+
+def main() -> None:
+    topology = Topology()
+    exchange = Exchange(topology)
+    if topology.rank == 0:
+        serve(exchange)
+    else:
+        own = np.array([os.getpid()])
+        answer_requests(exchange, lambda header, arrays: (header, [own, *arrays]))
+        rounds(exchange)
+    exchange.close()
+    print(f"rank {topology.rank} ends", flush=True)
+
+
+def serve(exchange: Exchange) -> None:
+    dealer, large = Dealer(exchange), np.arange(SIZE)
+
+    def answers(count: int) -> dict[int, bool]:
+        found: dict[int, bool] = {}
+
+        def done() -> bool:
+            for answer in dealer.answers():
+                found[answer.rank] = answer.header is not None
+                if answer.arrays:
+                    pids[answer.rank] = int(answer.arrays[0][0])
+                    assert np.array_equal(answer.arrays[1], large)
+            return len(found) >= count
+
+        assert exchange.wait(done, 30), found
+        return found
+
+    pids: dict[int, int] = {}
+    for rank in (1, 2):
+        dealer.deal(rank, {}, [large])
+    assert answers(2) == {1: True, 2: True}
+    os.kill(pids[1], signal.SIGSTOP)
+    os.kill(pids[2], signal.SIGKILL)
+    late = dealer.deal(1, {}, [large])
+    dealer.deal(2, {}, [large])
+    assert answers(1) == {2: False}
+    assert exchange.lost == {2}
+    dealer.forget(late)
+    assert dealer.busy(1) == 1
+    os.kill(pids[1], signal.SIGCONT)
+    assert exchange.wait(lambda: dealer.answers() == [] and dealer.late == 1, 30)
+    exchange.send(1, {"end": True})  # ends answer_requests alone
+    rounds(exchange, pids[1])
+
+
+def rounds(exchange: Exchange, pid: int = 0) -> None:
+    called = Rounds(exchange)
+    for number in range(40):
+        if exchange.rank:
+            called.send({}, [np.full(SIZE, number)])
+            continue
+        called.begin()
+        if number == STOPPED.start:
+            os.kill(pid, signal.SIGSTOP)
+        stopped = number in STOPPED
+        if number == STOPPED.stop:
+            os.kill(pid, signal.SIGCONT)
+        found = called.collect(time.monotonic() + (0.02 if stopped else 30))
+        assert set(found) <= {1}, found
+        if number not in STOPPED:
+            assert found[1].arrays[0][0] == number
+        if stopped and number > STOPPED.start + AHEAD:  # it may have been ahead
+            assert not found
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,125 @@
+"""Saved models that answer: what load_model returns for each kind of file."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from trainers.datasets.columns import Category, Columns, Number
+from trainers.errors import ArgumentError, DataError, ModelFileError
+from trainers.many.models import load_model, load_whole
+from trainers.replicas.numpy.categories import CategoryNetwork
+from trainers.replicas.numpy.embedding import EmbeddingNetwork
+from trainers.replicas.numpy.network import NumpyNetwork
+
+COLUMNS = Columns(
+    [Number("age", 40.0, 0.1, True), Category("town", ("Ulm", "Rom"))], label="kind", classes=["no", "yes", "maybe"]
+)
+
+
+def saved(network: NumpyNetwork, path: Path) -> str:
+    network.save(str(path))
+    return str(path)
+
+
+def test_a_network(tmp_path: Path) -> None:
+    network, x = NumpyNetwork([4, 5, 3]), np.random.default_rng(1).standard_normal((7, 4), np.float32)
+    model = load_model(saved(network, tmp_path / "m.npz"))
+    assert (model.kind, model.shape, model.dtype, model.members) == ("NumpyNetwork", (4,), np.float32, 1)
+    assert (model.columns, model.classes) == (None, ())
+    model.check(x)
+    assert np.array_equal(model.predict(x), network.predict(x))
+    with pytest.raises(ArgumentError, match="4 features"):
+        model.check(x[:, :3])
+    with pytest.raises(ArgumentError, match="not trained on a table"):
+        model.rows_of([["1"] * 4])
+
+
+def test_the_moving_average_answers(tmp_path: Path) -> None:
+    network = NumpyNetwork([4, 3], lr=0.5)
+    buffer = np.zeros(network.gradient_length, np.float32)
+    network.bind(buffer)
+    network.keep_average(0.9)
+    buffer[:] = 1
+    network.update()
+    network.move_average()
+    x = np.ones((2, 4), np.float32)
+    model = load_model(saved(network, tmp_path / "m.npz"))
+    network.use_average()
+    assert np.array_equal(model.predict(x), network.predict(x))
+
+
+def test_a_table(tmp_path: Path) -> None:
+    network = NumpyNetwork([4, 3])
+    network.columns = COLUMNS
+    model = load_model(saved(network, tmp_path / "m.npz"))
+    assert model.classes == ("no", "yes", "maybe")
+    rows = model.rows_of([["50", "Rom"], ["", "Bonn"]])
+    assert rows.tolist() == [[1, 0, 0, 1], [0, 1, 0, 0]]
+    assert model.rows_of([]).shape == (0, 4)
+    with pytest.raises(DataError, match=r"row 1.*'age'.*'old' is not a finite number"):
+        model.rows_of([["1", "Rom"], ["old", "Rom"]])
+
+
+def test_categories_and_words(tmp_path: Path) -> None:
+    model = load_model(saved(CategoryNetwork([5, 2], embedded=[(40, 3)]), tmp_path / "c.npz"))
+    assert (model.kind, model.shape) == ("CategoryNetwork", (3,))
+    words = EmbeddingNetwork([3, 2], words=9)
+    model = load_model(saved(words, tmp_path / "w.npz"))
+    assert (model.kind, model.shape, model.dtype) == ("EmbeddingNetwork", (None,), np.int64)
+    x = np.array([[0, 8], [3, 3]])
+    assert np.array_equal(model.predict(x), words.predict(x))
+    with pytest.raises(ArgumentError, match="0 to 8"):
+        model.check(x + 1)
+
+
+def write_onnx(path: Path, metadata: dict[str, str], size: int = 4) -> np.ndarray:
+    onnx = pytest.importorskip("onnx")
+    pytest.importorskip("onnxruntime")
+    weights = np.random.default_rng(2).standard_normal((size, 3), np.float32)
+    graph = onnx.helper.make_graph(
+        [onnx.helper.make_node("MatMul", ["x", "w"], ["z"]), onnx.helper.make_node("Softmax", ["z"], ["y"])],
+        "g",
+        [onnx.helper.make_tensor_value_info("x", onnx.TensorProto.FLOAT, ["rows", size])],
+        [onnx.helper.make_tensor_value_info("y", onnx.TensorProto.FLOAT, ["rows", 3])],
+        [onnx.numpy_helper.from_array(weights, "w")],
+    )
+    model = onnx.helper.make_model(graph, opset_imports=[onnx.helper.make_opsetid("", 17)], ir_version=8)
+    onnx.helper.set_model_props(model, metadata)
+    path.write_bytes(model.SerializeToString())
+    return weights
+
+
+def test_an_onnx_file(tmp_path: Path) -> None:
+    weights = write_onnx(tmp_path / "m.onnx", {"classes": json.dumps(["a", "b", "c"])})
+    model, x = load_model(str(tmp_path / "m.onnx")), np.eye(4, dtype=np.float32)[:2]
+    assert (model.kind, model.shape, model.dtype, model.classes) == ("onnx", (4,), np.float32, ("a", "b", "c"))
+    model.check(x)
+    wanted = np.exp(x @ weights) / np.exp(x @ weights).sum(axis=1, keepdims=True)
+    np.testing.assert_allclose(model.predict(x), wanted, rtol=1e-5)
+    with pytest.raises(ArgumentError, match=r"shape \(rows, 4\)"):
+        model.check(x[:, :2])
+    write_onnx(tmp_path / "m.onnx", {"columns": json.dumps(COLUMNS.as_dict())})
+    assert load_model(str(tmp_path / "m.onnx")).columns == COLUMNS
+    for wrong in ({"columns": "[1]"}, {"classes": "{}"}, {"classes": "[" * 100_000}):
+        write_onnx(tmp_path / "m.onnx", wrong)
+        with pytest.raises(ModelFileError, match="metadata"):
+            load_model(str(tmp_path / "m.onnx"))
+
+
+def test_damaged_files(tmp_path: Path) -> None:
+    network = NumpyNetwork([4, 3])
+    whole = Path(saved(network, tmp_path / "m.npz")).read_bytes()
+    assert load_whole(str(tmp_path / "m.npz")).digest == load_whole(str(tmp_path / "m.npz")).digest
+    for cut in (0, 10, len(whole) // 2, len(whole) - 1):
+        (tmp_path / "m.npz").write_bytes(whole[:cut])
+        with pytest.raises(ModelFileError):
+            load_whole(str(tmp_path / "m.npz"))
+    for name in ("absent.npz", "absent.onnx"):
+        with pytest.raises(ModelFileError, match="No such file"):
+            load_model(str(tmp_path / name))
+    if write_onnx(tmp_path / "m.onnx", {}).size:
+        (tmp_path / "m.onnx").write_bytes((tmp_path / "m.onnx").read_bytes()[:-9])
+        with pytest.raises(ModelFileError, match="not an ONNX file"):
+            load_model(str(tmp_path / "m.onnx"))
