@@ -6,8 +6,8 @@
 - Rounds: every rank computes its answer by itself, in the same order of calls; rank 0 collects what has come by the
   deadline. `ensemble.predict` uses it.
 
-Work has a sequence number, by which an answer that comes late is recognised and dropped. A rank that crashes is lost for
-the Exchange alone, if MPI lets the others live (mpirun --with-ft ulfm); the communicator is not revoked then.
+Work has a sequence number, by which an answer that comes late is recognised and dropped. A rank that crashes is lost,
+and the others go on, if MPI lets them live (mpirun --with-ft ulfm). The communicator is not revoked then.
 """
 
 import json
@@ -260,7 +260,7 @@ class Dealer:
         self.told: list[Message] = []  # messages that are no answers, oldest first; take and clear them
 
     def deal(self, rank: int, header: dict[str, Any], arrays: Sequence[np.ndarray] = ()) -> int:
-        """Start to send work to a rank; returns its sequence number. The arrays must not change until it is answered."""
+        """Start to send work to a rank; returns its sequence number. The arrays must not change until the answer."""
         self._number += 1
         self._open[self._number] = rank
         self.exchange.send(rank, {**header, NUMBER: self._number}, arrays)
@@ -299,8 +299,8 @@ Handle = Callable[[dict[str, Any], list[np.ndarray]], tuple[dict[str, Any], list
 def answer_requests(exchange: Exchange, handle: Handle, meanwhile: Callable[[], object] | None = None) -> None:
     """Every rank but 0: answer the work that rank 0 deals, until rank 0 ends. Local.
 
-    handle: takes the header and the arrays of some work, and returns those of its answer. An exception becomes an answer
-        {"error": its text}. meanwhile: called between two polls.
+    handle: takes the header and the arrays of some work, and returns those of its answer. An exception becomes an
+        answer {"error": its text}. meanwhile: called between two polls.
 
     Raises RankLostError if rank 0 is lost.
     """
