@@ -166,7 +166,7 @@ def load_model(path: str) -> Model:
     kind, _ = model_file.read_header(path)
     if kind in OTHERS:
         module: Any = importlib.import_module(OTHERS[kind])
-        return module.load_model(path)  # type: ignore[no-any-return]
+        return module.load_model(path)
     return NetworkModel(EmbeddingNetwork.load(path) if kind == EmbeddingNetwork.__name__ else load_network(path))
 
 
