@@ -10,9 +10,12 @@ Without a worker thread, the thread that waits for a call does the worker's work
 """
 
 import atexit
+import contextlib
 import copy
 import itertools
 import math
+import os
+import sys
 import threading
 import time
 import weakref
@@ -41,6 +44,7 @@ from allreduce.transport.wait import CHECK_SECONDS, NamedCall, Pause
 
 ANNOUNCE, DECIDE = 1, 2  # tags
 RUN, REFUSE = 1, 2
+WORKER_PRIORITY = 10  # by which the worker thread's nice value is lower than that of the process
 
 
 def without_frames(error: BaseException) -> BaseException:
@@ -307,6 +311,7 @@ class Worker:
     # The work, done by the worker thread or by a thread that waits for a call
 
     def _work(self) -> None:
+        prefer_this_thread()
         try:
             while self._wake.get():
                 self._work_until(lambda: self._open == 0, None)
@@ -472,6 +477,19 @@ class Worker:
 
 EXIT_SECONDS = 10.0  # limit of the wait for running calls at the program's exit
 _workers: "weakref.WeakSet[Worker]" = weakref.WeakSet()
+
+
+def prefer_this_thread() -> None:
+    """Let the operating system run this thread before the others of the process, where the process may ask for that.
+
+    A worker thread needs a core for a few microseconds at each step of an algorithm, and shares it with a thread that
+    computes. Without priority, the worker, and with it every other rank's worker, waits until that thread's time slice
+    ends. Lower values than 0 need root, CAP_SYS_NICE or RLIMIT_NICE; otherwise nothing changes.
+    """
+    if sys.platform == "linux":  # elsewhere the priority is that of the whole process
+        with contextlib.suppress(OSError):
+            own = threading.get_native_id()
+            os.setpriority(os.PRIO_PROCESS, own, os.getpriority(os.PRIO_PROCESS, own) - WORKER_PRIORITY)
 
 
 def thread_error() -> UnavailableError | None:

@@ -1,6 +1,9 @@
 """The worker of a topology: runs the calls of several users in one order, and compares them between ranks."""
 
+import contextlib
 import gc
+import os
+import sys
 import threading
 import weakref
 
@@ -108,6 +111,29 @@ def test_the_thread_runs_alone_and_ends(topology: allreduce.Topology) -> None:
     before = threading.active_count()
     topology.close()
     assert threading.active_count() == before - 1
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="threads have priorities of their own on Linux alone")
+def test_the_thread_runs_before_others_where_that_is_permitted(topology: allreduce.Topology) -> None:
+    found: list[int] = []
+
+    def priority() -> int:
+        return os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
+
+    def try_it() -> None:
+        with contextlib.suppress(OSError):
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), priority() - 10)
+        found.append(priority())
+
+    before = priority()
+    permitted = threading.Thread(target=try_it)
+    permitted.start()
+    permitted.join()
+    queue = topology.service(Worker).queue("a user", threaded=True)
+    queue.submit(lambda: found.append(priority())).wait()
+    assert found[0] == found[1]
+    assert priority() == before  # of this thread
+    topology.close()
 
 
 @pytest.mark.parametrize("name", ["ring", "auto"])
