@@ -89,7 +89,7 @@ class Message(Work):
     def __init__(self, kind: str, name: str, tensor: torch.Tensor, limit: float, waits: MessageWaits) -> None:
         super().__init__(kind, [tensor], limit)
         self.name = name
-        self._waits = waits
+        self.waits = waits
         self._tensor = tensor.detach()
         self._request: MPI.Request | None = None
         self._status = MPI.Status()
@@ -113,8 +113,12 @@ class Message(Work):
 
     def wait_for(self, limit: float) -> bool:
         """Wait as `wait` does, for `limit` seconds; 0 checks once."""
-        self._waits.wait(self.is_completed, limit, self.name, self._peer)
+        self.waits.wait(self._has_ended, limit, self.name, self._peer)
         return super().wait()
+
+    def _has_ended(self) -> bool:
+        """Return whether a wait ends: the message is complete, or `fail` was called, perhaps in another thread."""
+        return self._ended.is_set() or self.is_completed()
 
     def is_completed(self) -> bool:
         with self._lock:
@@ -141,6 +145,11 @@ class Message(Work):
             self._request.Wait()  # at once, after Cancel; until then MPI may write the tensor
             self._request = None
         _in_flight.discard(self)
+
+    def fail(self, error: BaseException) -> None:
+        """End all waits for the message with `error`. A receive is cancelled; a sent message may still arrive."""
+        self.cancel()
+        self.end(error)
 
     def source_rank(self) -> int:
         """The rank in the group that a received message came from."""
@@ -180,6 +189,13 @@ def _finish_sends() -> None:
     if _in_flight:
         names = ", ".join(sorted({message.name for message in _in_flight}))
         notices.log.warning("allreduce: the program ended before these messages were received: %s", names)
+
+
+def fail_messages(waits: MessageWaits, error: BaseException) -> None:
+    """End the unfinished messages of one group with `error`. Local."""
+    for message in list(_in_flight):
+        if message.waits is waits:
+            message.fail(error)
 
 
 def barrier_tag(comm: MPI.Intracomm) -> int:

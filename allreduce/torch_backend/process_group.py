@@ -23,7 +23,7 @@ from allreduce.topology import Topology
 from allreduce.torch_backend import checks
 from allreduce.torch_backend.checks import NAME, Tensors, not_offered, operation, single_list, single_tensor
 from allreduce.torch_backend.move import TensorMover
-from allreduce.torch_backend.point_to_point import Message, MessageWaits, MonitoredBarrier, barrier_tag
+from allreduce.torch_backend.point_to_point import Message, MessageWaits, MonitoredBarrier, barrier_tag, fail_messages
 from allreduce.torch_backend.reduce import Options, TensorReducer, resolve
 from allreduce.torch_backend.tensors import Streams
 from allreduce.torch_backend.work import (
@@ -379,9 +379,12 @@ class AllReduceProcessGroup(dist.ProcessGroup):
     def shutdown(self) -> None:
         """Finish all submitted operations, then free communicators and shared memory. Collective.
 
-        If other ranks do not follow within CLOSE_SECONDS, nothing is freed until the program ends.
+        If other ranks do not follow within CLOSE_SECONDS, nothing is freed until the program ends. Messages that have
+        not arrived by then end in an error.
         """
-        if not (self._executor.close(0.0 if self._rank_missing else CLOSE_SECONDS) and self._free()):
+        closed = self._executor.close(0.0 if self._rank_missing else CLOSE_SECONDS)
+        fail_messages(self._waits, RuntimeError("this process group has been destroyed"))
+        if not (closed and self._free()):
             notices.log.warning(
                 "allreduce: this process group is not freed: an operation failed, or another rank did not call "
                 "destroy_process_group"
@@ -399,8 +402,10 @@ class AllReduceProcessGroup(dist.ProcessGroup):
         return True
 
     def abort(self) -> None:
-        """Fail the running operation and all waiting ones. Local; nothing is freed."""
-        self._executor.fail(RuntimeError("this process group has been aborted"))
+        """Fail the running operation, all waiting ones, and unfinished messages. Local; nothing is freed."""
+        error = RuntimeError("this process group has been aborted")
+        self._executor.fail(error)
+        fail_messages(self._waits, error)
 
     # Group properties. PyTorch keeps names and capabilities in a C++ backend object, which a group written in Python
     # lacks. C++ calls the camelCase names, Python the others; state_dict and async_save ask for devices.

@@ -1,0 +1,163 @@
+"""Messages as pipeline stages send them: batches in both directions, in groups of some ranks, beside collectives."""
+
+import threading
+from collections.abc import Generator
+from datetime import timedelta
+
+import pytest
+from mpi4py import MPI
+
+torch = pytest.importorskip("torch", reason='PyTorch is not installed (the extra "torch")')
+import torch.distributed as dist  # noqa: E402
+from torch.distributed import P2POp, batch_isend_irecv, irecv, isend  # noqa: E402
+
+import allreduce.torch_backend  # noqa: E402, F401
+
+LARGE = 300_000  # elements: MPI sends such a message only after a handshake
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _group() -> Generator[None]:
+    if MPI.COMM_WORLD.size == 1:
+        pytest.skip("PyTorch refuses messages of a rank to itself")
+    dist.init_process_group("allreduce", timeout=timedelta(seconds=60))
+    yield
+    dist.destroy_process_group()
+
+
+def neighbours() -> tuple[int, int, int]:
+    """Return this rank, the next one and the previous one."""
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    return rank, (rank + 1) % ranks, (rank - 1) % ranks
+
+
+def values(rank: int, number: int, length: int = LARGE) -> torch.Tensor:
+    return (torch.arange(length) % 100 + 1000 * rank + 100 * number).float()
+
+
+@pytest.mark.parametrize("receive_first", [False, True])
+def test_both_directions_at_once(receive_first: bool) -> None:
+    """Both neighbours send activations and gradients before they receive. Two messages between the same ranks arrive in
+    their order."""
+    rank, right, left = neighbours()
+    received = [torch.zeros(LARGE) for _ in range(4)]
+    sends = [P2POp(isend, values(rank, number), right) for number in (0, 1)]
+    sends += [P2POp(isend, values(rank, number), left) for number in (2, 3)]
+    receives = [P2POp(irecv, tensor, left) for tensor in received[:2]]
+    receives += [P2POp(irecv, tensor, right) for tensor in received[2:]]
+    for work in batch_isend_irecv(receives + sends if receive_first else sends + receives):
+        work.wait()
+    if right == left:  # of two ranks: the four messages come from one rank, in the order of its sends
+        sent = [values(left, number) for number in range(4)]
+    else:
+        sent = [values(left, 0), values(left, 1), values(right, 2), values(right, 3)]
+    assert all(torch.equal(one, other) for one, other in zip(received, sent, strict=True))
+
+
+def test_what_stages_send() -> None:
+    """Views, strided and empty tensors, and every dtype that a stage may compute with."""
+    rank, right, left = neighbours()
+    of = {name: torch.arange(24).reshape(4, 6) + each for name, each in (("sent", rank), ("wanted", left))}
+    for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.complex64):
+        sent, wanted = of["sent"].to(dtype), of["wanted"].to(dtype)
+        for part in (lambda x: x[1:3], lambda x: x[:, ::2], lambda x: x.t(), lambda x: x[:0], lambda x: x[2, 3]):
+            place = torch.zeros(8, 9, dtype=dtype)[: part(wanted).shape[0] if part(wanted).dim() else 1]
+            place = torch.zeros_like(part(wanted)) if part(wanted).dim() < 2 else place[:, : part(wanted).shape[1]]
+            work = isend(part(sent), right)
+            dist.recv(place, left)
+            work.wait()
+            assert torch.equal(place, part(wanted))
+    leaf = torch.ones(3, requires_grad=True)
+    work = isend(leaf * 2, right)  # of a graph
+    place = torch.zeros(3)
+    dist.recv(place, left)
+    work.wait()
+    assert place.tolist() == [2, 2, 2]
+
+
+def test_messages_of_a_group_beside_a_collective_of_another() -> None:
+    """Each rank waits in a pipeline's group while an all-reduce of another group runs, and the other way round."""
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    stages, replicas = dist.new_group(list(range(ranks))[::-1]), dist.new_group()  # ranks of the first: reversed
+    total, place = torch.ones(LARGE), torch.zeros(LARGE)
+    if rank == 0 and ranks > 1:
+        dist.recv(place, ranks - 1, group=stages)  # which the last rank sends after the all-reduce has begun there
+        assert torch.equal(place, values(ranks - 1, 7))
+    work = dist.all_reduce(total, group=replicas, async_op=True)
+    if rank == ranks - 1 and ranks > 1:
+        dist.send(values(rank, 7), 0, group=stages)
+    work.wait()
+    assert total.eq(ranks).all()
+    if ranks > 1:
+        objects: list[object] = [None]
+        if rank == 0:
+            dist.send_object_list([{"shape": (3, 4)}], ranks - 1, group=stages, use_batch=True)
+        elif rank == ranks - 1:
+            dist.recv_object_list(objects, 0, group=stages, use_batch=True)
+            assert objects == [{"shape": (3, 4)}]
+    for group in (stages, replicas):
+        dist.destroy_process_group(group)
+
+
+def test_several_threads_wait_for_one_message() -> None:
+    _, right, left = neighbours()
+    place, seen = torch.zeros(LARGE), []
+    work = irecv(place, left)
+    assert work is not None
+
+    def wait() -> None:
+        work.wait()
+        seen.append(float(place[-1]))
+
+    threads = [threading.Thread(target=wait) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    dist.send(values(0, 3), right)
+    for thread in threads:
+        thread.join()
+    assert seen == [float(values(0, 3)[-1])] * 4
+
+
+@pytest.mark.parametrize("end", ["destroyed", "aborted"])
+def test_the_end_of_a_group_ends_waits_for_its_messages(end: str) -> None:
+    """Also the wait of another thread; without the time-out, of half an hour by default."""
+    _, right, left = neighbours()
+    group = dist.new_group()
+    never, errors = irecv(torch.zeros(3), left, group=group), []
+    assert never is not None
+
+    def wait() -> None:
+        try:
+            never.wait()
+        except RuntimeError as error:
+            errors.append(str(error))
+
+    thread = threading.Thread(target=wait)
+    thread.start()
+    work = isend(torch.ones(3), right, tag=5, group=group)
+    assert work is not None
+    dist.recv(torch.zeros(3), left, tag=5, group=group)
+    work.wait()
+    if end == "aborted":
+        group.abort()
+    dist.destroy_process_group(group)
+    thread.join(20)
+    assert errors == [f"this process group has been {end}"]
+    with pytest.raises(RuntimeError, match=f"has been {end}"):
+        never.wait()
+
+
+def test_a_late_stage_is_an_error_after_the_timeout() -> None:
+    """It names the message. The message may still come later."""
+    _, right, left = neighbours()
+    group = dist.new_group(timeout=timedelta(seconds=0.3))
+    place = torch.zeros(3)
+    work = irecv(place, left, tag=2, group=group)
+    assert work is not None
+    with pytest.raises(RuntimeError, match="recv from rank . with tag 2 was not done within 0.3 s"):
+        work.wait()
+    dist.barrier()
+    dist.send(torch.ones(3), right, tag=2, group=group)
+    work.wait(timedelta(seconds=60))
+    assert place.tolist() == [1, 1, 1]
+    dist.destroy_process_group(group)
