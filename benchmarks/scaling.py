@@ -1,11 +1,13 @@
 """Predicts training on more machines than you have, by a cost model of each backend that measurements can fit.
 
     python -m benchmarks.scaling --model bert-large --node-size 8 --link 100gbit
+    python -m benchmarks.scaling --model gpt2-xl --stages 4 --microbatches 16 --schedule 1f1b
     python -m benchmarks.scaling --fit node2.json node4.json node5.json --fit-rig rig2x2.json --plot scaling.png
 
 Runs without mpirun: it only computes. --fit reads files of `benchmarks.bandwidth --json`, fits the constants to them,
 and reports the errors of the model by backend and size; and for each cluster the errors of a fit to all other clusters.
-The predictions use the fitted constants of a node, and the network of --link.
+The predictions use the fitted constants of a node, and the network of --link. --stages divides the model among ranks:
+the bubble, the messages between stages, and the all-reduce of each stage's replicas.
 """
 
 import argparse
@@ -18,9 +20,9 @@ from typing import Any
 
 from benchmarks.lib import cli, outputs
 from benchmarks.lib.results import FileError
-from benchmarks.predicting import fitting
+from benchmarks.predicting import fitting, pipeline
 from benchmarks.predicting.costs import Machine, on_link, shared, shared_in_one_level
-from benchmarks.predicting.forecast import BACKWARD, GAIN, MODELS, MOST_RANKS, Forecast, forecast, placed
+from benchmarks.predicting.forecast import BACKWARD, GAIN, MODELS, MOST_RANKS, Forecast, Model, forecast, placed
 
 _UNITS = {"k": 1e3, "m": 1e6, "g": 1e9}
 _TIMES = {"ns": 1e-9, "us": 1e-6, "ms": 1e-3}
@@ -31,11 +33,15 @@ CAVEATS = (
     "Backends run on the CPU; gradients on a GPU are first copied to the host (at PCIe's speed), which is not counted.",
     "native is modelled as a tree between nodes; MPI libraries select among many algorithms, so its times are rough.",
 )
+STAGE_CAVEAT = (
+    "All stages compute equally long, and messages between stages are hidden except the first and the last ones."
+)
 
 
 def _predict(args: argparse.Namespace) -> int:
     if (args.fit or args.fit_rig) and importlib.util.find_spec("scipy") is None:
         raise FileError('--fit needs SciPy; pip install ".[bench]" in the checkout')
+    plan = _plan(args)
     record: dict[str, Any] = {}
     machine, points = _fit(args, record) if args.fit or args.fit_rig else (Machine(), [])
     fitted = machine
@@ -46,9 +52,13 @@ def _predict(args: argparse.Namespace) -> int:
         print("\n".join(_table(each, args)))
         if machine.numa > 1:
             print(_levels(each, args, machine))
-    print("\n".join(f"# {line}" for line in CAVEATS))
+    staged = [_stages(args, each.model, machine, plan) for each in forecasts] if plan else []
+    for found in staged:
+        print("\n".join(_stage_table(found, args)))
+    print("\n".join(f"# {line}" for line in (*CAVEATS, *[STAGE_CAVEAT] * bool(plan))))
     if args.json:
         record |= {"machine": asdict(machine), "forecasts": [_plain(each) for each in forecasts]}
+        record |= {"stages": [_plain(each) for each in staged]} if plan else {}
         outputs.write(args.json, json.dumps(record, indent=1) + "\n")
     if args.plot:
         from benchmarks.predicting.forecast import save
@@ -57,7 +67,7 @@ def _predict(args: argparse.Namespace) -> int:
     return 0
 
 
-def _plain(found: Forecast) -> dict[str, Any]:
+def _plain(found: Forecast | pipeline.StagedForecast) -> dict[str, Any]:
     return {**asdict(found), "model": found.model.name}
 
 
@@ -68,6 +78,27 @@ def _forecast(args: argparse.Namespace, name: str, machine: Machine) -> Forecast
     return forecast(
         model, machine, args.node_size, itemsize=DTYPES[args.dtype], most=args.max_ranks, overlap=args.overlap
     )
+
+
+def _plan(args: argparse.Namespace) -> pipeline.Plan | None:
+    """Return how --stages divides the model; None without it. Raises FileError if the options don't fit together."""
+    if args.stages is None:
+        given = next((name for name in ("microbatches", "schedule", "chunks") if getattr(args, name) is not None), None)
+        if given:
+            raise FileError(f"--{given} needs --stages: the number of ranks that divide the model")
+        return None
+    schedule, microbatches = args.schedule or "1f1b", args.microbatches or 4 * args.stages
+    chunks = args.chunks or (2 if schedule == "interleaved" else 1)
+    if chunks > 1 and schedule != "interleaved":
+        raise FileError(f"--chunks {chunks} needs --schedule interleaved, not {schedule}")
+    if schedule != "gpipe" and microbatches < args.stages:
+        raise FileError(f"{schedule} needs --microbatches {args.stages} or more, as many as stages")
+    return pipeline.Plan(args.stages, microbatches, schedule, chunks)
+
+
+def _stages(args: argparse.Namespace, model: Model, machine: Machine, plan: pipeline.Plan) -> pipeline.StagedForecast:
+    most = args.max_ranks
+    return pipeline.forecast(model, machine, args.node_size, plan, itemsize=DTYPES[args.dtype], most=most)
 
 
 # ---- Fitting ----
@@ -147,6 +178,28 @@ def _table(found: Forecast, args: argparse.Namespace) -> list[str]:
     return lines
 
 
+def _stage_table(found: pipeline.StagedForecast, args: argparse.Namespace) -> list[str]:
+    plan, model = found.plan, found.model
+    chunks = f", {plan.chunks} chunks a rank" if plan.chunks > 1 else ""
+    lines = [
+        "#",
+        f"# {model.title} in {plan.stages} stages, {plan.schedule}{chunks}, {plan.microbatches} microbatches of "
+        f"{model.samples * plan.stages / plan.microbatches:g} samples: bubble {found.bubble:.1%}",
+        f"#   a replica sends {plan.messages} messages of {found.message_bytes / 1e6:.3g} MB a step; "
+        f"a stage has {found.gradient_bytes / 1e6:.0f} MB of gradients",
+        f"# {_setting(args)}; a rank computes {model.step_seconds * 1e3:.0f} ms a step",
+        f"# {'ranks':>6}{'nodes':>7}{'replicas':>9}{'message(ms)':>13}{'pipeline(ms)':>14}  {'winner':<18}"
+        f"{'all-reduce(ms)':>15}{'step(ms)':>10}{'speedup':>9}{'eff.':>6}",
+    ]
+    lines += [
+        f"  {row.ranks:>6}{row.nodes:>7}{row.replicas:>9}{row.transfer * 1e3:>13.3f}{row.pipeline * 1e3:>14.1f}  "
+        f"{row.winner if row.replicas > 1 else '-':<18}{_milliseconds(row.seconds[row.winner]):>15}"
+        f"{row.step * 1e3:>10.1f}{row.ranks * row.efficiency:>9.4g}{row.efficiency:>6.0%}"
+        for row in found.rows
+    ]
+    return lines
+
+
 def _ranks(count: int) -> str:
     return f"{count} rank{'s' * (count != 1)}"
 
@@ -192,6 +245,10 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="predict up to (default 4096)",
     )
+    add("--stages", type=cli.at_least(1, int, 1024), metavar="S", help="ranks that divide the model (pipeline stages)")
+    add("--microbatches", type=cli.at_least(1, int, 1 << 16), metavar="M", help="of a replica's batch (default 4 S)")
+    add("--schedule", choices=pipeline.SCHEDULES, help="of the stages (default 1f1b)")
+    add("--chunks", type=cli.at_least(1, int, 64), metavar="C", help="stages a rank, for interleaved (default 2)")
     add("--json", metavar="FILE", help="everything that is printed")
     add("--plot", metavar="FILE", help="a picture (.png, .svg, .pdf); needs matplotlib")
 

@@ -25,6 +25,7 @@ class Model:
     step_seconds: float
     samples: int  # of a step and device
     source: str
+    activation: int  # numbers that one sample passes from one layer to the next
 
 
 _NVIDIA = (
@@ -44,6 +45,7 @@ MODELS = {
             256 / 2470,
             256,
             f"2470 images/s ({_NVIDIA}); the batch of 256 is assumed",
+            256 * 56 * 56,  # after the first block; later ones are smaller
         ),
         Model(
             "bert-base",
@@ -52,8 +54,17 @@ MODELS = {
             14 / 26.04 * 110 / 340,
             14,
             f"110 M (Devlin et al. 2019); time of BERT-large scaled by the parameters ({_BERT})",
+            512 * 768,  # tokens x width
         ),
-        Model("bert-large", "BERT-large", 340_000_000, 14 / 26.04, 14, f"340 M (Devlin et al. 2019); {_BERT}"),
+        Model(
+            "bert-large",
+            "BERT-large",
+            340_000_000,
+            14 / 26.04,
+            14,
+            f"340 M (Devlin et al. 2019); {_BERT}",
+            512 * 1024,
+        ),
         Model(
             "gpt2-xl",
             "GPT-2 XL",
@@ -62,6 +73,7 @@ MODELS = {
             8,
             "6 x parameters x tokens floating-point operations (Kaplan et al. 2020) for 8 sequences of 1024 at "
             "137 Tflop/s, an A100 on a model of 1.7 G parameters (Narayanan et al. 2021, table 1); batch assumed",
+            1024 * 1600,
         ),
     )
 }

@@ -154,7 +154,7 @@ def test_a_late_stage_is_an_error_after_the_timeout() -> None:
     place = torch.zeros(3)
     work = irecv(place, left, tag=2, group=group)
     assert work is not None
-    with pytest.raises(RuntimeError, match="recv from rank . with tag 2 was not done within 0.3 s"):
+    with pytest.raises(RuntimeError, match="with tag 2 was not done within 0"):
         work.wait()
     dist.barrier()
     dist.send(torch.ones(3), right, tag=2, group=group)

@@ -1,0 +1,105 @@
+"""benchmarks.scaling --stages: the bubble against a simulated pipeline, the messages, the command line."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from benchmarks import scaling
+from benchmarks.predicting.costs import Cluster, Machine, on_link, predict
+from benchmarks.predicting.forecast import MODELS
+from benchmarks.predicting.pipeline import Plan, bubble, forecast
+
+FREE = replace(Machine(), alpha=0, beta=0, handshake=0, call=0)  # messages in a node take no time
+
+
+def simulated(stages: int, microbatches: int, backward: float = 2.0) -> float:
+    """The bubble of GPipe, played through: every microbatch goes forward through all stages, then backward."""
+    ends = [[0.0] * microbatches for _ in range(stages)]
+    for stage in range(stages):
+        for number in range(microbatches):
+            before = ends[stage][number - 1] if number else 0.0
+            ends[stage][number] = max(before, ends[stage - 1][number] if stage else 0.0) + 1
+    free = [row[-1] for row in ends]
+    done = [[0.0] * microbatches for _ in range(stages)]
+    for stage in reversed(range(stages)):
+        for number in range(microbatches):
+            given = done[stage + 1][number] if stage + 1 < stages else 0.0
+            free[stage] = done[stage][number] = max(free[stage], given) + backward
+    return 1 - microbatches * (1 + backward) / done[0][-1]
+
+
+@pytest.mark.parametrize(("stages", "microbatches"), [(1, 1), (2, 1), (2, 4), (3, 4), (4, 16), (8, 3)])
+def test_the_bubble_is_that_of_a_pipeline_played_through(stages: int, microbatches: int) -> None:
+    assert bubble(stages, microbatches) == pytest.approx(simulated(stages, microbatches))
+
+
+def test_chunks_divide_the_bubble() -> None:
+    """Narayanan et al. 2021: relative to the computation it is (S - 1) / M, divided by the chunks."""
+    for chunks in (1, 2, 4):
+        part = bubble(4, 8, chunks)
+        assert part / (1 - part) == pytest.approx(3 / 8 / chunks)
+
+
+def test_messages_of_a_step() -> None:
+    assert Plan(1, 4).messages == 0
+    assert Plan(3, 4).messages == 2 * 2 * 4, "an activation and a gradient, over 2 boundaries, for 4 microbatches"
+    assert Plan(3, 4, "interleaved", 2).messages == 2 * 5 * 4, "the last rank sends to the first one, too"
+    model = MODELS["gpt2-xl"]
+    found = forecast(model, Machine(), 8, Plan(4, 16), itemsize=2, most=4)
+    assert found.message_bytes == model.samples * 4 // 16 * model.activation * 2
+    assert found.gradient_bytes == model.parameters * 2 // 4
+
+
+def test_without_messages_a_step_is_the_computation_and_the_bubble() -> None:
+    model = MODELS["bert-large"]
+    row = forecast(model, FREE, 4, Plan(4, 8), most=4).rows[0]
+    assert (row.ranks, row.replicas) == (4, 1)
+    assert row.step == pytest.approx(model.step_seconds * 11 / 8)
+    assert row.efficiency == pytest.approx(1 - bubble(4, 8))
+
+
+def test_replicas_average_the_gradients_of_a_stage() -> None:
+    """On one node, and on nodes whose ranks are stages of one replica: then all stages use the node's link at once."""
+    model, k = MODELS["bert-large"], on_link(Machine(), 100e9 / 8, 5e-6)
+    one = forecast(model, k, 8, Plan(4, 8), most=8).rows[1]
+    assert (one.ranks, one.nodes, one.replicas) == (8, 1, 2)
+    assert one.seconds["ring"] == predict("ring", k, Cluster((2,), crowd=8), model.parameters * 4 // 4)
+    apart = forecast(model, k, 4, Plan(4, 8), most=8).rows[1]
+    assert "shared" not in apart.seconds
+    slower = replace(k, net_beta=4 * k.net_beta)
+    assert apart.seconds["ring"] == predict("ring", slower, Cluster((1, 1), crowd=4), model.parameters * 4 // 4)
+
+
+def test_stages_on_several_nodes_send_over_the_network() -> None:
+    model, k = MODELS["gpt2-xl"], on_link(Machine(), 10e9 / 8, 5e-6)
+    inside, across = (forecast(model, k, size, Plan(4, 16), most=4).rows[0] for size in (4, 2))
+    assert across.transfer > 2 * inside.transfer
+    assert across.step > inside.step
+
+
+def test_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    record = tmp_path / "record.json"
+    given = ["--stages", "4", "--microbatches", "16", "--max-ranks", "16", "--json", str(record)]
+    assert scaling.main(["--model", "gpt2-xl", *given]) == 0
+    shown = capsys.readouterr().out
+    assert "GPT-2 XL in 4 stages, 1f1b, 16 microbatches of 2 samples: bubble 15.8%" in shown
+    assert "a replica sends 96 messages of 13.1 MB a step" in shown
+    found = json.loads(record.read_text())["stages"][0]
+    assert [row["ranks"] for row in found["rows"]] == [4, 8, 16]
+    assert found["bubble"] == bubble(4, 16)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (["--microbatches", "4"], "--microbatches needs --stages"),
+        (["--schedule", "gpipe"], "--schedule needs --stages"),
+        (["--stages", "4", "--chunks", "2"], "needs --schedule interleaved, not 1f1b"),
+        (["--stages", "4", "--microbatches", "2"], "1f1b needs --microbatches 4 or more"),
+    ],
+)
+def test_options_that_do_not_fit_together(arguments: list[str], text: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert scaling.main(arguments) == 2
+    assert text in capsys.readouterr().err
