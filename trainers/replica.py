@@ -10,7 +10,7 @@ import numpy as np
 
 from trainers.data import Data, Tree, named, seed_generators
 from trainers.datasets.columns import Columns
-from trainers.errors import ArgumentError, ModelFileError
+from trainers.errors import ArgumentError, ExportError, ModelFileError
 from trainers.files import model_file
 
 AVERAGE = "ema"  # the name in `state` of the moving average of the parameters, if the replica keeps one
@@ -61,6 +61,7 @@ class Replica(ABC):
     hold: set by the trainer that uses the replica.
     features: the numbers in a row of x, if it must have just as many; otherwise None.
     probabilities: whether `predict` returns the probabilities of classes.
+    scores: what the outputs of `predict` are for an export: "probabilities" or "logits" of classes; "" if unknown.
     columns: what was learned of the table with the rows (`datasets.load(...).columns`), None without a table. It is
         saved with the model, so that `Trainer.predict` takes tables of the same kind.
 
@@ -321,6 +322,26 @@ class Replica(ABC):
     def saved_config(self) -> dict[str, Any]:
         """Return `config` and the columns, as they are in a model file."""
         return self.config() if self.columns is None else {**self.config(), COLUMNS: self.columns.as_dict()}
+
+    @property
+    def scores(self) -> str:
+        return "probabilities" if self.probabilities else ""
+
+    def to_onnx(self, x: Tree) -> Any:
+        """Return the computation of `predict` as an onnx.ModelProto, in float32, for a CPU.
+
+        It has an input for each array of x, and an output for each array that `predict` returns, in their order, with
+        any names. The first axis of all of them is free. x: some rows, at least two. Raises ExportError.
+        """
+        raise ExportError(
+            f"a {type(self).__name__} has no export to ONNX; NumpyNetwork, TorchReplica, JaxReplica and KerasReplica "
+            "have one, and a replica of your own needs a method to_onnx(x)"
+        )
+
+    def drawn_rows(self, count: int) -> Tree | None:
+        """Return random rows like the training's, the same at every call, to compare an export where no rows are given.
+        None if only the caller knows the form of a row."""
+        return None
 
     def check(  # noqa: B027, a replica may take anything
         self, x: Tree, y: Tree | None, weights: np.ndarray | None = None

@@ -27,9 +27,11 @@ from trainers.data import (
     Collate,
     Data,
     Samples,
+    Tree,
     as_arrays,
     as_data,
     leaves,
+    mapped,
     named,
     row_count,
     rows_error,
@@ -39,6 +41,8 @@ from trainers.datasets.columns import Columns
 from trainers.datasets.shards import ShardRows
 from trainers.datasets.streams import Arrays, Stream, open_stream, unknown_text
 from trainers.errors import ArgumentError, TrainerError
+from trainers.export import export
+from trainers.export.metadata import Exported
 from trainers.fit.checkpointing import Checkpoint, make_saver
 from trainers.fit.evaluation import (
     EXACT_ROWS,
@@ -69,6 +73,7 @@ from trainers.watching.progress import Progress
 log = logging.getLogger("trainers")
 
 BATCH_SIZE = 100  # rows of a global batch, by default
+KEPT_ROWS = 32  # of a fit, for an export
 NO_WORKERS = Reading()
 TrainerT = TypeVar("TrainerT", bound="Trainer[Any]")
 StrategyT = TypeVar("StrategyT", bound=Strategy)
@@ -112,6 +117,7 @@ class Trainer(Generic[StrategyT]):
         topology: the ranks that train; None for all ranks, on a new topology that is closed with the trainer.
         """
         self.strategy, self.replica = strategy, strategy.replica
+        self._rows: Tree | None = None  # the first rows of the last fit
         self.recovery = Recovery(strategy, on_failure)
         self.group: RankGroup = self.recovery.make(topology, self)
 
@@ -295,6 +301,7 @@ class Trainer(Generic[StrategyT]):
                 return fit_of(self._check_shards(x, settings, all(each is None for each in others)))
             if rows is None and steps_per_epoch is None:
                 x_all, y_all, *weights = self._check_call("fit", (x, y, sample_weight), settings, collate, reading)
+                self._keep_rows(x_all.first[0] if isinstance(x_all, Samples) else x_all)
                 own = strategy.part, strategy.parts, seed, shuffle, ahead, strategy.micro_batch
                 weighs = weights[0] if weights else None, weigh
                 return fit_of(Batches(x_all, y_all, batch_size, *own, *weighs, reading.reader(x_all)))
@@ -454,6 +461,59 @@ class Trainer(Generic[StrategyT]):
         self.group.on_one(lambda: self.replica.save(path))
 
     @recoverable
+    def export(
+        self,
+        path: str,
+        x: Any = None,
+        y: Any = None,
+        *,
+        int8: bool = False,
+        validation_data: tuple[Any, Any] | None = None,
+        classes: Sequence[str] | None = None,
+        ema: bool | None = None,
+    ) -> Exported:
+        """Write the model as an ONNX file, which runs without this package; return what the file is. Collective.
+
+        The file takes raw rows, any number of them: scaling, the categories of a table, the softmax of a classifier and
+        the names of its classes are inside (see trainers.export.metadata). The optimizer is not. Before the file
+        replaces an older one, onnxruntime runs it: classes must be those of `predict`, and probabilities and numbers
+        within 1e-5. Otherwise, and if the model can't be converted, all ranks raise the same ExportError, and the older
+        file stays. Rank 0 writes. Needs the extra "export"; a JaxReplica needs "export-jax".
+
+        x: rows on which the file is checked, and the training rows that int8 needs. None: the first rows of the last
+            fit, or for networks of this package without one, random rows.
+        y: the targets of x, with int8. validation_data: (x, y) on which the accuracy is measured, before and after the
+            conversion to int8; None for x and y.
+        int8: convert the matrices to 8-bit integers, by the ranges of activations on 512 of the rows x.
+        classes: the names of the classes, by number. None: those of the table, or none.
+        ema: as for `evaluate`.
+        """
+        self._check_ema("export", ema)
+        settings = {"path": path, "int8": int8, "classes": classes}
+        rows, scored = self._rows, None
+        if x is None:
+            self._check_open()
+            wrong = int8 or y is not None or validation_data is not None
+            error = ArgumentError("export: int8, y and validation_data need training rows: give x") if wrong else None
+            self.group.enter(_described("export", [type(self.replica).__name__], settings), error)
+        else:
+            rows, *y = self._check_call("export", (x, NO_TARGETS if y is None else y, None), settings)
+            scored = (rows, *y) if y else None
+        if validation_data is not None:
+            if not isinstance(validation_data, tuple | list) or len(validation_data) != 2:
+                self.group.enter("export", ArgumentError("export: validation_data must be a pair (x, y) of arrays"))
+            scored = self._check_call("validation_data of export", (*validation_data, None))
+        self.strategy.end_round()
+        with self._weights(ema):
+            self._check_equal("export")
+            average = self.replica.averages and ema is not False
+            made: list[Exported] = []
+            write = partial(export.write, classes=classes, scored=scored, int8=int8, average=average)
+            self.group.on_one(lambda: made.append(write(os.fspath(path), self.replica, rows)))
+        texts = root_value(self.group.comm, made[0].as_properties() if made else None, "export: the metadata")
+        return Exported.read(path, texts)
+
+    @recoverable
     def load(self, path: str) -> None:
         """Load the model that rank 0 reads from `path` on all ranks; or raise ModelFileError on all. Collective."""
         self.group.enter("load")
@@ -601,6 +661,20 @@ class Trainer(Generic[StrategyT]):
             return ArgumentError("ema=True: there is no average of the parameters; fit(..., ema=0.999) keeps one")
         return None
 
+    def _keep_rows(self, x: Tree) -> None:
+        """Keep copies of the first rows of a fit, on which an export is checked. Local."""
+        self._rows = mapped(lambda array: np.array(array[:KEPT_ROWS]), x)
+
+    def _check_equal(self, call: str) -> None:
+        """Raise DisagreementError on all ranks if their parameters differ. Collective."""
+        replica = self.replica
+
+        def described() -> str:
+            held = np.ascontiguousarray(replica.snapshot({}, without=replica.updated)["parameters"])
+            return f"{call}: {type(replica).__name__}, parameters #{zlib.crc32(held.view(np.uint8).data):08x}"
+
+        self.group.agree(together(self.group.comm, described))
+
     # Arguments of the calls
 
     def _check_options(self, options: StepOptions, validate_ema: Any, settings: dict[str, Any]) -> None:
@@ -673,6 +747,7 @@ class Trainer(Generic[StrategyT]):
             batch = batches.share(0, 0, strategy.part)
             if len(batch.x):
                 check_rows(self.replica, (batch.x, batch.y))
+                self._keep_rows(batch.x)
 
         together(group.comm, check_first)
         return batches
@@ -696,6 +771,7 @@ class Trainer(Generic[StrategyT]):
                 described = batches.describe()
                 if (first := batches.first()) is not None:
                     check_rows(self.replica, first)
+                    self._keep_rows(first[0])
             except TrainerError as refused:
                 error = refused
             except Exception as refused:  # of a model; the other ranks must not wait for this one

@@ -52,6 +52,7 @@ SAME_ON_5 = {f"collectives/test_{name}.py" for name in ("compressed", "disagreem
         "checks",
         "compression",
         "exact",
+        "export",
         "fit",
         "inputs",
         "loader",

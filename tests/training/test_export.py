@@ -1,14 +1,51 @@
-"""Exported files (.onnx): the graph of each kind of replica, the columns of a table, int8, errors, and metadata."""
+"""Exported files (.onnx): the graph of each network, the columns of a table, int8, errors, and metadata."""
 
+import os
+import sys
+from collections.abc import Callable
 from contextlib import suppress
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 
+from tests.conftest import lacking
+from tests.training.test_tables import people, write
+from trainers import MirroredTrainer, datasets
+from trainers.cli.main import main
 from trainers.datasets.columns import Category, Columns, Number
-from trainers.errors import ModelFileError
+from trainers.errors import ArgumentError, ExportError, ModelFileError
+from trainers.export import running
 from trainers.export.metadata import Exported
+from trainers.replicas.numpy.categories import CategoryNetwork, network_of
+from trainers.replicas.numpy.embedding import EmbeddingNetwork
+from trainers.replicas.numpy.network import NumpyNetwork
 
 COLUMNS = Columns([Number("age", 40.0, 0.1, True), Category("job", ("cook", "smith"))], "label", ["no", "yes"])
+
+
+@pytest.fixture(autouse=True)
+def onnx_is_there() -> None:
+    if not all(map(find_spec, ("onnx", "onnxruntime"))):
+        lacking('onnx or onnxruntime is not installed: pip install ".[export]" in the checkout')
+
+
+def answers(path: Path, feeds: dict[str, Any]) -> dict[str, np.ndarray]:
+    """Return what onnxruntime alone answers."""
+    import onnxruntime
+
+    session = onnxruntime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
+    names = [each.name for each in session.get_outputs()]
+    return dict(zip(names, session.run(None, feeds), strict=True))
+
+
+def properties(path: Path) -> Exported:
+    import onnxruntime
+
+    session = onnxruntime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
+    return Exported.read(str(path), session.get_modelmeta().custom_metadata_map)
 
 
 def test_metadata_are_read_as_they_were_written() -> None:
@@ -19,9 +56,211 @@ def test_metadata_are_read_as_they_were_written() -> None:
 @pytest.mark.parametrize("name", sorted(Exported("x").as_properties()))
 @pytest.mark.parametrize("text", [None, "", "[1]", "{", '{"classes": 1}', "[" * 100_000, "12", '"x"'])
 def test_hostile_metadata_are_refused_or_read(name: str, text: str | None) -> None:
-    properties = Exported("NumpyNetwork", ("no",), True, COLUMNS).as_properties()
-    properties |= {} if text is None else {name: text}
+    held = Exported("NumpyNetwork", ("no",), True, COLUMNS).as_properties()
+    held |= {} if text is None else {name: text}
     if text is None:
-        del properties[name]
+        del held[name]
     with suppress(ModelFileError):
-        Exported.read("a.onnx", properties).as_properties()
+        Exported.read("a.onnx", held).as_properties()
+
+
+NETWORKS: dict[str, Callable[[], tuple[NumpyNetwork, np.ndarray]]] = {
+    "relu": lambda: (NumpyNetwork([6, 5, 3]), np.random.default_rng(1).normal(5, 3, (9, 6))),
+    "tanh": lambda: (NumpyNetwork([6, 5, 4, 3], activation="tanh"), np.ones((9, 2, 3), np.float32)),
+    "regression": lambda: (NumpyNetwork([6, 2], loss="mean_squared_error"), np.ones((9, 6), np.uint8)),
+    "categories": lambda: (
+        CategoryNetwork([2 + 3 + 1, 3], embedded=[(5, 3), (2, 1)]),
+        np.stack([[0.5, -1, number % 5, number % 2] for number in range(9)]),
+    ),
+    "only categories": lambda: (CategoryNetwork([3, 3], embedded=[(5, 3)]), np.arange(5)[:, None]),
+    "words": lambda: (EmbeddingNetwork([6, 3], words=11), np.arange(44).reshape(4, 11) % 11),
+}
+
+
+@pytest.mark.parametrize("name", NETWORKS)
+def test_the_file_answers_as_the_network_does(name: str, tmp_path: Path) -> None:
+    network, x = NETWORKS[name]()
+    if name in ("relu", "categories"):
+        network.scale_input(np.arange(6), np.linspace(0, 2, 6))
+    path = tmp_path / "a.onnx"
+    with MirroredTrainer(network) as trainer:
+        for rows in (None, x, x[:1]):
+            about = trainer.export(str(path), rows)
+            assert about.rows == (32 if rows is None else len(rows))
+            assert about.kind == type(network).__name__
+        expected = trainer.predict(x)
+    feed = x.reshape(len(x), -1).astype(np.int64 if name == "words" else np.float32)
+    for rows in (len(x), 1, 0):
+        found = answers(path, {"x": feed[:rows]})
+        scores = found["output" if name == "regression" else "probabilities"]
+        assert scores.shape == (rows, network.sizes[-1])
+        np.testing.assert_allclose(scores, expected[:rows], atol=1e-6)
+        if name != "regression":
+            np.testing.assert_array_equal(found["label"], expected[:rows].argmax(axis=1))
+    assert properties(path) == about
+    assert os.listdir(tmp_path) == ["a.onnx"]
+
+
+@pytest.mark.parametrize("cities", [12, 40])
+def test_a_model_of_a_table_takes_its_cells_and_answers_in_words(cities: int, tmp_path: Path) -> None:
+    data = datasets.load(write(tmp_path / "people.csv", people(400, cities=cities)), "income")
+    assert data.columns is not None
+    network, path = network_of(data, (16,)), tmp_path / "people.onnx"
+    assert isinstance(network, CategoryNetwork) == (cities == 40)
+    with MirroredTrainer(network) as trainer:
+        trainer.fit(data.x_train, data.y_train, epochs=2, progress=False)
+        about = trainer.export(str(path), data.x_train)
+        assert (about.columns, about.classes, about.rows) == (data.columns, ("high", "low"), 256)
+        rows = people(50, seed=1, cities=cities)
+        new = [["1e9", "cook", "city 1"], ["33", "?", ""], ["NA", "pilot", "Atlantis"]]
+        cells = [*map(list, zip(*[row[:3] for row in rows], *new[:0], strict=True))]
+        cells = [[*column, *(row[place] for row in new)] for place, column in enumerate(cells)]
+        x = data.columns.encode(cells, str)
+        expected = trainer.predict(x)
+    ages = [float(cell) if cell not in ("", "NA") else np.nan for cell in cells[0]]
+    feeds = {"age": np.array(ages), "job": np.array(cells[1], object), "city": np.array(cells[2], object)}
+    found = answers(path, feeds)
+    np.testing.assert_allclose(found["probabilities"], expected, atol=1e-5)
+    assert found["label"].tolist() == [data.classes[number] for number in expected.argmax(axis=1)]
+
+
+def test_features_become_the_cells_that_made_them() -> None:
+    columns = Columns(
+        [
+            Number("a", 1e6, 3.0, True),
+            Category("b", ("x", "y")),
+            Number("c", -1.0, 0.5, False),
+            Category("d", tuple(map(str, range(40)))),
+            Category("e", ()),
+        ],
+        "label",
+        ["no", "yes"],
+    )
+    cells = [["1000001.5", "", "999999"], ["y", "", "x"], ["3", "0", "-2"], ["17", "", "39"], ["", "", ""]]
+    x = columns.encode(cells, str)
+    np.testing.assert_array_equal(columns.features_of(columns.values_of(x), str), x)
+    found = running.cells_of(columns, x)
+    assert found["b"].tolist() == ["y", "", "x"]
+    assert found["d"].tolist() == ["17", "", "39"]
+    np.testing.assert_allclose(found["a"], [1000001.5, np.nan, 999999])
+
+
+def test_int8_costs_little_accuracy_and_says_how_much(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    data = datasets.load("digits")
+    network, model, path = network_of(data, (32,)), str(tmp_path / "a.npz"), str(tmp_path / "a.onnx")
+    with MirroredTrainer(network) as trainer:
+        trainer.fit(data.x_train, data.y_train, epochs=10, progress=False, ema=0.9)
+        trainer.save(model)
+        scores = trainer.evaluate(data.x_test, data.y_test)
+        plain = trainer.evaluate(data.x_test, data.y_test, ema=False)
+    assert plain != scores
+    assert main(["export", "--load", model, "--out", path, "--data", "digits", "--int8"]) == 0
+    about = properties(Path(path))
+    assert about.int8
+    assert about.average
+    assert about.classes == tuple("0123456789")
+    assert about.accuracy["float32"] == pytest.approx(scores["accuracy"])
+    assert abs(about.accuracy["int8"] - about.accuracy["float32"]) < 0.02
+    printed = capsys.readouterr().out
+    assert f"accuracy as float32 {about.accuracy['float32']:.4f}" in printed
+    assert f"accuracy as int8 {about.accuracy['int8']:.4f}" in printed
+    assert Path(path).stat().st_size < 0.7 * Path(model).stat().st_size
+    found = answers(Path(path), {"x": data.x_test.astype(np.float32)})
+    assert np.mean(found["label"].astype(int) == data.y_test) == about.accuracy["int8"]
+    assert main(["export", "--load", model, "--out", path, "--no-ema"]) == 0
+    assert not properties(Path(path)).average
+    capsys.readouterr()
+    assert main(["export", "--load", model, "--out", path, "--int8"]) != 0
+    assert "add --data" in capsys.readouterr().err
+
+
+def test_int8_of_a_table_and_of_numbers(tmp_path: Path) -> None:
+    data = datasets.load(write(tmp_path / "people.csv", people(300, cities=40)), "income")
+    with MirroredTrainer(network_of(data, (16,))) as trainer:
+        trainer.fit(data.x_train, data.y_train, epochs=1, progress=False)
+        about = trainer.export(str(tmp_path / "a.onnx"), data.x_train, data.y_train, int8=True)
+        assert {*about.accuracy} == {"float32", "int8"}
+        with pytest.raises(ArgumentError, match=r"give y, or validation_data"):
+            trainer.export(str(tmp_path / "a.onnx"), data.x_train, int8=True)
+    x = np.random.default_rng(0).normal(size=(50, 4)).astype(np.float32)
+    with MirroredTrainer(NumpyNetwork([4, 3, 1], loss="mean_squared_error")) as trainer:
+        about = trainer.export(str(tmp_path / "b.onnx"), x, int8=True)
+        assert (about.int8, about.accuracy) == (True, {})
+        expected = trainer.predict(x)
+    np.testing.assert_allclose(answers(tmp_path / "b.onnx", {"x": x})["output"], expected, atol=0.1)
+
+
+class Wrong(NumpyNetwork):
+    """Predicts something else than its graph computes."""
+
+    def predict(self, x: np.ndarray) -> np.ndarray:
+        return super().predict(x)[:, ::-1] if len(x) else super().predict(x)
+
+
+def export_of(network: Any, path: str, *given: Any, **options: Any) -> Exported:
+    with MirroredTrainer(network) as trainer:
+        return trainer.export(path, *given, **options)
+
+
+class Without(NumpyNetwork):
+    to_onnx = None  # set below, to the method of the base class
+
+
+Without.to_onnx = NumpyNetwork.__mro__[2].to_onnx  # type: ignore[method-assign,assignment,attr-defined]
+
+
+def diverged() -> NumpyNetwork:
+    network = NumpyNetwork([4, 3])
+    network.parameters[:] = np.nan
+    return network
+
+
+X = np.random.default_rng(0).normal(size=(6, 4)).astype(np.float32)
+
+
+@pytest.mark.parametrize(
+    ("network", "given", "options", "error", "text"),
+    [
+        (lambda: Wrong([4, 3]), [X], {}, ExportError, "the exported model"),
+        (lambda: Without([4, 3]), [X], {}, ExportError, "a Without has no export to ONNX"),
+        (diverged, [X], {}, ExportError, "not finite"),
+        (lambda: NumpyNetwork([4, 3]), [X[:0]], {}, ArgumentError, "no rows"),
+        (lambda: NumpyNetwork([4, 3]), [X[:, :3]], {}, ArgumentError, "4 features"),
+        (lambda: NumpyNetwork([4, 3]), [(X, X)], {}, ArgumentError, "takes one array"),
+        (lambda: NumpyNetwork([4, 3]), [X], {"classes": ["a", "b"]}, ArgumentError, "classes are 2 names"),
+        (lambda: NumpyNetwork([4, 3]), [], {"int8": True}, ArgumentError, "give x"),
+        (lambda: NumpyNetwork([4, 3]), [X], {"ema": True}, ArgumentError, "no average"),
+        (lambda: NumpyNetwork([4, 3]), [X, [0] * 6], {"int8": True, "validation_data": X}, ArgumentError, "a pair"),
+    ],
+)
+def test_errors_leave_the_older_file(
+    network: Callable[[], Any], given: list[Any], options: dict[str, Any], error: type[Exception], text: str,
+    tmp_path: Path,
+) -> None:  # fmt: skip
+    path = tmp_path / "a.onnx"
+    path.write_text("older")
+    with pytest.raises(error, match=text):
+        export_of(network(), str(path), *given, **options)
+    assert path.read_text() == "older"
+    assert os.listdir(tmp_path) == ["a.onnx"]
+
+
+def test_paths_that_can_not_be_written(tmp_path: Path) -> None:
+    for path in (tmp_path, tmp_path / "none" / "a.onnx", ""):
+        with pytest.raises(ExportError, match="can't be written"):
+            export_of(NumpyNetwork([4, 3]), str(path))
+    assert main(["export", "--load", str(tmp_path / "none.npz"), "--out", str(tmp_path / "a.onnx")]) != 0
+
+
+@pytest.mark.parametrize("name", ["onnx", "onnxruntime"])
+def test_a_missing_package_is_named(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, name, None)
+    with pytest.raises(ExportError, match=rf"{name}, which can't be imported .*\.\[export\]"):
+        export_of(NumpyNetwork([4, 3]), str(tmp_path / "a.onnx"))
+
+
+def test_names_of_columns_that_are_names_of_outputs_are_refused(tmp_path: Path) -> None:
+    network = NumpyNetwork([1, 2])
+    network.columns = Columns([Number("label", 0.0, 1.0, False)], "answer", ["no", "yes"])
+    with pytest.raises(ExportError, match="must be different"):
+        export_of(network, str(tmp_path / "a.onnx"))

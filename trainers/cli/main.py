@@ -45,6 +45,7 @@ log = logging.getLogger("trainers")
 ENDS: tuple[type[Exception] | type[Terminated], ...] = (Terminated, DivergedError, TrainerError)  # may end a training
 FAULTS = (DivergedError, RankLostError, RankLeftError, CollectiveTimeoutError, BrokenError, CommunicationError)
 COMMANDS = {  # the first argument -> the module whose `run` does it, imported when it is asked for
+    "export": "trainers.cli.export",
     "predict": "trainers.cli.predict",
 }
 FAILED, BAD_ARGUMENTS, INTERRUPTED = 1, 2, 130  # exit codes; a job that exits with 1 may be started again

@@ -45,6 +45,11 @@ class Number:
         if self.missing:
             x[:, 1] = absent
 
+    def read(self, x: np.ndarray) -> np.ndarray:
+        """Return the values of features, the inverse of `write`."""
+        values = x[:, 0].astype(np.float64) / self.scale + self.mean
+        return np.where(x[:, 1] > 0.5, np.nan, values) if self.missing else values
+
 
 @dataclass(frozen=True)
 class Category:
@@ -79,6 +84,12 @@ class Category:
         x[:] = 0
         known = np.flatnonzero(numbers)
         x[known, numbers[known] - 1] = 1
+
+    def read(self, x: np.ndarray) -> np.ndarray:
+        """Return the numbers of the values of features, the inverse of `write`."""
+        if self.embedded:
+            return x[:, 0].astype(np.int64)
+        return (x > 0.5) @ np.arange(1, x.shape[1] + 1)
 
 
 class Embedded(NamedTuple):
@@ -190,6 +201,10 @@ class Columns:
                     f"{column.mean:g}, and the deviation {1 / column.scale:g}"
                 )
         return x
+
+    def values_of(self, x: np.ndarray) -> list[np.ndarray]:
+        """Return the values of each column, float64 numbers or numbers of categories: the inverse of `features_of`."""
+        return [column.read(x[:, span]) for column, span in zip(self.columns, self._spans, strict=True)]
 
     def labels(self, cells: Cells, where: Where) -> np.ndarray:
         """Return the class numbers of labels, (rows,) int64. Raises DataError for a label that training has not met."""

@@ -58,6 +58,13 @@ class Exported:
     rows: int = 0
     difference: float = 0.0
 
+    def __str__(self) -> str:
+        texts = ["the moving average"] if self.average else []
+        texts += [f"checked on {self.rows} rows, which differ by {self.difference:.1e}"]
+        texts += ["8-bit integers"] if self.int8 else []
+        texts += [f"accuracy as {name} {value:.4f}" for name, value in self.accuracy.items()]
+        return ", ".join(texts)
+
     def as_properties(self) -> dict[str, str]:
         """Return the metadata, texts by name."""
         held: dict[str, Any] = {

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 
 from trainers.data import Tree, as_arrays, mapped, row_count, sliced
-from trainers.errors import ArgumentError
+from trainers.errors import ArgumentError, ExportError
 from trainers.replica import Replica, unfit_error
 
 try:
@@ -113,6 +113,24 @@ class JaxReplica(FlatReplica):
         """Return the output of `apply`; bfloat16 as float32."""
         outputs = self._outputs(*self._model(), *self._inputs(x))
         return as_arrays(jax.tree.map(lambda leaf: np.array(on_host(leaf)), outputs), lists=True)
+
+    def to_onnx(self, x: Tree) -> Any:
+        try:
+            import jax2onnx
+        except ImportError as error:
+            raise ExportError(
+                f"the export of a JaxReplica needs jax2onnx, which can't be imported ({error}): "
+                'pip install ".[export,export-jax]" in the checkout'
+            ) from error
+        wide = lambda leaf: leaf.astype(jnp.float32) if jnp.issubdtype(leaf.dtype, jnp.floating) else leaf  # noqa: E731
+        params, given = jax.tree.map(wide, self.params), mapped(lambda array: wide(self._input(array)), x)
+        tree = jax.tree.structure(given)
+        inputs = [jax.ShapeDtypeStruct(("B", *each.shape[1:]), each.dtype) for each in jax.tree.leaves(given)]
+
+        def outputs(*arrays: Any) -> Any:
+            return jax.tree.leaves(self._apply(params, jax.tree.unflatten(tree, arrays)))
+
+        return jax2onnx.to_onnx(lambda *arrays: tuple(outputs(*arrays)), inputs)
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         return self._layout.shapes

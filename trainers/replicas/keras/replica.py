@@ -1,5 +1,7 @@
 """KerasReplica: any Keras model as a replica for the trainers. No MPI."""
 
+import os
+import tempfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from operator import methodcaller
 from typing import Any
@@ -9,12 +11,14 @@ import numpy as np
 
 from trainers.data import Tree, as_arrays, mapped, row_count, sliced
 from trainers.errors import ArgumentError, ModelFileError
+from trainers.files.onnx_graph import need_onnx
 from trainers.replica import Replica, unfit_error
 from trainers.replicas.flat import FlatReplica, Layout
 from trainers.replicas.keras.computing import COMPUTING, array_of, assign
 from trainers.replicas.keras.optimizer import Optimizer
 
 DTYPES = ("float32", "float64", "float16")
+CROSS_ENTROPIES = keras.losses.SparseCategoricalCrossentropy, keras.losses.CategoricalCrossentropy
 
 
 class KerasReplica(FlatReplica):
@@ -148,6 +152,22 @@ class KerasReplica(FlatReplica):
                 "can't be seeded for each micro-batch; leave out these layers, or exact=True"
             )
         super().seed(number)
+
+    @property
+    def scores(self) -> str:
+        if self._loss in (keras.losses.sparse_categorical_crossentropy, keras.losses.categorical_crossentropy):
+            return "probabilities"
+        logits = getattr(self._loss, "from_logits", None) if isinstance(self._loss, CROSS_ENTROPIES) else None
+        return "" if logits is None else "logits" if logits else "probabilities"
+
+    def to_onnx(self, x: Tree) -> Any:
+        """See Replica.to_onnx. Keras exports models of its backend PyTorch, and of JAX and TensorFlow by TensorFlow."""
+        onnx = need_onnx()
+        self._refresh_model()
+        with tempfile.TemporaryDirectory() as folder:
+            path = os.path.join(folder, "model.onnx")
+            self.model.export(path, format="onnx", verbose=False)
+            return onnx.load(path)
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         return {f"{number}/{each.name}": tuple(each.shape) for number, each in enumerate(self._trained)}

@@ -9,7 +9,9 @@ import numpy as np
 from trainers.data import Tree
 from trainers.errors import ArgumentError, ModelFileError
 from trainers.files import model_file
+from trainers.files.onnx_graph import Graph
 from trainers.replicas.numpy.network import FLOAT, NumpyNetwork, length_of
+from trainers.replicas.numpy.optimizers import on_host
 
 
 class CategoryNetwork(NumpyNetwork):
@@ -88,6 +90,20 @@ class CategoryNetwork(NumpyNetwork):
             self._loss.check(y, self.sizes[-1])
 
     # Inside
+
+    def drawn_rows(self, count: int) -> Tree | None:
+        random = np.random.default_rng(0)
+        plain = random.standard_normal((count, self._plain), FLOAT)
+        values = [random.integers(0, rows, (count, 1)) for rows, _ in self.embedded]
+        return np.concatenate([plain, *values], axis=1, dtype=FLOAT)
+
+    def _graph_of_input(self, graph: Graph, given: str) -> str:
+        plain = np.arange(self._plain)
+        parts = [graph.add("Gather", given, plain, axis=1)] if self._plain else []
+        for number, table in enumerate(self._tables(self.parameters), self._plain):
+            values = graph.cast(graph.add("Gather", given, np.array(number), axis=1), np.int64)
+            parts.append(graph.add("Gather", on_host(table), values))
+        return super()._graph_of_input(graph, graph.add("Concat", *parts, axis=1))
 
     def _tables(self, flat: Any) -> list[Any]:
         """Return the vectors of each category, (rows, vector), as views of flat parameters or gradients."""

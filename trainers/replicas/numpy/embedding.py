@@ -7,11 +7,13 @@ import numpy as np
 
 from trainers.data import Tree
 from trainers.errors import ArgumentError
+from trainers.files.onnx_graph import FREE, Graph
 from trainers.replica import Rows, Table
-from trainers.replicas.numpy.network import FLOAT, NumpyNetwork
+from trainers.replicas.numpy.network import FLOAT, INPUT, NumpyNetwork
 from trainers.replicas.numpy.optimizers import on_host
 
 TABLE = "table"
+DRAWN_WORDS = 5  # of a row of `drawn_rows`
 
 
 class EmbeddingNetwork(NumpyNetwork):
@@ -94,7 +96,17 @@ class EmbeddingNetwork(NumpyNetwork):
         if y is not None:
             self._loss.check(y, self.sizes[-1])
 
+    def drawn_rows(self, count: int) -> Tree | None:
+        return np.random.default_rng(0).integers(0, self.words, (count, DRAWN_WORDS))
+
     # Inside
+
+    def _onnx_input(self, graph: Graph) -> Any:
+        return graph.value(INPUT, np.int64, [FREE, "words"])
+
+    def _graph_of_input(self, graph: Graph, given: str) -> str:
+        vectors = graph.add("Gather", on_host(self.table), given)
+        return super()._graph_of_input(graph, graph.add("ReduceMean", vectors, np.array([1]), keepdims=0))
 
     def _input(self, x: np.ndarray) -> Any:
         self._batch = self._xp.asarray(x)

@@ -13,12 +13,14 @@ import numpy as np
 from trainers.data import Data, Tree
 from trainers.errors import ArgumentError, ModelFileError
 from trainers.files import model_file
+from trainers.files.onnx_graph import FREE, Graph
 from trainers.replica import columns_of
 from trainers.replicas.flat import FlatReplica
 from trainers.replicas.numpy.losses import LOSSES
 from trainers.replicas.numpy.optimizers import OPTIMIZERS, STEPS, Optimizer, on_host
 
 FLOAT = np.dtype(np.float32)
+INPUT = "x"  # its name in the graph of `to_onnx`
 
 
 class Activation(NamedTuple):
@@ -27,6 +29,7 @@ class Activation(NamedTuple):
     apply: Callable[[Any, Any], None]
     derive: Callable[[Any, Any], None]
     init: str  # the default initialisation of layers with this activation
+    operator: str  # of ONNX
 
 
 def _relu(xp: Any, z: Any) -> None:
@@ -47,8 +50,8 @@ def _tanh_derivative(xp: Any, a: Any) -> None:
 
 
 ACTIVATIONS = {
-    "relu": Activation(_relu, _relu_derivative, "he"),
-    "tanh": Activation(_tanh, _tanh_derivative, "glorot"),
+    "relu": Activation(_relu, _relu_derivative, "he", "Relu"),
+    "tanh": Activation(_tanh, _tanh_derivative, "glorot", "Tanh"),
 }
 
 
@@ -267,6 +270,32 @@ class NumpyNetwork(FlatReplica):
     def _load_rest(self, state: Mapping[str, np.ndarray]) -> None:
         self.parameters[:] = self._xp.asarray(state["parameters"])
         self.scale_input(state["input.shift"], state["input.scale"])
+
+    def to_onnx(self, x: Tree) -> Any:
+        graph = Graph()
+        last = self._graph_of_input(graph, INPUT)
+        for number, (weights, bias) in enumerate(self._layers, 1):
+            last = graph.add("Gemm", last, *map(on_host, (weights, bias)))
+            if number < len(self._layers):
+                last = graph.add(ACTIVATIONS[self._names["activation"]].operator, last)
+        if self.probabilities:
+            last = graph.add("Softmax", last, axis=1)
+        return graph.model([self._onnx_input(graph)], [graph.value(last, FLOAT, [FREE, self.sizes[-1]])])
+
+    def _onnx_input(self, graph: Graph) -> Any:
+        return graph.value(INPUT, FLOAT, [FREE, self.features])
+
+    def _graph_of_input(self, graph: Graph, given: str) -> str:
+        """Add `_input` to a graph. given, returned: names of values."""
+        if not self._scales_input:
+            return given
+        return graph.add("Mul", graph.add("Sub", given, on_host(self._shift)), on_host(self._scale))
+
+    def drawn_rows(self, count: int) -> Tree | None:
+        drawn = np.random.default_rng(0).standard_normal((count, self.sizes[0]), FLOAT)
+        with np.errstate(all="ignore"):  # a feature that never changes may have the scale 0
+            found = on_host(self._shift) + drawn / np.where(on_host(self._scale) == 0, 1, on_host(self._scale))
+        return found.astype(FLOAT)
 
     def config(self) -> dict[str, Any]:
         # a user's optimizer is saved by its class name: `restore` accepts it, `load` can't create it

@@ -22,7 +22,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from trainers.replicas import precision as precisions
 from trainers.replicas.flat import FlatReplica
-from trainers.replicas.pytorch import devices, row_losses
+from trainers.replicas.pytorch import devices, graphs, row_losses
 from trainers.replicas.pytorch.optimizer import TorchOptimizer
 from trainers.replicas.pytorch.tensors import DTYPES, as_tensor, from_array, host_view, views, write_flat
 
@@ -213,6 +213,13 @@ class TorchReplica(FlatReplica):
         """Return the module's output, in evaluation mode; bfloat16 as float32."""
         self.module.eval()
         return as_arrays(_each(host_view, self._output(x)), lists=True)
+
+    @property
+    def scores(self) -> str:
+        return "logits" if isinstance(self.loss, nn.CrossEntropyLoss) else ""
+
+    def to_onnx(self, x: Tree) -> Any:
+        return graphs.converted(self.module, mapped(lambda array: self._input(array).cpu(), x))
 
     @torch.no_grad()
     def _parameters_into(self, flat: np.ndarray) -> None:

@@ -1,0 +1,104 @@
+"""Exports on several ranks: with every trainer, in a callback, and with errors of one rank."""
+
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from mpi4py import MPI
+
+import allreduce
+from allreduce.errors import DisagreementError
+from tests.conftest import lacking
+from tests.ranks.together import raised_everywhere
+from tests.ranks.training.test_inputs import TRAINERS
+from trainers import EmbeddingNetwork, MirroredTrainer, NumpyNetwork, ParameterServerTrainer
+from trainers.errors import ArgumentError, ExportError
+from trainers.export.metadata import Exported
+from trainers.watching.callback import Callback
+
+WORLD = MPI.COMM_WORLD
+X = np.random.default_rng(3).normal(size=(40, 6)).astype("float32")
+Y = X[:, :3].argmax(1)
+OTHERS = {
+    "async": ParameterServerTrainer,
+    "local": lambda *given, **rest: MirroredTrainer(*given, **rest, sync_every=4),
+}
+
+
+@pytest.fixture(autouse=True)
+def onnx_is_there(folder: Path) -> None:
+    folder.mkdir(exist_ok=True)
+    if not all(map(find_spec, ("onnx", "onnxruntime"))):
+        lacking('onnx or onnxruntime is not installed: pip install ".[export]" in the checkout')
+
+
+def answers(path: Path, x: np.ndarray) -> np.ndarray:
+    import onnxruntime
+
+    session = onnxruntime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
+    return session.run(["probabilities"], {"x": x})[0]
+
+
+class Exports(Callback):
+    """Exports after each epoch, by the trainer that fits."""
+
+    reads_batches = reads_model = False
+
+    def __init__(self, path: Path) -> None:
+        self.path, self.found = path, list[Exported]()
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        self.found.append(self.trainer.export(str(self.path)))  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("name", [*TRAINERS, *OTHERS])
+def test_every_trainer_exports_its_model(name: str, flat: allreduce.Topology, folder: Path) -> None:
+    if flat.size < 2 and name in ("servers", "async"):
+        pytest.skip("one rank is a server, so others must compute")
+    made = ({**TRAINERS, **OTHERS})[name]
+    path, calls = folder / "a.onnx", Exports(folder / "callback.onnx")
+    network = NumpyNetwork([6, 5, 3], seed=1)
+    network.scale_input(0.5, 2.0)
+    averages = {} if name in ("async", "local") else {"ema": 0.5}
+    with made(network, topology=flat) as trainer:
+        trainer.fit(X, Y, epochs=2, batch_size=20, callbacks=[calls], progress=False, **averages)
+        about = trainer.export(str(path))
+        assert (about.rows, about.average) == (32, bool(averages))
+        assert [each.rows for each in calls.found] == [32, 32]
+        np.testing.assert_allclose(answers(path, X), trainer.predict(X), atol=1e-5)
+        np.testing.assert_allclose(answers(calls.path, X), trainer.predict(X), atol=1e-5)
+        if averages:
+            trainer.export(str(path), X, ema=False)
+            np.testing.assert_allclose(answers(path, X), trainer.predict(X, ema=False), atol=1e-5)
+    assert len(set(WORLD.allgather(str(about)))) == 1
+    assert {each.name for each in folder.iterdir()} == {"a.onnx", "callback.onnx"}
+
+
+def test_errors_are_raised_on_all_ranks(flat: allreduce.Topology, folder: Path) -> None:
+    path, last = folder / "a.onnx", flat.rank == flat.size - 1
+    network = NumpyNetwork([6, 5, 3], seed=1)
+    with MirroredTrainer(network, topology=flat) as trainer:
+        about = trainer.export(str(path), X, Y, int8=True)
+        assert {*about.accuracy} == {"float32", "int8"}
+        before = path.read_bytes()
+        text = raised_everywhere(WORLD, ExportError, lambda: trainer.export(str(folder / "none" / "a.onnx"), X))
+        assert "can't be written" in text
+        raised_everywhere(WORLD, ArgumentError, lambda: trainer.export(str(path), X[:, :2] if last else X))
+        if flat.size > 1:
+            raised_everywhere(WORLD, DisagreementError, lambda: trainer.export(f"{path}{last}"))
+            network.parameters[0] += last
+            text = raised_everywhere(WORLD, DisagreementError, lambda: trainer.export(str(path)))
+            assert text.count("parameters #") == flat.size
+            network.parameters[0] -= last
+        trainer.fit(X, Y, epochs=1, batch_size=20, progress=False)
+    assert path.read_bytes() == before
+
+
+def test_a_table_of_words_is_exported(flat: allreduce.Topology, folder: Path) -> None:
+    words = np.random.default_rng(0).integers(0, 11, (20, 4))
+    with MirroredTrainer(EmbeddingNetwork([5, 3], words=11), topology=flat) as trainer:
+        trainer.fit(words, words[:, 0] % 3, epochs=1, batch_size=10, progress=False)
+        trainer.export(str(folder / "a.onnx"))
+        np.testing.assert_allclose(answers(folder / "a.onnx", words), trainer.predict(words), atol=1e-5)

@@ -1,0 +1,84 @@
+"""The command `python -m trainers export`: writes a saved model as an ONNX file."""
+
+import argparse
+import time
+from collections.abc import Sequence
+
+from allreduce.topology import Topology
+from allreduce.transport.control import together
+from trainers import datasets
+from trainers.cli.options import RankParser
+from trainers.datasets import Dataset
+from trainers.errors import ArgumentError
+from trainers.files import model_file
+from trainers.mirrored import MirroredTrainer
+from trainers.replicas.numpy.categories import load_network
+from trainers.replicas.numpy.embedding import EmbeddingNetwork
+from trainers.replicas.numpy.network import NumpyNetwork
+
+ABOUT = """Write a saved model as an ONNX file (.onnx), which runs without this package, by onnxruntime or in a browser.
+
+The file takes raw rows: scaling, the categories of a table, and the names of classes are inside. onnxruntime runs the
+file on rows of --data, without it on random rows. Only a file that answers as the model does replaces an older file.
+"""
+EXAMPLES = """examples:
+  python -m trainers export --load model.npz --out model.onnx
+  python -m trainers export --load model.npz --out model.onnx --data digits
+  python -m trainers export --load model.npz --out small.onnx --data people.csv --int8
+"""
+
+
+def make_parser(shown: bool, program: str) -> RankParser:
+    """Return the parser. shown: whether this rank prints."""
+    usage = "%(prog)s --load FILE --out FILE [--data DATA] [--int8]"
+    parser = RankParser(shown, "--help", prog=program, usage=usage, description=ABOUT, epilog=EXAMPLES)
+    add_options(parser)
+    return parser
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of the command."""
+    parser.add_argument("--load", metavar="FILE", required=True, help="the model, as --save has written it")
+    parser.add_argument("--out", metavar="FILE", required=True, help="the ONNX file")
+    parser.add_argument(
+        "--data", help="the data on which the model was trained, as `python -m trainers --data` takes them"
+    )
+    parser.add_argument(
+        "--int8", action="store_true",
+        help="convert the matrices to 8-bit integers, by the training rows of --data; prints the accuracy of the test "
+        "rows before and after",
+    )  # fmt: skip
+    parser.add_argument(
+        "--no-ema", action="store_true",
+        help="export the parameters, although the file has their moving average (by default the average is exported)",
+    )  # fmt: skip
+
+
+def run(arguments: Sequence[str], world: Topology, program: str) -> None:
+    """Run the command. Collective. Raises the same error on all ranks."""
+    options = together(world.world, lambda: make_parser(world.rank == 0, program).parse_args(arguments))
+    network, data = together(world.world, lambda: _prepared(options))
+    begin = time.perf_counter()
+    with MirroredTrainer(network, topology=world) as trainer:
+        ema = False if options.no_ema else None
+        if data is None:
+            about = trainer.export(options.out, ema=ema)
+        else:
+            y, test = (data.y_train, (data.x_test, data.y_test)) if options.int8 else (None, None)
+            names = data.classes if data.columns is None and network.probabilities else None
+            about = trainer.export(
+                options.out, data.x_train, y, int8=options.int8, validation_data=test, classes=names, ema=ema
+            )
+    if world.rank == 0:
+        print(f"exported: {options.out} ({time.perf_counter() - begin:.1f} s), {about}", flush=True)
+
+
+def _prepared(options: argparse.Namespace) -> tuple[NumpyNetwork, Dataset | None]:
+    """Return the network, and the data if there are any. Raises ArgumentError, ModelFileError, DataError."""
+    if options.int8 and options.data is None:
+        raise ArgumentError("--int8 measures the training rows: add --data")
+    kind, _ = model_file.read_header(options.load)
+    embeds = kind == EmbeddingNetwork.__name__
+    network = EmbeddingNetwork.load(options.load) if embeds else load_network(options.load)
+    data = None if options.data is None else datasets.load(options.data, columns=network.columns)
+    return network, data

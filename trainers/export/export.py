@@ -1,0 +1,153 @@
+"""write: a replica as an ONNX file, checked by onnxruntime before it replaces the file that was there. No MPI."""
+
+import warnings
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from allreduce.files import writable
+from trainers.data import Tree, row_count
+from trainers.errors import ArgumentError, ExportError
+from trainers.export import graph
+from trainers.export.int8 import quantized
+from trainers.export.metadata import Exported
+from trainers.export.running import Session, as_in_table, compared, need_onnxruntime, sample, taken
+from trainers.files.model_file import replacing
+from trainers.files.onnx_graph import need_onnx
+from trainers.replica import Replica
+
+CHECKED, MEASURED = 256, 10_000  # rows on which a file is compared with the replica, and on which accuracy is measured
+DRAWN = 32
+CLOSE = {"float16": 5e-3, "bfloat16": 4e-2}  # of models that compute in 16 bits; the file computes in float32
+CLOSEST = 1e-5  # the largest difference of others
+
+
+def write(
+    path: str,
+    replica: Replica,
+    x: Tree | None,
+    *,
+    classes: Sequence[str] | None = None,
+    scored: tuple[Tree, Any] | None = None,
+    int8: bool = False,
+    average: bool = False,
+) -> Exported:
+    """Write a replica's model to `path`, and return what the file is. Local. Raises ExportError.
+
+    x: rows as `predict` takes them, of the training with int8; None for the replica's `drawn_rows`.
+    classes: the names of the classes; None for those of the table. average: whether the parameters are the moving
+        average now. scored: rows x and their class numbers y, on which the accuracy of int8 is measured.
+    """
+    check_path(path)
+    need_onnx()
+    need_onnxruntime()
+    x = replica.drawn_rows(DRAWN) if x is None else x
+    if x is None or not row_count(x):
+        raise ArgumentError(f"export: there are no rows on which this {type(replica).__name__} can be checked: give x")
+    rows = as_in_table(replica.columns, taken(x, sample(x, CHECKED)))
+    outputs = replica.predict(rows)
+    about, softmax = _described(replica, outputs, classes)
+    core = _core(replica, rows)
+    model = graph.finished(graph.add_softmax(core) if softmax else core, about, rows, outputs)
+    session = Session(model, about)
+    tolerance = CLOSE.get(replica.config().get("precision", replica.gradient_dtype), CLOSEST)
+    expected = _softmax(outputs) if softmax else outputs
+    difference = compared(session, about, rows, expected, tolerance)
+    about = replace(about, average=average, rows=row_count(rows), difference=difference)
+    if int8:
+        model, about = _as_int8(model, session, about, x, scored)
+    graph.describe(model, about)
+    Session(model, about).run(rows)
+    try:
+        with replacing(path) as file:
+            file.write(model.SerializeToString())
+    except (OSError, ValueError) as error:  # ValueError: of protobuf, above 2 GiB
+        raise ExportError(
+            f"the export can't be written to {path}: {getattr(error, 'strerror', '') or error}"
+        ) from error
+    return about
+
+
+def check_path(path: str) -> None:
+    """Raise ExportError if no file can be written to `path`."""
+    if not writable(path):
+        raise ExportError(
+            f"the export can't be written to {path!r}: give a file, in a folder that exists and is writable"
+        )
+
+
+def _described(replica: Replica, outputs: Tree, classes: Sequence[str] | None) -> tuple[Exported, bool]:
+    """Return what the file will be, and whether it needs a softmax."""
+    width = outputs.shape[1] if isinstance(outputs, np.ndarray) and outputs.ndim == 2 else 0
+    learned = () if replica.columns is None else replica.columns.classes
+    names = learned if classes is None else tuple(classes)
+    if classes is not None and len(names) != width:
+        raise ArgumentError(f"export: classes are {len(names)} names, and the model has {width} outputs a row")
+    classifies = width > 0 and bool(replica.scores or classes is not None or len(names) == width)
+    about = Exported(
+        type(replica).__name__,
+        names if classifies and len(names) == width else (),
+        classifies,
+        replica.columns,
+    )
+    certain = replica.scores == "probabilities" or (not replica.scores and _are_probabilities(outputs))
+    return about, classifies and not certain
+
+
+def _are_probabilities(outputs: Tree) -> bool:
+    return isinstance(outputs, np.ndarray) and bool(
+        (outputs >= 0).all() and np.allclose(outputs.sum(axis=-1), 1, atol=1e-3)
+    )
+
+
+def _softmax(outputs: np.ndarray) -> np.ndarray:
+    apart = outputs.astype(np.float64)
+    found = np.exp(apart - apart.max(axis=1, keepdims=True))
+    return found / found.sum(axis=1, keepdims=True)
+
+
+def _core(replica: Replica, rows: Tree) -> Any:
+    """Return the replica's graph. Raises ExportError, which names what a framework can't convert."""
+    two = taken(rows, np.arange(2) % row_count(rows))
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            return replica.to_onnx(two)
+    except ExportError:
+        raise
+    except Exception as error:  # whatever a framework raises
+        raise ExportError(f"this {type(replica).__name__} can't be exported: {_causes(error)}") from error
+
+
+def _causes(error: BaseException) -> str:
+    """Return an error and what caused it as text, the cause first: it names the operator."""
+    texts: list[str] = []
+    found: BaseException | None = error
+    while found is not None and len(texts) < 5:
+        lines = [line.strip() for line in str(found).splitlines() if line.strip()]
+        texts.insert(0, f"{type(found).__name__}: {lines[0] if lines else ''}")
+        found = found.__cause__
+    return "; ".join(texts)
+
+
+def _as_int8(
+    model: Any, session: Session, about: Exported, x: Tree, scored: tuple[Tree, Any] | None
+) -> tuple[Any, Exported]:
+    """Return the model with integers, and its description with the accuracy before and after."""
+    about = replace(about, int8=True)
+    small = quantized(model, session, x)
+    if not about.classifies:
+        return small, about
+    if scored is None:
+        raise ArgumentError("export: int8 costs accuracy, which is measured: give y, or validation_data=(x, y)")
+    places = sample(scored[0], MEASURED)
+    rows = as_in_table(about.columns, taken(scored[0], places))
+    y = np.asarray(scored[1])[places]
+    right = y.argmax(axis=1) if y.ndim > 1 else y
+    accuracy = {
+        name: float((each.class_numbers(rows) == right).mean())
+        for name, each in (("float32", session), ("int8", Session(small, about)))
+    }
+    return small, replace(about, accuracy=accuracy)
