@@ -65,7 +65,8 @@ def run(arguments: Sequence[str], world: Topology, program: str) -> None:
             about = trainer.export(options.out, ema=ema)
         else:
             y, test = (data.y_train, (data.x_test, data.y_test)) if options.int8 else (None, None)
-            names = data.classes if data.columns is None and network.probabilities else None
+            named = data.columns is None and network.probabilities and len(data.classes) == network.sizes[-1]
+            names = data.classes if named else None
             about = trainer.export(
                 options.out, data.x_train, y, int8=options.int8, validation_data=test, classes=names, ema=ema
             )

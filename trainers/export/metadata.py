@@ -91,13 +91,15 @@ class Exported:
             )
         try:
             held = {name: json.loads(properties[f"{PREFIX}{name}"]) for name in cls.__dataclass_fields__}
-            columns = held["columns"]
-            texts = [held["kind"], *held["classes"], *held["accuracy"]]
+            columns, classes = held["columns"], held["classes"]
+            texts = [held["kind"], *classes, *held["accuracy"]]
             flags = [held["classifies"], held["average"], held["int8"]]
             measured = [held["rows"], held["difference"], *held["accuracy"].values()]
-            if not (_all(texts, str) and _all(flags, bool) and _all(measured, int | float)):
+            if not (
+                isinstance(classes, list) and _all(texts, str) and _all(flags, bool) and _all(measured, int | float)
+            ):
                 raise ValueError(f"a value of another type in {held}")
-            held |= {"classes": tuple(held["classes"]), "columns": columns and Columns.from_dict(columns)}
+            held |= {"classes": tuple(classes), "columns": None if columns is None else Columns.from_dict(columns)}
         except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
             raise ModelFileError(f"the metadata of {path} are damaged: {error!r}") from error
         return cls(**held)

@@ -102,7 +102,7 @@ def as_in_table(columns: Columns | None, x: Tree) -> Tree:
 def sample(x: Tree, most: int, seed: int = 0) -> np.ndarray:
     """Return the places of at most so many rows, drawn from all rows, in order."""
     rows = row_count(x)
-    return np.sort(np.random.default_rng(seed).permutation(rows)[:most])
+    return np.sort(np.random.default_rng(seed).choice(rows, min(most, rows), replace=False, shuffle=False))
 
 
 def taken(x: Tree, places: np.ndarray) -> Tree:

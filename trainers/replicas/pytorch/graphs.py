@@ -3,14 +3,16 @@
 import contextlib
 import copy
 import io
+import logging
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import nn
 
-from trainers.data import Tree, mapped
+from trainers.data import Tree, leaves, mapped
 from trainers.errors import ExportError
-from trainers.files.onnx_graph import FREE, INSTALL, OPSETS
+from trainers.files.onnx_graph import FREE, INSTALL
 
 
 def converted(module: nn.Module, x: Tree) -> Any:
@@ -23,16 +25,44 @@ def converted(module: nn.Module, x: Tree) -> Any:
         import onnxscript  # noqa: F401, torch.onnx needs it
     except ImportError as error:
         raise ExportError(f"torch.onnx needs onnxscript, which can't be imported ({error}): {INSTALL}") from error
-    copied = copy.deepcopy(module).cpu().float().eval()
-    inputs = mapped(lambda each: each.float() if each.is_floating_point() else each, x)
-    axes = mapped(lambda _: {0: torch.export.Dim(FREE)}, inputs)
-    arguments: dict[str, Any] = {"args": inputs if isinstance(inputs, tuple) else (inputs,), "dynamic_shapes": axes}
-    if isinstance(inputs, dict):
-        arguments = {"args": (), "kwargs": inputs, "dynamic_shapes": axes}
-    elif not isinstance(inputs, tuple):
-        arguments["dynamic_shapes"] = (axes,)
-    printed = io.StringIO()  # progress, and a report with paths of this machine
-    with torch.no_grad(), contextlib.redirect_stdout(printed):
-        program = torch.onnx.export(copied, **arguments, dynamo=True, opset_version=OPSETS[""], verbose=False)
+    copied = _Flat(copy.deepcopy(module).cpu().float().eval(), mapped(lambda _: None, x)).eval()
+    inputs = tuple(each.float() if each.is_floating_point() else each for each in leaves(x))
+    axes = {"arrays": tuple({0: torch.export.Dim(FREE)} for _ in inputs)}
+    with torch.no_grad(), _quiet():
+        program = torch.onnx.export(copied, inputs, dynamic_shapes=axes, dynamo=True, verbose=False)
     assert program is not None
     return program.model_proto
+
+
+class _Flat(nn.Module):
+    """A module that takes the arrays of a tree one by one, and returns those of its output in the order of `leaves`."""
+
+    def __init__(self, module: nn.Module, structure: Tree) -> None:
+        super().__init__()
+        self.module, self.structure = module, structure
+
+    def forward(self, *arrays: Any) -> tuple[Any, ...]:
+        rest = iter(arrays)
+        x = mapped(lambda _: next(rest), self.structure)
+        if isinstance(x, dict):
+            return _flat(self.module(**x))
+        return _flat(self.module(*x) if isinstance(x, tuple) else self.module(x))
+
+
+def _flat(output: Any) -> tuple[Any, ...]:
+    if isinstance(output, dict):
+        return tuple(each for key in sorted(output) for each in _flat(output[key]))
+    return tuple(each for part in output for each in _flat(part)) if isinstance(output, tuple | list) else (output,)
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Context manager without the progress that PyTorch prints, and its warnings about packages that are not needed."""
+    log = logging.getLogger("torch.onnx")
+    level = log.level
+    log.setLevel(logging.ERROR)
+    try:
+        with contextlib.redirect_stdout(io.StringIO()):
+            yield
+    finally:
+        log.setLevel(level)
