@@ -72,6 +72,7 @@ SKIPPED = {
     "pip install": "installs",
     "python -m allreduce doctor flight": "takes the files of a job that failed; health/test_status_dump.py runs it",
     "python -m benchmarks.faults": "minutes; test_faults.py runs a few",
+    "python -m http.server": "a server; test_browser.py has one",
     "python -m benchmarks.timeline slow_rank.json": "takes the file of the page's program; the same as trace.json's",
     "python -m pytest": "the tests run it",
     "python -m tests.faults": "minutes; test_faults.py runs a few",
@@ -100,7 +101,7 @@ VARIABLES = {
     "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
 }
 MODULE = re.compile(
-    r"python -m ((?:trainers|benchmarks|allreduce)[\w.]*(?: doctor| make| predict)?)((?=[\s`])[^`\n|]*|$)"
+    r"python -m ((?:trainers|benchmarks|allreduce)[\w.]*(?: doctor| make| predict| export)?)((?=[\s`])[^`\n|]*|$)"
 )
 OPTION = re.compile(r"(?<![\w-])--?[a-z][\w-]*")
 
@@ -153,7 +154,9 @@ def skipped(command: str) -> bool:
 def shortened(command: str) -> str:
     """The command with options that make it short, and which may not fail."""
     for module, options in SHORTER.items():
-        command = re.sub(rf"(python -m {re.escape(module)}(?! predict)(?= |$)[^;|>]*)", rf"\1 {options}", command)
+        command = re.sub(
+            rf"(python -m {re.escape(module)}(?! predict| export)(?= |$)[^;|>]*)", rf"\1 {options}", command
+        )
     worst = max((code for name, code in CODES.items() if name in command), default=0)
     loop = command.startswith("for ")
     return command if loop else f"{command} || [ $? -le {worst} ] || exit 9"

@@ -123,8 +123,14 @@ def _columns_into(graph: Graph, columns: Columns, target: str, dtype: int) -> li
             continue
         texts = [*column.values] or [""]
         numbers = list(range(1, len(column.values) + 1)) or [0]
-        place = {"keys_strings": texts, "values_int64s": numbers, "default_int64": 0}
-        number = graph.add("LabelEncoder", column.name, domain="ai.onnx.ml", **place)
+        number = graph.add(
+            "LabelEncoder",
+            column.name,
+            domain="ai.onnx.ml",
+            keys_strings=texts,
+            values_int64s=numbers,
+            default_int64=0,
+        )
         if column.embedded:
             embedded.append(_as_feature(graph, number))
         elif column.values:

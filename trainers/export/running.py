@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 
 from trainers.data import Tree, leaves, mapped, row_count, sliced
-from trainers.datasets.columns import Columns, Number
+from trainers.datasets.columns import Category, Columns
 from trainers.errors import ExportError
 from trainers.export.graph import names_of
 from trainers.export.metadata import INPUT, LABEL, PROBABILITIES, Exported
@@ -87,8 +87,9 @@ def cells_of(columns: Columns, x: np.ndarray) -> dict[str, np.ndarray]:
     """
     found = {}
     for column, values in zip(columns.columns, columns.values_of(x), strict=True):
-        known = isinstance(column, Number)
-        found[column.name] = values if known else np.array(["", *column.values], object)[values]
+        if isinstance(column, Category):
+            values = np.array(["", *column.values], np.object_)[values]
+        found[column.name] = values
     return found
 
 
