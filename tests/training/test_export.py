@@ -19,6 +19,7 @@ from trainers.datasets.columns import Category, Columns, Number
 from trainers.errors import ArgumentError, ExportError, ModelFileError
 from trainers.export import running
 from trainers.export.metadata import Exported
+from trainers.many.models import load_model
 from trainers.replicas.numpy.categories import CategoryNetwork, network_of
 from trainers.replicas.numpy.embedding import EmbeddingNetwork
 from trainers.replicas.numpy.network import NumpyNetwork
@@ -122,6 +123,10 @@ def test_a_model_of_a_table_takes_its_cells_and_answers_in_words(cities: int, tm
     found = answers(path, feeds)
     np.testing.assert_allclose(found["probabilities"], expected, atol=1e-5)
     assert found["label"].tolist() == [data.classes[number] for number in expected.argmax(axis=1)]
+    served = load_model(str(path))
+    assert (served.columns, served.classes) == (data.columns, data.classes)
+    served.check(x)
+    np.testing.assert_allclose(served.predict(x), expected, atol=1e-5)
 
 
 def test_features_become_the_cells_that_made_them() -> None:

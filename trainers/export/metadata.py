@@ -80,6 +80,11 @@ class Exported:
         }
         return {f"{PREFIX}format": FORMAT} | {f"{PREFIX}{name}": json.dumps(value) for name, value in held.items()}
 
+    @staticmethod
+    def wrote(properties: Mapping[str, str]) -> bool:
+        """Return whether metadata are those of a file of `export`, of any version."""
+        return f"{PREFIX}format" in properties
+
     @classmethod
     def read(cls, path: str, properties: Mapping[str, str]) -> "Exported":
         """Return what the metadata of the file at `path` tells. Raises ModelFileError if `export` did not write it."""

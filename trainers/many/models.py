@@ -12,6 +12,8 @@ import numpy as np
 
 from trainers.datasets.columns import Columns
 from trainers.errors import ArgumentError, ModelFileError, TrainerError
+from trainers.export.metadata import Exported
+from trainers.export.running import cells_of
 from trainers.files import model_file
 from trainers.replicas.numpy.categories import load_network
 from trainers.replicas.numpy.embedding import EmbeddingNetwork
@@ -97,7 +99,9 @@ class OnnxModel(Model):
     """An ONNX file, computed by onnxruntime in one thread, or in OMP_NUM_THREADS. Of several outputs the last one is
     taken that has numbers.
 
-    Its metadata may have `classes` (a JSON list of names) and `columns` (those of a model file, as JSON).
+    The metadata of a file of `trainer.export` tell its columns and classes. A file of a table takes cells, made here
+    of features. The metadata of other files may have `classes` (a JSON list of names) and `columns` (those of a
+    model file, as JSON); they take features.
     """
 
     kind = "onnx"
@@ -115,6 +119,10 @@ class OnnxModel(Model):
         except Exception as error:  # a dozen types of onnxruntime
             raise ModelFileError(f"{path} is not an ONNX file, or it is damaged: {error}") from error
         numbers = [each.name for each in outputs if each.type in DTYPES]
+        self._takes_cells = self._read(path, metadata)
+        if self._takes_cells and self.columns is not None and numbers:
+            self._output, self.dtype, self.shape = numbers[-1], np.dtype(np.float32), (self.columns.features,)
+            return
         if len(inputs) != 1 or inputs[0].type not in DTYPES or not numbers:
             found = ", ".join(f"{each.name}: {each.type}" for each in [*inputs, *outputs])
             raise ModelFileError(
@@ -123,9 +131,13 @@ class OnnxModel(Model):
         self._input, self._output = inputs[0].name, numbers[-1]
         self.dtype = np.dtype(DTYPES[inputs[0].type])
         self.shape = tuple(size if isinstance(size, int) else None for size in inputs[0].shape[1:])
-        self._read(path, metadata)
 
-    def _read(self, path: str, metadata: dict[str, str]) -> None:
+    def _read(self, path: str, metadata: dict[str, str]) -> bool:
+        """Read the columns and classes; returns whether the inputs are cells of a table."""
+        if Exported.wrote(metadata):
+            about = Exported.read(path, metadata)
+            self.columns, self.classes = about.columns, about.classes
+            return about.columns is not None
         try:
             columns = json.loads(metadata.get(COLUMNS, "null"))
             self.columns = None if columns is None else Columns.from_dict(columns)
@@ -135,6 +147,7 @@ class OnnxModel(Model):
         except (ValueError, RecursionError) as error:
             raise ModelFileError(f"{path} is damaged: its metadata can't be read: {error}") from error
         self.classes = self.columns.classes if self.columns is not None and not classes else tuple(classes)
+        return False
 
     def check(self, rows: np.ndarray) -> None:
         wanted = (len(rows) if rows.ndim else 0, *self.shape)
@@ -146,7 +159,11 @@ class OnnxModel(Model):
             raise ArgumentError(f"x must be numbers of shape (rows, {shape}), not {rows.dtype} of shape {rows.shape}")
 
     def predict(self, rows: np.ndarray) -> np.ndarray:
-        (found,) = self._session.run([self._output], {self._input: np.ascontiguousarray(rows, self.dtype)})
+        if self._takes_cells and self.columns is not None:
+            feeds: dict[str, Any] = cells_of(self.columns, np.asarray(rows, self.dtype))
+        else:
+            feeds = {self._input: np.ascontiguousarray(rows, self.dtype)}
+        (found,) = self._session.run([self._output], feeds)
         return np.asarray(found)
 
 
