@@ -109,6 +109,7 @@ def test_a_model_of_a_table_takes_its_cells_and_answers_in_words(cities: int, tm
     network, path = network_of(data, (16,)), tmp_path / "people.onnx"
     assert isinstance(network, CategoryNetwork) == (cities == 40)
     with MirroredTrainer(network) as trainer:
+        assert trainer.export(str(path)).rows == 32, "random rows, which are the nearest rows of a table"
         trainer.fit(data.x_train, data.y_train, epochs=2, progress=False)
         about = trainer.export(str(path), data.x_train)
         assert (about.columns, about.classes, about.rows) == (data.columns, ("high", "low"), 256)

@@ -89,7 +89,9 @@ class Category:
         """Return the numbers of the values of features, the inverse of `write`."""
         if self.embedded:
             return x[:, 0].astype(np.int64)
-        return (x > 0.5) @ np.arange(1, x.shape[1] + 1)
+        if not x.shape[1]:
+            return np.zeros(len(x), np.int64)
+        return np.where(x.max(axis=1) > 0.5, x.argmax(axis=1) + 1, 0)
 
 
 class Embedded(NamedTuple):

@@ -71,8 +71,9 @@ def _renamed(core: Any, inputs: int, outputs: int) -> Any:
         shape = each.type.tensor_type.shape.dim
         if not shape or shape[0].HasField("dim_value"):
             raise ExportError(
-                f"{each.name} has the shape {[axis.dim_value or axis.dim_param for axis in shape]} in the graph, where "
-                "its first axis must be free: the model computes with the number of rows, or ignores x"
+                f"an input or output of the graph ({each.name}) has the shape "
+                f"{[axis.dim_value or axis.dim_param for axis in shape]}, and its first axis must be free: the model "
+                "computes with the number of rows as a constant, or its output does not depend on x"
             )
     model = need_onnx().compose.add_prefix(core, CORE)
     for each in [each for each in model.graph.input if each.name.removeprefix(CORE) in held]:
