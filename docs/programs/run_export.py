@@ -1,4 +1,7 @@
-"""Export a model, and let onnxruntime answer: mpirun -n 2 python run_export.py"""
+"""Export a model, and let onnxruntime answer.
+
+mpirun -n 2 python run_export.py
+"""
 
 import numpy as np
 

@@ -188,6 +188,11 @@ def test_int8_of_a_table_and_of_numbers(tmp_path: Path) -> None:
         assert {*about.accuracy} == {"float32", "int8"}
         with pytest.raises(ArgumentError, match=r"give y, or validation_data"):
             trainer.export(str(tmp_path / "a.onnx"), data.x_train, int8=True)
+    words = np.random.default_rng(0).integers(0, 11, (50, 4))
+    with MirroredTrainer(EmbeddingNetwork([6, 3], words=11)) as trainer:
+        assert trainer.export(str(tmp_path / "c.onnx"), words, words[:, 0] % 3, int8=True).int8
+        expected = trainer.predict(words)
+    np.testing.assert_allclose(answers(tmp_path / "c.onnx", {"x": words})["probabilities"], expected, atol=0.1)
     x = np.random.default_rng(0).normal(size=(50, 4)).astype(np.float32)
     with MirroredTrainer(NumpyNetwork([4, 3, 1], loss="mean_squared_error")) as trainer:
         about = trainer.export(str(tmp_path / "b.onnx"), x, int8=True)

@@ -1,5 +1,6 @@
 """write: a replica as an ONNX file, checked by onnxruntime before it replaces the file that was there. No MPI."""
 
+import re
 import warnings
 from collections.abc import Sequence
 from dataclasses import replace
@@ -21,6 +22,7 @@ from trainers.replica import Replica
 CHECKED, MEASURED = 256, 10_000  # rows on which a file is compared with the replica, and on which accuracy is measured
 DRAWN = 32
 CLOSE = {"float16": 5e-3, "bfloat16": 4e-2}  # of models that compute in 16 bits; the file computes in float32
+COLOURS = re.compile(r"\x1b\[[0-9;]*m")  # of a terminal, in PyTorch's errors
 CLOSEST = 1e-5  # the largest difference of others
 
 
@@ -126,7 +128,7 @@ def _causes(error: BaseException) -> str:
     texts: list[str] = []
     found: BaseException | None = error
     while found is not None and len(texts) < 5:
-        lines = [line.strip() for line in str(found).splitlines() if line.strip()]
+        lines = [line.strip() for line in COLOURS.sub("", str(found)).splitlines() if line.strip()]
         texts.insert(0, f"{type(found).__name__}: {lines[0] if lines else ''}")
         found = found.__cause__
     return "; ".join(texts)
