@@ -520,6 +520,13 @@ class RowReader(Protocol):
     def close(self) -> None: ...
 
 
+def batch_sizes(rows: int, batch_size: int) -> np.ndarray:
+    """Return the number of rows of each batch of an epoch: `batch_size`, and in the last one the rows that remain."""
+    sizes = np.full(-(-rows // batch_size), batch_size)
+    sizes[-1] = rows - (len(sizes) - 1) * batch_size
+    return sizes
+
+
 class Batches(BatchSource):
     """The batches of rows that all ranks have.
 
@@ -554,6 +561,7 @@ class Batches(BatchSource):
         self.checked = not isinstance(x, Samples)  # whether all rows could be checked before the training (arrays)
         self.rows = row_count(x) if self.checked else len(x)
         self.batch_size, self.ahead = min(batch_size, self.rows), ahead
+        self._sizes = batch_sizes(self.rows, self.batch_size)
         self._seed, self._shuffle, self._micro_batch = seed, shuffle, micro_batch
         self._weigh, self._reader = weigh, reader
         self._visited = -1, np.empty(0, np.int64)  # an epoch, and the order in which it visits the rows
@@ -591,12 +599,10 @@ class Batches(BatchSource):
     @property
     def steps(self) -> int:  # type: ignore[override]
         """Batches in an epoch."""
-        return -(-self.rows // self.batch_size)
+        return len(self._sizes)
 
     def sizes(self) -> np.ndarray:
-        sizes = np.full(self.steps, self.batch_size)
-        sizes[-1] = self.rows - (self.steps - 1) * self.batch_size
-        return sizes
+        return self._sizes
 
     def part_rows(self, step: int, part: int, parts: int) -> int:
         rows = min(self.batch_size, self.rows - step * self.batch_size)

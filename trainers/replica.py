@@ -15,6 +15,9 @@ from trainers.files import model_file
 
 AVERAGE = "ema"  # the name in `state` of the moving average of the parameters, if the replica keeps one
 
+Slices = slice | tuple[slice, ...]
+"""A part of the parameters: a slice; or several slices in order, of a replica with `whole_tensors`."""
+
 Rows = tuple[Any, Any]
 """A sparse gradient: (indices, 1-D integers; values, one row for each index)."""
 
@@ -187,11 +190,12 @@ class Replica(ABC):
         )
 
     @abstractmethod
-    def update(self, part: slice | None = None) -> None:
+    def update(self, part: Slices | None = None) -> None:
         """Update the parameters with the gradients in the bound buffer. Equal input must give equal bits.
 
         part: the slice of the bound parameters to update (start and stop are integers; may be empty; the same in every
-            step). None: all parameters. Only a replica with `bind_parameters` needs to support slices.
+            step). None: all parameters. Only a replica with `bind_parameters` needs to support slices, and only one
+            with `whole_tensors` several slices.
         """
 
     @property
@@ -209,10 +213,13 @@ class Replica(ABC):
         if decay is not None:
             raise ArgumentError(f"{type(self).__name__} keeps no moving average of its parameters: leave out ema")
 
-    def move_average(self, part: slice | None = None) -> None:  # noqa: B027, nothing to do without an average
+    def end_average(self) -> None:  # noqa: B027, nothing to do without an average
+        """Called at the end of a fit: `state` keeps the average, and a state without one that is loaded begins none."""
+
+    def move_average(self, part: Slices | None = None) -> None:  # noqa: B027, nothing to do without an average
         """After `update(part)`: move the average, if it is kept, to decay * average + (1 - decay) * parameters."""
 
-    def use_average(self, part: slice | None = None) -> None:
+    def use_average(self, part: Slices | None = None) -> None:
         """Put the average in the place of the parameters, or of those in a slice, until `use_parameters`.
 
         After `network = NumpyNetwork.load(path)` and `network.use_average()` the network predicts with the average.
@@ -291,9 +298,9 @@ class Replica(ABC):
         """
         return copied({name: array for name, array in self.state().items() if name not in without}, memory)
 
-    def elements(self, name: str, part: slice) -> np.ndarray:
-        """Return the elements `part` of the state entry `name`, one of `elementwise`."""
-        return self.state()[name][part]
+    def elements(self, name: str, part: Slices) -> np.ndarray:
+        """Return the elements `part` of the state entry `name`, one of `elementwise`, one slice after the other."""
+        return taken(self.state()[name], part)
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Return the shapes of the parameters by name, in their order, to compare models; may be empty."""
@@ -371,6 +378,33 @@ class Replica(ABC):
                 raise ModelFileError(
                     f"{path} holds a model with {name}={saved.get(name)!r}, and this one has {name}={here[name]!r}"
                 )
+
+
+def slices_of(part: Slices) -> tuple[slice, ...]:
+    """Return the slices of a part, in order."""
+    return part if isinstance(part, tuple) else (part,)
+
+
+def clipped(part: Slices, start: int, stop: int) -> Slices:
+    """Return the elements of a part that are in [start, stop)."""
+    ends = [[min(max(end, start), stop) for end in (each.start, each.stop)] for each in slices_of(part)]
+    return as_part([slice(*pair) for pair in ends if pair[0] < pair[1]] or [slice(*ends[0])])
+
+
+def as_part(slices: Sequence[slice]) -> Slices:
+    """Return slices, which are in order, as a part."""
+    return slices[0] if len(slices) == 1 else tuple(slices)
+
+
+def taken(flat: np.ndarray, part: Slices) -> np.ndarray:
+    """Return the elements of a part of a 1-D array, one slice after the other; a view if the part is one slice."""
+    return np.concatenate([flat[each] for each in part]) if isinstance(part, tuple) else flat[part]
+
+
+def single(part: Slices) -> slice:
+    """Return the slice of a part that is one slice."""
+    assert not isinstance(part, tuple), "only a replica with whole_tensors updates several slices"
+    return part
 
 
 COLUMNS = "columns"  # their name in the config of a model file

@@ -6,7 +6,7 @@ import logging
 import os
 import zlib
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any, Concatenate, Generic, NoReturn, ParamSpec, TextIO, TypeVar
@@ -297,8 +297,9 @@ class Trainer(Generic[StrategyT]):
         def begin() -> Fit:
             self._check_options(options, validate_ema, settings)
             if isinstance(x, ShardRows):
-                others = y, sample_weight, class_weight, collate, rows, steps_per_epoch, workers
-                return fit_of(self._check_shards(x, settings, all(each is None for each in others)))
+                others = {"y": y, "sample_weight": sample_weight, "class_weight": class_weight, "collate": collate}
+                others |= {"rows": rows, "steps_per_epoch": steps_per_epoch, "workers": workers}
+                return fit_of(self._check_shards(x, settings, others))
             if rows is None and steps_per_epoch is None:
                 x_all, y_all, *weights = self._check_call("fit", (x, y, sample_weight), settings, collate, reading)
                 self._keep_rows(x_all.first[0] if isinstance(x_all, Samples) else x_all)
@@ -727,11 +728,11 @@ class Trainer(Generic[StrategyT]):
             raise
         return data
 
-    def _check_shards(self, x: ShardRows, settings: dict[str, Any], alone: bool) -> ShardBatches:
+    def _check_shards(self, x: ShardRows, settings: dict[str, Any], others: Mapping[str, Any]) -> ShardBatches:
         """Check a fit with shards on all ranks; returns their batches. Raises the same error on all ranks. Collective.
-        alone: whether other arguments about rows are absent."""
+        others: see shards_error."""
         strategy, group = self.strategy, self.group
-        error: Exception | None = shards_error(strategy.micro_batch is not None, alone)
+        error: Exception | None = shards_error(strategy.micro_batch is not None, others)
         try:
             _check_settings(settings)
         except ArgumentError as refused:

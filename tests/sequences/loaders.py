@@ -2,8 +2,6 @@
 
 import itertools
 import random
-import tempfile
-from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -12,16 +10,13 @@ import numpy as np
 import pytest
 
 import allreduce
-from allreduce.transport.control import root_value, together
-from tests.sequences.calls import FailureError
+from tests.sequences.cases import KINDS, Fits, trainer_of
 from tests.sequences.models import FEATURES, numpy_network
-from trainers import CentralStorageTrainer, MirroredTrainer, ParameterServerTrainer, SpareReplicasTrainer
 from trainers.callbacks import Callback
 from trainers.errors import DataError
 from trainers.fit.checkpointing import Checkpoint
 
 Pair = tuple[np.ndarray, np.ndarray]
-KINDS = ("mirrored", "sharded", "central", "spare", "servers")
 SOURCES = ("list", "stream", "iterator", "triples")
 
 
@@ -103,16 +98,8 @@ class Case:
         return Stream(batches) if self.source == "stream" else batches
 
     def trainer(self, topology: allreduce.Topology) -> Any:
-        replica = numpy_network(self.optimizer, 1)
-        if self.kind == "servers":
-            return ParameterServerTrainer(replica, topology, servers=self.servers, updates="sync")
-        if self.kind == "spare":
-            return SpareReplicasTrainer(replica, topology, spare=0)
-        if self.kind == "central":
-            return CentralStorageTrainer(replica, topology)
-        if self.kind == "sharded":
-            return MirroredTrainer(replica, "shared", topology, update="sharded")
-        return MirroredTrainer(replica, "ring", topology)
+        servers = {"servers": self.servers} if self.servers else {}
+        return trainer_of(self.kind, numpy_network(self.optimizer, 1), topology, **servers)
 
 
 def draw_case(draw: random.Random, ranks: int) -> Case:
@@ -176,29 +163,4 @@ def check(case: Case, topology: allreduce.Topology, folder: str) -> str:
     return f"{case.kind}, {case.rows}"
 
 
-class Loaders:
-    """A sequence of cases, as tests.sequences runs them. calls: the cases of each outcome."""
-
-    def __init__(self, topology: allreduce.Topology, seed: int, verbose: bool = False) -> None:
-        self._topology, self._seed, self._verbose = topology, seed, verbose
-        self.calls: Counter[str] = Counter()
-        self.log: list[str] = []
-
-    def __str__(self) -> str:
-        return f"loaders, seed {self._seed}, {self._topology.size} ranks"
-
-    def run(self, cases: int) -> None:
-        """Run cases. Collective. Raises FailureError on all ranks."""
-        draw, topology = random.Random(self._seed), self._topology
-        for number in range(cases):
-            case = draw_case(draw, topology.size)
-            self.log = [f"case {number}: {case}"]
-            if self._verbose and topology.rank == 0:
-                print(*self.log, flush=True)
-            with tempfile.TemporaryDirectory() as own:
-                folder = root_value(topology.world, own, "the folder of a case")
-                try:
-                    outcome = together(topology.world, lambda: check(case, topology, folder))  # noqa: B023
-                except Exception as error:
-                    raise FailureError(str(error)) from error
-            self.calls[outcome] += 1
+LOADERS = Fits("loaders", draw_case, check)

@@ -174,7 +174,8 @@ class Fit:
         return self.history
 
     def close(self) -> None:
-        """Close the saver, the progress bar and the callbacks. Local."""
+        """Close the saver, the progress bar and the callbacks, and keep no average any more. Local."""
+        self.strategy.replica.end_average()
         if self.saver is not None:
             self.saver.close()
         self._progress.close()

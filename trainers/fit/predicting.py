@@ -293,7 +293,13 @@ def _finish(group: RankGroup, target: Target, token: str) -> list[str]:
             os.replace(own, path)
 
     if target.divided:
-        together(comm, rename)
+        try:
+            together(comm, rename)
+        except BaseException:
+            if not os.path.exists(own):  # renamed, and another rank's was not
+                with suppress(OSError):
+                    os.unlink(path)
+            raise
         return [target.path(each, ranks) for each in range(ranks)]
 
     def join() -> None:

@@ -1,7 +1,7 @@
 """Training on data in several files, the shards, of which each rank reads its own."""
 
 import zlib
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -10,13 +10,12 @@ from allreduce.arrays.chunks import chunk, segments
 from allreduce.topology import Topology
 from allreduce.transport.control import agree, all_values, together
 from trainers import datasets
-from trainers.data import Batch, BatchSource, Fingerprint
+from trainers.data import Batch, BatchSource, Fingerprint, batch_sizes
 from trainers.datasets.columns import Columns
 from trainers.datasets.shards import ShardRows, Shards, Share, is_pattern, matching, shares
 from trainers.errors import ArgumentError, DataError, TrainerError
 from trainers.fit.evaluation import ROWS
 
-UNSUPPORTED = "y, sample_weight, class_weight, collate, rows, steps_per_epoch, workers"  # with shards
 LARGEST_SHARE = 1.5  # of the mean of the ranks; more is said
 
 
@@ -76,6 +75,7 @@ class ShardBatches(BatchSource):
     ) -> None:
         self._data, self._seed, self._shuffle = data, seed, shuffle
         self.rows, self.batch_size = len(data), min(batch_size, len(data))
+        self._sizes = batch_sizes(self.rows, self.batch_size)
         keys = [(np.arange(count) + 0.5) / max(count, 1) for count in data.counts.tolist()]
         places = np.empty(self.rows, np.int64)
         places[np.argsort(np.concatenate(keys), kind="stable")] = np.arange(self.rows)
@@ -99,12 +99,10 @@ class ShardBatches(BatchSource):
     @property
     def steps(self) -> int:  # type: ignore[override]
         """Batches in an epoch."""
-        return -(-self.rows // self.batch_size)
+        return len(self._sizes)
 
     def sizes(self) -> np.ndarray:
-        sizes = np.full(self.steps, self.batch_size)
-        sizes[-1] = self.rows - (self.steps - 1) * self.batch_size
-        return sizes
+        return self._sizes
 
     def epoch(self, number: int, first: int = 0) -> Generator[Batch]:
         for step in range(first, self.steps):
@@ -114,7 +112,7 @@ class ShardBatches(BatchSource):
         own = [] if part is None else self._shares(part, parts or self._parts)
         found = [self._rows_of(epoch, step, share) for share in own]
         kept = [pair for pair in found if len(pair[0])]
-        total = int(self.sizes()[step])
+        total = int(self._sizes[step])
         shards = self._data.shards
         none = np.empty((0, shards.features), shards.dtype), np.empty(0, np.int64)
         x, y = none if not kept else kept[0] if len(kept) == 1 else map(np.concatenate, zip(*kept, strict=True))
@@ -163,12 +161,13 @@ class OwnRows:
                 yield x[part], y[part]
 
 
-def shards_error(exact: bool, alone: bool) -> ArgumentError | None:
-    """Return the error of a fit with shards, or None. alone: whether no argument of UNSUPPORTED is given."""
+def shards_error(exact: bool, others: Mapping[str, Any]) -> ArgumentError | None:
+    """Return the error of a fit with shards, or None. others: arguments that are not for shards, None where not
+    given."""
     if exact:
         return ArgumentError("fit: exact=True takes all rows on every rank, so not shards, of which each rank has some")
-    if not alone:
-        return ArgumentError(f"fit: shards have x and y, and are divided already: leave out {UNSUPPORTED}")
+    if given := [name for name, value in others.items() if value is not None]:
+        return ArgumentError(f"fit: shards do not take {', '.join(given)}: leave it out, or load the rows as arrays")
     return None
 
 

@@ -6,6 +6,7 @@ With slices the ranks can divide the update: each has only the optimizer state o
 
 import itertools
 import math
+import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
@@ -13,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from trainers.errors import ArgumentError, ModelFileError
-from trainers.replica import AVERAGE, Replica, copied, reserved
+from trainers.replica import AVERAGE, Replica, Slices, clipped, copied, reserved, slices_of, taken
 
 BLOCK = 1 << 16  # elements averaged at a time, so that they stay in the cache
 
@@ -37,15 +38,23 @@ class Layout:
             np.copyto(view, 0 if array is None else np.asarray(array))
 
 
+def put(flat: Any, part: Slices | None, values: Any) -> None:
+    """Set the elements of a part of a 1-D array (None: all), as `take` returns them."""
+    start = 0
+    for each in slices_of(part or slice(0, len(flat))):
+        flat[each] = values[start : start + each.stop - each.start]
+        start += each.stop - each.start
+
+
 class FlatOptimizer(ABC):
     """Base of optimizers on all arrays of a layout, or on a slice of the flat parameters. The state has named entries.
 
     names: of the entries. elementwise: the entries with one number per parameter: one array per array of the layout, or
         one array for the slice. Every other entry is a single array.
-    part: the slice whose state this object holds; None for all parameters.
+    part: the part whose state this object holds; None for all parameters.
     """
 
-    part: slice | None = None
+    part: Slices | None = None
     how_to_set_rates = ""  # for an error
 
     def __init__(self, layout: Layout, names: Iterable[str], elementwise: Iterable[str]) -> None:
@@ -70,7 +79,7 @@ class FlatOptimizer(ABC):
         """Return one of the framework's arrays as a NumPy array for a file. It may be a view, and read-only."""
 
     @abstractmethod
-    def write(self, part: slice | None, entries: Mapping[str, list[np.ndarray]]) -> None:
+    def write(self, part: Slices | None, entries: Mapping[str, list[np.ndarray]]) -> None:
         """Set the state of a slice, or of all parameters (None), to copies of these arrays."""
 
     @property
@@ -82,22 +91,23 @@ class FlatOptimizer(ABC):
     @abstractmethod
     def learning_rates(self, rates: Sequence[float]) -> None: ...
 
-    def restrict(self, part: slice) -> None:
+    def restrict(self, part: Slices) -> None:
         """Reduce the state to that of a slice."""
         if self.part != part:
             self.extend()
             entries = self.entries(self.names)
             self.write(part, {name: [self._cut(name, arrays, part)] for name, arrays in entries.items()})
 
-    def _cut(self, name: str, arrays: list[Any], part: slice) -> np.ndarray:
+    def _cut(self, name: str, arrays: list[Any], part: Slices) -> np.ndarray:
         """Return the elements of a slice, from an entry of all parameters."""
         if name not in self.elementwise:
             return self.on_host(arrays[0])
         pieces = [self.on_host(arrays[0]).reshape(-1)[:0]]
         for array, own in zip(arrays, self.layout.parts, strict=True):
-            start, stop = max(own.start, part.start), min(own.stop, part.stop)
-            if start < stop:
-                pieces.append(self.on_host(array).reshape(-1)[start - own.start : stop - own.start])
+            for each in slices_of(part):
+                start, stop = max(own.start, each.start), min(own.stop, each.stop)
+                if start < stop:
+                    pieces.append(self.on_host(array).reshape(-1)[start - own.start : stop - own.start])
         return np.concatenate(pieces)
 
     def extend(self) -> None:
@@ -118,7 +128,7 @@ class FlatOptimizer(ABC):
                 self.layout.write(arrays, whole)
             else:
                 whole[:] = 0
-                whole[self.part] = arrays[0]
+                put(whole, self.part, arrays[0])
         return held
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
@@ -132,7 +142,7 @@ class FlatOptimizer(ABC):
         cut = {name: self.layout.views(arrays[name]) for name in self.elementwise}
         self.write(None, {name: cut.get(name) or [arrays[name]] for name in self.names})
 
-    def elements(self, name: str, part: slice) -> np.ndarray:
+    def elements(self, name: str, part: Slices) -> np.ndarray:
         """Return the elements `part` of an elementwise entry. This object holds the state of all parameters, or of
         `part`."""
         arrays = self.entries([name])[name]
@@ -185,7 +195,7 @@ class Average(FlatOptimizer):
     def on_host(array: Any, /) -> np.ndarray:
         return array  # of `entries`, which are on the host already
 
-    def write(self, part: slice | None, entries: Mapping[str, list[np.ndarray]]) -> None:
+    def write(self, part: Slices | None, entries: Mapping[str, list[np.ndarray]]) -> None:
         self.part = part
         self.array = self._like(np.concatenate([array.reshape(-1) for array in entries[AVERAGE]]))
 
@@ -207,7 +217,7 @@ class FlatReplica(Replica):
     _buffer: Any
     _average: Average | None = None
     _decay: float | None = None  # of the average, while a fit keeps it
-    _held: tuple[slice | None, Any] | None = None  # the parameters of a slice, while the average is in their place
+    _held: tuple[Slices | None, Any] | None = None  # the parameters of a slice, while the average is in their place
 
     @property
     def elementwise(self) -> tuple[str, ...]:  # type: ignore[override]
@@ -240,26 +250,29 @@ class FlatReplica(Replica):
         elif self._average is None:
             self._begin_average(None)
 
+    def end_average(self) -> None:
+        self._decay = None
+
     def _begin_average(self, saved: np.ndarray | None) -> None:
         """Begin the average with `saved`, or with the current parameters."""
         array = self._trained_in(None) * 1 if saved is None else self._like(np.array(saved, self._average_dtype))
         self._average = Average(self._optimizer, array, self._like)
 
-    def move_average(self, part: slice | None = None) -> None:
+    def move_average(self, part: Slices | None = None) -> None:
         if self._average is None or self._decay is None:
             return
         self._cut_average(part)
         part = self._average.part
         self._average.move(self._trained_arrays() if part is None else [self._trained_in(part)], self._decay)
 
-    def _cut_average(self, part: slice | None) -> None:
+    def _cut_average(self, part: Slices | None) -> None:
         assert self._average is not None
         if part is None:
             self._average.extend()
         else:
             self._average.restrict(self._parameters_in(part))
 
-    def use_average(self, part: slice | None = None) -> None:
+    def use_average(self, part: Slices | None = None) -> None:
         if self._average is None:
             super().use_average(part)
             return
@@ -277,18 +290,18 @@ class FlatReplica(Replica):
     def _average_dtype(self) -> np.dtype:
         return np.dtype("float64" if self.gradient_dtype == "float64" else "float32")
 
-    def _trained_in(self, part: slice | None) -> Any:
+    def _trained_in(self, part: Slices | None) -> Any:
         """Return the trained parameters, or those in a slice, 1-D, on the device, as `_average_dtype`."""
         flat = np.empty(self._optimizer.layout.length, self._average_dtype)
         self._parameters_into(flat)
-        return flat[part or slice(None)]
+        return flat if part is None else taken(flat, part)
 
     def _trained_arrays(self) -> Iterable[Any]:
         """Return the trained parameters as 1-D arrays, as `_trained_in` would; views where possible."""
         return [self._trained_in(None)]
 
     @abstractmethod
-    def _set_trained(self, part: slice | None, values: Any) -> None:
+    def _set_trained(self, part: Slices | None, values: Any) -> None:
         """Set the trained parameters, or those in a slice, to `values`, as `_trained_in` returns them."""
 
     def _like(self, array: np.ndarray) -> Any:
@@ -378,7 +391,7 @@ class FlatReplica(Replica):
     def _load_rest(self, state: Mapping[str, np.ndarray]) -> None:
         """Load the parameters and the rest of a checked state; the optimizer has loaded its part already."""
 
-    def elements(self, name: str, part: slice) -> np.ndarray:
+    def elements(self, name: str, part: Slices) -> np.ndarray:
         part = self._parameters_in(part)
         if name == AVERAGE and self._average is not None and self._average.part in (None, part):
             return self._average.elements(name, part)
@@ -386,10 +399,10 @@ class FlatReplica(Replica):
             return self._optimizer.elements(name, part)
         return super().elements(name, part)
 
-    def _parameters_in(self, part: slice) -> slice:
+    def _parameters_in(self, part: Slices) -> Slices:
         """Return the part of a slice that lies in the trained parameters."""
-        return slice(*(min(end, self._optimizer.layout.length) for end in (part.start, part.stop)))
+        return clipped(part, 0, self._optimizer.layout.length)
 
-    def _statistics_in(self, part: slice) -> slice:
+    def _statistics_in(self, part: Slices) -> Slices:
         """Return the part of a slice that lies in the statistics, which follow the parameters."""
-        return slice(*(max(end, self._optimizer.layout.length) for end in (part.start, part.stop)))
+        return clipped(part, self._optimizer.layout.length, sys.maxsize)

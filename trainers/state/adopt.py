@@ -221,17 +221,22 @@ def load(target: Target, state: Arrays) -> None:
         log.warning("trainers: the rank with the copy of the state has failed; the model is not changed")
 
 
-def to_root(comm: MPI.Intracomm, own: np.ndarray, start: int, whole: np.ndarray | None) -> None:
-    """Gather 1-D slices into `whole` on rank 0. Collective. own: this rank's slice, which begins at element `start`.
-    whole: the array on rank 0, None elsewhere."""
+def to_root(comm: MPI.Intracomm, own: np.ndarray, parts: Sequence[slice], whole: np.ndarray | None) -> None:
+    """Gather 1-D slices into `whole` on rank 0. Collective. own: the elements of this rank's `parts`, one after the
+    other. whole: the array on rank 0, None elsewhere."""
     what = "collect a state on rank 0"
-    parts = all_values(comm, [start, own.size], what)
+    everyone = all_values(comm, [[part.start, part.stop] for part in parts], what)
     with waiting(comm, what):
-        if whole is None:
-            for piece in pieces(own):
+        at = 0
+        for part in parts:
+            held = own[at : at + part.stop - part.start]
+            at += held.size
+            if whole is not None:
+                whole[part] = held
+                continue
+            for piece in pieces(held):
                 comm.Send(piece, 0)
-            return
-        whole[start : start + own.size] = own
-        for rank, (first, size) in enumerate(parts[1:], 1):
-            for piece in pieces(whole[first : first + size]):
-                comm.Recv(piece, rank)
+        for rank, of_rank in enumerate(everyone[1:], 1) if whole is not None else ():
+            for start, stop in of_rank:
+                for piece in pieces(whole[start:stop]):
+                    comm.Recv(piece, rank)

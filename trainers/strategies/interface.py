@@ -17,7 +17,7 @@ from trainers import stopwatch
 from trainers.data import Batch, BatchSource
 from trainers.errors import ArgumentError
 from trainers.group import RankGroup
-from trainers.replica import Hold, Replica, Rows
+from trainers.replica import Hold, Replica, Rows, Slices
 from trainers.state.adopt import OUTER, RATES, Arrays, Piece
 from trainers.stopwatch import Stopwatch
 from trainers.strategies.rule import StepOptions, UpdateRule
@@ -273,8 +273,8 @@ class Strategy:
         self.share_parameters()
 
     @property
-    def own_part(self) -> slice | None:
-        """The slice of the parameters that this rank updates; None for all."""
+    def own_part(self) -> Slices | None:
+        """The part of the parameters that this rank updates; None for all."""
         return None
 
     def share_parameters(self) -> None:

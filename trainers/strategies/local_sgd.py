@@ -200,7 +200,7 @@ class LocalSGD(Mirrored):
         self.measured[:metrics] = [float(value) for value in values]
         self._added[-1][:] = [*self.measured[:metrics] * batch.share, batch.share]
         with self.span("update"):
-            self.rule.apply(self._gradients[: self._trained])
+            self.rule.apply([self._gradients[: self._trained]])
             self._parameters[self._trained :] = self._gradients[self._trained :]  # statistics, if there are any
         return True
 

@@ -23,7 +23,7 @@ from trainers.backends import LOST_RESIDUALS, UPDATES, allocate_own, backend_for
 from trainers.data import Batch
 from trainers.errors import ArgumentError
 from trainers.group import RankGroup
-from trainers.replica import Replica, Rows, Table
+from trainers.replica import Replica, Rows, Slices, Table
 from trainers.state import backup
 from trainers.state.adopt import ADOPT, RATES, Arrays, Piece, adopt, mirror
 from trainers.strategies.interface import FLAGS, Strategy, replica_error
@@ -222,7 +222,7 @@ class Mirrored(Strategy):
         return measured if self._separate else reduced
 
     @property
-    def own_part(self) -> slice | None:
+    def own_part(self) -> Slices | None:
         return self.update.own_part
 
     def share_parameters(self) -> None:

@@ -15,7 +15,7 @@ from allreduce.arrays import dtypes, gpu
 from allreduce.arrays.chunks import chunk
 from allreduce.transport.control import all_values, combine
 from trainers.data import Batch, Data, sliced
-from trainers.replica import Replica, Rows, gradients_of
+from trainers.replica import Replica, Rows, Slices, gradients_of
 from trainers.watching.learning_rate import StepSchedule, schedule_error
 from trainers.watching.meter import NormMeter
 
@@ -155,21 +155,21 @@ class UpdateRule:
         if self.schedule is not None:
             self.schedule.end(self._replica)
 
-    def apply(self, gradients: Any, part: slice | None = None, squares: Any = None) -> None:
+    def apply(self, gradients: Sequence[Any], part: Slices | None = None, squares: Any = None) -> None:
         """Clip averaged gradients, update the parameters by them, and move the parameters' average.
 
-        gradients: of all parameters, without statistics, or those in `part` that this rank has. part: see
-            Replica.update. squares: the sum of the squares of all gradients of all ranks, if these are only a part.
+        gradients: 1-D arrays: those of all parameters, without statistics, or those in `part` that this rank has. part:
+            see Replica.update. squares: the sum of the squares of all gradients of all ranks, if these are only a part.
         """
         self.clip(gradients, squares)
         self.update(part)
 
-    def update(self, part: slice | None = None) -> None:
+    def update(self, part: Slices | None = None) -> None:
         """Update the parameters, without clipping, and move their average. part: see Replica.update."""
         self._replica.update(part)
         self._replica.move_average(part)
 
-    def clip(self, gradients: Any, squares: Any = None) -> None:
+    def clip(self, gradients: Sequence[Any], squares: Any = None) -> None:
         """Scale gradients, sparse ones too, so that their norm is at most `clip_norm`. See `apply`."""
         if self.options.clip_norm is None:
             return
@@ -179,17 +179,19 @@ class UpdateRule:
         factor = self.options.clip_norm / (norm + EPSILON)
         self.norms.set(norm)
         if gpu.is_gpu_array(norm):
-            gradients *= gpu.cupy().minimum(factor, 1.0).astype(gradients.dtype)
+            for each in gradients:
+                each *= gpu.cupy().minimum(factor, 1.0).astype(each.dtype)
         elif not factor >= 1:  # also NaN, which then shows in the loss
-            scale(gradients, factor)
+            for each in gradients:
+                scale(each, factor)
         else:
             return
         if self.tables is not None:
             self.tables.scale(min(float(factor), 1.0) if factor == factor else math.nan)
 
-    def squares(self, gradients: Any) -> Any:
+    def squares(self, gradients: Sequence[Any]) -> Any:
         """Return the sum of the squares of gradients and of the sparse gradients, which every rank has."""
-        return sum_of_squares(gradients) + self.squares_of_tables()
+        return sum(map(sum_of_squares, gradients)) + self.squares_of_tables()
 
     def squares_of_tables(self) -> Any:
         return sum(sum_of_squares(values.reshape(-1)) for _, values in (self.tables.sums if self.tables else ()))

@@ -1,10 +1,10 @@
 """The sharded update: every rank updates only its own slice of the parameters.
 
-reduce_scatter -> the replica's update of a slice -> all_gather of the parameters. If a replica needs slices that end
-between tensors, they differ from the chunks of these collectives, and the elements in between are sent. If the ranks of
-each node together own the whole buffer, the parameters are in one shared segment per node: every rank writes its slice
-there, and nothing is gathered. Metrics and flags follow the gradients in the buffer and come back after the parameters,
-so they need no message of their own.
+reduce_scatter -> the replica's update of a slice -> all_gather of the parameters. If a replica updates whole tensors
+only, a rank has slices that end between tensors, often one, and the elements outside of its chunk of these collectives
+are sent. If the ranks of each node together own the whole buffer, the parameters are in one shared segment per node:
+every rank writes its slice there, and nothing is gathered. Metrics and flags follow the gradients in the buffer and
+come back after the parameters, so they need no message of their own.
 
 S. Rajbhandari et al.: ZeRO: Memory optimizations toward training trillion parameter models, 2020 (stage 1).
 """
@@ -24,10 +24,10 @@ from allreduce.transport.control import combine, on_all, together
 from allreduce.transport.shared_segment import CommonSegment
 from trainers.backends import allocate_own
 from trainers.errors import ArgumentError
-from trainers.replica import bind_whole, copied, reserved
+from trainers.replica import Slices, as_part, bind_whole, clipped, copied, reserved, slices_of, taken
 from trainers.state.adopt import Piece, to_root
 from trainers.state.backup import Backup
-from trainers.state.dealing import Chunks, Transfer, deal_in_order
+from trainers.state.dealing import Chunks, Transfer, deal_slices, joined
 from trainers.stopwatch import COMMUNICATION
 from trainers.strategies.interface import Strategy
 from trainers.strategies.rule import sum_of_squares, sum_over_ranks
@@ -58,21 +58,21 @@ class Update:
         """Called before a batch is computed, because that may change entries of the state (statistics). Local."""
 
     @property
-    def own_part(self) -> slice | None:
+    def own_part(self) -> Slices | None:
         """See Strategy.own_part."""
         return None
 
     def share_parameters(self) -> None:
         """See Strategy.share_parameters."""
 
-    def _apply(self, part: slice | None = None, squares: Any = None) -> None:
+    def _apply(self, part: Slices | None = None, squares: Any = None) -> None:
         """Update the replica by the gradients in the buffer; see UpdateRule.apply. Local."""
-        self._rule.apply(self._buffer[self._trained(part)], part, squares)
+        self._rule.apply(self._trained(part), part, squares)
 
-    def _trained(self, part: slice | None) -> slice:
-        """Return the part of a slice (None: of everything) that lies in the trained parameters. Local."""
-        count, whole = self._replica.parameter_count, part or slice(0, self._length)
-        return slice(min(whole.start, count), min(whole.stop, count))
+    def _trained(self, part: Slices | None) -> list[Any]:
+        """Return the gradients of the trained parameters, or those in a part: views of the buffer. Local."""
+        trained = clipped(part or slice(0, self._length), 0, self._replica.parameter_count)
+        return [self._buffer[each] for each in slices_of(trained)]
 
     def step(self) -> Any:
         """Reduce the buffer and update the parameters. Returns the reduced metrics and flags, a view. Collective."""
@@ -134,7 +134,7 @@ class Update:
 
 class ShardedUpdate(Update):
     """Update in which every rank updates only the slice of the parameters that it owns: its chunk of the backend's
-    collectives, or a slice of whole tensors (Replica.whole_tensors).
+    collectives, or slices of whole tensors (Replica.whole_tensors).
 
     The constructor moves the replica's parameters into memory of this object. It is collective; the replicas must be
     equal. copies: the number of ranks that keep each slice, 1 or 2.
@@ -150,10 +150,10 @@ class ShardedUpdate(Update):
         self._transfer: Transfer | None = None  # between the chunks and slices of whole tensors
         self._messages: MPI.Intracomm | None = None  # of the transfer
         whole = together(comm, lambda: replica.whole_tensors)
-        self._owned = self._backend.owned(self._buffer.size)
+        self._owned = [self._backend.owned(self._buffer.size)]  # the slices of the buffer that this rank owns, in order
         if whole:
-            self._owned = self._slice_of_tensors(whole)
-        self._part = slice(*self._owned.indices(self._length)[:2])
+            self._owned = self._slices_of_tensors(whole)
+        self._part = clipped(as_part(self._owned), 0, self._length)
         self._segment: CommonSegment | None = None
         self._array = self._allocate(str(replica.gradient_dtype))
         self._backup: Backup | None = None
@@ -163,30 +163,28 @@ class ShardedUpdate(Update):
         try:
             together(comm, lambda: bind_whole(replica, self._array[: self._length]))
             if copies == 2:
-                owned = self._owned.start, self._owned.stop
-                self._backup = Backup(comm, self._backend.topology.node_index, [owned])
+                owned = [[each.start, each.stop] for each in self._owned]
+                self._backup = Backup(comm, self._backend.topology.node_index, owned)
         except Exception:
             self._free()
             raise
         self.synchronize_state()
 
-    def _slice_of_tensors(self, tensors: tuple[slice, ...]) -> slice:
-        """Return the slice of the buffer that this rank owns, which begins and ends between tensors, and make the
+    def _slices_of_tensors(self, tensors: tuple[slice, ...]) -> list[slice]:
+        """Return the slices of the buffer that this rank owns, which begin and end between tensors, and make the
         transfer. Collective.
 
-        The ranks own slices in the order of their chunks. The last one also owns the statistics, metrics and flags.
+        The rank with the last chunk also owns the statistics, metrics and flags.
         """
         size, ends = self._buffer.size, {0, *(each.stop for each in tensors), self._buffer.size}
-        chunks = Chunks(self._comm, self._backend.topology.node_index, [size], [self._owned])
-        shares = list(chunks.of[0])
-        if not all({each.start, each.stop} <= ends for each in shares):
-            order = sorted(range(len(shares)), key=lambda number: (shares[number].start, shares[number].stop))
-            parts = deal_in_order([each.stop - each.start for each in tensors], len(shares))
-            for number, part in zip(order, parts, strict=True):
-                shares[number] = part
-            shares[order[-1]] = slice(parts[-1].start, size)
+        chunks = Chunks(self._comm, self._backend.topology.node_index, [size], self._owned)
+        shares = [[each] for each in chunks.of[0]]
+        if not all({each.start, each.stop} <= ends for each in chunks.of[0]):
+            shares = deal_slices([each.stop - each.start for each in tensors], chunks.of[0])
+            last = max(range(len(shares)), key=lambda number: (chunks.of[0][number].start, chunks.of[0][number].stop))
+            shares[last] = joined([*shares[last], slice(tensors[-1].stop, size)]) or [slice(size, size)]
         self._messages = self._backend.topology.private()  # the group's communicator is freed before `close`
-        self._transfer = Transfer(self._messages, chunks.team, chunks.of[0], [[each] for each in shares])
+        self._transfer = Transfer(self._messages, chunks.team, chunks.of[0], shares)
         return shares[chunks.team.index(self._comm.rank)]
 
     def _move(self, kind: str, array: Any) -> None:
@@ -206,7 +204,7 @@ class ShardedUpdate(Update):
         """Allocate the parameters: in a shared segment, if they are on the CPU, the ranks of each node together own the
         whole buffer, and every node has room; else by the backend. Collective."""
         node, device = self._backend.topology.node, self._replica.device
-        owned = combine(node, np.array([self._owned.stop - self._owned.start]), "add up the elements that ranks own")
+        owned = combine(node, np.array([self._owned_elements]), "add up the elements that ranks own")
         whole = device == "cpu" and owned[0] == self._buffer.size
         if on_all(self._comm, whole, "learn whether each node owns all elements"):
             try:
@@ -218,6 +216,10 @@ class ShardedUpdate(Update):
                 return self._segment.array
             self._free()
         return self._backend.allocate(self._buffer.size, dtype, device=device)
+
+    @property
+    def _owned_elements(self) -> int:
+        return sum(each.stop - each.start for each in self._owned)
 
     @property
     def any_rank_may_fail(self) -> bool:  # type: ignore[override]
@@ -236,8 +238,8 @@ class ShardedUpdate(Update):
         self._add_squares()
         with self._strategy.span("update"):
             updated = self._update()
-        measured = slice(max(self._owned.start, self._length), max(self._owned.stop, self._length))
-        self._array[measured] = self._buffer[measured]
+        for each in slices_of(clipped(as_part(self._owned), self._length, self._buffer.size)):
+            self._array[each] = self._buffer[each]  # the metrics and flags
         if updated:
             self._steps = self._since = taken
         self.share_parameters()
@@ -251,17 +253,17 @@ class ShardedUpdate(Update):
         if not self._rule.clips:
             return
         if self._strategy.scatters_gradients:
-            own = sum_of_squares(self._buffer[self._trained(self._part)])
+            own = sum(map(sum_of_squares, self._trained(self._part)))
             self._clock.start()
             if self._owners is None:
-                self._owners = sum_over_ranks(self._comm, self._owned.stop - self._owned.start) / self._buffer.size
+                self._owners = sum_over_ranks(self._comm, self._owned_elements) / self._buffer.size
             self._squares = sum_over_ranks(self._comm, own) / self._owners + self._rule.squares_of_tables()
             self._clock.stop()
         else:
-            self._squares = self._rule.squares(self._buffer[self._trained(None)])
+            self._squares = self._rule.squares(self._trained(None))
 
     @property
-    def own_part(self) -> slice | None:
+    def own_part(self) -> Slices | None:
         return self._part
 
     def share_parameters(self) -> None:
@@ -281,15 +283,24 @@ class ShardedUpdate(Update):
             return
         self._clock.start()
         with self._strategy.span(COMMUNICATION):
-            self._backup.keep(step, lambda memory: [self._slice(memory)], {"parameters": self._array})
+            self._backup.keep(step, self._slices, {"parameters": self._array})
         self._clock.stop()
 
-    def _slice(self, memory: dict[str, np.ndarray]) -> Piece:
-        """Return a copy of the slice that this rank owns, in `memory`; see Replica.snapshot. Local."""
-        sliced = {name: self._replica.elements(name, self._part) for name in self._replica.elementwise}
-        # with the metrics and flags, if this rank's slice includes them
-        sliced["parameters"] = self._array[self._owned]
-        return Piece(self._since, self._steps, self._owned.start, self._owned.stop, copied(sliced, memory), {})
+    def _slices(self, memory: dict[str, np.ndarray]) -> list[Piece]:
+        """Return copies of the slices that this rank owns, in `memory`; see Replica.snapshot. Local."""
+        held = {name: self._replica.elements(name, self._part) for name in self._replica.elementwise}
+        # with the metrics and flags, if this rank's slices include them
+        held["parameters"] = taken(self._array, as_part(self._owned))
+        held, pieces, start, first = copied(held, memory), [], 0, 0
+        for own in self._owned:
+            stop = start + own.stop - own.start
+            (inside,) = slices_of(clipped(own, 0, self._replica.parameter_count))
+            last = first + inside.stop - inside.start
+            sliced = {name: array[first:last] for name, array in held.items()}
+            sliced["parameters"] = held["parameters"][start:stop]
+            pieces.append(Piece(self._since, self._steps, own.start, own.stop, sliced, {}))
+            start, first = stop, last
+        return pieces
 
     def _update(self) -> bool:
         """Update the slice that this rank owns. Returns whether it was updated."""
@@ -302,17 +313,17 @@ class ShardedUpdate(Update):
             self._backup.extend(steps)
 
     def pieces(self) -> list[Piece]:
-        """As Update.pieces: a copy of this rank's slice, and the backups. Local."""
+        """As Update.pieces: copies of this rank's slices, and the backups. Local."""
         if self._backup is not None:
-            return self._backup.pieces([] if self._changing else [self._own()])
-        return [self._own()] if self._owned.start < self._owned.stop else []
+            return self._backup.pieces([] if self._changing else self._own())
+        return self._own() if self._owned_elements else []
 
-    def _own(self) -> Piece:
-        """Return a copy of this rank's slice, and of the arrays that have no slices. Local."""
+    def _own(self) -> list[Piece]:
+        """Return copies of this rank's slices, and of the arrays that have no slices. Local."""
         # load the statistics that follow the parameters: in an unfinished step they are from before the step
         self._replica.refresh()
         rest = self._replica.snapshot({}, without=("parameters", *self._replica.elementwise))
-        return self._slice({})._replace(rest=rest)
+        return [each._replace(rest=rest) for each in self._slices({})]
 
     def _finish_step(self, measured: np.ndarray) -> bool:
         """Called after all ranks have updated. measured: the reduced metrics and flags. Returns whether parameters were
@@ -364,12 +375,12 @@ class ShardedUpdate(Update):
         result, world = dict(state), self._backend.topology.world  # `close` has freed the group's communicator
         for name in self._replica.elementwise:
             array = result[name]
-            part = slice(*self._owned.indices(array.size)[:2])
             # Between two steps the gradient buffer is free: use it as workspace.
             fits = array.dtype == self._buffer.dtype and not gpu.is_gpu_array(self._buffer)
             zeros = partial(np.zeros, self._buffer.size, array.dtype)
             gathered = self._buffer if fits else together(world, zeros)
-            gathered[part] = array[part]
+            for part in slices_of(clipped(self._part, 0, array.size)):
+                gathered[part] = array[part]
             if self._transfer is not None:
                 self._transfer.collect(gathered)
             self._backend.all_gather(gathered)
@@ -382,11 +393,11 @@ class ShardedUpdate(Update):
         state = together(self._comm, lambda: replica.snapshot(memory, without=names) if wanted else {})
         for name in names:
             own = together(self._comm, partial(self._elements, name, memory, state))
-            to_root(self._comm, own, self._part.start, state.get(name))
+            to_root(self._comm, own, slices_of(clipped(self._part, 0, replica.parameter_count)), state.get(name))
         return state
 
     def _elements(self, name: str, memory: dict[str, np.ndarray], state: dict[str, np.ndarray]) -> np.ndarray:
-        """Return this rank's slice of an entry. If `state` holds the parameters, add memory for the whole entry to it.
+        """Return this rank's part of an entry. If `state` holds the parameters, add memory for the whole entry to it.
         Local."""
         own = self._replica.elements(name, self._part)
         if "parameters" in state:

@@ -239,8 +239,10 @@ class SpareReplicas(ServerStrategy):
         run.begin_batch(step)
         if not batch.own:
             return False
+        # the chief weighs the gradients of a stream's batch, because 16-bit floats may not hold them times the rows
+        share = 1.0 if run.batches.streams else batch.share
         with self.span("compute"):
-            self._values[:-1] = self.rule.gradients(run.check_batch(batch), batch.share, gradients, replica)
+            self._values[:-1] = self.rule.gradients(run.check_batch(batch), share, gradients, replica)
         if run.discard_if_unusable(gradients, replica):
             # zeros with share 0, not nothing: the chief waits for a fixed number of gradients
             self._values[:] = gradients[:] = 0
@@ -325,13 +327,16 @@ class Chief:
         share, self._newest = float(measured[-1]), None
         if not share:
             return  # every rank has discarded its gradients
-        summands = [arrival.message.body for arrival in found.used]
         self._begin_step(step)
         with self._span("update"):
-            self._shard.add_up(summands, 1.0 if abs(share - 1) < ROUNDING else share)
+            self._add_up(found.used, share)
             self._shard.clip_and_update()
         self._means = measured[:-1] / share
         self._tally.add(self._means, share * rows, step)
+
+    def _add_up(self, used: Sequence[Arrival], share: float) -> None:
+        """Add up gradients, each times its share of the batch. share: the sum of their shares."""
+        self._shard.add_up([each.message.body for each in used], 1.0 if abs(share - 1) < ROUNDING else share)
 
     def _answer_late(self, step: int, arrival: Arrival) -> None:
         """Count late gradients as dropped, and tell their rank to continue with `step`, the newest."""
@@ -395,6 +400,13 @@ class StreamChief(Chief):
                 return found.arrivals
             for arrival in found.arrivals:
                 self._answer(arrival, WORK, step + 1)
+
+    def _add_up(self, used: Sequence[Arrival], share: float) -> None:
+        """As Chief._add_up, for gradients that are not multiplied by their shares yet."""
+        for each in used:
+            body = each.message.body
+            body *= body.dtype.type(each.message.measures[-1] / share)
+        self._shard.add_up([each.message.body for each in used])
 
     def _receive(self, step: int) -> Round:
         """Wait until enough gradients for `step` are there, one worker has failed, or the streams have ended."""

@@ -21,13 +21,6 @@ Moment = tuple[str, int, int]
 OPTIONS: dict[str, Any] = {"clip_norm": 1.0, "ema": 0.9, "schedule": "cosine", "warmup_steps": 3, "progress": False}
 
 
-class Dying(MPI.Prequest):
-    """Raised in place of sending a message: the sender dies."""
-
-    def Start(self) -> None:  # noqa: N802
-        die()
-
-
 class DyingSender:
     """A communicator on which the rank dies when it sends its second message."""
 
@@ -55,10 +48,7 @@ class WorkersDeath(Deaths):
             die()
         if self.moment == ("push", self.epoch, batch):
             strategy = self.trainer.strategy
-            if strategy._client is None:
-                strategy._messages = DyingSender(strategy._messages)
-            else:
-                strategy._client._whole[1] = Dying(strategy._client._whole[1])
+            strategy._messages = DyingSender(strategy._messages)
         super().on_train_batch_begin(batch)
 
 

@@ -127,3 +127,16 @@ def test_a_module_that_has_no_slices_is_refused(flat: allreduce.Topology) -> Non
     with pytest.raises(ArgumentError, match=r"SpareReplicasTrainer .* Own can't be used") as caught:
         SpareReplicasTrainer(TorchReplica(module, nn.CrossEntropyLoss(), Own(module.parameters())), flat, spare=0)
     assert caught.value.ranks == tuple(range(SIZE))
+
+
+def test_gradients_of_a_stream_are_not_multiplied_by_its_rows(flat: allreduce.Topology) -> None:
+    """A gradient of 3000 times 40 rows would be infinite in float16."""
+    module = nn.Linear(1, 1, bias=False).to(torch.float16)
+    nn.init.constant_(module.weight, 0.5)
+    made = TorchReplica(module, nn.L1Loss(), torch.optim.SGD(module.parameters(), lr=1e-5))
+    rows = 40 - flat.rank  # of each batch of this rank
+    batches = [(np.full((rows, 1), 3000, "float16"), np.zeros((rows, 1), "float16"))] * 3
+    with SpareReplicasTrainer(made, flat, spare=0) as trainer:
+        trainer.fit(batches, epochs=1, rows="divided", progress=False)
+        assert len(set(trainer.parameters_sha256())) == 1
+    np.testing.assert_allclose(made.state()["parameters"], 0.5 - 3 * 0.03, rtol=2e-3)

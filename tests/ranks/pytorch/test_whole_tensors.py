@@ -1,6 +1,8 @@
 """update="sharded" by whole tensors: Muon, and optimizers of the user's that read whole tensors."""
 
+import math
 from collections.abc import Callable
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -265,10 +267,23 @@ def test_mirrored_trainer(case: str, world: MPI.Intracomm, topology_of: Callable
                 assert_states_equal(other.strategy.snapshot({}), trainer.strategy.snapshot({}))
             losses += trainer.fit(x, x[:, :3].argmax(1), 2, 25, progress=False, **step).column("loss")
             assert len(set(trainer.parameters_sha256())) == 1
+            if update == "sharded" and shape is None:  # otherwise each node owns everything
+                assert_shares_alike(world, mine, trainer.strategy.own_part)
         results.append((losses, mine.state()))
     (expected, there), (found, here) = results
     assert found == expected
     assert_states_equal(here, there)
+
+
+def assert_shares_alike(world: MPI.Intracomm, mine: TorchReplica, part: Any) -> None:
+    """The rank updates whole tensors, and the largest share is at most 1.2 times the mean, or the largest tensor."""
+    sizes = [math.prod(shape) for shape in mine.shapes().values()]
+    ends = {0, mine.gradient_length, *accumulate(sizes)}
+    slices = part if isinstance(part, tuple) else (part,)
+    assert {end for each in slices for end in (each.start, each.stop)} <= ends
+    share = sum(min(each.stop, sum(sizes)) - min(each.start, sum(sizes)) for each in slices)
+    shares = world.allgather(share)
+    assert max(shares) <= max(1.2 * sum(shares) / SIZE, *sizes)
 
 
 def assert_states_equal(here: dict[str, np.ndarray], there: dict[str, np.ndarray]) -> None:

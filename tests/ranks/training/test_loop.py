@@ -345,6 +345,10 @@ def test_the_average_is_evaluated_and_saved(flat: allreduce.Topology, folder: Pa
             assert history[-1].validation == trainer.evaluate(x, y, ema=False) != trainer.evaluate(x, y)
             trainer.fit(x, y, 1, BATCH, progress=False)
             assert trainer.evaluate(x, y) == trainer.evaluate(x, y, ema=False)
+            trainer.save(str(folder) + "plain")
+            trainer.fit(x, y, 1, BATCH, ema=DECAY, progress=False)
+            trainer.load(str(folder) + "plain")
+            assert "ema" not in trainer.strategy.snapshot({}), "no fit keeps an average now"
         alone = NumpyNetwork.load(str(folder) + kind)
         assert np.allclose(alone.predict(x), outputs[0])
         alone.use_average()

@@ -129,6 +129,14 @@ def test_a_fit_on_shards_resumes(made: Path, flat: allreduce.Topology) -> None:
         trained(trainer, data, 3, checkpoint=checkpoint, resume=True)
 
 
+def test_arguments_that_shards_do_not_take_are_named(made: Path, flat: allreduce.Topology) -> None:
+    data = load(made, "npz", flat)
+    with MirroredTrainer(network_of(data, (6,), seed=3), "native", flat) as trainer:
+        for given in ({"class_weight": {0: 2.0}}, {"rows": "divided", "workers": 0}):
+            with pytest.raises(ArgumentError, match=f"shards do not take {', '.join(sorted(given))}: leave"):
+                trainer.fit(data.train, **given, **SIZES)
+
+
 def test_faults_are_the_same_error_on_all_ranks(made: Path, flat: allreduce.Topology) -> None:
     world = flat.world
 

@@ -2,6 +2,7 @@
 
 import csv
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -92,6 +93,28 @@ def test_predictions_of_a_table(
             trainer.predict(str(folder / "new-1.csv"), str(folder / "csv"))
         with pytest.raises(ArgumentError, match=r"ends in .csv or .jsonl; of a new folder write all.json/"):
             trainer.predict(str(folder / "new-1.csv"), str(folder / "all.json"))
+
+
+def test_a_folder_has_all_files_or_none(
+    table: str, folder: Path, flat: allreduce.Topology, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The last rank can't give its file its name."""
+    replace = os.replace
+
+    def refuse(old: str, new: str) -> None:
+        if flat.rank == flat.size - 1:
+            raise OSError(28, "No space left on device")
+        replace(old, new)
+
+    monkeypatch.setattr("trainers.fit.predicting.os.replace", refuse)
+    data = datasets.load(table, "income")
+    with (
+        MirroredTrainer(network(data), "native", flat) as trainer,
+        pytest.raises(OSError, match=r"part-.*No space left on device"),
+    ):
+        trainer.predict(table, str(folder / "predictions"), progress=False)
+    flat.world.Barrier()
+    assert not (folder / "predictions").exists()
 
 
 def test_predictions_of_arrays(folder: Path, flat: allreduce.Topology) -> None:

@@ -9,6 +9,7 @@ import numpy as np
 import optax
 
 from trainers.errors import ArgumentError
+from trainers.replica import Slices
 from trainers.replicas.flat import FlatOptimizer
 from trainers.replicas.jax.layout import TreeLayout, like, on_host, own
 
@@ -62,7 +63,7 @@ class Optimizer(FlatOptimizer):
 
     on_host = staticmethod(on_host)
 
-    def write(self, part: slice | None, entries: Mapping[str, list[np.ndarray]]) -> None:
+    def write(self, part: Slices | None, entries: Mapping[str, list[np.ndarray]]) -> None:
         made = []
         for name, (pattern, *_) in self.entries(self.names).items():
             leaves = [like(array, pattern) for array in entries[name]]

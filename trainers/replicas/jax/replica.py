@@ -7,7 +7,7 @@ import numpy as np
 
 from trainers.data import Tree, as_arrays, mapped, row_count, sliced
 from trainers.errors import ArgumentError, ExportError
-from trainers.replica import Replica, unfit_error
+from trainers.replica import Replica, Slices, single, unfit_error
 
 try:
     import jax
@@ -95,13 +95,13 @@ class JaxReplica(FlatReplica):
         self._layout.write(gradients, self._buffer)
         return np.asarray(values)
 
-    def update(self, part: slice | None = None) -> None:
+    def update(self, part: Slices | None = None) -> None:
         if self._memory is None and part is None:
             self._tree = self._optimizer.update(self._tree, alias(self._buffer))
             return
         if self._memory is None:
             raise ArgumentError("call bind_parameters() before update(part)")
-        part = part or slice(0, self.gradient_length)
+        part = single(part or slice(0, self.gradient_length))
         changed = self._optimizer.update_slice(part, alias(self._memory), alias(self._buffer))
         np.copyto(self._memory[part], np.asarray(changed))
 
@@ -185,7 +185,7 @@ class JaxReplica(FlatReplica):
         else:
             flat[:] = self._memory
 
-    def _trained_in(self, part: slice | None) -> Any:
+    def _trained_in(self, part: Slices | None) -> Any:
         if self._memory is None:
             return super()._trained_in(part)
         return self._memory[part or slice(None)].astype(self._average_dtype, copy=False)
@@ -196,7 +196,7 @@ class JaxReplica(FlatReplica):
         leaves = map(np.asarray, jax.tree.leaves(self._tree))
         return (each.reshape(-1).astype(self._average_dtype, copy=False) for each in leaves)
 
-    def _set_trained(self, part: slice | None, values: Any) -> None:
+    def _set_trained(self, part: Slices | None, values: Any) -> None:
         if self._memory is None:
             self._tree = jax.tree.map(own, self._layout.cut(values.astype(self._layout.dtype)))
         else:

@@ -7,6 +7,7 @@ import keras
 import numpy as np
 
 from trainers.errors import ArgumentError
+from trainers.replica import Slices, single
 from trainers.replicas.flat import FlatOptimizer, Layout
 from trainers.replicas.keras.computing import array_of, assign, stepper
 
@@ -80,8 +81,8 @@ class Optimizer(FlatOptimizer):
 
     on_host = staticmethod(array_of)
 
-    def write(self, part: slice | None, entries: Mapping[str, list[np.ndarray]]) -> None:
-        state = self.whole if part is None else State(self.new_optimizer(), [self._flat_variable(part)])
+    def write(self, part: Slices | None, entries: Mapping[str, list[np.ndarray]]) -> None:
+        state = self.whole if part is None else State(self.new_optimizer(), [self._flat_variable(single(part))])
         for name, variables in (state.slots | state.others).items():
             for variable, array in zip(variables, entries[name], strict=True):
                 assign(variable, array)

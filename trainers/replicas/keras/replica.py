@@ -12,7 +12,7 @@ import numpy as np
 from trainers.data import Tree, as_arrays, mapped, row_count, sliced
 from trainers.errors import ArgumentError, ModelFileError
 from trainers.files.onnx_graph import need_onnx
-from trainers.replica import Replica, unfit_error
+from trainers.replica import Replica, Slices, single, unfit_error
 from trainers.replicas.flat import FlatReplica, Layout
 from trainers.replicas.keras.computing import COMPUTING, array_of, assign
 from trainers.replicas.keras.optimizer import Optimizer
@@ -92,7 +92,7 @@ class KerasReplica(FlatReplica):
             self._set(self._shared.values(), self._before)
         self._before = []
 
-    def update(self, part: slice | None = None) -> None:
+    def update(self, part: Slices | None = None) -> None:
         self._before = []
         if self._memory is None:
             if part is not None:
@@ -101,8 +101,8 @@ class KerasReplica(FlatReplica):
             self._load_statistics(self._buffer)
             return
         part = part or slice(0, self.gradient_length)
-        self._optimizer.update_slice(self._parameters_in(part), self._memory, self._buffer)
-        statistics = self._statistics_in(part)
+        self._optimizer.update_slice(single(self._parameters_in(part)), self._memory, self._buffer)
+        statistics = single(self._statistics_in(part))
         self._memory[statistics] = self._buffer[statistics]
 
     def refresh(self) -> None:
@@ -126,7 +126,7 @@ class KerasReplica(FlatReplica):
         self._refresh_model()
         self._optimizer.layout.write(map(array_of, self._trained), flat)
 
-    def _trained_in(self, part: slice | None) -> Any:
+    def _trained_in(self, part: Slices | None) -> Any:
         if self._memory is None:
             return super()._trained_in(part)
         return self._memory[: self.parameter_count][part or slice(None)].astype(self._average_dtype, copy=False)
@@ -136,7 +136,7 @@ class KerasReplica(FlatReplica):
             return super()._trained_arrays()
         return (array_of(each).reshape(-1).astype(self._average_dtype, copy=False) for each in self._trained)
 
-    def _set_trained(self, part: slice | None, values: Any) -> None:
+    def _set_trained(self, part: Slices | None, values: Any) -> None:
         if self._memory is None:
             self._set(self._trained, self._optimizer.layout.views(values.astype(self.gradient_dtype)))
         else:

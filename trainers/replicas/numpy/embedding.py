@@ -8,7 +8,7 @@ import numpy as np
 from trainers.data import Tree
 from trainers.errors import ArgumentError
 from trainers.files.onnx_graph import FREE, Graph
-from trainers.replica import Rows, Table
+from trainers.replica import Rows, Slices, Table
 from trainers.replicas.numpy.network import FLOAT, INPUT, NumpyNetwork
 from trainers.replicas.numpy.optimizers import on_host
 
@@ -71,7 +71,7 @@ class EmbeddingNetwork(NumpyNetwork):
     def take_sparse(self, sums: list[Rows]) -> None:
         (self._sums,) = sums
 
-    def update(self, part: slice | None = None) -> None:
+    def update(self, part: Slices | None = None) -> None:
         super().update(part)
         rows, sums = self._sums
         self.table[rows] -= self.table.dtype.type(self.table_lr) * sums

@@ -14,7 +14,7 @@ from trainers.data import Data, Tree
 from trainers.errors import ArgumentError, ModelFileError
 from trainers.files import model_file
 from trainers.files.onnx_graph import FREE, Graph
-from trainers.replica import columns_of
+from trainers.replica import Slices, columns_of
 from trainers.replicas.flat import FlatReplica
 from trainers.replicas.numpy.losses import LOSSES
 from trainers.replicas.numpy.optimizers import OPTIMIZERS, STEPS, Optimizer, on_host
@@ -217,7 +217,7 @@ class NumpyNetwork(FlatReplica):
         self._backward(outputs, unit, [(span, self._views(each)) for span, each in zip(spans, memories, strict=True)])
         return found
 
-    def update(self, part: slice | None = None) -> None:
+    def update(self, part: Slices | None = None) -> None:
         self.optimizer.step(part)
 
     def evaluate(self, x: np.ndarray, y: np.ndarray, weights: np.ndarray | None = None) -> Any:
@@ -235,10 +235,10 @@ class NumpyNetwork(FlatReplica):
     def _parameters_into(self, flat: np.ndarray) -> None:
         flat[:] = on_host(self.parameters)
 
-    def _trained_in(self, part: slice | None) -> Any:
+    def _trained_in(self, part: Slices | None) -> Any:
         return self.parameters[part or slice(None)]
 
-    def _set_trained(self, part: slice | None, values: Any) -> None:
+    def _set_trained(self, part: Slices | None, values: Any) -> None:
         self.parameters[part or slice(None)] = values
 
     def _like(self, array: np.ndarray) -> Any:

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from trainers.errors import ArgumentError
+from trainers.replica import Slices, single
 from trainers.replicas.flat import FlatOptimizer, Layout
 
 PREFIX = "optimizer."  # of the names of its state in a model file
@@ -47,7 +48,7 @@ class Optimizer(FlatOptimizer):
         self.state = self.state or {name: xp.zeros(parameters.size, parameters.dtype) for name in self.slots}
         self._cut_blocks()
 
-    def step(self, part: slice | None = None) -> None:
+    def step(self, part: Slices | None = None) -> None:
         """Update all parameters, or those of the slice `part`. Does not change the gradients."""
         if part is None:
             self.extend()
@@ -59,7 +60,7 @@ class Optimizer(FlatOptimizer):
 
     def _cut_blocks(self) -> None:
         """Set `_blocks`: the arguments of `_update` for each block of the updated parameters."""
-        part = self.part or slice(0, self._parameters.size)
+        part = single(self.part or slice(0, self._parameters.size))
         length, dtype = part.stop - part.start, self._parameters.dtype
         # on a GPU one block, because every operation is a kernel launch
         size = BLOCK if self._xp is np else max(length, 1)
@@ -89,7 +90,7 @@ class Optimizer(FlatOptimizer):
 
     on_host = staticmethod(on_host)
 
-    def write(self, part: slice | None, entries: Mapping[str, list[np.ndarray]]) -> None:
+    def write(self, part: Slices | None, entries: Mapping[str, list[np.ndarray]]) -> None:
         self.part, self.steps = part, int(entries[STEPS][0])
         dtype = self._parameters.dtype
         self.state = {name: self._xp.array(entries[f"{PREFIX}{name}"][0], dtype) for name in self.slots}

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from trainers.errors import ArgumentError
+from trainers.replica import Slices, single, slices_of
 from trainers.replicas.flat import FlatOptimizer, Layout
 from trainers.replicas.pytorch import fused
 from trainers.replicas.pytorch.division import (
@@ -77,8 +78,8 @@ class TorchOptimizer(FlatOptimizer):
             raise ArgumentError(f"{type(self._user).__name__} can't be divided by TorchReplica: {text}")
         return tuple(self.layout.parts)
 
-    def step(self, part: slice | None) -> None:
-        """Update all parameters, or a slice of the bound memory."""
+    def step(self, part: Slices | None) -> None:
+        """Update all parameters, or a part of the bound memory."""
         fused.replace_and_warn(self._user)
         if part is None:
             self.extend()
@@ -115,7 +116,7 @@ class TorchOptimizer(FlatOptimizer):
     on_host = staticmethod(host_view)
 
     @torch.no_grad()
-    def write(self, part: slice | None, entries: Mapping[str, list[np.ndarray]]) -> None:
+    def write(self, part: Slices | None, entries: Mapping[str, list[np.ndarray]]) -> None:
         for parameter in self._trained:
             self._user.state.pop(parameter, None)
         self._set_part(part)
@@ -141,7 +142,7 @@ class TorchOptimizer(FlatOptimizer):
                 if present:
                     self._own.state[block] = state
 
-    def _set_part(self, part: slice | None) -> None:
+    def _set_part(self, part: Slices | None) -> None:
         """Use the user's optimizer (part=None), or a new one without state on the blocks of a slice."""
         self.part = part
         if part is None:
@@ -151,7 +152,7 @@ class TorchOptimizer(FlatOptimizer):
         if self._division[0] == TENSORS:
             self._take_tensors(self._parameters, part)
         else:
-            self._take_slices(self._parameters, part)
+            self._take_slices(self._parameters, single(part))
         self._firsts = [
             blocks[0] if blocks else first for blocks, first in zip(self._blocks, self._firsts, strict=True)
         ]
@@ -171,18 +172,18 @@ class TorchOptimizer(FlatOptimizer):
             for block, span in zip(self._blocks[-1], spans, strict=True):
                 block.grad = self._gradients[span]
 
-    def _take_tensors(self, parameters: Tensor, part: slice) -> None:
-        """Make the blocks of a slice of whole tensors, and for each other tensor a small one without gradient.
+    def _take_tensors(self, parameters: Tensor, part: Slices) -> None:
+        """Make the blocks of a part of whole tensors, and for each other tensor a small one without gradient.
 
         The optimizer updates the small ones too, so every rank has the numbers that it keeps for each tensor.
         """
-        self._blocks, self._firsts = [], []
+        self._blocks, self._firsts, owned = [], [], slices_of(part)
         for own, like in zip(self.layout.parts, self._trained, strict=True):
             small = parameters.new_zeros([1] * like.dim())
             small.grad = torch.zeros_like(small)
             self._firsts.append(small)
             self._blocks.append([])
-            if part.start <= own.start and own.stop <= part.stop and own.start < own.stop:
+            if own.start < own.stop and any(each.start <= own.start and own.stop <= each.stop for each in owned):
                 block = parameters[own].view(like.shape)
                 block.grad = self._gradients[own].view(like.shape)
                 self._blocks[-1].append(block)

@@ -8,7 +8,7 @@ import numpy as np
 
 from trainers.data import Data, Tree, as_arrays, mapped, row_count, sliced
 from trainers.errors import ArgumentError, ModelFileError
-from trainers.replica import unfit_error
+from trainers.replica import Slices, slices_of, unfit_error
 
 try:
     import torch
@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from trainers.replicas import precision as precisions
-from trainers.replicas.flat import FlatReplica
+from trainers.replicas.flat import FlatReplica, put
 from trainers.replicas.pytorch import devices, graphs, row_losses
 from trainers.replicas.pytorch.optimizer import TorchOptimizer
 from trainers.replicas.pytorch.tensors import DTYPES, as_tensor, from_array, host_view, views, write_flat
@@ -166,7 +166,7 @@ class TorchReplica(FlatReplica):
         self._buffers.restore()
 
     @torch.no_grad()
-    def update(self, part: slice | None = None) -> None:
+    def update(self, part: Slices | None = None) -> None:
         self._buffers.forget()
         with self._device.ordered_with_cupy():
             if part is None:
@@ -184,7 +184,8 @@ class TorchReplica(FlatReplica):
                     "trained: copy into parameters (p.copy_) instead, or create the trainer afterwards"
                 )
             statistics = self._statistics_in(part)
-            self._parameters[statistics] = self._buffer[statistics]
+            for each in slices_of(statistics):
+                self._parameters[each] = self._buffer[each]
             self._optimizer.step(self._parameters_in(part))
 
     def refresh(self) -> None:
@@ -225,11 +226,13 @@ class TorchReplica(FlatReplica):
     def _parameters_into(self, flat: np.ndarray) -> None:
         write_flat(self._trained, flat)
 
-    def _trained_in(self, part: slice | None) -> Any:
+    def _trained_in(self, part: Slices | None) -> Any:
         if self._parameters is None:
             flat = torch.cat([each.detach().reshape(-1) for each in self._trained])
         else:
             flat = self._parameters[: self._length]
+        if isinstance(part, tuple):
+            return self._averaged(torch.cat([flat[each] for each in part]))
         return self._averaged(flat[part or slice(None)])
 
     def _trained_arrays(self) -> Iterable[Any]:
@@ -241,10 +244,10 @@ class TorchReplica(FlatReplica):
         return flat.numpy() if self.device == "cpu" else flat
 
     @torch.no_grad()
-    def _set_trained(self, part: slice | None, values: Any) -> None:
+    def _set_trained(self, part: Slices | None, values: Any) -> None:
         new = values if isinstance(values, Tensor) else torch.from_numpy(values)
         if self._parameters is not None:
-            self._parameters[: self._length][part or slice(None)] = new.to(self._dtype)
+            put(self._parameters[: self._length], part, new.to(self._dtype))
             return
         for parameter, own in zip(self._trained, self._optimizer.layout.views(new), strict=True):
             parameter.copy_(own)

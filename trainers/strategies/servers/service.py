@@ -22,7 +22,7 @@ from trainers.checks import LEARNING_RATES
 from trainers.data import BatchSource
 from trainers.errors import ArgumentError, DataError
 from trainers.group import RankGroup
-from trainers.replica import Replica
+from trainers.replica import Replica, Slices
 from trainers.state.adopt import Piece, mirror, newest
 from trainers.strategies.interface import FLAGS, EpochRun, Strategy, replica_error
 from trainers.strategies.rule import UpdateRule
@@ -76,7 +76,7 @@ class Shard:
 
         squares: the sum of the squares of all gradients; None if this slice has all.
         """
-        self._rule.clip(self.trained_gradients, squares)
+        self._rule.clip([self.trained_gradients], squares)
         self._update(1.0)
         self._rule.norms.count()
 
@@ -361,7 +361,7 @@ class ServerStrategy(Strategy):
         self._tally.collect(self.group.comm, self._shard is None or self._shard.is_finite())
 
     @property
-    def own_part(self) -> slice | None:
+    def own_part(self) -> Slices | None:
         return slice(0, 0) if self._shard is None else self._shard.part
 
     def share_parameters(self) -> None:

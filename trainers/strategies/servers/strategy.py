@@ -508,7 +508,7 @@ class AsynchronousServers(ParameterServers):
             return False
         self._worker.reduce()
         if self._worker.leads:
-            self.rule.clip(self._gradients[: self.replica.parameter_count])
+            self.rule.clip([self._gradients[: self.replica.parameter_count]])
         own = count if self._worker.leads else 0  # the rows of the part are counted once
         run.keep_error(lambda: self._tally.add(measured, own, number // self.parts))
         return run.error is None
