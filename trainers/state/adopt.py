@@ -236,7 +236,9 @@ def to_root(comm: MPI.Intracomm, own: np.ndarray, parts: Sequence[slice], whole:
                 continue
             for piece in pieces(held):
                 comm.Send(piece, 0)
-        for rank, of_rank in enumerate(everyone[1:], 1) if whole is not None else ():
+        if whole is None:
+            return
+        for rank, of_rank in enumerate(everyone[1:], 1):
             for start, stop in of_rank:
                 for piece in pieces(whole[start:stop]):
                     comm.Recv(piece, rank)
