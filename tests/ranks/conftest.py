@@ -43,7 +43,9 @@ TRAINING = {name for name in ALL if name.startswith("training/")}
 BYTES = {
     f"collectives/test_{name}.py" for name in ("moves", "memory", "reach", "topology", "auto", "wrapper", "worker")
 }
-SAME_ON_3 = {f"pytorch/test_{name}.py" for name in ("several", "traced")} | {"training/test_loop.py"}
+SAME_ON_3 = {f"pytorch/test_{name}.py" for name in ("several", "traced")} | {
+    f"training/test_{name}.py" for name in ("export", "loop")
+}
 SAME_ON_5 = {f"collectives/test_{name}.py" for name in ("compressed", "disagreements")} | {
     f"training/test_{name}.py"
     for name in (

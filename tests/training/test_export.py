@@ -86,7 +86,7 @@ def test_the_file_answers_as_the_network_does(name: str, tmp_path: Path) -> None
     path = tmp_path / "a.onnx"
     with MirroredTrainer(network) as trainer:
         for rows in (None, x, x[:1]):
-            about = trainer.export(str(path), rows)
+            about = trainer.export(str(path), rows, classes=None if name == "regression" else range(3))
             assert about.rows == (32 if rows is None else len(rows))
             assert about.kind == type(network).__name__
         expected = trainer.predict(x)
@@ -97,7 +97,7 @@ def test_the_file_answers_as_the_network_does(name: str, tmp_path: Path) -> None
         assert scores.shape == (rows, network.sizes[-1])
         np.testing.assert_allclose(scores, expected[:rows], atol=1e-6)
         if name != "regression":
-            np.testing.assert_array_equal(found["label"], expected[:rows].argmax(axis=1))
+            assert found["label"].tolist() == [str(number) for number in expected[:rows].argmax(axis=1)]
     assert properties(path) == about
     assert os.listdir(tmp_path) == ["a.onnx"]
 
@@ -238,7 +238,9 @@ X = np.random.default_rng(0).normal(size=(6, 4)).astype(np.float32)
         (lambda: NumpyNetwork([4, 3]), [X[:0]], {}, ArgumentError, "no rows"),
         (lambda: NumpyNetwork([4, 3]), [X[:, :3]], {}, ArgumentError, "4 features"),
         (lambda: NumpyNetwork([4, 3]), [(X, X)], {}, ArgumentError, "takes one array"),
-        (lambda: NumpyNetwork([4, 3]), [X], {"classes": ["a", "b"]}, ArgumentError, "classes are 2 names"),
+        (lambda: NumpyNetwork([4, 3]), [X], {"classes": ["a", "b"]}, ArgumentError, "3 different names"),
+        (lambda: NumpyNetwork([4, 3]), [X], {"classes": ["a", "b", "a"]}, ArgumentError, "3 different names"),
+        (lambda: NumpyNetwork([4, 3]), [X], {"classes": "abc"}, ArgumentError, "3 different names"),
         (lambda: NumpyNetwork([4, 3]), [], {"int8": True}, ArgumentError, "give x"),
         (lambda: NumpyNetwork([4, 3]), [X], {"ema": True}, ArgumentError, "no average"),
         (lambda: NumpyNetwork([4, 3]), [X, [0] * 6], {"int8": True, "validation_data": X}, ArgumentError, "a pair"),

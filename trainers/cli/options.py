@@ -50,7 +50,7 @@ EXAMPLES = """examples:
   mpirun -n 4 python -m trainers --strategy spare_replicas --backup-workers 1
 
 --help-all shows the other options: strategies, failures, roles, network, traces, checks.
-python -m trainers predict --help shows the options of predict.
+python -m trainers predict --help shows the options of predict; export, which writes an ONNX file, has options too.
 """
 
 # Converters of values

@@ -48,6 +48,8 @@ def write(
     x = replica.drawn_rows(DRAWN) if x is None else x
     if x is None or not row_count(x):
         raise ArgumentError(f"export: there are no rows on which this {type(replica).__name__} can be checked: give x")
+    if replica.columns is not None and isinstance(x, tuple | dict):
+        raise ArgumentError("export: a model with the columns of a table takes one array as x, not several")
     rows = as_in_table(replica.columns, taken(x, sample(x, CHECKED)))
     outputs = replica.predict(rows)
     about, softmax = _described(replica, outputs, classes)
@@ -84,9 +86,11 @@ def _described(replica: Replica, outputs: Tree, classes: Sequence[str] | None) -
     """Return what the file will be, and whether it needs a softmax."""
     width = outputs.shape[1] if isinstance(outputs, np.ndarray) and outputs.ndim == 2 else 0
     learned = () if replica.columns is None else replica.columns.classes
-    names = learned if classes is None else tuple(classes)
-    if classes is not None and len(names) != width:
-        raise ArgumentError(f"export: classes are {len(names)} names, and the model has {width} outputs a row")
+    names = learned if classes is None else tuple(map(str, classes))
+    if classes is not None and (len(names) != width or len({*names}) < width or isinstance(classes, str)):
+        raise ArgumentError(
+            f"export: classes must be {width} different names, one for each output of a row, and are {classes!r}"
+        )
     classifies = width > 0 and bool(replica.scores or classes is not None or len(names) == width)
     about = Exported(
         type(replica).__name__,
