@@ -164,7 +164,7 @@ class Samples:
     Rows come from `data.__getitems__(list of numbers)`, if it exists (PyTorch's protocol); else, without a collate,
     from data[array of numbers], if that gives the same rows as row by row; else row by row. Raises ArgumentError.
 
-    stacks: whether rows are stacked, without a collate.
+    stacks: whether rows are stacked, without a collate. collate: as given.
     """
 
     def __init__(self, data: Any, collate: Collate | None = None) -> None:
@@ -174,7 +174,7 @@ class Samples:
                 f"x is a {self.name}, and there is no y: give arrays x and y, or a data set with len() and rows by "
                 'number; or say which rows a loader brings: rows="divided" (each rank its own), rows="whole"'
             )
-        self.data, self.stacks, self._collate = data, collate is None, collate or _stack
+        self.data, self.collate, self.stacks, self._collate = data, collate, collate is None, collate or _stack
         self._rows = len(data)
         if self._rows == 0:
             raise ArgumentError(f"there are no samples: the {self.name} is empty")

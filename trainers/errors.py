@@ -83,5 +83,9 @@ class DivergedError(TrainerError, ArithmeticError):
     """The loss became NaN or infinite in training."""
 
 
+class DeadlineExceededError(TrainerError, TimeoutError):
+    """Too few members of an ensemble have answered by the deadline; the message says who is missing."""
+
+
 class NotFiniteError(DivergedError):
     """Gradients became NaN or infinite; the message names the ranks that computed them."""

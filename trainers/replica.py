@@ -364,7 +364,11 @@ class Replica(ABC):
 
     def restore(self, path: str) -> None:
         """Load the state and the columns from `path`, which `save` wrote. Raises ModelFileError."""
-        saved, state = model_file.read(path, type(self).__name__)
+        self.load_saved(path, *model_file.read(path, type(self).__name__))
+
+    def load_saved(self, path: str, saved: dict[str, Any], state: dict[str, np.ndarray]) -> None:
+        """Load the state and the columns from a `saved_config` and a `state` that were read from `path`, whose name is
+        for errors. Raises ModelFileError."""
         columns = columns_of(path, saved)
         self.check_config(path, saved)
         self.load_state(state)

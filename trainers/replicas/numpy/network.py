@@ -129,7 +129,14 @@ class NumpyNetwork(FlatReplica):
 
         Raises ModelFileError.
         """
-        config, state = model_file.read(path, cls.__name__)
+        return cls.of_saved(path, *model_file.read(path, cls.__name__), device)
+
+    @classmethod
+    def of_saved(
+        cls, path: str, config: dict[str, Any], state: dict[str, np.ndarray], device: str = "cpu"
+    ) -> "NumpyNetwork":
+        """Make a network of a `saved_config` and a `state` that were read from `path`, whose name is for errors.
+        Raises ModelFileError."""
         columns = columns_of(path, config)
         try:
             sizes, names = checked_sizes(config.pop("sizes")), {name: config.pop(name) for name in cls.essentials}

@@ -1,0 +1,79 @@
+"""An ensemble of 5 members on 4 ranks: rank 2 is killed in the fit, rank 1 is stopped and goes on, rank 3 is killed."""
+
+import logging
+import os
+import signal
+import time
+from typing import Any
+
+import numpy as np
+
+from allreduce import Topology
+from trainers import NumpyNetwork, datasets
+from trainers.many.ensemble import EnsembleTrainer
+from trainers.watching.callback import Callback
+
+STOPPED = 25  # calls for which rank 1 is stopped
+DEADLINE = 0.2
+
+
+class Dies(Callback):
+    """Kills this rank in the second epoch."""
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        if epoch == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def main() -> None:
+    logging.basicConfig(level=logging.WARNING)
+    data = datasets.load("digits")
+    x, y = data.x_train[:200], data.y_train[:200]
+    topology = Topology.of_survivors()
+    pids = topology.world.allgather(os.getpid())
+    rank = topology.rank
+    ensemble = EnsembleTrainer(lambda seed: NumpyNetwork([64, 10], seed=seed), 5, topology=topology)
+    members = ensemble.fit(x, y, 4, callbacks=lambda number: [Dies()] if number == 2 else [], progress=False)
+    assert [len(each.history) for each in members] == [4, 4, 0, 4, 4], members
+    assert ensemble.missing == {2: "the ranks of its part were lost"}, ensemble.missing
+    assert ensemble.topology.size == 3
+    whole = ensemble.predict(x)
+    assert whole.shape == (200, 10)
+    pids = [pids[0], pids[1], pids[3]]
+    stopped(ensemble, x, rank, pids[1])
+    for _ in range(3):
+        if rank == 3:
+            os.kill(os.getpid(), signal.SIGKILL)
+        if rank == 1:
+            time.sleep(0.5)
+        found = ensemble.predict(x, deadline=5.0, quorum=3)  # the end of rank 3 is found, not the deadline waited for
+        if rank == 0:
+            assert found.members == (0, 1, 4)
+            assert found.missing.keys() == {2, 3}
+    after = ensemble.predict(x)
+    assert ensemble.missing.keys() == {2, 3}, ensemble.missing
+    assert not np.array_equal(after, whole)
+    ensemble.close()
+    print(f"rank {rank} ends", flush=True)
+
+
+def stopped(ensemble: EnsembleTrainer, x: np.ndarray, rank: int, pid: int) -> None:
+    if rank == 0:
+        os.kill(pid, signal.SIGSTOP)
+    for _ in range(STOPPED):
+        begin = time.monotonic()
+        found = ensemble.predict(x, deadline=DEADLINE, quorum=1)
+        if rank == 0:
+            assert 1 in found.missing, found
+            assert "rank 1: its vote had not come by the deadline" in found.missing[1]
+            assert 0 in found.members
+            assert time.monotonic() - begin < 20  # it does not wait for ever
+    if rank == 0:
+        os.kill(pid, signal.SIGCONT)
+    found = ensemble.predict(x, deadline=30.0, quorum=4)
+    if rank == 0:
+        assert found.members == (0, 1, 3, 4), found
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,217 @@
+"""Ensembles: votes, weights, the rows of members, files, and jobs whose ranks fail or are stopped."""
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.conftest import JobRunner
+from trainers import NumpyNetwork, Samples, datasets
+from trainers.errors import ArgumentError, CheckpointError, ModelFileError
+from trainers.files import model_file
+from trainers.many.drawn_rows import DrawnRows, taken
+from trainers.many.ensemble import EnsembleTrainer
+from trainers.many.ensemble_model import EnsembleModel
+from trainers.many.timely import Position
+from trainers.many.voting import Scorer, Voting, normal, selected_weights, shares_of
+
+
+def test_a_killed_and_a_stopped_rank(mpirun: JobRunner) -> None:
+    job = mpirun(4, [Path(__file__).with_name("ensemble_job.py")], ulfm=True)
+    assert job.returncode == 0, job.stdout + job.stderr
+    assert sorted(job.stdout.split("\n"))[-2:] == ["rank 0 ends", "rank 1 ends"], job.stdout + job.stderr
+
+
+def test_votes() -> None:
+    outputs = np.array([[0.2, 0.5, 0.3], [0.4, 0.3, 0.4]], np.float32)
+    assert Voting().votes(outputs).dtype == np.float32
+    np.testing.assert_array_equal(Voting().votes(outputs), outputs)
+    np.testing.assert_array_equal(Voting("hard").votes(outputs), [[0, 1, 0], [1, 0, 0]])
+    logits = Voting(logits=True).votes(np.log(outputs[:1]))
+    np.testing.assert_allclose(logits, outputs[:1], rtol=1e-6)
+    votes = {0: outputs, 2: outputs[::-1]}
+    np.testing.assert_allclose(Voting().combined(votes, [0.5, 9, 1.5]), 0.25 * outputs + 0.75 * outputs[::-1])
+    both = Voting().combined({1: {"a": outputs}, 3: {"a": 3 * outputs}}, [1, 1, 1, 1])
+    np.testing.assert_allclose(both["a"], 2 * outputs)
+    with pytest.raises(ArgumentError, match="is for classes"):
+        Voting("hard").votes(np.zeros(4))
+    assert shares_of([0, 0, 1], [0, 1]) == {0: 0.5, 1: 0.5}
+    assert normal([1, 3]) == [0.25, 0.75]
+    for bad in ([0, 0], [-1, 2], [float("nan")], ["many"], 3):
+        with pytest.raises(ArgumentError, match="weights must be numbers"):
+            normal(bad)  # type: ignore[arg-type]
+
+
+def test_scores() -> None:
+    outputs = np.array([[0.9, 0.1], [0.4, 0.6], [0.8, 0.2]])
+    expected = {"loss": -np.log([0.9, 0.6, 0.2]).mean(), "accuracy": 2 / 3}
+    for y in (np.array([0, 1, 1]), np.array([[1, 0], [0, 1], [0, 1.0]])):
+        assert Scorer(outputs, y)(outputs) == pytest.approx(expected)
+    assert Scorer(outputs, np.array([0, 1, 1]))(5 * outputs) == pytest.approx({"accuracy": 2 / 3})
+    numbers = np.array([1.0, 2.0])
+    assert Scorer(numbers[:, None], numbers)(numbers[:, None] + 1) == {"loss": 1.0}
+    for bad in (np.array([0, 1, 2]), np.array([0.5, 0.5]), np.zeros((3, 3))):
+        with pytest.raises(ArgumentError):
+            Scorer(outputs, bad)
+
+
+def test_selection_takes_the_members_that_help() -> None:
+    generator = np.random.default_rng(0)
+    y = generator.integers(3, size=200)
+    right = np.eye(3)[y]
+
+    def member(noise: float) -> np.ndarray:
+        made = right + noise * generator.random((200, 3))
+        return made / made.sum(axis=1, keepdims=True)
+
+    votes = {0: member(0.5), 1: np.full((200, 3), 1 / 3), 2: member(0.5), 4: np.eye(3)[(y + 1) % 3] * 0.9 + 0.1 / 3}
+    weights = selected_weights(votes, y, 5)
+    assert sum(weights) == pytest.approx(1)
+    assert weights[1] == weights[3] == weights[4] == 0
+    assert min(weights[0], weights[2]) > 0.2
+    error = Scorer(votes[0], y).error
+    mean = sum(weights[number] * each for number, each in votes.items())
+    assert error(mean) <= min(error(each) for each in votes.values())
+
+
+def test_rows_of_members() -> None:
+    drawn = DrawnRows("rows", 3, 4, 100)
+    first = drawn.of(0)
+    assert first is not None
+    assert len(first) == 100
+    assert 50 < len(np.unique(first)) < 75  # 63 are expected
+    assert set(drawn.unseen(0)) == set(range(100)) - set(first)
+    assert not np.array_equal(first, drawn.of(1))
+    np.testing.assert_array_equal(first, DrawnRows("rows", 3, 9, 100).of(0))
+    shards = [DrawnRows("shards", 3, 3, 10).of(number) for number in range(3)]
+    assert sorted(np.concatenate(shards)) == list(range(10))  # type: ignore[arg-type]
+    assert [len(each) for each in shards] == [3, 3, 4]  # type: ignore[arg-type]
+    assert DrawnRows(None, 3, 3, 10).of(1) is None
+    with pytest.raises(ArgumentError, match="2 rows for 3 members"):
+        DrawnRows("shards", 0, 3, 2)
+    x, y = np.arange(10), np.arange(10) * 2
+    assert taken((x, y), DrawnRows(None, 0, 1, 10), 0)["x"] is x
+    part = taken((x, y, x / 10), DrawnRows("shards", 3, 3, 10), 2)
+    np.testing.assert_array_equal(part["y"], 2 * part["x"])
+    np.testing.assert_array_equal(part["sample_weight"], part["x"] / 10)
+    rows = taken((Samples(list(zip(x, y, strict=True))), None), DrawnRows("shards", 3, 3, 10), 2)["x"]
+    np.testing.assert_array_equal(rows.take(np.arange(4))[1], part["y"])
+
+
+@pytest.mark.parametrize(("ranks", "members"), [(1, [0, 1, 2]), (2, [0, 1, 2]), (3, [1]), (2, [])])
+def test_the_ranks_of_a_part_divide_its_members(ranks: int, members: list[int]) -> None:
+    duties = [Position(rank, ranks, members).duties([0, 1, 2, 3]) for rank in range(ranks)]
+    assert sorted({number for each in duties for number in each}) == members
+    assert max(map(len, duties)) <= -(-len(members) // ranks)
+    assert Position(0, 1, [0, 1]).duties([1]) == [1]
+
+
+@pytest.fixture(scope="module")
+def digits() -> datasets.Dataset:
+    return datasets.load("digits")
+
+
+def make(seed: int) -> NumpyNetwork:
+    network = NumpyNetwork([64, 32, 10], seed=seed)
+    network.scale_input(0.0, 1 / 16)
+    return network
+
+
+@pytest.mark.parametrize("bagging", [None, "rows"])
+def test_an_ensemble_is_better_than_its_mean_member(bagging: str | None, digits: datasets.Dataset) -> None:
+    x, y = digits.x_test, digits.y_test
+    with EnsembleTrainer(make, 5, bagging=bagging, seed=1) as ensemble:
+        ensemble.fit(digits.x_train, digits.y_train, 6, 50, progress=False)
+        whole, own = ensemble.evaluate(x, y), ensemble.evaluate_members(x, y)
+        assert whole["accuracy"] > np.mean([each["accuracy"] for each in own.values()])
+        assert whole["loss"] < min(each["loss"] for each in own.values())
+        if bagging:
+            assert ensemble.oob["accuracy"] == pytest.approx(whole["accuracy"], abs=0.05)
+
+
+def test_one_member_is_its_trainer(digits: datasets.Dataset) -> None:
+    from trainers import MirroredTrainer
+
+    x, y = digits.x_train[:200], digits.y_train[:200]
+    with EnsembleTrainer(make, 1) as ensemble:
+        ensemble.fit(x, y, 2, progress=False, ema=0.9)
+        network = make(ensemble.seeds[0])
+        with MirroredTrainer(network) as trainer:
+            trainer.fit(x, y, 2, seed=ensemble.seeds[0], progress=False, ema=0.9)
+            expected = trainer.predict(x)
+        np.testing.assert_allclose(ensemble.predict(x), expected, rtol=1e-6)
+        assert not np.array_equal(network.predict(x), expected)  # the average votes
+
+
+def test_checkpoints_data_sets_and_classes_that_a_member_has_not_seen(
+    tmp_path: Path, digits: datasets.Dataset
+) -> None:
+    order = np.argsort(digits.y_train[:40], kind="stable")
+    x, y = digits.x_train[:40][order], digits.y_train[:40][order]
+    rows = list(zip(x, y, strict=True))
+    with EnsembleTrainer(make, 8, bagging="shards") as ensemble:  # 5 rows each
+        ensemble.fit(rows, epochs=1, batch_size=3, checkpoint=str(tmp_path / "run"), progress=False)
+        before = ensemble.predict(x)
+    assert sorted(each.name for each in (tmp_path / "run").iterdir()) == [f"member{number}" for number in range(8)]
+    with EnsembleTrainer(make, 8, bagging="shards", voting="hard") as ensemble:
+        again: dict[str, Any] = {"epochs": 2, "batch_size": 3, "checkpoint": str(tmp_path / "run"), "progress": False}
+        with pytest.raises(CheckpointError):
+            ensemble.fit(rows, **again)
+        assert ensemble.missing == {}
+        assert [len(each.history) for each in ensemble.fit(rows, resume=True, **again)] == [2] * 8
+        ensemble.fit(x, y, 1, class_weight="balanced", progress=False)
+        np.testing.assert_allclose(ensemble.predict(x).sum(axis=1), 1, rtol=1e-6)
+        assert not np.array_equal(before, ensemble.predict(x))
+
+
+def test_a_file_needs_no_mpi(tmp_path: Path, digits: datasets.Dataset) -> None:
+    path, x = tmp_path / "ensemble.npz", digits.x_test[:20]
+    with EnsembleTrainer(make, 3, voting="hard", weights=[1, 0, 3]) as ensemble:
+        ensemble.fit(digits.x_train[:100], digits.y_train[:100], 1, progress=False)
+        ensemble.save(str(path))
+        np.save(tmp_path / "x.npy", x)
+        np.save(tmp_path / "expected.npy", ensemble.predict(x))
+    program = (
+        "import sys, numpy as np\n"
+        "sys.modules['mpi4py'] = None\n"
+        "from trainers.many.ensemble_model import EnsembleModel\n"
+        "model = EnsembleModel.load('ensemble.npz')\n"
+        "assert np.allclose(model.predict(np.load('x.npy')), np.load('expected.npy')), model\n"
+        "print(model.members, model.weights)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.stdout == "3 [0.25, 0.0, 0.75]\n", done.stderr
+
+
+def test_damaged_files(tmp_path: Path) -> None:
+    path = str(tmp_path / "ensemble.npz")
+    with EnsembleTrainer(make, 2) as ensemble:
+        ensemble.save(path)
+    config, arrays = model_file.read(path, "Ensemble")
+
+    def refused(change: dict[str, Any], lacks: str = "") -> str:
+        state = {name: array for name, array in arrays.items() if name != lacks}
+        model_file.write(path, "Ensemble", config | change, state)
+        with pytest.raises(ModelFileError) as caught:
+            EnsembleModel.load(path)
+        return str(caught.value)
+
+    assert "describes no ensemble" in refused({"weights": [1.0]})
+    assert "describes no ensemble" in refused({"weights": [1.0, -1.0]})
+    assert "describes no ensemble" in refused({"voting": "loud"})
+    assert "describes no ensemble" in refused({"members": "all"})
+    assert "describes no ensemble" in refused({"members": [{"number": 0}]})
+    assert "describes no ensemble" in refused({"missing": None})
+    assert "belong to no member" in refused({"members": config["members"][:1], "missing": [[1, "lost"]]})
+    assert "member 1" in refused({}, "member1.parameters")
+    other = [config["members"][0] | {"kind": "Net"}, config["members"][1]]
+    with pytest.raises(ArgumentError, match="give make_replica"):
+        model_file.write(path, "Ensemble", config | {"members": other}, arrays)
+        EnsembleModel.load(path)
+    with pytest.raises(ModelFileError, match="is a Net, and make_replica makes a NumpyNetwork"):
+        EnsembleModel.load(path, make)
+    model_file.write(path, "Ensemble", config, arrays)
+    assert EnsembleModel.load(path, make).members == 2

@@ -1,0 +1,213 @@
+"""Ensembles on several ranks: the members of one rank, votes by a deadline, members that fail, files."""
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from mpi4py import MPI
+
+import allreduce
+from tests.ranks.together import raised_everywhere
+from trainers import NumpyNetwork, datasets
+from trainers.errors import ArgumentError, DeadlineExceededError, DivergedError, ModelFileError
+from trainers.many.ensemble import EnsembleTrainer
+from trainers.many.ensemble_model import EnsembleModel
+from trainers.many.timely import Prediction
+from trainers.watching.callback import Callback
+
+MEMBERS, ROWS = 5, 301
+
+
+def make(seed: int) -> NumpyNetwork:
+    network = NumpyNetwork([64, 12, 10], seed=seed)
+    network.scale_input(0.0, 1 / 16)
+    return network
+
+
+@pytest.fixture(scope="module")
+def digits() -> datasets.Dataset:
+    return datasets.load("digits")
+
+
+@pytest.fixture(scope="module")
+def rows(digits: datasets.Dataset) -> tuple[np.ndarray, np.ndarray]:
+    return digits.x_train[:ROWS], digits.y_train[:ROWS]
+
+
+@pytest.fixture
+def alone(flat: allreduce.Topology) -> Iterator[allreduce.Topology]:
+    """A topology of this rank alone."""
+    made = flat.split(flat.rank)
+    yield made
+    made.close()
+
+
+@pytest.mark.parametrize(("bagging", "ranks_per_member"), [("rows", None), ("shards", 1), (None, 2)])
+def test_members_do_not_depend_on_the_ranks(
+    bagging: str | None,
+    ranks_per_member: int | None,
+    rows: tuple[np.ndarray, np.ndarray],
+    flat: allreduce.Topology,
+    alone: allreduce.Topology,
+) -> None:
+    x, y = rows
+    given: dict[str, Any] = {"members": MEMBERS, "bagging": bagging, "seed": 3, "weights": "validation"}
+    fits: dict[str, Any] = {"epochs": 2, "batch_size": 60, "validation_data": (x[:80], y[:80]), "progress": False}
+    together = {"topology": flat, "ranks_per_member": min(ranks_per_member or 1, flat.size)}
+    with EnsembleTrainer(make, **given, topology=alone) as first, EnsembleTrainer(make, **given, **together) as second:
+        expected, found = first.fit(x, y, **fits), second.fit(x, y, **fits)
+        for one, other in zip(expected, found, strict=True):
+            assert (one.seed, one.error) == (other.seed, other.error)
+            np.testing.assert_allclose(one.history.column("loss"), other.history.column("loss"), rtol=1e-4)
+            np.testing.assert_allclose(
+                one.history.column("validation_loss"), other.history.column("validation_loss"), rtol=1e-4
+            )
+        assert len({round(each.history[0].loss, 6) for each in found}) == MEMBERS
+        assert found[0].history.column("epoch") == [1, 2]
+        np.testing.assert_allclose(first.predict(x), second.predict(x), atol=1e-4)
+        assert first.oob.keys() == second.oob.keys() == ({"loss", "accuracy", "rows"} if bagging == "rows" else set())
+        for name, value in first.oob.items():
+            assert second.oob[name] == pytest.approx(value, abs=1e-2)
+        assert sum(second.weights) == pytest.approx(1)
+        scores, own = second.evaluate(x, y), second.evaluate_members(x, y)
+        assert scores["accuracy"] == pytest.approx((first.predict(x).argmax(axis=1) == y).mean(), abs=0.01)
+        for number, metrics in first.evaluate_members(x, y).items():
+            assert own[number] == pytest.approx(metrics, abs=0.01)
+
+
+class Slow(NumpyNetwork):
+    """A network whose prediction takes some seconds when it is told so."""
+
+    seconds = 0.0
+
+    def predict(self, x: Any) -> Any:
+        time.sleep(self.seconds)
+        return super().predict(x)
+
+
+def test_votes_by_a_deadline(rows: tuple[np.ndarray, np.ndarray], flat: allreduce.Topology) -> None:
+    x = rows[0][:9]
+    late = flat.size - 1  # a rank
+    with EnsembleTrainer(lambda seed: Slow([64, 12, 10], seed=seed), flat.size, topology=flat) as ensemble:
+        expected = ensemble.predict(x)
+        whole = ensemble.predict(x, deadline=30, quorum=flat.size)
+        if flat.rank == 0:
+            assert isinstance(whole, Prediction)
+            assert (whole.members, whole.missing) == (tuple(range(flat.size)), {})
+            np.testing.assert_allclose(whole.outputs, expected, rtol=1e-6)
+        else:
+            assert whole is None
+        if flat.size > 1:
+            for replica in ensemble.replicas.values():
+                replica.seconds = 1.0 if flat.rank == late else 0.0  # type: ignore[attr-defined]
+            part = ensemble.predict(x, deadline=0.3)
+            if flat.rank == 0:
+                assert late in part.missing
+                assert f"rank {late}: its vote had not come by the deadline" in part.missing[late]
+                assert 0 in part.members
+                assert part.outputs.shape == (9, 10)
+            for replica in ensemble.replicas.values():
+                replica.seconds = 0.0  # type: ignore[attr-defined]
+            again = ensemble.predict(x, deadline=30, quorum=flat.size)  # the late answer is dropped
+            if flat.rank == 0:
+                np.testing.assert_allclose(again.outputs, expected, rtol=1e-6)
+        if flat.rank == 0:
+            with pytest.raises(DeadlineExceededError, match=r"0 of \d+ members had voted after 0 s.*\n  member 0: rank"):
+                ensemble.predict(x, deadline=0)
+        else:
+            ensemble.predict(x, deadline=0)
+        np.testing.assert_allclose(ensemble.predict(x), expected, rtol=1e-6)
+    with pytest.raises(ArgumentError, match="quorum must be an integer from 1"):
+        with EnsembleTrainer(make, 2, topology=flat) as ensemble:
+            ensemble.predict(x, deadline=1, quorum=3)
+
+
+class RaisesOnLastRank(Callback):
+    """Raises on the last rank of those that train a member."""
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        if self.trainer.group.rank == self.trainer.group.size - 1:
+            raise ValueError("no disk")
+
+
+def test_the_others_continue_without_a_member_that_fails(
+    rows: tuple[np.ndarray, np.ndarray], flat: allreduce.Topology, world: MPI.Intracomm, folder: Path
+) -> None:
+    x, y = rows
+
+    def watching(number: int) -> list[Callback]:
+        return [RaisesOnLastRank()] if number == 1 else []
+
+    def diverges(seed: int) -> NumpyNetwork:
+        network = make(seed)
+        if seed == ensemble_seeds[2]:
+            network.parameters[:] = np.inf
+        return network
+
+    with EnsembleTrainer(make, 4, topology=flat) as ensemble:
+        ensemble_seeds = ensemble.seeds
+    with EnsembleTrainer(diverges, 4, topology=flat) as ensemble:
+        members = ensemble.fit(x, y, 1, callbacks=watching, progress=False)
+        assert [bool(each.error) for each in members] == [False, True, True, False]
+        assert "ValueError" in members[1].error
+        assert "no disk" in members[1].error
+        assert "DivergedError" in members[2].error
+        assert ensemble.missing == {1: members[1].error, 2: members[2].error}
+        assert np.isfinite(ensemble.predict(x)).all()
+        assert ensemble.evaluate_members(x, y).keys() == {0, 3}
+        by_deadline = ensemble.predict(x, deadline=30)
+        if flat.rank == 0:
+            assert (by_deadline.members, by_deadline.missing) == ((0, 3), ensemble.missing)
+        path = str(folder) + ".npz"
+        ensemble.save(path)
+        expected = ensemble.predict(x)
+        loaded = EnsembleModel.load(path)
+        assert (loaded.members, loaded.missing) == (2, ensemble.missing)
+        np.testing.assert_allclose(loaded.predict(x), expected, rtol=1e-5)
+    with EnsembleTrainer(make, 4, topology=flat, ranks_per_member=flat.size) as other:  # one part
+        other.load(path)
+        np.testing.assert_allclose(other.predict(x), expected, rtol=1e-5)
+        assert other.seeds == ensemble_seeds
+        assert "ModelFileError" not in other.missing[1]
+        assert "6 members" not in raised_everywhere(world, ModelFileError, lambda: other.load(path + "x"))
+    with EnsembleTrainer(make, 2, topology=flat) as other:
+        text = raised_everywhere(world, ModelFileError, lambda: other.load(path))
+        assert "has 4 members, and this ensemble 2" in text
+        other.replicas[next(iter(other.replicas))].load_state(make(1).state())
+        other.fit(x, y, 0, progress=False)
+    with EnsembleTrainer(lambda seed: diverges(ensemble_seeds[2]), 2, topology=flat) as other:
+        assert "NaN" in raised_everywhere(world, DivergedError, lambda: other.fit(x, y, 1, progress=False))
+
+
+def test_bad_arguments_raise_the_same_error_on_all_ranks(
+    rows: tuple[np.ndarray, np.ndarray], flat: allreduce.Topology, world: MPI.Intracomm
+) -> None:
+    def text(**given: Any) -> str:
+        return raised_everywhere(world, ArgumentError, lambda: EnsembleTrainer(make, topology=flat, **given))
+
+    assert "members must be an integer >= 1, got 0" in text(members=0)
+    assert 'use "rows", "shards" or None' in text(bagging="columns")
+    assert "this job has" in text(ranks_per_member=flat.size + 1)
+    assert "every member has its own topology" in text(trainer={"topology": flat})
+    assert "2 numbers for 4 members" in text(weights=[1, 2])
+    assert "voting='loud' is unknown" in text(voting="loud")
+
+    def refuses(seed: int) -> NumpyNetwork:
+        if flat.rank == flat.size - 1:
+            raise OSError("no such model")
+        return make(seed)
+
+    assert "no such model" in raised_everywhere(world, OSError, lambda: EnsembleTrainer(refuses, topology=flat))
+    with EnsembleTrainer(make, 7, topology=flat, bagging="shards", weights="validation") as ensemble:
+        few = rows[0][:6], rows[1][:6]
+        text_of_few = raised_everywhere(world, ArgumentError, lambda: ensemble.fit(*few, validation_data=few))
+        assert "6 rows for 7 members" in text_of_few
+        assert "needs validation_data" in raised_everywhere(world, ArgumentError, lambda: ensemble.fit(*rows))
+        with pytest.raises(TypeError, match="did you mean 'shuffle'"):
+            ensemble.fit(*rows, shufle=False)
+        assert "64 features" in raised_everywhere(world, ArgumentError, lambda: ensemble.predict(rows[0][:, :9]))
+    with pytest.raises(allreduce.errors.ClosedError):
+        ensemble.predict(rows[0])

@@ -1,0 +1,155 @@
+"""How the members of an ensemble vote, how votes are scored, and how members get weights. Arrays only, no MPI."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from trainers.data import Tree, leaves, mapped
+from trainers.errors import ArgumentError
+
+SOFT, HARD = "soft", "hard"
+ROUNDS = 100  # of the selection of members: a weight is a multiple of 1 / ROUNDS
+LEAST_PROBABILITY = 1e-12  # in a logarithm
+SUM_TOLERANCE = 1e-3  # how far the probabilities of a row may be from 1 in sum, in 16-bit floats
+
+
+@dataclass(frozen=True)
+class Voting:
+    """How members vote.
+
+    kind: "soft": the mean of the members' outputs. "hard": every member has one vote, for the class of its largest
+        output; the result has the share of the votes of each class, and among equal shares argmax finds the first.
+    logits: the members' outputs are logits, of which softmax makes probabilities before the vote: as those of a PyTorch
+        module that is trained by CrossEntropyLoss.
+
+    Raises ArgumentError.
+    """
+
+    kind: str = SOFT
+    logits: bool = False
+
+    def __post_init__(self) -> None:
+        if self.kind not in (SOFT, HARD):
+            raise ArgumentError(f"voting={self.kind!r} is unknown; use {SOFT!r} or {HARD!r}")
+        if not isinstance(self.logits, bool):
+            raise ArgumentError(f"logits must be True or False, got {self.logits!r}")
+
+    def votes(self, outputs: Tree) -> Tree:
+        """Return the votes of one member from its outputs: floating, of the same shape. Raises ArgumentError."""
+        return mapped(self._votes, outputs)
+
+    def _votes(self, outputs: np.ndarray) -> np.ndarray:
+        values, dtype = np.asarray(outputs, np.float64), np.result_type(outputs.dtype, np.float32)
+        if (self.kind == HARD or self.logits) and (values.ndim < 2 or values.shape[-1] < 2):
+            what = f"voting={HARD!r}" if self.kind == HARD else "logits=True"
+            raise ArgumentError(f"{what} is for classes, (rows, classes); the outputs have the shape {values.shape}")
+        if self.kind == HARD:
+            voted = np.zeros(values.shape, dtype)
+            np.put_along_axis(voted, values.argmax(axis=-1, keepdims=True), 1.0, axis=-1)
+            return voted
+        return (softmax(values) if self.logits else values).astype(dtype)
+
+    def combined(self, votes: Mapping[int, Tree], weights: Sequence[float]) -> Tree:
+        """Return the result of the votes of some members, by their numbers. weights: of all members; those given count
+        alike if all of theirs are 0."""
+        shares = shares_of(weights, votes)
+        columns = zip(*(leaves(tree) for tree in votes.values()), strict=True)
+
+        def mean(like: np.ndarray) -> np.ndarray:
+            given = zip(shares.values(), next(columns), strict=True)
+            return sum(share * np.asarray(each, np.float64) for share, each in given).astype(like.dtype)
+
+        return mapped(mean, next(iter(votes.values())))
+
+
+def normal(weights: Sequence[float]) -> list[float]:
+    """Return weights whose sum is 1. Raises ArgumentError."""
+    try:
+        given = np.array([float(weight) for weight in weights])
+    except (TypeError, ValueError) as error:
+        raise ArgumentError(f"weights must be numbers, got {weights!r}") from error
+    if not (np.isfinite(given).all() and (given >= 0).all() and given.any()):
+        raise ArgumentError(f"weights must be numbers >= 0, not all 0, got {weights!r}")
+    return (given / given.sum()).tolist()  # type: ignore[no-any-return]
+
+
+def shares_of(weights: Sequence[float], members: Any) -> dict[int, float]:
+    """Return the share of each of `members` (their numbers) in a vote: its weight, divided by the sum of theirs. They
+    share alike if all of theirs are 0."""
+    given = {number: float(weights[number]) for number in members}
+    whole = sum(given.values())
+    return {number: weight / whole if whole else 1 / len(given) for number, weight in given.items()}
+
+
+def softmax(values: np.ndarray) -> np.ndarray:
+    """Return the probabilities of logits, over the last axis."""
+    powers = np.exp(values - values.max(axis=-1, keepdims=True))
+    return powers / powers.sum(axis=-1, keepdims=True)
+
+
+class Scorer:
+    """Scores outputs for rows against the true y of these rows.
+
+    y: class numbers, (rows, ...) integers for outputs (rows, ..., classes); one-hot rows of them; or numbers, of the
+        shape of the outputs.
+    outputs: of any member, from which the kind of the score follows. Raises ArgumentError if y does not fit them.
+    """
+
+    def __init__(self, outputs: Tree, y: Tree) -> None:
+        if not isinstance(outputs, np.ndarray) or not isinstance(y, np.ndarray):
+            raise ArgumentError("an ensemble scores models of one output: leave out weights, and use predict")
+        self._y, self._classes = (
+            y,
+            outputs.ndim == y.ndim + 1 and outputs.shape[:-1] == y.shape and y.dtype.kind in "iu",
+        )
+        if outputs.ndim > 1 and outputs.shape == y.shape and _is_one_hot(y) and _are_probabilities(outputs):
+            self._y, self._classes = y.argmax(axis=-1), True
+        if self._classes and y.size and not 0 <= self._y.min() <= self._y.max() < outputs.shape[-1]:
+            raise ArgumentError(f"y has classes from {y.min()} to {y.max()}, and the members have {outputs.shape[-1]}")
+        if not self._classes and outputs.size != y.size:
+            raise ArgumentError(f"y of shape {y.shape} does not fit outputs of shape {outputs.shape}")
+
+    def __call__(self, outputs: np.ndarray) -> dict[str, float]:
+        """Return {"loss", "accuracy"} of classes: the mean negative log-likelihood, left out if the outputs are no
+        probabilities; or {"loss"} of numbers: the mean squared error."""
+        if not self._classes:
+            return {"loss": float(np.mean((outputs.reshape(-1) - self._y.reshape(-1)) ** 2, dtype=np.float64))}
+        accuracy = float(np.mean(outputs.argmax(axis=-1) == self._y))
+        if not _are_probabilities(outputs):
+            return {"accuracy": accuracy}
+        right = np.take_along_axis(outputs, self._y[..., None], axis=-1)
+        loss = -np.log(np.maximum(right, LEAST_PROBABILITY)).mean(dtype=np.float64)
+        return {"loss": float(loss), "accuracy": accuracy}
+
+    def error(self, outputs: np.ndarray) -> tuple[float, ...]:
+        """Return what a selection makes small: the loss, or, without one or among equals, the share of errors."""
+        found = self(outputs)
+        return tuple(value if name == "loss" else 1 - value for name, value in found.items())
+
+
+def _is_one_hot(y: np.ndarray) -> bool:
+    return bool(((y == 0) | (y == 1)).all() and (y.sum(axis=-1) == 1).all())
+
+
+def _are_probabilities(outputs: np.ndarray) -> bool:
+    return bool((outputs >= 0).all() and (np.abs(outputs.sum(axis=-1) - 1) < SUM_TOLERANCE).all())
+
+
+def selected_weights(votes: Mapping[int, np.ndarray], y: np.ndarray, members: int) -> list[float]:
+    """Return a weight for each of `members` from their votes on validation rows; they sum to 1.
+
+    Ensemble selection with replacement (Caruana, Niculescu-Mizil, Crew, Ksikes: Ensemble Selection from Libraries of
+    Models, ICML 2004): in each of ROUNDS rounds the member is added that makes the mean of all added ones best, and a
+    weight is the share of the rounds in which the member was added. A member that does not help has the weight 0.
+
+    votes: of the members that are there, by their numbers. y: of the validation rows.
+    """
+    scorer = Scorer(next(iter(votes.values())), y)
+    total, added = np.zeros(next(iter(votes.values())).shape), dict.fromkeys(votes, 0)
+    for taken in range(1, ROUNDS + 1):
+        best = min(votes, key=lambda number: (scorer.error((total + votes[number]) / taken), added[number]))
+        total += votes[best]
+        added[best] += 1
+    return [added.get(number, 0) / ROUNDS for number in range(members)]
