@@ -15,6 +15,7 @@ from trainers.files import model_file
 from trainers.many.drawn_rows import DrawnRows, taken
 from trainers.many.ensemble import EnsembleTrainer
 from trainers.many.ensemble_model import EnsembleModel
+from trainers.many.models import load_model
 from trainers.many.timely import Position
 from trainers.many.voting import Scorer, Voting, normal, selected_weights, shares_of
 
@@ -146,9 +147,7 @@ def test_one_member_is_its_trainer(digits: datasets.Dataset) -> None:
         assert not np.array_equal(network.predict(x), expected)  # the average votes
 
 
-def test_checkpoints_data_sets_and_classes_that_a_member_has_not_seen(
-    tmp_path: Path, digits: datasets.Dataset
-) -> None:
+def test_checkpoints_data_sets_and_classes_that_a_member_has_not_seen(tmp_path: Path, digits: datasets.Dataset) -> None:
     order = np.argsort(digits.y_train[:40], kind="stable")
     x, y = digits.x_train[:40][order], digits.y_train[:40][order]
     rows = list(zip(x, y, strict=True))
@@ -174,6 +173,11 @@ def test_a_file_needs_no_mpi(tmp_path: Path, digits: datasets.Dataset) -> None:
         ensemble.save(str(path))
         np.save(tmp_path / "x.npy", x)
         np.save(tmp_path / "expected.npy", ensemble.predict(x))
+    model = load_model(str(path))
+    assert (model.kind, model.shape, model.dtype, model.members) == ("Ensemble", (64,), np.float32, 3)
+    np.testing.assert_allclose(model.predict(x), np.load(tmp_path / "expected.npy"), rtol=1e-6)
+    with pytest.raises(ArgumentError, match="64 features"):
+        model.check(x[:, :9])
     program = (
         "import sys, numpy as np\n"
         "sys.modules['mpi4py'] = None\n"
@@ -208,8 +212,8 @@ def test_damaged_files(tmp_path: Path) -> None:
     assert "belong to no member" in refused({"members": config["members"][:1], "missing": [[1, "lost"]]})
     assert "member 1" in refused({}, "member1.parameters")
     other = [config["members"][0] | {"kind": "Net"}, config["members"][1]]
+    model_file.write(path, "Ensemble", config | {"members": other}, arrays)
     with pytest.raises(ArgumentError, match="give make_replica"):
-        model_file.write(path, "Ensemble", config | {"members": other}, arrays)
         EnsembleModel.load(path)
     with pytest.raises(ModelFileError, match="is a Net, and make_replica makes a NumpyNetwork"):
         EnsembleModel.load(path, make)

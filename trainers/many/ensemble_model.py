@@ -6,10 +6,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from allreduce.arrays.chunks import segments
 from trainers.data import Tree, leaves, mapped, row_count, sliced
 from trainers.errors import ArgumentError, ModelFileError
 from trainers.files import model_file
+from trainers.many.models import Model, NetworkModel
 from trainers.many.voting import Voting
 from trainers.replica import Replica
 from trainers.replicas.numpy.categories import CategoryNetwork
@@ -127,16 +127,26 @@ def averaged(replica: Replica) -> Iterator[None]:
         replica.use_parameters()
 
 
-class EnsembleModel:
-    """An ensemble that was loaded from a file, which predicts in this process alone.
+class EnsembleModel(Model):
+    """An ensemble that was loaded from a file, which predicts in this process alone. `load_model` and so the server
+    take it too.
 
-    voting: how the members vote. weights: of all members. missing: the number of a member that the file lacks, because
-    its training failed -> the reason.
+    voting: how the members vote. weights: of all members. replicas: the members, by their numbers. missing: the number
+    of a member that the file lacks, because its training failed -> the reason.
     """
+
+    kind = KIND
 
     def __init__(self, saved: SavedEnsemble, replicas: Mapping[int, Replica]) -> None:
         self.voting, self.weights, self.missing = saved.voting, saved.weights, saved.missing
         self.replicas = dict(replicas)
+        first = next(iter(self.replicas.values()))
+        self.columns = first.columns
+        self.classes = () if first.columns is None else first.columns.classes
+        if isinstance(first, NumpyNetwork):
+            like = NetworkModel(first)
+            first.use_parameters()
+            self.shape, self.dtype = like.shape, like.dtype
 
     @classmethod
     def load(cls, path: str, make_replica: MakeReplica | None = None) -> "EnsembleModel":
@@ -150,9 +160,13 @@ class EnsembleModel:
         return cls(saved, {each.number: replica_of(path, each, states[each.number], make_replica) for each in members})
 
     @property
-    def members(self) -> int:
+    def members(self) -> int:  # type: ignore[override]
         """The number of models that vote."""
         return len(self.replicas)
+
+    def check(self, rows: Tree) -> None:
+        for replica in self.replicas.values():
+            replica.check(rows, None)
 
     def votes(self, number: int, x: Tree) -> Tree:
         """Return the votes of one member for all rows."""
@@ -161,9 +175,8 @@ class EnsembleModel:
         return found
 
     def predict(self, x: Tree) -> Tree:
-        """Return the result of the vote for every row, as the trainer's `predict` does."""
-        for replica in self.replicas.values():
-            replica.check(x, None)
+        """Return the result of the vote for every row, as the trainer's `predict` does. Raises ArgumentError."""
+        self.check(x)
         votes = {
             number: self.votes(number, x) for number in self.replicas if self.weights[number] or not any(self.weights)
         }
@@ -175,9 +188,15 @@ def votes_of(replica: Replica, x: Tree, voting: Voting, goes_on: Callable[[], bo
     Local."""
     parts = []
     with averaged(replica), np.errstate(all="ignore"):  # the outputs show it if the model has diverged
-        for part in list(segments(slice(0, row_count(x)), ROWS)) or [slice(0, 0)]:
+        for start in range(0, max(1, row_count(x)), ROWS):
             if not goes_on():
                 return None
-            parts.append(voting.votes(replica.predict(sliced(x, part))))
+            parts.append(voting.votes(replica.predict(sliced(x, slice(start, start + ROWS)))))
     pieces = zip(*map(leaves, parts), strict=True)
     return mapped(lambda _: np.concatenate(next(pieces)), parts[0])
+
+
+def load_model(path: str) -> EnsembleModel:
+    """Load an ensemble of networks of this library, for `trainers.many.models`. Raises ModelFileError and
+    ArgumentError."""
+    return EnsembleModel.load(path)

@@ -21,7 +21,7 @@ from trainers.replicas.numpy.network import NumpyNetwork
 
 ENDINGS = (".npz", ".onnx")
 OTHERS = {  # the kind in a model file -> the module whose `load_model(path)` reads it, imported when it is needed
-    "Ensemble": "trainers.many.ensemble",
+    "Ensemble": "trainers.many.ensemble_model",
 }
 CLASSES, COLUMNS = "classes", "columns"  # entries of an ONNX file's metadata: JSON
 DTYPES = {

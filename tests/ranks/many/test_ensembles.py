@@ -115,14 +115,17 @@ def test_votes_by_a_deadline(rows: tuple[np.ndarray, np.ndarray], flat: allreduc
             if flat.rank == 0:
                 np.testing.assert_allclose(again.outputs, expected, rtol=1e-6)
         if flat.rank == 0:
-            with pytest.raises(DeadlineExceededError, match=r"0 of \d+ members had voted after 0 s.*\n  member 0: rank"):
+            with pytest.raises(
+                DeadlineExceededError, match=r"0 of \d+ members had voted after 0 s.*\n  member 0: rank"
+            ):
                 ensemble.predict(x, deadline=0)
         else:
             ensemble.predict(x, deadline=0)
         np.testing.assert_allclose(ensemble.predict(x), expected, rtol=1e-6)
+    ensemble = EnsembleTrainer(make, 2, topology=flat)
     with pytest.raises(ArgumentError, match="quorum must be an integer from 1"):
-        with EnsembleTrainer(make, 2, topology=flat) as ensemble:
-            ensemble.predict(x, deadline=1, quorum=3)
+        ensemble.predict(x, deadline=1, quorum=3)
+    ensemble.close()
 
 
 class RaisesOnLastRank(Callback):
