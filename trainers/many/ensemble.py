@@ -43,7 +43,7 @@ from trainers.many.answering import Exchange, Rounds
 from trainers.many.drawn_rows import BAGGINGS, DrawnRows, rows_in, taken
 from trainers.many.ensemble_model import ROWS, MakeReplica, SavedEnsemble, SavedMember, averaged
 from trainers.many.parts import Parts
-from trainers.many.timely import Position, Prediction, TimelyVotes, checked_limits
+from trainers.many.timely import Position, Prediction, TimelyVotes, limits_error
 from trainers.many.voting import Scorer, Voting, normal, selected_weights, shares_of
 from trainers.mirrored import MirroredTrainer
 from trainers.replica import Replica
@@ -82,9 +82,9 @@ class EnsembleTrainer:
     """Trains several members, each by a MirroredTrainer on a part of the ranks, and combines their predictions.
 
     The ranks form as many parts as there are members, or fewer if there are fewer ranks or if `ranks_per_member` says
-    so; ranks that are left over join the first parts. A part trains members one after the other: part p the members p,
-    p + parts, p + 2 parts, ... A member depends on its seed and its rows only, which follow from `seed` and its number:
-    any number of ranks and parts trains the same members, to float tolerance.
+    so. If there are more ranks, parts have several, and no rank is idle. A part trains members one after the other:
+    part p the members p, p + parts, p + 2 parts, ... A member depends on its seed and its rows only, which follow from
+    `seed` and its number: any number of ranks and parts trains the same members, to float tolerance.
 
     A member that can't be trained is missing: its loss becomes NaN, an exception is raised in its fit, or its rank
     fails (the other ranks survive that only under Open MPI's `mpirun --with-ft ulfm`). The others continue.
@@ -146,24 +146,28 @@ class EnsembleTrainer:
         ranks = topology or (Topology.of_survivors() if ulfm.in_force() else Topology())
         row = f"EnsembleTrainer(members={members}, bagging={bagging}, seed={seed}, voting={voting}, logits={logits}, "
         row += f"weights={weights}, trainer={sorted(self._options)})"
+        parts: Parts | None = None
         try:
             ranks.agree([zlib.crc32(row.encode())], row, self._error(members, voting, logits, weights))
             self.voting, self._selects = Voting(voting, logits), weights == BY_VALIDATION
             self.weights = normal([1.0] * members if weights is None or isinstance(weights, str) else weights)
-            parts = Parts(ranks, 1 if ranks_per_member is None else ranks_per_member, most=members)
-            self._index, self._part = parts.index, parts.topology
             self.seeds = tuple(seed_of(seed, number) >> 32 for number in range(members))
             self.members = [Member(number, each, History(), "") for number, each in enumerate(self.seeds)]
             self.missing: dict[int, str] = {}
             self.oob: dict[str, float] = {}
+            parts = Parts(ranks, 1 if ranks_per_member is None else ranks_per_member, most=members)
             own = range(parts.index, members, parts.count)
             self.replicas = together(ranks.world, lambda: {number: self._made(number) for number in own})
-            self.group = RankGroup(ranks, self)
-            self._timely, _ = self._connected(ranks)
         except Exception as error:
-            if self._owns and everywhere(error, ranks.world):
-                ranks.close()
+            if everywhere(error, ranks.world):
+                if parts is not None:
+                    parts.close()
+                if self._owns:
+                    ranks.close()
             raise
+        self._index, self._part = parts.index, parts.topology
+        self.group = RankGroup(ranks, self)
+        self._timely, _ = self._connected(ranks)
 
     def _error(self, members: Any, voting: Any, logits: Any, weights: Any) -> Exception | None:
         """Return the error if an argument is invalid, or None. Local."""
@@ -407,11 +411,12 @@ class EnsembleTrainer:
 
     def _predict_by(self, x: Any, deadline: float, quorum: int) -> Prediction | None:
         self._check_open()
-        seconds, least = checked_limits(deadline, quorum, len(self.members))
         replica = next(iter(self.replicas.values()))
         data, _, error = check_call(replica, "predict", (x, NO_TARGETS, None), {})
+        error = limits_error(deadline, quorum, len(self.members)) or error
         rows = data[0] if error is None else error if isinstance(error, ArgumentError) else ArgumentError(str(error))
-        return self._timely.predict(rows, self.replicas, self.voting, self.weights, seconds, least, self.missing)
+        shares = shares_of(self.weights, self._there)
+        return self._timely.predict(rows, self.replicas, self.voting, shares, deadline, quorum, self.missing)
 
     def _result(self, x: Tree) -> Tree:
         """Return the result of the vote. Collective."""

@@ -65,18 +65,17 @@ class TimelyVotes:
         x: Tree | ArgumentError,
         replicas: Mapping[int, Replica],
         voting: Voting,
-        weights: Sequence[float],
+        shares: Mapping[int, float],
         deadline: float,
         quorum: int,
         missing: Mapping[int, str],
     ) -> Prediction | None:
         """Return on rank 0 what has come by the deadline, and None on other ranks, which send their votes.
 
-        x: the rows; or the error in them, which is raised after it was sent. replicas: of this rank. weights: of all
-        members. deadline: seconds from now. missing: the members that can't vote.
+        x: the rows; or the error in the arguments, which is raised after it was sent. replicas: of this rank. shares:
+        of the members that can vote. deadline: seconds from now. missing: the other members.
         """
-        ends = time.monotonic() + deadline
-        voters = [number for number, weight in enumerate(weights) if weight and number not in missing]
+        began, voters = time.monotonic(), [number for number, share in shares.items() if share]
         duties = self._positions[self.rank].duties(voters)
         own = {number: replicas[number] for number in duties}
         if self.rank:
@@ -87,6 +86,7 @@ class TimelyVotes:
         self._rounds.begin()
         if isinstance(x, ArgumentError):
             raise x
+        ends = began + deadline
         votes, errors = _computed(x, own, voting, ends)
         duties_of = {rank: each.duties(voters) for rank, each in enumerate(self._positions)}
         wanted = [rank for rank, each in duties_of.items() if rank and each]
@@ -100,14 +100,14 @@ class TimelyVotes:
         for rank, message in found.items():
             _take(rank, message, x, votes, reasons)
         absent = {**missing, **{number: reasons[number] for number in voters if number not in votes}}
-        if len(votes) < max(quorum, 1):
+        if len(votes) < quorum:
             texts = "\n".join(f"  member {number}: {reason}" for number, reason in sorted(absent.items()))
             raise DeadlineExceededError(
                 f"{len(votes)} of {len(voters)} members had voted after {deadline:g} s, and the quorum is {quorum}:\n"
                 f"{texts}"
             )
         votes = dict(sorted(votes.items()))
-        return Prediction(voting.combined(votes, weights), tuple(votes), dict(sorted(absent.items())))
+        return Prediction(voting.combined(votes, shares), tuple(votes), dict(sorted(absent.items())))
 
     def _reason(self, number: int, duties_of: Mapping[int, Sequence[int]]) -> str:
         """Return why the vote of a member is missing, if no rank sends another reason."""
@@ -138,13 +138,13 @@ def _take(rank: int, message: Message, x: Tree, votes: dict[int, Tree], reasons:
             votes.setdefault(number, tree)
 
 
-def checked_limits(deadline: Any, quorum: Any, members: int) -> tuple[float, int]:
-    """Return the deadline and the quorum. Raises ArgumentError."""
+def limits_error(deadline: Any, quorum: Any, members: int) -> ArgumentError | None:
+    """Return the error if a deadline or a quorum is invalid, or None."""
     if isinstance(deadline, bool) or not isinstance(deadline, int | float) or not 0 <= deadline < math.inf:
-        raise ArgumentError(f"predict: deadline must be a number of seconds >= 0, got {deadline!r}")
+        return ArgumentError(f"predict: deadline must be a number of seconds >= 0, got {deadline!r}")
     if type(quorum) is not int or not 1 <= quorum <= members:
-        raise ArgumentError(f"predict: quorum must be an integer from 1 to {members} (members), got {quorum!r}")
-    return float(deadline), quorum
+        return ArgumentError(f"predict: quorum must be an integer from 1 to {members} (members), got {quorum!r}")
+    return None
 
 
 def _computed(

@@ -51,7 +51,7 @@ class Voting:
             return voted
         return (softmax(values) if self.logits else values).astype(dtype)
 
-    def combined(self, votes: Mapping[int, Tree], weights: Sequence[float]) -> Tree:
+    def combined(self, votes: Mapping[int, Tree], weights: Sequence[float] | Mapping[int, float]) -> Tree:
         """Return the result of the votes of some members, by their numbers. weights: of all members; those given count
         alike if all of theirs are 0."""
         shares = shares_of(weights, votes)
@@ -75,7 +75,7 @@ def normal(weights: Sequence[float]) -> list[float]:
     return (given / given.sum()).tolist()  # type: ignore[no-any-return]
 
 
-def shares_of(weights: Sequence[float], members: Any) -> dict[int, float]:
+def shares_of(weights: Sequence[float] | Mapping[int, float], members: Any) -> dict[int, float]:
     """Return the share of each of `members` (their numbers) in a vote: its weight, divided by the sum of theirs. They
     share alike if all of theirs are 0."""
     given = {number: float(weights[number]) for number in members}
