@@ -59,7 +59,10 @@ class Voting:
 
         def mean(like: np.ndarray) -> np.ndarray:
             given = zip(shares.values(), next(columns), strict=True)
-            return sum(share * np.asarray(each, np.float64) for share, each in given).astype(like.dtype)
+            total = np.zeros(like.shape)
+            for share, each in given:
+                total += share * each
+            return total.astype(like.dtype)
 
         return mapped(mean, next(iter(votes.values())))
 
@@ -72,7 +75,7 @@ def normal(weights: Sequence[float]) -> list[float]:
         raise ArgumentError(f"weights must be numbers, got {weights!r}") from error
     if not (np.isfinite(given).all() and (given >= 0).all() and given.any()):
         raise ArgumentError(f"weights must be numbers >= 0, not all 0, got {weights!r}")
-    return (given / given.sum()).tolist()  # type: ignore[no-any-return]
+    return (given / given.sum()).tolist()
 
 
 def shares_of(weights: Sequence[float] | Mapping[int, float], members: Any) -> dict[int, float]:

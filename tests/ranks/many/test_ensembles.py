@@ -1,6 +1,5 @@
 """Ensembles on several ranks: the members of one rank, votes by a deadline, members that fail, files."""
 
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -78,20 +77,23 @@ def test_members_do_not_depend_on_the_ranks(
             assert own[number] == pytest.approx(metrics, abs=0.01)
 
 
-class Slow(NumpyNetwork):
-    """A network whose prediction takes some seconds when it is told so."""
+class Held(NumpyNetwork):
+    """A network that does not predict before rank 0 sends a message, while it is held."""
 
-    seconds = 0.0
+    held: MPI.Intracomm | None = None
 
     def predict(self, x: Any) -> Any:
-        time.sleep(self.seconds)
+        if self.held is not None:
+            self.held.recv(source=0)
         return super().predict(x)
 
 
-def test_votes_by_a_deadline(rows: tuple[np.ndarray, np.ndarray], flat: allreduce.Topology) -> None:
+def test_votes_by_a_deadline(
+    rows: tuple[np.ndarray, np.ndarray], flat: allreduce.Topology, world: MPI.Intracomm
+) -> None:
     x = rows[0][:9]
     late = flat.size - 1  # a rank
-    with EnsembleTrainer(lambda seed: Slow([64, 12, 10], seed=seed), flat.size, topology=flat) as ensemble:
+    with EnsembleTrainer(lambda seed: Held([64, 12, 10], seed=seed), flat.size, topology=flat) as ensemble:
         expected = ensemble.predict(x)
         whole = ensemble.predict(x, deadline=30, quorum=flat.size)
         if flat.rank == 0:
@@ -102,15 +104,16 @@ def test_votes_by_a_deadline(rows: tuple[np.ndarray, np.ndarray], flat: allreduc
             assert whole is None
         if flat.size > 1:
             for replica in ensemble.replicas.values():
-                replica.seconds = 1.0 if flat.rank == late else 0.0  # type: ignore[attr-defined]
-            part = ensemble.predict(x, deadline=0.3)
+                replica.held = world if flat.rank == late else None  # type: ignore[attr-defined]
+            part = ensemble.predict(x, deadline=2)
             if flat.rank == 0:
-                assert late in part.missing
+                assert part.missing.keys() == {late}
                 assert f"rank {late}: its vote had not come by the deadline" in part.missing[late]
-                assert 0 in part.members
+                assert part.members == tuple(range(late))
                 assert part.outputs.shape == (9, 10)
+                world.send(None, late)
             for replica in ensemble.replicas.values():
-                replica.seconds = 0.0  # type: ignore[attr-defined]
+                replica.held = None  # type: ignore[attr-defined]
             again = ensemble.predict(x, deadline=30, quorum=flat.size)  # the late answer is dropped
             if flat.rank == 0:
                 np.testing.assert_allclose(again.outputs, expected, rtol=1e-6)
