@@ -62,12 +62,13 @@ def stopped(ensemble: EnsembleTrainer, x: np.ndarray, rank: int, pid: int) -> No
     if rank == 0:
         os.kill(pid, signal.SIGSTOP)
     for _ in range(STOPPED):
-        assert rank or "rank 1: its vote had not come by the deadline" in missing(ensemble, x)
+        found = missing(ensemble, x)
+        assert rank or "rank 1: its vote had not come by the deadline" in found, found
     if rank == 0:
         os.kill(pid, signal.SIGCONT)
-    found = ensemble.predict(x, deadline=30.0, quorum=4)
+    whole = ensemble.predict(x, deadline=30.0, quorum=4)
     if rank == 0:
-        assert found.members == (0, 1, 3, 4), found
+        assert whole.members == (0, 1, 3, 4), whole
     ensemble.predict(x)  # rank 3 is not killed before
 
 
