@@ -545,16 +545,16 @@ class EnsembleTrainer:
 
     def _load(self, path: str) -> None:
         self.group.enter("load")
-        comm, nothing = self.group.comm, (None, {})
-        found, states = together(comm, lambda: ensemble_model.read(path) if self.rank == 0 else nothing)
-        about = root_value(comm, found and found.as_json(), "load: what a file says about an ensemble")
+        comm = self.group.comm
+        found = together(comm, lambda: ensemble_model.read(path) if self.rank == 0 else None)
+        about = root_value(comm, found and found[0].as_json(), "load: what a file says about an ensemble")
         saved = SavedEnsemble.of_json(about)
         if len(saved.weights) != len(self.members):
             text = f"{path} has {len(saved.weights)} members, and this ensemble {len(self.members)}"
             raise on_all_ranks(ModelFileError(text), comm)
         for each in saved.members:
-            state = broadcast_arrays(comm, states.get(each.number, {}), 0, "load: a member")
-            together(comm, lambda each=each, state=state: self._load_member(path, each, state))
+            state = broadcast_arrays(comm, found[1][each.number] if found else {}, 0, "load: a member")
+            together(comm, partial(self._load_member, path, each, state))
         self.seeds = tuple(
             {each.number: each.seed for each in saved.members}.get(n, seed) for n, seed in enumerate(self.seeds)
         )
