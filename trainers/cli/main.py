@@ -47,6 +47,7 @@ FAULTS = (DivergedError, RankLostError, RankLeftError, CollectiveTimeoutError, B
 COMMANDS = {  # the first argument -> the module whose `run` does it, imported when it is asked for
     "export": "trainers.cli.export",
     "predict": "trainers.cli.predict",
+    "serve": "trainers.many.serving",
 }
 FAILED, BAD_ARGUMENTS, INTERRUPTED = 1, 2, 130  # exit codes; a job that exits with 1 may be started again
 
@@ -63,7 +64,8 @@ def main(arguments: Sequence[str] | None = None, program: str = "python -m train
     try:
         with Terminating() as sigterm:  # also on ranks that do not train, and while data is loaded
             if given[:1] and given[0] in COMMANDS:
-                import_module(COMMANDS[given[0]]).run(given[1:], world, f"{program} {given[0]}")
+                command = import_module(COMMANDS[given[0]])
+                sigterm.agreed = bool(command.run(given[1:], world, f"{program} {given[0]}"))  # True: it obeys SIGTERM
                 return code
             while (prepared := prepare(arguments, world, program)) is None:
                 world = world.survivors()

@@ -44,6 +44,7 @@ class Model(ABC):
     columns: of the table on which the model was trained: `rows_of` makes rows of its cells; None for arrays.
     classes: the names of the outputs; () without names.
     members: the number of models whose answers are combined; 1 for a single model.
+    outputs: the number of outputs of a row; None if it is not known.
     """
 
     kind: str
@@ -52,6 +53,7 @@ class Model(ABC):
     columns: Columns | None = None
     classes: tuple[str, ...] = ()
     members = 1
+    outputs: int | None = None
 
     @abstractmethod
     def check(self, rows: np.ndarray) -> None:
@@ -81,7 +83,7 @@ class NetworkModel(Model):
         self.kind = type(network).__name__
         words = isinstance(network, EmbeddingNetwork)
         self.shape = (None,) if words else (int(getattr(network, "features", None) or network.sizes[0]),)
-        self.dtype = np.dtype(np.int64 if words else np.float32)
+        self.dtype, self.outputs = np.dtype(np.int64 if words else np.float32), network.sizes[-1]
         self.columns = network.columns
         self.classes = () if network.columns is None else network.columns.classes
         if network.averages:

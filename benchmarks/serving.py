@@ -1,0 +1,368 @@
+"""Measures `python -m trainers serve`: requests a second and their latency, on several numbers of ranks.
+
+    python -m benchmarks.serving --ranks 1,2 --json out.json
+    python -m benchmarks.serving --chaos --requests 10000
+
+It makes a NumpyNetwork with random parameters, starts a server on each number of ranks in turn, and sends requests over
+connections that stay open, a fixed number at a time. Every answer is checked. --onnx adds a server of one rank with the
+same network as an ONNX file, computed by onnxruntime. --chaos sends a fixed number of requests to a server of 3 ranks;
+meanwhile a rank is killed, and a version is replaced by another one.
+
+The clients run on the same machine: they and the web server take part of its cores. The model should be so large that
+its computation takes more (see --sizes).
+"""
+
+import argparse
+import contextlib
+import http.client
+import itertools
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from benchmarks.lib import cli, outputs
+from benchmarks.lib.results import FileError
+from trainers.replicas.numpy.network import NumpyNetwork
+
+NAME = "model"
+PATH = f"/v1/models/{NAME}"
+START_SECONDS, STOP_SECONDS, LOAD_SECONDS = 60.0, 30.0, 60.0
+TOLERANCE = 1e-4  # of an answer: a product of several rows has other rounding
+BODIES = 32  # different requests
+OVERLOAD = 429
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--ranks", type=_numbers, default=[1, 2], metavar="N,N", help="of the servers (default: 1,2)")
+    add("--sizes", type=_numbers, default=[64, 2048, 2048, 10], metavar="N,N", help="(default: 64,2048,2048,10)")
+    add("--rows", type=cli.at_least(1), default=8, metavar="N", help="of a request (default: 8)")
+    add("--clients", type=cli.at_least(1), default=8, metavar="N", help="requests at a time (default: 8)")
+    add("--seconds", type=cli.at_least(0.1, float), default=10.0, metavar="S", help="of a server (default: 10)")
+    add("--max-batch", type=cli.at_least(1), default=32, metavar="N", help="rows (default: 32)")
+    add("--onnx", action="store_true", help="measure onnxruntime behind the same web server, too")
+    add("--chaos", action="store_true", help="kill a rank and replace a version during --requests requests")
+    add("--requests", type=cli.at_least(10), default=10_000, metavar="N", help="of --chaos (default: 10000)")
+    cli.add_json_option(parser)
+
+
+def _numbers(text: str) -> list[int]:
+    try:
+        found = [int(each) for each in text.split(",")]
+    except ValueError:
+        found = []
+    if not found or min(found) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r}: give numbers from 1 on, such as 1,2")
+    return found
+
+
+# Load
+
+
+@dataclass
+class Load:
+    """Sends requests to a server, and checks the answers.
+
+    port: of the server on this machine. bodies: the requests. right: for each request the answers that are right.
+    clients: connections. Attributes: seconds: of each answer; outcomes: counts of "right", "wrong", "lost: ...", and of
+    "overload", which is sent again.
+    """
+
+    port: int
+    bodies: Sequence[bytes]
+    right: Sequence[Sequence[np.ndarray]]
+    clients: int
+    path: str = f"{PATH}:predict"
+    seconds: list[float] = field(default_factory=list)
+    outcomes: Counter[str] = field(default_factory=Counter)
+
+    def run(self, ends: Callable[[int], bool]) -> float:
+        """Send requests until ends(number of the next one); returns the seconds that it took."""
+        numbers, lock = itertools.count(), threading.Lock()
+
+        def client() -> None:
+            connection = self._connection()
+            while True:
+                with lock:
+                    number = next(numbers)
+                if ends(number):
+                    break
+                connection = self._one(number % len(self.bodies), connection)
+            connection.close()
+
+        threads = [threading.Thread(target=client) for _ in range(self.clients)]
+        begin = time.perf_counter()
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        return time.perf_counter() - begin
+
+    def _connection(self) -> http.client.HTTPConnection:
+        return http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)
+
+    def _one(self, number: int, connection: http.client.HTTPConnection) -> http.client.HTTPConnection:
+        """Send one request, again while the server has too much to do; returns the connection for the next."""
+        while True:
+            begin = time.perf_counter()
+            try:
+                connection.request("POST", self.path, self.bodies[number], {"Content-Type": "application/json"})
+                answer = connection.getresponse()
+                code, body = answer.status, answer.read()
+            except (OSError, http.client.HTTPException) as error:
+                self.outcomes[f"lost: {type(error).__name__}"] += 1
+                connection.close()
+                return self._connection()
+            if code != OVERLOAD:
+                self.seconds.append(time.perf_counter() - begin)
+                self.outcomes[self._judged(number, code, body)] += 1
+                return connection
+            self.outcomes["overload"] += 1
+            time.sleep(0.02)
+
+    def _judged(self, number: int, code: int, body: bytes) -> str:
+        if code != 200:
+            return f"lost: {code} {body[:200].decode(errors='replace')}"
+        found = np.array(json.loads(body)["predictions"], np.float32)
+        alike = any(
+            found.shape == each.shape and np.allclose(found, each, atol=TOLERANCE) for each in self.right[number]
+        )
+        return "right" if alike else "wrong"
+
+    def result(self, elapsed: float) -> dict[str, Any]:
+        """Return requests a second, percentiles in milliseconds, and the outcomes."""
+        times = np.array(self.seconds or [0.0]) * 1e3
+        return {
+            "requests": len(self.seconds),
+            "per_second": len(self.seconds) / elapsed,
+            "p50_ms": float(np.percentile(times, 50)),
+            "p99_ms": float(np.percentile(times, 99)),
+            "outcomes": dict(self.outcomes),
+        }
+
+
+# A server
+
+
+@contextlib.contextmanager
+def server(ranks: int, options: Sequence[str], folder: Path, survives: bool = False) -> Iterator["Job"]:
+    """Context manager: start a server, yield it when it answers, end it by SIGTERM. survives: ranks may be killed."""
+    launcher = Path(sys.executable).with_name("mpirun")
+    mpirun = [str(launcher) if launcher.exists() else "mpirun", "-n", str(ranks)]
+    mpirun += ["--oversubscribe", "--bind-to", "none"] if ranks > 1 else []
+    mpirun += ["--with-ft", "ulfm"] if survives else []
+    command = [*mpirun, sys.executable, "-m", "trainers", "serve", "--name", NAME, "--port", "0", *options]
+    given = {"OMP_NUM_THREADS": "1", **os.environ}
+    log = folder / f"server-{time.monotonic_ns()}.txt"
+    with open(log, "w") as file:
+        process = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT, env=given, start_new_session=True)
+    job = Job(process, log)
+    try:
+        job.wait_until_it_answers()
+        yield job
+    finally:
+        job.end()
+
+
+@dataclass
+class Job:
+    """The job of a server. port: where it listens. code: its exit code, when it has ended."""
+
+    process: "subprocess.Popen[bytes]"
+    log: Path
+    port: int = 0
+    code: int | None = None
+
+    def wait_until_it_answers(self) -> None:
+        deadline = time.monotonic() + START_SECONDS
+        while not (found := [line for line in self.text().splitlines() if line.startswith("serving ")]):
+            if self.process.poll() is not None or time.monotonic() > deadline:
+                raise FileError(f"the server did not start:\n{self.text()[-2000:]}")
+            time.sleep(0.05)
+        self.port = int(found[0].rpartition("/v1/")[0].rpartition(":")[2])
+
+    def text(self) -> str:
+        return self.log.read_text(errors="replace")
+
+    def get(self, path: str) -> Any:
+        """Return the JSON of a GET."""
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=30)
+        try:
+            connection.request("GET", path)
+            return json.loads(connection.getresponse().read())
+        finally:
+            connection.close()
+
+    def states(self) -> dict[int, str]:
+        """Return the state of each version."""
+        return {int(each["version"]): each["state"] for each in self.get(PATH)["model_version_status"]}
+
+    def wait_for(self, states: dict[int, str]) -> None:
+        deadline = time.monotonic() + LOAD_SECONDS
+        while self.states() != states:
+            if time.monotonic() > deadline:
+                raise FileError(f"the server has the versions {self.states()}, and {states} are expected")
+            time.sleep(0.05)
+
+    def ranks(self) -> dict[int, int]:
+        """Return the process of each rank."""
+        found = {}
+        for folder in Path("/proc").glob("[0-9]*"):
+            try:
+                if os.getsid(int(folder.name)) != self.process.pid and not self._is_child(int(folder.name)):
+                    continue
+                variables = (folder / "environ").read_bytes().split(b"\0")
+            except (OSError, ProcessLookupError):
+                continue
+            for each in variables:
+                if each.startswith(b"OMPI_COMM_WORLD_RANK="):
+                    found[int(each.partition(b"=")[2])] = int(folder.name)
+        return found
+
+    def _is_child(self, pid: int) -> bool:
+        """Whether a process is the job's, or a child of one that is."""
+        while pid > 1 and pid != self.process.pid:
+            pid = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+        return pid == self.process.pid
+
+    def end(self) -> None:
+        """End by SIGTERM to a rank: mpirun itself would kill the ranks a moment later."""
+        if self.process.poll() is None:
+            os.kill(self.ranks().get(0, self.process.pid), signal.SIGTERM)
+            try:
+                self.process.wait(STOP_SECONDS)
+            except subprocess.TimeoutExpired:
+                self.process.kill()
+                self.process.wait()
+        self.code = self.process.returncode
+
+
+# Measurements
+
+
+def network_of(sizes: Sequence[int], seed: int) -> NumpyNetwork:
+    return NumpyNetwork(sizes, seed=seed)
+
+
+def requests_of(sizes: Sequence[int], rows: int) -> tuple[list[bytes], list[np.ndarray]]:
+    """Return the bodies of requests, and their rows."""
+    random = np.random.default_rng(0)
+    inputs = [random.integers(0, 17, (rows, sizes[0])).astype(np.float32) / 16 for _ in range(BODIES)]
+    return [json.dumps({"instances": each.tolist()}).encode() for each in inputs], inputs
+
+
+def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
+    """Return the result of each server by its name."""
+    network, (bodies, inputs) = network_of(options.sizes, 1), requests_of(options.sizes, options.rows)
+    network.save(str(folder / "model.npz"))
+    right = [[network.predict(each)] for each in inputs]
+    contenders = [(f"{ranks} rank{'s' * (ranks > 1)}", ranks, folder / "model.npz") for ranks in options.ranks]
+    if options.onnx:
+        write_onnx(network, folder / "model.onnx")
+        contenders.append(("1 rank, onnxruntime", 1, folder / "model.onnx"))
+    results = {}
+    for name, ranks, path in contenders:
+        with server(ranks, ["--model", str(path), "--max-batch", str(options.max_batch)], folder) as job:
+            Load(job.port, bodies, right, options.clients).run(lambda number: number >= 4 * options.clients)  # warm
+            load, end = Load(job.port, bodies, right, options.clients), time.monotonic() + options.seconds
+            elapsed = load.run(lambda number, end=end: time.monotonic() > end)
+        results[name] = load.result(elapsed) | {"exit_code": job.code}
+        print(row(name, results[name]), flush=True)
+    return results
+
+
+def write_onnx(network: NumpyNetwork, path: Path) -> None:
+    """Write a network as an ONNX file."""
+    from trainers.export.export import export
+
+    export(network, str(path))
+
+
+def chaos(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
+    """Return the result of requests during which a rank is killed and a version is replaced."""
+    bodies, inputs = requests_of(options.sizes, options.rows)
+    networks = [network_of(options.sizes, seed) for seed in (1, 2)]
+    models = folder / "models"
+    for number, network in enumerate(networks, 1):
+        network.save(str(folder / f"{number}.npz"))
+    (models / "0001").mkdir(parents=True)
+    shutil.copy(folder / "1.npz", models / "0001" / "model.npz")
+    right = [[network.predict(each) for network in networks] for each in inputs]
+    done = threading.Event()
+    given = ["--model", str(models), "--poll-seconds", "0.1", "--max-batch", str(options.max_batch)]
+    with server(3, given, folder, survives=True) as job:
+        load, reached = Load(job.port, bodies, right, options.clients), [0]
+
+        def trouble() -> None:
+            while reached[0] < options.requests // 4 and not done.is_set():
+                time.sleep(0.001)
+            os.kill(job.ranks()[2], signal.SIGKILL)
+            (models / "0002").mkdir()
+            shutil.copy(folder / "2.npz", models / "0002" / "model.npz")
+            job.wait_for({2: "AVAILABLE", 1: "AVAILABLE"})
+            shutil.rmtree(models / "0001")
+            job.wait_for({2: "AVAILABLE"})
+            done.set()
+
+        def ends(number: int) -> bool:
+            reached[0] = max(reached[0], number)
+            return number >= options.requests
+
+        thread = threading.Thread(target=trouble)
+        thread.start()
+        elapsed = load.run(ends)
+        thread.join()
+        with contextlib.closing(http.client.HTTPConnection("127.0.0.1", job.port, timeout=30)) as connection:
+            connection.request("GET", "/metrics")
+            metrics = connection.getresponse().read().decode()
+    wanted = ("allreduce_serving_retries_total", "allreduce_serving_ranks ", "allreduce_serving_newest_version")
+    noted = {line.split()[0]: float(line.split()[1]) for line in metrics.splitlines() if line.startswith(wanted)}
+    return load.result(elapsed) | {"exit_code": job.code, "replaced": done.is_set(), **noted}
+
+
+def row(name: str, result: dict[str, Any]) -> str:
+    outcomes = ", ".join(f"{count} {outcome}" for outcome, count in result["outcomes"].items())
+    times = f"p50 {result['p50_ms']:7.1f} ms  p99 {result['p99_ms']:7.1f} ms"
+    return f"{name:<22}{result['per_second']:9.1f} requests/s  {times}  {outcomes}; exit code {result['exit_code']}"
+
+
+def is_right(result: dict[str, Any]) -> bool:
+    return (
+        result["exit_code"] == 0 and set(result["outcomes"]) <= {"right", "overload"} and result.get("replaced", True)
+    )
+
+
+def _run(options: argparse.Namespace) -> int:
+    sizes = "-".join(map(str, options.sizes))
+    print(f"{options.clients} clients, {options.rows} rows a request, a network of {sizes}", flush=True)
+    with tempfile.TemporaryDirectory(prefix="serving-") as own:
+        folder = Path(own)
+        if options.chaos:
+            results = {"chaos, 3 ranks": chaos(options, folder)}
+            print(row(*results.copy().popitem()), flush=True)
+        else:
+            results = measure(options, folder)
+            base = next(iter(results.values()))["per_second"]
+            print(*(f"{name}: {each['per_second'] / base:.2f} x" for name, each in results.items()), sep="\n")
+    if options.json:
+        outputs.write(options.json, json.dumps({**vars(options), "results": results}, indent=1) + "\n")
+    return 0 if all(map(is_right, results.values())) else 1
+
+
+main = cli.serial_command("benchmarks.serving", __doc__, add_options, _run)
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,109 @@
+"""Bodies of requests: what becomes rows, and what is refused."""
+
+import json
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.many.test_models import COLUMNS
+from trainers.errors import TrainerError
+from trainers.many.instances import predictions, rows_of
+from trainers.many.models import NetworkModel
+from trainers.replicas.numpy.embedding import EmbeddingNetwork
+from trainers.replicas.numpy.network import NumpyNetwork
+
+MODEL = NetworkModel(NumpyNetwork([4, 3]))
+WORDS = NetworkModel(EmbeddingNetwork([3, 2], words=9))
+ROW = [1, 2.5, -3, 0]
+
+
+def table() -> NetworkModel:
+    network = NumpyNetwork([4, 3])
+    network.columns = COLUMNS
+    return NetworkModel(network)
+
+
+def body(instances: Any) -> bytes:
+    return json.dumps({"instances": instances}).encode()
+
+
+def test_rows_of_numbers() -> None:
+    rows = rows_of(body([ROW, ROW]), MODEL, 2)
+    assert rows.dtype == np.float32
+    assert rows.tolist() == [ROW, ROW]
+    assert rows_of(body([[[1, 2], [3, 4]]]), MODEL, 1).shape == (1, 2, 2)
+    assert rows_of(body([[2**70, 1, 1, 1]]), MODEL, 1)[0, 0] == np.float32(2.0**70)
+    assert rows_of(body([[1, 8]]), WORDS, 1).tolist() == [[1, 8]]
+    text = r'{"signature_name": "serving_default", "instances": [[1, 2, 3, 4]]}'
+    assert rows_of(text.encode(), MODEL, 1).shape == (1, 4)
+
+
+def test_rows_of_a_table() -> None:
+    rows = rows_of(body([[50, "Rom"], {"town": "true [{", "age": None, "kind": "no"}]), table(), 2)
+    assert rows.tolist() == [[1, 0, 0, 1], [0, 1, 0, 0]]
+
+
+REFUSED = [
+    (b"", "must be JSON"),
+    (b"\xff\xfe", "must be JSON"),
+    (b"[1]", 'no "instances"'),
+    (b'{"instances": 5}', "must be a list"),
+    (b'{"instances": []}', "at least one row"),
+    (b'{"inputs": [[1]]}', 'no "instances"'),
+    (b'{"instances": [[1]], "more": 1}', "'more'"),
+    (b'{"instances": [[1, 2, 3, 4]], "instances": [[1, 2, 3, 4]]}', "twice"),
+    (b'{"instances": [[1, 2, 3, 4]], "signature_name": "x"}', "serving_default"),
+    (b'{"instances": [[NaN, 1, 1, 1]]}', "NaN"),
+    (b'{"instances": [[-Infinity, 1, 1, 1]]}', "-Infinity"),
+    (b'{"instances": [[1e999, 1, 1, 1]]}', "too large"),
+    (b'{"instances": [[1e39, 1, 1, 1]]}', "too large for float32"),
+    (b'{"instances": [[true, 1, 1, 1]]}', "it has true"),
+    (b'{"instances": [[null, 1, 1, 1]]}', "it has null"),
+    (b'{"instances": [["1", 1, 1, 1]]}', "texts or objects"),
+    (b'{"instances": [{"x": 1}]}', "not all numbers"),
+    (b'{"instances": [[1, 2, 3, 4], [1]]}', "ragged"),
+    (b'{"instances": [[1, 2, 3]]}', "4 features"),
+    (b'{"instances": [[' + b"9" * 5000 + b", 1, 1, 1]]}", "must be JSON"),
+    (b'{"instances": [[' + b"9" * 400 + b", 1, 1, 1]]}", "not all numbers"),
+    (b'{"instances": ' + b"[" * 100_000 + b"]" * 100_000 + b"}", "nested"),
+    (b'{"instances": ' + b'{"a":' * 100_000, "nested"),
+    (b'{"instances": "' + b'\\"' * 100_000, "must be JSON"),
+    (b'{"instances": "\\\\", ' + b"[" * 100_000, "nested"),
+    (b'{"instances": [[1,2,3,4],[1,2,3,4],[1,2,3,4],[1,2,3,4]]}', "the most are 3"),
+]
+
+
+@pytest.mark.parametrize(("given", "text"), REFUSED, ids=range(len(REFUSED)))
+def test_refused_bodies(given: bytes, text: str) -> None:
+    with pytest.raises(TrainerError, match=text):
+        rows_of(given, MODEL, 3)
+
+
+@pytest.mark.parametrize(
+    ("model", "instances", "text"),
+    [
+        (WORDS, [[1.0]], "integers from"),
+        (WORDS, [[2**63]], "integers from"),
+        (WORDS, [[9]], "0 to 8"),
+        (WORDS, [[]], "integers from"),
+        (table(), [[1]], "a list of 1"),
+        (table(), [[1, True]], "true or false"),
+        (table(), [[1, ["Rom"]]], "a list"),
+        (table(), [{"age": 1}], "lacks 'town'"),
+        (table(), [{"age": 1, "town": "Ulm", "sex": 1}], "has 'sex'"),
+        (table(), [["old", "Ulm"]], "not a finite number"),
+        (table(), [[10**400, "Ulm"]], "not a finite number"),
+        (table(), [[1e308, "Ulm"]], "too large"),
+        (table(), ["old"], "a text"),
+    ],
+)
+def test_refused_rows(model: NetworkModel, instances: Any, text: str) -> None:
+    with pytest.raises(TrainerError, match=text):
+        rows_of(body(instances), model, 3)
+
+
+def test_answers_are_json() -> None:
+    assert json.loads(predictions(np.array([[0.1, 2]], np.float32))) == {"predictions": [[float(np.float32(0.1)), 2.0]]}
+    assert json.loads(predictions(np.array([[np.nan, 1, -np.inf]]))) == {"predictions": [[None, 1.0, None]]}
+    assert json.loads(predictions(np.array([3, 4]))) == {"predictions": [3, 4]}

@@ -1,0 +1,116 @@
+"""The server as a job: a rank is killed and a version is replaced under load; errors at its start."""
+
+import argparse
+import contextlib
+import http.client
+import json
+import shutil
+import socket
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from benchmarks import serving
+from tests import launch
+from tests.conftest import in_one_job
+from tests.many.fuzz_requests import run
+from trainers.replicas.numpy.network import NumpyNetwork
+
+INPUTS, SEED = 240, 7
+
+
+@pytest.fixture
+def _environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in launch.variables("serving").items():
+        monkeypatch.setenv(name, value)
+
+
+@pytest.mark.jobs
+@pytest.mark.usefixtures("_environment")
+def test_a_rank_is_killed_and_a_version_replaced(tmp_path: Path) -> None:
+    options = argparse.Namespace(sizes=[8, 16, 4], rows=2, clients=4, max_batch=8, requests=400)
+    result = serving.chaos(options, tmp_path)
+    assert serving.is_right(result), result
+    assert result["allreduce_serving_ranks"] == 2
+    assert result["allreduce_serving_newest_version"] == 2
+
+
+@pytest.mark.jobs
+@pytest.mark.usefixtures("_environment")
+def test_canary_overload_and_other_models(tmp_path: Path) -> None:
+    folder = tmp_path / "models"
+    for number in (1, 2):
+        (folder / f"{number:04}").mkdir(parents=True)
+        NumpyNetwork([4, 3], seed=number).save(str(folder / f"{number:04}" / "m.npz"))
+    NumpyNetwork([5, 3]).save(str(tmp_path / "wide.npz"))
+    given = ["--model", str(folder), "--canary", "0002=0.25", "--poll-seconds", "0.05", "--max-queue", "4"]
+    x = np.ones((1, 4), np.float32)
+    answers = [NumpyNetwork([4, 3], seed=number).predict(x)[0] for number in (1, 2)]
+
+    with serving.server(2, given, tmp_path) as job, contextlib.closing(_connection(job)) as connection:
+        found = [_ask(connection, "", x.tolist())[1]["predictions"][0] for _ in range(40)]
+        assert sum(np.allclose(each, answers[1]) for each in found) == 10
+        assert sum(np.allclose(each, answers[0]) for each in found) == 30
+        answer = _ask(connection, "/versions/2", x.tolist())[1]
+        assert np.allclose(answer["predictions"][0], answers[1])
+        assert _ask(connection, "", [[1, 2]])[0] == 400
+        assert _ask(connection, "/versions/3", x.tolist())[0] == 404
+        shutil.copytree(folder / "0001", folder / "0003")
+        (folder / "0003" / "m.npz").write_bytes((folder / "0001" / "m.npz").read_bytes()[:-30])
+        job.wait_for({3: "END", 2: "AVAILABLE", 1: "AVAILABLE"})
+        shutil.copy(tmp_path / "wide.npz", folder / "0003" / "m.npz")
+        while "rows of 5 float32" not in (status := json.dumps(job.get(serving.PATH))):
+            assert "END" in status or "LOADING" in status or len(status) < 300
+        shutil.rmtree(folder / "0002")
+        job.wait_for({3: "END", 1: "AVAILABLE"})
+        assert _ask(connection, "", x.tolist())[0] == 200
+    assert job.code == 0, job.text()
+    assert "answered" in job.text()
+
+
+def _connection(job: serving.Job) -> http.client.HTTPConnection:
+    return http.client.HTTPConnection("127.0.0.1", job.port, timeout=30)
+
+
+def _ask(connection: http.client.HTTPConnection, version: str, rows: list) -> tuple[int, dict]:
+    connection.request("POST", f"{serving.PATH}{version}:predict", json.dumps({"instances": rows}))
+    answer = connection.getresponse()
+    return answer.status, json.loads(answer.read())
+
+
+@pytest.mark.jobs
+def test_errors_at_the_start(tmp_path: Path) -> None:
+    """The same on all ranks, in one line, with exit code 2."""
+    NumpyNetwork([4, 3]).save(str(tmp_path / "m.npz"))
+    whole = (tmp_path / "m.npz").read_bytes()
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "half" / "0001").mkdir(parents=True)
+    (tmp_path / "half" / "0001" / "m.npz").write_bytes(whole[: len(whole) // 2])
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        cases = [
+            (["--model", "absent.npz"], "No such file"),
+            (["--model", "m.txt"], "ends in .npz or .onnx"),
+            (["--model", "empty"], "has no version"),
+            (["--model", "half"], "is not a model file, or it is damaged"),
+            (["--model", "m.npz", "--canary", "0002=0.1"], "is a file"),
+            (["--model", "empty", "--canary", "0002=1.5"], "between 0 and 1"),
+            (["--model", "m.npz", "--name", "a/b"], "can't be in a path"),
+            (["--model", "m.npz", "--port", port], "Address already in use"),
+            (["--model", "m.npz", "--port", "70000"], "70000 is not between 0 and 65535"),
+        ]
+        lines = [("trainers.cli.main", ["serve", *given], str(tmp_path)) for given, _ in cases]
+        found = in_one_job(2, lines, tmp_path)
+    for (given, text), ranks in zip(cases, found, strict=True):
+        assert [rank["code"] for rank in ranks] == [2, 2], (given, ranks)
+        assert text in ranks[0]["stderr"], (given, ranks)
+
+
+def test_hostile_requests() -> None:
+    shown: list[str] = []
+    outcomes = run(INPUTS, SEED, shown.append)
+    assert not shown, shown[0]
+    assert outcomes["alive at the end"] == 1
+    assert outcomes["right"] > 10
+    assert outcomes["4xx"] > 10

@@ -1,0 +1,146 @@
+"""Versions in folders: which are loaded, and which of them answers."""
+
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from trainers.errors import ArgumentError
+from trainers.many.batches import Request, Waiting
+from trainers.many.versions import AVAILABLE, END, LOADING, Version, Versions, Watcher, checked_canary, scan
+from trainers.many.web import RefusedError
+from trainers.replicas.numpy.network import NumpyNetwork
+
+
+class World:
+    """A folder of versions, and a watcher whose `look` the test calls."""
+
+    def __init__(self, folder: Path, keep: int = 2) -> None:
+        self.folder, self.versions = folder, Versions("m", {7: 0.5})
+        self.loaded: list[int] = []
+        self.gone: list[int] = []
+        self.watcher = Watcher(str(folder), self.versions, keep, 1, self._load, self._drop)
+
+    def _load(self, version: Version) -> None:
+        version.state = AVAILABLE
+        self.loaded.append(version.number)
+
+    def _drop(self, number: int) -> None:
+        self.gone.append(number)
+        self.versions.drop(number)
+
+    def write(self, number: int, size: int = 4, part: float = 1.0) -> None:
+        own = self.folder / f"{number:04}"
+        own.mkdir(exist_ok=True)
+        NumpyNetwork([size, 3], seed=number).save(str(self.folder / "m.npz"))
+        content = (self.folder / "m.npz").read_bytes()
+        (own / "m.npz").write_bytes(content[: int(part * len(content))])
+
+    def look(self, times: int = 2) -> dict[int, str]:
+        for _ in range(times):
+            self.watcher.look()
+        return {version.number: version.state for version in self.versions.listed()}
+
+
+def test_a_new_version_is_loaded_when_it_is_whole(tmp_path: Path) -> None:
+    world = World(tmp_path)
+    world.write(1)
+    assert world.look(1) == {}  # seen once
+    assert world.look(1) == {1: AVAILABLE}
+    world.write(2, part=0.5)
+    assert world.look() == {2: END, 1: AVAILABLE}
+    assert "damaged" in world.versions.listed()[0].error
+    world.write(2)
+    assert world.look(3) == {2: AVAILABLE, 1: AVAILABLE}
+    world.write(3)
+    assert world.look() == {3: AVAILABLE, 2: AVAILABLE, 1: AVAILABLE}
+    assert world.look() == {3: AVAILABLE, 2: AVAILABLE}
+    shutil.rmtree(tmp_path / "0003")
+    assert world.look(3) == {2: AVAILABLE, 1: AVAILABLE}
+    assert world.gone == [1, 3]
+
+
+def test_a_model_of_another_width_is_refused(tmp_path: Path) -> None:
+    world = World(tmp_path, keep=1)
+    world.write(1)
+    world.look()
+    world.write(2, size=5)
+    assert world.look(4) == {2: END, 1: AVAILABLE}
+    error = world.versions.listed()[0].error
+    assert "takes rows of 5 float32 and gives 3 outputs, and the version that answers takes rows of 4" in error
+    shutil.rmtree(tmp_path / "0002")
+    assert world.look() == {1: AVAILABLE}
+
+
+def test_what_is_no_version(tmp_path: Path) -> None:
+    for name in ("x", "0001", "0002", "1000000000", ".3"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "0001" / ".m.npz").write_text("a temporary file")
+    (tmp_path / "0002" / "a.npz").write_text("")
+    (tmp_path / "0002" / "b.npz").write_text("two files")
+    (tmp_path / "0004").write_text("no folder")
+    assert scan(str(tmp_path)) == {}
+    (tmp_path / "0001" / "m.npz").write_text("")
+    assert set(scan(str(tmp_path))) == {1}
+
+
+def test_a_canary_gets_its_share() -> None:
+    versions = Versions("m", checked_canary(["2=0.1"]))
+    assert versions.choose(None) is None
+    versions.add(Version(1, "", AVAILABLE))
+    versions.add(Version(2, "", AVAILABLE))
+    versions.add(Version(3, "", LOADING))
+    chosen = [version.number for _ in range(100) if (version := versions.choose(None))]
+    assert chosen.count(2) == 10
+    assert chosen.count(1) == 90
+    assert versions.choose(3) is None
+    assert (versions.choose(2) or versions.known[1]).number == 2
+    versions.drop(1)
+    assert (versions.choose(None) or versions.known[3]).number == 2
+
+
+@pytest.mark.parametrize("given", ["2", "2=x", "x=0.1", "2=0", "2=1", "2=nan"])
+def test_wrong_canaries(given: str) -> None:
+    with pytest.raises(ArgumentError, match="--canary"):
+        checked_canary([given])
+
+
+def request(rows: int, version: int = 1, features: int = 4) -> Request:
+    return Request(Version(version, ""), np.zeros((rows, features)))
+
+
+def test_batches_are_full_or_old() -> None:
+    waiting = Waiting(most_rows=20, max_batch=8, seconds=5, wake=lambda: None)
+    requests = [request(3), request(3), request(3), request(1, 2)]
+    for each in requests[:2]:
+        waiting.put(each)
+    now = requests[0].since
+    assert waiting.take(now + 1, lambda _: True) is None
+    for each in requests[2:]:
+        waiting.put(each)
+    batch = waiting.take(now + 1, lambda _: True)
+    assert batch is not None
+    assert batch.requests == requests[:2]
+    assert waiting.rows == 4
+    assert waiting.take(now + 10, lambda request: request.version.number == 3) is None
+    batch = waiting.take(now + 10, lambda request: request.version.number == 2)
+    assert batch is not None
+    assert batch.requests == requests[3:]
+    assert waiting.has(1)
+    assert not waiting.has(2)
+    batch = waiting.take(now, lambda _: True, at_once=True)
+    assert batch is not None
+    assert batch.requests == requests[2:3]
+    waiting.again(requests[:2])
+    batch = waiting.take(now, lambda _: True)
+    assert batch is not None
+    assert batch.requests == requests[:1]
+
+
+def test_overload() -> None:
+    waiting = Waiting(most_rows=4, max_batch=8, seconds=5, wake=lambda: None)
+    waiting.put(request(9))  # nothing else waits
+    with pytest.raises(RefusedError, match="9 rows wait already") as caught:
+        waiting.put(request(1))
+    assert (caught.value.code, caught.value.headers) == (429, {"Retry-After": "1"})

@@ -1,0 +1,155 @@
+"""The JSON of requests and answers: the body {"instances": ...} as rows of a model, outputs as {"predictions": ...}.
+
+The body comes from anybody. Its nesting and the kinds of its values are checked before anything is made of them.
+"""
+
+import json
+import math
+from collections.abc import Sequence
+from typing import Any, NoReturn
+
+import numpy as np
+
+from trainers.datasets.columns import Columns
+from trainers.errors import ArgumentError
+from trainers.many.models import Model
+
+DEEPEST = 16  # nested lists and objects in a body
+KEYS = {"instances", "signature_name"}
+SHOWN = 8  # names in a message
+OPEN, CLOSE = np.frombuffer(b"[{", np.uint8), np.frombuffer(b"]}", np.uint8)
+
+
+def rows_of(body: bytes, model: Model, most: int) -> np.ndarray:
+    """Return the rows of a request's body, which the model can predict. Raises a TrainerError that says what was given
+    and what is expected.
+
+    most: rows that are accepted.
+    """
+    outside = _outside_of_strings(body)
+    depth = _depth(outside)
+    if depth > DEEPEST:
+        raise ArgumentError(f"the body has {depth} nested lists or objects; the most are {DEEPEST}")
+    instances = _instances(body)
+    if not instances:
+        raise ArgumentError('"instances" is an empty list; give at least one row')
+    if len(instances) > most:
+        raise ArgumentError(f'"instances" has {len(instances)} rows; the most are {most}: send several requests')
+    if model.columns is not None:
+        rows = model.rows_of([_cells(number, row, model.columns) for number, row in enumerate(instances)])
+    else:
+        words = [word.decode() for word in (b"true", b"false", b"null") if word in outside]
+        if words:
+            raise ArgumentError(f'"instances" must have numbers, and it has {words[0]}')
+        rows = _numbers(instances, model.dtype)
+    model.check(rows)
+    return rows
+
+
+def _outside_of_strings(body: bytes) -> bytes:
+    """Return a body without its strings, in linear time: a backslash outside of a string is no JSON."""
+    return b"".join(body.replace(b"\\\\", b"").replace(b'\\"', b"").split(b'"')[::2])
+
+
+def _depth(text: bytes) -> int:
+    """Return the most nested lists and objects of a JSON text without strings."""
+    found = np.frombuffer(text, np.uint8)
+    steps = np.isin(found, OPEN).astype(np.int8) - np.isin(found, CLOSE).astype(np.int8)
+    return int(np.cumsum(steps[steps != 0], dtype=np.int64).max(initial=0))
+
+
+def _instances(body: bytes) -> list[Any]:
+    try:
+        given = json.loads(body.decode(), parse_constant=_no_constant, object_pairs_hook=_unique)
+    except ArgumentError:
+        raise
+    except (ValueError, RecursionError) as error:  # also a text that is not UTF-8, and an integer of 5,000 digits
+        raise ArgumentError(f'the body must be JSON such as {{"instances": [[1.5, 2.0]]}}: {error}') from error
+    if not isinstance(given, dict) or "instances" not in given:
+        raise ArgumentError('the body must be an object {"instances": [row, ...]}, and it has no "instances"')
+    if more := given.keys() - KEYS:
+        raise ArgumentError(f'the body has {_listed(sorted(more))}; expected is {{"instances": [row, ...]}}')
+    if given.get("signature_name", "serving_default") != "serving_default":
+        raise ArgumentError('the only signature_name is "serving_default"')
+    if not isinstance(given["instances"], list):
+        raise ArgumentError(f'"instances" must be a list of rows, not {_kind(given["instances"])}')
+    return given["instances"]
+
+
+def _no_constant(text: str) -> NoReturn:
+    raise ArgumentError(f"the body has {text}, which is no JSON: give finite numbers")
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        raise ArgumentError("an object of the body has the same name twice")
+    return found
+
+
+def _numbers(instances: list[Any], dtype: np.dtype) -> np.ndarray:
+    """Return rows of numbers as an array of `dtype`, without loss of range."""
+    try:
+        given = np.array(instances)
+        if given.dtype.kind == "O":  # integers of more than 64 bits, if nothing else
+            given = np.array(instances, np.float64)
+    except (ValueError, TypeError, OverflowError):
+        raise ArgumentError(
+            '"instances" must be rows of numbers of equal lengths; these are ragged, or not all numbers'
+        ) from None
+    if given.dtype.kind not in "iuf":
+        raise ArgumentError('"instances" must be rows of numbers; these have texts or objects')
+    if dtype.kind in "iu":
+        limits = np.iinfo(dtype)
+        if given.dtype.kind == "f" or (given > limits.max).any() or (given < limits.min).any():
+            raise ArgumentError(f'"instances" must be integers from {limits.min} to {limits.max}, as {dtype} has them')
+        return given.astype(dtype)
+    with np.errstate(over="ignore"):
+        rows = given.astype(dtype)
+    if not np.isfinite(rows).all():
+        raise ArgumentError(f'"instances" has a number that is too large for {dtype}')
+    return rows
+
+
+def _cells(number: int, row: Any, columns: Columns) -> list[str]:
+    """Return the cells of a row of a table as text: a list in the order of the columns, or an object by their names."""
+    names = [column.name for column in columns.columns]
+    if isinstance(row, dict):
+        known = {*names, columns.label, *columns.ignored}
+        lacking, more = [name for name in names if name not in row], [name for name in row if name not in known]
+        if lacking or more:
+            found = f"lacks {_listed(lacking)}" if lacking else f"has {_listed(more)}"
+            raise ArgumentError(f"row {number} {found}; the columns are {_listed(names)}")
+        row = [row[name] for name in names]
+    if not isinstance(row, list) or len(row) != len(names):
+        given = f"a list of {len(row)}" if isinstance(row, list) else _kind(row)
+        raise ArgumentError(f"row {number} is {given}; expected is a list or an object of {_listed(names)}")
+    return [_cell(number, name, each) for name, each in zip(names, row, strict=True)]
+
+
+def _cell(number: int, name: str, given: Any) -> str:
+    if given is None:
+        return ""
+    if isinstance(given, bool) or not isinstance(given, str | int | float):
+        raise ArgumentError(f"row {number}, column {name!r}: {_kind(given)} is neither a number nor a text nor null")
+    if isinstance(given, float) and not math.isfinite(given):
+        raise ArgumentError(f"row {number}, column {name!r}: the number is too large")
+    return str(given)
+
+
+def _kind(given: Any) -> str:
+    kinds = {dict: "an object", list: "a list", str: "a text", bool: "true or false", type(None): "null"}
+    return kinds.get(type(given), "a number")
+
+
+def _listed(names: Sequence[str]) -> str:
+    more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
+    return ", ".join(repr(name[:80]) for name in names[:SHOWN]) + more
+
+
+def predictions(outputs: np.ndarray) -> bytes:
+    """Return the body of an answer: {"predictions": a list for each row}. Numbers that are not finite become null."""
+    values = outputs.tolist()
+    if outputs.dtype.kind == "f" and not np.isfinite(outputs).all():
+        values = np.where(np.isfinite(outputs), outputs.astype(object), None).tolist()
+    return json.dumps({"predictions": values}, allow_nan=False, separators=(", ", ": ")).encode()

@@ -1,0 +1,361 @@
+"""The web side of the server, in a thread of rank 0: the routes of TensorFlow Serving's REST interface, on starlette
+and uvicorn. It knows a Service, which answers rows; no MPI.
+
+    POST /v1/models/NAME[/versions/N]:predict     {"instances": [row, ...]} -> {"predictions": [row, ...]}
+    GET  /v1/models/NAME[/versions/N]             the states of the versions
+    GET  /v1/models/NAME[/versions/N]/metadata    what the model takes and gives
+    GET  /metrics                                 for Prometheus
+
+A body of an error is {"error": its text}. Clients are bounded: connections, bytes and nesting of a body, the time that
+a head and a body may take. Names of a path are compared with those of the versions; no file is opened by a name.
+"""
+
+import asyncio
+import json
+import logging
+import re
+import socket
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+
+from trainers.datasets.columns import Category
+from trainers.errors import ArgumentError, TrainerError
+from trainers.many.instances import predictions, rows_of
+from trainers.many.versions import Version, Versions
+
+log = logging.getLogger("trainers")
+
+PATH = re.compile(r"(?P<name>[^/:]+)(/versions/(?P<version>[0-9]{1,9}))?(?P<verb>:predict|/metadata)?")
+TYPES = {"application/json", "application/x-www-form-urlencoded", "text/plain", ""}  # curl's default too
+MOST_HEAD = 1 << 14  # bytes of a request's head
+HEAD_SECONDS, BODY_SECONDS = 10.0, 30.0  # in which a head and a body must come
+KEEP_ALIVE_SECONDS = 75.0
+LONGEST = 500  # characters of an error
+
+
+class RefusedError(Exception):
+    """A request that gets an error. code: HTTP's. headers: of the answer."""
+
+    def __init__(self, code: int, text: str, **headers: str) -> None:
+        super().__init__(text)
+        self.code, self.headers = code, {name.replace("_", "-"): value for name, value in headers.items()}
+
+
+class Service(Protocol):
+    """Answers rows, in another thread.
+
+    submit: returns a Future of the outputs; raises RefusedError if too many rows wait already. Any thread.
+    """
+
+    def submit(self, version: Version, rows: np.ndarray) -> "Future[np.ndarray]": ...
+
+
+class Limits(NamedTuple):
+    """body_bytes, rows: of a request. connections: at a time. seconds: until an answer."""
+
+    body_bytes: int
+    rows: int
+    connections: int
+    seconds: float
+
+
+class Pages:
+    """The routes. metrics: returns the text of /metrics and its type. count: called with the code of each answer."""
+
+    def __init__(
+        self, versions: Versions, service: Service, limits: Limits, metrics: Callable[[], tuple[bytes, str]],
+        count: Callable[[int, float], object],
+    ) -> None:  # fmt: skip
+        self._versions, self._service, self._limits = versions, service, limits
+        self._metrics, self._count = metrics, count
+
+    def app(self) -> Any:
+        """Return the ASGI application. Raises ArgumentError if starlette is missing."""
+        applications, routing, exceptions = _starlette()
+        routes = [
+            routing.Route("/v1/models/{rest:path}", self._models, methods=["GET", "POST"]),
+            routing.Route("/metrics", self._metric_page),
+        ]
+        handlers = {exceptions.HTTPException: self._http_error, Exception: self._defect}
+        return applications.Starlette(routes=routes, exception_handlers=handlers)
+
+    async def _models(self, request: Any) -> Any:
+        begin = asyncio.get_running_loop().time()
+        try:
+            answer = await self._answered(request)
+        except RefusedError as error:
+            answer = _json({"error": str(error)[:LONGEST]}, error.code, error.headers)
+        except Exception as error:
+            if type(error).__name__ != "ClientDisconnect":  # starlette's; nobody gets this answer
+                log.exception("the web server met an error, and continues")
+            answer = _json({"error": f"the server met an error: {type(error).__name__}"}, 500)
+        self._count(answer.status_code, asyncio.get_running_loop().time() - begin)
+        return answer
+
+    async def _answered(self, request: Any) -> Any:
+        found = PATH.fullmatch(request.path_params["rest"])
+        if found is None:
+            raise RefusedError(404, "expected is /v1/models/NAME[/versions/N]:predict, or a GET without :predict")
+        if found["name"] != self._versions.name:
+            raise RefusedError(404, f"there is no model {found['name']!r} here; the model is {self._versions.name!r}")
+        number, verb = found["version"] and int(found["version"]), found["verb"]
+        wanted = "POST" if verb == ":predict" else "GET"
+        if request.method not in (wanted, "HEAD" if wanted == "GET" else wanted):
+            raise RefusedError(405, f"{request.method} is not for this path; use {wanted}", Allow=wanted)
+        if verb == ":predict":
+            return await self._predicted(request, number)
+        if verb == "/metadata":
+            return _json(metadata(self._versions.name, self._chosen(number)))
+        listed = [each for each in self._versions.listed() if number in (None, each.number)]
+        if not listed:
+            raise RefusedError(404, self._no_version(number))
+        return _json({"model_version_status": [_status(each) for each in listed]})
+
+    def _chosen(self, number: int | None) -> Version:
+        version = self._versions.choose(number)
+        if version is None:
+            raise RefusedError(404 if number is not None else 503, self._no_version(number))
+        return version
+
+    def _no_version(self, number: int | None) -> str:
+        known = ", ".join(f"{each.number} ({each.state})" for each in self._versions.listed()) or "none"
+        return (
+            f"version {'' if number is None else f'{number} '}of {self._versions.name!r} is not there; known: {known}"
+        )
+
+    async def _predicted(self, request: Any, number: int | None) -> Any:
+        version, body = self._chosen(number), await self._body(request)
+        try:
+            rows = rows_of(body, version.model, self._limits.rows)
+        except TrainerError as error:
+            raise RefusedError(400, str(error)) from error
+        future = self._service.submit(version, rows)
+        try:
+            outputs = await asyncio.wait_for(asyncio.wrap_future(future), self._limits.seconds)
+        except asyncio.TimeoutError:
+            raise RefusedError(504, f"no answer came in {self._limits.seconds:g} s") from None
+        return _response(predictions(outputs), 200, {})
+
+    async def _body(self, request: Any) -> bytes:
+        kind = request.headers.get("content-type", "").split(";")[0].strip().lower()
+        if kind not in TYPES:
+            raise RefusedError(415, f"Content-Type is {kind[:80]!r}; send application/json")
+        if request.headers.get("content-encoding", "identity").lower() != "identity":
+            raise RefusedError(415, "Content-Encoding is not supported; send the JSON as it is")
+        most = self._limits.body_bytes
+        too_large = RefusedError(
+            413, f"the body has more than {most:,} bytes (--max-request-bytes); send fewer rows", Connection="close"
+        )
+        length = request.headers.get("content-length", "0")
+        if not length.isdecimal() or len(length) > 18 or int(length) > most:
+            raise too_large
+        found = bytearray()
+
+        async def read() -> None:
+            async for piece in request.stream():
+                found.extend(piece)
+                if len(found) > most:
+                    raise too_large
+
+        try:
+            await asyncio.wait_for(read(), BODY_SECONDS)
+        except asyncio.TimeoutError:
+            raise RefusedError(
+                408, f"the body did not come in {BODY_SECONDS:g} s; {len(found):,} bytes did", Connection="close"
+            ) from None
+        return bytes(found)
+
+    async def _metric_page(self, request: Any) -> Any:
+        text, kind = self._metrics()
+        return _response(text, 200, {"content-type": kind})
+
+    async def _http_error(self, request: Any, error: Any) -> Any:
+        self._count(error.status_code, 0.0)
+        return _json({"error": f"{request.method}: {error.detail}"[:LONGEST]}, error.status_code, error.headers)
+
+    async def _defect(self, request: Any, error: Exception) -> Any:
+        self._count(500, 0.0)
+        return _json({"error": f"the server met an error: {type(error).__name__}"}, 500)
+
+
+def _json(given: dict[str, Any], code: int = 200, headers: Any = None) -> Any:
+    return _response(json.dumps(given).encode(), code, headers or {})
+
+
+def _response(body: bytes, code: int, headers: Any) -> Any:
+    from starlette.responses import Response
+
+    return Response(body, code, {"content-type": "application/json", **headers})
+
+
+def _status(version: Version) -> dict[str, Any]:
+    code = "OK" if not version.error else "UNKNOWN"
+    status = {"error_code": code, "error_message": version.error}
+    return {"version": str(version.number), "state": version.state, "status": status}
+
+
+def metadata(name: str, version: Version) -> dict[str, Any]:
+    """Return what a model takes and gives, in TensorFlow Serving's form; and classes, columns, members."""
+    model = version.model
+    shape = [{"size": "-1" if size is None else str(size)} for size in (None, *model.shape)]
+    outputs = [{"size": "-1"}, {"size": "-1" if model.outputs is None else str(model.outputs)}]
+    signature = {
+        "inputs": {"instances": {"dtype": f"DT_{_type_of(model.dtype)}", "tensor_shape": {"dim": shape}}},
+        "outputs": {"predictions": {"dtype": "DT_FLOAT", "tensor_shape": {"dim": outputs}}},
+        "method_name": "tensorflow/serving/predict",
+    }
+    columns = None
+    if model.columns is not None:
+        columns = [
+            {"name": each.name, "values": list(each.values)} if isinstance(each, Category) else {"name": each.name}
+            for each in model.columns.columns
+        ]
+    return {
+        "model_spec": {"name": name, "signature_name": "serving_default", "version": str(version.number)},
+        "metadata": {"signature_def": {"signature_def": {"serving_default": signature}}},
+        "kind": model.kind,
+        "classes": list(model.classes),
+        "columns": columns,
+        "members": model.members,
+    }
+
+
+def _type_of(dtype: np.dtype) -> str:
+    return {"float32": "FLOAT", "float64": "DOUBLE", "float16": "HALF"}.get(dtype.name, dtype.name.upper())
+
+
+# The thread
+
+
+class Web:
+    """Serves the pages in a thread. listener: a bound socket."""
+
+    def __init__(self, pages: Pages, listener: socket.socket, limits: Limits, drain_seconds: float) -> None:
+        uvicorn = _uvicorn()
+        for name in ("uvicorn.error", "uvicorn.access"):
+            logging.getLogger(name).setLevel(logging.ERROR)  # a client must not fill the log
+        config = uvicorn.Config(
+            pages.app(),
+            http=_protocol(limits.connections),
+            ws="none",
+            loop="asyncio",
+            lifespan="off",
+            log_config=None,
+            access_log=False,
+            server_header=False,
+            timeout_keep_alive=KEEP_ALIVE_SECONDS,
+            h11_max_incomplete_event_size=MOST_HEAD,
+            timeout_graceful_shutdown=max(1, round(drain_seconds)),
+        )
+        self._server, self._listener = uvicorn.Server(config), listener
+        self._thread = threading.Thread(target=self._run, name="web", daemon=True)
+        self.error: BaseException | None = None
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def drain(self) -> None:
+        """Take no more connections; end when all requests are answered. From any thread."""
+        self._server.should_exit = True
+
+    @property
+    def ended(self) -> bool:
+        return not self._thread.is_alive()
+
+    def _run(self) -> None:
+        try:
+            self._server.run(sockets=[self._listener])
+        except BaseException as error:
+            self.error = error
+
+
+def listen(address: str, port: int) -> socket.socket:
+    """Return a socket that listens. Raises ArgumentError if the port is in use, say."""
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # after a server that has just ended
+        listener.bind((address, port))
+        listener.listen(1024)
+    except (OSError, UnicodeError, OverflowError) as error:
+        listener.close()
+        raise ArgumentError(
+            f"the server can't listen at {address}:{port}: {getattr(error, 'strerror', None) or error}; give another "
+            "--port, or 0 for any free one"
+        ) from error
+    return listener
+
+
+def _protocol(most: int) -> Any:
+    """Return uvicorn's HTTP protocol with a limit on connections and on the time that a head may take, and with errors
+    in JSON."""
+    from uvicorn.protocols.http.h11_impl import H11Protocol
+
+    class Bounded(H11Protocol):
+        _timer: Any = None
+
+        def connection_made(self, transport: Any) -> None:
+            super().connection_made(transport)
+            if len(self.connections) > most:
+                transport.abort()
+                return
+            self._watch()
+
+        def data_received(self, data: bytes) -> None:
+            super().data_received(data)
+            self._watch()
+
+        def connection_lost(self, exc: Exception | None) -> None:
+            self._forget()
+            super().connection_lost(exc)
+
+        def _watch(self) -> None:
+            """Start the timer if a head is awaited, and stop it if a request runs."""
+            if self.cycle is not None and not self.cycle.response_complete:
+                self._forget()
+            elif self._timer is None:
+                self._timer = self.loop.call_later(HEAD_SECONDS, self._late)
+
+        def _forget(self) -> None:
+            if self._timer is not None:
+                self._timer.cancel()
+                self._timer = None
+
+        def _late(self) -> None:
+            self._timer = None
+            if self.cycle is None or self.cycle.response_complete:
+                self.transport.abort()
+
+        def send_400_response(self, msg: str) -> None:
+            body = json.dumps({"error": f"{msg} Heads have at most {MOST_HEAD} bytes."}).encode()
+            head = f"HTTP/1.1 400 Bad Request\r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\n"
+            self.transport.write(head.encode() + b"connection: close\r\n\r\n" + body)
+            self.transport.close()
+
+    return Bounded
+
+
+def _starlette() -> Any:
+    try:
+        from starlette import applications, exceptions, routing
+    except ImportError as error:
+        raise _missing(error) from error
+    return applications, routing, exceptions
+
+
+def _uvicorn() -> Any:
+    try:
+        import uvicorn
+    except ImportError as error:
+        raise _missing(error) from error
+    return uvicorn
+
+
+def _missing(error: ImportError) -> ArgumentError:
+    return ArgumentError(
+        f'serve needs starlette, uvicorn and prometheus-client ({error}): pip install ".[serve]" in the checkout'
+    )
