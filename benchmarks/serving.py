@@ -28,6 +28,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -278,17 +279,21 @@ def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
         with server(ranks, ["--model", str(path), "--max-batch", str(options.max_batch)], folder) as job:
             Load(job.port, bodies, right, options.clients).run(lambda number: number >= 4 * options.clients)  # warm
             load, end = Load(job.port, bodies, right, options.clients), time.monotonic() + options.seconds
-            elapsed = load.run(lambda number, end=end: time.monotonic() > end)
+            elapsed = load.run(partial(_is_past, end))
         results[name] = load.result(elapsed) | {"exit_code": job.code}
         print(row(name, results[name]), flush=True)
     return results
 
 
+def _is_past(end: float, number: int) -> bool:
+    return time.monotonic() > end
+
+
 def write_onnx(network: NumpyNetwork, path: Path) -> None:
     """Write a network as an ONNX file."""
-    from trainers.export.export import export
+    from trainers.export.export import write
 
-    export(network, str(path))
+    write(str(path), network, None)
 
 
 def chaos(options: argparse.Namespace, folder: Path) -> dict[str, Any]:

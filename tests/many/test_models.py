@@ -8,6 +8,7 @@ import pytest
 
 from trainers.datasets.columns import Category, Columns, Number
 from trainers.errors import ArgumentError, DataError, ModelFileError
+from trainers.export.export import write
 from trainers.many.models import load_model, load_whole
 from trainers.replicas.numpy.categories import CategoryNetwork
 from trainers.replicas.numpy.embedding import EmbeddingNetwork
@@ -106,6 +107,20 @@ def test_an_onnx_file(tmp_path: Path) -> None:
         write_onnx(tmp_path / "m.onnx", wrong)
         with pytest.raises(ModelFileError, match="metadata"):
             load_model(str(tmp_path / "m.onnx"))
+
+
+@pytest.mark.parametrize("of_a_table", [False, True])
+def test_an_exported_file(tmp_path: Path, of_a_table: bool) -> None:
+    pytest.importorskip("onnxruntime")
+    network = NumpyNetwork([4, 5, 3], seed=4)
+    network.columns = COLUMNS if of_a_table else None
+    write(str(tmp_path / "m.onnx"), network, None)
+    model, plain = load_model(str(tmp_path / "m.onnx")), load_model(saved(network, tmp_path / "m.npz"))
+    assert (model.kind, model.shape, model.dtype) == ("onnx", plain.shape, plain.dtype)
+    assert (model.classes, model.columns, model.outputs) == (plain.classes, plain.columns, 3)
+    x = model.rows_of([["50", "Rom"], ["", "Bonn"]]) if of_a_table else np.eye(4, dtype=np.float32)[:2]
+    model.check(x)
+    np.testing.assert_allclose(model.predict(x), plain.predict(x), atol=1e-5)
 
 
 def test_damaged_files(tmp_path: Path) -> None:

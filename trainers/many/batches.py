@@ -151,7 +151,8 @@ class Waiting:
         return False
 
     def _filled(self, key: tuple[int, tuple[int, ...]]) -> Batch:
-        queue, requests, rows = self._queues[key], [], 0
+        queue, rows = self._queues[key], 0
+        requests: list[Request] = []
         while queue and (not requests or rows + len(queue[0].rows) <= self._max_batch):
             requests.append(queue.popleft())
             rows += len(requests[-1].rows)

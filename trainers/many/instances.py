@@ -151,5 +151,5 @@ def predictions(outputs: np.ndarray) -> bytes:
     """Return the body of an answer: {"predictions": a list for each row}. Numbers that are not finite become null."""
     values = outputs.tolist()
     if outputs.dtype.kind == "f" and not np.isfinite(outputs).all():
-        values = np.where(np.isfinite(outputs), outputs.astype(object), None).tolist()
+        values = np.where(np.isfinite(outputs), outputs.astype(object), np.array(None)).tolist()
     return json.dumps({"predictions": values}, allow_nan=False, separators=(", ", ": ")).encode()

@@ -121,6 +121,8 @@ class OnnxModel(Model):
         except Exception as error:  # a dozen types of onnxruntime
             raise ModelFileError(f"{path} is not an ONNX file, or it is damaged: {error}") from error
         numbers = [each.name for each in outputs if each.type in DTYPES]
+        widths = [each.shape[1] for each in outputs if each.type in DTYPES and len(each.shape) == 2]
+        self.outputs = widths[-1] if widths and isinstance(widths[-1], int) else None
         self._takes_cells = self._read(path, metadata)
         if self._takes_cells and self.columns is not None and numbers:
             self._output, self.dtype, self.shape = numbers[-1], np.dtype(np.float32), (self.columns.features,)

@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -296,6 +297,10 @@ class Peer:
         self.late = False  # the last work was not answered in time
 
 
+def _is_in(versions: set[int], request: Request) -> bool:
+    return request.version.number in versions
+
+
 class Server:
     """Rank 0: takes requests from the web thread, and deals batches to the other ranks and to its own thread."""
 
@@ -512,7 +517,7 @@ class Server:
         """Deal batches to the ranks that have no work; rank 0's own thread comes last."""
         idle = [peer for peer in self._peers.values() if not peer.work and not peer.late]
         for peer in idle:
-            batch = self._waiting.take(now, lambda request, has=peer.has: request.version.number in has, self._draining)
+            batch = self._waiting.take(now, partial(_is_in, peer.has), self._draining)
             if batch is not None:
                 header = {PREDICT: batch.version.number}
                 self._deal_to(peer, header, self._begun(batch), [batch.input()])

@@ -102,7 +102,7 @@ class Pages:
             raise RefusedError(404, "expected is /v1/models/NAME[/versions/N]:predict, or a GET without :predict")
         if found["name"] != self._versions.name:
             raise RefusedError(404, f"there is no model {found['name']!r} here; the model is {self._versions.name!r}")
-        number, verb = found["version"] and int(found["version"]), found["verb"]
+        number, verb = int(found["version"]) if found["version"] else None, found["verb"]
         wanted = "POST" if verb == ":predict" else "GET"
         if request.method not in (wanted, "HEAD" if wanted == "GET" else wanted):
             raise RefusedError(405, f"{request.method} is not for this path; use {wanted}", Allow=wanted)
