@@ -10,7 +10,7 @@ import pytest
 from allreduce.__main__ import parse
 from allreduce.errors import OptionError
 from tests import launch
-from trainers.cli.options import Parser
+from trainers.datasets.parser import Parser
 
 PARSERS = {"trainers/datasets/parser.py", "allreduce/__main__.py"}  # the only modules that derive from ArgumentParser
 FOLDERS = ("allreduce", "trainers", "benchmarks", "scripts")

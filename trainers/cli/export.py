@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from allreduce.topology import Topology
 from allreduce.transport.control import together
 from trainers import datasets
-from trainers.cli.options import RankParser
 from trainers.datasets import Dataset
+from trainers.datasets.parser import RankParser
 from trainers.errors import ArgumentError
 from trainers.files import model_file
 from trainers.mirrored import MirroredTrainer

@@ -9,7 +9,7 @@ import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple
 
 import allreduce
 from allreduce import notices
@@ -19,7 +19,7 @@ from allreduce.wrappers import options as compressions
 from trainers import callbacks, checks, datasets
 from trainers.backends import UPDATES
 from trainers.central_storage import CentralStorageTrainer
-from trainers.datasets.parser import Parser
+from trainers.datasets.parser import RankParser
 from trainers.errors import ArgumentError
 from trainers.fit.checkpointing import period
 from trainers.fit.weights import BALANCED
@@ -558,24 +558,6 @@ BY_NAME = {option.name: option for group in OPTIONS.values() for option in group
 
 
 # What is derived from the declarations
-
-
-class RankParser(Parser):
-    """A Parser that raises ArgumentError for invalid arguments, and prints on one rank only.
-
-    shown: whether this rank prints. everything: the option that shows all options.
-    """
-
-    def __init__(self, shown: bool, everything: str = "--help-all", **options: Any) -> None:
-        super().__init__(**options)
-        self.shown, self._everything = shown, everything
-
-    def error(self, message: str) -> NoReturn:
-        raise ArgumentError(f"{message} ({self._everything} shows all options)")
-
-    def _print_message(self, message: str, file: Any = None) -> None:
-        if self.shown:
-            super()._print_message(message, file)
 
 
 def make_parser(shown: bool, everything: bool, program: str) -> RankParser:

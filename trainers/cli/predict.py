@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from allreduce.arrays import gpu
 from allreduce.topology import Topology
 from allreduce.transport.control import together
-from trainers.cli.options import RankParser
+from trainers.datasets.parser import RankParser
 from trainers.mirrored import MirroredTrainer
 from trainers.replicas.numpy.categories import load_network
 

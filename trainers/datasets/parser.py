@@ -2,7 +2,9 @@
 
 import argparse
 import difflib
-from typing import Any
+from typing import Any, NoReturn
+
+from trainers.errors import ArgumentError
 
 
 class Parser(argparse.ArgumentParser):
@@ -20,3 +22,21 @@ class Parser(argparse.ArgumentParser):
             hint = f"; did you mean {near[0]}?" if near else ""
             self.error(f"unrecognized arguments: {' '.join(rest)}{hint}")
         return options
+
+
+class RankParser(Parser):
+    """A Parser that raises ArgumentError for invalid arguments, and prints on one rank only.
+
+    shown: whether this rank prints. everything: the option that shows all options.
+    """
+
+    def __init__(self, shown: bool, everything: str = "--help-all", **options: Any) -> None:
+        super().__init__(**options)
+        self.shown, self._everything = shown, everything
+
+    def error(self, message: str) -> NoReturn:
+        raise ArgumentError(f"{message} ({self._everything} shows all options)")
+
+    def _print_message(self, message: str, file: Any = None) -> None:
+        if self.shown:
+            super()._print_message(message, file)

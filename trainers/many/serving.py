@@ -17,7 +17,7 @@ import numpy as np
 from allreduce.topology import Topology
 from allreduce.transport import ulfm
 from allreduce.transport.control import root_value, together
-from trainers.cli.options import RankParser
+from trainers.datasets.parser import RankParser
 from trainers.errors import ArgumentError, ModelFileError, TrainerError
 from trainers.many.answering import Answer, Dealer, Exchange, answer_requests
 from trainers.many.batches import TRIES, Batch, Request, Waiting
