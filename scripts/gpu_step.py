@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from allreduce import Topology
 from allreduce.torch_backend.rendezvous import store_of_rank_0
 from benchmarks.lib import timing
-from trainers.cli.options import Parser
+from trainers.datasets.parser import Parser
 from trainers.pytorch import MirroredOptimizer
 
 

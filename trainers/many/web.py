@@ -290,53 +290,71 @@ def listen(address: str, port: int) -> socket.socket:
     return listener
 
 
+class HeadTimer:
+    """Closes a connection on which a client takes longer than HEAD_SECONDS for a head. protocol: uvicorn's."""
+
+    def __init__(self, protocol: Any) -> None:
+        self._protocol = protocol
+        self._timer: Any = None
+
+    @property
+    def _runs(self) -> bool:
+        """Whether a request runs."""
+        cycle = self._protocol.cycle
+        return cycle is not None and not cycle.response_complete
+
+    def watch(self) -> None:
+        """Start the timer if a head is awaited, and stop it if a request runs."""
+        if self._runs:
+            self.stop()
+        elif self._timer is None:
+            self._timer = self._protocol.loop.call_later(HEAD_SECONDS, self._late)
+
+    def stop(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _late(self) -> None:
+        self._timer = None
+        if not self._runs:
+            self._protocol.transport.abort()
+
+
 def _protocol(most: int) -> Any:
     """Return uvicorn's HTTP protocol with a limit on connections and on the time that a head may take, and with errors
     in JSON."""
     from uvicorn.protocols.http.h11_impl import H11Protocol
 
     class Bounded(H11Protocol):
-        _timer: Any = None
-
         def connection_made(self, transport: Any) -> None:
+            self._head = HeadTimer(self)
             super().connection_made(transport)
             if len(self.connections) > most:
                 transport.abort()
                 return
-            self._watch()
+            self._head.watch()
 
         def data_received(self, data: bytes) -> None:
             super().data_received(data)
-            self._watch()
+            self._head.watch()
 
         def connection_lost(self, exc: Exception | None) -> None:
-            self._forget()
+            self._head.stop()
             super().connection_lost(exc)
 
-        def _watch(self) -> None:
-            """Start the timer if a head is awaited, and stop it if a request runs."""
-            if self.cycle is not None and not self.cycle.response_complete:
-                self._forget()
-            elif self._timer is None:
-                self._timer = self.loop.call_later(HEAD_SECONDS, self._late)
-
-        def _forget(self) -> None:
-            if self._timer is not None:
-                self._timer.cancel()
-                self._timer = None
-
-        def _late(self) -> None:
-            self._timer = None
-            if self.cycle is None or self.cycle.response_complete:
-                self.transport.abort()
-
         def send_400_response(self, msg: str) -> None:
-            body = json.dumps({"error": f"{msg} Heads have at most {MOST_HEAD} bytes."}).encode()
-            head = f"HTTP/1.1 400 Bad Request\r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\n"
-            self.transport.write(head.encode() + b"connection: close\r\n\r\n" + body)
+            self.transport.write(bad_request(msg))
             self.transport.close()
 
     return Bounded
+
+
+def bad_request(text: str) -> bytes:
+    """Return the answer to what is no HTTP."""
+    body = json.dumps({"error": f"{text} Heads have at most {MOST_HEAD} bytes."}).encode()
+    head = f"HTTP/1.1 400 Bad Request\r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\n"
+    return head.encode() + b"connection: close\r\n\r\n" + body
 
 
 def _starlette() -> Any:
