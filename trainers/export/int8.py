@@ -1,10 +1,7 @@
 """Converts the matrices of an exported model to 8-bit integers, by onnxruntime's static quantisation."""
 
-import logging
 import os
 import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -12,7 +9,7 @@ import numpy as np
 from trainers.data import Tree, row_count, sliced
 from trainers.errors import ExportError
 from trainers.export.running import Session, parts_of, sample, taken
-from trainers.files.onnx_graph import need_onnx
+from trainers.files.onnx_graph import need_onnx, quiet
 
 OPERATORS = ["MatMul", "Gemm", "Conv"]
 CALIBRATED = 512  # rows on which the ranges are measured
@@ -40,7 +37,7 @@ def quantized(model: Any, session: Session, x: Tree) -> Any:
     kinds = {node.op_type for node in model.graph.node}
     if not kinds & {*OPERATORS}:
         raise ExportError(f"int8: the graph has no operator of {', '.join(OPERATORS)}, only {', '.join(sorted(kinds))}")
-    with tempfile.TemporaryDirectory() as folder, _quiet():
+    with tempfile.TemporaryDirectory() as folder, quiet(""):
         path = os.path.join(folder, "model.onnx")
         try:
             quantization.quantize_static(
@@ -56,15 +53,3 @@ def quantized(model: Any, session: Session, x: Tree) -> Any:
             return onnx.load(path)
         except Exception as error:  # of onnxruntime or onnx
             raise ExportError(f"int8: onnxruntime can't convert this model: {type(error).__name__}: {error}") from error
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Context manager without the hints that onnxruntime's quantisation logs."""
-    root = logging.getLogger()
-    level = root.level
-    root.setLevel(logging.ERROR)
-    try:
-        yield
-    finally:
-        root.setLevel(level)

@@ -1,6 +1,8 @@
 """Builds ONNX graphs node by node. Needs the package onnx (the extra "export"), which is imported on use."""
 
-from collections.abc import Sequence
+import logging
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -20,6 +22,19 @@ def need_onnx() -> Any:
     except ImportError as error:
         raise ExportError(f"an export needs onnx, which can't be imported ({error}): {INSTALL}") from error
     return onnx
+
+
+@contextmanager
+def quiet(*loggers: str) -> Iterator[None]:
+    """Context manager: these loggers ("" for all) log only errors. Exporters warn of packages that are not used."""
+    levels = {name: logging.getLogger(name or None).level for name in loggers}
+    try:
+        for name in levels:
+            logging.getLogger(name or None).setLevel(logging.ERROR)
+        yield
+    finally:
+        for name, level in levels.items():
+            logging.getLogger(name or None).setLevel(level)
 
 
 class Graph:

@@ -7,6 +7,7 @@ import numpy as np
 
 from trainers.data import Tree, as_arrays, mapped, row_count, sliced
 from trainers.errors import ArgumentError, ExportError
+from trainers.files.onnx_graph import quiet
 from trainers.replica import Replica, Slices, single, unfit_error
 
 try:
@@ -116,7 +117,8 @@ class JaxReplica(FlatReplica):
 
     def to_onnx(self, x: Tree) -> Any:
         try:
-            import jax2onnx
+            with quiet("jax2onnx"):
+                import jax2onnx
         except ImportError as error:
             raise ExportError(
                 f"the export of a JaxReplica needs jax2onnx, which can't be imported ({error}): "
@@ -130,7 +132,8 @@ class JaxReplica(FlatReplica):
         def outputs(*arrays: Any) -> Any:
             return jax.tree.leaves(self._apply(params, jax.tree.unflatten(tree, arrays)))
 
-        return jax2onnx.to_onnx(lambda *arrays: tuple(outputs(*arrays)), inputs)
+        with quiet("jax2onnx", "onnx_ir"):
+            return jax2onnx.to_onnx(lambda *arrays: tuple(outputs(*arrays)), inputs)
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         return self._layout.shapes

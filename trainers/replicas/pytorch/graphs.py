@@ -3,8 +3,6 @@
 import contextlib
 import copy
 import io
-import logging
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -12,7 +10,7 @@ from torch import nn
 
 from trainers.data import Tree, leaves, mapped
 from trainers.errors import ExportError
-from trainers.files.onnx_graph import FREE, INSTALL
+from trainers.files.onnx_graph import FREE, INSTALL, quiet
 
 
 def converted(module: nn.Module, x: Tree) -> Any:
@@ -28,7 +26,7 @@ def converted(module: nn.Module, x: Tree) -> Any:
     copied = _Flat(copy.deepcopy(module).cpu().float().eval(), mapped(lambda _: None, x)).eval()
     inputs = tuple(each.float() if each.is_floating_point() else each for each in leaves(x))
     axes = {"arrays": tuple({0: torch.export.Dim(FREE)} for _ in inputs)}
-    with torch.no_grad(), _quiet():
+    with torch.no_grad(), quiet("torch.onnx"), contextlib.redirect_stdout(io.StringIO()):  # its progress
         program = torch.onnx.export(copied, inputs, dynamic_shapes=axes, dynamo=True, verbose=False)
     assert program is not None
     return program.model_proto
@@ -53,16 +51,3 @@ def _flat(output: Any) -> tuple[Any, ...]:
     if isinstance(output, dict):
         return tuple(each for key in sorted(output) for each in _flat(output[key]))
     return tuple(each for part in output for each in _flat(part)) if isinstance(output, tuple | list) else (output,)
-
-
-@contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    """Context manager without the progress that PyTorch prints, and its warnings about packages that are not needed."""
-    log = logging.getLogger("torch.onnx")
-    level = log.level
-    log.setLevel(logging.ERROR)
-    try:
-        with contextlib.redirect_stdout(io.StringIO()):
-            yield
-    finally:
-        log.setLevel(level)
