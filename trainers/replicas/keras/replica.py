@@ -11,7 +11,7 @@ import numpy as np
 
 from trainers.data import Tree, as_arrays, mapped, row_count, sliced
 from trainers.errors import ArgumentError, ModelFileError
-from trainers.files.onnx_graph import need_onnx
+from trainers.files.onnx_graph import need_onnx, quiet
 from trainers.replica import Replica, Slices, single, unfit_error
 from trainers.replicas.flat import FlatReplica, Layout
 from trainers.replicas.keras.computing import COMPUTING, array_of, assign
@@ -161,12 +161,13 @@ class KerasReplica(FlatReplica):
         return "" if logits is None else "logits" if logits else "probabilities"
 
     def to_onnx(self, x: Tree) -> Any:
-        """See Replica.to_onnx. Keras exports models of its backend PyTorch, and of JAX and TensorFlow by TensorFlow."""
+        """See Replica.to_onnx. Keras itself exports the model, with the backend JAX by jax2onnx."""
         onnx = need_onnx()
         self._refresh_model()
         with tempfile.TemporaryDirectory() as folder:
             path = os.path.join(folder, "model.onnx")
-            self.model.export(path, format="onnx", verbose=False)
+            with quiet("jax2onnx", "onnx_ir", "torch.onnx"):
+                self.model.export(path, format="onnx", verbose=False)
             return onnx.load(path)
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
