@@ -490,7 +490,8 @@ class Trainer(Generic[StrategyT]):
         ema: as for `evaluate`.
         """
         self._check_ema("export", ema)
-        settings = {"path": path, "int8": int8, "classes": classes}
+        name = os.fspath(path) if isinstance(path, os.PathLike) else path
+        settings = {"path": name, "int8": int8, "classes": classes}
         rows, scored = self._rows, None
         if x is None:
             self._check_open()
@@ -510,9 +511,9 @@ class Trainer(Generic[StrategyT]):
             average = self.replica.averages and ema is not False
             made: list[Exported] = []
             write = partial(export.write, classes=classes, scored=scored, int8=int8, average=average)
-            self.group.on_one(lambda: made.append(write(os.fspath(path), self.replica, rows)))
+            self.group.on_one(lambda: made.append(write(name, self.replica, rows)))
         texts = root_value(self.group.comm, made[0].as_properties() if made else None, "export: the metadata")
-        return Exported.read(path, texts)
+        return Exported.read(name, texts)
 
     @recoverable
     def load(self, path: str) -> None:

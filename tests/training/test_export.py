@@ -259,9 +259,10 @@ def test_errors_leave_the_older_file(
 
 
 def test_paths_that_can_not_be_written(tmp_path: Path) -> None:
-    for path in (tmp_path, tmp_path / "none" / "a.onnx", ""):
+    given: list[Any] = [tmp_path, tmp_path / "none" / "a.onnx", "", 3, None]
+    for path in given:
         with pytest.raises(ExportError, match="can't be written"):
-            export_of(NumpyNetwork([4, 3]), str(path))
+            export_of(NumpyNetwork([4, 3]), path)
     assert main(["export", "--load", str(tmp_path / "none.npz"), "--out", str(tmp_path / "a.onnx")]) != 0
 
 

@@ -76,7 +76,7 @@ def write(
 
 def check_path(path: str) -> None:
     """Raise ExportError if no file can be written to `path`."""
-    if not writable(path):
+    if not isinstance(path, str) or not writable(path):
         raise ExportError(
             f"the export can't be written to {path!r}: give a file, in a folder that exists and is writable"
         )
