@@ -18,7 +18,7 @@ def answer(path, rows):  # needs numpy and onnxruntime, and nothing of this libr
 
 data = datasets.load("digits")
 with MirroredTrainer(network_of(data)) as trainer:
-    trainer.fit(data.x_train, data.y_train, epochs=5, progress=False)
+    trainer.fit(data.x_train, data.y_train, epochs=10, progress=False)
     about = trainer.export("digits.onnx", classes=data.classes)
     if trainer.rank == 0:
         print(f"rows compared: {about.rows}")
