@@ -50,6 +50,7 @@ SKIPPED = {
     "bash scripts/test.sh": "installs, and runs these tests",
     "bash scripts/train.sh": "installs",
     "conda": "installs",
+    "curl": "asks a server; many/test_serving.py does",
     "docker": "a container",
     "kill": "sends a signal to other programs",
     "kubectl": "a cluster",
@@ -73,6 +74,7 @@ SKIPPED = {
     "python -m allreduce doctor flight": "takes the files of a job that failed; health/test_status_dump.py runs it",
     "python -m benchmarks.faults": "minutes; test_faults.py runs a few",
     "python -m http.server": "a server; test_browser.py has one",
+    "python -m benchmarks.serving": "minutes; many/test_serving.py runs its parts",
     "python -m benchmarks.timeline slow_rank.json": "takes the file of the page's program; the same as trace.json's",
     "python -m pytest": "the tests run it",
     "python -m tests.faults": "minutes; test_faults.py runs a few",
@@ -101,7 +103,7 @@ VARIABLES = {
     "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
 }
 MODULE = re.compile(
-    r"python -m ((?:trainers|benchmarks|allreduce)[\w.]*(?: doctor| make| predict| export)?)((?=[\s`])[^`\n|]*|$)"
+    r"python -m ((?:trainers|benchmarks|allreduce)[\w.]*(?: doctor| make| predict| export| serve)?)((?=[\s`])[^`\n|]*|$)"
 )
 OPTION = re.compile(r"(?<![\w-])--?[a-z][\w-]*")
 
