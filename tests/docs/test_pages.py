@@ -103,7 +103,8 @@ VARIABLES = {
     "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
 }
 MODULE = re.compile(
-    r"python -m ((?:trainers|benchmarks|allreduce)[\w.]*(?: doctor| make| predict| export| serve)?)((?=[\s`])[^`\n|]*|$)"
+    r"python -m ((?:trainers|benchmarks|allreduce)[\w.]*(?: doctor| make| predict| export| serve)?)"
+    r"((?=[\s`])[^`\n|]*|$)"
 )
 OPTION = re.compile(r"(?<![\w-])--?[a-z][\w-]*")
 

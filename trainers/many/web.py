@@ -276,7 +276,7 @@ class Web:
 def listen(address: str, port: int) -> socket.socket:
     """Return a socket that listens. Raises ArgumentError if the port is in use, say."""
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
-    listener = socket.socket(family, socket.SOCK_STREAM)
+    listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)  # asyncio sets TCP_NODELAY for this one
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # after a server that has just ended
         listener.bind((address, port))
