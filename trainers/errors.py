@@ -52,6 +52,10 @@ class RunError(TrainerError, RuntimeError):
         self.rank, self.traceback = rank, traceback
 
 
+class SearchError(TrainerError, RuntimeError):
+    """No trial of a search is complete; the message has the first reason."""
+
+
 class _FileError(TrainerError, ValueError):
     """Base of errors about a file. Its text may quote an untrusted file, so it is made `printable`."""
 

@@ -68,6 +68,7 @@ SKIPPED = {
     "mpirun -n 3 python -m tests.sequences": "minutes; test_sequences.py runs some",
     "mpirun -n 4 allreduce bench": "the package need not be installed; processes/test_commands.py runs it",
     "mpirun -n 4 python -m trainers --device cuda": "a GPU",
+    "mpirun -n 4 python -m trainers search": "takes the file of its page; many/test_search_command.py runs it",
     "mpirun -n 4 --oversubscribe python -m trainers --epochs 300": "to be killed by hand; test_lost_ranks.py does it",
     "mpirun -n 3 --oversubscribe python -m trainers --epochs 300": "resumes what was killed; test_checkpoint.py too",
     "pip install": "installs",
@@ -103,7 +104,7 @@ VARIABLES = {
     "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
 }
 MODULE = re.compile(
-    r"python -m ((?:trainers|benchmarks|allreduce)[\w.]*(?: doctor| make| predict| export| serve)?)"
+    r"python -m ((?:trainers|benchmarks|allreduce)[\w.]*(?: doctor| make| search| predict| export| serve)?)"
     r"((?=[\s`])[^`\n|]*|$)"
 )
 OPTION = re.compile(r"(?<![\w-])--?[a-z][\w-]*")

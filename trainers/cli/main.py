@@ -28,14 +28,14 @@ from allreduce.transport.wait import waiting
 from trainers import datasets
 from trainers.cli import results, roles
 from trainers.cli.evaluator import EndSignal, Evaluator
-from trainers.cli.options import SERVERS, make_callbacks, make_trainer, parse
+from trainers.cli.options import SERVERS, make_callbacks, make_network, make_trainer, parse
 from trainers.datasets.shards import is_pattern
 from trainers.errors import ArgumentError, DivergedError, TrainerError
 from trainers.fit.checkpointing import Checkpoint
 from trainers.fit.shards import load_shards
 from trainers.recovery.terminating import Terminated, Terminating
 from trainers.replica import saved_columns
-from trainers.replicas.numpy.categories import load_network, network_of
+from trainers.replicas.numpy.categories import load_network
 from trainers.replicas.numpy.network import NumpyNetwork
 from trainers.trainer import Trainer
 from trainers.watching.logs import log_to, write_error
@@ -47,6 +47,7 @@ FAULTS = (DivergedError, RankLostError, RankLeftError, CollectiveTimeoutError, B
 COMMANDS = {  # the first argument -> the module whose `run` does it, imported when it is asked for
     "export": "trainers.cli.export",
     "predict": "trainers.cli.predict",
+    "search": "trainers.tuning.command",
     "serve": "trainers.many.serving",
 }
 FAILED, BAD_ARGUMENTS, INTERRUPTED = 1, 2, 130  # exit codes; a job that exits with 1 may be started again
@@ -215,15 +216,7 @@ def _network(job: Job, topology: Topology) -> NumpyNetwork:
             loss = network.config()["loss"]
             raise ArgumentError(f"--load {options.load}: its loss is {loss}; this program trains classifiers only")
         return network
-    return network_of(
-        data,
-        options.hidden,
-        activation=options.activation,
-        optimizer=options.optimizer,
-        lr=options.lr,
-        seed=options.seed,
-        device=options.device,
-    )
+    return make_network(options, data)
 
 
 # The training and the evaluator

@@ -28,7 +28,8 @@ from trainers.mirrored import MirroredTrainer
 from trainers.parameter_server import ParameterServerTrainer
 from trainers.recovery.recovery import ON_FAILURE
 from trainers.replica import Replica
-from trainers.replicas.numpy.network import ACTIVATIONS
+from trainers.replicas.numpy.categories import network_of
+from trainers.replicas.numpy.network import ACTIVATIONS, NumpyNetwork
 from trainers.replicas.numpy.optimizers import OPTIMIZERS
 from trainers.spare_replicas import SpareReplicasTrainer
 from trainers.strategies.servers.strategy import CHOICES as SERVER_CHOICES
@@ -105,6 +106,16 @@ def decay(text: str) -> float:
         value = 0.0
     if not 0 < value < 1:
         raise argparse.ArgumentTypeError(f"must be a number between 0 and 1, such as 0.999, got {text!r}")
+    return value
+
+
+def share(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 0 <= value < 1:
+        raise argparse.ArgumentTypeError(f"must be a number >= 0 and < 1, got {text!r}")
     return value
 
 
@@ -295,6 +306,8 @@ STRATEGIES = {
 }
 ASYNC = {"updates": ("async",)}
 LOCAL: dict[str, tuple[str, ...]] = {"sync_every": ()}
+DECAYS = ("momentum", "beta1", "beta2")  # of optimizers
+UNITS = 64  # of a hidden layer, if --layers is given alone
 RATES = PerData(0.002, 0.01, 0.001)  # of Adam
 OTHER_RATES = ", ".join(f"{name} {kind.default_lr}" for name, kind in OPTIMIZERS.items() if name != "adam")
 
@@ -477,11 +490,31 @@ OPTIONS: dict[str, tuple[Option, ...]] = {
             "hidden", "N,N,...", layer_sizes, default=PerData((64, 32), (10, 10), (128, 64)), common=True,
             help='sizes of the hidden layers, or "none"',
         ),
+        Option(
+            "layers", "N", integer(0), default_text="--hidden",
+            help=f"the number of hidden layers of one size, instead of --hidden; the size is --units, or {UNITS}",
+        ),
+        Option(
+            "units", "N", integer(1), default_text="--hidden",
+            help="the size of each hidden layer, instead of --hidden; their number is --layers, or 1",
+        ),
         Option("activation", choices=tuple(ACTIVATIONS), default="relu", help="the activation of the hidden layers"),
         Option("optimizer", choices=tuple(OPTIMIZERS), default="adam", help="the optimizer"),
         Option(
             "lr", "X", positive, default=RATES, default_text=f"{RATES}; {OTHER_RATES}", common=True,
             help="the learning rate",
+        ),
+        Option(
+            "momentum", "X", share, default_text="0.9", needs={"optimizer": ("momentum",)},
+            help="the share of the velocity that a step keeps",
+        ),
+        Option(
+            "beta1", "X", share, default_text="0.9", needs={"optimizer": ("adam",)},
+            help="the decay of Adam's mean of the gradients",
+        ),
+        Option(
+            "beta2", "X", share, default_text="0.999", needs={"optimizer": ("adam",)},
+            help="the decay of Adam's mean of their squares",
         ),
     ),
     "machine": (
@@ -640,6 +673,9 @@ def _check_values(options: argparse.Namespace) -> None:
     given = [each.flag for each in OPTIONS["network"] if getattr(options, each.name) is not None]
     if options.load and given:
         raise ArgumentError(f"--load takes the network and its optimizer from the file; leave out {', '.join(given)}")
+    sizes = [each for each in (options.layers, options.units) if each is not None]
+    if options.hidden is not None and sizes:
+        raise ArgumentError("--hidden gives the size of each hidden layer; leave it out, or --layers and --units")
 
 
 def strategy_options(options: argparse.Namespace) -> dict[str, Any]:
@@ -648,6 +684,22 @@ def strategy_options(options: argparse.Namespace) -> dict[str, Any]:
     if options.strategy == SERVERS and options.ranks_per_worker == 1:
         own.remove("allreduce")  # no ranks average gradients
     return {name: getattr(options, name) for name in ("strategy", *own)}
+
+
+def make_network(options: argparse.Namespace, data: datasets.Dataset | datasets.Shards) -> NumpyNetwork:
+    """Create the network that the options describe, for these data. Local."""
+    decays = {name: value for name in DECAYS if (value := getattr(options, name)) is not None}
+    hidden = options.hidden
+    if options.layers is not None or options.units is not None:
+        hidden = (options.units or UNITS,) * (1 if options.layers is None else options.layers)
+    return network_of(
+        data,
+        hidden,
+        activation=options.activation,
+        optimizer=OPTIMIZERS[options.optimizer](options.lr, **decays),
+        seed=options.seed,
+        device=options.device,
+    )
 
 
 def make_trainer(options: argparse.Namespace, replica: Replica, topology: Topology, servers: int) -> Trainer[Any]:

@@ -1,0 +1,71 @@
+"""python -m trainers search: what it writes, and the errors that come before anything starts."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import JobRunner, in_one_job
+from trainers.replicas.numpy.categories import load_network
+
+pytest.importorskip("optuna")
+
+TUNING = """
+goal: MAXIMIZE
+maxTrials: 3
+params:
+- {parameterName: lr, type: DOUBLE, minValue: 0.001, maxValue: 0.1, scaleType: UNIT_LOG_SCALE}
+- {parameterName: units, type: INTEGER, minValue: 2, maxValue: 9}
+- {parameterName: optimizer, type: CATEGORICAL, categoricalValues: [adam, momentum]}
+- {parameterName: momentum, type: DOUBLE, minValue: 0.5, maxValue: 0.99, scaleType: UNIT_REVERSE_LOG_SCALE}
+"""
+
+
+def test_the_best_model_and_the_trials_are_written(mpirun: JobRunner, tmp_path: Path) -> None:
+    (tmp_path / "tuning.yaml").write_text(TUNING)
+    files = ["--save", "best.npz", "--json", "s.json", "--html", "s.html", "--storage", "s.journal"]
+    options = ["--config", "tuning.yaml", "--data", "iris", "--epochs", "3"]
+    ended = mpirun(2, ["-m", "trainers", "search", *options, *files], cwd=tmp_path)
+    assert ended.returncode == 0, ended.stderr
+    result = json.loads((tmp_path / "s.json").read_text())
+    assert [each["number"] for each in result["trials"]] == [0, 1, 2]
+    assert {each["state"] for each in result["trials"]} <= {"COMPLETE", "PRUNED"}
+    best = result["trials"][result["best"]]
+    assert best["values"] == [max(each["values"][0] for each in result["trials"] if each["values"])]
+    network = load_network(str(tmp_path / "best.npz"))
+    assert network.sizes == [4, best["options"]["units"], 3]
+    assert network.optimizer.lr == pytest.approx(best["options"]["lr"])
+    assert ("momentum" in best["options"]) == (best["options"]["optimizer"] == "momentum")
+    assert 0.5 <= best["options"].get("momentum", 0.5) <= 0.99
+    page = (tmp_path / "s.html").read_text()
+    assert "Importance of the parameters" in page
+    assert 'src="http' not in page  # it needs no network
+    lines = ended.stdout.splitlines()
+    assert sum(line.startswith("trial ") for line in lines) == 3
+    assert any(line.startswith("test accuracy of the best model: ") for line in lines)
+    assert any("ranks idle" in line for line in lines)
+
+
+def test_errors_before_anything_starts(tmp_path: Path) -> None:
+    def lines(text: str, *given: str) -> tuple[str, list[str], str]:
+        number = len(list(tmp_path.glob("*.yaml")))
+        path = tmp_path / f"{number}.yaml"
+        path.write_text(text)
+        return "trainers.cli.main", ["search", "--config", str(path), "--data", "iris", *given], str(tmp_path)
+
+    cases = [
+        (lines(TUNING, "--ranks-per-trial", "3"), "a part of 3 ranks: this job has 2 ranks"),
+        (lines(TUNING + "maxParallelTrials: 3\n"), "3 trials at a time (maxParallelTrials) of 1 rank need 3 ranks"),
+        (lines(TUNING.replace("goal", "gaol")), "the key 'gaol' is unknown; did you mean goal?"),
+        (lines(TUNING.replace("0.001", "0")), "UNIT_LOG_SCALE needs a minValue > 0"),
+        (lines(TUNING.replace("maxValue: 9", "maxValue: 0")), "minValue 2 is larger than maxValue 0"),
+        (lines(TUNING, "--units", "3"), "--units is varied by --config; leave it out here"),
+        (lines(TUNING, "--trace", "t.json"), "--trace: a search does not take this option"),
+        (lines(TUNING, "--epoch", "3"), "--epoch"),
+        (lines(TUNING, "--storage", "none/journal"), "--storage none/journal: this can't be written"),
+        (lines(TUNING, "--epochs", "0"), "none of 3 trials is complete; the first reason: ArgumentError: --epochs 0"),
+    ]
+    outcomes = in_one_job(2, [line for line, _ in cases], tmp_path)
+    for (_, text), ranks in zip(cases, outcomes, strict=True):
+        assert [each["code"] for each in ranks] == [2, 2], ranks
+        assert text in ranks[0]["stderr"], ranks[0]["stderr"]

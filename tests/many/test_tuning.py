@@ -1,0 +1,172 @@
+"""The file that names the options to vary: what it may say, and the named error of each mistake."""
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from trainers.cli.options import BY_NAME, make_network, parse
+from trainers.datasets import load
+from trainers.errors import ArgumentError
+from trainers.tuning import config
+
+LR = {"parameterName": "lr", "type": "DOUBLE", "minValue": 1e-4, "maxValue": 0.1, "scaleType": "UNIT_LOG_SCALE"}
+GOOD: dict[str, Any] = {"goal": "MAXIMIZE", "maxTrials": 3, "params": [LR]}
+
+
+class Fixed:
+    """A trial that suggests the smallest value, or the largest."""
+
+    def __init__(self, largest: bool) -> None:
+        self._at = -1 if largest else 0
+        self.asked: dict[str, Any] = {}
+
+    def suggest_float(self, name: str, low: float, high: float, *, log: bool) -> float:
+        self.asked[name] = float, low, high, log
+        return (low, high)[self._at]
+
+    def suggest_int(self, name: str, low: int, high: int, *, log: bool) -> int:
+        self.asked[name] = int, low, high, log
+        return (low, high)[self._at]
+
+    def suggest_categorical(self, name: str, choices: tuple[Any, ...]) -> Any:
+        self.asked[name] = choices
+        return choices[self._at]
+
+
+def changed(**keys: Any) -> dict[str, Any]:
+    """The good file, with other keys; of its parameter too, if they are there. None removes a key."""
+    made = copy.deepcopy(GOOD)
+    for key, value in keys.items():
+        where = made["params"][0] if key in (*LR, "categoricalValues", "discreteValues", "stray") else made
+        where.pop(key, None)
+        where |= {} if value is None else {key: value}
+    return made
+
+
+def test_a_file_of_every_type_and_scale(tmp_path: Path) -> None:
+    path = tmp_path / "tuning.yaml"
+    path.write_text(
+        """
+trainingInput:
+  hyperparameters:
+    goal: MINIMIZE
+    maxTrials: 5
+    maxParallelTrials: 2
+    params:
+    - {parameterName: lr, type: DOUBLE, minValue: 1e-4, maxValue: 0.1, scaleType: UNIT_LOG_SCALE}
+    - {parameterName: batch-size, type: INTEGER, minValue: 10, maxValue: 100, scaleType: UNIT_LINEAR_SCALE}
+    - {parameterName: momentum, type: DOUBLE, minValue: 0.5, maxValue: 0.99, scaleType: UNIT_REVERSE_LOG_SCALE}
+    - {parameterName: optimizer, type: CATEGORICAL, categoricalValues: [adam, momentum]}
+    - {parameterName: units, type: DISCRETE, discreteValues: [8, 16]}
+    - {parameterName: exact, type: CATEGORICAL, categoricalValues: [false, true]}
+"""
+    )
+    found = config.load(str(path))
+    assert (found.direction, found.metric, found.trials, found.parallel) == ("minimize", "val_loss", 5, 2)
+    found.check(["--data", "iris"])
+    low, high = Fixed(False), Fixed(True)
+    text = ["--lr", "0.0001", "--batch-size", "10", "--optimizer", "adam", "--units", "8"]
+    assert found.suggest(low) == text  # type: ignore[arg-type]  # no --momentum, which adam has not
+    first = parse(found.suggest(high), shown=False)  # type: ignore[arg-type]
+    assert (first.lr, first.batch_size, first.optimizer, first.units, first.exact) == (0.1, 100, "momentum", 16, True)
+    assert first.momentum == 0.5  # the scale is reversed
+    assert high.asked["momentum, reversed"] == (float, 0.5, 0.99, True)
+    assert high.asked["batch_size"] == (int, 10, 100, False)
+    assert low.asked["lr"] == (float, 1e-4, 0.1, True)
+
+
+@pytest.mark.parametrize(
+    ("content", "text"),
+    [
+        ([], r"the file must be a mapping with goal"),
+        (changed(maxTrails=3), r"the key 'maxTrails' is unknown; did you mean maxTrials\?"),
+        (changed(stray=1), r"parameter lr: the key 'stray' is unknown"),
+        (changed(goal="maximum"), r"goal must be one of MAXIMIZE, MINIMIZE, got 'maximum'"),
+        (changed(hyperparameterMetricTag="auc"), r"hyperparameterMetricTag must be one of val_accuracy"),
+        (changed(maxTrials=0), r"maxTrials must be an integer of at least 1, got 0"),
+        (changed(maxParallelTrials=True), r"maxParallelTrials must be an integer of at least 1, got True"),
+        (changed(params=[]), r"params must be a list of parameters, got \[\]"),
+        (changed(params=[LR, LR]), r"lr is there twice"),
+        (changed(parameterName="learning_rate"), r"parameterName 'learning_rate' is no option"),
+        (changed(parameterName="bach_size"), r"did you mean batch-size\?"),
+        (changed(parameterName="save"), r"a search does not vary --save"),
+        (changed(parameterName="data"), r"a search does not vary --data"),
+        (changed(type="FLOAT"), r"parameter lr: type must be one of INTEGER, DOUBLE, CATEGORICAL, DISCRETE"),
+        (changed(minValue=0), r"UNIT_LOG_SCALE needs a minValue > 0, got 0"),
+        (changed(minValue=-1, scaleType="UNIT_REVERSE_LOG_SCALE"), r"UNIT_REVERSE_LOG_SCALE needs a minValue > 0"),
+        (changed(scaleType="LOG"), r"scaleType must be one of UNIT_LINEAR_SCALE"),
+        (changed(minValue=0.5), r"minValue 0.5 is larger than maxValue 0.1"),
+        (changed(minValue=None), r"minValue and maxValue must be numbers, got None and 0.1"),
+        (changed(maxValue=float("inf")), r"minValue and maxValue must be numbers"),
+        (changed(type="INTEGER"), r"of an INTEGER must be integers, got 0.0001 and 0.1"),
+        (changed(type="CATEGORICAL"), r"scaleType has no effect on CATEGORICAL"),
+        (changed(type="DISCRETE", scaleType=None), r"the key 'minValue' is unknown"),
+        (changed(enableTrialEarlyStopping="no"), r"enableTrialEarlyStopping must be true or false"),
+    ],
+)
+def test_a_mistake_has_a_named_error(content: Any, text: str) -> None:
+    with pytest.raises(ArgumentError, match=text):
+        config.read(content)
+
+
+@pytest.mark.parametrize("values", [[], [[1]], ["a", "a"], None])
+def test_values_are_different_texts_or_numbers(values: Any) -> None:
+    content = {"parameterName": "lr", "type": "CATEGORICAL", "categoricalValues": values}
+    with pytest.raises(ArgumentError, match="parameter lr: categoricalValues must be"):
+        config.read({**GOOD, "params": [content]})
+
+
+@pytest.mark.parametrize(
+    ("parameter", "base", "text"),
+    [
+        ({"parameterName": "momentum", "type": "DOUBLE", "minValue": 0.1, "maxValue": 1}, [], "--momentum"),
+        ({"parameterName": "batch_size", "type": "INTEGER", "minValue": 0, "maxValue": 9}, [], "0 can't be used"),
+        (
+            {"parameterName": "units", "type": "INTEGER", "minValue": 1, "maxValue": 9},
+            ["--hidden", "3"],
+            "--hidden gives",
+        ),
+        ({"parameterName": "lr", "type": "DISCRETE", "discreteValues": [0.1, -1]}, [], "-1 can't be used"),
+    ],
+)
+def test_the_options_take_the_whole_range(parameter: dict[str, Any], base: list[str], text: str) -> None:
+    with pytest.raises(ArgumentError, match=text):
+        config.read({**GOOD, "params": [parameter]}).check(base)
+
+
+@pytest.mark.parametrize("content", ["goal: [", "\x00", "a: &a [*a]", "- 1"])
+def test_a_file_of_other_content(tmp_path: Path, content: str) -> None:
+    path = tmp_path / "tuning.yaml"
+    path.write_text(content)
+    with pytest.raises(ArgumentError, match="--config"):
+        config.load(str(path))
+    with pytest.raises(ArgumentError, match="can't be read"):
+        config.load(str(tmp_path / "none.yaml"))
+
+
+def test_options_for_the_network_that_people_tune() -> None:
+    iris = load("iris")
+
+    def made(text: str) -> Any:
+        return make_network(parse(["--data", "iris", *text.split()], shown=False), iris)
+
+    assert made("--layers 3 --units 5").sizes == [4, 5, 5, 5, 3]
+    assert made("--layers 2").sizes == [4, 64, 64, 3]
+    assert made("--units 7").sizes == [4, 7, 3]
+    assert made("--layers 0").sizes == [4, 3]
+    assert made("").sizes == [4, 10, 10, 3]
+    assert made("--optimizer momentum --momentum 0.5").optimizer.config() == {"lr": 0.05, "momentum": 0.5}
+    decays = made("--beta1 0.8 --beta2 0.99").optimizer.config()
+    assert (decays["lr"], decays["beta1"], decays["beta2"]) == (0.01, 0.8, 0.99)
+    for text, error in (
+        ("--hidden 3 --layers 2", "--hidden gives"),
+        ("--momentum 0.5", "has no effect with --optimizer adam|needs --optimizer momentum"),
+        ("--beta1 0.5 --optimizer sgd", "has no effect with --optimizer sgd"),
+        ("--beta1 1", "must be a number >= 0 and < 1"),
+        ("--layers 2 --load model.npz", "leave out --layers"),
+    ):
+        with pytest.raises(ArgumentError, match=error):
+            parse(["--data", "iris", *text.split()], shown=False)
+    assert {"momentum", "layers", "units", "beta1", "beta2"} <= set(BY_NAME)

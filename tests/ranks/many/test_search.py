@@ -1,0 +1,147 @@
+"""search on the ranks of a job: suggestions, pruning, failures, and what parts do with ranks that are left over."""
+
+import zlib
+from pathlib import Path
+from typing import Any
+
+import pytest
+from mpi4py import MPI
+
+import allreduce
+from allreduce.transport.control import all_values
+from tests.ranks.together import raised_everywhere
+from trainers.errors import ArgumentError
+
+optuna = pytest.importorskip("optuna")
+
+from trainers.many.search import SearchResult, search  # noqa: E402
+from trainers.many.study import Claim  # noqa: E402
+from trainers.many.trial import Trial  # noqa: E402
+
+RANK, SIZE = MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size
+PART = min(2, SIZE)
+
+
+def states(result: SearchResult) -> list[str]:
+    return [each.state for each in result.trials]
+
+
+def quadratic(trial: Trial, topology: allreduce.Topology) -> float:
+    x = trial.suggest_float("x", -10, 10)
+    choice = trial.suggest_categorical("choice", [True, 1, None, "a"])
+    own = [x, trial.suggest_int("k", 1, 1000, log=True), trial.number, repr(choice)]
+    assert all_values(topology.world, own, "compare") == [own] * topology.size
+    return (x - 2) ** 2
+
+
+def test_all_ranks_of_a_part_get_the_same(flat: allreduce.Topology, world: MPI.Intracomm, folder: Path) -> None:
+    seen: list[int] = []
+    result = search(quadratic, 5, flat, PART, storage=str(folder), told=lambda trial: seen.append(trial.number))
+    assert states(result) == ["COMPLETE"] * 5, result.trials
+    assert [each.number for each in result.trials] == list(range(5))
+    assert sorted(number for own in world.allgather(seen) for number in own) == list(range(5))
+    assert {rank for each in result.trials for rank in each.ranks} <= set(range(SIZE))
+    assert min(len(each.ranks) for each in result.trials) >= PART
+    assert result.best is not None
+    assert result.best_value == min(each.values[0] for each in result.trials if each.values)
+    assert set(world.allgather(zlib.crc32(repr(result.trials).encode()))) == {zlib.crc32(repr(result.trials).encode())}
+    more = search(quadratic, 6, flat, PART, storage=str(folder))  # goes on
+    assert more.trials[:5] == result.trials
+    assert len(more.trials) == 6
+    with pytest.raises(ArgumentError, match="its trials minimize, and this search is to maximize"):
+        search(quadratic, 7, flat, directions="maximize", storage=str(folder))
+
+
+def test_one_part_is_repeatable(flat: allreduce.Topology) -> None:
+    def params(trials: int, **options: Any) -> list[dict[str, Any]]:
+        return [each.params for each in search(quadratic, trials, flat, SIZE, **options).trials]
+
+    first = params(4, seed=3)
+    assert params(4, seed=3) == first
+    assert params(1, seed=4) != first[:1]
+
+
+def test_objectives_that_fail_or_prune(flat: allreduce.Topology) -> None:
+    """In a job of one rank, the rank is the odd one and the others."""
+    ends: dict[str, list[str]] = {}
+
+    def objective(trial: Trial, topology: allreduce.Topology) -> Any:
+        last = topology.rank == topology.size - 1
+        kind = trial.suggest_categorical("kind", KINDS)
+        if kind == "raises" and last:
+            raise KeyError("odd one")
+        if kind == "raises while the others wait":
+            if last:
+                raise KeyError("odd one")
+            topology.agree([1], "the others")
+        if kind == "prunes":
+            trial.report(1.0, 0)
+            trial.should_prune()
+            raise optuna.TrialPruned
+        if kind == "suggests on one rank" and last:
+            trial.suggest_float("x", 0, 1)
+        if kind == "bad range":
+            trial.suggest_float("x", 1, 0)
+        return {"nan": float("nan"), "text": "much", "two": (1.0, 2.0)}.get(kind, 1.0)
+
+    def told(trial: Any) -> None:
+        ends.setdefault(trial.params["kind"], []).append(f"{trial.state}: {trial.reason}")
+
+    sampler = optuna.samplers.GridSampler({"kind": KINDS}, seed=1)
+    result = search(objective, 2 * len(KINDS), flat, SIZE, sampler=sampler, told=told)
+    assert len(result.trials) == len(KINDS)  # the grid has no more
+    for each in result.trials:
+        state, reason = {**KINDS, **(ALONE if SIZE == 1 else {})}[each.params["kind"]]
+        assert each.state == state, each
+        assert reason in (each.reason or ""), each
+    assert len({each.params["kind"] for each in result.trials}) == len(KINDS)
+
+
+KINDS = {
+    "fine": ("COMPLETE", ""),
+    "raises": ("FAIL", f"rank {SIZE - 1}: KeyError: 'odd one'"),
+    "raises while the others wait": ("FAIL", f"rank {SIZE - 1}: KeyError: 'odd one'"),
+    "prunes": ("PRUNED", ""),
+    "suggests on one rank": ("FAIL", "DisagreementError"),
+    "bad range": ("FAIL", "ValueError"),
+    "nan": ("FAIL", "ArgumentError: the objective returned nan"),
+    "text": ("FAIL", "ArgumentError: the objective must return numbers, got 'much'"),
+    "two": ("FAIL", "expected 1 numbers"),
+}
+ALONE = {
+    "raises": ("FAIL", "KeyError: 'odd one'"),
+    "raises while the others wait": ("FAIL", "KeyError: 'odd one'"),
+    "suggests on one rank": ("FAIL", "not found in the given grid"),
+}
+
+
+def test_several_values(flat: allreduce.Topology) -> None:
+    def pair(trial: Trial, topology: allreduce.Topology) -> tuple[float, float]:
+        x = trial.suggest_float("x", 0, 1)
+        return x, 1 - x
+
+    result = search(pair, 4, flat, directions=("minimize", "maximize"), sampler=optuna.samplers.RandomSampler(seed=1))
+    assert len(result.front) >= 1
+    assert all(len(each.values or ()) == 2 for each in result.front)
+
+
+def test_bad_arguments(flat: allreduce.Topology, world: MPI.Intracomm, folder: Path) -> None:
+    def error(**options: Any) -> str:
+        given = {"trials": 1, **options}
+        return raised_everywhere(world, ArgumentError, lambda: search(quadratic, topology=flat, **given))
+
+    assert "trials=0" in error(trials=0)
+    assert "directions=('up',)" in error(directions="up")
+    assert f"a part of {SIZE + 1} ranks" in error(ranks_per_trial=SIZE + 1)
+    assert "seed=-1" in error(seed=-1)
+    missing = str(folder / "none" / "journal")
+    assert "can't be used: No such file" in error(storage=missing)
+    path = str(folder)
+    if RANK == 0:
+        folder.write_text("something else\n")
+    assert "is no journal of a search" in error(storage=path)
+    claim = Claim(path, first=True) if RANK == 0 else None
+    world.Barrier()
+    assert "another job searches with this file" in error(storage=path)
+    if claim is not None:
+        claim.close()

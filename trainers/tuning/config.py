@@ -1,0 +1,297 @@
+"""Tuning: which options of `python -m trainers` a search varies, from a YAML file in the format of black-box tuners.
+
+    goal: MAXIMIZE
+    hyperparameterMetricTag: val_accuracy
+    maxTrials: 30
+    maxParallelTrials: 2
+    params:
+    - {parameterName: lr, type: DOUBLE, minValue: 0.0001, maxValue: 0.1, scaleType: UNIT_LOG_SCALE}
+    - {parameterName: optimizer, type: CATEGORICAL, categoricalValues: [adam, momentum]}
+
+The keys are those of AI Platform's HyperparameterSpec; its file, with `trainingInput: hyperparameters:` around them,
+is read too.
+"""
+
+import difflib
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from trainers.cli.options import BY_NAME, Option, parse
+from trainers.errors import ArgumentError
+from trainers.many.trial import Trial
+
+GOALS = {"MAXIMIZE": "maximize", "MINIMIZE": "minimize"}
+METRICS = ("val_accuracy", "val_loss", "accuracy", "loss")  # of an epoch
+METRIC_OF = {"MAXIMIZE": "val_accuracy", "MINIMIZE": "val_loss"}
+LINEAR, LOG, REVERSE_LOG = "UNIT_LINEAR_SCALE", "UNIT_LOG_SCALE", "UNIT_REVERSE_LOG_SCALE"
+SCALES = (LINEAR, LOG, REVERSE_LOG)
+NUMBERS = ("INTEGER", "DOUBLE")
+KEYS = ("goal", "hyperparameterMetricTag", "maxTrials", "maxParallelTrials", "enableTrialEarlyStopping", "params")
+COMMON_KEYS = ("parameterName", "type")
+KEYS_OF = {
+    "INTEGER": ("minValue", "maxValue", "scaleType"),
+    "DOUBLE": ("minValue", "maxValue", "scaleType"),
+    "CATEGORICAL": ("categoricalValues",),
+    "DISCRETE": ("discreteValues",),
+}
+TRIALS = 10  # if there is no maxTrials
+LARGEST_INTEGER = 1 << 53  # in the file, larger ones may not be exact
+OF_THE_SEARCH = (  # options that a search has itself, or that write the same file in each trial
+    "save", "load", "json", "checkpoint", "checkpoint_every", "resume", "other_data", "trace", "tensorboard",
+    "prometheus", "log_dir", "csv", "chief", "evaluator", "evaluations", "on_failure", "standby",
+)  # fmt: skip
+OF_THE_DATA = ("data", "label", "ignore", "categories")  # the same in all trials, which are compared
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """An option that the search varies. low, high: of numbers. choices: of the other types."""
+
+    name: str
+    type: str
+    low: float = 0
+    high: float = 0
+    scale: str = LINEAR
+    choices: tuple[Any, ...] = ()
+
+    @property
+    def extremes(self) -> tuple[Any, ...]:
+        """The values that show whether the option takes the whole range."""
+        return self.choices or (self.low, self.high)
+
+    def suggest(self, trial: Trial) -> Any:
+        """Return a value for this trial. Collective over the trial's ranks."""
+        if self.choices:
+            return trial.suggest_categorical(self.name, self.choices)
+        suggest = trial.suggest_int if self.type == "INTEGER" else trial.suggest_float
+        low: Any = self.low
+        high: Any = self.high
+        return self.value(suggest(self._name_in_study, low, high, log=self.scale != LINEAR))
+
+    @property
+    def _name_in_study(self) -> str:
+        return f"{self.name}, reversed" if self.scale == REVERSE_LOG else self.name
+
+    def value(self, suggested: Any) -> Any:
+        """Return the option's value for the value in the study: a reversed scale is a logarithmic one, mirrored."""
+        if self.scale != REVERSE_LOG:
+            return suggested
+        return min(self.high, max(self.low, self.low + self.high - suggested))
+
+    def found(self, params: Mapping[str, Any]) -> Any:
+        """Return the option's value in the parameters of a trial; None if it failed before."""
+        suggested = params.get(self._name_in_study)
+        return None if suggested is None else self.value(suggested)
+
+
+@dataclass(frozen=True)
+class Tuning:
+    """What a search does. metric: of an epoch. parallel: the largest number of trials at a time, or None."""
+
+    goal: str
+    metric: str
+    trials: int
+    parallel: int | None
+    prunes: bool
+    parameters: tuple[Parameter, ...]
+
+    @property
+    def direction(self) -> str:
+        return GOALS[self.goal]
+
+    def arguments(self, values: Mapping[str, Any]) -> list[str]:
+        """Return the command line's arguments of some values of parameters."""
+        found: list[str] = []
+        for name, value in values.items():
+            option = BY_NAME[name]
+            if option.metavar or option.choices:
+                found += [option.flag, text_of(value)]
+            elif value:
+                found.append(option.flag)
+        return found
+
+    def suggest(self, trial: Trial) -> list[str]:
+        """Return the arguments of a trial. Collective over the trial's ranks.
+
+        A parameter that has no effect with the values of others (--momentum with --optimizer adam) is left out.
+        """
+        values: dict[str, Any] = {}
+        for each in sorted(self.parameters, key=lambda each: bool(self._needs(each))):
+            if self._applies(each, values):
+                values[each.name] = each.suggest(trial)
+        return self.arguments(values)
+
+    def _needs(self, parameter: Parameter) -> dict[str, tuple[str, ...]]:
+        """Return the other parameters on whose values this one depends, and these values."""
+        option, varied = BY_NAME[parameter.name], {each.name for each in self.parameters}
+        needs = {**option.needs, **({"strategy": option.strategies} if option.strategies else {})}
+        return {name: values for name, values in needs.items() if name in varied and values}
+
+    def _applies(self, parameter: Parameter, values: Mapping[str, Any]) -> bool:
+        return all(str(values.get(name)) in allowed for name, allowed in self._needs(parameter).items())
+
+    def check(self, base: Sequence[str]) -> None:
+        """Raise ArgumentError if an option does not take the values of its parameter. base: arguments of all trials."""
+        usual = {each.name: each.extremes[0] for each in self.parameters}
+        for parameter in self.parameters:
+            needed = {
+                name: next((each for each in self._choices(name) if str(each) in allowed), allowed[0])
+                for name, allowed in self._needs(parameter).items()
+            }
+            for value in parameter.extremes:
+                values = usual | needed | {parameter.name: value}
+                values = {each.name: values[each.name] for each in self.parameters if self._applies(each, values)}
+                try:
+                    parse([*base, *self.arguments(values)], shown=False)
+                except ArgumentError as error:
+                    raise ArgumentError(f"parameter {parameter.name}: {value!r} can't be used: {error}") from error
+
+    def _choices(self, name: str) -> tuple[Any, ...]:
+        return next(each.choices for each in self.parameters if each.name == name)
+
+
+def text_of(value: Any) -> str:
+    """Return a value as it is written on the command line: numbers with all their digits."""
+    return repr(value) if isinstance(value, float) else str(value)
+
+
+def load(path: str) -> Tuning:
+    """Read a YAML file. Raises ArgumentError, which names the key."""
+    try:
+        import yaml
+    except ImportError as error:
+        raise ArgumentError(f'--config needs pyyaml ({error}): pip install ".[search]" in the checkout') from error
+    try:
+        with open(path, encoding="utf-8") as file:
+            content = yaml.safe_load(file)
+    except OSError as error:
+        raise ArgumentError(f"--config {path} can't be read: {error.strerror or error}") from error
+    except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
+        raise ArgumentError(f"--config {path} is no YAML file: {error}") from error
+    try:
+        return read(content)
+    except ArgumentError as error:
+        raise ArgumentError(f"--config {path}: {error}") from error
+
+
+def read(content: Any) -> Tuning:
+    """Return the Tuning that the content of a YAML file describes. Raises ArgumentError."""
+    if isinstance(content, dict) and set(content) == {"trainingInput"}:
+        content = content["trainingInput"]
+        if isinstance(content, dict) and "hyperparameters" in content:
+            content = content["hyperparameters"]
+    _check_keys("the file", content, KEYS)
+    goal = _one_of("goal", content.get("goal"), tuple(GOALS))
+    metric = _one_of("hyperparameterMetricTag", content.get("hyperparameterMetricTag", METRIC_OF[goal]), METRICS)
+    prunes = content.get("enableTrialEarlyStopping", True)
+    if not isinstance(prunes, bool):
+        raise ArgumentError(f"enableTrialEarlyStopping must be true or false, got {prunes!r}")
+    parallel = content.get("maxParallelTrials")
+    params = content.get("params")
+    if not isinstance(params, list) or not params:
+        raise ArgumentError(f"params must be a list of parameters, got {params!r}")
+    parameters = tuple(_parameter(number, each) for number, each in enumerate(params, 1))
+    names = [each.name for each in parameters]
+    if twice := sorted({name for name in names if names.count(name) > 1}):
+        raise ArgumentError(f"params: {', '.join(twice)} is there twice")
+    trials = _positive("maxTrials", content.get("maxTrials", TRIALS))
+    most = None if parallel is None else _positive("maxParallelTrials", parallel)
+    return Tuning(goal, metric, trials, most, prunes, parameters)
+
+
+def _parameter(number: int, content: Any) -> Parameter:
+    where = f"parameter {number}"
+    if not isinstance(content, dict):
+        raise ArgumentError(f"{where} must be a mapping with parameterName and type, got {content!r}")
+    option = _option(where, content.get("parameterName"))
+    where = f"parameter {option.name}"
+    kind = _one_of(f"{where}: type", content.get("type"), tuple(KEYS_OF))
+    if content.get("scaleType") is not None and kind not in NUMBERS:
+        raise ArgumentError(f"{where}: scaleType has no effect on {kind}; leave it out")
+    _check_keys(
+        where, {key: value for key, value in content.items() if value is not None}, (*COMMON_KEYS, *KEYS_OF[kind])
+    )
+    if kind in NUMBERS:
+        return _range(where, option.name, kind, content)
+    key = KEYS_OF[kind][0]
+    values = content.get(key)
+    if not isinstance(values, list) or not values:
+        raise ArgumentError(f"{where}: {key} must be a list of values, got {values!r}")
+    if kind == "DISCRETE" and not all(_is_number(value) for value in values):
+        raise ArgumentError(f"{where}: discreteValues must be numbers, got {values!r}")
+    if not all(isinstance(value, str | int | float) for value in values) or len({str(each) for each in values}) < len(
+        values
+    ):
+        raise ArgumentError(f"{where}: {key} must be different texts or numbers, got {values!r}")
+    if not (option.metavar or option.choices):
+        return Parameter(option.name, kind, choices=tuple(_flag(where, value) for value in values))
+    return Parameter(option.name, kind, choices=tuple(values))
+
+
+def _option(where: str, name: Any) -> Option:
+    """Return the option of a parameter. Raises ArgumentError if there is none, or a search can't vary it."""
+    found = BY_NAME.get(name.lstrip("-").replace("-", "_")) if isinstance(name, str) else None
+    if found is None:
+        names = [each.replace("_", "-") for each in BY_NAME]
+        near = difflib.get_close_matches(str(name), names, n=1)
+        hint = f"; did you mean {near[0]}?" if near else ""
+        raise ArgumentError(f"{where}: parameterName {name!r} is no option of python -m trainers{hint}")
+    if found.name in (*OF_THE_SEARCH, *OF_THE_DATA):
+        raise ArgumentError(f"{where}: a search does not vary {found.flag}")
+    return found
+
+
+def _range(where: str, name: str, kind: str, content: Mapping[str, Any]) -> Parameter:
+    low, high = content.get("minValue"), content.get("maxValue")
+    scale = _one_of(f"{where}: scaleType", content.get("scaleType") or LINEAR, SCALES)
+    if low is None or high is None or not (_is_number(low) and _is_number(high)):
+        raise ArgumentError(f"{where}: minValue and maxValue must be numbers, got {low!r} and {high!r}")
+    low, high = float(low), float(high)
+    if kind == "INTEGER":
+        if not (low.is_integer() and high.is_integer() and max(abs(low), abs(high)) < LARGEST_INTEGER):
+            raise ArgumentError(f"{where}: minValue and maxValue of an INTEGER must be integers, got {low} and {high}")
+        low, high = int(low), int(high)
+    if low > high:
+        raise ArgumentError(f"{where}: minValue {low} is larger than maxValue {high}")
+    if scale != LINEAR and low <= 0:
+        raise ArgumentError(f"{where}: {scale} needs a minValue > 0, got {low}")
+    return Parameter(name, kind, low, high, scale)
+
+
+def _flag(where: str, value: Any) -> bool:
+    if str(value).lower() not in ("true", "false"):
+        raise ArgumentError(f"{where}: this option is given or not: its values are true and false, got {value!r}")
+    return str(value).lower() == "true"
+
+
+def _is_number(value: Any) -> bool:
+    if isinstance(value, str):  # AI Platform's examples quote numbers, and YAML reads 1e-3 as a text
+        try:
+            value = float(value)
+        except ValueError:
+            return False
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def _check_keys(where: str, content: Any, known: Sequence[str]) -> None:
+    if not isinstance(content, dict):
+        raise ArgumentError(f"{where} must be a mapping with {', '.join(known)}, got {content!r}")
+    for key in content:
+        if key not in known:
+            near = difflib.get_close_matches(str(key), known, n=1)
+            hint = f"; did you mean {near[0]}?" if near else f"; use {', '.join(known)}"
+            raise ArgumentError(f"{where}: the key {key!r} is unknown{hint}")
+
+
+def _one_of(what: str, value: Any, known: Sequence[str]) -> str:
+    if value not in known:
+        raise ArgumentError(f"{what} must be one of {', '.join(known)}, got {value!r}")
+    return str(value)
+
+
+def _positive(what: str, value: Any) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ArgumentError(f"{what} must be an integer of at least 1, got {value!r}")
+    return value
