@@ -73,7 +73,7 @@ from trainers.watching.progress import Progress
 log = logging.getLogger("trainers")
 
 BATCH_SIZE = 100  # rows of a global batch, by default
-KEPT_ROWS = 32  # of a fit, for an export
+KEPT_ROWS, KEPT_BYTES = 32, 1 << 24  # at most, of the rows of a fit, for an export
 NO_WORKERS = Reading()
 TrainerT = TypeVar("TrainerT", bound="Trainer[Any]")
 StrategyT = TypeVar("StrategyT", bound=Strategy)
@@ -665,7 +665,9 @@ class Trainer(Generic[StrategyT]):
 
     def _keep_rows(self, x: Tree) -> None:
         """Keep copies of the first rows of a fit, on which an export is checked. Local."""
-        self._rows = mapped(lambda array: np.array(array[:KEPT_ROWS]), x)
+        row = max(1, sum(array.nbytes for array in leaves(x)) // max(1, row_count(x)))
+        kept = min(KEPT_ROWS, max(1, KEPT_BYTES // row))
+        self._rows = mapped(lambda array: np.array(array[:kept]), x)
 
     def _check_equal(self, call: str) -> None:
         """Raise DisagreementError on all ranks if their parameters differ. Collective."""
