@@ -4,8 +4,11 @@ import argparse
 import contextlib
 import http.client
 import json
+import os
 import shutil
+import signal
 import socket
+import time
 from pathlib import Path
 
 import numpy as np
@@ -15,6 +18,7 @@ from benchmarks import serving
 from tests import launch
 from tests.conftest import in_one_job
 from tests.many.fuzz_requests import run
+from trainers.many.web import listen
 from trainers.replicas.numpy.network import NumpyNetwork
 
 INPUTS, SEED = 240, 7
@@ -38,13 +42,13 @@ def test_a_rank_is_killed_and_a_version_replaced(tmp_path: Path) -> None:
 
 @pytest.mark.jobs
 @pytest.mark.usefixtures("_environment")
-def test_canary_overload_and_other_models(tmp_path: Path) -> None:
+def test_canary_other_models_and_a_stopped_rank(tmp_path: Path) -> None:
     folder = tmp_path / "models"
     for number in (1, 2):
         (folder / f"{number:04}").mkdir(parents=True)
         NumpyNetwork([4, 3], seed=number).save(str(folder / f"{number:04}" / "m.npz"))
     NumpyNetwork([5, 3]).save(str(tmp_path / "wide.npz"))
-    given = ["--model", str(folder), "--canary", "0002=0.25", "--poll-seconds", "0.05", "--max-queue", "4"]
+    given = ["--model", str(folder), "--canary", "0002=0.25", "--poll-seconds", "0.05", "--answer-seconds", "0.3"]
     x = np.ones((1, 4), np.float32)
     answers = [NumpyNetwork([4, 3], seed=number).predict(x)[0] for number in (1, 2)]
 
@@ -65,8 +69,32 @@ def test_canary_overload_and_other_models(tmp_path: Path) -> None:
         shutil.rmtree(folder / "0002")
         job.wait_for({3: "END", 1: "AVAILABLE"})
         assert _ask(connection, "", x.tolist())[0] == 200
+        replacing = NumpyNetwork([4, 3], seed=5)  # in the place of the first one: no rank answers by that again
+        replacing.save(str(folder / "0001" / "m.npz"))
+        while not _is_answer(_ask(connection, "", x.tolist()), replacing.predict(x)):
+            time.sleep(0.02)
+        answers = [_ask(connection, "", x.tolist()) for _ in range(20)]
+        assert all(_is_answer(each, replacing.predict(x)) for each in answers)
+        _check_a_stopped_rank(job, connection, x)
     assert job.code == 0, job.text()
     assert "answered" in job.text()
+
+
+def _is_answer(given: tuple[int, dict], wanted: np.ndarray) -> bool:
+    return given[0] == 200 and np.allclose(given[1]["predictions"], wanted, atol=1e-5)
+
+
+def _check_a_stopped_rank(job: serving.Job, connection: http.client.HTTPConnection, x: np.ndarray) -> None:
+    """Its batch is dealt once more; it gets no other until it has answered."""
+    stopped = job.ranks()[1]
+    os.kill(stopped, signal.SIGSTOP)
+    try:
+        assert [_ask(connection, "", x.tolist())[0] for _ in range(5)] == [200] * 5
+    finally:
+        os.kill(stopped, signal.SIGCONT)
+    while "has not answered" not in job.text():
+        time.sleep(0.02)
+    assert job.text().count("has not answered") == 1
 
 
 def _connection(job: serving.Job) -> http.client.HTTPConnection:
@@ -105,6 +133,12 @@ def test_errors_at_the_start(tmp_path: Path) -> None:
     for (given, text), ranks in zip(cases, found, strict=True):
         assert [rank["code"] for rank in ranks] == [2, 2], (given, ranks)
         assert text in ranks[0]["stderr"], (given, ranks)
+
+
+def test_answers_leave_at_once() -> None:
+    """asyncio sets TCP_NODELAY for sockets of this protocol alone; without it an answer waits for 40 ms."""
+    with listen("127.0.0.1", 0) as listener:
+        assert listener.proto == socket.IPPROTO_TCP
 
 
 def test_hostile_requests() -> None:

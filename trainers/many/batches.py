@@ -14,6 +14,7 @@ import numpy as np
 from trainers.many.versions import Version
 from trainers.many.web import RefusedError
 
+Key = tuple[int, str, tuple[int, ...]]
 TRIES = 2  # of a request, on different ranks
 
 
@@ -28,9 +29,9 @@ class Request:
     since: float = field(default_factory=time.monotonic)
 
     @property
-    def key(self) -> tuple[int, tuple[int, ...]]:
+    def key(self) -> Key:
         """Requests with equal keys fit in one batch."""
-        return self.version.number, self.rows.shape[1:]
+        return self.version.number, self.version.digest, self.rows.shape[1:]
 
     def answer(self, outputs: np.ndarray) -> None:
         with suppress(InvalidStateError):  # the client has not waited as long
@@ -85,7 +86,7 @@ class Waiting:
 
     def __init__(self, most_rows: int, max_batch: int, seconds: float, wake: Callable[[], object]) -> None:
         self._most, self._max_batch, self._seconds, self._wake = most_rows, max_batch, seconds, wake
-        self._queues: dict[tuple[int, tuple[int, ...]], deque[Request]] = {}
+        self._queues: dict[Key, deque[Request]] = {}
         self._again: deque[Request] = deque()  # requests that were dealt before; each is a batch
         self._lock = threading.Lock()
         self.rows = 0
@@ -111,12 +112,8 @@ class Waiting:
     def has(self, version: int) -> bool:
         """Whether a request of a version waits."""
         with self._lock:
-            queued = any(number == version for number, _ in self._queues)
+            queued = any(number == version for number, *_ in self._queues)
             return queued or any(request.version.number == version for request in self._again)
-
-    def due(self, now: float, at_once: bool = False) -> bool:
-        """Whether a batch is full, or has waited long enough."""
-        return self._next(now, at_once, None) is not None
 
     def take(self, now: float, fits: Callable[[Request], bool], at_once: bool = False) -> Batch | None:
         """Return the next batch that is full or has waited long enough; None if there is none. fits: whether the rank
@@ -130,15 +127,14 @@ class Waiting:
             key = self._next(now, at_once, fits)
             return None if key is None else self._filled(key)
 
-    def _next(
-        self, now: float, at_once: bool, fits: Callable[[Request], bool] | None
-    ) -> tuple[int, tuple[int, ...]] | None:
+    def _next(self, now: float, at_once: bool, fits: Callable[[Request], bool]) -> Key | None:
         """Return the key of the oldest batch that is due."""
-        best, since = None, math.inf
+        best: Key | None = None
+        since = math.inf
         for key, queue in list(self._queues.items()):
             head = queue[0]
             due = at_once or now - head.since >= self._seconds or self._is_full(queue)
-            if due and head.since <= since and (fits is None or fits(head)):
+            if due and head.since <= since and fits(head):
                 best, since = key, head.since
         return best
 
@@ -150,7 +146,7 @@ class Waiting:
                 return True
         return False
 
-    def _filled(self, key: tuple[int, tuple[int, ...]]) -> Batch:
+    def _filled(self, key: Key) -> Batch:
         queue, rows = self._queues[key], 0
         requests: list[Request] = []
         while queue and (not requests or rows + len(queue[0].rows) <= self._max_batch):

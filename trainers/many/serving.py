@@ -8,7 +8,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -286,19 +286,26 @@ class Local:
             self._wake()
 
 
-class Peer:
-    """Another rank, as rank 0 sees it. has: the versions that it has loaded. work: what it does not have answered:
-    sequence number -> a batch, or (LOAD or UNLOAD, version)."""
+Work = Batch | tuple[str, int, str]
 
-    def __init__(self, rank: int, has: set[int]) -> None:
+
+class Peer:
+    """Another rank, as rank 0 sees it. has: the versions that it has loaded, with the digests of their files. work:
+    what it has not answered: sequence number -> a batch, or (LOAD or UNLOAD, version, digest)."""
+
+    def __init__(self, rank: int, has: dict[int, str]) -> None:
         self.rank, self.has = rank, has
-        self.work: dict[int, Batch | tuple[str, int]] = {}
+        self.work: dict[int, Work] = {}
         self.since = 0.0  # when the last work was dealt
         self.late = False  # the last work was not answered in time
 
+    def can_answer(self, version: Version) -> bool:
+        """Whether it has the version, and answers in time."""
+        return not self.late and self.has.get(version.number) == version.digest
 
-def _is_in(versions: set[int], request: Request) -> bool:
-    return request.version.number in versions
+
+def _can_answer(peers: Iterable[Peer], request: Request) -> bool:
+    return any(peer.can_answer(request.version) for peer in peers)
 
 
 class Server:
@@ -311,8 +318,8 @@ class Server:
         self._dealer, self._awake = Dealer(exchange), threading.Event()
         self._waiting = Waiting(options.max_queue, options.max_batch, options.max_wait_ms / 1000, self._awake.set)
         self._local = Local(self._awake.set)
-        has = {version.number for version in self._versions.available()}
-        self._peers = {rank: Peer(rank, set(has)) for rank in range(1, exchange.size)}
+        has = {version.number: version.digest for version in self._versions.available()}
+        self._peers = {rank: Peer(rank, dict(has)) for rank in range(1, exchange.size)}
         self._metrics = Metrics(self._waiting, self._versions, lambda: len(self._peers) + 1)
         self._news: queue.SimpleQueue[Version | int] = queue.SimpleQueue()  # from the watcher: to load, to unload
         limits = Limits(
@@ -384,7 +391,7 @@ class Server:
         """Whether there are requests without an answer."""
         return bool(self._waiting.rows or self._local.busy or any(isinstance(each, Batch) for each in self._dealt()))
 
-    def _dealt(self) -> list[Batch | tuple[str, int]]:
+    def _dealt(self) -> list[Work]:
         return [work for peer in self._peers.values() for work in peer.work.values()]
 
     def _pause(self, now: float) -> None:
@@ -479,17 +486,17 @@ class Server:
         for peer in self._peers.values():
             if peer.work or peer.late:
                 continue
-            for number in peer.has - wanted.keys():
+            for number in peer.has.keys() - wanted.keys():
                 if not self._in_use(number):
-                    self._deal_to(peer, {UNLOAD: number}, (UNLOAD, number))
-            if not loading and (lacking := sorted(wanted.keys() - peer.has)):
-                version = wanted[lacking[-1]]
-                assert version.loaded is not None
-                work = {LOAD: version.number, "path": os.path.abspath(version.path), "digest": version.loaded.digest}
-                self._deal_to(peer, work, (LOAD, version.number))
+                    self._deal_to(peer, {UNLOAD: number}, (UNLOAD, number, ""))
+            lacking = [version for version in wanted.values() if not peer.can_answer(version)]
+            if lacking and not loading:
+                version = lacking[0]
+                work = {LOAD: version.number, "path": os.path.abspath(version.path), "digest": version.digest}
+                self._deal_to(peer, work, (LOAD, version.number, version.digest))
                 loading = True
         for version in listed:
-            if version.state == LOADING and all(version.number in p.has for p in self._peers.values() if not p.late):
+            if version.state == LOADING and all(p.can_answer(version) for p in self._peers.values() if not p.late):
                 version.state = AVAILABLE
                 log.warning("version %d answers", version.number)
             if version.state == UNLOADING and not self._in_use(version.number):
@@ -499,12 +506,12 @@ class Server:
         dealt = [work for work in self._dealt() if isinstance(work, Batch)]
         return self._waiting.has(number) or any(batch.version.number == number for batch in dealt) or self._local.busy
 
-    def _take_version(self, peer: Peer, kind: str, number: int, error: str) -> None:
+    def _take_version(self, peer: Peer, kind: str, number: int, digest: str, error: str) -> None:
+        peer.has.pop(number, None)
         if kind == UNLOAD:
-            peer.has.discard(number)
             return
         if not error:
-            peer.has.add(number)
+            peer.has[number] = digest
             return
         for version in self._versions.listed():
             if version.number == number:
@@ -517,24 +524,25 @@ class Server:
         """Deal batches to the ranks that have no work; rank 0's own thread comes last."""
         idle = [peer for peer in self._peers.values() if not peer.work and not peer.late]
         for peer in idle:
-            batch = self._waiting.take(now, partial(_is_in, peer.has), self._draining)
+            batch = self._waiting.take(now, partial(_can_answer, [peer]), self._draining)
             if batch is not None:
                 header = {PREDICT: batch.version.number}
                 self._deal_to(peer, header, self._begun(batch), [batch.input()])
         if not self._local.busy:
-            others = any(not peer.late for peer in self._peers.values())  # a request may have ended the first rank
-            batch = self._waiting.take(now, lambda request: not (request.tries and others), self._draining)
+            batch = self._waiting.take(now, self._is_for_this_rank, self._draining)
             if batch is not None:
                 self._local.deal(self._begun(batch))
+
+    def _is_for_this_rank(self, request: Request) -> bool:
+        """Whether rank 0 computes a request: not one that may have ended a rank, if another rank can."""
+        return not (request.tries and _can_answer(self._peers.values(), request))
 
     def _begun(self, batch: Batch) -> Batch:
         for request in batch.requests:
             request.tries += 1
         return batch
 
-    def _deal_to(
-        self, peer: Peer, header: dict[str, Any], work: Batch | tuple[str, int], arrays: Sequence[np.ndarray] = ()
-    ) -> None:
+    def _deal_to(self, peer: Peer, header: dict[str, Any], work: Work, arrays: Sequence[np.ndarray] = ()) -> None:
         peer.work[self._dealer.deal(peer.rank, header, arrays)] = work
         peer.since = time.monotonic()
 

@@ -69,6 +69,11 @@ class Version:
         assert self.loaded is not None
         return self.loaded.model
 
+    @property
+    def digest(self) -> str:
+        """The SHA-256 of the file; "" before it is loaded. A file may be replaced, and the version then has another."""
+        return "" if self.loaded is None else self.loaded.digest
+
 
 def checked_canary(given: Iterable[str]) -> dict[int, float]:
     """Return the share of each version in texts such as "0002=0.1". Raises ArgumentError."""
