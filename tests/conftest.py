@@ -7,7 +7,7 @@ import signal
 import subprocess
 from collections import Counter
 from collections.abc import Callable, Generator, Mapping, Sequence
-from itertools import chain
+from itertools import chain, zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from tests import launch
 JobRunner = Callable[..., "subprocess.CompletedProcess[str]"]
 LONG_SECONDS = 60  # a run that takes longer says where its time went
 MOST_FILES = 20
+LONGEST_JOBS = ("test_ranks[openmpi-2ranks]", "test_ranks[openmpi-3ranks]", "test_ranks[openmpi-5ranks]")
 
 
 def lacking(reason: object) -> None:
@@ -49,13 +50,35 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def longest_first(items: list[pytest.Item]) -> None:
-    """The driver's file, then those whose jobs take longest, so that no worker is left with a long one at the end."""
+    """The driver's jobs in turn with the files whose jobs take longest, so that no worker is left with a long one at
+    the end, and so that few of the driver's jobs run at a time."""
     jobs: Counter[Path] = Counter()
     for item in items:
         if item.get_closest_marker("jobs"):  # the import of a framework, on each rank, takes longer than most jobs
-            jobs[item.path] += 8 if re.search("torch|frameworks", str(item.path)) else 1
-    drivers = {item.path for item in items if item.get_closest_marker("rank_driver")}
-    items.sort(key=lambda item: (item.path not in drivers, -jobs[item.path]))
+            jobs[item.path] += 8 if re.search("torch|frameworks|programs", str(item.path)) else 1
+    drivers = [item for item in items if item.get_closest_marker("rank_driver")]
+    drivers.sort(key=lambda item: LONGEST_JOBS.index(item.name) if item.name in LONGEST_JOBS else len(LONGEST_JOBS))
+    files: dict[Path, list[pytest.Item]] = {}
+    for item in sorted(items, key=lambda item: -jobs[item.path]):
+        if item not in drivers:
+            files.setdefault(item.path, []).append(item)
+    in_turn = zip_longest([[item] for item in drivers], files.values(), fillvalue=[])
+    items[:] = chain.from_iterable(chain.from_iterable(in_turn))
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """With --dist loadfile: hand out one file after the other, but each of the driver's jobs by itself, because the
+    jobs together take half of the time of a run."""
+    if config.getoption("dist") != "loadfile":
+        return None
+    from xdist.scheduler import LoadFileScheduling
+
+    class Scheduling(LoadFileScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            return nodeid if "::test_ranks[" in nodeid else str(super()._split_scope(nodeid))
+
+    return Scheduling(config, log)
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

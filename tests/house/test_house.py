@@ -1,6 +1,7 @@
 """The rules of the code that import-linter can't check, and the limits on its structure."""
 
 import ast
+import functools
 import importlib.util
 import json
 import re
@@ -52,7 +53,12 @@ def relative(path: Path) -> str:
 
 PATHS = [path for package in PACKAGES for path in files(package)]
 TEXTS = {relative(path): path.read_text() for path in PATHS}
-CODE = {name: ast.parse(text) for name, text in TEXTS.items()}
+
+
+@functools.cache
+def code() -> dict[str, ast.Module]:
+    """The code of each module; not when the file is collected, which each worker of pytest-xdist does."""
+    return {name: ast.parse(text) for name, text in TEXTS.items()}
 
 
 @pytest.fixture(scope="module")
@@ -138,11 +144,11 @@ def third_party(names: Iterator[str]) -> set[str]:
 
 
 def test_there_are_files() -> None:
-    assert {"allreduce/backends/ring.py", "allreduce/topology.py"} <= set(CODE)
+    assert {"allreduce/backends/ring.py", "allreduce/topology.py"} <= set(code())
 
 
 def test_core_imports_three_packages() -> None:
-    for name, tree in CODE.items():
+    for name, tree in code().items():
         if name.startswith("allreduce/"):
             torch, jax = name.startswith("allreduce/torch_backend/"), name == "allreduce/jax.py"
             core = CORE | (TORCH if torch else JAX if jax else set())
@@ -165,7 +171,7 @@ def names(tree: ast.AST) -> set[str]:
 
 
 def test_world_is_named_in_one_place() -> None:
-    assert {name for name, tree in CODE.items() if "COMM_WORLD" in names(tree)} <= set(WORLD)
+    assert {name for name, tree in code().items() if "COMM_WORLD" in names(tree)} <= set(WORLD)
 
 
 @pytest.mark.parametrize(
@@ -180,7 +186,7 @@ def test_no_pickle_and_no_path_of_one_machine() -> None:
     for name, text in TEXTS.items():
         # trainers.run brings a function of the user's to ranks that it starts, and their results back; keeps no pickle
         pickles = {"pickle"} if name == "trainers/cli/run.py" else set()
-        assert pickles >= {"pickle", "cPickle", "dill", "shelve", "joblib"} & set(imports(CODE[name])), name
+        assert pickles >= {"pickle", "cPickle", "dill", "shelve", "joblib"} & set(imports(code()[name])), name
         assert "allow_pickle=True" not in text, name
         assert not re.search(r"torch\.load\((?!.*weights_only=True)", text), name
         assert not re.search(r"[\"']/(home|root|work|Users|tmp)/", text), name
@@ -189,7 +195,7 @@ def test_no_pickle_and_no_path_of_one_machine() -> None:
 def test_requests_are_completed_one_by_one() -> None:
     """See allreduce.transport.wait.all_done."""
     several = {"Waitall", "Waitsome", "Waitany", "Testall", "Testsome", "Testany"}
-    assert {name: several & names(tree) for name, tree in CODE.items() if several & names(tree)} == {}
+    assert {name: several & names(tree) for name, tree in code().items() if several & names(tree)} == {}
 
 
 # Calls in which MPI waits for other ranks, and who may make them bare: what is below a backend, and backends, whose
@@ -233,13 +239,13 @@ def pickling(tree: ast.AST) -> list[str]:
 
 
 def test_every_wait_is_watched() -> None:
-    watched = {name: tree for name, tree in CODE.items() if not name.startswith(("benchmarks/", *BELOW))}
+    watched = {name: tree for name, tree in code().items() if not name.startswith(("benchmarks/", *BELOW))}
     assert {name: waits for name, tree in watched.items() if (waits := list(bare_waits(tree, name)))} == {}
 
 
 def test_no_object_is_sent() -> None:
     """Reading a pickle from another rank, perhaps of another version, can run any code."""
-    assert {name: calls for name, tree in CODE.items() if (calls := pickling(tree))} == {}
+    assert {name: calls for name, tree in code().items() if (calls := pickling(tree))} == {}
 
 
 @pytest.mark.parametrize(

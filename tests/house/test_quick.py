@@ -1,17 +1,20 @@
-"""`scripts/test.sh --quick` (the tests that it leaves out, the order of files), and the report of times after a long
-run."""
+"""`scripts/test.sh --quick` (the tests that it leaves out, the order of files), the cases that a job runs, and the
+report of times after a long run."""
 
+import itertools
 import os
 import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
 from tests import launch
-from tests.conftest import longest_first, seconds_by_file
+from tests.conftest import LONGEST_JOBS, longest_first, pytest_xdist_make_scheduler, seconds_by_file
+from tests.ranks import pairs
 
 CHUNKS = "tests/collectives/test_chunks.py"
 
@@ -33,16 +36,55 @@ def test_a_quick_run_starts_three_jobs_under_one_mpi() -> None:
 
 
 def test_workers_begin_with_the_jobs() -> None:
-    """First the driver's jobs, then the files with most jobs; the tests of a file keep their order."""
+    """The driver's jobs, the longest first, in turn with the files with most jobs; the tests of a file keep their
+    order."""
 
     def item(name: str, *marks: str) -> Any:
-        return SimpleNamespace(name=name, path=Path(name).parent, get_closest_marker=lambda mark: mark in marks)
+        path = Path(name)
+        return SimpleNamespace(name=path.name, path=path.parent, get_closest_marker=lambda mark: mark in marks)
 
     plain, one = [item("a/1"), item("a/2")], [item("b/1"), item("b/2", "jobs")]
-    two, driver = [item("c/1", "jobs"), item("c/2", "jobs")], [item("d/1", "rank_driver")]
-    items = [*plain, *one, *two, *driver]
+    two = [item("c/1", "jobs"), item("c/2", "jobs")]
+    other, first = item("d/test_ranks[mpich-1ranks]", "rank_driver"), item(f"d/{LONGEST_JOBS[0]}", "rank_driver")
+    items = [*plain, *one, *two, other, first]
     longest_first(items)
-    assert items == [*driver, *two, *one, *plain]
+    assert items == [first, *two, other, *one, *plain]
+
+
+@pytest.mark.parametrize("dist", ["loadfile", "load"])
+def test_each_of_the_drivers_jobs_is_handed_out_by_itself(dist: str) -> None:
+    pytest.importorskip("xdist")
+    option = SimpleNamespace(loadscopereorder=False)
+    config: Any = SimpleNamespace(option=option, getoption=lambda _: dist, getvalue=lambda _: ["popen"] * 2)
+    made = pytest_xdist_make_scheduler(config, None)
+    if dist == "load":
+        assert made is None
+        return
+    jobs = [f"tests/test_ranks.py::test_ranks[{job}]" for job in ("openmpi-2ranks", "mpich-2ranks")]
+    given: list[list[int]] = []
+    nodes = [Mock(shutting_down=False, send_runtest_some=given.append) for _ in range(2)]
+    for node in nodes:
+        made.add_node(node)
+    for node in nodes:
+        made.add_node_collection(node, [*jobs, *(f"{CHUNKS}::test_{each}" for each in "abc")])
+    made.schedule()
+    assert given == [[0], [1], [2, 3, 4]]
+
+
+@pytest.mark.parametrize("job", ["3 ranks", "5 ranks"])
+def test_a_job_runs_each_pair_of_parameters(job: str) -> None:
+    product = list(itertools.product("abcd", "efg", "hij", "kl"))
+    grid = [f"t.py::test_grid[{'-'.join(each)}]" for each in product]
+    whole = [*(f"t.py::test_two[{x}-{y}]" for x in "ab" for y in "cd"), "t.py::test_none", "t.py::test_odd[a-b]"]
+    whole.append("t.py::test_odd[a]")
+    found = pairs.chosen([*grid[::2], *whole, *grid[1::2]], job)
+    assert set(whole) <= found
+    kept = [each for each, name in zip(product, grid, strict=True) if name in found]
+    assert len(kept) < len(product) / 3
+    for one, other in itertools.combinations(range(4), 2):
+        assert {(each[one], each[other]) for each in kept} == {(each[one], each[other]) for each in product}
+    assert found == pairs.chosen([*grid, *whole], job)
+    assert found != pairs.chosen([*grid, *whole], "another")
 
 
 def report(nodeid: str, when: str, duration: float, **properties: object) -> pytest.TestReport:

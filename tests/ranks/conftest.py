@@ -27,8 +27,11 @@ import allreduce  # prepares the environment of MPI, so it comes first
 import numpy as np
 from mpi4py import MPI
 
+from tests.ranks import pairs
+
 # What a job leaves out, because many processes take long on the two cores that CI has: above all with PyTorch, which
 # is installed beside Open MPI alone, and under MPICH, whose every message takes longer there.
+# - 2 ranks of Open MPI run all cases of a test, the other jobs those that pairs.py chooses.
 # - Open MPI: 1 and 2 ranks run all files; 3 leave out slow ones, which prove as much on 2 or 5 ranks; 5 ranks leave
 #   out PyTorch, and files with the same result on 3 ranks (elastic/test_exact.py compares exact trainings on 1 to 5).
 # - MPICH: 2 ranks leave out the trainers' files but one: trainers move bytes through the collectives alone.
@@ -46,7 +49,10 @@ BYTES = {
 SAME_ON_3 = {f"pytorch/test_{name}.py" for name in ("several", "traced")} | {
     f"training/test_{name}.py" for name in ("export", "loop")
 }
-SAME_ON_5 = {f"collectives/test_{name}.py" for name in ("compressed", "disagreements")} | {
+SAME_ON_5 = {
+    f"collectives/test_{name}.py"
+    for name in ("auto", "benchmarks", "bind", "compressed", "disagreements", "gpu_staging", "quantized")
+} | {
     f"training/test_{name}.py"
     for name in (
         "callbacks",
@@ -144,9 +150,12 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 @pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     for item in items:
         item.extra_keyword_matches.update(os.environ.get("ALLREDUCE_TEST_WORDS", "").split())
+    if "ALLREDUCE_TEST_REPORTS" in os.environ and not config.option.keyword and JOB != ("Open MPI", 2):
+        chosen = pairs.chosen([item.nodeid for item in items], f"{JOB}")  # all cases by hand, or with -k
+        items[:] = [item for item in items if item.nodeid in chosen]
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
