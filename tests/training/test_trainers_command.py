@@ -413,7 +413,7 @@ def test_every_option_of_a_strategy_is_refused_by_those_that_have_no_use_for_it(
 def test_every_option_needs_the_options_that_it_declares(option: Option) -> None:
     value = [] if not option.metavar and not option.choices else [(option.choices or ["5 steps", "1"])[0]]
     if option.metavar in ("N", "X"):
-        value = ["1"]
+        value = ["1" if option.metavar == "N" else "0.5"]
     strategy = ["--strategy", option.strategies[0]] if option.strategies else []
     for name, values in option.needs.items():
         wrong = [BY_NAME[name].flag, BY_NAME[name].choices[0]] if values else []

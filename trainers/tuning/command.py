@@ -57,9 +57,7 @@ WARM_UP_EPOCHS = 2  # in which no trial is pruned
 def make_parser(shown: bool, program: str) -> RankParser:
     """Return the parser of the command's own options. shown: whether this rank prints."""
     usage = "%(prog)s --config FILE [OPTION...]"
-    parser = RankParser(
-        shown, "python -m trainers --help-all", prog=program, usage=usage, description=ABOUT, epilog=EXAMPLES
-    )
+    parser = RankParser(shown, "--help", prog=program, usage=usage, description=ABOUT, epilog=EXAMPLES)
     add_options(parser)
     return parser
 
