@@ -212,10 +212,12 @@ class _Search:
                 pass
             self._parts.close()
         except Exception as met:  # not of an objective: the other parts run on, and then all ranks raise it
-            error = met
-            if not everywhere(met, self._parts.topology.world):
-                self._parts.topology.detector.leave(f"{type(met).__name__}: {met}")
-            self._parts.topology.abandon()
+            error, part = met, self._parts.topology
+            if everywhere(met, part.world):
+                part.close()
+            else:
+                part.detector.leave(_text(met))
+                part.abandon()
         try:
             return retry(self._topology, partial(self._finish, error))
         finally:
@@ -284,10 +286,14 @@ class _Search:
 
         def repair(topology: Topology) -> None:
             running = all_values(topology.world, self._running, "learn which trial has lost a rank")
-            numbers = {number for number in running if number is not None}
+            lost = sorted({number for number in running if number is not None})
             about = {WHY: LOST, RANKS: list(processes.world_ranks(topology.world))}
-            for number in numbers:
-                together(topology.world, lambda: self._tell(number, FAIL, None, about) if topology.rank == 0 else None)  # noqa: B023
+
+            def tell() -> None:
+                for number in lost if topology.rank == 0 else ():
+                    self._tell(number, FAIL, None, about)
+
+            together(topology.world, tell)
             self._running = None
 
         return recover(topology, repair, lambda _: self._parts.survivors())
