@@ -77,6 +77,7 @@ class Settings(NamedTuple):
     sampler: Any
     pruner: Any
     seed: int
+    about: str
     told: Callable[[Ended], object] | None
 
 
@@ -92,6 +93,7 @@ def search(
     pruner: Any = None,
     storage: str | None = None,
     seed: int = 0,
+    about: str = "",
     told: Callable[[Ended], object] | None = None,
 ) -> SearchResult:
     """Find the parameters for which an objective is best; returns the trials. Collective.
@@ -109,6 +111,7 @@ def search(
     storage: the file of optuna's journal, in a folder that all ranks see. A later search with it goes on. None: the
         search can't go on in another job.
     seed: makes a search of one part repeatable, also one that is continued.
+    about: what is equal in all trials; a later search with this storage and another text raises ArgumentError.
     told: called on the first rank of a part with each trial that has ended there.
 
     After a failure of a rank (mpirun --with-ft ulfm) the trial of its part has failed. Its part continues with the
@@ -120,7 +123,7 @@ def search(
     several = (directions,) if isinstance(directions, str) else tuple(directions)
     row = f"search(trials={trials!r}, directions={several!r}, storage={storage!r}, seed={seed!r})"
     ranks.agree([zlib.crc32(row.encode())], row, _bad(trials, several, storage, seed, told))
-    settings = Settings(trials, several, sampler, pruner, seed, told)
+    settings = Settings(trials, several, sampler, pruner, seed, str(about), told)
     together(ranks.world, optuna)
     result = _Search(ranks, Parts(ranks, ranks_per_trial, parallel), objective, settings, storage).run()
     if own:
@@ -170,7 +173,7 @@ class _Search:
         self._path, self._claim = path, Claim(path, first=True)
         mend(path)
         study = self._opened(fresh=True)
-        study.begin()
+        study.begin(self._settings.about)
         left = study.end_running(KILLED, again=True)
         if left:
             numbers = ", ".join(map(str, left))

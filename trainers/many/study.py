@@ -22,7 +22,7 @@ STUDY = "search"  # the study's name in the file
 MOST_ATTEMPTS = 3  # how often the parameters of a trial begin, if a job ends meanwhile
 GRACE_SECONDS = 10  # after which optuna's lock of a killed process is released
 WHY, REPEATS, ATTEMPT, SECONDS, RANKS = "reason", "repeats", "attempt", "seconds", "ranks"  # attributes of a trial
-STOPPED = "stopped"  # attribute of the study: its sampler has no other trials
+STOPPED, ABOUT = "stopped", "about"  # attributes of the study: its sampler has no other trials; see Study.begin
 DIRECTIONS = ("minimize", "maximize")
 COMPLETE, PRUNED, FAIL = "COMPLETE", "PRUNED", "FAIL"  # how a trial ends; optuna's names
 
@@ -127,10 +127,21 @@ class Study:
             self.study.tell(number, list(values) if state == COMPLETE and values else None, told, skip_if_finished=True)
         return ended(self._storage.get_trial(trial_id))
 
-    def begin(self) -> None:
-        """Begin a job: a sampler of a former job may have stopped the study."""
-        if self.study.user_attrs.get(STOPPED):
+    def begin(self, about: str) -> None:
+        """Begin a job. about: what is equal in all trials; ArgumentError if a former job had another text.
+
+        A sampler of a former job may have stopped the study; it goes on.
+        """
+        attributes = self.study.user_attrs
+        if attributes.get(STOPPED):
             self.study.set_user_attr(STOPPED, False)
+        if (former := attributes.get(ABOUT, about)) != about:
+            raise ArgumentError(
+                f"{self._path}: its trials were of {former!r}, and this search is of {about!r}, so they can't be "
+                "compared; give another file"
+            )
+        if ABOUT not in attributes:
+            self.study.set_user_attr(ABOUT, about)
 
     def _stop(self) -> None:
         self.study.set_user_attr(STOPPED, True)

@@ -110,6 +110,7 @@ def run(arguments: Sequence[str], world: Topology, program: str) -> None:
             pruner=_pruner(job.tuning),
             storage=job.options.storage or str(Path(models) / "journal"),
             seed=parse(job.base, shown=False).seed,
+            about=" ".join([job.data.name, job.tuning.metric, *job.base]),
             told=keeper.told,
         )
         together(result.topology.world, lambda: _end(job, result, models) if result.topology.rank == 0 else None)

@@ -50,6 +50,8 @@ def test_all_ranks_of_a_part_get_the_same(flat: allreduce.Topology, world: MPI.I
     assert len(more.trials) == 6
     with pytest.raises(ArgumentError, match="its trials minimize, and this search is to maximize"):
         search(quadratic, 7, flat, directions="maximize", storage=str(folder))
+    with pytest.raises(ArgumentError, match="its trials were of '', and this search is of 'other rows'"):
+        search(quadratic, 7, flat, storage=str(folder), about="other rows")
 
 
 def test_one_part_is_repeatable(flat: allreduce.Topology) -> None:
