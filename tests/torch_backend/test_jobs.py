@@ -38,6 +38,15 @@ def test_what_is_built_on_torch_distributed(mpirun: JobRunner) -> None:
 
 
 @needs_torch
+def test_pipeline_stages_train_as_one_process_does(mpirun: JobRunner) -> None:
+    job = mpirun(6, ["-m", "tests.torch_backend.stages_job"], timeout=240)
+    assert job.returncode == 0, job.stderr
+    lines = job.stdout.splitlines()
+    assert len(lines) == 18 + 3 + 3
+    assert all(line.endswith(" same") for line in lines), job.stdout
+
+
+@needs_torch
 def test_autoloading_initialises_mpi_only_when_the_backend_is_used(mpirun: JobRunner) -> None:
     """If the backend is only installed, PyTorch still reports missing variables itself, and groups of other backends
     work.

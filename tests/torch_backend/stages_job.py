@@ -1,0 +1,124 @@
+"""A job for test_jobs.py: scripts/torch_pipeline.py on meshes of 1 to 6 ranks, against one process without stages.
+
+Each case trains on the first ranks of the job, over our process group and over gloo, and compares the losses and the
+parameters. Prints one line a case, "NAME same" or "NAME different ...". Run under mpirun -n 6.
+"""
+
+import contextlib
+import importlib.util
+import io
+import tempfile
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+import allreduce.torch_backend  # noqa: F401
+from trainers import datasets
+
+SCRIPT = Path(__file__).parents[2] / "scripts" / "torch_pipeline.py"
+TRAINING = ["--epochs", "1", "--batch", "288", "--width", "8", "--layers", "6", "--dtype", "float64", "--seed", "3"]
+SCHEDULES = ("gpipe", "1f1b", "interleaved")
+CLOSE = 1e-6
+
+warnings.simplefilter("ignore")
+torch.set_num_threads(1)
+
+
+def script() -> Any:
+    spec = importlib.util.spec_from_file_location("torch_pipeline", SCRIPT)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+pipeline = script()
+Result = tuple[list[float], dict[str, torch.Tensor]]  # the losses of the epochs, and this rank's parameters
+
+
+def alone(epochs: int) -> Result:
+    """Train the same model in this process, without stages, microbatches or replicas."""
+    options = pipeline.make_parser().parse_args(TRAINING)
+    layers = pipeline.layers(options)
+    model = torch.nn.Sequential(*layers.values())
+    optimizer = torch.optim.SGD(model.parameters(), lr=options.lr, momentum=0.9)
+    data = datasets.load("digits")
+    x, y = torch.tensor((data.x_train - data.shift) * data.scale).double(), torch.tensor(data.y_train)
+    losses = []
+    for epoch in range(epochs):
+        order, total = torch.randperm(len(x), generator=torch.Generator().manual_seed(options.seed + epoch)), 0.0
+        batches = order[: len(x) // options.batch * options.batch].split(options.batch)
+        for rows in batches:
+            optimizer.zero_grad()
+            loss = torch.nn.functional.cross_entropy(model(x[rows]), y[rows])
+            loss.backward()
+            optimizer.step()
+            total += loss.item()
+        losses.append(total / len(batches))
+    named = {f"{name}.{rest}": each for name, layer in layers.items() for rest, each in layer.named_parameters()}
+    return losses, {name: each.detach() for name, each in named.items()}
+
+
+def staged(stages: int, replicas: int, *given: str, tensor: int = 1, backend: str = "allreduce") -> Result | None:
+    """Train on the first ranks; return the losses and this rank's parameters, None on the other ranks. Collective."""
+    ranks = stages * replicas * tensor
+    arguments = [*TRAINING, "--stages", str(stages), "--tensor-parallel", str(tensor), "--backend", backend, *given]
+    parser = pipeline.make_parser()
+    options = parser.parse_args(arguments)
+    pipeline.check(parser, options, ranks)
+    everyone = dist.new_group(list(range(ranks)), backend=backend)
+    names, override = ("replica", "stage", "tensor"), ((backend, None),) * 3
+    places = torch.arange(ranks).view(replicas, stages, tensor)
+    mesh = DeviceMesh("cpu", places, mesh_dim_names=names, backend_override=override)
+    if dist.get_rank() >= ranks:
+        return None
+    with contextlib.redirect_stdout(io.StringIO()):
+        epochs, parameters = pipeline.run(options, mesh, everyone)
+    whole = {name: torch.from_numpy(pipeline.complete(each)) for name, each in parameters.items()}
+    if tensor == 1:  # DTensor keeps meshes, and gives a later mesh of the same ranks the groups of an earlier one
+        for group in (*(mesh[name].get_group() for name in names), everyone):
+            dist.destroy_process_group(group)
+    return [epoch.loss for epoch in epochs], whole
+
+
+def compare(name: str, found: Result | None, wanted: Result) -> None:
+    """Print on rank 0 whether all ranks have the wanted losses and parameters. Collective."""
+    error = 0.0
+    if found is not None:
+        losses = zip(found[0], wanted[0][-len(found[0]) :], strict=True)
+        error = max(abs(one - other) for one, other in losses)
+        error = max(error, *(float((each - wanted[1][key]).abs().max()) for key, each in found[1].items()))
+    errors = torch.tensor([error])
+    dist.all_reduce(errors, dist.ReduceOp.MAX)
+    if dist.get_rank() == 0:
+        print(name, "same" if errors.item() < CLOSE else f"different by {errors.item():.2e}", flush=True)
+
+
+def main() -> None:
+    dist.init_process_group("allreduce")
+    one, two = alone(1), alone(2)
+    for stages in (1, 2, 3):
+        for replicas in (1, 2):
+            for schedule in SCHEDULES:
+                given = ["--schedule", schedule, "--microbatches", "6" if stages == 3 else "4"]
+                name = f"{stages} stages x {replicas} replicas {schedule}"
+                ours = staged(stages, replicas, *given)
+                compare(name, ours, one)
+                if (stages, replicas) == (3, 2):
+                    compare(f"{name} as gloo", staged(stages, replicas, *given, backend="gloo"), ours or one)
+    compare("3 stages x 2 tensor parallel", staged(3, 1, tensor=2), one)
+    compare("1 stage x 2 replicas x 2 tensor parallel", staged(1, 2, tensor=2), one)
+    folder = [tempfile.mkdtemp()]
+    dist.broadcast_object_list(folder)
+    staged(3, 2, "--save", folder[0])
+    compare("saved by 3 stages, continued by 2 with tensor parallel", staged(2, 1, "--load", folder[0], tensor=2), two)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
