@@ -365,7 +365,8 @@ class Server:
         host, port = self._listener.getsockname()[:2]
         shown = f"[{host}]" if ":" in host else host
         numbers = ", ".join(str(version.number) for version in self._versions.available())
-        text = f"serving {self._versions.name} (version {numbers}) on {self._exchange.size} ranks at "
+        ranks = f"{self._exchange.size} rank{'s' * (self._exchange.size > 1)}"
+        text = f"serving {self._versions.name} (version {numbers}) on {ranks} at "
         print(f"{text}http://{shown}:{port}/v1/models/{self._versions.name}", flush=True)
         if self._exchange.size > 1 and not ulfm.in_force():
             print(
@@ -405,7 +406,8 @@ class Server:
 
     def _take_answers(self) -> None:
         for batch, outputs in self._local.answers():
-            self._finish(batch, outputs if isinstance(outputs, np.ndarray) else None, str(outputs)[:500])
+            failed = isinstance(outputs, str)
+            self._finish(batch, None if failed else np.asarray(outputs), str(outputs)[:500] if failed else "")
         for answer in self._dealer.answers():
             peer = self._peers.get(answer.rank)
             work = None if peer is None else peer.work.pop(answer.number, None)
