@@ -99,6 +99,29 @@ def compare(name: str, found: Result | None, wanted: Result) -> None:
         print(name, "same" if errors.item() < CLOSE else f"different by {errors.item():.2e}", flush=True)
 
 
+def refused(arguments: str, text: str) -> bool:
+    """Return whether the script ends on 6 ranks with a message that contains `text`."""
+    parser, said = pipeline.make_parser(), io.StringIO()
+    try:
+        with contextlib.redirect_stderr(said):
+            pipeline.check(parser, parser.parse_args(arguments.split()), 6)
+    except SystemExit as end:
+        return end.code == 2 and text in said.getvalue()
+    return False
+
+
+REFUSED = {
+    "--stages 4": "are 4 ranks, and this job has 6; start it by mpirun -n 4",
+    "--stages 3 --chunks 2": "needs --schedule interleaved, not 1f1b",
+    "--stages 3 --schedule interleaved --layers 5": "6 stages need 6 layers or more, not 5",
+    "--stages 3 --batch 100": "can't be divided among 2 replicas of 4 microbatches",
+    "--stages 3 --microbatches 2": "1f1b needs 3 --microbatches or more",
+    "--stages 3 --schedule interleaved --microbatches 4": "interleaved needs a multiple of 3 --microbatches",
+    "--stages 2 --tensor-parallel 3": "4 heads",
+    "--stages 0": ">= 1",
+}
+
+
 def main() -> None:
     dist.init_process_group("allreduce")
     one, two = alone(1), alone(2)
@@ -113,6 +136,9 @@ def main() -> None:
                     compare(f"{name} as gloo", staged(stages, replicas, *given, backend="gloo"), ours or one)
     compare("3 stages x 2 tensor parallel", staged(3, 1, tensor=2), one)
     compare("1 stage x 2 replicas x 2 tensor parallel", staged(1, 2, tensor=2), one)
+    if dist.get_rank() == 0:
+        accepted = [arguments for arguments, text in REFUSED.items() if not refused(arguments, text)]
+        print("refused options", "same" if not accepted else f"different: {accepted}", flush=True)
     folder = [tempfile.mkdtemp()]
     dist.broadcast_object_list(folder)
     staged(3, 2, "--save", folder[0])
