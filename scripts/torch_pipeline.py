@@ -32,7 +32,7 @@ import allreduce.torch_backend
 from benchmarks.lib.cli import at_least
 from benchmarks.predicting.pipeline import SCHEDULES, bubble
 from trainers import datasets
-from trainers.cli.options import Parser
+from trainers.datasets.parser import Parser
 
 HEADS = 4
 SPLIT = {
