@@ -34,7 +34,7 @@ Examples:
   bash scripts/keep_going.sh --ranks 4 -- python -m trainers --data digits --checkpoint run --resume
   bash scripts/keep_going.sh --hostfile hosts --least 8 -- python train.py --checkpoint run
   bash scripts/keep_going.sh --launcher "mpiexec" --progress run -- python mine.py
-  sbatch scripts/keep_going.sbatch python -m trainers --data digits --checkpoint run --resume    # on Slurm
+  sbatch scripts/slurm/keep_going.sbatch python -m trainers --data digits --checkpoint run --resume    # on Slurm
 
 SIGTERM and SIGINT (Ctrl-C) are passed to the job, and it is not restarted. Neither is a job with exit code 2, which
 means invalid arguments. The exit code is the job's last one; 2 also means that these options are invalid.

@@ -39,6 +39,7 @@ PLACEHOLDER = re.compile(r"\.\.\.|(?<![\w$=/-])[A-Z]{3,}(?![\w=])")  # `python -
 # Why a command that begins so is not run.
 SKIPPED = {
     ".venv/bin/pip": "installs",
+    "ALLREDUCE_TEST_MPIJOB_CRD=": "takes a file of another project; house/test_kubernetes.py says which",
     "KEEP_GOING=": "a cluster",
     "KERAS_BACKEND=tensorflow": "TensorFlow is not installed; test_keras.py runs the program",
     "NETWORK=host bash scripts/train.sh": "installs",
@@ -47,6 +48,7 @@ SKIPPED = {
     "bash scripts/docs.sh": "installs; test_site.py builds the site",
     "bash scripts/gpu_test.sh": "installs half a gigabyte, or needs a GPU; test_cuda.py runs it where there is none",
     "bash scripts/keep_going.sh": "test_keep_going.py runs it",
+    "bash scripts/slurm/try_here.sh": "elastic/test_slurm.py runs it where Slurm is installed",
     "bash scripts/test.sh": "installs, and runs these tests",
     "bash scripts/train.sh": "installs",
     "conda": "installs",

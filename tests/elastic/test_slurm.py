@@ -1,11 +1,12 @@
-"""keep_going.sbatch under a real Slurm: slurmctld and two slurmd on this machine, as root; skipped where they are not.
+"""keep_going.sbatch under a real Slurm of two nodes on this machine, which scripts/slurm/try_here.sh starts and ends.
 
-Debian: apt install slurmctld slurmd slurm-client munge; munged must run.
+Skipped where Slurm is not installed (Debian: apt-get install slurmctld slurmd slurm-client munge; and libpmix-dev for
+srun --mpi=pmix).
 """
 
+import hashlib
 import os
 import shutil
-import socket
 import subprocess
 import time
 from collections.abc import Iterator
@@ -17,112 +18,154 @@ import pytest
 from tests import launch
 
 pytestmark = pytest.mark.jobs
-CONFIGURATION = """
-ClusterName=test
-SlurmctldHost={host}
-SlurmctldPort={ports[0]}
-AuthType=auth/munge
-SlurmUser=root
-SlurmdUser=root
-ProctrackType=proctrack/pgid
-TaskPlugin=task/none
-SelectType=select/cons_tres
-SelectTypeParameters=CR_Core
-StateSaveLocation={folder}/state
-SlurmctldPidFile={folder}/slurmctld.pid
-SlurmdPidFile={folder}/%n.pid
-SlurmdSpoolDir={folder}/%n
-SlurmctldLogFile={folder}/slurmctld.log
-SlurmdLogFile={folder}/%n.log
-SwitchType=switch/none
-MpiDefault=none
-ReturnToService=2
-SlurmdParameters=config_overrides
-NodeName=n1 NodeHostname={host} Port={ports[1]} CPUs=4
-NodeName=n2 NodeHostname={host} Port={ports[2]} CPUs=4
-PartitionName=all Nodes=n[1-2] Default=YES State=UP MaxTime=INFINITE
+SLURM = ["bash", str(launch.ROOT / "scripts" / "slurm" / "try_here.sh")]
+TOOLS = ("munged", "slurmctld", "slurmd", "sbatch")
+LAUNCHERS = [
+    ("openmpi", "mpirun --bind-to none"),
+    ("openmpi", "srun --mpi=pmix"),
+    ("mpich", "srun --mpi=pmi2"),
+    ("mpich", "mpiexec"),
+]
+# A fit that waits after each step until the file "fast" exists. An epoch has 8 steps.
+PROGRAM = """
+import sys, time
+from pathlib import Path
+from trainers import Checkpoint, MirroredTrainer, NumpyNetwork, datasets
+from trainers.callbacks import Callback
+
+class Wait(Callback):
+    def on_train_batch_end(self, batch, logs=None):
+        Path("fast").exists() or time.sleep(0.1)
+
+data = datasets.load("iris")
+with MirroredTrainer(NumpyNetwork([4, 10, 3], lr=0.02), allreduce="ring") as trainer:
+    kept = {} if sys.argv[2:] == ["whole"] else {"checkpoint": Checkpoint("run", every="5 steps"), "resume": True}
+    trainer.fit(data.x_train, data.y_train, epochs=100, batch_size=16, callbacks=[Wait()], **kept)
+    trainer.save(sys.argv[1])
 """
-
-
-def free_ports(number: int) -> list[int]:
-    sockets = [socket.socket() for _ in range(number)]
-    for each in sockets:
-        each.bind(("", 0))
-    ports = [each.getsockname()[1] for each in sockets]
-    for each in sockets:
-        each.close()
-    return ports
-
-
-def started(names: list[list[str]], environment: dict[str, str]) -> list[subprocess.Popen]:
-    return [subprocess.Popen(each, env=environment, stderr=subprocess.DEVNULL) for each in names]
 
 
 @pytest.fixture
 def slurm(tmp_path: Path) -> Iterator[dict[str, str]]:
     """Return the environment in which Slurm's commands find two nodes of this machine, n1 and n2."""
-    missing = [name for name in ("slurmctld", "slurmd", "sbatch", "munge") if shutil.which(name) is None]
+    missing = [name for name in TOOLS if shutil.which(name) is None]
     if missing or os.geteuid() != 0:
         pytest.skip(f"Slurm is not installed ({', '.join(missing)})" if missing else "slurmd needs root")
-    if subprocess.run(["munge", "-n"], capture_output=True, check=False).returncode != 0:
-        pytest.skip("munged does not run")
-    for name in ("state", "n1", "n2"):
-        (tmp_path / name).mkdir()
-    host = socket.gethostname().partition(".")[0]
-    (tmp_path / "slurm.conf").write_text(CONFIGURATION.format(host=host, ports=free_ports(3), folder=tmp_path))
-    environment = {**launch.variables("slurm"), "SLURM_CONF": str(tmp_path / "slurm.conf"), "TMPDIR": str(tmp_path)}
-    daemons = started([["slurmctld", "-D"], ["slurmd", "-D", "-N", "n1"], ["slurmd", "-D", "-N", "n2"]], environment)
-    try:
-        yield environment
-    finally:
-        subprocess.run(["scancel", "--user=root"], env=environment, timeout=20, check=False)
-        for daemon in reversed(daemons):
-            daemon.terminate()
-        for daemon in daemons:
-            try:
-                daemon.wait(10)
-            except subprocess.TimeoutExpired:
-                daemon.kill()
-                daemon.wait()
+    environment = launch.variables("slurm")
+    command = [*SLURM, "sh", "-c", 'echo "$SLURM_CONF"; cat']
+    with (tmp_path / "slurm.log").open("w") as log, subprocess.Popen(
+        command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True
+    ) as started:  # fmt: skip
+        assert started.stdin is not None
+        assert started.stdout is not None
+        configuration = started.stdout.readline().strip()
+        assert configuration, (tmp_path / "slurm.log").read_text()
+        try:
+            yield {**environment, "SLURM_CONF": configuration}
+        finally:
+            started.stdin.close()
+            assert started.wait(60) == 0
+    assert not Path(configuration).parent.exists()
+    assert not alive(configuration)
+
+
+def alive(configuration: str) -> list[str]:
+    """Return the processes that a Slurm with this configuration has left."""
+    wanted = f"SLURM_CONF={configuration}".encode()
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            if wanted in (folder / "environ").read_bytes().split(b"\0"):
+                found.append((folder / "cmdline").read_text())
+        except OSError:
+            continue
+    return found
 
 
 def ask(slurm: dict[str, str], *command: str) -> str:
     return subprocess.run(command, env=slurm, capture_output=True, text=True, timeout=60, check=False).stdout.strip()
 
 
-def wait_until(slurm: dict[str, str], job: str, output: Path, requeues: bool) -> None:
-    """Wait until the job has ended; requeue it once, after its fifth epoch."""
-    until = time.monotonic() + 150
+def submit(slurm: dict[str, str], launcher: str, folder: Path, *options: str) -> str:
+    """Submit PROGRAM on two nodes of a rank each by keep_going.sbatch; return the number of the job."""
+    (folder / "train.py").write_text(PROGRAM)
+    scripts = launch.ROOT / "scripts"
+    given = {"KEEP_GOING_SCRIPTS": str(scripts), "KEEP_GOING_SRUN": launcher, "KEEP_GOING": "--progress run"}
+    sbatch = ["sbatch", "--parsable", "--ntasks-per-node=1", "--output=output", *options]
+    return subprocess.run(
+        [*sbatch, str(scripts / "slurm" / "keep_going.sbatch"), "python", "train.py", "model.npz"],
+        env={**slurm, **given}, cwd=folder, stdout=subprocess.PIPE, text=True, timeout=60, check=True,
+    ).stdout.strip()  # fmt: skip
+
+
+def end_of(slurm: dict[str, str], job: str, folder: Path, stops: list[tuple[str, list[str]]]) -> str:
+    """Wait until the job has ended and return its output. stops: a text, and the command that stops the job when its
+    output since the last stop has this text. After the last stop the program waits no longer."""
+    until, seen, output = time.monotonic() + 250, 0, folder / "output"
     while ask(slurm, "squeue", "--noheader", f"--jobs={job}", "--format=%T"):
-        assert time.monotonic() < until, output.read_text(errors="replace") if output.exists() else "not started"
-        if requeues and output.exists() and "epoch   5" in output.read_text(errors="replace"):
-            requeues = False
-            subprocess.run(["scontrol", "requeue", job], env=slurm, check=True, timeout=60)
+        text = output.read_text(errors="replace") if output.exists() else ""
+        assert time.monotonic() < until, text
+        if stops and stops[0][0] in text[seen:]:
+            seen = len(text)
+            if command := stops.pop(0)[1]:
+                subprocess.run([*command, job], env=slurm, check=True, timeout=60)
+            if not stops:
+                (folder / "fast").touch()
         # a requeued job waits for two minutes, lest it starts before its processes have ended
         ask(slurm, "scontrol", "update", f"JobId={job}", "StartTime=now")
         time.sleep(0.3)
+    return output.read_text(errors="replace")
 
 
-@pytest.mark.parametrize(
-    ("mpi", "launcher"), [("openmpi", "mpirun --bind-to none"), ("mpich", "srun --mpi=pmi2"), ("mpich", "mpiexec")]
-)
-def test_a_requeued_job_has_the_same_bits(slurm: dict[str, str], tmp_path: Path, mpi: str, launcher: str) -> None:
-    """Two ranks on two nodes: the model is that of a job on two ranks which nothing has interrupted."""
-    slurm["PATH"] = f"{launch.environment(mpi) / 'bin'}{os.pathsep}{slurm['PATH']}"
-    slurm["KEEP_GOING_SRUN"] = launcher
-    train = ["-m", "trainers", "--data", "digits", "--epochs", "20", "--batch-size", "16", "--allreduce", "ring"]
-    output, ways = tmp_path / "output", ["--checkpoint", str(tmp_path / "run"), "--checkpoint-every", "50 steps"]
-    sbatch = ["sbatch", "--parsable", "--ntasks-per-node=1", f"--output={output}", "scripts/keep_going.sbatch"]
-    job = subprocess.run(
-        [*sbatch, "python", *train, *ways, "--resume", "--save", str(tmp_path / "model.npz")],
-        env=slurm, cwd=launch.ROOT, capture_output=True, text=True, timeout=60, check=True,
-    ).stdout.strip()  # fmt: skip
-    wait_until(slurm, job, output, requeues=True)
-    text = output.read_text(errors="replace")
-    assert "Restarts=1" in ask(slurm, "scontrol", "show", "job", job), text
-    assert text.count("test accuracy: ") == 1
-    assert "resumed: " in text
-    ended = launch.mpirun(2, [*train, "--save", tmp_path / "other.npz"], mpi=mpi, cwd=tmp_path)
+def digest(model: Path) -> str:
+    """Return the SHA-256 of the parameters and all else that a model file has."""
+    sha = hashlib.sha256()
+    with np.load(model) as arrays:
+        for name in sorted(arrays):
+            sha.update(name.encode() + arrays[name].tobytes())
+    return sha.hexdigest()
+
+
+def check(slurm: dict[str, str], mpi: str, job: str, folder: Path, text: str, stops: int) -> None:
+    """Check that a job which was stopped has ended as one that nothing has stopped."""
+    assert f"Restarts={stops}" in ask(slurm, "scontrol", "show", "job", job), text
+    assert text.count("resumed: ") == stops, text
+    assert "TIME LIMIT" not in text
+    ended = launch.mpirun(2, [folder / "train.py", "whole.npz", "whole"], mpi=mpi, cwd=folder)
     assert ended.returncode == 0, ended.stderr
-    with np.load(tmp_path / "model.npz") as model, np.load(tmp_path / "other.npz") as other:
-        assert {name: model[name].tobytes() for name in model} == {name: other[name].tobytes() for name in other}
+    assert digest(folder / "model.npz") == digest(folder / "whole.npz")
+
+
+@pytest.mark.parametrize(("mpi", "launcher"), LAUNCHERS)
+def test_a_requeued_job_has_the_same_bits(slurm: dict[str, str], tmp_path: Path, mpi: str, launcher: str) -> None:
+    """The job is stopped twice: by the signal that Slurm sends before the time limit, and by `scontrol requeue`."""
+    slurm["PATH"] = f"{launch.environment(mpi) / 'bin'}{os.pathsep}{slurm['PATH']}"
+    probe = [*launcher.split(), "-n", "1", "true"]
+    if launcher.endswith("pmix") and subprocess.run(probe, env=slurm, capture_output=True, check=False).returncode:
+        pytest.skip("Slurm does not find libpmix.so (Debian: apt-get install libpmix-dev)")
+    job = submit(slurm, launcher, tmp_path)
+    stops = [("epoch   3", ["scancel", "--batch", "--signal=USR1"]), ("epoch   7", ["scontrol", "requeue"])]
+    text = end_of(slurm, job, tmp_path, stops)
+    assert text.count("the job requeues itself") == 1
+    check(slurm, mpi, job, tmp_path, text, stops=2)
+
+
+def test_a_job_stops_before_its_time_limit_and_resumes(slurm: dict[str, str], tmp_path: Path) -> None:
+    """Slurm itself sends SIGUSR1; the job writes a checkpoint, requeues itself, and ends with the same bits."""
+    slurm["PATH"] = f"{launch.environment('openmpi') / 'bin'}{os.pathsep}{slurm['PATH']}"
+    job = submit(slurm, "mpirun --bind-to none", tmp_path, "--time=1", "--signal=B:USR1@30")
+    text = end_of(slurm, job, tmp_path, [("the job requeues itself", [])])
+    assert text.count("the job requeues itself") == 1
+    check(slurm, "openmpi", job, tmp_path, text, stops=1)
+
+
+@pytest.mark.parametrize(("mpi", "plugin"), [("openmpi", "pmi2"), ("openmpi", "none"), ("mpich", "none")])
+def test_a_plugin_that_the_mpi_does_not_know_is_named(slurm: dict[str, str], mpi: str, plugin: str) -> None:
+    """MPI starts n jobs of one rank then, without a word."""
+    python = str(launch.environment(mpi) / "bin" / "python")
+    command = ["srun", f"--mpi={plugin}", "-N2", "-n2", python, "-c", "import allreduce; allreduce.Topology()"]
+    ended = subprocess.run(command, env=slurm, capture_output=True, text=True, timeout=60, check=False)
+    assert ended.returncode == 1
+    started = "srun --mpi=pmi2 has started" if plugin == "pmi2" else "srun has started"
+    assert f"LauncherError: {started} 2 processes" in ended.stderr
+    assert "Start it with srun --mpi=pmix (Open MPI) or srun --mpi=pmi2 (MPICH)" in ended.stderr
