@@ -17,6 +17,8 @@ import os
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from statistics import median
@@ -191,15 +193,22 @@ def write_images(path: Path, rows: int, size: int) -> None:
     np.save(path, pixels)
 
 
+@contextmanager
+def images_of(topology: Topology, rows: int, size: int) -> Iterator[str]:
+    """Context manager: the path of a file of images, the same on every node, in a temporary folder. Collective."""
+    with tempfile.TemporaryDirectory(prefix="images-") as own:
+        path = root_value(topology.node, str(Path(own) / "images.npy"), "learn the file")
+        leads = topology.node.rank == 0
+        together(topology.world, partial(write_images, Path(path), rows, size) if leads else int)
+        yield path
+        together(topology.world, int)  # a leader removes its folder when all ranks are done
+
+
 def _run(topology: Topology, options: argparse.Namespace, screen: Screen) -> int:
     if "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(1)
-    with tempfile.TemporaryDirectory(prefix="images-") as own:
-        path = root_value(topology.world, str(Path(own) / "images.npy"), "learn the file")
-        rows = options.steps * options.batch * topology.size
-        together(topology.world, partial(write_images, Path(path), rows, options.size) if not topology.rank else int)
+    with images_of(topology, options.steps * options.batch * topology.size, options.size) as path:
         result = measure(topology, options, path, screen)
-        together(topology.world, int)  # rank 0 removes its folder when all ranks are done
     side, parameters = options.size, result["parameters"] / 1e6
     screen.say(
         f"{topology}, {options.workers} workers each; PyTorch {torch.__version__}",

@@ -223,7 +223,7 @@ class Replica(ABC):
         """Put the average in the place of the parameters, or of those in a slice, until `use_parameters`.
 
         After `network = NumpyNetwork.load(path)` and `network.use_average()` the network predicts with the average.
-        Raises ArgumentError if there is none.
+        A trainer of this network ends it. Raises ArgumentError if there is none.
         """
         raise ArgumentError(
             f"this {type(self).__name__} has no moving average of its parameters; fit(ema=0.999) keeps one"

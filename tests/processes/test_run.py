@@ -1,6 +1,7 @@
 """trainers.run: a function on the ranks of a new job, from a script."""
 
 import os
+import pickle
 import re
 import signal
 import subprocess
@@ -92,7 +93,8 @@ trainers.run(train, ranks=2, timeout={timeout})
 """
 
 
-def test_an_interrupt_ends_all_ranks(tmp_path: Path) -> None:
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGKILL])
+def test_the_end_of_the_caller_ends_all_ranks(tmp_path: Path, signum: signal.Signals) -> None:
     with (tmp_path / "out").open("w+") as out, (tmp_path / "err").open("w+") as err:
         code = INTERRUPTED.format(timeout=None)
         with launch.started([sys.executable, "-c", code], out, err, {"TMPDIR": str(tmp_path)}) as process:
@@ -102,10 +104,14 @@ def test_an_interrupt_ends_all_ranks(tmp_path: Path) -> None:
                 time.sleep(0.1)
             mark = Path(f"/proc/{process.pid}/environ").read_bytes().split(launch.MARK.encode() + b"=")[1][:32].decode()
             assert len(launch.marked(mark)) > 2
-            os.kill(process.pid, signal.SIGINT)
+            os.kill(process.pid, signum)
             assert process.wait(30) != 0
+            for _ in range(300):
+                if signum == signal.SIGINT or not launch.marked(mark):
+                    break
+                time.sleep(0.1)
             assert launch.marked(mark) == []
-        assert "KeyboardInterrupt" in (tmp_path / "err").read_text()
+        assert signum != signal.SIGINT or "KeyboardInterrupt" in (tmp_path / "err").read_text()
 
 
 def test_a_timeout(tmp_path: Path) -> None:
@@ -118,6 +124,9 @@ def test_a_timeout(tmp_path: Path) -> None:
     ("options", "words"),
     [
         ({"timeout": "5"}, "timeout='5': give a number of seconds"),
+        ({"args": "a.csv"}, "args='a.csv': give a tuple"),
+        ({"args": 3}, "args=3: give a tuple"),
+        ({"kwargs": [3]}, "kwargs=[3]: give a dict"),
         ({"timeout": 0}, "timeout=0: give a number of seconds"),
         ({"env": {"A": 1}}, "'A': 1 is not a name and a text"),
         ({"launcher": ""}, "launcher='': there is no such program"),
@@ -127,6 +136,18 @@ def test_a_timeout(tmp_path: Path) -> None:
 def test_bad_options_start_no_job(options: dict[str, Any], words: str) -> None:
     with pytest.raises(ArgumentError, match=re.escape(words)):
         run.run(print, ranks=1, **options)
+
+
+class HalfError(Exception):  # its pickle holds one argument, and it takes two
+    def __init__(self, one: int, two: int) -> None:
+        super().__init__(one)
+
+
+def test_a_result_that_can_not_be_loaded_is_named(tmp_path: Path) -> None:
+    (tmp_path / run.RESULTS).write_bytes(pickle.dumps([pickle.dumps(5), pickle.dumps(HalfError(1, 2))]))
+    with pytest.raises(RunError, match="rank 1's result can't be loaded here \\(TypeError") as raised:
+        run._results(tmp_path, 2, 0, "")
+    assert raised.value.rank == 1
 
 
 def test_an_error_is_written_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

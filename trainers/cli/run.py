@@ -31,6 +31,13 @@ RESULTS, ERROR = "results", "error-{}.json"
 OF_A_RANK = ("PMI_", "PMIX_", "PRTE_", "OMPI_COMM_", "OMPI_UNIVERSE_", "OMPI_APP_", "ALLREDUCE_RANK_PROCESS")
 SETTINGS = ("PMIX_MCA_", "PRTE_MCA_")
 SIZES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
+# A program that becomes mpirun, which gets SIGTERM when the caller's thread ends: also when the caller is killed.
+GUARD = """
+import ctypes, os, signal, sys
+ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
+if os.getppid() == int(sys.argv[1]):
+    os.execvp(sys.argv[2], sys.argv[2:])
+"""
 END_SECONDS = 5.0  # how long mpirun may take to end its ranks
 LAST_LINES = 20  # of stderr, in the error of a job that wrote none
 
@@ -64,12 +71,16 @@ def run(
     env: environment variables to add. timeout: seconds, after which the job is ended.
 
     Local; not for a program that is a rank itself. What rank 0 prints appears here while the job runs, and so does the
-    stderr of all ranks. An interrupt, or any other exception here, ends all ranks.
+    stderr of all ranks. An interrupt, any other exception here, and the end of this process end all ranks.
 
     Raises RunError, with the rank and its traceback, if a rank raises an exception or the job ends in another way.
     Raises ArgumentError if an argument is invalid, if there is no launcher or no cloudpickle, or if the function can't
     be pickled.
     """
+    if not isinstance(args, Sequence) or isinstance(args, str | bytes):
+        raise ArgumentError(f"args={args!r}: give a tuple of the function's arguments, such as ({args!r},)")
+    if not isinstance(kwargs, Mapping | None):
+        raise ArgumentError(f"kwargs={kwargs!r}: give a dict of the function's keyword arguments")
     payload = _pickled(train, tuple(args), dict(kwargs or {}))
     if isinstance(ranks, bool) or not isinstance(ranks, int) or ranks < 1:
         raise ArgumentError(f"ranks={ranks!r}: give a number of ranks, 1 or more")
@@ -151,8 +162,9 @@ def _job(
 ) -> tuple[int | None, str]:
     """Run the job, and show its output. Returns its exit code, None after the timeout, and the end of its stderr."""
     pipe = subprocess.PIPE
+    guard = [sys.executable, "-I", "-S", "-c", GUARD, str(os.getpid())]
     process = subprocess.Popen(
-        command, stdin=payload, stdout=pipe, stderr=pipe, env=environment, start_new_session=True
+        [*guard, *command], stdin=payload, stdout=pipe, stderr=pipe, env=environment, start_new_session=True
     )
     deadline = None if timeout is None else time.monotonic() + timeout
     last = ""
@@ -207,7 +219,16 @@ def _results(folder: Path, ranks: int, code: int | None, last: str) -> list[Any]
         )
         raise RunError(f"the job of {ranks} ranks ended without results ({why})\n\n{last}", None, last)
     with path.open("rb") as file:
-        return [pickle.loads(each) for each in pickle.load(file)]
+        packed = pickle.load(file)
+    return [_unpacked(each, rank) for rank, each in enumerate(packed)]
+
+
+def _unpacked(packed: bytes, rank: int) -> Any:
+    try:
+        return pickle.loads(packed)
+    except Exception as error:  # of any type: it is the user's code
+        reason = f"{type(error).__name__}: {error}"
+        raise RunError(f"rank {rank}'s result can't be loaded here ({reason}): return arrays", rank, reason) from error
 
 
 # The ranks' side

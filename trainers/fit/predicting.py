@@ -6,6 +6,7 @@ import io
 import json
 import logging
 import os
+import re
 import secrets
 import shutil
 import time
@@ -33,6 +34,7 @@ log = logging.getLogger("trainers")
 ENDINGS = (".csv", ".jsonl")
 IN_FOLDER = "part-*.csv"  # the names of the files in a folder that is given alone
 ROUND = 1 << 17  # rows that a rank predicts between two agreements of the ranks
+STALE_SECONDS = 24 * 3600.0  # after which a temporary file belongs to no prediction that still runs
 LINE_SECONDS = 10.0  # between two lines of progress
 DIGITS = 6  # of numbers in the files
 
@@ -89,6 +91,18 @@ class Target:
         """Return the path of a rank's file while it is written."""
         folder, name = os.path.split(self.path(rank, ranks))
         return os.path.join(folder, f".{name}.{token}.{rank}")
+
+    def remove_stale(self) -> None:
+        """Remove the files that a killed prediction to this target left a day ago, or longer. Local, on one rank."""
+        folder, name = os.path.split(self.path(0, 1))
+        if self.divided:
+            name = self._name
+        left = re.compile(rf"\.{re.escape(name)}\.[0-9a-f]{{8}}\.\d+".replace(r"\*", r"\d+"))
+        with suppress(OSError):
+            for found in filter(left.fullmatch, os.listdir(folder)):
+                path = os.path.join(folder, found)
+                if time.time() - os.stat(path).st_mtime > STALE_SECONDS:
+                    os.unlink(path)
 
     def make_folder(self) -> None:
         if self.divided:
@@ -201,6 +215,7 @@ def predict_into(
     shard = _Shard(replica, stream.pieces(mine.start, mine.stop), Lines(target.ending, replica), sum(counts[:rank]))
     try:
         together(comm, target.make_folder)
+        together(comm, target.remove_stale if rank == 0 else int)
         names = group.values(together(comm, shard.begin), "predict: the names of the outputs")
         known = next((each for each in names if each is not None), None)
         together(comm, lambda: shard.open(aside, known if target.divided or rank == 0 else []))

@@ -137,6 +137,7 @@ class Strategy:
         """
         self.closed = False
         self.group = group
+        self.replica.use_parameters()  # a trainer trains them, also after `network.use_average()`
         self.part, self.parts = group.rank, group.size
         self.clock = stopwatch.make(self.replica.device)
         self.replica.hold = Hold(self)

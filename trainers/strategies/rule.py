@@ -47,7 +47,12 @@ class StepOptions(NamedTuple):
 
     def as_settings(self) -> dict[str, Any]:
         """Return the options that differ from the defaults, as text that is equal on all ranks."""
-        given = {name: value for name, value in self._asdict().items() if value != self._field_defaults[name]}
+        given = {
+            name: value
+            for name, value in self._asdict().items()
+            # the options are not checked yet: an array has no truth, when it is compared
+            if not isinstance(value, int | float | np.number | str | None) or value != self._field_defaults[name]
+        }
         if callable(self.schedule):
             given["schedule"] = getattr(self.schedule, "__qualname__", type(self.schedule).__name__)
         return given

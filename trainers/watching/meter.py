@@ -130,14 +130,16 @@ class NormMeter(Callback):
     reads_batches = reads_model = False
 
     def __init__(self) -> None:
-        self._epoch, self._total, self._count = -1, 0.0, 0
+        self._epoch = -1
+        self._sums: tuple[Any, int] = 0.0, 0  # the sum of the norms, perhaps on the GPU, and their number
+        self._before = self._sums  # without the last step that ended
         self.last: Any = math.nan  # the norm of the last step, a number, perhaps on the GPU
         self._pending = False  # whether `last` is of a step that has not ended
-        self._added: Any = 0.0  # the norm of the last step that ended; 0 if it was left out
 
     def on_epoch_begin(self, epoch: int, logs: Logs | None = None) -> None:
         if epoch != self._epoch:
-            self._epoch, self._total, self._count = epoch, 0.0, 0
+            self._epoch = epoch
+            self._sums = self._before = 0.0, 0
 
     def set(self, norm: Any) -> None:
         """Set the norm of a step, a number, perhaps on the GPU. It counts when the step ends."""
@@ -153,23 +155,24 @@ class NormMeter(Callback):
 
     def count(self) -> None:
         """Count the norm of a step that has ended, if there is one."""
-        self._added, ended = self.last if self._pending else 0.0, self._pending
-        self._total, self._count, self._pending = self._total + self._added, self._count + ended, False
+        self._before = self._sums
+        if self._pending:
+            self._sums, self._pending = (self._sums[0] + self.last, self._sums[1] + 1), False
 
     def step_back(self) -> None:
         """Forget the last step, which will be taken once more."""
-        self._total, self._count, self._added = self._total - self._added, self._count - (self._added != 0), 0.0
+        self._sums, self._pending = self._before, False
 
     def sums(self) -> np.ndarray:
         """The sum of the norms, and their number."""
-        return np.array([float(self._total), self._count])
+        return np.array([float(self._sums[0]), self._sums[1]])
 
     def state(self) -> dict[str, Any]:
         return {"epoch": self._epoch, "sums": self.sums()}
 
     def load_state(self, state: Mapping[str, np.ndarray]) -> None:
         self._epoch = int(state["epoch"])
-        self._total, self._count = float(state["sums"][0]), int(state["sums"][1])
+        self._sums = self._before = float(state["sums"][0]), int(state["sums"][1])
 
 
 class RoundMeter(Meter):

@@ -356,6 +356,11 @@ def test_the_average_is_evaluated_and_saved(flat: allreduce.Topology, folder: Pa
         assert not np.allclose(*outputs)
         alone.use_parameters()
         assert np.allclose(alone.predict(x), outputs[0])
+        alone.use_average()  # a trainer ends it
+        with TRAINERS[kind](alone if flat.rank == 0 else network(), topology=flat) as trainer:
+            assert np.allclose(trainer.predict(x), outputs[1])
+            assert np.allclose(trainer.predict(x, ema=False), outputs[0])
+            assert len(set(flat.world.allgather(trainer.parameters_sha256()))) == 1
 
 
 @few
@@ -386,6 +391,7 @@ def test_bad_options_raise_the_same_error_on_all_ranks(flat: allreduce.Topology)
         ({"accumulate": 2.0}, "accumulate"),
         ({"clip_norm": 0}, "clip_norm"),
         ({"clip_norm": math.nan}, "clip_norm"),
+        ({"clip_norm": np.ones(2)}, "clip_norm"),
         ({"ema": 1.0}, "ema"),
         ({"ema": True}, "ema"),
         ({"validate_ema": 1}, "validate_ema"),
@@ -400,6 +406,8 @@ def test_bad_options_raise_the_same_error_on_all_ranks(flat: allreduce.Topology)
             assert text in raised_everywhere(flat.world, ArgumentError, functools.partial(fit, **options))
         if SIZE > 1:
             own = {"accumulate": 0} if flat.rank else {}
+            assert "accumulate" in raised_everywhere(flat.world, ArgumentError, functools.partial(fit, **own))
+            own = {"accumulate": np.ones(2)} if flat.rank else {}
             assert "accumulate" in raised_everywhere(flat.world, ArgumentError, functools.partial(fit, **own))
             own = {"ema": DECAY} if flat.rank else {}
             raised_everywhere(flat.world, DisagreementError, functools.partial(fit, **own))
