@@ -360,7 +360,7 @@ def test_the_average_is_evaluated_and_saved(flat: allreduce.Topology, folder: Pa
         with TRAINERS[kind](alone if flat.rank == 0 else network(), topology=flat) as trainer:
             assert np.allclose(trainer.predict(x), outputs[1])
             assert np.allclose(trainer.predict(x, ema=False), outputs[0])
-            assert len(set(flat.world.allgather(trainer.parameters_sha256()))) == 1
+            assert len(set(trainer.parameters_sha256())) == 1
 
 
 @few
