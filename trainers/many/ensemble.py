@@ -281,18 +281,22 @@ class EnsembleTrainer:
         try:
             data = together(part.world, rows)
             watching = together(part.world, lambda: list(callbacks(number) if callable(callbacks) else callbacks))
-            with MirroredTrainer(self.replicas[number], topology=part, **self._options) as trainer:
-                settings = {**data, **settings, "callbacks": [*watching, history]}
-                history = trainer.fit(**settings)
+            trainer = MirroredTrainer(self.replicas[number], topology=part, **self._options)
+            try:
+                history = trainer.fit(**{**data, **settings, "callbacks": [*watching, history]})
+            except Exception as error:
                 self._follow(trainer)
+                if trainer.group.all_raise(error):
+                    trainer.close()
+                raise
+            self._follow(trainer)
+            trainer.close()
         except Exception as error:
             ranks = part if trainer is None else trainer.topology
             if ulfm.lost(error) is not None:
                 self._continue_without_lost(trainer)
             elif not everywhere(error, ranks.world):
                 raise
-            else:
-                self._follow(trainer)
             return history, error
         return history, None
 
