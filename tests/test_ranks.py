@@ -21,7 +21,7 @@ RANKS = (1, 2, 3) if QUICK or TORCH else (1, 2, 3, 4, 5)
 MPIS = ("openmpi",) if QUICK or TORCH else launch.MPIS
 # The files of a quick run.
 HEART = ("collectives/test_grid.py", "collectives/test_errors.py", "training/test_trainers.py")
-LIMIT_SECONDS = 900.0  # of a job; a test that hangs is ended by the watchdog in ranks/conftest.py
+LIMIT_SECONDS = 1200.0  # of a job, beside another one; a test that hangs is ended by the watchdog in ranks/conftest.py
 
 
 @pytest.mark.parametrize("ranks", [f"{ranks}ranks" for ranks in RANKS])
