@@ -49,7 +49,7 @@ OVERLOAD = 429
 def add_options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--ranks", type=_numbers, default=[1, 2], metavar="N,N", help="of the servers (default: 1,2)")
-    add("--sizes", type=_numbers, default=[64, 2048, 2048, 10], metavar="N,N", help="(default: 64,2048,2048,10)")
+    add("--sizes", type=_numbers, default=[64, 4096, 4096, 10], metavar="N,N", help="(default: 64,4096,4096,10)")
     add("--rows", type=cli.at_least(1), default=8, metavar="N", help="of a request (default: 8)")
     add("--clients", type=cli.at_least(1), default=8, metavar="N", help="requests at a time (default: 8)")
     add("--seconds", type=cli.at_least(0.1, float), default=10.0, metavar="S", help="of a server (default: 10)")

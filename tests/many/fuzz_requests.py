@@ -6,6 +6,7 @@ python -m tests.many.fuzz_requests --inputs 20000 --seed 1
 import argparse
 import json
 import random
+import re
 import socket
 import string
 import sys
@@ -159,7 +160,7 @@ def judge(target: Target, raw: bytes, answer: tuple[int, bytes]) -> str:
     if b":predict" not in raw.split(b"\r\n")[0]:
         return "other page"
     try:
-        sent = json.loads(raw.partition(b"\r\n\r\n")[2][: _length(raw)])["instances"]
+        sent = json.loads(_parts(raw)[1][: _length(raw)])["instances"]
         wanted = target.predict(np.array(sent, np.float32))
         found = np.array(json.loads(body)["predictions"], np.float32)
     except (ValueError, KeyError, TypeError) as error:
@@ -167,8 +168,13 @@ def judge(target: Target, raw: bytes, answer: tuple[int, bytes]) -> str:
     return "right" if np.allclose(found, wanted, atol=1e-5) else "DEFECT: wrong"
 
 
+def _parts(raw: bytes) -> list[bytes]:
+    """Return the head and the body; a line of a head may end in a line feed alone."""
+    return [*re.split(rb"\r?\n\r?\n", raw, maxsplit=1), b""][:2]
+
+
 def _length(raw: bytes) -> int | None:
-    for line in raw.partition(b"\r\n\r\n")[0].split(b"\r\n"):
+    for line in _parts(raw)[0].splitlines():
         name, _, number = line.partition(b":")
         if name.strip().lower() == b"content-length" and number.strip().isdigit():
             return int(number)

@@ -54,7 +54,7 @@ EXAMPLES = """examples:
   mpirun --with-ft ulfm -n 4 python -m trainers serve --model models/digits --canary 0002=0.1
   curl -d '{"instances": [[0, 1, 2, 3]]}' http://127.0.0.1:8501/v1/models/model:predict
 """
-IDLE_SECONDS, BUSY_SECONDS = 0.02, 5e-4  # longest pauses of rank 0: without work, and while ranks compute
+IDLE_SECONDS, BUSY_SECONDS = 0.02, 1e-3  # longest pauses of rank 0: without work, and while ranks compute
 LOAD_SECONDS = 60.0  # after which another rank may load a version, too
 PREDICT, LOAD, UNLOAD, STOP = "predict", "load", "unload", "stop"  # names in headers of work
 
