@@ -1,6 +1,7 @@
 """Random fits on shards and on tables, each checked against one process that trains on the rows of all ranks."""
 
 import csv
+import importlib.util
 import random
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +19,7 @@ from trainers import MirroredTrainer, datasets, load_shards, network_of
 from trainers.errors import DataError
 
 SOURCES = ("arrays", "tables", "table")  # shards of .npz archives, shards of tables, one table that all ranks read
+PROCESSES = int(importlib.util.find_spec("grain") is not None)  # that read rows, if any can
 WORDS = ("red", "green, dark", "blue", "Ünder", 'a "quoted" one')
 
 
@@ -111,7 +113,7 @@ def draw_case(draw: random.Random, ranks: int) -> Case:
     for name, values in (("accumulate", [2, 3]), ("clip_norm", [0.05, 0.5]), ("ema", [0.5, 0.9])):
         if draw.random() < 0.3:
             options[name] = draw.choice(values)
-    workers = draw.choice([0, 0, 0, 0, 0, 0, 1]) if source == "table" and draw.random() < 0.3 else None
+    workers = draw.choice([0, 0, 0, 0, 0, 0, PROCESSES]) if source == "table" and draw.random() < 0.3 else None
     return Case(
         source, kind, servers, rows, draw.choice(["words", "numbers"]), columns, draw.random() < 0.3,
         draw.choice(["float32", "float64", "uint8"]), draw.choice([[], [5], [6, 4]]),
