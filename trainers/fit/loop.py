@@ -174,8 +174,7 @@ class Fit:
         return self.history
 
     def close(self) -> None:
-        """Close the saver, the progress bar and the callbacks, and keep no average any more. Local."""
-        self.strategy.replica.end_average()
+        """Close the saver, the progress bar and the callbacks. Local."""
         if self.saver is not None:
             self.saver.close()
         self._progress.close()

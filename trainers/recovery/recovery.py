@@ -355,6 +355,7 @@ class FitCall(Call[History]):
         return True
 
     def close(self) -> None:
+        self._strategy.replica.end_average()
         if self._fit is not None:
             self._fit.close()
 
