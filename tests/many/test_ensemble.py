@@ -26,6 +26,13 @@ def test_a_killed_and_a_stopped_rank(mpirun: JobRunner) -> None:
     assert sorted(job.stdout.split("\n"))[-2:] == ["rank 0 ends", "rank 1 ends"], job.stdout + job.stderr
 
 
+def test_sigterm(mpirun: JobRunner, tmp_path: Path) -> None:
+    """Both parts have written their checkpoints when the first rank ends."""
+    job = mpirun(2, [Path(__file__).with_name("ensemble_sigterm_job.py"), tmp_path])
+    for rank in range(2):
+        assert f"rank {rank} ends with 143, 2 folders" in job.stdout, job.stdout + job.stderr
+
+
 def test_votes() -> None:
     outputs = np.array([[0.2, 0.5, 0.3], [0.4, 0.3, 0.4]], np.float32)
     assert Voting().votes(outputs).dtype == np.float32

@@ -18,7 +18,7 @@ from allreduce.errors import ClosedError, CopyError
 from allreduce.keywords import known_only, near
 from allreduce.topology import Topology
 from allreduce.transport import ulfm
-from allreduce.transport.control import everywhere, on_all_ranks, raise_together, root_value, together
+from allreduce.transport.control import everywhere, on_all, on_all_ranks, raise_together, root_value, together
 from allreduce.transport.wait import waiting
 from trainers.data import (
     Data,
@@ -46,6 +46,7 @@ from trainers.many.parts import Parts
 from trainers.many.timely import Position, Prediction, TimelyVotes, limits_error
 from trainers.many.voting import Scorer, Voting, normal, selected_weights, shares_of
 from trainers.mirrored import MirroredTrainer
+from trainers.recovery.terminating import Terminated, Terminating
 from trainers.replica import Replica
 from trainers.trainer import BATCH_SIZE, NO_TARGETS, check_call
 from trainers.watching.history import Epoch, History
@@ -241,6 +242,9 @@ class EnsembleTrainer:
         options: of `MirroredTrainer.fit`, for every member: shuffle, class_weight, prefetch, accumulate, clip_norm,
             ema, validate_ema, schedule, warmup_steps, workers.
 
+        After SIGTERM the members that train write their checkpoints, and every rank ends with exit code 143 when all
+        parts have done so.
+
         A member that fails is missing from then on, and rank 0 logs a warning. If all fail, the error of the first one
         is raised on all ranks, and none is missing.
         """
@@ -254,19 +258,34 @@ class EnsembleTrainer:
         settings |= {**options, "validation_data": validation_data, "resume": resume, "progress": False}
         ended: dict[int, tuple[list[Any], str]] = {}
         first: Exception | None = None
-        for number in [each for each in self.replicas if each not in self.missing]:
-            own = settings | {"checkpoint": _folder_of(checkpoint, number), "seed": self.seeds[number]}
-            history, error = self._trained(number, partial(taken, data, drawn, number), callbacks, own)
-            first = first or error
-            text = "" if error is None else f"{type(error).__name__}: {error}"
-            ended[number] = [epoch.as_dict() for epoch in history], text
-            if progress and self._part.rank == 0:
-                last = f"failed: {text}" if error else str(history[-1]) if history else "no epochs"
-                print(f"member {number + 1} of {len(self.members)}: {last}", file=stream, flush=True)
-        with _patient(self.topology):
-            self._run(lambda: self._share(ended, first))
+        stopped: Terminated | None = None
+        with Terminating() as sigterm:
+            for number in [each for each in self.replicas if each not in self.missing]:
+                own = settings | {"checkpoint": _folder_of(checkpoint, number), "seed": self.seeds[number]}
+                try:
+                    history, error = self._trained(number, partial(taken, data, drawn, number), callbacks, own)
+                except Terminated as met:
+                    stopped = met
+                    break
+                first = first or error
+                text = "" if error is None else f"{type(error).__name__}: {error}"
+                ended[number] = [epoch.as_dict() for epoch in history], text
+                if progress and self._part.rank == 0:
+                    last = f"failed: {text}" if error else str(history[-1]) if history else "no epochs"
+                    print(f"member {number + 1} of {len(self.members)}: {last}", file=stream, flush=True)
+            with _patient(self.topology):
+                self._end_if(stopped, sigterm)
+                self._run(lambda: self._share(ended, first))
         self._run(lambda: self._score(data, drawn, validation_data))
         return self.members
+
+    def _end_if(self, stopped: Terminated | None, sigterm: Terminating) -> None:
+        """Raise Terminated on all ranks if SIGTERM has come to one of them, when all parts have written checkpoints."""
+        asked = stopped is not None or sigterm.here
+        goes_on = self._run(lambda: on_all(self.group.comm, not asked, "learn of SIGTERM"))
+        sigterm.agreed = True
+        if not goes_on:
+            raise stopped or Terminated("SIGTERM: the training of the ensemble has been stopped")
 
     def _trained(
         self,
@@ -396,8 +415,8 @@ class EnsembleTrainer:
     def predict(self, x: Any, deadline: float | None = None, quorum: int = 1) -> Any:
         """Return the result of the members' vote for every row.
 
-        Without a deadline: of all members, on every rank. Collective. With voting="soft" that are the mean outputs;
-        with "hard" the share of the votes for each class; `argmax(axis=1)` of both is the class.
+        Without a deadline: of all members, on every rank. Collective. With voting="soft" the result is the mean of
+        the outputs; with "hard" it is the share of the votes for each class. `argmax(axis=1)` of both is the class.
 
         deadline: seconds after which rank 0 returns what has come, as a Prediction, which names the members that are
             missing: those of ranks that are late, stopped or lost (a lost rank ends the job, unless it was started with
