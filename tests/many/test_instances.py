@@ -1,6 +1,7 @@
 """Bodies of requests: what becomes rows, and what is refused."""
 
 import json
+import tracemalloc
 from typing import Any
 
 import numpy as np
@@ -61,11 +62,12 @@ REFUSED = [
     (b'{"instances": [[true, 1, 1, 1]]}', "it has true"),
     (b'{"instances": [[null, 1, 1, 1]]}', "it has null"),
     (b'{"instances": [["1", 1, 1, 1]]}', "texts or objects"),
-    (b'{"instances": [{"x": 1}]}', "not all numbers"),
+    (b'{"instances": [{"x": 1}]}', "texts or objects"),
+    (b'{"instances": [[1, 2, 3, 4], [1, 2, 3, [["x"]]]]}', "texts or objects"),
     (b'{"instances": [[1, 2, 3, 4], [1]]}', "ragged"),
     (b'{"instances": [[1, 2, 3]]}', "4 features"),
     (b'{"instances": [[' + b"9" * 5000 + b", 1, 1, 1]]}", "must be JSON"),
-    (b'{"instances": [[' + b"9" * 400 + b", 1, 1, 1]]}", "not all numbers"),
+    (b'{"instances": [[' + b"9" * 400 + b", 1, 1, 1]]}", "too large"),
     (b'{"instances": ' + b"[" * 100_000 + b"]" * 100_000 + b"}", "nested"),
     (b'{"instances": ' + b'{"a":' * 100_000, "nested"),
     (b'{"instances": "' + b'\\"' * 100_000, "must be JSON"),
@@ -78,6 +80,17 @@ REFUSED = [
 def test_refused_bodies(given: bytes, text: str) -> None:
     with pytest.raises(TrainerError, match=text):
         rows_of(given, MODEL, 3)
+
+
+def test_a_long_text_takes_no_memory_for_other_texts() -> None:
+    given = body([["x" * 300_000, *["y"] * 1000]])
+    tracemalloc.start()
+    try:
+        with pytest.raises(TrainerError, match="texts or objects"):
+            rows_of(given, MODEL, 1)
+        assert tracemalloc.get_traced_memory()[1] < 100 * len(given)
+    finally:
+        tracemalloc.stop()
 
 
 @pytest.mark.parametrize(

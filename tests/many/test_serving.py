@@ -17,7 +17,8 @@ import pytest
 from benchmarks import serving
 from tests import launch
 from tests.conftest import in_one_job
-from tests.many.fuzz_requests import run
+from tests.many.fuzz_requests import Target, request, run
+from trainers.many import web
 from trainers.many.web import listen
 from trainers.replicas.numpy.network import NumpyNetwork
 
@@ -139,6 +140,24 @@ def test_answers_leave_at_once() -> None:
     """asyncio sets TCP_NODELAY for sockets of this protocol alone; without it an answer waits for 40 ms."""
     with listen("127.0.0.1", 0) as listener:
         assert listener.proto == socket.IPPROTO_TCP
+
+
+def test_a_client_that_does_not_read_loses_its_connection(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(web, "BODY_SECONDS", 0.2)
+    target = Target(bytes(1 << 25))  # more than the buffers of the system hold
+    try:
+        with socket.create_connection(("127.0.0.1", target.port)) as connection:
+            connection.sendall(request("/metrics", b"", "GET"))
+            with pytest.raises(ConnectionError):
+                _send_for_seconds(connection, 20)
+    finally:
+        target.close()
+
+
+def _send_for_seconds(connection: socket.socket, seconds: int) -> None:
+    for _ in range(20 * seconds):
+        connection.sendall(b"x")
+        time.sleep(0.05)
 
 
 def test_hostile_requests() -> None:

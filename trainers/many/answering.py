@@ -223,7 +223,7 @@ class Exchange:
             self.send(rank, {END: True})
         self.wait(lambda: not self.poll() and self._byes >= set(self.living), CLOSE_SECONDS)
         whole = len(self._byes) == self.size - 1
-        for rank in self._byes:
+        for rank in self.living:  # also to those that are late: they do not wait for rank 0 then
             self.send(rank, {LAST: whole})
         self.wait(lambda: not (self.poll() or any(map(self.unsent, self._byes - self.lost))), CLOSE_SECONDS)
         return whole
@@ -371,7 +371,7 @@ class Rounds:
         """Rank 0: begin the next round, before it computes its own answer."""
         self.number += 1
         self._held = {number: held for number, held in self._held.items() if number >= self.number}
-        self._take()
+        self.take()
 
     def collect(
         self,
@@ -388,16 +388,21 @@ class Rounds:
         found = self._held.setdefault(self.number, {})
 
         def done() -> bool:
-            self._take()
+            self.take()
             return found.keys() >= ranks - self.exchange.lost or (enough is not None and enough(found))
 
         self.exchange.wait(done, max(0.0, deadline - time.monotonic()), Pause(1e-3, 2e-4))
+        self.tell()
+        return self._held.pop(self.number)
+
+    def tell(self) -> None:
+        """Rank 0: tell the others that the round has ended, as `collect` does; without it they wait when far ahead."""
         for rank in self.exchange.living:
             if not self.exchange.unsent(rank):  # a stopped rank gets the next one that can be sent
                 self.exchange.send(rank, {NUMBER: self.number})
-        return self._held.pop(self.number)
 
-    def _take(self) -> None:
+    def take(self) -> None:
+        """Rank 0: take the answers that have come. MPI makes progress here: call it also while this rank computes."""
         for message in self.exchange.poll():
             number = message.header.get(NUMBER, 0)
             if number >= self.number:

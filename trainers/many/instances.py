@@ -89,16 +89,16 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 def _numbers(instances: list[Any], dtype: np.dtype) -> np.ndarray:
     """Return rows of numbers as an array of `dtype`, without loss of range."""
+    if not _has_only_numbers(instances):  # numpy would give every element the memory of the longest text
+        raise ArgumentError('"instances" must be rows of numbers; these have texts or objects')
     try:
         given = np.array(instances)
         if given.dtype.kind == "O":  # integers of more than 64 bits, if nothing else
             given = np.array(instances, np.float64)
     except (ValueError, TypeError, OverflowError):
         raise ArgumentError(
-            '"instances" must be rows of numbers of equal lengths; these are ragged, or not all numbers'
+            '"instances" must be rows of numbers of equal lengths; these are ragged, or a number is too large'
         ) from None
-    if given.dtype.kind not in "iuf":
-        raise ArgumentError('"instances" must be rows of numbers; these have texts or objects')
     if dtype.kind in "iu":
         limits = np.iinfo(dtype)
         if given.dtype.kind == "f" or (given > limits.max).any() or (given < limits.min).any():
@@ -109,6 +109,19 @@ def _numbers(instances: list[Any], dtype: np.dtype) -> np.ndarray:
     if not np.isfinite(rows).all():
         raise ArgumentError(f'"instances" has a number that is too large for {dtype}')
     return rows
+
+
+def _has_only_numbers(instances: list[Any]) -> bool:
+    """Whether nested lists have nothing but numbers."""
+    lists = [instances]
+    while lists:
+        given = lists.pop()
+        kinds = set(map(type, given))
+        if not kinds <= {int, float, list}:
+            return False
+        if list in kinds:
+            lists.extend(each for each in given if type(each) is list)
+    return True
 
 
 def _cells(number: int, row: Any, columns: Columns) -> list[str]:

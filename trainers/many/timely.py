@@ -3,7 +3,7 @@
 import math
 import time
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -85,9 +85,15 @@ class TimelyVotes:
             return None
         self._rounds.begin()
         if isinstance(x, ArgumentError):
+            self._rounds.tell()
             raise x
         ends = began + deadline
-        votes, errors = _computed(x, own, voting, ends)
+
+        def goes_on() -> bool:
+            self._rounds.take()
+            return time.monotonic() < ends
+
+        votes, errors = _computed(x, own, voting, goes_on)
         duties_of = {rank: each.duties(voters) for rank, each in enumerate(self._positions)}
         wanted = [rank for rank, each in duties_of.items() if rank and each]
 
@@ -148,14 +154,14 @@ def limits_error(deadline: Any, quorum: Any, members: int) -> ArgumentError | No
 
 
 def _computed(
-    x: Tree, replicas: Mapping[int, Replica], voting: Voting, ends: float = math.inf
+    x: Tree, replicas: Mapping[int, Replica], voting: Voting, goes_on: Callable[[], bool] = lambda: True
 ) -> tuple[dict[int, Tree], dict[int, str]]:
-    """Return the votes of replicas that are complete by `ends` (time.monotonic()), and the errors of others."""
+    """Return the votes of replicas that are complete while `goes_on` returns True, and the errors of others."""
     votes: dict[int, Tree] = {}
     errors: dict[int, str] = {}
     for number, replica in replicas.items():
         try:
-            found = votes_of(replica, x, voting, lambda: time.monotonic() < ends)
+            found = votes_of(replica, x, voting, goes_on)
         except Exception as error:  # of a model; the ensemble does without it
             errors[number] = f"{type(error).__name__}: {error}"
         else:

@@ -7,7 +7,8 @@ and uvicorn. It knows a Service, which answers rows; no MPI.
     GET  /metrics                                 for Prometheus
 
 A body of an error is {"error": its text}. Clients are bounded: connections, bytes and nesting of a body, the time that
-a head and a body may take. Names of a path are compared with those of the versions; no file is opened by a name.
+a head, a body and an answer may take. Names of a path are compared with those of the versions; no file is opened by a
+name.
 """
 
 import asyncio
@@ -32,7 +33,7 @@ log = logging.getLogger("trainers")
 PATH = re.compile(r"(?P<name>[^/:]+)(/versions/(?P<version>[0-9]{1,9}))?(?P<verb>:predict|/metadata)?")
 TYPES = {"application/json", "application/x-www-form-urlencoded", "text/plain", ""}  # curl's default too
 MOST_HEAD = 1 << 14  # bytes of a request's head
-HEAD_SECONDS, BODY_SECONDS = 10.0, 30.0  # in which a head and a body must come
+HEAD_SECONDS, BODY_SECONDS = 10.0, 30.0  # in which a head and a body must come; an answer must be read as a body
 KEEP_ALIVE_SECONDS = 75.0
 LONGEST = 500  # characters of an error
 
@@ -322,14 +323,16 @@ class HeadTimer:
 
 
 def _protocol(most: int) -> Any:
-    """Return uvicorn's HTTP protocol with a limit on connections and on the time that a head may take, and with errors
-    in JSON."""
+    """Return uvicorn's HTTP protocol with limits on connections and on the time in which a head comes and an answer is
+    read, and with errors in JSON."""
     from uvicorn.protocols.http.h11_impl import H11Protocol
 
     class Bounded(H11Protocol):
         def connection_made(self, transport: Any) -> None:
             self._head = HeadTimer(self)
+            self._unread: Any = None  # a timer while an answer waits to be read
             super().connection_made(transport)
+            transport.set_write_buffer_limits(high=0)  # so pause_writing is called for any bytes that wait
             if len(self.connections) > most:
                 transport.abort()
                 return
@@ -341,7 +344,21 @@ def _protocol(most: int) -> Any:
 
         def connection_lost(self, exc: Exception | None) -> None:
             self._head.stop()
+            self._stop_unread()
             super().connection_lost(exc)
+
+        def pause_writing(self) -> None:
+            super().pause_writing()
+            self._unread = self.loop.call_later(BODY_SECONDS, self.transport.abort)
+
+        def resume_writing(self) -> None:
+            self._stop_unread()
+            super().resume_writing()
+
+        def _stop_unread(self) -> None:
+            if self._unread is not None:
+                self._unread.cancel()
+                self._unread = None
 
         def send_400_response(self, msg: str) -> None:
             self.transport.write(bad_request(msg))

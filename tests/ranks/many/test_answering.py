@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from allreduce import Topology
+from trainers.many import answering
 from trainers.many.answering import AHEAD, Dealer, Exchange, Rounds, answer_requests
 
 SHAPES = [(), (0,), (3, 0, 2), (5,), (70_000, 3), (1 << 20,)]
@@ -124,6 +125,21 @@ def test_a_rank_that_is_ahead_waits(exchange: Exchange, topology: Topology) -> N
         exchange.wait(lambda: bool(ahead.extend(exchange.poll())), 0.3)
         assert len(ahead) <= AHEAD * (topology.size - 1)
     end(exchange, topology)
+
+
+def test_a_rank_that_is_late_at_the_end_learns_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It does not wait for the whole timeout of the topology."""
+    monkeypatch.setattr(answering, "CLOSE_SECONDS", 0.1)
+    topology = Topology(timeout=6)
+    exchange = Exchange(topology)
+    wait, waits = exchange.wait, []
+    monkeypatch.setattr(exchange, "wait", lambda *given: waits.append(wait(*given)))
+    if topology.rank and topology.rank == topology.size - 1:
+        time.sleep(0.5)
+    exchange.close()
+    if topology.rank:
+        assert waits == [True]
+    topology.close()
 
 
 def test_the_topology_closes_it(exchange: Exchange, topology: Topology) -> None:
