@@ -182,6 +182,7 @@ def test_a_file_needs_no_mpi(tmp_path: Path, digits: datasets.Dataset) -> None:
         np.save(tmp_path / "expected.npy", ensemble.predict(x))
     model = load_model(str(path))
     assert (model.kind, model.shape, model.dtype, model.members) == ("Ensemble", (64,), np.float32, 3)
+    assert model.outputs == 10
     np.testing.assert_allclose(model.predict(x), np.load(tmp_path / "expected.npy"), rtol=1e-6)
     with pytest.raises(ArgumentError, match="64 features"):
         model.check(x[:, :9])

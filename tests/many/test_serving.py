@@ -18,6 +18,7 @@ from benchmarks import serving
 from tests import launch
 from tests.conftest import in_one_job
 from tests.many.fuzz_requests import Target, request, run
+from trainers.errors import ArgumentError
 from trainers.many import web
 from trainers.many.web import listen
 from trainers.replicas.numpy.network import NumpyNetwork
@@ -134,6 +135,13 @@ def test_errors_at_the_start(tmp_path: Path) -> None:
     for (given, text), ranks in zip(cases, found, strict=True):
         assert [rank["code"] for rank in ranks] == [2, 2], (given, ranks)
         assert text in ranks[0]["stderr"], (given, ranks)
+
+
+def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    web.check_packages()
+    monkeypatch.setattr(web, "PACKAGES", ("starlette", "absent_package"))
+    with pytest.raises(ArgumentError, match=r'absent_package.*pip install "\.\[serve\]"'):
+        web.check_packages()
 
 
 def test_answers_leave_at_once() -> None:

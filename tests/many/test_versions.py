@@ -6,9 +6,20 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from trainers.errors import ArgumentError
+from trainers.errors import ArgumentError, ModelFileError
 from trainers.many.batches import Request, Waiting
-from trainers.many.versions import AVAILABLE, END, LOADING, Version, Versions, Watcher, checked_canary, scan
+from trainers.many.models import NetworkModel
+from trainers.many.versions import (
+    AVAILABLE,
+    END,
+    LOADING,
+    Version,
+    Versions,
+    Watcher,
+    checked_canary,
+    load_alike,
+    scan,
+)
 from trainers.many.web import RefusedError
 from trainers.replicas.numpy.network import NumpyNetwork
 
@@ -100,6 +111,39 @@ def test_a_canary_gets_its_share() -> None:
     assert (versions.choose(None) or versions.known[3]).number == 2
 
 
+def test_a_canary_that_is_put_back_is_owed_nothing() -> None:
+    versions = Versions("m", checked_canary(["2=0.1"]))
+    versions.add(Version(1, "", AVAILABLE))
+    for _ in range(2):
+        versions.add(Version(2, "", AVAILABLE))
+        assert [(versions.at(None) or versions.known[2]).number for _ in range(20)] == [1] * 20  # takes no turn
+        chosen = [version.number for _ in range(100) if (version := versions.choose(None))]
+        assert chosen.count(2) == 10
+        versions.drop(2)
+        assert [(versions.choose(None) or versions.known[1]).number for _ in range(100)] == [1] * 100
+
+
+def test_what_another_rank_refuses_is_not_loaded_again(tmp_path: Path) -> None:
+    world = World(tmp_path)
+    world.write(1)
+    world.look()
+    world.versions.known[1].state = END
+    world.watcher.refuse(1)
+    assert world.look(3) == {1: END}
+    assert world.loaded == [1]
+    world.write(1, size=6)
+    assert world.look(3) == {1: AVAILABLE}
+
+
+def test_unknown_outputs_are_not_compared(tmp_path: Path) -> None:
+    path, other = str(tmp_path / "m.npz"), NetworkModel(NumpyNetwork([4, 2]))
+    NumpyNetwork([4, 3]).save(path)
+    with pytest.raises(ModelFileError, match=r"3 outputs, .* 2 outputs"):
+        load_alike(path, [other])
+    other.outputs = None
+    assert load_alike(path, [other]).model.outputs == 3
+
+
 @pytest.mark.parametrize("given", ["2", "2=x", "x=0.1", "2=0", "2=1", "2=nan"])
 def test_wrong_canaries(given: str) -> None:
     with pytest.raises(ArgumentError, match="--canary"):
@@ -136,6 +180,24 @@ def test_batches_are_full_or_old() -> None:
     batch = waiting.take(now, lambda _: True)
     assert batch is not None
     assert batch.requests == requests[:1]
+
+
+def test_requests_without_a_client_are_not_computed() -> None:
+    waiting = Waiting(most_rows=20, max_batch=8, seconds=5, wake=lambda: None)
+    requests = [request(1) for _ in range(5)]
+    for each in requests[:4]:
+        waiting.put(each)
+    waiting.again(requests[4:])
+    for each in (requests[0], requests[2], requests[4]):
+        each.future.cancel()
+    batch = waiting.take(requests[0].since + 10, lambda _: True)
+    assert batch is not None
+    assert batch.requests == [requests[1], requests[3]]
+    assert waiting.rows == 0
+    waiting.put(each := request(1))
+    each.future.cancel()
+    assert waiting.take(each.since + 10, lambda _: True) is None
+    assert waiting.rows == 0
 
 
 def test_overload() -> None:

@@ -47,7 +47,6 @@ class Batch:
     """Requests that are computed together."""
 
     requests: list[Request]
-    since: float = field(default_factory=time.monotonic)  # dealt
 
     @property
     def version(self) -> Version:
@@ -120,10 +119,11 @@ class Waiting:
         that takes it has what the request needs."""
         with self._lock:
             for request in list(self._again):
-                if fits(request):
+                if request.future.done() or fits(request):
                     self._again.remove(request)
                     self.rows -= len(request.rows)
-                    return Batch([request])
+                    if not request.future.done():
+                        return Batch([request])
             key = self._next(now, at_once, fits)
             return None if key is None else self._filled(key)
 
@@ -132,6 +132,11 @@ class Waiting:
         best: Key | None = None
         since = math.inf
         for key, queue in list(self._queues.items()):
+            while queue and queue[0].future.done():  # the client has gone, or has waited for too long
+                self.rows -= len(queue.popleft().rows)
+            if not queue:
+                del self._queues[key]
+                continue
             head = queue[0]
             due = at_once or now - head.since >= self._seconds or self._is_full(queue)
             if due and head.since <= since and fits(head):
@@ -150,9 +155,11 @@ class Waiting:
         queue, rows = self._queues[key], 0
         requests: list[Request] = []
         while queue and (not requests or rows + len(queue[0].rows) <= self._max_batch):
-            requests.append(queue.popleft())
-            rows += len(requests[-1].rows)
+            request = queue.popleft()
+            self.rows -= len(request.rows)
+            if not (requests and request.future.done()):
+                requests.append(request)
+                rows += len(request.rows)
         if not queue:
             del self._queues[key]
-        self.rows -= rows
         return Batch(requests)

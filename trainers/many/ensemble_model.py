@@ -146,7 +146,7 @@ class EnsembleModel(Model):
         if isinstance(first, NumpyNetwork):
             like = NetworkModel(first)
             first.use_parameters()
-            self.shape, self.dtype = like.shape, like.dtype
+            self.shape, self.dtype, self.outputs = like.shape, like.dtype, like.outputs
 
     @classmethod
     def load(cls, path: str, make_replica: MakeReplica | None = None) -> "EnsembleModel":

@@ -1,9 +1,7 @@
 """Metrics of the server, for Prometheus, by prometheus-client."""
 
 from collections.abc import Callable
-from typing import Any
 
-from trainers.errors import ArgumentError
 from trainers.many.batches import Waiting
 from trainers.many.versions import Versions
 
@@ -13,10 +11,12 @@ ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 1024)
 
 
 class Metrics:
-    """Counts answers and batches. ranks: returns how many ranks answer. Raises ArgumentError without the package."""
+    """Counts answers and batches. ranks: returns how many ranks answer."""
 
     def __init__(self, waiting: Waiting, versions: Versions, ranks: Callable[[], int]) -> None:
-        self._client = client = _package()
+        import prometheus_client as client
+
+        self._client = client
         self._registry = registry = client.CollectorRegistry()
 
         def gauge(name: str, text: str, value: Callable[[], float]) -> None:
@@ -52,13 +52,3 @@ class Metrics:
 def _newest(versions: Versions) -> float:
     found = versions.available()
     return found[0].number if found else 0
-
-
-def _package() -> Any:
-    try:
-        import prometheus_client
-    except ImportError as error:
-        raise ArgumentError(
-            f'serve needs prometheus-client ({error}): pip install ".[serve]" in the checkout'
-        ) from error
-    return prometheus_client

@@ -37,7 +37,7 @@ from trainers.many.versions import (
     scan,
     wanted_of,
 )
-from trainers.many.web import Limits, Pages, Web, listen
+from trainers.many.web import Limits, Pages, Web, check_packages, listen
 from trainers.recovery.terminating import Terminating
 
 log = logging.getLogger("trainers")
@@ -161,6 +161,7 @@ class Prepared(NamedTuple):
 
 def _prepared(options: argparse.Namespace) -> Prepared:
     """On rank 0: load the versions, and listen."""
+    check_packages()
     path = os.path.abspath(options.model)
     is_folder = os.path.isdir(path)
     if not is_folder and not path.endswith(ENDINGS):
@@ -295,6 +296,7 @@ class Peer:
 
     def __init__(self, rank: int, has: dict[int, str]) -> None:
         self.rank, self.has = rank, has
+        self.refused: dict[int, str] = {}  # the digests of versions that it can't load
         self.work: dict[int, Work] = {}
         self.since = 0.0  # when the last work was dealt
         self.late = False  # the last work was not answered in time
@@ -302,6 +304,10 @@ class Peer:
     def can_answer(self, version: Version) -> bool:
         """Whether it has the version, and answers in time."""
         return not self.late and self.has.get(version.number) == version.digest
+
+    def lacks(self, version: Version) -> bool:
+        """Whether it is to load the version."""
+        return version.digest not in (self.has.get(version.number), self.refused.get(version.number))
 
 
 def _can_answer(peers: Iterable[Peer], request: Request) -> bool:
@@ -359,7 +365,7 @@ class Server:
             if self._watcher is not None:
                 self._watcher.stop()
         if self._web.error is not None:
-            raise ArgumentError(f"the web server has ended: {self._web.error!r}") from self._web.error
+            raise TrainerError(f"the web server has ended: {self._web.error!r}") from self._web.error
 
     def _introduce(self) -> None:
         host, port = self._listener.getsockname()[:2]
@@ -386,11 +392,7 @@ class Server:
         self._stop_if_told()
         self._bring_versions(now)
         self._deal(now)
-        return self._draining and self._web.ended and not self._open()
-
-    def _open(self) -> bool:
-        """Whether there are requests without an answer."""
-        return bool(self._waiting.rows or self._local.busy or any(isinstance(each, Batch) for each in self._dealt()))
+        return self._draining and self._web.ended  # it ends when all are answered, or after --drain-seconds
 
     def _dealt(self) -> list[Work]:
         return [work for peer in self._peers.values() for work in peer.work.values()]
@@ -422,7 +424,7 @@ class Server:
 
     def _take_batch(self, batch: Batch, answer: Answer) -> None:
         if answer.header is None:  # the rank is lost
-            self._again(batch, f"rank {answer.rank} was lost, and the rank before it")
+            self._again(batch, f"two ranks in turn were lost; the last one was rank {answer.rank}")
         else:
             self._finish(batch, answer.arrays[0] if answer.arrays else None, answer.header.get("error", ""))
 
@@ -447,10 +449,7 @@ class Server:
 
     def _note_lost(self) -> None:
         for rank in self._exchange.lost & self._peers.keys():
-            peer = self._peers.pop(rank)
-            for work in peer.work.values():
-                if isinstance(work, Batch):
-                    self._again(work, f"rank {rank} was lost")
+            del self._peers[rank]
             log.warning("rank %d was lost; %d ranks go on", rank, len(self._peers) + 1)
 
     def _retry_late(self, now: float) -> None:
@@ -486,12 +485,13 @@ class Server:
         wanted = {version.number: version for version in listed if version.state in (LOADING, AVAILABLE)}
         loading = any(isinstance(work, tuple) and work[0] == LOAD for work in self._dealt())
         for peer in self._peers.values():
+            peer.refused = {number: digest for number, digest in peer.refused.items() if number in wanted}
             if peer.work or peer.late:
                 continue
             for number in peer.has.keys() - wanted.keys():
                 if not self._in_use(number):
                     self._deal_to(peer, {UNLOAD: number}, (UNLOAD, number, ""))
-            lacking = [version for version in wanted.values() if not peer.can_answer(version)]
+            lacking = [version for version in wanted.values() if peer.lacks(version)]
             if lacking and not loading:
                 version = lacking[0]
                 work = {LOAD: version.number, "path": os.path.abspath(version.path), "digest": version.digest}
@@ -515,10 +515,15 @@ class Server:
         if not error:
             peer.has[number] = digest
             return
-        for version in self._versions.listed():
-            if version.number == number:
-                version.state, version.error = END, f"rank {peer.rank}: {error}"
-                log.warning("version %d is not served: %s", number, version.error)
+        log.warning("rank %d can't load version %d: %s", peer.rank, number, error)
+        version = self._versions.known.get(number)
+        if version is not None and version.digest == digest and version.state == LOADING:
+            if self._watcher is not None:
+                self._watcher.refuse(number)
+            version.state, version.error = END, f"rank {peer.rank}: {error}"
+            log.warning("version %d is not served: %s", number, version.error)
+        else:  # the other ranks answer by it
+            peer.refused[number] = digest
 
     # Dealing
 
@@ -551,7 +556,7 @@ class Server:
     def _stop_if_told(self) -> None:
         told = any(STOP in message.header for message in self._dealer.told)
         self._dealer.told.clear()
-        if (told or self._sigterm.here or self._web.ended) and not self._draining:
-            self._draining = True
+        if (told or self._sigterm.here) and not self._draining:
             print("SIGTERM: the last requests are answered", flush=True)
             self._web.drain()
+        self._draining |= told or self._sigterm.here or self._web.ended

@@ -111,6 +111,8 @@ class Versions:
     def drop(self, number: int) -> None:
         with self._lock:
             self.known.pop(number, None)
+            self._answered.pop(number, None)
+            self._since.pop(number, None)
 
     def listed(self) -> list[Version]:
         """Return the versions, newest first."""
@@ -126,12 +128,14 @@ class Versions:
 
         Without a number it is the newest one that is no canary; a canary gets exactly its share of the requests.
         """
+        canary = self._canary_due(self.available()) if number is None else None
+        return canary or self.at(number)
+
+    def at(self, number: int | None) -> Version | None:
+        """Return the version of a number, or the newest one that is no canary. It counts no request."""
         available = self.available()
         if number is not None:
             return next((version for version in available if version.number == number), None)
-        canary = self._canary_due(available)
-        if canary is not None:
-            return canary
         settled = [version for version in available if version.number not in self.canary]
         return next(iter(settled or available), None)
 
@@ -153,7 +157,8 @@ def load_alike(path: str, others: Iterable[Model]) -> Loaded:
     """Load a model that takes the same rows as the other versions do. Raises ModelFileError."""
     loaded = load_whole(path)
     for other in others:
-        given, wanted = signature(loaded.model), signature(other)
+        both = loaded.model.outputs is not None and other.outputs is not None
+        given, wanted = signature(loaded.model, both), signature(other, both)
         if given != wanted:
             raise ModelFileError(
                 f"{path}: this version takes {given}, and the version that answers takes {wanted}; serve it under "
@@ -162,13 +167,13 @@ def load_alike(path: str, others: Iterable[Model]) -> Loaded:
     return loaded
 
 
-def signature(model: Model) -> str:
+def signature(model: Model, with_outputs: bool) -> str:
     """Say in words which rows a model takes, and how many outputs it has."""
     shape = " x ".join("any" if size is None else str(size) for size in model.shape) or "1"
     table = ""
     if model.columns is not None:
         table = f" of the columns {', '.join(column.name for column in model.columns.columns)}"
-    outputs = f" and gives {model.outputs} outputs" if model.outputs is not None else ""
+    outputs = f" and gives {model.outputs} outputs" if with_outputs else ""
     return f"rows of {shape} {model.dtype.name}{table}{outputs}"
 
 
@@ -192,6 +197,7 @@ class Watcher:
         self._loaded, self._gone = loaded, gone
         self._before: dict[int, Found] = {}
         self._refused: dict[int, Found] = {}
+        self._tried: dict[int, Found] = {}  # the files that this rank has loaded
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="versions", daemon=True)
 
@@ -199,6 +205,11 @@ class Watcher:
         """Start the thread. found: the files of the versions that are loaded already."""
         self._before = dict(found)
         self._thread.start()
+
+    def refuse(self, number: int) -> None:
+        """Load a version no more until its file changes: another rank can't load it. From any thread."""
+        if number in self._tried:
+            self._refused[number] = self._tried[number]
 
     def stop(self) -> None:
         self._stop.set()
@@ -234,6 +245,7 @@ class Watcher:
 
     def _load(self, number: int, found: Found) -> None:
         version = Version(number, found.path)
+        self._tried[number] = found
         try:
             version.loaded = load_alike(found.path, [each.model for each in self._versions.available()])
         except TrainerError as error:

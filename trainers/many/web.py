@@ -19,6 +19,7 @@ import socket
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
+from importlib import import_module
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -35,6 +36,7 @@ TYPES = {"application/json", "application/x-www-form-urlencoded", "text/plain", 
 MOST_HEAD = 1 << 14  # bytes of a request's head
 HEAD_SECONDS, BODY_SECONDS = 10.0, 30.0  # in which a head and a body must come; an answer must be read as a body
 KEEP_ALIVE_SECONDS = 75.0
+PACKAGES = ("starlette", "uvicorn", "prometheus_client")  # of the extra "serve"
 LONGEST = 500  # characters of an error
 
 
@@ -75,8 +77,9 @@ class Pages:
         self._metrics, self._count = metrics, count
 
     def app(self) -> Any:
-        """Return the ASGI application. Raises ArgumentError if starlette is missing."""
-        applications, routing, exceptions = _starlette()
+        """Return the ASGI application."""
+        from starlette import applications, exceptions, routing
+
         routes = [
             routing.Route("/v1/models/{rest:path}", self._models, methods=["GET", "POST"]),
             routing.Route("/metrics", self._metric_page),
@@ -110,14 +113,13 @@ class Pages:
         if verb == ":predict":
             return await self._predicted(request, number)
         if verb == "/metadata":
-            return _json(metadata(self._versions.name, self._chosen(number)))
+            return _json(metadata(self._versions.name, self._there(self._versions.at(number), number)))
         listed = [each for each in self._versions.listed() if number in (None, each.number)]
         if not listed:
             raise RefusedError(404, self._no_version(number))
         return _json({"model_version_status": [_status(each) for each in listed]})
 
-    def _chosen(self, number: int | None) -> Version:
-        version = self._versions.choose(number)
+    def _there(self, version: Version | None, number: int | None) -> Version:
         if version is None:
             raise RefusedError(404 if number is not None else 503, self._no_version(number))
         return version
@@ -129,7 +131,7 @@ class Pages:
         )
 
     async def _predicted(self, request: Any, number: int | None) -> Any:
-        version, body = self._chosen(number), await self._body(request)
+        version, body = self._there(self._versions.choose(number), number), await self._body(request)
         try:
             rows = rows_of(body, version.model, self._limits.rows)
         except TrainerError as error:
@@ -236,7 +238,7 @@ class Web:
     """Serves the pages in a thread. listener: a bound socket."""
 
     def __init__(self, pages: Pages, listener: socket.socket, limits: Limits, drain_seconds: float) -> None:
-        uvicorn = _uvicorn()
+        uvicorn: Any = import_module("uvicorn")
         for name in ("uvicorn.error", "uvicorn.access"):
             logging.getLogger(name).setLevel(logging.ERROR)  # a client must not fill the log
         config = uvicorn.Config(
@@ -374,23 +376,12 @@ def bad_request(text: str) -> bytes:
     return head.encode() + b"connection: close\r\n\r\n" + body
 
 
-def _starlette() -> Any:
-    try:
-        from starlette import applications, exceptions, routing
-    except ImportError as error:
-        raise _missing(error) from error
-    return applications, routing, exceptions
-
-
-def _uvicorn() -> Any:
-    try:
-        import uvicorn
-    except ImportError as error:
-        raise _missing(error) from error
-    return uvicorn
-
-
-def _missing(error: ImportError) -> ArgumentError:
-    return ArgumentError(
-        f'serve needs starlette, uvicorn and prometheus-client ({error}): pip install ".[serve]" in the checkout'
-    )
+def check_packages() -> None:
+    """Raise ArgumentError if a package of the server is missing."""
+    for name in PACKAGES:
+        try:
+            import_module(name)
+        except ImportError as error:
+            raise ArgumentError(
+                f'serve needs {", ".join(PACKAGES)} ({error}): pip install ".[serve]" in the checkout'
+            ) from error
