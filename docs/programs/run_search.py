@@ -24,7 +24,7 @@ with allreduce.Topology() as topology:
     result = search(
         objective, trials=6, topology=topology, ranks_per_trial=1, directions="maximize", seed=1
     )
-    if topology.rank == 0:
+    if result.topology.rank == 0:
         print(
             f"{len(result.trials)} trials, the best has accuracy {result.best_value:.2f} with {result.best_params}"
         )

@@ -1,6 +1,7 @@
 """The file that names the options to vary: what it may say, and the named error of each mistake."""
 
 import copy
+from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,8 @@ import pytest
 from trainers.cli.options import BY_NAME, make_network, parse
 from trainers.datasets import load
 from trainers.errors import ArgumentError
-from trainers.tuning import config
+from trainers.many.study import COMPLETE, Ended
+from trainers.tuning import command, config
 
 LR = {"parameterName": "lr", "type": "DOUBLE", "minValue": 1e-4, "maxValue": 0.1, "scaleType": "UNIT_LOG_SCALE"}
 GOOD: dict[str, Any] = {"goal": "MAXIMIZE", "maxTrials": 3, "params": [LR]}
@@ -67,7 +69,7 @@ trainingInput:
     assert (found.direction, found.metric, found.trials, found.parallel) == ("minimize", "val_loss", 5, 2)
     found.check(["--data", "iris"])
     low, high = Fixed(False), Fixed(True)
-    text = ["--lr", "0.0001", "--batch-size", "10", "--optimizer", "adam", "--units", "8"]
+    text = ["--batch-size", "10", "--units", "8", "--optimizer", "adam", "--lr", "0.0001"]
     assert found.suggest(low) == text  # type: ignore[arg-type]  # no --momentum, which adam has not
     first = parse(found.suggest(high), shown=False)  # type: ignore[arg-type]
     assert (first.lr, first.batch_size, first.optimizer, first.units, first.exact) == (0.1, 100, "momentum", 16, True)
@@ -111,6 +113,34 @@ def test_a_mistake_has_a_named_error(content: Any, text: str) -> None:
         config.read(content)
 
 
+def test_parameters_follow_those_that_they_need() -> None:
+    def choice(name: str, *values: Any) -> dict[str, Any]:
+        return {"parameterName": name, "type": "CATEGORICAL", "categoricalValues": list(values)}
+
+    def suggested(largest: bool, *params: dict[str, Any]) -> str:
+        found = config.read({**GOOD, "params": [*params]})
+        found.check([])
+        return " ".join(found.suggest(Fixed(largest)))  # type: ignore[arg-type]
+
+    stale, updates = choice("max-staleness", 3, 4), choice("updates", "sync", "async")
+    servers = stale, updates, choice("strategy", "mirrored", "parameter_server")
+    assert suggested(False, *servers) == "--strategy mirrored"
+    assert suggested(True, *servers) == "--strategy parameter_server --updates async --max-staleness 4"
+    exact = choice("micro-batch", 2, 4), choice("exact", False, True)
+    assert suggested(False, *exact) == ""
+    assert suggested(True, *exact) == "--exact --micro-batch 4"
+
+
+def test_the_best_model_stays_when_a_trial_is_told_twice(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    nothing: Any = None
+    keeper = command.Keeper(command.Job(Namespace(json=None), [], config.read(GOOD), nothing, nothing), str(tmp_path))
+    for number, value, kept in ((0, 0.5, 0), (0, 0.5, 0), (1, 0.4, 0), (2, 0.6, 2), (2, 0.6, 2), (1, 0.4, 2)):
+        command.file_of(tmp_path, number).touch()
+        keeper.told(Ended(number, COMPLETE, [value], {}, None, 1.0, [0], None))
+        assert list(tmp_path.iterdir()) == [command.file_of(tmp_path, kept)]
+    assert capsys.readouterr().out.count("trial") == 6
+
+
 @pytest.mark.parametrize("values", [[], [[1]], ["a", "a"], None])
 def test_values_are_different_texts_or_numbers(values: Any) -> None:
     content = {"parameterName": "lr", "type": "CATEGORICAL", "categoricalValues": values}
@@ -136,7 +166,12 @@ def test_the_options_take_the_whole_range(parameter: dict[str, Any], base: list[
         config.read({**GOOD, "params": [parameter]}).check(base)
 
 
-@pytest.mark.parametrize("content", ["goal: [", "\x00", "a: &a [*a]", "- 1"])
+DIGITS = 400 * "9"
+OTHER = ["goal: [", "\x00", "a: &a [*a]", "- 1", "maxTrials: 2023-13-45", f"maxTrials: {20 * DIGITS}"]
+RANGE = "params: [{parameterName: lr, type: DOUBLE, minValue: 0, maxValue: %s}]"
+
+
+@pytest.mark.parametrize("content", [*OTHER, f"goal: MAXIMIZE\n{RANGE % DIGITS}", f"goal: 0x{5000 * 'f'}"])
 def test_a_file_of_other_content(tmp_path: Path, content: str) -> None:
     path = tmp_path / "tuning.yaml"
     path.write_text(content)

@@ -48,7 +48,7 @@ class SearchResult(NamedTuple):
     trials: all that have ended, also those of former jobs. best: the best one, or None; with several directions the
     first of the front. front: all trials of the Pareto front; with one direction the best one alone. seconds: of this
     call. idle: the share of it in which ranks had no trial, from 0 to 1. topology: of the ranks that are left: the
-    given one, unless a rank was lost.
+    given one, unless a rank was lost; then a new one, which the caller closes.
     """
 
     trials: list[Ended]
@@ -122,16 +122,21 @@ def search(
     ranks = topology or Topology.of_survivors()
     several = (directions,) if isinstance(directions, str) else tuple(directions)
     row = f"search(trials={trials!r}, directions={several!r}, storage={storage!r}, seed={seed!r})"
-    ranks.agree([zlib.crc32(row.encode())], row, _bad(trials, several, storage, seed, told))
     settings = Settings(trials, several, sampler, pruner, seed, str(about), told)
-    together(ranks.world, optuna)
-    result = _Search(ranks, Parts(ranks, ranks_per_trial, parallel), objective, settings, storage).run()
+    try:
+        ranks.agree([zlib.crc32(row.encode())], row, _bad(settings, storage) or _bad_objects(objective, settings))
+        result = _Search(ranks, Parts(ranks, ranks_per_trial, parallel), objective, settings, storage).run()
+    except BaseException as error:
+        if own and not ranks.closed:
+            ranks.close() if everywhere(error, ranks.world) else ranks.abandon()
+        raise
     if own:
         result.topology.close()
     return result
 
 
-def _bad(trials: Any, directions: tuple[Any, ...], storage: Any, seed: Any, told: Any) -> ArgumentError | None:
+def _bad(settings: Settings, storage: Any) -> ArgumentError | None:
+    trials, directions, seed = settings.trials, settings.directions, settings.seed
     if type(trials) is not int or trials < 1:
         return ArgumentError(f"trials={trials!r}: give an integer of at least 1")
     if not directions or not set(directions) <= set(DIRECTIONS):
@@ -140,6 +145,21 @@ def _bad(trials: Any, directions: tuple[Any, ...], storage: Any, seed: Any, told
         return ArgumentError(f"storage={storage!r}: give the name of a file, or None")
     if type(seed) is not int or seed < 0:
         return ArgumentError(f"seed={seed!r}: give an integer of at least 0")
+    return None
+
+
+def _bad_objects(objective: Any, settings: Settings) -> ArgumentError | None:
+    try:
+        module = optuna()
+    except ArgumentError as error:
+        return error
+    sampler, pruner, told = settings.sampler, settings.pruner, settings.told
+    if not callable(objective):
+        return ArgumentError(f"objective={objective!r}: give a function of a trial and a topology")
+    if sampler is not None and not isinstance(sampler, module.samplers.BaseSampler) and not callable(sampler):
+        return ArgumentError(f"sampler={sampler!r}: give one of optuna's, a function that makes one of a seed, or None")
+    if pruner is not None and not isinstance(pruner, module.pruners.BasePruner):
+        return ArgumentError(f"pruner={pruner!r}: give one of optuna's, or None")
     if told is not None and not callable(told):
         return ArgumentError(f"told={told!r}: give a function, or None")
     return None
@@ -158,6 +178,7 @@ class _Search:
         self._study: Study | None = None
         self._claim: Claim | None = None
         self._keeps, self._path = storage is not None, ""
+        self._told: set[int] = set()  # the trials for which told= was called on this rank
         try:
             made = together(topology.world, lambda: self._prepare(storage) if topology.rank == 0 else None)
             self._path = root_value(topology.world, made, "learn the file of a search")
@@ -170,7 +191,8 @@ class _Search:
     def _prepare(self, storage: str | None) -> str:
         """Claim the journal, and end the trials that a former job has left. On the first rank."""
         path = storage or str(Path(tempfile.mkdtemp(prefix="allreduce-search-")) / "journal")
-        self._path, self._claim = path, Claim(path, first=True)
+        self._path = path
+        self._claim = Claim(path, first=True)
         mend(path)
         study = self._opened(fresh=True)
         study.begin(self._settings.about)
@@ -187,15 +209,15 @@ class _Search:
         """Open the journal on the first rank of each part."""
         if not self._parts.leader or self._study is not None:
             return
-        if not Path(self._path).exists():
+        self._opened(fresh=False)
+
+    def _opened(self, fresh: bool) -> Study:
+        """Return this rank's study. Local. fresh: whether this call may begin the file."""
+        if self._study is None and not fresh and not Path(self._path).exists():
             raise ArgumentError(
                 f"the file of the search, {self._path}, is not there on rank {self._topology.rank}: give a file of a "
                 "folder that all nodes share (storage=)"
             )
-        self._opened(fresh=False)
-
-    def _opened(self, fresh: bool) -> Study:
-        """Return this rank's study. Local."""
         if self._claim is None:
             self._claim = Claim(self._path, first=False)
             self._claim.share()
@@ -222,7 +244,7 @@ class _Search:
                 part.detector.leave(_text(met))
                 part.abandon()
         try:
-            return retry(self._topology, partial(self._finish, error))
+            return retry(self._topology, partial(self._finish, error), lambda each: each.survivors(admit=False))
         finally:
             self._release()
 
@@ -234,12 +256,10 @@ class _Search:
         busy = all_values(topology.world, self._busy, "learn how long ranks were idle")
         first = topology.rank == 0
         table = together(topology.world, lambda: self._table() if first else None)
-        trials, best = root_value(topology.world, table, "send the trials of a search")
+        (trials, best), seconds = root_value(topology.world, [table, seconds], "send the trials of a search")
         found = [Ended(*each) for each in trials]
         front = [each for each in found if each.number in best]
         idle = max(0.0, 1 - sum(busy) / (len(busy) * seconds)) if seconds else 0.0
-        if first and not self._keeps:
-            shutil.rmtree(Path(self._path).parent, ignore_errors=True)
         return SearchResult(found, front[0] if front else None, front, seconds, idle, topology)
 
     def _table(self) -> tuple[list[Ended], list[int]]:
@@ -248,10 +268,12 @@ class _Search:
         return study.ended(), study.best()
 
     def _release(self) -> None:
-        """Give up the claim on the journal. Local."""
+        """Give up the claim on the journal, and remove a temporary one. Local."""
         if self._claim is not None:
             self._claim.close()
             self._claim = None
+        if not self._keeps and self._path:  # on all ranks: the first one may be lost
+            shutil.rmtree(Path(self._path).parent, ignore_errors=True)
 
     # One trial
 
@@ -281,7 +303,8 @@ class _Search:
 
     def _tell(self, number: int, state: str, values: list[float] | None, about: dict[str, Any]) -> None:
         told = self._opened(fresh=False).tell(number, state, values, **about)
-        if self._settings.told is not None:
+        if self._settings.told is not None and number not in self._told:  # after a loss a trial may be told again
+            self._told.add(number)
             self._settings.told(told)
 
     def _recover(self, topology: Topology) -> Topology:

@@ -9,6 +9,7 @@ next job tells it as failed, and queues its parameters again, at most MOST_ATTEM
 
 import contextlib
 import fcntl
+import io
 import logging
 import os
 import zlib
@@ -22,6 +23,7 @@ STUDY = "search"  # the study's name in the file
 MOST_ATTEMPTS = 3  # how often the parameters of a trial begin, if a job ends meanwhile
 GRACE_SECONDS = 10  # after which optuna's lock of a killed process is released
 WHY, REPEATS, ATTEMPT, SECONDS, RANKS = "reason", "repeats", "attempt", "seconds", "ranks"  # attributes of a trial
+GRID = ("grid_id", "search_space")  # attributes that optuna's GridSampler gives a trial
 STOPPED, ABOUT = "stopped", "about"  # attributes of the study: its sampler has no other trials; see Study.begin
 DIRECTIONS = ("minimize", "maximize")
 COMPLETE, PRUNED, FAIL = "COMPLETE", "PRUNED", "FAIL"  # how a trial ends; optuna's names
@@ -108,10 +110,8 @@ class Study:
         """Return a new trial of optuna's, queued ones first; None if there are `most`, or the sampler has no more."""
         with locked(f"{self._path}.ask"):
             trials = self._trials()
-            if self.study.user_attrs.get(STOPPED):
-                return None
             waiting = any(trial.state.name == "WAITING" for trial in trials)
-            if not waiting and counted(trials) >= most:
+            if not waiting and (self.study.user_attrs.get(STOPPED) or counted(trials) >= most):
                 return None
             if self._make_sampler is not None:
                 self.study.sampler = self._make_sampler(zlib.crc32(f"{self._seed} {len(trials)}".encode()))
@@ -160,10 +160,18 @@ class Study:
         for trial in running:
             attempt = int(trial.user_attrs.get(ATTEMPT, 1))
             if again and trial.number not in repeated and attempt < MOST_ATTEMPTS:
-                attributes = {REPEATS: trial.number, ATTEMPT: attempt + 1}
-                self.study.enqueue_trial(trial.params, user_attrs=attributes)
+                self._repeat(trial, attempt + 1)
             self.tell(trial.number, FAIL, None, **{WHY: why})
         return [trial.number for trial in running]
+
+    def _repeat(self, trial: Any, attempt: int) -> None:
+        """Queue a trial's parameters. Study.enqueue_trial would lose what a GridSampler needs to tell the trial."""
+        module, former = optuna(), trial.system_attrs
+        attributes = {name: former[name] for name in GRID if name in former}
+        attributes["fixed_params"] = {**former.get("fixed_params", {}), **trial.params}
+        about = {REPEATS: trial.number, ATTEMPT: attempt}
+        waiting = module.trial.TrialState.WAITING
+        self.study.add_trial(module.trial.create_trial(state=waiting, system_attrs=attributes, user_attrs=about))
 
     def ended(self) -> list[Ended]:
         """Return all trials that have ended."""
@@ -213,24 +221,36 @@ class Claim:
 
     def __init__(self, path: str, first: bool) -> None:
         """first: of the job's ranks, this one comes first: it checks that there is no other job."""
+        self._path = path
         try:
-            self._file = os.open(f"{path}.job", os.O_WRONLY | os.O_CREAT, 0o644)
-            if first:
-                fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            raise ArgumentError(
-                f"{path}: another job searches with this file; wait for its end, or give another"
-            ) from error
+            self._file = io.FileIO(f"{path}.job", "a+")  # on NFS a shared lock needs reading, the other one writing
         except OSError as error:
-            raise ArgumentError(f"{path} can't be used: {error.strerror or error}; give a file of a folder") from error
+            raise self._unusable(error) from error
+        if first:
+            self._lock(fcntl.LOCK_EX | fcntl.LOCK_NB)
 
     def share(self) -> None:
         """Let the other ranks of this job claim the file too."""
-        fcntl.flock(self._file, fcntl.LOCK_SH)
+        self._lock(fcntl.LOCK_SH)
+
+    def _lock(self, kind: int) -> None:
+        try:
+            fcntl.flock(self._file, kind)
+        except BlockingIOError as error:
+            self.close()
+            raise ArgumentError(
+                f"{self._path}: another job searches with this file; wait for its end, or give another"
+            ) from error
+        except OSError as error:
+            self.close()
+            raise self._unusable(error) from error
+
+    def _unusable(self, error: OSError) -> ArgumentError:
+        return ArgumentError(f"{self._path} can't be used: {error.strerror or error}; give a file of a folder")
 
     def close(self) -> None:
         """Give the claim up. Local."""
-        os.close(self._file)
+        self._file.close()
 
 
 def mend(path: str) -> None:

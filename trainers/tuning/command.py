@@ -32,7 +32,7 @@ from trainers.datasets.shards import is_pattern
 from trainers.errors import ArgumentError, SearchError
 from trainers.files.model_file import replacing
 from trainers.many.search import SearchResult, search
-from trainers.many.study import COMPLETE, Ended, optuna
+from trainers.many.study import COMPLETE, STUDY, Ended, optuna
 from trainers.many.trial import Trial
 from trainers.replicas.numpy.categories import load_network
 from trainers.tuning import config, pictures
@@ -99,7 +99,7 @@ def run(arguments: Sequence[str], world: Topology, program: str) -> None:
     with _models(job.options, world) as models:
         if world.rank == 0:
             _say(job, f"{world}; data: {job.data}\n{_about(job)}")
-        keeper = _Keeper(job, models)
+        keeper = Keeper(job, models)
         result = search(
             keeper.objective,
             job.tuning.trials,
@@ -196,7 +196,7 @@ def _models(options: argparse.Namespace, world: Topology) -> Iterator[str]:
             shutil.rmtree(folder, ignore_errors=True)
 
 
-class _Keeper:
+class Keeper:
     """Runs the trials of this rank's part, and keeps the file of the best model."""
 
     def __init__(self, job: Job, models: str) -> None:
@@ -241,10 +241,13 @@ class _Keeper:
             self._file(trial.number).unlink(missing_ok=True)
             return
         value = trial.values[0] * (1 if self._job.tuning.goal == "MAXIMIZE" else -1)
-        worse = trial.number
-        if self._best is None or value > self._best[0]:
-            worse = self._best[1] if self._best is not None else -1
+        if self._best is None:
             self._best = value, trial.number
+        if trial.number == self._best[1]:
+            return
+        worse = trial.number
+        if value > self._best[0]:
+            worse, self._best = self._best[1], (value, trial.number)
         self._file(worse).unlink(missing_ok=True)
 
     def _file(self, number: int) -> Path:
@@ -325,7 +328,7 @@ def _end(job: Job, result: SearchResult, models: str) -> None:
         results.write_json(options.json, _as_json(job, result, accuracy))
     if options.html:
         table = "\n".join([*(line_of(tuned, each) for each in result.trials), *lines])
-        study = optuna().load_study(study_name="search", storage=_storage(job, models))
+        study = optuna().load_study(study_name=STUDY, storage=_storage(job, models))
         pictures.write(options.html, pictures.page(study, f"Search on {job.data.name}", table, result.trials))
 
 

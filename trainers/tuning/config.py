@@ -14,7 +14,7 @@ is read too.
 
 import difflib
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -117,39 +117,51 @@ class Tuning:
 
         A parameter that has no effect with the values of others (--momentum with --optimizer adam) is left out.
         """
+        return self.arguments(self._values(lambda each: each.suggest(trial)))
+
+    def _values(self, value_of: Callable[[Parameter], Any]) -> dict[str, Any]:
+        """Return the values of the parameters that have an effect: each after those that it needs."""
         values: dict[str, Any] = {}
-        for each in sorted(self.parameters, key=lambda each: bool(self._needs(each))):
+        order = list(BY_NAME)  # options are declared after those that they need
+        for each in sorted(self.parameters, key=lambda each: order.index(each.name)):
             if self._applies(each, values):
-                values[each.name] = each.suggest(trial)
-        return self.arguments(values)
+                values[each.name] = value_of(each)
+        return values
 
     def _needs(self, parameter: Parameter) -> dict[str, tuple[str, ...]]:
-        """Return the other parameters on whose values this one depends, and these values."""
+        """Return the other parameters on whose values this one depends, and these values; () for any."""
         option, varied = BY_NAME[parameter.name], {each.name for each in self.parameters}
         needs = {**option.needs, **({"strategy": option.strategies} if option.strategies else {})}
-        return {name: values for name, values in needs.items() if name in varied and values}
+        return {name: values for name, values in needs.items() if name in varied}
 
     def _applies(self, parameter: Parameter, values: Mapping[str, Any]) -> bool:
-        return all(str(values.get(name)) in allowed for name, allowed in self._needs(parameter).items())
+        return all(_meets(values.get(name), allowed) for name, allowed in self._needs(parameter).items())
 
     def check(self, base: Sequence[str]) -> None:
         """Raise ArgumentError if an option does not take the values of its parameter. base: arguments of all trials."""
         usual = {each.name: each.extremes[0] for each in self.parameters}
         for parameter in self.parameters:
             needed = {
-                name: next((each for each in self._choices(name) if str(each) in allowed), allowed[0])
+                name: next((each for each in self._extremes(name) if _meets(each, allowed)), (*allowed, True)[0])
                 for name, allowed in self._needs(parameter).items()
             }
             for value in parameter.extremes:
-                values = usual | needed | {parameter.name: value}
-                values = {each.name: values[each.name] for each in self.parameters if self._applies(each, values)}
-                try:
-                    parse([*base, *self.arguments(values)], shown=False)
-                except ArgumentError as error:
-                    raise ArgumentError(f"parameter {parameter.name}: {value!r} can't be used: {error}") from error
+                self._check_value(base, parameter, usual | needed | {parameter.name: value})
 
-    def _choices(self, name: str) -> tuple[Any, ...]:
-        return next(each.choices for each in self.parameters if each.name == name)
+    def _check_value(self, base: Sequence[str], parameter: Parameter, values: Mapping[str, Any]) -> None:
+        try:
+            parse([*base, *self.arguments(self._values(lambda each: values[each.name]))], shown=False)
+        except ArgumentError as error:
+            value = values[parameter.name]
+            raise ArgumentError(f"parameter {parameter.name}: {value!r} can't be used: {error}") from error
+
+    def _extremes(self, name: str) -> tuple[Any, ...]:
+        return next(each.extremes for each in self.parameters if each.name == name)
+
+
+def _meets(value: Any, allowed: tuple[str, ...]) -> bool:
+    """Return whether an option has one of the allowed values; () for any value, but the option must be given."""
+    return str(value) in allowed if allowed else bool(value)
 
 
 def text_of(value: Any) -> str:
@@ -168,11 +180,11 @@ def load(path: str) -> Tuning:
             content = yaml.safe_load(file)
     except OSError as error:
         raise ArgumentError(f"--config {path} can't be read: {error.strerror or error}") from error
-    except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
+    except (yaml.YAMLError, ValueError, RecursionError) as error:  # ValueError: of a date that there is not
         raise ArgumentError(f"--config {path} is no YAML file: {error}") from error
     try:
         return read(content)
-    except ArgumentError as error:
+    except ValueError as error:  # also of an integer of more digits than Python shows
         raise ArgumentError(f"--config {path}: {error}") from error
 
 
@@ -272,7 +284,10 @@ def _is_number(value: Any) -> bool:
             value = float(value)
         except ValueError:
             return False
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    try:
+        return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    except OverflowError:  # an integer of hundreds of digits
+        return False
 
 
 def _check_keys(where: str, content: Any, known: Sequence[str]) -> None:

@@ -1,5 +1,6 @@
 """search on the ranks of a job: suggestions, pruning, failures, and what parts do with ranks that are left over."""
 
+import tempfile
 import zlib
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from trainers.errors import ArgumentError
 optuna = pytest.importorskip("optuna")
 
 from trainers.many.search import SearchResult, search  # noqa: E402
-from trainers.many.study import Claim  # noqa: E402
+from trainers.many.study import Claim, Ended  # noqa: E402
 from trainers.many.trial import Trial  # noqa: E402
 
 RANK, SIZE = MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size
@@ -127,6 +128,23 @@ def test_several_values(flat: allreduce.Topology) -> None:
     assert all(len(each.values or ()) == 2 for each in result.front)
 
 
+def test_a_temporary_journal_is_removed_after_an_error(
+    flat: allreduce.Topology, world: MPI.Intracomm, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def told(trial: Ended) -> None:
+        raise ArgumentError("told")
+
+    monkeypatch.setattr(tempfile, "tempdir", str(folder.parent))
+    assert raised_everywhere(world, ArgumentError, lambda: search(quadratic, 1, flat, SIZE, told=told)).endswith("told")
+    world.Barrier()
+    assert not list(folder.parent.glob("allreduce-search-*"))
+
+
+def test_the_times_are_the_same_on_all_ranks(flat: allreduce.Topology, world: MPI.Intracomm) -> None:
+    result = search(quadratic, 2, flat)
+    assert len(set(world.allgather((result.seconds, result.idle)))) == 1
+
+
 def test_bad_arguments(flat: allreduce.Topology, world: MPI.Intracomm, folder: Path) -> None:
     def error(**options: Any) -> str:
         given = {"trials": 1, **options}
@@ -136,6 +154,13 @@ def test_bad_arguments(flat: allreduce.Topology, world: MPI.Intracomm, folder: P
     assert "directions=('up',)" in error(directions="up")
     assert f"a part of {SIZE + 1} ranks" in error(ranks_per_trial=SIZE + 1)
     assert "seed=-1" in error(seed=-1)
+    assert "objective=None: give a function" in raised_everywhere(
+        world,
+        ArgumentError,
+        lambda: search(None, 1, flat),  # type: ignore[arg-type]
+    )
+    assert "sampler='tpe': give one of optuna's" in error(sampler="tpe")
+    assert "pruner=<class" in error(pruner=optuna.pruners.NopPruner)
     missing = str(folder / "none" / "journal")
     assert "can't be used: No such file" in error(storage=missing)
     path = str(folder)
