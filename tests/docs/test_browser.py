@@ -52,7 +52,7 @@ def fetch_runtime(folder: Path) -> None:
         pytest.skip("npm is not installed")
     try:
         command = ["npm", "pack", "--silent", PACKAGE]
-        subprocess.run(command, cwd=folder, capture_output=True, timeout=60, check=True)
+        subprocess.run(command, cwd=folder, capture_output=True, timeout=20, check=True)
     except (OSError, subprocess.SubprocessError) as error:
         pytest.skip(f"npm pack {PACKAGE} failed: {type(error).__name__}")
     (path,) = folder.glob("*.tgz")

@@ -19,6 +19,7 @@ from tests.conftest import lacking
 
 BASH = shutil.which("bash") or "/bin/bash"
 SCRIPT = launch.ROOT / "scripts" / "keep_going.sh"
+BATCH = launch.ROOT / "scripts" / "slurm" / "keep_going.sbatch"
 
 # A launcher that pretends: it notes what it was given, and does what the next line of $PLAN says.
 LAUNCHER = f"""#!{BASH}
@@ -137,7 +138,7 @@ def test_the_job_of_slurm_goes_on_without_the_lost_node(pretended: Pretended) ->
         "KEEP_GOING": f"--least 3 --reach {pretended.bin / 'not_b'}",
     }
     ended = subprocess.run(
-        [BASH, SCRIPT.with_suffix(".sbatch"), "train", "--checkpoint", str(pretended.run_folder)],
+        [BASH, BATCH, "train", "--checkpoint", str(pretended.run_folder)],
         env={**os.environ, **pretended.variables, **slurm, "PATH": f"{pretended.bin}{os.pathsep}{os.environ['PATH']}"},
         capture_output=True, text=True, timeout=30,
     )  # fmt: skip
@@ -160,7 +161,7 @@ def test_the_job_of_slurm_requeues_itself_if_its_time_is_up(
     slurm = {"SLURM_SUBMIT_DIR": str(launch.ROOT), "SLURM_JOB_NODELIST": "a", "SLURM_JOB_ID": "5", "MPI": "slurm 23"}
     slurm |= {"TMPDIR": str(tmp_path / "scratch"), "PATH": f"{pretended.bin}{os.pathsep}{os.environ['PATH']}"}
     job = subprocess.Popen(
-        [BASH, SCRIPT.with_suffix(".sbatch"), "train", "--checkpoint", str(pretended.run_folder)],
+        [BASH, BATCH, "train", "--checkpoint", str(pretended.run_folder)],
         env={**os.environ, **pretended.variables, **slurm},
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
     )  # fmt: skip
