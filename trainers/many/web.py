@@ -141,6 +141,8 @@ class Pages:
             outputs = await asyncio.wait_for(asyncio.wrap_future(future), self._limits.seconds)
         except asyncio.TimeoutError:
             raise RefusedError(504, f"no answer came in {self._limits.seconds:g} s") from None
+        except asyncio.CancelledError:  # by uvicorn
+            raise RefusedError(503, "the server ends, and no answer came in --drain-seconds") from None
         return _response(predictions(outputs), 200, {})
 
     async def _body(self, request: Any) -> bytes:
