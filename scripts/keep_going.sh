@@ -216,7 +216,10 @@ all_were_killed() {
 child='' stopped=''
 pass_on() { # pass_on SIGNAL: to the launcher, which ends its ranks
     stopped=$1
-    [ -z "$child" ] || kill -s "$1" "$child" 2>/dev/null || true
+    [ -n "$child" ] || return 0
+    # srun would kill its tasks at SIGTERM, before they can write a checkpoint
+    [ $kind = slurm ] && [ -n "${SLURM_JOB_ID-}" ] && scancel --quiet --signal="$1" "$SLURM_JOB_ID" ||
+        kill -s "$1" "$child" 2>/dev/null || true
 }
 
 fewer_ranks() { # sets $ranks for the next start

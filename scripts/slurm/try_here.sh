@@ -32,7 +32,7 @@ The launcher of keep_going.sbatch is $KEEP_GOING_SRUN: "srun --mpi=pmix" (the de
 MPI, "srun --mpi=pmi2" or "mpiexec" with MPICH.
 
 It needs root, and Slurm: apt-get install slurmctld slurmd slurm-client munge (Debian 12 has Slurm 22.05), and
-libpmix-dev for --mpi=pmix. When COMMAND ends, at Ctrl-C and at SIGTERM, it cancels the jobs that are left, ends the
+libpmix-dev for --mpi=pmix. When COMMAND ends, and when this script is stopped or killed, it cancels the jobs that are left, ends the
 daemons, and removes its files, which are all in one temporary folder. The exit status is that of COMMAND; 2 means that
 Slurm could not be started.
 TEXT
@@ -66,7 +66,9 @@ done
 
 # ---- The end ----
 
-folder=$(mktemp -d)
+# Another process of this script ends Slurm when this one has ended, also by SIGKILL: it reads from a pipe that only this
+# one can write to.
+folder=${TRY_HERE_FOLDER:-$(mktemp -d)}
 export SLURM_CONF=$folder/slurm.conf
 
 ours() { # prints the processes of this Slurm: daemons, steps and ranks, all of which have $SLURM_CONF
@@ -80,10 +82,9 @@ ours() { # prints the processes of this Slurm: daemons, steps and ranks, all of 
 
 end() {
     local signal pid
-    trap '' INT TERM
-    timeout $WAIT_SECONDS scancel --user=root 2>/dev/null || true
+    timeout 10 scancel --user=root 2>/dev/null || true
     for ((second = 0; second < 10; second++)); do
-        [ -n "$(timeout $WAIT_SECONDS squeue --noheader 2>/dev/null)" ] || break
+        [ -n "$(timeout 5 squeue --noheader 2>/dev/null)" ] || break
         sleep 1
     done
     for signal in TERM KILL KILL; do
@@ -93,8 +94,24 @@ end() {
             sleep 0.1
         done
     done
-    wait
     rm -rf "$folder"
+}
+
+if [ -n "${TRY_HERE_FOLDER-}" ]; then
+    trap '' INT TERM HUP
+    cat >/dev/null
+    end
+    exit
+fi
+mkfifo "$folder/life"
+TRY_HERE_FOLDER=$folder setsid bash "${BASH_SOURCE[0]}" true <"$folder/life" &
+ender=$!
+exec {life}>"$folder/life"
+
+finish() {
+    trap '' INT TERM
+    exec {life}>&-
+    wait $ender
 }
 
 # ---- Slurm ----
@@ -134,6 +151,7 @@ SlurmctldLogFile=$folder/slurmctld.log
 SlurmdLogFile=$folder/%n.log
 SwitchType=switch/none
 MpiDefault=none
+CommunicationParameters=EnableIPv6
 ReturnToService=2
 SlurmdParameters=config_overrides
 PartitionName=all Nodes=n[1-$nodes] Default=YES State=UP MaxTime=INFINITE
@@ -151,17 +169,19 @@ start() {
     configure >"$SLURM_CONF"
     setsid munged --foreground --force --key-file="$folder/munge/key" --socket="$folder/munge/socket" \
         --pid-file="$folder/munge/pid" --log-file="$folder/munge/log" --seed-file="$folder/munge/seed" \
-        2>"$folder/munged.log" &
+        2>"$folder/munged.log" {life}>&- &
     for ((tenth = 0; tenth < 50; tenth++)); do
         [ ! -S "$folder/munge/socket" ] || break
         sleep 0.1
     done
-    setsid slurmctld -D 2>/dev/null & # setsid: Ctrl-C ends COMMAND first
+    setsid slurmctld -D 2>/dev/null {life}>&- & # setsid: Ctrl-C ends COMMAND first
+    controller=$!
     for ((node = 1; node <= nodes; node++)); do
         mkdir -p "$folder/n$node/tmp"
-        setsid slurmd -D -N "n$node" 2>/dev/null &
+        setsid slurmd -D -N "n$node" 2>/dev/null {life}>&- &
     done
-    for ((tenth = 0; tenth < WAIT_SECONDS * 10; tenth++)); do
+    SECONDS=0
+    while [ $SECONDS -lt $WAIT_SECONDS ] && kill -0 $controller 2>/dev/null; do
         [ "$(timeout 5 sinfo --noheader --Node --format=%T 2>/dev/null | grep -c idle)" != "$nodes" ] || return 0
         sleep 0.1
     done
@@ -169,12 +189,12 @@ start() {
     refuse "the nodes of Slurm did not come up within $WAIT_SECONDS seconds; the ends of its logs stand above"
 }
 
-trap end EXIT
+trap finish EXIT
 trap 'exit 130' INT
 trap 'exit 143' TERM
 start </dev/null
 status=0
 # Bash runs a trap only after a command in the foreground has ended; one in the background would ignore Ctrl-C.
-env --default-signal=INT,QUIT "$@" <&0 &
+env --default-signal=INT,QUIT "$@" <&0 {life}>&- &
 wait $! || status=$?
 exit $status

@@ -40,7 +40,7 @@ class Wait(Callback):
 data = datasets.load("iris")
 with MirroredTrainer(NumpyNetwork([4, 10, 3], lr=0.02), allreduce="ring") as trainer:
     kept = {} if sys.argv[2:] == ["whole"] else {"checkpoint": Checkpoint("run", every="5 steps"), "resume": True}
-    trainer.fit(data.x_train, data.y_train, epochs=100, batch_size=16, callbacks=[Wait()], **kept)
+    trainer.fit(data.x_train, data.y_train, epochs=60, batch_size=16, callbacks=[Wait()], **kept)
     trainer.save(sys.argv[1])
 """
 
@@ -144,7 +144,7 @@ def test_a_requeued_job_has_the_same_bits(slurm: dict[str, str], tmp_path: Path,
     if launcher.endswith("pmix") and subprocess.run(probe, env=slurm, capture_output=True, check=False).returncode:
         pytest.skip("Slurm does not find libpmix.so (Debian: apt-get install libpmix-dev)")
     job = submit(slurm, launcher, tmp_path)
-    stops = [("epoch   3", ["scancel", "--batch", "--signal=USR1"]), ("epoch   7", ["scontrol", "requeue"])]
+    stops = [("epoch   3", ["scancel", "--batch", "--signal=USR1"]), ("epoch   6", ["scontrol", "requeue"])]
     text = end_of(slurm, job, tmp_path, stops)
     assert text.count("the job requeues itself") == 1
     check(slurm, mpi, job, tmp_path, text, stops=2)

@@ -46,7 +46,13 @@ def fails(bad):
 
 print(trainers.run(train, (10,), {"shift": 1}, ranks=3))
 lock = threading.Lock()
-for function, options in ((fails, {"args": (1,), "ranks": 2}), (lambda: os._exit(7), {"ranks": 1})):
+def leaves():
+    import allreduce
+    if allreduce.Topology().rank == 1:
+        sys.exit(0)
+
+stops = (fails, {"args": (1,), "ranks": 2}), (lambda: os._exit(7), {"ranks": 1}), (leaves, {"ranks": 2, "timeout": 40})
+for function, options in stops:
     try:
         trainers.run(function, **options)
     except RunError as error:
@@ -74,6 +80,7 @@ def test_results_output_and_errors(mpirun: JobRunner, tmp_path: Path, mpi: str) 
     assert "ValueError: on purpose" in job.stderr
     assert others[0] == "RUN ERROR 1 rank 1 of 2 raised ValueError: on purpose True"
     assert others[1].startswith("RUN ERROR None the job of 1 ranks ended without results (exit code 7)")
+    assert others.pop(2) == "RUN ERROR 1 rank 1 of 2 raised SystemExit: 0 False"  # the other rank would wait for it
     words = ("can't be sent to the ranks (TypeError: ", "takes a function, got int", "ranks=0: ", "no such program")
     assert len(others) == 2 + len(words), others
     for line, word in zip(others[2:], words, strict=True):

@@ -260,10 +260,12 @@ def _rank(folder: str) -> None:
             everyone = bytes_to_root(topology.world, packed, "bring the results")
         if rank == 0:
             _bring(folder, RESULTS, pickle.dumps(everyone))
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         failed = _Failed(time.time(), rank, type(error).__name__, str(error), abort.traceback_of(error))
         with contextlib.suppress(OSError):  # a host without the folder: its stderr shows the error
             _bring(folder, ERROR.format(rank), json.dumps(failed._asdict()).encode())
+        if isinstance(error, SystemExit):  # it would end this rank alone, and the others wait for it
+            raise RunError(f"rank {rank} ended by sys.exit({error.code!r})", rank, failed.traceback) from error
         raise
 
 
