@@ -26,7 +26,7 @@ In the shell, to see a job stopped before its time limit, as Slurm does it, and 
   sbatch --time 2 --signal B:USR1@60 ... scripts/slurm/keep_going.sbatch ...
   scancel --batch --signal USR1 1
   scontrol requeue 1
-  scontrol update JobId=1 StartTime=now    # a requeued job otherwise waits for two minutes
+  scontrol update JobId=1 StartTime=now    # a requeued job waits for two minutes, or 10 seconds before this
 
 The launcher of keep_going.sbatch is $KEEP_GOING_SRUN: "srun --mpi=pmix" (the default) or "mpirun --bind-to none" with Open
 MPI, "srun --mpi=pmi2" or "mpiexec" with MPICH.

@@ -101,18 +101,23 @@ def submit(slurm: dict[str, str], launcher: str, folder: Path, *options: str) ->
 def end_of(slurm: dict[str, str], job: str, folder: Path, stops: list[tuple[str, list[str]]]) -> str:
     """Wait until the job has ended and return its output. stops: a text, and the command that stops the job when its
     output since the last stop has this text. After the last stop the program waits no longer."""
-    until, seen, output = time.monotonic() + 250, 0, folder / "output"
-    while ask(slurm, "squeue", "--noheader", f"--jobs={job}", "--format=%T"):
+    output, seen, begin = folder / "output", 0, time.monotonic()
+    pending = begin  # since when
+    while state := ask(slurm, "squeue", "--noheader", f"--jobs={job}", "--format=%T"):
         text = output.read_text(errors="replace") if output.exists() else ""
-        assert time.monotonic() < until, text
+        assert time.monotonic() < begin + 250, text
         if stops and stops[0][0] in text[seen:]:
             seen = len(text)
             if command := stops.pop(0)[1]:
                 subprocess.run([*command, job], env=slurm, check=True, timeout=60)
             if not stops:
                 (folder / "fast").touch()
-        # a requeued job waits for two minutes, lest it starts before its processes have ended
-        ask(slurm, "scontrol", "update", f"JobId={job}", "StartTime=now")
+        # A requeued job waits for two minutes: if it started before the end of its old processes, their exit code would
+        # be taken for its own.
+        if state != "PENDING":
+            pending = time.monotonic()
+        elif time.monotonic() > pending + 8:
+            ask(slurm, "scontrol", "update", f"JobId={job}", "StartTime=now")
         time.sleep(0.3)
     return output.read_text(errors="replace")
 
