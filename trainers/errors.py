@@ -88,7 +88,7 @@ class DivergedError(TrainerError, ArithmeticError):
 
 
 class DeadlineExceededError(TrainerError, TimeoutError):
-    """Too few members of an ensemble have answered by the deadline; the message says who is missing."""
+    """Too few members of an ensemble have answered by the deadline; the message names the missing members."""
 
 
 class NotFiniteError(DivergedError):

@@ -28,7 +28,7 @@ from allreduce.transport.wait import waiting
 from trainers import datasets
 from trainers.cli import results, roles
 from trainers.cli.evaluator import EndSignal, Evaluator
-from trainers.cli.options import SERVERS, make_callbacks, make_network, make_trainer, parse
+from trainers.cli.options import SERVERS, make_callbacks, make_network, make_trainer, parse, step_options
 from trainers.datasets.shards import is_pattern
 from trainers.errors import ArgumentError, DivergedError, TrainerError
 from trainers.fit.checkpointing import Checkpoint
@@ -253,12 +253,7 @@ def _train(job: Job, member: Member) -> None:
             stream=stream,
             checkpoint=checkpoint,
             resume=options.resume,
-            class_weight=options.class_weight,
-            accumulate=options.accumulate,
-            clip_norm=options.clip_norm,
-            ema=options.ema,
-            schedule=options.schedule,
-            warmup_steps=options.warmup_steps,
+            **step_options(options),
         )
         scores = trainer.evaluate(test, labels[1])
         _check_loss(scores["loss"], trainer.topology)

@@ -720,6 +720,12 @@ def make_trainer(options: argparse.Namespace, replica: Replica, topology: Topolo
         raise
 
 
+def step_options(options: argparse.Namespace) -> dict[str, Any]:
+    """Return the arguments of `fit` that change a step, by name."""
+    names = ("class_weight", "accumulate", "clip_norm", "ema", "schedule", "warmup_steps")
+    return {name: getattr(options, name) for name in names}
+
+
 def make_callbacks(options: argparse.Namespace) -> list[Any]:
     """Create the callbacks that the options ask for, the same on all ranks."""
     asked = [option for option in BY_NAME.values() if option.callback and getattr(options, option.name)]

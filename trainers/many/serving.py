@@ -44,7 +44,7 @@ log = logging.getLogger("trainers")
 
 ABOUT = """Answer requests over HTTP by a saved model, on all ranks.
 
-Rank 0 listens, puts requests together to batches, and deals these to ranks that have no work. The paths are those of
+Rank 0 listens, puts requests together to batches, and deals these to ranks that have no work. The paths are as in
 TensorFlow Serving's REST interface: POST /v1/models/NAME:predict with {"instances": [row, ...]}. The folder of a model
 has a folder for each version, 0001/model.npz; a new one is loaded while the others answer. SIGTERM answers all requests
 that have come, and ends with exit code 0. Start it by `mpirun --with-ft ulfm` to go on when a rank is killed.

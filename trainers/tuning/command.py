@@ -26,6 +26,7 @@ from trainers.cli.options import (
     make_network,
     make_trainer,
     parse,
+    step_options,
 )
 from trainers.datasets.dataset import split
 from trainers.datasets.shards import is_pattern
@@ -220,12 +221,7 @@ class Keeper:
                 validation_data=job.rest,
                 callbacks=[watch, *make_callbacks(options)],
                 progress=False,
-                class_weight=options.class_weight,
-                accumulate=options.accumulate,
-                clip_norm=options.clip_norm,
-                ema=options.ema,
-                schedule=options.schedule,
-                warmup_steps=options.warmup_steps,
+                **step_options(options),
             )
             if watch.pruned:
                 raise optuna().TrialPruned()
