@@ -45,6 +45,7 @@ SKIPPED = {
     "NETWORK=host bash scripts/train.sh": "installs",
     "PYTHON_ENV=": "a GPU",
     "RANKS=2 bash scripts/train.sh": "installs",
+    "apt-get install": "installs packages of the system",
     "bash scripts/docs.sh": "installs; test_site.py builds the site",
     "bash scripts/gpu_test.sh": "installs half a gigabyte, or needs a GPU; test_cuda.py runs it where there is none",
     "bash scripts/keep_going.sh": "test_keep_going.py runs it",
