@@ -13,6 +13,7 @@ from mpi4py import MPI
 import allreduce
 from allreduce.backend import AllReduce, TwoPhase
 from allreduce.errors import UnavailableError
+from allreduce.transport import point_to_point
 from tests.ranks.grid import DTYPES, QUICK, compare, expected, lengths, numpy_dtype, run_grid, shapes, values
 
 SIZE = MPI.COMM_WORLD.size
@@ -28,6 +29,9 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "reduce_to_one+root": ("reduce_to_one", {"root": SIZE - 1}),
 }
 PLACES = [(variant, shape) for variant in VARIANTS for shape in SHAPES]
+
+LONG = ("ring", "halving_doubling", "reduce_to_one", "hierarchical_copy+ring+halving_doubling")
+LONG_PLACES = [place for place in PLACES if place[0] in LONG and place[1] in ("flat", "uneven")]
 
 
 def dtypes_at(variant: str) -> tuple[str, ...]:
@@ -86,6 +90,15 @@ def test_grid(reduce: AllReduce, dtype: str, world: MPI.Intracomm) -> None:
     if not reduce.sums_half and dtype.endswith("float16"):
         pytest.skip(f"{reduce.name} refuses {dtype} by name")
     assert run_grid(reduce, dtype, world) >= 4 * 4 * 2
+
+
+@pytest.mark.parametrize("reduce", LONG_PLACES, ids="-".join, indirect=True)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_many_segments(reduce: AllReduce, dtype: str, world: MPI.Intracomm, monkeypatch: pytest.MonkeyPatch) -> None:
+    """While a segment is reduced, the next ones arrive in scratch memory that is used again. The segments are longer
+    than those that MPI copies when it is called, so they are read later."""
+    monkeypatch.setattr(point_to_point, "SEGMENT_BYTES", 16384)
+    run_grid(reduce, dtype, world, (100_003,))
 
 
 @every_case
