@@ -5,7 +5,6 @@ import hashlib
 import logging
 import os
 import zlib
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
@@ -39,7 +38,7 @@ from trainers.data import (
 )
 from trainers.datasets.columns import Columns
 from trainers.datasets.shards import ShardRows
-from trainers.datasets.streams import Arrays, Stream, open_stream, unknown_text
+from trainers.datasets.streams import Arrays, Stream, open_stream
 from trainers.errors import ArgumentError, TrainerError
 from trainers.export import export
 from trainers.export.metadata import Exported
@@ -54,7 +53,7 @@ from trainers.fit.evaluation import (
 )
 from trainers.fit.loader import DIVIDED, WHOLE, LoaderBatches
 from trainers.fit.loop import Fit
-from trainers.fit.predicting import Target, predict_into
+from trainers.fit.predicting import predict_into
 from trainers.fit.prefetch import AHEAD
 from trainers.fit.reader import Reader
 from trainers.fit.shards import OwnRows, ShardBatches, shards_error, uneven_text
@@ -426,28 +425,21 @@ class Trainer(Generic[StrategyT]):
 
     def _predict_into(self, given: Any, out: Any, progress: bool, output: TextIO | None, ema: bool | None) -> list[str]:
         group, replica = self.group, self.replica
-        unknown: dict[str, int] = {}
         self._check_open()
 
-        def target_and_rows() -> tuple[Target, Stream]:
+        def rows(unknown: dict[str, int]) -> Stream:
             if _are_files(given):
                 paths = [os.fspath(each) for each in (given if isinstance(given, list) else [given])]
-                return Target(out), open_stream(paths, replica.columns, replica.features, unknown)
-            return Target(out), Arrays(x, row_count(x), sliced)
+                return open_stream(paths, replica.columns, replica.features, unknown)
+            return Arrays(x, row_count(x), sliced)
 
         if _are_files(given):
             group.enter(f"predict: {given}, out={out}")
         else:
             (x,) = self._check_call("predict", (given, NO_TARGETS, None), {"out": out})
-        target, stream = together(group.comm, target_and_rows)
         self.strategy.end_round()
         with self._weights(ema):
-            paths = predict_into(group, replica, stream, target, progress, output)
-        everyone = group.values(unknown, "predict: values that training has not met")
-        text = unknown_text(sum(map(Counter, everyone), Counter()))
-        if text and group.rank == 0:
-            log.warning("trainers: predict: %s", text)
-        return paths
+            return predict_into(group, replica, rows, out, progress, output)
 
     @recoverable
     def save(self, path: str) -> None:

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from trainers.errors import ArgumentError, ModelFileError
+from trainers.export import export, storing
 from trainers.many.batches import Request, Waiting
 from trainers.many.models import NetworkModel
 from trainers.many.versions import (
@@ -70,6 +71,23 @@ def test_a_new_version_is_loaded_when_it_is_whole(tmp_path: Path) -> None:
     shutil.rmtree(tmp_path / "0003")
     assert world.look(3) == {2: AVAILABLE, 1: AVAILABLE}
     assert world.gone == [1, 3]
+
+
+def test_a_version_is_loaded_again_when_its_second_file_is_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As an .onnx file above 2 GiB has one, with its constants."""
+    pytest.importorskip("onnxruntime")
+    pytest.importorskip("onnx")
+    monkeypatch.setattr(storing, "LARGEST", 0)
+    (tmp_path / "0001").mkdir()
+    export.write(str(tmp_path / "0001" / "m.onnx"), NumpyNetwork([400, 3]), None)
+    (second,) = (tmp_path / "0001").glob("m.onnx.*.data")
+    content, world = second.read_bytes(), World(tmp_path)
+    second.write_bytes(content[:100])
+    assert world.look() == {1: END}
+    second.write_bytes(content)
+    assert world.look(3) == {1: AVAILABLE}
 
 
 def test_a_model_of_another_width_is_refused(tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """Exported files (.onnx): the graph of each network, the columns of a table, int8, errors, and metadata."""
 
 import os
+import re
 import sys
 from collections.abc import Callable
 from contextlib import suppress
@@ -17,7 +18,7 @@ from trainers import MirroredTrainer, datasets
 from trainers.cli.main import main
 from trainers.datasets.columns import Category, Columns, Number
 from trainers.errors import ArgumentError, ExportError, ModelFileError
-from trainers.export import running
+from trainers.export import running, storing
 from trainers.export.metadata import Exported
 from trainers.many.models import load_model
 from trainers.replicas.numpy.categories import CategoryNetwork, network_of
@@ -199,6 +200,56 @@ def test_int8_of_a_table_and_of_numbers(tmp_path: Path) -> None:
         assert (about.int8, about.accuracy) == (True, {})
         expected = trainer.predict(x)
     np.testing.assert_allclose(answers(tmp_path / "b.onnx", {"x": x})["output"], expected, atol=0.1)
+
+
+def test_the_constants_of_a_large_model_are_in_a_second_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As above 2 GiB. Each export has other names, so that a reader never has the constants of another export."""
+    monkeypatch.setattr(storing, "LARGEST", 4000)
+    path, x = tmp_path / "a.onnx", np.random.default_rng(0).normal(size=(40, 64)).astype(np.float32)
+    network = NumpyNetwork([64, 32, 3])
+
+    def constants() -> list[str]:
+        found = sorted(each.name for each in tmp_path.iterdir())
+        assert found[0] == "a.onnx"
+        return found[1:]
+
+    with MirroredTrainer(network) as trainer:
+        trainer.export(str(path), x)
+        (first,) = constants()
+        assert path.stat().st_size < 4000 < (tmp_path / first).stat().st_size
+        np.testing.assert_allclose(answers(path, {"x": x})["probabilities"], trainer.predict(x), atol=1e-6)
+        np.testing.assert_allclose(load_model(str(path)).predict(x), trainer.predict(x), atol=1e-6)
+        assert trainer.export(str(path), x, np.arange(40) % 3, int8=True).int8
+        assert constants() == [], "8-bit integers fit into one file, and the older constants are gone"
+        monkeypatch.setattr(storing, "LARGEST", 1500)
+        assert trainer.export(str(path), x, np.arange(40) % 3, int8=True).int8
+        (small,) = constants()
+        assert small != first
+        np.testing.assert_allclose(load_model(str(path)).predict(x), trainer.predict(x), atol=0.1)
+        older = path.read_bytes()
+        network.parameters[0] = np.nan
+        with pytest.raises(ExportError, match="not finite"):
+            trainer.export(str(path), x)
+    assert (path.read_bytes(), constants()) == (older, [small])
+    (tmp_path / small).unlink()
+    with pytest.raises(ModelFileError, match=re.escape(small)):
+        load_model(str(path))
+
+
+@pytest.mark.parametrize("name", ["words", "only categories"])
+def test_numbers_of_no_word_are_refused(name: str, tmp_path: Path) -> None:
+    """ONNX takes -1 for the last one."""
+    network, x = NETWORKS[name]()
+    with MirroredTrainer(network) as trainer:
+        trainer.export(str(tmp_path / "a.onnx"), x)
+    model = load_model(str(tmp_path / "a.onnx"))
+    for number in (-1, 11):
+        with pytest.raises(ArgumentError, match=r"can't compute .* out of data bounds"):
+            model.predict(np.full_like(x[:1], number))
+    if name == "words":
+        with pytest.raises(ArgumentError, match="whole numbers"):
+            model.check(x + 0.5)
+        model.check(x.astype(np.float32))
 
 
 class Wrong(NumpyNetwork):

@@ -46,7 +46,7 @@ ENDS: tuple[type[Exception] | type[Terminated], ...] = (Terminated, DivergedErro
 FAULTS = (DivergedError, RankLostError, RankLeftError, CollectiveTimeoutError, BrokenError, CommunicationError)
 COMMANDS = {  # the first argument -> the module whose `run` does it, imported when it is asked for
     "export": "trainers.cli.export",
-    "predict": "trainers.cli.predict",
+    "predict": "trainers.many.predict",
     "search": "trainers.tuning.command",
     "serve": "trainers.many.serving",
 }

@@ -2,7 +2,8 @@
 
 import re
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -15,7 +16,7 @@ from trainers.export import graph
 from trainers.export.int8 import quantized
 from trainers.export.metadata import Exported
 from trainers.export.running import Session, as_in_table, compared, need_onnxruntime, sample, taken
-from trainers.files.model_file import replacing
+from trainers.export.storing import Store, stored
 from trainers.files.onnx_graph import need_onnx
 from trainers.replica import Replica
 
@@ -55,23 +56,33 @@ def write(
     about, softmax = _described(replica, outputs, classes)
     core = _core(replica, rows)
     model = graph.finished(graph.add_softmax(core) if softmax else core, about, rows, outputs)
-    session = Session(model, about)
+    del core
     tolerance = CLOSE.get(replica.config().get("precision", replica.gradient_dtype), CLOSEST)
     expected = _softmax(outputs) if softmax else outputs
-    difference = compared(session, about, rows, expected, tolerance)
-    about = replace(about, average=average, rows=row_count(rows), difference=difference)
-    if int8:
-        model, about = _as_int8(model, session, about, x, scored)
-    graph.describe(model, about)
-    Session(model, about).run(rows)
+    with stored(path) as store:
+        with _writing(path):
+            store.take_constants(model)
+        session = Session(model, about, store.folder)
+        difference = compared(session, about, rows, expected, tolerance)
+        about = replace(about, average=average, rows=row_count(rows), difference=difference)
+        if int8:
+            model, about = _as_int8(model, session, about, x, scored, store)
+        graph.describe(model, about)
+        Session(model, about, store.folder).run(rows)
+        with _writing(path):
+            store.replace(model)
+    return about
+
+
+@contextmanager
+def _writing(path: str) -> Iterator[None]:
+    """Context manager: an error of writing becomes an ExportError."""
     try:
-        with replacing(path) as file:
-            file.write(model.SerializeToString())
-    except (OSError, ValueError) as error:  # ValueError: of protobuf, above 2 GiB
+        yield
+    except (OSError, ValueError) as error:  # ValueError: of protobuf
         raise ExportError(
             f"the export can't be written to {path}: {getattr(error, 'strerror', '') or error}"
         ) from error
-    return about
 
 
 def check_path(path: str) -> None:
@@ -139,11 +150,15 @@ def _causes(error: BaseException) -> str:
 
 
 def _as_int8(
-    model: Any, session: Session, about: Exported, x: Tree, scored: tuple[Tree, Any] | None
+    model: Any, session: Session, about: Exported, x: Tree, scored: tuple[Tree, Any] | None, store: Store
 ) -> tuple[Any, Exported]:
     """Return the model with integers, and its description with the accuracy before and after."""
     about = replace(about, int8=True)
-    small = quantized(model, session, x)
+    large = bool(store.constants_of(model))
+    with _writing(store.path):
+        store.give_constants(model)
+        small = quantized(model, session, x, large)
+        store.take_constants(small)
     if not about.classifies:
         return small, about
     if scored is None:
@@ -154,6 +169,6 @@ def _as_int8(
     right = y.argmax(axis=1) if y.ndim > 1 else y
     accuracy = {
         name: float((each.class_numbers(rows) == right).mean())
-        for name, each in (("float32", session), ("int8", Session(small, about)))
+        for name, each in (("float32", session), ("int8", Session(small, about, store.folder)))
     }
     return small, replace(about, accuracy=accuracy)

@@ -25,10 +25,11 @@ class _Reader:
         return next(self._feeds, None)
 
 
-def quantized(model: Any, session: Session, x: Tree) -> Any:
+def quantized(model: Any, session: Session, x: Tree, large: bool = False) -> Any:
     """Return a model, an onnx.ModelProto, with matrices of 8-bit integers. Raises ExportError.
 
     session: of `model`. x: training rows; the ranges of activations are measured on a sample of them.
+    large: whether one file can't hold the model.
     """
     from onnxruntime import quantization
 
@@ -49,6 +50,7 @@ def quantized(model: Any, session: Session, x: Tree) -> Any:
                 reduce_range=True,  # else products may overflow on processors without VNNI
                 activation_type=quantization.QuantType.QUInt8,
                 weight_type=quantization.QuantType.QInt8,
+                use_external_data_format=large,
             )
             return onnx.load(path)
         except Exception as error:  # of onnxruntime or onnx

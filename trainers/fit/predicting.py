@@ -10,10 +10,11 @@ import re
 import secrets
 import shutil
 import time
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from functools import partial
-from typing import Any, TextIO
+from typing import Any, Protocol, TextIO
 
 import numpy as np
 
@@ -21,12 +22,12 @@ from allreduce.arrays.chunks import chunk, segments
 from allreduce.files import writable
 from allreduce.process.proc import on_terminal
 from allreduce.transport.control import root_value, together
-from trainers.data import row_count, sliced
-from trainers.datasets.streams import Stream
+from trainers.data import Tree, row_count, sliced
+from trainers.datasets.columns import Columns
+from trainers.datasets.streams import Stream, unknown_text
 from trainers.errors import ArgumentError, DataError
 from trainers.fit.evaluation import ROWS
 from trainers.group import RankGroup
-from trainers.replica import Replica
 from trainers.watching.callback import writing
 
 log = logging.getLogger("trainers")
@@ -37,6 +38,20 @@ ROUND = 1 << 17  # rows that a rank predicts between two agreements of the ranks
 STALE_SECONDS = 24 * 3600.0  # after which a temporary file belongs to no prediction that still runs
 LINE_SECONDS = 10.0  # between two lines of progress
 DIGITS = 6  # of numbers in the files
+
+
+class Predictor(Protocol):
+    """A model that predicts rows, such as a replica. columns, probabilities, check, predict: as a Replica has them."""
+
+    @property
+    def columns(self) -> Columns | None: ...
+
+    @property
+    def probabilities(self) -> bool: ...
+
+    def check(self, x: Tree, y: Tree | None) -> None: ...
+
+    def predict(self, x: Any) -> Tree: ...
 
 
 class Target:
@@ -116,13 +131,14 @@ class Target:
 
 
 class Lines:
-    """Makes lines of predictions. ending: of the file. replica: predicts; if it has names of classes, or predicts
-    probabilities, a line has the class in words and its probability, otherwise all outputs."""
+    """Makes lines of predictions. ending: of the file. classes: their names; () for those of the model's columns. If
+    there are names, or the model predicts probabilities, a line has the class in words and its probability, otherwise
+    all outputs."""
 
-    def __init__(self, ending: str, replica: Replica) -> None:
+    def __init__(self, ending: str, model: Predictor, classes: Sequence[str]) -> None:
         self._json = ending == ".jsonl"
-        self._classes = () if replica.columns is None else replica.columns.classes
-        self._value = "probability" if replica.probabilities else "output"
+        self._classes = tuple(classes) or (() if model.columns is None else model.columns.classes)
+        self._value = "probability" if model.probabilities else "output"
         self._words: list[str] = []
         self.names = ["row", "prediction", self._value]
 
@@ -197,7 +213,36 @@ class Progress:
 
 
 def predict_into(
-    group: RankGroup, replica: Replica, stream: Stream, target: Target, progress: bool, output: TextIO | None
+    group: RankGroup,
+    model: Predictor,
+    rows: Callable[[dict[str, int]], Stream],
+    out: Any,
+    progress: bool,
+    output: TextIO | None,
+    classes: Sequence[str] = (),
+) -> list[str]:
+    """Predict all rows, and write them to files; returns the paths of the files. Collective.
+
+    rows: opens the rows. It counts in the dict the values of each column that training has not met; they are logged.
+    out: as for `Trainer.predict`. output: where lines of progress go; None for stdout. classes: see Lines.
+    """
+    unknown: dict[str, int] = {}
+    target, stream = together(group.comm, lambda: (Target(out), rows(unknown)))
+    paths = _written(group, model, stream, target, lambda count: Progress(progress, group.rank, count, output), classes)
+    everyone = group.values(unknown, "predict: values that training has not met")
+    text = unknown_text(sum(map(Counter, everyone), Counter()))
+    if text and group.rank == 0:
+        log.warning("trainers: predict: %s", text)
+    return paths
+
+
+def _written(
+    group: RankGroup,
+    model: Predictor,
+    stream: Stream,
+    target: Target,
+    progress: Callable[[int], Progress],
+    classes: Sequence[str],
 ) -> list[str]:
     """Predict all rows of a stream, and write them to the target; returns the paths of the files. Collective.
 
@@ -211,8 +256,9 @@ def predict_into(
     counts = group.values(own, "predict: the rows of the ranks")
     token = root_value(comm, secrets.token_hex(4), "predict: the names of temporary files")
     aside = target.aside(rank, ranks, token)
-    shown = Progress(progress, rank, sum(counts), output)
-    shard = _Shard(replica, stream.pieces(mine.start, mine.stop), Lines(target.ending, replica), sum(counts[:rank]))
+    shown = progress(sum(counts))
+    lines = Lines(target.ending, model, classes)
+    shard = _Shard(model, stream.pieces(mine.start, mine.stop), lines, sum(counts[:rank]))
     try:
         together(comm, target.make_folder)
         together(comm, target.remove_stale if rank == 0 else int)
@@ -238,8 +284,8 @@ def predict_into(
 class _Shard:
     """Predicts the rows of a rank and writes them to its file. Local. first: the number of the first row."""
 
-    def __init__(self, replica: Replica, pieces: Iterator[Any], lines: Lines, first: int) -> None:
-        self._replica, self._pieces, self._lines, self._first = replica, pieces, lines, first
+    def __init__(self, model: Predictor, pieces: Iterator[Any], lines: Lines, first: int) -> None:
+        self._model, self._pieces, self._lines, self._first = model, pieces, lines, first
         self._written = self._ahead = 0  # rows; ahead: more than were asked for
         self._waiting: np.ndarray | None = None  # outputs that were not written yet
         self._path = ""
@@ -290,9 +336,9 @@ class _Shard:
         x = next(self._pieces, None)
         if x is None:
             return None
-        self._replica.check(x, None)
+        self._model.check(x, None)
         rows = slice(0, row_count(x))
-        outputs = [self._replica.predict(sliced(x, part)) for part in segments(rows, ROWS)]
+        outputs = [self._model.predict(sliced(x, part)) for part in segments(rows, ROWS)]
         if not isinstance(outputs[0], np.ndarray):
             raise ArgumentError("predict: the model has several outputs, and out= takes one array: leave out out=")
         return np.concatenate(outputs)

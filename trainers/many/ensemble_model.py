@@ -147,6 +147,7 @@ class EnsembleModel(Model):
             like = NetworkModel(first)
             first.use_parameters()
             self.shape, self.dtype, self.outputs = like.shape, like.dtype, like.outputs
+            self.probabilities = like.probabilities
 
     @classmethod
     def load(cls, path: str, make_replica: MakeReplica | None = None) -> "EnsembleModel":

@@ -45,6 +45,7 @@ class Model(ABC):
     classes: the names of the outputs; () without names.
     members: the number of models whose answers are combined; 1 for a single model.
     outputs: the number of outputs of a row; None if it is not known.
+    probabilities: whether `predict` is known to return the probabilities of classes.
     """
 
     kind: str
@@ -54,6 +55,7 @@ class Model(ABC):
     classes: tuple[str, ...] = ()
     members = 1
     outputs: int | None = None
+    probabilities: bool = False
 
     @abstractmethod
     def check(self, rows: np.ndarray) -> None:
@@ -86,6 +88,7 @@ class NetworkModel(Model):
         self.dtype, self.outputs = np.dtype(np.int64 if words else np.float32), network.sizes[-1]
         self.columns = network.columns
         self.classes = () if network.columns is None else network.columns.classes
+        self.probabilities = network.probabilities
         if network.averages:
             network.use_average()
 
@@ -140,7 +143,7 @@ class OnnxModel(Model):
         """Read the columns and classes; returns whether the inputs are cells of a table."""
         if Exported.wrote(metadata):
             about = Exported.read(path, metadata)
-            self.columns, self.classes = about.columns, about.classes
+            self.columns, self.classes, self.probabilities = about.columns, about.classes, about.classifies
             return about.columns is not None
         try:
             columns = json.loads(metadata.get(COLUMNS, "null"))
@@ -161,13 +164,19 @@ class OnnxModel(Model):
         if rows.dtype.kind not in "iuf" or not fits:
             shape = ", ".join("any" if size is None else str(size) for size in self.shape)
             raise ArgumentError(f"x must be numbers of shape (rows, {shape}), not {rows.dtype} of shape {rows.shape}")
+        with np.errstate(invalid="ignore"):
+            if self.dtype.kind in "iu" and rows.dtype != self.dtype and (rows.astype(self.dtype) != rows).any():
+                raise ArgumentError(f"x must be whole numbers that fit into {self.dtype}, as the model takes them")
 
     def predict(self, rows: np.ndarray) -> np.ndarray:
         if self._takes_cells and self.columns is not None:
             feeds: dict[str, Any] = cells_of(self.columns, np.asarray(rows, self.dtype))
         else:
             feeds = {self._input: np.ascontiguousarray(rows, self.dtype)}
-        (found,) = self._session.run([self._output], feeds)
+        try:
+            (found,) = self._session.run([self._output], feeds)
+        except Exception as error:  # a dozen types of onnxruntime
+            raise ArgumentError(f"onnxruntime can't compute the outputs of these rows: {error}") from error
         return np.asarray(found)
 
 

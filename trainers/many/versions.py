@@ -12,6 +12,7 @@ import re
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import NamedTuple
 
 from trainers.errors import ArgumentError, ModelFileError, TrainerError
@@ -25,7 +26,8 @@ LOADING, AVAILABLE, UNLOADING, END = "LOADING", "AVAILABLE", "UNLOADING", "END" 
 
 
 class Found(NamedTuple):
-    """The file of a version. stamp: changes when the file is written."""
+    """The file of a version. stamp: changes when any file of its folder is written, for an .onnx file may have its
+    constants in another one."""
 
     path: str
     stamp: tuple[int, ...]
@@ -36,14 +38,15 @@ def scan(folder: str) -> dict[int, Found]:
     found = {}
     for name in os.listdir(folder):
         if FOLDER.fullmatch(name) and os.path.isdir(own := os.path.join(folder, name)):
-            files = [each for each in _listed(own) if each.endswith(ENDINGS) and not each.startswith(".")]
+            listed = sorted(each for each in _listed(own) if not each.startswith("."))
+            files = [each for each in listed if each.endswith(ENDINGS)]
             if len(files) == 1:
-                path = os.path.join(own, files[0])
                 try:
-                    status = os.stat(path)
+                    statuses = [os.stat(os.path.join(own, each)) for each in listed]
                 except OSError:  # removed meanwhile
                     continue
-                found[int(name)] = Found(path, (status.st_ino, status.st_size, status.st_mtime_ns))
+                stamp = [(each.st_ino, each.st_size, each.st_mtime_ns) for each in statuses]
+                found[int(name)] = Found(os.path.join(own, files[0]), tuple(chain(*stamp)))
     return found
 
 

@@ -13,7 +13,10 @@ from allreduce.errors import DisagreementError
 from tests.conftest import lacking
 from tests.ranks.together import raised_everywhere
 from tests.ranks.training.test_inputs import TRAINERS
-from trainers import EmbeddingNetwork, MirroredTrainer, NumpyNetwork, ParameterServerTrainer
+from tests.ranks.training.test_tables import rows_of
+from tests.training.test_tables import people, write
+from trainers import EmbeddingNetwork, MirroredTrainer, NumpyNetwork, ParameterServerTrainer, datasets, network_of
+from trainers.cli.main import main
 from trainers.errors import ArgumentError, ExportError
 from trainers.export.metadata import Exported
 from trainers.watching.callback import Callback
@@ -102,3 +105,31 @@ def test_a_table_of_words_is_exported(flat: allreduce.Topology, folder: Path) ->
         trainer.fit(words, words[:, 0] % 3, epochs=1, batch_size=10, progress=False)
         trainer.export(str(folder / "a.onnx"))
         np.testing.assert_allclose(answers(folder / "a.onnx", words), trainer.predict(words), atol=1e-5)
+
+
+def test_the_command_predicts_by_an_exported_file(flat: allreduce.Topology, folder: Path) -> None:
+    """As the model that was exported, with the names of its classes, and for a table by its cells."""
+    names, rows, table = ["κ", "b,c", "z"], str(folder / "x.npy"), str(folder / "people.csv")
+    if WORLD.rank == 0:
+        np.save(rows, X.reshape(-1, 2, 3))
+        write(Path(table), people(40, cities=40))
+    WORLD.Barrier()
+    network = NumpyNetwork([6, 5, 3], seed=1)
+    network.scale_input(0.5, 2.0)
+    with MirroredTrainer(network, topology=flat) as trainer:
+        trainer.export(str(folder / "a.onnx"), X, classes=names)
+        expected = [names[number] for number in trainer.predict(X).argmax(axis=1)]
+    options = ["--out", str(folder / "out.csv")]
+    assert main(["predict", "--load", str(folder / "a.onnx"), "--data", rows, *options]) == 0
+    found = rows_of(str(folder / "out.csv"))
+    assert [row[:2] for row in found] == [[str(number), name] for number, name in enumerate(expected)]
+    data = datasets.load(table, "income")
+    with MirroredTrainer(network_of(data, (4,)), topology=flat) as trainer:
+        trainer.predict(table, str(folder / "own.csv"), progress=False)
+        trainer.export(str(folder / "b.onnx"))
+    assert main(["predict", "--load", str(folder / "b.onnx"), "--data", table, *options]) == 0
+    for one, other in zip(rows_of(str(folder / "own.csv")), rows_of(str(folder / "out.csv")), strict=True):
+        assert one[:2] == other[:2]
+        assert float(one[2]) == pytest.approx(float(other[2]), abs=1e-5)
+    assert main(["predict", "--load", str(folder / "b.onnx"), "--data", rows, *options]) == 2
+    assert main(["predict", "--load", str(folder / "none.onnx"), "--data", rows, *options]) == 2

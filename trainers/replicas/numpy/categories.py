@@ -102,6 +102,8 @@ class CategoryNetwork(NumpyNetwork):
         parts = [graph.add("Gather", given, plain, axis=1)] if self._plain else []
         for number, table in enumerate(self._tables(self.parameters), self._plain):
             values = graph.cast(graph.add("Gather", given, np.array(number), axis=1), np.int64)
+            none = graph.add("Less", values, np.int64(0))  # Gather takes -1 for the last value: make it one to refuse
+            values = graph.add("Where", none, np.int64(len(table)), values)
             parts.append(graph.add("Gather", on_host(table), values))
         return super()._graph_of_input(graph, graph.add("Concat", *parts, axis=1))
 

@@ -105,7 +105,9 @@ class EmbeddingNetwork(NumpyNetwork):
         return graph.value(INPUT, np.int64, [FREE, "words"])
 
     def _graph_of_input(self, graph: Graph, given: str) -> str:
-        vectors = graph.add("Gather", on_host(self.table), given)
+        none = graph.add("Less", given, np.int64(0))  # Gather takes -1 for the last word: make it one that it refuses
+        words = graph.add("Where", none, np.int64(self.words), given)
+        vectors = graph.add("Gather", on_host(self.table), words)
         return super()._graph_of_input(graph, graph.add("ReduceMean", vectors, np.array([1]), keepdims=0))
 
     def _input(self, x: np.ndarray) -> Any:
