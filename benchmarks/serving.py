@@ -4,19 +4,20 @@
     python -m benchmarks.serving --chaos --requests 10000
 
 It makes a NumpyNetwork with random parameters, starts a server on each number of ranks in turn, and sends requests over
-connections that stay open, a fixed number at a time. Every answer is checked. --onnx adds a server of one rank with the
-same network as an ONNX file, computed by onnxruntime. --chaos sends a fixed number of requests to a server of 3 ranks;
-meanwhile a rank is killed, and a version is replaced by another one.
+connections that stay open, a fixed number at a time. Every answer is checked. The servers take turns for some rounds,
+and the medians of the rounds are compared. --onnx adds a server of one rank with the same network as an ONNX file,
+computed by onnxruntime. --chaos sends a fixed number of requests to a server of 3 ranks; meanwhile a rank is killed,
+and a version is replaced by another one.
 
-The clients run on the same machine: they and the web server take part of its cores. The model should be so large that
-its computation takes more (see --sizes).
+The clients run on the same machine, in one thread that does little, and the web server runs on rank 0: both take part
+of the cores. More ranks help if the model is so large that its computation takes more (see --sizes).
 """
 
 import argparse
 import contextlib
 import http.client
-import itertools
 import json
+import operator
 import os
 import shutil
 import signal
@@ -26,8 +27,8 @@ import tempfile
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -35,29 +36,38 @@ from typing import Any
 import numpy as np
 
 from benchmarks.lib import cli, outputs
+from benchmarks.lib.http_load import Load
 from benchmarks.lib.results import FileError
 from trainers.replicas.numpy.network import NumpyNetwork
 
 NAME = "model"
 PATH = f"/v1/models/{NAME}"
+PREDICT = f"{PATH}:predict"
 START_SECONDS, STOP_SECONDS, LOAD_SECONDS = 60.0, 30.0, 60.0
 TOLERANCE = 1e-4  # of an answer: a product of several rows has other rounding
 BODIES = 32  # different requests
-OVERLOAD = 429
+SIZES = [64, 4096, 4096, 4096, 10]  # 34 million parameters; 8 rows cost 10 ms on a core, and the web server 0.5 ms
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--ranks", type=_numbers, default=[1, 2], metavar="N,N", help="of the servers (default: 1,2)")
-    add("--sizes", type=_numbers, default=[64, 4096, 4096, 10], metavar="N,N", help="(default: 64,4096,4096,10)")
+    add("--sizes", type=_numbers, default=SIZES, metavar="N,N", help=f"(default: {_shown(SIZES)})")
     add("--rows", type=cli.at_least(1), default=8, metavar="N", help="of a request (default: 8)")
-    add("--clients", type=cli.at_least(1), default=8, metavar="N", help="requests at a time (default: 8)")
-    add("--seconds", type=cli.at_least(0.1, float), default=10.0, metavar="S", help="of a server (default: 10)")
+    add("--clients", type=cli.at_least(1), default=32, metavar="N", help="requests at a time (default: 32)")
+    add(
+        "--seconds", type=cli.at_least(0.1, float), default=5.0, metavar="S", help="of a server in a round (default: 5)"
+    )
+    add("--rounds", type=cli.at_least(1), default=3, metavar="N", help="in which the servers take turns (default: 3)")
     add("--max-batch", type=cli.at_least(1), default=32, metavar="N", help="rows (default: 32)")
     add("--onnx", action="store_true", help="measure onnxruntime behind the same web server, too")
     add("--chaos", action="store_true", help="kill a rank and replace a version during --requests requests")
     add("--requests", type=cli.at_least(10), default=10_000, metavar="N", help="of --chaos (default: 10000)")
     cli.add_json_option(parser)
+
+
+def _shown(numbers: Sequence[int]) -> str:
+    return ",".join(map(str, numbers))
 
 
 def _numbers(text: str) -> list[int]:
@@ -70,89 +80,33 @@ def _numbers(text: str) -> list[int]:
     return found
 
 
-# Load
+# Answers
 
 
-@dataclass
-class Load:
-    """Sends requests to a server, and checks the answers.
+def result_of(load: Load, right: Sequence[Sequence[np.ndarray]], elapsed: float) -> dict[str, Any]:
+    """Return requests a second, percentiles in milliseconds, and the outcomes: counts of "right", "wrong", "lost: ...",
+    and of "overload". right: for each body the answers that are right."""
+    outcomes = Counter({f"lost: {error}": count for error, count in load.lost.items()})
+    for (index, code, body), count in load.answers.items():
+        outcomes[_judged(right[index], code, body)] += count
+    if load.overloads:
+        outcomes["overload"] = load.overloads
+    times = np.array(load.seconds or [0.0]) * 1e3
+    return {
+        "requests": len(load.seconds),
+        "per_second": len(load.seconds) / elapsed,
+        "p50_ms": float(np.percentile(times, 50)),
+        "p99_ms": float(np.percentile(times, 99)),
+        "outcomes": dict(outcomes),
+    }
 
-    port: of the server on this machine. bodies: the requests. right: for each request the answers that are right.
-    clients: connections. Attributes: seconds: of each answer; outcomes: counts of "right", "wrong", "lost: ...", and of
-    "overload", which is sent again.
-    """
 
-    port: int
-    bodies: Sequence[bytes]
-    right: Sequence[Sequence[np.ndarray]]
-    clients: int
-    path: str = f"{PATH}:predict"
-    seconds: list[float] = field(default_factory=list)
-    outcomes: Counter[str] = field(default_factory=Counter)
-
-    def run(self, ends: Callable[[int], bool]) -> float:
-        """Send requests until ends(number of the next one); returns the seconds that it took."""
-        numbers, lock = itertools.count(), threading.Lock()
-
-        def client() -> None:
-            connection = self._connection()
-            while True:
-                with lock:
-                    number = next(numbers)
-                if ends(number):
-                    break
-                connection = self._one(number % len(self.bodies), connection)
-            connection.close()
-
-        threads = [threading.Thread(target=client) for _ in range(self.clients)]
-        begin = time.perf_counter()
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        return time.perf_counter() - begin
-
-    def _connection(self) -> http.client.HTTPConnection:
-        return http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)
-
-    def _one(self, number: int, connection: http.client.HTTPConnection) -> http.client.HTTPConnection:
-        """Send one request, again while the server has too much to do; returns the connection for the next."""
-        while True:
-            begin = time.perf_counter()
-            try:
-                connection.request("POST", self.path, self.bodies[number], {"Content-Type": "application/json"})
-                answer = connection.getresponse()
-                code, body = answer.status, answer.read()
-            except (OSError, http.client.HTTPException) as error:
-                self.outcomes[f"lost: {type(error).__name__}"] += 1
-                connection.close()
-                return self._connection()
-            if code != OVERLOAD:
-                self.seconds.append(time.perf_counter() - begin)
-                self.outcomes[self._judged(number, code, body)] += 1
-                return connection
-            self.outcomes["overload"] += 1
-            time.sleep(0.02)
-
-    def _judged(self, number: int, code: int, body: bytes) -> str:
-        if code != 200:
-            return f"lost: {code} {body[:200].decode(errors='replace')}"
-        found = np.array(json.loads(body)["predictions"], np.float32)
-        alike = any(
-            found.shape == each.shape and np.allclose(found, each, atol=TOLERANCE) for each in self.right[number]
-        )
-        return "right" if alike else "wrong"
-
-    def result(self, elapsed: float) -> dict[str, Any]:
-        """Return requests a second, percentiles in milliseconds, and the outcomes."""
-        times = np.array(self.seconds or [0.0]) * 1e3
-        return {
-            "requests": len(self.seconds),
-            "per_second": len(self.seconds) / elapsed,
-            "p50_ms": float(np.percentile(times, 50)),
-            "p99_ms": float(np.percentile(times, 99)),
-            "outcomes": dict(self.outcomes),
-        }
+def _judged(right: Sequence[np.ndarray], code: int, body: bytes) -> str:
+    if code != 200:
+        return f"lost: {code} {body[:200].decode(errors='replace')}"
+    found = np.array(json.loads(body)["predictions"], np.float32)
+    alike = any(found.shape == each.shape and np.allclose(found, each, atol=TOLERANCE) for each in right)
+    return "right" if alike else "wrong"
 
 
 # A server
@@ -163,7 +117,7 @@ def server(ranks: int, options: Sequence[str], folder: Path, survives: bool = Fa
     """Context manager: start a server, yield it when it answers, end it by SIGTERM. survives: ranks may be killed."""
     launcher = Path(sys.executable).with_name("mpirun")
     mpirun = [str(launcher) if launcher.exists() else "mpirun", "-n", str(ranks)]
-    mpirun += ["--oversubscribe", "--bind-to", "none"] if ranks > 1 else []
+    mpirun += ["--oversubscribe", "--bind-to", "none"]  # rank 0 has several threads
     mpirun += ["--with-ft", "ulfm"] if survives else []
     command = [*mpirun, sys.executable, "-m", "trainers", "serve", "--name", NAME, "--port", "0", *options]
     given = {"OMP_NUM_THREADS": "1", **os.environ}
@@ -274,15 +228,24 @@ def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     if options.onnx:
         write_onnx(network, folder / "model.onnx")
         contenders.append(("1 rank, onnxruntime", 1, folder / "model.onnx"))
-    results = {}
-    for name, ranks, path in contenders:
-        with server(ranks, ["--model", str(path), "--max-batch", str(options.max_batch)], folder) as job:
-            Load(job.port, bodies, right, options.clients).run(lambda number: number >= 4 * options.clients)  # warm
-            load, end = Load(job.port, bodies, right, options.clients), time.monotonic() + options.seconds
-            elapsed = load.run(partial(_is_past, end))
-        results[name] = load.result(elapsed) | {"exit_code": job.code}
-        print(row(name, results[name]), flush=True)
-    return results
+    found: dict[str, list[dict[str, Any]]] = {}
+    for _ in range(options.rounds):
+        for name, ranks, path in contenders:
+            with server(ranks, ["--model", str(path), "--max-batch", str(options.max_batch)], folder) as job:
+                Load(job.port, PREDICT, bodies, options.clients).run(partial(operator.le, 4 * options.clients))  # warm
+                load, end = Load(job.port, PREDICT, bodies, options.clients), time.monotonic() + options.seconds
+                elapsed = load.run(partial(_is_past, end))
+            found.setdefault(name, []).append(result_of(load, right, elapsed) | {"exit_code": job.code})
+            print(row(name, found[name][-1]), flush=True)
+    return {name: _median(rounds) for name, rounds in found.items()}
+
+
+def _median(rounds: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Return the medians of the numbers, the sums of the outcomes, the worst exit code."""
+    numbers = {key: float(np.median([each[key] for each in rounds])) for key in ("per_second", "p50_ms", "p99_ms")}
+    outcomes: Counter[str] = sum((Counter(each["outcomes"]) for each in rounds), Counter())
+    codes = [each["exit_code"] for each in rounds]
+    return numbers | {"outcomes": dict(outcomes), "exit_code": max(codes, key=abs), "rounds": list(rounds)}
 
 
 def _is_past(end: float, number: int) -> bool:
@@ -309,7 +272,7 @@ def chaos(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     done = threading.Event()
     given = ["--model", str(models), "--poll-seconds", "0.1", "--max-batch", str(options.max_batch)]
     with server(3, given, folder, survives=True) as job:
-        load, reached = Load(job.port, bodies, right, options.clients), [0]
+        load, reached = Load(job.port, PREDICT, bodies, options.clients), [0]
 
         def trouble() -> None:
             while reached[0] < options.requests // 4 and not done.is_set():
@@ -335,7 +298,7 @@ def chaos(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
             metrics = connection.getresponse().read().decode()
     wanted = ("allreduce_serving_retries_total", "allreduce_serving_ranks ", "allreduce_serving_newest_version")
     noted = {line.split()[0]: float(line.split()[1]) for line in metrics.splitlines() if line.startswith(wanted)}
-    return load.result(elapsed) | {"exit_code": job.code, "replaced": done.is_set(), **noted}
+    return result_of(load, right, elapsed) | {"exit_code": job.code, "replaced": done.is_set(), **noted}
 
 
 def row(name: str, result: dict[str, Any]) -> str:
@@ -351,8 +314,7 @@ def is_right(result: dict[str, Any]) -> bool:
 
 
 def _run(options: argparse.Namespace) -> int:
-    sizes = "-".join(map(str, options.sizes))
-    print(f"{options.clients} clients, {options.rows} rows a request, a network of {sizes}", flush=True)
+    print(f"{options.clients} clients, {options.rows} rows a request, a network of {_shown(options.sizes)}", flush=True)
     with tempfile.TemporaryDirectory(prefix="serving-") as own:
         folder = Path(own)
         if options.chaos:
@@ -361,7 +323,9 @@ def _run(options: argparse.Namespace) -> int:
         else:
             results = measure(options, folder)
             base = next(iter(results.values()))["per_second"]
-            print(*(f"{name}: {each['per_second'] / base:.2f} x" for name, each in results.items()), sep="\n")
+            print(f"medians of {options.rounds} rounds:")
+            for name, each in results.items():
+                print(f"{row(name, each)}; {each['per_second'] / base:.2f} x")
     if options.json:
         outputs.write(options.json, json.dumps({**vars(options), "results": results}, indent=1) + "\n")
     return 0 if all(map(is_right, results.values())) else 1

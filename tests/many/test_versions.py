@@ -200,6 +200,23 @@ def test_batches_are_full_or_old() -> None:
     assert batch.requests == requests[:1]
 
 
+def test_a_busy_rank_gets_full_batches_of_new_requests_alone() -> None:
+    woken: list[int] = []
+    waiting = Waiting(most_rows=20, max_batch=8, seconds=5, wake=lambda: woken.append(waiting.rows))
+    waiting.again([request(8)])
+    requests = [request(3), request(3), request(3)]
+    for each in requests[:2]:
+        waiting.put(each)
+    assert woken == [11]  # at the first request: it has a deadline
+    assert waiting.take_full(lambda _: True) is None
+    waiting.put(requests[2])
+    assert woken == [11, 17]
+    assert waiting.take_full(lambda _: False) is None
+    batch = waiting.take_full(lambda _: True)
+    assert batch is not None
+    assert batch.requests == requests[:2]
+
+
 def test_requests_without_a_client_are_not_computed() -> None:
     waiting = Waiting(most_rows=20, max_batch=8, seconds=5, wake=lambda: None)
     requests = [request(1) for _ in range(5)]

@@ -80,7 +80,7 @@ class Waiting:
     """The requests that wait to be dealt. `put` may be called from any thread.
 
     most_rows: that may wait. max_batch: rows of a batch, unless one request has more. seconds: that a request waits for
-        others to fill its batch. wake: called after `put`.
+        others to fill its batch. wake: called when a first request waits, and when a batch is full.
     """
 
     def __init__(self, most_rows: int, max_batch: int, seconds: float, wake: Callable[[], object]) -> None:
@@ -98,8 +98,11 @@ class Waiting:
                     429, f"{self.rows} rows wait already, and at most {self._most} may (--max-queue)", Retry_After="1"
                 )
             self.rows += len(request.rows)
-            self._queues.setdefault(request.key, deque()).append(request)
-        self._wake()
+            queue = self._queues.setdefault(request.key, deque())
+            queue.append(request)
+            is_due = len(queue) == 1 or self._is_full(queue)
+        if is_due:
+            self._wake()
 
     def again(self, requests: Sequence[Request]) -> None:
         """Put requests of a batch that has failed before all others, each in a batch of its own."""
@@ -125,6 +128,12 @@ class Waiting:
                     if not request.future.done():
                         return Batch([request])
             key = self._next(now, at_once, fits)
+            return None if key is None else self._filled(key)
+
+    def take_full(self, fits: Callable[[Request], bool]) -> Batch | None:
+        """Return the next batch of requests that were not dealt before, if it is full; else None."""
+        with self._lock:
+            key = self._next(-math.inf, False, fits)
             return None if key is None else self._filled(key)
 
     def _next(self, now: float, at_once: bool, fits: Callable[[Request], bool]) -> Key | None:

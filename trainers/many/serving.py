@@ -9,7 +9,6 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
-from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -301,17 +300,20 @@ class Peer:
         self.since = 0.0  # when the last work was dealt
         self.late = False  # the last work was not answered in time
 
-    def can_answer(self, version: Version) -> bool:
+    @property
+    def batches(self) -> list[Batch]:
+        return [work for work in self.work.values() if isinstance(work, Batch)]
+
+    def serves(self, version: Version) -> bool:
         """Whether it has the version, and answers in time."""
         return not self.late and self.has.get(version.number) == version.digest
+
+    def can_answer(self, request: Request) -> bool:
+        return self.serves(request.version)
 
     def lacks(self, version: Version) -> bool:
         """Whether it is to load the version."""
         return version.digest not in (self.has.get(version.number), self.refused.get(version.number))
-
-
-def _can_answer(peers: Iterable[Peer], request: Request) -> bool:
-    return any(peer.can_answer(request.version) for peer in peers)
 
 
 class Server:
@@ -341,6 +343,7 @@ class Server:
             )
             self._watcher.start(prepared.found)
         self._draining = False
+        self._due = 0.0  # the next turn in which there is something to do, unless something wakes this rank
 
     def submit(self, version: Version, rows: np.ndarray) -> Any:
         """See web.Service. In the web thread."""
@@ -382,35 +385,33 @@ class Server:
     # A turn of the loop
 
     def _turn(self) -> bool:
-        """Do what is to be done; True at the end."""
-        now = time.monotonic()
+        """Do what is to be done; True at the end. Most turns find that no rank has answered."""
+        now, answers = time.monotonic(), self._dealer.answers()
+        if not (answers or self._dealer.told or self._awake.is_set()) and now < self._due:
+            return False
         self._awake.clear()
-        self._take_answers()
+        self._take_answers(answers)
         self._note_lost()
         self._retry_late(now)
         self._learn_of_versions()
         self._stop_if_told()
         self._bring_versions(now)
         self._deal(now)
+        waits = self._waiting.rows and not self._local.busy
+        self._due = now + (min(IDLE_SECONDS, self._options.max_wait_ms / 2000) if waits else IDLE_SECONDS)
         return self._draining and self._web.ended  # it ends when all are answered, or after --drain-seconds
 
-    def _dealt(self) -> list[Work]:
-        return [work for peer in self._peers.values() for work in peer.work.values()]
-
     def _pause(self, now: float) -> None:
-        """Sleep until a request comes, or for a moment."""
-        if any(peer.work for peer in self._peers.values()):
-            self._awake.wait(BUSY_SECONDS)
-        else:
-            self._awake.wait(
-                min(IDLE_SECONDS, self._options.max_wait_ms / 2000) if self._waiting.rows else IDLE_SECONDS
-            )
+        """Sleep until something wakes this rank, or until it has to look for answers of the others."""
+        others = any(peer.work for peer in self._peers.values())
+        self._awake.wait(min(BUSY_SECONDS, self._due - now) if others else self._due - now)
 
-    def _take_answers(self) -> None:
+    def _take_answers(self, answers: Iterable[Answer]) -> None:
+        """answers: of the other ranks."""
         for batch, outputs in self._local.answers():
             failed = isinstance(outputs, str)
             self._finish(batch, None if failed else np.asarray(outputs), str(outputs)[:500] if failed else "")
-        for answer in self._dealer.answers():
+        for answer in answers:
             peer = self._peers.get(answer.rank)
             work = None if peer is None else peer.work.pop(answer.number, None)
             if peer is None or work is None:
@@ -483,10 +484,11 @@ class Server:
         """Load and unload versions on the ranks, one rank after the other, and set their states."""
         listed = self._versions.listed()
         wanted = {version.number: version for version in listed if version.state in (LOADING, AVAILABLE)}
-        loading = any(isinstance(work, tuple) and work[0] == LOAD for work in self._dealt())
+        works = [work for peer in self._peers.values() for work in peer.work.values()]
+        loading = any(isinstance(work, tuple) and work[0] == LOAD for work in works)
         for peer in self._peers.values():
             peer.refused = {number: digest for number, digest in peer.refused.items() if number in wanted}
-            if peer.work or peer.late:
+            if len(peer.work) > len(peer.batches) or peer.late:
                 continue
             for number in peer.has.keys() - wanted.keys():
                 if not self._in_use(number):
@@ -498,14 +500,14 @@ class Server:
                 self._deal_to(peer, work, (LOAD, version.number, version.digest))
                 loading = True
         for version in listed:
-            if version.state == LOADING and all(p.can_answer(version) for p in self._peers.values() if not p.late):
+            if version.state == LOADING and all(p.serves(version) for p in self._peers.values() if not p.late):
                 version.state = AVAILABLE
                 log.warning("version %d answers", version.number)
             if version.state == UNLOADING and not self._in_use(version.number):
                 self._versions.drop(version.number)
 
     def _in_use(self, number: int) -> bool:
-        dealt = [work for work in self._dealt() if isinstance(work, Batch)]
+        dealt = [batch for peer in self._peers.values() for batch in peer.batches]
         return self._waiting.has(number) or any(batch.version.number == number for batch in dealt) or self._local.busy
 
     def _take_version(self, peer: Peer, kind: str, number: int, digest: str, error: str) -> None:
@@ -528,21 +530,26 @@ class Server:
     # Dealing
 
     def _deal(self, now: float) -> None:
-        """Deal batches to the ranks that have no work; rank 0's own thread comes last."""
-        idle = [peer for peer in self._peers.values() if not peer.work and not peer.late]
-        for peer in idle:
-            batch = self._waiting.take(now, partial(_can_answer, [peer]), self._draining)
-            if batch is not None:
-                header = {PREDICT: batch.version.number}
-                self._deal_to(peer, header, self._begun(batch), [batch.input()])
+        """Deal batches to the ranks that have no work, and to rank 0's own thread after them; then full batches to
+        ranks that have one, so that they need not wait for the next one."""
+        for peer in self._peers.values():
+            if not peer.work and not peer.late:
+                self._deal_batch(peer, self._waiting.take(now, peer.can_answer, self._draining))
         if not self._local.busy:
             batch = self._waiting.take(now, self._is_for_this_rank, self._draining)
             if batch is not None:
                 self._local.deal(self._begun(batch))
+        for peer in self._peers.values():
+            if len(peer.batches) == len(peer.work) == 1 and not peer.late:
+                self._deal_batch(peer, self._waiting.take_full(peer.can_answer))
+
+    def _deal_batch(self, peer: Peer, batch: Batch | None) -> None:
+        if batch is not None:
+            self._deal_to(peer, {PREDICT: batch.version.number}, self._begun(batch), [batch.input()])
 
     def _is_for_this_rank(self, request: Request) -> bool:
         """Whether rank 0 computes a request: not one that may have ended a rank, if another rank can."""
-        return not (request.tries and _can_answer(self._peers.values(), request))
+        return not (request.tries and any(peer.can_answer(request) for peer in self._peers.values()))
 
     def _begun(self, batch: Batch) -> Batch:
         for request in batch.requests:

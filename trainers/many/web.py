@@ -17,7 +17,7 @@ import logging
 import re
 import socket
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from importlib import import_module
 from typing import Any, NamedTuple, Protocol
@@ -36,7 +36,7 @@ TYPES = {"application/json", "application/x-www-form-urlencoded", "text/plain", 
 MOST_HEAD = 1 << 14  # bytes of a request's head
 HEAD_SECONDS, BODY_SECONDS = 10.0, 30.0  # in which a head and a body must come; an answer must be read as a body
 KEEP_ALIVE_SECONDS = 75.0
-PACKAGES = ("starlette", "uvicorn", "prometheus_client")  # of the extra "serve"
+PACKAGES = ("starlette", "uvicorn", "orjson", "prometheus_client")  # of the extra "serve"
 LONGEST = 500  # characters of an error
 
 
@@ -206,11 +206,9 @@ def _status(version: Version) -> dict[str, Any]:
 def metadata(name: str, version: Version) -> dict[str, Any]:
     """Return what a model takes and gives, in TensorFlow Serving's form; and classes, columns, members."""
     model = version.model
-    shape = [{"size": "-1" if size is None else str(size)} for size in (None, *model.shape)]
-    outputs = [{"size": "-1"}, {"size": "-1" if model.outputs is None else str(model.outputs)}]
     signature = {
-        "inputs": {"instances": {"dtype": f"DT_{_type_of(model.dtype)}", "tensor_shape": {"dim": shape}}},
-        "outputs": {"predictions": {"dtype": "DT_FLOAT", "tensor_shape": {"dim": outputs}}},
+        "inputs": {"instances": _tensor("instances", model.dtype, model.shape)},
+        "outputs": {"predictions": _tensor("predictions", np.dtype(np.float32), (model.outputs,))},
         "method_name": "tensorflow/serving/predict",
     }
     columns = None
@@ -229,8 +227,12 @@ def metadata(name: str, version: Version) -> dict[str, Any]:
     }
 
 
-def _type_of(dtype: np.dtype) -> str:
-    return {"float32": "FLOAT", "float64": "DOUBLE", "float16": "HALF"}.get(dtype.name, dtype.name.upper())
+def _tensor(name: str, dtype: np.dtype, shape: Sequence[int | None]) -> dict[str, Any]:
+    """Return TensorFlow's description of rows. shape: of a row; None: any size, which is "-1" as for the rows."""
+    sizes = [{"size": str(-1 if size is None else size), "name": ""} for size in (None, *shape)]
+    known = {"float32": "FLOAT", "float64": "DOUBLE", "float16": "HALF"}
+    kind = f"DT_{known.get(dtype.name, dtype.name.upper())}"
+    return {"dtype": kind, "tensor_shape": {"dim": sizes, "unknown_rank": False}, "name": name}
 
 
 # The thread
@@ -252,6 +254,7 @@ class Web:
             log_config=None,
             access_log=False,
             server_header=False,
+            proxy_headers=False,
             timeout_keep_alive=KEEP_ALIVE_SECONDS,
             h11_max_incomplete_event_size=MOST_HEAD,
             timeout_graceful_shutdown=max(1, round(drain_seconds)),

@@ -1,0 +1,105 @@
+"""The web server in this process: the answers of GETs, overload, and requests of unusual form."""
+
+import gzip
+import json
+import socket
+from collections.abc import Iterator
+from concurrent.futures import Future
+
+import numpy as np
+import pytest
+
+from tests.many.fuzz_requests import PREDICT, Direct, Target, request
+from trainers.many.batches import Request, Waiting
+from trainers.many.versions import Version
+
+RIGHT = b'{"instances": [[1, 2, 3, 4]]}'
+CHUNKED = b"Transfer-Encoding: chunked"
+
+
+@pytest.fixture(scope="module")
+def target() -> Iterator[Target]:
+    found = Target()
+    yield found
+    found.close()
+
+
+def answer(target: Target, raw: bytes, code: int) -> dict:
+    found = target.ask(raw)
+    assert found is not None
+    assert found[0] == code, found
+    return json.loads(found[1])
+
+
+def get(target: Target, path: str, code: int = 200) -> dict:
+    return answer(target, request(path, b"", "GET"), code)
+
+
+def test_gets_are_those_of_tensorflow_serving(target: Target) -> None:
+    status = {
+        "model_version_status": [
+            {"version": "1", "state": "AVAILABLE", "status": {"error_code": "OK", "error_message": ""}}
+        ]
+    }
+    assert get(target, "/v1/models/m") == status
+    assert get(target, "/v1/models/m/versions/1") == status
+    assert "versions/2" not in str(error := get(target, "/v1/models/m/versions/2", 404))
+    assert set(error) == {"error"}
+    found = get(target, "/v1/models/m/metadata")
+    assert found["model_spec"] == {"name": "m", "signature_name": "serving_default", "version": "1"}
+    signature = found["metadata"]["signature_def"]["signature_def"]["serving_default"]
+    assert signature["method_name"] == "tensorflow/serving/predict"
+    assert signature["inputs"]["instances"] == {
+        "dtype": "DT_FLOAT",
+        "tensor_shape": {"dim": [{"size": "-1", "name": ""}, {"size": "4", "name": ""}], "unknown_rank": False},
+        "name": "instances",
+    }
+    assert [each["size"] for each in signature["outputs"]["predictions"]["tensor_shape"]["dim"]] == ["-1", "3"]
+    assert target.ask(request("/metrics", b"", "GET")) == (200, b"x 1\n")
+    assert target.ask(request("/v1/models/m", b"", "HEAD")) == (200, b"")
+
+
+def test_requests_of_unusual_form(target: Target) -> None:
+    pieces = b"".join(b"%x\r\n%s\r\n" % (len(each), each) for each in (RIGHT[:5], RIGHT[5:])) + b"0\r\n\r\n"
+    old = b"POST %s HTTP/1.0\r\nContent-Length: %d\r\n\r\n%s" % (PREDICT.encode(), len(RIGHT), RIGHT)
+    for raw in (request(PREDICT, RIGHT), old, request(PREDICT, pieces, "POST", CHUNKED)):
+        assert len(answer(target, raw, 200)["predictions"]) == 1
+    for raw, code in [
+        (request(PREDICT, gzip.compress(RIGHT), "POST", b"Content-Encoding: gzip"), 415),
+        (request(PREDICT, RIGHT, "POST", b"Content-Type: application/xml"), 415),
+        (request("/v1/models/%2e%2e%2fm:predict", RIGHT), 404),
+        (request("/v1/models/../m:predict", RIGHT), 404),
+        (request("/v1/models/m%2fversions%2f1:predict", RIGHT), 200),
+        (request("/v1/models/m.npz:predict", RIGHT), 404),
+        (request(PREDICT, RIGHT, "PUT"), 405),
+        (request("/v1/models/m", RIGHT), 405),
+        (request(PREDICT, b"z\r\n" + pieces, "POST", CHUNKED), 400),
+    ]:
+        answer(target, raw, code)
+
+
+def test_clients_that_close_early(target: Target) -> None:
+    """The others get their answers."""
+    whole = request(PREDICT, RIGHT)
+    for length in (1, 20, len(whole) - 5, len(whole)):
+        with socket.create_connection(("127.0.0.1", target.port)) as connection:
+            connection.sendall(whole[:length])
+    assert len(answer(target, whole, 200)["predictions"]) == 1
+
+
+def test_overload_is_told_with_a_time(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+    waiting = Waiting(most_rows=4, max_batch=8, seconds=5, wake=lambda: None)
+
+    def submit(self: Direct, version: Version, rows: np.ndarray) -> "Future[np.ndarray]":
+        waiting.put(each := Request(version, rows))
+        return each.future
+
+    monkeypatch.setattr(Direct, "submit", submit)
+    waiting.put(Request(Version(1, ""), np.zeros((4, 4))))
+    with socket.create_connection(("127.0.0.1", target.port)) as connection:
+        connection.sendall(request(PREDICT, RIGHT))
+        with connection.makefile("rb") as file:
+            head, _, body = file.read().partition(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 429 ")
+    assert b"retry-after: 1" in head.lower()
+    assert "4 rows wait already" in json.loads(body)["error"]
