@@ -11,35 +11,25 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from allreduce.elastic.retry import recover, retry
-from allreduce.errors import AllReduceError, RankLeftError
 from allreduce.topology import Topology
-from allreduce.transport import processes, ulfm
+from allreduce.transport import processes
 from allreduce.transport.control import all_values, everywhere, raise_together, root_value, together
 from trainers.errors import ArgumentError
+from trainers.many.halving import Halving, halving_error
 from trainers.many.meeting import meet
-from trainers.many.parts import Parts
-from trainers.many.study import (
-    COMPLETE,
-    DIRECTIONS,
-    FAIL,
-    PRUNED,
-    RANKS,
-    SECONDS,
-    WHY,
-    Claim,
-    Ended,
-    Study,
-    mend,
-    optuna,
-)
-from trainers.many.trial import Trial, checked_values, is_pruned
+from trainers.many.outcome import STOPPED, Outcome, text_of
+from trainers.many.parts import Parts, parts_error
+from trainers.many.rungs import Phase, Rungs
+from trainers.many.stopping import Relay
+from trainers.many.study import COMPLETE, DIRECTIONS, FAIL, RANKS, SECONDS, WHY, Claim, Ended, Study, mend, optuna
+from trainers.many.trial import Trial
+from trainers.recovery.terminating import Terminating, terminated
 
 log = logging.getLogger("trainers")
 
 Objective = Callable[[Trial, Topology], Any]
-Outcome = tuple[str, list[float] | None, str | None]  # of a trial: its state, its values, why it failed
-LATE_SECONDS = 0.5  # how long a rank whose objective has raised waits before it ends the waits of its part's ranks
 LOST, KILLED = "a rank of its part was lost", "its job was ended"
+WITHOUT_HALVING = 0  # its only phase
 
 
 class SearchResult(NamedTuple):
@@ -79,6 +69,9 @@ class Settings(NamedTuple):
     seed: int
     about: str
     told: Callable[[Ended], object] | None
+    ranks_per_trial: int
+    parallel: int | None
+    halving: Halving | None
 
 
 def search(
@@ -88,6 +81,7 @@ def search(
     ranks_per_trial: int = 1,
     *,
     parallel: int | None = None,
+    halving: Halving | None = None,
     directions: Sequence[str] | str = "minimize",
     sampler: Any = None,
     pruner: Any = None,
@@ -106,6 +100,10 @@ def search(
     topology: the ranks of the search; None for all ranks, on a topology that is closed at the end.
     ranks_per_trial: the ranks of a part, at least. Ranks that are left over join the first parts. parallel: the largest
         number of parts.
+    halving: successive halving: all trials train up to a first budget, the best of them up to a larger one, and so on.
+        The objective trains up to trial.budget, from its checkpoint in trial.folder if there is one, and returns its
+        value there. Between two rungs all ranks meet, and are divided again: fewer trials have more ranks. The trials
+        that lose are told as pruned, those that reach the last budget as complete. One direction, and no pruner.
     directions: "minimize" or "maximize", or one for each value of the objective.
     sampler, pruner: optuna's; or for sampler a function that makes one of a seed. None: TPE, optuna's default pruner.
     storage: the file of optuna's journal, in a folder that all ranks see. A later search with it goes on. None: the
@@ -115,20 +113,27 @@ def search(
     told: called on the first rank of a part with each trial that has ended there.
 
     After a failure of a rank (mpirun --with-ft ulfm) the trial of its part has failed. Its part continues with the
-    ranks that are left, and other parts don't notice. Raises the same error on all ranks; ArgumentError for bad
-    arguments.
+    ranks that are left, and other parts don't notice. After SIGTERM to any rank all trials that run are stopped, to be
+    repeated by a later search with this storage, and all ranks raise Terminated. Raises the same error on all ranks;
+    ArgumentError for bad arguments.
     """
     own = topology is None
     ranks = topology or Topology.of_survivors()
     several = (directions,) if isinstance(directions, str) else tuple(directions)
-    row = f"search(trials={trials!r}, directions={several!r}, storage={storage!r}, seed={seed!r})"
-    settings = Settings(trials, several, sampler, pruner, seed, str(about), told)
+    row = f"search(trials={trials!r}, directions={several!r}, storage={storage!r}, seed={seed!r}, halving={halving})"
+    text = about if halving is None else f"{about} {halving}".strip()
+    settings = Settings(trials, several, sampler, pruner, seed, text, told, ranks_per_trial, parallel, halving)
+    made: _Search | None = None
     try:
-        ranks.agree([zlib.crc32(row.encode())], row, _bad(settings, storage) or _bad_objects(objective, settings))
-        result = _Search(ranks, Parts(ranks, ranks_per_trial, parallel), objective, settings, storage).run()
-    except BaseException as error:
-        if own and not ranks.closed:
-            ranks.close() if everywhere(error, ranks.world) else ranks.abandon()
+        error = _bad(settings, storage) or _bad_objects(objective, settings)
+        ranks.agree([zlib.crc32(row.encode())], row, error or parts_error(ranks.size, ranks_per_trial, parallel))
+        with Terminating(quiet=True) as sigterm:
+            made = _Search(ranks, objective, settings, storage)
+            result = made.run(sigterm)
+    except BaseException as met:
+        last = ranks if made is None else made.topology
+        if not last.closed and (own or last is not ranks):
+            last.close() if everywhere(met, last.world) else last.abandon()
         raise
     if own:
         result.topology.close()
@@ -151,13 +156,15 @@ def _bad(settings: Settings, storage: Any) -> ArgumentError | None:
 def _bad_objects(objective: Any, settings: Settings) -> ArgumentError | None:
     try:
         module = optuna()
-    except ArgumentError as error:
-        return error
+    except ArgumentError as missing:
+        return missing
     sampler, pruner, told = settings.sampler, settings.pruner, settings.told
     if not callable(objective):
         return ArgumentError(f"objective={objective!r}: give a function of a trial and a topology")
     if sampler is not None and not isinstance(sampler, module.samplers.BaseSampler) and not callable(sampler):
         return ArgumentError(f"sampler={sampler!r}: give one of optuna's, a function that makes one of a seed, or None")
+    if (error := halving_error(settings.halving, settings.directions, pruner)) is not None:
+        return error
     if pruner is not None and not isinstance(pruner, module.pruners.BasePruner):
         return ArgumentError(f"pruner={pruner!r}: give one of optuna's, or None")
     if told is not None and not callable(told):
@@ -166,26 +173,32 @@ def _bad_objects(objective: Any, settings: Settings) -> ArgumentError | None:
 
 
 class _Search:
-    """A search on this rank: its part runs trials until there are enough."""
+    """A search on this rank. In a phase, its part runs trials; between two phases all ranks meet.
 
-    def __init__(
-        self, topology: Topology, parts: Parts, objective: Objective, settings: Settings, storage: str | None
-    ) -> None:
-        """Open the journal. Collective. Closes the parts after an error."""
-        self._topology, self._parts, self._objective, self._settings = topology, parts, objective, settings
+    Without halving there is one phase, in which parts run trials until there are enough. topology: of all ranks, or of
+    those that are left.
+    """
+
+    def __init__(self, topology: Topology, objective: Objective, settings: Settings, storage: str | None) -> None:
+        """Open the journal. Collective."""
+        self.topology, self._objective, self._settings = topology, objective, settings
+        self._parts: Parts | None = None
+        self._phase: Phase | None = None
+        self._phases = 0  # that have begun on this rank
         self._running: int | None = None  # the number of the trial that this part runs
         self._begin, self._busy = time.monotonic(), 0.0
         self._study: Study | None = None
+        self._rungs: Rungs | None = None
         self._claim: Claim | None = None
+        self._relay: Relay | None = None
+        self._stops = False  # this part ends after SIGTERM
         self._keeps, self._path = storage is not None, ""
         self._told: set[int] = set()  # the trials for which told= was called on this rank
         try:
             made = together(topology.world, lambda: self._prepare(storage) if topology.rank == 0 else None)
             self._path = root_value(topology.world, made, "learn the file of a search")
-            together(topology.world, self._open_here)
-        except Exception as error:
+        except Exception:
             self._release()
-            parts.close() if everywhere(error, topology.world) else parts.topology.abandon()
             raise
 
     def _prepare(self, storage: str | None) -> str:
@@ -193,69 +206,137 @@ class _Search:
         path = storage or str(Path(tempfile.mkdtemp(prefix="allreduce-search-")) / "journal")
         self._path = path
         self._claim = Claim(path, first=True)
+        Path(f"{path}.stop").unlink(missing_ok=True)
         mend(path)
         study = self._opened(fresh=True)
         study.begin(self._settings.about)
-        left = study.end_running(KILLED, again=True)
+        if self._rungs is not None:
+            left, how = self._rungs.begin_job(KILLED), "of a former job go on from their checkpoints"
+        else:
+            left = study.end_running(KILLED, again=True)
+            how = f"of a former job have failed ({KILLED}); their parameters go again"
         if left:
-            numbers = ", ".join(map(str, left))
-            log.warning(
-                "trainers: trials %s of a former job have failed (%s); their parameters go again", numbers, KILLED
-            )
+            log.warning("trainers: trials %s %s", ", ".join(map(str, left)), how)
         self._claim.share()
         return path
-
-    def _open_here(self) -> None:
-        """Open the journal on the first rank of each part."""
-        if not self._parts.leader or self._study is not None:
-            return
-        self._opened(fresh=False)
 
     def _opened(self, fresh: bool) -> Study:
         """Return this rank's study. Local. fresh: whether this call may begin the file."""
         if self._study is None and not fresh and not Path(self._path).exists():
             raise ArgumentError(
-                f"the file of the search, {self._path}, is not there on rank {self._topology.rank}: give a file of a "
+                f"the file of the search, {self._path}, is not there on rank {self.topology.rank}: give a file of a "
                 "folder that all nodes share (storage=)"
             )
         if self._claim is None:
             self._claim = Claim(self._path, first=False)
             self._claim.share()
+        given = self._settings
         if self._study is None:
-            given = self._settings
-            options = {"sampler": given.sampler, "pruner": given.pruner, "seed": given.seed, "fresh": fresh}
+            options = {"sampler": given.sampler, "pruner": self._pruner(), "seed": given.seed, "fresh": fresh}
             self._study = Study(self._path, given.directions, **options)
+        if self._rungs is None and given.halving is not None:
+            self._rungs = Rungs(self._study, self._path, given.halving, given.trials)
         return self._study
+
+    def _pruner(self) -> Any:
+        return self._settings.pruner if self._settings.halving is None else optuna().pruners.NopPruner()
 
     # The whole search
 
-    def run(self) -> SearchResult:
-        """Run the trials of this part, then wait for the other parts. Collective."""
+    def run(self, sigterm: Terminating) -> SearchResult:
+        """Run trials until there are enough. Collective. sigterm: an open block."""
         error: Exception | None = None
         try:
-            while retry(self._parts.topology, self._next, self._recover):
-                pass
-            self._parts.close()
-        except Exception as met:  # not of an objective: the other parts run on, and then all ranks raise it
-            error, part = met, self._parts.topology
-            if everywhere(met, part.world):
-                part.close()
-            else:
-                part.detector.leave(_text(met))
-                part.abandon()
-        try:
-            return retry(self._topology, partial(self._finish, error), lambda each: each.survivors(admit=False))
+            with Relay(sigterm, f"{self._path}.stop") as self._relay:
+                while True:
+                    found = retry(self.topology, partial(self._meet, error), self._survivors)
+                    if found is not None or self._parts is None:
+                        break
+                    error = self._run_part(self._parts)
+            if found is None:
+                sigterm.agreed = True  # by all ranks
+                raise terminated(self._how_stopped(), self.topology.world)
+            return found
+        except Exception as met:
+            if self._parts is not None and not self._parts.topology.closed:
+                part = self._parts.topology
+                part.close() if everywhere(met, part.world) else part.abandon()
+            raise
         finally:
             self._release()
 
-    def _finish(self, error: Exception | None, topology: Topology) -> SearchResult:
-        """Wait for all parts, and return the trials. Collective over the ranks that are left; may be repeated."""
-        meet(topology, "wait for the other parts of a search")
+    def _survivors(self, topology: Topology) -> Topology:
+        """Go on with the ranks of the search that are left. Collective over these."""
+        self._parts = None
+        self.topology = topology.survivors(admit=False)
+        return self.topology
+
+    def _meet(self, error: Exception | None, topology: Topology) -> SearchResult | None:
+        """Wait for all parts, and divide the ranks for the next phase. Collective over the ranks that are left; may be
+        repeated.
+
+        error: that has ended this rank's part; all ranks raise it. Returns the result at the end of the search. Returns
+        None if a phase follows, or without parts if SIGTERM ends the search.
+        """
+        self._parts = None
+        if self._phases:
+            meet(topology, "wait for the other parts of a search")
         raise_together(topology.world, error)
+        stops = self._stops or (self._relay is not None and self._relay.here)
+        if any(all_values(topology.world, stops, "learn of SIGTERM")):
+            return None
+        first = topology.rank == 0
+        phase = together(topology.world, lambda: self._next_phase(topology.size) if first else None)
+        phase = root_value(topology.world, phase, "learn the next phase of a search")
+        if phase is None:
+            return self._result(topology)
+        if self._settings.halving is None:
+            parts = Parts(topology, min(self._settings.ranks_per_trial, topology.size), self._settings.parallel)
+        else:
+            self._phase = Phase(*phase)
+            parts = Parts(topology, sizes=self._phase.sizes)
+        together(topology.world, lambda: self._opened(fresh=False) if parts.leader else None)
+        self._parts = parts
+        if self._relay is not None:
+            self._relay.looks = parts.leader
+        return None
+
+    def _next_phase(self, ranks: int) -> Phase | int | None:
+        """Return the next phase, or None at the end of the search. On the first rank."""
+        self._opened(fresh=False)
+        if self._rungs is None:
+            return None if self._phases else WITHOUT_HALVING
+        given = self._settings
+        return self._rungs.next_phase(ranks, min(given.ranks_per_trial, ranks), given.parallel, LOST, self._say)
+
+    def _run_part(self, parts: Parts) -> Exception | None:
+        """Run the trials of this rank's part in a phase. Collective over the part.
+
+        Returns an error that is not of an objective: the other parts run on, and then all ranks raise it.
+        """
+        self._phases += 1
+        try:
+            while retry(parts.topology, self._next, self._recover):
+                pass
+            parts.close()
+        except Exception as error:
+            part = parts.topology
+            if everywhere(error, part.world):
+                part.close()
+            else:
+                part.detector.leave(text_of(error))
+                part.abandon()
+            return error
+        return None
+
+    def _how_stopped(self) -> str:
+        how = f"a search with the same file goes on, {self._path}" if self._keeps else "it had no file (storage=)"
+        return f"SIGTERM: the search has been stopped; {how}"
+
+    def _result(self, topology: Topology) -> SearchResult:
         seconds = time.monotonic() - self._begin
         busy = all_values(topology.world, self._busy, "learn how long ranks were idle")
-        first = topology.rank == 0
-        table = together(topology.world, lambda: self._table() if first else None)
+        table = together(topology.world, lambda: self._table() if topology.rank == 0 else None)
         (trials, best), seconds = root_value(topology.world, [table, seconds], "send the trials of a search")
         found = [Ended(*each) for each in trials]
         front = [each for each in found if each.number in best]
@@ -281,34 +362,66 @@ class _Search:
         """Ask for a trial, run it and tell how it has ended. Returns False if there are enough. Collective over the
         part."""
         asked = together(topology.world, lambda: self._ask() if topology.rank == 0 else None)
-        number = root_value(topology.world, None if asked is None else asked.number, "ask for a trial")
-        if number is None:
+        given = root_value(topology.world, asked and [asked.number, self._folder(asked.number)], "ask for a trial")
+        if given is None:
             return False
+        number, folder = given
         self._running, begin = number, time.monotonic()
         inner = topology.split(0)  # an error in the objective breaks this one, and not the part's
-        outcome = _Outcome(topology, inner)
-        outcome.run(lambda: self._objective(Trial(number, inner, asked), inner), self._settings.directions)
+        outcome = Outcome(topology, inner)
+        trial = Trial(number, inner, asked, *self._place(), folder)
+        outcome.run(lambda: self._objective(trial, inner), self._settings.directions)
         seconds = time.monotonic() - begin
         self._busy += seconds
         state, values, why = outcome.agree()
-        about = {SECONDS: round(seconds, 3), RANKS: list(processes.world_ranks(topology.world))}
-        if why is not None:
-            about[WHY] = why
-        together(topology.world, lambda: self._tell(number, state, values, about) if topology.rank == 0 else None)
+        if state != STOPPED:
+            about = {SECONDS: round(seconds, 3), RANKS: list(processes.world_ranks(topology.world))}
+            if why is not None:
+                about[WHY] = why
+            together(topology.world, lambda: self._tell(number, state, values, about) if topology.rank == 0 else None)
         self._running = None
-        return True
+        here = self._relay is not None and self._relay.here
+        self._stops = any(all_values(topology.world, state == STOPPED or here, "learn of SIGTERM"))
+        return not self._stops
+
+    def _place(self) -> tuple[int, int | None]:
+        """Return the rung and its budget."""
+        if self._phase is None or self._settings.halving is None:
+            return 0, None
+        return self._phase.rung, self._settings.halving.budgets[self._phase.rung]
+
+    def _folder(self, number: int) -> str | None:
+        return None if self._rungs is None else self._rungs.made_folder(number)
 
     def _ask(self) -> Any:
-        return self._opened(fresh=False).ask(self._settings.trials)
+        study = self._opened(fresh=False)
+        if self._relay is not None and self._relay.here:
+            return None
+        if self._rungs is None or self._phase is None:
+            return study.ask(self._settings.trials)
+        assert self._parts is not None
+        return self._rungs.take(self._phase, self._parts.index)
 
     def _tell(self, number: int, state: str, values: list[float] | None, about: dict[str, Any]) -> None:
-        told = self._opened(fresh=False).tell(number, state, values, **about)
-        if self._settings.told is not None and number not in self._told:  # after a loss a trial may be told again
-            self._told.add(number)
-            self._settings.told(told)
+        study, told = self._opened(fresh=False), None
+        if self._rungs is None or self._phase is None:
+            told = study.tell(number, state, values, **about)
+        elif state == COMPLETE and values:
+            told = self._rungs.ended(number, self._phase.rung, values[0], about[SECONDS], about[RANKS])
+        else:
+            told = self._rungs.tell(number, state, **about)
+        if told is not None:
+            self._say(told)
+
+    def _say(self, trial: Ended) -> None:
+        if self._settings.told is not None and trial.number not in self._told:  # after a loss it may be told again
+            self._told.add(trial.number)
+            self._settings.told(trial)
 
     def _recover(self, topology: Topology) -> Topology:
         """Continue with the ranks of this part that are left; its trial has failed. Collective over these."""
+        parts = self._parts
+        assert parts is not None
 
         def repair(topology: Topology) -> None:
             running = all_values(topology.world, self._running, "learn which trial has lost a rank")
@@ -321,87 +434,7 @@ class _Search:
 
             together(topology.world, tell)
             self._running = None
+            if self._relay is not None:
+                self._relay.looks = topology.rank == 0
 
-        return recover(topology, repair, lambda _: self._parts.survivors())
-
-
-class _Outcome:
-    """How an objective ends on the ranks of a part.
-
-    - A rank that returns or prunes first compares that with the other ranks, on the topology of the trial.
-    - A rank whose objective raises waits a moment for the others. If they don't end too, they may wait for this rank,
-      so it leaves the topology of the trial: their waits end in a RankLeftError.
-    - When all ranks have ended, they learn how, and the part goes on.
-    """
-
-    def __init__(self, part: Topology, inner: Topology) -> None:
-        self._part, self._inner = part, inner
-        self._own: Outcome = (FAIL, None, None)
-        self._follows = False  # the error of this rank only says that it has waited for another one
-        self._broken = False  # calls of this rank were interrupted
-
-    def run(self, objective: Callable[[], Any], directions: Sequence[str]) -> None:
-        """Call the objective; return when it has ended on all ranks of the part. Collective over the part."""
-        try:
-            self._own = self._ended(objective, directions)
-        except Exception as error:
-            if ulfm.lost(error) is not None:
-                self._part.detector.handle_failure()
-                raise
-            self._fail(error)
-            leave = partial(self._leave, _text(error))
-            meet(self._part, "the end of a trial", self._part.timeout, LATE_SECONDS, leave)
-        else:
-            meet(self._part, "the end of a trial", self._part.timeout)
-
-    def _ended(self, objective: Callable[[], Any], directions: Sequence[str]) -> Outcome:
-        try:
-            returned = objective()
-        except Exception as error:
-            if not is_pruned(error):
-                raise
-            self._agree("is pruned", None)
-            return PRUNED, None, None
-        values: list[float] | None = None
-        wrong: ArgumentError | None = None
-        try:
-            values = checked_values(returned, directions)
-        except ArgumentError as met:
-            wrong = met
-        self._agree("returns", wrong)
-        return COMPLETE, values, None
-
-    def _agree(self, how: str, error: ArgumentError | None) -> None:
-        if not self._inner.closed:
-            self._inner.agree([zlib.crc32(how.encode())], f"the objective {how}", error)
-        elif error is not None:
-            raise error
-
-    def _fail(self, error: Exception) -> None:
-        self._own = FAIL, None, _text(error)
-        self._follows = isinstance(error, RankLeftError)
-        self._broken = isinstance(error, AllReduceError) and not everywhere(error, self._inner.world)
-
-    def _leave(self, why: str) -> None:
-        self._broken = True
-        self._inner.detector.leave(f"its objective has raised {why}")
-
-    def agree(self) -> Outcome:
-        """Return how the trial has ended, the same on all ranks. Collective over the part."""
-        row = [*self._own, self._follows, self._broken]
-        everyone = all_values(self._part.world, row, "learn how a trial has ended")
-        if any(broken for *_, broken in everyone):
-            self._inner.abandon()
-        else:
-            self._inner.close()
-        failed = [(follows, rank, why) for rank, (state, _, why, follows, _) in enumerate(everyone) if state == FAIL]
-        if not failed:
-            state, values, *_ = everyone[0]
-            return state, values, None
-        _, rank, why = min(failed)
-        alike = len(failed) == len(everyone) and len({why for *_, why in failed}) == 1
-        return FAIL, None, why if alike else f"rank {processes.world_ranks(self._part.world)[rank]}: {why}"
-
-
-def _text(error: BaseException) -> str:
-    return f"{type(error).__name__}: {error}"
+        return recover(topology, repair, lambda _: parts.survivors())

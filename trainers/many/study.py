@@ -23,6 +23,7 @@ STUDY = "search"  # the study's name in the file
 MOST_ATTEMPTS = 3  # how often the parameters of a trial begin, if a job ends meanwhile
 GRACE_SECONDS = 10  # after which optuna's lock of a killed process is released
 WHY, REPEATS, ATTEMPT, SECONDS, RANKS = "reason", "repeats", "attempt", "seconds", "ranks"  # attributes of a trial
+RUNGS = "rungs"  # attribute of a trial of successive halving
 GRID = ("grid_id", "search_space")  # attributes that optuna's GridSampler gives a trial
 STOPPED, ABOUT = "stopped", "about"  # attributes of the study: its sampler has no other trials; see Study.begin
 DIRECTIONS = ("minimize", "maximize")
@@ -44,7 +45,8 @@ class Ended(NamedTuple):
 
     state: "COMPLETE", "PRUNED" or "FAIL". values: of the objective, None unless complete. reason: why it failed.
     seconds: of the objective. ranks: of MPI.COMM_WORLD, on which it ran. repeats: the trial whose parameters it had,
-    because that one's job was killed.
+    because that one's job was killed. rungs: with successive halving, for each rung that it has ended: the budget, the
+    value, the seconds, the number of ranks.
     """
 
     number: int
@@ -55,6 +57,7 @@ class Ended(NamedTuple):
     seconds: float | None
     ranks: list[int]
     repeats: int | None
+    rungs: list[list[float]]
 
 
 class Study:
@@ -103,15 +106,15 @@ class Study:
                 f"{path}: its trials {begun}, and this search is to {', '.join(directions)}; give another file"
             )
         self.study.stop = self._stop  # which samplers call that have tried everything; optuna's needs its own loop
-        if self._make_sampler is None and (not fresh or self._trials()):
+        if self._make_sampler is None and (not fresh or self.trials()):
             self.study.sampler.reseed_rng()  # else it would repeat the points of another part, or of the former job
 
     def ask(self, most: int) -> Any:
         """Return a new trial of optuna's, queued ones first; None if there are `most`, or the sampler has no more."""
         with locked(f"{self._path}.ask"):
-            trials = self._trials()
+            trials = self.trials()
             waiting = any(trial.state.name == "WAITING" for trial in trials)
-            if not waiting and (self.study.user_attrs.get(STOPPED) or counted(trials) >= most):
+            if not waiting and (self.stopped or counted(trials) >= most):
                 return None
             if self._make_sampler is not None:
                 self.study.sampler = self._make_sampler(zlib.crc32(f"{self._seed} {len(trials)}".encode()))
@@ -119,7 +122,7 @@ class Study:
 
     def tell(self, number: int, state: str, values: Sequence[float] | None = None, **attributes: Any) -> Ended:
         """Tell how a trial has ended, unless that was told before; return it. attributes: WHY, SECONDS, RANKS."""
-        trial_id = self._storage.get_trial_id_from_study_id_trial_number(self._study_id(), number)
+        trial_id = self._id_of(number)
         if not self._storage.get_trial(trial_id).state.is_finished():
             for name, value in attributes.items():
                 self._storage.set_trial_user_attr(trial_id, name, value)
@@ -133,28 +136,66 @@ class Study:
         A sampler of a former job may have stopped the study; it goes on.
         """
         attributes = self.study.user_attrs
-        if attributes.get(STOPPED):
-            self.study.set_user_attr(STOPPED, False)
+        if self.stopped:
+            self.set(STOPPED, False)
         if (former := attributes.get(ABOUT, about)) != about:
             raise ArgumentError(
                 f"{self._path}: its trials were of {former!r}, and this search is of {about!r}, so they can't be "
                 "compared; give another file"
             )
         if ABOUT not in attributes:
-            self.study.set_user_attr(ABOUT, about)
+            self.set(ABOUT, about)
 
     def _stop(self) -> None:
-        self.study.set_user_attr(STOPPED, True)
+        self.set(STOPPED, True)
 
-    def _study_id(self) -> int:
-        return int(self._storage.get_study_id_from_name(STUDY))
+    @property
+    def maximizes(self) -> bool:
+        """Whether the first value is to be as large as possible."""
+        return str(self.study.directions[0].name) == "MAXIMIZE"
+
+    @property
+    def stopped(self) -> bool:
+        """Whether the sampler has tried everything."""
+        return bool(self.get(STOPPED, False))
+
+    def get(self, name: str, default: Any) -> Any:
+        """Return an attribute of the study."""
+        return self.study.user_attrs.get(name, default)
+
+    def set(self, name: str, value: Any) -> None:
+        """Set an attribute of the study. value: JSON-serializable."""
+        self.study.set_user_attr(name, value)
+
+    def _id_of(self, number: int) -> int:
+        study = self._storage.get_study_id_from_name(STUDY)
+        return int(self._storage.get_trial_id_from_study_id_trial_number(study, number))
+
+    # Trials that run
+
+    def trial(self, number: int) -> Any:
+        """Return a trial as optuna's FrozenTrial."""
+        return self._storage.get_trial(self._id_of(number))
+
+    def again(self, number: int) -> Any:
+        """Return optuna's trial with this number, which has begun before: its parameters are suggested again."""
+        return optuna().trial.Trial(self.study, self._id_of(number))
+
+    def attribute(self, number: int, name: str, value: Any) -> None:
+        """Set an attribute of a trial. value: JSON-serializable."""
+        self._storage.set_trial_user_attr(self._id_of(number), name, value)
+
+    def report(self, number: int, value: float, step: int) -> None:
+        """Set a trial's value at a step, unless its objective has reported one."""
+        if step not in self.trial(number).intermediate_values:
+            self._storage.set_trial_intermediate_value(self._id_of(number), step, value)
 
     def end_running(self, why: str, again: bool) -> list[int]:
         """Tell all trials that are RUNNING as failed, because no rank runs them any more; return their numbers.
 
         again: queue their parameters, as trials that don't count.
         """
-        trials = self._trials()
+        trials = self.trials()
         repeated = {trial.user_attrs.get(REPEATS) for trial in trials}
         running = [trial for trial in trials if trial.state.name == "RUNNING"]
         for trial in running:
@@ -175,17 +216,18 @@ class Study:
 
     def ended(self) -> list[Ended]:
         """Return all trials that have ended."""
-        return [ended(trial) for trial in self._trials() if trial.state.is_finished()]
+        return [ended(trial) for trial in self.trials() if trial.state.is_finished()]
 
     def best(self) -> list[int]:
         """Return the number of the best trial; with several directions those of the Pareto front."""
-        if not any(trial.state.name == COMPLETE for trial in self._trials()):
+        if not any(trial.state.name == COMPLETE for trial in self.trials()):
             return []
         if len(self.study.directions) == 1:
             return [self.study.best_trial.number]
         return [trial.number for trial in self.study.best_trials]
 
-    def _trials(self) -> list[Any]:
+    def trials(self) -> list[Any]:
+        """Return all trials, as optuna's FrozenTrials."""
         return list(self.study.get_trials(deepcopy=False))
 
 
@@ -199,7 +241,8 @@ def ended(trial: Any) -> Ended:
     attributes: Mapping[str, Any] = trial.user_attrs
     values = [float(value) for value in trial.values] if trial.state.name == COMPLETE else None
     why, seconds, ranks, repeats = (attributes.get(name) for name in (WHY, SECONDS, RANKS, REPEATS))
-    return Ended(trial.number, trial.state.name, values, dict(trial.params), why, seconds, list(ranks or ()), repeats)
+    ran = list(ranks or ()), repeats, list(attributes.get(RUNGS, ()))
+    return Ended(trial.number, trial.state.name, values, dict(trial.params), why, seconds, *ran)
 
 
 # Locks, which end with their process

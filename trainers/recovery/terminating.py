@@ -28,6 +28,7 @@ P = ParamSpec("P")
 ResultT = TypeVar("ResultT")
 
 _here: list[bool] = []  # for each open block whether SIGTERM has come; our handler is installed while there is a block
+_quiet: list[bool] = []  # the open blocks that are quiet
 _missed: list[bool] = []  # SIGTERM came in a block that an error has ended, and the program may have caught the error
 
 
@@ -51,7 +52,8 @@ class Terminating(Callback):
     """Context manager: in its block SIGTERM does not end the program; `here` and `asked` report it. Local; works in the
     main thread only.
 
-    comm: a communicator of the ranks that train together, for `asked`, for example `topology.world`.
+    comm: a communicator of the ranks that train together, for `asked`, for example `topology.world`. quiet: trainings
+    in this block do not print that SIGTERM has ended them.
 
         with Terminating(topology.world) as sigterm:
             for x, y in batches:
@@ -66,10 +68,15 @@ class Terminating(Callback):
     collective = True  # all ranks of a fit have one
     reads_batches = reads_model = False
 
-    def __init__(self, comm: MPI.Intracomm | None = None) -> None:
-        self._comm = comm
+    def __init__(self, comm: MPI.Intracomm | None = None, quiet: bool = False) -> None:
+        self._comm, self._quiet = comm, quiet
         self.agreed = False  # all ranks know that a rank has received the signal
         self._entered = False
+
+    @property
+    def active(self) -> bool:
+        """Whether SIGTERM is caught now: in the block, unless the program has a handler of its own. Local."""
+        return self._entered
 
     @property
     def here(self) -> bool:
@@ -89,9 +96,12 @@ class Terminating(Callback):
             _here.append(bool(_missed))
             _missed.clear()
             signal.signal(signal.SIGTERM, _note)
+        _quiet.extend([True] * self._quiet)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if self._quiet:
+            _quiet.pop()
         if not self._entered:
             return
         came = self.here
@@ -173,9 +183,14 @@ def _terminated(trainer: Any, checkpoint: Any) -> Terminated:
     kept = "there is no checkpoint of it; fit(..., checkpoint=...) writes one (--checkpoint)"
     if folder is not None:
         kept = f"its newest checkpoint is in {folder}; resume=True (--resume) continues from there"
-    error = Terminated(f"SIGTERM: the training has been stopped; {kept}")
-    error.ranks = processes.world_ranks(trainer.group.comm)
-    if trainer.rank == 0:
+    return terminated(f"SIGTERM: the training has been stopped; {kept}", trainer.group.comm)
+
+
+def terminated(text: str, comm: MPI.Intracomm) -> Terminated:
+    """Return the error that all ranks of `comm` raise. Rank 0 prints it, unless a quiet block is open. Local."""
+    error = Terminated(text)
+    error.ranks = processes.world_ranks(comm)
+    if comm.rank == 0 and not _quiet:
         print(error, file=sys.stderr, flush=True)
         abort.write_down(str(error))
     return error
