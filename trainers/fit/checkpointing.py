@@ -63,6 +63,7 @@ class Checkpoint:
     same_data: whether a resumed training must have the same rows in the same order; some rows are compared. False:
         other rows are accepted, as many as before; and loaders with rows="divided" on another number of ranks, also in
         the middle of their rows.
+    other_ranks: whether other ranks are expected to continue the training, so that there is no warning about it.
 
     Random numbers that a data set or a loader draws (from Python, NumPy or the framework) continue exactly only with
     workers= or prefetch=False: batches that a thread fetches ahead have drawn theirs before the state is saved.
@@ -76,6 +77,7 @@ class Checkpoint:
     best: str = ""
     mode: str = "auto"
     same_data: bool = True
+    other_ranks: bool = False
 
     def __post_init__(self) -> None:
         if not isinstance(self.folder, str | os.PathLike) or not os.fspath(self.folder) or "\0" in str(self.folder):
@@ -84,8 +86,9 @@ class Checkpoint:
         period(self.every)
         if isinstance(self.keep, bool) or not isinstance(self.keep, int) or self.keep < 1:
             raise ArgumentError(f"Checkpoint: keep must be an integer >= 1, got {self.keep!r}")
-        if not isinstance(self.same_data, bool):
-            raise ArgumentError(f"Checkpoint: same_data must be True or False, got {self.same_data!r}")
+        for name in ("same_data", "other_ranks"):
+            if not isinstance(getattr(self, name), bool):
+                raise ArgumentError(f"Checkpoint: {name} must be True or False, got {getattr(self, name)!r}")
         if self.mode not in MODES or not isinstance(self.best, str):
             raise ArgumentError(
                 f"Checkpoint(best={self.best!r}, mode={self.mode!r}): give a name in the history, and one of "
@@ -128,7 +131,7 @@ class Saver:
     ) -> None:
         self._strategy, self._group = strategy, strategy.group
         self._folder, self._keep = os.path.abspath(checkpoint.folder), checkpoint.keep
-        self._resumes = resume
+        self._resumes, self._other_ranks = resume, checkpoint.other_ranks
         self._count, self._unit = period(checkpoint.every)
         self._watched = VALIDATED + checkpoint.best[4:] if checkpoint.best.startswith(VALIDATION) else checkpoint.best
         self._sign = 1 if checkpoint.lowest_is_best else -1
@@ -221,6 +224,11 @@ class Saver:
         if progress.step and not strategy.synchronous:
             text = f"{path} is of the middle of an epoch, and a {strategy.name} resumes from the end of one"
             raise UnusableError(text)
+        if not self._other_ranks:
+            self._warn_of_other_ranks(path, progress)
+
+    def _warn_of_other_ranks(self, path: str, progress: Progress) -> None:
+        ranks = self._group.size
         before, now = (choices.get("allreduce") for choices in (progress.choices, self._selections))
         if before != now:
             backends = f"{before} before, and by {now} now"

@@ -76,7 +76,7 @@ class Rungs:
             rung, attempt, _ = trial.user_attrs[BEGUN]
             found.append(trial.number)
             if attempt >= MOST_ATTEMPTS:
-                self.tell(trial.number, FAIL, **{WHY: why})
+                self.tell(trial.number, FAIL, 0, **{WHY: why})
             else:
                 self._study.attribute(trial.number, BEGUN, [rung, attempt, False])
         return found
@@ -90,7 +90,7 @@ class Rungs:
         """
         for trial in self._live():
             if _runs(trial) or BRACKET not in trial.user_attrs:
-                told(self.tell(trial.number, FAIL, **{WHY: lost}))
+                told(self.tell(trial.number, FAIL, 0, **{WHY: lost}))
             elif len(_rows(trial)) == len(self.budgets):  # its rank was lost before it told this
                 told(self.tell(trial.number, COMPLETE))
         while True:

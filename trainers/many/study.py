@@ -57,7 +57,7 @@ class Ended(NamedTuple):
     seconds: float | None
     ranks: list[int]
     repeats: int | None
-    rungs: list[list[float]]
+    rungs: Sequence[Sequence[float]] = ()
 
 
 class Study:

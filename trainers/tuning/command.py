@@ -3,10 +3,11 @@
 import argparse
 import contextlib
 import dataclasses
+import math
 import shutil
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -32,6 +33,8 @@ from trainers.datasets.dataset import split
 from trainers.datasets.shards import is_pattern
 from trainers.errors import ArgumentError, SearchError
 from trainers.files.model_file import replacing
+from trainers.fit.checkpointing import Checkpoint
+from trainers.many.halving import Halving
 from trainers.many.search import SearchResult, search
 from trainers.many.study import COMPLETE, STUDY, Ended, optuna
 from trainers.many.trial import Trial
@@ -53,6 +56,7 @@ EXAMPLES = """examples:
 """
 FILES = ("save", "json", "html")
 WARM_UP_EPOCHS = 2  # in which no trial is pruned
+CHECKPOINT_EVERY = "30 seconds"  # of a trial's training in a rung, at whose end there is one too
 
 
 def make_parser(shown: bool, program: str) -> RankParser:
@@ -90,6 +94,10 @@ class Job(NamedTuple):
     rest: tuple[np.ndarray, np.ndarray]  # rows that compare the trials
 
     @property
+    def halving(self) -> Halving | None:
+        return self.tuning.halving(parse(self.base, shown=False).epochs)
+
+    @property
     def stream(self) -> Any:
         return sys.stderr if self.options.json == results.STANDARD_OUTPUT else sys.stdout
 
@@ -108,11 +116,12 @@ def run(arguments: Sequence[str], world: Topology, program: str) -> None:
             _ranks_per_trial(job, world),
             parallel=job.tuning.parallel,
             directions=job.tuning.direction,
-            pruner=_pruner(job.tuning),
+            pruner=None if job.halving else _pruner(job.tuning),
             storage=job.options.storage or str(Path(models) / "journal"),
             seed=parse(job.base, shown=False).seed,
             about=" ".join([job.data.name, job.tuning.metric, *job.base]),
             told=keeper.told,
+            halving=job.halving,
         )
         together(result.topology.world, lambda: _end(job, result, models) if result.topology.rank == 0 else None)
         if result.best is None:
@@ -134,6 +143,7 @@ def _read(arguments: Sequence[str], world: Topology, program: str) -> Job:
         if any(each.partition("=")[0] == BY_NAME[parameter.name].flag for each in base):
             raise ArgumentError(f"{BY_NAME[parameter.name].flag} is varied by --config; leave it out here")
     found.check(base)
+    found.halving(first.epochs)
     optuna()
     if options.html:
         pictures.plotly()
@@ -210,7 +220,11 @@ class Keeper:
         options = parse([*job.base, *tuned.suggest(trial)], shown=False)
         network = together(topology.world, lambda: make_network(options, job.data))
         servers = (options.servers or 1) if options.strategy == SERVERS else 0
-        watch = Pruning(trial, tuned.metric, tuned.prunes)
+        watch = Watching(trial, tuned.metric, tuned.prunes)
+        kept: dict[str, Any] = {}
+        if trial.folder is not None:  # successive halving
+            checkpoint = Checkpoint(trial.folder, every=CHECKPOINT_EVERY, keep=1, other_ranks=True)
+            kept = {"checkpoint": checkpoint, "resume": True}
         with make_trainer(options, network, topology, servers) as trainer:
             trainer.fit(
                 job.data.x_train,
@@ -221,13 +235,15 @@ class Keeper:
                 validation_data=job.rest,
                 callbacks=[watch, *make_callbacks(options)],
                 progress=False,
+                **kept,
                 **step_options(options),
             )
             if watch.pruned:
                 raise optuna().TrialPruned()
             if watch.value is None:
                 raise ArgumentError(f"--epochs {options.epochs}: a trial needs an epoch, whose {tuned.metric} counts")
-            trainer.save(str(self._file(trial.number)))
+            if trial.budget in (None, options.epochs):
+                trainer.save(str(self._file(trial.number)))
         return watch.value
 
     def told(self, trial: Ended) -> None:
@@ -250,8 +266,8 @@ class Keeper:
         return file_of(self._models, number)
 
 
-class Pruning(Callback):
-    """Reports a metric of each epoch to a trial, and ends the fit if the pruner says so.
+class Watching(Callback):
+    """Ends the fit of a trial at the budget of its rung, or if the pruner says so.
 
     value: the metric of the last epoch, or None. pruned: whether the pruner has ended the fit.
     """
@@ -261,15 +277,33 @@ class Pruning(Callback):
 
     def __init__(self, trial: Trial, metric: str, prunes: bool) -> None:
         self._trial, self._metric, self._prunes = trial, metric, prunes
+        self._epochs = 0
         self.pruned = False
         self.value: float | None = None
 
     def on_epoch_end(self, epoch: int, logs: Logs | None = None) -> None:
-        self.trainer.group.enter("Pruning")
-        self.value = float((logs or {})[self._metric])
+        self.trainer.group.enter("Watching")
+        self.value, self._epochs = float((logs or {})[self._metric]), epoch + 1
+        if self._trial.budget is not None:
+            self._stop_at_budget(self._trial.budget)
+            return
         self._trial.report(self.value, epoch)
         if self._prunes and self._trial.should_prune():
             self.pruned = self.trainer.stop_training = True
+
+    def _stop_at_budget(self, budget: int) -> None:
+        if self._epochs >= budget:
+            self.trainer.stop_training = True
+
+    def state(self) -> dict[str, Any]:
+        return {"epochs": self._epochs, "value": math.nan if self.value is None else self.value}
+
+    def load_state(self, state: Mapping[str, np.ndarray]) -> None:
+        """Continue a trial from a checkpoint; a killed job may have written one at the budget of this rung."""
+        self._epochs = int(state["epochs"])
+        self.value = float(state["value"]) if self._epochs else None
+        if self._trial.budget is not None:
+            self._stop_at_budget(self._trial.budget)
 
 
 # What is shown and written
@@ -282,7 +316,12 @@ def file_of(models: str | Path, number: int) -> Path:
 def _about(job: Job) -> str:
     tuned = job.tuning
     varied = ", ".join(each.name for each in tuned.parameters)
-    return f"search: {tuned.trials} trials, {tuned.goal} {tuned.metric}, varies {varied}"
+    rungs = f", successive halving at {_listed(job.halving.budgets)} epochs" if job.halving else ""
+    return f"search: {tuned.trials} trials, {tuned.goal} {tuned.metric}, varies {varied}{rungs}"
+
+
+def _listed(numbers: Sequence[int]) -> str:
+    return ", ".join(map(str, numbers))
 
 
 def line_of(tuned: Tuning, trial: Ended) -> str:
@@ -290,6 +329,9 @@ def line_of(tuned: Tuning, trial: Ended) -> str:
     found = {each.name: each.found(trial.params) for each in tuned.parameters}
     values = " ".join(f"{name}={_short(value)}" for name, value in found.items() if value is not None)
     end = f"{trial.values[0]:.4f}" if trial.values else trial.state.lower()
+    if trial.rungs and not trial.values:
+        budget, value, *_ = trial.rungs[-1]
+        end = f"{value:.4f} {end} after {budget} epochs"
     why = f"  {trial.reason.splitlines()[0]}" if trial.reason else ""
     seconds = "" if trial.seconds is None else f"{trial.seconds:.1f} s"
     return f"trial {trial.number:>3}  {end:>8}  {seconds:>8}  {values}{why}"
@@ -305,6 +347,7 @@ def _end(job: Job, result: SearchResult, models: str) -> None:
     states = [each.state.lower() for each in result.trials]
     counts = ", ".join(f"{states.count(state)} {state}" for state in dict.fromkeys(states))
     lines = [f"{len(states)} trials: {counts}; {result.seconds:.1f} s, ranks idle {100 * result.idle:.1f} %"]
+    lines += [rung_line(number, budget, result.trials) for number, budget in enumerate(_budgets(job))]
     accuracy = None
     if best is not None:
         lines.append(f"best: {line_of(tuned, best)}")
@@ -326,6 +369,20 @@ def _end(job: Job, result: SearchResult, models: str) -> None:
         table = "\n".join([*(line_of(tuned, each) for each in result.trials), *lines])
         study = optuna().load_study(study_name=STUDY, storage=_storage(job, models))
         pictures.write(options.html, pictures.page(study, f"Search on {job.data.name}", table, result.trials))
+
+
+def _budgets(job: Job) -> list[int]:
+    return job.halving.budgets if job.halving else []
+
+
+def rung_line(rung: int, budget: int, trials: Sequence[Ended]) -> str:
+    """Return a rung of successive halving as a line of text."""
+    rows = [each.rungs[rung] for each in trials if len(each.rungs) > rung]
+    ranks = [int(row[3]) for row in rows]
+    sizes = "" if not rows else f", on {min(ranks)} to {max(ranks)} ranks each"
+    if ranks and min(ranks) == max(ranks):
+        sizes = f", on {ranks[0]} rank{'s' * (ranks[0] != 1)} each"
+    return f"rung {rung + 1}: {len(rows)} trial{'s' * (len(rows) != 1)} up to epoch {budget}{sizes}"
 
 
 def _storage(job: Job, models: str) -> Any:
@@ -365,6 +422,7 @@ def _as_json(job: Job, result: SearchResult, accuracy: float | None) -> dict[str
         "test_accuracy": accuracy,
         "seconds": result.seconds,
         "idle": result.idle,
+        "rungs": _budgets(job),
         "ranks": result.topology.size,
     }
 

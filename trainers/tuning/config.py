@@ -20,6 +20,7 @@ from typing import Any
 
 from trainers.cli.options import BY_NAME, Option, parse
 from trainers.errors import ArgumentError
+from trainers.many.halving import Halving
 from trainers.many.trial import Trial
 
 GOALS = {"MAXIMIZE": "maximize", "MINIMIZE": "minimize"}
@@ -28,7 +29,9 @@ METRIC_OF = {"MAXIMIZE": "val_accuracy", "MINIMIZE": "val_loss"}
 LINEAR, LOG, REVERSE_LOG = "UNIT_LINEAR_SCALE", "UNIT_LOG_SCALE", "UNIT_REVERSE_LOG_SCALE"
 SCALES = (LINEAR, LOG, REVERSE_LOG)
 NUMBERS = ("INTEGER", "DOUBLE")
-KEYS = ("goal", "hyperparameterMetricTag", "maxTrials", "maxParallelTrials", "enableTrialEarlyStopping", "params")
+PRUNES, HALVES = "enableTrialEarlyStopping", "successiveHalving"
+KEYS = ("goal", "hyperparameterMetricTag", "maxTrials", "maxParallelTrials", PRUNES, HALVES, "params")
+HALVING_KEYS = ("firstEpochs", "factor")
 COMMON_KEYS = ("parameterName", "type")
 KEYS_OF = {
     "INTEGER": ("minValue", "maxValue", "scaleType"),
@@ -88,18 +91,34 @@ class Parameter:
 
 @dataclass(frozen=True)
 class Tuning:
-    """What a search does. metric: of an epoch. parallel: the largest number of trials at a time, or None."""
+    """What a search does. metric: of an epoch. parallel: the largest number of trials at a time, or None.
+
+    prunes: whether trials that are worse than others end early. halves: the epochs of the first rung and the factor of
+    successive halving, or None.
+    """
 
     goal: str
     metric: str
     trials: int
     parallel: int | None
     prunes: bool
+    halves: tuple[int, int] | None
     parameters: tuple[Parameter, ...]
 
     @property
     def direction(self) -> str:
         return GOALS[self.goal]
+
+    def halving(self, epochs: int) -> Halving | None:
+        """Return the successive halving of a search whose best trials train for `epochs` epochs, or None."""
+        if self.halves is None:
+            return None
+        first, factor = self.halves
+        if epochs <= first:
+            raise ArgumentError(
+                f"{HALVES}: firstEpochs {first} must be less than --epochs {epochs}, which the best trials train for"
+            )
+        return Halving(first, factor, epochs)
 
     def arguments(self, values: Mapping[str, Any]) -> list[str]:
         """Return the command line's arguments of some values of parameters."""
@@ -197,9 +216,12 @@ def read(content: Any) -> Tuning:
     _check_keys("the file", content, KEYS)
     goal = _one_of("goal", content.get("goal"), tuple(GOALS))
     metric = _one_of("hyperparameterMetricTag", content.get("hyperparameterMetricTag", METRIC_OF[goal]), METRICS)
-    prunes = content.get("enableTrialEarlyStopping", True)
+    halves = _halves(content.get(HALVES))
+    prunes = content.get(PRUNES, halves is None)
     if not isinstance(prunes, bool):
-        raise ArgumentError(f"enableTrialEarlyStopping must be true or false, got {prunes!r}")
+        raise ArgumentError(f"{PRUNES} must be true or false, got {prunes!r}")
+    if prunes and halves is not None:
+        raise ArgumentError(f"{PRUNES}: true can't be used with {HALVES}, which ends trials itself; leave one out")
     parallel = content.get("maxParallelTrials")
     params = content.get("params")
     if not isinstance(params, list) or not params:
@@ -210,7 +232,21 @@ def read(content: Any) -> Tuning:
         raise ArgumentError(f"params: {', '.join(twice)} is there twice")
     trials = _positive("maxTrials", content.get("maxTrials", TRIALS))
     most = None if parallel is None else _positive("maxParallelTrials", parallel)
-    return Tuning(goal, metric, trials, most, prunes, parameters)
+    if halves is not None and "epochs" in names:
+        raise ArgumentError(f"{HALVES}: its rungs differ in epochs, so params can't vary epochs; leave it out")
+    return Tuning(goal, metric, trials, most, prunes, halves, parameters)
+
+
+def _halves(content: Any) -> tuple[int, int] | None:
+    """Return the epochs of the first rung, and the factor. Raises ArgumentError."""
+    if content is None:
+        return None
+    _check_keys(HALVES, content, HALVING_KEYS)
+    first = _positive(f"{HALVES}: firstEpochs", content.get("firstEpochs", 1))
+    factor = _positive(f"{HALVES}: factor", content.get("factor", 3))
+    if factor < 2:
+        raise ArgumentError(f"{HALVES}: factor must be an integer of at least 2, got {factor}")
+    return first, factor
 
 
 def _parameter(number: int, content: Any) -> Parameter:
