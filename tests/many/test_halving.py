@@ -27,7 +27,7 @@ def test_bad_budgets(given: tuple[int, int, int]) -> None:
     [
         ([1] * 8, 4, {}, Division((1, 1, 1, 1), 8)),
         ([1] * 9, 4, {}, Division((1, 1, 1, 1), 8)),  # the ninth follows, on all ranks
-        ([1] * 3, 4, {}, Division((4,), 3)),
+        ([1] * 3, 4, {}, Division((2, 2), 2)),  # the third follows, on all ranks
         ([1] * 2, 4, {}, Division((2, 2), 2)),
         ([3, 1], 4, {}, Division((3, 1), 2)),
         ([2, 1, 1], 4, {}, Division((2, 1, 1), 3)),
