@@ -203,15 +203,20 @@ def test_batches_are_full_or_old() -> None:
 def test_a_busy_rank_gets_full_batches_of_new_requests_alone() -> None:
     woken: list[int] = []
     waiting = Waiting(most_rows=20, max_batch=8, seconds=5, wake=lambda: woken.append(waiting.rows))
-    waiting.again([request(8)])
     requests = [request(3), request(3), request(3)]
     for each in requests[:2]:
         waiting.put(each)
-    assert woken == [11]  # at the first request: it has a deadline
+    assert woken == [3]  # at the first request: it has a deadline
     assert waiting.take_full(lambda _: True) is None
     waiting.put(requests[2])
-    assert woken == [11, 17]
+    assert woken == [3, 9]
     assert waiting.take_full(lambda _: False) is None
+    again = request(1)
+    waiting.again([again])
+    assert waiting.take_full(lambda _: True) is None  # or no rank would ever be without work, and take it
+    batch = waiting.take(0, lambda _: True)
+    assert batch is not None
+    assert batch.requests == [again]
     batch = waiting.take_full(lambda _: True)
     assert batch is not None
     assert batch.requests == requests[:2]

@@ -131,8 +131,11 @@ class Waiting:
             return None if key is None else self._filled(key)
 
     def take_full(self, fits: Callable[[Request], bool]) -> Batch | None:
-        """Return the next batch of requests that were not dealt before, if it is full; else None."""
+        """Return the next batch for a rank that still computes another one, if the batch is full; else None. Requests
+        that were dealt before have to wait for a rank without work, so while one of them fits there is no batch."""
         with self._lock:
+            if any(map(fits, self._again)):
+                return None
             key = self._next(-math.inf, False, fits)
             return None if key is None else self._filled(key)
 
