@@ -85,10 +85,10 @@ def stop(pid: int) -> None:
 def rounds(exchange: Exchange, pid: int = 0) -> None:
     called = Rounds(exchange)
     for number in range(40):
+        called.begin()
         if exchange.rank:
             called.send({}, [np.full(SIZE, number)])
             continue
-        called.begin()
         if number == STOPPED.start:
             stop(pid)
         stopped = number in STOPPED

@@ -4,6 +4,7 @@ import logging
 import os
 import signal
 import time
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -33,7 +34,7 @@ def main() -> None:
     topology = Topology.of_survivors()
     pids = topology.world.allgather(os.getpid())
     rank = topology.rank
-    ensemble = EnsembleTrainer(lambda seed: NumpyNetwork([64, 10], seed=seed), 5, topology=topology)
+    ensemble = EnsembleTrainer(lambda seed: Counted([64, 10], seed=seed), 5, topology=topology)
     members = ensemble.fit(x, y, 4, callbacks=lambda number: [Dies()] if number == 2 else [], progress=False)
     assert [len(each.history) for each in members] == [4, 4, 0, 4, 4], members
     assert ensemble.missing == {2: "the ranks of its part were lost"}, ensemble.missing
@@ -58,9 +59,24 @@ def main() -> None:
     print(f"rank {rank} ends", flush=True)
 
 
+class Counted(NumpyNetwork):
+    """Counts its predictions."""
+
+    predictions = 0
+
+    def predict(self, x: Any) -> Any:
+        self.predictions += 1
+        return super().predict(x)
+
+
 def stopped(ensemble: EnsembleTrainer, x: np.ndarray, rank: int, pid: int) -> None:
-    if rank == 0:
+    """Rank 1 computes none of the calls that it has missed, and the next one in time."""
+    counted: Any = ensemble.replicas.get(1)
+    before = counted and counted.predictions
+    if rank == 1:
         os.kill(pid, signal.SIGSTOP)
+    while rank == 0 and Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "T":
+        time.sleep(0.001)
     for _ in range(STOPPED):
         found = missing(ensemble, x)
         assert rank or "rank 1: its vote had not come by the deadline" in found, found
@@ -69,6 +85,8 @@ def stopped(ensemble: EnsembleTrainer, x: np.ndarray, rank: int, pid: int) -> No
     whole = ensemble.predict(x, deadline=30.0, quorum=4)
     if rank == 0:
         assert whole.members == (0, 1, 3, 4), whole
+    if rank == 1:
+        assert 1 <= counted.predictions - before <= 3, counted.predictions - before
     ensemble.predict(x)  # rank 3 is not killed before
 
 

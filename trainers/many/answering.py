@@ -335,7 +335,8 @@ def answer_requests(exchange: Exchange, handle: Handle, meanwhile: Callable[[], 
 class Rounds:
     """Answers of all ranks to calls that each of them makes by itself, in the same order; rank 0 collects them.
 
-    Made on all ranks after an Exchange. Each call has a round; its number is equal on all ranks.
+    Made on all ranks after an Exchange. Each call has a round; its number is equal on all ranks. `begin` begins it, and
+    MPI makes progress in `take`, `over`, `send` and `collect`.
 
     Attributes: number: of the last round. late: how many answers rank 0 has dropped.
     """
@@ -343,17 +344,43 @@ class Rounds:
     def __init__(self, exchange: Exchange) -> None:
         self.exchange = exchange
         self.number = self.late = 0
-        self._held: dict[
-            int, dict[int, Message]
-        ] = {}  # of rounds that rank 0 has not reached: number -> rank -> answer
-        self._collected = 0  # the last round that rank 0 is known to have collected
+        # answers to rounds that rank 0 has not ended: number of the round -> rank -> answer
+        self._held: dict[int, dict[int, Message]] = {}
+        self._ended = 0  # the last round that rank 0 has ended, as far as this rank knows
+        self._told: dict[int, int] = {}  # rank 0: rank -> the last round of whose end it was told
+
+    def begin(self) -> None:
+        """Begin the next round, before this rank computes its answer."""
+        self.number += 1
+        if self.exchange.rank == 0:
+            self._ended = self.number - 1
+            self._held = {number: held for number, held in self._held.items() if number > self._ended}
+        self.take()
+
+    def take(self) -> None:
+        """Take the messages that have come: on rank 0 answers, on another rank the number of the last ended round."""
+        for message in self.exchange.poll():
+            number = message.header.get(NUMBER, 0)
+            if self.exchange.rank:
+                self._ended = max(self._ended, number)
+            elif number > self._ended:
+                self._held.setdefault(number, {})[message.source] = message
+            else:
+                self.late += NUMBER in message.header
+        if self.exchange.rank == 0:
+            self._tell()
+
+    @property
+    def over(self) -> bool:
+        """Whether rank 0 has ended this round, so that an answer is of no use: this rank was late or stopped."""
+        self.take()
+        return self._ended >= self.number
 
     def send(self, header: dict[str, Any], arrays: Sequence[np.ndarray]) -> None:
-        """Every rank but 0: answer the next round. Waits if this rank is far ahead of rank 0.
+        """Every rank but 0: answer this round. Waits if this rank is far ahead of rank 0.
 
         Raises RankLostError if rank 0 is lost.
         """
-        self.number += 1
         self.exchange.wait(self._near)
         if self.exchange.lost:
             error = RankLostError("rank 0, which collects the answers, was lost")
@@ -362,16 +389,9 @@ class Rounds:
         self.exchange.send(0, {**header, NUMBER: self.number}, arrays)
 
     def _near(self) -> bool:
-        for message in self.exchange.poll():
-            self._collected = max(self._collected, message.header.get(NUMBER, 0))
-        exchange = self.exchange
-        return bool(self.number - self._collected <= AHEAD or exchange.ended or exchange.lost)
-
-    def begin(self) -> None:
-        """Rank 0: begin the next round, before it computes its own answer."""
-        self.number += 1
-        self._held = {number: held for number, held in self._held.items() if number >= self.number}
         self.take()
+        exchange = self.exchange
+        return bool(self.number - self._ended <= AHEAD or exchange.ended or exchange.lost)
 
     def collect(
         self,
@@ -379,7 +399,7 @@ class Rounds:
         wanted: Collection[int] | None = None,
         enough: Callable[[dict[int, Message]], bool] | None = None,
     ) -> dict[int, Message]:
-        """Rank 0: return the answers of the round by rank. Waits for the living ranks until `deadline`.
+        """Rank 0: end the round, and return its answers by rank. Waits for the living ranks until `deadline`.
 
         deadline: by time.monotonic(). wanted: the ranks whose answers are awaited, by default all others. enough: ends
             the wait, given the answers that have come. The ranks that are missing in the result are late or lost.
@@ -392,20 +412,19 @@ class Rounds:
             return found.keys() >= ranks - self.exchange.lost or (enough is not None and enough(found))
 
         self.exchange.wait(done, max(0.0, deadline - time.monotonic()), Pause(1e-3, 2e-4))
-        self.tell()
-        return self._held.pop(self.number)
+        self.end()
+        return found
 
-    def tell(self) -> None:
-        """Rank 0: tell the others that the round has ended, as `collect` does; without it they wait when far ahead."""
+    def end(self) -> None:
+        """Rank 0: end the round, as `collect` does; without it the others wait when they are far ahead."""
+        self._ended = self.number
+        self._held.pop(self.number, None)
+        self._tell()
+
+    def _tell(self) -> None:
+        """Rank 0: tell the others which round has ended. A rank that takes no messages gets no more of them: when it
+        takes them again, it gets the newest number."""
         for rank in self.exchange.living:
-            if not self.exchange.unsent(rank):  # a stopped rank gets the next one that can be sent
-                self.exchange.send(rank, {NUMBER: self.number})
-
-    def take(self) -> None:
-        """Rank 0: take the answers that have come. MPI makes progress here: call it also while this rank computes."""
-        for message in self.exchange.poll():
-            number = message.header.get(NUMBER, 0)
-            if number >= self.number:
-                self._held.setdefault(number, {})[message.source] = message
-            else:
-                self.late += NUMBER in message.header
+            if self._told.get(rank, 0) < self._ended and not self.exchange.unsent(rank):
+                self.exchange.send(rank, {NUMBER: self._ended})
+                self._told[rank] = self._ended

@@ -12,7 +12,7 @@ from trainers.data import Tree, leaves, mapped, structure_of, without_rows
 from trainers.errors import ArgumentError, DeadlineExceededError
 from trainers.many.answering import Message, Rounds
 from trainers.many.ensemble_model import votes_of
-from trainers.many.voting import Voting
+from trainers.many.voting import Voting, misfit
 from trainers.replica import Replica
 
 MEMBERS, ERRORS, STRUCTURES, X = "members", "errors", "structures", "x"  # in the header of an answer
@@ -72,39 +72,21 @@ class TimelyVotes:
     ) -> Prediction | None:
         """Return on rank 0 what has come by the deadline, and None on other ranks, which send their votes.
 
+        A rank that was late or stopped computes nothing for calls that rank 0 has ended.
+
         x: the rows; or the error in the arguments, which is raised after it was sent. replicas: of this rank. shares:
         of the members that can vote. deadline: seconds from now. missing: the other members.
         """
-        began, voters = time.monotonic(), [number for number, share in shares.items() if share]
-        duties = self._positions[self.rank].duties(voters)
-        own = {number: replicas[number] for number in duties}
-        if self.rank:
-            self._rounds.send(*_answer(x, own, voting))
-            if isinstance(x, ArgumentError):
-                raise x
-            return None
+        ends, voters = time.monotonic() + deadline, [number for number, share in shares.items() if share]
+        own = {number: replicas[number] for number in self._positions[self.rank].duties(voters)}
         self._rounds.begin()
+        if self.rank:
+            self._answer(x, own, voting)
+            return None
         if isinstance(x, ArgumentError):
-            self._rounds.tell()
+            self._rounds.end()
             raise x
-        ends = began + deadline
-
-        def goes_on() -> bool:
-            self._rounds.take()
-            return time.monotonic() < ends
-
-        votes, errors = _computed(x, own, voting, goes_on)
-        duties_of = {rank: each.duties(voters) for rank, each in enumerate(self._positions)}
-        wanted = [rank for rank, each in duties_of.items() if rank and each]
-
-        def enough(found: Mapping[int, Message]) -> bool:
-            return {*votes, *(number for each in found.values() for number in each.header[MEMBERS])} >= set(voters)
-
-        found = self._rounds.collect(ends, wanted, enough)
-        reasons = {number: self._reason(number, duties_of) for number in voters}
-        reasons |= {number: f"rank 0: {text}" for number, text in errors.items()}
-        for rank, message in found.items():
-            _take(rank, message, x, votes, reasons)
+        votes, reasons = self._collected(x, own, voting, voters, ends)
         absent = {**missing, **{number: reasons[number] for number in voters if number not in votes}}
         if len(votes) < quorum:
             texts = "\n".join(f"  member {number}: {reason}" for number, reason in sorted(absent.items()))
@@ -112,8 +94,48 @@ class TimelyVotes:
                 f"{len(votes)} of {len(voters)} members had voted after {deadline:g} s, and the quorum is {quorum}:\n"
                 f"{texts}"
             )
-        votes = dict(sorted(votes.items()))
         return Prediction(voting.combined(votes, shares), tuple(votes), dict(sorted(absent.items())))
+
+    def _answer(self, x: Tree | ArgumentError, own: Mapping[int, Replica], voting: Voting) -> None:
+        """Every rank but 0: compute its members and send their votes, unless rank 0 has ended the call."""
+        if isinstance(x, ArgumentError):
+            self._rounds.send({MEMBERS: [], ERRORS: [[number, str(x)] for number in own]}, [])
+            raise x
+        votes, errors = _computed(x, own, voting, lambda: not self._rounds.over)
+        if self._rounds.over:
+            return
+        trees = list(votes.values())
+        header = {MEMBERS: list(votes), ERRORS: list(errors.items()), X: _print_of(x)}
+        header[STRUCTURES] = [structure_of(tree) for tree in trees]
+        self._rounds.send(header, [leaf for tree in trees for leaf in leaves(tree)])
+
+    def _collected(
+        self, x: Tree, own: Mapping[int, Replica], voting: Voting, voters: Sequence[int], ends: float
+    ) -> tuple[dict[int, Tree], dict[int, str]]:
+        """Rank 0: return the votes that have come by `ends`, in the order of the members, and for every member why its
+        vote is missing if it is."""
+
+        def goes_on() -> bool:
+            self._rounds.take()
+            return time.monotonic() < ends
+
+        votes, errors = _computed(x, own, voting, goes_on)
+        duties_of = {rank: each.duties(voters) for rank, each in enumerate(self._positions)}
+
+        def enough(found: Mapping[int, Message]) -> bool:
+            return {*votes, *(number for each in found.values() for number in each.header[MEMBERS])} >= set(voters)
+
+        found = self._rounds.collect(ends, [rank for rank, each in duties_of.items() if rank and each], enough)
+        reasons = {number: self._reason(number, duties_of) for number in voters}
+        reasons |= {number: f"rank 0: {text}" for number, text in errors.items()}
+        for rank, message in found.items():
+            _take(rank, message, x, votes, reasons)
+        votes = dict(sorted(votes.items()))
+        for number in [*votes][1:]:
+            if error := misfit(votes[number], next(iter(votes.values()))):
+                reasons[number] = error
+                del votes[number]
+        return votes, reasons
 
     def _reason(self, number: int, duties_of: Mapping[int, Sequence[int]]) -> str:
         """Return why the vote of a member is missing, if no rank sends another reason."""
@@ -168,19 +190,6 @@ def _computed(
             if found is not None:
                 votes[number] = found
     return votes, errors
-
-
-def _answer(
-    x: Tree | ArgumentError, replicas: Mapping[int, Replica], voting: Voting
-) -> tuple[dict[str, Any], list[np.ndarray]]:
-    """Return the header and the arrays of a rank's answer."""
-    if isinstance(x, ArgumentError):
-        return {MEMBERS: [], ERRORS: [[number, str(x)] for number in replicas]}, []
-    votes, errors = _computed(x, replicas, voting)
-    votes_there = list(votes.values())
-    header = {MEMBERS: list(votes), ERRORS: list(errors.items()), X: _print_of(x)}
-    header[STRUCTURES] = [structure_of(tree) for tree in votes_there]
-    return header, [leaf for tree in votes_there for leaf in leaves(tree)]
 
 
 def _print_of(x: Tree) -> int:

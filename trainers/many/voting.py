@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from trainers.data import Tree, leaves, mapped
+from trainers.data import Tree, leaves, mapped, row_count, structure_of
 from trainers.errors import ArgumentError
 
 SOFT, HARD = "soft", "hard"
@@ -48,13 +48,17 @@ class Voting:
         if self.kind == HARD:
             voted = np.zeros(values.shape, dtype)
             np.put_along_axis(voted, values.argmax(axis=-1, keepdims=True), 1.0, axis=-1)
+            voted[np.isnan(values).any(axis=-1)] = np.nan  # argmax would take the place of the NaN for the class
             return voted
         return (softmax(values) if self.logits else values).astype(dtype)
 
     def combined(self, votes: Mapping[int, Tree], weights: Sequence[float] | Mapping[int, float]) -> Tree:
         """Return the result of the votes of some members, by their numbers. weights: of all members; those given count
-        alike if all of theirs are 0."""
-        shares = shares_of(weights, votes)
+        alike if all of theirs are 0. Raises ArgumentError if the members' outputs differ in shape or dtype."""
+        first, shares = next(iter(votes.values())), shares_of(weights, votes)
+        for number, each in votes.items():
+            if error := misfit(each, first):
+                raise ArgumentError(f"member {number} can't vote: {error}")
         columns = zip(*(leaves(tree) for tree in votes.values()), strict=True)
 
         def mean(like: np.ndarray) -> np.ndarray:
@@ -64,7 +68,26 @@ class Voting:
                 total += share * each
             return total.astype(like.dtype)
 
-        return mapped(mean, next(iter(votes.values())))
+        return mapped(mean, first)
+
+
+def misfit(votes: Tree, others: Tree) -> str:
+    """Return why the votes of a member can't be combined with those of another one; "" if they can."""
+    own, wanted = structure_of(votes), structure_of(others)
+    if own != wanted:
+        return f"its outputs, {shown(own)} for a row, differ from those of other members, {shown(wanted)}"
+    if row_count(votes) != row_count(others):
+        return f"it has {row_count(votes)} rows of outputs, and another member has {row_count(others)}"
+    return ""
+
+
+def shown(structure: Any) -> str:
+    """Return a structure (`structure_of`) as text."""
+    if isinstance(structure, list):
+        return f"{structure[0]} of shape {tuple(structure[1])}"
+    if "dict" in structure:
+        return "{" + ", ".join(f"{key}: {shown(each)}" for key, each in structure["dict"]) + "}"
+    return "(" + ", ".join(map(shown, structure["tuple"])) + ")"
 
 
 def normal(weights: Sequence[float]) -> list[float]:
