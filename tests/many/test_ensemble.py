@@ -1,5 +1,6 @@
 """Ensembles: votes, weights, the rows of members, files, and jobs whose ranks fail or are stopped."""
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -24,6 +25,23 @@ def test_a_killed_and_a_stopped_rank(mpirun: JobRunner) -> None:
     job = mpirun(4, [Path(__file__).with_name("ensemble_job.py")], ulfm=True)
     assert job.returncode == 0, job.stdout + job.stderr
     assert sorted(job.stdout.split("\n"))[-2:] == ["rank 0 ends", "rank 1 ends"], job.stdout + job.stderr
+
+
+def test_killed_ranks_of_parts_that_have_several(mpirun: JobRunner, tmp_path: Path) -> None:
+    """The other ranks of the part have its member."""
+    path = tmp_path / "ensemble.npz"
+    job = mpirun(5, [Path(__file__).with_name("ensemble_parts_job.py"), path], ulfm=True)
+    assert job.returncode == 0, job.stdout + job.stderr
+    assert sorted(job.stdout.split("\n"))[-2:] == ["rank 0 ends", "rank 2 ends"], job.stdout + job.stderr
+    assert EnsembleModel.load(str(path)).members == 2
+
+
+def test_the_benchmark(mpirun: JobRunner, tmp_path: Path) -> None:
+    path = tmp_path / "out.json"
+    job = mpirun(2, ["-m", "benchmarks.ensemble", "--stop", "1", "--calls", "5", "--deadline", "0.2", "--json", path])
+    found = json.loads(path.read_text())
+    assert (found["calls"], found["stop"], found["whole_at_the_end"]) == (5, [1], True), job.stdout + job.stderr
+    assert found["p50_ms"] >= 200
 
 
 def test_sigterm(mpirun: JobRunner, tmp_path: Path) -> None:
