@@ -141,7 +141,7 @@ def _run(topology: Topology, options: argparse.Namespace, screen: Screen) -> int
     raise_together(topology.world, OptionError(text) if text else None)
     found = measure(topology, options, [pid for pid, _ in everyone])
     if topology.rank:
-        return all_values(topology.world, 0, "learn the exit code")[0]  # type: ignore[no-any-return]
+        return all_values(topology.world, 0, "learn the exit code")[0]
     names = ", ".join(map(str, options.stop)) or "none"
     screen.say(
         f"{topology.size} ranks, stopped: {names}; {found['calls']} calls with a deadline of {options.deadline:g} s",
@@ -155,7 +155,7 @@ def _run(topology: Topology, options: argparse.Namespace, screen: Screen) -> int
     )
     screen.write_record({"command": screen.command, "ranks": topology.size, **vars(options), **found})
     bad = found["in_time"] < found["calls"] or found["complete"] < found["calls"] or not found["whole_at_the_end"]
-    return all_values(topology.world, int(bad), "learn the exit code")[0]  # type: ignore[no-any-return]
+    return all_values(topology.world, int(bad), "learn the exit code")[0]
 
 
 main = cli.command("benchmarks.ensemble", __doc__, add_options, _run)
