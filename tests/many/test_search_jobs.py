@@ -60,3 +60,40 @@ def test_a_killed_job_goes_on(mpirun: JobRunner, tmp_path: Path) -> None:
     assert [each["params"]["x"] for each in repeats] == [trials[number]["params"]["x"] for number in running]
     assert len(trials) == 6 + len(running)  # a repeat does not count
     assert set(told(journal).values()) == {1}
+
+
+PARAMS = "params:\n- {parameterName: lr, type: DOUBLE, minValue: 0.001, maxValue: 0.1, scaleType: UNIT_LOG_SCALE}\n"
+
+
+def command(mpirun: JobRunner, folder: Path, ranks: int, tuning: str, *given: str, **options: Any) -> dict[str, Any]:
+    """Run the command on iris with tests.many.search_signal_job; returns its JSON. given: the job's own arguments."""
+    (folder / "tuning.yaml").write_text(f"goal: MAXIMIZE\n{tuning}{PARAMS}")
+    own = ["--config", "tuning.yaml", "--data", "iris", "--storage", "journal", "--json", "s.json", "--epochs", "6"]
+    ended = mpirun(ranks, ["-m", "tests.many.search_signal_job", *given, *own], cwd=folder, **options)
+    assert ended.returncode == 0, ended.stderr
+    return json.loads((folder / "s.json").read_text())  # type: ignore[no-any-return]
+
+
+def test_a_rank_that_is_lost_in_a_fit_costs_one_trial(mpirun: JobRunner, tmp_path: Path) -> None:
+    given = ["SIGKILL", "1", "2", str(tmp_path / "sent"), "--ranks-per-trial", "2"]
+    result = command(mpirun, tmp_path, 4, "maxTrials: 4\nenableTrialEarlyStopping: false\n", *given, ulfm=True)
+    assert sorted(each["state"] for each in result["trials"]) == ["COMPLETE"] * 3 + ["FAIL"]
+    assert [each["reason"] for each in result["trials"] if each["state"] == "FAIL"] == ["a rank of its part was lost"]
+    assert result["ranks"] == 3
+    assert set(told(tmp_path / "journal").values()) == {1}
+
+
+@pytest.mark.parametrize("name", ["KILL", "TERM"])
+def test_successive_halving_goes_on_after_a_signal(mpirun: JobRunner, tmp_path: Path, name: str) -> None:
+    """In the second rung one rank is killed, and the others go on; or one gets SIGTERM, and another job goes on."""
+    tuning = "maxTrials: 6\nsuccessiveHalving: {firstEpochs: 2, factor: 2}\n"
+    given = [f"SIG{name}", "1", "2", str(tmp_path / "sent")]
+    if name == "TERM":
+        with pytest.raises(AssertionError, match="SIGTERM: the search has been stopped; a search with the same file"):
+            command(mpirun, tmp_path, 2, tuning, *given)
+        assert 0 in told(tmp_path / "journal").values()
+    result = command(mpirun, tmp_path, 3, tuning, *given, ulfm=name == "KILL")
+    assert [sum(len(each["rungs"]) > rung for each in result["trials"]) for rung in range(3)] == [6, 3, 1]
+    assert sorted(each["state"] for each in result["trials"]) == ["COMPLETE"] + ["PRUNED"] * 5
+    assert result["ranks"] == (2 if name == "KILL" else 3)
+    assert set(told(tmp_path / "journal").values()) == {1}

@@ -30,6 +30,7 @@ from trainers.many.study import (
 )
 
 BRACKET, BEGUN, BRACKETS = "bracket", "begun", "brackets"
+ATTEMPTS_OF_LOST = 2  # how often a trial begins a rung, if a rank is lost meanwhile
 VALUE = 1  # in a row of RUNGS: budget, value, seconds, ranks
 Told = Callable[[Ended], object]
 
@@ -71,26 +72,34 @@ class Rungs:
         for trial in self._live():
             if BRACKET not in trial.user_attrs:  # killed before it was marked
                 self._study.attribute(trial.number, BRACKET, len(self._brackets()))
-            if not _runs(trial):
-                continue
-            rung, attempt, _ = trial.user_attrs[BEGUN]
-            found.append(trial.number)
-            if attempt >= MOST_ATTEMPTS:
-                self.tell(trial.number, FAIL, 0, **{WHY: why})
-            else:
-                self._study.attribute(trial.number, BEGUN, [rung, attempt, False])
+            if _runs(trial):
+                found.append(trial.number)
+                self.interrupted(trial.number, why, MOST_ATTEMPTS)
         return found
+
+    def interrupted(self, number: int, why: str, most: int = ATTEMPTS_OF_LOST) -> Ended | None:
+        """Mark a trial that runs no longer, so that it runs again from its checkpoint. Returns it if it has failed,
+        because it has begun its rung `most` times, or never."""
+        trial = self._study.trial(number)
+        rung, attempt, runs = trial.user_attrs.get(BEGUN, (0, most, True))
+        if not runs or rung < len(_rows(trial)):
+            return None
+        if attempt >= most:
+            return self.tell(number, FAIL, 0, **{WHY: why})
+        self._study.attribute(number, BEGUN, [rung, attempt, False])
+        return None
 
     # Between two phases, on the first rank of the search
 
     def next_phase(self, ranks: int, least: int, most: int | None, lost: str, told: Told) -> Phase | None:
         """Tell the trials that have lost, and return what the ranks do next; None if the search has ended.
 
-        ranks, least, most: see `divide`. lost: why the trials have failed that were running. told: called with each.
+        ranks, least, most: see `divide`. lost: why a trial has failed whose ranks were lost. told: called with each.
         """
         for trial in self._live():
             if _runs(trial) or BRACKET not in trial.user_attrs:
-                told(self.tell(trial.number, FAIL, 0, **{WHY: lost}))
+                if (failed := self.interrupted(trial.number, lost)) is not None:
+                    told(failed)
             elif len(_rows(trial)) == len(self.budgets):  # its rank was lost before it told this
                 told(self.tell(trial.number, COMPLETE))
         while True:

@@ -113,7 +113,8 @@ def search(
     told: called on the first rank of a part with each trial that has ended there.
 
     After a failure of a rank (mpirun --with-ft ulfm) the trial of its part has failed. Its part continues with the
-    ranks that are left, and other parts don't notice. After SIGTERM to any rank all trials that run are stopped, to be
+    ranks that are left, and other parts don't notice; with halving a trial goes on from its checkpoint, once a rung.
+    After SIGTERM to any rank all trials that run are stopped, to be
     repeated by a later search with this storage, and all ranks raise Terminated. Raises the same error on all ranks;
     ArgumentError for bad arguments.
     """
@@ -130,6 +131,8 @@ def search(
         with Terminating(quiet=True) as sigterm:
             made = _Search(ranks, objective, settings, storage)
             result = made.run(sigterm)
+        if result is None:
+            raise terminated(made.how_stopped, made.topology.world)
     except BaseException as met:
         last = ranks if made is None else made.topology
         if not last.closed and (own or last is not ranks):
@@ -243,8 +246,8 @@ class _Search:
 
     # The whole search
 
-    def run(self, sigterm: Terminating) -> SearchResult:
-        """Run trials until there are enough. Collective. sigterm: an open block."""
+    def run(self, sigterm: Terminating) -> SearchResult | None:
+        """Run trials until there are enough; returns None after SIGTERM. Collective. sigterm: an open block."""
         error: Exception | None = None
         try:
             with Relay(sigterm, f"{self._path}.stop") as self._relay:
@@ -253,9 +256,7 @@ class _Search:
                     if found is not None or self._parts is None:
                         break
                     error = self._run_part(self._parts)
-            if found is None:
-                sigterm.agreed = True  # by all ranks
-                raise terminated(self._how_stopped(), self.topology.world)
+            sigterm.agreed |= found is None  # by all ranks
             return found
         except Exception as met:
             if self._parts is not None and not self._parts.topology.closed:
@@ -329,7 +330,9 @@ class _Search:
             return error
         return None
 
-    def _how_stopped(self) -> str:
+    @property
+    def how_stopped(self) -> str:
+        """What all ranks raise after SIGTERM, in words."""
         how = f"a search with the same file goes on, {self._path}" if self._keeps else "it had no file (storage=)"
         return f"SIGTERM: the search has been stopped; {how}"
 
@@ -413,13 +416,21 @@ class _Search:
         if told is not None:
             self._say(told)
 
+    def _tell_lost(self, number: int, about: dict[str, Any]) -> None:
+        """Tell a trial that has lost a rank as failed; with halving it goes on from its checkpoint once."""
+        self._opened(fresh=False)
+        if self._rungs is None:
+            self._tell(number, FAIL, None, about)
+        elif (failed := self._rungs.interrupted(number, LOST)) is not None:
+            self._say(failed)
+
     def _say(self, trial: Ended) -> None:
         if self._settings.told is not None and trial.number not in self._told:  # after a loss it may be told again
             self._told.add(trial.number)
             self._settings.told(trial)
 
     def _recover(self, topology: Topology) -> Topology:
-        """Continue with the ranks of this part that are left; its trial has failed. Collective over these."""
+        """Continue with the ranks of this part that are left. Collective over these."""
         parts = self._parts
         assert parts is not None
 
@@ -430,7 +441,7 @@ class _Search:
 
             def tell() -> None:
                 for number in lost if topology.rank == 0 else ():
-                    self._tell(number, FAIL, None, about)
+                    self._tell_lost(number, about)
 
             together(topology.world, tell)
             self._running = None
