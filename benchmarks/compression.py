@@ -8,6 +8,7 @@ It measures one of these:
   training  seconds until a model has the accuracy of uncompressed training; needs PyTorch
   exact     the SHA-256 of exactly trained parameters, on 1 rank to all, with each backend: the exit status is 1 if some
             differ
+  steps     milliseconds of a training step with and without exact=True
 """
 
 import argparse
@@ -31,7 +32,7 @@ Write = Callable[[dict[str, Any]], None]  # adds to the record, and writes it
 Draw = Callable[[Mapping[str, Any]], Any]  # returns the picture of a record
 
 NAME = "benchmarks.compression"
-RATES = {"speed": "1gbit", "training": "100mbit", "exact": "1gbit"}  # of a host's link
+RATES = {"speed": "1gbit", "training": "100mbit", "exact": "1gbit", "steps": "1gbit"}  # of a host's link
 EPILOG = """\
 --hosts starts the ranks itself, by scripts/cluster_sim.sh: on hosts that it simulates on this Linux machine, with links
 of --rate between them. It needs root. On a cluster, start this command with mpirun on several machines instead.
@@ -63,6 +64,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     group("--every", type=cli.at_least(2), default=5, metavar="N", help="steps between evaluations (default: 5)")
     group = parser.add_argument_group("exact").add_argument
     group("--epochs", type=cli.at_least(1), default=5, metavar="N", help="(default: 5)")
+    group = parser.add_argument_group("steps").add_argument
+    group("--batch", type=cli.at_least(1), default=128, metavar="N", help="rows of a batch (default: 128)")
+    group("--micro-batches", type=_numbers, default=[8, 16, 64], metavar="N,N", help="(default: 8,16,64)")
     cli.add_json_option(parser)
     add("--plot", metavar="FILE", help="draw the comparison (.png, .svg, .pdf)")
 
@@ -72,6 +76,10 @@ def _add_host_options(group: Any) -> None:
     add("--hosts", type=cli.at_least(1, most=250), metavar="N", help="start the ranks on N simulated hosts; needs root")
     add("--ranks-per-host", type=cli.at_least(1), default=2, metavar="N", help="(default: 2)")
     add("--rate", metavar="RATE", help=f"of each host's link, such as 100mbit ({_rates()})")
+
+
+def _numbers(text: str) -> list[int]:
+    return [cli.at_least(1)(part) for part in text.split(",")]
 
 
 def _rates() -> str:
@@ -87,10 +95,13 @@ def _run(given: Sequence[str], topology: Topology, args: argparse.Namespace, scr
         record.update(found)
         screen.write_record(record)
 
-    if args.what == "exact":
+    if args.what in ("exact", "steps"):
         if args.plot:
-            raise on_all_ranks(OptionError("--plot: exact has no picture"), topology.world)
-        return 0 if exact.run(topology, args, screen, write) else 1
+            raise on_all_ranks(OptionError(f"--plot: {args.what} has no picture"), topology.world)
+        if args.what == "exact":
+            return 0 if exact.run(topology, args, screen, write) else 1
+        exact.run_steps(topology, args, screen, write)
+        return 0
     if args.what == "training":
         draw = _train(topology, args, screen, write)
     else:

@@ -15,6 +15,7 @@ from trainers.files import model_file
 
 AVERAGE = "ema"  # the name in `state` of the moving average of the parameters, if the replica keeps one
 
+Factors = tuple[np.ndarray, np.ndarray]  # of gradients that are products; see `Replica.factors_of_parts`
 Slices = slice | tuple[slice, ...]
 """A part of the parameters: a slice; or several slices in order, of a replica with `whole_tensors`."""
 
@@ -146,13 +147,22 @@ class Replica(ABC):
         """
         return False
 
-    def gradients_of_parts(self, parts: Sequence[Data], rows: int, memories: Sequence[Any]) -> list[Any] | None:
-        """Compute the gradients of several parts of a batch of `rows` rows, with the bits of `gradients` on each part.
+    @property
+    def factored(self) -> bool:
+        """Whether the gradients are products of float32 factors on the CPU, which `factors_of_parts` computes. The same
+        on all ranks."""
+        return False
 
-        memories: of the bound buffer's kind; gets the gradients of a part each. Returns a result of `gradients` for
-        each part; or None, and computes nothing, if this replica can't do it faster than one part after the other.
+    def factors_of_parts(self, parts: Sequence[Data], rows: int) -> tuple[list[Any], list[Factors]]:
+        """Compute the factors of the gradients of several parts of a batch of `rows` rows. Only if `factored`.
+
+        parts: of one number of rows, the last one perhaps of fewer; or none.
+
+        Returns a result of `gradients` for each part, and pairs of arrays (k, inputs) and (k, outputs), of the k rows
+        of all parts: the gradients are left.T @ right of one pair after the other, times the part's share of the batch.
+        The rows of a part have the bits that they have if it is the only part.
         """
-        return None
+        raise NotImplementedError
 
     def sparse_gradients(self) -> list[Rows]:
         """Return the sparse gradient of each of `tables` from the last `gradients`, times `share`. Indices may be

@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from allreduce.arrays import fixed_point, gpu, ops, trees
+from allreduce.arrays import fixed_point, gpu, ops, products, trees
 from allreduce.arrays.fixed_point import BLOCK, FORMATS, MOST_TERMS, Layout
 from allreduce.arrays.memory_kinds import GPU
 from allreduce.arrays.ops import Op
@@ -30,9 +30,11 @@ class Exact(Compressed):
 
     Sums and means of float32, float64, float16 and bfloat16 arrays, each rank's array being one term, and `sum_terms`,
     with several terms a rank. allreduce.arrays.fixed_point explains the method, its error and its treatment of
-    infinities and NaN. Elements share an exponent in blocks of BLOCK elements, which begin at the start of each
-    parameter that `describe` names, else at the start of the array that was allocated, or given. So buckets have the
-    bits of the whole array if they begin where parameters or blocks do.
+    infinities and NaN; allreduce.arrays.products those of `sum_products`, which sums products of rows.
+
+    Elements share an exponent in blocks of BLOCK elements, which begin at the start of each parameter that `describe`
+    names, else at the start of the array that was allocated, or given. So buckets have the bits of the whole array if
+    they begin where parameters or blocks do.
 
     A call costs two all-reduces: of the exponents, a byte for BLOCK elements (float64: 4 bytes), and of the integers,
     8 bytes an element; and three passes over the array. Memory: 8 bytes an element of the longest array, allocated by
@@ -49,8 +51,9 @@ class Exact(Compressed):
     def _connect(self, topology: Topology) -> None:
         super()._connect(topology)
         self.sums_half = True  # as float64
-        self._summing: dict[Call, Callable[[Any], None]] = {}  # the functions that run `sum_terms`
-        self._terms: Sequence[Any] = ()  # of the running `sum_terms`
+        # the functions that run `sum_terms` and `sum_products`, and the terms or pairs of the running one
+        self._summing: dict[Call, Callable[[Any], None]] = {}
+        self._terms: Sequence[Any] = ()
         # (address of a registered array, first element, length) -> its parts when the layout was made, the layout
         self._block_layouts: dict[tuple[int, int, int], tuple[Sequence[Part], Layout]] = {}
         self._described: dict[Any, trees.Group] = {}  # whose arrays a tree's buffer holds
@@ -77,18 +80,55 @@ class Exact(Compressed):
         """
 
         def describe() -> tuple[Call, Op]:
-            if kind not in KINDS:
-                raise OptionError(f"sum_terms(kind={kind!r}): use one of {', '.join(KINDS)}")
-            call = records.array_call(kind, out, op, self._memory_kind(out))
-            resolved = self._resolve(op, call.dtype)
+            call, resolved = self._describe_sum("sum_terms", out, op, kind)
             _check_terms(call, resolved, count, terms)
-            call = call._replace(kind="sum_terms", op=resolved.name, shape=(int(count), KINDS.index(kind)))
-            return call, resolved
+            return call._replace(shape=(int(count), KINDS.index(kind))), resolved
 
+        return self._sum(describe, terms, out, kind)
+
+    def sum_products(self, pairs: Any, out: Any, op: str = "sum", count: int = 1, kind: str = "all_reduce") -> Any:
+        """Sum the outer products of rows: the gradients of dense layers, from their inputs and the errors of their
+        outputs. It does not matter which rank has which rows.
+
+        pairs: a sequence of pairs of 2-D float32 arrays, (k, inputs) and (k, outputs); k, the number of this rank's
+            rows, may differ between ranks, and be 0. Not changed.
+        out: 1-D, contiguous, float32; overwritten by left.T @ right, summed over all ranks' rows, of one pair after
+            the other.
+        op: "sum", or "mean": the sum divided by `count`.
+        count: the number of all rows of all ranks, or more; at most 32768. The same on all ranks; it decides how
+            elements are rounded (see products).
+        kind: as for `sum_terms`.
+
+        The elements of the pairs are rounded once, so that a float64 matrix product of each pair and rank is exact, and
+        the result is rounded once; also on one rank. It costs two all-reduces: of exponents, a byte for each column of
+        the pairs, and of the sums, 8 bytes an element of `out`.
+
+        Collective. Returns `out`, or the owned slice, a view. Raises OptionError, on all ranks, if they pass more than
+        `count` rows, and the errors of a call.
+        """
+
+        def describe() -> tuple[Call, Op]:
+            call, resolved = self._describe_sum("sum_products", out, op, kind)
+            sizes = _check_pairs(call, resolved, count, pairs)
+            return call._replace(shape=(int(count), KINDS.index(kind), *sizes)), resolved
+
+        return self._sum(describe, pairs, out, kind)
+
+    def _describe_sum(self, name: str, out: Any, op: str, kind: str) -> tuple[Call, Op]:
+        """Return the record of a call of the method `name`, and its operation. Local."""
+        if kind not in KINDS:
+            raise OptionError(f"{name}(kind={kind!r}): use one of {', '.join(KINDS)}")
+        call = records.array_call(kind, out, op, self._memory_kind(out))
+        resolved = self._resolve(op, call.dtype)
+        return call._replace(kind=name, op=resolved.name), resolved
+
+    def _sum(self, describe: Callable[[], tuple[Call, Op]], terms: Any, out: Any, kind: str) -> Any:
+        """Sum the terms, or the pairs, of all ranks into `out`. Returns the defined part. Collective."""
         call, resolved = self._agree_on(describe)
         run = self._summing.get(call)
         if run is None:
-            admitted = self._engine.admit(call, resolved, self._terms_work(call), None, self._locator_for(call))
+            work = self._terms_work(call) if call.kind == "sum_terms" else self._pairs_work(call)
+            admitted = self._engine.admit(call, resolved, work, None, self._locator_for(call))
             run = self._summing[call] = self._engine.prepare(admitted)
         self._terms = terms
         try:
@@ -103,11 +143,7 @@ class Exact(Compressed):
         count, scatters = call.shape[0], KINDS[call.shape[1]] == "reduce_scatter"
 
         def work(buffer: Any, op: Op) -> None:
-            passed = combine(self._comm, np.array([len(self._terms)], np.int64), "count the terms")[0]
-            if passed > count:
-                raise on_all_ranks(
-                    OptionError(f"sum_terms(count={count}): the ranks pass {passed} terms"), self.topology.world
-                )
+            self._check_count("terms", len(self._terms), call, count)
             layout = self._layout(buffer.size, self.registered.find(buffer))
             if call.memory == GPU:
                 terms = [term.get() for term in self._terms]
@@ -116,6 +152,40 @@ class Exact(Compressed):
                 self._add_up(self._terms, count, op, buffer, layout, scatters)
 
         return work
+
+    def _pairs_work(self, call: Call) -> Work:
+        """Return the function that does `sum_products` for calls like `call`."""
+        assert call.shape is not None
+        count, scatters = call.shape[0], KINDS[call.shape[1]] == "reduce_scatter"
+
+        def work(buffer: np.ndarray, op: Op) -> None:
+            pairs: Sequence[products.Pair] = self._terms
+            self._check_count("rows", len(pairs[0][0]) if pairs else 0, call, count)
+            if not buffer.size:
+                return
+            largest = products.exponents(pairs)
+            self._combine(largest, "max")
+            special = products.special(pairs, largest, buffer.size)
+            if special is not None:
+                self._combine(special.reshape(-1), "max")
+            wide = self._from_inner(buffer.size, FORMATS[buffer.dtype].carrier)
+            products.multiply(pairs, largest, count, self.workspace, wide)
+
+            def finish(part: slice) -> None:
+                products.finish(wide, count if op.name == "mean" else 1, buffer, part)
+                if special is not None:
+                    products.finish_special(special, buffer, part)
+
+            self._finish_sums(wide, finish, buffer, scatters)
+
+        return work
+
+    def _check_count(self, what: str, passed: int, call: Call, count: int) -> None:
+        """Raise OptionError, on all ranks, if they pass more than `count` terms, or rows. Collective."""
+        total = combine(self._comm, np.array([passed], np.int64), f"count the {what}")[0]
+        if total > count:
+            text = f"{call.kind}(count={count}): the ranks pass {total} {what}"
+            raise on_all_ranks(OptionError(text), self.topology.world)
 
     # The sum
 
@@ -148,17 +218,27 @@ class Exact(Compressed):
             largest[special.blocks] = special.exponents
         integers = self._from_inner(layout.length, form.carrier)
         fixed_point.add(terms, largest, count, layout, form, scratch, integers, finite=special is None)
+
+        def finish_part(part: slice) -> None:
+            fixed_point.finish(integers, largest, count, mean, layout, form, scratch, out, part)
+            if special is not None:
+                fixed_point.finish_special(special, out, part)
+
+        self._finish_sums(integers, finish_part, out, scatters)
+
+    def _finish_sums(self, wide: np.ndarray, finish: Callable[[slice], None], out: np.ndarray, scatters: bool) -> None:
+        """Sum the array `wide` of all ranks; let `finish` write the result's elements in a slice to `out`. Collective.
+
+        scatters: only the owned slice of `out` is needed.
+        """
         phases = self.inner.phases if isinstance(self.inner, TwoPhase) and self.size > 1 else None
-        if phases is None or (integers.nbytes < ONE_CALL_BYTES and not scatters):
-            part, phases = slice(0, layout.length), None
-            self._combine(integers, "sum")
-        else:
-            part = self.owned(layout.length)
-            phases.reduce_scatter(integers, ops.OPS["sum"])
-        fixed_point.finish(integers, largest, count, mean, layout, form, scratch, out, part)
-        if special is not None:
-            fixed_point.finish_special(special, out, part)
-        if phases is not None and not scatters:
+        if phases is None or (wide.nbytes < ONE_CALL_BYTES and not scatters):
+            self._combine(wide, "sum")
+            finish(slice(0, out.size))
+            return
+        phases.reduce_scatter(wide, ops.OPS["sum"])
+        finish(self.owned(out.size))
+        if not scatters:
             phases.all_gather(out)
 
     def _combine(self, array: np.ndarray, op: str) -> None:
@@ -248,7 +328,7 @@ class Exact(Compressed):
         self._described.clear()
 
 
-KINDS = ("all_reduce", "reduce_scatter")  # of `sum_terms`
+KINDS = ("all_reduce", "reduce_scatter")  # of `sum_terms` and `sum_products`
 
 
 def _check_terms(call: Call, op: Op, count: Any, terms: Any) -> None:
@@ -258,8 +338,7 @@ def _check_terms(call: Call, op: Op, count: Any, terms: Any) -> None:
             f'sum_terms() is "sum" or "mean" of 1-D arrays of floats, not "{op.name}" of {call.dtype} of shape '
             f"{call.shape}"
         )
-    if isinstance(count, bool) or not isinstance(count, int | np.integer) or not 1 <= count <= MOST_TERMS:
-        raise OptionError(f"count must be an integer from 1 to {MOST_TERMS}, got {count!r}")
+    _check_most(count, MOST_TERMS)
     for term in terms:
         fits = isinstance(term, np.ndarray) or gpu.is_gpu_array(term)
         if not fits or (term.shape, term.dtype) != ((call.length,), call.dtype) or not term.flags.c_contiguous:
@@ -270,6 +349,46 @@ def _check_terms(call: Call, op: Op, count: Any, terms: Any) -> None:
             )
         if gpu.is_gpu_array(term) != (call.memory == GPU):
             raise NotAnArrayError("sum_terms(): the terms and `out` must be on one device")
+
+
+def _check_pairs(call: Call, op: Op, count: Any, pairs: Any) -> list[int]:
+    """Raise the error if these can't be factors of products in an array. Returns the numbers of columns. Local."""
+    if call.dtype != np.float32 or op.name not in ("sum", "mean") or len(call.shape or ()) != 1 or call.memory == GPU:
+        raise UnsupportedOpError(
+            f'sum_products() is "sum" or "mean" in a 1-D float32 array of NumPy, not "{op.name}" of {call.dtype} of '
+            f"shape {call.shape}{' on a GPU' * (call.memory == GPU)}"
+        )
+    _check_most(count, products.MOST_ROWS)
+    arrays = [each for pair in pairs for each in pair] if _are_pairs(pairs) else []
+    sizes = [each.shape[1] for each in arrays]
+    length = sum(inputs * outputs for inputs, outputs in zip(sizes[::2], sizes[1::2], strict=True))
+    if not _are_pairs(pairs) or length != call.length:
+        raise NotAnArrayError(
+            "sum_products() takes pairs of float32 arrays (k, inputs) and (k, outputs), with one k, and `out` has "
+            f"inputs x outputs elements for each pair; got {_shown(pairs)}, for {call.length} elements"
+        )
+    return sizes
+
+
+def _are_pairs(given: Any) -> bool:
+    """Return whether these are pairs of 2-D float32 arrays of one number of rows. Local."""
+    if not isinstance(given, list | tuple) or not all(isinstance(pair, tuple) and len(pair) == 2 for pair in given):
+        return False
+    arrays = [each for pair in given for each in pair]
+    fits = all(isinstance(each, np.ndarray) and each.dtype == np.float32 and each.ndim == 2 for each in arrays)
+    return fits and len({len(each) for each in arrays}) <= 1
+
+
+def _shown(given: Any) -> str:
+    """Return a description of arrays in tuples and lists, or of another object."""
+    if isinstance(given, list | tuple):
+        return f"[{', '.join(map(_shown, given))}]"
+    return f"{given.dtype} of shape {given.shape}" if isinstance(given, np.ndarray) else type(given).__qualname__
+
+
+def _check_most(count: Any, most: int) -> None:
+    if isinstance(count, bool) or not isinstance(count, int | np.integer) or not 1 <= count <= most:
+        raise OptionError(f"count must be an integer from 1 to {most}, got {count!r}")
 
 
 def _starts(where: Slice) -> list[int]:

@@ -44,7 +44,7 @@ class Wrapper(AllReduce):
         if "inner" not in self.__dict__ or (name.startswith("__") and name.endswith("__")):
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
         found = getattr(self.inner, name)
-        return functools.partial(self._sum_terms, found) if name == "sum_terms" else found
+        return functools.partial(self._sum, name, found) if name in ("sum_terms", "sum_products") else found
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.inner!r})"
@@ -118,11 +118,11 @@ class Wrapper(AllReduce):
     def sparse(self, indices: Any, values: Any, rows: int, op: str = "mean") -> tuple[Any, Any]:
         return self.around("sparse", lambda: self.inner.sparse(indices, values, rows, op), values, op)
 
-    def _sum_terms(
-        self, call: Callable[..., Any], terms: Any, out: Any, op: str = "sum", *rest: Any, **named: Any
+    def _sum(
+        self, name: str, call: Callable[..., Any], terms: Any, out: Any, op: str = "sum", *rest: Any, **named: Any
     ) -> Any:
-        """Run `sum_terms` of an inner backend with exact=True."""
-        return self.around("sum_terms", functools.partial(call, terms, out, op, *rest, **named), out, op)
+        """Run `sum_terms` or `sum_products`, its name, of an inner backend with exact=True."""
+        return self.around(name, functools.partial(call, terms, out, op, *rest, **named), out, op)
 
     def describe(self, array: Any, parts: Sequence[Part] = (), whole: bool = True) -> None:
         self.inner.describe(array, parts, whole)

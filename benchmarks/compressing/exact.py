@@ -1,18 +1,24 @@
-"""Exact training: the SHA-256 of the parameters for each number of ranks, backend, kind of nodes, and update."""
+"""Exact training: the SHA-256 of the parameters for each number of ranks, backend, kind of nodes, and update; and the
+milliseconds of a step."""
 
 import argparse
 import time
 from collections import Counter
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from typing import Any
+
+import numpy as np
 
 import allreduce
 from allreduce.errors import OptionError, UnavailableError
 from allreduce.topology import Topology
 from allreduce.transport.control import on_all_ranks, root_value
+from benchmarks.lib import timing
 from benchmarks.lib.outputs import Screen
 from trainers import MirroredTrainer, NumpyNetwork, datasets
+from trainers.callbacks import Callback, Logs
 from trainers.datasets.dataset import Dataset
 
 NODES = ("flat", "nodes")
@@ -20,6 +26,9 @@ UPDATES = ("replicated", "sharded")
 LAYERS = (64, 32)  # hidden ones
 BATCH, MICRO_BATCH = 100, 8  # rows; neither divides the other, nor the rows of the digits
 SHOWN = 8  # digits of a SHA-256 in the table
+SIZES = (784, 2048, 2048, 2048, 10)  # of the network whose steps are timed: 10 million parameters
+PLAIN = "not exact"
+TIMED = 2  # steps of a turn, after a first one
 
 
 @dataclass(frozen=True)
@@ -122,3 +131,45 @@ def table(found: list[Cell], most: int) -> list[str]:
     for (backend, nodes, update), row in rows.items():
         lines.append(f"  {backend:<19}{nodes:<7}{update:<12}{''.join(f'{each:>10}' for each in row)}")
     return lines
+
+
+class Clock(Callback):
+    """Notes when batches end."""
+
+    def __init__(self) -> None:
+        self.ends: list[float] = []
+
+    def on_train_begin(self, logs: Logs | None = None) -> None:
+        self.ends = []
+
+    def on_train_batch_end(self, batch: int, logs: Logs | None = None) -> None:
+        self.ends.append(time.perf_counter())
+
+
+def run_steps(
+    topology: Topology, args: argparse.Namespace, screen: Screen, write: Callable[[dict[str, Any]], None]
+) -> None:
+    """Time the steps of trainings that are exact, with each micro-batch, and not. They take turns. Collective."""
+    options: dict[str, dict[str, Any]] = {PLAIN: {}}
+    options |= {f"micro_batch={rows}": {"exact": True, "micro_batch": rows} for rows in args.micro_batches}
+    random = np.random.default_rng(0)
+    x = random.standard_normal(((1 + TIMED) * args.batch, SIZES[0]), np.float32)
+    y = random.integers(0, SIZES[-1], len(x))
+    clock, times = Clock(), np.zeros((len(options), args.iters + 1, TIMED))
+    with ExitStack() as stack, screen.bar(args.iters + 1, "turn") as bar:
+        trainers = [
+            stack.enter_context(
+                MirroredTrainer(NumpyNetwork(SIZES, optimizer="sgd", seed=1), args.backend, topology, **each)
+            )
+            for each in options.values()
+        ]
+        for turn in range(args.iters + 1):
+            for row, trainer in enumerate(trainers):
+                trainer.fit(x, y, batch_size=args.batch, progress=False, callbacks=[clock])
+                times[row, turn] = np.diff(clock.ends)
+            bar.update()
+    measured = timing.slowest(topology.world, times[:, 1:]).reshape(len(options), -1).tolist()
+    found = dict(zip(options, measured, strict=True))
+    sizes = "-".join(map(str, SIZES))
+    screen.say(f"# a training step of {sizes} with a batch of {args.batch}, {topology}", timing.table(found, PLAIN))
+    write({"batch": args.batch, "sizes": SIZES, "seconds": found})

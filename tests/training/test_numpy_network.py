@@ -440,29 +440,43 @@ def test_an_optimizer_of_another_framework(foreign: Any) -> None:
         NumpyNetwork([4, 3], optimizer=foreign)
 
 
-@pytest.mark.parametrize("sizes", [[20, 300, 33, 4], [784, 128, 10]])
+@pytest.mark.parametrize("sizes", [[20, 300, 33, 4], [784, 128, 10], [9, 4]])
 @pytest.mark.parametrize("activation", ["relu", "tanh"])
-def test_parts_have_the_bits_that_they_have_alone(
+def test_factors_have_the_bits_that_a_part_has_alone(
     sizes: list[int], activation: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With products of all rows where a trial allows them, and without any."""
+    """With products of all rows where a trial allows them, and without any; and their products are the gradients."""
     rng = np.random.default_rng(2)
     x, y = rng.normal(size=(69, sizes[0])).astype("float32"), rng.integers(0, sizes[-1], 69)
-    parts = [(x[start : start + 8], y[start : start + 8]) for start in range(0, 69, 8)]  # the last one of 5 rows
+    weights = rng.uniform(0, 2, 69).astype("float32")
+    parts = [(x[start : start + 8], y[start : start + 8], weights[start : start + 8]) for start in range(0, 69, 8)]
     network = NumpyNetwork(sizes, activation=activation, seed=1)
-    expected, values = [], []
-    for part in parts:
-        buffer = np.zeros(network.gradient_length, "float32")
-        network.bind(buffer)
-        values.append(np.array(network.gradients(*part, len(part[0]) / 69)))
-        expected.append(buffer)
+    network.parameters += 0.01  # biases too
+    buffer, expected, values, gradients = np.zeros(network.gradient_length, "float32"), [], [], 0.0
+    network.bind(buffer)
+    for part in parts:  # the last one has 5 rows
+        values.append(np.array(network.gradients(*part[:2], len(part[0]) / 69, part[2])))
+        gradients += buffer
+        expected.append(network.factors_of_parts([part], 69)[1])
+    shapes = list(network.shapes().values())
     for joined in (True, False):
         if not joined:
             monkeypatch.setattr(Products, "_equal", lambda *_: False)
-        memories = [np.zeros_like(each) for each in expected]
-        found = network.gradients_of_parts(parts, 69, memories)
+        found, pairs = network.factors_of_parts(parts, 69)
+        network.predict(x)  # changes no factors
         assert np.array_equal(found, values)
-        assert [each.tobytes() for each in memories] == [each.tobytes() for each in expected]
+        products = []
+        for number, ((left, right), shape) in enumerate(zip(pairs, shapes, strict=True)):
+            assert left.tobytes() == np.concatenate([each[number][0] for each in expected]).tobytes()
+            assert right.tobytes() == np.concatenate([each[number][1] for each in expected]).tobytes()
+            products.append(left.T @ right)
+            assert products[-1].size == np.prod(shape)
+        np.testing.assert_allclose(np.concatenate([each.reshape(-1) for each in products]), gradients, atol=1e-6)
+    none = network.factors_of_parts([], 1)
+    assert none[0] == []
+    assert [[len(each), each.shape[1]] for pair in none[1] for each in pair] == [
+        [0, each.shape[1]] for pair in pairs for each in pair
+    ]
 
 
 def test_products_of_a_blas_that_adds_in_another_order_are_not_joined() -> None:

@@ -5,6 +5,10 @@ has the same rows on any number of ranks, and the rank that has it computes its 
 statistics and random numbers of the step's start. The gradients of all micro-batches are then summed exactly
 (allreduce.wrappers.exact), so it does not matter which rank computed which, or in which order they were added.
 
+The gradients of NumpyNetwork are sums of products, one for each row. Then a rank computes only the factors of these
+products in micro-batches, and sums the products of all its rows exactly, by one matrix product for each layer
+(allreduce.arrays.products).
+
 M. Li et al.: EasyScale: Elastic training with consistent accuracy and improved utilization on GPUs, SC 2023. Its
 workers are threads, of a fixed number, with a fixed order of additions; here there is no order.
 """
@@ -15,6 +19,7 @@ from typing import Any
 
 import numpy as np
 
+from allreduce.arrays.products import MOST_ROWS
 from allreduce.backend import AllReduce, Config
 from allreduce.topology import Topology
 from trainers.backends import MICRO_BATCH, backend_for, exact_error
@@ -22,7 +27,7 @@ from trainers.checks import changed_alone
 from trainers.data import Batch, BatchSource, Data, row_count
 from trainers.errors import ArgumentError
 from trainers.group import RankGroup
-from trainers.replica import gradients_of
+from trainers.replica import Factors, gradients_of
 from trainers.strategies.local_sgd import LocalOptions
 from trainers.strategies.mirrored import Mirrored
 from trainers.strategies.rule import StepOptions
@@ -38,7 +43,10 @@ class ExactMirrored(Mirrored):
         self._exact, self._local = exact, local
         self.micro_batch = MICRO_BATCH if micro_batch is None else micro_batch
         self._rows: list[np.ndarray] = []  # memory for the gradients of all micro-batches of a step but the last one
-        self._terms: list[np.ndarray] = []  # this rank's gradients of the current step
+        self._terms: list[np.ndarray] = []  # this rank's gradients of the current step; or, if `_factored`:
+        self._factors: list[Factors] = []
+        self._factored = False
+        self._most = 1  # rows of a batch
         self._values = np.zeros((0, len(self.replica.metrics)))  # their metrics, times their share of the batch
         self._count = 1  # of micro-batches in a batch
         self._checked = False  # whether it is known that batches change no buffers that ranks do not average
@@ -93,34 +101,40 @@ class ExactMirrored(Mirrored):
 
     def _drop_buffer(self) -> None:
         super()._drop_buffer()
-        self._rows, self._terms = [], []
+        self._rows, self._terms, self._factors = [], [], []
 
     # A step
 
     def compute(self, batch: Batch | None) -> None:
-        self._count = -(-self._batches.batch_size // self.micro_batch)
+        self._most = self._batches.batch_size
+        self._count = -(-self._most // self.micro_batch)
+        self._factored = self.replica.factored and self._most <= MOST_ROWS  # the same on all ranks
         count = 0 if batch is None else len(batch.seeds)
         self._terms, self._values = [], np.zeros((count, len(self.replica.metrics)))
         if batch is None or not count:
+            self._factors = self.replica.factors_of_parts([], 1)[1] if self._factored else []
             super().compute(batch)
             return
         self.update.check_edits()
         self.update.begin_batch()
-        while len(self._rows) < count - 1:
-            self._rows.append(np.empty_like(self.buffer))
-        self._terms = [*self._rows[: count - 1], self.buffer]
         shares = [row_count(part) / batch.rows for part in batch.parts]
-        found = self.replica.gradients_of_parts(batch.parts, batch.rows, self._terms)
+        if self._factored:
+            self._values[:], self._factors = self.replica.factors_of_parts(batch.parts, batch.rows)
+        else:
+            self._compute_terms(batch, shares)
+        self._values *= np.array(shares)[:, None]
+        self._measured[: self._values.shape[1]] = self._values.sum(axis=0)
+
+    def _compute_terms(self, batch: Batch, shares: list[float]) -> None:
+        """Compute the gradients of one micro-batch after the other: `_terms`, and `_values`. Local."""
+        while len(self._rows) < len(shares) - 1:
+            self._rows.append(np.empty_like(self.buffer))
+        self._terms = [*self._rows[: len(shares) - 1], self.buffer]
         for number, (seed, part, share) in enumerate(zip(batch.seeds, batch.parts, shares, strict=True)):
-            if found is not None:
-                self._values[number] = found[number]
-                continue
             if number:
                 self.replica.undo()  # each micro-batch begins with the statistics of the step's start
             self.replica.seed(seed)
             self._values[number] = self._compute(part, share, self._terms[number])
-        self._values *= np.array(shares)[:, None]
-        self._measured[: self._values.shape[1]] = self._values.sum(axis=0)
 
     def _compute(self, part: Data, share: float, memory: np.ndarray) -> Any:
         """Write the gradients of a micro-batch to `memory`; return its metrics. Local."""
@@ -153,12 +167,17 @@ class ExactMirrored(Mirrored):
     def binding(self, backend: AllReduce, array: Any, kind: str) -> Callable[[], object]:
         if array is not self.buffer or kind == "all_gather":
             return super().binding(backend, array, kind)
-        return partial(self._sum_terms, backend, kind)
+        return partial(self._sum_gradients, backend, kind)
 
-    def _sum_terms(self, backend: Any, kind: str) -> None:
+    def _sum_gradients(self, backend: Any, kind: str) -> None:
         kind = kind if self.scatters_gradients else "all_reduce"
-        backend.sum_terms(self._terms, self.buffer, "sum", self._count, kind)
+        if self._factored:
+            backend.sum_products(self._factors, self.buffer, "sum", self._most, kind)
+        else:
+            backend.sum_terms(self._terms, self.buffer, "sum", self._count, kind)
 
     @property
     def local_gradients(self) -> Any:
+        if self._factored:
+            return np.concatenate([(left.T @ right).reshape(-1) for left, right in self._factors])
         return np.add.reduce(self._terms) if len(self._terms) > 1 else self.buffer

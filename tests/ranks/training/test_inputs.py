@@ -42,9 +42,6 @@ class Joined(NumpyNetwork):
     def gradients(self, x: Any, y: Any, share: float, weights: Any = None) -> Any:
         return super().gradients(joined(x), y, share, weights)
 
-    def gradients_of_parts(self, parts: Any, rows: int, memories: Any) -> Any:
-        return super().gradients_of_parts([(joined(x), *rest) for x, *rest in parts], rows, memories)
-
     def evaluate(self, x: Any, y: Any, weights: Any = None) -> Any:
         return super().evaluate(joined(x), y, weights)
 

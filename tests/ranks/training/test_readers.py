@@ -64,9 +64,6 @@ class Noting(NumpyNetwork):
         self.trained += list(x.copy())
         return super().gradients(x, y, share)
 
-    def gradients_of_parts(self, *_: Any) -> None:
-        return None
-
     def evaluate(self, x: np.ndarray, y: np.ndarray, *weights: Any) -> Any:
         self.evaluated += list(x.copy())
         return super().evaluate(x, y, *weights)

@@ -5,7 +5,7 @@ Gradients are written, reduced and read by the optimizer in the same memory.
 """
 
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -14,7 +14,7 @@ from trainers.data import Data, Tree
 from trainers.errors import ArgumentError, ModelFileError
 from trainers.files import model_file
 from trainers.files.onnx_graph import FREE, Graph
-from trainers.replica import Slices, columns_of
+from trainers.replica import Factors, Slices, columns_of
 from trainers.replicas.flat import FlatReplica
 from trainers.replicas.numpy.losses import LOSSES
 from trainers.replicas.numpy.optimizers import OPTIMIZERS, STEPS, Optimizer, on_host
@@ -206,23 +206,36 @@ class NumpyNetwork(FlatReplica):
     def _weights(self, weights: np.ndarray | None) -> Any:
         return None if weights is None else self._xp.asarray(weights, FLOAT)
 
-    def gradients_of_parts(self, parts: Sequence[Data], rows: int, memories: Sequence[Any]) -> list[Any] | None:
-        sizes = [len(x) for x, *_ in parts]
+    @property
+    def factored(self) -> bool:
         own = all(getattr(type(self), name) is getattr(NumpyNetwork, name) for name in OVERRIDDEN)
-        if self._xp is not np or not own or len(parts) < 2 or {*sizes[:-1]} != {sizes[0]} or sizes[-1] > sizes[0]:
-            return None
+        return own and self._xp is np
+
+    def factors_of_parts(self, parts: Sequence[Data], rows: int) -> tuple[list[Any], list[Factors]]:
+        if not parts:
+            none = [np.empty((0, size), FLOAT) for size in self.sizes]
+            return [], self._pairs(none[:-1], none[1:], np.empty((0, 1), FLOAT))
+        sizes = [len(x) for x, *_ in parts]
         unit = sizes[0]
-        spans = [slice(number * unit, number * unit + size) for number, size in enumerate(sizes)]
         outputs = self._forward(np.concatenate([x for x, *_ in parts]), unit)
         found = []
-        for (_, y, *given), span, size in zip(parts, spans, sizes, strict=True):
-            z, targets, weights = outputs[-1][span], self._loss.targets(y), self._weights(*given or [None])
+        for number, ((_, y, *given), size) in enumerate(zip(parts, sizes, strict=True)):
+            z, targets = outputs[-1][number * unit :][:size], self._loss.targets(y)
+            weights = self._weights(*given or [None])
             self._loss.measure(z, targets, self._values, weights)
             found.append(self._values / size)
             share = size / rows
             self._loss.derive(z, targets, share / size if weights is None else weights[:, None] * (share / size))
-        self._backward(outputs, unit, [(span, self._views(each)) for span, each in zip(spans, memories, strict=True)])
-        return found
+        inputs, errors = [], []
+        for index, delta in self._errors(outputs, unit):
+            inputs.append(outputs[index].copy())  # copies, because a callback may call `predict` before the step
+            errors.append(delta.copy())
+        return found, self._pairs(inputs[::-1], errors[::-1], np.ones((len(outputs[0]), 1), FLOAT))
+
+    def _pairs(self, inputs: Sequence[Any], errors: Sequence[Any], ones: Any) -> list[Factors]:
+        """Return the factors of the gradients, from each layer's inputs and the errors of its outputs."""
+        layers = zip(inputs, errors, strict=True)
+        return [pair for below, delta in layers for pair in ((below, delta), (ones, delta))]
 
     def update(self, part: Slices | None = None) -> None:
         self.optimizer.step(part)
@@ -355,29 +368,31 @@ class NumpyNetwork(FlatReplica):
             outputs.append(z)
         return outputs
 
-    def _backward(
-        self, outputs: list[Any], unit: int | None = None, parts: Sequence[tuple[slice, Any]] | None = None
-    ) -> None:
-        """Fill the gradients from the derivative in outputs[-1]; all outputs but the input are overwritten.
-
-        unit: see `_forward`. parts: rows of which the gradients are filled apart, and these; by default all rows.
-        """
-        xp = self._xp
-        delta, rows = outputs[-1], len(outputs[-1])
-        for index in range(len(self._layers) - 1, -1, -1):
-            below = outputs[index]
-            for span, layers in parts or [(slice(0, rows), self._gradient_layers)]:
-                weights, bias = layers[index]
-                xp.dot(below[span].T, delta[span], out=weights)
-                xp.sum(delta[span], axis=0, out=bias)
-            if index:
-                passed = self._deltas[index - 1][: len(below)]
-                self._products.multiply(delta, self._layers[index][0].T, passed, unit)
-                for start in range(0, rows, unit or rows):
-                    self._activation.derive(xp, below[start : start + (unit or rows)])
-                passed *= below
-                delta = passed
+    def _backward(self, outputs: list[Any]) -> None:
+        """Fill the gradients from the derivative in outputs[-1]; all outputs but the input are overwritten."""
+        delta = outputs[-1]
+        for index, delta in self._errors(outputs):
+            weights, bias = self._gradient_layers[index]
+            self._xp.dot(outputs[index].T, delta, out=weights)
+            self._xp.sum(delta, axis=0, out=bias)
         self._derive_input(delta)
+
+    def _errors(self, outputs: list[Any], unit: int | None = None) -> Iterator[tuple[int, Any]]:
+        """Yield (number of a layer from 0, derivative by its output), from the last layer to the first.
+
+        outputs: [input, output of each layer], with the derivative in the last one; outputs[number] is overwritten when
+            the next layer is asked for. unit: see `_forward`.
+        """
+        delta, rows = outputs[-1], len(outputs[-1])
+        for index in range(len(self._layers) - 1, 0, -1):
+            yield index, delta
+            below, passed = outputs[index], self._deltas[index - 1][:rows]
+            self._products.multiply(delta, self._layers[index][0].T, passed, unit)
+            for start in range(0, rows, unit or rows):
+                self._activation.derive(self._xp, below[start : start + (unit or rows)])
+            passed *= below
+            delta = passed
+        yield 0, delta
 
     def _derive_input(self, delta: Any) -> None:
         """Hook for subclasses with a layer below the first one. delta: the derivative by the first layer's output."""
@@ -425,8 +440,8 @@ class NumpyNetwork(FlatReplica):
         return self._xp.asarray(np.broadcast_to(np.asarray(given, FLOAT), (self.sizes[0],)).copy())
 
 
-# A subclass that overrides one of these computes parts one after the other.
-OVERRIDDEN = ("gradients", "_forward", "_backward", "_derive_input", "_input")
+# The gradients of a subclass that overrides one of these may be no products.
+OVERRIDDEN = ("gradients", "_forward", "_backward", "_errors", "_derive_input", "_input")
 
 
 class Products:
