@@ -13,6 +13,7 @@ import pytest
 
 from allreduce import PowerSGD, Quantized
 from allreduce.errors import OptionError
+from benchmarks import compression
 from benchmarks.compressing import exact, speed
 from benchmarks.compressing.speed import Cost
 from benchmarks.lib import hosts
@@ -196,6 +197,19 @@ def test_exact_training_has_the_same_bits_everywhere(mpirun: JobRunner, tmp_path
     assert len(trained) == 20, "shared does not reduce across nodes"
     assert {cell["sha256"] for cell in trained} == {found["sha256"]}
     assert f"all 20 cells equal: {found['sha256']}" in job.stdout
+
+
+def test_steps_are_timed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    record = tmp_path / "steps.json"
+    options = ["--layers", "16,8", "--batch", "20", "--micro-batches", "3,9", "--iters", "2", "--json", str(record)]
+    assert compression.main(["steps", *options]) == 0
+    found = json.loads(record.read_text())
+    assert found["sizes"] == [784, 16, 8, 10]
+    assert list(found["seconds"]) == ["not exact", "micro_batch=3", "micro_batch=9"]
+    assert all(len(each) == 4 and min(each) > 0 for each in found["seconds"].values())
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[-3].split()[-1] == "1.00"
+    assert lines[-1].startswith("micro_batch=9")
 
 
 @pytest.mark.jobs

@@ -452,7 +452,8 @@ def test_factors_have_the_bits_that_a_part_has_alone(
     parts = [(x[start : start + 8], y[start : start + 8], weights[start : start + 8]) for start in range(0, 69, 8)]
     network = NumpyNetwork(sizes, activation=activation, seed=1)
     network.parameters += 0.01  # biases too
-    buffer, expected, values, gradients = np.zeros(network.gradient_length, "float32"), [], [], 0.0
+    buffer, gradients = np.zeros((2, network.gradient_length), "float32")
+    expected, values = [], []
     network.bind(buffer)
     for part in parts:  # the last one has 5 rows
         values.append(np.array(network.gradients(*part[:2], len(part[0]) / 69, part[2])))
