@@ -19,6 +19,13 @@ params:
 - {parameterName: optimizer, type: CATEGORICAL, categoricalValues: [adam, momentum]}
 - {parameterName: momentum, type: DOUBLE, minValue: 0.5, maxValue: 0.99, scaleType: UNIT_REVERSE_LOG_SCALE}
 """
+STRATEGIES = """
+goal: MAXIMIZE
+params:
+- {parameterName: strategy, type: CATEGORICAL, categoricalValues: [mirrored, parameter_server]}
+- {parameterName: servers, type: INTEGER, minValue: 1, maxValue: 2}
+"""
+HALVING = f"successiveHalving: {{}}\n{TUNING}"
 
 
 def test_the_best_model_and_the_trials_are_written(mpirun: JobRunner, tmp_path: Path) -> None:
@@ -63,6 +70,23 @@ def test_errors_before_anything_starts(tmp_path: Path) -> None:
         (lines(TUNING, "--trace", "t.json"), "--trace: a search does not take this option"),
         (lines(TUNING, "--epoch", "3"), "--epoch"),
         (lines(TUNING, "--storage", "none/journal"), "--storage none/journal: this can't be written"),
+        (
+            lines(TUNING, "--strategy", "spare_replicas"),
+            "--strategy spare_replicas needs 2 ranks, its backup workers and another rank, and a trial has 1",
+        ),
+        (
+            lines(STRATEGIES, "--ranks-per-trial", "2"),
+            "parameter servers: 2 can't be used: --strategy parameter_server needs 3 ranks",
+        ),
+        (lines(TUNING + "successiveHalving: {firstEpochs: 5}\n", "--epochs", "5"), "firstEpochs 5 must be less than"),
+        (lines(TUNING + "successiveHalving: {firstEpochs: 1.5}\n"), "firstEpochs must be an integer of at least 1"),
+        (lines(TUNING + "successiveHalving: {factor: 1}\n"), "factor must be an integer of at least 2, got 1"),
+        (lines(TUNING + "successiveHalving: {epochs: 1}\n"), "successiveHalving: the key 'epochs' is unknown"),
+        (
+            lines(HALVING.replace("maxTrials: 3", "maxTrials: 3\nenableTrialEarlyStopping: true")),
+            "can't be used with successiveHalving",
+        ),
+        (lines(HALVING + "- {parameterName: epochs, type: INTEGER, minValue: 2, maxValue: 9}\n"), "can't vary epochs"),
         (lines(TUNING, "--epochs", "0"), "none of 3 trials is complete; the first reason: ArgumentError: --epochs 0"),
     ]
     outcomes = in_one_job(2, [line for line, _ in cases], tmp_path)

@@ -8,6 +8,7 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,6 +22,7 @@ from trainers.cli import results
 from trainers.cli.options import (
     BY_NAME,
     SERVERS,
+    SPARE,
     RankParser,
     integer,
     make_callbacks,
@@ -54,6 +56,7 @@ EXAMPLES = """examples:
   mpirun -n 4 python -m trainers search --config tuning.yaml --ranks-per-trial 2 --storage search.journal
   mpirun -n 4 python -m trainers search --config tuning.yaml --save best.npz --html search.html
 """
+OF_THE_RANKS = ("strategy", "servers", "ranks_per_worker", "backup_workers")  # options that need several ranks
 FILES = ("save", "json", "html")
 WARM_UP_EPOCHS = 2  # in which no trial is pruned
 CHECKPOINT_EVERY = "30 seconds"  # of a trial's training in a rung, at whose end there is one too
@@ -113,7 +116,7 @@ def run(arguments: Sequence[str], world: Topology, program: str) -> None:
             keeper.objective,
             job.tuning.trials,
             world,
-            _ranks_per_trial(job, world),
+            _ranks_per_trial(job.options, job.tuning, world.size),
             parallel=job.tuning.parallel,
             directions=job.tuning.direction,
             pruner=None if job.halving else _pruner(job.tuning),
@@ -142,7 +145,10 @@ def _read(arguments: Sequence[str], world: Topology, program: str) -> Job:
     for parameter in found.parameters:
         if any(each.partition("=")[0] == BY_NAME[parameter.name].flag for each in base):
             raise ArgumentError(f"{BY_NAME[parameter.name].flag} is varied by --config; leave it out here")
-    found.check(base)
+    fits = partial(_check_part, _smallest_part(options, found, world.size))
+    if not {*OF_THE_RANKS} & {each.name for each in found.parameters}:
+        fits(first)
+    found.check(base, fits)
     found.halving(first.epochs)
     optuna()
     if options.html:
@@ -167,6 +173,30 @@ def _check_ranks(parallel: int, each: int, ranks: int) -> None:
         )
 
 
+def _smallest_part(options: argparse.Namespace, tuned: Tuning, ranks: int) -> int:
+    """Return the ranks of the smallest part that trains a trial."""
+    least = _ranks_per_trial(options, tuned, ranks)
+    if tuned.halves is not None or least > ranks:
+        return least
+    return ranks // min(ranks // least, tuned.parallel or ranks)
+
+
+def _check_part(ranks: int, options: argparse.Namespace) -> None:
+    """Raise ArgumentError if so few ranks can't train with these options."""
+    needed, why = 1, ""
+    if options.strategy == SERVERS:
+        needed = (options.servers or 1) + options.ranks_per_worker
+        why = "its servers and a worker"
+    elif options.strategy == SPARE:
+        needed = options.backup_workers + 1
+        why = "its backup workers and another rank"
+    if ranks < needed:
+        raise ArgumentError(
+            f"--strategy {options.strategy} needs {needed} ranks, {why}, and a trial has {ranks}: give "
+            f"--ranks-per-trial {needed}"
+        )
+
+
 def _check_files(options: argparse.Namespace) -> None:
     for name in (*FILES, "storage"):
         path = getattr(options, name)
@@ -174,9 +204,9 @@ def _check_files(options: argparse.Namespace) -> None:
             raise ArgumentError(f"--{name} {path}: this can't be written; give a file in a folder that exists")
 
 
-def _ranks_per_trial(job: Job, world: Topology) -> int:
-    given: int | None = job.options.ranks_per_trial
-    return given or max(1, world.size // (job.tuning.parallel or world.size))
+def _ranks_per_trial(options: argparse.Namespace, tuned: Tuning, ranks: int) -> int:
+    given: int | None = options.ranks_per_trial
+    return given or max(1, ranks // (tuned.parallel or ranks))
 
 
 def _pruner(tuned: Tuning) -> Any:

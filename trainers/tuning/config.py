@@ -14,6 +14,7 @@ is read too.
 
 import difflib
 import math
+from argparse import Namespace
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -156,8 +157,9 @@ class Tuning:
     def _applies(self, parameter: Parameter, values: Mapping[str, Any]) -> bool:
         return all(_meets(values.get(name), allowed) for name, allowed in self._needs(parameter).items())
 
-    def check(self, base: Sequence[str]) -> None:
-        """Raise ArgumentError if an option does not take the values of its parameter. base: arguments of all trials."""
+    def check(self, base: Sequence[str], fits: Callable[[Namespace], object] | None = None) -> None:
+        """Raise ArgumentError if an option does not take the values of its parameter. base: arguments of all trials.
+        fits: raises ArgumentError if a trial can't have these options."""
         usual = {each.name: each.extremes[0] for each in self.parameters}
         for parameter in self.parameters:
             needed = {
@@ -165,11 +167,19 @@ class Tuning:
                 for name, allowed in self._needs(parameter).items()
             }
             for value in parameter.extremes:
-                self._check_value(base, parameter, usual | needed | {parameter.name: value})
+                self._check_value(base, parameter, usual | needed | {parameter.name: value}, fits)
 
-    def _check_value(self, base: Sequence[str], parameter: Parameter, values: Mapping[str, Any]) -> None:
+    def _check_value(
+        self,
+        base: Sequence[str],
+        parameter: Parameter,
+        values: Mapping[str, Any],
+        fits: Callable[[Namespace], object] | None,
+    ) -> None:
         try:
-            parse([*base, *self.arguments(self._values(lambda each: values[each.name]))], shown=False)
+            options = parse([*base, *self.arguments(self._values(lambda each: values[each.name]))], shown=False)
+            if fits is not None:
+                fits(options)
         except ArgumentError as error:
             value = values[parameter.name]
             raise ArgumentError(f"parameter {parameter.name}: {value!r} can't be used: {error}") from error
