@@ -7,15 +7,17 @@ mpirun -n 3 python scripts/torch_pipeline.py --stages 3 --pause 0.02  # the bubb
 
 The ranks form a mesh: replicas x stages x tensor parallel. A stage sends its activations to the next stage, and the
 gradients of the activations to the previous one, one message for each microbatch. The replicas of a stage average their
-gradients by the process group's all-reduce. A rank waits while the pipeline fills and drains: this part of the time is
-the bubble.
+gradients by the process group's all-reduce. A rank waits while the pipeline fills and drains: this part of the
+pipeline's time is the bubble.
 
-Prints, for each epoch, the loss and the accuracy on the training rows, rows/s, and the bubble measured. First comes
-the bubble predicted.
+Prints, for each epoch, the loss and the accuracy on the training rows, rows/s, the bubble measured, and the part of the
+time that other things take: the optimizer, the all-reduce, the next rows. First comes the bubble predicted.
 """
 
 import argparse
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -29,8 +31,9 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import allreduce.torch_backend
+from allreduce.machine import cores
 from benchmarks.lib.cli import at_least
-from benchmarks.predicting.pipeline import SCHEDULES, bubble
+from benchmarks.predicting.pipeline import SCHEDULES, bubble, crowded
 from trainers import datasets
 from trainers.datasets.parser import Parser
 
@@ -103,22 +106,27 @@ class Part(nn.Sequential):
 
 
 class Stage(PipelineStage):
-    """A stage that measures its computation. pause: seconds that a forward pass waits; a backward pass waits twice."""
+    """A stage that measures its computation. pause: seconds that a forward pass waits; a backward pass waits twice.
+
+    busy: seconds that it computed, on a core, or waited for `pause`. Waits for a core are no computation.
+    """
 
     busy = pause = 0.0
 
     def forward_one_chunk(self, *args: Any, **options: Any) -> Any:
-        begin = time.perf_counter()
-        time.sleep(self.pause)
-        result = super().forward_one_chunk(*args, **options)
-        self.busy += time.perf_counter() - begin
-        return result
+        with self._measured(self.pause):
+            return super().forward_one_chunk(*args, **options)
 
     def backward_one_chunk(self, *args: Any, **options: Any) -> None:
-        begin = time.perf_counter()
-        time.sleep(2 * self.pause)
-        super().backward_one_chunk(*args, **options)
-        self.busy += time.perf_counter() - begin
+        with self._measured(2 * self.pause):
+            super().backward_one_chunk(*args, **options)
+
+    @contextmanager
+    def _measured(self, pause: float) -> Iterator[None]:
+        time.sleep(pause)
+        begin = time.thread_time()
+        yield
+        self.busy += time.thread_time() - begin + pause
 
 
 class Pipeline(NamedTuple):
@@ -242,27 +250,32 @@ def step(pipeline: Pipeline, x: torch.Tensor, y: torch.Tensor) -> tuple[float, i
 
 
 class Epoch(NamedTuple):
-    """What is printed of an epoch. waited: the part of the time in which a rank did not compute."""
+    """What is printed of an epoch. bubble: the part of the pipeline's time in which a rank did not compute. rest: the
+    part of the epoch outside of the pipeline."""
 
     number: int
     loss: float
     accuracy: float
     rows: float
-    waited: float
+    bubble: float
+    rest: float
 
     def __str__(self) -> str:
         return (
             f"epoch {self.number:2}  loss {self.loss:.6f}  accuracy {self.accuracy:.3f}  {self.rows:.0f} rows/s  "
-            f"bubble {self.waited:.0%}"
+            f"bubble {self.bubble:.0%}  rest {self.rest:.0%}"
         )
 
 
 def train(pipeline: Pipeline, optimizer: torch.optim.Optimizer, gradients: torch.Tensor, batches: Any) -> torch.Tensor:
-    """Take a step for each batch; return the sums of the losses and of the right answers (0 but on the last stage)."""
-    sums = torch.zeros(2, dtype=torch.float64)
+    """Take a step for each batch; return the sums of the losses, of the right answers (both 0 but on the last stage),
+    and of the seconds in the pipeline."""
+    sums = torch.zeros(3, dtype=torch.float64)
     for x, y in batches:
         gradients.zero_()
-        sums += torch.tensor(step(pipeline, x, y))
+        begin = time.perf_counter()
+        loss, right = step(pipeline, x, y)
+        sums += torch.tensor([loss, right, time.perf_counter() - begin], dtype=torch.float64)
         average(gradients, pipeline.mesh)
         optimizer.step()
     return sums
@@ -293,14 +306,15 @@ def run(
         begin = time.perf_counter()
         for stage in pipeline.stages:
             stage.busy = 0.0
-        sums = train(pipeline, optimizer, gradients, batches.shuffled(options.seed + epoch)) * speaks
+        sums = train(pipeline, optimizer, gradients, batches.shuffled(options.seed + epoch))
         dist.barrier(everyone)
         seconds = time.perf_counter() - begin
-        totals = torch.cat([sums, torch.tensor([sum(stage.busy for stage in pipeline.stages)])])
+        busy = sum(stage.busy for stage in pipeline.stages)
+        totals = torch.cat([sums[:2] * speaks, sums[2:], torch.tensor([busy], dtype=torch.float64)])
         dist.all_reduce(totals, group=everyone)
-        loss, right, busy = totals.tolist()
-        loss, waited = loss / replicas / len(batches), 1 - busy / seconds / mesh.size()
-        found.append(Epoch(epoch + 1, loss, right / rows, rows / seconds, waited))
+        loss, right, inside, busy = totals.tolist()
+        loss, rest = loss / replicas / len(batches), 1 - inside / seconds / mesh.size()
+        found.append(Epoch(epoch + 1, loss, right / rows, rows / seconds, 1 - busy / inside, rest))
         if dist.get_rank() == 0:
             print(found[-1], flush=True)
     if options.save:
@@ -414,6 +428,21 @@ def check(parser: argparse.ArgumentParser, options: argparse.Namespace, ranks: i
         parser.error(f"--width must be a multiple of {HEADS} heads, and {HEADS} one of --tensor-parallel")
 
 
+def predicted(options: argparse.Namespace) -> str:
+    """Return the bubble predicted, in words, also by the cores of this machine, on which all ranks are assumed."""
+    found, ranks, available = (
+        bubble(options.stages, options.microbatches, options.chunks),
+        dist.get_world_size(),
+        cores(),
+    )
+    text = f"a bubble of {found:.0%} is predicted"
+    if crowded(ranks, len(available)) <= found:
+        return text
+    if options.pause:
+        return f"{text}, more if the {ranks} ranks on {len(available)} cores have much to compute besides --pause"
+    return f"{text} on {ranks} cores, and {crowded(ranks, len(available)):.0%} on the {len(available)} of this machine"
+
+
 def main() -> None:
     parser = make_parser()
     options = parser.parse_args()
@@ -422,11 +451,9 @@ def main() -> None:
     check(parser, options, dist.get_world_size())
     mesh = make_mesh(options)
     if dist.get_rank() == 0:
-        predicted = bubble(options.stages, options.microbatches, options.chunks)
         print(
             f"{mesh['replica'].size()} replicas of {options.stages} stages x {options.tensor_parallel}, "
-            f"{options.schedule}, {options.microbatches} microbatches, {options.backend}: "
-            f"a bubble of {predicted:.0%} is predicted",
+            f"{options.schedule}, {options.microbatches} microbatches, {options.backend}: {predicted(options)}",
             flush=True,
         )
     run(options, mesh, dist.group.WORLD)

@@ -5,6 +5,9 @@ computes M C pieces and waits for S - 1 more, so the bubble is (S - 1) / (M C + 
 (Y. Huang et al.: GPipe, 2019) and 1F1B, which needs less memory. C > 1: the interleaved schedule (D. Narayanan et al.:
 Efficient large-scale language model training on GPU clusters using Megatron-LM, 2021): the bubble, relative to the
 computation, is (S - 1) / M divided by C. The model assumes that all pieces take the same time.
+
+If ranks outnumber cores, a rank computes for cores / ranks of the time at most. Other ranks compute while it waits in
+the bubble, so the parts don't add up: a rank waits for the larger of both.
 """
 
 from collections.abc import Iterator
@@ -19,6 +22,11 @@ SCHEDULES = ("gpipe", "1f1b", "interleaved")
 def bubble(stages: int, microbatches: int, chunks: int = 1) -> float:
     """Return the part of a step in which a rank waits for other stages. chunks: stages of each rank."""
     return (stages - 1) / (microbatches * chunks + stages - 1)
+
+
+def crowded(ranks: int, cores: int) -> float:
+    """Return the part of a step in which a rank waits, at least, because ranks outnumber cores: others compute."""
+    return max(0.0, 1 - cores / ranks)
 
 
 @dataclass(frozen=True)
@@ -94,6 +102,7 @@ def _row(
     # cross all stages, are hidden by nothing.
     piece = max(model.step_seconds / pieces, 2 * transfer)
     pipeline = (pieces + plan.stages - 1) * piece + 2 * (plan.stages - 1) * transfer
+    pipeline = max(pipeline, model.step_seconds / (1 - crowded(min(ranks, node_size), machine.cores)))
     backends = [name for name in FORMULAS if name != "shared" or at.m == 1]
     group, shared_link = _replica_group(at, node_size, plan.stages, replicas)
     k = replace(machine, net_beta=machine.net_beta * shared_link)

@@ -9,7 +9,7 @@ import pytest
 from benchmarks import scaling
 from benchmarks.predicting.costs import Cluster, Machine, on_link, predict
 from benchmarks.predicting.forecast import MODELS
-from benchmarks.predicting.pipeline import Plan, bubble, forecast
+from benchmarks.predicting.pipeline import Plan, bubble, crowded, forecast
 
 FREE = replace(Machine(), alpha=0, beta=0, handshake=0, call=0)  # messages in a node take no time
 
@@ -58,6 +58,16 @@ def test_without_messages_a_step_is_the_computation_and_the_bubble() -> None:
     assert (row.ranks, row.replicas) == (4, 1)
     assert row.step == pytest.approx(model.step_seconds * 11 / 8)
     assert row.efficiency == pytest.approx(1 - bubble(4, 8))
+
+
+@pytest.mark.parametrize(("cores", "replicas", "longer"), [(4, 1, 11 / 8), (3, 1, 11 / 8), (2, 1, 2.0), (2, 2, 4.0)])
+def test_fewer_cores_than_ranks(cores: int, replicas: int, longer: float) -> None:
+    """A rank waits for the larger of the bubble and of the time in which other ranks have the cores."""
+    model = MODELS["bert-large"]
+    row = forecast(model, replace(FREE, cores=cores), 8, Plan(4, 8), most=8).rows[replicas - 1]
+    assert row.ranks == 4 * replicas
+    assert row.pipeline == pytest.approx(model.step_seconds * longer)
+    assert crowded(4 * replicas, cores) == max(0, 1 - cores / row.ranks)
 
 
 def test_replicas_average_the_gradients_of_a_stage() -> None:
