@@ -1,7 +1,7 @@
 """The rungs of successive halving, kept in a study's journal. No MPI here.
 
 A trial stays RUNNING in the journal until it loses, fails, or has trained up to the last budget; then it is told, once.
-Its attribute RUNGS has a row for each rung that it has ended, BEGUN the rung that it runs. Everything else follows from
+Its attribute RUNGS has a row for each rung that it has ended, BEGUN says which rung it runs. All else follows from
 these, so a later job goes on wherever this one ends: the trials of the unfinished rung run, from their checkpoints.
 
 The trials of a search form a bracket, which halves on its own. A later search that asks for more trials begins another
@@ -19,7 +19,6 @@ from trainers.many.study import (
     FAIL,
     MOST_ATTEMPTS,
     PRUNED,
-    RANKS,
     RUNGS,
     SECONDS,
     WHY,
@@ -29,10 +28,19 @@ from trainers.many.study import (
     locked,
 )
 
-BRACKET, BEGUN, BRACKETS = "bracket", "begun", "brackets"
+BEGUN, BRACKETS = "begun", "brackets"
 ATTEMPTS_OF_LOST = 2  # how often a trial begins a rung, if a rank is lost meanwhile
-VALUE = 1  # in a row of RUNGS: budget, value, seconds, ranks
+VALUE, TIME = 1, 2  # in a row of RUNGS: budget, value, seconds, ranks
 Told = Callable[[Ended], object]
+
+
+class Begun(NamedTuple):
+    """The attribute BEGUN: the bracket of a trial, its rung, how often it began this rung, whether it runs."""
+
+    bracket: int
+    rung: int
+    attempt: int
+    runs: bool
 
 
 class Phase(NamedTuple):
@@ -70,8 +78,8 @@ class Rungs:
         too often."""
         found = []
         for trial in self._live():
-            if BRACKET not in trial.user_attrs:  # killed before it was marked
-                self._study.attribute(trial.number, BRACKET, len(self._brackets()))
+            if BEGUN not in trial.user_attrs:  # killed before it was marked
+                self._begin(trial.number, len(self._brackets()), 0, 0, runs=False)
             if _runs(trial):
                 found.append(trial.number)
                 self.interrupted(trial.number, why, MOST_ATTEMPTS)
@@ -81,12 +89,11 @@ class Rungs:
         """Mark a trial that runs no longer, so that it runs again from its checkpoint. Returns it if it has failed,
         because it has begun its rung `most` times, or never."""
         trial = self._study.trial(number)
-        rung, attempt, runs = trial.user_attrs.get(BEGUN, (0, most, True))
-        if not runs or rung < len(_rows(trial)):
-            return None
-        if attempt >= most:
+        begun = _begun(trial)
+        if begun is None or (_runs(trial) and begun.attempt >= most):
             return self.tell(number, FAIL, 0, **{WHY: why})
-        self._study.attribute(number, BEGUN, [rung, attempt, False])
+        if _runs(trial):
+            self._begin(number, *begun[:3], runs=False)
         return None
 
     # Between two phases, on the first rank of the search
@@ -97,7 +104,7 @@ class Rungs:
         ranks, least, most: see `divide`. lost: why a trial has failed whose ranks were lost. told: called with each.
         """
         for trial in self._live():
-            if _runs(trial) or BRACKET not in trial.user_attrs:
+            if _runs(trial) or BEGUN not in trial.user_attrs:
                 if (failed := self.interrupted(trial.number, lost)) is not None:
                     told(failed)
             elif len(_rows(trial)) == len(self.budgets):  # its rank was lost before it told this
@@ -135,7 +142,7 @@ class Rungs:
         if not rows:
             return 1.0
         budget, _, seconds, ranks = rows[-1]
-        return float(seconds * ranks / (budget - (rows[-2][0] if len(rows) > 1 else 0)))
+        return float(seconds * len(ranks) / (budget - (rows[-2][0] if len(rows) > 1 else 0)))
 
     def _select(self, bracket: int, rung: int, told: Told) -> None:
         """Tell the trials that do not go on to a rung: all but the best of those that have ended the one before."""
@@ -159,16 +166,19 @@ class Rungs:
             order = [*numbers[part : part + 1], *numbers[len(phase.sizes) :], *numbers]
             for number in order:
                 trial = live.get(number)
-                if trial is None or len(_rows(trial)) != phase.rung or _runs(trial):
+                begun = None if trial is None else _begun(trial)
+                if begun is None or len(_rows(trial)) != phase.rung or _runs(trial):
                     continue
-                rung, attempt, _ = trial.user_attrs.get(BEGUN, (-1, 0, False))
-                self._study.attribute(number, BEGUN, [phase.rung, attempt + 1 if rung == phase.rung else 1, True])
+                bracket, rung, attempt, _ = begun
+                self._begin(number, bracket, phase.rung, attempt + 1 if rung == phase.rung else 1)
                 return self._study.again(number)
             asked = self._study.ask(phase.most) if phase.most else None
             if asked is not None:
-                self._study.attribute(asked.number, BRACKET, len(self._brackets()))
-                self._study.attribute(asked.number, BEGUN, [0, 1, True])
+                self._begin(asked.number, len(self._brackets()), 0, 1)
             return asked
+
+    def _begin(self, number: int, bracket: int, rung: int, attempt: int, runs: bool = True) -> None:
+        self._study.attribute(number, BEGUN, list(Begun(bracket, rung, attempt, runs)))
 
     def ended(self, number: int, rung: int, value: float, seconds: float, ranks: list[int]) -> Ended | None:
         """Keep a trial's value in a rung; returns the trial if this was the last one."""
@@ -176,8 +186,7 @@ class Rungs:
         if len(_rows(trial)) == rung and not trial.state.is_finished():  # after a loss it may be told again
             budget = self.budgets[rung]
             self._study.report(number, value, budget)
-            self._study.attribute(number, RANKS, ranks)
-            self._study.attribute(number, RUNGS, [*_rows(trial), [budget, value, round(seconds, 3), len(ranks)]])
+            self._study.attribute(number, RUNGS, [*_rows(trial), [budget, value, round(seconds, 3), ranks]])
         return self.tell(number, COMPLETE) if rung + 1 == len(self.budgets) else None
 
     def tell(self, number: int, state: str, seconds: float = 0, **attributes: Any) -> Ended:
@@ -185,8 +194,9 @@ class Rungs:
         attributes: WHY, RANKS."""
         rows = _rows(self._study.trial(number))
         values = [rows[-1][VALUE]] if state == COMPLETE else None
-        spent = seconds + sum(each for _, _, each, _ in rows)
-        told = self._study.tell(number, state, values, **{SECONDS: round(spent, 3)}, **attributes)
+        if seconds:
+            attributes[SECONDS] = round(seconds + sum(row[TIME] for row in rows), 3)
+        told = self._study.tell(number, state, values, **attributes)
         shutil.rmtree(self.folder(number), ignore_errors=True)
         return told
 
@@ -201,11 +211,17 @@ def _rows(trial: Any) -> list[list[Any]]:
     return list(trial.user_attrs.get(RUNGS, []))
 
 
+def _begun(trial: Any) -> Begun | None:
+    row = trial.user_attrs.get(BEGUN)
+    return None if row is None else Begun(*row)
+
+
 def _bracket(trial: Any) -> int:
-    return int(trial.user_attrs.get(BRACKET, -1))
+    begun = _begun(trial)
+    return -1 if begun is None else begun.bracket
 
 
 def _runs(trial: Any) -> bool:
     """Return whether a trial has begun a rung and not ended it."""
-    rung, _, runs = trial.user_attrs.get(BEGUN, (-1, 0, False))
-    return bool(runs) and rung == len(_rows(trial))
+    begun = _begun(trial)
+    return begun is not None and begun.runs and begun.rung == len(_rows(trial))

@@ -46,7 +46,7 @@ class Ended(NamedTuple):
     state: "COMPLETE", "PRUNED" or "FAIL". values: of the objective, None unless complete. reason: why it failed.
     seconds: of the objective. ranks: of MPI.COMM_WORLD, on which it ran. repeats: the trial whose parameters it had,
     because that one's job was killed. rungs: with successive halving, for each rung that it has ended: the budget, the
-    value, the seconds, the number of ranks.
+    value, the seconds, the ranks.
     """
 
     number: int
@@ -57,7 +57,7 @@ class Ended(NamedTuple):
     seconds: float | None
     ranks: list[int]
     repeats: int | None
-    rungs: Sequence[Sequence[float]] = ()
+    rungs: Sequence[Sequence[Any]] = ()
 
 
 class Study:
@@ -241,7 +241,10 @@ def ended(trial: Any) -> Ended:
     attributes: Mapping[str, Any] = trial.user_attrs
     values = [float(value) for value in trial.values] if trial.state.name == COMPLETE else None
     why, seconds, ranks, repeats = (attributes.get(name) for name in (WHY, SECONDS, RANKS, REPEATS))
-    ran = list(ranks or ()), repeats, list(attributes.get(RUNGS, ()))
+    rungs = list(attributes.get(RUNGS, ()))
+    if rungs and seconds is None:
+        seconds, ranks = round(sum(row[2] for row in rungs), 3), rungs[-1][3]
+    ran = list(ranks or ()), repeats, rungs
     return Ended(trial.number, trial.state.name, values, dict(trial.params), why, seconds, *ran)
 
 

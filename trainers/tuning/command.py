@@ -408,7 +408,7 @@ def _budgets(job: Job) -> list[int]:
 def rung_line(rung: int, budget: int, trials: Sequence[Ended]) -> str:
     """Return a rung of successive halving as a line of text."""
     rows = [each.rungs[rung] for each in trials if len(each.rungs) > rung]
-    ranks = [int(row[3]) for row in rows]
+    ranks = [len(row[3]) for row in rows]
     sizes = "" if not rows else f", on {min(ranks)} to {max(ranks)} ranks each"
     if ranks and min(ranks) == max(ranks):
         sizes = f", on {ranks[0]} rank{'s' * (ranks[0] != 1)} each"
