@@ -37,8 +37,8 @@ this output. All reductions are in place: the out-of-place columns are for forei
 arrays from allocate(), which peers do not have. Further columns: backend, min and p99 of both. The advice comes last.
 
 time: before each iteration every rank writes its array and waits in a barrier. The time of an iteration is that of its
-slowest rank; the median over the iterations is shown. The backends take turns (A B C A B C ...), so that a drifting
-machine affects all of them alike. algbw = size / time, busbw = algbw x 2(n-1)/n.
+slowest rank; the median over the iterations is shown. The backends take turns, in an order drawn anew for each round,
+so that a drifting machine affects all of them alike. algbw = size / time, busbw = algbw x 2(n-1)/n.
 The page of --html draws the limit of memory (measured by copying) or network (by sending) beside the bandwidths.
 #wrong: elements that differ from the result in float64, on all ranks, after the timing. Exit code 1 if there are any.
 """

@@ -2,10 +2,12 @@
 
 The calls are the user's own. Each rank measures its time from the rendezvous to the end of its part of the call. At the
 end of a round the ranks agree on the slowest rank's time of each call, by one small message, so all of them find the
-same medians and select the same backend. Later calls cost one more Python call (0.1 us). After CHECK calls the backends
-take turns again, then after twice as many, and so on: a machine's state changes.
+same medians and select the same backend. The closer the medians are, the more rounds follow: beside other programs some
+calls take ten times as long as the others. Later calls cost one more Python call (0.1 us). After CHECK calls the
+backends take turns again, then after twice as many, and so on: a machine's state changes.
 """
 
+import math
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -19,14 +21,18 @@ from allreduce.engine.call import Call
 from allreduce.engine.engine import BoundWork, DirectWork, Work
 from allreduce.errors import OptionError, UnavailableError
 
-LEAST_BYTES = 8 * 1024  # shorter arrays are not tried: the MPI library's latency is the lowest
+LEAST_BYTES = 2 * 1024  # shorter arrays are not tried: the MPI library's latency is the lowest
 # (bytes, calls): shorter arrays are reduced so many times in a row by one backend. The first call of a row is not
-# counted, because it finds another backend's code and data in the cache.
-ROWS = (1 << 20, 6), (8 << 20, 3)
-ROUNDS = 3  # at most; in each, every backend has its row of calls
-CLEAR = 2.0  # a backend that is so many times as fast as all others is selected at the end of a round
+# counted, because it finds another backend's code and data in the cache; nor is the first round, if others follow.
+ROWS = (1 << 20, 6), (8 << 20, 4)
+LONGEST_ROW = 2  # calls in a row of longer arrays
+SAMPLES = 3  # counted calls of a backend before the first comparison
+# (rounds, times): a backend that is so many times as fast as all others is selected after that many rounds. In a later
+# trial the one in use stays after the first round if it is clearly the fastest.
+CLEAR = (3, 2.0), (4, 1.25)
+ROUNDS = 6  # at most; in each, every backend has its row of calls
 GAIN = 0.95  # another backend replaces the one in use if it takes at most this part of its time
-CHECK, LONGEST_CHECK = 250, 16_000  # calls from one trial to the next
+CHECK, LONGEST_CHECK = 100, 16_000  # calls from one trial to the next
 SAME_BITS = "same_bits"
 TRIALS = (True, False, SAME_BITS)
 clock = time.perf_counter
@@ -79,7 +85,7 @@ class Selection:
         self._op, self._names = op, list(names)
         self._work_of, self._agree, self._drop, self._ready = work_of, agree, drop, ready
         nbytes = call.length * call.dtype.itemsize
-        self._row = next((calls for most, calls in ROWS if nbytes < most), 1)
+        self._row = next((calls for most, calls in ROWS if nbytes < most), LONGEST_ROW)
         self._class, self._decisions = (nbytes.bit_length(), call.dtype, call.op, call.memory), decisions
         self._plan: list[str] = []  # the backends of the next calls of this round
         self._times: dict[str, list[list[float]]] = {}  # by backend and round
@@ -175,22 +181,25 @@ class Selection:
 
     def _judge(self) -> None:
         """End a round: select a backend if it is clear which one is the fastest. Collective."""
-        counted = [[row[len(row) > 1 :] for row in self._times[name]] for name in self._names]
-        agreed = self._agree(np.array(counted).reshape(len(counted), -1)).tolist()
-        medians = {name: median(times) for name, times in zip(self._names, agreed, strict=True)}
-        rounds = len(counted[0])
+        rounds = len(self._times[self._names[0]])
         self._calls += len(self._names) * self._row
-        before = self._names[0]
-        fastest, *others = sorted(medians, key=lambda name: medians[name])
-        stays = fastest == before or medians[fastest] > GAIN * medians[before]
-        clear = all(medians[other] > CLEAR * medians[fastest] for other in others)
-        if not (clear or rounds == ROUNDS or (self._checks and stays)):
+        counted = [[row[1:] for row in self._times[name][rounds > 1 :]] for name in self._names]
+        if len(counted[0]) * (self._row - 1) < SAMPLES or not (self._checks or rounds >= CLEAR[0][0]):
             self._begin_round()
             return
-        name = before if stays else fastest
-        self._wait = min(2 * self._wait, LONGEST_CHECK) if self._checks and stays else CHECK
-        tried = rounds * len(self._names) * self._row
-        self._adopt(name, _reason(medians, self._calls, tried))
+        agreed = self._agree(np.array(counted).reshape(len(counted), -1)).tolist()
+        medians = {name: median(times) for name, times in zip(self._names, agreed, strict=True)}
+        before = self._names[0]
+        fastest, second = sorted([*medians.values(), math.inf])[:2]
+        stays = self._checks and medians[before] == fastest
+        needed = min((times for least, times in CLEAR if stays or rounds >= least), default=math.inf)
+        if second <= needed * fastest and rounds < ROUNDS:
+            self._begin_round()
+            return
+        gain = GAIN if self._checks else 1.0  # at first none is in use
+        name = before if fastest > gain * medians[before] else min(medians, key=lambda each: medians[each])
+        self._wait = min(2 * self._wait, LONGEST_CHECK) if self._checks and name == before else CHECK
+        self._adopt(name, _reason(medians, self._calls, rounds * len(self._names) * self._row))
 
 
 def _reason(medians: Mapping[str, float], calls: int, tried: int) -> str:

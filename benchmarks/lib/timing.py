@@ -1,14 +1,17 @@
 """Timing for all benchmarks: of calls on arrays (`measure`), and of training steps (`take_turns`).
 
-All cells (a contender and an array) take turns: A B C A B C ..., so a drifting machine affects all of them alike. With
-small arrays a turn is one untimed iteration and a burst of up to 10 timed ones. Otherwise each call would follow one of
-another contender, with its code no longer in the cache, which costs up to twice its own time. Before each iteration
-every rank writes its array, as a training step writes its gradients. So each cell starts with the same state of the
-caches, and sums do not overflow. A barrier and the call follow. The time of an iteration is that of its slowest
-rank. `Checker` verifies the results after the timing.
+All cells (a contender and an array) take turns: A B C, C A B, ..., so a drifting machine affects all of them alike. The
+order of each round is drawn at random, the same on all ranks: a call on long arrays is up to 1.25 times as fast if the
+call before it left its data in the cache, as a call of the same algorithm does. With small arrays a turn is one untimed
+iteration and a burst of up to 10 timed ones. Otherwise each call would follow one of another contender, with its code
+no longer in the cache, which costs up to twice its own time. Before each iteration every rank writes its array, as a
+training step writes its gradients. So each cell starts with the same state of the caches, and sums do not overflow. A
+barrier and the call follow. The time of an iteration is that of its slowest rank. `Checker` verifies the results after
+the timing.
 """
 
 import gc
+import random
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -162,11 +165,14 @@ Turns = Sequence[tuple[Callable[[np.ndarray], None], np.ndarray]]
 def _rounds(comm: MPI.Intracomm, turns: Turns, iterations: int, burst: int) -> np.ndarray:
     """Return the seconds of the slowest rank, for each cell and iteration."""
     times = np.zeros((len(turns), iterations))
+    order, drawn = list(range(len(turns))), random.Random(0)
     collecting = gc.isenabled()
     gc.disable()
     try:
         for start in range(0, iterations, burst):
-            for row, (call, array) in enumerate(turns):
+            drawn.shuffle(order)
+            for row in order:
+                call, array = turns[row]
                 if burst > 1:
                     _time(comm, call, array, np.zeros(1))
                 _time(comm, call, array, times[row, start : start + burst])

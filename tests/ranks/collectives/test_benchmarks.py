@@ -7,7 +7,7 @@ import pytest
 from mpi4py import MPI
 
 import allreduce
-from benchmarks.lib.timing import PERIOD, Cell, Checker, Plan, measure
+from benchmarks.lib.timing import MOST_BURST, PERIOD, Cell, Checker, Plan, measure
 from tests.ranks.grid import numpy_dtype
 
 DTYPES = ("float32", "float64", "int32", "int64", "float16", "bfloat16", "uint8", "int8")
@@ -81,16 +81,18 @@ def test_an_iteration_takes_as_long_as_its_slowest_rank(world: MPI.Intracomm, cl
 
 
 def test_contenders_take_turns(world: MPI.Intracomm) -> None:
-    """A B A B ..., in bursts for small arrays and one by one for large ones."""
+    """A B B A ..., in an order that is drawn, in bursts for small arrays and one by one for large ones."""
     order: list[str] = []
     small, large = np.zeros(8), np.zeros(1 << 20)
-    for array, burst in ((small, "AAAAA"), (large, "A")):
+    for array, burst in ((small, "A" * (MOST_BURST + 1)), (large, "A")):
         cells = [Cell(name, "foreign", lambda _, name=name: order.append(name), array) for name in "AB"]  # type: ignore[misc]
         order.clear()
-        measure(world, cells, array.size, Plan(1.0, iterations=4, warmups=1), None)
-        text = "".join(order)
-        assert text.endswith(burst + burst.replace("A", "B"))
-        assert text.count("A") == text.count("B")
+        measure(world, cells, array.size, Plan(1.0, iterations=40, warmups=0), None)
+        rounds = len(burst) * 2
+        last = "".join(order[-4 * rounds :])
+        found = {last[start : start + rounds] for start in range(0, len(last), rounds)}
+        assert found == {burst + burst.replace("A", "B"), burst.replace("A", "B") + burst}
+        assert len(set(world.allgather("".join(order)))) == 1
 
 
 def test_iterations_follow_the_budget(world: MPI.Intracomm, clock: Clock) -> None:
