@@ -31,13 +31,16 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from benchmarks.lib import cli, outputs
 from benchmarks.lib.http_load import Load
 from benchmarks.lib.results import FileError
+from trainers.many import ensemble_model
+from trainers.many.ensemble_model import SavedEnsemble, SavedMember
+from trainers.many.voting import Voting
 from trainers.replicas.numpy.network import NumpyNetwork
 
 NAME = "model"
@@ -58,6 +61,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add(
         "--seconds", type=cli.at_least(0.1, float), default=5.0, metavar="S", help="of a server in a round (default: 5)"
     )
+    add("--members", type=cli.at_least(1), default=1, metavar="N", help="an ensemble of N networks, whole and --spread")
     add("--rounds", type=cli.at_least(1), default=3, metavar="N", help="in which the servers take turns (default: 3)")
     add("--max-batch", type=cli.at_least(1), default=32, metavar="N", help="rows (default: 32)")
     add("--onnx", action="store_true", help="measure onnxruntime behind the same web server, too")
@@ -187,6 +191,13 @@ class Job:
                     found[int(each.partition(b"=")[2])] = int(folder.name)
         return found
 
+    def memory(self) -> float:
+        """Return the MiB of the largest rank but 0; of rank 0 if there is no other."""
+        ranks = self.ranks()
+        others = [pid for rank, pid in ranks.items() if rank] or list(ranks.values())
+        pages = [int(Path(f"/proc/{pid}/statm").read_text().split()[1]) for pid in others]
+        return max(pages) * os.sysconf("SC_PAGE_SIZE") / 2**20
+
     def _is_child(self, pid: int) -> bool:
         """Whether a process is the job's, or a child of one that is."""
         while pid > 1 and pid != self.process.pid:
@@ -219,30 +230,56 @@ def requests_of(sizes: Sequence[int], rows: int) -> tuple[list[bytes], list[np.n
     return [json.dumps({"instances": each.tolist()}).encode() for each in inputs], inputs
 
 
+class Contender(NamedTuple):
+    """A server to measure. given: its options."""
+
+    name: str
+    ranks: int
+    given: list[str]
+
+
+def contenders(options: argparse.Namespace, model: Path, onnx: Path) -> list[Contender]:
+    """Return the servers to measure. model, onnx: their files."""
+    found = []
+    for ranks in options.ranks:
+        name = f"{ranks} rank{'s' * (ranks > 1)}"
+        found.append(Contender(name, ranks, ["--model", str(model)]))
+        if options.members > 1 and ranks > 1:
+            found.append(Contender(f"{name}, --spread", ranks, ["--model", str(model), "--spread"]))
+    if options.onnx:
+        found.append(Contender("1 rank, onnxruntime", 1, ["--model", str(onnx)]))
+    return found
+
+
 def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     """Return the result of each server by its name."""
-    network, (bodies, inputs) = network_of(options.sizes, 1), requests_of(options.sizes, options.rows)
-    network.save(str(folder / "model.npz"))
-    right = [[network.predict(each)] for each in inputs]
-    contenders = [(f"{ranks} rank{'s' * (ranks > 1)}", ranks, folder / "model.npz") for ranks in options.ranks]
+    networks = [network_of(options.sizes, seed) for seed in range(1, options.members + 1)]
+    bodies, inputs = requests_of(options.sizes, options.rows)
+    right = [[np.mean([network.predict(each) for network in networks], axis=0)] for each in inputs]
+    if options.members > 1:
+        write_ensemble(networks, folder / "model.npz")
+    else:
+        networks[0].save(str(folder / "model.npz"))
     if options.onnx:
-        write_onnx(network, folder / "model.onnx")
-        contenders.append(("1 rank, onnxruntime", 1, folder / "model.onnx"))
+        write_onnx(networks[0], folder / "model.onnx")
     found: dict[str, list[dict[str, Any]]] = {}
     for _ in range(options.rounds):
-        for name, ranks, path in contenders:
-            with server(ranks, ["--model", str(path), "--max-batch", str(options.max_batch)], folder) as job:
+        for name, ranks, given in contenders(options, folder / "model.npz", folder / "model.onnx"):
+            with server(ranks, [*given, "--max-batch", str(options.max_batch)], folder) as job:
                 Load(job.port, PREDICT, bodies, options.clients).run(partial(operator.le, 4 * options.clients))  # warm
                 load, end = Load(job.port, PREDICT, bodies, options.clients), time.monotonic() + options.seconds
-                elapsed = load.run(partial(_is_past, end))
-            found.setdefault(name, []).append(result_of(load, right, elapsed) | {"exit_code": job.code})
-            print(row(name, found[name][-1]), flush=True)
+                elapsed, memory = load.run(partial(_is_past, end)), job.memory()
+            own = result_of(load, right, elapsed) | {"exit_code": job.code, "mib": memory}
+            found.setdefault(name, []).append(own)
+            print(row(name, own), flush=True)
     return {name: _median(rounds) for name, rounds in found.items()}
 
 
 def _median(rounds: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """Return the medians of the numbers, the sums of the outcomes, the worst exit code."""
-    numbers = {key: float(np.median([each[key] for each in rounds])) for key in ("per_second", "p50_ms", "p99_ms")}
+    numbers = {
+        key: float(np.median([each[key] for each in rounds])) for key in ("per_second", "p50_ms", "p99_ms", "mib")
+    }
     outcomes: Counter[str] = sum((Counter(each["outcomes"]) for each in rounds), Counter())
     codes = [each["exit_code"] for each in rounds]
     return numbers | {"outcomes": dict(outcomes), "exit_code": max(codes, key=abs), "rounds": list(rounds)}
@@ -250,6 +287,14 @@ def _median(rounds: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 def _is_past(end: float, number: int) -> bool:
     return time.monotonic() > end
+
+
+def write_ensemble(networks: Sequence[NumpyNetwork], path: Path) -> None:
+    """Write networks as an ensemble whose members count alike."""
+    config = networks[0].saved_config()
+    members = [SavedMember(number, number, type(each).__name__, config) for number, each in enumerate(networks)]
+    saved = SavedEnsemble(members, {}, Voting(), [1 / len(networks)] * len(networks))
+    ensemble_model.write(str(path), saved, {number: each.state() for number, each in enumerate(networks)})
 
 
 def write_onnx(network: NumpyNetwork, path: Path) -> None:
@@ -304,7 +349,9 @@ def chaos(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
 def row(name: str, result: dict[str, Any]) -> str:
     outcomes = ", ".join(f"{count} {outcome}" for outcome, count in result["outcomes"].items())
     times = f"p50 {result['p50_ms']:7.1f} ms  p99 {result['p99_ms']:7.1f} ms"
-    return f"{name:<22}{result['per_second']:9.1f} requests/s  {times}  {outcomes}; exit code {result['exit_code']}"
+    memory = f"  {result['mib']:.0f} MiB" if "mib" in result else ""
+    speed = f"{result['per_second']:9.1f} requests/s"
+    return f"{name:<22}{speed}  {times}{memory}  {outcomes}; exit code {result['exit_code']}"
 
 
 def is_right(result: dict[str, Any]) -> bool:

@@ -69,7 +69,7 @@ class Target:
 
     def ask(self, raw: bytes) -> tuple[int, bytes] | None:
         """Send raw bytes; return the code and the body of the answer, None without one."""
-        with socket.create_connection(("127.0.0.1", self.port), timeout=20) as connection:
+        with socket.create_connection(("127.0.0.1", self.port), timeout=120) as connection:
             answer = b""
             try:
                 connection.sendall(raw)

@@ -15,11 +15,12 @@ import numpy as np
 import pytest
 
 from benchmarks import serving
+from benchmarks.lib.http_load import Load
 from tests import launch
 from tests.conftest import in_one_job
 from tests.many.fuzz_requests import Target, request, run
 from trainers.errors import ArgumentError
-from trainers.many import web
+from trainers.many import members, web
 from trainers.many.web import listen
 from trainers.replicas.numpy.network import NumpyNetwork
 
@@ -82,6 +83,47 @@ def test_canary_other_models_and_a_stopped_rank(tmp_path: Path) -> None:
     assert "answered" in job.text()
 
 
+@pytest.mark.jobs
+@pytest.mark.usefixtures("_environment")
+def test_ranks_hold_members_of_an_ensemble(tmp_path: Path) -> None:
+    """A rank is stopped, then killed: rank 0 computes its members until another rank has loaded them."""
+    networks = [NumpyNetwork([4, 8, 3], seed=seed) for seed in range(5)]
+    serving.write_ensemble(networks, tmp_path / "e.npz")
+    x = [np.full((2, 4), number, np.float32) for number in range(4)]
+    right = [[np.mean([each.predict(rows) for each in networks], axis=0)] for rows in x]
+    bodies = [json.dumps({"instances": rows.tolist()}).encode() for rows in x]
+    given = ["--model", str(tmp_path / "e.npz"), "--spread", "--answer-seconds", "0.3", "--max-wait-ms", "1"]
+
+    with serving.server(3, given, tmp_path, survives=True) as job:
+
+        def check(requests: int) -> None:
+            load = Load(job.port, serving.PREDICT, bodies, 4)
+            load.run(lambda number: number >= requests)
+            assert serving.result_of(load, right, 1.0)["outcomes"] == {"right": requests}
+
+        assert job.get(f"{serving.PATH}/metadata")["members"] == 5
+        check(40)
+        ranks = job.ranks()
+        os.kill(ranks[1], signal.SIGSTOP)
+        check(8)
+        os.kill(ranks[1], signal.SIGCONT)
+        check(40)
+        os.kill(ranks[2], signal.SIGKILL)
+        check(40)
+        while "rank 2 was lost; 2 ranks go on" not in job.text():
+            time.sleep(0.02)
+        check(40)
+    assert job.code == 0, job.text()
+    assert "rank 1 has not answered" in job.text()
+
+
+def test_each_member_is_computed_once() -> None:
+    assert [members.share_of((0, 2, 3, 4), position, 3) for position in range(3)] == [(0, 4), (2,), (3,)]
+    assert members.share_of(None, 1, 3) is None
+    assert members.divided((0, 2, 3, 4), {1: (2,), 2: (3, 2)}) == {1: (2,), 2: (3,), 0: (0, 4)}
+    assert members.divided((0, 1), {1: (0, 1), 2: (0, 1)}) == {1: (0, 1)}
+
+
 def _is_answer(given: tuple[int, dict], wanted: np.ndarray) -> bool:
     return given[0] == 200 and np.allclose(given[1]["predictions"], wanted, atol=1e-5)
 
@@ -127,6 +169,7 @@ def test_errors_at_the_start(tmp_path: Path) -> None:
             (["--model", "m.npz", "--canary", "0002=0.1"], "is a file"),
             (["--model", "empty", "--canary", "0002=1.5"], "between 0 and 1"),
             (["--model", "m.npz", "--name", "a/b"], "can't be in a path"),
+            (["--model", "m.npz", "--spread"], "is no ensemble"),
             (["--model", "m.npz", "--port", port], "Address already in use"),
             (["--model", "m.npz", "--port", "70000"], "70000 is not between 0 and 65535"),
         ]

@@ -44,9 +44,12 @@ class Request:
 
 @dataclass(eq=False)
 class Batch:
-    """Requests that are computed together."""
+    """Requests that are computed together. votes: of members of an ensemble, by their numbers. ended: whether the
+    requests have their answers, or wait again."""
 
     requests: list[Request]
+    votes: dict[int, np.ndarray] = field(default_factory=dict)
+    ended: bool = False
 
     @property
     def version(self) -> Version:
