@@ -16,6 +16,7 @@ time that other things take: the optimizer, the all-reduce, the next rows. First
 
 import argparse
 import time
+import zipfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -36,6 +37,7 @@ from benchmarks.lib.cli import at_least
 from benchmarks.predicting.pipeline import SCHEDULES, bubble, crowded
 from trainers import datasets
 from trainers.datasets.parser import Parser
+from trainers.files.model_file import replacing
 
 HEADS = 4
 SPLIT = {
@@ -299,6 +301,8 @@ def run(
     data = datasets.load("digits")
     batches = Batches((data.x_train - data.shift) * data.scale, data.y_train, options, mesh)
     replicas, rows = mesh["replica"].size(), len(batches) * options.batch
+    if not rows:
+        raise SystemExit(f"--batch {options.batch} is more than the {len(data.x_train)} training rows")
     speaks = pipeline.last and mesh["tensor"].get_local_rank() == 0  # for its replica
     found = []
     for epoch in range(done, done + options.epochs):
@@ -327,15 +331,21 @@ def run(
 
 
 def save(folder: Path, pipeline: Pipeline, optimizer: torch.optim.Optimizer, epochs: int) -> None:
-    """Write the parameters and the optimizer's momentum of each stage of the first replica. Collective."""
+    """Write the parameters and the optimizer's momentum of each stage of the first replica, in place of the older files
+    of the folder. Collective."""
     arrays = {"epochs": np.array(epochs)}
     for name, parameter in pipeline.named_parameters().items():
         arrays[name] = complete(parameter)
         arrays[f"momentum.{name}"] = complete(optimizer.state[parameter]["momentum_buffer"])
     mesh = pipeline.mesh
     if mesh["replica"].get_local_rank() == mesh["tensor"].get_local_rank() == 0:
+        number, count = mesh["stage"].get_local_rank(), mesh["stage"].size()
         folder.mkdir(parents=True, exist_ok=True)
-        np.savez(folder / f"stage{mesh['stage'].get_local_rank()}of{mesh['stage'].size()}.npz", **arrays)
+        with replacing(str(folder / f"stage{number}of{count}.npz")) as file:
+            np.savez(file, **arrays)
+        if number == 0:
+            for older in {*folder.glob("stage*of*.npz")} - {*folder.glob(f"stage*of{count}.npz")}:
+                older.unlink()
 
 
 def complete(tensor: torch.Tensor) -> np.ndarray:
@@ -346,14 +356,24 @@ def complete(tensor: torch.Tensor) -> np.ndarray:
 
 def load(folder: Path, whole: dict[str, nn.Module]) -> tuple[int, dict[str, np.ndarray]]:
     """Set the parameters of all layers from the files of `save`; return epochs done, and momentum by name."""
-    arrays: dict[str, np.ndarray] = {}
-    for file in sorted(folder.glob("stage*of*.npz")):
-        arrays |= np.load(file)
-    if "epochs" not in arrays:
-        raise SystemExit(f"--load {folder}: there is no file stage*of*.npz; give a folder that --save has written")
+    arrays, files = dict[str, np.ndarray](), sorted(folder.glob("stage*of*.npz"))
+    expected = {f"stage{number}of{len(files)}.npz" for number in range(len(files))}
+    if not files or {each.name for each in files} != expected:
+        raise SystemExit(
+            f"--load {folder}: give a folder with the files of one --save, such as stage0of2.npz and stage1of2.npz; it "
+            f"has {', '.join(each.name for each in files) or 'none'}"
+        )
+    for file in files:
+        try:
+            found = dict(np.load(file))
+        except (OSError, ValueError, zipfile.BadZipFile) as error:
+            raise SystemExit(f"--load {folder}: {file.name} is damaged: {error}") from error
+        if found.get("epochs") != arrays.get("epochs", found.get("epochs")):
+            raise SystemExit(f"--load {folder}: {file.name} was saved after another epoch than the files before it")
+        arrays |= found
     parameters = {f"{name}.{rest}": each for name, layer in whole.items() for rest, each in layer.named_parameters()}
     for name, parameter in parameters.items():
-        if name not in arrays or arrays[name].shape != parameter.shape:
+        if not {name, f"momentum.{name}", "epochs"} <= arrays.keys() or arrays[name].shape != parameter.shape:
             shape = arrays[name].shape if name in arrays else "missing"
             raise SystemExit(
                 f"--load {folder}: {name} must have the shape {tuple(parameter.shape)}, and is {shape}: give the "
@@ -424,6 +444,8 @@ def check(parser: argparse.ArgumentParser, options: argparse.Namespace, ranks: i
         parser.error(f"1f1b needs {options.stages} --microbatches or more, as many as stages")
     if options.schedule == "interleaved" and options.microbatches % options.stages:
         parser.error(f"interleaved needs a multiple of {options.stages} --microbatches, the number of stages")
+    if options.allreduce and options.backend != "allreduce":
+        parser.error(f"--allreduce {options.allreduce} needs --backend allreduce, not {options.backend}")
     if options.width % HEADS or HEADS % options.tensor_parallel:
         parser.error(f"--width must be a multiple of {HEADS} heads, and {HEADS} one of --tensor-parallel")
 

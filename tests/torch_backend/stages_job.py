@@ -7,6 +7,7 @@ parameters. Prints one line a case, "NAME same" or "NAME different ...". Run und
 import contextlib
 import importlib.util
 import io
+import shutil
 import tempfile
 import warnings
 from pathlib import Path
@@ -118,8 +119,32 @@ REFUSED = {
     "--stages 3 --microbatches 2": "1f1b needs 3 --microbatches or more",
     "--stages 3 --schedule interleaved --microbatches 4": "interleaved needs a multiple of 3 --microbatches",
     "--stages 2 --tensor-parallel 3": "4 heads",
+    "--stages 3 --allreduce ring --backend gloo": "needs --backend allreduce",
     "--stages 0": ">= 1",
 }
+
+
+def loads(folder: str, text: str) -> bool:
+    """Return whether the script refuses to load a folder with a message that contains `text`; "": whether it loads."""
+    try:
+        pipeline.load(Path(folder), pipeline.layers(pipeline.make_parser().parse_args(TRAINING)))
+    except SystemExit as end:
+        return bool(text) and text in str(end)
+    return not text
+
+
+def folders(folder: str) -> bool:
+    """Return whether files of two saves, and a damaged one, are refused. Changes the folder, which 2 stages saved."""
+    first = Path(folder, "stage0of2.npz")
+    done = [
+        sorted(each.name for each in Path(folder).iterdir()) == ["stage0of2.npz", "stage1of2.npz"],
+        loads(folder, ""),
+    ]
+    shutil.copy(first, Path(folder, "stage0of3.npz"))
+    done.append(loads(folder, "the files of one --save"))
+    Path(folder, "stage0of3.npz").unlink()
+    first.write_bytes(first.read_bytes()[:200])
+    return all([*done, loads(folder, "stage0of2.npz is damaged")])
 
 
 def main() -> None:
@@ -142,7 +167,10 @@ def main() -> None:
     folder = [tempfile.mkdtemp()]
     dist.broadcast_object_list(folder)
     staged(3, 2, "--save", folder[0])
-    compare("saved by 3 stages, continued by 2 with tensor parallel", staged(2, 1, "--load", folder[0], tensor=2), two)
+    continued = staged(2, 1, "--load", folder[0], "--save", folder[0], tensor=2)
+    compare("saved by 3 stages, continued by 2 with tensor parallel", continued, two)
+    if dist.get_rank() == 0:
+        print("files of stages", "same" if folders(folder[0]) else "different", flush=True)
     dist.destroy_process_group()
 
 

@@ -42,7 +42,7 @@ def test_pipeline_stages_train_as_one_process_does(mpirun: JobRunner) -> None:
     job = mpirun(6, ["-m", "tests.torch_backend.stages_job"], timeout=240)
     assert job.returncode == 0, job.stderr
     lines = job.stdout.splitlines()
-    assert len(lines) == 14 + 1 + 4  # cells, as gloo, others
+    assert len(lines) == 14 + 1 + 5  # cells, as gloo, others
     assert all(line.endswith(" same") for line in lines), job.stdout
 
 

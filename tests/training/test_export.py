@@ -20,6 +20,7 @@ from trainers.datasets.columns import Category, Columns, Number
 from trainers.errors import ArgumentError, ExportError, ModelFileError
 from trainers.export import running, storing
 from trainers.export.metadata import Exported
+from trainers.files import model_file
 from trainers.many.models import load_model
 from trainers.replicas.numpy.categories import CategoryNetwork, network_of
 from trainers.replicas.numpy.embedding import EmbeddingNetwork
@@ -309,12 +310,15 @@ def test_errors_leave_the_older_file(
     assert os.listdir(tmp_path) == ["a.onnx"]
 
 
-def test_paths_that_can_not_be_written(tmp_path: Path) -> None:
+def test_paths_that_can_not_be_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     given: list[Any] = [tmp_path, tmp_path / "none" / "a.onnx", "", 3, None]
     for path in given:
         with pytest.raises(ExportError, match="can't be written"):
             export_of(NumpyNetwork([4, 3]), path)
     assert main(["export", "--load", str(tmp_path / "none.npz"), "--out", str(tmp_path / "a.onnx")]) != 0
+    model_file.write(str(tmp_path / "e.npz"), "Ensemble", {}, {})
+    assert main(["export", "--load", str(tmp_path / "e.npz"), "--out", str(tmp_path / "a.onnx")]) != 0
+    assert "e.npz holds: Ensemble. The command exports NumpyNetwork, " in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("name", ["onnx", "onnxruntime"])

@@ -12,9 +12,11 @@ from trainers.datasets.parser import RankParser
 from trainers.errors import ArgumentError
 from trainers.files import model_file
 from trainers.mirrored import MirroredTrainer
-from trainers.replicas.numpy.categories import load_network
+from trainers.replicas.numpy.categories import CategoryNetwork, load_network
 from trainers.replicas.numpy.embedding import EmbeddingNetwork
 from trainers.replicas.numpy.network import NumpyNetwork
+
+NETWORKS = tuple(each.__name__ for each in (NumpyNetwork, CategoryNetwork, EmbeddingNetwork))
 
 ABOUT = """Write a saved model as an ONNX file (.onnx), which runs without this package, by onnxruntime or in a browser.
 
@@ -79,6 +81,11 @@ def _prepared(options: argparse.Namespace) -> tuple[NumpyNetwork, Dataset | None
     if options.int8 and options.data is None:
         raise ArgumentError("--int8 measures the training rows: add --data")
     kind, _ = model_file.read_header(options.load)
+    if kind not in NETWORKS:
+        raise ArgumentError(
+            f"{options.load} holds: {kind}. The command exports {', '.join(NETWORKS)}; other models export themselves, "
+            "by trainer.export(path), and of an ensemble each member does"
+        )
     embeds = kind == EmbeddingNetwork.__name__
     network = EmbeddingNetwork.load(options.load) if embeds else load_network(options.load)
     data = None if options.data is None else datasets.load(options.data, columns=network.columns)
