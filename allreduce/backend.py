@@ -465,6 +465,11 @@ class AllReduce(ABC):
         memory. Local."""
         return None
 
+    def two_phase(self, buffer: np.ndarray) -> "TwoPhase | None":
+        """Return the backend that reduces `buffer` in two phases: this one, or the one that "auto" selects; or None.
+        Collective."""
+        return None
+
     def sent(self, dtype: np.dtype) -> np.dtype:
         """Return the dtype in which arrays of `dtype` are sent: another one only under compression. Local."""
         return dtype
@@ -825,6 +830,9 @@ class TwoPhase(AllReduce):
     def phases(self) -> Phases:
         """The two phases as hooks, for backends that contain this one."""
         return Phases(self._reduce_scatter, self._all_gather)
+
+    def two_phase(self, buffer: np.ndarray) -> "TwoPhase | None":
+        return self
 
     def _scatter_work_for(self, call: Call) -> Work:
         """Return the function that does reduce_scatter for calls like `call`."""

@@ -17,7 +17,7 @@ from allreduce.arrays import dtypes, ops
 from allreduce.arrays.memory_kinds import ALLOCATED, GPU, UNREGISTERED
 from allreduce.arrays.ops import Op
 from allreduce.arrays.registered import Part, Registry
-from allreduce.backend import AllReduce, NodeArrays
+from allreduce.backend import AllReduce, NodeArrays, TwoPhase
 from allreduce.backends import trials
 from allreduce.backends.decision_table import Rule, rule_for
 from allreduce.backends.trials import Selection
@@ -187,6 +187,14 @@ class Auto(AllReduce):
 
     def node_arrays(self, buffer: np.ndarray) -> NodeArrays | None:
         return None if self._allocator is None else self._allocator.node_arrays(buffer)
+
+    def two_phase(self, buffer: np.ndarray) -> TwoPhase | None:
+        part, memory = self._allocator, self._memory(buffer)
+        if part is None or memory != ALLOCATED:  # then a part may turn out to be unavailable in the call
+            return None
+        if self._decide(buffer.nbytes, buffer.dtype, memory, self._part)[0] != part.name:
+            return None
+        return part if isinstance(part, TwoPhase) else None
 
     def sent(self, dtype: np.dtype) -> np.dtype:
         return dtype if self._compress is None else self._compress.sent(dtype)

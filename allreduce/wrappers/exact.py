@@ -11,14 +11,14 @@ from allreduce.arrays.memory_kinds import GPU
 from allreduce.arrays.ops import Op
 from allreduce.arrays.registered import Part, Slice
 from allreduce.arrays.rows import Rows, merge_indices
-from allreduce.backend import AllReduce, TwoPhase
+from allreduce.backend import AllReduce
 from allreduce.engine import call as records
 from allreduce.engine.call import Call
 from allreduce.engine.engine import Locate, Trial, Work
 from allreduce.errors import NotAnArrayError, OptionError, UnsupportedOpError
 from allreduce.topology import Topology
 from allreduce.transport import chunked
-from allreduce.transport.control import combine, on_all_ranks
+from allreduce.transport.control import on_all_ranks
 from allreduce.transport.shared_segment import Location
 from allreduce.wrappers.compressed import Compressed
 
@@ -143,7 +143,6 @@ class Exact(Compressed):
         count, scatters = call.shape[0], KINDS[call.shape[1]] == "reduce_scatter"
 
         def work(buffer: Any, op: Op) -> None:
-            self._check_count("terms", len(self._terms), call, count)
             layout = self._layout(buffer.size, self.registered.find(buffer))
             if call.memory == GPU:
                 terms = [term.get() for term in self._terms]
@@ -160,11 +159,9 @@ class Exact(Compressed):
 
         def work(buffer: np.ndarray, op: Op) -> None:
             pairs: Sequence[products.Pair] = self._terms
-            self._check_count("rows", len(pairs[0][0]) if pairs else 0, call, count)
             if not buffer.size:
                 return
-            largest = products.exponents(pairs)
-            self._combine(largest, "max")
+            largest = self._largest(products.exponents(pairs), len(pairs[0][0]), count, "rows")
             special = products.special(pairs, largest, buffer.size)
             if special is not None:
                 self._combine(special.reshape(-1), "max")
@@ -180,12 +177,19 @@ class Exact(Compressed):
 
         return work
 
-    def _check_count(self, what: str, passed: int, call: Call, count: int) -> None:
-        """Raise OptionError, on all ranks, if they pass more than `count` terms, or rows. Collective."""
-        total = combine(self._comm, np.array([passed], np.int64), f"count the {what}")[0]
+    def _largest(self, own: np.ndarray, passed: int, count: int, what: str) -> np.ndarray:
+        """Return the maximum of all ranks' exponents; raise OptionError if they pass more than `count` terms, or rows.
+
+        own: this rank's. passed: how many terms or rows this rank passes. Collective, in one message.
+        """
+        numbers = np.zeros(self.size, np.int32)
+        numbers[self.rank] = passed  # the maximum of the bytes of all ranks' arrays holds every rank's number
+        joined = np.concatenate([own, numbers.view(own.dtype)])
+        self._combine(joined, "max")
+        total = int(np.frombuffer(joined[own.size :].tobytes(), np.int32).sum(dtype=np.int64))
         if total > count:
-            text = f"{call.kind}(count={count}): the ranks pass {total} {what}"
-            raise on_all_ranks(OptionError(text), self.topology.world)
+            raise on_all_ranks(OptionError(f"count={count}: the ranks pass {total} {what}"), self.topology.world)
+        return joined[: own.size]
 
     # The sum
 
@@ -208,8 +212,7 @@ class Exact(Compressed):
         if not layout.length:
             return
         form, mean, scratch = FORMATS[out.dtype], op.name == "mean", self.workspace
-        largest = fixed_point.exponents(terms, layout, form, scratch)
-        self._combine(largest, "max")
+        largest = self._largest(fixed_point.exponents(terms, layout, form, scratch), len(terms), count, "terms")
         special = fixed_point.special(terms, largest, layout, form)
         if special is not None:
             packed = special.packed()
@@ -231,15 +234,16 @@ class Exact(Compressed):
 
         scatters: only the owned slice of `out` is needed.
         """
-        phases = self.inner.phases if isinstance(self.inner, TwoPhase) and self.size > 1 else None
-        if phases is None or (wide.nbytes < ONE_CALL_BYTES and not scatters):
-            self._combine(wide, "sum")
-            finish(slice(0, out.size))
-            return
-        phases.reduce_scatter(wide, ops.OPS["sum"])
-        finish(self.owned(out.size))
-        if not scatters:
-            phases.all_gather(out)
+        if wide.nbytes >= ONE_CALL_BYTES or scatters:
+            inner = self.inner.two_phase(out) if self.size > 1 else None
+            if inner is not None and (not scatters or inner.owned(out.size) == self.owned(out.size)):
+                inner.phases.reduce_scatter(wide, ops.OPS["sum"])
+                finish(inner.owned(out.size))
+                if not scatters:
+                    inner.phases.all_gather(out)
+                return
+        self._combine(wide, "sum")
+        finish(slice(0, out.size))
 
     def _combine(self, array: np.ndarray, op: str) -> None:
         """Reduce an array of integers by the inner backend. Collective."""

@@ -70,6 +70,9 @@ class Wrapper(AllReduce):
     def node_arrays(self, buffer: np.ndarray) -> NodeArrays | None:
         return self.inner.node_arrays(buffer)
 
+    def two_phase(self, buffer: np.ndarray) -> TwoPhase | None:
+        return self.inner.two_phase(buffer)
+
     def sent(self, dtype: np.dtype) -> np.dtype:
         return self.inner.sent(dtype)
 
