@@ -16,8 +16,10 @@ from allreduce.errors import UnavailableError
 from tests.ranks.grid import shapes
 from tests.ranks.together import raised_everywhere
 from trainers import MirroredTrainer
+from trainers.callbacks import CheckGradients
 from trainers.errors import ArgumentError, DivergedError
 from trainers.replicas.numpy.network import NumpyNetwork
+from trainers.strategies import exact
 
 WORLD = MPI.COMM_WORLD
 SIZE = WORLD.size
@@ -113,6 +115,24 @@ def test_hostile_rows(kind: str, topology_of: Callable[..., allreduce.Topology])
                     trainer.fit(x, y, epochs=2, batch_size=BATCH, progress=False, **options)
                 found += trainer.parameters_sha256()
     assert len(set(found)) == 1
+
+
+def test_larger_batches_than_products_allow(flat: allreduce.Topology, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Then the gradients of micro-batches are summed, with the same bits on any ranks, and almost those of products."""
+    x, y = data()
+    found: dict[int, list[str]] = {}
+    trained = []
+    with allreduce.Topology(MPI.COMM_SELF) as single:
+        for most in (BATCH, BATCH - 1):
+            monkeypatch.setattr(exact, "MOST_ROWS", most)
+            for topology in (single, flat):
+                with MirroredTrainer(numpy_network("sgd"), topology=topology, exact=True, micro_batch=MICRO) as trainer:
+                    trainer.fit(x, y, epochs=1, batch_size=BATCH, progress=False, callbacks=[CheckGradients("raise")])
+                    found.setdefault(most, []).extend(trainer.parameters_sha256())
+                    trained.append(trainer.replica.state()["parameters"].copy())
+    assert [len(set(digests)) for digests in found.values()] == [1, 1]
+    assert found[BATCH][0] != found[BATCH - 1][0]
+    np.testing.assert_allclose(trained[0], trained[2], atol=1e-6)
 
 
 def torch_network(kind: str) -> Any:
