@@ -200,7 +200,11 @@ def test_int8_of_a_table_and_of_numbers(tmp_path: Path) -> None:
         about = trainer.export(str(tmp_path / "b.onnx"), x, int8=True)
         assert (about.int8, about.accuracy) == (True, {})
         expected = trainer.predict(x)
-    np.testing.assert_allclose(answers(tmp_path / "b.onnx", {"x": x})["output"], expected, atol=0.1)
+    apart = answers(tmp_path / "b.onnx", {"x": x})["output"] - expected
+    np.testing.assert_allclose(apart, 0, atol=0.1)
+    assert about.int8_difference == pytest.approx(np.abs(apart).max() / max(1, np.abs(expected).max()))
+    assert properties(tmp_path / "b.onnx") == about
+    assert f"8-bit integers, which differ by {about.int8_difference:.1e}" in str(about)
 
 
 def test_the_constants_of_a_large_model_are_in_a_second_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -310,12 +314,20 @@ def test_errors_leave_the_older_file(
     assert os.listdir(tmp_path) == ["a.onnx"]
 
 
-def test_paths_that_can_not_be_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_paths_that_can_not_be_read_or_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     given: list[Any] = [tmp_path, tmp_path / "none" / "a.onnx", "", 3, None]
     for path in given:
         with pytest.raises(ExportError, match="can't be written"):
             export_of(NumpyNetwork([4, 3]), path)
     assert main(["export", "--load", str(tmp_path / "none.npz"), "--out", str(tmp_path / "a.onnx")]) != 0
+    with MirroredTrainer(NumpyNetwork([4, 3])) as trainer:
+        trainer.fit(X, np.arange(6) % 3, epochs=2, batch_size=6, progress=False, checkpoint=str(tmp_path / "run"))
+        expected = trainer.predict(X)
+    assert main(["export", "--load", str(tmp_path / "run"), "--out", str(tmp_path / "a.onnx")]) == 0
+    np.testing.assert_allclose(answers(tmp_path / "a.onnx", {"x": X})["probabilities"], expected, atol=1e-6)
+    (tmp_path / "empty").mkdir()
+    assert main(["export", "--load", str(tmp_path / "empty"), "--out", str(tmp_path / "a.onnx")]) != 0
+    assert "has no checkpoints" in capsys.readouterr().err
     model_file.write(str(tmp_path / "e.npz"), "Ensemble", {}, {})
     assert main(["export", "--load", str(tmp_path / "e.npz"), "--out", str(tmp_path / "a.onnx")]) != 0
     assert "e.npz holds: Ensemble. The command exports NumpyNetwork, " in capsys.readouterr().err

@@ -1,6 +1,7 @@
 """The command `python -m trainers export`: writes a saved model as an ONNX file."""
 
 import argparse
+import os
 import time
 from collections.abc import Sequence
 
@@ -10,7 +11,7 @@ from trainers import datasets
 from trainers.datasets import Dataset
 from trainers.datasets.parser import RankParser
 from trainers.errors import ArgumentError
-from trainers.files import model_file
+from trainers.files import checkpoint, model_file
 from trainers.mirrored import MirroredTrainer
 from trainers.replicas.numpy.categories import CategoryNetwork, load_network
 from trainers.replicas.numpy.embedding import EmbeddingNetwork
@@ -40,7 +41,9 @@ def make_parser(shown: bool, program: str) -> RankParser:
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of the command."""
-    parser.add_argument("--load", metavar="FILE", required=True, help="the model, as --save has written it")
+    parser.add_argument(
+        "--load", metavar="FILE", required=True, help="the model, as --save has written it, or a folder of checkpoints"
+    )
     parser.add_argument("--out", metavar="FILE", required=True, help="the ONNX file")
     parser.add_argument(
         "--data", help="the data on which the model was trained, as `python -m trainers --data` takes them"
@@ -76,17 +79,32 @@ def run(arguments: Sequence[str], world: Topology, program: str) -> None:
         print(f"exported: {options.out} ({time.perf_counter() - begin:.1f} s), {about}", flush=True)
 
 
+def _file(given: str) -> str:
+    """Return the model file that is given, of a folder the newest usable checkpoint. Raises ModelFileError, and
+    ArgumentError for a folder without checkpoints."""
+    if not os.path.isdir(given):
+        return given
+    found = checkpoint.newest(given)
+    if found is None:
+        raise ArgumentError(
+            f"--load {given}: this folder has no checkpoints; give a file of --save, or a folder of them"
+        )
+    return found[0]
+
+
 def _prepared(options: argparse.Namespace) -> tuple[NumpyNetwork, Dataset | None]:
-    """Return the network, and the data if there are any. Raises ArgumentError, ModelFileError, DataError."""
+    """Return the network, and the data if there are any. Raises ArgumentError, ModelFileError,
+    CheckpointError, DataError."""
     if options.int8 and options.data is None:
         raise ArgumentError("--int8 measures the training rows: add --data")
-    kind, _ = model_file.read_header(options.load)
+    path = _file(options.load)
+    kind, _ = model_file.read_header(path)
     if kind not in NETWORKS:
         raise ArgumentError(
-            f"{options.load} holds: {kind}. The command exports {', '.join(NETWORKS)}; other models export themselves, "
+            f"{path} holds: {kind}. The command exports {', '.join(NETWORKS)}; other models export themselves, "
             "by trainer.export(path), and of an ensemble each member does"
         )
     embeds = kind == EmbeddingNetwork.__name__
-    network = EmbeddingNetwork.load(options.load) if embeds else load_network(options.load)
+    network = EmbeddingNetwork.load(path) if embeds else load_network(path)
     data = None if options.data is None else datasets.load(options.data, columns=network.columns)
     return network, data

@@ -10,12 +10,20 @@ from typing import Any
 import numpy as np
 
 from allreduce.files import writable
-from trainers.data import Tree, row_count
+from trainers.data import Tree, leaves, row_count
 from trainers.errors import ArgumentError, ExportError
 from trainers.export import graph
 from trainers.export.int8 import quantized
 from trainers.export.metadata import Exported
-from trainers.export.running import Session, as_in_table, compared, need_onnxruntime, sample, taken
+from trainers.export.running import (
+    Session,
+    as_in_table,
+    compared,
+    largest_difference,
+    need_onnxruntime,
+    sample,
+    taken,
+)
 from trainers.export.storing import Store, stored
 from trainers.files.onnx_graph import need_onnx
 from trainers.replica import Replica
@@ -67,8 +75,11 @@ def write(
         about = replace(about, average=average, rows=row_count(rows), difference=difference)
         if int8:
             model, about = _as_int8(model, session, about, x, scored, store)
+        found = Session(model, about, store.folder).run(rows)
+        if int8:
+            apart = largest_difference(about, found, [*map(np.asarray, leaves(expected))])
+            about = replace(about, int8_difference=apart)
         graph.describe(model, about)
-        Session(model, about, store.folder).run(rows)
         with _writing(path):
             store.replace(model)
     return about

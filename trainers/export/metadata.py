@@ -45,7 +45,7 @@ class Exported:
     int8: whether the matrices are 8-bit integers.
     accuracy: before and after the conversion to int8, {"float32": 0.975, "int8": 0.972}; empty if it was not measured.
     rows: the number of rows on which the file was compared with the replica. difference: the largest one found, before
-        the conversion to int8.
+        the conversion to int8. int8_difference: after it, of the probabilities or outputs; 0 without it.
     """
 
     kind: str
@@ -57,11 +57,12 @@ class Exported:
     accuracy: Mapping[str, float] = field(default_factory=dict)
     rows: int = 0
     difference: float = 0.0
+    int8_difference: float = 0.0
 
     def __str__(self) -> str:
         texts = ["the moving average"] if self.average else []
         texts += [f"checked on {self.rows} rows, which differ by {self.difference:.1e}"]
-        texts += ["8-bit integers"] if self.int8 else []
+        texts += [f"8-bit integers, which differ by {self.int8_difference:.1e}"] if self.int8 else []
         texts += [f"accuracy as {name} {value:.4f}" for name, value in self.accuracy.items()]
         return ", ".join(texts)
 
@@ -77,6 +78,7 @@ class Exported:
             "accuracy": dict(self.accuracy),
             "rows": self.rows,
             "difference": self.difference,
+            "int8_difference": self.int8_difference,
         }
         return {f"{PREFIX}format": FORMAT} | {f"{PREFIX}{name}": json.dumps(value) for name, value in held.items()}
 
@@ -99,7 +101,7 @@ class Exported:
             columns, classes = held["columns"], held["classes"]
             texts = [held["kind"], *classes, *held["accuracy"]]
             flags = [held["classifies"], held["average"], held["int8"]]
-            measured = [held["rows"], held["difference"], *held["accuracy"].values()]
+            measured = [held["rows"], held["difference"], held["int8_difference"], *held["accuracy"].values()]
             if not (
                 isinstance(classes, list) and _all(texts, str) and _all(flags, bool) and _all(measured, int | float)
             ):

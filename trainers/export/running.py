@@ -1,6 +1,6 @@
 """Runs exported models by onnxruntime, on rows as `predict` takes them; compares their outputs with a replica's."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -128,9 +128,7 @@ def compared(session: Session, about: Exported, x: Tree, outputs: Tree, toleranc
     worst = 0.0
     for rows in sorted({row_count(x), 1}):
         found = session.run(sliced(x, slice(rows)))
-        given = [found[PROBABILITIES]] if about.classifies else list(found.values())
-        for one, other in zip(given, expected, strict=True):
-            worst = max(worst, _difference(one, other[:rows]))
+        worst = max(worst, largest_difference(about, found, [each[:rows] for each in expected]))
         if about.classifies:
             _check_classes(about, found[LABEL], expected[0][:rows], tolerance)
     if not worst <= tolerance:
@@ -139,6 +137,13 @@ def compared(session: Session, about: Exported, x: Tree, outputs: Tree, toleranc
             "accepted: does the model compute something else in training, or with other numbers of rows?"
         )
     return worst
+
+
+def largest_difference(about: Exported, found: Mapping[str, np.ndarray], expected: Sequence[np.ndarray]) -> float:
+    """Return the largest difference between the outputs of a file and those of a replica. Raises ExportError if the
+    shapes differ. See `compared`."""
+    given = [found[PROBABILITIES]] if about.classifies else list(found.values())
+    return max(_difference(one, other) for one, other in zip(given, expected, strict=True))
 
 
 def _difference(one: np.ndarray, other: np.ndarray) -> float:
