@@ -330,7 +330,7 @@ def test_ranks_that_differ(made: Callable[..., Any], flat: allreduce.Topology) -
     assert "exact=True" in text
     ones, out = np.ones((1, 700), np.float32), np.empty(700, np.float32)
     refuse = partial(raised_everywhere, WORLD, errors.DisagreementError)
-    for name in ("ring", "shared"):
+    for name in ("ring", "shared", "auto"):
         with made(name) as reduce:
             refuse(partial(reduce.sum_terms, ones, out, "sum", 20 + RANK))
             array = reduce.allocate(3000)

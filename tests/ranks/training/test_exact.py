@@ -117,6 +117,29 @@ def test_hostile_rows(kind: str, topology_of: Callable[..., allreduce.Topology])
     assert len(set(found)) == 1
 
 
+class Failing(NumpyNetwork):
+    """Raises an error on one rank in a step."""
+
+    def __init__(self, step: int) -> None:
+        super().__init__([20, 30, 2], seed=1)
+        self.left = step if WORLD.rank == SIZE - 1 else -1
+
+    def factors_of_parts(self, parts: Any, rows: int) -> Any:
+        self.left -= len(parts) > 0
+        if parts and self.left == -1 and WORLD.rank == SIZE - 1:
+            raise ValueError("no factors")
+        return super().factors_of_parts(parts, rows)
+
+
+def test_an_error_on_one_rank(flat: allreduce.Topology) -> None:
+    x, y = data()
+    with MirroredTrainer(Failing(2), topology=flat, exact=True, micro_batch=1) as trainer:
+        text = raised_everywhere(
+            WORLD, ValueError, lambda: trainer.fit(x, y, epochs=1, batch_size=BATCH, progress=False)
+        )
+    assert "no factors" in text
+
+
 def test_larger_batches_than_products_allow(flat: allreduce.Topology, monkeypatch: pytest.MonkeyPatch) -> None:
     """Then the gradients of micro-batches are summed, with the same bits on any ranks, and almost those of products."""
     x, y = data()
