@@ -440,6 +440,30 @@ class Topology:
             self.detector.abandon()  # keeps the rows: ranks that wait for this one must learn that it leaves
             self._release_rows.detach()
 
+    def dissolve(self, comm: MPI.Comm) -> None:
+        """Abandon this topology, and free its communicators, but those in which a wait was interrupted on any rank.
+        Collective over `comm`.
+
+        comm: another communicator of the same ranks. They make no other call of this topology or its users any more.
+        """
+        comms = [] if self.closed else self.dissolvable()
+        unfinished = [(record := record_of(each)) is None or record.unfinished for each in comms]
+        self.abandon()
+        everyone = all_values(comm, unfinished, "learn which communicators can be freed")
+        if all(len(each) == len(comms) for each in everyone):  # else a rank has not made all of them
+            for each, *flags in zip(comms, *everyone, strict=True):
+                if not any(flags):
+                    each.Free()
+
+    def dissolvable(self) -> list[MPI.Intracomm]:
+        """Return the communicators of this topology and its children that no status messages use, in the order in
+        which they were made. Local."""
+        if self._revoked:  # they are freed later
+            return []
+        used = (self.detector.messages.comm, self._unrevoked)
+        own = [each for each in self._owned if each not in used]
+        return own + [each for child in self._children if not child.closed for each in child.dissolvable()]
+
     def _defer_free(self) -> None:
         """Free revoked communicators later; never free the others, because other ranks may use them."""
         with self._guard:

@@ -63,6 +63,7 @@ class WaitRecord:
         self.call: Call | None = None
         self.error: BaseException | None = None
         self.final: BaseException | None = None  # unlike `error`, it is not cleared by `begin`
+        self.interrupted = False  # a wait has ended in an error, so MPI may still use its communicator
         self._seen: tuple[int, Call | None] = (0, None)
         self.last: Call | None = None  # the last call that the watcher saw; most end between two checks
         self.since = 0.0
@@ -78,6 +79,11 @@ class WaitRecord:
     def end(self) -> None:
         """Record that the call has ended."""
         self.call = None
+
+    @property
+    def unfinished(self) -> bool:
+        """Whether a wait goes on, or has ended in an error."""
+        return self.interrupted or not (self.call is None and self.error is None and self.final is None)
 
     def __str__(self) -> str:
         return f"{self.call} (call number {self.count})"
@@ -188,6 +194,7 @@ class _Recorded:
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         wait = self._wait
+        wait.interrupted |= error is not None
         try:
             self._watcher.__exit__(kind, error, trace)
         finally:

@@ -91,7 +91,7 @@ class Outcome:
         row = [*self._own, self._follows, self._broken]
         everyone = all_values(self._part.world, row, "learn how a trial has ended")
         if any(broken for *_, broken in everyone):
-            self._inner.abandon()
+            self._inner.dissolve(self._part.world)
         else:
             self._inner.close()
         failed = [(follows, rank, why) for rank, (state, _, why, follows, _) in enumerate(everyone) if state == FAIL]

@@ -13,6 +13,7 @@ from trainers.errors import ArgumentError
 optuna = pytest.importorskip("optuna")
 
 from trainers.many.halving import Halving  # noqa: E402
+from trainers.many.parts import Parts  # noqa: E402
 from trainers.many.search import SearchResult, search  # noqa: E402
 from trainers.many.study import Ended  # noqa: E402
 from trainers.many.trial import Trial  # noqa: E402
@@ -102,6 +103,14 @@ def test_a_search_goes_on_from_its_rung(flat: allreduce.Topology, world: MPI.Int
     assert rungs(result) == [7, 3, 1]
     again = {number for own in world.allgather(second.begun) for number, rung, _ in own if rung == 0}
     assert not again
+
+
+def test_two_searches_at_once(flat: allreduce.Topology) -> None:
+    parts = Parts(flat, max(1, SIZE // 2), most=2)
+    result = search(Objective(), 7, parts.topology, halving=HALVING, seed=parts.index)
+    assert rungs(result) == [7, 3, 1]
+    assert {rank for each in result.trials for rank in each.ranks} <= set(parts.ranks[parts.index])
+    parts.close()
 
 
 def test_bad_arguments(flat: allreduce.Topology, world: MPI.Intracomm) -> None:

@@ -9,7 +9,9 @@ import pytest
 from mpi4py import MPI
 
 import allreduce
+from allreduce.errors import CollectiveTimeoutError
 from allreduce.transport.control import all_values
+from allreduce.transport.wait import wait_for
 from tests.ranks.together import raised_everywhere
 from trainers.errors import ArgumentError
 
@@ -138,6 +140,19 @@ def test_a_temporary_journal_is_removed_after_an_error(
     assert raised_everywhere(world, ArgumentError, lambda: search(quadratic, 1, flat, SIZE, told=told)).endswith("told")
     world.Barrier()
     assert not list(folder.parent.glob("allreduce-search-*"))
+
+
+def test_a_broken_trial_leaves_few_communicators(flat: allreduce.Topology, world: MPI.Intracomm) -> None:
+    """MPICH has 2048 for a job. What a rank still waits in can't be freed."""
+    inner = flat.split(0)
+    waited, free = inner.private(), inner.private()
+    if RANK == 0 and SIZE > 1:
+        with pytest.raises(CollectiveTimeoutError):
+            wait_for(waited, waited.Ibarrier(), "wait for nobody", limit=0.001)
+    inner.dissolve(flat.world)
+    assert inner.closed
+    assert world.allgather(free == MPI.COMM_NULL) == [True] * SIZE
+    assert world.allgather(waited == MPI.COMM_NULL) == [SIZE == 1] * SIZE
 
 
 def test_the_times_are_the_same_on_all_ranks(flat: allreduce.Topology, world: MPI.Intracomm) -> None:
