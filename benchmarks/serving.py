@@ -158,12 +158,16 @@ class Job:
 
     def get(self, path: str) -> Any:
         """Return the JSON of a GET."""
-        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=30)
-        try:
+        return json.loads(self._got(path))
+
+    def metrics(self) -> str:
+        """Return the text for Prometheus."""
+        return self._got("/metrics").decode()
+
+    def _got(self, path: str) -> bytes:
+        with contextlib.closing(http.client.HTTPConnection("127.0.0.1", self.port, timeout=30)) as connection:
             connection.request("GET", path)
-            return json.loads(connection.getresponse().read())
-        finally:
-            connection.close()
+            return connection.getresponse().read()
 
     def states(self) -> dict[int, str]:
         """Return the state of each version."""
@@ -338,9 +342,7 @@ def chaos(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
         thread.start()
         elapsed = load.run(ends)
         thread.join()
-        with contextlib.closing(http.client.HTTPConnection("127.0.0.1", job.port, timeout=30)) as connection:
-            connection.request("GET", "/metrics")
-            metrics = connection.getresponse().read().decode()
+        metrics = job.metrics()
     wanted = ("allreduce_serving_retries_total", "allreduce_serving_ranks ", "allreduce_serving_newest_version")
     noted = {line.split()[0]: float(line.split()[1]) for line in metrics.splitlines() if line.startswith(wanted)}
     return result_of(load, right, elapsed) | {"exit_code": job.code, "replaced": done.is_set(), **noted}

@@ -94,12 +94,17 @@ class Load:
 
     def _connect(self) -> None:
         """Send the next request over a new connection, unless it was the last one."""
-        number = next(self._numbers)
-        if not self._ends(number):
-            connection = Connection(self.port)
+        while not self._ends(number := next(self._numbers)):
+            try:
+                connection = Connection(self.port)
+            except OSError as error:
+                self.lost[type(error).__name__] += 1
+                time.sleep(AGAIN_SECONDS)
+                continue
             self._open.add(connection)
             self._selector.register(connection.socket, selectors.EVENT_READ, connection)
             self._begin(connection, number)
+            return
 
     def _begin(self, connection: Connection, number: int) -> None:
         connection.number, connection.begin = number, time.perf_counter()

@@ -120,11 +120,42 @@ def test_ranks_hold_members_of_an_ensemble(tmp_path: Path) -> None:
         check(40)
         os.kill(ranks[2], signal.SIGKILL)
         check(40)
-        while "rank 2 was lost; 2 ranks go on" not in job.text():
+        while "rank 2 was lost; ranks that go on: 2" not in job.text():
             time.sleep(0.02)
         check(40)
     assert job.code == 0, job.text()
     assert "rank 1 has not answered" in job.text()
+
+
+@pytest.mark.jobs
+@pytest.mark.usefixtures("_environment")
+def test_sigterm_answers_what_has_come(tmp_path: Path) -> None:
+    """Also requests that wait for others to fill their batch, and one whose body is not whole yet."""
+    NumpyNetwork([4, 3]).save(str(tmp_path / "m.npz"))
+    given = ["--model", str(tmp_path / "m.npz"), "--max-wait-ms", "60000", "--max-queue", "2", "--answer-seconds", "60"]
+    head = f"POST {serving.PREDICT} HTTP/1.1\r\nHost: x\r\nContent-Length: 29\r\n\r\n".encode()
+    raw = head + b'{"instances": [[1, 2, 3, 4]]}'
+    with serving.server(1, given, tmp_path) as job, contextlib.ExitStack() as opened:
+        clients = [
+            opened.enter_context(socket.create_connection(("127.0.0.1", job.port), timeout=60)) for _ in range(4)
+        ]
+        clients[0].sendall(raw[:-9])
+        for client in clients[1:3]:
+            client.sendall(raw)
+        while "allreduce_serving_waiting_rows 2.0" not in job.metrics():
+            time.sleep(0.02)
+        clients[3].sendall(raw)
+        assert b"retry-after: 1\r\n" in (refused := clients[3].recv(4096))
+        assert refused.startswith(b"HTTP/1.1 429 ")
+        os.kill(job.ranks()[0], signal.SIGTERM)
+        while "the last requests are answered" not in job.text():
+            time.sleep(0.02)
+        for client in (clients[1], clients[2]):
+            assert client.recv(4096).startswith(b"HTTP/1.1 200 ")
+        clients[0].sendall(raw[-9:])
+        assert clients[0].recv(4096).startswith(b"HTTP/1.1 200 ")
+        job.process.wait(60)
+    assert job.code == 0, job.text()
 
 
 def test_each_member_is_computed_once() -> None:

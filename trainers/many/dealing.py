@@ -49,18 +49,18 @@ class Prepared(NamedTuple):
 class Local:
     """Rank 0 as a rank that computes: a thread, without MPI. wake: called after an answer.
 
-    batches: how many it has not answered.
+    batches: those that it has not answered.
     """
 
     def __init__(self, wake: Callable[[], object]) -> None:
         self._wake = wake
         self._work: queue.SimpleQueue[tuple[Batch, Members] | None] = queue.SimpleQueue()
         self._done: queue.SimpleQueue[tuple[Batch, Members, list[np.ndarray], str]] = queue.SimpleQueue()
-        self.batches = 0
+        self.batches: list[Batch] = []
         threading.Thread(target=self._run, name="compute", daemon=True).start()
 
     def deal(self, batch: Batch, members: Members) -> None:
-        self.batches += 1
+        self.batches.append(batch)
         self._work.put((batch, members))
 
     def answers(self) -> list[tuple[Batch, Members, list[np.ndarray], str]]:
@@ -68,7 +68,7 @@ class Local:
         found = []
         while not self._done.empty():
             found.append(self._done.get())
-            self.batches -= 1
+            self.batches.remove(found[-1][0])
         return found
 
     def close(self) -> None:
@@ -115,7 +115,7 @@ class Peer:
         self.rank, self.has = rank, has
         self.refused: dict[int, str] = {}  # the digests of versions that it can't load
         self.work: dict[int, Part | Change] = {}
-        self.since = 0.0  # when the last work was dealt
+        self.since = 0.0  # when it was last dealt work, or has answered
         self.late = False  # the last work was not answered in time
 
     @property
@@ -220,7 +220,8 @@ class Server:
         self._stop_if_told()
         self._bring_versions()
         self._deal(now)
-        waits = self._waiting.rows and not self._local.batches
+        has_room = not self._local.batches or not all(peer.work or peer.late for peer in self._peers.values())
+        waits = self._waiting.rows and has_room
         self._due = now + (min(IDLE_SECONDS, self._options.max_wait_ms / 2000) if waits else IDLE_SECONDS)
         return self._draining and self._web.ended  # it ends when all are answered, or after --drain-seconds
 
@@ -238,7 +239,7 @@ class Server:
             work = None if peer is None else peer.work.pop(answer.number, None)
             if peer is None or work is None:
                 continue
-            header = answer.header
+            header, peer.since = answer.header, time.monotonic()
             if isinstance(work, Change):
                 if header is not None:
                     self._take_change(peer, work, header.get("error", ""))
@@ -291,7 +292,7 @@ class Server:
     def _note_lost(self) -> None:
         for rank in self._exchange.lost & self._peers.keys():
             del self._peers[rank]
-            log.warning("rank %d was lost; %d ranks go on", rank, len(self._peers) + 1)
+            log.warning("rank %d was lost; ranks that go on: %d", rank, len(self._peers) + 1)
 
     def _retry_late(self, now: float) -> None:
         """Deal the batches of ranks that take too long to others."""
@@ -359,12 +360,8 @@ class Server:
         return held != self._planned(peer, version) and peer.refused.get(version.number) != version.digest
 
     def _in_use(self, number: int) -> bool:
-        dealt = [batch for peer in self._peers.values() for batch in peer.batches]
-        return (
-            self._waiting.has(number)
-            or any(batch.version.number == number for batch in dealt)
-            or self._local.batches > 0
-        )
+        dealt = [*self._local.batches, *(batch for peer in self._peers.values() for batch in peer.batches)]
+        return self._waiting.has(number) or any(batch.version.number == number for batch in dealt)
 
     def _take_change(self, peer: Peer, change: Change, error: str) -> None:
         number = change.version
@@ -420,7 +417,9 @@ class Server:
     def _deal_to_all(self, now: float) -> None:
         """Deal batches of ensembles to all ranks that hold members, one batch more when each computes one at most."""
         while True:
-            most = max([self._local.batches, *(len(peer.batches) for peer in self._peers.values() if not peer.late)])
+            most = max(
+                [len(self._local.batches), *(len(peer.batches) for peer in self._peers.values() if not peer.late)]
+            )
             if most == 0:
                 batch = self._waiting.take(now, self._is_spread, self._draining)
             else:
