@@ -3,8 +3,9 @@
 import math
 import re
 import zlib
+from abc import abstractmethod
 from collections.abc import Callable, Mapping
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 from mpi4py import MPI
@@ -25,6 +26,41 @@ class Owner(Protocol):
     def close(self) -> None: ...
 
     def abandon(self) -> None: ...
+
+
+OwnerT = TypeVar("OwnerT", bound="GroupOwner")
+
+
+class GroupOwner:
+    """The base of the objects that own a group, and that a `with` block closes."""
+
+    group: "RankGroup"
+
+    @property
+    def topology(self) -> Topology:
+        """The topology of the ranks that train; a new one after a failure."""
+        return self.group.topology
+
+    @property
+    def rank(self) -> int:
+        """This rank among those that train; -1 while it joins a fit."""
+        return self.group.rank
+
+    @property
+    def size(self) -> int:
+        """The number of ranks that train."""
+        return self.group.size
+
+    @abstractmethod
+    def close(self) -> None:
+        """Free what the owner created. Collective."""
+
+    def __enter__(self: OwnerT) -> OwnerT:
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, _: object) -> None:
+        if error is None or self.group.all_raise(error):  # otherwise other ranks may not call the collective close
+            self.close()
 
 
 class RankGroup:

@@ -59,7 +59,7 @@ from trainers.fit.reader import Reader
 from trainers.fit.shards import OwnRows, ShardBatches, shards_error, uneven_text
 from trainers.fit.weights import ClassWeights
 from trainers.fit.workers import Reading
-from trainers.group import RankGroup, gather_rows
+from trainers.group import GroupOwner, RankGroup, gather_rows
 from trainers.recovery.recovery import Call, EditCall, Failure, FitCall, Recovery
 from trainers.recovery.terminating import stops_at_sigterm
 from trainers.replica import Hold, Replica, check_rows
@@ -74,7 +74,6 @@ log = logging.getLogger("trainers")
 BATCH_SIZE = 100  # rows of a global batch, by default
 KEPT_ROWS, KEPT_BYTES = 32, 1 << 24  # at most, of the rows of a fit, for an export
 NO_WORKERS = Reading()
-TrainerT = TypeVar("TrainerT", bound="Trainer[Any]")
 StrategyT = TypeVar("StrategyT", bound=Strategy)
 ResultT = TypeVar("ResultT")
 P = ParamSpec("P")
@@ -91,7 +90,7 @@ def recoverable(method: Callable[Concatenate[Any, P], ResultT]) -> Callable[Conc
     return call
 
 
-class Trainer(Generic[StrategyT]):
+class Trainer(GroupOwner, Generic[StrategyT]):
     """Trains a replica together with the trainers of the other ranks of a topology.
 
     Every method is collective: all ranks call it with the same arguments. x and y are the whole data on
@@ -119,21 +118,6 @@ class Trainer(Generic[StrategyT]):
         self._rows: Tree | None = None  # the first rows of the last fit
         self.recovery = Recovery(strategy, on_failure)
         self.group: RankGroup = self.recovery.make(topology, self)
-
-    @property
-    def topology(self) -> Topology:
-        """The topology of the ranks that train; a new one after a failure."""
-        return self.group.topology
-
-    @property
-    def rank(self) -> int:
-        """This rank among those that train; -1 while it joins a fit."""
-        return self.group.rank
-
-    @property
-    def size(self) -> int:
-        """The number of ranks that train."""
-        return self.group.size
 
     @property
     def closed(self) -> bool:
@@ -584,13 +568,6 @@ class Trainer(Generic[StrategyT]):
         """Free everything without the other ranks, some of which may have failed. Local; the replica stays usable."""
         self.strategy.closed = True
         self.strategy.abandon()
-
-    def __enter__(self: TrainerT) -> TrainerT:
-        return self
-
-    def __exit__(self, kind: object, error: BaseException | None, _: object) -> None:
-        if error is None or self.group.all_raise(error):  # otherwise other ranks may not call the collective close
-            self.close()
 
     # Calls
 

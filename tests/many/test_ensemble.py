@@ -9,10 +9,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.conftest import JobRunner
+from tests.conftest import JobRunner, in_one_job
 from trainers import NumpyNetwork, Samples, datasets
 from trainers.errors import ArgumentError, CheckpointError, ModelFileError
 from trainers.files import model_file
+from trainers.many import ensemble_model
 from trainers.many.drawn_rows import DrawnRows, taken
 from trainers.many.ensemble import EnsembleTrainer
 from trainers.many.ensemble_model import EnsembleModel
@@ -33,7 +34,8 @@ def test_killed_ranks_of_parts_that_have_several(mpirun: JobRunner, tmp_path: Pa
     job = mpirun(5, [Path(__file__).with_name("ensemble_parts_job.py"), path], ulfm=True)
     assert job.returncode == 0, job.stdout + job.stderr
     assert sorted(job.stdout.split("\n"))[-2:] == ["rank 0 ends", "rank 2 ends"], job.stdout + job.stderr
-    assert EnsembleModel.load(str(path)).members == 2
+    saved, states = ensemble_model.read(str(path))
+    assert len(saved.members) == len(states) == 2
 
 
 def test_the_benchmark(mpirun: JobRunner, tmp_path: Path) -> None:
@@ -42,6 +44,44 @@ def test_the_benchmark(mpirun: JobRunner, tmp_path: Path) -> None:
     found = json.loads(path.read_text())
     assert (found["calls"], found["stop"], found["whole_at_the_end"]) == (5, [1], True), job.stdout + job.stderr
     assert found["p50_ms"] >= 200
+
+
+REFUSED = {  # options beside --members 3 -> what the error says
+    "--strategy central_storage": "--members 3 has no effect with --strategy central_storage",
+    "--load x.npz": "--members 3 can't be used with --load x.npz: members begin with their own seeds",
+    "--csv x.csv": "--members 3 can't be used with --csv x.csv: all members would write one file",
+    "--checkpoint run --evaluator": "--members 3 can't be used with --evaluator",
+    "--on-failure continue --standby 1": "--members 3 can't be used with --standby 1",
+    "--data part-*.npz": "--data part-*.npz: each rank reads its own files",
+    "--bagging columns": "invalid choice: 'columns'",
+    "--members 0": "must be an integer >= 1, got '0'",
+}
+
+
+def test_the_command(tmp_path: Path, digits: datasets.Dataset) -> None:
+    options = "--members 3 --bagging rows --voting hard --epochs 2 --hidden none --ema 0.5 --checkpoint run"
+    line = options.split()
+    lines = [[*line, "--save", "e.npz", "--json", "e.json"]]
+    lines += [["--members", "3", *given.split()] for given in REFUSED] + [["--bagging", "rows"]]
+    first, *others = in_one_job(2, [("trainers.cli.main", each, str(tmp_path)) for each in lines], tmp_path)
+    assert [each["code"] for each in first] == [0, 0], first
+    found, model = json.loads((tmp_path / "e.json").read_text()), load_model(str(tmp_path / "e.npz"))
+    assert model.members == len(found["members"]) == 3
+    accuracy = float(np.mean(model.predict(digits.x_test).argmax(axis=1) == digits.y_test))
+    assert found["test_accuracy"] == pytest.approx(accuracy, abs=0.01)
+    own = [each["test_accuracy"] for each in found["members"]]
+    assert found["mean_member_accuracy"] == pytest.approx(np.mean(own))
+    said = "\n".join(each["stdout"] for each in first)
+    for text in (
+        "3 members on 2 parts of the ranks, each trained on a bootstrap sample of the rows; hard voting",
+        f"members: mean test accuracy {np.mean(own):.4f}, best {max(own):.4f} (member {1 + int(np.argmax(own))})",
+        f"out-of-bag accuracy: {found['oob']['accuracy']:.4f} ({found['oob']['rows']:.0f} rows)",
+        f"\ntest accuracy: {found['test_accuracy']:.4f}",
+    ):
+        assert text in said, said
+    for text, outcome in zip([*REFUSED.values(), "--bagging rows needs --members N"], others, strict=True):
+        assert [each["code"] for each in outcome] == [2, 2], outcome
+        assert text in "".join(each["stderr"] for each in outcome), outcome
 
 
 def test_sigterm(mpirun: JobRunner, tmp_path: Path) -> None:

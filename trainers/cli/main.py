@@ -50,6 +50,7 @@ COMMANDS = {  # the first argument -> the module whose `run` does it, imported w
     "search": "trainers.tuning.command",
     "serve": "trainers.many.serving",
 }
+ENSEMBLE = "trainers.many.ensemble_command"  # its `train` trains with --members, imported when it is asked for
 FAILED, BAD_ARGUMENTS, INTERRUPTED = 1, 2, 130  # exit codes; a job that exits with 1 may be started again
 
 
@@ -77,7 +78,7 @@ def main(arguments: Sequence[str] | None = None, program: str = "python -m train
             raise  # the other ranks do not have this error: the hook of Topology shows the traceback and ends the job
         own = processes.world_ranks(world.world)
         if processes.here()[0] == min(getattr(error, "ranks", None) or own) == own[0]:  # not a rank that joined others
-            _say(world, f"error: {error}", sys.stderr)
+            say(world, f"error: {error}", sys.stderr)
             abort.write_down(str(error))
         write_error(error)
         code = FAILED if isinstance(error, FAULTS) else BAD_ARGUMENTS
@@ -86,7 +87,7 @@ def main(arguments: Sequence[str] | None = None, program: str = "python -m train
     except KeyboardInterrupt:
         if world.size > 1:
             raise
-        _say(world, "interrupted", sys.stderr)
+        say(world, "interrupted", sys.stderr)
         code = INTERRUPTED
     return code
 
@@ -183,6 +184,13 @@ def check(options: argparse.Namespace, assigned: roles.Roles) -> None:
         )
     if options.standby and options.ranks_per_node:
         raise ArgumentError(f"--standby {options.standby} can't be used with --ranks-per-node; leave out one of them")
+    if options.members and assigned.evaluator is not None:
+        raise ArgumentError(f"--members {options.members}: an evaluator evaluates one model; leave out the evaluator")
+    if options.members and is_pattern(options.data):
+        raise ArgumentError(
+            f"--data {options.data}: each rank reads its own files, and a member of an ensemble takes rows of all: "
+            "give one file, or leave out --members"
+        )
     if assigned.evaluator is not None and is_pattern(options.data):
         raise ArgumentError(f"--data {options.data}: an evaluator takes one file; leave out --evaluator")
     if assigned.evaluator is not None and not options.checkpoint:
@@ -223,10 +231,12 @@ def _network(job: Job, topology: Topology) -> NumpyNetwork:
 
 
 def _run(job: Job, member: Member | None, world: Topology) -> None:
-    member = member or join(job, world)
+    options, member = job.options, member or join(job, world)
     if member is None:
         return
-    if job.roles.evaluator is None:
+    if options.members:
+        import_module(ENSEMBLE).train(job, member)
+    elif job.roles.evaluator is None:
         _train(job, member)
     else:
         _train_and_evaluate(job, member, world)
@@ -235,9 +245,6 @@ def _run(job: Job, member: Member | None, world: Topology) -> None:
 def _train(job: Job, member: Member) -> None:
     """Train, test and write the results. Collective over the ranks that train."""
     options, data, stream = job.options, job.data, job.stream
-    checkpoint = None
-    if options.checkpoint:
-        checkpoint = Checkpoint(options.checkpoint, options.checkpoint_every, same_data=not options.other_data)
     with make_trainer(options, member.network, member.topology, len(job.roles.servers)) as trainer:
         if not isinstance(member.topology, standby.JoiningRank):  # the other ranks have printed it
             _introduce(job, member, trainer)
@@ -251,34 +258,46 @@ def _train(job: Job, member: Member) -> None:
             seed=options.seed,
             callbacks=make_callbacks(options),
             stream=stream,
-            checkpoint=checkpoint,
+            checkpoint=checkpoint_of(options),
             resume=options.resume,
             **step_options(options),
         )
         scores = trainer.evaluate(test, labels[1])
-        _check_loss(scores["loss"], trainer.topology)
+        check_loss(scores["loss"], trainer.topology)
         if options.save:
             trainer.save(options.save)
-            _say(trainer.topology, f"saved: {options.save}", stream)
+            say(trainer.topology, f"saved: {options.save}", stream)
         if options.json:
             trainer.surviving(lambda: _write_results(job, trainer, history, scores))
-        _say(trainer.topology, f"test accuracy: {scores['accuracy']:.4f}", stream)
+        say(trainer.topology, f"test accuracy: {scores['accuracy']:.4f}", stream)
     if options.standby:
         trainer.topology.close()  # ends the wait of the standby ranks
 
 
+def checkpoint_of(options: argparse.Namespace) -> Checkpoint | None:
+    """Return the checkpoints that the options ask for."""
+    if not options.checkpoint:
+        return None
+    return Checkpoint(options.checkpoint, options.checkpoint_every, same_data=not options.other_data)
+
+
 def _introduce(job: Job, member: Member, trainer: Trainer[Any]) -> None:
     """Print the ranks, the strategy, the data and the model. Collective."""
+    lines = [results.strategy_line(trainer, job.options)]
+    if ulfm.in_force() or job.options.on_failure:
+        lines.append(f"if a rank fails: {trainer.recovery}")
+    introduce(job, member, lines)
+
+
+def introduce(job: Job, member: Member, training: Sequence[str]) -> None:
+    """Print on rank 0 the ranks, lines about the training, the data and the model. Collective."""
     options, data, (topology, network) = job.options, job.data, member
     lines = [f"{topology}, on {network.device}"]
     if options.standby:
         lines.append(f"standby ranks: {options.standby}")
     if job.roles.servers or job.roles.evaluator is not None:
         lines.append(f"roles: {job.roles}")
-    lines.append(results.strategy_line(trainer, options))
-    if ulfm.in_force() or options.on_failure:
-        lines.append(f"if a rank fails: {trainer.recovery}")
-    lines.append(f"data: {data}")
+    lines += [*training, f"data: {data}"]
     if isinstance(data, datasets.Dataset):
         lines.append(f"rows of each class: {data.classes_in_words()}")
     if data.columns is not None:
@@ -286,12 +305,12 @@ def _introduce(job: Job, member: Member, trainer: Trainer[Any]) -> None:
     layers, optimizer = "-".join(map(str, network.sizes)), network.config()["optimizer"]
     model = f"{layers}, {network.gradient_length:,} parameters"
     lines.append(f"model: {model}; {optimizer}, learning rate {network.optimizer.lr:g}")
-    _say(topology, "\n".join(lines), job.stream)
+    say(topology, "\n".join(lines), job.stream)
     for warning in data.warnings() if topology.rank == 0 else ():
         log.warning("trainers: %s", warning)
 
 
-def _check_loss(loss: float, world: Topology) -> None:
+def check_loss(loss: float, world: Topology) -> None:
     """Raise DivergedError on all ranks if the test loss is not finite."""
     if not math.isfinite(loss):
         error = DivergedError(f"the loss of the test data is {loss}: lower the learning rate, or scale the features")
@@ -321,7 +340,7 @@ def _train_and_evaluate(job: Job, member: Member, world: Topology) -> None:
         error = met
     _end_together(job, world, error)
     if options.evaluations:
-        _say(world, f"evaluations: {options.evaluations}", job.stream)
+        say(world, f"evaluations: {options.evaluations}", job.stream)
 
 
 def _evaluator(job: Job, network: NumpyNetwork) -> Evaluator:
@@ -356,6 +375,7 @@ def _end_together(job: Job, world: Topology, error: Exception | Terminated | Non
     raise on_all_ranks(error, world.world)
 
 
-def _say(world: Topology, text: str, stream: TextIO) -> None:
+def say(world: Topology, text: str, stream: TextIO) -> None:
+    """Print a text on rank 0."""
     if world.rank == 0:
         print(text, file=stream, flush=True)

@@ -49,6 +49,7 @@ EXAMPLES = """examples:
   mpirun -n 4 python -m trainers --allreduce hierarchical_copy --ranks-per-node 2   (two simulated nodes)
   mpirun -n 5 python -m trainers --strategy parameter_server --servers 1 --updates async
   mpirun -n 4 python -m trainers --strategy spare_replicas --backup-workers 1
+  mpirun -n 4 python -m trainers --members 5 --bagging rows --save ensemble.npz     (five networks that vote)
 
 --help-all shows the other options: strategies, failures, roles, network, traces, checks.
 python -m trainers predict --help shows the options of predict; export, which writes an ONNX file, has options too.
@@ -200,6 +201,7 @@ class Option:
     default: the value when the option is not given. default_text: the default in --help, if it is not `default`.
     strategies: the values of --strategy that take the option; none if the option does not depend on the strategy.
     needs: other options that must be given too -> their allowed values, () for any.
+    excludes: other options that can't be given too -> why.
     argument: the name of the trainer's argument, if it differs from `name`; "" if the trainer has no such argument.
     to_argument: makes the trainer's argument from the option's value, if they differ.
     common: whether --help shows the option; --help-all shows all.
@@ -218,6 +220,7 @@ class Option:
     default_text: str = ""
     strategies: tuple[str, ...] = ()
     needs: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    excludes: Mapping[str, str] = field(default_factory=dict)
     argument: str | None = None
     to_argument: Callable[[Any], Any] | None = None
     common: bool = False
@@ -310,6 +313,17 @@ DECAYS = ("momentum", "beta1", "beta2")  # of optimizers
 UNITS = 64  # of a hidden layer, if --layers is given alone
 RATES = PerData(0.002, 0.01, 0.001)  # of Adam
 OTHER_RATES = ", ".join(f"{name} {kind.default_lr}" for name, kind in OPTIMIZERS.items() if name != "adam")
+
+ONE_FILE = "all members would write one file"
+ONE_MODEL = {  # options of the training of one model -> why an ensemble takes none of them
+    "load": "members begin with their own seeds",
+    "standby": "the ranks of an ensemble have no standby ranks",
+    "evaluator": "an evaluator evaluates the checkpoints of one model",
+    "evaluations": "an evaluator evaluates the checkpoints of one model",
+    **dict.fromkeys(("trace", "tensorboard", "csv"), ONE_FILE),
+    "prometheus": "all members would have one port",
+}
+SOFT, HARD = "soft", "hard"
 
 # fmt: off
 OPTIONS: dict[str, tuple[Option, ...]] = {
@@ -472,6 +486,23 @@ OPTIONS: dict[str, tuple[Option, ...]] = {
         Option(
             "standby", "N", integer(0), default=0, strategies=(MIRRORED, CENTRAL), needs={"on_failure": ("continue",)},
             argument="", former="--spares", help="the last N ranks stand by, and replace failed ranks",
+        ),
+    ),
+    "ensemble": (
+        Option(
+            "members", "N", integer(1), default_text="one model", strategies=(MIRRORED,), argument="",
+            excludes=ONE_MODEL,
+            help="train an ensemble of N networks, each on a part of the ranks; the vote of all is tested, and "
+            "--save writes one file",
+        ),
+        Option(
+            "bagging", choices=("rows", "shards"), default_text="all rows", needs={"members": ()},
+            help="the rows of a member. rows: a bootstrap sample, and the out-of-bag score is printed; shards: each "
+            "row belongs to one member",
+        ),
+        Option(
+            "voting", choices=(SOFT, HARD), default=SOFT, needs={"members": ()},
+            help="soft: the mean of the members' probabilities; hard: each member votes for a class",
         ),
     ),
     "roles (TF_CONFIG can give them instead)": (
@@ -659,6 +690,9 @@ def _check_needs(option: Option, options: argparse.Namespace) -> None:
                 f"{given} has no effect with {BY_NAME[name].given(found)}; leave it out, or use "
                 f"{_required(name, values)}"
             )
+    for name, reason in option.excludes.items():
+        if found := getattr(options, name):
+            raise ArgumentError(f"{given} can't be used with {BY_NAME[name].given(found)}: {reason}; leave out one")
 
 
 def _required(name: str, values: Sequence[str]) -> str:
@@ -681,6 +715,8 @@ def _check_values(options: argparse.Namespace) -> None:
 def strategy_options(options: argparse.Namespace) -> dict[str, Any]:
     """Return the strategy and its options as a dict, as --json writes them."""
     own = [option.name for option in BY_NAME.values() if options.strategy in option.strategies]
+    if options.members is None:
+        own = [name for name in own if name != "members"]
     if options.strategy == SERVERS and options.ranks_per_worker == 1:
         own.remove("allreduce")  # no ranks average gradients
     return {name: getattr(options, name) for name in ("strategy", *own)}
@@ -702,13 +738,19 @@ def make_network(options: argparse.Namespace, data: datasets.Dataset | datasets.
     )
 
 
-def make_trainer(options: argparse.Namespace, replica: Replica, topology: Topology, servers: int) -> Trainer[Any]:
-    """Create the trainer that the options describe. servers: the number of servers, the last ranks. Collective."""
+def trainer_options(options: argparse.Namespace) -> dict[str, Any]:
+    """Return the options of the trainer, by the names of its arguments."""
     given = {}
     for option in BY_NAME.values():
         if options.strategy in option.strategies and option.argument != "":
             value = getattr(options, option.name)
             given[option.argument or option.name] = option.to_argument(value) if option.to_argument else value
+    return given
+
+
+def make_trainer(options: argparse.Namespace, replica: Replica, topology: Topology, servers: int) -> Trainer[Any]:
+    """Create the trainer that the options describe. servers: the number of servers, the last ranks. Collective."""
+    given = trainer_options(options)
     if "servers" in given:
         given["servers"] = tuple(range(topology.size - servers, topology.size))
     try:

@@ -12,7 +12,6 @@ from typing import Any, NamedTuple, NoReturn, TextIO, TypeVar
 import numpy as np
 from mpi4py import MPI
 
-from allreduce.arrays.chunks import chunk, segments
 from allreduce.elastic.retry import recover, retry
 from allreduce.errors import ClosedError, CopyError
 from allreduce.keywords import known_only, near
@@ -31,21 +30,21 @@ from trainers.data import (
     row_count,
     seed_generators,
     seed_of,
+    sliced,
     structure_of,
     without_rows,
 )
 from trainers.errors import ArgumentError, ModelFileError, TrainerError
 from trainers.fit.checkpointing import Checkpoint
-from trainers.fit.evaluation import Evaluation
-from trainers.group import RankGroup, broadcast_arrays
+from trainers.group import GroupOwner, RankGroup, broadcast_arrays
 from trainers.many import ensemble_model
 from trainers.many.answering import Exchange, Rounds
 from trainers.many.drawn_rows import BAGGINGS, DrawnRows, rows_in, taken
-from trainers.many.ensemble_model import ROWS, MakeReplica, SavedEnsemble, SavedMember, averaged
+from trainers.many.ensemble_model import MakeReplica, SavedEnsemble, SavedMember, load_member
+from trainers.many.part_members import Callbacks, PartMembers, rows_at
 from trainers.many.parts import Parts
 from trainers.many.timely import Position, Prediction, TimelyVotes, limits_error
-from trainers.many.voting import Scorer, Voting, normal, selected_weights, shares_of
-from trainers.mirrored import MirroredTrainer
+from trainers.many.voting import Scorer, Voting, normal, selected_weights, shares_of, shown
 from trainers.recovery.terminating import Terminated, Terminating
 from trainers.replica import Replica
 from trainers.trainer import BATCH_SIZE, NO_TARGETS, check_call
@@ -79,7 +78,7 @@ class Member(NamedTuple):
     error: str
 
 
-class EnsembleTrainer:
+class EnsembleTrainer(GroupOwner):
     """Trains several members, each by a MirroredTrainer on a part of the ranks, and combines their predictions.
 
     The ranks form as many parts as there are members, or fewer if there are fewer ranks or if `ranks_per_member` says
@@ -158,7 +157,7 @@ class EnsembleTrainer:
             self.oob: dict[str, float] = {}
             parts = Parts(ranks, 1 if ranks_per_member is None else ranks_per_member, most=members)
             own = range(parts.index, members, parts.count)
-            self.replicas = together(ranks.world, lambda: {number: self._made(number) for number in own})
+            replicas = together(ranks.world, lambda: {number: self._made(number) for number in own})
         except Exception as error:
             if everywhere(error, ranks.world):
                 if parts is not None:
@@ -166,7 +165,7 @@ class EnsembleTrainer:
                 if self._owns:
                     ranks.close()
             raise
-        self._index, self._part = parts.index, parts.topology
+        self._index, self._part = parts.index, PartMembers(parts.topology, replicas, self._options)
         self.group = RankGroup(ranks, self)
         self._timely, _ = self._connected(ranks)
 
@@ -193,6 +192,11 @@ class EnsembleTrainer:
             return error
         return None
 
+    @property
+    def replicas(self) -> dict[int, Replica]:
+        """The replicas of the members that this rank's part trains, by their numbers."""
+        return self._part.replicas
+
     def _made(self, number: int) -> Replica:
         with keeping_generators():
             seed_generators(self.seeds[number], gpus=False)
@@ -200,16 +204,6 @@ class EnsembleTrainer:
         if not isinstance(made, Replica):
             raise ArgumentError(f"make_replica must return a replica, such as a NumpyNetwork, not {made!r}")
         return made
-
-    @property
-    def topology(self) -> Topology:
-        """The topology of all ranks; a new one after a failure."""
-        return self.group.topology
-
-    @property
-    def rank(self) -> int:
-        """This rank in the topology of all ranks."""
-        return self.group.rank
 
     # Training
 
@@ -223,7 +217,7 @@ class EnsembleTrainer:
         sample_weight: Any = None,
         collate: Any = None,
         validation_data: Any = None,
-        callbacks: Sequence[Any] | Callable[[int], Sequence[Any]] = (),
+        callbacks: Callbacks = (),
         checkpoint: Checkpoint | str | None = None,
         resume: bool = False,
         progress: bool = True,
@@ -254,6 +248,7 @@ class EnsembleTrainer:
         settings = {"epochs": epochs, "batch_size": batch_size}
         given = x, y, sample_weight
         data = self._run(lambda: self._checked("fit", given, settings, collate, validation_data is not None))
+        self._run(lambda: self._check_kinds(data))
         drawn = DrawnRows(self._bagging, self._seed, len(self.members), rows_in(data))
         settings |= {**options, "validation_data": validation_data, "resume": resume, "progress": False}
         ended: dict[int, tuple[list[Any], str]] = {}
@@ -263,14 +258,14 @@ class EnsembleTrainer:
             for number in [each for each in self.replicas if each not in self.missing]:
                 own = settings | {"checkpoint": _folder_of(checkpoint, number), "seed": self.seeds[number]}
                 try:
-                    history, error = self._trained(number, partial(taken, data, drawn, number), callbacks, own)
+                    history, error = self._part.train(number, partial(taken, data, drawn, number), callbacks, own)
                 except Terminated as met:
                     stopped = met
                     break
                 first = first or error
                 text = "" if error is None else f"{type(error).__name__}: {error}"
                 ended[number] = [epoch.as_dict() for epoch in history], text
-                if progress and self._part.rank == 0:
+                if progress and self._part.topology.rank == 0:
                     last = f"failed: {text}" if error else str(history[-1]) if history else "no epochs"
                     print(f"member {number + 1} of {len(self.members)}: {last}", file=stream, flush=True)
             with _patient(self.topology):
@@ -286,53 +281,6 @@ class EnsembleTrainer:
         sigterm.agreed = True
         if not goes_on:
             raise stopped or Terminated("SIGTERM: the training of the ensemble has been stopped")
-
-    def _trained(
-        self,
-        number: int,
-        rows: Callable[[], dict[str, Any]],
-        callbacks: Sequence[Any] | Callable[[int], Sequence[Any]],
-        settings: dict[str, Any],
-    ) -> tuple[History, Exception | None]:
-        """Train a member on the ranks of its part; returns its history, and the error that ended its training.
-        Collective over the part. Raises errors that not all of these ranks have."""
-        part, trainer, history = self._part, None, History()
-        try:
-            data = together(part.world, rows)
-            watching = together(part.world, lambda: list(callbacks(number) if callable(callbacks) else callbacks))
-            trainer = MirroredTrainer(self.replicas[number], topology=part, **self._options)
-            try:
-                history = trainer.fit(**{**data, **settings, "callbacks": [*watching, history]})
-            except Exception as error:
-                self._follow(trainer)
-                if trainer.group.all_raise(error):
-                    trainer.close()
-                raise
-            self._follow(trainer)
-            trainer.close()
-        except Exception as error:
-            ranks = part if trainer is None else trainer.topology
-            if ulfm.lost(error) is not None:
-                self._continue_without_lost(trainer)
-            elif not everywhere(error, ranks.world):
-                raise
-            return history, error
-        return history, None
-
-    def _follow(self, trainer: MirroredTrainer | None) -> None:
-        """Use the trainer's ranks for the next member: fewer ones, if its trainer has continued after a failure."""
-        if trainer is not None and trainer.topology is not self._part:
-            self._part, trainer.recovery.owns_topology = trainer.topology, False
-
-    def _continue_without_lost(self, trainer: MirroredTrainer | None) -> None:
-        """After a failure that has ended a member's training: continue with the ranks of the part that are left.
-        Collective over these."""
-        before = self._part
-        self._follow(trainer)
-        if trainer is not None:
-            trainer.abandon()
-        if self._part is before:
-            self._part = before.survivors(admit=False)
 
     def _checked(
         self,
@@ -354,6 +302,24 @@ class EnsembleTrainer:
                 error = refused
         self.group.enter(row, error)
         return data
+
+    def _check_kinds(self, data: Data) -> None:
+        """Raise ArgumentError on all ranks if the members' outputs can't be combined. Collective."""
+        self._check_members()
+        x = data[0]
+        row = x.first[0] if isinstance(x, Samples) else sliced(x, slice(0, 1))
+        own = together(self.group.comm, lambda: self._part.kinds(self._there, row, self.voting))
+        self._same_kind(own)
+
+    def _same_kind(self, own: Sequence[tuple[int, Any]]) -> Any:
+        """Return the structure of the outputs of all members; raise ArgumentError on all ranks if they differ.
+        Collective. own: the number and the structure of members of this rank."""
+        found = [pair for each in self.group.values(own, "the outputs of the members") for pair in each]
+        if any(kind != found[0][1] for _, kind in found):
+            kinds = "\n".join(f"  member {number}: {shown(kind)}" for number, kind in sorted(dict(found).items()))
+            text = f"all members must predict outputs of one shape and dtype; for a row they are\n{kinds}"
+            raise on_all_ranks(ArgumentError(text), self.group.comm)
+        return found[0][1]
 
     def _share(self, ended: Mapping[int, tuple[list[Any], str]], first: Exception | None) -> None:
         """Tell all ranks how the members' trainings have ended. Collective. first: the first error of this part."""
@@ -389,7 +355,7 @@ class EnsembleTrainer:
             outputs, counts = self._voted(data[0], row_count(data), unseen, dict.fromkeys(unseen, 1.0))
             seen = np.flatnonzero(counts)
             if seen.size:
-                self.oob = self._scores(_rows(outputs, seen), _rows(data[1], seen), {"rows": float(seen.size)})
+                self.oob = self._scores(rows_at(outputs, seen), rows_at(data[1], seen), {"rows": float(seen.size)})
         if self._selects:
             x, y = together(self.group.comm, lambda: _validation_arrays(validation))
             everything = np.arange(row_count(x))
@@ -455,18 +421,14 @@ class EnsembleTrainer:
 
         wanted: the rows for which a member votes; the ranks of its part divide them. shares: of each member.
         """
-        comm = self.group.comm
-        pieces = together(comm, lambda: list(self._pieces(x, rows, wanted, shares)))
-        own = [structure_of(votes) for _, _, votes in pieces]
-        own = [each for place, each in enumerate(own) if each not in own[:place]]
-        found = [each for given in self.group.values(own, "the outputs of the members") for each in given]
-        if any(each != found[0] for each in found):
-            shapes = "\n".join(f"  {each}" for each in found)
-            raise on_all_ranks(ArgumentError(f"the members predict outputs of several kinds:\n{shapes}"), comm)
-        like = without_rows(found[0])
+        comm, voters = self.group.comm, {number: at for number, at in wanted.items() if shares[number]}
+        pieces = together(comm, lambda: list(self._part.votes(x, voters, self.voting)))
+        kinds = {number: structure_of(votes) for number, _, votes in pieces}
+        like = without_rows(self._same_kind(list(kinds.items())))
         totals = mapped(lambda array: np.zeros((rows, *array.shape[1:])), like)
         counts = np.zeros(rows)
-        for share, at, votes in pieces:
+        for number, at, votes in pieces:
+            share = shares[number]
             counts[at] += share
             for total, vote in zip(leaves(totals), leaves(votes), strict=True):
                 total[at] += share * vote
@@ -475,20 +437,6 @@ class EnsembleTrainer:
                 comm.Allreduce(MPI.IN_PLACE, total)
         dtypes, some = iter([array.dtype for array in leaves(like)]), np.where(counts > 0, counts, 1.0)
         return mapped(lambda total: np.ascontiguousarray((total.T / some).T, next(dtypes)), totals), counts
-
-    def _pieces(
-        self, x: Tree, rows: int, wanted: Mapping[int, np.ndarray], shares: Mapping[int, float]
-    ) -> Iterator[tuple[float, np.ndarray, Tree]]:
-        """Yield this rank's part of the votes: the share of a member, the numbers of some rows, its votes for them."""
-        part = self._part
-        for number in sorted(self.replicas.keys() & wanted.keys() - self.missing.keys()):
-            replica, share = self.replicas[number], shares[number]
-            mine = wanted[number][chunk(len(wanted[number]), part.size, part.rank)]
-            if not share:
-                continue
-            with averaged(replica), np.errstate(all="ignore"):  # the outputs show it if a model has diverged
-                for each in list(segments(slice(0, len(mine)), ROWS)) or [slice(0, 0)]:
-                    yield share, mine[each], self.voting.votes(replica.predict(_rows(x, mine[each])))
 
     def evaluate(self, x: Any, y: Any) -> dict[str, float]:
         """Return the scores of the vote, the same on all ranks. Collective.
@@ -511,18 +459,8 @@ class EnsembleTrainer:
         return self._checked(call, (x, y, None))
 
     def _metrics(self, data: Data) -> dict[int, dict[str, float]]:
-        part = self._part
-
-        def sums() -> list[Any]:
-            found = []
-            for number in sorted(self.replicas.keys() - self.missing.keys()):
-                replica = self.replicas[number]
-                with averaged(replica), np.errstate(all="ignore"):
-                    terms = Evaluation(data).evaluate_chunk(replica, part.size, part.rank).sum(axis=0)
-                found.append([number, list(replica.metrics), terms.tolist()])
-            return found
-
-        everyone = self.group.values(together(self.group.comm, sums), "the metrics of the members")
+        own = together(self.group.comm, lambda: self._part.metrics(self._there, data))
+        everyone = self.group.values(own, "the metrics of the members")
         metrics: dict[int, dict[str, float]] = {number: {} for number in self._there}
         for number, names, terms in [each for own in everyone for each in own]:
             for name, term in zip(names, terms, strict=True):
@@ -563,7 +501,8 @@ class EnsembleTrainer:
 
     def load(self, path: str) -> None:
         """Load the members, the voting and the weights that rank 0 reads from `path`; or raise ModelFileError on all
-        ranks. Collective. The file has as many members as this ensemble, trained on any number of ranks."""
+        ranks, and change nothing. Collective. The file has as many members as this ensemble, trained on any number of
+        ranks."""
         self._run(lambda: self._load(path))
 
     def _load(self, path: str) -> None:
@@ -575,23 +514,18 @@ class EnsembleTrainer:
         if len(saved.weights) != len(self.members):
             text = f"{path} has {len(saved.weights)} members, and this ensemble {len(self.members)}"
             raise on_all_ranks(ModelFileError(text), comm)
-        for each in saved.members:
-            state = broadcast_arrays(comm, found[1][each.number] if found else {}, 0, "load: a member")
-            together(comm, partial(self._load_member, path, each, state))
+        with self._part.unchanged_by_errors():
+            for each in saved.members:
+                state = broadcast_arrays(comm, found[1][each.number] if found else {}, 0, "load: a member")
+                if (replica := self.replicas.get(each.number)) is None:
+                    together(comm, int)
+                else:
+                    together(comm, partial(load_member, path, replica, each, state))
         self.seeds = tuple(
             {each.number: each.seed for each in saved.members}.get(n, seed) for n, seed in enumerate(self.seeds)
         )
         self.members = [Member(n, seed, History(), saved.missing.get(n, "")) for n, seed in enumerate(self.seeds)]
         self.missing, self.voting, self.weights = dict(saved.missing), saved.voting, saved.weights
-
-    def _load_member(self, path: str, member: SavedMember, state: dict[str, np.ndarray]) -> None:
-        if (replica := self.replicas.get(member.number)) is None:
-            return
-        if type(replica).__name__ != member.kind:
-            raise ModelFileError(
-                f"{path}: member {member.number} is a {member.kind}, and make_replica makes a {type(replica).__name__}"
-            )
-        replica.load_saved(f"{path}, member {member.number}", dict(member.config), state)
 
     # Calls, failures, the end
 
@@ -615,9 +549,9 @@ class EnsembleTrainer:
         timely, placed = self._connected(topology, part)
 
         def commit() -> None:
-            if not self._part.closed:
-                self._part.abandon()
-            self._part, self._timely = part, timely
+            if not self._part.topology.closed:
+                self._part.topology.abandon()
+            self._part.topology, self._timely = part, timely
             for number in self._there:
                 if not any(number in each.members for each in placed):
                     self._miss(number, "the ranks of its part were lost")
@@ -626,7 +560,7 @@ class EnsembleTrainer:
 
     def _connected(self, topology: Topology, part: Topology | None = None) -> tuple[TimelyVotes, list[Position]]:
         """Return what takes votes by a deadline, and the positions of all ranks. Collective."""
-        part = part or self._part
+        part = part or self._part.topology
         own = Position(part.rank, part.size, sorted(self.replicas))
         placed = [Position(*each) for each in self.group.values(own, "the places of the members")]
         return TimelyVotes(Rounds(Exchange(topology)), placed), placed
@@ -645,7 +579,7 @@ class EnsembleTrainer:
             self.closed = True
             self._timely.close()
             self.group.release()
-            self._part.close()
+            self._part.topology.close()
             if self._owns:
                 self.topology.close()
         except Exception as error:
@@ -657,21 +591,10 @@ class EnsembleTrainer:
         """Free everything without the other ranks. Local; the replicas stay usable."""
         self.closed = True
         self._timely.abandon()
-        self._part.abandon()
+        self._part.topology.abandon()
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
         raise CopyError('an EnsembleTrainer can\'t be copied or pickled; `save("ensemble.npz")` keeps the members')
-
-    def __enter__(self) -> "EnsembleTrainer":
-        return self
-
-    def __exit__(self, kind: object, error: BaseException | None, _: object) -> None:
-        if error is None or self.group.all_raise(error):  # otherwise other ranks may not call the collective close
-            self.close()
-
-
-def _rows(tree: Tree, at: np.ndarray) -> Tree:
-    return mapped(lambda array: array[at], tree)
 
 
 def _folder_of(checkpoint: Checkpoint | str | None, number: int) -> Checkpoint | None:

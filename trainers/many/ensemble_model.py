@@ -110,10 +110,16 @@ def replica_of(path: str, member: SavedMember, state: Arrays, make_replica: Make
             raise ArgumentError(f"{what} is a {member.kind}, which a file can't make: give make_replica")
         return NETWORKS[member.kind].of_saved(what, dict(member.config), state)
     replica = make_replica(member.seed)
+    load_member(path, replica, member, state)
+    return replica
+
+
+def load_member(path: str, replica: Replica, member: SavedMember, state: Arrays) -> None:
+    """Load a member that was read from `path` into a replica. Raises ModelFileError."""
+    what = f"{path}, member {member.number}"
     if type(replica).__name__ != member.kind:
         raise ModelFileError(f"{what} is a {member.kind}, and make_replica makes a {type(replica).__name__}")
     replica.load_saved(what, dict(member.config), state)
-    return replica
 
 
 @contextmanager
@@ -184,6 +190,16 @@ class EnsembleModel(Model):
         return self.voting.combined(votes, self.weights)
 
 
+def member_votes(replica: Replica, x: Tree, voting: Voting) -> Tree:
+    """Return the votes of a replica for rows that it can predict at once. Local. Raises ArgumentError if its outputs
+    are not a row for each of them."""
+    votes, rows = voting.votes(replica.predict(x)), row_count(x)
+    if any(each.ndim == 0 or len(each) != rows for each in leaves(votes)):
+        shapes = ", ".join(str(each.shape) for each in leaves(votes))
+        raise ArgumentError(f"a member must predict a row for each of the {rows} rows, and its outputs are {shapes}")
+    return votes
+
+
 def votes_of(replica: Replica, x: Tree, voting: Voting, goes_on: Callable[[], bool] = lambda: True) -> Tree | None:
     """Return the votes of a replica for all rows of x; None if `goes_on`, called before each piece, returns False.
     Local."""
@@ -192,7 +208,7 @@ def votes_of(replica: Replica, x: Tree, voting: Voting, goes_on: Callable[[], bo
         for start in range(0, max(1, row_count(x)), ROWS):
             if not goes_on():
                 return None
-            parts.append(voting.votes(replica.predict(sliced(x, slice(start, start + ROWS)))))
+            parts.append(member_votes(replica, sliced(x, slice(start, start + ROWS)), voting))
     pieces = zip(*map(leaves, parts), strict=True)
     return mapped(lambda _: np.concatenate(next(pieces)), parts[0])
 

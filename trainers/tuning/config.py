@@ -44,7 +44,8 @@ TRIALS = 10  # if there is no maxTrials
 LARGEST_INTEGER = 1 << 53  # in the file, larger ones may not be exact
 OF_THE_SEARCH = (  # options that a search has itself, or that write the same file in each trial
     "save", "load", "json", "checkpoint", "checkpoint_every", "resume", "other_data", "trace", "tensorboard",
-    "prometheus", "log_dir", "csv", "chief", "evaluator", "evaluations", "on_failure", "standby",
+    "prometheus", "log_dir", "csv", "chief", "evaluator", "evaluations", "on_failure", "standby", "members", "bagging",
+    "voting",
 )  # fmt: skip
 OF_THE_DATA = ("data", "label", "ignore", "categories")  # the same in all trials, which are compared
 

@@ -133,6 +133,63 @@ def test_votes_by_a_deadline(
     ensemble.close()
 
 
+class Breaks(NumpyNetwork):
+    """A network that raises, or predicts NaN, if it is told to."""
+
+    raises = nan = False
+
+    def predict(self, x: Any) -> Any:
+        if self.raises:
+            raise OSError("no such table")
+        found = super().predict(x)
+        found[: int(self.nan)] = np.nan
+        return found
+
+
+def test_members_that_raise_or_predict_nan(
+    rows: tuple[np.ndarray, np.ndarray], flat: allreduce.Topology, world: MPI.Intracomm
+) -> None:
+    x = rows[0][:9]
+    for voting in ("soft", "hard"):
+        with EnsembleTrainer(lambda seed: Breaks([64, 12, 10], seed=seed), 3, topology=flat, voting=voting) as ensemble:
+            expected, broken = ensemble.predict(x), ensemble.replicas.get(1)
+            if broken is not None:
+                broken.nan = True  # type: ignore[attr-defined]
+            found, voted = ensemble.predict(x), ensemble.predict(x, deadline=30, quorum=3)
+            for outputs in [found] + [voted.outputs] * (flat.rank == 0):
+                assert np.isnan(outputs[0]).all()
+                np.testing.assert_allclose(outputs[1:], expected[1:], rtol=1e-6)
+            if broken is not None:
+                broken.raises = True  # type: ignore[attr-defined]
+            part = ensemble.predict(x, deadline=30, quorum=2)
+            if flat.rank == 0:
+                assert part.members == (0, 2)
+                assert "OSError: no such table" in part.missing[1]
+            assert "no such table" in raised_everywhere(world, OSError, lambda: ensemble.predict(x))
+            assert "no such table" in raised_everywhere(world, OSError, lambda: ensemble.fit(*rows))
+
+
+def test_members_whose_outputs_differ_in_shape(
+    rows: tuple[np.ndarray, np.ndarray], flat: allreduce.Topology, world: MPI.Intracomm
+) -> None:
+    with EnsembleTrainer(make, 3, topology=flat, seed=4) as ensemble:
+        third = ensemble.seeds[2]
+
+    def uneven(seed: int) -> NumpyNetwork:
+        return NumpyNetwork([64, 11 if seed == third else 10], seed=seed)
+
+    with EnsembleTrainer(uneven, 3, topology=flat, seed=4) as ensemble:
+        for call in (lambda: ensemble.fit(*rows), lambda: ensemble.predict(rows[0])):
+            text = raised_everywhere(world, ArgumentError, call)
+            assert "member 2: float32 of shape (11,)" in text
+            assert "member 0: float32 of shape (10,)" in text
+        assert ensemble.missing == {}
+        part = ensemble.predict(rows[0], deadline=30)
+        if flat.rank == 0:
+            assert part.members == (0, 1)
+            assert "float32 of shape (11,) for a row" in part.missing[2]
+
+
 class RaisesOnLastRank(Callback):
     """Raises on the last rank of those that train a member."""
 
@@ -181,6 +238,12 @@ def test_the_others_continue_without_a_member_that_fails(
         assert other.seeds == ensemble_seeds
         assert "ModelFileError" not in other.missing[1]
         assert "6 members" not in raised_everywhere(world, ModelFileError, lambda: other.load(path + "x"))
+    wide = {ensemble_seeds[3]: 13}
+    with EnsembleTrainer(lambda seed: NumpyNetwork([64, wide.get(seed, 12), 10], seed=seed), 4, topology=flat) as other:
+        before, seeds = other.predict(x), other.seeds
+        assert "member 3" in raised_everywhere(world, ModelFileError, lambda: other.load(path))
+        np.testing.assert_array_equal(other.predict(x), before)  # no member was loaded
+        assert (other.seeds, other.missing) == (seeds, {})
     with EnsembleTrainer(make, 2, topology=flat) as other:
         text = raised_everywhere(world, ModelFileError, lambda: other.load(path))
         assert "has 4 members, and this ensemble 2" in text
