@@ -119,7 +119,10 @@ def load_member(path: str, replica: Replica, member: SavedMember, state: Arrays)
     what = f"{path}, member {member.number}"
     if type(replica).__name__ != member.kind:
         raise ModelFileError(f"{what} is a {member.kind}, and make_replica makes a {type(replica).__name__}")
-    replica.load_saved(what, dict(member.config), state)
+    try:
+        replica.load_saved(what, dict(member.config), state)
+    except ModelFileError as error:
+        raise error if what in str(error) else ModelFileError(f"{what}: {error}") from error
 
 
 @contextmanager
