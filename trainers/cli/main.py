@@ -50,7 +50,7 @@ COMMANDS = {  # the first argument -> the module whose `run` does it, imported w
     "search": "trainers.tuning.command",
     "serve": "trainers.many.serving",
 }
-ENSEMBLE = "trainers.many.ensemble_command"  # its `train` trains with --members, imported when it is asked for
+ENSEMBLE = "trainers.cli.ensemble"  # its `train` trains with --members, imported when it is asked for
 FAILED, BAD_ARGUMENTS, INTERRUPTED = 1, 2, 130  # exit codes; a job that exits with 1 may be started again
 
 

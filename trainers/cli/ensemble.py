@@ -1,14 +1,16 @@
 """`python -m trainers --members N`: trains an ensemble, tests the vote of its members, and saves one file."""
 
 import argparse
+from importlib import import_module
 from typing import Any
 
 from trainers import datasets
 from trainers.cli import results
 from trainers.cli.main import Job, Member, check_loss, checkpoint_of, introduce, say
 from trainers.cli.options import make_callbacks, make_network, step_options, strategy_options, trainer_options
-from trainers.many.ensemble import EnsembleTrainer
 from trainers.replicas.numpy.network import NumpyNetwork
+
+TRAINER = "trainers.many.ensemble"  # the module of EnsembleTrainer; many is above cli
 
 
 def train(job: Job, member: Member) -> None:
@@ -19,7 +21,7 @@ def train(job: Job, member: Member) -> None:
     def make(seed: int) -> NumpyNetwork:
         return make_network(argparse.Namespace(**{**vars(options), "seed": seed}), data)
 
-    with EnsembleTrainer(
+    with import_module(TRAINER).EnsembleTrainer(
         make,
         options.members,
         bagging=options.bagging,
@@ -43,7 +45,7 @@ def train(job: Job, member: Member) -> None:
         _finish(job, ensemble, data)
 
 
-def _about(ensemble: EnsembleTrainer, options: argparse.Namespace) -> str:
+def _about(ensemble: Any, options: argparse.Namespace) -> str:
     count, parts = options.members, min(options.members, ensemble.topology.size)
     rows = {None: "all rows", "rows": "a bootstrap sample of the rows", "shards": "a shard of the rows"}
     return (
@@ -52,7 +54,7 @@ def _about(ensemble: EnsembleTrainer, options: argparse.Namespace) -> str:
     )
 
 
-def _finish(job: Job, ensemble: EnsembleTrainer, data: datasets.Dataset) -> None:
+def _finish(job: Job, ensemble: Any, data: datasets.Dataset) -> None:
     """Test, save, and write the results. Collective."""
     options, stream = job.options, job.stream
     scores, own = ensemble.evaluate(data.x_test, data.y_test), ensemble.evaluate_members(data.x_test, data.y_test)
@@ -74,9 +76,7 @@ def _finish(job: Job, ensemble: EnsembleTrainer, data: datasets.Dataset) -> None
     say(ensemble.topology, "\n".join(lines), stream)
 
 
-def _result(
-    job: Job, ensemble: EnsembleTrainer, scores: dict[str, float], own: dict[int, dict[str, float]]
-) -> dict[str, Any]:
+def _result(job: Job, ensemble: Any, scores: dict[str, float], own: dict[int, dict[str, float]]) -> dict[str, Any]:
     """Return what --json writes, without the mean and the best member."""
     options = job.options
     names = ("data", "bagging", "voting", "epochs", "batch_size", "seed")
