@@ -2,6 +2,7 @@
 
 import functools
 import math
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -117,6 +118,14 @@ def test_ranks_train_as_one_rank_does(kind: str, flat: allreduce.Topology) -> No
         with TRAINERS[kind](network(), topology=flat) as trainer:
             check(fitted(trainer, **options), expected, options, f"{kind} with {names}")
             assert trainer.replica.learning_rates == [0.02]
+
+
+@few
+def test_the_norm_counts_each_gradient_once(topology_of: Callable[..., allreduce.Topology]) -> None:
+    """On nodes of one rank, each rank owns all gradients."""
+    options = OPTIONS["clip_norm"]
+    with MirroredTrainer(network(), "hierarchical_copy", update="sharded", topology=topology_of(1)) as trainer:
+        check(fitted(trainer, **options), one_rank(network(), options), options, "nodes of one rank")
 
 
 def torch_network() -> Any:
