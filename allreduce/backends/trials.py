@@ -26,9 +26,9 @@ LEAST_BYTES = 2 * 1024  # shorter arrays are not tried: the MPI library's latenc
 # counted, because it finds another backend's code and data in the cache; nor is the first round, if others follow.
 ROWS = (1 << 20, 6), (8 << 20, 4)
 LONGEST_ROW = 2  # calls in a row of longer arrays
-SAMPLES = 3  # counted calls of a backend before the first comparison
+SAMPLES = 3  # counted calls of a backend before another one replaces it
 # (rounds, times): a backend that is so many times as fast as all others is selected after that many rounds. In a later
-# trial the one in use stays after the first round if it is clearly the fastest.
+# trial the one in use stays after the first round if it is clearly the fastest; of long arrays the rule's, after two.
 CLEAR = (3, 2.0), (4, 1.25)
 ROUNDS = 6  # at most; in each, every backend has its row of calls
 GAIN = 0.95  # another backend replaces the one in use if it takes at most this part of its time
@@ -183,23 +183,33 @@ class Selection:
         """End a round: select a backend if it is clear which one is the fastest. Collective."""
         rounds = len(self._times[self._names[0]])
         self._calls += len(self._names) * self._row
-        counted = [[row[1:] for row in self._times[name][rounds > 1 :]] for name in self._names]
-        if len(counted[0]) * (self._row - 1) < SAMPLES or not (self._checks or rounds >= CLEAR[0][0]):
+        if rounds < self._least_rounds():
             self._begin_round()
             return
+        counted = [[row[1:] for row in self._times[name][rounds > 1 :]] for name in self._names]
         agreed = self._agree(np.array(counted).reshape(len(counted), -1)).tolist()
         medians = {name: median(times) for name, times in zip(self._names, agreed, strict=True)}
         before = self._names[0]
         fastest, second = sorted([*medians.values(), math.inf])[:2]
-        stays = self._checks and medians[before] == fastest
-        needed = min((times for least, times in CLEAR if stays or rounds >= least), default=math.inf)
+        stays = self._trusted() and medians[before] == fastest
+        decides = stays or len(agreed[0]) >= SAMPLES
+        needed = min((times for least, times in CLEAR if stays or (decides and rounds >= least)), default=math.inf)
         if second <= needed * fastest and rounds < ROUNDS:
             self._begin_round()
             return
-        gain = GAIN if self._checks else 1.0  # at first none is in use
+        gain = GAIN if self._trusted() else 1.0
         name = before if fastest > gain * medians[before] else min(medians, key=lambda each: medians[each])
         self._wait = min(2 * self._wait, LONGEST_CHECK) if self._checks and name == before else CHECK
         self._adopt(name, _reason(medians, self._calls, rounds * len(self._names) * self._row))
+
+    def _trusted(self) -> bool:
+        """Return whether the first candidate stays unless another one is faster for certain: it has been measured, or
+        it is the rule's for long arrays, of which every call of a trial is dear."""
+        return self._checks or self._row == LONGEST_ROW
+
+    def _least_rounds(self) -> int:
+        """Return the number of rounds before the first comparison."""
+        return 1 if self._checks else 2 if self._trusted() else CLEAR[0][0]
 
 
 def _reason(medians: Mapping[str, float], calls: int, tried: int) -> str:

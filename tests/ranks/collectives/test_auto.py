@@ -287,6 +287,22 @@ def test_late_calls_do_not_decide(length: int, flat: allreduce.Topology, monkeyp
 
 
 @several
+def test_long_arrays_stay_with_the_rule(flat: allreduce.Topology, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their trial is short; a few late calls, as beside a thread that computes, do not end it with the other one."""
+    round_of_two = 2 * trials.LONGEST_ROW
+    for late_rounds, rounds in ((0, 2), (2, 4)):
+        with _Tried(flat, monkeypatch, {"shared": 1e-3, "native": 2e-3}) as tried:
+            array, usual = tried.reduce.allocate(1 << 21, "float32"), tried.delays
+            tried.delays = {"shared": 9e-3, "native": 2e-3}
+            tried.calls(late_rounds * round_of_two, array)
+            tried.delays = usual
+            tried.calls((rounds - late_rounds) * round_of_two + 1, array)
+            name, why = tried.reduce.choice(array.size)
+            assert name == "shared"
+            assert f"in the first {rounds * round_of_two} calls" in why
+
+
+@several
 def test_ranks_agree_though_they_measured_differently(
     flat: allreduce.Topology, monkeypatch: pytest.MonkeyPatch, world: MPI.Intracomm
 ) -> None:
