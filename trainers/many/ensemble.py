@@ -251,28 +251,45 @@ class EnsembleTrainer(GroupOwner):
         self._run(lambda: self._check_kinds(data))
         drawn = DrawnRows(self._bagging, self._seed, len(self.members), rows_in(data))
         settings |= {**options, "validation_data": validation_data, "resume": resume, "progress": False}
-        ended: dict[int, tuple[list[Any], str]] = {}
-        first: Exception | None = None
-        stopped: Terminated | None = None
+
+        def tell(number: int, text: str) -> None:
+            if progress and self._part.topology.rank == 0:
+                print(f"member {number + 1} of {len(self.members)}: {text}", file=stream, flush=True)
+
         with Terminating() as sigterm:
-            for number in [each for each in self.replicas if each not in self.missing]:
-                own = settings | {"checkpoint": _folder_of(checkpoint, number), "seed": self.seeds[number]}
-                try:
-                    history, error = self._part.train(number, partial(taken, data, drawn, number), callbacks, own)
-                except Terminated as met:
-                    stopped = met
-                    break
-                first = first or error
-                text = "" if error is None else f"{type(error).__name__}: {error}"
-                ended[number] = [epoch.as_dict() for epoch in history], text
-                if progress and self._part.topology.rank == 0:
-                    last = f"failed: {text}" if error else str(history[-1]) if history else "no epochs"
-                    print(f"member {number + 1} of {len(self.members)}: {last}", file=stream, flush=True)
+            ended, first, stopped = self._train_own(partial(taken, data, drawn), callbacks, checkpoint, settings, tell)
             with _patient(self.topology):
                 self._end_if(stopped, sigterm)
                 self._run(lambda: self._share(ended, first))
         self._run(lambda: self._score(data, drawn, validation_data))
         return self.members
+
+    def _train_own(
+        self,
+        rows_of: Callable[[int], dict[str, Any]],
+        callbacks: Callbacks,
+        checkpoint: Checkpoint | str | None,
+        settings: dict[str, Any],
+        tell: Callable[[int, str], None],
+    ) -> tuple[dict[int, tuple[list[Any], str]], Exception | None, Terminated | None]:
+        """Train the members of this part that are not missing. Collective over the part.
+
+        Returns, by number, the epochs of each and the text of the error that ended its training; the first error; and
+        what SIGTERM has raised. tell: called with a member's number and how its training has ended.
+        """
+        ended: dict[int, tuple[list[Any], str]] = {}
+        first: Exception | None = None
+        for number in [each for each in self.replicas if each not in self.missing]:
+            own = settings | {"checkpoint": _folder_of(checkpoint, number), "seed": self.seeds[number]}
+            try:
+                history, error = self._part.train(number, partial(rows_of, number), callbacks, own)
+            except Terminated as met:
+                return ended, first, met
+            first = first or error
+            text = "" if error is None else f"{type(error).__name__}: {error}"
+            ended[number] = [epoch.as_dict() for epoch in history], text
+            tell(number, f"failed: {text}" if error else str(history[-1]) if history else "no epochs")
+        return ended, first, None
 
     def _end_if(self, stopped: Terminated | None, sigterm: Terminating) -> None:
         """Raise Terminated on all ranks if SIGTERM has come to one of them, when all parts have written checkpoints."""
