@@ -2,7 +2,7 @@
 
     mpirun -n 5 python -m benchmarks.ensemble --stop 3 --calls 1000 --deadline 0.05
 
-Every rank has one member. Rank 0 stops the ranks of --stop, makes --calls predictions with a deadline, one after the
+Every rank has one member. The ranks of --stop stop, rank 0 makes --calls predictions with a deadline, one after the
 other, and lets the ranks continue. An answer is in time if it comes by the deadline + 20 ms. The exit code is 1 if an
 answer is late or lacks a member that was not stopped, or if a continued rank is still missing in the last answer.
 Without --stop no rank is stopped. All ranks must run on one host.
@@ -86,8 +86,10 @@ def measure(topology: Topology, options: argparse.Namespace, pids: list[int]) ->
         Calls(ensemble, x).make(WARM, WARM_DEADLINE)
         during, after = Calls(ensemble, x), Calls(ensemble, x)
         memory = _megabytes()
-        for pid in stopped:
-            os.kill(pid, signal.SIGSTOP)
+        if topology.rank in options.stop:
+            os.kill(os.getpid(), signal.SIGSTOP)  # before the first call: a rank may be several calls ahead of rank 0
+        while not all(map(_is_stopped, stopped)):
+            time.sleep(0.001)
         try:
             during.make(options.calls, options.deadline)
         finally:
@@ -117,6 +119,11 @@ def _result(during: Calls, after: Calls, ranks: int, options: argparse.Namespace
         "seconds_until_whole": None if first is None else round(sum(after.seconds[:first]), 3),
         "whole_at_the_end": whole[-1],
     }
+
+
+def _is_stopped(pid: int) -> bool:
+    with open(f"/proc/{pid}/stat") as file:
+        return file.read().rpartition(")")[2].split()[0] == "T"
 
 
 def _waited() -> float:

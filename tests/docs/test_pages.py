@@ -190,6 +190,7 @@ def test_commands(tmp_path: Path, page: str) -> None:
         lacking("matplotlib is not installed")
     for name in ("before.json", "after.json", "n2.json", "n3.json", "n4.json"):
         (tmp_path / name).write_text(to_json(made_run()))
+    (tmp_path / "new.csv").write_text(3 * f"{','.join(64 * '5')}\n")  # images as those of digits
     (tmp_path / "trace.json").write_text(json.dumps([{"ph": "X", "ts": 0, "dur": 1, "pid": 0, "tid": 0}]))
     path = f"{environment / 'bin'}{os.pathsep}{os.environ['PATH']}"
     variables = {"XDG_CACHE_HOME": str(tmp_path / "cache"), "PYTHONPATH": str(launch.ROOT), "PATH": path, **VARIABLES}
