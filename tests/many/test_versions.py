@@ -111,7 +111,9 @@ def test_what_is_no_version(tmp_path: Path) -> None:
     (tmp_path / "0004").write_text("no folder")
     assert scan(str(tmp_path)) == {}
     (tmp_path / "0001" / "m.npz").write_text("")
-    assert set(scan(str(tmp_path))) == {1}
+    assert set(found := scan(str(tmp_path))) == {1}
+    (tmp_path / "0001" / "notes.txt").write_text("its version goes on to answer")
+    assert scan(str(tmp_path)) == found
 
 
 def test_a_canary_gets_its_share() -> None:

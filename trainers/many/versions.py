@@ -26,8 +26,8 @@ LOADING, AVAILABLE, UNLOADING, END = "LOADING", "AVAILABLE", "UNLOADING", "END" 
 
 
 class Found(NamedTuple):
-    """The file of a version. stamp: changes when any file of its folder is written, for an .onnx file may have its
-    constants in another one."""
+    """The file of a version. stamp: changes when the file is written; of an .onnx file, which may have its constants in
+    another one, when any file of the folder is."""
 
     path: str
     stamp: tuple[int, ...]
@@ -41,8 +41,9 @@ def scan(folder: str) -> dict[int, Found]:
             listed = sorted(each for each in _listed(own) if not each.startswith("."))
             files = [each for each in listed if each.endswith(ENDINGS)]
             if len(files) == 1:
+                stamped = listed if files[0].endswith(".onnx") else files
                 try:
-                    statuses = [os.stat(os.path.join(own, each)) for each in listed]
+                    statuses = [os.stat(os.path.join(own, each)) for each in stamped]
                 except OSError:  # removed meanwhile
                     continue
                 stamp = [(each.st_ino, each.st_size, each.st_mtime_ns) for each in statuses]
