@@ -323,6 +323,8 @@ def run(
             print(found[-1], flush=True)
     if options.save:
         save(options.save, pipeline, optimizer, done + options.epochs)
+        dist.barrier(everyone)  # the new files are complete
+        remove_older(options.save, mesh)
         dist.barrier(everyone)
     return found, parameters
 
@@ -331,8 +333,7 @@ def run(
 
 
 def save(folder: Path, pipeline: Pipeline, optimizer: torch.optim.Optimizer, epochs: int) -> None:
-    """Write the parameters and the optimizer's momentum of each stage of the first replica, in place of the older files
-    of the folder. Collective."""
+    """Write the parameters and the optimizer's momentum of each stage of the first replica. Collective."""
     arrays = {"epochs": np.array(epochs)}
     for name, parameter in pipeline.named_parameters().items():
         arrays[name] = complete(parameter)
@@ -343,9 +344,13 @@ def save(folder: Path, pipeline: Pipeline, optimizer: torch.optim.Optimizer, epo
         folder.mkdir(parents=True, exist_ok=True)
         with replacing(str(folder / f"stage{number}of{count}.npz")) as file:
             np.savez(file, **arrays)
-        if number == 0:
-            for older in {*folder.glob("stage*of*.npz")} - {*folder.glob(f"stage*of{count}.npz")}:
-                older.unlink()
+
+
+def remove_older(folder: Path, mesh: DeviceMesh) -> None:
+    """Remove the files of other numbers of stages. Local; the first rank of the mesh does it."""
+    if mesh["replica"].get_local_rank() == mesh["stage"].get_local_rank() == mesh["tensor"].get_local_rank() == 0:
+        for older in {*folder.glob("stage*of*.npz")} - {*folder.glob(f"stage*of{mesh['stage'].size()}.npz")}:
+            older.unlink()
 
 
 def complete(tensor: torch.Tensor) -> np.ndarray:
@@ -366,7 +371,7 @@ def load(folder: Path, whole: dict[str, nn.Module]) -> tuple[int, dict[str, np.n
     for file in files:
         try:
             found = dict(np.load(file))
-        except (OSError, ValueError, zipfile.BadZipFile) as error:
+        except (OSError, ValueError, EOFError, zipfile.BadZipFile) as error:
             raise SystemExit(f"--load {folder}: {file.name} is damaged: {error}") from error
         if found.get("epochs") != arrays.get("epochs", found.get("epochs")):
             raise SystemExit(f"--load {folder}: {file.name} was saved after another epoch than the files before it")
