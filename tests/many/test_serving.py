@@ -14,14 +14,23 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from allreduce.topology import Topology
 from benchmarks import serving
 from benchmarks.lib.http_load import Load
 from tests import launch
 from tests.conftest import in_one_job
 from tests.many.fuzz_requests import Target, request, run
 from trainers.errors import ArgumentError
-from trainers.many import members, web
-from trainers.many.web import listen
+from trainers.many import ensemble_model, members, web
+from trainers.many.answering import Exchange
+from trainers.many.dealing import Prepared, Server
+from trainers.many.ensemble_model import SavedEnsemble, SavedMember
+from trainers.many.models import load_whole
+from trainers.many.serving import make_parser
+from trainers.many.versions import AVAILABLE, Version, Versions
+from trainers.many.voting import Voting
+from trainers.many.web import RefusedError, listen
+from trainers.recovery.terminating import Terminating
 from trainers.replicas.numpy.network import NumpyNetwork
 
 INPUTS, SEED = 240, 7
@@ -163,6 +172,26 @@ def test_each_member_is_computed_once() -> None:
     assert members.share_of(None, 1, 3) is None
     assert members.divided((0, 2, 3, 4), {1: (2,), 2: (3, 2)}) == {1: (2,), 2: (3,), 0: (0, 4)}
     assert members.divided((0, 1), {1: (0, 1), 2: (0, 1)}) == {1: (0, 1)}
+
+
+def test_votes_that_can_not_be_combined_do_not_end_the_server(tmp_path: Path) -> None:
+    path = tmp_path / "e.npz"
+    saved = [SavedMember(number, 0, "NumpyNetwork", NumpyNetwork([4, 2 + number]).config()) for number in range(2)]
+    states = {number: NumpyNetwork([4, 2 + number]).state() for number in range(2)}
+    ensemble_model.write(str(path), SavedEnsemble(saved, {}, Voting(), [0.5, 0.5]), states)
+    options = make_parser(True, "serve").parse_args(["--model", str(path), "--spread", "--max-wait-ms", "0"])
+    versions, topology = Versions("e"), Topology()
+    versions.add(Version(1, str(path), AVAILABLE, load_whole(str(path))))
+    with contextlib.closing(listen("127.0.0.1", 0)) as listener, Terminating() as sigterm:
+        server = Server(options, exchange := Exchange(topology), Prepared(versions, listener, {}), sigterm)
+        future = server.submit(versions.known[1], np.zeros((1, 4), np.float32))
+        while not future.done():
+            server._turn()
+        exchange.close()
+    topology.close()
+    with pytest.raises(RefusedError, match="member 1 can't vote") as caught:
+        future.result()
+    assert caught.value.code == 500
 
 
 def _is_answer(given: tuple[int, dict], wanted: np.ndarray) -> bool:

@@ -262,7 +262,10 @@ class Server:
         else:
             batch.votes.update(zip(part.members, arrays, strict=True))
             if batch.votes.keys() >= set(voters_of(batch.version.model) or ()):
-                self._answer(batch, combined(batch.version.model, batch.votes))
+                try:
+                    self._answer(batch, combined(batch.version.model, batch.votes))
+                except TrainerError as failure:  # the outputs of the members differ in shape
+                    self._fail(batch, f"{type(failure).__name__}: {failure}")
 
     def _answer(self, batch: Batch, outputs: np.ndarray) -> None:
         batch.ended = True
