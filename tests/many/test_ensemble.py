@@ -17,9 +17,11 @@ from trainers.many import ensemble_model
 from trainers.many.drawn_rows import DrawnRows, taken
 from trainers.many.ensemble import EnsembleTrainer
 from trainers.many.ensemble_model import EnsembleModel
+from trainers.many.members import voters_of
 from trainers.many.models import load_model
 from trainers.many.timely import Position
 from trainers.many.voting import Scorer, Voting, normal, selected_weights, shares_of
+from trainers.watching.callback import Callback
 
 
 def test_a_killed_and_a_stopped_rank(mpirun: JobRunner) -> None:
@@ -57,13 +59,16 @@ REFUSED = {  # options beside --members 3 -> what the error says
     "--members 0": "must be an integer >= 1, got '0'",
 }
 
+DIVERGES = "--epochs 1 --batch-size 1437 --optimizer sgd --lr 1e38 --hidden none"  # in the only step
+
 
 def test_the_command(tmp_path: Path, digits: datasets.Dataset) -> None:
     options = "--members 3 --bagging rows --voting hard --epochs 2 --hidden none --ema 0.5 --checkpoint run"
     line = options.split()
     lines = [[*line, "--save", "e.npz", "--json", "e.json"]]
     lines += [["--members", "3", *given.split()] for given in REFUSED] + [["--bagging", "rows"]]
-    first, *others = in_one_job(2, [("trainers.cli.main", each, str(tmp_path)) for each in lines], tmp_path)
+    lines += [["--members", "2", *DIVERGES.split()]]
+    first, *others, diverged = in_one_job(2, [("trainers.cli.main", each, str(tmp_path)) for each in lines], tmp_path)
     assert [each["code"] for each in first] == [0, 0], first
     found, model = json.loads((tmp_path / "e.json").read_text()), load_model(str(tmp_path / "e.npz"))
     assert model.members == len(found["members"]) == 3
@@ -82,6 +87,8 @@ def test_the_command(tmp_path: Path, digits: datasets.Dataset) -> None:
     for text, outcome in zip([*REFUSED.values(), "--bagging rows needs --members N"], others, strict=True):
         assert [each["code"] for each in outcome] == [2, 2], outcome
         assert text in "".join(each["stderr"] for each in outcome), outcome
+    assert [each["code"] for each in diverged] == [1, 1], diverged
+    assert "the loss of the test data is nan" in "".join(each["stderr"] for each in diverged), diverged
 
 
 def test_sigterm(mpirun: JobRunner, tmp_path: Path) -> None:
@@ -254,6 +261,28 @@ def test_a_file_needs_no_mpi(tmp_path: Path, digits: datasets.Dataset) -> None:
     )
     done = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True, check=False)
     assert done.stdout == "3 [0.25, 0.0, 0.75]\n", done.stderr
+
+
+def test_the_only_member_votes_without_a_weight(tmp_path: Path, digits: datasets.Dataset) -> None:
+    """In the trainer, and in the file, whose scores of other rows are not those of the trainer's members."""
+    path, x = str(tmp_path / "ensemble.npz"), digits.x_test[:20]
+
+    def callbacks(number: int) -> list[Callback]:
+        if number == 0:
+            raise ValueError("as if this member had failed")
+        return []
+
+    with EnsembleTrainer(make, 2, bagging="rows", weights=[1, 0]) as ensemble:
+        ensemble.fit(digits.x_train[:50], digits.y_train[:50], 1, callbacks=callbacks, progress=False)
+        assert [*ensemble.missing] == [0]
+        assert ensemble.oob
+        ensemble.save(path)
+        expected = ensemble.predict(x)
+        ensemble.load(path)
+        assert ensemble.oob == {}
+    model = load_model(path)
+    assert voters_of(model) == (1,)
+    np.testing.assert_allclose(model.predict(x), expected, rtol=1e-6)
 
 
 def test_damaged_files(tmp_path: Path) -> None:

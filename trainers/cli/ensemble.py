@@ -1,6 +1,7 @@
 """`python -m trainers --members N`: trains an ensemble, tests the vote of its members, and saves one file."""
 
 import argparse
+import math
 from importlib import import_module
 from typing import Any
 
@@ -58,7 +59,7 @@ def _finish(job: Job, ensemble: Any, data: datasets.Dataset) -> None:
     """Test, save, and write the results. Collective."""
     options, stream = job.options, job.stream
     scores, own = ensemble.evaluate(data.x_test, data.y_test), ensemble.evaluate_members(data.x_test, data.y_test)
-    check_loss(scores["loss"], ensemble.topology)
+    check_loss(scores.get("loss", math.nan), ensemble.topology)  # outputs with NaN have no loss
     if options.save:
         ensemble.save(options.save)
         say(ensemble.topology, f"saved: {options.save}", stream)

@@ -543,6 +543,7 @@ class EnsembleTrainer(GroupOwner):
         )
         self.members = [Member(n, seed, History(), saved.missing.get(n, "")) for n, seed in enumerate(self.seeds)]
         self.missing, self.voting, self.weights = dict(saved.missing), saved.voting, saved.weights
+        self.oob = {}
 
     # Calls, failures, the end
 

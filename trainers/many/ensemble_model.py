@@ -10,7 +10,7 @@ from trainers.data import Tree, leaves, mapped, row_count, sliced
 from trainers.errors import ArgumentError, ModelFileError
 from trainers.files import model_file
 from trainers.many.models import Model, NetworkModel
-from trainers.many.voting import Voting
+from trainers.many.voting import Voting, shares_of
 from trainers.replica import Replica
 from trainers.replicas.numpy.categories import CategoryNetwork
 from trainers.replicas.numpy.embedding import EmbeddingNetwork
@@ -174,6 +174,12 @@ class EnsembleModel(Model):
         """The number of models that vote."""
         return len(self.replicas)
 
+    @property
+    def voters(self) -> tuple[int, ...]:
+        """The numbers of the members whose votes count, in ascending order: at least one."""
+        shares = shares_of(self.weights, sorted(self.replicas))
+        return tuple(number for number, share in shares.items() if share)
+
     def check(self, rows: Tree) -> None:
         for replica in self.replicas.values():
             replica.check(rows, None)
@@ -187,10 +193,7 @@ class EnsembleModel(Model):
     def predict(self, x: Tree) -> Tree:
         """Return the result of the vote for every row, as the trainer's `predict` does. Raises ArgumentError."""
         self.check(x)
-        votes = {
-            number: self.votes(number, x) for number in self.replicas if self.weights[number] or not any(self.weights)
-        }
-        return self.voting.combined(votes, self.weights)
+        return self.voting.combined({number: self.votes(number, x) for number in self.voters}, self.weights)
 
 
 def member_votes(replica: Replica, x: Tree, voting: Voting) -> Tree:

@@ -16,9 +16,7 @@ Members = tuple[int, ...] | None
 
 def voters_of(model: Model) -> Members:
     """Return the numbers of the members that vote; None if the model is no ensemble."""
-    if not isinstance(model, EnsembleModel):
-        return None
-    return tuple(number for number in sorted(model.replicas) if model.weights[number] or not any(model.weights))
+    return model.voters if isinstance(model, EnsembleModel) else None
 
 
 def share_of(voters: Members, position: int, ranks: int) -> Members:
