@@ -9,7 +9,9 @@ import shutil
 import signal
 import socket
 import time
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -21,9 +23,9 @@ from tests import launch
 from tests.conftest import in_one_job
 from tests.many.fuzz_requests import Target, request, run
 from trainers.errors import ArgumentError
-from trainers.many import ensemble_model, members, web
-from trainers.many.answering import Exchange
-from trainers.many.dealing import Prepared, Server
+from trainers.many import dealing, ensemble_model, members, web
+from trainers.many.answering import Answer, Exchange
+from trainers.many.dealing import Peer, Prepared, Server
 from trainers.many.ensemble_model import SavedEnsemble, SavedMember
 from trainers.many.models import load_whole
 from trainers.many.serving import make_parser
@@ -174,24 +176,79 @@ def test_each_member_is_computed_once() -> None:
     assert members.divided((0, 1), {1: (0, 1), 2: (0, 1)}) == {1: (0, 1)}
 
 
-def test_votes_that_can_not_be_combined_do_not_end_the_server(tmp_path: Path) -> None:
-    path = tmp_path / "e.npz"
-    saved = [SavedMember(number, 0, "NumpyNetwork", NumpyNetwork([4, 2 + number]).config()) for number in range(2)]
-    states = {number: NumpyNetwork([4, 2 + number]).state() for number in range(2)}
-    ensemble_model.write(str(path), SavedEnsemble(saved, {}, Voting(), [0.5, 0.5]), states)
-    options = make_parser(True, "serve").parse_args(["--model", str(path), "--spread", "--max-wait-ms", "0"])
-    versions, topology = Versions("e"), Topology()
-    versions.add(Version(1, str(path), AVAILABLE, load_whole(str(path))))
+@contextlib.contextmanager
+def _server(path: Path, *given: str) -> Iterator[tuple[Server, Version]]:
+    """Context manager: a server of one rank, whose turns the test makes, and the version that it serves."""
+    options = make_parser(True, "serve").parse_args(["--model", str(path), "--max-wait-ms", "0", *given])
+    versions, topology = Versions("m"), Topology()
+    versions.add(version := Version(1, str(path), AVAILABLE, load_whole(str(path))))
     with contextlib.closing(listen("127.0.0.1", 0)) as listener, Terminating() as sigterm:
-        server = Server(options, exchange := Exchange(topology), Prepared(versions, listener, {}), sigterm)
-        future = server.submit(versions.known[1], np.zeros((1, 4), np.float32))
-        while not future.done():
-            server._turn()
+        exchange = Exchange(topology)
+        yield Server(options, exchange, Prepared(versions, listener, {}), sigterm), version
         exchange.close()
     topology.close()
+
+
+def test_votes_that_can_not_be_combined_do_not_end_the_server(tmp_path: Path) -> None:
+    path = tmp_path / "e.npz"
+    networks = [NumpyNetwork([4, 2 + number]) for number in range(2)]
+    saved = [SavedMember(number, 0, "NumpyNetwork", each.saved_config()) for number, each in enumerate(networks)]
+    states = {number: each.state() for number, each in enumerate(networks)}
+    ensemble_model.write(str(path), SavedEnsemble(saved, {}, Voting(), [0.5, 0.5]), states)
+    with _server(path, "--spread") as (server, version):
+        future = server.submit(version, np.zeros((1, 4), np.float32))
+        while not future.done():
+            server._turn()
     with pytest.raises(RefusedError, match="member 1 can't vote") as caught:
         future.result()
     assert caught.value.code == 500
+
+
+class OtherRank:
+    """A Dealer with one other rank. open: the headers of the work that it has not answered, by sequence numbers."""
+
+    def __init__(self) -> None:
+        self.dealt: list[dict[str, Any]] = []
+        self.open: dict[int, dict[str, Any]] = {}
+        self.told: list[Any] = []
+        self.given: list[Answer] = []
+
+    def deal(self, rank: int, header: dict[str, Any], arrays: Sequence[np.ndarray] = ()) -> int:
+        self.dealt.append(header)
+        self.open[len(self.dealt)] = header
+        return len(self.dealt)
+
+    def busy(self, rank: int) -> int:
+        return len(self.open)
+
+    def forget(self, number: int) -> None:
+        raise AssertionError("the answer to a LOAD is awaited")
+
+    def answers(self) -> list[Answer]:
+        found, self.given = self.given, []
+        return found
+
+
+def test_a_rank_that_loads_for_long_is_late_and_then_answers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    NumpyNetwork([4, 3]).save(str(tmp_path / "m.npz"))
+    monkeypatch.setattr(dealing, "LOAD_SECONDS", 0.0)
+    with _server(tmp_path / "m.npz") as (server, version):
+        server._dealer, server._peers[1] = (other := OtherRank()), (peer := Peer(1, {}))  # type: ignore[assignment]
+
+        def turn() -> None:
+            server._awake.set()
+            server._turn()
+
+        turn()
+        turn()
+        assert peer.late
+        other.open.clear()
+        other.given = [Answer(1, 1, {}, [])]
+        turn()
+        assert not peer.late
+        assert peer.held(version) is not None
+        turn()
+        assert [dealing.LOAD in header for header in other.dealt] == [True]
 
 
 def _is_answer(given: tuple[int, dict], wanted: np.ndarray) -> bool:

@@ -227,7 +227,7 @@ class Server:
 
     def _pause(self, now: float) -> None:
         """Sleep until something wakes this rank, or until it has to look for answers of the others."""
-        others = any(peer.work for peer in self._peers.values())
+        others = any(peer.work and not peer.late for peer in self._peers.values())
         self._awake.wait(min(BUSY_SECONDS, self._due - now) if others else self._due - now)
 
     def _take_answers(self, answers: Iterable[Answer]) -> None:
@@ -298,17 +298,17 @@ class Server:
             log.warning("rank %d was lost; ranks that go on: %d", rank, len(self._peers) + 1)
 
     def _retry_late(self, now: float) -> None:
-        """Deal the batches of ranks that take too long to others."""
+        """Deal the batches of ranks that take too long to others. A version that such a rank loads is awaited."""
         for peer in self._peers.values():
             for number, work in list(peer.work.items()):
                 limit = LOAD_SECONDS if isinstance(work, Change) else self._options.answer_seconds
-                if now - peer.since < limit:
+                if now - peer.since < limit or (peer.late and isinstance(work, Change)):
                     continue
-                self._dealer.forget(number)
-                del peer.work[number]
                 peer.late = True
                 log.warning("rank %d has not answered for %.0f s", peer.rank, now - peer.since)
                 if isinstance(work, Part):
+                    self._dealer.forget(number)
+                    del peer.work[number]
                     self._again(work.batch, f"rank {peer.rank} has not answered in {limit:g} s")
 
     # Versions
@@ -329,7 +329,10 @@ class Server:
         listed = self._versions.listed()
         wanted = {version.number: version for version in listed if version.state in (LOADING, AVAILABLE)}
         loading = any(
-            isinstance(work, Change) and work.held for peer in self._peers.values() for work in peer.work.values()
+            isinstance(work, Change) and work.held
+            for peer in self._peers.values()
+            for work in peer.work.values()
+            if not peer.late
         )
         for peer in self._peers.values():
             peer.refused = {number: digest for number, digest in peer.refused.items() if number in wanted}
