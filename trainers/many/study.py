@@ -23,7 +23,8 @@ STUDY = "search"  # the study's name in the file
 MOST_ATTEMPTS = 3  # how often the parameters of a trial begin, if a job ends meanwhile
 GRACE_SECONDS = 10  # after which optuna's lock of a killed process is released
 WHY, REPEATS, ATTEMPT, SECONDS, RANKS = "reason", "repeats", "attempt", "seconds", "ranks"  # attributes of a trial
-RUNGS = "rungs"  # attribute of a trial of successive halving
+RUNGS, BEGUN = "rungs", "begun"  # attributes of a trial of successive halving
+OF_THE_SEARCH = (WHY, REPEATS, ATTEMPT, SECONDS, RANKS, RUNGS, BEGUN)
 GRID = ("grid_id", "search_space")  # attributes that optuna's GridSampler gives a trial
 STOPPED, ABOUT = "stopped", "about"  # attributes of the study: its sampler has no other trials; see Study.begin
 DIRECTIONS = ("minimize", "maximize")
@@ -116,9 +117,12 @@ class Study:
             waiting = any(trial.state.name == "WAITING" for trial in trials)
             if not waiting and (self.stopped or counted(trials) >= most):
                 return None
-            if self._make_sampler is not None:
-                self.study.sampler = self._make_sampler(zlib.crc32(f"{self._seed} {len(trials)}".encode()))
+            self._seed_sampler(len(trials))
             return self.study.ask()
+
+    def _seed_sampler(self, number: int) -> None:
+        if self._make_sampler is not None:
+            self.study.sampler = self._make_sampler(zlib.crc32(f"{self._seed} {number}".encode()))
 
     def tell(self, number: int, state: str, values: Sequence[float] | None = None, **attributes: Any) -> Ended:
         """Tell how a trial has ended, unless that was told before; return it. attributes: WHY, SECONDS, RANKS."""
@@ -179,6 +183,7 @@ class Study:
 
     def again(self, number: int) -> Any:
         """Return optuna's trial with this number, which has begun before: its parameters are suggested again."""
+        self._seed_sampler(number)  # the trial may have been killed before it had all parameters
         return optuna().trial.Trial(self.study, self._id_of(number))
 
     def attribute(self, number: int, name: str, value: Any) -> None:

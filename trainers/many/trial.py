@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 from allreduce.topology import Topology
 from allreduce.transport.control import root_value, together
 from trainers.errors import ArgumentError
-from trainers.many.study import optuna
+from trainers.many.study import OF_THE_SEARCH, optuna
 
 ResultT = TypeVar("ResultT")
 
@@ -79,7 +79,11 @@ class Trial:
 
     def set_user_attr(self, key: str, value: Any) -> None:
         """Keep a value with the trial in the study; the first rank's counts. value: JSON-serializable."""
-        self._ask(f"set_user_attr({key!r})", lambda asked: asked.set_user_attr(key, value))
+        error = None
+        if key in OF_THE_SEARCH:
+            names = ", ".join(OF_THE_SEARCH)
+            error = ArgumentError(f"trial.set_user_attr({key!r}): the search itself sets {names}; give another name")
+        self._ask(f"set_user_attr({key!r})", lambda asked: asked.set_user_attr(key, value), error)
 
     def _suggest(self, name: str, row: str, ask: Callable[[Any], Any]) -> Any:
         self.params[name] = self._ask(row, ask)

@@ -87,6 +87,8 @@ def test_objectives_that_fail_or_prune(flat: allreduce.Topology) -> None:
             trial.suggest_float("x", 0, 1)
         if kind == "bad range":
             trial.suggest_float("x", 1, 0)
+        if kind == "a name of the search":
+            trial.set_user_attr("repeats", 1)
         return {"nan": float("nan"), "text": "much", "two": (1.0, 2.0)}.get(kind, 1.0)
 
     def told(trial: Any) -> None:
@@ -109,6 +111,7 @@ KINDS = {
     "prunes": ("PRUNED", ""),
     "suggests on one rank": ("FAIL", "DisagreementError"),
     "bad range": ("FAIL", "ValueError"),
+    "a name of the search": ("FAIL", "trial.set_user_attr('repeats'): the search itself sets reason, repeats"),
     "nan": ("FAIL", "ArgumentError: the objective returned nan"),
     "text": ("FAIL", "ArgumentError: the objective must return numbers, got 'much'"),
     "two": ("FAIL", "expected 1 numbers"),
