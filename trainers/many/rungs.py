@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 from trainers.many.halving import Halving, divide
 from trainers.many.study import (
+    BEGUN,
     COMPLETE,
     FAIL,
     MOST_ATTEMPTS,
@@ -28,7 +29,7 @@ from trainers.many.study import (
     locked,
 )
 
-BEGUN, BRACKETS = "begun", "brackets"
+BRACKETS = "brackets"
 ATTEMPTS_OF_LOST = 2  # how often a trial begins a rung, if a rank is lost meanwhile
 VALUE, TIME = 1, 2  # in a row of RUNGS: budget, value, seconds, ranks
 Told = Callable[[Ended], object]
@@ -75,26 +76,37 @@ class Rungs:
 
     def begin_job(self, why: str) -> list[int]:
         """Mark the trials that a former job ran, so that they run again; return them. why: of those that have run
-        too often."""
-        found = []
-        for trial in self._live():
-            if BEGUN not in trial.user_attrs:  # killed before it was marked
+        too often. Remove all other checkpoints: a trial must not begin with those of a journal that was removed."""
+        found, live = [], self._live()
+        for trial in live:
+            begun = _begun(trial)
+            if begun is None:  # killed before it was marked
                 self._begin(trial.number, len(self._brackets()), 0, 0, runs=False)
-            if _runs(trial):
+            elif begun.rung == len(_rows(trial)) and self.interrupted(trial.number, why, MOST_ATTEMPTS) is None:
                 found.append(trial.number)
-                self.interrupted(trial.number, why, MOST_ATTEMPTS)
+        kept = {Path(self.folder(trial.number)).name for trial in live}
+        for folder in Path(self.folder(0)).parent.glob("trial-*"):
+            if folder.name not in kept:
+                shutil.rmtree(folder, ignore_errors=True)
         return found
 
     def interrupted(self, number: int, why: str, most: int = ATTEMPTS_OF_LOST) -> Ended | None:
         """Mark a trial that runs no longer, so that it runs again from its checkpoint. Returns it if it has failed,
-        because it has begun its rung `most` times, or never."""
+        because it has begun its rung `most` times, or never; or if it was told before."""
         trial = self._study.trial(number)
         begun = _begun(trial)
-        if begun is None or (_runs(trial) and begun.attempt >= most):
+        if begun is None or trial.state.is_finished() or (_runs(trial) and begun.attempt >= most):
             return self.tell(number, FAIL, 0, **{WHY: why})
         if _runs(trial):
             self._begin(number, *begun[:3], runs=False)
         return None
+
+    def stopped(self, number: int) -> None:
+        """Mark a trial that SIGTERM has stopped, so that a later job runs it from its checkpoint. This attempt does not
+        count: a long rung may need many jobs."""
+        begun = _begun(self._study.trial(number))
+        assert begun is not None
+        self._begin(number, begun.bracket, begun.rung, begun.attempt - 1, runs=False)
 
     # Between two phases, on the first rank of the search
 

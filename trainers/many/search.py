@@ -114,9 +114,10 @@ def search(
 
     After a failure of a rank (mpirun --with-ft ulfm) the trial of its part has failed. Its part continues with the
     ranks that are left, and other parts don't notice; with halving a trial goes on from its checkpoint, once a rung.
-    After SIGTERM to any rank all trials that run are stopped, to be
-    repeated by a later search with this storage, and all ranks raise Terminated. Raises the same error on all ranks;
-    ArgumentError for bad arguments.
+    After SIGTERM to any rank all trials that run are stopped, and all ranks raise Terminated. A later search with this
+    storage repeats these trials; with halving they go on from their checkpoints.
+
+    Raises the same error on all ranks; ArgumentError for bad arguments.
     """
     own = topology is None
     ranks = topology or Topology.of_survivors()
@@ -377,11 +378,10 @@ class _Search:
         seconds = time.monotonic() - begin
         self._busy += seconds
         state, values, why = outcome.agree()
-        if state != STOPPED:
-            about = {SECONDS: round(seconds, 3), RANKS: list(processes.world_ranks(topology.world))}
-            if why is not None:
-                about[WHY] = why
-            together(topology.world, lambda: self._tell(number, state, values, about) if topology.rank == 0 else None)
+        about = {SECONDS: round(seconds, 3), RANKS: list(processes.world_ranks(topology.world))}
+        if why is not None:
+            about[WHY] = why
+        together(topology.world, lambda: self._tell(number, state, values, about) if topology.rank == 0 else None)
         self._running = None
         here = self._relay is not None and self._relay.here
         self._stops = any(all_values(topology.world, state == STOPPED or here, "learn of SIGTERM"))
@@ -407,7 +407,10 @@ class _Search:
 
     def _tell(self, number: int, state: str, values: list[float] | None, about: dict[str, Any]) -> None:
         study, told = self._opened(fresh=False), None
-        if self._rungs is None or self._phase is None:
+        if state == STOPPED:
+            if self._rungs is not None:
+                self._rungs.stopped(number)
+        elif self._rungs is None or self._phase is None:
             told = study.tell(number, state, values, **about)
         elif state == COMPLETE and values:
             told = self._rungs.ended(number, self._phase.rung, values[0], about[SECONDS], about[RANKS])
