@@ -34,7 +34,7 @@ from tests.ranks import pairs
 # - 2 ranks of Open MPI run all cases of a test, the other jobs those that pairs.py chooses.
 # - Open MPI: 1 and 2 ranks run all files; 3 leave out slow ones, which prove as much on 2 or 5 ranks; 5 ranks leave
 #   out PyTorch, and files with the same result on 3 ranks (elastic/test_exact.py compares exact trainings on 1 to 5).
-# - MPICH: 2 ranks leave out the trainers' files but one: trainers move bytes through the collectives alone.
+# - MPICH: 2 ranks leave out the trainers' files but one, and wrappers: they move bytes through the collectives alone.
 # - The other jobs run what depends on the number of ranks or on the MPI: the grid, errors, and what moves bytes.
 HERE = Path(__file__).parent
 ALL = {path.relative_to(HERE).as_posix() for path in HERE.glob("*/test_*.py")}
@@ -46,12 +46,12 @@ TRAINING = {name for name in ALL if name.startswith("training/")}
 BYTES = {
     f"collectives/test_{name}.py" for name in ("moves", "memory", "reach", "topology", "auto", "wrapper", "worker")
 }
-SAME_ON_3 = {f"pytorch/test_{name}.py" for name in ("several", "traced")} | {
+SAME_ON_3 = {f"pytorch/test_{name}.py" for name in ("exact", "several", "traced")} | {
     f"training/test_{name}.py" for name in ("export", "loop")
 }
 SAME_ON_5 = {
     f"collectives/test_{name}.py"
-    for name in ("auto", "benchmarks", "bind", "compressed", "disagreements", "gpu_staging", "quantized")
+    for name in ("auto", "benchmarks", "bind", "compressed", "disagreements", "exact", "gpu_staging", "quantized")
 } | {
     f"training/test_{name}.py"
     for name in (
@@ -70,6 +70,9 @@ SAME_ON_5 = {
     )
 }
 MANY = {name for name in ALL if name.startswith("many/")}  # parts of ranks: 1, 2 and 5 ranks have all cases
+WRAPPERS = {
+    f"collectives/test_{name}.py" for name in ("compressed", "exact", "quantized")
+}  # arithmetic around a backend
 READERS = {"training/test_readers.py"}  # processes besides the ranks: on 2 ranks of Open MPI alone
 LEFT_OUT = {
     ("Open MPI", 1): READERS,
@@ -77,7 +80,7 @@ LEFT_OUT = {
     ("Open MPI", 4): ALL - HEART,
     ("Open MPI", 5): PYTORCH | SAME_ON_5 | READERS,
     ("MPICH", 1): ALL - HEART,
-    ("MPICH", 2): (TRAINING | MANY) - HEART,
+    ("MPICH", 2): (TRAINING | MANY | WRAPPERS) - HEART,
     ("MPICH", 3): ALL - BYTES - {GRID, "collectives/test_errors.py"},
     ("MPICH", 4): ALL - {GRID},
     ("MPICH", 5): ALL - {GRID},
