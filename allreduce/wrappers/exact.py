@@ -236,10 +236,10 @@ class Exact(Compressed):
         """
         if wide.nbytes >= ONE_CALL_BYTES or scatters:
             inner = self.inner.two_phase(out) if self.size > 1 else None
-            if inner is not None and (not scatters or inner.owned(out.size) == self.owned(out.size)):
+            if inner is not None:
                 inner.phases.reduce_scatter(wide, ops.OPS["sum"])
                 finish(inner.owned(out.size))
-                if not scatters:
+                if not scatters or inner is not self.inner:  # the one that "auto" selects may own other slices
                     inner.phases.all_gather(out)
                 return
         self._combine(wide, "sum")

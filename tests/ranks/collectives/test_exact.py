@@ -164,6 +164,18 @@ def test_terms_have_the_same_bits_on_any_ranks(dtype: str, made: Callable[..., A
                     assert part.tobytes() == expected[own].tobytes(), (name, way)
 
 
+@pytest.mark.parametrize("shape", SHAPES)
+def test_scattered_terms_of_few_elements(shape: str, made: Callable[..., Any]) -> None:
+    """The backend that "auto" selects may own the same slice as "auto" on some ranks only."""
+    with made("auto", shape) as reduce:
+        for length in range(1, SIZE + 2):
+            out = reduce.allocate(length, "float16")
+            term = np.arange(length, dtype="float16") + RANK
+            part = reduce.sum_terms([term], out, "sum", SIZE, "reduce_scatter")
+            expected = SIZE * np.arange(length) + SIZE * (SIZE - 1) / 2
+            assert part.tolist() == expected[reduce.owned(length)].tolist()
+
+
 def pairs_of(rows: int) -> list[Any]:
     """The factors of a sum of products. The values of a row do not depend on `rows`."""
     shapes = [(90, 70), (1, 70), (3, 5)]
