@@ -104,10 +104,10 @@ def finish(sums: np.ndarray, divisor: int, out: np.ndarray, part: slice) -> None
 
 
 def special(pairs: Sequence[Pair], largest: np.ndarray, length: int) -> np.ndarray | None:
-    """Return which sums have a product that is positive, or NaN, and which have one that is negative, or NaN, of those
-    with an infinity or a NaN: (2, length) uint8. None if all elements of all ranks are finite.
+    """Return which sums have infinite or NaN products, (2, length) uint8; None if all elements of all ranks are finite.
 
-    largest: of all ranks. The ranks then take the maximum of the results.
+    The first row marks the sums with a product that is +infinity or NaN, the second row those with one that is
+    -infinity or NaN. largest: of all ranks. The ranks then take the maximum of the results.
     """
     if not (largest == SINGLE.not_finite).any():
         return None

@@ -27,8 +27,9 @@ LEAST_BYTES = 2 * 1024  # shorter arrays are not tried: the MPI library's latenc
 ROWS = (1 << 20, 6), (8 << 20, 4)
 LONGEST_ROW = 2  # calls in a row of longer arrays
 SAMPLES = 3  # counted calls of a backend before another one replaces it
-# (rounds, times): a backend that is so many times as fast as all others is selected after that many rounds. In a later
-# trial the one in use stays after the first round if it is clearly the fastest; of long arrays the rule's, after two.
+# (rounds, times): a backend that is so many times as fast as all others is selected after that many rounds. If it is
+# 1.25 times as fast, the backend in use is selected after one round of a later trial, and the rule's backend after two
+# rounds of the first trial of long arrays.
 CLEAR = (3, 2.0), (4, 1.25)
 ROUNDS = 6  # at most; in each, every backend has its row of calls
 GAIN = 0.95  # another backend replaces the one in use if it takes at most this part of its time

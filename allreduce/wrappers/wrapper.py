@@ -121,11 +121,11 @@ class Wrapper(AllReduce):
     def sparse(self, indices: Any, values: Any, rows: int, op: str = "mean") -> tuple[Any, Any]:
         return self.around("sparse", lambda: self.inner.sparse(indices, values, rows, op), values, op)
 
-    def _sum(
-        self, name: str, call: Callable[..., Any], terms: Any, out: Any, op: str = "sum", *rest: Any, **named: Any
-    ) -> Any:
+    def _sum(self, name: str, call: Callable[..., Any], *given: Any, **named: Any) -> Any:
         """Run `sum_terms` or `sum_products`, its name, of an inner backend with exact=True."""
-        return self.around(name, functools.partial(call, terms, out, op, *rest, **named), out, op)
+        by_name = dict(zip(("", "out", "op"), given, strict=False)) | named
+        run = functools.partial(call, *given, **named)
+        return self.around(name, run, by_name.get("out"), by_name.get("op", "sum"))
 
     def describe(self, array: Any, parts: Sequence[Part] = (), whole: bool = True) -> None:
         self.inner.describe(array, parts, whole)

@@ -388,7 +388,7 @@ def test_terms_through_a_wrapper(made: Callable[..., Any], tmp_path: Path) -> No
             found = np.zeros(1000, "float32")
             traced.sum_terms(terms, found, "mean", SIZE)
             assert found.tobytes() == plain.tobytes()
-            traced.sum_products(pairs, products[1], "sum", count=2 * SIZE)
+            traced.sum_products(pairs=pairs, out=products[1], count=2 * SIZE)
             assert products[0].tobytes() == products[1].tobytes()
             assert not hasattr(allreduce.create("ring", reduce.topology), "sum_terms")
         trace.close()

@@ -164,9 +164,7 @@ class KerasReplica(FlatReplica):
         """See Replica.to_onnx. Keras itself exports the model, with the backend JAX by jax2onnx."""
         onnx = need_onnx()
         self._refresh_model()
-        self.model(
-            *self._inputs(x)
-        )  # Keras exports only models that were called; with JAX this replica calls a function
+        self.model(*self._inputs(x))  # Keras exports only models that were called; with JAX a function was called
         with tempfile.TemporaryDirectory() as folder:
             path = os.path.join(folder, "model.onnx")
             with quiet("jax2onnx", "onnx_ir", "torch.onnx"):
