@@ -57,6 +57,19 @@ def test_a_grid_goes_on_with_a_trial_that_was_killed(tmp_path: Path) -> None:
     assert again.ask(2) is None
 
 
+def test_a_grid_that_a_function_makes_has_one_order(tmp_path: Path) -> None:
+    opened = Study(
+        str(tmp_path / "journal"),
+        ["minimize"],
+        sampler=lambda seed: optuna.samplers.GridSampler({"x": [1, 2, 3, 4]}, seed=seed),
+    )
+    found = []
+    while (trial := opened.ask(9)) is not None:
+        found.append(trial.suggest_int("x", 1, 4))
+        opened.tell(trial.number, COMPLETE, [1.0])
+    assert sorted(found) == [1, 2, 3, 4]
+
+
 def opened_rungs(path: Path, trials: int = 1) -> tuple[Rungs, Phase, Study]:
     """Open a journal as the next job does; returns its rungs, its first phase, and the study."""
     opened = Study(str(path), ["minimize"], sampler=lambda seed: optuna.samplers.RandomSampler(seed=seed))

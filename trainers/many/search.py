@@ -96,7 +96,7 @@ def search(
         tuple of numbers for a Pareto front; the first rank's count. It may raise optuna.TrialPruned on all ranks of the
         part. Any other exception makes the trial fail; other parts don't notice.
     trials: how many trials the study gets, those of former jobs included. A trial that fails counts. A sampler that has
-        tried all values (a grid) ends the search earlier.
+        tried all values (a grid) ends the search earlier; with halving it repeats values.
     topology: the ranks of the search; None for all ranks, on a topology that is closed at the end.
     ranks_per_trial: the ranks of a part, at least. Ranks that are left over join the first parts. parallel: the largest
         number of parts.

@@ -121,8 +121,12 @@ class Study:
             return self.study.ask()
 
     def _seed_sampler(self, number: int) -> None:
-        if self._make_sampler is not None:
-            self.study.sampler = self._make_sampler(zlib.crc32(f"{self._seed} {number}".encode()))
+        if self._make_sampler is None:
+            return
+        made, samplers = self._make_sampler(zlib.crc32(f"{self._seed} {number}".encode())), optuna().samplers
+        if isinstance(made, samplers.GridSampler | samplers.QMCSampler):  # all trials follow one order of points
+            made = self._make_sampler(self._seed)
+        self.study.sampler = made
 
     def tell(self, number: int, state: str, values: Sequence[float] | None = None, **attributes: Any) -> Ended:
         """Tell how a trial has ended, unless that was told before; return it. attributes: WHY, SECONDS, RANKS."""
