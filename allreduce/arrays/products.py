@@ -24,7 +24,7 @@ bit pattern.
 
 K. Ozaki, T. Ogita, S. Oishi, S. M. Rump: Error-free transformations of matrix multiplication by using fast routines of
 matrix multiplication and its applications, Numerical Algorithms 59, 2012. They split each matrix into several such
-slices, for all bits of the product; here the first slice is enough, and its exponents are those of all ranks' rows.
+slices, for all bits of the product; here the first slice is enough, and all ranks' rows decide its exponents.
 """
 
 from collections.abc import Sequence

@@ -24,7 +24,7 @@ class Connection:
 
     def __init__(self, port: int) -> None:
         self.number, self.begin = -1, 0.0
-        self._found, self._length = bytearray(), 0  # of an answer: what has come; the bytes of all of it, when known
+        self._found, self._length = bytearray(), 0  # of an answer: its bytes so far; its length, when known
         self.socket = socket.create_connection(("127.0.0.1", port), timeout=LOST_SECONDS)
         self.socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 

@@ -78,7 +78,7 @@ def _finish(job: Job, ensemble: Any, data: datasets.Dataset) -> None:
 
 
 def _result(job: Job, ensemble: Any, scores: dict[str, float], own: dict[int, dict[str, float]]) -> dict[str, Any]:
-    """Return what --json writes, without the mean and the best member."""
+    """Return the content of --json, without the mean and the best member."""
     options = job.options
     names = ("data", "bagging", "voting", "epochs", "batch_size", "seed")
     return {

@@ -223,7 +223,7 @@ class Exchange:
             self.send(rank, {END: True})
         self.wait(lambda: not self.poll() and self._byes >= set(self.living), CLOSE_SECONDS)
         whole = len(self._byes) == self.size - 1
-        for rank in self.living:  # also to those that are late: they do not wait for rank 0 then
+        for rank in self.living:  # also to late ranks, which then do not wait for rank 0
             self.send(rank, {LAST: whole})
         self.wait(lambda: not (self.poll() or any(map(self.unsent, self._byes - self.lost))), CLOSE_SECONDS)
         return whole

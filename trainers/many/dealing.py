@@ -49,7 +49,7 @@ class Prepared(NamedTuple):
 class Local:
     """Rank 0 as a rank that computes: a thread, without MPI. wake: called after an answer.
 
-    batches: those that it has not answered.
+    batches: the batches that it has not answered.
     """
 
     def __init__(self, wake: Callable[[], object]) -> None:
@@ -87,7 +87,7 @@ class Local:
 
 
 class Held(NamedTuple):
-    """A version on a rank. digest: of its file. members: those that the rank has; None: all of the model."""
+    """A version on a rank. digest: of its file. members: the members that the rank has; None: all of the model."""
 
     digest: str
     members: Members
@@ -208,7 +208,7 @@ class Server:
     # A turn of the loop
 
     def _turn(self) -> bool:
-        """Do what is to be done; True at the end. Most turns find that no rank has answered."""
+        """Take the answers that have come, and deal the waiting batches; True at the end. Most turns find no answer."""
         now, answers = time.monotonic(), self._dealer.answers()
         if not (answers or self._dealer.told or self._awake.is_set()) and now < self._due:
             return False
@@ -251,7 +251,7 @@ class Server:
             peer.late &= self._dealer.busy(peer.rank) > 0
 
     def _take_part(self, part: Part, arrays: Sequence[np.ndarray], error: str) -> None:
-        """Take what a rank has computed of a batch."""
+        """Take the votes or outputs that a rank has computed for a batch."""
         batch = part.batch
         if batch.ended:  # another rank was lost that had a part of it
             return
@@ -281,7 +281,7 @@ class Server:
             batch.refuse(500, f"the model has failed: {error}")
 
     def _again(self, batch: Batch, text: str) -> None:
-        """Deal the requests of a batch once more; refuse those that were dealt TRIES times."""
+        """Deal the requests of a batch once more; refuse a request that was dealt TRIES times."""
         if batch.ended:
             return
         batch.ended = True
@@ -355,7 +355,7 @@ class Server:
                 self._versions.drop(version.number)
 
     def _planned(self, peer: Peer, version: Version) -> Held:
-        """Return what a rank is to hold of a version."""
+        """Return the file and the members of a version that a rank is to hold."""
         voters = voters_of(version.model) if self._options.spread else None
         position = 1 + list(self._peers).index(peer.rank)
         return Held(version.digest, share_of(voters, position, 1 + len(self._peers)))

@@ -1,4 +1,4 @@
-"""The command `python -m trainers predict`: writes what a saved model predicts for the rows of files."""
+"""The command `python -m trainers predict`: writes a saved model's predictions for the rows of files."""
 
 import argparse
 import time

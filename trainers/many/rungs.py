@@ -76,7 +76,7 @@ class Rungs:
 
     def begin_job(self, why: str) -> list[int]:
         """Mark the trials that a former job ran, so that they run again; return them. why: of those that have run
-        too often. Remove all other checkpoints: a trial must not begin with those of a journal that was removed."""
+        too often. Remove all other checkpoints: a trial must not begin with the checkpoints of a removed journal."""
         found, live = [], self._live()
         for trial in live:
             begun = _begun(trial)
@@ -111,7 +111,7 @@ class Rungs:
     # Between two phases, on the first rank of the search
 
     def next_phase(self, ranks: int, least: int, most: int | None, lost: str, told: Told) -> Phase | None:
-        """Tell the trials that have lost, and return what the ranks do next; None if the search has ended.
+        """Tell the trials that have lost, and return the next phase of the ranks; None if the search has ended.
 
         ranks, least, most: see `divide`. lost: why a trial has failed whose ranks were lost. told: called with each.
         """

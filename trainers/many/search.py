@@ -103,7 +103,7 @@ def search(
     halving: successive halving: all trials train up to a first budget, the best of them up to a larger one, and so on.
         The objective trains up to trial.budget, from its checkpoint in trial.folder if there is one, and returns its
         value there. Between two rungs all ranks meet, and are divided again: fewer trials have more ranks. The trials
-        that lose are told as pruned, those that reach the last budget as complete. One direction, and no pruner.
+        that lose are told as pruned, trials that reach the last budget as complete. One direction, and no pruner.
     directions: "minimize" or "maximize", or one for each value of the objective.
     sampler, pruner: optuna's; or for sampler a function that makes one of a seed. None: TPE, optuna's default pruner.
     storage: the file of optuna's journal, in a folder that all ranks see. A later search with it goes on. None: the

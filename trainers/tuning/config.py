@@ -141,9 +141,9 @@ class Tuning:
         return self.arguments(self._values(lambda each: each.suggest(trial)))
 
     def _values(self, value_of: Callable[[Parameter], Any]) -> dict[str, Any]:
-        """Return the values of the parameters that have an effect: each after those that it needs."""
+        """Return the values of the parameters that have an effect: each after the parameters that it needs."""
         values: dict[str, Any] = {}
-        order = list(BY_NAME)  # options are declared after those that they need
+        order = list(BY_NAME)  # an option is declared after the options that it needs
         for each in sorted(self.parameters, key=lambda each: order.index(each.name)):
             if self._applies(each, values):
                 values[each.name] = value_of(each)
