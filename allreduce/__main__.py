@@ -99,7 +99,7 @@ def _main(arguments: Sequence[str], topology: Topology, program: str) -> int:
     except OptionError as error:
         if shown:
             print(f"allreduce: error: {error}", file=sys.stderr, flush=True)
-            abort.write_down(str(error))
+            abort.log_job(str(error))
         code = BAD_OPTIONS
     raise_together(topology.world, None)  # a nonzero exit ends the job: rank 0 prints first
     return code

@@ -40,11 +40,12 @@ run_apart() { # run_apart COMMAND...: print a command, then run it in its own ne
 }
 
 # Open MPI prints its own block of text after the last lines of the ranks. So the ranks also append the error that ends
-# the job to the file $ALLREDUCE_ERROR_FILE, and a script prints it again at the end.
-repeat_error() { # repeat_error: prints the content of that file, if any, and empties it
-    [ -s "$ALLREDUCE_ERROR_FILE" ] || return 0
-    printf '%s: %s\n' "$(basename "$0")" "$(cat "$ALLREDUCE_ERROR_FILE")" >&2
-    : >"$ALLREDUCE_ERROR_FILE"
+# the job to the file $ALLREDUCE_JOB_LOG, and a script prints it again at the end.
+repeat_error() { # repeat_error: prints the errors in that file, if any, and empties it
+    local errors
+    errors=$(grep -vE '^rank [0-9]+ of [0-9]+: (began|ended)$' "$ALLREDUCE_JOB_LOG") || return 0
+    printf '%s: %s\n' "$(basename "$0")" "$errors" >&2
+    : >"$ALLREDUCE_JOB_LOG"
 }
 
 find_python() { # sets $python: $PYTHON or python3, which must be new enough

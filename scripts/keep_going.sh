@@ -193,7 +193,7 @@ run_job() { # sets $status
     printf '+' >&2
     printf ' %q' "${line[@]}" >&2
     printf '\n' >&2
-    : >"$ALLREDUCE_LIFE_FILE"
+    : >"$ALLREDUCE_JOB_LOG"
     set -m
     "${line[@]}" <$input &
     child=$!
@@ -206,11 +206,11 @@ run_job() { # sets $status
     child=''
 }
 
-# With ULFM, Open MPI's mpirun returns 0 also when all ranks were killed. Ranks note in $ALLREDUCE_LIFE_FILE when their
+# With ULFM, Open MPI's mpirun returns 0 also when all ranks were killed. Ranks note in $ALLREDUCE_JOB_LOG when their
 # program begins and when it ends by itself.
 all_were_killed() {
-    [ "$status" = 0 ] && [ $kind = openmpi ] && grep -qx began "$ALLREDUCE_LIFE_FILE" 2>/dev/null &&
-        ! grep -qx ended "$ALLREDUCE_LIFE_FILE" && say "all ranks of this host were killed, though $launcher returned 0"
+    [ "$status" = 0 ] && [ $kind = openmpi ] && grep -q ': began$' "$ALLREDUCE_JOB_LOG" 2>/dev/null &&
+        ! grep -q ': ended$' "$ALLREDUCE_JOB_LOG" && say "all ranks of this host were killed, though $launcher returned 0"
 }
 
 child='' stopped=''
@@ -279,7 +279,7 @@ if [ "$(id -u)" = 0 ]; then
 fi
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
 scratch=$(mktemp -d)
-export ALLREDUCE_ERROR_FILE=$scratch/error ALLREDUCE_LIFE_FILE=$scratch/life
+export ALLREDUCE_JOB_LOG=$scratch/job.log
 trap 'rm -rf "$scratch"' EXIT
 trap 'pass_on TERM' TERM
 trap 'pass_on INT' INT

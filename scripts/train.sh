@@ -19,9 +19,9 @@ data=(--data digits)
 for argument in "$@"; do
     case $argument in --data | --data=*) data=() ;; esac
 done
-ALLREDUCE_ERROR_FILE=$(mktemp)
-export ALLREDUCE_ERROR_FILE
-trap 'rm -f "$ALLREDUCE_ERROR_FILE"' EXIT
+ALLREDUCE_JOB_LOG=$(mktemp)
+export ALLREDUCE_JOB_LOG
+trap 'rm -f "$ALLREDUCE_JOB_LOG"' EXIT
 status=0
 run_apart "${mpirun[@]}" python -m trainers ${data[@]+"${data[@]}"} "$@" || status=$?
 [ "$status" = 0 ] || repeat_error

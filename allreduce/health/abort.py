@@ -5,13 +5,12 @@ import contextlib
 import functools
 import os
 import sys
-import sysconfig
 import threading
 import time
 import traceback
 import weakref
 from collections.abc import Callable
-from types import FrameType, TracebackType
+from types import TracebackType
 from typing import NoReturn, Protocol
 
 from mpi4py import MPI
@@ -22,12 +21,7 @@ from allreduce.transport.processes import here
 
 REPORT_SECONDS = 2.0  # how long ranks with an error wait for the one that reports it
 ALIKE_SECONDS = 1.0  # how long ranks with an error wait for rank 0 if no rank knows which ranks have the error
-ERROR_FILE = "ALLREDUCE_ERROR_FILE"  # a path: ranks append the error that ends the job (mpirun's text follows ours)
-LIFE_FILE = "ALLREDUCE_LIFE_FILE"  # a path: each rank appends the begin and the end of its program
-TRACEBACK = "ALLREDUCE_TRACEBACK"  # "full": print the frames inside the library too
-LIBRARY = ("allreduce", "trainers")
-TITLE = "Traceback (most recent call last):\n"
-INSTALLED = tuple({sysconfig.get_path(name) + os.sep for name in ("stdlib", "platstdlib", "purelib", "platlib")})
+JOB_LOG = "ALLREDUCE_JOB_LOG"  # a path: ranks append when their program begins and ends, and the error that ends the job
 
 _threads: "weakref.WeakSet[threading.Thread]" = weakref.WeakSet()  # threads that have called a collective
 _leaving: list[Callable[[str], object]] = []
@@ -70,15 +64,16 @@ def install() -> None:
         if part_alone and not _reports(error):
             return
         wait_for_reporter(error)
-        text = "interrupted\n" if interrupted else traceback_of(error)
+        line = "interrupted\n" if interrupted else "".join(traceback.format_exception_only(error))
+        text = line if interrupted else report(error)
         if previous is not sys.__excepthook__ and not interrupted:
             previous(kind, error, trace)
-            text = f"{kind.__name__}\n"
-        write_down(_of_this_rank("interrupted\n" if interrupted else "".join(traceback.format_exception_only(error))))
+            text = line
+        log_job(line)
         if part_alone:
             print_error(text)  # MPI_Finalize then waits for the other parts
         else:
-            end_job(text, 130 if interrupted else exit_code_of(error), written=True)
+            end_job(text, 130 if interrupted else exit_code_of(error), logged=True)
 
     def thread_hook(args: threading.ExceptHookArgs) -> None:
         previous_thread(args)
@@ -99,93 +94,23 @@ def install() -> None:
 
 @functools.cache
 def record_lifetime() -> None:
-    """Append the begin and the end of this program to the file in ALLREDUCE_LIFE_FILE, if set. Local, once.
+    """Append the begin and the end of this program to the job log, if there is one. Local, once.
 
     With ULFM, mpirun returns 0 also for a job whose ranks were all killed.
     """
 
     def ended() -> None:
         if not children.forked():
-            _append(LIFE_FILE, "ended")
+            log_job("ended")
 
-    _append(LIFE_FILE, "began")
+    log_job("began")
     atexit.register(ended)
 
 
-def traceback_of(error: BaseException) -> str:
-    """Format a traceback as Python prints it, without repetitions and without frames of this library. Local.
-
-    An error that a check has raised again on all ranks is printed once, unless it passed through code of more than one
-    package, such as a callback. Frames inside this library are left out, unless ALLREDUCE_TRACEBACK asks for them or
-    the error may be a bug of the library.
-    """
-    cause, chain = error.__cause__, True
-    if cause is not None and (type(cause), str(cause)) == (type(error), str(error)):
-        packages = [_package(frame) for frame, _ in traceback.walk_tb(cause.__traceback__)]
-        chain = cause.__cause__ is not None or not {*packages} <= {*packages[:1], "allreduce"}
-    shown = traceback.TracebackException.from_exception(error)
-    left_out = 0 if os.environ.get(TRACEBACK) == "full" else _shorten(shown, error, chain)
-    text = "".join(shown.format(chain=chain))
-    if not left_out:
-        return text
-    note = f"  ({left_out} frames inside the library are left out; {TRACEBACK}=full shows them)\n"
-    return text.replace(TITLE, TITLE + note, 1)
-
-
-def _shorten(shown: traceback.TracebackException, error: BaseException, chain: bool) -> int:
-    """Remove the frames of this library, and of code that it calls, from a traceback; return how many. Local.
-
-    chain: also shorten the tracebacks of the error's causes.
-    """
-    left_out = 0
-    context = None if error.__suppress_context__ else error.__context__
-    for cause_shown, cause in ((shown.__cause__, error.__cause__), (shown.__context__, context)):
-        if chain and cause_shown is not None and cause is not None:
-            left_out += _shorten(cause_shown, cause, chain)
-            break
-    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
-    if len(frames) != len(shown.stack) or _may_be_our_bug(error):
-        return left_out
-    kept, within = [], False
-    for frame, summary in zip(frames, shown.stack, strict=True):
-        within = _inside(frame, within)
-        if not within:
-            kept.append(summary)
-    left_out += len(frames) - len(kept)
-    shown.stack[:] = kept
-    return left_out
-
-
-def _may_be_our_bug(error: BaseException) -> bool:
-    """Return whether an error may be a bug of this library, so that its frames are needed.
-
-    True if it is not a named error, and was raised in our code or in installed code that ours calls.
-    """
-    if type(error).__module__.partition(".")[0] in LIBRARY:
-        return False
-    seen = [error]
-    while (cause := error.__cause__) is not None and not any(cause is other for other in seen):
-        if (type(cause), str(cause)) != (type(error), str(error)):
-            break
-        error = cause  # a check has raised it again, on all ranks
-        seen.append(error)
-    within = False
-    for frame, _ in traceback.walk_tb(error.__traceback__):
-        within = _inside(frame, within)
-    return within
-
-
-def _inside(frame: FrameType, within: bool) -> bool:
-    """Return whether a frame is of this library, or of installed code that it calls. within: whether its caller is."""
-    if _package(frame) in LIBRARY:
-        return True
-    return within and frame.f_code.co_filename.startswith(("<frozen ", *INSTALLED))
-
-
-def _package(frame: FrameType) -> str:
-    """Return the top-level package of a frame's module; of `python -m package` too."""
-    names = frame.f_globals
-    return str(names.get("__package__") or names.get("__name__") or "").partition(".")[0]
+def report(error: BaseException) -> str:
+    """Format the whole traceback of an error; its last line, which names the error, begins with this rank. Local."""
+    text, last = "".join(traceback.format_exception(error)), "".join(traceback.format_exception_only(error))
+    return text.removesuffix(last) + _of_this_rank(last)
 
 
 def exit_code_of(error: BaseException | None) -> int:
@@ -257,16 +182,11 @@ def print_error(text: str) -> None:
         stderr.flush()
 
 
-def write_down(text: str) -> None:
-    """Append an error to the file in ALLREDUCE_ERROR_FILE, if set; see scripts/train.sh. Local."""
-    _append(ERROR_FILE, text)
-
-
-def _append(variable: str, text: str) -> None:
-    """Append a line to the file that an environment variable names, if it is set."""
-    if path := os.environ.get(variable):
+def log_job(text: str) -> None:
+    """Append a text, with the rank, to the job log, the file in ALLREDUCE_JOB_LOG, if set. Local."""
+    if path := os.environ.get(JOB_LOG):
         with contextlib.suppress(OSError), open(path, "a", encoding="utf-8", errors="replace") as file:
-            file.write(text.rstrip("\n") + "\n")
+            file.write(_of_this_rank(text).rstrip("\n") + "\n")
 
 
 def _of_this_rank(text: str) -> str:
@@ -288,11 +208,11 @@ def exit_quietly(code: int) -> NoReturn:
     os._exit(code)
 
 
-def end_job(text: str, code: int, written: bool = False) -> NoReturn:
-    """Print `text`, with the rank, and end all ranks. From any thread. written: `text` is in ERROR_FILE already."""
+def end_job(text: str, code: int, logged: bool = False) -> NoReturn:
+    """Print `text`, with the rank, and end all ranks. From any thread. logged: the job log has the error already."""
     print_error(text)
-    if not written:
-        write_down(_of_this_rank(text))
+    if not logged:
+        log_job(text)
     for call in _ending:
         try:
             call(code, text)

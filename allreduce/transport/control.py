@@ -37,7 +37,7 @@ def raise_together(comm: MPI.Comm, error: Exception | None) -> None:
     found = np.array([error is not None], dtype=np.int64)
     wait_for(comm, comm.Iallreduce(MPI.IN_PLACE, found, MPI.SUM), "check whether any rank has an error")
     if found[0]:
-        raise _first_error(comm, [portable for _, portable in _exchange(comm, "exchange errors", error)]) from error
+        _raise_first(comm, [portable for _, portable in _exchange(comm, "exchange errors", error)], error)
 
 
 def together(comm: MPI.Comm, step: Callable[[], ResultT]) -> ResultT:
@@ -95,7 +95,7 @@ def _raise_difference(comm: MPI.Comm, text: str, error: Exception | None) -> NoR
     """Raise on all ranks the error of the lowest rank that has one, otherwise a DisagreementError. Collective."""
     calls = _exchange(comm, text, error)
     if any(met is not None for _, met in calls):
-        raise _first_error(comm, [met for _, met in calls]) from error
+        _raise_first(comm, [met for _, met in calls], error)
     raise disagreement(comm, [words for words, _ in calls])
 
 
@@ -192,11 +192,12 @@ def _found(module: str, name: str) -> type[Exception]:
     return kind if isinstance(kind, type) and issubclass(kind, Exception) else AllReduceError
 
 
-def _first_error(comm: MPI.Comm, errors: Sequence[Portable | None]) -> Exception:
+def _raise_first(comm: MPI.Comm, errors: Sequence[Portable | None], own: Exception | None) -> NoReturn:
+    """Raise the error of the lowest rank that has one. errors: by rank. own: this rank's error, with its traceback."""
     rank, first = next((rank, error) for rank, error in enumerate(errors) if error is not None)
     module, name, text = first
-    error = on_all_ranks(
-        _found(module, name)(text if all(error == first for error in errors) else f"rank {rank}: {text}"), comm
-    )
-    error.reporter = error.ranks[rank]  # type: ignore[attr-defined]  # its traceback shows the cause
-    return error
+    alike, kind = all(error == first for error in errors), _found(module, name)
+    error = own if own is not None and alike and type(own) is kind else kind(text if alike else f"rank {rank}: {text}")
+    on_all_ranks(error, comm)
+    error.reporter = processes.world_ranks(comm)[rank]  # type: ignore[attr-defined]  # its traceback shows the cause
+    raise error from (error.__cause__ if error is own else own)

@@ -28,7 +28,7 @@ echo "$*" >>"$CALLS"
 starts=$(wc -l <"$CALLS")
 next=$(sed -n "${{starts}}p" "$PLAN")
 [[ $next != *checkpoint* ]] || echo "$starts" >"$RUN/checkpoint-$starts"
-[[ $next != *told* ]] || echo "rank 2 of 4: ValueError: broken" >>"$ALLREDUCE_ERROR_FILE"
+[[ $next != *told* ]] || echo "rank 2 of 4: ValueError: broken" >>"$ALLREDUCE_JOB_LOG"
 [[ $next != *asleep* ]] || {{ trap 'exit 7' TERM INT; touch "$RUN/asleep"; while :; do sleep 0.05; done; }}
 exit "${{next##* }}"
 """

@@ -47,7 +47,7 @@ esac
 # Prints its arguments, one a line; where $FAILS is an exit code, it fails as mpirun does when its ranks have.
 MPIRUN = f"""#!{BASH}
 printf '%s\\n' "$@"
-[ -z "$FAILS" ] || {{ echo "$ERROR" >>"$ALLREDUCE_ERROR_FILE"; echo "a block of mpirun's own" >&2; exit "$FAILS"; }}
+[ -z "$FAILS" ] || {{ echo "$ERROR" >>"$ALLREDUCE_JOB_LOG"; echo "a block of mpirun's own" >&2; exit "$FAILS"; }}
 """
 
 

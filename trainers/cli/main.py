@@ -79,7 +79,7 @@ def main(arguments: Sequence[str] | None = None, program: str = "python -m train
         own = processes.world_ranks(world.world)
         if processes.here()[0] == min(getattr(error, "ranks", None) or own) == own[0]:  # not a rank that joined others
             say(world, f"error: {error}", sys.stderr)
-            abort.write_down(str(error))
+            abort.log_job(str(error))
         write_error(error)
         code = FAILED if isinstance(error, FAULTS) else BAD_ARGUMENTS
         with waiting(world.world, "end together, after an error"):

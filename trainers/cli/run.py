@@ -261,7 +261,7 @@ def _rank(folder: str) -> None:
         if rank == 0:
             _bring(folder, RESULTS, pickle.dumps(everyone))
     except (Exception, SystemExit) as error:
-        failed = _Failed(time.time(), rank, type(error).__name__, str(error), abort.traceback_of(error))
+        failed = _Failed(time.time(), rank, type(error).__name__, str(error), abort.report(error))
         with contextlib.suppress(OSError):  # a host without the folder: its stderr shows the error
             _bring(folder, ERROR.format(rank), json.dumps(failed._asdict()).encode())
         if isinstance(error, SystemExit):  # it would end this rank alone, and the others wait for it

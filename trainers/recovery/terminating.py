@@ -192,5 +192,5 @@ def terminated(text: str, comm: MPI.Intracomm) -> Terminated:
     error.ranks = processes.world_ranks(comm)
     if comm.rank == 0 and not _quiet:
         print(error, file=sys.stderr, flush=True)
-        abort.write_down(str(error))
+        abort.log_job(str(error))
     return error
