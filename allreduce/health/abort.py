@@ -21,7 +21,9 @@ from allreduce.transport.processes import here
 
 REPORT_SECONDS = 2.0  # how long ranks with an error wait for the one that reports it
 ALIKE_SECONDS = 1.0  # how long ranks with an error wait for rank 0 if no rank knows which ranks have the error
-JOB_LOG = "ALLREDUCE_JOB_LOG"  # a path: ranks append when their program begins and ends, and the error that ends the job
+JOB_LOG = (
+    "ALLREDUCE_JOB_LOG"  # a path: ranks append when their program begins and ends, and the error that ends the job
+)
 
 _threads: "weakref.WeakSet[threading.Thread]" = weakref.WeakSet()  # threads that have called a collective
 _leaving: list[Callable[[str], object]] = []
