@@ -14,7 +14,7 @@ from mpi4py import MPI
 
 from allreduce import machine, notices
 from allreduce.errors import ClosedError, CopyError, DisagreementError, OptionError, UnavailableError
-from allreduce.health import abort, status_dump
+from allreduce.health import abort, dump
 from allreduce.health.stall import STALL, TIMEOUT, StallDetector, seconds
 from allreduce.health.status import FAR_ROWS, ROW_BYTES, StatusRows
 from allreduce.process import children, launcher
@@ -86,7 +86,9 @@ class Topology:
         if original is not None:
             self._duplicate(original)
             return
-        status_dump.install()
+        abort.record_lifetime()
+        abort.install()
+        dump.install()
         comm = _checked(comm)
         asked = f"Topology(ranks_per_node={ranks_per_node!r}, timeout={timeout!r})"
         error = _bad_ranks_per_node(ranks_per_node, comm.size) or _bad_timeout(timeout)

@@ -36,8 +36,8 @@ Run it as the training will be run, under the same launcher, with as many ranks 
 Without a launcher (python -m allreduce doctor) it checks this machine only.
 
   python -m allreduce doctor flight FOLDER
-compares the last calls that the ranks of a job have written to FOLDER (ALLREDUCE_FLIGHT=FOLDER mpirun ...): which rank
-differs first. Its exit code is 2 if a rank differs or has written no file.
+compares the last calls that the ranks of a job have written to FOLDER (ALLREDUCE_DUMP=FOLDER mpirun ...): which rank
+differs first. Its exit code is 2 if a rank differs or has written no dump.
 
 A finding is ok, a warning (training works, but something makes it slow or fragile) or a problem (something does not
 work). A finding that is not ok has advice below it. The exit code is that of the worst finding: 0 all is ok, 1 there

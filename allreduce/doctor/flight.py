@@ -1,4 +1,4 @@
-"""Compares the flight records of a job's ranks (health/flight.py): which rank differs first."""
+"""Compares the last calls in the dumps of a job's ranks (health/dump.py): which rank differs first."""
 
 import glob
 import json
@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from allreduce.errors import OptionError
-from allreduce.health.flight import FLIGHT, PATTERN, Recorded
+from allreduce.health.dump import DUMP, PATTERN, Recorded
 from allreduce.health.status import listed
 from allreduce.notices import shown
 
@@ -17,9 +17,9 @@ NO_CALL = "has not made this call"
 
 
 class Record(NamedTuple):
-    """The file of one rank. calls: user -> count -> call. full: earlier calls were dropped.
+    """The last dump of one rank. calls: user -> count -> call. full: earlier calls were dropped.
 
-    began, time: when the rank's program began, and when it wrote the file; seconds since 1970.
+    began, time: when the rank's program began, and when it wrote the dump; seconds since 1970.
     """
 
     rank: int
@@ -48,14 +48,14 @@ class Difference(NamedTuple):
 
 
 def read(folder: str) -> dict[int, Record]:
-    """Read the files in a folder: rank -> its record. Raises OptionError if there is none, or one can't be read.
+    """Read the files in a folder: rank -> its last dump. Raises OptionError if there is none, or one can't be read.
 
-    A file that was written before another rank's program began is of an earlier job, and is left out.
+    A dump that was written before another rank's program began is of an earlier job, and is left out.
     """
     paths = sorted(glob.glob(os.path.join(glob.escape(folder), PATTERN.format("*"))))
     if not paths:
         raise OptionError(
-            f"no flight records ({PATTERN.format('*')}) are in {folder}: run the job with {FLIGHT}={folder}; "
+            f"no dumps ({PATTERN.format('*')}) are in {folder}: run the job with {DUMP}={folder}; "
             "ranks write them when a wait times out or the job is aborted"
         )
     records = [_record(path) for path in paths]
@@ -65,8 +65,8 @@ def read(folder: str) -> dict[int, Record]:
 
 def _record(path: str) -> Record:
     try:
-        with open(path, encoding="ascii") as file:
-            content = json.load(file)
+        with open(path, encoding="utf-8", errors="replace") as file:
+            content = json.loads([line for line in file if line.startswith("{") and line.endswith("}\n")][-1])
         calls: dict[str, dict[int, Recorded]] = {}
         for entry in content["calls"]:
             user, count, call, begin, end = entry
@@ -76,9 +76,9 @@ def _record(path: str) -> Record:
         began, written = float(content["began"]), float(content["time"])
         why, full = str(content["why"]), bool(content["full"])
         return Record(rank, size, str(content["host"]), why, full, calls, began, written)
-    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+    except (OSError, ValueError, LookupError, TypeError, RecursionError) as error:
         raise OptionError(
-            f"{path} is no flight record: {type(error).__name__}: {shown(str(error), 200)}; remove it, or take the "
+            f"{path} has no last calls: {type(error).__name__}: {shown(str(error), 200)}; remove it, or take the "
             "files of one job"
         ) from error
 
@@ -128,7 +128,7 @@ def report(records: Mapping[int, Record]) -> tuple[str, int]:
     missing = [rank for rank in range(size) if rank not in records]
     if missing:
         lines.append(
-            f"  {listed(missing)}: no file of this job: killed, without the folder, or stuck in code that holds the GIL"
+            f"  {listed(missing)}: no dump of this job: killed, without the folder, or stuck in code that holds the GIL"
         )
     difference = first_difference(records)
     if difference is None:

@@ -28,7 +28,7 @@ from allreduce.engine.call import AGREEING, SEQUENCE_BITS, SEQUENCE_MASK, Call, 
 from allreduce.engine.consistency import FingerprintTable, Slot
 from allreduce.engine.queue import without_frames
 from allreduce.errors import AllReduceError, BrokenError, CommunicationError, OptionError, RankLostError
-from allreduce.health import abort, flight
+from allreduce.health import abort, dump
 from allreduce.process import children
 from allreduce.topology import Topology
 from allreduce.transport import ulfm
@@ -233,7 +233,7 @@ class Engine:
         """
         wait, slot, comparison, polls, ident = self.wait, self._slot, self._comparison, self._polls, get_ident
         rank = 0 if slot is None else slot.rank
-        user, record = wait.user, flight.record
+        user, record = wait.user, dump.record
 
         def run(flat: Any = bound) -> None:
             begin, end = perf_counter(), 0.0
@@ -355,7 +355,7 @@ class Engine:
             raise
         finally:
             wait.end()
-            flight.record((wait.user, wait.count, named, wait.begun, end))
+            dump.record((wait.user, wait.count, named, wait.begun, end))
 
     def minimum(self, numbers: np.ndarray) -> np.ndarray:
         """Return a small array, overwritten by its minimum over all ranks. Collective, inside an agreed call only."""

@@ -29,7 +29,7 @@ from typing import Protocol
 from mpi4py import MPI
 
 from allreduce.errors import AllReduceError, CollectiveTimeoutError, OptionError, RankLostError
-from allreduce.health import abort, flight, stacks
+from allreduce.health import abort, dump
 from allreduce.health.status import StatusRows, spans
 from allreduce.health.status_messages import StatusMessages
 from allreduce.notices import log
@@ -98,8 +98,8 @@ class StallDetector:
         self._lock = threading.RLock()  # a rank may end the job during a check
         self._from_threads = MPI.Query_thread() == MPI.THREAD_MULTIPLE
         self.closed = False
-        if self.active and stacks.enabled():
-            stacks.restart_timer(self.stall)
+        if self.active and dump.enabled():
+            dump.restart_timer(self.stall)
         _watchdog.add(self)
 
     def connect(
@@ -156,7 +156,7 @@ class StallDetector:
                 raise
             self.handle_failure()
         if self.messages.ended is not None:
-            write_flight("another rank ends the job")
+            dump.write("another rank ends the job", last=True)
             self.messages.announce_end(self.messages.ended)  # forwards it to this rank's neighbours
             abort.exit_quietly(self.messages.ended)
 
@@ -258,25 +258,23 @@ class StallDetector:
             self._judge(wait, call, now)
         self._give_dumps()
 
-    # Dumps: the stacks and the last calls of this rank
+    # Dumps of the ranks
 
     def _ask_for_dumps(self, why: str) -> None:
-        """Write the stacks and last calls of this rank to its files, and request those of all other ranks."""
-        if stacks.enabled() or flight.enabled():
-            stacks.dump(why)
-            _watchdog.write_flight(why, last=False)
+        """Write a dump of this rank, and request those of all other ranks."""
+        if dump.enabled():
+            dump.write(why)
             self.messages.request_dumps(why)
 
     def _give_dumps(self) -> None:
-        """Write this rank's files for each new request of another rank."""
-        if stacks.enabled():
-            stacks.restart_timer(self.stall)
+        """Write a dump of this rank for each new request of another rank."""
+        if dump.enabled():
+            dump.restart_timer(self.stall)
         for rank, text in self.messages.new_dump_requests():
-            stacks.dump(f"rank {rank} {text}; this rank: {self.status() or 'no wait'}")
-            _watchdog.write_flight(f"rank {rank} {text}", last=False)
+            dump.write(f"rank {rank} {text}")
 
-    def request_flight(self, why: str) -> None:
-        """This rank ends the job: request the last calls of the other ranks. From any thread."""
+    def request_dumps(self, why: str) -> None:
+        """This rank ends the job: request the dumps of the other ranks. From any thread."""
         if not self.closed and self.messages.size > 1 and self.lost is None and self._lock.acquire(timeout=END_SECONDS):
             try:
                 self.messages.request_dumps(why)
@@ -317,8 +315,8 @@ class StallDetector:
             log.warning(
                 "rank %d has waited %.0f s for other ranks in: %s%s", self._rank, waited, wait, self._where(call)
             )
-            if stacks.enabled():
-                log.warning("the stacks of all ranks are in %s", stacks.file_pattern())
+            if dump.enabled():
+                log.warning("the stacks and last calls of all ranks are in %s", dump.files())
             self._ask_for_dumps(f"waits in {wait}")
         if error is None or wait.call is not call:
             return
@@ -396,42 +394,29 @@ class _Watchdog:
         with self._lock:
             return list(self._detectors)
 
-    def write_flight(self, why: str, last: bool) -> None:
-        flight.dump(why, [wait for detector in self.detectors() for wait in detector.waits()], last)
-
     def _end(self, why: str) -> None:
         """At exit, before MPI_Finalize: stop the thread, and tell the other ranks that this one leaves."""
         self._stop.set()
-        stacks.stop()
+        dump.stop_timer()
         if self._thread is not None:
             self._thread.join(timeout=5)
         for detector in self.detectors():
             detector.leave(why)
 
     def _end_others(self, code: int, why: str) -> None:
-        """Give the other ranks time to write their last calls.
+        """Write the dump of this rank, and give the other ranks time to write theirs.
 
         Under ULFM, also tell them to end: Open MPI's MPI_Abort ends none of them if no rank has failed.
         """
-        if flight.enabled():
-            self.write_flight(why, last=True)
+        if dump.enabled():
+            dump.write(why, last=True)
             for detector in self.detectors():
-                detector.request_flight(flight.first_line(why))
-            time.sleep(flight.WRITE_SECONDS)
+                detector.request_dumps(dump.error_line(why))
+            time.sleep(dump.WRITE_SECONDS)
         if ulfm.in_force():
             for detector in self.detectors():
                 detector.end(code)
 
 
 _watchdog = _Watchdog()
-
-
-def status() -> str:
-    """Return where this rank waits and its last calls, of all detectors, as text. Local, from any thread."""
-    texts = [text for detector in _watchdog.detectors() if (text := detector.status())]
-    return "\n  ".join(texts) or "this rank has made no call that took long"
-
-
-def write_flight(why: str) -> None:
-    """Write this rank's last calls to its file, if ALLREDUCE_FLIGHT names a folder. Local, from any thread."""
-    _watchdog.write_flight(why, last=True)
+dump.sources.append(_watchdog.detectors)

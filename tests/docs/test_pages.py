@@ -76,7 +76,7 @@ SKIPPED = {
     "mpirun -n 4 --oversubscribe python -m trainers --epochs 300": "to be killed by hand; test_lost_ranks.py does it",
     "mpirun -n 3 --oversubscribe python -m trainers --epochs 300": "resumes what was killed; test_checkpoint.py too",
     "pip install": "installs",
-    "python -m allreduce doctor flight": "takes the files of a job that failed; health/test_status_dump.py runs it",
+    "python -m allreduce doctor flight": "takes the files of a job that failed; health/test_dump.py runs it",
     "python -m benchmarks.faults": "minutes; test_faults.py runs a few",
     "python -m http.server": "a server; test_browser.py has one",
     "mpirun -n 5 python -m benchmarks.ensemble": "a minute; many/test_ensemble.py runs it shortly",

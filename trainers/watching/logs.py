@@ -7,7 +7,7 @@ import socket
 import sys
 import time
 
-from allreduce.health import abort, flight
+from allreduce.health import abort, dump
 from allreduce.transport import processes
 from trainers.errors import ArgumentError
 
@@ -24,8 +24,8 @@ def log_to(folder: str | os.PathLike[str], level: int = logging.INFO) -> str:
     the error with which this rank ends the job. A line has the time in UTC, the rank of MPI.COMM_WORLD, the node and
     the process. An existing file is continued, so a restarted job keeps its logs. Stderr stays the same.
 
-    Unless ALLREDUCE_FLIGHT is set, the rank also writes its last calls there when a wait times out or the job is
-    aborted: `python -m allreduce doctor flight FOLDER`. A second call for the same folder does nothing. Raises
+    Unless ALLREDUCE_DUMP is set, the rank also writes its stacks and last calls there when a wait times out or the job
+    is aborted: `python -m allreduce doctor flight FOLDER`. A second call for the same folder does nothing. Raises
     ArgumentError if the file can't be written.
     """
     rank, size = processes.here()
@@ -53,7 +53,7 @@ def log_to(folder: str | os.PathLike[str], level: int = logging.INFO) -> str:
         logger = logging.getLogger(name)
         logger.setLevel(min(level, logger.getEffectiveLevel()))
     _handlers[path] = handler
-    os.environ.setdefault(flight.FLIGHT, os.path.dirname(path))
+    os.environ.setdefault(dump.DUMP, os.path.dirname(path))
     abort.on_ending(lambda _, text: _write(handler, text))
     return path
 

@@ -1,4 +1,4 @@
-"""The status dump, and the files in which all ranks write their stacks and last calls."""
+"""The files in which all ranks write where they wait, their stacks and their last calls; and SIGUSR1."""
 
 import faulthandler
 import json
@@ -8,8 +8,7 @@ import pytest
 
 from allreduce.doctor import flight as flight_records
 from allreduce.errors import OptionError
-from allreduce.health import flight, stacks
-from allreduce.health.flight import KEPT
+from allreduce.health import dump
 from tests import launch
 from tests.conftest import JobRunner
 
@@ -40,16 +39,19 @@ print("came to the end", flush=True)
 @pytest.mark.parametrize("mpi", launch.MPIS)
 def test_a_stall_and_a_signal(mpirun: JobRunner, tmp_path: Path, mpi: str) -> None:
     """Also of a rank that computes, and of a rank whose C code holds the GIL; afterwards the job continues."""
-    folder = tmp_path / "stacks"
-    limits = {"ALLREDUCE_STALL_SECONDS": "1", "ALLREDUCE_STALL_STACKS": str(folder)}
+    folder = tmp_path / "dumps"
+    limits = {"ALLREDUCE_STALL_SECONDS": "1", "ALLREDUCE_DUMP": str(folder)}
     job = mpirun(3, ["-c", PROGRAM], mpi=mpi, timeout=60, env=limits)
     assert job.returncode == 0, job.stderr
     assert job.stdout.count("came to the end") == 3
     assert "rank 0 has waited" in job.stderr
     assert "200000 bytes (call number " in job.stderr
-    assert str(folder / "stacks-rank-*.txt") in job.stderr
-    assert "in looks_for_data" in (folder / "stacks-rank-1.txt").read_text()
-    assert "in keeps_the_lock" in (folder / "stacks-rank-2.txt").read_text()
+    assert str(folder / "dump-rank-*.txt") in job.stderr
+    assert "in looks_for_data" in (folder / "dump-rank-1.txt").read_text()
+    assert "in keeps_the_lock" in (folder / "dump-rank-2.txt").read_text()
+    first = (folder / "dump-rank-0.txt").read_text()
+    assert "has waited " in first.splitlines()[1]
+    assert first.index("in _rendezvous") < first.index('{"rank": 0, "size": 3')  # the stacks, then the last calls
     waiting = job.stderr.partition("rank 0 of 3: process ")[2]
     assert waiting.partition("has waited ")[2].partition(" s in ")[2].startswith("all_reduce: length 50000"), job.stderr
     assert "in _rendezvous" in job.stderr  # the stacks that SIGUSR1 prints
@@ -110,36 +112,45 @@ def test_a_signal_after_the_end_of_mpi() -> None:
 
 
 @pytest.fixture
-def stacks_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Return the file with this rank's stacks, none of which was written recently."""
-    monkeypatch.setenv(stacks.STACKS, str(tmp_path))
-    monkeypatch.setattr(stacks, "_files", {})
-    monkeypatch.setattr(stacks, "_times", {"dumped": float("-inf"), "armed": float("-inf")})
-    return tmp_path / "stacks-rank-0.txt"
+def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Return the file with the dumps of this rank, none of which was written recently."""
+    monkeypatch.setenv(dump.DUMP, str(tmp_path))
+    monkeypatch.setattr(dump, "_files", {})
+    monkeypatch.setattr(dump, "_times", {"dumped": float("-inf"), "armed": float("-inf")})
+    return tmp_path / "dump-rank-0.txt"
 
 
-def test_stacks_after_ages(stacks_in: Path) -> None:
+def test_a_timer_for_ages(file: Path) -> None:
     """A time longer than any system clock counts means never."""
     for seconds in (1e10, 1e12, 1e300, float("inf")):
-        stacks.restart_timer(seconds)
+        dump.restart_timer(seconds)
     faulthandler.cancel_dump_traceback_later()
 
 
-def test_stacks_on_a_full_disk(stacks_in: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_full_disk(file: Path, caplog: pytest.LogCaptureFixture) -> None:
     """The waiting rank continues to wait, and gets one warning."""
-    stacks._files[str(stacks_in.parent)] = open("/dev/full", "a", 1)  # noqa: SIM115
-    stacks.dump("waits")
-    stacks._times["dumped"] = float("-inf")
-    stacks.dump("waits")
-    assert caplog.text.count("stacks can't be written there: ") == 1
+    dump._files[str(file.parent)] = open("/dev/full", "a", 1)  # noqa: SIM115
+    for _ in range(2):
+        dump.write("waits", last=True)
+    assert caplog.text.count("no dump can be written there: ") == 1
 
 
-def test_stacks_follow_no_link(stacks_in: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_no_link_is_followed(file: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Other users may write to the folder."""
-    stacks_in.symlink_to(tmp_path / "elsewhere")
-    stacks.dump("waits")
-    assert "stacks can't be written there: " in caplog.text
+    file.symlink_to(tmp_path / "elsewhere")
+    dump.write("waits")
+    assert "no dump can be written there: " in caplog.text
     assert not (tmp_path / "elsewhere").exists()
+
+
+def test_a_file_does_not_grow_for_ever(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for _ in range(3):
+        dump.write("waits", last=True)
+    several = file.stat().st_size
+    monkeypatch.setattr(dump, "MOST_BYTES", several - 1)
+    dump.write("waits again", last=True)
+    assert 0 < file.stat().st_size < several
+    assert flight_records.read(str(file.parent))[0].why == "waits again"
 
 
 FLIGHT = """
@@ -171,28 +182,17 @@ reduce(grads, "sum")
 )
 def test_flight_records(mpirun: JobRunner, tmp_path: Path, mpi: str, ulfm: bool, action: str, theirs: str) -> None:
     """All ranks write their last 256 calls when a wait times out or the job is aborted; the doctor compares them."""
-    env = {"ALLREDUCE_FLIGHT": str(tmp_path), "ALLREDUCE_TIMEOUT_SECONDS": "3" if action == "is late" else "60"}
+    env = {"ALLREDUCE_DUMP": str(tmp_path), "ALLREDUCE_TIMEOUT_SECONDS": "3" if action == "is late" else "60"}
     job = mpirun(3, ["-c", FLIGHT, action], mpi=mpi, ulfm=ulfm, env=env)
     assert job.returncode != 0
     records = flight_records.read(str(tmp_path))
     assert sorted(records) == [0, 1, 2], job.stderr
-    assert sum(map(len, records[1].calls.values())) == KEPT
+    assert sum(map(len, records[1].calls.values())) == dump.KEPT
     text, code = flight_records.report(records)
     assert code == 2
     assert "rank 1 differs first: in call number 304 of a backend, queue or communicator of ranks 0-2" in text
     assert f"\n  rank 1: {theirs}" in text or f"\n  rank 1: all_reduce: {theirs}" in text
     assert "\n  ranks 0, 2: all_reduce: length 1000, dtype float32, op" in text
-
-
-def test_a_flight_record_follows_no_link(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Other users may write to the folder."""
-    monkeypatch.setenv(flight.FLIGHT, str(tmp_path / "records"))
-    (tmp_path / "records").mkdir()
-    (tmp_path / "mine").write_text("mine")
-    (tmp_path / "records" / "flight-rank-0.json").symlink_to(tmp_path / "mine")
-    flight.dump("SIGUSR1", [], last=True)
-    assert (tmp_path / "mine").read_text() == "mine"
-    assert list(flight_records.read(str(tmp_path / "records"))) == [0]
 
 
 def test_doctor_flight(mpirun: JobRunner, tmp_path: Path) -> None:
@@ -201,15 +201,16 @@ def test_doctor_flight(mpirun: JobRunner, tmp_path: Path) -> None:
     for rank, calls in enumerate(([[user, 1, "a call", 1.0, 2.0]], [[user, 1, "a call", 1.0, 3.0]])):
         content = {"rank": rank, "size": 2, "host": "here", "why": "SIGUSR1", "full": False, "calls": calls}
         content |= {"began": 10.0, "time": 20.0}
-        (tmp_path / f"flight-rank-{rank}.json").write_text(json.dumps(content))
+        (tmp_path / f"dump-rank-{rank}.txt").write_text(f"a stack\n{json.dumps(content)}\n\n{{cut off")
     alike = mpirun(0, ["-m", "allreduce", "doctor", "flight", tmp_path])
     assert (alike.returncode, "no rank differs" in alike.stdout) == (0, True), alike.stderr
     earlier = {**content, "rank": 0, "began": 1.0, "time": 2.0, "calls": [[user, 1, "of an earlier job", 1.0, 2.0]]}
-    (tmp_path / "flight-rank-0.json").write_text(json.dumps(earlier))
+    (tmp_path / "dump-rank-0.txt").write_text(json.dumps(earlier) + "\n")
     missing = mpirun(0, ["-m", "allreduce", "doctor", "flight", tmp_path])
-    assert (missing.returncode, "rank 0: no file of this job" in missing.stdout) == (2, True), missing.stderr
-    (tmp_path / "flight-rank-0.json").write_text("{}")
-    with pytest.raises(OptionError, match=r"flight-rank-0.json is no flight record: KeyError"):
-        flight_records.read(str(tmp_path))
-    with pytest.raises(OptionError, match=r"no flight records .* run the job with ALLREDUCE_FLIGHT="):
+    assert (missing.returncode, "rank 0: no dump of this job" in missing.stdout) == (2, True), missing.stderr
+    for text, error in (("{}\n", "KeyError"), ("only stacks\n", "IndexError")):
+        (tmp_path / "dump-rank-0.txt").write_text(text)
+        with pytest.raises(OptionError, match=rf"dump-rank-0.txt has no last calls: {error}"):
+            flight_records.read(str(tmp_path))
+    with pytest.raises(OptionError, match=r"no dumps .* run the job with ALLREDUCE_DUMP="):
         flight_records.read(str(tmp_path / "elsewhere"))
