@@ -5,6 +5,7 @@ import os
 import re
 import signal
 import subprocess
+import sys
 from collections import Counter
 from collections.abc import Callable, Generator, Mapping, Sequence
 from itertools import chain, zip_longest
@@ -16,6 +17,7 @@ import pytest
 from tests import launch
 
 JobRunner = Callable[..., "subprocess.CompletedProcess[str]"]
+LAUNCHES = pytest.StashKey[launch.Launches]()
 LONG_SECONDS = 60  # a run that takes longer says where its time went
 MOST_FILES = 20
 LONGEST_JOBS = ("test_ranks[openmpi-2ranks]", "test_ranks[openmpi-3ranks]", "test_ranks[openmpi-5ranks]")
@@ -33,6 +35,21 @@ def pytest_configure(config: pytest.Config) -> None:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     config.addinivalue_line("markers", "rank_driver: runs the tests in ranks/; -k and -m are left to those")
     config.addinivalue_line("markers", "jobs: starts jobs of several ranks, which `scripts/test.sh --quick` leaves out")
+    if config.stash.get(LAUNCHES, None) is None:
+        config.stash[LAUNCHES] = launch.Launches()
+        sys.addaudithook(config.stash[LAUNCHES].check)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
+    """A test that starts a job without the mark `jobs` fails in every run, because a quick run would start it too."""
+    launches = item.config.stash[LAUNCHES]
+    marked = any(item.get_closest_marker(mark) for mark in ("jobs", "rank_driver"))
+    launches.unmarked = "" if marked or launch.ROOT / "tests" / "ranks" in item.path.parents else item.nodeid
+    try:
+        return (yield)
+    finally:
+        launches.unmarked = ""
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)

@@ -1,6 +1,7 @@
 """Start a job of several ranks for a test, and get rid of all of it again, whatever it does."""
 
 import os
+import re
 import shlex
 import signal
 import subprocess
@@ -19,6 +20,7 @@ LAUNCHERS = {
     "openmpi": ("mpirun", "--oversubscribe", "--bind-to", "none"),  # jobs of several tests share the cores
     "mpich": ("mpiexec",),
 }
+STARTERS = ("mpirun", "mpiexec", "prterun", "srun")
 # Here, so that jobs that tests start by themselves inherit them:
 PATIENT = {
     # A rank that polls takes a core from the ranks that it waits for, of its own job or of the one that another file
@@ -34,6 +36,30 @@ PATIENT = {
 for name, value in PATIENT.items():
     os.environ.setdefault(name, value)
 MARK = "ALLREDUCE_TEST_JOB"  # in the environment of every process of a job, to find those that outlive it
+
+
+class Launches:
+    """Refuses the start of a job in a test without the mark `jobs`, whatever starts it in this process.
+
+    unmarked: the running test, if it lacks the mark; else "".
+    """
+
+    def __init__(self) -> None:
+        self.unmarked = ""
+
+    def check(self, event: str, values: tuple[Any, ...]) -> None:
+        """An audit hook of Python. Raises AssertionError in the place of the start."""
+        if event == "subprocess.Popen" and self.unmarked and starts_job(values[1]):
+            raise AssertionError(f"{self.unmarked} starts a job; mark it: @pytest.mark.jobs")
+
+
+def starts_job(command: Any) -> bool:
+    """Return whether a command is, or contains, that of a launcher of MPI; a shell's text is searched too."""
+    words = [os.fsdecode(word) for word in ([command] if isinstance(command, str | bytes | Path) else command)]
+    if any(Path(word).name in STARTERS for word in words):
+        return True
+    shell = Path(words[0]).name in ("sh", "bash")
+    return shell and any(re.search(rf"\b({'|'.join(STARTERS)})\b", word) is not None for word in words[1:])
 
 
 class JobTimeoutError(AssertionError):
@@ -72,8 +98,6 @@ def mpirun(
     The checkout's packages are importable whatever `cwd` is. env: additions to this process's
     environment. Raises JobTimeoutError after `timeout` seconds, when every process of the job is killed.
     """
-    if os.environ.get("ALLREDUCE_TEST_QUICK") and "test_ranks.py" not in os.environ.get("PYTEST_CURRENT_TEST", ""):
-        raise AssertionError("a quick run starts no jobs but those of test_ranks.py; mark this test: @pytest.mark.jobs")
     bin_folder = environment(mpi) / "bin"
     launcher, *options = LAUNCHERS[mpi]
     if ulfm:

@@ -35,6 +35,43 @@ def test_a_quick_run_starts_three_jobs_under_one_mpi() -> None:
     assert len(collected("tests/test_ranks.py", quick=False)) == 10
 
 
+STARTS = """
+import subprocess
+import sys
+
+import pytest
+
+from tests.conftest import in_one_job
+from tests.launch import mpirun, started
+
+
+def test_started(): started(["/x/mpirun", "-n", "2", "true"], None, None).__enter__()
+def test_directly(): subprocess.run(["timeout", "9", "mpiexec", "-n", "2", "true"])
+def test_by_a_shell(): subprocess.run(["sh", "-c", '"$1/mpirun" -n 2 true', "sh", "/x"])
+def test_in_one_job(tmp_path): in_one_job(2, [("trainers.cli.main", ["--help"], ".")], tmp_path)
+def test_on_ranks(): mpirun(2, ["-c", ""])
+def test_starts_none(): subprocess.run([sys.executable, "-c", "'mpirun'"], check=True)
+
+
+@pytest.mark.jobs
+def test_marked(): subprocess.run(["true", "mpirun"], check=True)
+"""
+
+
+def test_every_run_finds_a_test_that_starts_a_job_without_the_mark(tmp_path: Path) -> None:
+    """Wherever the job starts, so that it fails in the run before a merge, not in another person's first minutes."""
+    (tmp_path / "test_starts.py").write_text(STARTS)
+    (tmp_path / "conftest.py").write_text("from tests.conftest import *\nfrom tests.conftest import LAUNCHES\n")
+    environment = {**os.environ, "ALLREDUCE_TEST_QUICK": "", "PYTHONPATH": str(launch.ROOT)}
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-q", "-rA", "--color=no", tmp_path]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, cwd=tmp_path, env=environment)
+    outcomes = {line.split()[1].partition("::")[2]: line.split()[0] for line in done.stdout.splitlines() if "::" in line}
+    refused = {"test_started", "test_directly", "test_by_a_shell", "test_in_one_job", "test_on_ranks"}
+    assert {name for name, outcome in outcomes.items() if outcome == "FAILED"} == refused, done.stdout
+    assert {name for name, outcome in outcomes.items() if outcome == "PASSED"} == {"test_starts_none", "test_marked"}
+    assert done.stdout.count("starts a job; mark it: @pytest.mark.jobs") >= len(refused)
+
+
 def test_workers_begin_with_the_jobs() -> None:
     """The driver's jobs, the longest first, in turn with the files with most jobs; the tests of a file keep their
     order."""

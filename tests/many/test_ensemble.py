@@ -62,6 +62,7 @@ REFUSED = {  # options beside --members 3 -> what the error says
 DIVERGES = "--epochs 1 --batch-size 1437 --optimizer sgd --lr 1e38 --hidden none"  # in the only step
 
 
+@pytest.mark.jobs
 def test_the_command(tmp_path: Path, digits: datasets.Dataset) -> None:
     options = "--members 3 --bagging rows --voting hard --epochs 2 --hidden none --ema 0.5 --checkpoint run"
     line = options.split()

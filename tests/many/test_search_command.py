@@ -53,6 +53,7 @@ def test_the_best_model_and_the_trials_are_written(mpirun: JobRunner, tmp_path: 
     assert any("ranks idle" in line for line in lines)
 
 
+@pytest.mark.jobs
 def test_errors_before_anything_starts(tmp_path: Path) -> None:
     def lines(text: str, *given: str) -> tuple[str, list[str], str]:
         number = len(list(tmp_path.glob("*.yaml")))
