@@ -235,7 +235,7 @@ def class_of(name: str) -> type[AllReduce]:
     backends = {**BACKENDS, **OTHERS}
     if not isinstance(name, str) or name not in backends:
         hint = keywords.near(str(name), backends) or "."
-        raise UnknownBackendError(f"no backend is called {name!r}{hint} The backends are: {', '.join(backends)}")
+        raise UnknownBackendError(f"no backend is called {name!r}{hint} The backends are: {', '.join(BACKENDS)}")
     module, _, attribute = backends[name].partition(":")
     return getattr(importlib.import_module(module), attribute)
 

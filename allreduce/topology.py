@@ -97,7 +97,7 @@ class Topology:
         self.original: Topology | None = None  # the topology that this one duplicates
         self._numbers, self.apart, self.is_part = 0, False, parent is not None
         self.simulated, self._ranks_per_node = ranks_per_node is not None, ranks_per_node
-        self.timeout = seconds(TIMEOUT, 1800.0) if timeout is None else float(timeout)
+        self.timeout = seconds(TIMEOUT) if timeout is None else float(timeout)
         try:
             with waiting(comm, asked):
                 first = self.own(comm.Dup())
@@ -658,8 +658,8 @@ def _bad_split(colour: int, on_error: str) -> OptionError | None:
 
 def _bad_timeout(timeout: float | None) -> OptionError | None:
     try:
-        seconds(TIMEOUT, 1800.0)
-        seconds(STALL, 30.0)
+        seconds(TIMEOUT)
+        seconds(STALL)
     except OptionError as error:
         return error
     if timeout is None or (isinstance(timeout, int | float) and not isinstance(timeout, bool) and timeout > 0):

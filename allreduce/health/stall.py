@@ -39,6 +39,7 @@ from allreduce.transport.liveness import Process
 from allreduce.transport.wait import CHECK_SECONDS, Call, Pause, WaitRecord, default, wait_until
 
 STALL, TIMEOUT = "ALLREDUCE_STALL_SECONDS", "ALLREDUCE_TIMEOUT_SECONDS"
+DEFAULTS = {STALL: 30.0, TIMEOUT: 1800.0}  # seconds, where the variable is not set
 ANNOUNCE_SECONDS = 1.0  # length of a wait after which this rank announces it to the others
 SOON_SECONDS = 1.0  # how long MPI may take to report a failed rank
 SHOWN = 8  # calls in a report
@@ -48,9 +49,9 @@ LEFT_SECONDS = 2.0  # how long the last messages of a rank that has left may tak
 _topologies: Counter[str] = Counter()  # created so far, by their ranks
 
 
-def seconds(variable: str, default: float) -> float:
+def seconds(variable: str) -> float:
     """Return a number of seconds from the environment; 0 or less: no limit. OptionError if it is not a number."""
-    given = os.environ.get(variable)
+    given, default = os.environ.get(variable), DEFAULTS[variable]
     try:
         value = float(given) if given else default
     except ValueError:
@@ -83,7 +84,7 @@ class StallDetector:
         isolated: bool = False,
         revoke: Callable[[], object] = bool,
     ) -> None:
-        self.timeout, self.stall = timeout, seconds(STALL, 30.0) if stall is None else stall
+        self.timeout, self.stall = timeout, seconds(STALL) if stall is None else stall
         self.lost: RankLostError | None = None  # a rank has failed, or another rank has revoked the topology
         self._isolated, self._revoke = isolated, revoke
         self.messages = StatusMessages(comm)
@@ -345,9 +346,9 @@ class StallDetector:
 def default_detector() -> StallDetector:
     """Return the detector for communicators outside any topology: it knows nothing of other ranks. Local."""
     try:
-        timeout, stall = seconds(TIMEOUT, 1800.0), seconds(STALL, 30.0)
+        timeout, stall = seconds(TIMEOUT), seconds(STALL)
     except OptionError:  # Topology raises it
-        timeout, stall = 1800.0, 30.0
+        timeout, stall = DEFAULTS[TIMEOUT], DEFAULTS[STALL]
     return StallDetector(MPI.COMM_SELF, timeout, stall, isolated=True)
 
 

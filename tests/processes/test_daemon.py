@@ -50,6 +50,7 @@ open(sys.argv[2], "w").close()
 WRAPPERS = {"plain": [], "timeout": ["timeout", "500"], "shell": ["bash", "-c", '"$@"; true', "-"]}
 
 
+@pytest.mark.jobs
 @pytest.mark.parametrize(
     ("mpi", "options", "wrapper", "where"),
     [

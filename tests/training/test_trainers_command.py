@@ -12,11 +12,12 @@ from typing import Any
 import numpy as np
 import pytest
 
+import allreduce
 from allreduce import Topology, notices
 from tests import launch
 from tests.conftest import JobRunner, in_one_job, lacking
 from trainers import NumpyNetwork, datasets
-from trainers.cli import main
+from trainers.cli import check, main
 from trainers.cli.options import BY_NAME, MIRRORED, STRATEGIES, Option, Strategy, make_trainer, parse
 from trainers.cli.roles import Roles
 from trainers.errors import ArgumentError
@@ -131,6 +132,39 @@ def test_bad_arguments_are_told_in_one_line(bad: str, bad_outcomes: dict[str, li
     assert BAD[bad][1] in errors[0]
     assert "Traceback" not in ranks[0]["stderr"] + ranks[1]["stderr"]
     assert ranks[0]["stdout"] + ranks[1]["stdout"] == ""
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("--epoch 3", "unrecognized arguments: --epoch 3; did you mean --epochs?"),
+        ("--data irsi", "there is no data set and no file 'irsi'; did you mean 'iris'?"),
+        ("--allreduce rign", f"did you mean 'ring'? The backends are: {', '.join(allreduce.NAMES)}"),
+        ("--save no/such/m.npz", "--save no/such/m.npz: this can't be written"),
+        ("predict --lod m.npz", "the following arguments are required: --load, --data, --out"),
+        ("serve --modl m.npz", "the following arguments are required"),
+        ("search --config t.yaml --epoch 3", "unrecognized arguments: --epoch 3; did you mean --epochs?"),
+    ],
+)
+def test_a_line_is_checked_without_ranks(line: str, words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert check.main(line.split()) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith("error: ")
+    assert err.count("\n") == 1
+    assert words in err
+
+
+def test_a_right_line_and_the_help_without_ranks(capsys: pytest.CaptureFixture[str]) -> None:
+    """--help lists the backends that an error lists."""
+    assert check.main(["--data", "iris", "--allreduce", "ring"]) == 0
+    assert capsys.readouterr() == ("", "")
+    for line in (["--help"], ["search", "--help"]):
+        with pytest.raises(SystemExit, match="0"):
+            check.main(line)
+    shown = " ".join(capsys.readouterr().out.split())
+    assert ", ".join(allreduce.NAMES) in shown
+    assert "python -m trainers search" in shown
 
 
 STRATEGY_RUNS = {
@@ -273,6 +307,7 @@ def test_an_exception_in_an_epoch_ends_the_job(mpi: str, backend: str, mpirun: J
     assert "rank 0 of 3" not in job.stderr
 
 
+@pytest.mark.jobs
 @MPI
 def test_ctrl_c_ends_the_job(mpi: str, tmp_path: Path) -> None:
     """SIGINT to mpirun, as a terminal sends it, in the middle of the training."""

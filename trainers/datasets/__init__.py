@@ -45,8 +45,7 @@ def load(
         return idx.load(source)
     if is_pattern(source):
         raise DataError(f"{source}: a pattern of several files is for trainers.load_shards, and for --data")
-    if not os.path.exists(source):
-        raise DataError(_nowhere(source))
+    check_source(source)
     if source.endswith(".npz"):
         return dataset.make(source, *_pairs(archive.read(source)))
     if choices is not None or columns is not None:
@@ -56,6 +55,12 @@ def load(
     if is_table(source):
         raise DataError(f"{source}: name the column of the label (label=..., --label)")
     raise DataError(f"{source} has none of the known formats: {_FORMATS}")
+
+
+def check_source(source: str) -> None:
+    """Raise DataError if a source is neither the name of a data set nor a path that exists nor a pattern of paths."""
+    if source not in NAMES and not os.path.exists(source) and not is_pattern(source):
+        raise DataError(_nowhere(source))
 
 
 def checked_choices(

@@ -71,17 +71,19 @@ class Epoch:
             **({"dropped": self.dropped} if self.dropped else {}),
         }
 
-    def __str__(self) -> str:
+    def line(self, shares: bool = True) -> str:
+        """The epoch in one line. shares: with the share of its time in which ranks wait and average."""
         values = {
             "loss": self.loss,
             **self.metrics,
             **{f"{VALIDATION}{name}": v for name, v in self.validation.items()},
         }
         measured = "  ".join(f"{name} {value:.4f}" for name, value in values.items())
-        return (
-            f"epoch {self.epoch:3d}  {measured}  {self.samples_per_second:,.0f} samples/s  "
-            f"communication {self.communication_share:.0%}"
-        )
+        text = f"epoch {self.epoch:3d}  {measured}  {self.samples_per_second:,.0f} samples/s"
+        return f"{text}  waiting + averaging {self.communication_share:.0%}" if shares else text
+
+    def __str__(self) -> str:
+        return self.line()
 
 
 class History(list[Epoch], Callback):

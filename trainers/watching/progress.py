@@ -49,7 +49,9 @@ class Progress(Callback):
     def on_epoch_end(self, epoch: int, logs: Logs | None = None) -> None:
         self.close()
         if self._shown:
-            print(Epoch.of_logs(epoch, logs or {}), file=self._stream, flush=True)
+            topology = self.trainer.topology  # ranks that share cores wait for them everywhere, so a share says nothing
+            line = Epoch.of_logs(epoch, logs or {}).line(shares=topology.sharing <= topology.cores)
+            print(line, file=self._stream, flush=True)
 
     def print_line(self, text: str) -> None:
         """Print a line."""

@@ -1,0 +1,52 @@
+"""Checks a command line of `python -m trainers` in one process, before a launcher starts the ranks, or prints its help.
+
+scripts/train.sh runs it: a launcher adds its own text to the error of a rank, and the ranks take longer to start.
+"""
+
+import sys
+from collections.abc import Sequence
+from importlib import import_module
+
+from allreduce.errors import AllReduceError
+from allreduce.registry import class_of
+from trainers import datasets
+from trainers.cli import results
+from trainers.cli.main import BAD_ARGUMENTS, COMMANDS
+from trainers.cli.options import parse
+from trainers.errors import TrainerError
+
+PROGRAM = "python -m trainers"
+SEARCH = "search"  # it passes the options that it does not know on to the trainings
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Check the options that need neither ranks nor data. Prints one line for an error; returns the exit code."""
+    try:
+        if arguments[:1] and arguments[0] in COMMANDS:
+            _check_command(*arguments)
+        else:
+            _check_training(arguments)
+    except (AllReduceError, TrainerError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return BAD_ARGUMENTS
+    return 0
+
+
+def _check_command(name: str, *arguments: str) -> None:
+    parser = import_module(COMMANDS[name]).make_parser(True, f"{PROGRAM} {name}")
+    if name == SEARCH:
+        parse(parser.parse_known_args(arguments)[1], False)
+    else:
+        parser.parse_args(arguments)
+
+
+def _check_training(arguments: Sequence[str]) -> None:
+    options = parse(arguments, True, PROGRAM)
+    if options.allreduce is not None:
+        class_of(options.allreduce)
+    datasets.check_source(options.data)
+    results.check_targets(options)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
