@@ -65,7 +65,9 @@ def test_every_run_finds_a_test_that_starts_a_job_without_the_mark(tmp_path: Pat
     environment = {**os.environ, "ALLREDUCE_TEST_QUICK": "", "PYTHONPATH": str(launch.ROOT)}
     command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-q", "-rA", "--color=no", tmp_path]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, cwd=tmp_path, env=environment)
-    outcomes = {line.split()[1].partition("::")[2]: line.split()[0] for line in done.stdout.splitlines() if "::" in line}
+    outcomes = {
+        line.split()[1].partition("::")[2]: line.split()[0] for line in done.stdout.splitlines() if "::" in line
+    }
     refused = {"test_started", "test_directly", "test_by_a_shell", "test_in_one_job", "test_on_ranks"}
     assert {name for name, outcome in outcomes.items() if outcome == "FAILED"} == refused, done.stdout
     assert {name for name, outcome in outcomes.items() if outcome == "PASSED"} == {"test_starts_none", "test_marked"}

@@ -67,7 +67,13 @@ class Checkout:
         self.venv = self.root / ".venv"
         (self.root / "scripts").mkdir(parents=True)
         self.bin.mkdir()
-        for name in ("pyproject.toml", "scripts/environment.sh", "scripts/train.sh", "scripts/test.sh", "scripts/docs.sh"):
+        for name in (
+            "pyproject.toml",
+            "scripts/environment.sh",
+            "scripts/train.sh",
+            "scripts/test.sh",
+            "scripts/docs.sh",
+        ):
             shutil.copy(launch.ROOT / name, self.root / name)
         for tool in TOOLS:
             if found := shutil.which(tool):
@@ -243,7 +249,10 @@ def test_help_starts_no_ranks(option: str, checkout: Checkout) -> None:
     ("arguments", "last"),
     [
         ([], "The model is not kept. This trains again and keeps it: bash SCRIPT --save model.npz"),
-        (["--data", "my iris"], "is not kept. This trains again and keeps it: bash SCRIPT --data my\\ iris --save model.npz"),
+        (
+            ["--data", "my iris"],
+            "is not kept. This trains again and keeps it: bash SCRIPT --data my\\ iris --save model.npz",
+        ),
         (["--save", "m.npz"], "The model is in m.npz. This tests it again: bash SCRIPT --load m.npz --epochs 0"),
         (["--save=m.npz", "--data", "iris"], "This tests it again: bash SCRIPT --data iris --load m.npz --epochs 0"),
         (["--save", "e.npz", "--members", "3"], "bash SCRIPT predict --load e.npz --data FILE --out predictions.csv"),
