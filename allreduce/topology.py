@@ -215,11 +215,11 @@ class Topology:
 
     @property
     def rank(self) -> int:
-        return self.world.rank
+        return self.world.rank if self.world else self._of_closed()
 
     @property
     def size(self) -> int:
-        return self.world.size
+        return self.world.size if self.world else self._of_closed()
 
     @property
     def nodes(self) -> int:
@@ -398,7 +398,10 @@ class Topology:
     def check_open(self) -> None:
         """Raise ClosedError after `close()`."""
         if self.closed:
-            raise ClosedError("this topology is closed; make a new Topology()")
+            self._of_closed()
+
+    def _of_closed(self) -> NoReturn:
+        raise ClosedError("this topology is closed; make a new Topology()")
 
     def close(self) -> None:
         """Close all users, then free every communicator; after a failure, do `abandon` instead. Collective."""

@@ -53,7 +53,7 @@ class RunError(TrainerError, RuntimeError):
 
 
 class SearchError(TrainerError, RuntimeError):
-    """No trial of a search is complete; the message has the first reason."""
+    """No trial of a search is complete; the message has the first reason. Or its sampler or pruner has failed."""
 
 
 class _FileError(TrainerError, ValueError):

@@ -447,6 +447,7 @@ class Trainer(GroupOwner, Generic[StrategyT]):
         int8: bool = False,
         validation_data: tuple[Any, Any] | None = None,
         classes: Sequence[str] | None = None,
+        logits: bool = False,
         ema: bool | None = None,
     ) -> Exported:
         """Write the model as an ONNX file, which runs without this package; return what the file is. Collective.
@@ -463,11 +464,13 @@ class Trainer(GroupOwner, Generic[StrategyT]):
             conversion to int8; None for x and y.
         int8: convert the matrices to 8-bit integers, by the ranges of activations on 512 of the rows x.
         classes: the names of the classes, by number. None: those of the table, or none.
+        logits: the outputs are logits of classes, of which a softmax makes probabilities: for a replica that does not
+            know it. A TorchReplica with CrossEntropyLoss and a KerasReplica with a cross-entropy do.
         ema: as for `evaluate`.
         """
         self._check_ema("export", ema)
         name = os.fspath(path) if isinstance(path, os.PathLike) else path
-        settings = {"path": name, "int8": int8, "classes": classes}
+        settings = {"path": name, "int8": int8, "classes": classes, "logits": logits}
         rows, scored = self._rows, None
         if x is None:
             self._check_open()
@@ -486,7 +489,7 @@ class Trainer(GroupOwner, Generic[StrategyT]):
             self._check_equal("export")
             average = self.replica.averages and ema is not False
             made: list[Exported] = []
-            write = partial(export.write, classes=classes, scored=scored, int8=int8, average=average)
+            write = partial(export.write, classes=classes, logits=logits, scored=scored, int8=int8, average=average)
             self.group.on_one(lambda: made.append(write(name, self.replica, rows)))
         texts = root_value(self.group.comm, made[0].as_properties() if made else None, "export: the metadata")
         return Exported.read(name, texts)

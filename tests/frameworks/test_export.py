@@ -12,7 +12,8 @@ import pytest
 from tests.conftest import lacking
 from tests.training.test_export import answers, properties
 from trainers import MirroredTrainer
-from trainers.errors import ExportError
+from trainers.datasets.columns import Columns, Number
+from trainers.errors import ArgumentError, ExportError
 
 RANDOM = np.random.default_rng(0)
 IMAGES = RANDOM.normal(size=(9, 64)).astype(np.float32)
@@ -82,6 +83,51 @@ def test_several_inputs_and_outputs_of_pytorch_in_float64(tmp_path: Path) -> Non
     np.testing.assert_allclose(found["sum"], expected["sum"], atol=1e-5)
     np.testing.assert_array_equal(found["first"], expected["first"])
     assert torch.float64 == replica.module.weights.weight.dtype
+
+
+LOSSES = {  # of a module of 3 inputs: its outputs, whether a sigmoid follows, the loss
+    "one output": (1, False, "BCEWithLogitsLoss"),
+    "a sigmoid": (1, True, "BCELoss"),
+    "sigmoids": (2, True, "BCELoss"),
+    "logits": (2, False, "BCEWithLogitsLoss"),
+}
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_outputs_that_are_no_classes_get_no_softmax(name: str, tmp_path: Path) -> None:
+    """The file answers as `predict` does, and nothing makes probabilities of outputs that are none."""
+    from torch import nn
+
+    width, sigmoid, loss = LOSSES[name]
+    module = nn.Sequential(nn.Linear(3, width), *[nn.Sigmoid()][:sigmoid])
+    x, path = RANDOM.normal(size=(7, 3)).astype(np.float32), tmp_path / "a.onnx"
+    with MirroredTrainer(of_torch(module, getattr(nn, loss)())) as trainer:
+        names = ["yes", "no"][:width]
+        for options in ({}, {"logits": True}) if width == 1 else ({},):
+            with pytest.raises(ArgumentError, match="two outputs" if width == 1 else "logits=True"):
+                trainer.export(str(path), x, classes=names, **options)
+        assert not path.exists()
+        about = trainer.export(str(path), x)
+        expected = trainer.predict(x)
+        assert not about.classifies
+        np.testing.assert_allclose(answers(path, {"x": x})["output"], expected, atol=1e-6)
+        if name == "logits":  # the user says so
+            assert trainer.export(str(path), x, classes=names, logits=True).classes == ("yes", "no")
+            np.testing.assert_allclose(answers(path, {"x": x})["probabilities"], softmax(expected), atol=1e-6)
+
+
+def test_a_table_of_two_classes_with_other_outputs(tmp_path: Path) -> None:
+    """As many outputs as classes are not logits of them."""
+    from torch import nn
+
+    replica = of_torch(nn.Sequential(nn.Linear(4, 2), nn.Sigmoid()), nn.BCELoss())
+    replica.columns = Columns([Number(name, 0.0, 1.0, False) for name in "abcd"], "label", ["no", "yes"])
+    x, path = RANDOM.normal(size=(7, 4)).astype(np.float32), tmp_path / "a.onnx"
+    with MirroredTrainer(replica) as trainer:
+        assert not trainer.export(str(path), x).classifies
+        expected = trainer.predict(x)
+    feeds = {name: x[:, at].astype(np.float64) for at, name in enumerate("abcd")}
+    np.testing.assert_allclose(answers(path, feeds)["output"], expected, atol=1e-6)
 
 
 def test_an_operator_that_onnx_lacks_is_named(tmp_path: Path) -> None:

@@ -50,11 +50,11 @@ class Target:
     """A web server in a thread of this process, and a copy of its model. page: the text of /metrics."""
 
     def __init__(self, page: bytes = b"x 1\n") -> None:
-        versions, network = Versions("m"), NumpyNetwork([4, 8, 3], seed=3)
-        versions.add(Version(1, "m.npz", AVAILABLE, Loaded(NetworkModel(network), "")))
+        self.versions, network = Versions("m"), NumpyNetwork([4, 8, 3], seed=3)
+        self.versions.add(Version(1, "m.npz", AVAILABLE, Loaded(NetworkModel(network), "")))
         self._network, self._lock = NumpyNetwork([4, 8, 3], seed=3), threading.Lock()
         self.codes: Counter[int] = Counter()
-        pages = Pages(versions, Direct(), LIMITS, lambda: (page, "text/plain"), self._count)
+        pages = Pages(self.versions, Direct(), LIMITS, lambda: (page, "text/plain"), self._count)
         self._listener = listen("127.0.0.1", 0)
         self.port = self._listener.getsockname()[1]
         self._web = Web(pages, self._listener, LIMITS, 1)

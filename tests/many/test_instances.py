@@ -9,7 +9,7 @@ import pytest
 
 from tests.many.test_models import COLUMNS
 from trainers.errors import TrainerError
-from trainers.many.instances import predictions, rows_of
+from trainers.many.instances import answer_of, requested
 from trainers.many.models import NetworkModel
 from trainers.replicas.numpy.embedding import EmbeddingNetwork
 from trainers.replicas.numpy.network import NumpyNetwork
@@ -29,6 +29,10 @@ def body(instances: Any) -> bytes:
     return json.dumps({"instances": instances}).encode()
 
 
+def rows_of(given: bytes, model: NetworkModel, most: int) -> np.ndarray:
+    return requested(given, model, most).rows
+
+
 def test_rows_of_numbers() -> None:
     rows = rows_of(body([ROW, ROW]), MODEL, 2)
     assert rows.dtype == np.float32
@@ -45,13 +49,36 @@ def test_rows_of_a_table() -> None:
     assert rows.tolist() == [[1, 0, 0, 1], [0, 1, 0, 0]]
 
 
+def test_columns_of_a_table() -> None:
+    """TensorFlow Serving's columnar form: each column once, with the values of all rows."""
+    given = json.dumps({"inputs": {"town": ["Rom", "Ulm"], "age": [50, None]}}).encode()
+    columns, rows = requested(given, table(), 2), rows_of(body([[50, "Rom"], [None, "Ulm"]]), table(), 2)
+    assert (columns.rows.tolist(), columns.answer) == (rows.tolist(), "outputs")
+    for wrong, text in (
+        ({"town": ["Rom"]}, "lacks 'age'"),
+        ({"town": ["Rom"], "age": [1, 2]}, "as many values"),
+        ({"town": "Rom", "age": [1]}, "'town' is a text"),
+        ([[50, "Rom"]], "an object of the columns"),
+        ({}, "lacks"),
+        ({"town": [], "age": []}, "at least one row"),
+        ({"town": [["Rom"]], "age": [1]}, "a list"),
+        ({"town": [{"a": 1}], "age": [1]}, "inside of a row"),
+        ({"town": ["a"] * 3, "age": [1] * 3}, "the most are 2"),
+    ):
+        with pytest.raises(TrainerError, match=text):
+            requested(json.dumps({"inputs": wrong}).encode(), table(), 2)
+
+
 REFUSED = [
     (b"", "must be JSON"),
     (b"\xff\xfe", "must be JSON"),
     (b"[1]", 'no "instances"'),
     (b'{"instances": 5}', "must be a list"),
     (b'{"instances": []}', "at least one row"),
-    (b'{"inputs": [[1]]}', 'no "instances"'),
+    (b'{"inputs": [[1]]}', "4 features"),
+    (b'{"inputs": {"x": [[1, 2, 3, 4]]}}', '"instances"'),
+    (b'{"inputs": [[1, 2, 3, 4]], "instances": [[1, 2, 3, 4]]}', "both"),
+    (b'{"inputs": {"instances": [[1, 2, 3, 4]], "instances": [[1, 2, 3, 4]]}}', "twice"),
     (b'{"instances": [[1]], "more": 1}', "'more'"),
     (b'{"instances": [[1, 2, 3, 4]], "instances": [[1, 2, 3, 4]]}', "twice"),
     (b'{"instances": [[1, 2, 3, 4]], "signature_name": "x"}', "serving_default"),
@@ -121,7 +148,9 @@ def test_refused_rows(model: NetworkModel, instances: Any, text: str) -> None:
 
 
 def test_answers_are_json() -> None:
-    assert json.loads(predictions(np.array([[0.1, 2]], np.float32))) == {"predictions": [[0.1, 2.0]]}
-    assert json.loads(predictions(np.array([[np.nan, 1, -np.inf]]))) == {"predictions": [[None, 1.0, None]]}
-    assert json.loads(predictions(np.array([3, 4]))) == {"predictions": [3, 4]}
-    assert predictions(np.array([[0.1, 0], [3, 0]], np.float32)[:, 0]) == b'{"predictions":[0.1,3.0]}'
+    assert json.loads(answer_of("predictions", np.array([[0.1, 2]], np.float32))) == {"predictions": [[0.1, 2.0]]}
+    assert json.loads(answer_of("predictions", np.array([[np.nan, 1, -np.inf]]))) == {
+        "predictions": [[None, 1.0, None]]
+    }
+    assert json.loads(answer_of("predictions", np.array([3, 4]))) == {"predictions": [3, 4]}
+    assert answer_of("predictions", np.array([[0.1, 0], [3, 0]], np.float32)[:, 0]) == b'{"predictions":[0.1,3.0]}'

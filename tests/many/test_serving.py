@@ -65,7 +65,7 @@ def test_canary_other_models_and_a_stopped_rank(tmp_path: Path) -> None:
     NumpyNetwork([5, 3]).save(str(tmp_path / "wide.npz"))
     given = [
         "--model",
-        str(folder),
+        os.path.relpath(folder),
         "--canary",
         "0002=0.25",
         "--poll-seconds",

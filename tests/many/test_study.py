@@ -70,6 +70,42 @@ def test_a_grid_that_a_function_makes_has_one_order(tmp_path: Path) -> None:
     assert sorted(found) == [1, 2, 3, 4]
 
 
+def grid() -> Any:
+    return optuna.samplers.GridSampler({"x": [1, 2], "y": [1, 2]}, seed=0)
+
+
+def brute_force() -> Any:
+    return optuna.samplers.BruteForceSampler(seed=0)
+
+
+@pytest.mark.parametrize(("make", "parts"), [(grid, 1), (grid, 2), (brute_force, 1)])
+@pytest.mark.parametrize("by_function", [False, True])
+def test_a_search_of_all_points_repeats_none(tmp_path: Path, make: Any, parts: int, by_function: bool) -> None:
+    """Nor does another part, while the last points are computed, or a later job."""
+
+    def opened() -> Study:
+        sampler = (lambda seed: make()) if by_function else make()
+        return Study(str(tmp_path / "journal"), ["minimize"], sampler=sampler)
+
+    studies = [opened() for _ in range(parts)]
+    points, run = [], []
+    for number in range(4):
+        asked = studies[number % parts].ask(9)
+        points.append((asked.suggest_int("x", 1, 2), asked.suggest_int("y", 1, 2)))
+        run.append(number)
+        if len(run) == parts and number < 3:
+            studies[0].tell(run.pop(0), COMPLETE, [1.0])
+    assert sorted(points) == [(1, 1), (1, 2), (2, 1), (2, 2)]
+    if parts > 1:
+        assert [study.ask(9) for study in studies] == [None, None]
+    for number in run:
+        studies[0].tell(number, COMPLETE, [1.0])
+    later = opened()
+    later.begin("")
+    assert later.ask(9) is None
+    assert len(later.trials()) == 4
+
+
 def opened_rungs(path: Path, trials: int = 1) -> tuple[Rungs, Phase, Study]:
     """Open a journal as the next job does; returns its rungs, its first phase, and the study."""
     opened = Study(str(path), ["minimize"], sampler=lambda seed: optuna.samplers.RandomSampler(seed=seed))

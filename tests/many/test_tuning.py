@@ -106,6 +106,8 @@ trainingInput:
         (changed(type="CATEGORICAL"), r"scaleType has no effect on CATEGORICAL"),
         (changed(type="DISCRETE", scaleType=None), r"the key 'minValue' is unknown"),
         (changed(enableTrialEarlyStopping="no"), r"enableTrialEarlyStopping must be true or false"),
+        (changed(goal="MINIMIZE", hyperparameterMetricTag="accuracy"), r"MINIMIZE would find the worst accuracy"),
+        (changed(goal="MAXIMIZE", hyperparameterMetricTag="val_loss"), r"MAXIMIZE would find the worst val_loss"),
     ],
 )
 def test_a_mistake_has_a_named_error(content: Any, text: str) -> None:
@@ -179,6 +181,23 @@ def test_a_file_of_other_content(tmp_path: Path, content: str) -> None:
         config.load(str(path))
     with pytest.raises(ArgumentError, match="can't be read"):
         config.load(str(tmp_path / "none.yaml"))
+
+
+@pytest.mark.parametrize(
+    ("content", "text"),
+    [
+        ("goal: MAXIMIZE\nmaxTrials: 3\nmaxTrials: 30\n", "the key 'maxTrials' is there twice"),
+        (RANGE % "1, maxValue: 2", "the key 'maxValue' is there twice"),
+        (RANGE % "1:00", "'1:00'"),  # YAML 1.1 reads a number of base 60
+        (RANGE % "1:00.5", "'1:00.5'"),
+        ("maxTrials: 010", "'010'"),  # and of base 8
+    ],
+)
+def test_yaml_that_reads_as_something_else(tmp_path: Path, content: str, text: str) -> None:
+    path = tmp_path / "tuning.yaml"
+    path.write_text(content if "goal" in content else f"goal: MAXIMIZE\n{content}")
+    with pytest.raises(ArgumentError, match=text):
+        config.load(str(path))
 
 
 def test_options_for_the_network_that_people_tune() -> None:

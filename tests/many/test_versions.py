@@ -116,6 +116,13 @@ def test_what_is_no_version(tmp_path: Path) -> None:
     assert scan(str(tmp_path)) == found
 
 
+def test_a_relative_folder_has_the_same_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "m" / "0001").mkdir(parents=True)
+    (tmp_path / "m" / "0001" / "m.npz").write_text("")
+    monkeypatch.chdir(tmp_path)
+    assert scan("m") == scan(str(tmp_path / "m"))
+
+
 def test_a_canary_gets_its_share() -> None:
     versions = Versions("m", checked_canary(["2=0.1"]))
     assert versions.choose(None) is None

@@ -3,6 +3,7 @@
 import gzip
 import json
 import socket
+import time
 from collections.abc import Iterator
 from concurrent.futures import Future
 
@@ -11,7 +12,8 @@ import pytest
 
 from tests.many.fuzz_requests import PREDICT, Direct, Target, request
 from trainers.many.batches import Request, Waiting
-from trainers.many.versions import Version
+from trainers.many.versions import AVAILABLE, UNLOADING, Version
+from trainers.many.web import CLIENT_GONE, MOST_HEAD
 
 RIGHT = b'{"instances": [[1, 2, 3, 4]]}'
 CHUNKED = b"Transfer-Encoding: chunked"
@@ -59,6 +61,31 @@ def test_gets_are_those_of_tensorflow_serving(target: Target) -> None:
     assert target.ask(request("/v1/models/m", b"", "HEAD")) == (200, b"")
 
 
+def test_the_health_of_the_server(target: Target) -> None:
+    assert get(target, "/health") == {"status": "ok"}
+    target.versions.known[1].state = UNLOADING
+    try:
+        assert "no version" in get(target, "/health", 503)["status"]
+    finally:
+        target.versions.known[1].state = AVAILABLE
+
+
+def test_columns_have_outputs(target: Target) -> None:
+    """As in TensorFlow Serving: "inputs" by column, which are answered by "outputs"."""
+    expected = answer(target, request(PREDICT, RIGHT), 200)["predictions"]
+    for body in (b'{"inputs": [[1, 2, 3, 4]]}', b'{"inputs": {"instances": [[1, 2, 3, 4]]}}'):
+        assert answer(target, request(PREDICT, body), 200) == {"outputs": expected}
+
+
+@pytest.mark.parametrize("excess", [0, 1])
+def test_a_head_has_at_most_16_kib(target: Target, excess: int) -> None:
+    """Also one that comes as a whole."""
+    raw = request(PREDICT, RIGHT, "POST", b"X-Long: ")
+    head = raw.index(b"\r\n\r\n") + 4
+    raw = raw.replace(b"X-Long: ", b"X-Long: " + b"x" * (MOST_HEAD - head + excess))
+    answer(target, raw, 431 if excess else 200)
+
+
 def test_requests_of_unusual_form(target: Target) -> None:
     pieces = b"".join(b"%x\r\n%s\r\n" % (len(each), each) for each in (RIGHT[:5], RIGHT[5:])) + b"0\r\n\r\n"
     old = b"POST %s HTTP/1.0\r\nContent-Length: %d\r\n\r\n%s" % (PREDICT.encode(), len(RIGHT), RIGHT)
@@ -85,6 +112,9 @@ def test_clients_that_close_early(target: Target) -> None:
         with socket.create_connection(("127.0.0.1", target.port)) as connection:
             connection.sendall(whole[:length])
     assert len(answer(target, whole, 200)["predictions"]) == 1
+    while target.codes[CLIENT_GONE] < 1:  # of the one that has sent a part of a body
+        time.sleep(0.01)
+    assert target.codes[500] == 0
 
 
 def test_overload_is_told_with_a_time(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -297,6 +297,8 @@ X = np.random.default_rng(0).normal(size=(6, 4)).astype(np.float32)
         (lambda: NumpyNetwork([4, 3]), [X], {"classes": ["a", "b"]}, ArgumentError, "3 different names"),
         (lambda: NumpyNetwork([4, 3]), [X], {"classes": ["a", "b", "a"]}, ArgumentError, "3 different names"),
         (lambda: NumpyNetwork([4, 3]), [X], {"classes": "abc"}, ArgumentError, "3 different names"),
+        (lambda: NumpyNetwork([4, 3]), [X], {"logits": True}, ArgumentError, "are probabilities"),
+        (lambda: NumpyNetwork([4, 3]), [X], {"logits": "yes"}, ArgumentError, "logits must be True or False"),
         (lambda: NumpyNetwork([4, 3]), [], {"int8": True}, ArgumentError, "give x"),
         (lambda: NumpyNetwork([4, 3]), [X], {"ema": True}, ArgumentError, "no average"),
         (lambda: NumpyNetwork([4, 3]), [X, [0] * 6], {"int8": True, "validation_data": X}, ArgumentError, "a pair"),

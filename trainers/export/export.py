@@ -41,6 +41,7 @@ def write(
     x: Tree | None,
     *,
     classes: Sequence[str] | None = None,
+    logits: bool = False,
     scored: tuple[Tree, Any] | None = None,
     int8: bool = False,
     average: bool = False,
@@ -48,7 +49,8 @@ def write(
     """Write a replica's model to `path`, and return what the file is. Local. Raises ExportError.
 
     x: rows as `predict` takes them, of the training with int8; None for the replica's `drawn_rows`.
-    classes: the names of the classes; None for those of the table. average: whether the parameters are the moving
+    classes: the names of the classes; None for those of the table. logits: whether the outputs are logits of classes,
+        for a replica that does not say so. average: whether the parameters are the moving
         average now. scored: rows x and their class numbers y, on which the accuracy of int8 is measured.
     """
     check_path(path)
@@ -61,7 +63,7 @@ def write(
         raise ArgumentError("export: a model with the columns of a table takes one array as x, not several")
     rows = as_in_table(replica.columns, taken(x, sample(x, CHECKED)))
     outputs = replica.predict(rows)
-    about, softmax = _described(replica, outputs, classes)
+    about, softmax = _described(replica, outputs, classes, logits)
     core = _core(replica, rows)
     model = graph.finished(graph.add_softmax(core) if softmax else core, about, rows, outputs)
     del core
@@ -104,24 +106,40 @@ def check_path(path: str) -> None:
         )
 
 
-def _described(replica: Replica, outputs: Tree, classes: Sequence[str] | None) -> tuple[Exported, bool]:
-    """Return what the file will be, and whether it needs a softmax."""
+def _described(replica: Replica, outputs: Tree, classes: Sequence[str] | None, logits: bool) -> tuple[Exported, bool]:
+    """Return what the file will be, and whether it needs a softmax: only of outputs that the replica or the user says
+    to be logits of classes. Others are never changed, so the file answers as `predict` does."""
+    kind = type(replica).__name__
+    if not isinstance(logits, bool):
+        raise ArgumentError(f"export: logits must be True or False, got {logits!r}")
+    if logits and replica.scores == "probabilities":
+        raise ArgumentError(f"export: logits=True, and the outputs of this {kind} are probabilities; leave it out")
     width = outputs.shape[1] if isinstance(outputs, np.ndarray) and outputs.ndim == 2 else 0
+    if width < 2 and (classes is not None or logits):
+        raise ArgumentError(
+            f"export: a classifier has two outputs for each row, or more, and this {kind} has {width or 'several'}: "
+            "leave out classes and logits, and the file answers what predict does"
+        )
     learned = () if replica.columns is None else replica.columns.classes
     names = learned if classes is None else tuple(map(str, classes))
     if classes is not None and (len(names) != width or len({*names}) < width or isinstance(classes, str)):
         raise ArgumentError(
             f"export: classes must be {width} different names, one for each output of a row, and are {classes!r}"
         )
-    classifies = width > 0 and bool(replica.scores or classes is not None or len(names) == width)
+    known = "logits" if logits else replica.scores or ("probabilities" if _are_probabilities(outputs) else "")
+    if classes is not None and not known:
+        raise ArgumentError(
+            f"export: it is not known whether the outputs of this {kind} are logits of the classes, and they are no "
+            "probabilities: give logits=True if a softmax makes probabilities of them, or leave out classes"
+        )
+    classifies = width > 0 and bool(known) and bool(replica.scores or logits or len(names) == width)
     about = Exported(
-        type(replica).__name__,
+        kind,
         names if classifies and len(names) == width else (),
         classifies,
         replica.columns,
     )
-    certain = replica.scores == "probabilities" or (not replica.scores and _are_probabilities(outputs))
-    return about, classifies and not certain
+    return about, classifies and known == "logits"
 
 
 def _are_probabilities(outputs: Tree) -> bool:

@@ -1,11 +1,12 @@
-"""The JSON of requests and answers: the body {"instances": ...} as rows of a model, outputs as {"predictions": ...}.
+"""The JSON of requests and answers: the body {"instances": ...} as rows of a model, outputs as {"predictions": ...},
+and TensorFlow Serving's columnar form, {"inputs": ...} and {"outputs": ...}.
 
 The body comes from anybody. Its nesting and the kinds of its values are checked before anything is made of them.
 """
 
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -14,13 +15,22 @@ from trainers.errors import ArgumentError
 from trainers.many.models import Model
 
 DEEPEST = 16  # nested lists and objects in a body
-KEYS = {"instances", "signature_name"}
+INSTANCES, INPUTS = "instances", "inputs"
+ANSWERS = {INSTANCES: "predictions", INPUTS: "outputs"}
+KEYS = {*ANSWERS, "signature_name"}
 SHOWN = 8  # names in a message
 STEPS = bytes.maketrans(b"[{]}", b"\x01\x01\xff\xff")  # a bracket -> 1 or -1, as a signed byte
 NO_BRACKETS = bytes(set(range(256)) - set(b"[{]}"))
 
 
-def rows_of(body: bytes, model: Model, most: int) -> np.ndarray:
+class Requested(NamedTuple):
+    """rows: of a request, as the model takes them. answer: the name of the outputs in the answer."""
+
+    rows: np.ndarray
+    answer: str
+
+
+def requested(body: bytes, model: Model, most: int) -> Requested:
     """Return the rows of a request's body, which the model can predict. Raises a TrainerError that says what was given
     and what is expected.
 
@@ -30,11 +40,14 @@ def rows_of(body: bytes, model: Model, most: int) -> np.ndarray:
     depth = _depth(outside)
     if depth > DEEPEST:
         raise ArgumentError(f"the body has {depth} nested lists or objects; the most are {DEEPEST}")
-    instances = _instances(body, outside)
+    given, form = _parsed(body, outside)
+    columns = given[INPUTS] if form == INPUTS else None
+    instances = _instances(given[form], form, model.columns)
+    _check_names(given, columns, instances, outside)
     if not instances:
-        raise ArgumentError('"instances" is an empty list; give at least one row')
+        raise ArgumentError(f'"{form}" is an empty list; give at least one row')
     if len(instances) > most:
-        raise ArgumentError(f'"instances" has {len(instances)} rows; the most are {most}: send several requests')
+        raise ArgumentError(f'"{form}" has {len(instances)} rows; the most are {most}: send several requests')
     if model.columns is not None:
         rows = model.rows_of([_cells(number, row, model.columns) for number, row in enumerate(instances)])
     else:
@@ -43,7 +56,7 @@ def rows_of(body: bytes, model: Model, most: int) -> np.ndarray:
             raise ArgumentError(f'"instances" must have numbers, and it has {words[0]}')
         rows = _numbers(instances, model.dtype)
     model.check(rows)
-    return rows
+    return Requested(rows, ANSWERS[form])
 
 
 def _outside_of_strings(body: bytes) -> bytes:
@@ -57,8 +70,8 @@ def _depth(text: bytes) -> int:
     return int(np.cumsum(steps, dtype=np.int64).max(initial=0))
 
 
-def _instances(body: bytes, outside: bytes) -> list[Any]:
-    """Return the instances of a body. outside: the body without its strings."""
+def _parsed(body: bytes, outside: bytes) -> tuple[dict[str, Any], str]:
+    """Return the object of a body, and the name of its rows. outside: the body without its strings."""
     import orjson
 
     for word in (b"NaN", b"Infinity"):
@@ -68,18 +81,51 @@ def _instances(body: bytes, outside: bytes) -> list[Any]:
         given = orjson.loads(body)
     except ValueError as error:  # also a text that is not UTF-8, and a number that is too large for a double
         raise ArgumentError(f'the body must be JSON such as {{"instances": [[1.5, 2.0]]}}: {error}') from error
-    if not isinstance(given, dict) or "instances" not in given:
+    forms = [name for name in ANSWERS if isinstance(given, dict) and name in given]
+    if not forms:
         raise ArgumentError('the body must be an object {"instances": [row, ...]}, and it has no "instances"')
+    if len(forms) > 1:
+        raise ArgumentError('the body has both "instances" and "inputs"; give one of them')
     if more := given.keys() - KEYS:
         raise ArgumentError(f'the body has {_listed(sorted(more))}; expected is {{"instances": [row, ...]}}')
     if given.get("signature_name", "serving_default") != "serving_default":
         raise ArgumentError('the only signature_name is "serving_default"')
-    instances = given["instances"]
-    if not isinstance(instances, list):
-        raise ArgumentError(f'"instances" must be a list of rows, not {_kind(instances)}')
-    if outside.count(b":") != len(given) + sum(len(row) for row in instances if type(row) is dict):
+    return given, forms[0]
+
+
+def _instances(given: Any, form: str, columns: Columns | None) -> list[Any]:
+    """Return the rows of a body. given: what it has under the name `form`: rows, or in the form INPUTS the columns of a
+    table by name, or one tensor, which may have the name INSTANCES, as in the metadata."""
+    if form == INPUTS and columns is not None:
+        return _transposed(given, columns)
+    if form == INPUTS and isinstance(given, dict):
+        if set(given) != {INSTANCES}:
+            raise ArgumentError(f'the only name in "inputs" must be "instances", and it has {_listed(sorted(given))}')
+        given = given[INSTANCES]
+    if not isinstance(given, list):
+        raise ArgumentError(f'"{form}" must be a list of rows, not {_kind(given)}')
+    return given
+
+
+def _transposed(given: Any, columns: Columns) -> list[list[Any]]:
+    """Return columns of a table, lists by name, as rows in the order of the columns."""
+    names = [column.name for column in columns.columns]
+    if not isinstance(given, dict):
+        raise ArgumentError(f'"inputs" must be an object of the columns {_listed(names)}, not {_kind(given)}')
+    ordered = _in_order('"inputs"', given, names, columns)
+    for name, values in zip(names, ordered, strict=True):
+        if not isinstance(values, list):
+            raise ArgumentError(f'"inputs": the column {name!r} is {_kind(values)}; expected is a list')
+    if len({*map(len, ordered)}) > 1:
+        raise ArgumentError('"inputs": each column must have as many values as the others')
+    return [list(row) for row in zip(*ordered, strict=True)]
+
+
+def _check_names(given: dict[str, Any], columns: Any, instances: list[Any], outside: bytes) -> None:
+    """Raise ArgumentError if an object of the body has a name twice: the parser has kept one of them."""
+    found = len(given) + sum(len(each) for each in (columns, *instances) if type(each) is dict)
+    if outside.count(b":") != found:
         raise ArgumentError("an object of the body has the same name twice, or is inside of a row")
-    return instances
 
 
 def _numbers(instances: list[Any], dtype: np.dtype) -> np.ndarray:
@@ -123,16 +169,21 @@ def _cells(number: int, row: Any, columns: Columns) -> list[str]:
     """Return the cells of a row of a table as text: a list in the order of the columns, or an object by their names."""
     names = [column.name for column in columns.columns]
     if isinstance(row, dict):
-        known = {*names, columns.label, *columns.ignored}
-        lacking, more = [name for name in names if name not in row], [name for name in row if name not in known]
-        if lacking or more:
-            found = f"lacks {_listed(lacking)}" if lacking else f"has {_listed(more)}"
-            raise ArgumentError(f"row {number} {found}; the columns are {_listed(names)}")
-        row = [row[name] for name in names]
+        row = _in_order(f"row {number}", row, names, columns)
     if not isinstance(row, list) or len(row) != len(names):
         given = f"a list of {len(row)}" if isinstance(row, list) else _kind(row)
         raise ArgumentError(f"row {number} is {given}; expected is a list or an object of {_listed(names)}")
     return [_cell(number, name, each) for name, each in zip(names, row, strict=True)]
+
+
+def _in_order(where: str, given: dict[str, Any], names: list[str], columns: Columns) -> list[Any]:
+    """Return the values of an object in the order of the columns."""
+    known = {*names, columns.label, *columns.ignored}
+    lacking, more = [name for name in names if name not in given], [name for name in given if name not in known]
+    if lacking or more:
+        found = f"lacks {_listed(lacking)}" if lacking else f"has {_listed(more)}"
+        raise ArgumentError(f"{where} {found}; the columns are {_listed(names)}")
+    return [given[name] for name in names]
 
 
 def _cell(number: int, name: str, given: Any) -> str:
@@ -155,8 +206,8 @@ def _listed(names: Sequence[str]) -> str:
     return ", ".join(repr(name[:80]) for name in names[:SHOWN]) + more
 
 
-def predictions(outputs: np.ndarray) -> bytes:
-    """Return the body of an answer: {"predictions": a list for each row}. Numbers that are not finite become null."""
+def answer_of(name: str, outputs: np.ndarray) -> bytes:
+    """Return the body of an answer: {name: a list for each row}. Numbers that are not finite become null."""
     import orjson
 
-    return orjson.dumps({"predictions": np.ascontiguousarray(outputs)}, option=orjson.OPT_SERIALIZE_NUMPY)
+    return orjson.dumps({name: np.ascontiguousarray(outputs)}, option=orjson.OPT_SERIALIZE_NUMPY)

@@ -21,7 +21,20 @@ from trainers.many.outcome import STOPPED, Outcome, text_of
 from trainers.many.parts import Parts, parts_error
 from trainers.many.rungs import Phase, Rungs
 from trainers.many.stopping import Relay
-from trainers.many.study import COMPLETE, DIRECTIONS, FAIL, RANKS, SECONDS, WHY, Claim, Ended, Study, mend, optuna
+from trainers.many.study import (
+    COMPLETE,
+    DIRECTIONS,
+    FAIL,
+    RANKS,
+    SECONDS,
+    WHY,
+    Claim,
+    Ended,
+    Study,
+    failure_of,
+    mend,
+    optuna,
+)
 from trainers.many.trial import Trial
 from trainers.recovery.terminating import Terminating, terminated
 
@@ -96,7 +109,8 @@ def search(
         tuple of numbers for a Pareto front; the first rank's count. It may raise optuna.TrialPruned on all ranks of the
         part. Any other exception makes the trial fail; other parts don't notice.
     trials: how many trials the study gets, those of former jobs included. A trial that fails counts. A sampler that has
-        tried all values (a grid) ends the search earlier; with halving it repeats values.
+        tried all values (a grid) ends the search earlier; with halving it repeats values. A sampler or a pruner that
+        raises an error ends the search: SearchError.
     topology: the ranks of the search; None for all ranks, on a topology that is closed at the end.
     ranks_per_trial: the ranks of a part, at least. Ranks that are left over join the first parts. parallel: the largest
         number of parts.
@@ -106,6 +120,7 @@ def search(
         that lose are told as pruned, trials that reach the last budget as complete. One direction, and no pruner.
     directions: "minimize" or "maximize", or one for each value of the objective.
     sampler, pruner: optuna's; or for sampler a function that makes one of a seed. None: TPE, optuna's default pruner.
+        With BruteForceSampler all ranks are one part, which runs one trial after the other.
     storage: the file of optuna's journal, in a folder that all ranks see. A later search with it goes on. None: the
         search can't go on in another job.
     seed: makes a search of one part repeatable, also one that is continued.
@@ -125,10 +140,17 @@ def search(
     row = f"search(trials={trials!r}, directions={several!r}, storage={storage!r}, seed={seed!r}, halving={halving})"
     text = about if halving is None else f"{about} {halving}".strip()
     settings = Settings(trials, several, sampler, pruner, seed, text, told, ranks_per_trial, parallel, halving)
+    alone = _needs_one_part(settings)
     made: _Search | None = None
     try:
         error = _bad(settings, storage) or _bad_objects(objective, settings)
+        if alone and error is None and parallel not in (None, 1):
+            error = ArgumentError(
+                f"a BruteForceSampler with parallel={parallel!r}: it repeats points if trials run at the same time; "
+                "leave parallel out, or give a GridSampler"
+            )
         ranks.agree([zlib.crc32(row.encode())], row, error or parts_error(ranks.size, ranks_per_trial, parallel))
+        settings = settings._replace(parallel=1) if alone else settings
         with Terminating(quiet=True) as sigterm:
             made = _Search(ranks, objective, settings, storage)
             result = made.run(sigterm)
@@ -142,6 +164,18 @@ def search(
     if own:
         result.topology.close()
     return result
+
+
+def _needs_one_part(settings: Settings) -> bool:
+    """Whether the sampler is optuna's BruteForceSampler. It knows the points of trials that run only when their
+    objectives have asked for all parameters, so two trials that begin together may have the same point."""
+    try:
+        samplers, found = optuna().samplers, settings.sampler
+        if callable(found) and not isinstance(found, samplers.BaseSampler):
+            found = found(settings.seed)
+        return isinstance(found, samplers.BruteForceSampler)
+    except Exception:  # of the user's function, or optuna is missing: each has its own error later
+        return False
 
 
 def _bad(settings: Settings, storage: Any) -> ArgumentError | None:
@@ -381,7 +415,15 @@ class _Search:
         about = {SECONDS: round(seconds, 3), RANKS: list(processes.world_ranks(topology.world))}
         if why is not None:
             about[WHY] = why
-        together(topology.world, lambda: self._tell(number, state, values, about) if topology.rank == 0 else None)
+
+        def tell() -> None:
+            if topology.rank == 0:
+                self._opened(fresh=False).check_sampler()
+                if trial.pruner_error is not None:
+                    raise failure_of("pruner", trial.pruner_error) from trial.pruner_error
+                self._tell(number, state, values, about)
+
+        together(topology.world, tell)
         self._running = None
         here = self._relay is not None and self._relay.here
         self._stops = any(all_values(topology.world, state == STOPPED or here, "learn of SIGTERM"))

@@ -11,13 +11,14 @@ import contextlib
 import fcntl
 import io
 import logging
+import math
 import os
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from trainers.errors import ArgumentError
+from trainers.errors import ArgumentError, SearchError
 
 STUDY = "search"  # the study's name in the file
 MOST_ATTEMPTS = 3  # how often the parameters of a trial begin, if a job ends meanwhile
@@ -26,6 +27,8 @@ WHY, REPEATS, ATTEMPT, SECONDS, RANKS = "reason", "repeats", "attempt", "seconds
 RUNGS, BEGUN = "rungs", "begun"  # attributes of a trial of successive halving
 OF_THE_SEARCH = (WHY, REPEATS, ATTEMPT, SECONDS, RANKS, RUNGS, BEGUN)
 GRID = ("grid_id", "search_space")  # attributes that optuna's GridSampler gives a trial
+OF_SAMPLERS = ("reseed_rng", "infer_relative_search_space", "sample_relative", "sample_independent", "before_trial",
+               "after_trial")  # methods of optuna's samplers  # fmt: skip
 STOPPED, ABOUT = "stopped", "about"  # attributes of the study: its sampler has no other trials; see Study.begin
 DIRECTIONS = ("minimize", "maximize")
 COMPLETE, PRUNED, FAIL = "COMPLETE", "PRUNED", "FAIL"  # how a trial ends; optuna's names
@@ -86,6 +89,8 @@ class Study:
         journal = module.storages.journal
         self._path, self._seed = path, seed
         self._make_sampler: Callable[[int], Any] | None = None
+        self._inner: Any = None  # the sampler, which the study has as a watched one
+        self._error: Exception | None = None  # of the sampler
         if sampler is None or not isinstance(sampler, module.samplers.BaseSampler):
             self._make_sampler = sampler or (lambda seed: module.samplers.TPESampler(seed=seed))
         lock = journal.JournalFileSymlinkLock(path, grace_period=GRACE_SECONDS)
@@ -107,8 +112,10 @@ class Study:
                 f"{path}: its trials {begun}, and this search is to {', '.join(directions)}; give another file"
             )
         self.study.stop = self._stop  # which samplers call that have tried everything; optuna's needs its own loop
+        if self._make_sampler is None:
+            self._use(sampler)
         if self._make_sampler is None and (not fresh or self.trials()):
-            self.study.sampler.reseed_rng()  # else it would repeat the points of another part, or of the former job
+            sampler.reseed_rng()  # else it would repeat the points of another part, or of the former job
 
     def ask(self, most: int) -> Any:
         """Return a new trial of optuna's, queued ones first; None if there are `most`, or the sampler has no more."""
@@ -118,15 +125,70 @@ class Study:
             if not waiting and (self.stopped or counted(trials) >= most):
                 return None
             self._seed_sampler(len(trials))
-            return self.study.ask()
+            if not waiting and self._has_begun_all(trials):
+                return None
+            with self._watched():
+                return self.study.ask()
+
+    def _has_begun_all(self, trials: Sequence[Any]) -> bool:
+        """Whether a sampler that tries every point once has no point that no trial has begun: it would repeat one."""
+        samplers, running = optuna().samplers, any(trial.state.name == "RUNNING" for trial in trials)
+        if not trials or not isinstance(self._inner, samplers.GridSampler | samplers.BruteForceSampler):
+            return False
+        if not running:  # the sampler looks again whether it has tried everything, and then stops the study
+            last = trials[-1]
+            with self._watched():
+                self.study.sampler.after_trial(self.study, last, last.state, last.values)
+            return self.stopped
+        grids = [trial.system_attrs for trial in trials if set(GRID) <= trial.system_attrs.keys()]
+        if not grids or not isinstance(self._inner, samplers.GridSampler):
+            return False
+        grid_id, space = GRID
+        now = grids[-1][space]  # a job begins when no trial runs, so a trial of this job has the sampler's grid
+        begun = {each[grid_id] for each in grids if repr(each[space]) == repr(now)}
+        return len(begun) >= math.prod(len({*map(repr, values)}) for values in now.values())
+
+    @contextlib.contextmanager
+    def _watched(self) -> Iterator[None]:
+        """Context manager: an error of the sampler becomes a SearchError."""
+        try:
+            yield
+        except Exception:
+            self.check_sampler()
+            raise
+
+    def check_sampler(self) -> None:
+        """Raise SearchError if the sampler has failed: all trials would."""
+        if self._error is not None:
+            raise failure_of("sampler", self._error) from self._error
 
     def _seed_sampler(self, number: int) -> None:
         if self._make_sampler is None:
             return
-        made, samplers = self._make_sampler(zlib.crc32(f"{self._seed} {number}".encode())), optuna().samplers
-        if isinstance(made, samplers.GridSampler | samplers.QMCSampler):  # all trials follow one order of points
-            made = self._make_sampler(self._seed)
-        self.study.sampler = made
+        try:
+            made, samplers = self._make_sampler(zlib.crc32(f"{self._seed} {number}".encode())), optuna().samplers
+            if isinstance(made, samplers.GridSampler | samplers.QMCSampler):  # all trials follow one order of points
+                made = self._make_sampler(self._seed)
+        except Exception as error:  # of the user's function
+            raise failure_of("sampler", error) from error
+        self._use(made)
+
+    def _use(self, sampler: Any) -> None:
+        """Give the study a sampler, whose errors are kept."""
+
+        def watched(method: Callable[..., Any]) -> Callable[..., Any]:
+            def call(*given: Any, **named: Any) -> Any:
+                try:
+                    return method(*given, **named)
+                except Exception as error:
+                    self._error = error
+                    raise
+
+            return call
+
+        self._inner = sampler
+        methods = {name: staticmethod(watched(getattr(sampler, name))) for name in OF_SAMPLERS}
+        self.study.sampler = type("Watched", (optuna().samplers.BaseSampler,), methods)()
 
     def tell(self, number: int, state: str, values: Sequence[float] | None = None, **attributes: Any) -> Ended:
         """Tell how a trial has ended, unless that was told before; return it. attributes: WHY, SECONDS, RANKS."""
@@ -135,7 +197,9 @@ class Study:
             for name, value in attributes.items():
                 self._storage.set_trial_user_attr(trial_id, name, value)
             told = optuna().trial.TrialState[state]
-            self.study.tell(number, list(values) if state == COMPLETE and values else None, told, skip_if_finished=True)
+            with self._watched():
+                given = list(values) if state == COMPLETE and values else None
+                self.study.tell(number, given, told, skip_if_finished=True)
         return ended(self._storage.get_trial(trial_id))
 
     def begin(self, about: str) -> None:
@@ -238,6 +302,11 @@ class Study:
     def trials(self) -> list[Any]:
         """Return all trials, as optuna's FrozenTrials."""
         return list(self.study.get_trials(deepcopy=False))
+
+
+def failure_of(name: str, error: Exception) -> SearchError:
+    """Return the error of a search whose sampler or pruner (name) has raised one."""
+    return SearchError(f"the {name} has failed: {type(error).__name__}: {error}")
 
 
 def counted(trials: Sequence[Any]) -> int:

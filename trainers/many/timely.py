@@ -77,7 +77,7 @@ class TimelyVotes:
         x: the rows; or the error in the arguments, which is raised after it was sent. replicas: of this rank. shares:
         of the members that can vote. deadline: seconds from now. missing: the other members.
         """
-        ends, voters = time.monotonic() + deadline, [number for number, share in shares.items() if share]
+        begin, voters = time.monotonic(), [number for number, share in shares.items() if share]
         own = {number: replicas[number] for number in self._positions[self.rank].duties(voters)}
         self._rounds.begin()
         if self.rank:
@@ -86,7 +86,7 @@ class TimelyVotes:
         if isinstance(x, ArgumentError):
             self._rounds.end()
             raise x
-        votes, reasons = self._collected(x, own, voting, voters, ends)
+        votes, reasons = self._collected(x, own, voting, voters, begin + deadline)
         absent = {**missing, **{number: reasons[number] for number in voters if number not in votes}}
         if len(votes) < quorum:
             texts = "\n".join(f"  member {number}: {reason}" for number, reason in sorted(absent.items()))

@@ -38,6 +38,7 @@ class Trial:
         self.rung, self.budget, self.folder = rung, budget, folder
         self.params: dict[str, Any] = {}
         self._asked = asked
+        self.pruner_error: Exception | None = None  # on the first rank; it ends the search
 
     def suggest_float(
         self, name: str, low: float, high: float, *, step: float | None = None, log: bool = False
@@ -75,7 +76,14 @@ class Trial:
 
     def should_prune(self) -> bool:
         """Return whether the pruner ends this trial, the same on all ranks, which then raise optuna.TrialPruned."""
-        return bool(self._ask("should_prune()", lambda asked: bool(asked.should_prune())))
+        return bool(self._ask("should_prune()", self._asked_pruner))
+
+    def _asked_pruner(self, asked: Any) -> bool:
+        try:
+            return bool(asked.should_prune())
+        except Exception as error:
+            self.pruner_error = error
+            raise
 
     def set_user_attr(self, key: str, value: Any) -> None:
         """Keep a value with the trial in the study; the first rank's counts. value: JSON-serializable."""

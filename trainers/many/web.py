@@ -2,9 +2,11 @@
 and uvicorn. It knows a Service, which answers rows; no MPI.
 
     POST /v1/models/NAME[/versions/N]:predict     {"instances": [row, ...]} -> {"predictions": [row, ...]}
+                                                  {"inputs": {column: [...]}} -> {"outputs": [row, ...]}
     GET  /v1/models/NAME[/versions/N]             the states of the versions
     GET  /v1/models/NAME[/versions/N]/metadata    what the model takes and gives
     GET  /metrics                                 for Prometheus
+    GET  /health                                  200 while a version answers, else 503
 
 A body of an error is {"error": its text}. Clients are bounded: connections, bytes and nesting of a body, the time that
 a head, a body and an answer may take. Names of a path are compared with those of the versions; no file is opened by a
@@ -26,7 +28,7 @@ import numpy as np
 
 from trainers.datasets.columns import Category
 from trainers.errors import ArgumentError, TrainerError
-from trainers.many.instances import predictions, rows_of
+from trainers.many.instances import answer_of, requested
 from trainers.many.versions import Version, Versions
 
 log = logging.getLogger("trainers")
@@ -38,6 +40,7 @@ HEAD_SECONDS, BODY_SECONDS = 10.0, 30.0  # in which a head and a body must come;
 KEEP_ALIVE_SECONDS = 75.0
 PACKAGES = ("starlette", "uvicorn", "orjson", "prometheus_client")  # of the extra "serve"
 LONGEST = 500  # characters of an error
+CLIENT_GONE = 499  # counted for a request whose client has closed the connection, as nginx counts it
 
 
 class RefusedError(Exception):
@@ -83,19 +86,38 @@ class Pages:
         routes = [
             routing.Route("/v1/models/{rest:path}", self._models, methods=["GET", "POST"]),
             routing.Route("/metrics", self._metric_page),
+            routing.Route("/health", self._health),
         ]
         handlers = {exceptions.HTTPException: self._http_error, Exception: self._defect}
-        return applications.Starlette(routes=routes, exception_handlers=handlers)
+        pages = applications.Starlette(routes=routes, exception_handlers=handlers)
+
+        async def bounded(scope: Any, receive: Any, send: Any) -> None:
+            """Refuse a long head that came as a whole; uvicorn refuses one that comes in pieces."""
+            if scope["type"] == "http" and (length := head_bytes(scope)) > MOST_HEAD:
+                self._count(431, 0.0)
+                text = f"the head has {length} bytes; heads have at most {MOST_HEAD} bytes"
+                await _json({"error": text}, 431, {"connection": "close"})(scope, receive, send)
+            else:
+                await pages(scope, receive, send)
+
+        return bounded
+
+    async def _health(self, request: Any) -> Any:
+        answers = bool(self._versions.available())
+        return _json({"status": "ok" if answers else "no version answers"}, 200 if answers else 503)
 
     async def _models(self, request: Any) -> Any:
+        from starlette.requests import ClientDisconnect
+
         begin = asyncio.get_running_loop().time()
         try:
             answer = await self._answered(request)
         except RefusedError as error:
             answer = _json({"error": str(error)[:LONGEST]}, error.code, error.headers)
+        except ClientDisconnect:  # nobody gets this answer
+            answer = _json({"error": "the client has closed the connection"}, CLIENT_GONE)
         except Exception as error:
-            if type(error).__name__ != "ClientDisconnect":  # starlette's; nobody gets this answer
-                log.exception("the web server met an error, and continues")
+            log.exception("the web server met an error, and continues")
             answer = _json({"error": f"the server met an error: {type(error).__name__}"}, 500)
         self._count(answer.status_code, asyncio.get_running_loop().time() - begin)
         return answer
@@ -133,17 +155,17 @@ class Pages:
     async def _predicted(self, request: Any, number: int | None) -> Any:
         version, body = self._there(self._versions.choose(number), number), await self._body(request)
         try:
-            rows = rows_of(body, version.model, self._limits.rows)
+            asked = requested(body, version.model, self._limits.rows)
         except TrainerError as error:
             raise RefusedError(400, str(error)) from error
-        future = self._service.submit(version, rows)
+        future = self._service.submit(version, asked.rows)
         try:
             outputs = await asyncio.wait_for(asyncio.wrap_future(future), self._limits.seconds)
         except asyncio.TimeoutError:
             raise RefusedError(504, f"no answer came in {self._limits.seconds:g} s") from None
         except asyncio.CancelledError:  # by uvicorn
             raise RefusedError(503, "the server ends, and no answer came in --drain-seconds") from None
-        return _response(predictions(outputs), 200, {})
+        return _response(answer_of(asked.answer, outputs), 200, {})
 
     async def _body(self, request: Any) -> bytes:
         kind = request.headers.get("content-type", "").split(";")[0].strip().lower()
@@ -185,6 +207,14 @@ class Pages:
     async def _defect(self, request: Any, error: Exception) -> Any:
         self._count(500, 0.0)
         return _json({"error": f"the server met an error: {type(error).__name__}"}, 500)
+
+
+def head_bytes(scope: Any) -> int:
+    """Return the bytes of a request's head. scope: of ASGI."""
+    line = scope["method"].encode(), scope["raw_path"], scope["query_string"]
+    query = 1 if scope["query_string"] else 0
+    first = sum(map(len, line)) + query + len("  HTTP/1.1\r\n")
+    return first + sum(len(name) + len(value) + len(": \r\n") for name, value in scope["headers"]) + len("\r\n")
 
 
 def _json(given: dict[str, Any], code: int = 200, headers: Any = None) -> Any:

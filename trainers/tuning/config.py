@@ -27,6 +27,7 @@ from trainers.many.trial import Trial
 GOALS = {"MAXIMIZE": "maximize", "MINIMIZE": "minimize"}
 METRICS = ("val_accuracy", "val_loss", "accuracy", "loss")  # of an epoch
 METRIC_OF = {"MAXIMIZE": "val_accuracy", "MINIMIZE": "val_loss"}
+SENSE = {"MAXIMIZE": "accuracy", "MINIMIZE": "loss"}  # the end of the metrics' names
 LINEAR, LOG, REVERSE_LOG = "UNIT_LINEAR_SCALE", "UNIT_LOG_SCALE", "UNIT_REVERSE_LOG_SCALE"
 SCALES = (LINEAR, LOG, REVERSE_LOG)
 NUMBERS = ("INTEGER", "DOUBLE")
@@ -207,7 +208,7 @@ def load(path: str) -> Tuning:
         raise ArgumentError(f'--config needs pyyaml ({error}): pip install ".[search]" in the checkout') from error
     try:
         with open(path, encoding="utf-8") as file:
-            content = yaml.safe_load(file)
+            content = yaml.load(file, _strict(yaml))
     except OSError as error:
         raise ArgumentError(f"--config {path} can't be read: {error.strerror or error}") from error
     except (yaml.YAMLError, ValueError, RecursionError) as error:  # ValueError: of a date that there is not
@@ -216,6 +217,40 @@ def load(path: str) -> Tuning:
         return read(content)
     except ValueError as error:  # also of an integer of more digits than Python shows
         raise ArgumentError(f"--config {path}: {error}") from error
+
+
+def _strict(yaml: Any) -> Any:
+    """Return a loader of YAML that refuses a key that is there twice, and numbers of base 60 or 8: 1:00, 010."""
+
+    class Strict(yaml.SafeLoader):
+        def construct_mapping(self, node: Any, deep: bool = False) -> Any:
+            keys: list[Any] = []
+            for each, _ in node.value:
+                key = (each.tag, each.value) if isinstance(each, yaml.ScalarNode) else None
+                if key is not None and key in keys:
+                    raise _refused(each, f"the key {each.value!r} is there twice")
+                keys.append(key)
+            return super().construct_mapping(node, deep)
+
+        def construct_yaml_int(self, node: Any) -> Any:
+            return super().construct_yaml_int(_decimal(node))
+
+        def construct_yaml_float(self, node: Any) -> Any:
+            return super().construct_yaml_float(_decimal(node))
+
+    def _decimal(node: Any) -> Any:
+        digits = node.value.lstrip("+-")
+        if ":" in digits or (digits[:1] == "0" and digits[1:].replace("_", "").isdecimal()):
+            raise _refused(node, f"{node.value!r} is no decimal number; write its digits, or a text in quotes")
+        return node
+
+    def _refused(node: Any, text: str) -> Exception:
+        refused: Exception = yaml.constructor.ConstructorError(None, None, text, node.start_mark)
+        return refused
+
+    for kind in ("int", "float"):
+        Strict.add_constructor(f"tag:yaml.org,2002:{kind}", getattr(Strict, f"construct_yaml_{kind}"))
+    return Strict
 
 
 def read(content: Any) -> Tuning:
@@ -227,6 +262,8 @@ def read(content: Any) -> Tuning:
     _check_keys("the file", content, KEYS)
     goal = _one_of("goal", content.get("goal"), tuple(GOALS))
     metric = _one_of("hyperparameterMetricTag", content.get("hyperparameterMetricTag", METRIC_OF[goal]), METRICS)
+    if not metric.endswith(SENSE[goal]):
+        raise ArgumentError(f"goal: {goal} would find the worst {metric}; give the other goal, or another metric")
     halves = _halves(content.get(HALVES))
     prunes = content.get(PRUNES, halves is None)
     if not isinstance(prunes, bool):

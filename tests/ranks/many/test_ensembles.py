@@ -129,6 +129,9 @@ def test_votes_by_a_deadline(
     for _ in range(2 * AHEAD):  # no rank waits for rank 0, which refuses them too
         with pytest.raises(ArgumentError, match="quorum must be an integer from 1"):
             ensemble.predict(x, deadline=1, quorum=3)
+    for wrong in ("a", [1]):
+        with pytest.raises(ArgumentError, match="deadline must be a number of seconds"):
+            ensemble.predict(x, deadline=wrong)  # type: ignore[arg-type]
     assert ensemble.predict(x).shape == (len(x), 10)
     ensemble.close()
 

@@ -9,11 +9,11 @@ import pytest
 from mpi4py import MPI
 
 import allreduce
-from allreduce.errors import CollectiveTimeoutError
+from allreduce.errors import ClosedError, CollectiveTimeoutError
 from allreduce.transport.control import all_values
 from allreduce.transport.wait import wait_for
 from tests.ranks.together import raised_everywhere
-from trainers.errors import ArgumentError
+from trainers.errors import ArgumentError, SearchError
 
 optuna = pytest.importorskip("optuna")
 
@@ -83,7 +83,7 @@ def test_objectives_that_fail_or_prune(flat: allreduce.Topology) -> None:
             trial.report(1.0, 0)
             trial.should_prune()
             raise optuna.TrialPruned
-        if kind == "suggests on one rank" and last:
+        if kind == "suggests on one rank" and last and SIZE > 1:
             trial.suggest_float("x", 0, 1)
         if kind == "bad range":
             trial.suggest_float("x", 1, 0)
@@ -119,8 +119,87 @@ KINDS = {
 ALONE = {
     "raises": ("FAIL", "KeyError: 'odd one'"),
     "raises while the others wait": ("FAIL", "KeyError: 'odd one'"),
-    "suggests on one rank": ("FAIL", "not found in the given grid"),
+    "suggests on one rank": ("COMPLETE", ""),
 }
+
+
+class Failing(optuna.samplers.RandomSampler):
+    """Fails when a trial begins, when it asks for a value, or when it has ended."""
+
+    def __init__(self, where: str) -> None:
+        super().__init__(seed=1)
+        self._where = where
+
+    def _fail(self, where: str) -> None:
+        if where == self._where:
+            raise KeyError("out of order")
+
+    def before_trial(self, *given: Any) -> None:
+        self._fail("before")
+
+    def sample_independent(self, *given: Any) -> Any:
+        self._fail("sample")
+        return super().sample_independent(*given)
+
+    def after_trial(self, *given: Any) -> None:
+        self._fail("after")
+
+
+class FailingPruner(optuna.pruners.NopPruner):
+    def prune(self, *given: Any) -> bool:
+        raise KeyError("out of order")
+
+
+@pytest.mark.parametrize("where", ["before", "sample", "after", "function", "pruner"])
+def test_a_sampler_that_fails_ends_the_search(flat: allreduce.Topology, world: MPI.Intracomm, where: str) -> None:
+    """Its trials have not failed: it would be so in all of them."""
+    told: list[Ended] = []
+
+    def objective(trial: Trial, topology: allreduce.Topology) -> float:
+        x = trial.suggest_float("x", 0, 1)
+        trial.report(x, 0)
+        trial.should_prune()
+        return x
+
+    def broken(seed: int) -> Any:
+        raise KeyError("out of order")
+
+    options: dict[str, Any] = {"sampler": broken if where == "function" else Failing(where)}
+    if where == "pruner":
+        options = {"pruner": FailingPruner()}
+    text = raised_everywhere(world, SearchError, lambda: search(objective, 3, flat, SIZE, told=told.append, **options))
+    assert f"the {'pruner' if where == 'pruner' else 'sampler'} has failed: KeyError: 'out of order'" in text
+    assert not told
+
+
+def test_a_brute_force_search_repeats_no_point(flat: allreduce.Topology, world: MPI.Intracomm) -> None:
+    """Optuna's sampler does not know the points of trials that have just begun, so it runs one trial at a time."""
+
+    def objective(trial: Trial, topology: allreduce.Topology) -> float:
+        return trial.suggest_int("x", 1, 2) * trial.suggest_int("y", 1, 3)
+
+    result = search(objective, 99, flat, sampler=optuna.samplers.BruteForceSampler(seed=1))
+    assert sorted((each.params["x"], each.params["y"]) for each in result.trials) == [
+        (x, y) for x in (1, 2) for y in (1, 2, 3)
+    ]
+    assert {len(each.ranks) for each in result.trials} == {SIZE}
+    if SIZE > 1:
+        sampler = optuna.samplers.BruteForceSampler(seed=1)
+        wrong = raised_everywhere(world, ArgumentError, lambda: search(objective, 9, flat, parallel=2, sampler=sampler))
+        assert "BruteForceSampler with parallel=2" in wrong
+
+
+def test_a_grid_repeats_no_point(flat: allreduce.Topology) -> None:
+    sampler = optuna.samplers.GridSampler({"x": list(range(5))}, seed=1)
+    result = search(lambda trial, topology: trial.suggest_int("x", 0, 9), 99, flat, sampler=sampler)
+    assert sorted(each.params["x"] for each in result.trials) == list(range(5))
+
+
+def test_the_topology_of_a_search_without_one_is_closed() -> None:
+    result = search(quadratic, 1)
+    for name in ("rank", "size"):
+        with pytest.raises(ClosedError, match="this topology is closed"):
+            getattr(result.topology, name)
 
 
 def test_several_values(flat: allreduce.Topology) -> None:
