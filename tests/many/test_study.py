@@ -10,9 +10,7 @@ import pytest
 
 from trainers.errors import ArgumentError
 from trainers.many import study
-from trainers.many.halving import Halving
-from trainers.many.rungs import Phase, Rungs
-from trainers.many.study import COMPLETE, FAIL, MOST_ATTEMPTS, Claim, Ended, Study
+from trainers.many.study import COMPLETE, FAIL, MOST_ATTEMPTS, Claim, Study
 
 optuna = pytest.importorskip("optuna")
 
@@ -106,56 +104,15 @@ def test_a_search_of_all_points_repeats_none(tmp_path: Path, make: Any, parts: i
     assert len(later.trials()) == 4
 
 
-def opened_rungs(path: Path, trials: int = 1) -> tuple[Rungs, Phase, Study]:
-    """Open a journal as the next job does; returns its rungs, its first phase, and the study."""
-    opened = Study(str(path), ["minimize"], sampler=lambda seed: optuna.samplers.RandomSampler(seed=seed))
-    rungs = Rungs(opened, str(path), Halving(1, 2, 2), trials)
-    rungs.begin_job("killed")
-    phase = rungs.next_phase(1, 1, None, "lost", print)
-    assert phase is not None
-    return rungs, phase, opened
-
-
-def test_a_rank_that_is_lost_after_its_trial_was_told(tmp_path: Path) -> None:
-    rungs, phase, _ = opened_rungs(tmp_path / "journal")
-    number = rungs.take(phase, 0).number
-    rungs.tell(number, FAIL, reason="its own")
-    told = rungs.interrupted(number, "lost")
-    assert isinstance(told, Ended)
-    assert told.reason == "its own"
-
-
-def test_checkpoints_of_a_journal_that_was_removed(tmp_path: Path) -> None:
+def test_a_trial_that_is_killed_too_often_is_not_repeated(tmp_path: Path) -> None:
     path = tmp_path / "journal"
-    rungs, phase, _ = opened_rungs(path, trials=2)
-    folders = [Path(rungs.made_folder(rungs.take(phase, 0).number)) for _ in range(2)]
-    opened_rungs(path, trials=2)
-    assert all(folder.exists() for folder in folders)
-    path.unlink()
-    opened_rungs(path, trials=2)
-    assert not any(folder.exists() for folder in folders)
-
-
-def test_a_trial_that_is_killed_too_often_has_failed_but_sigterm_does_not_count(tmp_path: Path) -> None:
-    path = tmp_path / "journal"
-    for _ in range(MOST_ATTEMPTS + 1):
-        rungs, phase, _ = opened_rungs(path)
-        assert rungs.take(phase, 0).number == 0
-        rungs.stopped(0)
-    for _ in range(MOST_ATTEMPTS):
-        rungs, phase, opened = opened_rungs(path)
-        assert rungs.take(phase, 0).number == 0
-    assert rungs.begin_job("killed") == []
-    assert [(each.state, each.reason) for each in opened.ended()] == [(FAIL, "killed")]
-
-
-def test_a_trial_that_was_killed_before_its_parameters_gets_the_same(tmp_path: Path) -> None:
-    def first(trial: Any) -> Any:
-        return trial.suggest_float("x", 0, 1)
-
-    rungs, phase, _ = opened_rungs(tmp_path / "other")
-    expected = first(rungs.take(phase, 0))
-    rungs, phase, _ = opened_rungs(tmp_path / "journal")
-    rungs.take(phase, 0)
-    rungs, phase, _ = opened_rungs(tmp_path / "journal")
-    assert first(rungs.take(phase, 0)) == expected
+    for attempt in range(MOST_ATTEMPTS + 1):
+        opened = Study(str(path), ["minimize"], sampler=lambda seed: optuna.samplers.RandomSampler(seed=seed))
+        opened.begin("")
+        assert opened.end_running("killed", again=True) == ([attempt - 1] if attempt else [])
+        asked = opened.ask(1)
+        if asked is not None:
+            asked.suggest_float("x", 0, 1)
+    assert asked is None
+    assert {(each.state, each.reason) for each in opened.ended()} == {(FAIL, "killed")}
+    assert len(opened.ended()) == MOST_ATTEMPTS

@@ -15,14 +15,11 @@ from allreduce.topology import Topology
 from allreduce.transport import processes
 from allreduce.transport.control import all_values, everywhere, raise_together, root_value, together
 from trainers.errors import ArgumentError
-from trainers.many.halving import Halving, halving_error
 from trainers.many.meeting import meet
 from trainers.many.outcome import STOPPED, Outcome, text_of
 from trainers.many.parts import Parts, parts_error
-from trainers.many.rungs import Phase, Rungs
 from trainers.many.stopping import Relay
 from trainers.many.study import (
-    COMPLETE,
     DIRECTIONS,
     FAIL,
     RANKS,
@@ -42,7 +39,6 @@ log = logging.getLogger("trainers")
 
 Objective = Callable[[Trial, Topology], Any]
 LOST, KILLED = "a rank of its part was lost", "its job was ended"
-WITHOUT_HALVING = 0  # its only phase
 
 
 class SearchResult(NamedTuple):
@@ -84,7 +80,6 @@ class Settings(NamedTuple):
     told: Callable[[Ended], object] | None
     ranks_per_trial: int
     parallel: int | None
-    halving: Halving | None
 
 
 def search(
@@ -94,7 +89,6 @@ def search(
     ranks_per_trial: int = 1,
     *,
     parallel: int | None = None,
-    halving: Halving | None = None,
     directions: Sequence[str] | str = "minimize",
     sampler: Any = None,
     pruner: Any = None,
@@ -109,15 +103,11 @@ def search(
         tuple of numbers for a Pareto front; the first rank's count. It may raise optuna.TrialPruned on all ranks of the
         part. Any other exception makes the trial fail; other parts don't notice.
     trials: how many trials the study gets, those of former jobs included. A trial that fails counts. A sampler that has
-        tried all values (a grid) ends the search earlier; with halving it repeats values. A sampler or a pruner that
-        raises an error ends the search: SearchError.
+        tried all values (a grid) ends the search earlier. A sampler or a pruner that raises an error ends
+        the search: SearchError.
     topology: the ranks of the search; None for all ranks, on a topology that is closed at the end.
     ranks_per_trial: the ranks of a part, at least. Ranks that are left over join the first parts. parallel: the largest
         number of parts.
-    halving: successive halving: all trials train up to a first budget, the best of them up to a larger one, and so on.
-        The objective trains up to trial.budget, from its checkpoint in trial.folder if there is one, and returns its
-        value there. Between two rungs all ranks meet, and are divided again: fewer trials have more ranks. The trials
-        that lose are told as pruned, trials that reach the last budget as complete. One direction, and no pruner.
     directions: "minimize" or "maximize", or one for each value of the objective.
     sampler, pruner: optuna's; or for sampler a function that makes one of a seed. None: TPE, optuna's default pruner.
         With BruteForceSampler all ranks are one part, which runs one trial after the other.
@@ -128,18 +118,16 @@ def search(
     told: called on the first rank of a part with each trial that has ended there.
 
     After a failure of a rank (mpirun --with-ft ulfm) the trial of its part has failed. Its part continues with the
-    ranks that are left, and other parts don't notice; with halving a trial goes on from its checkpoint, once a rung.
-    After SIGTERM to any rank all trials that run are stopped, and all ranks raise Terminated. A later search with this
-    storage repeats these trials; with halving they go on from their checkpoints.
+    ranks that are left, and other parts don't notice. After SIGTERM to any rank all trials that run are stopped, and
+    all ranks raise Terminated. A later search with this storage repeats these trials.
 
     Raises the same error on all ranks; ArgumentError for bad arguments.
     """
     own = topology is None
     ranks = topology or Topology.of_survivors()
     several = (directions,) if isinstance(directions, str) else tuple(directions)
-    row = f"search(trials={trials!r}, directions={several!r}, storage={storage!r}, seed={seed!r}, halving={halving})"
-    text = about if halving is None else f"{about} {halving}".strip()
-    settings = Settings(trials, several, sampler, pruner, seed, text, told, ranks_per_trial, parallel, halving)
+    row = f"search(trials={trials!r}, directions={several!r}, storage={storage!r}, seed={seed!r})"
+    settings = Settings(trials, several, sampler, pruner, seed, about, told, ranks_per_trial, parallel)
     alone = _needs_one_part(settings)
     made: _Search | None = None
     try:
@@ -201,8 +189,6 @@ def _bad_objects(objective: Any, settings: Settings) -> ArgumentError | None:
         return ArgumentError(f"objective={objective!r}: give a function of a trial and a topology")
     if sampler is not None and not isinstance(sampler, module.samplers.BaseSampler) and not callable(sampler):
         return ArgumentError(f"sampler={sampler!r}: give one of optuna's, a function that makes one of a seed, or None")
-    if (error := halving_error(settings.halving, settings.directions, pruner)) is not None:
-        return error
     if pruner is not None and not isinstance(pruner, module.pruners.BasePruner):
         return ArgumentError(f"pruner={pruner!r}: give one of optuna's, or None")
     if told is not None and not callable(told):
@@ -211,22 +197,18 @@ def _bad_objects(objective: Any, settings: Settings) -> ArgumentError | None:
 
 
 class _Search:
-    """A search on this rank. In a phase, its part runs trials; between two phases all ranks meet.
+    """A search on this rank: its part runs trials until there are enough; then all ranks meet.
 
-    Without halving there is one phase, in which parts run trials until there are enough. topology: of all ranks, or of
-    those that are left.
+    topology: of all ranks, or of those that are left.
     """
 
     def __init__(self, topology: Topology, objective: Objective, settings: Settings, storage: str | None) -> None:
         """Open the journal. Collective."""
         self.topology, self._objective, self._settings = topology, objective, settings
         self._parts: Parts | None = None
-        self._phase: Phase | None = None
-        self._phases = 0  # that have begun on this rank
         self._running: int | None = None  # the number of the trial that this part runs
         self._begin, self._busy = time.monotonic(), 0.0
         self._study: Study | None = None
-        self._rungs: Rungs | None = None
         self._claim: Claim | None = None
         self._relay: Relay | None = None
         self._stops = False  # this part ends after SIGTERM
@@ -248,17 +230,16 @@ class _Search:
         mend(path)
         study = self._opened(fresh=True)
         study.begin(self._settings.about)
-        if self._rungs is not None:
-            left, how = self._rungs.begin_job(KILLED), "of a former job go on from their checkpoints"
-        else:
-            left = study.end_running(KILLED, again=True)
-            how = f"of a former job have failed ({KILLED}); their parameters go again"
-        if left:
-            log.warning("trainers: trials %s %s", ", ".join(map(str, left)), how)
+        if left := study.end_running(KILLED, again=True):
+            log.warning(
+                "trainers: trials %s of a former job have failed (%s); their parameters go again",
+                ", ".join(map(str, left)),
+                KILLED,
+            )
         self._claim.share()
         return path
 
-    def _opened(self, fresh: bool) -> Study:
+    def _opened(self, fresh: bool = False) -> Study:
         """Return this rank's study. Local. fresh: whether this call may begin the file."""
         if self._study is None and not fresh and not Path(self._path).exists():
             raise ArgumentError(
@@ -268,29 +249,21 @@ class _Search:
         if self._claim is None:
             self._claim = Claim(self._path, first=False)
             self._claim.share()
-        given = self._settings
         if self._study is None:
-            options = {"sampler": given.sampler, "pruner": self._pruner(), "seed": given.seed, "fresh": fresh}
+            given = self._settings
+            options = {"sampler": given.sampler, "pruner": given.pruner, "seed": given.seed, "fresh": fresh}
             self._study = Study(self._path, given.directions, **options)
-        if self._rungs is None and given.halving is not None:
-            self._rungs = Rungs(self._study, self._path, given.halving, given.trials)
         return self._study
-
-    def _pruner(self) -> Any:
-        return self._settings.pruner if self._settings.halving is None else optuna().pruners.NopPruner()
 
     # The whole search
 
     def run(self, sigterm: Terminating) -> SearchResult | None:
         """Run trials until there are enough; returns None after SIGTERM. Collective. sigterm: an open block."""
-        error: Exception | None = None
         try:
             with Relay(sigterm, f"{self._path}.stop") as self._relay:
-                while True:
-                    found = retry(self.topology, partial(self._meet, error), self._survivors)
-                    if found is not None or self._parts is None:
-                        break
-                    error = self._run_part(self._parts)
+                parts = retry(self.topology, self._divided, self._survivors)
+                error = self._run_part(parts)
+                found = retry(self.topology, partial(self._meet, error), self._survivors)
             sigterm.agreed |= found is None  # by all ranks
             return found
         except Exception as met:
@@ -307,50 +280,31 @@ class _Search:
         self.topology = topology.survivors(admit=False)
         return self.topology
 
-    def _meet(self, error: Exception | None, topology: Topology) -> SearchResult | None:
-        """Wait for all parts, and divide the ranks for the next phase. Collective over the ranks that are left; may be
-        repeated.
+    def _divided(self, topology: Topology) -> Parts:
+        """Divide the ranks. Collective over the ranks that are left; may be repeated."""
+        given = self._settings
+        self._parts = parts = Parts(topology, min(given.ranks_per_trial, topology.size), given.parallel)
+        together(topology.world, lambda: self._opened() if parts.leader else None)
+        if self._relay is not None:
+            self._relay.looks = parts.leader
+        return parts
 
-        error: that has ended this rank's part; all ranks raise it. Returns the result at the end of the search. Returns
-        None if a phase follows, or without parts if SIGTERM ends the search.
-        """
+    def _meet(self, error: Exception | None, topology: Topology) -> SearchResult | None:
+        """Wait for all parts; returns the result, None after SIGTERM. Collective over the ranks that are left; may be
+        repeated. error: that has ended this rank's part; all ranks raise it."""
         self._parts = None
-        if self._phases:
-            meet(topology, "wait for the other parts of a search")
+        meet(topology, "wait for the other parts of a search")
         raise_together(topology.world, error)
         stops = self._stops or (self._relay is not None and self._relay.here)
         if any(all_values(topology.world, stops, "learn of SIGTERM")):
             return None
-        first = topology.rank == 0
-        phase = together(topology.world, lambda: self._next_phase(topology.size) if first else None)
-        phase = root_value(topology.world, phase, "learn the next phase of a search")
-        if phase is None:
-            return self._result(topology)
-        if self._settings.halving is None:
-            parts = Parts(topology, min(self._settings.ranks_per_trial, topology.size), self._settings.parallel)
-        else:
-            self._phase = Phase(*phase)
-            parts = Parts(topology, sizes=self._phase.sizes)
-        together(topology.world, lambda: self._opened(fresh=False) if parts.leader else None)
-        self._parts = parts
-        if self._relay is not None:
-            self._relay.looks = parts.leader
-        return None
-
-    def _next_phase(self, ranks: int) -> Phase | int | None:
-        """Return the next phase, or None at the end of the search. On the first rank."""
-        self._opened(fresh=False)
-        if self._rungs is None:
-            return None if self._phases else WITHOUT_HALVING
-        given = self._settings
-        return self._rungs.next_phase(ranks, min(given.ranks_per_trial, ranks), given.parallel, LOST, self._say)
+        return self._result(topology)
 
     def _run_part(self, parts: Parts) -> Exception | None:
-        """Run the trials of this rank's part in a phase. Collective over the part.
+        """Run the trials of this rank's part. Collective over the part.
 
         Returns an error that is not of an objective: the other parts run on, and then all ranks raise it.
         """
-        self._phases += 1
         try:
             while retry(parts.topology, self._next, self._recover):
                 pass
@@ -382,7 +336,7 @@ class _Search:
         return SearchResult(found, front[0] if front else None, front, seconds, idle, topology)
 
     def _table(self) -> tuple[list[Ended], list[int]]:
-        study = self._opened(fresh=False)
+        study = self._opened()
         study.end_running(LOST, again=False)  # of parts that were lost whole
         return study.ended(), study.best()
 
@@ -400,14 +354,13 @@ class _Search:
         """Ask for a trial, run it and tell how it has ended. Returns False if there are enough. Collective over the
         part."""
         asked = together(topology.world, lambda: self._ask() if topology.rank == 0 else None)
-        given = root_value(topology.world, asked and [asked.number, self._folder(asked.number)], "ask for a trial")
-        if given is None:
+        number = root_value(topology.world, asked and asked.number, "ask for a trial")
+        if number is None:
             return False
-        number, folder = given
         self._running, begin = number, time.monotonic()
         inner = topology.split(0)  # an error in the objective breaks this one, and not the part's
         outcome = Outcome(topology, inner)
-        trial = Trial(number, inner, asked, *self._place(), folder)
+        trial = Trial(number, inner, asked)
         outcome.run(lambda: self._objective(trial, inner), self._settings.directions)
         seconds = time.monotonic() - begin
         self._busy += seconds
@@ -418,7 +371,7 @@ class _Search:
 
         def tell() -> None:
             if topology.rank == 0:
-                self._opened(fresh=False).check_sampler()
+                self._opened().check_sampler()
                 if trial.pruner_error is not None:
                     raise failure_of("pruner", trial.pruner_error) from trial.pruner_error
                 self._tell(number, state, values, about)
@@ -429,45 +382,14 @@ class _Search:
         self._stops = any(all_values(topology.world, state == STOPPED or here, "learn of SIGTERM"))
         return not self._stops
 
-    def _place(self) -> tuple[int, int | None]:
-        """Return the rung and its budget."""
-        if self._phase is None or self._settings.halving is None:
-            return 0, None
-        return self._phase.rung, self._settings.halving.budgets[self._phase.rung]
-
-    def _folder(self, number: int) -> str | None:
-        return None if self._rungs is None else self._rungs.made_folder(number)
-
     def _ask(self) -> Any:
-        study = self._opened(fresh=False)
         if self._relay is not None and self._relay.here:
             return None
-        if self._rungs is None or self._phase is None:
-            return study.ask(self._settings.trials)
-        assert self._parts is not None
-        return self._rungs.take(self._phase, self._parts.index)
+        return self._opened().ask(self._settings.trials)
 
     def _tell(self, number: int, state: str, values: list[float] | None, about: dict[str, Any]) -> None:
-        study, told = self._opened(fresh=False), None
-        if state == STOPPED:
-            if self._rungs is not None:
-                self._rungs.stopped(number)
-        elif self._rungs is None or self._phase is None:
-            told = study.tell(number, state, values, **about)
-        elif state == COMPLETE and values:
-            told = self._rungs.ended(number, self._phase.rung, values[0], about[SECONDS], about[RANKS])
-        else:
-            told = self._rungs.tell(number, state, **about)
-        if told is not None:
-            self._say(told)
-
-    def _tell_lost(self, number: int, about: dict[str, Any]) -> None:
-        """Tell a trial that has lost a rank as failed; with halving it goes on from its checkpoint once."""
-        self._opened(fresh=False)
-        if self._rungs is None:
-            self._tell(number, FAIL, None, about)
-        elif (failed := self._rungs.interrupted(number, LOST)) is not None:
-            self._say(failed)
+        if state != STOPPED:
+            self._say(self._opened().tell(number, state, values, **about))
 
     def _say(self, trial: Ended) -> None:
         if self._settings.told is not None and trial.number not in self._told:  # after a loss it may be told again
@@ -486,7 +408,7 @@ class _Search:
 
             def tell() -> None:
                 for number in lost if topology.rank == 0 else ():
-                    self._tell_lost(number, about)
+                    self._tell(number, FAIL, None, about)
 
             together(topology.world, tell)
             self._running = None

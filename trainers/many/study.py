@@ -24,8 +24,7 @@ STUDY = "search"  # the study's name in the file
 MOST_ATTEMPTS = 3  # how often the parameters of a trial begin, if a job ends meanwhile
 GRACE_SECONDS = 10  # after which optuna's lock of a killed process is released
 WHY, REPEATS, ATTEMPT, SECONDS, RANKS = "reason", "repeats", "attempt", "seconds", "ranks"  # attributes of a trial
-RUNGS, BEGUN = "rungs", "begun"  # attributes of a trial of successive halving
-OF_THE_SEARCH = (WHY, REPEATS, ATTEMPT, SECONDS, RANKS, RUNGS, BEGUN)
+OF_THE_SEARCH = (WHY, REPEATS, ATTEMPT, SECONDS, RANKS)
 GRID = ("grid_id", "search_space")  # attributes that optuna's GridSampler gives a trial
 OF_SAMPLERS = ("reseed_rng", "infer_relative_search_space", "sample_relative", "sample_independent", "before_trial",
                "after_trial")  # methods of optuna's samplers  # fmt: skip
@@ -49,8 +48,7 @@ class Ended(NamedTuple):
 
     state: "COMPLETE", "PRUNED" or "FAIL". values: of the objective, None unless complete. reason: why it failed.
     seconds: of the objective. ranks: of MPI.COMM_WORLD, on which it ran. repeats: the trial whose parameters it had,
-    because that one's job was killed. rungs: with successive halving, for each rung that it has ended: the budget, the
-    value, the seconds, the ranks.
+    because that one's job was killed.
     """
 
     number: int
@@ -61,7 +59,6 @@ class Ended(NamedTuple):
     seconds: float | None
     ranks: list[int]
     repeats: int | None
-    rungs: Sequence[Sequence[Any]] = ()
 
 
 class Study:
@@ -209,59 +206,26 @@ class Study:
         """
         attributes = self.study.user_attrs
         if self.stopped:
-            self.set(STOPPED, False)
+            self.study.set_user_attr(STOPPED, False)
         if (former := attributes.get(ABOUT, about)) != about:
             raise ArgumentError(
                 f"{self._path}: its trials were of {former!r}, and this search is of {about!r}, so they can't be "
                 "compared; give another file"
             )
         if ABOUT not in attributes:
-            self.set(ABOUT, about)
+            self.study.set_user_attr(ABOUT, about)
 
     def _stop(self) -> None:
-        self.set(STOPPED, True)
-
-    @property
-    def maximizes(self) -> bool:
-        """Whether the first value is to be as large as possible."""
-        return str(self.study.directions[0].name) == "MAXIMIZE"
+        self.study.set_user_attr(STOPPED, True)
 
     @property
     def stopped(self) -> bool:
         """Whether the sampler has tried everything."""
-        return bool(self.get(STOPPED, False))
-
-    def get(self, name: str, default: Any) -> Any:
-        """Return an attribute of the study."""
-        return self.study.user_attrs.get(name, default)
-
-    def set(self, name: str, value: Any) -> None:
-        """Set an attribute of the study. value: JSON-serializable."""
-        self.study.set_user_attr(name, value)
+        return bool(self.study.user_attrs.get(STOPPED, False))
 
     def _id_of(self, number: int) -> int:
         study = self._storage.get_study_id_from_name(STUDY)
         return int(self._storage.get_trial_id_from_study_id_trial_number(study, number))
-
-    # Trials that run
-
-    def trial(self, number: int) -> Any:
-        """Return a trial as optuna's FrozenTrial."""
-        return self._storage.get_trial(self._id_of(number))
-
-    def again(self, number: int) -> Any:
-        """Return optuna's trial with this number, which has begun before: its parameters are suggested again."""
-        self._seed_sampler(number)  # the trial may have been killed before it had all parameters
-        return optuna().trial.Trial(self.study, self._id_of(number))
-
-    def attribute(self, number: int, name: str, value: Any) -> None:
-        """Set an attribute of a trial. value: JSON-serializable."""
-        self._storage.set_trial_user_attr(self._id_of(number), name, value)
-
-    def report(self, number: int, value: float, step: int) -> None:
-        """Set a trial's value at a step, unless its objective has reported one."""
-        if step not in self.trial(number).intermediate_values:
-            self._storage.set_trial_intermediate_value(self._id_of(number), step, value)
 
     def end_running(self, why: str, again: bool) -> list[int]:
         """Tell all trials that are RUNNING as failed, because no rank runs them any more; return their numbers.
@@ -319,11 +283,7 @@ def ended(trial: Any) -> Ended:
     attributes: Mapping[str, Any] = trial.user_attrs
     values = [float(value) for value in trial.values] if trial.state.name == COMPLETE else None
     why, seconds, ranks, repeats = (attributes.get(name) for name in (WHY, SECONDS, RANKS, REPEATS))
-    rungs = list(attributes.get(RUNGS, ()))
-    if rungs and seconds is None:
-        seconds, ranks = round(sum(row[2] for row in rungs), 3), rungs[-1][3]
-    ran = list(ranks or ()), repeats, rungs
-    return Ended(trial.number, trial.state.name, values, dict(trial.params), why, seconds, *ran)
+    return Ended(trial.number, trial.state.name, values, dict(trial.params), why, seconds, list(ranks or ()), repeats)
 
 
 # Locks, which end with their process

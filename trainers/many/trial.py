@@ -18,24 +18,13 @@ class Trial:
     """One trial, on all ranks of its part. Every method is collective over the part: all ranks make the same calls.
 
     number: of the trial in its study. params: the values that were suggested so far. topology: the ranks of the part.
-    With successive halving: rung: the rung, from 0. budget: up to which the objective trains now, from the beginning of
-    the trial. folder: for its checkpoints; empty in the first rung, unless its job was killed. Else 0, None and None.
     The names of the methods are optuna's. Calls that differ raise DisagreementError on all ranks of the part, and the
     trial has then failed.
     """
 
-    def __init__(
-        self,
-        number: int,
-        topology: Topology,
-        asked: Any,
-        rung: int = 0,
-        budget: int | None = None,
-        folder: str | None = None,
-    ) -> None:
+    def __init__(self, number: int, topology: Topology, asked: Any) -> None:
         """asked: optuna's trial on the first rank, None on the others."""
         self.number, self.topology = number, topology
-        self.rung, self.budget, self.folder = rung, budget, folder
         self.params: dict[str, Any] = {}
         self._asked = asked
         self.pruner_error: Exception | None = None  # on the first rank; it ends the search

@@ -3,11 +3,10 @@
 import argparse
 import contextlib
 import dataclasses
-import math
 import shutil
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -35,8 +34,6 @@ from trainers.datasets.dataset import split
 from trainers.datasets.shards import is_pattern
 from trainers.errors import ArgumentError, SearchError
 from trainers.files.model_file import replacing
-from trainers.fit.checkpointing import Checkpoint
-from trainers.many.halving import Halving
 from trainers.many.search import SearchResult, search
 from trainers.many.study import COMPLETE, STUDY, Ended, optuna
 from trainers.many.trial import Trial
@@ -59,7 +56,6 @@ EXAMPLES = """examples:
 OF_THE_RANKS = ("strategy", "servers", "ranks_per_worker", "backup_workers")  # options that need several ranks
 FILES = ("save", "json", "html")
 WARM_UP_EPOCHS = 2  # in which no trial is pruned
-CHECKPOINT_EVERY = "30 seconds"  # of a trial's training in a rung, at whose end there is one too
 
 
 def make_parser(shown: bool, program: str) -> RankParser:
@@ -97,10 +93,6 @@ class Job(NamedTuple):
     rest: tuple[np.ndarray, np.ndarray]  # rows that compare the trials
 
     @property
-    def halving(self) -> Halving | None:
-        return self.tuning.halving(parse(self.base, shown=False).epochs)
-
-    @property
     def stream(self) -> Any:
         return sys.stderr if self.options.json == results.STANDARD_OUTPUT else sys.stdout
 
@@ -119,12 +111,11 @@ def run(arguments: Sequence[str], world: Topology, program: str) -> None:
             _ranks_per_trial(job.options, job.tuning, world.size),
             parallel=job.tuning.parallel,
             directions=job.tuning.direction,
-            pruner=None if job.halving else _pruner(job.tuning),
+            pruner=_pruner(job.tuning),
             storage=job.options.storage or str(Path(models) / "journal"),
             seed=parse(job.base, shown=False).seed,
             about=" ".join([job.data.name, job.tuning.metric, *job.base]),
             told=keeper.told,
-            halving=job.halving,
         )
         together(result.topology.world, lambda: _end(job, result, models) if result.topology.rank == 0 else None)
         if result.best is None:
@@ -149,7 +140,6 @@ def _read(arguments: Sequence[str], world: Topology, program: str) -> Job:
     if not {*OF_THE_RANKS} & {each.name for each in found.parameters}:
         fits(first)
     found.check(base, fits)
-    found.halving(first.epochs)
     optuna()
     if options.html:
         pictures.plotly()
@@ -176,7 +166,7 @@ def _check_ranks(parallel: int, each: int, ranks: int) -> None:
 def _smallest_part(options: argparse.Namespace, tuned: Tuning, ranks: int) -> int:
     """Return the ranks of the smallest part that trains a trial."""
     least = _ranks_per_trial(options, tuned, ranks)
-    if tuned.halves is not None or least > ranks:
+    if least > ranks:
         return least
     return ranks // min(ranks // least, tuned.parallel or ranks)
 
@@ -211,7 +201,10 @@ def _ranks_per_trial(options: argparse.Namespace, tuned: Tuning, ranks: int) -> 
 
 def _pruner(tuned: Tuning) -> Any:
     pruners = optuna().pruners
-    return pruners.MedianPruner(n_warmup_steps=WARM_UP_EPOCHS) if tuned.prunes else pruners.NopPruner()
+    if tuned.halves is not None:
+        first, factor = tuned.halves
+        return pruners.SuccessiveHalvingPruner(min_resource=first, reduction_factor=factor)
+    return pruners.MedianPruner(n_warmup_steps=WARM_UP_EPOCHS + 1) if tuned.prunes else pruners.NopPruner()
 
 
 @contextlib.contextmanager
@@ -251,10 +244,6 @@ class Keeper:
         network = together(topology.world, lambda: make_network(options, job.data))
         servers = (options.servers or 1) if options.strategy == SERVERS else 0
         watch = Watching(trial, tuned.metric, tuned.prunes)
-        kept: dict[str, Any] = {}
-        if trial.folder is not None:  # successive halving
-            checkpoint = Checkpoint(trial.folder, every=CHECKPOINT_EVERY, keep=1, other_ranks=True)
-            kept = {"checkpoint": checkpoint, "resume": True}
         with make_trainer(options, network, topology, servers) as trainer:
             trainer.fit(
                 job.data.x_train,
@@ -265,15 +254,13 @@ class Keeper:
                 validation_data=job.rest,
                 callbacks=[watch, *make_callbacks(options)],
                 progress=False,
-                **kept,
                 **step_options(options),
             )
             if watch.pruned:
                 raise optuna().TrialPruned()
             if watch.value is None:
                 raise ArgumentError(f"--epochs {options.epochs}: a trial needs an epoch, whose {tuned.metric} counts")
-            if trial.budget in (None, options.epochs):
-                trainer.save(str(self._file(trial.number)))
+            trainer.save(str(self._file(trial.number)))
         return watch.value
 
     def told(self, trial: Ended) -> None:
@@ -297,7 +284,7 @@ class Keeper:
 
 
 class Watching(Callback):
-    """Ends the fit of a trial at the budget of its rung, or if the pruner says so.
+    """Ends the fit of a trial if the pruner says so.
 
     value: the metric of the last epoch, or None. pruned: whether the pruner has ended the fit.
     """
@@ -307,33 +294,15 @@ class Watching(Callback):
 
     def __init__(self, trial: Trial, metric: str, prunes: bool) -> None:
         self._trial, self._metric, self._prunes = trial, metric, prunes
-        self._epochs = 0
         self.pruned = False
         self.value: float | None = None
 
     def on_epoch_end(self, epoch: int, logs: Logs | None = None) -> None:
         self.trainer.group.enter("Watching")
-        self.value, self._epochs = float((logs or {})[self._metric]), epoch + 1
-        if self._trial.budget is not None:
-            self._stop_at_budget(self._trial.budget)
-            return
-        self._trial.report(self.value, epoch)
+        self.value = float((logs or {})[self._metric])
+        self._trial.report(self.value, epoch + 1)
         if self._prunes and self._trial.should_prune():
             self.pruned = self.trainer.stop_training = True
-
-    def _stop_at_budget(self, budget: int) -> None:
-        if self._epochs >= budget:
-            self.trainer.stop_training = True
-
-    def state(self) -> dict[str, Any]:
-        return {"epochs": self._epochs, "value": math.nan if self.value is None else self.value}
-
-    def load_state(self, state: Mapping[str, np.ndarray]) -> None:
-        """Continue a trial from a checkpoint; a killed job may have written one at the budget of this rung."""
-        self._epochs = int(state["epochs"])
-        self.value = float(state["value"]) if self._epochs else None
-        if self._trial.budget is not None:
-            self._stop_at_budget(self._trial.budget)
 
 
 # What is shown and written
@@ -346,12 +315,8 @@ def file_of(models: str | Path, number: int) -> Path:
 def _about(job: Job) -> str:
     tuned = job.tuning
     varied = ", ".join(each.name for each in tuned.parameters)
-    rungs = f", successive halving at {_listed(job.halving.budgets)} epochs" if job.halving else ""
+    rungs = f", successive halving from epoch {tuned.halves[0]} by {tuned.halves[1]}" if tuned.halves else ""
     return f"search: {tuned.trials} trials, {tuned.goal} {tuned.metric}, varies {varied}{rungs}"
-
-
-def _listed(numbers: Sequence[int]) -> str:
-    return ", ".join(map(str, numbers))
 
 
 def line_of(tuned: Tuning, trial: Ended) -> str:
@@ -359,9 +324,6 @@ def line_of(tuned: Tuning, trial: Ended) -> str:
     found = {each.name: each.found(trial.params) for each in tuned.parameters}
     values = " ".join(f"{name}={_short(value)}" for name, value in found.items() if value is not None)
     end = f"{trial.values[0]:.4f}" if trial.values else trial.state.lower()
-    if trial.rungs and not trial.values:
-        budget, value, *_ = trial.rungs[-1]
-        end = f"{value:.4f} {end} after {budget} epochs"
     why = f"  {trial.reason.splitlines()[0]}" if trial.reason else ""
     seconds = "" if trial.seconds is None else f"{trial.seconds:.1f} s"
     return f"trial {trial.number:>3}  {end:>8}  {seconds:>8}  {values}{why}"
@@ -377,7 +339,6 @@ def _end(job: Job, result: SearchResult, models: str) -> None:
     states = [each.state.lower() for each in result.trials]
     counts = ", ".join(f"{states.count(state)} {state}" for state in dict.fromkeys(states))
     lines = [f"{len(states)} trials: {counts}; {result.seconds:.1f} s, ranks idle {100 * result.idle:.1f} %"]
-    lines += [rung_line(number, budget, result.trials) for number, budget in enumerate(_budgets(job))]
     accuracy = None
     if best is not None:
         lines.append(f"best: {line_of(tuned, best)}")
@@ -399,20 +360,6 @@ def _end(job: Job, result: SearchResult, models: str) -> None:
         table = "\n".join([*(line_of(tuned, each) for each in result.trials), *lines])
         study = optuna().load_study(study_name=STUDY, storage=_storage(job, models))
         pictures.write(options.html, pictures.page(study, f"Search on {job.data.name}", table, result.trials))
-
-
-def _budgets(job: Job) -> list[int]:
-    return job.halving.budgets if job.halving else []
-
-
-def rung_line(rung: int, budget: int, trials: Sequence[Ended]) -> str:
-    """Return a rung of successive halving as a line of text."""
-    rows = [each.rungs[rung] for each in trials if len(each.rungs) > rung]
-    ranks = [len(row[3]) for row in rows]
-    sizes = "" if not rows else f", on {min(ranks)} to {max(ranks)} ranks each"
-    if ranks and min(ranks) == max(ranks):
-        sizes = f", on {ranks[0]} rank{'s' * (ranks[0] != 1)} each"
-    return f"rung {rung + 1}: {len(rows)} trial{'s' * (len(rows) != 1)} up to epoch {budget}{sizes}"
 
 
 def _storage(job: Job, models: str) -> Any:
@@ -452,7 +399,6 @@ def _as_json(job: Job, result: SearchResult, accuracy: float | None) -> dict[str
         "test_accuracy": accuracy,
         "seconds": result.seconds,
         "idle": result.idle,
-        "rungs": _budgets(job),
         "ranks": result.topology.size,
     }
 

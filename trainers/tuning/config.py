@@ -21,7 +21,6 @@ from typing import Any
 
 from trainers.cli.options import BY_NAME, Option, parse
 from trainers.errors import ArgumentError
-from trainers.many.halving import Halving
 from trainers.many.trial import Trial
 
 GOALS = {"MAXIMIZE": "maximize", "MINIMIZE": "minimize"}
@@ -96,8 +95,8 @@ class Parameter:
 class Tuning:
     """What a search does. metric: of an epoch. parallel: the largest number of trials at a time, or None.
 
-    prunes: whether trials that are worse than others end early. halves: the epochs of the first rung and the factor of
-    successive halving, or None.
+    prunes: whether trials that are worse than others end early. halves: the epochs after which the first of them may,
+    and the factor of the next ones, by successive halving; or None.
     """
 
     goal: str
@@ -111,17 +110,6 @@ class Tuning:
     @property
     def direction(self) -> str:
         return GOALS[self.goal]
-
-    def halving(self, epochs: int) -> Halving | None:
-        """Return the successive halving of a search whose best trials train for `epochs` epochs, or None."""
-        if self.halves is None:
-            return None
-        first, factor = self.halves
-        if epochs <= first:
-            raise ArgumentError(
-                f"{HALVES}: firstEpochs {first} must be less than --epochs {epochs}, which the best trials train for"
-            )
-        return Halving(first, factor, epochs)
 
     def arguments(self, values: Mapping[str, Any]) -> list[str]:
         """Return the command line's arguments of some values of parameters."""
@@ -265,11 +253,11 @@ def read(content: Any) -> Tuning:
     if not metric.endswith(SENSE[goal]):
         raise ArgumentError(f"goal: {goal} would find the worst {metric}; give the other goal, or another metric")
     halves = _halves(content.get(HALVES))
-    prunes = content.get(PRUNES, halves is None)
+    prunes = content.get(PRUNES, True)
     if not isinstance(prunes, bool):
         raise ArgumentError(f"{PRUNES} must be true or false, got {prunes!r}")
-    if prunes and halves is not None:
-        raise ArgumentError(f"{PRUNES}: true can't be used with {HALVES}, which ends trials itself; leave one out")
+    if halves is not None and not prunes:
+        raise ArgumentError(f"{PRUNES}: false can't be used with {HALVES}, which ends trials early; leave one out")
     parallel = content.get("maxParallelTrials")
     params = content.get("params")
     if not isinstance(params, list) or not params:
@@ -280,8 +268,6 @@ def read(content: Any) -> Tuning:
         raise ArgumentError(f"params: {', '.join(twice)} is there twice")
     trials = _positive("maxTrials", content.get("maxTrials", TRIALS))
     most = None if parallel is None else _positive("maxParallelTrials", parallel)
-    if halves is not None and "epochs" in names:
-        raise ArgumentError(f"{HALVES}: its rungs differ in epochs, so params can't vary epochs; leave it out")
     return Tuning(goal, metric, trials, most, prunes, halves, parameters)
 
 
