@@ -16,7 +16,7 @@ from mpi4py import MPI
 from allreduce import notices
 from allreduce.arrays import dtypes
 from allreduce.errors import DivergenceError
-from allreduce.transport import processes
+from allreduce.transport import processes, tables
 from allreduce.transport.control import all_values, combine, on_all_ranks, together
 from allreduce.transport.wait import wait_for
 from trainers.errors import NotFiniteError
@@ -86,13 +86,13 @@ class Divergence:
         first = int(differ[0])
         values = self.sums[:, first].tolist()
         usual = max(values, key=lambda value: (values.count(value), value == values[0]))
-        odd = [str(rank) for rank, value in enumerate(values) if value != usual]
-        ranks = f"rank{'s' * (len(odd) > 1)} {', '.join(odd)} differ{'s' * (len(odd) == 1)}"
-        table = "\n".join(f"  rank {rank}: {self.names[first]}: {value}" for rank, value in enumerate(self.values))
+        odd = [rank for rank, value in enumerate(values) if value != usual]
+        ranks = f"{tables.listed(odd)} differ{'s' * (len(odd) == 1)}"
+        rows = tables.table([f"{self.names[first]}: {value}" for value in self.values])
         more = f", the first of {differ.size} differences" if differ.size > 1 else ""
         return (
             f"the replicas are no longer equal: {ranks} from the others in {self.names[first]}{more}. Gradients, "
-            f"parameters or hyperparameters were changed on some ranks only:\n{table}"
+            f"parameters or hyperparameters were changed on some ranks only:\n{rows}"
         )
 
 

@@ -153,7 +153,7 @@ def explain_collective(error: DisagreementError | RankLeftError, row: str) -> No
     if isinstance(error, RankLeftError):
         error.args = (f"{text}; {_name(row)} is collective: every rank calls it, without an `if rank == 0`",)
         return
-    names = list(dict.fromkeys(_name(row) for row in re.findall(r"^  rank \d+: (.*)", text, re.MULTILINE)))
+    names = list(dict.fromkeys(_name(row) for row in re.findall(r"^  ranks? [^:]*: (.*)", text, re.MULTILINE)))
     if len(names) > 1:
         advice = f"{' and '.join(names)} are collective: every rank calls them, in one order, without an `if rank == 0`"
         error.args = (f"{text}\n{advice}",)

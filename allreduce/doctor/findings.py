@@ -6,7 +6,7 @@ from functools import partial
 from itertools import groupby
 from typing import Any, NamedTuple, TypeVar
 
-from allreduce.health.status import spans
+from allreduce.transport.tables import spans
 
 OK, WARNING, PROBLEM = LEVELS = ("ok", "warning", "problem")
 EXTRA = 'pip install ".[doctor]" in the checkout'  # libraries that let the doctor check more

@@ -10,8 +10,8 @@ from typing import NamedTuple
 
 from allreduce.errors import OptionError
 from allreduce.health.dump import DUMP, PATTERN, Recorded
-from allreduce.health.status import listed
 from allreduce.notices import shown
+from allreduce.transport.tables import listed
 
 NO_CALL = "has not made this call"
 

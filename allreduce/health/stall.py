@@ -30,12 +30,13 @@ from mpi4py import MPI
 
 from allreduce.errors import AllReduceError, CollectiveTimeoutError, OptionError, RankLostError
 from allreduce.health import abort, dump
-from allreduce.health.status import StatusRows, spans
+from allreduce.health.status import StatusRows
 from allreduce.health.status_messages import StatusMessages
 from allreduce.notices import log
 from allreduce.transport import liveness, processes, ulfm
 from allreduce.transport.control import different_calls
 from allreduce.transport.liveness import Process
+from allreduce.transport.tables import spans
 from allreduce.transport.wait import CHECK_SECONDS, Call, Pause, WaitRecord, default, wait_until
 
 STALL, TIMEOUT = "ALLREDUCE_STALL_SECONDS", "ALLREDUCE_TIMEOUT_SECONDS"

@@ -11,6 +11,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from allreduce.transport.tables import LINES, listed, ranges
+
 WAITING, LEFT, STALLED, ENDED, SILENT = range(5)
 NOT_COME = "has not arrived: it computes, is stopped, or waits for something else"
 SEVERAL = {NOT_COME: "have not arrived: they compute, are stopped, or wait for something else"}
@@ -18,7 +20,6 @@ TEXT_BYTES = 300
 MOST_FACTS = 40  # in a message; beyond that, the calls with the fewest ranks are merged into OTHERS
 OTHERS = "other calls"
 MOST_BYTES = 1 << 20  # of a message that is decoded; states are smaller
-LINES, RANGES = 18, 10  # of a table
 ROW_BYTES, HEAD_BYTES = 4096, 24
 FAR_ROWS = 8  # for facts of other nodes
 OWN_BYTES, FAR_BYTES = ROW_BYTES - HEAD_BYTES, FAR_ROWS * ROW_BYTES - HEAD_BYTES  # of content, at most
@@ -111,29 +112,6 @@ def _members(pair: Any, ranks: int) -> range:
         case [int(first), int(last)] if 0 <= first <= last < ranks:
             return range(first, last + 1)
     return range(0)
-
-
-def ranges(ranks: Iterable[int]) -> list[list[int]]:
-    """Return [first, last] of each run of consecutive ranks."""
-    found: list[list[int]] = []
-    for rank in sorted(ranks):
-        if found and found[-1][1] == rank - 1:
-            found[-1][1] = rank
-        else:
-            found.append([rank, rank])
-    return found
-
-
-def spans(numbers: Iterable[int]) -> str:
-    """Format numbers as text: "0-2, 5"."""
-    return ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in ranges(numbers))
-
-
-def listed(ranks: Collection[int]) -> str:
-    """Format ranks as text: "rank 3", "ranks 0-2, 5"; of many runs only the first."""
-    shown = [rank for first, last in ranges(ranks)[:RANGES] for rank in range(first, last + 1)]
-    more = f" and {len(ranks) - len(shown)} more" if len(shown) < len(ranks) else ""
-    return f"rank{'s' * (len(ranks) > 1)} {spans(shown)}{more}"
 
 
 def table(state: State, size: int, rank: int, call: str) -> str:

@@ -16,6 +16,7 @@ from mpi4py import MPI
 from allreduce.errors import AllReduceError, DisagreementError
 from allreduce.notices import log
 from allreduce.transport import processes
+from allreduce.transport.tables import table
 from allreduce.transport.wait import SMALL, Call, wait_for
 
 ResultT = TypeVar("ResultT")
@@ -101,12 +102,12 @@ def _raise_difference(comm: MPI.Comm, text: str, error: Exception | None) -> NoR
 
 def disagreement(comm: MPI.Comm, calls: Sequence[str]) -> DisagreementError:
     """Return the error of ranks in different calls, which all ranks of `comm` raise. calls: in words, by rank."""
-    return on_all_ranks(different_calls("\n".join(f"  rank {rank}: {text}" for rank, text in enumerate(calls))), comm)
+    return on_all_ranks(different_calls(table(calls)), comm)
 
 
-def different_calls(table: str) -> DisagreementError:
-    """Return the error of ranks in different calls. table: a line for each rank."""
-    return DisagreementError(f"the ranks disagree about this call; it must be the same on all of them:\n{table}")
+def different_calls(rows: str) -> DisagreementError:
+    """Return the error of ranks in different calls. rows: the ranks and their calls, a few lines."""
+    return DisagreementError(f"the ranks disagree about this call; it must be the same on all of them:\n{rows}")
 
 
 def on_all_ranks(error: ErrorT, comm: MPI.Comm) -> ErrorT:

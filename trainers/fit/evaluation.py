@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from allreduce.arrays.chunks import chunk, segments
+from allreduce.transport.tables import table
 from trainers.data import Data, RowReader, Samples, Tree, leaves, mapped, row_count, sliced
 from trainers.errors import DataError
 from trainers.fit.reader import Reader
@@ -140,9 +141,6 @@ def rows_of_loaders(read: Sequence[Any], divided: bool) -> int:
     if not divided and any(each != given[0] for each in given):
         texts = ["no loader" if each is None else f"{each[0]} batches, {each[1]} rows" for each in read]
         raise DataError(
-            "\n".join(
-                ['rows="whole" takes the same batches on all ranks, and their loaders have given:']
-                + [f"  rank {rank}: {text}" for rank, text in enumerate(texts)]
-            )
+            'rows="whole" takes the same batches on all ranks, and their loaders have given:\n' + table(texts)
         )
     return rows

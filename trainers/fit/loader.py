@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from allreduce.transport.tables import table
 from trainers.data import (
     Batch,
     BatchSource,
@@ -170,9 +171,8 @@ class LoaderBatches(BatchSource):
             raise self.empty(0)
         if any(each != given[0] for each in given):
             texts = ["no batch" if each is None else shown(*each) for each in described]
-            rows = [f"  rank {rank}: {text}" for rank, text in enumerate(texts)]
             what = "batches of other rows" if self._divided else 'other batches, and rows="whole" takes the same'
-            raise ArgumentError("\n".join([f"fit: the loaders of the ranks give {what}:", *rows]))
+            raise ArgumentError(f"fit: the loaders of the ranks give {what}:\n{table(texts)}")
         self._reader.structure = given[0][0]
 
     def empty(self, epoch: int) -> DataError:
