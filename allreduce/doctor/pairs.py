@@ -162,21 +162,48 @@ def _complete(request: MPI.Request) -> None:
 def plan(nodes: Sequence[int]) -> list[list[Pair]]:
     """Return rounds of pairs. In a round each node is in at most one pair, so pairs do not disturb each other.
 
-    nodes: the node of each rank. Early rounds cover every rank and every two nodes; all pairs follow, up to MOST_PAIRS.
+    nodes: the node of each rank. Every rank meets its neighbours on its node, and every node the nodes at distances 1,
+    2, 4, ...: about 2 log2 of the nodes, so that a slow link is found in a job of any size. The other pairs follow, up
+    to MOST_PAIRS.
     """
     members: dict[int, list[int]] = {}
     for rank, node in enumerate(nodes):
         members.setdefault(node, []).append(rank)
-    turns = [*(_inside(ranks) for ranks in members.values()), _between(list(members.values()))]
+    groups = list(members.values())
+    inside = [_inside(ranks) for ranks in groups]
+    neighbours = [list(itertools.islice(pairs, len(ranks))) for pairs, ranks in zip(inside, groups, strict=True)]
+    turns = itertools.zip_longest(_matchings(groups), itertools.zip_longest(*neighbours), fillvalue=())
+    needed = dict.fromkeys(_ordered(pair) for several in turns for pair in itertools.chain(*several) if pair)
+    others = (pair for pair in map(_ordered, _interleave([*inside, _between(groups)])) if pair not in needed)
+    chosen = [*needed, *itertools.islice(others, max(0, MOST_PAIRS - len(needed)))]
     free: Counter[int] = Counter()  # the first round in which a node has no pair yet
     rounds: list[list[Pair]] = []
-    for pair in itertools.islice(_interleave(turns), MOST_PAIRS):
-        ends = {nodes[rank] for rank in pair}
+    for first, second in chosen:
+        ends = {nodes[first], nodes[second]}
         number = max(free[node] for node in ends)
         free.update({node: number + 1 - free[node] for node in ends})
         rounds += [[] for _ in range(number + 1 - len(rounds))]
-        rounds[number].append((min(pair), max(pair)))
+        rounds[number].append((first, second))
     return rounds
+
+
+def _ordered(pair: Pair) -> Pair:
+    return min(pair), max(pair)
+
+
+def _matchings(members: Sequence[Sequence[int]]) -> Iterator[list[Pair]]:
+    """Yield pairs of nodes at distances 1, 2, 4, ... in a circle: for each distance lists in which few nodes are twice.
+
+    Each list takes another rank of the nodes.
+    """
+    count, distance, place = len(members), 1, 0
+    while 2 * distance <= count:
+        starts = range(count // 2 if 2 * distance == count else count)
+        for parity in (0, 1):
+            nodes = [(one, (one + distance) % count) for one in starts if one // distance % 2 == parity]
+            yield [(members[one][place % len(members[one])], members[two][place % len(members[two])]) for one, two in nodes]
+            place += 1
+        distance *= 2
 
 
 def _inside(ranks: Sequence[int]) -> Iterator[Pair]:

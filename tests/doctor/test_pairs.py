@@ -72,7 +72,26 @@ def test_every_rank_is_measured_early_and_huge_jobs_have_a_limit() -> None:
         for rank in sum(pairs_of_round, ())
     }
     assert early == set(range(64))
-    assert sum(map(len, pairs.plan([rank // 64 for rank in range(4096)]))) == pairs.MOST_PAIRS
+    assert sum(map(len, pairs.plan([rank // 64 for rank in range(96)]))) == pairs.MOST_PAIRS
+
+
+@pytest.mark.parametrize("count", [1000, 1024])
+def test_every_node_of_a_large_job_meets_others_near_and_far(count: int) -> None:
+    """Of 8,000 ranks on 1,000 nodes each node meets the nodes at distances 1, 2, 4, ..., in few rounds."""
+    nodes = [rank // 8 for rank in range(8 * count)]
+    rounds = pairs.plan(nodes)
+    met: dict[int, set[int]] = {node: set() for node in range(count)}
+    for pairs_of_round in rounds:
+        busy = [node for pair in pairs_of_round for node in {nodes[rank] for rank in pair}]
+        assert len(busy) == len(set(busy))
+        for first, second in pairs_of_round:
+            met[nodes[first]].add(nodes[second])
+            met[nodes[second]].add(nodes[first])
+    distances = {1 << power for power in range(20) if 2 << power <= count}
+    for node in range(count):
+        assert {(node + distance) % count for distance in distances} <= met[node]
+    assert {rank for pairs_of_round in rounds for pair in pairs_of_round for rank in pair} == set(range(len(nodes)))
+    assert len(rounds) <= 3 * (len(distances) + 1)
 
 
 def test_no_answer_and_a_slow_link_and_slow_memory() -> None:
