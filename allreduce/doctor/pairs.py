@@ -201,7 +201,9 @@ def _matchings(members: Sequence[Sequence[int]]) -> Iterator[list[Pair]]:
         starts = range(count // 2 if 2 * distance == count else count)
         for parity in (0, 1):
             nodes = [(one, (one + distance) % count) for one in starts if one // distance % 2 == parity]
-            yield [(members[one][place % len(members[one])], members[two][place % len(members[two])]) for one, two in nodes]
+            yield [
+                (members[one][place % len(members[one])], members[two][place % len(members[two])]) for one, two in nodes
+            ]
             place += 1
         distance *= 2
 
