@@ -69,6 +69,7 @@ class Hooks(NamedTuple):
     route: Callable[[Call], Work | Trial]
     locator_for: Callable[[Call], Locate | None]
     reduce: Callable[[np.ndarray, Op], None]
+    tree_buffer: Callable[[trees.Group], Any]
 
 
 class Phases(NamedTuple):
@@ -478,7 +479,7 @@ class AllReduce(ABC):
     def hooks(self) -> Hooks:
         """This backend's hooks, for backends and wrappers that contain it."""
         memory = self._owners, self._allocate, self._memory, self._locate
-        return Hooks(*memory, self._resolve, self._route, self._locator_for, self._reduce)
+        return Hooks(*memory, self._resolve, self._route, self._locator_for, self._reduce, self._tree_buffer)
 
     def tag(self) -> int:
         """Return the message tag of the running call. Local."""

@@ -67,7 +67,8 @@ def without_duplicates(indices: np.ndarray, values: np.ndarray, accumulator: np.
     rows = table[order].astype(accumulator, copy=False)
     if first.all():
         return ordered, rows
-    return ordered[first], np.add.reduceat(rows, np.flatnonzero(first), axis=0)
+    # without a dtype NumPy would widen short integers
+    return ordered[first], np.add.reduceat(rows, np.flatnonzero(first), axis=0, dtype=accumulator)
 
 
 def merge_indices(everyone: np.ndarray, counts: np.ndarray) -> tuple[np.ndarray, list[np.ndarray]]:

@@ -25,7 +25,7 @@ from allreduce.engine.call import Call
 from allreduce.engine.engine import Locate, Trial, Work
 from allreduce.errors import OptionError, UnavailableError
 from allreduce.topology import Topology
-from allreduce.transport.shared_segment import STAGING_BYTES
+from allreduce.transport.shared_segment import STAGING_BYTES, Location
 
 # Measured with Open MPI 5 and MPICH 5 on a 2-core EPYC, 2 to 4 ranks; used in `rule`.
 SMALL_BYTES = 64 * 1024
@@ -187,6 +187,9 @@ class Auto(AllReduce):
 
     def node_arrays(self, buffer: np.ndarray) -> NodeArrays | None:
         return None if self._allocator is None else self._allocator.node_arrays(buffer)
+
+    def _locate(self, buffer: np.ndarray) -> Location | None:
+        return None if self._allocator is None else self._allocator.hooks.locate(buffer)
 
     def two_phase(self, buffer: np.ndarray) -> TwoPhase | None:
         part, memory = self._allocator, self._memory(buffer)

@@ -26,6 +26,7 @@ from allreduce.errors import OptionError
 from allreduce.topology import Topology
 from allreduce.transport.control import all_values, together
 from allreduce.transport.point_to_point import Transfer
+from allreduce.transport.shared_segment import Location
 
 
 class HierarchicalCopy(TwoPhase):
@@ -104,7 +105,10 @@ class HierarchicalCopy(TwoPhase):
     def _locator_for(self, call: Call) -> Locate | None:
         """Compare locations on all ranks: the node's backend does it too, but raises its error only on that node."""
         several = 1 < self.topology.nodes < self.size  # several nodes, and at least one has several ranks
-        return self._node.hooks.locate if several and call.memory == ALLOCATED else None
+        return self._locate if several and call.memory == ALLOCATED else None
+
+    def _locate(self, buffer: np.ndarray) -> Location | None:
+        return self._node.hooks.locate(buffer) if self.topology.nodes < self.size else None
 
     def _reduce_scatter(self, buffer: np.ndarray, op: Op) -> None:
         self._reduce_into(buffer, buffer, op)

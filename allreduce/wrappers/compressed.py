@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from allreduce import notices
+from allreduce.arrays.gpu import is_gpu_array
 from allreduce.arrays.memory_kinds import GPU
 from allreduce.arrays.ops import Op
 from allreduce.arrays.registered import Part, Registry, Slice
@@ -139,7 +140,7 @@ class Compressed(TwoPhase):
         return self.inner.hooks.memory(buffer)
 
     def _locate(self, buffer: np.ndarray) -> Location | None:
-        return self.inner.hooks.locate(buffer)
+        return None if is_gpu_array(buffer) else self.inner.hooks.locate(buffer)
 
     def _resolve(self, op: str, dtype: np.dtype) -> Op:
         return self.inner.hooks.resolve(op, dtype)
@@ -155,11 +156,12 @@ class Compressed(TwoPhase):
     def _place(self, buffer: Any) -> Location | None:
         """Return a number for the registered array that `buffer` is in, and for its parts; and the position there.
 
-        The state that is kept for an array decides which messages are sent, so the ranks compare the array.
+        The state that is kept for an array decides which messages are sent, so the ranks compare the array. They compare
+        other arrays as the inner backend does, which may reduce in memory that ranks share.
         """
         where = self.registered.find(buffer)
         if where is None:
-            return None
+            return self._locate(buffer)
         parts = zlib.crc32(repr(where.entry.parts).encode())
         return (where.entry.number << 32) + parts, where.start * buffer.dtype.itemsize
 

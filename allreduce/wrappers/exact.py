@@ -1,5 +1,6 @@
 """Exact: sums of floats whose bits depend on nothing but the data, around any backend."""
 
+import zlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -285,11 +286,13 @@ class Exact(Compressed):
         return self._block_place if call.dtype in FORMATS else super()._locator_for(call)
 
     def _block_place(self, buffer: Any) -> Location | None:
-        """Return the blocks of an array and its position, which must be equal on all ranks."""
-        where = self.registered.find(buffer)
+        """Return the blocks of an array and its position, which must be equal on all ranks; also the position in memory
+        that ranks share, where the inner backend writes results."""
+        where, shared = self.registered.find(buffer), self._locate(buffer)
         if where is None:
-            return None
-        return self._layout(buffer.size, where).number, where.start * buffer.dtype.itemsize
+            return shared
+        number = self._layout(buffer.size, where).number
+        return number if shared is None else zlib.crc32(f"{number} {shared}".encode()), where.start * buffer.dtype.itemsize
 
     def _reduce(self, buffer: np.ndarray, op: Op) -> None:
         if buffer.dtype not in FORMATS or self._compresses(buffer.dtype, op.name):

@@ -22,7 +22,7 @@ class Halved(Compressed):
     """Rounds arrays to 16-bit floats, reduces these by `inner`, and writes the result back in the array's dtype.
 
     Each rank's values are rounded once; the sum or mean is formed in float32 and rounded once more, equally on all
-    ranks. All operations of the inner backend are sent so, also "max" and "adasum". No error feedback.
+    ranks. "adasum" is sent so, too; "max", "min" and "prod" are not. No error feedback.
 
     It costs two more passes over the array, and 2 bytes of memory for each element (allocated by the inner backend and
     reused). Calls become faster on slow networks, and slower inside a node.
@@ -39,7 +39,7 @@ class Halved(Compressed):
         return self.options.sent(self.inner.sent(dtype)) if self.size > 1 else dtype
 
     def _compresses(self, dtype: np.dtype, op: str) -> bool:
-        return self.size > 1 and dtype in LONG
+        return self.size > 1 and dtype in LONG and op in ("sum", "mean", "adasum")
 
     def _reduce_compressed(self, buffer: np.ndarray, op: Op, where: Slice | None, parts: Sequence[Part]) -> None:
         short = self._rounded(buffer)

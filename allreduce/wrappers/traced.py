@@ -62,6 +62,8 @@ class Traced(Wrapper):
     def stack(self, array: Any) -> Any:
         return (AllReduce if isinstance(array, trees.KINDS) else Wrapper).stack(self, array)
 
+    on_arrays = AllReduce.on_arrays
+
     def around(self, kind: str, call: Callable[[], Any], array: Any = None, op: str = "") -> Any:
         begin = now()
         result = super().around(kind, call)

@@ -9,6 +9,7 @@ from numpy.typing import DTypeLike
 
 from allreduce.arrays.ops import Op
 from allreduce.arrays.registered import Part
+from allreduce.arrays.trees import Group
 from allreduce.backend import AllReduce, Hooks, NodeArrays, Phases, TwoPhase
 from allreduce.errors import ClosedError
 from allreduce.topology import Topology
@@ -127,6 +128,11 @@ class Wrapper(AllReduce):
         run = functools.partial(call, *given, **named)
         return self.around(name, run, by_name.get("out"), by_name.get("op", "sum"))
 
+    def on_arrays(
+        self, kind: str, structure: str, arrays: Sequence[Any], op: str = "sum", root: int = 0, changes: bool = False
+    ) -> list[Any]:
+        return self.around(kind, lambda: self.inner.on_arrays(kind, structure, arrays, op, root, changes))
+
     def describe(self, array: Any, parts: Sequence[Part] = (), whole: bool = True) -> None:
         self.inner.describe(array, parts, whole)
 
@@ -185,6 +191,9 @@ class Wrapper(AllReduce):
 
     def _resolve(self, op: str, dtype: np.dtype) -> Op:
         return self.hooks.resolve(op, dtype)
+
+    def _tree_buffer(self, group: Group) -> Any:
+        return self.hooks.tree_buffer(group)
 
     def _reduce(self, buffer: np.ndarray, op: Op) -> None:
         self.hooks.reduce(buffer, op)

@@ -1,5 +1,6 @@
 """float32 and float64 that are sent with 16 bits, with every backend and in training."""
 
+import itertools
 from functools import partial
 from typing import Any
 
@@ -101,6 +102,21 @@ def exact(reduce: Any) -> None:
     assert (rows == 1 + 2.0**-20).all()
     found, rows = reduce.sparse(np.arange(1 << 10), np.full((1 << 10, 256), 1 + 2.0**-20, "float32"), 1 << 10, "sum")
     assert (rows == np.float32(size * (1 + 2.0**-20))).all()  # summed as one dense array
+
+
+@several
+@pytest.mark.parametrize("compress", ["bfloat16", "float16", "int8", "powersgd:2"])
+def test_only_sums_are_compressed(compress: str, flat: allreduce.Topology) -> None:
+    for name in ("ring", "auto"):
+        with allreduce.create(name, flat, compress=compress) as reduce:
+            for op, dtype in itertools.product(("max", "min", "prod"), ("float32", "float64")):
+                sides = [np.full((40, 50), 1e5 + 0.5 * number, dtype) for number in range(size)]
+                right = getattr(np, op)(sides, axis=0)
+                for array in (sides[rank].copy(), reduce.allocate(2000, dtype)):
+                    array.reshape(40, 50)[...] = sides[rank]
+                    reduce(array, op)
+                    assert np.allclose(array.reshape(40, 50), right, rtol=1e-6, atol=0), (name, op, dtype)
+                    assert op == "prod" or (array.reshape(40, 50) == right).all(), (name, op, dtype)
 
 
 def disagree(reduce: Any) -> None:

@@ -161,3 +161,34 @@ def test_places_in_allocated_memory(reduce: AllReduce) -> None:
             else:  # each rank reduces in memory of its own
                 call(other if mine else same)
             call(same)
+
+
+@pytest.mark.parametrize("options", [{"compress": "powersgd:2"}, {"compress": "int8"}, {"exact": True}], ids=str)
+@pytest.mark.parametrize("name", ["ring", "shared", "hierarchical_copy", "auto"])
+def test_slices_of_scratch_memory_at_different_places(
+    name: str, options: dict[str, Any], topology: allreduce.Topology
+) -> None:
+    """Where ranks share the memory, all refuse them; elsewhere the sums are right. No rank gets other values."""
+    with usable(name, topology, **options) as reduce:
+        scratch, mine, other = reduce.allocate_scratch(4000), reduce.allocate(4000), reduce.allocate(4000)
+        odd, base = reduce.rank == SIZE - 1, np.arange(2400.0).reshape(40, 60) % 59
+        pairs = (scratch[:2400], scratch[300:2700]), (mine[:2400], other[:2400]), (mine[:2400], scratch[:2400])
+        for pair, op in itertools.product(pairs, ("max", "sum")):
+            table = pair[odd].reshape(40, 60)
+            table[...] = base + reduce.rank
+            before = table.copy()
+            text = ""
+            try:
+                reduce(table, op)
+            except DisagreementError as error:
+                text = str(error)
+            everyone = WORLD.allgather((text, table.tobytes()))
+            assert len({text for text, _ in everyone}) == 1, (op, everyone[0][0], everyone[-1][0])
+            if not text:
+                assert len({bits for _, bits in everyone}) == 1, op
+                assert op == "sum" or np.array_equal(table, base + SIZE - 1)
+            else:
+                assert np.array_equal(table, before)
+        array = np.full(9, 1.0)
+        reduce(array, "sum")
+        assert np.allclose(array, SIZE, rtol=0.02)

@@ -193,6 +193,21 @@ def test_sparse(reduce: AllReduce, dense: bool, monkeypatch: pytest.MonkeyPatch)
     assert (found.tolist(), sums.tolist()) == ([0, 2, 4], [1, 5, 9])
 
 
+@pytest.mark.parametrize("dtype", ["int8", "uint8", "int32", "int64", "bool", "float16", "float32"])
+def test_sparse_rows_that_only_some_ranks_repeat(reduce: AllReduce, dtype: str) -> None:
+    """The last rank passes row 3 twice; sums of repeated rows keep the dtype, also of short integers, which wrap."""
+    sides = [(np.array([3, rank % 3]), np.full((2, 3), 100, dtype)) for rank in range(SIZE)]
+    sides[-1] = np.array([3, 1, 3]), np.full((3, 3), 100, dtype)
+    with np.errstate(over="ignore"):
+        table = np.zeros((5, 3), dtype)
+        for indices, values in sides:
+            np.add.at(table, indices, values)
+    found, sums = reduce.sparse(*sides[reduce.rank], 5, "sum")
+    assert found.tolist() == sorted({int(index) for indices, _ in sides for index in indices})
+    assert sums.dtype == dtype
+    assert np.array_equal(sums, table[found])
+
+
 def test_a_wrapper_owns_what_its_inner_backend_owns(reduce: AllReduce) -> None:
     with Wrapper(reduce.topology, inner=reduce) as wrapper:
         assert wrapper.owned(1000) == reduce.owned(1000)

@@ -102,8 +102,6 @@ def test_nothing_is_left_to_the_base() -> None:
         "_admit",
         "_agree_on",
         "_admit_tree",
-        "_tree_buffer",
-        "on_arrays",
         "reduce_tree",
         "reduced",
         "check_dtype",

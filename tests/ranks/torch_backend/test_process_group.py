@@ -112,6 +112,17 @@ def test_complex() -> None:
     same(tensor, torch.complex(total, -total))
 
 
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64, torch.float32], ids=str)
+def test_sparse_tensors_that_only_some_ranks_have_coalesced(dtype: torch.dtype) -> None:
+    """Rank 0's has the entry 3 twice."""
+    places = torch.tensor([[3, 3, 1]] if dist.get_rank() == 0 else [[1, 4]])
+    tensor = torch.sparse_coo_tensor(places, torch.arange(1, places.size(1) + 1, dtype=dtype), (6,))
+    dist.all_reduce(tensor)
+    others = size() - 1
+    assert tensor.dtype == dtype
+    assert tensor.to_dense().tolist() == [0, 3 + others, 0, 3, 2 * others, 0]
+
+
 def test_average_of_unsigned_integers() -> None:
     for dtype in (torch.uint16, torch.uint32, torch.uint64):
         tensor = mine().to(dtype)
