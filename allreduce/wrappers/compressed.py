@@ -156,8 +156,8 @@ class Compressed(TwoPhase):
     def _place(self, buffer: Any) -> Location | None:
         """Return a number for the registered array that `buffer` is in, and for its parts; and the position there.
 
-        The state that is kept for an array decides which messages are sent, so the ranks compare the array. They compare
-        other arrays as the inner backend does, which may reduce in memory that ranks share.
+        The state that is kept for an array decides which messages are sent, so the ranks compare the array. Of
+        other arrays they compare the place in memory that ranks share.
         """
         where = self.registered.find(buffer)
         if where is None:

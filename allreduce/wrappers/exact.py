@@ -292,7 +292,9 @@ class Exact(Compressed):
         if where is None:
             return shared
         number = self._layout(buffer.size, where).number
-        return number if shared is None else zlib.crc32(f"{number} {shared}".encode()), where.start * buffer.dtype.itemsize
+        return number if shared is None else zlib.crc32(
+            f"{number} {shared}".encode()
+        ), where.start * buffer.dtype.itemsize
 
     def _reduce(self, buffer: np.ndarray, op: Op) -> None:
         if buffer.dtype not in FORMATS or self._compresses(buffer.dtype, op.name):
