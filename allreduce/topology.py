@@ -5,7 +5,6 @@ import functools
 import threading
 import weakref
 import zlib
-from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn, Protocol, TypeVar
 
@@ -17,6 +16,7 @@ from allreduce.errors import ClosedError, CopyError, DisagreementError, OptionEr
 from allreduce.health import abort, dump
 from allreduce.health.stall import STALL, TIMEOUT, StallDetector, seconds
 from allreduce.health.status import FAR_ROWS, ROW_BYTES, StatusRows
+from allreduce.layout import Layout, NodeSizes, error_of_sizes, nodes_left, simulated
 from allreduce.process import children, launcher
 from allreduce.transport import deferred_free, liveness, processes, ulfm
 from allreduce.transport.cma import CMA
@@ -25,7 +25,6 @@ from allreduce.transport.shared_segment import CommonSegment
 from allreduce.transport.wait import NamedCall, WaitRecord, record_of, waiting, watched
 
 TAGS = 1 << 15  # every MPI has at least this many
-NodeSizes = int | Sequence[int] | None  # `ranks_per_node`
 KindT = TypeVar("KindT", bound="Closeable")
 
 
@@ -61,10 +60,14 @@ class Topology:
     should use it.
     """
 
+    layout: Layout  # which ranks run on which node
+    node_index: int
     node_rank: int
-    node_size: int
+    node: MPI.Intracomm
+    cross: MPI.Intracomm
     cores: int  # of this node
     sharing: int  # ranks that share these cores
+    original: "Topology | None" = None  # the topology that this one duplicates
     previous_ranks: tuple[int, ...]  # by rank: its rank in the topology before `survivors`; else itself
 
     def __init__(
@@ -74,29 +77,24 @@ class Topology:
         timeout: float | None = None,
         *,
         parent: "Topology | None" = None,
-        original: "Topology | None" = None,
         on_one_host: bool = False,
     ) -> None:
         """See the class. Collective over `comm`.
 
-        parent: a topology that contains these ranks, and closes and revokes this one with itself. original: the
-        topology to duplicate; other arguments are then ignored. on_one_host: all ranks are known to share memory.
+        parent: a topology that contains these ranks, and closes and revokes this one with itself. on_one_host: all
+        ranks are known to share memory.
         """
         children.check()
-        if original is not None:
-            self._duplicate(original)
-            return
         abort.record_lifetime()
         abort.install()
         dump.install()
         comm = _checked(comm)
         asked = f"Topology(ranks_per_node={ranks_per_node!r}, timeout={timeout!r})"
-        error = _bad_ranks_per_node(ranks_per_node, comm.size) or _bad_timeout(timeout)
+        error = error_of_sizes(ranks_per_node, comm.size) or _bad_timeout(timeout)
         agree(comm, [zlib.crc32(asked.encode())], asked, error)
         self._begin(parent)
-        self.original: Topology | None = None  # the topology that this one duplicates
         self._numbers, self.apart, self.is_part = 0, False, parent is not None
-        self.simulated, self._ranks_per_node = ranks_per_node is not None, ranks_per_node
+self._ranks_per_node = ranks_per_node
         self.timeout = seconds(TIMEOUT) if timeout is None else float(timeout)
         try:
             with waiting(comm, asked):
@@ -145,47 +143,52 @@ class Topology:
             self._unrevoked = self.own(self.world.Dup())
             self.detector.messages.use_unrevoked(self._unrevoked, self._finish)
         self.previous_ranks = tuple(range(self.size))
-        self.host: MPI.Intracomm = self.world
-        if not on_one_host:
-            self.host = self.own(self.world.Split_type(MPI.COMM_TYPE_SHARED, key=self.rank), watch=True)
+        self.host: MPI.Intracomm = self.world if on_one_host else self._ranks_of_this_host()
         found = all_values(self.host, [machine.cores(), self.rank, liveness.own()], "count the cores of this node")
-        self.cores = len(set().union(*(cores for cores, *_ in found)))
-        self.sharing = self.host.size
+        self.cores, self.sharing = len(set().union(*(cores for cores, *_ in found))), self.host.size
         if self.sharing > self.cores and not self.is_part:  # a parent has already reported it
             text = f"{self.sharing} ranks share the {self.cores} cores of this node: more ranks give no speed-up, "
             notices.once(self.rank, text + "and communication times are mostly waits for a core")
-        if self._ranks_per_node is None:
-            self.node = self.host
-        elif self._ranks_per_node == 1:
-            self.node = MPI.COMM_SELF
-        else:
-            number = _simulated_node(self.rank, self._ranks_per_node)
-            self.node = self.own(self.host.Split(number, key=self.rank), watch=True)
-        self.node_rank, self.node_size = self.node.rank, self.node.size
+        self.node = self._ranks_of_this_node()
+        self.layout = self._learn_layout()
+        self.node_index, self.node_rank = self.layout.node_of(self.rank), self.node.rank
         self.cma = CMA(self.node)
-        nodes, self.node_index = self._number_nodes()
-        self.node_sizes = tuple(map(len, nodes))
         here = {rank: liveness.of_json(process) for _, rank, process in found if process is not None}
         rows = _shared_rows(self.node)
         # MPI keeps a dropped topology's communicators; their attributes keep the detector, which keeps the rows.
         self._release_rows = weakref.finalize(self, _leave_rows, self.detector, rows)
         self._release_rows.atexit = False
-        self.detector.connect(nodes, self.node_index, rows, here)
+        self.detector.connect(self.layout.members, self.node_index, rows, here)
         self.cross = self._pairs()
 
-    @functools.cached_property
-    def node(self) -> MPI.Intracomm:
-        """The `node` of a duplicate: created at its first use, which is collective over the world."""
-        if self.nodes == self.size:
-            return MPI.COMM_SELF
-        return self.world if self.nodes == 1 else self._split(self.node_index, self.rank)
+    def _ranks_of_this_host(self) -> MPI.Intracomm:
+        """Return the communicator of the ranks that share memory: `world` if all do. Collective."""
+        with waiting(self.world, "make a communicator"):
+            host = self.own(self.world.Split_type(MPI.COMM_TYPE_SHARED, key=self.rank), watch=True)
+            if host.size < self.size:
+                return host
+            self.release(host)
+        return self.world
 
-    @functools.cached_property
-    def cross(self) -> MPI.Intracomm:
-        """The `cross` of a duplicate: created at its first use, as `node` is."""
-        return self._pairs()
+    def _ranks_of_this_node(self) -> MPI.Intracomm:
+        """Return the communicator of this rank's node, which may be simulated. Collective."""
+        if self._ranks_per_node is None:
+            return self.host
+        if self._ranks_per_node == 1:
+            return MPI.COMM_SELF
+        number = simulated(self._ranks_per_node, self.size).node_of(self.rank)
+        with waiting(self.world, "make a communicator"):
+            return self.own(self.host.Split(number, key=self.rank), watch=True)
+
+    def _learn_layout(self) -> Layout:
+        """Return the layout. Collective. Ranks compare their versions in the same message."""
+        leader = min(processes.ranks_in(self.world, self.node))
+        found = all_values(self.world, [leader, machine.digest_of_versions()], "count the nodes")
+        _compare_versions(self.world, [digest for _, digest in found])
+        return Layout.of_leaders([leader for leader, _ in found], self._ranks_per_node is not None)
 
     def _pairs(self) -> MPI.Intracomm:
+        """Return the communicator of the ranks with this one's node rank. Collective."""
         if self.nodes == 1:
             return MPI.COMM_SELF
         if self.nodes == self.size:
@@ -196,20 +199,6 @@ class Topology:
         """Return the communicator of the ranks with the same `colour`, sorted by `order`. Collective."""
         with waiting(self.world, "make a communicator"):
             return self.own(self.world.Split(colour, order), watch=True)
-
-    def _number_nodes(self) -> tuple[list[list[int]], int]:
-        """Return the ranks of each node, and the index of this rank's node. Nodes are sorted by leader. Collective.
-
-        Ranks compare their versions in the same message.
-        """
-        leader = root_value(self.node, self.rank, "learn the leader of this node")
-        found = all_values(self.world, [leader, machine.digest_of_versions()], "count the nodes")
-        _compare_versions(self.world, [digest for _, digest in found])
-        ranks: dict[int, list[int]] = {}
-        for rank, (of_rank, _) in enumerate(found):
-            ranks.setdefault(of_rank, []).append(rank)
-        leaders = sorted(ranks)
-        return [ranks[each] for each in leaders], leaders.index(leader)
 
     # Ranks and nodes
 
@@ -222,19 +211,30 @@ class Topology:
         return self.world.size if self.world else self._of_closed()
 
     @property
+    def node_size(self) -> int:
+        return len(self.layout.members[self.node_index])
+
+    @property
     def nodes(self) -> int:
         """The number of nodes."""
-        return len(self.node_sizes)
+        return self.layout.nodes
+
+    @property
+    def node_sizes(self) -> tuple[int, ...]:
+        return self.layout.node_sizes
+
+    @property
+    def simulated(self) -> bool:
+        """Whether `ranks_per_node` has divided real nodes."""
+        return self.layout.simulated
 
     @property
     def leaders_only(self) -> bool:
         """True when nodes differ in size, so that only their leaders can pair up across nodes."""
-        return len(set(self.node_sizes)) > 1
+        return self.layout.leaders_only
 
     def __str__(self) -> str:
-        ranks = f"{self.size} rank{'s' * (self.size != 1)}"
-        nodes = f"{self.nodes} {'simulated ' * self.simulated}node{'s' * (self.nodes != 1)}"
-        return f"{ranks} on {nodes}" + (f" ({'+'.join(map(str, self.node_sizes))})" if self.nodes > 1 else "")
+        return str(self.layout)
 
     # Other topologies
 
@@ -314,14 +314,7 @@ class Topology:
         at their first use, which must be the same call on all ranks.
         """
         self.check_open()
-        return Topology(original=self)
-
-    def _duplicate(self, original: "Topology") -> None:
-        self.__dict__.update({name: value for name, value in vars(original).items() if name not in ("node", "cross")})
-        self._begin(original)
-        self.original, self._numbers = original, original.next_number() << 16
-        with waiting(original.world, "Topology.duplicate"):
-            self._control = self.world = self.own(original.world.Dup(), watch=True)  # users send data on `private` ones
+        return Duplicate(self)
 
     # Communicators and their users
 
@@ -425,9 +418,7 @@ class Topology:
         self.closed = True
         for made in [*reversed(self._services.values())]:
             made.close()
-        if self.original is None:
-            self.detector.close()
-            self._release_rows()
+        self._close_detector()
         for comm in reversed(list(self._owned)):
             self.release(comm)
 
@@ -441,9 +432,15 @@ class Topology:
         for made in [*reversed(self._services.values())]:
             made.abandon()
         self._defer_free()
-        if self.original is None:
-            self.detector.abandon()  # keeps the rows: ranks that wait for this one must learn that it leaves
-            self._release_rows.detach()
+        self._abandon_detector()
+
+    def _close_detector(self) -> None:
+        self.detector.close()
+        self._release_rows()
+
+    def _abandon_detector(self) -> None:
+        self.detector.abandon()  # keeps the rows: ranks that wait for this one must learn that it leaves
+        self._release_rows.detach()
 
     def dissolve(self, comm: MPI.Comm) -> None:
         """Abandon this topology, and free its communicators, but those in which a wait was interrupted on any rank.
@@ -593,6 +590,45 @@ class Topology:
         return cls(comm, ranks_per_node, timeout)
 
 
+class Duplicate(Topology):
+    """A topology of the same ranks and nodes as another one, with communicators of its own. Collective.
+
+    It has the layout and the stall detector of the original, which closes it.
+    """
+
+    def __init__(self, original: Topology) -> None:
+        children.check()
+        self._begin(original)
+        self.original, self.layout = original, original.layout
+        self.node_index, self.node_rank = original.node_index, original.node_rank
+        self.host, self.cma, self.detector = original.host, original.cma, original.detector
+        self.cores, self.sharing, self.timeout = original.cores, original.sharing, original.timeout
+        self.previous_ranks = original.previous_ranks
+        self.apart, self.is_part = original.apart, original.is_part
+        self._ranks_per_node, self._numbers = original._ranks_per_node, original.next_number() << 16
+        self._finish = original._finish
+        with waiting(original.world, "Topology.duplicate"):
+            self._control = self.world = self.own(original.world.Dup(), watch=True)  # users send data on `private` ones
+
+    @functools.cached_property
+    def node(self) -> MPI.Intracomm:  # type: ignore[override]
+        """The ranks of this node. The communicator is created at its first use, which is collective over the world."""
+        if self.nodes == self.size:
+            return MPI.COMM_SELF
+        return self.world if self.nodes == 1 else self._split(self.node_index, self.rank)
+
+    @functools.cached_property
+    def cross(self) -> MPI.Intracomm:  # type: ignore[override]
+        """The ranks with this one's node rank, created as `node` is."""
+        return self._pairs()
+
+    def _close_detector(self) -> None:
+        """The original closes it."""
+
+    def _abandon_detector(self) -> None:
+        """The original abandons it."""
+
+
 children.guard(
     Topology, "__init__", "agree", "inside", "across", "split", "duplicate", "private", "release", "close", "check_open"
 )
@@ -615,40 +651,6 @@ def _shared_rows(node: MPI.Intracomm) -> StatusRows | None:
     except UnavailableError:
         return None
     return StatusRows(memory.reshape(-1, ROW_BYTES), node.rank)
-
-
-def _simulated_node(rank: int, ranks_per_node: int | Sequence[int]) -> int:
-    if isinstance(ranks_per_node, int):
-        return rank // ranks_per_node
-    end = 0
-    for index, size in enumerate(ranks_per_node):
-        end += size
-        if rank < end:
-            return index
-    raise AssertionError("sizes were checked to cover all ranks")
-
-
-def nodes_left(ranks_per_node: NodeSizes, left: Sequence[int], ranks: int) -> NodeSizes:
-    """Return `ranks_per_node` for the surviving ranks `left` of `ranks`; each stays on its node."""
-    if ranks_per_node is None or _bad_ranks_per_node(ranks_per_node, ranks) is not None:
-        return ranks_per_node  # Topology raises its error
-    return list(Counter(_simulated_node(rank, ranks_per_node) for rank in left).values())
-
-
-def _bad_ranks_per_node(given: NodeSizes, ranks: int) -> OptionError | None:
-    if given is None or _is_positive(given):
-        return None
-    sizes = list(given) if isinstance(given, Sequence) else []
-    if all(map(_is_positive, sizes)) and sum(sizes) == ranks:
-        return None
-    return OptionError(
-        f"ranks_per_node={given!r} can't describe {ranks} ranks: give a positive number of ranks, "
-        f"or a sequence of positive node sizes that add up to {ranks}"
-    )
-
-
-def _is_positive(number: object) -> bool:
-    return isinstance(number, int) and not isinstance(number, bool) and number > 0
 
 
 def _bad_split(colour: int, on_error: str) -> OptionError | None:

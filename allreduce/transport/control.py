@@ -27,6 +27,8 @@ AGREED_VALUES = 8  # of every agreement: messages of different agreements match,
 _REST = (0,) * (AGREED_VALUES - 1)
 LONE_SECONDS = 60.0  # how long a rank with an error waits for the others
 LARGEST_VALUES = 1 << 30  # bytes of JSON that are accepted from other ranks
+SHORT_BYTES, TABLE_BYTES = 256, 1 << 16  # of a value, and of a table of all ranks' values, that one message holds
+LENGTH_BYTES = 8  # of the length in front of a value
 
 
 def raise_together(comm: MPI.Comm, error: Exception | None) -> None:
@@ -124,13 +126,17 @@ def everywhere(error: BaseException, comm: MPI.Comm) -> bool:
 def all_values(comm: MPI.Comm, value: Any, what: str) -> list[Any]:
     """Return every rank's `value`, by rank. Collective. value: JSON-serializable; tuples become lists.
 
-    It takes two all-reduces of tables in which each rank fills its own part: Open MPI's non-blocking all-gather would
-    connect all pairs of ranks.
+    It takes one all-reduce of a table in which each rank fills its own row, and another one if a value is long: Open
+    MPI's non-blocking all-gather would connect all pairs of ranks.
     """
     mine = np.frombuffer(json.dumps(value).encode(), np.uint8)
-    lengths = np.zeros(comm.size, np.int64)
-    lengths[comm.rank] = mine.size
-    combine(comm, lengths, what)
+    room = min(SHORT_BYTES, TABLE_BYTES // comm.size)
+    table = np.zeros((comm.size, LENGTH_BYTES + room), np.uint8)
+    table[comm.rank] = _packed(mine, room)
+    combine(comm, table, what)
+    lengths = table[:, :LENGTH_BYTES].copy().view(np.int64)[:, 0]
+    if lengths.max() <= room:
+        return [_unpacked(row) for row in table]
     _check_size(comm, int(lengths.sum()), what)
     ends = np.cumsum(lengths)
     everyone = np.zeros(ends[-1], np.uint8)
@@ -140,14 +146,35 @@ def all_values(comm: MPI.Comm, value: Any, what: str) -> list[Any]:
 
 
 def root_value(comm: MPI.Comm, value: Any, what: str, root: int = 0) -> Any:
-    """Return rank `root`'s `value` on all ranks. Collective. value: see all_values(); ignored on other ranks."""
+    """Return rank `root`'s `value` on all ranks. Collective. value: see all_values(); ignored on other ranks.
+
+    It takes one broadcast, and another one if the value is long.
+    """
     mine = np.frombuffer(json.dumps(value).encode() if comm.rank == root else b"", np.uint8)
-    length = np.array([mine.size])
-    wait_for(comm, comm.Ibcast(length, root), what)
-    _check_size(comm, int(length[0]), what)
-    text = mine if comm.rank == root else np.empty(length[0], np.uint8)
+    row = _packed(mine, SHORT_BYTES)
+    wait_for(comm, comm.Ibcast(row, root), what)
+    length = int(row[:LENGTH_BYTES].view(np.int64)[0])
+    if 0 <= length <= SHORT_BYTES:
+        return _unpacked(row)
+    _check_size(comm, length, what)
+    text = mine if comm.rank == root else np.empty(length, np.uint8)
     wait_for(comm, comm.Ibcast(text, root), what)
     return json.loads(text.tobytes())
+
+
+def _packed(text: np.ndarray, room: int) -> np.ndarray:
+    """Return a row of a length and `room` bytes, which hold the text if it is not longer."""
+    row = np.zeros(LENGTH_BYTES + room, np.uint8)
+    row[:LENGTH_BYTES].view(np.int64)[0] = text.size
+    if text.size <= room:
+        row[LENGTH_BYTES : LENGTH_BYTES + text.size] = text
+    return row
+
+
+def _unpacked(row: np.ndarray) -> Any:
+    """Return the value in a row of `_packed`."""
+    length = int(row[:LENGTH_BYTES].view(np.int64)[0])
+    return json.loads(row[LENGTH_BYTES : LENGTH_BYTES + length].tobytes())
 
 
 def combine(comm: MPI.Comm, numbers: np.ndarray, what: str, op: MPI.Op = MPI.SUM) -> np.ndarray:

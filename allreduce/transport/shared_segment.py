@@ -151,10 +151,10 @@ def _map(comm: MPI.Intracomm, nbytes: int) -> np.ndarray:
     """Return zeroed whole pages that all ranks map; every view of the array keeps them mapped. Collective."""
     name = f"allreduce-{secrets.token_hex(16)}"  # rank 0's is used
     path = os.path.join(SHARED_MEMORY, root_value(comm, name, "share the name of a shared segment"))
-    raise_together(comm, None)  # all ranks know the name before the file exists, so they can remove it if rank 0 dies
+    # All ranks know the name before the file exists, so each can remove it if another one dies.
+    together(comm, lambda: _check_room(nbytes, comm.size) if comm.rank == 0 else None)
     mine = chunk(nbytes // PAGE_BYTES, comm.size, comm.rank)  # pages: allocated near the rank that touches them
     try:
-        together(comm, lambda: _create(path, nbytes, comm.size) if comm.rank == 0 else None)
         memory = together(comm, lambda: _claim(path, nbytes, mine, comm.size))
     except BaseException:
         _remove(path)
@@ -173,20 +173,22 @@ def _remove(path: str) -> None:
         os.unlink(path)
 
 
-def _create(path: str, nbytes: int, ranks: int) -> None:
-    """Create an empty file that only this user's processes can open."""
+def _check_room(nbytes: int, ranks: int) -> None:
+    """Raise UnavailableError unless there is room for a file, before any rank allocates a part of it. Local."""
     try:
         _check_space(nbytes, ranks)
-        os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600))
     except OSError as error:
         raise _unavailable(error, nbytes, ranks) from error
 
 
 def _claim(path: str, nbytes: int, pages: slice, ranks: int) -> np.ndarray:
-    """Map the whole file, and allocate its `pages`. Local."""
+    """Map the whole file, which only this user's processes can open, and allocate its `pages`. Local.
+
+    The first rank creates the file; no other process can know its name.
+    """
     begin, end = pages.start * PAGE_BYTES, pages.stop * PAGE_BYTES
     try:
-        file = os.open(path, os.O_RDWR)
+        file = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
         try:
             os.ftruncate(file, nbytes)  # the first rank sets the size
             if end > begin and hasattr(os, "posix_fallocate"):

@@ -8,7 +8,7 @@ from mpi4py import MPI
 from allreduce import Topology
 from allreduce.errors import BrokenError, CommunicationError, RankLeftError, RankLostError, UnavailableError
 from allreduce.health.status import LEFT, Fact
-from allreduce.topology import nodes_left
+from allreduce.layout import nodes_left
 from allreduce.transport import ulfm
 from allreduce.transport.control import agree
 from allreduce.transport.wait import NamedCall

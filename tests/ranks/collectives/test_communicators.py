@@ -1,5 +1,5 @@
-"""The number of communicators that "auto" creates: only those in use, at their first use. MPICH has some 2,000 in
-all."""
+"""The numbers of communicators that "auto" creates: only those in use, at their first use. MPICH has some 2,000 in
+all. The numbers of control messages of a topology and of small values."""
 
 import numpy as np
 import pytest
@@ -7,14 +7,15 @@ from mpi4py import MPI
 
 import allreduce
 from allreduce.topology import Topology
+from allreduce.transport import control
 
 SIZE = MPI.COMM_WORLD.size
 # After the topology, `create`, `allocate` and a call, and a call of a small array (native). One on which no failure is
 # seen is made besides where ranks may be lost.
 COUNTS = {
-    "flat": (3, 6, 7, 8),  # world and node; of "auto" two, and the world of its parts; shared; native
-    "twos": (5, 8, 17, 18),  # hierarchical_copy, its topologies of two each out of two, shared and ring
-    "ones": (3, 6, 13, 14),  # a node of one rank and a topology of such nodes have none for `node` and `cross`
+    "flat": (2, 5, 6, 7),  # world twice (control messages, data); of "auto" two, and the world of its parts; shared; native
+    "twos": (4, 7, 16, 17),  # hierarchical_copy, its topologies of two each out of two, shared and ring
+    "ones": (2, 5, 12, 13),  # a node of one rank and a topology of such nodes have none for `node` and `cross`
 }
 NODES = {"flat": None, "twos": 2, "ones": 1}
 
@@ -68,3 +69,34 @@ def test_a_duplicate_makes_communicators_of_nodes_when_asked(made: list[int]) ->
         assert duplicate.cross.allgather(duplicate.rank) == topology.cross.allgather(topology.rank)
         assert made[0] == before + (SIZE > 2) * 2 or SIZE == 1
     assert made[0] == 0
+
+
+@pytest.fixture
+def messages(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Return a list of the control messages that this rank has waited for."""
+    found: list[str] = []
+    wait_for = control.wait_for
+
+    def counted(comm: MPI.Comm, request: MPI.Request, what: str, *limits: float) -> None:
+        found.append(what)
+        wait_for(comm, request, what, *limits)
+
+    monkeypatch.setattr(control, "wait_for", counted)
+    return found
+
+
+def test_control_messages_of_a_topology(messages: list[str]) -> None:
+    with Topology(ranks_per_node=2):
+        assert len(messages) <= 8
+
+
+@pytest.mark.parametrize("length", [0, 100, 254, 255, 256, 5000])
+def test_a_short_value_takes_one_message(messages: list[str], length: int) -> None:
+    """Two quotes belong to the value. The long values of a rank are read too."""
+    comm, value = MPI.COMM_WORLD, "x" * length
+    several = [value if rank == SIZE - 1 else f"rank {rank}" for rank in range(SIZE)]
+    assert control.all_values(comm, several[comm.rank], "all") == several
+    assert len(messages) == (0 if SIZE == 1 else 1 + (length > 254))
+    messages.clear()
+    assert control.root_value(comm, value if comm.rank == SIZE - 1 else None, "root", SIZE - 1) == value
+    assert len(messages) == 1 + (length > 254)
