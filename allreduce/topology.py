@@ -94,7 +94,7 @@ class Topology:
         agree(comm, [zlib.crc32(asked.encode())], asked, error)
         self._begin(parent)
         self._numbers, self.apart, self.is_part = 0, False, parent is not None
-self._ranks_per_node = ranks_per_node
+        self._ranks_per_node = ranks_per_node
         self.timeout = seconds(TIMEOUT) if timeout is None else float(timeout)
         try:
             with waiting(comm, asked):

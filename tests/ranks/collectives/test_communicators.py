@@ -13,7 +13,12 @@ SIZE = MPI.COMM_WORLD.size
 # After the topology, `create`, `allocate` and a call, and a call of a small array (native). One on which no failure is
 # seen is made besides where ranks may be lost.
 COUNTS = {
-    "flat": (2, 5, 6, 7),  # world twice (control messages, data); of "auto" two, and the world of its parts; shared; native
+    "flat": (
+        2,
+        5,
+        6,
+        7,
+    ),  # world twice (control messages, data); of "auto" two, and the world of its parts; shared; native
     "twos": (4, 7, 16, 17),  # hierarchical_copy, its topologies of two each out of two, shared and ring
     "ones": (2, 5, 12, 13),  # a node of one rank and a topology of such nodes have none for `node` and `cross`
 }
