@@ -19,8 +19,8 @@ from allreduce.doctor.network import advise_if_late
 from allreduce.errors import AllReduceError, LauncherError, OptionError
 from allreduce.health import abort
 from allreduce.health.stall import STALL, TIMEOUT
-from allreduce.keywords import near
 from allreduce.machine import mpi_library
+from allreduce.notices import near
 from allreduce.transport import processes
 from allreduce.transport.control import raise_together
 

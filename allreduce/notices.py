@@ -1,7 +1,9 @@
-"""Notices of copies, fallbacks and oversubscription, logged once on rank 0 by "allreduce"; warnings of old names."""
+"""Notices of copies, fallbacks and oversubscription, logged once on rank 0 by "allreduce"; texts for messages."""
 
+import difflib
 import logging
 import warnings
+from collections.abc import Iterable
 
 log = logging.getLogger("allreduce")
 _said: set[str] = set()
@@ -26,3 +28,9 @@ def shown(value: object, most: int = 60) -> str:
     except (RecursionError, ValueError):  # too deeply nested, or a number too long, for Python to format
         text = type(value).__name__
     return text if len(text) <= most else f"{text[: most - 3]}..."
+
+
+def near(unknown: str, known: Iterable[str]) -> str:
+    """Return a suggestion for an unknown name: "; did you mean 'update'?", or "" if no name is near. Local."""
+    found = difflib.get_close_matches(unknown, list(known), n=1, cutoff=0.5)
+    return f"; did you mean {found[0]!r}?" if found else ""

@@ -9,7 +9,7 @@ import zlib
 from functools import partial
 from typing import Any
 
-from allreduce import keywords, notices
+from allreduce import notices
 from allreduce.backend import AllReduce, Config, TwoPhase
 from allreduce.errors import AllReduceError, OptionError, UnavailableError, UnknownBackendError
 from allreduce.topology import Topology
@@ -234,7 +234,7 @@ def class_of(name: str) -> type[AllReduce]:
     """Return the class of a backend, whose attributes say what it can do. Local. Raises UnknownBackendError."""
     backends = {**BACKENDS, **OTHERS}
     if not isinstance(name, str) or name not in backends:
-        hint = keywords.near(str(name), backends) or "."
+        hint = notices.near(str(name), backends) or "."
         raise UnknownBackendError(f"no backend is called {name!r}{hint} The backends are: {', '.join(BACKENDS)}")
     module, _, attribute = backends[name].partition(":")
     return getattr(importlib.import_module(module), attribute)
@@ -248,7 +248,7 @@ def _arguments(name: str, backend_class: type[AllReduce], check: str, options: d
     for option in options:
         if option not in offered:
             offered += ["compress", "exact", "trace"]
-            hint = keywords.near(option, [*offered, "topology"]) or "."
+            hint = notices.near(option, [*offered, "topology"]) or "."
             raise OptionError(f"backend {name!r} has no option {option!r}{hint} Its options are: {', '.join(offered)}")
     return {"check": check, **{each: value for each, value in given.items() if each in taken}, **options}
 

@@ -20,7 +20,7 @@ from allreduce.layout import Layout, NodeSizes, error_of_sizes, nodes_left, simu
 from allreduce.process import children, launcher
 from allreduce.transport import deferred_free, liveness, processes, ulfm
 from allreduce.transport.cma import CMA
-from allreduce.transport.control import agree, all_values, on_all_ranks, root_value
+from allreduce.transport.control import agree, all_values, on_all_ranks
 from allreduce.transport.shared_segment import CommonSegment
 from allreduce.transport.wait import NamedCall, WaitRecord, record_of, waiting, watched
 

@@ -3,9 +3,9 @@
 from typing import Any
 
 from allreduce.backend import AllReduce
-from allreduce.keywords import known_only
 from allreduce.topology import Topology
 from allreduce.wrappers.options import Given
+from trainers.errors import known_only
 from trainers.local_sgd.outer import LocalOptions, OuterSGD
 from trainers.replica import Replica
 from trainers.strategies.exact import ExactMirrored

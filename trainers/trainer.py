@@ -14,7 +14,6 @@ import numpy as np
 
 from allreduce import notices
 from allreduce.errors import ClosedError, CopyError, DisagreementError
-from allreduce.keywords import known_only
 from allreduce.topology import Topology
 from allreduce.tracing.trace import Trace
 from allreduce.transport import ulfm
@@ -39,7 +38,7 @@ from trainers.data import (
 from trainers.datasets.columns import Columns
 from trainers.datasets.shards import ShardRows
 from trainers.datasets.streams import Arrays, Stream, open_stream
-from trainers.errors import ArgumentError, TrainerError
+from trainers.errors import ArgumentError, TrainerError, known_only
 from trainers.export import export
 from trainers.export.metadata import Exported
 from trainers.fit.checkpointing import Checkpoint, make_saver

@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from allreduce import keywords
+from allreduce import notices
 from allreduce.arrays import dtypes, low_rank
 from allreduce.arrays.quantize import PIECE
 from allreduce.arrays.registered import Part
@@ -160,7 +160,7 @@ class ByPart(Compression):
         names = [part.name for part in parts]
         found = [pattern for pattern, _ in self.patterns if not any(fnmatchcase(name, pattern) for name in names)]
         return {
-            pattern: f"compress={{...}}: no parameter is called {pattern!r}{keywords.near(pattern, names) or '.'}"
+            pattern: f"compress={{...}}: no parameter is called {pattern!r}{notices.near(pattern, names) or '.'}"
             for pattern in found
             if pattern and names
         }
@@ -196,7 +196,7 @@ def parse(compress: Given) -> Compression | str | None:
         if kind == "powersgd" and rank.isascii() and (rank.isdigit() or not colon):
             return parse(PowerSGD(int(rank or 1)))
     known = ", ".join(f'"{name}"' for name in NAMES)
-    hint = keywords.near(str(compress), NAMES) or ";"
+    hint = notices.near(str(compress), NAMES) or ";"
     raise OptionError(
         f"compress={compress!r} is unknown{hint} use {known} (any rank), None, or an object of options: "
         "allreduce.Half, allreduce.Quantized, allreduce.PowerSGD"

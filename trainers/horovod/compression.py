@@ -6,7 +6,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from allreduce import keywords
+from allreduce import notices
 from allreduce.errors import OptionError
 from allreduce.wrappers import options as compressions
 from allreduce.wrappers.options import Given, Half, PowerSGD, Quantized
@@ -131,6 +131,6 @@ def _options(kind: Callable[..., Given], first: Any, settings: dict[str, Any]) -
     _, *known = (each.name for each in fields(kind))  # type: ignore[arg-type]
     for name in settings:
         if name not in known:
-            hint = keywords.near(name, known) or "."
+            hint = notices.near(name, known) or "."
             raise ArgumentError(f"Compression has no setting {name!r} here{hint} There are: {', '.join(known)}")
     return kind(first, **settings)

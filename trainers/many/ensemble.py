@@ -14,7 +14,7 @@ from mpi4py import MPI
 
 from allreduce.elastic.retry import recover, retry
 from allreduce.errors import ClosedError, CopyError
-from allreduce.keywords import known_only, near
+from allreduce.notices import near
 from allreduce.topology import Topology
 from allreduce.transport import ulfm
 from allreduce.transport.control import everywhere, on_all, on_all_ranks, raise_together, root_value, together
@@ -34,7 +34,7 @@ from trainers.data import (
     structure_of,
     without_rows,
 )
-from trainers.errors import ArgumentError, ModelFileError, TrainerError
+from trainers.errors import ArgumentError, ModelFileError, TrainerError, known_only
 from trainers.fit.checkpointing import Checkpoint
 from trainers.group import GroupOwner, RankGroup, broadcast_arrays
 from trainers.many import ensemble_model

@@ -19,7 +19,6 @@ from torch.optim import Optimizer
 
 from allreduce.backend import AllReduce, Config
 from allreduce.errors import AllReduceError, OptionError, UnsupportedDtypeError
-from allreduce.keywords import known_only
 from allreduce.topology import Topology
 from allreduce.tracing.trace import Trace
 from allreduce.transport.control import agree, raise_together
@@ -27,6 +26,7 @@ from allreduce.wrappers.options import Given
 from trainers import checks
 from trainers.backends import UPDATES, compress_error, exact_error
 from trainers.checks import MAJORITY
+from trainers.errors import known_only
 from trainers.local_sgd.outer import LocalOptions, OuterSGD
 from trainers.pytorch.hooks import owner_of
 from trainers.pytorch.sparse import sparse_parameters
