@@ -94,7 +94,7 @@ class Topology:
         agree(comm, [zlib.crc32(asked.encode())], asked, error)
         self._begin(parent)
         self._numbers, self.apart, self.is_part = 0, False, parent is not None
-        self._ranks_per_node = ranks_per_node
+        self.ranks_per_node = ranks_per_node
         self.timeout = seconds(TIMEOUT) if timeout is None else float(timeout)
         try:
             with waiting(comm, asked):
@@ -138,10 +138,10 @@ class Topology:
         """
         self._control = comm
         self.world: MPI.Intracomm = self.own(comm.Dup(), watch=True)
-        self._finish = self.detector.wait_record(self.next_number(), raises=True)  # of `finished`
+        self.finish_record = self.detector.wait_record(self.next_number(), raises=True)  # of `finished`
         if ulfm.in_force():  # ranks announce that they leave on a communicator that no failure revokes
             self._unrevoked = self.own(self.world.Dup())
-            self.detector.messages.use_unrevoked(self._unrevoked, self._finish)
+            self.detector.messages.use_unrevoked(self._unrevoked, self.finish_record)
         self.previous_ranks = tuple(range(self.size))
         self.host: MPI.Intracomm = self.world if on_one_host else self._ranks_of_this_host()
         found = all_values(self.host, [machine.cores(), self.rank, liveness.own()], "count the cores of this node")
@@ -172,11 +172,11 @@ class Topology:
 
     def _ranks_of_this_node(self) -> MPI.Intracomm:
         """Return the communicator of this rank's node, which may be simulated. Collective."""
-        if self._ranks_per_node is None:
+        if self.ranks_per_node is None:
             return self.host
-        if self._ranks_per_node == 1:
+        if self.ranks_per_node == 1:
             return MPI.COMM_SELF
-        number = simulated(self._ranks_per_node, self.size).node_of(self.rank)
+        number = simulated(self.ranks_per_node, self.size).node_of(self.rank)
         with waiting(self.world, "make a communicator"):
             return self.own(self.host.Split(number, key=self.rank), watch=True)
 
@@ -185,7 +185,7 @@ class Topology:
         leader = min(processes.ranks_in(self.world, self.node))
         found = all_values(self.world, [leader, machine.digest_of_versions()], "count the nodes")
         _compare_versions(self.world, [digest for _, digest in found])
-        return Layout.of_leaders([leader for leader, _ in found], self._ranks_per_node is not None)
+        return Layout.of_leaders([leader for leader, _ in found], self.ranks_per_node is not None)
 
     def _pairs(self) -> MPI.Intracomm:
         """Return the communicator of the ranks with this one's node rank. Collective."""
@@ -527,11 +527,11 @@ class Topology:
         if not ulfm.in_force():
             return ok
         call = NamedCall("finished: agree whether all surviving ranks have completed the work")
-        self._finish.begin(call)
+        self.finish_record.begin(call)
         try:
             return ulfm.agree(self.world, ok, lambda: self.detector.messages.check_finish(call))
         finally:
-            self._finish.end()
+            self.finish_record.end()
 
     def survivors(self, admit: bool = True) -> "Topology":
         """Return a topology of the surviving ranks, in rank order, each on its node. Collective over these.
@@ -550,7 +550,7 @@ class Topology:
                 "this job can't continue after a rank fails: start it with Open MPI's mpirun --with-ft ulfm"
             )
         self.revoke()
-        made = type(self).of_survivors(self.world, self._ranks_per_node, self.timeout)
+        made = type(self).of_survivors(self.world, self.ranks_per_node, self.timeout)
         if self.apart:
             made.isolate()
         self.abandon()
@@ -605,8 +605,8 @@ class Duplicate(Topology):
         self.cores, self.sharing, self.timeout = original.cores, original.sharing, original.timeout
         self.previous_ranks = original.previous_ranks
         self.apart, self.is_part = original.apart, original.is_part
-        self._ranks_per_node, self._numbers = original._ranks_per_node, original.next_number() << 16
-        self._finish = original._finish
+        self.ranks_per_node, self._numbers = original.ranks_per_node, original.next_number() << 16
+        self.finish_record = original.finish_record
         with waiting(original.world, "Topology.duplicate"):
             self._control = self.world = self.own(original.world.Dup(), watch=True)  # users send data on `private` ones
 
