@@ -61,7 +61,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add(
         "--seconds", type=cli.at_least(0.1, float), default=5.0, metavar="S", help="of a server in a round (default: 5)"
     )
-    add("--members", type=cli.at_least(1), default=1, metavar="N", help="an ensemble of N networks, whole and --spread")
+    add("--members", type=cli.at_least(1), default=1, metavar="N", help="serve an ensemble of N networks")
     add("--rounds", type=cli.at_least(1), default=3, metavar="N", help="in which the servers take turns (default: 3)")
     add("--max-batch", type=cli.at_least(1), default=32, metavar="N", help="rows (default: 32)")
     add("--onnx", action="store_true", help="measure onnxruntime behind the same web server, too")
@@ -248,8 +248,6 @@ def contenders(options: argparse.Namespace, model: Path, onnx: Path) -> list[Con
     for ranks in options.ranks:
         name = f"{ranks} rank{'s' * (ranks > 1)}"
         found.append(Contender(name, ranks, ["--model", str(model)]))
-        if options.members > 1 and ranks > 1:
-            found.append(Contender(f"{name}, --spread", ranks, ["--model", str(model), "--spread"]))
     if options.onnx:
         found.append(Contender("1 rank, onnxruntime", 1, ["--model", str(onnx)]))
     return found

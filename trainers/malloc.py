@@ -44,10 +44,3 @@ def _set() -> bool:
     if libc is None or not hasattr(libc, "mallopt"):
         return False
     return bool(libc.mallopt(M_MMAP_THRESHOLD, LARGEST_BLOCK) and libc.mallopt(M_TRIM_THRESHOLD, KEPT))
-
-
-def return_freed_memory() -> None:
-    """Give freed memory back to the system now, after large objects were dropped. Local; does nothing without glibc."""
-    libc = ctypes.CDLL(None) if sys.platform == "linux" else None
-    if libc is not None and hasattr(libc, "malloc_trim"):
-        libc.malloc_trim(0)

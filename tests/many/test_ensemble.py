@@ -17,7 +17,6 @@ from trainers.many import ensemble_model
 from trainers.many.drawn_rows import DrawnRows, taken
 from trainers.many.ensemble import EnsembleTrainer
 from trainers.many.ensemble_model import EnsembleModel
-from trainers.many.members import voters_of
 from trainers.many.models import load_model
 from trainers.many.timely import Position
 from trainers.many.voting import Scorer, Voting, normal, selected_weights, shares_of
@@ -282,7 +281,8 @@ def test_the_only_member_votes_without_a_weight(tmp_path: Path, digits: datasets
         ensemble.load(path)
         assert ensemble.oob == {}
     model = load_model(path)
-    assert voters_of(model) == (1,)
+    assert isinstance(model, EnsembleModel)
+    assert model.voters == (1,)
     np.testing.assert_allclose(model.predict(x), expected, rtol=1e-6)
 
 

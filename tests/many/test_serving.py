@@ -18,12 +18,11 @@ import pytest
 
 from allreduce.topology import Topology
 from benchmarks import serving
-from benchmarks.lib.http_load import Load
 from tests import launch
 from tests.conftest import in_one_job
 from tests.many.fuzz_requests import Target, request, run
 from trainers.errors import ArgumentError
-from trainers.many import dealing, ensemble_model, members, web
+from trainers.many import dealing, ensemble_model, web
 from trainers.many.answering import Answer, Exchange
 from trainers.many.dealing import Peer, Prepared, Server
 from trainers.many.ensemble_model import SavedEnsemble, SavedMember
@@ -67,7 +66,7 @@ def test_canary_other_models_and_a_stopped_rank(tmp_path: Path) -> None:
         "--model",
         os.path.relpath(folder),
         "--canary",
-        "0002=0.25",
+        "0002=0.5",
         "--poll-seconds",
         "0.05",
         "--answer-seconds",
@@ -78,8 +77,9 @@ def test_canary_other_models_and_a_stopped_rank(tmp_path: Path) -> None:
 
     with serving.server(2, given, tmp_path) as job, contextlib.closing(_connection(job)) as connection:
         found = [_ask(connection, "", x.tolist())[1]["predictions"][0] for _ in range(40)]
-        assert sum(np.allclose(each, answers[1]) for each in found) == 10
-        assert sum(np.allclose(each, answers[0]) for each in found) == 30
+        by_canary = sum(np.allclose(each, answers[1]) for each in found)
+        assert 0 < by_canary < 40
+        assert sum(np.allclose(each, answers[0]) for each in found) == 40 - by_canary
         answer = _ask(connection, "/versions/2", x.tolist())[1]
         assert np.allclose(answer["predictions"][0], answers[1])
         assert _ask(connection, "", [[1, 2]])[0] == 400
@@ -102,40 +102,6 @@ def test_canary_other_models_and_a_stopped_rank(tmp_path: Path) -> None:
         _check_a_stopped_rank(job, connection, x)
     assert job.code == 0, job.text()
     assert "answered" in job.text()
-
-
-@pytest.mark.jobs
-@pytest.mark.usefixtures("_environment")
-def test_ranks_hold_members_of_an_ensemble(tmp_path: Path) -> None:
-    """A rank is stopped, then killed: rank 0 computes its members until another rank has loaded them."""
-    networks = [NumpyNetwork([4, 8, 3], seed=seed) for seed in range(5)]
-    serving.write_ensemble(networks, tmp_path / "e.npz")
-    x = [np.full((2, 4), number, np.float32) for number in range(4)]
-    right = [[np.mean([each.predict(rows) for each in networks], axis=0)] for rows in x]
-    bodies = [json.dumps({"instances": rows.tolist()}).encode() for rows in x]
-    given = ["--model", str(tmp_path / "e.npz"), "--spread", "--answer-seconds", ANSWER_SECONDS, "--max-wait-ms", "1"]
-
-    with serving.server(3, given, tmp_path, survives=True) as job:
-
-        def check(requests: int) -> None:
-            load = Load(job.port, serving.PREDICT, bodies, 4)
-            load.run(lambda number: number >= requests)
-            assert serving.result_of(load, right, 1.0)["outcomes"] == {"right": requests}
-
-        assert job.get(f"{serving.PATH}/metadata")["members"] == 5
-        check(40)
-        ranks = job.ranks()
-        os.kill(ranks[1], signal.SIGSTOP)
-        check(8)
-        os.kill(ranks[1], signal.SIGCONT)
-        check(40)
-        os.kill(ranks[2], signal.SIGKILL)
-        check(40)
-        while "rank 2 was lost; ranks that go on: 2" not in job.text():
-            time.sleep(0.02)
-        check(40)
-    assert job.code == 0, job.text()
-    assert "rank 1 has not answered" in job.text()
 
 
 @pytest.mark.jobs
@@ -169,13 +135,6 @@ def test_sigterm_answers_what_has_come(tmp_path: Path) -> None:
     assert job.code == 0, job.text()
 
 
-def test_each_member_is_computed_once() -> None:
-    assert [members.share_of((0, 2, 3, 4), position, 3) for position in range(3)] == [(0, 4), (2,), (3,)]
-    assert members.share_of(None, 1, 3) is None
-    assert members.divided((0, 2, 3, 4), {1: (2,), 2: (3, 2)}) == {1: (2,), 2: (3,), 0: (0, 4)}
-    assert members.divided((0, 1), {1: (0, 1), 2: (0, 1)}) == {1: (0, 1)}
-
-
 @contextlib.contextmanager
 def _server(path: Path, *given: str) -> Iterator[tuple[Server, Version]]:
     """Context manager: a server of one rank, whose turns the test makes, and the version that it serves."""
@@ -195,7 +154,7 @@ def test_votes_that_can_not_be_combined_do_not_end_the_server(tmp_path: Path) ->
     saved = [SavedMember(number, 0, "NumpyNetwork", each.saved_config()) for number, each in enumerate(networks)]
     states = {number: each.state() for number, each in enumerate(networks)}
     ensemble_model.write(str(path), SavedEnsemble(saved, {}, Voting(), [0.5, 0.5]), states)
-    with _server(path, "--spread") as (server, version):
+    with _server(path) as (server, version):
         future = server.submit(version, np.zeros((1, 4), np.float32))
         while not future.done():
             server._turn()
@@ -246,7 +205,7 @@ def test_a_rank_that_loads_for_long_is_late_and_then_answers(tmp_path: Path, mon
         other.given = [Answer(1, 1, {}, [])]
         turn()
         assert not peer.late
-        assert peer.held(version) is not None
+        assert peer.holds(version)
         turn()
         assert [dealing.LOAD in header for header in other.dealt] == [True]
 
@@ -296,7 +255,6 @@ def test_errors_at_the_start(tmp_path: Path) -> None:
             (["--model", "m.npz", "--canary", "0002=0.1"], "is a file"),
             (["--model", "empty", "--canary", "0002=1.5"], "between 0 and 1"),
             (["--model", "m.npz", "--name", "a/b"], "can't be in a path"),
-            (["--model", "m.npz", "--spread"], "is no ensemble"),
             (["--model", "m.npz", "--port", port], "Address already in use"),
             (["--model", "m.npz", "--port", "70000"], "70000 is not between 0 and 65535"),
         ]

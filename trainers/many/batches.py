@@ -44,12 +44,9 @@ class Request:
 
 @dataclass(eq=False)
 class Batch:
-    """Requests that are computed together. votes: of members of an ensemble, by their numbers. ended: whether the
-    requests have their answers, or wait again."""
+    """Requests that are computed together."""
 
     requests: list[Request]
-    votes: dict[int, np.ndarray] = field(default_factory=dict)
-    ended: bool = False
 
     @property
     def version(self) -> Version:

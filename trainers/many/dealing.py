@@ -2,7 +2,6 @@
 
 import argparse
 import logging
-import os
 import queue
 import socket
 import sys
@@ -17,7 +16,6 @@ from allreduce.transport import ulfm
 from trainers.errors import TrainerError
 from trainers.many.answering import Answer, Dealer, Exchange
 from trainers.many.batches import TRIES, Batch, Request, Waiting
-from trainers.many.members import Members, combined, computed, divided, share_of, voters_of
 from trainers.many.metrics import Metrics
 from trainers.many.versions import AVAILABLE, END, LOADING, UNLOADING, Found, Version, Versions, Watcher
 from trainers.many.web import Limits, Pages, Web
@@ -28,7 +26,6 @@ log = logging.getLogger("trainers")
 IDLE_SECONDS, BUSY_SECONDS = 0.02, 1e-3  # longest pauses of rank 0: without work, and while ranks compute
 LOAD_SECONDS = 60.0  # after which another rank may load a version, too
 PREDICT, LOAD, UNLOAD, STOP = "predict", "load", "unload", "stop"  # names in headers of work
-MEMBERS = "members"
 
 
 class Prepared(NamedTuple):
@@ -54,17 +51,17 @@ class Local:
 
     def __init__(self, wake: Callable[[], object]) -> None:
         self._wake = wake
-        self._work: queue.SimpleQueue[tuple[Batch, Members] | None] = queue.SimpleQueue()
-        self._done: queue.SimpleQueue[tuple[Batch, Members, list[np.ndarray], str]] = queue.SimpleQueue()
+        self._work: queue.SimpleQueue[Batch | None] = queue.SimpleQueue()
+        self._done: queue.SimpleQueue[tuple[Batch, list[np.ndarray], str]] = queue.SimpleQueue()
         self.batches: list[Batch] = []
         threading.Thread(target=self._run, name="compute", daemon=True).start()
 
-    def deal(self, batch: Batch, members: Members) -> None:
+    def deal(self, batch: Batch) -> None:
         self.batches.append(batch)
-        self._work.put((batch, members))
+        self._work.put(batch)
 
-    def answers(self) -> list[tuple[Batch, Members, list[np.ndarray], str]]:
-        """Return what is computed: for each batch its members, their votes or the outputs, and the text of an error."""
+    def answers(self) -> list[tuple[Batch, list[np.ndarray], str]]:
+        """Return what is computed: each batch, its outputs, and the text of an error."""
         found = []
         while not self._done.empty():
             found.append(self._done.get())
@@ -75,67 +72,49 @@ class Local:
         self._work.put(None)
 
     def _run(self) -> None:
-        while (work := self._work.get()) is not None:
-            batch, members = work
+        while (batch := self._work.get()) is not None:
             arrays, error = [], ""
             try:
-                arrays = computed(batch.version.model, batch.input(), members)
+                arrays = [batch.version.model.predict(batch.input())]
             except Exception as failure:  # of a model
                 error = f"{type(failure).__name__}: {failure}"
-            self._done.put((batch, members, arrays, error))
+            self._done.put((batch, arrays, error))
             self._wake()
 
 
-class Held(NamedTuple):
-    """A version on a rank. digest: of its file. members: the members that the rank has; None: all of the model."""
-
-    digest: str
-    members: Members
-
-
-class Part(NamedTuple):
-    """What a rank computes of a batch. members: None: all of the model."""
-
-    batch: Batch
-    members: Members
-
-
 class Change(NamedTuple):
-    """A version that a rank loads (held), or unloads (None)."""
+    """A version that a rank loads, whose file has this digest, or that it unloads ("")."""
 
     version: int
-    held: Held | None
+    digest: str
 
 
 class Peer:
-    """Another rank, as rank 0 sees it. has: the versions that it has loaded, by their numbers. work: what it has not
-    answered, by sequence numbers."""
+    """Another rank, as rank 0 sees it. has: the digests of the versions that it has loaded, by their numbers. work:
+    what it has not answered, by sequence numbers."""
 
-    def __init__(self, rank: int, has: dict[int, Held]) -> None:
+    def __init__(self, rank: int, has: dict[int, str]) -> None:
         self.rank, self.has = rank, has
         self.refused: dict[int, str] = {}  # the digests of versions that it can't load
-        self.work: dict[int, Part | Change] = {}
+        self.work: dict[int, Batch | Change] = {}
         self.since = 0.0  # when it was last dealt work, or has answered
         self.late = False  # the last work was not answered in time
 
     @property
     def batches(self) -> list[Batch]:
-        return [work.batch for work in self.work.values() if isinstance(work, Part)]
+        return [work for work in self.work.values() if isinstance(work, Batch)]
 
     @property
     def changes(self) -> bool:
         """Whether it loads or unloads a version."""
         return any(isinstance(work, Change) for work in self.work.values())
 
-    def held(self, version: Version) -> Held | None:
-        """Return the version on this rank, if it has that and answers in time."""
-        held = self.has.get(version.number)
-        return held if held is not None and held.digest == version.digest and not self.late else None
+    def holds(self, version: Version) -> bool:
+        """Whether it has this version, and answers in time."""
+        return self.has.get(version.number) == version.digest and not self.late
 
     def can_answer(self, request: Request) -> bool:
-        """Whether it has all of the model."""
-        held = self.held(request.version)
-        return held is not None and held.members is None
+        return self.holds(request.version)
 
 
 class Server:
@@ -148,9 +127,8 @@ class Server:
         self._dealer, self._awake = Dealer(exchange), threading.Event()
         self._waiting = Waiting(options.max_queue, options.max_batch, options.max_wait_ms / 1000, self._awake.set)
         self._local = Local(self._awake.set)
-        self._peers = {rank: Peer(rank, {}) for rank in range(1, exchange.size)}
-        for peer in self._peers.values():
-            peer.has = {version.number: self._planned(peer, version) for version in self._versions.available()}
+        has = {version.number: version.digest for version in self._versions.available()}
+        self._peers = {rank: Peer(rank, dict(has)) for rank in range(1, exchange.size)}
         self._metrics = Metrics(self._waiting, self._versions, lambda: len(self._peers) + 1)
         self._news: queue.SimpleQueue[Version | int] = queue.SimpleQueue()  # from the watcher: to load, to unload
         limits = Limits(
@@ -232,8 +210,8 @@ class Server:
 
     def _take_answers(self, answers: Iterable[Answer]) -> None:
         """answers: of the other ranks."""
-        for batch, members, arrays, error in self._local.answers():
-            self._take_part(Part(batch, members), arrays, error)
+        for batch, arrays, error in self._local.answers():
+            self._take_outputs(batch, arrays, error)
         for answer in answers:
             peer = self._peers.get(answer.rank)
             work = None if peer is None else peer.work.pop(answer.number, None)
@@ -244,36 +222,21 @@ class Server:
                 if header is not None:
                     self._take_change(peer, work, header.get("error", ""))
             elif header is not None:
-                self._take_part(work, answer.arrays, header.get("error", ""))
+                self._take_outputs(work, answer.arrays, header.get("error", ""))
             else:
-                self._again(work.batch, f"two ranks in turn were lost; the last one was rank {answer.rank}")
+                self._again(work, f"two ranks in turn were lost; the last one was rank {answer.rank}")
         for peer in self._peers.values():
             peer.late &= self._dealer.busy(peer.rank) > 0
 
-    def _take_part(self, part: Part, arrays: Sequence[np.ndarray], error: str) -> None:
-        """Take the votes or outputs that a rank has computed for a batch."""
-        batch = part.batch
-        if batch.ended:  # another rank was lost that had a part of it
-            return
+    def _take_outputs(self, batch: Batch, arrays: Sequence[np.ndarray], error: str) -> None:
+        """Take the outputs that a rank has computed for a batch."""
         if error or not arrays:
             self._fail(batch, error)
-        elif part.members is None:
-            self._answer(batch, arrays[0])
         else:
-            batch.votes.update(zip(part.members, arrays, strict=True))
-            if batch.votes.keys() >= set(voters_of(batch.version.model) or ()):
-                try:
-                    self._answer(batch, combined(batch.version.model, batch.votes))
-                except TrainerError as failure:  # the outputs of the members differ in shape
-                    self._fail(batch, f"{type(failure).__name__}: {failure}")
-
-    def _answer(self, batch: Batch, outputs: np.ndarray) -> None:
-        batch.ended = True
-        self._metrics.batch(batch.rows)
-        batch.answer(outputs)
+            self._metrics.batch(batch.rows)
+            batch.answer(arrays[0])
 
     def _fail(self, batch: Batch, error: str) -> None:
-        batch.ended = True
         if len(batch.requests) > 1:  # the rows of one of them may be the cause
             self._waiting.again(batch.requests)
         else:
@@ -282,9 +245,6 @@ class Server:
 
     def _again(self, batch: Batch, text: str) -> None:
         """Deal the requests of a batch once more; refuse a request that was dealt TRIES times."""
-        if batch.ended:
-            return
-        batch.ended = True
         spent = [request for request in batch.requests if request.tries >= TRIES]
         for request in spent:
             request.refuse(503, f"no rank has answered: {text}", Retry_After="1")
@@ -306,10 +266,10 @@ class Server:
                     continue
                 peer.late = True
                 log.warning("rank %d has not answered for %.0f s", peer.rank, now - peer.since)
-                if isinstance(work, Part):
+                if isinstance(work, Batch):
                     self._dealer.forget(number)
                     del peer.work[number]
-                    self._again(work.batch, f"rank {peer.rank} has not answered in {limit:g} s")
+                    self._again(work, f"rank {peer.rank} has not answered in {limit:g} s")
 
     # Versions
 
@@ -329,7 +289,7 @@ class Server:
         listed = self._versions.listed()
         wanted = {version.number: version for version in listed if version.state in (LOADING, AVAILABLE)}
         loading = any(
-            isinstance(work, Change) and work.held
+            isinstance(work, Change) and work.digest
             for peer in self._peers.values()
             for work in peer.work.values()
             if not peer.late
@@ -340,30 +300,18 @@ class Server:
                 continue
             for number in peer.has.keys() - wanted.keys():
                 if not self._in_use(number):
-                    self._deal_to(peer, {UNLOAD: number}, Change(number, None))
+                    self._deal_to(peer, {UNLOAD: number}, Change(number, ""))
             for version in wanted.values():
-                if not loading and self._lacks(peer, version):
-                    held = self._planned(peer, version)
-                    header = {LOAD: version.number, "path": os.path.abspath(version.path), "digest": held.digest}
-                    self._deal_to(peer, {**header, MEMBERS: held.members}, Change(version.number, held))
+                number, digest = version.number, version.digest
+                if not loading and digest not in (peer.has.get(number), peer.refused.get(number)):
+                    self._deal_to(peer, {LOAD: number, "path": version.path, "digest": digest}, Change(number, digest))
                     loading = True
         for version in listed:
-            if version.state == LOADING and all(p.held(version) for p in self._peers.values() if not p.late):
+            if version.state == LOADING and all(p.holds(version) for p in self._peers.values() if not p.late):
                 version.state = AVAILABLE
                 log.warning("version %d answers", version.number)
             if version.state == UNLOADING and not self._in_use(version.number):
                 self._versions.drop(version.number)
-
-    def _planned(self, peer: Peer, version: Version) -> Held:
-        """Return the file and the members of a version that a rank is to hold."""
-        voters = voters_of(version.model) if self._options.spread else None
-        position = 1 + list(self._peers).index(peer.rank)
-        return Held(version.digest, share_of(voters, position, 1 + len(self._peers)))
-
-    def _lacks(self, peer: Peer, version: Version) -> bool:
-        """Whether a rank is to load a version, or other members of it: a rank was lost."""
-        held = peer.has.get(version.number)
-        return held != self._planned(peer, version) and peer.refused.get(version.number) != version.digest
 
     def _in_use(self, number: int) -> bool:
         dealt = [*self._local.batches, *(batch for peer in self._peers.values() for batch in peer.batches)]
@@ -372,75 +320,44 @@ class Server:
     def _take_change(self, peer: Peer, change: Change, error: str) -> None:
         number = change.version
         peer.has.pop(number, None)
-        if change.held is None:
+        if not change.digest:
             return
         if not error:
-            peer.has[number] = change.held
+            peer.has[number] = change.digest
             return
         log.warning("rank %d can't load version %d: %s", peer.rank, number, error)
         version = self._versions.known.get(number)
-        if version is not None and version.digest == change.held.digest and version.state == LOADING:
+        if version is not None and version.digest == change.digest and version.state == LOADING:
             if self._watcher is not None:
                 self._watcher.refuse(number)
             version.state, version.error = END, f"rank {peer.rank}: {error}"
             log.warning("version %d is not served: %s", number, version.error)
         else:  # the other ranks answer by it
-            peer.refused[number] = change.held.digest
+            peer.refused[number] = change.digest
 
     # Dealing
 
     def _deal(self, now: float) -> None:
         """Deal batches to the ranks that have no work, and to rank 0's own thread after them; then full batches to
         ranks that have one, so that they need not wait for the next one."""
-        if self._options.spread:
-            self._deal_to_all(now)
         for peer in self._peers.values():
             if not peer.work and not peer.late:
                 self._deal_batch(peer, self._waiting.take(now, peer.can_answer, self._draining))
         if not self._local.batches:
             batch = self._waiting.take(now, self._is_for_this_rank, self._draining)
             if batch is not None:
-                self._local.deal(self._begun(batch), None)
+                self._local.deal(self._begun(batch))
         for peer in self._peers.values():
             if len(peer.batches) == 1 and not peer.changes and not peer.late:
                 self._deal_batch(peer, self._waiting.take_full(peer.can_answer))
 
     def _deal_batch(self, peer: Peer, batch: Batch | None) -> None:
         if batch is not None:
-            self._deal_to(peer, {PREDICT: batch.version.number}, Part(self._begun(batch), None), [batch.input()])
+            self._deal_to(peer, {PREDICT: batch.version.number}, self._begun(batch), [batch.input()])
 
     def _is_for_this_rank(self, request: Request) -> bool:
         """Whether rank 0 computes a request: not one that may have ended a rank, if another rank can."""
-        if self._is_spread(request):
-            return False
         return not (request.tries and any(peer.can_answer(request) for peer in self._peers.values()))
-
-    # Ensembles whose members are on several ranks
-
-    def _is_spread(self, request: Request) -> bool:
-        return self._options.spread and voters_of(request.version.model) is not None
-
-    def _deal_to_all(self, now: float) -> None:
-        """Deal batches of ensembles to all ranks that hold members, one batch more when each computes one at most."""
-        while True:
-            most = max(
-                [len(self._local.batches), *(len(peer.batches) for peer in self._peers.values() if not peer.late)]
-            )
-            if most == 0:
-                batch = self._waiting.take(now, self._is_spread, self._draining)
-            else:
-                batch = self._waiting.take_full(self._is_spread) if most == 1 else None
-            if batch is None:
-                return
-            version, rows = self._begun(batch).version, batch.input()
-            held = {rank: peer.held(version) for rank, peer in self._peers.items() if not peer.changes}
-            holders = {rank: each.members for rank, each in held.items() if each is not None and each.members}
-            for rank, members in divided(voters_of(version.model) or (), holders).items():
-                if rank:
-                    header = {PREDICT: version.number, MEMBERS: members}
-                    self._deal_to(self._peers[rank], header, Part(batch, members), [rows])
-                else:
-                    self._local.deal(batch, members)
 
     def _begun(self, batch: Batch) -> Batch:
         for request in batch.requests:
@@ -448,7 +365,7 @@ class Server:
         return batch
 
     def _deal_to(
-        self, peer: Peer, header: dict[str, Any], work: Part | Change, arrays: Sequence[np.ndarray] = ()
+        self, peer: Peer, header: dict[str, Any], work: Batch | Change, arrays: Sequence[np.ndarray] = ()
     ) -> None:
         peer.work[self._dealer.deal(peer.rank, header, arrays)] = work
         peer.since = time.monotonic()

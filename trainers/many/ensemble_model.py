@@ -184,16 +184,11 @@ class EnsembleModel(Model):
         for replica in self.replicas.values():
             replica.check(rows, None)
 
-    def votes(self, number: int, x: Tree) -> Tree:
-        """Return the votes of one member for all rows."""
-        found = votes_of(self.replicas[number], x, self.voting)
-        assert found is not None
-        return found
-
     def predict(self, x: Tree) -> Tree:
         """Return the result of the vote for every row, as the trainer's `predict` does. Raises ArgumentError."""
         self.check(x)
-        return self.voting.combined({number: self.votes(number, x) for number in self.voters}, self.weights)
+        votes = {number: votes_of(self.replicas[number], x, self.voting) for number in self.voters}
+        return self.voting.combined(votes, self.weights)
 
 
 def member_votes(replica: Replica, x: Tree, voting: Voting) -> Tree:

@@ -4,7 +4,6 @@ import argparse
 import logging
 import os
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -14,8 +13,7 @@ from allreduce.transport.control import root_value, together
 from trainers.datasets.parser import RankParser
 from trainers.errors import ArgumentError, ModelFileError, TrainerError
 from trainers.many.answering import Exchange, answer_requests
-from trainers.many.dealing import LOAD, MEMBERS, PREDICT, STOP, UNLOAD, Prepared, Server
-from trainers.many.members import Members, computed, keep, share_of, voters_of
+from trainers.many.dealing import LOAD, PREDICT, STOP, UNLOAD, Prepared, Server
 from trainers.many.models import ENDINGS, Model, load_whole
 from trainers.many.versions import (
     AVAILABLE,
@@ -86,11 +84,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     add(
         "--canary", metavar="VERSION=SHARE", nargs="+", action="extend", default=[],
-        help="the share of requests without a version that this version answers: 0002=0.1",
-    )  # fmt: skip
-    add(
-        "--spread", action="store_true",
-        help="a rank holds a part of the members of an ensemble, and all ranks compute every batch together",
+        help="the mean share of requests without a version that this version answers, drawn for each: 0002=0.1",
     )  # fmt: skip
     add("--keep", type=_within(1, 100), default=2, metavar="N", help="newest versions that are loaded (default: 2)")
     add(
@@ -120,8 +114,10 @@ def run(arguments: Sequence[str], world: Topology, program: str) -> bool:
     prepared = together(world.world, lambda: _prepared(options) if world.rank == 0 else None)
     try:
         found = root_value(world.world, prepared and prepared.files, "learn the versions of the model")
-        share = partial(share_of, position=world.rank, ranks=world.size) if options.spread else lambda _: None
-        models = together(world.world, lambda: {} if prepared is not None else _loaded(found, share))
+        models = together(
+            world.world,
+            lambda: {} if prepared else {number: _same(path, digest) for number, path, digest in found},
+        )
         exchange = Exchange(world)
         with Terminating() as sigterm:
             if prepared is not None:
@@ -154,10 +150,6 @@ def _prepared(options: argparse.Namespace) -> Prepared:
     found = _versions_in(options, versions, path) if is_folder else {}
     if not is_folder:
         versions.add(Version(1, path, AVAILABLE, load_whole(path)))
-    if options.spread and not any(voters_of(version.model) for version in versions.available()):
-        raise ArgumentError(
-            f"--spread: --model {options.model} is no ensemble; leave it out, and each rank has a replica"
-        )
     return Prepared(versions, listen(options.address, options.port), found)
 
 
@@ -185,14 +177,8 @@ def _versions_in(options: argparse.Namespace, versions: Versions, folder: str) -
     return {version.number: found[version.number] for version in versions.listed()}
 
 
-def _loaded(files: Sequence[Any], share: Callable[[Members], Members]) -> dict[int, Model]:
-    """On every other rank: the models of the versions, of ensembles a share of the members. Raises ModelFileError if a
-    file differs from rank 0's."""
-    found = {number: _same(path, digest) for number, path, digest in files}
-    return {number: keep(model, share(voters_of(model))) for number, model in found.items()}
-
-
 def _same(path: str, digest: str) -> Model:
+    """Load a model on another rank. Raises ModelFileError if its file differs from rank 0's."""
     loaded = load_whole(path)
     if loaded.digest != digest:
         raise ModelFileError(f"{path} is another file here than on rank 0; all ranks must read the same one")
@@ -215,9 +201,9 @@ class Worker:
 
     def _handle(self, header: dict[str, Any], arrays: list[np.ndarray]) -> tuple[dict[str, Any], list[np.ndarray]]:
         if PREDICT in header:
-            return {}, computed(self._models[header[PREDICT]], arrays[0], _members(header))
+            return {}, [self._models[header[PREDICT]].predict(arrays[0])]
         if LOAD in header:
-            self._models[header[LOAD]] = keep(_same(header["path"], header["digest"]), _members(header))
+            self._models[header[LOAD]] = _same(header["path"], header["digest"])
         else:
             self._models.pop(header[UNLOAD], None)
         return {}, []
@@ -227,8 +213,3 @@ class Worker:
         if self._sigterm.here and not self._told:
             self._told = True
             self._exchange.send(0, {STOP: True})
-
-
-def _members(header: dict[str, Any]) -> Members:
-    given = header.get(MEMBERS)
-    return None if given is None else tuple(given)

@@ -8,9 +8,10 @@ The name of the folder, digits, is the name of the model. Only folders whose nam
 
 import logging
 import os
+import random
 import re
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import NamedTuple
@@ -21,7 +22,6 @@ from trainers.many.models import ENDINGS, Loaded, Model, load_whole
 log = logging.getLogger("trainers")
 
 FOLDER = re.compile(r"[0-9]{1,9}")
-ROUNDING = 1e-9  # of a share
 LOADING, AVAILABLE, UNLOADING, END = "LOADING", "AVAILABLE", "UNLOADING", "END"  # TensorFlow Serving's words
 
 
@@ -97,15 +97,13 @@ def checked_canary(given: Iterable[str]) -> dict[int, float]:
 class Versions:
     """The versions that are known, by number, and which of them answers a request. From any thread.
 
-    name: of the model. canary: version -> its share of the requests that name no version.
+    name: of the model. canary: version -> its share of the requests that name no version, on average. draws: random.
     """
 
     name: str
     canary: Mapping[int, float] = field(default_factory=dict)
     known: dict[int, Version] = field(default_factory=dict)
-    _requests: int = 0
-    _answered: dict[int, int] = field(default_factory=dict)  # by canaries
-    _since: dict[int, int] = field(default_factory=dict)  # the request from which a canary gets its share
+    draws: random.Random = field(default_factory=random.Random)
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def add(self, version: Version) -> None:
@@ -115,8 +113,6 @@ class Versions:
     def drop(self, number: int) -> None:
         with self._lock:
             self.known.pop(number, None)
-            self._answered.pop(number, None)
-            self._since.pop(number, None)
 
     def listed(self) -> list[Version]:
         """Return the versions, newest first."""
@@ -130,31 +126,22 @@ class Versions:
     def choose(self, number: int | None) -> Version | None:
         """Return the version that answers a request; None if there is none. number: as the request names it.
 
-        Without a number it is the newest one that is no canary; a canary gets exactly its share of the requests.
+        Without a number it is the newest one that is no canary; or a canary, drawn with the probability of its share.
         """
-        canary = self._canary_due(self.available()) if number is None else None
-        return canary or self.at(number)
+        drawn = self.draws.random()
+        for version in self.available() if number is None else ():
+            drawn -= self.canary.get(version.number, 0.0)
+            if drawn < 0:
+                return version
+        return self.at(number)
 
     def at(self, number: int | None) -> Version | None:
-        """Return the version of a number, or the newest one that is no canary. It counts no request."""
+        """Return the version of a number, or the newest one that is no canary."""
         available = self.available()
         if number is not None:
             return next((version for version in available if version.number == number), None)
         settled = [version for version in available if version.number not in self.canary]
         return next(iter(settled or available), None)
-
-    def _canary_due(self, available: Sequence[Version]) -> Version | None:
-        """Return the canary that has had less than its share of the requests since it answers; None if none has."""
-        with self._lock:
-            self._requests += 1
-            for version in available:
-                number, share = version.number, self.canary.get(version.number, 0.0)
-                since = self._since.setdefault(number, self._requests - 1)
-                answered = self._answered.get(number, 0) + 1
-                if answered <= share * (self._requests - since) + ROUNDING:
-                    self._answered[number] = answered
-                    return version
-        return None
 
 
 def load_alike(path: str, others: Iterable[Model]) -> Loaded:
