@@ -381,8 +381,9 @@ class AllReduce(ABC):
             table = np.empty((self.size, *mine.shape), mine.dtype)
             table[self.rank] = mine
         call, op = self._admit("stack", table)
-        parts = [table[rank : rank + 1].reshape(-1) for rank in range(self.size)]
-        self._engine.run(call, op, lambda *_: self._broadcast_slices(parts), table)
+        rows, row = table.reshape(-1), table[0].size
+        slices = [slice(row * rank, row * (rank + 1)) for rank in range(self.size)]
+        self._engine.run(call, op, lambda *_: chunked.spread(self._comm, rows, slices), table)
         return table
 
     def reduce_scatter(self, buffer: np.ndarray, op: str = "mean") -> np.ndarray:
@@ -624,9 +625,8 @@ class AllReduce(ABC):
 
     def _gather_work_for(self, call: Call) -> Work:
         """Return the function that does all_gather for calls like `call`."""
-        return lambda buffer, _: self._broadcast_slices(
-            [buffer[self.owned(buffer.size, rank)] for rank in range(self.size)]
-        )
+        slices = self._owned_slices(call.length)
+        return lambda buffer, _: chunked.spread(self._comm, buffer, slices)
 
     def _close(self) -> None:  # noqa: B027, most hold nothing else
         """Free the algorithm's own resources. Collective.
@@ -650,10 +650,12 @@ class AllReduce(ABC):
         buffer[written].set(host[written])
         gpu.synchronize()  # the host memory is used again in the next call
 
-    def _broadcast_slices(self, slices: Sequence[np.ndarray]) -> None:
-        """Broadcast every rank's slice to all ranks, rank by rank. slices: by rank, overwritten in place."""
-        for rank, part in enumerate(slices):
-            chunked.overwrite(self._comm, part, rank)
+    def _spread_owned(self, buffer: np.ndarray) -> None:
+        """Overwrite the slices of `buffer` that other ranks own with theirs, by MPI: an all-gather."""
+        chunked.spread(self._comm, buffer, self._owned_slices(buffer.size))
+
+    def _owned_slices(self, length: int) -> list[slice]:
+        return [self.owned(length, rank) for rank in range(self.size)]
 
     def _say_copies(self, call: Call) -> None:
         """Log once that arrays not from `allocate` are copied, if this backend copies them. Local."""

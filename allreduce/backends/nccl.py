@@ -104,7 +104,7 @@ class Nccl(TwoPhase):
 
     def _all_gather(self, buffer: np.ndarray) -> None:
         if buffer.dtype not in dtypes.TYPES:  # CuPy may not know it either
-            self._broadcast_slices([buffer[self.owned(buffer.size, rank)] for rank in range(self.size)])
+            self._spread_owned(buffer)
             return
         staged = self._on_gpu(buffer, buffer.dtype)
         self._gather_gpu(staged)

@@ -137,7 +137,7 @@ class Shared(TwoPhase):
         elif addresses := self._exchange_addresses(buffer, "all_gather"):
             self._all_gather_by_cma(buffer, addresses)
         else:
-            self._broadcast_slices([buffer[self.owned(buffer.size, rank)] for rank in range(self.size)])
+            self._spread_owned(buffer)
 
     # Arrays from allocate(), and the staging buffer: every rank reads and writes every rank's array
 

@@ -1,6 +1,6 @@
 """Chunked transfers: arrays of any size from one rank to all or from all to all, and bytes to rank 0 or from rank 0."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
 from mpi4py import MPI
@@ -13,6 +13,7 @@ from allreduce.transport.wait import wait_for, waiting
 
 LARGEST = 1 << 38  # bytes of a rank: more than any state that fits in its memory
 SHOWN = 200  # characters of wrong sizes in an error
+SCRATCH_BYTES = 1 << 26
 PIECE = 1 << 30  # bytes in a message: an MPI count is a C int in Open MPI 5
 
 
@@ -27,6 +28,35 @@ def overwrite(comm: MPI.Intracomm, array: np.ndarray, root: int) -> None:
     """Broadcast one contiguous array from `root`, in place. Collective; call it inside `waiting`."""
     for piece in pieces(array):
         comm.Bcast(piece, root)
+
+
+def spread(comm: MPI.Intracomm, array: np.ndarray, slices: Sequence[slice]) -> None:
+    """Overwrite a contiguous 1-D array on all ranks: its slice of each rank, by rank, with that rank's own. Collective;
+    call it inside `waiting`.
+
+    That takes one MPI call, of O(log ranks) or neighbour messages, or a few for more than PIECE bytes.
+    """
+    if not array.nbytes:
+        return
+    memory = array.view(np.uint8)
+    begins = [part.start * array.itemsize for part in slices]
+    counts = [(part.stop - part.start) * array.itemsize for part in slices]
+    if memory.size <= PIECE:
+        comm.Allgatherv(MPI.IN_PLACE, [memory, counts, begins, MPI.BYTE])
+        return
+    longest, most = max(counts), max(1, SCRATCH_BYTES // comm.size)
+    scratch = np.empty((comm.size, min(longest, most)), np.uint8)
+    for done in range(0, longest, most):
+        table = scratch.reshape(-1)[: comm.size * min(most, longest - done)].reshape(comm.size, -1)
+        spans = [
+            slice(begin + done, begin + min(count, done + most)) for begin, count in zip(begins, counts, strict=True)
+        ]
+        mine = memory[spans[comm.rank]]
+        table[comm.rank, : mine.size] = mine
+        comm.Allgather(MPI.IN_PLACE, table)
+        for rank, span in enumerate(spans):
+            part = memory[span]
+            part[:] = table[rank, : part.size]
 
 
 def pieces(array: np.ndarray) -> Iterator[np.ndarray]:
@@ -72,14 +102,14 @@ def gather(comm: MPI.Intracomm, mine: np.ndarray, lengths: np.ndarray) -> np.nda
     mine: a contiguous array of any dtype. lengths: the first dimension of each rank's array; the others are equal.
     """
     everyone = np.empty((int(lengths.sum()), *mine.shape[1:]), mine.dtype)
-    if everyone.nbytes > PIECE:
-        parts = np.split(everyone, np.cumsum(lengths)[:-1])
-        parts[comm.rank][...] = mine
-        for rank, part in enumerate(parts):
-            overwrite(comm, part, rank)
-    elif everyone.nbytes:
-        nbytes = lengths * (everyone.nbytes // len(everyone))
-        comm.Allgatherv(mine.reshape(-1).view(np.uint8), [everyone.reshape(-1).view(np.uint8), nbytes.tolist()])
+    ends = np.cumsum(lengths)
+    everyone[ends[comm.rank] - len(mine) : ends[comm.rank]] = mine
+    row = everyone[:1].size  # elements
+    spread(
+        comm,
+        everyone.reshape(-1),
+        [slice(row * (end - length), row * end) for end, length in zip(ends.tolist(), lengths.tolist(), strict=True)],
+    )
     return everyone
 
 

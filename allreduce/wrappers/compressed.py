@@ -210,7 +210,7 @@ class Compressed(TwoPhase):
         if isinstance(self.inner, TwoPhase):
             self.inner.phases.all_gather(buffer)
         else:
-            self._broadcast_slices([buffer[self.owned(buffer.size, rank)] for rank in range(self.size)])
+            self._spread_owned(buffer)
 
     def _forget(self) -> None:
         super()._forget()

@@ -22,6 +22,7 @@ from allreduce.errors import (
 from allreduce.transport import chunked
 from allreduce.wrappers.wrapper import Wrapper
 from tests.gpu import fake_cupy
+from tests.ranks.counting import Counting
 from tests.ranks.grid import shapes
 from tests.ranks.together import raised_everywhere, usable
 
@@ -79,6 +80,32 @@ def test_all_gather(reduce: AllReduce) -> None:
         buffer[own] = whole[own]
         reduce.all_gather(buffer)
         assert np.array_equal(buffer, whole)
+
+
+@several
+@pytest.mark.parametrize("name", ["native", "auto", "reduce_to_one"])
+def test_a_stack_and_an_all_gather_are_one_call_of_mpi(
+    name: str, flat: allreduce.Topology, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not a broadcast from one rank after the other. Of more than PIECE bytes they take a few calls, for any number of
+    ranks."""
+    with allreduce.create(name, flat) as reduce:
+        comm = reduce._comm  # type: ignore[attr-defined]
+        for bytes_of_a_call, most in ((chunked.PIECE, 1), (100, 5)):
+            monkeypatch.setattr(chunked, "PIECE", bytes_of_a_call)
+            monkeypatch.setattr(chunked, "SCRATCH_BYTES", 64 * SIZE)
+            buffer = np.zeros(50 * SIZE + 1, "int32")
+            own = reduce.owned(buffer.size)
+            buffer[own] = np.arange(buffer.size)[own]
+            for work in (partial(reduce.all_gather, buffer), lambda: reduce.stack(np.full(40, SIZE))):
+                reduce._comm = counting = Counting(comm)  # type: ignore[attr-defined]
+                work()
+                assert 0 < counting.calls.total() <= most, counting.calls
+            reduce._comm = comm  # type: ignore[attr-defined]
+            assert buffer.tolist() == list(range(buffer.size))
+            assert reduce.stack(np.arange(40) + reduce.rank).tolist() == [
+                [*range(rank, 40 + rank)] for rank in range(SIZE)
+            ]
 
 
 STRUCTURE = np.dtype([("name", "S9"), ("weights", "f4", (3,)), ("key", "u8")])

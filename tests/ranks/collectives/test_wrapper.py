@@ -93,7 +93,15 @@ def test_nothing_is_left_to_the_base() -> None:
         "_memory_kind",
         "_say_copies",
     }
-    inside |= {"_function", "_run_phase", "_work", "_scatter_work_for", "_gather_work_for", "_broadcast_slices"}
+    inside |= {
+        "_function",
+        "_run_phase",
+        "_work",
+        "_scatter_work_for",
+        "_gather_work_for",
+        "_spread_owned",
+        "_owned_slices",
+    }
     inside |= {"_admit_rows", "_add_rows"}
     inside |= {"_scatter_gpu", "_gather_gpu", "_stage", "_scatter_rounded", "_reduce_gpu"}
     inside |= {"_allocate", "_memory", "_locate", "_route", "_locator_for", "tag"}  # and by way of `hooks`
