@@ -66,6 +66,7 @@ SAME_ON_5 = {
         "loader",
         "local_sgd",
         "same_data",
+        "stops",
         "tables",
     )
 }

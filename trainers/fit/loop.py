@@ -241,7 +241,7 @@ class Fit:
 
     def _make_callbacks(self) -> None:
         rule = self.strategy.rule
-        watchers = [self.meter, self.history, self._progress, *self._users, *[rule.norms] * rule.clips]
+        watchers = [self.meter, *[rule.norms] * rule.clips, self.history, self._progress, *self._users]
         if rule.schedule is not None:
             watchers.append(rule.schedule)
             if others := [type(each).__name__ for each in self._users if isinstance(each, LearningRateSchedule)]:

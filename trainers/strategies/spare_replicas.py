@@ -21,6 +21,7 @@ from trainers.strategies.servers.epoch import HOW_FAR
 from trainers.strategies.servers.mailbox import (
     END,
     ENDED,
+    FAILED,
     GRADIENTS,
     NOTHING,
     PUSH,
@@ -51,6 +52,11 @@ class Round:
     def arrivals(self) -> list[Arrival]:
         return self.used + self.others
 
+    def hear(self, header: Header) -> None:
+        """Set `failed` and `stop` by a push of this step, or of a late worker."""
+        self.failed |= header.halt == FAILED
+        self.stop |= bool(header.halt)
+
 
 def receive_round(mailbox: Mailbox, step: int, wanted: int, late: Callable[[Arrival], None]) -> Round:
     """Wait until the gradients of `wanted` workers for `step` are there, or one worker has failed.
@@ -61,8 +67,7 @@ def receive_round(mailbox: Mailbox, step: int, wanted: int, late: Callable[[Arri
     while len(found.used) < wanted and not found.failed:
         arrival = mailbox.next(f"get the gradients of step {step + 1}")
         header = arrival.message.header
-        found.failed |= header.kind != GRADIENTS and bool(header.halt)
-        found.stop |= bool(header.halt)
+        found.hear(header)
         if header.step != step:
             late(arrival)
         elif header.kind == GRADIENTS:
@@ -216,8 +221,8 @@ class SpareReplicas(ServerStrategy):
         step, kind = self._taken, WORK
         while kind == WORK:
             computed = run.keep_error(partial(self._compute_part, run, number, step, replica, gradients))
-            halts = run.error is not None or self.stop_training
-            header = Header(GRADIENTS if computed else self._nothing, step, halt=halts, taken=self._rows)
+            halt = FAILED if run.error is not None else int(self.stop_training)
+            header = Header(GRADIENTS if computed else self._nothing, step, halt=halt, taken=self._rows)
             client.post_receive(CHIEF)
             client.push([header], gradients if computed else None, self._values)
             client.wait_for_replies()
@@ -414,8 +419,7 @@ class StreamChief(Chief):
         while not found.failed and not self._is_enough(found):
             arrival = self._mailbox.next(f"get the gradients of step {step + 1}")
             header = arrival.message.header
-            found.failed |= header.kind not in (GRADIENTS, ENDED) and bool(header.halt)
-            found.stop |= bool(header.halt)
+            found.hear(header)
             if header.kind == ENDED and (self._divided or header.step == step):
                 self._ended.add(arrival.worker)
             if header.step != step:

@@ -114,6 +114,11 @@ class Meter(Callback):
         """The rows of the batches of this epoch so far."""
         return int(self._sizes()[: self._done].sum())
 
+    @property
+    def taken(self) -> int:
+        """The number of this epoch's steps so far that were taken, also before a checkpoint."""
+        return int((self._host()[:, -1] == 0).sum())
+
     def means(self) -> dict[str, float]:
         """The means over this epoch's steps so far that were taken, weighted by their rows; NaN where none was."""
         rows = self._host().astype(np.float64)

@@ -25,7 +25,8 @@ class Header(NamedTuple):
     kind: the purpose of the message: one of the constants below that belong to its tag.
     step: the step, or the number of the dealt part of a batch.
     version: the number of updates in the parameters that the message carries, or that its gradients were computed with.
-    halt: nonzero if the sender asks to end the epoch: it met an error, or a callback asked to stop.
+    halt: nonzero if the sender asks to end the epoch: a callback asked to stop, or it met an error. The chief of spare
+        replicas tells the two apart: FAILED is an error.
     taken: the number of pushes that the first server had processed when it dealt the part. Other servers reply once
         they have processed as many.
     """
@@ -53,6 +54,7 @@ def check(header: Header, tag: int, parts: int, version: int) -> None:
 
 # kinds of a push: with gradients; without; the worker's last one in an epoch; without, because its stream has ended
 GRADIENTS, NOTHING, BYE, ENDED = range(4)
+FAILED = 2  # a `halt`
 WORK, END, AGAIN = range(3)  # kinds of a reply: parameters for a part; the epoch is over; no part yet, ask again
 
 

@@ -172,7 +172,6 @@ class ParameterServers(ServerStrategy):
     def __init__(self, replica: Replica, name: str, options: Options) -> None:
         super().__init__(replica, name, len(getattr(replica, "metrics", ())))
         self._options, self.updates = options, options.updates
-        self._ledger = EpochLedger()
         self._nodes: list[int] = []  # of each rank, if workers have several ranks
 
     def describe(self) -> str:
@@ -248,16 +247,6 @@ class ParameterServers(ServerStrategy):
             )
         return ""
 
-    def begin_fit(self) -> None:
-        self._ledger = EpochLedger()
-
-    def _begin_epoch(self, number: int, parts: int) -> None:
-        """Begin epoch `number` of `parts` parts, or continue it after a failure. Local."""
-        self._ledger.begin(number, 0 if self._shard is None else parts)
-
-    def end_epoch(self) -> dict[str, Any]:
-        return self._logs_of(self._ledger.counts())
-
 
 class SynchronousServers(ParameterServers):
     """A step waits for all workers, and the workers divide the batch."""
@@ -266,19 +255,17 @@ class SynchronousServers(ParameterServers):
 
     def __init__(self, replica: Replica, name: str, options: Options) -> None:
         super().__init__(replica, name, options)
-        self._first = 0  # the steps before this epoch
         self._summands: list[np.ndarray] = []  # memory for this server's slices of all workers' gradients
         self._applied = False  # whether this rank has taken step `steps` + 1
         self._squares: float | None = None  # of all gradients of this step, added up, if they are clipped
         self._collected: list[np.ndarray] = []  # `_summands` between the exchange and the end of a step, else []
 
     def make_meter(self, batches: BatchSource) -> Any:
-        return Strategy.make_meter(self, batches)
+        self._meter = Strategy.make_meter(self, batches)
+        return self._meter
 
-    def run_epoch(self, run: EpochRun, number: int) -> None:
-        self._begin_epoch(number, 0 if run.batches.streams else run.batches.steps)
-        self._first = self.steps - run.first_step
-        run.run_steps(number)
+    def end_epoch(self) -> dict[str, Any]:
+        return {"staleness": [self._meter.taken] * (self._meter.taken > 0), "dropped": 0}
 
     def compute(self, batch: Batch | None) -> None:
         measured = self.measured[: len(self.replica.metrics)]
@@ -342,7 +329,6 @@ class SynchronousServers(ParameterServers):
         assert self._shard is not None
         with self.span("update"):
             self._shard.clip_and_update(self._squares)
-        self._ledger.note(self.steps - self._first, 0)
         self._applied = True
 
     def _agree_on_progress(self) -> None:
@@ -364,6 +350,13 @@ class AsynchronousServers(ParameterServers):
     synchronous = False
     deals_rows = True
     thread = "ask"
+
+    def __init__(self, replica: Replica, name: str, options: Options) -> None:
+        super().__init__(replica, name, options)
+        self._ledger = EpochLedger()
+
+    def begin_fit(self) -> None:
+        self._ledger = EpochLedger()
 
     def _assign(self, group: RankGroup) -> None:
         super()._assign(group)
@@ -391,7 +384,7 @@ class AsynchronousServers(ParameterServers):
         streams = run.batches.streams
         if streams and self._ledger.epoch != number:
             run.begin_stream(number, 0)
-        self._begin_epoch(number, 0 if streams else run.batches.steps * self.parts)
+        self._ledger.begin(number, 0 if streams or self._shard is None else run.batches.steps * self.parts)
         self._run_and_broadcast(partial(self._work if self._mailbox is None else self._serve, run, number))
         if streams:
             self._learn_sizes(run, number, self._ledger.cut_short)
@@ -408,7 +401,7 @@ class AsynchronousServers(ParameterServers):
 
     def end_epoch(self) -> dict[str, Any]:
         self._collect_tally()
-        return super().end_epoch()
+        return self._logs_of(self._ledger.counts())
 
     def _serve(self, run: EpochRun, number: int) -> None:
         assert self._mailbox is not None

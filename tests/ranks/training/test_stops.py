@@ -1,0 +1,150 @@
+"""A stop and a SIGTERM on one rank, with and without rows: a resume gives the training that nothing has interrupted."""
+
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from mpi4py import MPI
+
+import allreduce
+from trainers import (
+    CentralStorageTrainer,
+    Checkpoint,
+    MirroredTrainer,
+    NumpyNetwork,
+    ParameterServerTrainer,
+    SpareReplicasTrainer,
+)
+from trainers.recovery.terminating import Terminated
+from trainers.watching.callback import Callback
+from trainers.watching.history import History
+
+SIZE = MPI.COMM_WORLD.size
+EPOCHS, FEATURES = 3, 4
+STRATEGIES: dict[str, Any] = {
+    "replicated": lambda replica, topology: MirroredTrainer(replica, "ring", topology),
+    "sharded": lambda replica, topology: MirroredTrainer(replica, "shared", topology, update="sharded"),
+    "central": lambda replica, topology: CentralStorageTrainer(replica, topology),
+    "local": lambda replica, topology: MirroredTrainer(replica, "ring", topology, sync_every=2),
+    "spare": lambda replica, topology: SpareReplicasTrainer(replica, topology, spare=0),
+}
+if SIZE > 1:
+    STRATEGIES |= {
+        "sync": lambda replica, topology: ParameterServerTrainer(replica, topology, updates="sync"),
+        "async": lambda replica, topology: ParameterServerTrainer(replica, topology),
+    }
+SIZES = {  # of the global batches
+    "small": [1] * 6,  # of a rank alone, if there are several
+    "short": [2 * SIZE] * 5 + [1],
+}
+LOADERS = ("whole", "divided")
+
+
+class InterruptError(Exception):
+    """Raised by a callback."""
+
+
+class Interrupt(Callback):
+    """Ends the training on a rank, or on all (-1), after a step of the second epoch, by `stop_training`, SIGTERM or an error."""
+
+    reads_batches = False
+
+    def __init__(self, how: str, rank: int, step: int) -> None:
+        self._how, self._rank, self._step = how, rank, step
+        self._epoch, self._done = 0, False
+
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        self._epoch = epoch
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        if self._epoch == 1 and batch >= self._step:
+            self._interrupt()
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        if epoch == 1:  # no batch of this rank came after the step
+            self._interrupt()
+
+    def _interrupt(self) -> None:
+        if self._done or self.trainer.rank != self._rank >= 0:
+            return
+        self._done = True
+        if self._how == "stop":
+            self.trainer.stop_training = True
+        elif self._how == "error":
+            raise InterruptError
+        else:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+
+def fit(trainer: Any, shape: str, **options: Any) -> History:
+    options = {"epochs": EPOCHS, "progress": False, "clip_norm": 1.0, **options}
+    sizes = SIZES.get(shape, SIZES["short"])
+    x = np.random.default_rng(3).normal(size=(sum(sizes), FEATURES)).astype("float32")
+    y = x[:, :3].argmax(1)
+    if shape in SIZES:
+        return trainer.fit(x, y, batch_size=sizes[0], **options)
+    ends = np.cumsum(sizes)[:-1]
+    batches = list(zip(np.split(x, ends), np.split(y, ends), strict=True))
+    computing = getattr(trainer, "workers", None)
+    if shape == "divided":  # the first ranks have more batches than the others
+        share = slice(0, 4 + 2 * (trainer.rank == 0))
+        batches = [(x[trainer.rank :: SIZE], y[trainer.rank :: SIZE]) for x, y in batches[share]]
+    serves = computing is not None and not isinstance(trainer, SpareReplicasTrainer) and trainer.rank == SIZE - 1
+    return trainer.fit(None if serves else batches, rows=shape, **options)
+
+
+def outcome(trainer: Any, history: History, exact: bool) -> list[Any]:
+    """Return what a resumed training has in common with one that nothing has interrupted."""
+    taken = [sum(epoch.staleness) + epoch.dropped for epoch in history]
+    if not exact:
+        return [taken]
+    return [taken, trainer.parameters_sha256(), [epoch.metrics | {"loss": epoch.loss} for epoch in history]]
+
+
+@pytest.mark.parametrize(
+    ("how", "shape"), [("stop", "small"), ("stop", "short"), ("SIGTERM", "small"), ("stop", "whole"), ("stop", "divided")]
+)
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_resumed_training_is_the_uninterrupted_one(
+    strategy: str, how: str, shape: str, flat: allreduce.Topology, folder: Path
+) -> None:
+    exact = strategy != "async" or SIZE == 2  # gradients of several workers arrive in any order
+
+    def make() -> Any:
+        return STRATEGIES[strategy](NumpyNetwork([FEATURES, 6, 3], seed=1, lr=0.1), flat)
+
+    with make() as trainer:
+        expected = outcome(trainer, fit(trainer, shape), exact)
+    for rank in sorted({0, SIZE - 1}):
+        for step in (0, 4):
+            where = f"rank {rank}, step {step}"
+            checkpoint = Checkpoint(str(folder / f"{rank}-{step}"))
+            options = {"checkpoint": checkpoint, "callbacks": [Interrupt(how, rank, step)]}
+            with make() as trainer:
+                if how == "stop":
+                    assert len(fit(trainer, shape, **options)) == 2, where
+                else:
+                    with pytest.raises(Terminated):
+                        fit(trainer, shape, **options)
+            with make() as trainer:
+                history = fit(trainer, shape, checkpoint=checkpoint, resume=True)
+                assert outcome(trainer, history, exact) == expected, where
+
+
+@pytest.mark.parametrize("strategy", [kind for kind in STRATEGIES if kind not in ("local", "spare", "async")])
+def test_the_checkpoint_of_a_step_counts_it_though_a_callback_has_failed(
+    strategy: str, flat: allreduce.Topology, folder: Path
+) -> None:
+    def make() -> Any:
+        return STRATEGIES[strategy](NumpyNetwork([FEATURES, 6, 3], seed=1, lr=0.1), flat)
+
+    with make() as trainer:
+        expected = outcome(trainer, fit(trainer, "short"), True)
+    checkpoint = Checkpoint(str(folder), "1 step")
+    with make() as trainer, pytest.raises(InterruptError):
+        fit(trainer, "short", checkpoint=checkpoint, callbacks=[Interrupt("error", -1, 2)])
+    with make() as trainer:
+        assert outcome(trainer, fit(trainer, "short", checkpoint=checkpoint, resume=True), True) == expected
