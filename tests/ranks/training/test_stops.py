@@ -48,7 +48,7 @@ class InterruptError(Exception):
 
 
 class Interrupt(Callback):
-    """Ends the training on a rank, or on all (-1), after a step of the second epoch, by `stop_training`, SIGTERM or an error."""
+    """Ends the training on a rank, or on all (-1), in the second epoch: by `stop_training`, SIGTERM or an error."""
 
     reads_batches = False
 
@@ -105,7 +105,8 @@ def outcome(trainer: Any, history: History, exact: bool) -> list[Any]:
 
 
 @pytest.mark.parametrize(
-    ("how", "shape"), [("stop", "small"), ("stop", "short"), ("SIGTERM", "small"), ("stop", "whole"), ("stop", "divided")]
+    ("how", "shape"),
+    [("stop", "small"), ("stop", "short"), ("SIGTERM", "small"), ("stop", "whole"), ("stop", "divided")],
 )
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_a_resumed_training_is_the_uninterrupted_one(
