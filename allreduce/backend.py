@@ -17,7 +17,6 @@ from allreduce.arrays.workspace import Workspace
 from allreduce.engine import call as records
 from allreduce.engine.call import REDUCING, Call
 from allreduce.engine.engine import CHECKS, NOTHING, AdmittedCall, Engine, Locate, Trial, Work
-from allreduce.engine.same_data import SameData
 from allreduce.errors import (
     AllReduceError,
     ClosedError,
@@ -156,7 +155,6 @@ class AllReduce(ABC):
         self.topology = topology
         self.rank, self.size = topology.rank, topology.size
         self._engine = Engine(topology, self, self.check)
-        self._same_data = SameData(self._engine, self.rank, compares=self.size > 1 and self.check != "never")
         self._comm = self._engine.comm
         self.closed = False
 
@@ -705,9 +703,7 @@ class AllReduce(ABC):
         """
         call, resolved = self._admit(kind, buffer, op)
         work = self._work(call)
-        admitted = self._engine.admit(
-            call, resolved, work, self._same_data.inspector(call, resolved), self._locator_for(call)
-        )
+        admitted = self._engine.admit(call, resolved, work, self._locator_for(call))
         run = self._engine.prepare(admitted)
         if self.check != "always" and call.layout == "C":
             for name in (op, resolved.name):

@@ -1,10 +1,12 @@
-"""Checks during training: whether gradients can be averaged, and whether all replicas still have the same bits.
+"""Checks during training: whether gradients can be averaged, whether the ranks train on the same data, and whether all
+replicas still have the same bits.
 
 The callbacks CheckGradients and CheckDivergence use them, and MirroredOptimizer(check_gradients=, check_every=).
 """
 
 import itertools
 import math
+import os
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -15,6 +17,7 @@ from mpi4py import MPI
 
 from allreduce import notices
 from allreduce.arrays import dtypes
+from allreduce.backend import AllReduce
 from allreduce.errors import DivergenceError
 from allreduce.transport import processes, tables
 from allreduce.transport.control import all_values, combine, on_all_ranks, together
@@ -190,6 +193,54 @@ def changed_alone(before: Mapping[str, np.ndarray], after: Mapping[str, np.ndarr
                 "would depend on the ranks; leave out exact=True, or that part of the model"
             )
     return ""
+
+
+# Whether all ranks train on the same data
+
+SAME_DATA = "ALLREDUCE_SAME_DATA"  # "allow" silences the warning
+LEAST_LENGTH = 64  # shorter arrays are not compared
+EQUAL = 3  # the warning needs this many different arrays, each equal on all ranks
+MOST_STEPS = 8  # steps that are compared at most
+SAMPLES = 4096  # elements of an array that are compared
+SAME_DATA_TEXT = (
+    "the first gradients that were averaged are equal on all ranks, bit for bit: the ranks seem to train on the same "
+    "batches, which takes as long as one rank alone, for the same result. Give each rank its share of the data: "
+    "sampler=DistributedSampler(dataset) for a DataLoader, or x[rank::size]; shares of different size are weighted by "
+    f"`rows` of MirroredOptimizer ({SAME_DATA}=allow silences this warning)"
+)
+
+
+class SameData:
+    """Compares the gradients of the first steps, and warns if they are equal on all ranks.
+
+    A program was made data-parallel, but each rank still loads all data. The averages are right then, and the training
+    takes as long as on one rank. The first gradients that differ between ranks end the comparison.
+    """
+
+    def __init__(self, backend: AllReduce) -> None:
+        self._backend = backend
+        self._left = MOST_STEPS if backend.size > 1 else 0
+        self._equal: set[int] = set()  # hashes of the arrays that were equal on all ranks
+
+    def compare(self, gradients: Any) -> None:
+        """Compare one 1-D array of a step, before it is averaged. Collective."""
+        if not self._left or gradients.size < LEAST_LENGTH:
+            return
+        self._left -= 1
+        content = _on_host(gradients[:: max(1, gradients.size // SAMPLES)]).tobytes()
+        mine = zlib.crc32(content)
+        varied = content != content[: gradients.itemsize] * (len(content) // gradients.itemsize)
+        numbers = np.array([mine, -mine, varied], np.int64)
+        self._backend.exact(numbers, "min")  # the minimum of -x is minus the maximum
+        low, minus_high, all_varied = numbers.tolist()
+        if low != -minus_high:
+            self._left = 0
+        elif all_varied:
+            self._equal.add(low)
+        if len(self._equal) == EQUAL:
+            self._left = 0
+            if os.environ.get(SAME_DATA) != "allow":
+                notices.once(self._backend.rank, SAME_DATA_TEXT)
 
 
 # Whether gradients can be averaged

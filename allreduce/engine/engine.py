@@ -167,30 +167,23 @@ class Engine:
             raise error
         self._agreed.add(key)
 
-    def admit(
-        self, call: Call, op: Op, work: Work | Trial, inspect: Callable[[Any], bool] | None, locate: Locate | None
-    ) -> AdmittedCall:
-        """Return the record of a call that `work` does from now on. Local.
-
-        inspect: called with the array before the work, until it returns False. locate: see AdmittedCall.
-        """
+    def admit(self, call: Call, op: Op, work: Work | Trial, locate: Locate | None) -> AdmittedCall:
+        """Return the record of a call that `work` does from now on. Local. locate: see AdmittedCall."""
 
         def begin(flat: Any, op: Op) -> None:
-            """Do the first calls: inspect the array, and replace a Trial by the work that it returns."""
-            nonlocal work, inspect
-            if inspect is not None and not inspect(flat):
-                inspect = None
+            """Do the first calls: replace a Trial by the work that it returns."""
+            nonlocal work
             if isinstance(work, Trial):
                 work = work.run(flat, op)
             else:
                 work(flat, op)
-            if inspect is None and not isinstance(work, Trial):
+            if not isinstance(work, Trial):
                 self._settle(admitted, work)
 
         admitted = AdmittedCall(self._slot, call, op, self.quiet(begin), locate=locate)
         if locate is not None:
             self._any_locate, self._thread = True, 0
-        if inspect is None and not isinstance(work, Trial):
+        if not isinstance(work, Trial):
             self._settle(admitted, work)
         return admitted
 

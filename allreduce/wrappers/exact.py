@@ -129,7 +129,7 @@ class Exact(Compressed):
         run = self._summing.get(call)
         if run is None:
             work = self._terms_work(call) if call.kind == "sum_terms" else self._pairs_work(call)
-            admitted = self._engine.admit(call, resolved, work, None, self._locator_for(call))
+            admitted = self._engine.admit(call, resolved, work, self._locator_for(call))
             run = self._summing[call] = self._engine.prepare(admitted)
         self._terms = terms
         try:

@@ -8,6 +8,7 @@ import keras
 import numpy as np
 
 from allreduce.backend import AllReduce
+from trainers.checks import LEAST_LENGTH, SameData
 
 Average = Callable[[Sequence[Any]], list[Any]]
 
@@ -68,16 +69,32 @@ def _of_jax(backend: AllReduce) -> Average:
     return lambda gradients: pmean(list(gradients), backend)
 
 
+def _on_host(backend: AllReduce) -> Callable[[list[Any]], list[Any]]:
+    """Return a function that averages arrays, some of which may be None; it warns if all ranks have the same data."""
+    same_data = SameData(backend)
+
+    def averaged(arrays: list[Any]) -> list[Any]:
+        first = next((each for each in arrays if each is not None and each.size >= LEAST_LENGTH), None)
+        if first is not None:
+            same_data.compare(first.reshape(-1))
+        averages: list[Any] = backend.reduced(arrays, "mean")
+        return averages
+
+    return averaged
+
+
 def _of_torch(backend: AllReduce) -> Average:
     """Return an average whose results are views of the backend's memory, valid until the next step."""
     import torch
 
     from trainers.replicas.pytorch.tensors import as_array, as_tensor
 
+    average_arrays = _on_host(backend)
+
     @torch.compiler.disable
     def average(gradients: Sequence[Any]) -> list[Any]:
         arrays = [None if each is None else as_array(each) for each in gradients]
-        averages = backend.reduced(arrays, "mean")
+        averages = average_arrays(arrays)
         return [
             None if each is None else as_tensor(array, each.dtype).to(each.device)
             for each, array in zip(gradients, averages, strict=True)
@@ -90,6 +107,8 @@ def _of_tensorflow(backend: AllReduce) -> Average:
     """Return an average that works inside of a tf.function without XLA. Sparse gradients become dense ones."""
     import tensorflow as tf
 
+    average_arrays = _on_host(backend)
+
     @tf.autograph.experimental.do_not_convert
     def average(gradients: Sequence[Any]) -> list[Any]:
         numbers = [number for number, each in enumerate(gradients) if each is not None]
@@ -99,7 +118,7 @@ def _of_tensorflow(backend: AllReduce) -> Average:
             tree: list[Any] = [None] * len(gradients)
             for number, array in zip(numbers, arrays, strict=True):
                 tree[number] = array
-            averages = backend.reduced(tree, "mean")
+            averages = average_arrays(tree)
             return [averages[number].copy() for number in numbers]  # TensorFlow keeps a reference to the array
 
         found: list[Any] = [None] * len(gradients)

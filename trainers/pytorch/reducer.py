@@ -29,7 +29,7 @@ from allreduce.transport import ulfm
 from allreduce.transport.control import raise_together, together
 from allreduce.transport.wait import waiting
 from allreduce.wrappers.options import check_parts
-from trainers.checks import GradientCheck
+from trainers.checks import GradientCheck, SameData
 from trainers.errors import NotFiniteError
 from trainers.pytorch.buckets import (
     DenseBucket,
@@ -143,6 +143,7 @@ class Reducer:
         self.enabled = True  # False inside of no_sync()
         # True during a step with a closure. Such a step can't be left out, and its zero_grad() must not reset the rows.
         self.in_closure = False
+        self._same_data = SameData(backend)
         self.check: GradientCheck | None = None
         if options.check_gradients is not None and self.buckets:
             self.check = GradientCheck(options.check_gradients, [bucket.gradient_array() for bucket in self.buckets])
@@ -223,6 +224,8 @@ class Reducer:
         bucket = self.buckets[number]
         if self.micro_batches is not None and number == 0:
             self.micro_batches.agree(self.comm)
+        elif number == 0 and isinstance(bucket, DenseBucket):
+            self._same_data.compare(bucket.memory.fetched())
         bucket.weigh(1.0 if self.rows is None else self.rows.weight)
         if self.check is not None:
             bucket.check(self.check, number)

@@ -2,7 +2,6 @@
 
 import os
 from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 import pytest
@@ -10,9 +9,7 @@ from mpi4py import MPI
 
 import allreduce
 from allreduce import notices
-from allreduce.backend import AllReduce, TwoPhase
-from tests.backends import ON_CPU
-from tests.ranks.together import admitted_call
+from trainers.checks import SameData
 
 SIZE = MPI.COMM_WORLD.size
 RANK = MPI.COMM_WORLD.rank
@@ -33,89 +30,58 @@ def _warnings(caplog: pytest.LogCaptureFixture) -> int:
     return sum("DistributedSampler" in each.getMessage() for each in caplog.records if each.name == "allreduce")
 
 
-def _train(reduce: AllReduce, gradients: Callable[[int], Any], op: str = "mean", steps: int = 12) -> None:
-    for step in range(steps):
-        reduce(gradients(step), op)
-
-
 @several
-@pytest.mark.parametrize("name", ON_CPU)
-@pytest.mark.parametrize("op", ["mean", "average"])
-def test_the_same_gradients(flat: allreduce.Topology, name: str, op: str, caplog: pytest.LogCaptureFixture) -> None:
-    for wanted in (1, 1):  # once, whatever comes later
-        with allreduce.create(name, flat) as reduce:
+def test_the_same_gradients(flat: allreduce.Topology, caplog: pytest.LogCaptureFixture) -> None:
+    """Reported once, whatever comes later; the gradients stay as they are."""
+    with allreduce.create("auto", flat) as reduce:
+        for _ in range(2):
+            check = SameData(reduce)
             for step in range(12):
                 array = _gradients(step)
-                reduce(array, op)
-                np.testing.assert_allclose(array, _gradients(step), rtol=1e-5)
-                assert _warnings(caplog) <= wanted
-            text = [each.getMessage() for each in caplog.records if "DistributedSampler" in each.getMessage()]
-            assert len(text) == wanted * (RANK == 0)
-            assert all("`rows`" in each and "ALLREDUCE_SAME_DATA=allow" in each for each in text)
-            assert admitted_call(reduce).settling is None  # the work is settled
-
-
-@several
-def test_other_forms(flat: allreduce.Topology, caplog: pytest.LogCaptureFixture) -> None:
-    forms: dict[str, Callable[[AllReduce, int], Any]] = {
-        "a list": lambda reduce, step: reduce([_gradients(step), _gradients(step, 1)]),
-        "a phase": lambda reduce, step: reduce.reduce_scatter(_gradients(step)),  # type: ignore[attr-defined]
-        "allocated": lambda reduce, step: reduce(_allocated(reduce, step)),
-        "layer by layer": lambda reduce, step: [reduce(_gradients(step, length=100 + layer)) for layer in range(20)],
-        "between zeros": lambda reduce, step: (reduce(np.zeros(1000)), reduce(_gradients(step))),
-    }
-    for name, form in forms.items():
-        notices._said.clear()
-        caplog.clear()
-        with allreduce.create("shared", flat) as reduce:
-            assert isinstance(reduce, TwoPhase)
-            for step in range(8):
-                form(reduce, step)
-        assert _warnings(caplog) == (RANK == 0), name
-
-
-def _allocated(reduce: AllReduce, step: int) -> np.ndarray:
-    array = reduce.allocate(1000)
-    array[:] = _gradients(step)
-    return array
+                check.compare(array)
+                np.testing.assert_array_equal(array, _gradients(step))
+    text = [each.getMessage() for each in caplog.records if "DistributedSampler" in each.getMessage()]
+    assert len(text) == (RANK == 0)
+    assert all("`rows`" in each and "ALLREDUCE_SAME_DATA=allow" in each for each in text)
 
 
 @several
 def test_no_false_alarm(flat: allreduce.Topology, caplog: pytest.LogCaptureFixture) -> None:
-    legitimate: dict[str, tuple[Callable[[int], Any], str]] = {
-        "data of their own": (lambda step: _gradients(step, RANK), "mean"),
-        "one rank differs": (lambda step: _gradients(step, int(RANK == SIZE - 1)), "mean"),
-        "zeros": (lambda step: np.zeros(1000), "mean"),
-        "constants": (lambda step: np.full(1000, step + 1.0), "mean"),
-        "the same array again": (lambda step: _gradients(0), "mean"),
-        "sums": (_gradients, "sum"),
-        "few elements": (lambda step: _gradients(step, length=50), "mean"),
-        "the first differs": (lambda step: _gradients(step, RANK if step == 0 else 0), "mean"),
-        "parameters, layer by layer": (lambda layer: _gradients(0, length=100 + layer), "mean"),
-        "later steps": (lambda step: _gradients(step, RANK if step < 3 else 0), "mean"),
+    legitimate: dict[str, Callable[[int], np.ndarray]] = {
+        "data of their own": lambda step: _gradients(step, RANK),
+        "one rank differs": lambda step: _gradients(step, int(RANK == SIZE - 1)),
+        "zeros": lambda step: np.zeros(1000),
+        "constants": lambda step: np.full(1000, step + 1.0),
+        "the same array again": lambda step: _gradients(0),
+        "few elements": lambda step: _gradients(step, length=50),
+        "the first differs": lambda step: _gradients(step, RANK if step == 0 else 0),
+        "later steps": lambda step: _gradients(step, RANK if step < 3 else 0),
     }
-    for name, (gradients, op) in legitimate.items():
-        with allreduce.create("ring", flat) as reduce:
-            _train(reduce, gradients, op)
-        assert _warnings(caplog) == 0, name
+    with allreduce.create("ring", flat) as reduce:
+        for name, gradients in legitimate.items():
+            check = SameData(reduce)
+            for step in range(12):
+                check.compare(gradients(step))
+            assert _warnings(caplog) == 0, name
 
 
 @several
 def test_it_can_be_switched_off(
     flat: allreduce.Topology, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with allreduce.create("ring", flat, check="never") as reduce:
-        _train(reduce, _gradients)
-    if RANK == 0:  # what one rank has set keeps no other waiting
+    if RANK == 0:  # a setting of one rank keeps no other waiting
         monkeypatch.setitem(os.environ, "ALLREDUCE_SAME_DATA", "allow")
     with allreduce.create("ring", flat) as reduce:
-        _train(reduce, _gradients)
+        check = SameData(reduce)
+        for step in range(12):
+            check.compare(_gradients(step))
     assert _warnings(caplog) == 0
 
 
 def test_one_rank_has_all_data(caplog: pytest.LogCaptureFixture) -> None:
     with allreduce.Topology(MPI.COMM_SELF) as alone, allreduce.create("auto", alone) as reduce:
-        _train(reduce, _gradients)
+        for step in range(12):
+            SameData(reduce).compare(_gradients(step))
     assert _warnings(caplog) == 0
 
 
