@@ -105,7 +105,7 @@ class Reducer:
     ) -> None:
         self._queue, self.during, self.comm, self.group, self.number = queue, during, comm, group, number
         self.device, self.guard = devices.device_of(trained.values()), partial(surviving, group)
-        self.ranks = comm.size  # also known after close()
+        self.ranks, self._same_data = comm.size, SameData(backend)  # also known after close()
         averaged = {} if options.local.asked else trained
         dense = [(name, each) for name, each in averaged.items() if id(each) not in sparse]
         rows = [(name, each) for name, each in averaged.items() if id(each) in sparse]
@@ -143,7 +143,6 @@ class Reducer:
         self.enabled = True  # False inside of no_sync()
         # True during a step with a closure. Such a step can't be left out, and its zero_grad() must not reset the rows.
         self.in_closure = False
-        self._same_data = SameData(backend)
         self.check: GradientCheck | None = None
         if options.check_gradients is not None and self.buckets:
             self.check = GradientCheck(options.check_gradients, [bucket.gradient_array() for bucket in self.buckets])
