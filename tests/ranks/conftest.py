@@ -51,7 +51,7 @@ SAME_ON_3 = {f"pytorch/test_{name}.py" for name in ("exact", "several", "traced"
 }
 SAME_ON_5 = {
     f"collectives/test_{name}.py"
-    for name in ("auto", "benchmarks", "bind", "compressed", "disagreements", "exact", "gpu_staging", "quantized")
+    for name in ("auto", "benchmarks", "bind", "composition", "compressed", "disagreements", "exact", "gpu_staging", "quantized")
 } | {
     f"training/test_{name}.py"
     for name in (
@@ -72,7 +72,7 @@ SAME_ON_5 = {
 }
 MANY = {name for name in ALL if name.startswith("many/")}  # parts of ranks: 1, 2 and 5 ranks have all cases
 WRAPPERS = {
-    f"collectives/test_{name}.py" for name in ("compressed", "exact", "quantized")
+    f"collectives/test_{name}.py" for name in ("composition", "compressed", "exact", "quantized")
 }  # arithmetic around a backend
 READERS = {"training/test_readers.py"}  # processes besides the ranks: on 2 ranks of Open MPI alone
 LEFT_OUT = {

@@ -3,7 +3,7 @@
     mpirun -n 3 python -m tests.sequences [WHAT] [--seed 1] [--sequences 100] [--calls 14] [--seconds 600] [--verbose]
 
 WHAT: trainers; loaders: fits with loaders; files: fits on shards and tables; loops: of PyTorch, with MirroredOptimizer
-and DDP; backends; found: defects found so far, and trainers.
+and DDP; backends; composition: of the features of backends; found: defects found so far, and trainers.
 
 All ranks draw the same calls from the seed. A sequence creates trainers of all kinds on a few replicas, one after the
 other and side by side, and calls them: fits of all sizes that finish, are stopped, or raise an error on one rank or on
@@ -31,6 +31,7 @@ from allreduce.topology import Topology
 from tests.sequences.backends import Backends
 from tests.sequences.calls import FailureError
 from tests.sequences.cases import Cases
+from tests.sequences.composition import Composition
 from tests.sequences.files import FILES
 from tests.sequences.found import run_found
 from tests.sequences.loaders import LOADERS
@@ -52,7 +53,7 @@ def options() -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
     parser.add_argument(
-        "what", choices=["trainers", *FITS, "loops", "backends", "found"], nargs="?", default="trainers"
+        "what", choices=["trainers", *FITS, "loops", "backends", "composition", "found"], nargs="?", default="trainers"
     )
     parser.add_argument("--seed", type=int, default=1, help="of the first sequence; the next ones count on")
     parser.add_argument("--sequences", type=int, default=100)
@@ -74,6 +75,8 @@ def run(comm: MPI.Intracomm, seed: int, given: argparse.Namespace, torch: bool) 
         sequence = Cases(FITS[given.what], Topology(comm), seed, given.verbose)
     elif given.what == "backends":
         sequence = Backends(comm, seed, folder, given.verbose)
+    elif given.what == "composition":
+        sequence = Composition(comm, seed, folder, given.verbose)
     else:
         from tests.sequences.loops import Loops, begin_group
 
