@@ -51,7 +51,17 @@ SAME_ON_3 = {f"pytorch/test_{name}.py" for name in ("exact", "several", "traced"
 }
 SAME_ON_5 = {
     f"collectives/test_{name}.py"
-    for name in ("auto", "benchmarks", "bind", "composition", "compressed", "disagreements", "exact", "gpu_staging", "quantized")
+    for name in (
+        "auto",
+        "benchmarks",
+        "bind",
+        "composition",
+        "compressed",
+        "disagreements",
+        "exact",
+        "gpu_staging",
+        "quantized",
+    )
 } | {
     f"training/test_{name}.py"
     for name in (

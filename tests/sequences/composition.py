@@ -181,7 +181,9 @@ class Composition(Calls):
         """Check that two arrays have the same bits. everywhere: also on all ranks."""
         one, two = (np.ascontiguousarray(array) for array in (plain, other))
         same = (one.shape, one.dtype, one.tobytes()) == (two.shape, two.dtype, two.tobytes())
-        self.check(same, f"{what}: plain {one.dtype}{one.shape} {one.ravel()[:6]}, {self.options.way} {two.ravel()[:6]}")
+        self.check(
+            same, f"{what}: plain {one.dtype}{one.shape} {one.ravel()[:6]}, {self.options.way} {two.ravel()[:6]}"
+        )
         if everywhere:
             sides = self.comm.allgather(hash_of(one))
             self.check(len(set(sides)) == 1, f"{what}: the ranks have different bits, {one.ravel()[:6]}")
@@ -464,7 +466,9 @@ class Composition(Calls):
         share = self.size if op == "mean" else 1
         unit = epsilon(dtype_of(dtype))
         off = np.abs(sums.astype("float64") - full[found] / share)
-        self.check(bool((off <= 8 * self.size * unit * size[found] / share + 1e-7).all()), f"sparse: {off.max(initial=0)}")
+        self.check(
+            bool((off <= 8 * self.size * unit * size[found] / share + 1e-7).all()), f"sparse: {off.max(initial=0)}"
+        )
 
     def stack(self) -> None:
         rows = self.leaves()
