@@ -7,18 +7,19 @@ Steps: 2 (n - 1). Bytes sent per rank: 2 S (n - 1) / n, also of 16-bit floats, e
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
 from mpi4py import MPI
 
 from allreduce.arrays import dtypes
-from allreduce.arrays.chunks import chunk
+from allreduce.arrays.chunks import chunk, segments
 from allreduce.arrays.ops import Op
 from allreduce.backend import TwoPhase
 from allreduce.topology import Topology
 from allreduce.transport.control import all_values
-from allreduce.transport.point_to_point import AHEAD, Arrival, Transfer
+from allreduce.transport.point_to_point import AHEAD, Arrival, Transfer, segment_length
 from allreduce.transport.wait import wait
 
 
@@ -53,6 +54,23 @@ def plan(rank: int, ranks: int, first: int, last: int) -> list[Step]:
     ]
 
 
+class Cuts(NamedTuple):
+    """The segments of the steps of a rank, in order. lap: how many of them are of the first `ranks` steps."""
+
+    pieces: Sequence[tuple[Step, slice]]
+    lap: int
+
+
+@lru_cache(maxsize=64)  # a training reduces the same lengths again and again; many ranks have many cuts
+def cut(rank: int, ranks: int, first: int, last: int, length: int, step: int) -> Cuts:
+    """Return the segments of at most `step` elements in which `plan` moves a buffer of `length` elements."""
+    parts = [
+        [(each, piece) for piece in segments(chunk(length, ranks, each.chunk), step)]
+        for each in plan(rank, ranks, first, last)
+    ]
+    return Cuts([pair for part in parts for pair in part], sum(map(len, parts[:ranks])))
+
+
 def shorter(nodes: Sequence[int]) -> bool:
     """Return whether fewer bytes leave the nodes if 16-bit floats are sent to their owner, not summed as float32.
 
@@ -79,15 +97,12 @@ class Ring(TwoPhase):
         self._left, self._right = (self.rank - 1) % self.size, (self.rank + 1) % self.size
         nodes = all_values(self._comm, topology.node_index, "share the nodes of ranks")
         self._sends_originals = shorter(nodes)
-        self._plan = plan(self.rank, self.size, 1, 2 * self.size - 1)
-        self._scatter_plan = plan(self.rank, self.size, 1, self.size)
-        self._gather_plan = plan(self.rank, self.size, self.size, 2 * self.size - 1)
 
     def _reduce(self, buffer: np.ndarray, op: Op) -> None:
         if dtypes.is_half(buffer.dtype):
             super()._reduce(buffer, op)
         else:
-            self._walk(buffer, self._plan, op)
+            self._walk(buffer, 1, 2 * self.size - 1, op)
 
     def _scatter_rounded(self, buffer: np.ndarray, op: Op) -> None:
         if dtypes.is_half(buffer.dtype) and self._sends_originals:
@@ -96,16 +111,15 @@ class Ring(TwoPhase):
             super()._scatter_rounded(buffer, op)
 
     def _reduce_scatter(self, buffer: np.ndarray, op: Op) -> None:
-        self._walk(buffer, self._scatter_plan, op)
+        self._walk(buffer, 1, self.size, op)
 
     def _all_gather(self, buffer: np.ndarray) -> None:
-        self._walk(buffer, self._gather_plan, None)
+        self._walk(buffer, self.size, 2 * self.size - 1, None)
 
-    def _walk(self, buffer: np.ndarray, steps: Sequence[Step], op: Op | None) -> None:
-        """Do `steps`, segment by segment. op: for steps that combine or finish."""
-        parts = [self._segments(buffer, step) for step in steps]
-        pieces = [(step, part) for step, of_step in zip(steps, parts, strict=True) for part in of_step]
-        lap = sum(map(len, parts[: self.size]))
+    def _walk(self, buffer: np.ndarray, first: int, last: int, op: Op | None) -> None:
+        """Do the steps `first` to `last`, segment by segment. op: for steps that combine or finish."""
+        cuts, lap = cut(self.rank, self.size, first, last, buffer.size, segment_length(buffer.itemsize))
+        pieces = [(step, buffer[piece]) for step, piece in cuts]
         sends: list[MPI.Request] = []
         # A segment is received into memory that was sent one lap ago, so receives run less than a lap ahead.
         arrivals = self._transfer.arrivals(self._expected(pieces, lap, sends), min(AHEAD, lap - 1))
@@ -128,6 +142,3 @@ class Ring(TwoPhase):
                 if not step.combines and index >= lap:
                     wait(sends[index - lap])
                 yield Arrival(self._left, part, in_place=not step.combines)
-
-    def _segments(self, buffer: np.ndarray, step: Step) -> list[np.ndarray]:
-        return self._transfer.segments(buffer[chunk(buffer.size, self.size, step.chunk)])

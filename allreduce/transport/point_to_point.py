@@ -20,6 +20,11 @@ SEGMENT_BYTES = 1024 * 1024
 AHEAD = 2  # segments that are received while one is reduced
 
 
+def segment_length(itemsize: int) -> int:
+    """Return the elements of a segment, except of a view's last one."""
+    return max(1, SEGMENT_BYTES // itemsize)
+
+
 class Arrival(NamedTuple):
     """A segment to receive from rank `source`."""
 
@@ -41,8 +46,7 @@ class Transfer:
 
     def segments(self, view: np.ndarray) -> list[np.ndarray]:
         """Cut `view` into the segments in which it is sent. Local."""
-        step = max(1, SEGMENT_BYTES // view.itemsize)
-        return [view[piece] for piece in chunks.segments(slice(0, view.size), step)]
+        return [view[piece] for piece in chunks.segments(slice(0, view.size), segment_length(view.itemsize))]
 
     def send(self, view: np.ndarray, dest: int) -> None:
         """Send `view` to rank `dest`, which receives a view of the same length."""
