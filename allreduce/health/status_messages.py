@@ -6,14 +6,16 @@
 - A rank sends at most three messages for a change, and none if all ranks are on one node. Between two ranks at most one
   message is pending, so none pile up at a rank that does not receive.
 - After a rank fails, the surviving ranks revoke the topology's communicators. Under ULFM, status messages therefore use
-  a communicator that is never revoked, and after a failure a rank that leaves tells all others, which agree in
-  `Topology.finished`.
+  a communicator that is never revoked. Ranks of the tree may be gone then. So a rank that leaves tells the ranks at
+  distances 1, 2, 4, ... among those that it takes for alive, and each rank that hears of it tells as many. If none of
+  them receives the message, the rank that leaves tells twice as many, at last all. They agree in `Topology.finished`.
 """
 
 import time
 import weakref
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from typing import NamedTuple
 
 from mpi4py import MPI
@@ -86,7 +88,7 @@ class StatusMessages:
         self.comm, self.rank, self.size = comm, comm.rank, comm.size
         self.state: State = {}  # all facts that this rank knows
         self.ended: int | None = None  # the exit code of a rank that ends the job
-        self.lost = False  # True after a failure: only facts about ranks that leave are sent, to all ranks
+        self.lost = False  # True after a failure: only facts about ranks that leave are sent; see `_living`
         self._own_facts: dict[Fact, set[int]] = {}  # that this rank reports
         self._connected = False
         self._given_up: dict[Fact, float] = {}  # waits of this rank that have ended in an error, and when
@@ -101,6 +103,7 @@ class StatusMessages:
         self._received: dict[int, State] = {}  # by sender
         self._version = 0  # of the known facts
         self._last_sent: dict[int, tuple[int, bytes]] = {}  # by receiver: version and message
+        self._chosen: tuple[tuple[int, tuple[int, ...]], list[int]] = (-1, ()), []  # after a failure: see `_receivers`
         self._sent: dict[int, list[Sent]] = {}  # pending messages by receiver: one, or two when this rank leaves
         weakref.finalize(self, _hold_sent, self._sent).atexit = False
         self._left: dict[Fact, float] = {}  # LEFT facts of other ranks: when this rank learned them
@@ -286,17 +289,54 @@ class StatusMessages:
 
     def _send_last(self) -> None:
         """Send the facts even if a message is pending; under ULFM then wait a moment until all are received."""
-        neighbours = self._receivers()
-        for neighbour in neighbours:
+        told = self._receivers()
+        for neighbour in told:
             self._send(neighbour, True)
-        if neighbours and ulfm.in_force():  # without ULFM, MPI_Finalize waits for all ranks, and delivers the messages
-            wait_until(self._all_received, LAST_SECONDS)
+        if not told or not ulfm.in_force():  # without ULFM, MPI_Finalize waits for all ranks, and delivers the messages
+            return
+        wait_until(self._all_received, LAST_SECONDS)
+        while self.lost and not self._heard(told):  # those told have ended meanwhile: tell as many others
+            others = [rank for rank in self._living() if rank not in told][: len(told)]
+            if not others:
+                return
+            for rank in others:
+                self._send(rank, True)
+            told += others
+            wait_until(partial(self._heard, told), LAST_SECONDS)
 
     def _receivers(self) -> list[int]:
         if self._connected and not self.lost:
             return [each.leader for each in self._neighbours]
-        leaves = not self._connected or any(each.kind == LEFT and each.number == 0 for each in self.state)
-        return [rank for rank in range(self.size) if rank != self.rank] if leaves else []
+        if not self._connected:
+            return [rank for rank in range(self.size) if rank != self.rank]
+        if not any(each.kind == LEFT and each.number == 0 for each in self.state):
+            return []
+        known = self._version, self._failed()
+        if known != self._chosen[0]:  # the watchdog asks often
+            living = self._living()
+            steps = [1 << power for power in range(len(living).bit_length())]
+            chosen = dict.fromkeys(living[place] for step in steps for place in (step - 1, -step))
+            self._chosen = known, list(chosen)
+        return list(self._chosen[1])
+
+    def _failed(self) -> tuple[int, ...]:
+        return ulfm.failed(self._unrevoked) if self._unrevoked is not None else ()
+
+    def _living(self) -> list[int]:
+        """Return the other ranks that are not known to have failed or left, the next one first."""
+        gone = {rank for each, ranks in self.state.items() if each.kind == LEFT and each.number == 0 for rank in ranks}
+        gone.update(self._failed())
+        following = (rank % self.size for rank in range(self.rank + 1, self.rank + self.size))
+        return [rank for rank in following if rank not in gone]
+
+    def _heard(self, told: Sequence[int]) -> bool:
+        """Return whether one of these ranks, which has not failed, has received all messages of this rank."""
+        failed = self._failed()
+        return any(
+            rank not in failed and all(sent.received() for sent in self._sent.get(rank, ()))
+            for rank in told
+            if self._sent.get(rank)
+        )
 
     def _send(self, neighbour: int, last: bool) -> None:
         under_way = self._sent[neighbour] = [sent for sent in self._sent.get(neighbour, ()) if not sent.received()]

@@ -7,7 +7,7 @@ import subprocess
 import sys
 import time
 from collections import Counter, defaultdict, deque
-from collections.abc import Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -18,7 +18,7 @@ from allreduce.health import status
 from allreduce.health.status import FAR_ROWS, HEAD_BYTES, LEFT, ROW_BYTES, WAITING, Fact, StatusRows
 from allreduce.health.status_messages import Neighbour, StatusMessages, tree
 from allreduce.process import proc
-from allreduce.transport import liveness, processes
+from allreduce.transport import liveness, processes, ulfm
 from allreduce.transport.wait import NamedCall, WaitRecord
 from tests.conftest import JobRunner
 
@@ -51,6 +51,7 @@ class Network:
         self.sent: Counter[int] = Counter()
         self.pairs: set[tuple[int, int]] = set()
         self.longest, self.size = 0, ranks
+        self.failed: frozenset[int] = frozenset()
 
 
 class Comm:
@@ -60,6 +61,8 @@ class Comm:
         self._network, self.rank, self.size = network, rank, network.size
 
     def Issend(self, message: Any, rank: int) -> _Request:  # noqa: N802
+        if rank in self._network.failed:
+            raise MPI.Exception(MPI.ERR_OTHER)
         request, content = _Request(), bytes(message[0])
         self._network.arrived[rank].append((self.rank, content, request))
         self._network.sent[self.rank] += 1
@@ -162,6 +165,58 @@ def test_ends_of_programs_are_told_in_a_few_messages(job: tuple[Network, list[St
     every[100].announce_leaving("it has ended its program", None)  # no leader
     rounds(every)
     assert all(messages.left for messages in every if messages._neighbours or messages.rank % 64 > 61)
+
+
+def after_a_failure(ranks: int, gone: Collection[int], known: bool) -> tuple[Network, list[StatusMessages]]:
+    """Return ranks after ranks `gone` have failed. known: MPI has told the others."""
+    network, every = make(ranks, 4)
+    network.failed = frozenset(gone)
+    for messages in every:
+        messages.lost = True
+        if known:
+            messages.use_unrevoked(messages.comm, WaitRecord(-1))
+    return network, [messages for messages in every if messages.rank not in gone]
+
+
+def settle(every: Sequence[StatusMessages]) -> None:
+    known = -1
+    while known != (known := sum(messages._version for messages in every)):
+        for messages in every:
+            messages.exchange()
+
+
+@pytest.mark.parametrize("known", [True, False])
+@pytest.mark.parametrize("gone", [[0, 1, 2, 3], [0, 101, 102, 104, 99, 98, 96, 116, 228], [*range(101, 200)]], ids=len)
+def test_after_a_failure_a_rank_that_leaves_tells_a_few_and_all_hear_of_it(
+    gone: list[int], known: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also if ranks between them are gone, and whether or not the rank knows that."""
+    monkeypatch.setattr(processes, "world_ranks", lambda comm: range(comm.size))
+    monkeypatch.setattr(ulfm, "failed", lambda comm: tuple(comm._network.failed))
+    monkeypatch.setattr(ulfm, "acknowledge", lambda comm: None)
+    network, living = after_a_failure(256, gone, known)
+    leaver = next(messages for messages in living if messages.rank == 100)
+    leaver.announce_leaving("it has ended its program", None)
+    others = [messages for messages in living if messages is not leaver]
+    settle(others)
+    assert all(messages.departure(100) is not None for messages in others)
+    assert max(network.sent.values()) <= 2 * math.log2(256)
+
+
+def test_a_rank_whose_receivers_have_all_ended_tells_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They ended a moment before, so it does not know; the last living rank hears of it all the same."""
+    monkeypatch.setattr(processes, "world_ranks", lambda comm: range(comm.size))
+    monkeypatch.setattr(ulfm, "in_force", lambda: True)
+    network, every = after_a_failure(64, [], known=False)
+
+    def only_one_lives(done: Callable[[], bool], limit: float) -> bool:
+        every[40].exchange()
+        return done()
+
+    monkeypatch.setattr("allreduce.health.status_messages.wait_until", only_one_lives)
+    every[9].announce_leaving("it has ended its program", None)
+    assert every[40].departure(9) is not None
+    assert 11 < network.sent[9] < 63
 
 
 def test_ranks_behind_one_that_takes_no_messages(monkeypatch: pytest.MonkeyPatch) -> None:
