@@ -730,7 +730,7 @@ class AllReduce(ABC):
             work = self._scatter_work_for(call)
         else:
             work = self._gather_work_for(call)
-        return work if call.length and self.size > 1 else NOTHING
+        return work if call.length and call.dtype.itemsize and self.size > 1 else NOTHING
 
     def _memory_kind(self, buffer: Any) -> int:
         if gpu.is_gpu_array(buffer):

@@ -14,6 +14,7 @@ from allreduce.arrays.registered import Part, Slice
 from allreduce.arrays.workspace import Workspace
 from allreduce.backend import AllReduce, NodeArrays
 from allreduce.topology import Topology
+from allreduce.transport.shared_segment import Location
 from allreduce.wrappers.compressed import NOTICED, Compressed
 from allreduce.wrappers.options import PowerSGD, check_parts
 
@@ -82,6 +83,13 @@ class LowRank(Compressed):
         if whole:
             check_parts(self.options, parts)
         super().describe(array, parts, whole)
+
+    def _place(self, buffer: Any) -> Location | None:
+        """As in the base; also whether the ranks have agreed on the state, which `reset` on one rank alone forgets."""
+        place, where = super()._place(buffer), self.registered.find(buffer)
+        if place is None or where is None or (where.start, where.length) not in where.entry.settled:
+            return place
+        return place[0] + (1 << 64), place[1]
 
     def _reduce_compressed(self, buffer: np.ndarray, op: Op, where: Slice | None, parts: Sequence[Part]) -> None:
         options = self.options

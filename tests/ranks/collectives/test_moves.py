@@ -220,6 +220,13 @@ def test_sparse(reduce: AllReduce, dense: bool, monkeypatch: pytest.MonkeyPatch)
     assert (found.tolist(), sums.tolist()) == ([0, 2, 4], [1, 5, 9])
 
 
+def test_elements_without_bytes(reduce: AllReduce) -> None:
+    array = np.empty(7, "V0")
+    reduce.all_gather(array)
+    reduce.broadcast(array)
+    assert reduce.stack(array).shape == (SIZE, 7)
+
+
 @pytest.mark.parametrize("dtype", ["int8", "uint8", "int32", "int64", "bool", "float16", "float32"])
 def test_sparse_rows_that_only_some_ranks_repeat(reduce: AllReduce, dtype: str) -> None:
     """The last rank passes row 3 twice; sums of repeated rows keep the dtype, also of short integers, which wrap."""

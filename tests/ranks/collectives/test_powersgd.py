@@ -320,3 +320,20 @@ def test_bad_input(flat: allreduce.Topology) -> None:
         assert "'w'" in text
     with allreduce.create("ring", flat, compress={"w": Quantized(), "vv": None}) as reduce:
         assert "did you mean 'v'?" in raised(errors.OptionError, lambda: described(reduce))
+
+
+@several
+@pytest.mark.parametrize("name", ["ring", "shared"])
+def test_a_state_that_one_rank_forgets(name: str, flat: allreduce.Topology) -> None:
+    """All ranks raise the same error; after a reset on all of them the calls go on."""
+    with allreduce.create(name, flat, compress=PowerSGD(2, start_powerSGD_iter=0)) as reduce:
+        array = described(reduce)
+        for _ in range(2):
+            array[:] = gradient(1)
+            reduce(array)
+        if rank == size - 1:
+            reduce.reset(array)
+        raised_everywhere(MPI.COMM_WORLD, errors.DisagreementError, lambda: reduce(array))
+        reduce.reset(array)
+        reduce(array)
+        same_bits(array)
