@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from trainers.data import Data, Tree, named, seed_generators
+from trainers.data import Data, Tree, named, row_count, seed_generators
 from trainers.datasets.columns import Columns
 from trainers.errors import ArgumentError, ExportError, ModelFileError
 from trainers.files import model_file
@@ -58,6 +58,8 @@ class Replica(ABC):
     essentials: names in `config` whose values a saved model must share to be restored here.
     tables: the tables that are trained by sparse gradients; `state()["parameters"]` does not contain them.
     notices: texts that the trainer logs once, on rank 0, when it is made: what is slow here, for example.
+    counts: whether the loss may ignore rows, or weigh them by their targets; see `counted`.
+    optional: the number of parameters, if a batch may leave some of them without a gradient; else 0. See `unused`.
     takes_weights: whether rows may have weights. If not, the methods get no argument `weights`, and may lack it.
     undoable: set by the trainer if a batch may be repeated or left out, or is computed in micro-batches; the replica
         then keeps the data of `undo`.
@@ -87,6 +89,8 @@ class Replica(ABC):
     essentials: tuple[str, ...] = ()
     tables: tuple[Table, ...] = ()
     notices: tuple[str, ...] = ()
+    counts: bool = False
+    optional: int = 0
     takes_weights: bool = False
     undoable: bool = False
     averages: bool = False
@@ -172,6 +176,24 @@ class Replica(ABC):
     def take_sparse(self, sums: list[Rows]) -> None:  # noqa: B027, nothing to do without tables
         """Store the sparse gradients summed over all ranks, one for each of `tables`, for the next `update`. Each index
         occurs once."""
+
+    def counted(self, y: Tree) -> float:
+        """Return the weight that the loss counts in rows with these targets, if the loss `counts`.
+
+        The loss of a batch is then the sum of the rows' weighted losses, divided by the weight of the whole batch, of
+        all ranks. So `gradients` and `evaluate` still divide by the number of rows, and the caller divides the sums by
+        the mean weight of a row. Rows that are all ignored have the weight 0, the loss 0, and gradients of zeros.
+        """
+        return float(row_count(y))
+
+    def unused(self) -> np.ndarray:
+        """Return which of the `optional` parameters the last `gradients` left without a gradient: one bool for each, in
+        their order."""
+        return np.zeros(self.optional, bool)
+
+    def keep_still(self, still: np.ndarray) -> None:  # noqa: B027, nothing to do where all parameters have gradients
+        """Let the next updates leave these parameters as they are, and their optimizer state: one bool for each of the
+        `optional` parameters. The caller knows that no rank has a gradient for them."""
 
     def undo(self) -> None:  # noqa: B027, nothing to do where `gradients` changes nothing but gradients
         """Undo the changes of the last `gradients` to anything but the gradients (statistics, random state).

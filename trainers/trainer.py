@@ -47,6 +47,7 @@ from trainers.fit.evaluation import (
     Evaluated,
     Evaluation,
     evaluate_loader,
+    means_of,
     predict_chunk,
     rows_of_loaders,
 )
@@ -597,7 +598,7 @@ class Trainer(GroupOwner, Generic[StrategyT]):
         with self._weights(ema), np.errstate(all="ignore"):  # the loss shows it if the model has diverged
             segments = together(group.comm, lambda: evaluation.evaluate_chunk(replica, group.size, group.rank, exact))
         sums = self.strategy.add_up(segments, -(-rows // EXACT_ROWS))
-        return dict(zip(replica.metrics, (sums / rows).tolist(), strict=True))
+        return means_of(replica.metrics, replica.counts, sums, rows)
 
     def _evaluate_loader(
         self, reader: Reader | None, divided: bool, steps: int | None, ema: bool | None = None
@@ -607,7 +608,7 @@ class Trainer(GroupOwner, Generic[StrategyT]):
         self.strategy.end_round()
         have = all_values(group.comm, reader is not None, "learn which ranks have a loader")
         ranks, rank = (1, 0) if divided else (sum(have), sum(have[: group.rank]))
-        none = Evaluated(np.empty((0, len(replica.metrics))), 0, 0)
+        none = Evaluated(np.empty((0, len(replica.metrics) + 1)), 0, 0)
 
         def evaluate() -> Evaluated:
             return none if reader is None else evaluate_loader(replica, reader, steps, ranks, rank, exact)
@@ -618,7 +619,7 @@ class Trainer(GroupOwner, Generic[StrategyT]):
         read = all_values(group.comm, [own, len(found.terms)], "learn the rows of an evaluation")
         rows = together(group.comm, lambda: rows_of_loaders([each for each, _ in read], divided))
         sums = self.strategy.add_up(found.terms, sum(terms for _, terms in read))
-        return dict(zip(replica.metrics, (sums / rows).tolist(), strict=True))
+        return means_of(replica.metrics, replica.counts, sums, rows)
 
     def _weights(self, ema: bool | None) -> AbstractContextManager[None]:
         """Return a context manager: the average is in the place of the parameters, unless `ema` is False or there is

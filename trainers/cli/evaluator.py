@@ -100,7 +100,7 @@ class Evaluator:
             if self._replica.averages:  # as the trainer's own evaluation does
                 self._replica.use_average()
             sums = self._data.evaluate_chunk(self._replica, 1, 0).sum(axis=0)
-        means = dict(zip(self._replica.metrics, (sums / len(self._data)).tolist(), strict=True))
+        means = evaluation.means_of(self._replica.metrics, self._replica.counts, sums, len(self._data))
         progress = saved.progress
         row = {"epoch": progress.epoch, "step": progress.total, **means, "seconds": time.perf_counter() - begin}
         self.evaluations.append({**row, "checkpoint": os.path.basename(path)})

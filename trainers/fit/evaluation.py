@@ -21,6 +21,14 @@ def rows_in(data: Data) -> int:
     return len(data[0]) if isinstance(data[0], Samples) else row_count(data)
 
 
+def means_of(names: Sequence[str], counts: bool, sums: np.ndarray, rows: int) -> dict[str, float]:
+    """Return the metrics of an evaluation. names, counts: of the replica. sums: of the rows of `evaluate_chunk`."""
+    means = sums[:-1] / rows
+    if counts:
+        means[0] = sums[0] / sums[-1] if sums[-1] else 0.0
+    return dict(zip(names, means.tolist(), strict=True))
+
+
 def predict_chunk(replica: Replica, x: Tree, ranks: int, rank: int) -> Tree:
     """Predict the chunk of rows of `rank`. Returns arrays for the outputs of all rows, in which only that chunk is
     filled."""
@@ -51,7 +59,8 @@ class Evaluation:
         return rows_in(self._data)
 
     def evaluate_chunk(self, replica: Replica, ranks: int, rank: int, exact: bool = False) -> np.ndarray:
-        """Evaluate the chunk of rows of `rank`; returns the sums of the replica's metrics, (segments, metrics) float64.
+        """Evaluate the chunk of rows of `rank`; returns sums for `means_of`, (segments, metrics + 1) float64: of the
+        replica's metrics, and of the weights that the loss has counted.
 
         exact: the segments of all ranks are the same on any number of ranks.
         """
@@ -62,8 +71,8 @@ class Evaluation:
         elif self._reader is not None:
             size = EXACT_ROWS  # several workers read the rows of an evaluation
         parts = list(segments(mine, size))
-        sums = [list(map(float, replica.evaluate(*rows))) for rows in self._rows(replica, parts)]
-        return np.array(sums, np.float64).reshape(-1, len(replica.metrics))
+        sums = [[*map(float, replica.evaluate(*rows)), replica.counted(rows[1])] for rows in self._rows(replica, parts)]
+        return np.array(sums, np.float64).reshape(-1, len(replica.metrics) + 1)
 
     def _rows(self, replica: Replica, parts: list[slice]) -> Iterator[Data]:
         samples, reader = self._data[0], self._reader
@@ -100,8 +109,8 @@ class Segments:
 
 
 class Evaluated(NamedTuple):
-    """A rank's part of an evaluation of a loader: the sums of the metrics, (terms, metrics); the batches and the rows
-    that the rank has read."""
+    """A rank's part of an evaluation of a loader: sums of `evaluate_chunk`, (terms, metrics + 1); the batches and
+    the rows that the rank has read."""
 
     terms: np.ndarray
     batches: int
@@ -112,7 +121,7 @@ def evaluate_loader(
     replica: Replica, reader: Reader, limit: int | None, ranks: int, rank: int, exact: bool = False
 ) -> Evaluated:
     """Evaluate the chunk of `rank` of every batch of a pass over a loader, or of `limit` batches of it."""
-    terms, batches, rows = np.empty((0, len(replica.metrics))), 0, 0
+    terms, batches, rows = np.empty((0, len(replica.metrics) + 1)), 0, 0
     if not reader.once:
         reader.rewind()
     while limit is None or batches < limit:

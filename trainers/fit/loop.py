@@ -52,8 +52,12 @@ def reduce_left_out_step(strategy: Strategy, share: float, flags: tuple[float, .
     if np.isfinite(own).all():
         sums[: metrics + 1] = [*own, share]
     sums[metrics + 1 :] = flags
+    weight = metrics + 1 + FLAGS.index("weight")
+    sums[weight] *= np.isfinite(own).all()
     wait_for(strategy.group.comm, strategy.group.comm.Iallreduce(MPI.IN_PLACE, sums, MPI.SUM), "leave a step out")
     means = sums[:metrics] / sums[metrics] if sums[metrics] else last
+    if strategy.replica.counts and sums[weight] > 0:
+        means[0] = sums[0] / sums[weight]
     result = np.concatenate([means, sums[metrics + 1 :]]).astype(measured.dtype)
     return gpu.cupy().asarray(result) if gpu.is_gpu_array(measured) else result
 
@@ -427,7 +431,8 @@ class Fit:
         """Return this rank's values of FLAGS. Local."""
         is_time = self.saver is not None and self.saver.is_time()
         stop, failed = self.strategy.stop_training, self.error is not None
-        return tuple(map(float, (leaves_out, self.batches.coming, stop, is_time, failed)))
+        weight, unused = self.strategy.rule.weight, bool(self.strategy.rule.unused.any())
+        return tuple(map(float, (leaves_out, self.batches.coming, weight, unused, stop, is_time, failed)))
 
     def _leaves_out(self, number: int, step: int) -> bool:
         """Whether all ranks leave this step out: a callback of at least one rank asks for it. Collective.
@@ -460,7 +465,7 @@ class Fit:
     def read_flags(self, steps: int = 1) -> None:
         """Read the flags of the last step, `steps` after the position. Raises an error of any rank on all ranks.
         Collective if there is one."""
-        _, rows, stop, save, failed = self.strategy.measured[-len(FLAGS) :].tolist()
+        _, rows, _, _, stop, save, failed = self.strategy.measured[-len(FLAGS) :].tolist()
         if failed:
             raise_together(self.group.comm, self.error)
         self.batches.learn(self.position.step + steps, round(rows))

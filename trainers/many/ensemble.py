@@ -36,6 +36,7 @@ from trainers.data import (
 )
 from trainers.errors import ArgumentError, ModelFileError, TrainerError, known_only
 from trainers.fit.checkpointing import Checkpoint
+from trainers.fit.evaluation import means_of
 from trainers.group import GroupOwner, RankGroup, broadcast_arrays
 from trainers.many import ensemble_model
 from trainers.many.answering import Exchange, Rounds
@@ -478,10 +479,13 @@ class EnsembleTrainer(GroupOwner):
     def _metrics(self, data: Data) -> dict[int, dict[str, float]]:
         own = together(self.group.comm, lambda: self._part.metrics(self._there, data))
         everyone = self.group.values(own, "the metrics of the members")
-        metrics: dict[int, dict[str, float]] = {number: {} for number in self._there}
-        for number, names, terms in [each for own in everyone for each in own]:
-            for name, term in zip(names, terms, strict=True):
-                metrics[number][name] = metrics[number].get(name, 0.0) + term / row_count(data)
+        of_member: dict[int, list[Any]] = {number: [] for number in self._there}
+        for number, *found in [each for own in everyone for each in own]:
+            of_member[number].append(found)
+        metrics = {}
+        for number, parts in of_member.items():
+            names, counts, _ = parts[0]
+            metrics[number] = means_of(names, counts, np.sum([sums for *_, sums in parts], axis=0), row_count(data))
         return metrics
 
     # Files

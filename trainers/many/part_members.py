@@ -101,14 +101,15 @@ class PartMembers:
                 for each in list(segments(slice(0, len(mine)), ROWS)) or [slice(0, 0)]:
                     yield number, mine[each], member_votes(replica, rows_at(x, mine[each]), voting)
 
-    def metrics(self, numbers: Sequence[int], data: Data) -> list[tuple[int, list[str], list[float]]]:
-        """Return the metrics of members, as (number, names, sums over this rank's share of the rows). Local."""
+    def metrics(self, numbers: Sequence[int], data: Data) -> list[tuple[int, list[str], bool, list[float]]]:
+        """Return the metrics of members, as (number, names, Replica.counts, sums of evaluate_chunk over this rank's
+        share of the rows). Local."""
         found = []
         for number in numbers:
             if (replica := self.replicas.get(number)) is not None:
                 with averaged(replica), np.errstate(all="ignore"):
                     terms = Evaluation(data).evaluate_chunk(replica, self.topology.size, self.topology.rank)
-                found.append((number, list(replica.metrics), terms.sum(axis=0).tolist()))
+                found.append((number, list(replica.metrics), replica.counts, terms.sum(axis=0).tolist()))
         return found
 
     @contextmanager

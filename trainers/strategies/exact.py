@@ -13,7 +13,7 @@ M. Li et al.: EasyScale: Elastic training with consistent accuracy and improved 
 workers are threads, of a fixed number, with a fixed order of additions; here there is no order.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -30,7 +30,7 @@ from trainers.group import RankGroup
 from trainers.replica import Factors, gradients_of
 from trainers.strategies.local_sgd import LocalOptions
 from trainers.strategies.mirrored import Mirrored
-from trainers.strategies.rule import StepOptions
+from trainers.strategies.rule import WEIGHT, StepOptions, mean_weight
 
 
 class ExactMirrored(Mirrored):
@@ -47,7 +47,7 @@ class ExactMirrored(Mirrored):
         self._factors: list[Factors] = []
         self._factored = False
         self._most = 1  # rows of a batch
-        self._values = np.zeros((0, len(self.replica.metrics)))  # their metrics, times their share of the batch
+        self._values = np.zeros((0, len(self.replica.metrics) + 1))  # their metrics and mean weights, times their share
         self._count = 1  # of micro-batches in a batch
         self._checked = False  # whether it is known that batches change no buffers that ranks do not average
 
@@ -110,7 +110,7 @@ class ExactMirrored(Mirrored):
         self._count = -(-self._most // self.micro_batch)
         self._factored = self.replica.factored and self._most <= MOST_ROWS  # the same on all ranks
         count = 0 if batch is None else len(batch.seeds)
-        self._terms, self._values = [], np.zeros((count, len(self.replica.metrics)))
+        self._terms, self._values = [], np.zeros((count, len(self.replica.metrics) + 1))
         if batch is None or not count:
             self._factors = self.replica.factors_of_parts([], 1)[1] if self._factored else []
             super().compute(batch)
@@ -119,22 +119,26 @@ class ExactMirrored(Mirrored):
         self.update.begin_batch()
         shares = [row_count(part) / batch.rows for part in batch.parts]
         if self._factored:
-            self._values[:], self._factors = self.replica.factors_of_parts(batch.parts, batch.rows)
+            self._values[:, :-1], self._factors = self.replica.factors_of_parts(batch.parts, batch.rows)
         else:
             self._compute_terms(batch, shares)
+        self._values[:, -1] = [mean_weight(self.replica, part) for part in batch.parts]
         self._values *= np.array(shares)[:, None]
-        self._measured[: self._values.shape[1]] = self._values.sum(axis=0)
+        *measured, self.rule.weight = self._values.sum(axis=0).tolist()
+        self._measured[: len(measured)] = measured
 
     def _compute_terms(self, batch: Batch, shares: list[float]) -> None:
         """Compute the gradients of one micro-batch after the other: `_terms`, and `_values`. Local."""
         while len(self._rows) < len(shares) - 1:
             self._rows.append(np.empty_like(self.buffer))
         self._terms = [*self._rows[: len(shares) - 1], self.buffer]
+        self.rule.unused = np.ones(self.replica.optional, bool)
         for number, (seed, part, share) in enumerate(zip(batch.seeds, batch.parts, shares, strict=True)):
             if number:
                 self.replica.undo()  # each micro-batch begins with the statistics of the step's start
             self.replica.seed(seed)
-            self._values[number] = self._compute(part, share, self._terms[number])
+            self._values[number, :-1] = self._compute(part, share, self._terms[number])
+            self.rule.unused &= self.replica.unused()
 
     def _compute(self, part: Data, share: float, memory: np.ndarray) -> Any:
         """Write the gradients of a micro-batch to `memory`; return its metrics. Local."""
@@ -154,8 +158,12 @@ class ExactMirrored(Mirrored):
     def step(self, flags: tuple[float, ...]) -> Any:
         sums = self.add_up(self._values, self._count)
         # `measured` is summed over the ranks, with the flags: one rank has the sums, the others add zeros
-        self._measured[: sums.size] = sums if self.group.rank == 0 else 0
-        return super().step(flags)
+        *metrics, weight = sums if self.group.rank == 0 else np.zeros(sums.size)
+        self._measured[: len(metrics)] = metrics
+        return super().step((*flags[:WEIGHT], weight, *flags[WEIGHT + 1 :]))
+
+    def _weighed(self) -> Sequence[Any]:
+        return [term[: self.replica.parameter_count] for term in self._terms]
 
     def add_up(self, terms: np.ndarray, count: int) -> np.ndarray:
         """Return the exact sum of float64 rows. terms: (k, length), this rank's; count: of all ranks. Collective."""

@@ -20,13 +20,14 @@ from trainers.group import RankGroup
 from trainers.replica import Hold, Replica, Rows, Slices
 from trainers.state.adopt import OUTER, RATES, Arrays, Piece
 from trainers.stopwatch import Stopwatch
-from trainers.strategies.rule import StepOptions, UpdateRule
+from trainers.strategies.rule import FLAGS, StepOptions, UpdateRule
 from trainers.watching.meter import Meter
 
 INNER = "inner."  # prefix, in a rank's local state, of the optimizer's state that differs between ranks (local SGD)
 # appended to each step's metrics; after the reduction: the number of ranks that set the flag
 # ("rows": the rows of the next batch, if the batches are a stream)
-FLAGS = ("left_out", "rows", "stop", "save", "failed")
+# ("weight": the mean weight that the loss has counted in the rows)
+__all__ = ["FLAGS", "EpochRun", "Strategy", "replica_error"]
 
 
 class EpochRun(Protocol):

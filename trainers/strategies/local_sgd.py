@@ -30,7 +30,7 @@ from trainers.replica import bind_whole, copied
 from trainers.state.adopt import ADOPT, OUTER, RATES, Arrays, Piece, adopt
 from trainers.strategies.interface import FLAGS, INNER, EpochRun
 from trainers.strategies.mirrored import Mirrored
-from trainers.strategies.rule import StepOptions
+from trainers.strategies.rule import WEIGHT, StepOptions
 from trainers.watching.meter import RoundMeter
 
 MEET = "end the steps that ranks have taken on their own"
@@ -198,6 +198,9 @@ class LocalSGD(Mirrored):
         if run.discard_if_unusable(self._gradients, replica):
             return False
         self.measured[:metrics] = [float(value) for value in values]
+        self.measured[metrics + WEIGHT] = self.rule.weight
+        self.rule.weigh(self.measured, [self._gradients[: self._trained]])
+        replica.keep_still(self.rule.unused)
         self._added[-1][:] = [*self.measured[:metrics] * batch.share, batch.share]
         with self.span("update"):
             self.rule.apply([self._gradients[: self._trained]])

@@ -121,6 +121,8 @@ class Mirrored(Strategy):
         lossy = self._backend.exact is not self._backend
         exact = hasattr(self._backend, "sum_terms")
         self._separate = lossy or exact or dtypes.is_half(dtypes.parse(replica.gradient_dtype))
+        # a rank that updates a slice needs the weight of all rows before
+        self._separate |= replica.counts and self._divides
         buffer = self._allocate(length if self._separate else length + extra, replica.gradient_dtype)
         self.measured = self._measured = self._allocate(extra, "float32") if self._separate else buffer[length:]
         self.buffer = buffer  # set before `bind`, which may raise on one rank: `close` then unbinds every rank
@@ -146,8 +148,12 @@ class Mirrored(Strategy):
         assert self._update is not None
         return self._update
 
+    @property
+    def _divides(self) -> bool:
+        return self._update_name == "sharded" and self.group.size > 1
+
     def divide(self) -> None:
-        if self._update_name == "sharded" and self.group.size > 1:
+        if self._divides:
             self._update = self._make_sharded_update()
 
     def _make_sharded_update(self) -> Update:
@@ -202,6 +208,7 @@ class Mirrored(Strategy):
             self.buffer[:] = 0
             measured[:metrics] = 0
             self._tables.take_none()
+            self.rule.take_none()
             return
         self.update.check_edits()
         self.update.begin_batch()
@@ -216,10 +223,20 @@ class Mirrored(Strategy):
         # over samples.
         if self._separate:
             self.update.add_up_measured()
-        if not isinstance(self._update, ReplicatedUpdate):
+            self.rule.weigh(measured, self._weighed())
+        replicated = isinstance(self._update, ReplicatedUpdate)
+        if not replicated:
             self._tables.reduce(self._backend)
+        if self._separate or not replicated or self.replica.device != "cpu":
+            told = self._separate and self.replica.device == "cpu"
+            unused = len(self.replica.metrics) + FLAGS.index("unused")
+            self.rule.hold_unused(self.group.comm, float(measured[unused]) if told else None)
         reduced = self.update.step()
         return measured if self._separate else reduced
+
+    def _weighed(self) -> Sequence[Any]:
+        """Return this rank's gradients of the parameters, which are not reduced yet. Local."""
+        return [self.buffer[: self.replica.parameter_count]]
 
     @property
     def own_part(self) -> Slices | None:
@@ -398,11 +415,17 @@ class ReplicatedUpdate(Update):
     ) -> None:
         super().__init__(strategy, backend, buffer, measured)
         self._tables, self._errors_in_step = tables, self._replica.device == "cpu"
+        self._weighs = measured.size > 0 and self._buffer.size > self._length  # the metrics are in the buffer
 
     def step(self) -> Any:
         self._run("all_reduce", self._buffer)
         if not (self._errors_in_step and self._measured[-1]):
             self._tables.reduce(self._backend)
+            if self._weighs:
+                self._rule.weigh(self._measured, self._trained(None))
+                if self._errors_in_step:
+                    unused = len(self._replica.metrics) + FLAGS.index("unused")
+                    self._rule.hold_unused(self._comm, float(self._measured[unused]))
             with self._strategy.span("update"):
                 self._apply()
         return self._measured

@@ -14,7 +14,7 @@ from mpi4py import MPI
 from allreduce.arrays import dtypes, gpu
 from allreduce.arrays.chunks import chunk
 from allreduce.transport.control import all_values, combine
-from trainers.data import Batch, Data, sliced
+from trainers.data import Batch, Data, row_count, sliced
 from trainers.replica import Replica, Rows, Slices, gradients_of
 from trainers.watching.learning_rate import StepSchedule, schedule_error
 from trainers.watching.meter import NormMeter
@@ -22,6 +22,9 @@ from trainers.watching.meter import NormMeter
 EPSILON = 1e-6  # as torch.nn.utils.clip_grad_norm_ adds it to the norm
 WIDTH = 1 << 16  # elements whose squares are added at a time
 NORM = "learn the norm of the gradients"
+FLAGS = ("left_out", "rows", "weight", "unused", "stop", "save", "failed")  # see strategies.interface
+WEIGHT, UNUSED = FLAGS.index("weight"), FLAGS.index("unused")
+ONE = 1e-6  # a mean weight this close to 1 is 1: shares of a batch are rounded
 
 
 class StepOptions(NamedTuple):
@@ -76,6 +79,8 @@ class UpdateRule:
     options: of the fit. norms: the norms of the gradients of an epoch. schedule: sets the learning rates of a step, if
     there is one. tables: the sums of sparse gradients, which every rank has; None if the strategy has none. sparse:
     this rank's sparse gradients of the last batch, if it had several micro-batches; else None.
+    weight: the mean weight that the loss has counted in the rows of the last batch, times this rank's share of it.
+    unused: the parameters for which the last batch gave no gradient; see Replica.unused.
     """
 
     def __init__(self, replica: Replica) -> None:
@@ -86,10 +91,12 @@ class UpdateRule:
         self.tables: Tables | None = None
         self.sparse: list[Rows] | None = None  # of the last `gradients`, if it had several micro-batches
         self._scratch: Any = None
+        self._asks: bool | None = None  # whether a step learns what is unused, where no flag tells; None: not known
+        self.take_none()
 
     def use(self, options: StepOptions) -> None:
         """Use these options from now on. Local, called on all ranks."""
-        self.options, self._scratch = options, None
+        self.options, self._scratch, self._asks = options, None, None
         self.norms = NormMeter()
         given = options.schedule is not None or options.warmup_steps
         self.schedule = StepSchedule(options.schedule, options.warmup_steps) if given else None
@@ -117,8 +124,12 @@ class UpdateRule:
         replica = replica or self._replica
         rows, self.sparse = batch.own, None
         count = min(self.options.accumulate, rows)
+        self.weight = share * mean_weight(replica, batch.data)
         if count < 2:
-            return gradients_of(replica, batch.data, share)
+            values = gradients_of(replica, batch.data, share)
+            self.unused = replica.unused()
+            return values
+        self.unused = np.ones(replica.optional, bool)
         means: Any = 0.0
         sparse: list[list[Rows]] = []
         try:
@@ -128,6 +139,7 @@ class UpdateRule:
                 if number:
                     replica.undo()  # each micro-batch begins with the statistics of the step's start
                 values = self._add(replica, sliced(batch.data, span), share * part, memory, number == 0)
+                self.unused = self.unused & replica.unused()
                 means = means + part * (values if gpu.is_gpu_array(values) else np.asarray(values, np.float64))
                 sparse.append([(_copy(rows), _copy(values)) for rows, values in replica.sparse_gradients()])
         finally:
@@ -147,6 +159,45 @@ class UpdateRule:
         values = gradients_of(replica, data, share)
         memory += self._scratch
         return values
+
+    def take_none(self) -> None:
+        """Take note that this rank has no batch in this step. Local."""
+        self.weight, self.unused = 0.0, np.ones(getattr(self._replica, "optional", 0), bool)
+
+    def weigh(self, measured: Any, gradients: Sequence[Any]) -> None:
+        """Divide gradients and the loss by the mean weight of the rows, if the loss counts weights. Local.
+
+        measured: metrics and FLAGS, summed over the ranks. gradients: their sums, or this rank's part of them.
+        """
+        replica = self._replica
+        if not replica.counts:
+            return
+        weight = measured[len(replica.metrics) + WEIGHT]
+        if gpu.is_gpu_array(weight):  # the host does not wait for it
+            factor = gpu.cupy().where((weight > 0) & (abs(weight - 1) > ONE), 1 / weight, 1)
+            for each in [*gradients, measured[:1]]:
+                each *= factor.astype(each.dtype)
+        elif weight > 0 and abs(weight - 1) > ONE:
+            for each in [*gradients, measured[:1]]:
+                scale(each, 1 / float(weight))
+
+    def hold_unused(self, comm: MPI.Intracomm, flag: float | None) -> None:
+        """Let the next update leave the parameters as they are that no rank has used. Collective.
+
+        flag: "unused" of FLAGS, summed over the ranks. None if it is not known before the update: the ranks then ask
+            each other in the first step of a fit, and, if a parameter was unused there, in every step.
+        """
+        replica = self._replica
+        if not replica.optional:
+            return
+        if self._asks is False if flag is None else not flag:
+            replica.keep_still(np.zeros(replica.optional, bool))
+            return
+        used = (~self.unused).astype(np.int64)
+        combine(comm, used, "learn which parameters no rank has used")
+        replica.keep_still(used == 0)
+        if flag is None and self._asks is None:
+            self._asks = not used.all()
 
     # Updates
 
@@ -200,6 +251,12 @@ class UpdateRule:
 
     def squares_of_tables(self) -> Any:
         return sum(sum_of_squares(values.reshape(-1)) for _, values in (self.tables.sums if self.tables else ()))
+
+
+def mean_weight(replica: Replica, data: Data) -> float:
+    """Return the mean weight that the replica's loss counts in these rows; 0 if there are none. Local."""
+    rows = row_count(data[0])
+    return replica.counted(data[1]) / rows if replica.counts and rows else float(rows > 0)
 
 
 def _copy(array: Any) -> Any:

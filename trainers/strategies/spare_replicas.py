@@ -89,7 +89,7 @@ class SpareReplicas(ServerStrategy):
     thread = "serve"
 
     def __init__(self, replica: Replica, name: str, spare: int) -> None:
-        super().__init__(replica, name, len(getattr(replica, "metrics", ())) + 1)
+        super().__init__(replica, name, len(getattr(replica, "metrics", ())) + getattr(replica, "optional", 0) + 2)
         self.spare = self._given = spare
         self._wanted = 0  # ranks whose gradients a step takes
         self._counts = Counts()
@@ -118,7 +118,7 @@ class SpareReplicas(ServerStrategy):
 
     def connect(self, group: RankGroup) -> None:
         super().connect(group)
-        self._values = np.zeros(self._measures)  # this rank's metrics and its share of the batch
+        self._values = np.zeros(self._measures)  # of the next push, see Chief
         self._nothing, self._rows = NOTHING, 0  # of the next push: its kind without gradients, the rows of the batch
         # rank 0 computes in these arrays; the chief's thread updates the arrays that the model is bound to
         if group.rank == CHIEF:
@@ -229,7 +229,8 @@ class SpareReplicas(ServerStrategy):
             client.copy_parameters(parameters)
             replica.refresh()
             reply = client.replies[CHIEF]
-            self.measured[: self._values.size - 1] = reply.measures[:-1]
+            metrics = len(replica.metrics)
+            self.measured[:metrics] = reply.measures[:metrics]
             run.keep_error(partial(run.end_batch, step))
             kind, step = reply.header.kind, reply.header.step
 
@@ -247,13 +248,13 @@ class SpareReplicas(ServerStrategy):
         # the chief weighs the gradients of a stream's batch, because 16-bit floats may not hold them times the rows
         share = 1.0 if run.batches.streams else batch.share
         with self.span("compute"):
-            self._values[:-1] = self.rule.gradients(run.check_batch(batch), share, gradients, replica)
+            metrics = self.rule.gradients(run.check_batch(batch), share, gradients, replica)
+            self._values[:] = [*metrics, *~self.rule.unused, self.rule.weight / share, 1.0]
         if run.discard_if_unusable(gradients, replica):
             # zeros with share 0, not nothing: the chief waits for a fixed number of gradients
             self._values[:] = gradients[:] = 0
             return True
-        self._values[:-1] *= batch.share
-        self._values[-1] = batch.share
+        self._values *= batch.share
         return True
 
     def _batch(self, batches: BatchSource, number: int, step: int) -> Batch | None:
@@ -280,7 +281,9 @@ class Chief:
     tally: accumulates the metrics of the steps. span: as Strategy.span. begin_step: sets the learning rates of a step
         of the epoch.
 
-    A push carries the worker's metrics, then its share of the batch. A reply carries the metrics of the last step.
+    A push carries the worker's metrics, then whether it has gradients for each of Replica.optional, and the mean weight
+    that its loss has counted, all times its share of the batch, and this share. A reply carries the metrics of the last
+    step.
     counts: the counts of the epoch for the history. error: the error of an update, or None. done: the number of steps
         taken.
     """
@@ -335,8 +338,8 @@ class Chief:
         self._begin_step(step)
         with self._span("update"):
             self._add_up(found.used, share)
+            self._means = self._shard.weigh(measured[:-1] / share)
             self._shard.clip_and_update()
-        self._means = measured[:-1] / share
         self._tally.add(self._means, share * rows, step)
 
     def _add_up(self, used: Sequence[Arrival], share: float) -> None:
@@ -364,7 +367,8 @@ class Chief:
         if self._newest is None:
             self._newest = self._mailbox.message()
             self._newest.header = Header(kind, step, self._shard.version)
-            self._newest.measures[:-1] = self._means
+            self._newest.measures[:] = np.nan
+            self._newest.measures[: self._means.size] = self._means
             self._newest.body[:] = self._shard.parameters
         if kind == WORK:
             self._mailbox.clear(arrival)

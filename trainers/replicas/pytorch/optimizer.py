@@ -1,7 +1,8 @@
 """A PyTorch optimizer on the parameters of a module, or on a slice of them in flat memory."""
 
 import sys
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import cached_property
 from typing import Any
 
@@ -78,18 +79,38 @@ class TorchOptimizer(FlatOptimizer):
             raise ArgumentError(f"{type(self._user).__name__} can't be divided by TorchReplica: {text}")
         return tuple(self.layout.parts)
 
-    def step(self, part: Slices | None) -> None:
-        """Update all parameters, or a part of the bound memory."""
+    def step(self, part: Slices | None, still: np.ndarray) -> None:
+        """Update all parameters, or a part of the bound memory, but not the parameters that are `still`."""
         fused.replace_and_warn(self._user)
         if part is None:
             self.extend()
+        else:
+            self.restrict(part)
+        with self._without(still):
+            self._step(part)
+
+    def _step(self, part: Slices | None) -> None:
+        if part is None:
             self._user.step()
             return
-        self.restrict(part)
         for own, group in zip(self._own.param_groups, self._user.param_groups, strict=True):
             own.update(hyperparameters(group))  # schedulers change the user's groups
         self._own.step()
         vars(self._user)["_opt_called"] = True  # otherwise schedulers warn that it was never called
+
+    @contextmanager
+    def _without(self, still: np.ndarray) -> Iterator[None]:
+        """Context manager: the optimizer finds no gradients of the parameters that are `still`."""
+        held = []
+        for number in np.flatnonzero(still):
+            held += [(each, each.grad) for each in [*self._blocks[number], self._firsts[number]]]
+        for block, _ in held:
+            block.grad = None
+        try:
+            yield
+        finally:
+            for block, gradient in reversed(held):
+                block.grad = gradient
 
     def entries(self, names: Collection[str]) -> dict[str, list[Any]]:
         states = [[self._own.state.get(block, {}) for block in blocks] for blocks in self._blocks]

@@ -91,6 +91,9 @@ class TorchReplica(FlatReplica):
         self._buffers = Buffers(module)
         self._versions: dict[Tensor, int] = {}
         self._adds = False  # whether gradients are added to the buffer
+        self.counts, self._classes = row_losses.counts(loss), 0  # 0: not known before the first output
+        self.optional = len(self._trained)
+        self._unused = self._still = np.zeros(self.optional, bool)
         self._parameters: Tensor | None = None  # the memory of bind_parameters, and the view of each parameter there
         self._parameter_views: list[Tensor] = []
         self._use(torch.zeros(self.gradient_length, dtype=self._dtype, device=self._device.device))
@@ -134,11 +137,12 @@ class TorchReplica(FlatReplica):
         if row_count(x) == 0:
             self._buffer.zero_()
             self._attach()
+            self._unused = np.ones(self.optional, bool)
             return self._device.numbers([torch.zeros(())] * len(self.metrics))
         if self._adds:
             self._attach()  # autograd adds to these views
-        else:
-            for parameter in self._trained:
+        for parameter, unused in zip(self._trained, self._unused, strict=True):
+            if unused or not self._adds:
                 parameter.grad = None  # so that autograd stores its gradient instead of adding to an old one
         if self.undoable:
             self._buffers.save()
@@ -147,6 +151,7 @@ class TorchReplica(FlatReplica):
         loss = self._mean_loss(output, target, weights)
         (loss * share).backward()
         with torch.no_grad():
+            self._unused = np.array([each.grad is None for each in self._trained])
             for parameter, view in zip(self._trained, self._views, strict=False):
                 if parameter.grad is not view:
                     view.zero_() if parameter.grad is None else view.copy_(parameter.grad)
@@ -162,6 +167,16 @@ class TorchReplica(FlatReplica):
         for parameter, view in zip(self._trained, self._views, strict=False):
             parameter.grad = view
 
+    def counted(self, y: Tree) -> float:
+        held = getattr(y, "counted", None)  # of a result of `stage`
+        return row_losses.counted(self.loss, self._host_target(y)) if held is None else held
+
+    def unused(self) -> np.ndarray:
+        return self._unused
+
+    def keep_still(self, still: np.ndarray) -> None:
+        self._still = still
+
     def undo(self) -> None:
         self._buffers.restore()
 
@@ -171,7 +186,7 @@ class TorchReplica(FlatReplica):
         with self._device.ordered_with_cupy():
             if part is None:
                 self._load_statistics(self._buffer)
-                self._optimizer.step(None)
+                self._optimizer.step(None, self._still)
                 return
             if self._parameters is None:
                 raise ArgumentError("call bind_parameters() before update(part)")
@@ -186,7 +201,7 @@ class TorchReplica(FlatReplica):
             statistics = self._statistics_in(part)
             for each in slices_of(statistics):
                 self._parameters[each] = self._buffer[each]
-            self._optimizer.step(self._parameters_in(part))
+            self._optimizer.step(self._parameters_in(part), self._still)
 
     def refresh(self) -> None:
         self._buffers.forget()
@@ -310,11 +325,13 @@ class TorchReplica(FlatReplica):
         try:
             with torch.no_grad():
                 rows = slice(1 if weights is None else row_losses.CHECKED)
+                self._check_frozen()
                 output = self._output(sliced(x, rows))
                 if y is not None:
+                    self._check_labels(y, output)
                     target = self._target(sliced(y, rows))
-                    list(map(float, self._values(self.loss(output, target), output, target)))
-                    if weights is not None:
+                    list(map(float, self._values(self._mean_loss(output, target, None), output, target)))
+                    if weights is not None and (not self.counts or row_losses.class_weights(self.loss) is not None):
                         row_losses.check_mean(self.loss, output, target)
         except ArgumentError:
             raise
@@ -323,7 +340,29 @@ class TorchReplica(FlatReplica):
         finally:
             self.module.train(training)
 
+    def check_batch(self, x: Tree, y: Tree, weights: np.ndarray | None = None) -> None:
+        self._check_labels(y)
+
     # Inside
+
+    def _check_labels(self, y: Tree, output: Any = None) -> None:
+        """Raise ArgumentError, which names the row, if a label is outside of the classes. output: of some rows."""
+        if not self.counts or not isinstance(y, np.ndarray):
+            return
+        if output is not None:
+            self._classes = output.shape[1] if isinstance(output, Tensor) and output.dim() > 1 else 0
+        if self._classes:
+            row_losses.check_labels(self.loss, y, self._classes)
+
+    def _check_frozen(self) -> None:
+        trained = {id(each) for each in self._trained}
+        chosen = {id(each) for group in self.optimizer.param_groups for each in group["params"]} - trained
+        named = self.module.named_parameters()
+        if names := [name for name, each in named if id(each) in chosen and each.requires_grad]:
+            raise ArgumentError(
+                f"{names[0]} was frozen (requires_grad_(False)) when this TorchReplica was made, so it has no place "
+                "among the gradients: make the replica before you freeze parameters, or another one now"
+            )
 
     def _tensor(self, buffer: Any) -> Tensor:
         """Return a trainer's buffer as a tensor. Raises ArgumentError if it is not on the model's device."""
@@ -369,6 +408,10 @@ class TorchReplica(FlatReplica):
 
     def _mean_loss(self, output: Any, target: Any, weights: np.ndarray | None) -> Tensor:
         """Return the loss of these rows: the mean over the rows of their weighted losses."""
+        if self.counts:
+            if isinstance(target, Tensor) and isinstance(output, Tensor):
+                self._classes = output.shape[1] if output.dim() > 1 else 0
+            return row_losses.total(self.loss, output, target, weights) / len(target)
         if weights is None:
             return self.loss(output, target)
         losses = row_losses.of_rows(self.loss)(output, target)
@@ -392,7 +435,9 @@ class TorchReplica(FlatReplica):
 
     def stage(self, rows: Data) -> Data:
         x, y, *weights = rows
-        staged = (mapped(lambda array: self._device.stage(from_array(array)), tree) for tree in (x, y))
+        staged = [mapped(lambda array: self._device.stage(from_array(array)), tree) for tree in (x, y)]
+        if self.counts and isinstance(staged[1], Tensor):
+            staged[1].counted = self.counted(y)  # type: ignore[attr-defined]
         return *staged, *weights
 
     def _on_device(self, rows: Any) -> Tensor:
@@ -405,6 +450,10 @@ class TorchReplica(FlatReplica):
     def _input(self, x: Any) -> Tensor:
         tensor = self._on_device(x)
         return tensor.long() if self._embeds and not tensor.is_floating_point() else tensor.to(self._dtype)
+
+    def _host_target(self, y: Any) -> Tensor:
+        tensor = y if isinstance(y, Tensor) else from_array(y)
+        return tensor if tensor.is_floating_point() else tensor.long()
 
     def _target(self, y: Tree) -> Any:
         if isinstance(y, tuple | dict):

@@ -5,8 +5,10 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 from trainers.data import mapped
 from trainers.errors import ArgumentError
@@ -14,6 +16,7 @@ from trainers.errors import ArgumentError
 Loss = Callable[[Any, Any], Tensor]
 CHECKED = 8  # rows whose losses are compared with the mean loss
 CLOSE = 1e-2  # the largest relative difference
+IGNORED = -100  # PyTorch's default ignore_index
 
 
 def of_rows(loss: Loss) -> Loss:
@@ -39,6 +42,60 @@ def of_rows(loss: Loss) -> Loss:
     return losses
 
 
+def counts(loss: Loss) -> bool:
+    """Whether a loss is PyTorch's cross entropy or NLL: the mean over targets, each with the weight of its class, and
+    without those of `ignore_index`."""
+    return type(loss) in (nn.CrossEntropyLoss, nn.NLLLoss) or loss in (functional.cross_entropy, functional.nll_loss)
+
+
+def class_weights(loss: Any) -> Tensor | None:
+    """Return the weights of the classes, if the loss has them."""
+    return getattr(loss, "weight", None)
+
+
+def counted(loss: Any, target: Tensor) -> float:
+    """Return the weight of all targets that a loss which `counts` divides by. target: labels, or probabilities."""
+    if target.is_floating_point():
+        return target.numel() / target.shape[1]
+    kept = target != getattr(loss, "ignore_index", IGNORED)
+    weight = class_weights(loss)
+    if weight is None:
+        return float(kept.sum())
+    kept &= (target >= 0) & (target < len(weight))  # others are an error of the loss
+    return float(weight.double().to(target.device)[target[kept]].sum())
+
+
+def total(loss: Any, output: Tensor, target: Tensor, weights: np.ndarray | None) -> Tensor:
+    """Return the sum of the losses of rows by a loss which `counts`. weights: of the rows, or None."""
+    if output.dtype in (torch.float16, torch.bfloat16):
+        output = output.float()  # sums of many rows would be too large
+    try:
+        if weights is None:
+            return _with_reduction(loss, "sum")(output, target)
+        losses = _with_reduction(loss, "none")(output, target)
+        factors = torch.from_numpy(weights).to(losses.device, torch.promote_types(losses.dtype, torch.float32))
+        return (losses.flatten(1).sum(1) if losses.dim() > 1 else losses).mul(factors).sum()
+    except IndexError:
+        check_labels(loss, target.cpu().numpy(), output.shape[1] if output.dim() > 1 else len(output))
+        raise
+
+
+def check_labels(loss: Any, y: np.ndarray, classes: int) -> None:
+    """Raise ArgumentError if a label is neither one of the classes nor ignored by a loss which `counts`."""
+    if y.dtype.kind not in "iu":
+        return
+    wrong = (y < 0) | (y >= classes)
+    if not wrong.any():
+        return
+    wrong &= y != getattr(loss, "ignore_index", IGNORED)
+    if wrong.any():
+        place = tuple(map(int, np.argwhere(wrong)[0]))
+        raise ArgumentError(
+            f"row {place[0]} of y has the label {int(y[place])}, and the model's output has {classes} classes: labels "
+            f"are 0 to {classes - 1}, or ignore_index={getattr(loss, 'ignore_index', IGNORED)} for targets without one"
+        )
+
+
 def check_mean(loss: Loss, output: Any, target: Any) -> None:
     """Raise ArgumentError unless the loss of these rows is the mean of the losses of each."""
     rows = of_rows(loss)(output, target).float()
@@ -57,14 +114,19 @@ _ADVICE = (
 
 
 def _unreduced(loss: Loss) -> Loss:
-    if isinstance(loss, nn.Module) and hasattr(loss, "reduction"):
-        made: Any = copy.copy(loss)
-        made.reduction = "none"
-        return made
-    if _has_reduction(loss):
-        return lambda output, target: loss(output, target, reduction="none")  # type: ignore[call-arg]
+    if (isinstance(loss, nn.Module) and hasattr(loss, "reduction")) or _has_reduction(loss):
+        return _with_reduction(loss, "none")
     first = lambda tree: mapped(lambda leaf: leaf[None], tree)  # noqa: E731
     return torch.vmap(lambda output, target: loss(first(output), first(target)))
+
+
+def _with_reduction(loss: Any, reduction: str) -> Loss:
+    """Return a loss of PyTorch with another reduction."""
+    if not isinstance(loss, nn.Module):
+        return lambda output, target: loss(output, target, reduction=reduction)
+    made: Any = copy.copy(loss)
+    made.reduction = reduction
+    return made
 
 
 def _has_reduction(loss: Loss) -> bool:

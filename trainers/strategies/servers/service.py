@@ -25,7 +25,7 @@ from trainers.group import RankGroup
 from trainers.replica import Replica, Slices
 from trainers.state.adopt import Piece, mirror, newest
 from trainers.strategies.interface import FLAGS, EpochRun, Strategy, replica_error
-from trainers.strategies.rule import UpdateRule
+from trainers.strategies.rule import WEIGHT, UpdateRule
 from trainers.strategies.servers.mailbox import Client, Mailbox, Waiter
 from trainers.strategies.servers.worker import WorkerRanks, Workers, remaining
 from trainers.watching.meter import Tally
@@ -70,6 +70,18 @@ class Shard:
         """Update the slice by `gradients`, with the learning rate multiplied by `factor`. Local."""
         self.gradients[:] = gradients
         self._update(factor)
+
+    def weigh(self, means: np.ndarray) -> np.ndarray:
+        """Divide the summed gradients by the mean weight of the rows; see UpdateRule.weigh. Return the metrics. Local.
+
+        means: of the metrics; then, for each of Replica.optional, 0 if no rank has a gradient for it; the mean weight.
+        """
+        metrics = len(self._replica.metrics)
+        self._replica.keep_still(means[metrics:-1] == 0)
+        measured = np.zeros(metrics + len(FLAGS))
+        measured[:metrics], measured[metrics + WEIGHT] = means[:metrics], means[-1]
+        self._rule.weigh(measured, [self.trained_gradients])
+        return measured[:metrics]
 
     def clip_and_update(self, squares: float | None = None) -> None:
         """Clip the gradients that are in the bound buffer, and update the slice by them. Local.

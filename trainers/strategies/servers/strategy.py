@@ -17,7 +17,7 @@ from trainers.errors import ArgumentError
 from trainers.group import RankGroup
 from trainers.replica import Replica
 from trainers.strategies.interface import EpochRun, Strategy
-from trainers.strategies.rule import sum_of_squares, sum_over_ranks
+from trainers.strategies.rule import UNUSED, WEIGHT, sum_of_squares, sum_over_ranks
 from trainers.strategies.servers.epoch import (
     HOW_FAR,
     Dealer,
@@ -170,7 +170,9 @@ class ParameterServers(ServerStrategy):
     """Base of the strategies of ParameterServerTrainer: a rank is either a server or a worker."""
 
     def __init__(self, replica: Replica, name: str, options: Options) -> None:
-        super().__init__(replica, name, len(getattr(replica, "metrics", ())))
+        optional = getattr(replica, "optional", 0)
+        super().__init__(replica, name, len(getattr(replica, "metrics", ())) + optional)
+        self._used = np.zeros(optional)  # of each parameter: the ranks of this worker that have a gradient for it
         self._options, self.updates = options, options.updates
         self._nodes: list[int] = []  # of each rank, if workers have several ranks
 
@@ -270,6 +272,7 @@ class SynchronousServers(ParameterServers):
     def compute(self, batch: Batch | None) -> None:
         measured = self.measured[: len(self.replica.metrics)]
         measured[:] = 0
+        self.rule.take_none()
         if batch is None:
             self._gradients[:] = 0  # else a callback would see the gradients of an earlier step
         elif self.part is not None:
@@ -284,6 +287,8 @@ class SynchronousServers(ParameterServers):
         self.clock.stop()
         if measured[-1]:  # a rank has failed
             return measured
+        self.rule.weigh(measured, [self._gradients[: self.replica.parameter_count]])
+        self.rule.hold_unused(self.group.comm, float(measured[len(self.replica.metrics) + UNUSED]))
         self._collect()
         self._add_squares()
         if self._shard is not None:
@@ -432,9 +437,11 @@ class AsynchronousServers(ParameterServers):
 
         def update() -> None:
             run.begin_batch(step)
+            self.replica.keep_still(message.measures[len(self.replica.metrics) :] == 0)
             with self.span("update"):
                 shard.apply(message.body, factor)
-            self.measured[: len(self.replica.metrics)] = message.measures
+            metrics = len(self.replica.metrics)
+            self.measured[:metrics] = message.measures[:metrics]
             run.end_batch(step)
 
         run.keep_error(update)
@@ -488,22 +495,27 @@ class AsynchronousServers(ParameterServers):
         halts = self._worker.halts or self._halts(run)
         headers = [Header(kind, part, version, halts) for version in versions]
         gradients = self._gradients if kind == GRADIENTS else None
-        client.push(headers, gradients, self.measured[: len(self.replica.metrics)])
+        client.push(headers, gradients, [*self.measured[: len(self.replica.metrics)], *self._used])
 
     def _compute_together(self, run: EpochRun, rows: EpochRows, number: int) -> bool:
         """Compute the gradients and metrics of part `number` on the ranks of this worker, and sum them. Returns False
         if there are none: no rows, an error, or discarded gradients. `run` keeps errors. Collective over the worker."""
-        measured = self.measured[: len(self.replica.metrics)]
+        metrics, measured = len(self.replica.metrics), self.measured
+        self.rule.take_none()
         count = run.keep_error(partial(self._compute_part, run, rows, number))
-        if not self._worker.settle(bool(count), self._halts(run), measured):
+        sums = np.array([*measured[:metrics], self.rule.weight, *~self.rule.unused], np.float64)
+        if not self._worker.settle(bool(count), self._halts(run), sums):
             if count:
                 self.replica.undo()  # another rank has no gradients of this part
             return False
+        measured[:metrics], measured[metrics + WEIGHT], self._used = sums[:metrics], sums[metrics], sums[metrics + 1 :]
         self._worker.reduce()
+        trained = [self._gradients[: self.replica.parameter_count]] if self._worker.leads else []
+        self.rule.weigh(measured, trained)
         if self._worker.leads:
-            self.rule.clip([self._gradients[: self.replica.parameter_count]])
+            self.rule.clip(trained)
         own = count if self._worker.leads else 0  # the rows of the part are counted once
-        run.keep_error(lambda: self._tally.add(measured, own, number // self.parts))
+        run.keep_error(lambda: self._tally.add(measured[:metrics], own, number // self.parts))
         return run.error is None
 
     def _compute_part(self, run: EpochRun, rows: EpochRows, number: int) -> int:

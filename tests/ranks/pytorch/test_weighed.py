@@ -1,0 +1,184 @@
+"""Losses that weigh or ignore rows, and parameters without gradients: all strategies against plain PyTorch."""
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch", reason="PyTorch is not installed in this environment")
+
+from mpi4py import MPI  # noqa: E402
+from torch import nn  # noqa: E402
+from torch.nn import functional  # noqa: E402
+
+import allreduce  # noqa: E402
+from trainers import (  # noqa: E402
+    CentralStorageTrainer,
+    MirroredTrainer,
+    ParameterServerTrainer,
+    SpareReplicasTrainer,
+)
+from trainers.errors import ArgumentError  # noqa: E402
+from trainers.replicas.pytorch import TorchReplica  # noqa: E402
+
+torch.set_num_threads(1)
+
+STRATEGIES: dict[str, Callable[..., Any]] = {
+    "replicated": lambda replica, flat: MirroredTrainer(replica, "ring", flat),
+    "compressed": lambda replica, flat: MirroredTrainer(replica, "ring", flat, compress="float16"),
+    "sharded": lambda replica, flat: MirroredTrainer(replica, "ring", flat, update="sharded"),
+    "exact": lambda replica, flat: MirroredTrainer(replica, topology=flat, exact=True),
+    "central": lambda replica, flat: CentralStorageTrainer(replica, topology=flat),
+    "servers": lambda replica, flat: ParameterServerTrainer(replica, topology=flat),
+    "synchronous": lambda replica, flat: ParameterServerTrainer(replica, topology=flat, updates="sync"),
+    "spare": lambda replica, flat: SpareReplicasTrainer(replica, spare=0, topology=flat),
+}
+LOSSES: dict[str, Callable[[], Any]] = {
+    "weighted": lambda: nn.CrossEntropyLoss(weight=torch.tensor([0.2, 1.0, 5.0]), label_smoothing=0.1),
+    "ignored": nn.CrossEntropyLoss,
+    "nll": lambda: nn.NLLLoss(weight=torch.tensor([0.2, 1.0, 5.0]), ignore_index=1),
+    "function": lambda: functional.cross_entropy,
+}
+
+
+class Layers(nn.Module):
+    """A model with a layer that forward does not use, and one that it uses for some rows only."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(6, 8), nn.Linear(8, 3)
+        self.spare, self.sometimes = nn.Linear(3, 3), nn.Linear(6, 3)
+        nn.init.ones_(self.spare.weight)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        output = self.last(self.first(x).relu())
+        marked = x[:, :1] > 2
+        return output + marked * self.sometimes(x) if bool(marked.any()) else output
+
+
+def made(loss: Any, kind: Any = torch.optim.AdamW, **options: Any) -> TorchReplica:
+    torch.manual_seed(0)
+    module = Layers()
+    optimizer = kind(module.parameters(), lr=0.02, weight_decay=0.1, **options)
+    return TorchReplica(module, loss, optimizer)
+
+
+def rows(ignored: bool) -> tuple[np.ndarray, np.ndarray]:
+    """103 rows; of those that are ignored, many follow each other: all of a rank's share of a batch."""
+    generator = np.random.default_rng(3)
+    x = generator.normal(size=(103, 6)).clip(-1.9, 1.9).astype("float32")
+    x[50, 0] = 3.0
+    y = x[:, :3].argmax(1).astype(np.int64)
+    if ignored:
+        y[40:58] = y[::5] = y[-12:] = -100
+        y[41] = y[100] = 2
+    return x, y
+
+
+def trained(replica: TorchReplica, x: np.ndarray, y: np.ndarray, epochs: int = 2) -> list[float]:
+    """Train as plain PyTorch does; return the mean losses of the epochs."""
+    losses = []
+    for _ in range(epochs):
+        sums = 0.0
+        for batch in batches(x, y):
+            replica.optimizer.zero_grad()
+            loss = replica.loss(replica.module(torch.from_numpy(batch[0])), torch.from_numpy(batch[1]))
+            loss.backward()
+            replica.optimizer.step()
+            sums += float(loss.detach()) * len(batch[0])
+        losses.append(sums / len(x))
+    return losses
+
+
+def batches(x: np.ndarray, y: np.ndarray) -> list[tuple[np.ndarray, np.ndarray]]:
+    return [(x[start : start + 40], y[start : start + 40]) for start in range(0, len(x), 40)]
+
+
+def compare(plain: TorchReplica, replica: TorchReplica, tolerance: float = 2e-5) -> None:
+    for (name, here), there in zip(replica.module.named_parameters(), plain.module.parameters(), strict=True):
+        np.testing.assert_allclose(here.detach().numpy(), there.detach().numpy(), rtol=0, atol=tolerance, err_msg=name)
+
+
+@pytest.mark.parametrize("name", [*STRATEGIES])
+@pytest.mark.parametrize("kind", [*LOSSES])
+def test_weighed_as_plain_torch(name: str, kind: str, flat: allreduce.Topology) -> None:
+    if name == "servers" and flat.size > 2:
+        pytest.skip("asynchronous workers are not one rank")
+    x, y = rows(kind in ("ignored", "function"))
+    plain, replica = made(LOSSES[kind]()), made(LOSSES[kind]())
+    losses = trained(plain, x, y)
+    with torch.no_grad():
+        expected = float(plain.loss(plain.module(torch.from_numpy(x)), torch.from_numpy(y)))
+    with STRATEGIES[name](replica, flat) as trainer:
+        accumulate = 1 if name == "exact" else 3
+        clip = {} if name == "servers" else {"clip_norm": 1e6}
+        history = trainer.fit(
+            x, y, epochs=2, batch_size=40, shuffle=False, accumulate=accumulate, progress=False, **clip
+        )
+        scores = trainer.evaluate(x, y)
+    tolerance = 5e-3 if name == "compressed" else 2e-5
+    compare(plain, replica, tolerance)
+    assert scores["loss"] == pytest.approx(expected, abs=tolerance)
+    assert [each.loss for each in history] == pytest.approx(losses, abs=tolerance)
+
+
+@pytest.mark.parametrize("name", [*STRATEGIES, "local"])
+def test_a_batch_that_is_ignored_whole_is_zero(name: str, flat: allreduce.Topology) -> None:
+    x, _ = rows(False)
+    local = lambda replica, flat: MirroredTrainer(replica, "ring", flat, sync_every=2)  # noqa: E731
+    replica = made(nn.CrossEntropyLoss(), torch.optim.SGD)
+    with (STRATEGIES | {"local": local})[name](replica, flat) as trainer:
+        y = np.full(len(x), -100)
+        history = trainer.fit(x, y, 1, 40, progress=False)
+        assert history[0].loss == 0
+        assert trainer.evaluate(x, y)["loss"] == 0
+        y[60:] = 1
+        assert np.isfinite(trainer.fit(x, y, 1, 40, shuffle=False, progress=False)[0].loss)
+
+
+@pytest.mark.parametrize("name", [*STRATEGIES])
+@pytest.mark.parametrize("momentum", [False, True])
+def test_frozen_and_unused_parameters_do_not_move(name: str, momentum: bool, flat: allreduce.Topology) -> None:
+    """`first` is frozen after the first fit, and trained again in the third."""
+    if name == "servers" and flat.size > 2:
+        pytest.skip("asynchronous workers are not one rank")
+    x, y = rows(False)
+    options: dict[str, Any] = {"kind": torch.optim.SGD, "momentum": 0.9} if momentum else {}
+    plain, replica = made(nn.CrossEntropyLoss(), **options), made(nn.CrossEntropyLoss(), **options)
+    with STRATEGIES[name](replica, flat) as trainer:
+        for needed in (True, False, True):
+            for each in (plain, replica):
+                each.module.first.requires_grad_(needed)
+            trained(plain, x, y, 1)
+            trainer.fit(x, y, 1, 40, shuffle=False, progress=False)
+    assert bool((replica.module.spare.weight == 1).all())
+    compare(plain, replica, 2e-2 if name == "compressed" else 5e-5)
+
+
+def test_a_parameter_that_was_frozen_before_is_refused(flat: allreduce.Topology) -> None:
+    x, y = rows(False)
+    torch.manual_seed(0)
+    module = Layers()
+    module.first.requires_grad_(False)
+    replica = TorchReplica(module, nn.CrossEntropyLoss(), torch.optim.SGD(module.parameters(), lr=0.1))
+    with MirroredTrainer(replica, "ring", flat) as trainer:
+        trainer.fit(x, y, 1, 40, progress=False)
+        module.first.requires_grad_(True)
+        with pytest.raises(ArgumentError, match=r"first\.weight was frozen .* when this TorchReplica was made"):
+            trainer.fit(x, y, 1, 40, progress=False)
+
+
+@pytest.mark.parametrize("label", [3, -1])
+def test_a_label_outside_of_the_classes_names_its_row(
+    label: int, world: MPI.Intracomm, flat: allreduce.Topology
+) -> None:
+    x, y = rows(False)
+    y[33] = label
+    replica = made(nn.CrossEntropyLoss())
+    with MirroredTrainer(replica, "ring", flat) as trainer:
+        text = f"row 33 of y has the label {label}, and the model's output has 3 classes"
+        for call in (lambda: trainer.fit(x, y, 1, 40, progress=False), lambda: trainer.evaluate(x, y)):
+            with pytest.raises(ArgumentError, match=text) as caught:
+                call()
+            assert caught.value.ranks == tuple(range(world.size))
