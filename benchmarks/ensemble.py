@@ -23,8 +23,8 @@ from allreduce.transport.control import all_values, raise_together
 from benchmarks.lib import cli
 from benchmarks.lib.outputs import Screen
 from trainers import EnsembleTrainer, NumpyNetwork
+from trainers.apps.ensemble.timely import Prediction
 from trainers.errors import DeadlineExceededError
-from trainers.many.timely import Prediction
 
 ALLOWED = 0.020  # seconds after the deadline
 WARM = 20  # calls before the ranks are stopped

@@ -38,9 +38,9 @@ import numpy as np
 from benchmarks.lib import cli, outputs
 from benchmarks.lib.http_load import Load
 from benchmarks.lib.results import FileError
-from trainers.many import ensemble_model
-from trainers.many.ensemble_model import SavedEnsemble, SavedMember
-from trainers.many.voting import Voting
+from trainers.apps.ensemble import model as ensemble_model
+from trainers.apps.ensemble.model import SavedEnsemble, SavedMember
+from trainers.apps.ensemble.voting import Voting
 from trainers.replicas.numpy.network import NumpyNetwork
 
 NAME = "model"
@@ -301,7 +301,7 @@ def write_ensemble(networks: Sequence[NumpyNetwork], path: Path) -> None:
 
 def write_onnx(network: NumpyNetwork, path: Path) -> None:
     """Write a network as an ONNX file."""
-    from trainers.export.export import write
+    from trainers.apps.export.export import write
 
     write(str(path), network, None)
 

@@ -20,8 +20,6 @@ if TYPE_CHECKING:
     from trainers.fit.checkpointing import Checkpoint
     from trainers.fit.shards import load_shards
     from trainers.local_sgd.outer import OuterSGD
-    from trainers.many.ensemble import EnsembleTrainer
-    from trainers.many.ensemble_model import EnsembleModel
     from trainers.mirrored import MirroredTrainer
     from trainers.parameter_server import ParameterServerTrainer
     from trainers.recovery.terminating import Terminated, Terminating
@@ -64,8 +62,8 @@ _MODULES = {
     "CentralStorageTrainer": "trainers.central_storage",
     "Checkpoint": "trainers.fit.checkpointing",
     "EmbeddingNetwork": "trainers.replicas.numpy.embedding",
-    "EnsembleModel": "trainers.many.ensemble_model",
-    "EnsembleTrainer": "trainers.many.ensemble",
+    "EnsembleModel": "trainers.apps.ensemble.model",
+    "EnsembleTrainer": "trainers.apps.ensemble.ensemble",
     "Epoch": "trainers.watching.history",
     "History": "trainers.watching.history",
     "MirroredTrainer": "trainers.mirrored",

@@ -8,6 +8,7 @@ import zlib
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
+from importlib import import_module
 from typing import Any, Concatenate, Generic, NoReturn, ParamSpec, TextIO, TypeVar
 
 import numpy as np
@@ -37,10 +38,7 @@ from trainers.data import (
 )
 from trainers.datasets.columns import Columns
 from trainers.datasets.shards import ShardRows
-from trainers.datasets.streams import Arrays, Stream, open_stream
 from trainers.errors import ArgumentError, TrainerError, known_only
-from trainers.export import export
-from trainers.export.metadata import Exported
 from trainers.fit.checkpointing import Checkpoint, make_saver
 from trainers.fit.evaluation import (
     EXACT_ROWS,
@@ -53,7 +51,6 @@ from trainers.fit.evaluation import (
 )
 from trainers.fit.loader import DIVIDED, WHOLE, LoaderBatches
 from trainers.fit.loop import Fit
-from trainers.fit.predicting import predict_into
 from trainers.fit.prefetch import AHEAD
 from trainers.fit.reader import Reader
 from trainers.fit.shards import OwnRows, ShardBatches, shards_error, uneven_text
@@ -411,11 +408,12 @@ class Trainer(GroupOwner, Generic[StrategyT]):
         group, replica = self.group, self.replica
         self._check_open()
 
-        def rows(unknown: dict[str, int]) -> Stream:
+        def rows(unknown: dict[str, int]) -> Any:
+            streams = _app("tables.streams")
             if _are_files(given):
                 paths = [os.fspath(each) for each in (given if isinstance(given, list) else [given])]
-                return open_stream(paths, replica.columns, replica.features, unknown)
-            return Arrays(x, row_count(x), sliced)
+                return streams.open_stream(paths, replica.columns, replica.features, unknown)
+            return streams.Arrays(x, row_count(x), sliced)
 
         if _are_files(given):
             group.enter(f"predict: {given}, out={out}")
@@ -423,7 +421,8 @@ class Trainer(GroupOwner, Generic[StrategyT]):
             (x,) = self._check_call("predict", (given, NO_TARGETS, None), {"out": out})
         self.strategy.end_round()
         with self._weights(ema):
-            return predict_into(group, replica, rows, out, progress, output)
+            paths: list[str] = _app("tables.predicting").predict_into(group, replica, rows, out, progress, output)
+        return paths
 
     @recoverable
     def save(self, path: str) -> None:
@@ -449,11 +448,12 @@ class Trainer(GroupOwner, Generic[StrategyT]):
         classes: Sequence[str] | None = None,
         logits: bool = False,
         ema: bool | None = None,
-    ) -> Exported:
-        """Write the model as an ONNX file, which runs without this package; return what the file is. Collective.
+    ) -> Any:
+        """Write the model as an ONNX file, which runs without this package; return what the file is, an Exported.
+        Collective.
 
         The file takes raw rows, any number of them: scaling, the categories of a table, the softmax of a classifier and
-        the names of its classes are inside (see trainers.export.metadata). The optimizer is not. Before the file
+        the names of its classes are inside (see trainers.apps.export.metadata). The optimizer is not. Before the file
         replaces an older one, onnxruntime runs it: classes must be those of `predict`, and probabilities and numbers
         within 1e-5. Otherwise, and if the model can't be converted, all ranks raise the same ExportError, and the older
         file stays. Rank 0 writes. Needs the extra "export"; a JaxReplica needs "export-jax".
@@ -488,11 +488,13 @@ class Trainer(GroupOwner, Generic[StrategyT]):
         with self._weights(ema):
             self._check_equal("export")
             average = self.replica.averages and ema is not False
-            made: list[Exported] = []
-            write = partial(export.write, classes=classes, logits=logits, scored=scored, int8=int8, average=average)
+            made: list[Any] = []
+            write = partial(
+                _app("export.export").write, classes=classes, logits=logits, scored=scored, int8=int8, average=average
+            )
             self.group.on_one(lambda: made.append(write(name, self.replica, rows)))
         texts = root_value(self.group.comm, made[0].as_properties() if made else None, "export: the metadata")
-        return Exported.read(name, texts)
+        return _app("export.metadata").Exported.read(name, texts)
 
     @recoverable
     def load(self, path: str) -> None:
@@ -774,6 +776,11 @@ class Trainer(GroupOwner, Generic[StrategyT]):
         own = None if pair else collate
         data = self._check_call("validation_data of fit", (x, y, weights), {}, own, reading)
         return Evaluation(data, reading.reader(data[0]))
+
+
+def _app(module: str) -> Any:
+    """Return a module of trainers.apps, which is above this one: it is imported when it is asked for."""
+    return import_module(f"trainers.apps.{module}")
 
 
 def _are_files(x: Any) -> bool:

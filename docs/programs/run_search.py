@@ -5,7 +5,7 @@ mpirun -n 4 python run_search.py
 
 import allreduce
 from trainers import MirroredTrainer, NumpyNetwork, datasets
-from trainers.many.search import search
+from trainers.apps.search import search
 
 data = datasets.load("iris")
 

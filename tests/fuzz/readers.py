@@ -23,9 +23,9 @@ from benchmarks.lib.results import FileError, load
 from benchmarks.predicting import fitting
 from benchmarks.timeline import load as load_trace
 from trainers import datasets
+from trainers.apps.tables.streams import open_stream
 from trainers.cli import roles
 from trainers.datasets.columns import Columns
-from trainers.datasets.streams import open_stream
 from trainers.errors import ArgumentError, CheckpointError, DataError, ModelFileError, RoleError
 from trainers.files import checkpoint, model_file
 from trainers.files.model_file import CHECKPOINT, HEADER

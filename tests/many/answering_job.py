@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from allreduce import Topology
-from trainers.many.answering import AHEAD, Dealer, Exchange, Rounds, answer_requests
+from trainers.apps.serving.answering import AHEAD, Dealer, Exchange, Rounds, answer_requests
 
 SIZE = 300_000  # elements: more than MPI sends at once
 STOPPED = range(5, 30)  # rounds in which rank 1 is stopped

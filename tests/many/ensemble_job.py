@@ -11,8 +11,8 @@ import numpy as np
 
 from allreduce import Topology
 from trainers import NumpyNetwork, datasets
+from trainers.apps.ensemble.ensemble import EnsembleTrainer
 from trainers.errors import DeadlineExceededError
-from trainers.many.ensemble import EnsembleTrainer
 from trainers.watching.callback import Callback
 
 STOPPED = 25  # calls for which rank 1 is stopped

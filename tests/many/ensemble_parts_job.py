@@ -10,7 +10,7 @@ import numpy as np
 
 from allreduce import Topology
 from trainers import NumpyNetwork, datasets
-from trainers.many.ensemble import EnsembleTrainer
+from trainers.apps.ensemble.ensemble import EnsembleTrainer
 from trainers.watching.callback import Callback
 
 

@@ -10,8 +10,8 @@ import numpy as np
 
 from allreduce import Topology
 from trainers import NumpyNetwork
+from trainers.apps.ensemble.ensemble import EnsembleTrainer
 from trainers.fit.checkpointing import Checkpoint
-from trainers.many.ensemble import EnsembleTrainer
 from trainers.watching.callback import Callback
 
 

@@ -18,10 +18,10 @@ from typing import Any
 
 import numpy as np
 
-from trainers.many import web
-from trainers.many.models import Loaded, NetworkModel
-from trainers.many.versions import AVAILABLE, Version, Versions
-from trainers.many.web import Limits, Pages, Web, listen
+from trainers.apps.serving import web
+from trainers.apps.serving.models import Loaded, NetworkModel
+from trainers.apps.serving.versions import AVAILABLE, Version, Versions
+from trainers.apps.serving.web import Limits, Pages, Web, listen
 from trainers.replicas.numpy.network import NumpyNetwork
 
 CLIENTS = 8

@@ -12,8 +12,8 @@ import time
 from pathlib import Path
 
 import allreduce
-from trainers.many.search import search
-from trainers.many.trial import Trial
+from trainers.apps.search.searching import search
+from trainers.apps.search.trial import Trial
 
 TRIALS, NOBODY = 6, "nobody"
 

@@ -14,8 +14,8 @@ from typing import Any
 
 from mpi4py import MPI
 
+from trainers.apps.search import command
 from trainers.cli.main import main
-from trainers.tuning import command
 from trainers.watching.callback import Callback
 
 

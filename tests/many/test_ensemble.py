@@ -11,15 +11,15 @@ import pytest
 
 from tests.conftest import JobRunner, in_one_job
 from trainers import NumpyNetwork, Samples, datasets
+from trainers.apps.ensemble import model as ensemble_model
+from trainers.apps.ensemble.drawn_rows import DrawnRows, taken
+from trainers.apps.ensemble.ensemble import EnsembleTrainer
+from trainers.apps.ensemble.model import EnsembleModel
+from trainers.apps.ensemble.timely import Position
+from trainers.apps.ensemble.voting import Scorer, Voting, normal, selected_weights, shares_of
+from trainers.apps.serving.models import load_model
 from trainers.errors import ArgumentError, CheckpointError, ModelFileError
 from trainers.files import model_file
-from trainers.many import ensemble_model
-from trainers.many.drawn_rows import DrawnRows, taken
-from trainers.many.ensemble import EnsembleTrainer
-from trainers.many.ensemble_model import EnsembleModel
-from trainers.many.models import load_model
-from trainers.many.timely import Position
-from trainers.many.voting import Scorer, Voting, normal, selected_weights, shares_of
 from trainers.watching.callback import Callback
 
 
@@ -254,7 +254,7 @@ def test_a_file_needs_no_mpi(tmp_path: Path, digits: datasets.Dataset) -> None:
     program = (
         "import sys, numpy as np\n"
         "sys.modules['mpi4py'] = None\n"
-        "from trainers.many.ensemble_model import EnsembleModel\n"
+        "from trainers.apps.ensemble.model import EnsembleModel\n"
         "model = EnsembleModel.load('ensemble.npz')\n"
         "assert np.allclose(model.predict(np.load('x.npy')), np.load('expected.npy')), model\n"
         "print(model.members, model.weights)\n"

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from tests.many.test_models import COLUMNS
+from trainers.apps.serving.instances import answer_of, requested
+from trainers.apps.serving.models import NetworkModel
 from trainers.errors import TrainerError
-from trainers.many.instances import answer_of, requested
-from trainers.many.models import NetworkModel
 from trainers.replicas.numpy.embedding import EmbeddingNetwork
 from trainers.replicas.numpy.network import NumpyNetwork
 

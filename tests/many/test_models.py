@@ -6,10 +6,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from trainers.apps.export.export import write
+from trainers.apps.serving.models import load_model, load_whole
 from trainers.datasets.columns import Category, Columns, Number
 from trainers.errors import ArgumentError, DataError, ModelFileError
-from trainers.export.export import write
-from trainers.many.models import load_model, load_whole
 from trainers.replicas.numpy.categories import CategoryNetwork
 from trainers.replicas.numpy.embedding import EmbeddingNetwork
 from trainers.replicas.numpy.network import NumpyNetwork

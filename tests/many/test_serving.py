@@ -21,16 +21,17 @@ from benchmarks import serving
 from tests import launch
 from tests.conftest import in_one_job
 from tests.many.fuzz_requests import Target, request, run
+from trainers.apps.ensemble import model as ensemble_model
+from trainers.apps.ensemble.model import SavedEnsemble, SavedMember
+from trainers.apps.ensemble.voting import Voting
+from trainers.apps.serving import dealing, web
+from trainers.apps.serving.answering import Answer, Exchange
+from trainers.apps.serving.command import make_parser
+from trainers.apps.serving.dealing import Peer, Prepared, Server
+from trainers.apps.serving.models import load_whole
+from trainers.apps.serving.versions import AVAILABLE, Version, Versions
+from trainers.apps.serving.web import RefusedError, listen
 from trainers.errors import ArgumentError
-from trainers.many import dealing, ensemble_model, web
-from trainers.many.answering import Answer, Exchange
-from trainers.many.dealing import Peer, Prepared, Server
-from trainers.many.ensemble_model import SavedEnsemble, SavedMember
-from trainers.many.models import load_whole
-from trainers.many.serving import make_parser
-from trainers.many.versions import AVAILABLE, Version, Versions
-from trainers.many.voting import Voting
-from trainers.many.web import RefusedError, listen
 from trainers.recovery.terminating import Terminating
 from trainers.replicas.numpy.network import NumpyNetwork
 

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
+from trainers.apps.search import study
+from trainers.apps.search.study import COMPLETE, FAIL, MOST_ATTEMPTS, Claim, Study
 from trainers.errors import ArgumentError
-from trainers.many import study
-from trainers.many.study import COMPLETE, FAIL, MOST_ATTEMPTS, Claim, Study
 
 optuna = pytest.importorskip("optuna")
 

@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
+from trainers.apps.search import command, config
+from trainers.apps.search.study import COMPLETE, Ended
 from trainers.cli.options import BY_NAME, make_network, parse
 from trainers.datasets import load
 from trainers.errors import ArgumentError
-from trainers.many.study import COMPLETE, Ended
-from trainers.tuning import command, config
 
 LR = {"parameterName": "lr", "type": "DOUBLE", "minValue": 1e-4, "maxValue": 0.1, "scaleType": "UNIT_LOG_SCALE"}
 GOOD: dict[str, Any] = {"goal": "MAXIMIZE", "maxTrials": 3, "params": [LR]}

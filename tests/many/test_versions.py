@@ -7,11 +7,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from trainers.errors import ArgumentError, ModelFileError
-from trainers.export import export, storing
-from trainers.many.batches import Request, Waiting
-from trainers.many.models import NetworkModel
-from trainers.many.versions import (
+from trainers.apps.export import export, storing
+from trainers.apps.serving.batches import Request, Waiting
+from trainers.apps.serving.models import NetworkModel
+from trainers.apps.serving.versions import (
     AVAILABLE,
     END,
     LOADING,
@@ -22,7 +21,8 @@ from trainers.many.versions import (
     load_alike,
     scan,
 )
-from trainers.many.web import RefusedError
+from trainers.apps.serving.web import RefusedError
+from trainers.errors import ArgumentError, ModelFileError
 from trainers.replicas.numpy.network import NumpyNetwork
 
 

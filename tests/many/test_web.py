@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 
 from tests.many.fuzz_requests import PREDICT, Direct, Target, request
-from trainers.many.batches import Request, Waiting
-from trainers.many.versions import AVAILABLE, UNLOADING, Version
-from trainers.many.web import CLIENT_GONE, MOST_HEAD
+from trainers.apps.serving.batches import Request, Waiting
+from trainers.apps.serving.versions import AVAILABLE, UNLOADING, Version
+from trainers.apps.serving.web import CLIENT_GONE, MOST_HEAD
 
 RIGHT = b'{"instances": [[1, 2, 3, 4]]}'
 CHUNKED = b"Transfer-Encoding: chunked"

@@ -15,13 +15,13 @@ import pytest
 from tests.conftest import lacking
 from tests.training.test_tables import people, write
 from trainers import MirroredTrainer, datasets
+from trainers.apps.export import running, storing
+from trainers.apps.export.metadata import Exported
+from trainers.apps.serving.models import load_model
 from trainers.cli.main import main
 from trainers.datasets.columns import Category, Columns, Number
 from trainers.errors import ArgumentError, ExportError, ModelFileError
-from trainers.export import running, storing
-from trainers.export.metadata import Exported
 from trainers.files import model_file
-from trainers.many.models import load_model
 from trainers.replicas.numpy.categories import CategoryNetwork, network_of
 from trainers.replicas.numpy.embedding import EmbeddingNetwork
 from trainers.replicas.numpy.network import NumpyNetwork

@@ -45,12 +45,12 @@ log = logging.getLogger("trainers")
 ENDS: tuple[type[Exception] | type[Terminated], ...] = (Terminated, DivergedError, TrainerError)  # may end a training
 FAULTS = (DivergedError, RankLostError, RankLeftError, CollectiveTimeoutError, BrokenError, CommunicationError)
 COMMANDS = {  # the first argument -> the module whose `run` does it, imported when it is asked for
-    "export": "trainers.cli.export",
-    "predict": "trainers.many.predict",
-    "search": "trainers.tuning.command",
-    "serve": "trainers.many.serving",
+    "export": "trainers.apps.export.command",
+    "predict": "trainers.apps.tables.command",
+    "search": "trainers.apps.search.command",
+    "serve": "trainers.apps.serving.command",
 }
-ENSEMBLE = "trainers.cli.ensemble"  # its `train` trains with --members, imported when it is asked for
+ENSEMBLE = "trainers.apps.ensemble.command"  # its `train` trains with --members, imported when it is asked for
 FAILED, BAD_ARGUMENTS, INTERRUPTED = 1, 2, 130  # exit codes; a job that exits with 1 may be started again
 
 

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from allreduce import Topology
-from trainers.many import answering
-from trainers.many.answering import AHEAD, Dealer, Exchange, Rounds, answer_requests
+from trainers.apps.serving import answering
+from trainers.apps.serving.answering import AHEAD, Dealer, Exchange, Rounds, answer_requests
 
 SHAPES = [(), (0,), (3, 0, 2), (5,), (70_000, 3), (1 << 20,)]
 

@@ -12,11 +12,11 @@ from mpi4py import MPI
 import allreduce
 from tests.ranks.together import raised_everywhere
 from trainers import NumpyNetwork, datasets
+from trainers.apps.ensemble.ensemble import EnsembleTrainer
+from trainers.apps.ensemble.model import EnsembleModel
+from trainers.apps.ensemble.timely import Prediction
+from trainers.apps.serving.answering import AHEAD
 from trainers.errors import ArgumentError, DeadlineExceededError, DivergedError, ModelFileError
-from trainers.many.answering import AHEAD
-from trainers.many.ensemble import EnsembleTrainer
-from trainers.many.ensemble_model import EnsembleModel
-from trainers.many.timely import Prediction
 from trainers.watching.callback import Callback
 
 MEMBERS, ROWS = 5, 301

@@ -5,8 +5,8 @@ from mpi4py import MPI
 
 import allreduce
 from tests.ranks.together import raised_everywhere
+from trainers.apps.search.parts import Parts
 from trainers.errors import ArgumentError
-from trainers.many.parts import Parts
 
 RANK, SIZE = MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size
 

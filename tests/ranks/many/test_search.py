@@ -17,9 +17,9 @@ from trainers.errors import ArgumentError, SearchError
 
 optuna = pytest.importorskip("optuna")
 
-from trainers.many.search import SearchResult, search  # noqa: E402
-from trainers.many.study import Claim, Ended  # noqa: E402
-from trainers.many.trial import Trial  # noqa: E402
+from trainers.apps.search.searching import SearchResult, search  # noqa: E402
+from trainers.apps.search.study import Claim, Ended  # noqa: E402
+from trainers.apps.search.trial import Trial  # noqa: E402
 
 RANK, SIZE = MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size
 PART = min(2, SIZE)

@@ -16,9 +16,9 @@ from tests.ranks.training.test_inputs import TRAINERS
 from tests.ranks.training.test_tables import rows_of
 from tests.training.test_tables import people, write
 from trainers import EmbeddingNetwork, MirroredTrainer, NumpyNetwork, ParameterServerTrainer, datasets, network_of
+from trainers.apps.export.metadata import Exported
 from trainers.cli.main import main
 from trainers.errors import ArgumentError, ExportError
-from trainers.export.metadata import Exported
 from trainers.watching.callback import Callback
 
 WORLD = MPI.COMM_WORLD

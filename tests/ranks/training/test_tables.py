@@ -15,9 +15,9 @@ import allreduce
 from tests.ranks.training.test_loader import TRAINERS
 from tests.training.test_tables import HEADER, people, write
 from trainers import MirroredTrainer, NumpyNetwork, datasets, load_network, network_of
+from trainers.apps.tables import predicting
 from trainers.cli.main import main
 from trainers.errors import ArgumentError, DataError
-from trainers.fit import predicting
 
 SIZES: dict[str, Any] = {"epochs": 2, "batch_size": 32, "progress": False}
 
@@ -107,7 +107,7 @@ def test_a_folder_has_all_files_or_none(
             raise OSError(28, "No space left on device")
         replace(old, new)
 
-    monkeypatch.setattr("trainers.fit.predicting.os.replace", refuse)
+    monkeypatch.setattr("trainers.apps.tables.predicting.os.replace", refuse)
     data = datasets.load(table, "income")
     with (
         MirroredTrainer(network(data), "native", flat) as trainer,

@@ -1,0 +1,203 @@
+"""write: a replica as an ONNX file, checked by onnxruntime before it replaces the file that was there. No MPI."""
+
+import re
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from allreduce.files import writable
+from trainers.apps.export import graph
+from trainers.apps.export.int8 import quantized
+from trainers.apps.export.metadata import Exported
+from trainers.apps.export.running import (
+    Session,
+    as_in_table,
+    compared,
+    largest_difference,
+    need_onnxruntime,
+    sample,
+    taken,
+)
+from trainers.apps.export.storing import Store, stored
+from trainers.data import Tree, leaves, row_count
+from trainers.errors import ArgumentError, ExportError
+from trainers.files.onnx_graph import need_onnx
+from trainers.replica import Replica
+
+CHECKED, MEASURED = 256, 10_000  # rows on which a file is compared with the replica, and on which accuracy is measured
+DRAWN = 32
+CLOSE = {"float16": 5e-3, "bfloat16": 4e-2}  # of models that compute in 16 bits; the file computes in float32
+COLOURS = re.compile(r"\x1b\[[0-9;]*m")  # of a terminal, in PyTorch's errors
+CLOSEST = 1e-5  # the largest difference of others
+
+
+def write(
+    path: str,
+    replica: Replica,
+    x: Tree | None,
+    *,
+    classes: Sequence[str] | None = None,
+    logits: bool = False,
+    scored: tuple[Tree, Any] | None = None,
+    int8: bool = False,
+    average: bool = False,
+) -> Exported:
+    """Write a replica's model to `path`, and return what the file is. Local. Raises ExportError.
+
+    x: rows as `predict` takes them, of the training with int8; None for the replica's `drawn_rows`.
+    classes: the names of the classes; None for those of the table. logits: whether the outputs are logits of classes,
+        for a replica that does not say so. average: whether the parameters are the moving
+        average now. scored: rows x and their class numbers y, on which the accuracy of int8 is measured.
+    """
+    check_path(path)
+    need_onnx()
+    need_onnxruntime()
+    x = replica.drawn_rows(DRAWN) if x is None else x
+    if x is None or not row_count(x):
+        raise ArgumentError(f"export: there are no rows on which this {type(replica).__name__} can be checked: give x")
+    if replica.columns is not None and isinstance(x, tuple | dict):
+        raise ArgumentError("export: a model with the columns of a table takes one array as x, not several")
+    rows = as_in_table(replica.columns, taken(x, sample(x, CHECKED)))
+    outputs = replica.predict(rows)
+    about, softmax = _described(replica, outputs, classes, logits)
+    core = _core(replica, rows)
+    model = graph.finished(graph.add_softmax(core) if softmax else core, about, rows, outputs)
+    del core
+    tolerance = CLOSE.get(replica.config().get("precision", replica.gradient_dtype), CLOSEST)
+    expected = _softmax(outputs) if softmax else outputs
+    with stored(path) as store:
+        with _writing(path):
+            store.take_constants(model)
+        session = Session(model, about, store.folder)
+        difference = compared(session, about, rows, expected, tolerance)
+        about = replace(about, average=average, rows=row_count(rows), difference=difference)
+        if int8:
+            model, about = _as_int8(model, session, about, x, scored, store)
+        found = Session(model, about, store.folder).run(rows)
+        if int8:
+            apart = largest_difference(about, found, [*map(np.asarray, leaves(expected))])
+            about = replace(about, int8_difference=apart)
+        graph.describe(model, about)
+        with _writing(path):
+            store.replace(model)
+    return about
+
+
+@contextmanager
+def _writing(path: str) -> Iterator[None]:
+    """Context manager: an error of writing becomes an ExportError."""
+    try:
+        yield
+    except (OSError, ValueError) as error:  # ValueError: of protobuf
+        raise ExportError(
+            f"the export can't be written to {path}: {getattr(error, 'strerror', '') or error}"
+        ) from error
+
+
+def check_path(path: str) -> None:
+    """Raise ExportError if no file can be written to `path`."""
+    if not isinstance(path, str) or not writable(path):
+        raise ExportError(
+            f"the export can't be written to {path!r}: give a file, in a folder that exists and is writable"
+        )
+
+
+def _described(replica: Replica, outputs: Tree, classes: Sequence[str] | None, logits: bool) -> tuple[Exported, bool]:
+    """Return what the file will be, and whether it needs a softmax: only of outputs that the replica or the user says
+    to be logits of classes. Others are never changed, so the file answers as `predict` does."""
+    kind = type(replica).__name__
+    if not isinstance(logits, bool):
+        raise ArgumentError(f"export: logits must be True or False, got {logits!r}")
+    if logits and replica.scores == "probabilities":
+        raise ArgumentError(f"export: logits=True, and the outputs of this {kind} are probabilities; leave it out")
+    width = outputs.shape[1] if isinstance(outputs, np.ndarray) and outputs.ndim == 2 else 0
+    if width < 2 and (classes is not None or logits):
+        raise ArgumentError(
+            f"export: a classifier has two outputs for each row, or more, and this {kind} has {width or 'several'}: "
+            "leave out classes and logits, and the file answers what predict does"
+        )
+    learned = () if replica.columns is None else replica.columns.classes
+    names = learned if classes is None else tuple(map(str, classes))
+    if classes is not None and (len(names) != width or len({*names}) < width or isinstance(classes, str)):
+        raise ArgumentError(
+            f"export: classes must be {width} different names, one for each output of a row, and are {classes!r}"
+        )
+    known = "logits" if logits else replica.scores or ("probabilities" if _are_probabilities(outputs) else "")
+    if classes is not None and not known:
+        raise ArgumentError(
+            f"export: it is not known whether the outputs of this {kind} are logits of the classes, and they are no "
+            "probabilities: give logits=True if a softmax makes probabilities of them, or leave out classes"
+        )
+    classifies = width > 0 and bool(known) and bool(replica.scores or logits or len(names) == width)
+    about = Exported(
+        kind,
+        names if classifies and len(names) == width else (),
+        classifies,
+        replica.columns,
+    )
+    return about, classifies and known == "logits"
+
+
+def _are_probabilities(outputs: Tree) -> bool:
+    return isinstance(outputs, np.ndarray) and bool(
+        (outputs >= 0).all() and np.allclose(outputs.sum(axis=-1), 1, atol=1e-3)
+    )
+
+
+def _softmax(outputs: np.ndarray) -> np.ndarray:
+    apart = outputs.astype(np.float64)
+    found = np.exp(apart - apart.max(axis=1, keepdims=True))
+    return found / found.sum(axis=1, keepdims=True)
+
+
+def _core(replica: Replica, rows: Tree) -> Any:
+    """Return the replica's graph. Raises ExportError, which names what a framework can't convert."""
+    two = taken(rows, np.arange(2) % row_count(rows))
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            return replica.to_onnx(two)
+    except ExportError:
+        raise
+    except Exception as error:  # whatever a framework raises
+        raise ExportError(f"this {type(replica).__name__} can't be exported: {_causes(error)}") from error
+
+
+def _causes(error: BaseException) -> str:
+    """Return an error and what caused it as text, the cause first: it names the operator."""
+    texts: list[str] = []
+    found: BaseException | None = error
+    while found is not None and len(texts) < 5:
+        lines = [line.strip() for line in COLOURS.sub("", str(found)).splitlines() if line.strip()]
+        texts.insert(0, f"{type(found).__name__}: {lines[0] if lines else ''}")
+        found = found.__cause__
+    return "; ".join(texts)
+
+
+def _as_int8(
+    model: Any, session: Session, about: Exported, x: Tree, scored: tuple[Tree, Any] | None, store: Store
+) -> tuple[Any, Exported]:
+    """Return the model with integers, and its description with the accuracy before and after."""
+    about = replace(about, int8=True)
+    large = bool(store.constants_of(model))
+    with _writing(store.path):
+        store.give_constants(model)
+        small = quantized(model, session, x, large)
+        store.take_constants(small)
+    if not about.classifies:
+        return small, about
+    if scored is None:
+        raise ArgumentError("export: int8 costs accuracy, which is measured: give y, or validation_data=(x, y)")
+    places = sample(scored[0], MEASURED)
+    rows = as_in_table(about.columns, taken(scored[0], places))
+    y = np.asarray(scored[1])[places]
+    right = y.argmax(axis=1) if y.ndim > 1 else y
+    accuracy = {
+        name: float((each.class_numbers(rows) == right).mean())
+        for name, each in (("float32", session), ("int8", Session(small, about, store.folder)))
+    }
+    return small, replace(about, accuracy=accuracy)

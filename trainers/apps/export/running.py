@@ -1,0 +1,168 @@
+"""Runs exported models by onnxruntime, on rows as `predict` takes them; compares their outputs with a replica's."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from trainers.apps.export.graph import names_of
+from trainers.apps.export.metadata import INPUT, LABEL, PROBABILITIES, Exported
+from trainers.data import Tree, leaves, mapped, row_count, sliced
+from trainers.datasets.columns import Category, Columns
+from trainers.errors import ExportError
+from trainers.files.onnx_graph import INSTALL
+
+ROWS = 1024  # of a batch
+QUIET = 3  # onnxruntime prints errors, no warnings
+EXTERNAL = "session.model_external_initializers_file_folder_path"
+DTYPES = {"tensor(float)": np.float32, "tensor(double)": np.float64, "tensor(float16)": np.float16,
+          "tensor(int64)": np.int64, "tensor(int32)": np.int32, "tensor(bool)": np.bool_,
+          "tensor(string)": np.object_, "tensor(uint8)": np.uint8}  # fmt: skip
+
+
+def need_onnxruntime() -> Any:
+    """Return the package onnxruntime. Raises ExportError if it is not installed."""
+    try:
+        import onnxruntime
+    except ImportError as error:
+        raise ExportError(
+            f"an export is checked by onnxruntime, which can't be imported ({error}): {INSTALL}"
+        ) from error
+    return onnxruntime
+
+
+class Session:
+    """An exported model in onnxruntime, on the CPU. model: an onnx.ModelProto. folder: where its constants are, if they
+    have a file of their own. Raises ExportError."""
+
+    def __init__(self, model: Any, about: Exported, folder: str) -> None:
+        runtime = need_onnxruntime()
+        options = runtime.SessionOptions()
+        options.log_severity_level, options.intra_op_num_threads = QUIET, 1  # the ranks have the other cores
+        options.add_session_config_entry(EXTERNAL, folder or ".")
+        self._about = about
+        try:
+            content = model.SerializeToString()
+            self._session = runtime.InferenceSession(content, options, providers=["CPUExecutionProvider"])
+        except Exception as error:  # of protobuf or onnxruntime
+            raise ExportError(f"onnxruntime does not take the exported model: {_first_line(error)}") from error
+        self._dtypes = {each.name: DTYPES.get(each.type, np.float32) for each in self._session.get_inputs()}
+        self._names = [each.name for each in self._session.get_outputs()]
+
+    def feeds(self, x: Tree) -> dict[str, np.ndarray]:
+        """Return rows as the inputs of the file."""
+        columns = self._about.columns
+        if columns is not None:
+            return cells_of(columns, x)
+        found = zip(names_of(x, INPUT), leaves(x), strict=True)
+        return {name: self._in_form(np.asarray(array)).astype(self._dtypes[name], copy=False) for name, array in found}
+
+    def _in_form(self, array: np.ndarray) -> np.ndarray:
+        """Return rows of samples of any shape as the shape of the only input, which may be flat."""
+        shape = self._session.get_inputs()[0].shape
+        flat = len(self._dtypes) == 1 and len(shape) == 2 and array.ndim != 2
+        return array.reshape(len(array), -1) if flat else array
+
+    def run(self, x: Tree) -> dict[str, np.ndarray]:
+        """Return the outputs for rows, by name. Raises ExportError."""
+        try:
+            parts = [self._session.run(None, self.feeds(sliced(x, part))) for part in parts_of(row_count(x))]
+        except Exception as error:  # of onnxruntime
+            raise ExportError(f"onnxruntime can't run the exported model: {_first_line(error)}") from error
+        return {name: np.concatenate(each) for name, each in zip(self._names, zip(*parts, strict=True), strict=True)}
+
+    def class_numbers(self, x: Tree) -> np.ndarray:
+        """Return the classes that a classifier answers, by number, (rows,)."""
+        labels = self.run(x)[LABEL]
+        places = {name: number for number, name in enumerate(self._about.classes)}
+        return np.array([places[name] for name in labels.tolist()], np.int64) if places else labels
+
+
+def parts_of(rows: int) -> Iterator[slice]:
+    """Return the slices of batches."""
+    return (slice(start, start + ROWS) for start in range(0, rows, ROWS))
+
+
+def cells_of(columns: Columns, x: np.ndarray) -> dict[str, np.ndarray]:
+    """Return the cells of a table's rows by the names of the columns: numbers (NaN if missing), and texts.
+
+    x: features.
+    """
+    found = {}
+    for column, values in zip(columns.columns, columns.values_of(x), strict=True):
+        if isinstance(column, Category):
+            values = np.array(["", *column.values], np.object_)[values]
+        found[column.name] = values
+    return found
+
+
+def as_in_table(columns: Columns | None, x: Tree) -> Tree:
+    """Return features as the nearest cells of a table have them; without columns, x itself."""
+    if columns is None:
+        return x
+    return columns.features_of(columns.values_of(x), lambda row: f"row {row}")
+
+
+def sample(x: Tree, most: int, seed: int = 0) -> np.ndarray:
+    """Return the places of at most so many rows, drawn from all rows, in order."""
+    rows = row_count(x)
+    return np.sort(np.random.default_rng(seed).choice(rows, min(most, rows), replace=False, shuffle=False))
+
+
+def taken(x: Tree, places: np.ndarray) -> Tree:
+    """Return rows of a tree, copied."""
+    return mapped(lambda array: np.asarray(array[places]), x)
+
+
+def compared(session: Session, about: Exported, x: Tree, outputs: Tree, tolerance: float) -> float:
+    """Return the largest difference between the file's outputs and a replica's, for all rows at once and for one alone.
+    Raises ExportError if it is above the tolerance, relative to the largest output if that is above 1.
+
+    outputs: of the replica for x; of a classifier the probabilities.
+    """
+    expected = [np.asarray(each) for each in leaves(outputs)]
+    if not all(np.isfinite(each).all() for each in expected):
+        raise ExportError(
+            "the model's outputs are not finite for the rows on which the export is checked: has it diverged?"
+        )
+    worst = 0.0
+    for rows in sorted({row_count(x), 1}):
+        found = session.run(sliced(x, slice(rows)))
+        worst = max(worst, largest_difference(about, found, [each[:rows] for each in expected]))
+        if about.classifies:
+            _check_classes(about, found[LABEL], expected[0][:rows], tolerance)
+    if not worst <= tolerance:
+        raise ExportError(
+            f"the exported model differs from this one by {worst:.3g} on {row_count(x)} rows; at most {tolerance:g} is "
+            "accepted: does the model compute something else in training, or with other numbers of rows?"
+        )
+    return worst
+
+
+def largest_difference(about: Exported, found: Mapping[str, np.ndarray], expected: Sequence[np.ndarray]) -> float:
+    """Return the largest difference between the outputs of a file and those of a replica. Raises ExportError if the
+    shapes differ. See `compared`."""
+    given = [found[PROBABILITIES]] if about.classifies else list(found.values())
+    return max(_difference(one, other) for one, other in zip(given, expected, strict=True))
+
+
+def _difference(one: np.ndarray, other: np.ndarray) -> float:
+    if one.shape != other.shape:
+        raise ExportError(f"the exported model returns the shape {one.shape}, and this one {other.shape}")
+    apart = np.abs(one.astype(np.float64) - other.astype(np.float64)).max(initial=0)
+    return float(apart / max(1.0, np.abs(other.astype(np.float64)).max(initial=0)))
+
+
+def _check_classes(about: Exported, labels: np.ndarray, expected: np.ndarray, tolerance: float) -> None:
+    """Raise ExportError if a label is not that of the largest probability, or of one as large within the tolerance."""
+    names = np.array(about.classes or range(expected.shape[1]), object)
+    close = expected >= expected.max(axis=1, keepdims=True) - 2 * tolerance
+    wrong = np.flatnonzero(~(close & (names[None] == labels[:, None])).any(axis=1))
+    if len(wrong):
+        row = int(wrong[0])
+        right = names[expected[row].argmax()]
+        raise ExportError(f"the exported model answers {labels[row]!r} for a row, and this one {right!r}")
+
+
+def _first_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}"

@@ -1,0 +1,123 @@
+"""Trial: a trial of optuna's that all ranks of a part run together. The first rank asks optuna, and tells the rest."""
+
+import math
+import numbers
+import zlib
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+from allreduce.topology import Topology
+from allreduce.transport.control import root_value, together
+from trainers.apps.search.study import OF_THE_SEARCH, optuna
+from trainers.errors import ArgumentError
+
+ResultT = TypeVar("ResultT")
+
+
+class Trial:
+    """One trial, on all ranks of its part. Every method is collective over the part: all ranks make the same calls.
+
+    number: of the trial in its study. params: the values that were suggested so far. topology: the ranks of the part.
+    The names of the methods are optuna's. Calls that differ raise DisagreementError on all ranks of the part, and the
+    trial has then failed.
+    """
+
+    def __init__(self, number: int, topology: Topology, asked: Any) -> None:
+        """asked: optuna's trial on the first rank, None on the others."""
+        self.number, self.topology = number, topology
+        self.params: dict[str, Any] = {}
+        self._asked = asked
+        self.pruner_error: Exception | None = None  # on the first rank; it ends the search
+
+    def suggest_float(
+        self, name: str, low: float, high: float, *, step: float | None = None, log: bool = False
+    ) -> float:
+        """Return a number from `low` to `high`, the same on all ranks. log: the logarithms are spread evenly."""
+        row = f"suggest_float({name!r}, {low!r}, {high!r}, step={step!r}, log={log!r})"
+        return float(self._suggest(name, row, lambda asked: asked.suggest_float(name, low, high, step=step, log=log)))
+
+    def suggest_int(self, name: str, low: int, high: int, *, step: int = 1, log: bool = False) -> int:
+        """Return an integer from `low` to `high`, the same on all ranks."""
+        row = f"suggest_int({name!r}, {low!r}, {high!r}, step={step!r}, log={log!r})"
+        return int(self._suggest(name, row, lambda asked: asked.suggest_int(name, low, high, step=step, log=log)))
+
+    def suggest_categorical(self, name: str, choices: Sequence[Any]) -> Any:
+        """Return one of `choices`, the same on all ranks."""
+        listed = list(choices)
+
+        def index(asked: Any) -> int:
+            found = asked.suggest_categorical(name, listed)
+            same = [type(each) is type(found) and _equal(each, found) for each in listed]
+            return same.index(True)
+
+        row = f"suggest_categorical({name!r}, {listed!r})"
+        self.params[name] = listed[self._ask(row, index)]  # the number of the choice is sent, not the choice
+        return self.params[name]
+
+    def report(self, value: float, step: int) -> None:
+        """Report a value of the objective before its end, at a step of its training; the first rank's value counts."""
+        error = None
+        if isinstance(value, bool) or not isinstance(value, numbers.Real):
+            error = ArgumentError(f"trial.report: give a number, got {value!r}")
+        elif isinstance(step, bool) or not isinstance(step, numbers.Integral) or step < 0:
+            error = ArgumentError(f"trial.report: the step must be an integer of at least 0, got {step!r}")
+        self._ask(f"report(step={step!r})", lambda asked: asked.report(float(value), int(step)), error)
+
+    def should_prune(self) -> bool:
+        """Return whether the pruner ends this trial, the same on all ranks, which then raise optuna.TrialPruned."""
+        return bool(self._ask("should_prune()", self._asked_pruner))
+
+    def _asked_pruner(self, asked: Any) -> bool:
+        try:
+            return bool(asked.should_prune())
+        except Exception as error:
+            self.pruner_error = error
+            raise
+
+    def set_user_attr(self, key: str, value: Any) -> None:
+        """Keep a value with the trial in the study; the first rank's counts. value: JSON-serializable."""
+        error = None
+        if key in OF_THE_SEARCH:
+            names = ", ".join(OF_THE_SEARCH)
+            error = ArgumentError(f"trial.set_user_attr({key!r}): the search itself sets {names}; give another name")
+        self._ask(f"set_user_attr({key!r})", lambda asked: asked.set_user_attr(key, value), error)
+
+    def _suggest(self, name: str, row: str, ask: Callable[[Any], Any]) -> Any:
+        self.params[name] = self._ask(row, ask)
+        return self.params[name]
+
+    def _ask(self, row: str, ask: Callable[[Any], ResultT], error: Exception | None = None) -> ResultT:
+        """Call `ask` with optuna's trial on the first rank, and return its result on all ranks. Collective.
+
+        row: the call in words, which must be equal on all ranks. error: of this rank's arguments.
+        """
+        topology = self.topology
+        topology.agree([zlib.crc32(row.encode())], f"trial.{row}", error)
+        found = together(topology.world, lambda: None if self._asked is None else ask(self._asked))
+        result: ResultT = root_value(topology.world, found, f"trial.{row}")
+        return result
+
+
+def _equal(one: Any, other: Any) -> bool:
+    return bool(one == other or (one != one and other != other))  # NaN too
+
+
+def checked_values(returned: Any, directions: Sequence[str]) -> list[float]:
+    """Return the values of an objective as a list of numbers, one for each direction. Raises ArgumentError."""
+    values = list(returned) if isinstance(returned, tuple | list) else [returned]
+    try:
+        found = [float(value) for value in values]
+    except (TypeError, ValueError) as error:
+        raise ArgumentError(f"the objective must return numbers, got {returned!r}") from error
+    if len(found) != len(directions):
+        raise ArgumentError(
+            f"the objective returned {returned!r}; expected {len(directions)} numbers, for {directions}"
+        )
+    if any(math.isnan(value) for value in found):
+        raise ArgumentError(f"the objective returned {returned!r}; a trial needs numbers that can be compared")
+    return found
+
+
+def is_pruned(error: BaseException) -> bool:
+    """Return whether an exception of an objective says that the trial was pruned."""
+    return isinstance(error, optuna().TrialPruned)

@@ -1,0 +1,379 @@
+"""Rank 0 of the server: Server deals batches of requests, and versions, to the other ranks and to its own thread."""
+
+import argparse
+import logging
+import queue
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from allreduce.transport import ulfm
+from trainers.apps.serving.answering import Answer, Dealer, Exchange
+from trainers.apps.serving.batches import TRIES, Batch, Request, Waiting
+from trainers.apps.serving.metrics import Metrics
+from trainers.apps.serving.versions import AVAILABLE, END, LOADING, UNLOADING, Found, Version, Versions, Watcher
+from trainers.apps.serving.web import Limits, Pages, Web
+from trainers.errors import TrainerError
+from trainers.recovery.terminating import Terminating
+
+log = logging.getLogger("trainers")
+
+IDLE_SECONDS, BUSY_SECONDS = 0.02, 1e-3  # longest pauses of rank 0: without work, and while ranks compute
+LOAD_SECONDS = 60.0  # after which another rank may load a version, too
+PREDICT, LOAD, UNLOAD, STOP = "predict", "load", "unload", "stop"  # names in headers of work
+
+
+class Prepared(NamedTuple):
+    """What rank 0 has before the server starts. found: the files of the versions in a folder; empty for a single
+    file."""
+
+    versions: Versions
+    listener: socket.socket
+    found: dict[int, Found]
+
+    @property
+    def files(self) -> list[tuple[int, str, str]]:
+        """The number, the path and the digest of each version."""
+        listed = [version for version in self.versions.listed() if version.loaded is not None]
+        return [(version.number, version.path, version.loaded.digest) for version in listed if version.loaded]
+
+
+class Local:
+    """Rank 0 as a rank that computes: a thread, without MPI. wake: called after an answer.
+
+    batches: the batches that it has not answered.
+    """
+
+    def __init__(self, wake: Callable[[], object]) -> None:
+        self._wake = wake
+        self._work: queue.SimpleQueue[Batch | None] = queue.SimpleQueue()
+        self._done: queue.SimpleQueue[tuple[Batch, list[np.ndarray], str]] = queue.SimpleQueue()
+        self.batches: list[Batch] = []
+        threading.Thread(target=self._run, name="compute", daemon=True).start()
+
+    def deal(self, batch: Batch) -> None:
+        self.batches.append(batch)
+        self._work.put(batch)
+
+    def answers(self) -> list[tuple[Batch, list[np.ndarray], str]]:
+        """Return what is computed: each batch, its outputs, and the text of an error."""
+        found = []
+        while not self._done.empty():
+            found.append(self._done.get())
+            self.batches.remove(found[-1][0])
+        return found
+
+    def close(self) -> None:
+        self._work.put(None)
+
+    def _run(self) -> None:
+        while (batch := self._work.get()) is not None:
+            arrays, error = [], ""
+            try:
+                arrays = [batch.version.model.predict(batch.input())]
+            except Exception as failure:  # of a model
+                error = f"{type(failure).__name__}: {failure}"
+            self._done.put((batch, arrays, error))
+            self._wake()
+
+
+class Change(NamedTuple):
+    """A version that a rank loads, whose file has this digest, or that it unloads ("")."""
+
+    version: int
+    digest: str
+
+
+class Peer:
+    """Another rank, as rank 0 sees it. has: the digests of the versions that it has loaded, by their numbers. work:
+    what it has not answered, by sequence numbers."""
+
+    def __init__(self, rank: int, has: dict[int, str]) -> None:
+        self.rank, self.has = rank, has
+        self.refused: dict[int, str] = {}  # the digests of versions that it can't load
+        self.work: dict[int, Batch | Change] = {}
+        self.since = 0.0  # when it was last dealt work, or has answered
+        self.late = False  # the last work was not answered in time
+
+    @property
+    def batches(self) -> list[Batch]:
+        return [work for work in self.work.values() if isinstance(work, Batch)]
+
+    @property
+    def changes(self) -> bool:
+        """Whether it loads or unloads a version."""
+        return any(isinstance(work, Change) for work in self.work.values())
+
+    def holds(self, version: Version) -> bool:
+        """Whether it has this version, and answers in time."""
+        return self.has.get(version.number) == version.digest and not self.late
+
+    def can_answer(self, request: Request) -> bool:
+        return self.holds(request.version)
+
+
+class Server:
+    """Rank 0: takes requests from the web thread, and deals batches to the other ranks and to its own thread."""
+
+    def __init__(
+        self, options: argparse.Namespace, exchange: Exchange, prepared: Prepared, sigterm: Terminating
+    ) -> None:
+        self._options, self._exchange, self._versions, self._sigterm = options, exchange, prepared.versions, sigterm
+        self._dealer, self._awake = Dealer(exchange), threading.Event()
+        self._waiting = Waiting(options.max_queue, options.max_batch, options.max_wait_ms / 1000, self._awake.set)
+        self._local = Local(self._awake.set)
+        has = {version.number: version.digest for version in self._versions.available()}
+        self._peers = {rank: Peer(rank, dict(has)) for rank in range(1, exchange.size)}
+        self._metrics = Metrics(self._waiting, self._versions, lambda: len(self._peers) + 1)
+        self._news: queue.SimpleQueue[Version | int] = queue.SimpleQueue()  # from the watcher: to load, to unload
+        limits = Limits(
+            options.max_request_bytes, options.max_rows, options.max_connections, 3 * options.answer_seconds + 1
+        )
+        pages = Pages(self._versions, self, limits, self._metrics.page, self._metrics.count)
+        self._listener = prepared.listener
+        self._web = Web(pages, prepared.listener, limits, options.drain_seconds)
+        self._watcher = None
+        if prepared.found:
+            self._watcher = Watcher(
+                options.model, self._versions, options.keep, options.poll_seconds, self._tell, self._tell
+            )
+            self._watcher.start(prepared.found)
+        self._draining = False
+        self._due = 0.0  # the next turn in which there is something to do, unless something wakes this rank
+
+    def submit(self, version: Version, rows: np.ndarray) -> Any:
+        """See web.Service. In the web thread."""
+        request = Request(version, rows)
+        self._waiting.put(request)
+        return request.future
+
+    def _tell(self, news: Version | int) -> None:
+        """In the watcher's thread."""
+        self._news.put(news)
+        self._awake.set()
+
+    def run(self) -> None:
+        """Serve until SIGTERM."""
+        self._introduce()
+        self._web.start()
+        try:
+            self._exchange.wait(self._turn, pause=self._pause)
+        finally:
+            self._web.drain()
+            self._local.close()
+            if self._watcher is not None:
+                self._watcher.stop()
+        if self._web.error is not None:
+            raise TrainerError(f"the web server has ended: {self._web.error!r}") from self._web.error
+
+    def _introduce(self) -> None:
+        host, port = self._listener.getsockname()[:2]
+        shown = f"[{host}]" if ":" in host else host
+        numbers = ", ".join(str(version.number) for version in self._versions.available())
+        ranks = f"{self._exchange.size} rank{'s' * (self._exchange.size > 1)}"
+        text = f"serving {self._versions.name} (version {numbers}) on {ranks} at "
+        print(f"{text}http://{shown}:{port}/v1/models/{self._versions.name}", flush=True)
+        if self._exchange.size > 1 and not ulfm.in_force():
+            print(
+                "a killed rank ends this job; mpirun --with-ft ulfm lets the others go on", file=sys.stderr, flush=True
+            )
+
+    # A turn of the loop
+
+    def _turn(self) -> bool:
+        """Take the answers that have come, and deal the waiting batches; True at the end. Most turns find no answer."""
+        now, answers = time.monotonic(), self._dealer.answers()
+        if not (answers or self._dealer.told or self._awake.is_set()) and now < self._due:
+            return False
+        self._awake.clear()
+        self._take_answers(answers)
+        self._note_lost()
+        self._retry_late(now)
+        self._learn_of_versions()
+        self._stop_if_told()
+        self._bring_versions()
+        self._deal(now)
+        has_room = not self._local.batches or not all(peer.work or peer.late for peer in self._peers.values())
+        waits = self._waiting.rows and has_room
+        self._due = now + (min(IDLE_SECONDS, self._options.max_wait_ms / 2000) if waits else IDLE_SECONDS)
+        return self._draining and self._web.ended  # it ends when all are answered, or after --drain-seconds
+
+    def _pause(self, now: float) -> None:
+        """Sleep until something wakes this rank, or until it has to look for answers of the others."""
+        others = any(peer.work and not peer.late for peer in self._peers.values())
+        self._awake.wait(min(BUSY_SECONDS, self._due - now) if others else self._due - now)
+
+    def _take_answers(self, answers: Iterable[Answer]) -> None:
+        """answers: of the other ranks."""
+        for batch, arrays, error in self._local.answers():
+            self._take_outputs(batch, arrays, error)
+        for answer in answers:
+            peer = self._peers.get(answer.rank)
+            work = None if peer is None else peer.work.pop(answer.number, None)
+            if peer is None or work is None:
+                continue
+            header, peer.since = answer.header, time.monotonic()
+            if isinstance(work, Change):
+                if header is not None:
+                    self._take_change(peer, work, header.get("error", ""))
+            elif header is not None:
+                self._take_outputs(work, answer.arrays, header.get("error", ""))
+            else:
+                self._again(work, f"two ranks in turn were lost; the last one was rank {answer.rank}")
+        for peer in self._peers.values():
+            peer.late &= self._dealer.busy(peer.rank) > 0
+
+    def _take_outputs(self, batch: Batch, arrays: Sequence[np.ndarray], error: str) -> None:
+        """Take the outputs that a rank has computed for a batch."""
+        if error or not arrays:
+            self._fail(batch, error)
+        else:
+            self._metrics.batch(batch.rows)
+            batch.answer(arrays[0])
+
+    def _fail(self, batch: Batch, error: str) -> None:
+        if len(batch.requests) > 1:  # the rows of one of them may be the cause
+            self._waiting.again(batch.requests)
+        else:
+            log.warning("the model has failed: %s", error)
+            batch.refuse(500, f"the model has failed: {error}")
+
+    def _again(self, batch: Batch, text: str) -> None:
+        """Deal the requests of a batch once more; refuse a request that was dealt TRIES times."""
+        spent = [request for request in batch.requests if request.tries >= TRIES]
+        for request in spent:
+            request.refuse(503, f"no rank has answered: {text}", Retry_After="1")
+        others = [request for request in batch.requests if request.tries < TRIES]
+        self._metrics.retried(len(others))
+        self._waiting.again(others)
+
+    def _note_lost(self) -> None:
+        for rank in self._exchange.lost & self._peers.keys():
+            del self._peers[rank]
+            log.warning("rank %d was lost; ranks that go on: %d", rank, len(self._peers) + 1)
+
+    def _retry_late(self, now: float) -> None:
+        """Deal the batches of ranks that take too long to others. A version that such a rank loads is awaited."""
+        for peer in self._peers.values():
+            for number, work in list(peer.work.items()):
+                limit = LOAD_SECONDS if isinstance(work, Change) else self._options.answer_seconds
+                if now - peer.since < limit or (peer.late and isinstance(work, Change)):
+                    continue
+                peer.late = True
+                log.warning("rank %d has not answered for %.0f s", peer.rank, now - peer.since)
+                if isinstance(work, Batch):
+                    self._dealer.forget(number)
+                    del peer.work[number]
+                    self._again(work, f"rank {peer.rank} has not answered in {limit:g} s")
+
+    # Versions
+
+    def _learn_of_versions(self) -> None:
+        """Take the watcher's news."""
+        known = {version.number: version for version in self._versions.listed()}
+        while not self._news.empty():
+            news = self._news.get()
+            if isinstance(news, Version):
+                log.info("version %d is being loaded on %d ranks", news.number, len(self._peers) + 1)
+            elif news in known and known[news].state != UNLOADING:
+                known[news].state = UNLOADING
+                log.warning("version %d is gone, and answers no more requests", news)
+
+    def _bring_versions(self) -> None:
+        """Load and unload versions on the ranks, one rank after the other, and set their states."""
+        listed = self._versions.listed()
+        wanted = {version.number: version for version in listed if version.state in (LOADING, AVAILABLE)}
+        loading = any(
+            isinstance(work, Change) and work.digest
+            for peer in self._peers.values()
+            for work in peer.work.values()
+            if not peer.late
+        )
+        for peer in self._peers.values():
+            peer.refused = {number: digest for number, digest in peer.refused.items() if number in wanted}
+            if peer.changes or peer.late:
+                continue
+            for number in peer.has.keys() - wanted.keys():
+                if not self._in_use(number):
+                    self._deal_to(peer, {UNLOAD: number}, Change(number, ""))
+            for version in wanted.values():
+                number, digest = version.number, version.digest
+                if not loading and digest not in (peer.has.get(number), peer.refused.get(number)):
+                    self._deal_to(peer, {LOAD: number, "path": version.path, "digest": digest}, Change(number, digest))
+                    loading = True
+        for version in listed:
+            if version.state == LOADING and all(p.holds(version) for p in self._peers.values() if not p.late):
+                version.state = AVAILABLE
+                log.warning("version %d answers", version.number)
+            if version.state == UNLOADING and not self._in_use(version.number):
+                self._versions.drop(version.number)
+
+    def _in_use(self, number: int) -> bool:
+        dealt = [*self._local.batches, *(batch for peer in self._peers.values() for batch in peer.batches)]
+        return self._waiting.has(number) or any(batch.version.number == number for batch in dealt)
+
+    def _take_change(self, peer: Peer, change: Change, error: str) -> None:
+        number = change.version
+        peer.has.pop(number, None)
+        if not change.digest:
+            return
+        if not error:
+            peer.has[number] = change.digest
+            return
+        log.warning("rank %d can't load version %d: %s", peer.rank, number, error)
+        version = self._versions.known.get(number)
+        if version is not None and version.digest == change.digest and version.state == LOADING:
+            if self._watcher is not None:
+                self._watcher.refuse(number)
+            version.state, version.error = END, f"rank {peer.rank}: {error}"
+            log.warning("version %d is not served: %s", number, version.error)
+        else:  # the other ranks answer by it
+            peer.refused[number] = change.digest
+
+    # Dealing
+
+    def _deal(self, now: float) -> None:
+        """Deal batches to the ranks that have no work, and to rank 0's own thread after them; then full batches to
+        ranks that have one, so that they need not wait for the next one."""
+        for peer in self._peers.values():
+            if not peer.work and not peer.late:
+                self._deal_batch(peer, self._waiting.take(now, peer.can_answer, self._draining))
+        if not self._local.batches:
+            batch = self._waiting.take(now, self._is_for_this_rank, self._draining)
+            if batch is not None:
+                self._local.deal(self._begun(batch))
+        for peer in self._peers.values():
+            if len(peer.batches) == 1 and not peer.changes and not peer.late:
+                self._deal_batch(peer, self._waiting.take_full(peer.can_answer))
+
+    def _deal_batch(self, peer: Peer, batch: Batch | None) -> None:
+        if batch is not None:
+            self._deal_to(peer, {PREDICT: batch.version.number}, self._begun(batch), [batch.input()])
+
+    def _is_for_this_rank(self, request: Request) -> bool:
+        """Whether rank 0 computes a request: not one that may have ended a rank, if another rank can."""
+        return not (request.tries and any(peer.can_answer(request) for peer in self._peers.values()))
+
+    def _begun(self, batch: Batch) -> Batch:
+        for request in batch.requests:
+            request.tries += 1
+        return batch
+
+    def _deal_to(
+        self, peer: Peer, header: dict[str, Any], work: Batch | Change, arrays: Sequence[np.ndarray] = ()
+    ) -> None:
+        peer.work[self._dealer.deal(peer.rank, header, arrays)] = work
+        peer.since = time.monotonic()
+
+    def _stop_if_told(self) -> None:
+        told = any(STOP in message.header for message in self._dealer.told)
+        self._dealer.told.clear()
+        if (told or self._sigterm.here) and not self._draining:
+            print("SIGTERM: the last requests are answered", flush=True)
+            self._web.drain()
+        self._draining |= told or self._sigterm.here or self._web.ended

@@ -1,0 +1,213 @@
+"""The JSON of requests and answers: the body {"instances": ...} as rows of a model, outputs as {"predictions": ...},
+and TensorFlow Serving's columnar form, {"inputs": ...} and {"outputs": ...}.
+
+The body comes from anybody. Its nesting and the kinds of its values are checked before anything is made of them.
+"""
+
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from trainers.apps.serving.models import Model
+from trainers.datasets.columns import Columns
+from trainers.errors import ArgumentError
+
+DEEPEST = 16  # nested lists and objects in a body
+INSTANCES, INPUTS = "instances", "inputs"
+ANSWERS = {INSTANCES: "predictions", INPUTS: "outputs"}
+KEYS = {*ANSWERS, "signature_name"}
+SHOWN = 8  # names in a message
+STEPS = bytes.maketrans(b"[{]}", b"\x01\x01\xff\xff")  # a bracket -> 1 or -1, as a signed byte
+NO_BRACKETS = bytes(set(range(256)) - set(b"[{]}"))
+
+
+class Requested(NamedTuple):
+    """rows: of a request, as the model takes them. answer: the name of the outputs in the answer."""
+
+    rows: np.ndarray
+    answer: str
+
+
+def requested(body: bytes, model: Model, most: int) -> Requested:
+    """Return the rows of a request's body, which the model can predict. Raises a TrainerError that says what was given
+    and what is expected.
+
+    most: rows that are accepted.
+    """
+    outside = _outside_of_strings(body)
+    depth = _depth(outside)
+    if depth > DEEPEST:
+        raise ArgumentError(f"the body has {depth} nested lists or objects; the most are {DEEPEST}")
+    given, form = _parsed(body, outside)
+    columns = given[INPUTS] if form == INPUTS else None
+    instances = _instances(given[form], form, model.columns)
+    _check_names(given, columns, instances, outside)
+    if not instances:
+        raise ArgumentError(f'"{form}" is an empty list; give at least one row')
+    if len(instances) > most:
+        raise ArgumentError(f'"{form}" has {len(instances)} rows; the most are {most}: send several requests')
+    if model.columns is not None:
+        rows = model.rows_of([_cells(number, row, model.columns) for number, row in enumerate(instances)])
+    else:
+        words = [word.decode() for word in (b"true", b"false", b"null") if word in outside]
+        if words:
+            raise ArgumentError(f'"instances" must have numbers, and it has {words[0]}')
+        rows = _numbers(instances, model.dtype)
+    model.check(rows)
+    return Requested(rows, ANSWERS[form])
+
+
+def _outside_of_strings(body: bytes) -> bytes:
+    """Return a body without its strings, in linear time: a backslash outside of a string is no JSON."""
+    return b"".join(body.replace(b"\\\\", b"").replace(b'\\"', b"").split(b'"')[::2])
+
+
+def _depth(text: bytes) -> int:
+    """Return the most nested lists and objects of a JSON text without strings."""
+    steps = np.frombuffer(text.translate(STEPS, NO_BRACKETS), np.int8)
+    return int(np.cumsum(steps, dtype=np.int64).max(initial=0))
+
+
+def _parsed(body: bytes, outside: bytes) -> tuple[dict[str, Any], str]:
+    """Return the object of a body, and the name of its rows. outside: the body without its strings."""
+    import orjson
+
+    for word in (b"NaN", b"Infinity"):
+        if word in outside:
+            raise ArgumentError(f"the body has {word.decode()}, which is no JSON: give finite numbers")
+    try:
+        given = orjson.loads(body)
+    except ValueError as error:  # also a text that is not UTF-8, and a number that is too large for a double
+        raise ArgumentError(f'the body must be JSON such as {{"instances": [[1.5, 2.0]]}}: {error}') from error
+    forms = [name for name in ANSWERS if isinstance(given, dict) and name in given]
+    if not forms:
+        raise ArgumentError('the body must be an object {"instances": [row, ...]}, and it has no "instances"')
+    if len(forms) > 1:
+        raise ArgumentError('the body has both "instances" and "inputs"; give one of them')
+    if more := given.keys() - KEYS:
+        raise ArgumentError(f'the body has {_listed(sorted(more))}; expected is {{"instances": [row, ...]}}')
+    if given.get("signature_name", "serving_default") != "serving_default":
+        raise ArgumentError('the only signature_name is "serving_default"')
+    return given, forms[0]
+
+
+def _instances(given: Any, form: str, columns: Columns | None) -> list[Any]:
+    """Return the rows of a body. given: what it has under the name `form`: rows, or in the form INPUTS the columns of a
+    table by name, or one tensor, which may have the name INSTANCES, as in the metadata."""
+    if form == INPUTS and columns is not None:
+        return _transposed(given, columns)
+    if form == INPUTS and isinstance(given, dict):
+        if set(given) != {INSTANCES}:
+            raise ArgumentError(f'the only name in "inputs" must be "instances", and it has {_listed(sorted(given))}')
+        given = given[INSTANCES]
+    if not isinstance(given, list):
+        raise ArgumentError(f'"{form}" must be a list of rows, not {_kind(given)}')
+    return given
+
+
+def _transposed(given: Any, columns: Columns) -> list[list[Any]]:
+    """Return columns of a table, lists by name, as rows in the order of the columns."""
+    names = [column.name for column in columns.columns]
+    if not isinstance(given, dict):
+        raise ArgumentError(f'"inputs" must be an object of the columns {_listed(names)}, not {_kind(given)}')
+    ordered = _in_order('"inputs"', given, names, columns)
+    for name, values in zip(names, ordered, strict=True):
+        if not isinstance(values, list):
+            raise ArgumentError(f'"inputs": the column {name!r} is {_kind(values)}; expected is a list')
+    if len({*map(len, ordered)}) > 1:
+        raise ArgumentError('"inputs": each column must have as many values as the others')
+    return [list(row) for row in zip(*ordered, strict=True)]
+
+
+def _check_names(given: dict[str, Any], columns: Any, instances: list[Any], outside: bytes) -> None:
+    """Raise ArgumentError if an object of the body has a name twice: the parser has kept one of them."""
+    found = len(given) + sum(len(each) for each in (columns, *instances) if type(each) is dict)
+    if outside.count(b":") != found:
+        raise ArgumentError("an object of the body has the same name twice, or is inside of a row")
+
+
+def _numbers(instances: list[Any], dtype: np.dtype) -> np.ndarray:
+    """Return rows of numbers as an array of `dtype`, without loss of range."""
+    if not _has_only_numbers(instances):  # numpy would give every element the memory of the longest text
+        raise ArgumentError('"instances" must be rows of numbers; these have texts or objects')
+    try:
+        given = np.array(instances)
+        if given.dtype.kind == "O":  # integers of more than 64 bits, if nothing else
+            given = np.array(instances, np.float64)
+    except (ValueError, TypeError, OverflowError):
+        raise ArgumentError(
+            '"instances" must be rows of numbers of equal lengths; these are ragged, or a number is too large'
+        ) from None
+    if dtype.kind in "iu":
+        limits = np.iinfo(dtype)
+        if given.dtype.kind == "f" or (given > limits.max).any() or (given < limits.min).any():
+            raise ArgumentError(f'"instances" must be integers from {limits.min} to {limits.max}, as {dtype} has them')
+        return given.astype(dtype)
+    with np.errstate(over="ignore"):
+        rows = given.astype(dtype)
+    if not np.isfinite(rows).all():
+        raise ArgumentError(f'"instances" has a number that is too large for {dtype}')
+    return rows
+
+
+def _has_only_numbers(instances: list[Any]) -> bool:
+    """Whether nested lists have nothing but numbers."""
+    lists = [instances]
+    while lists:
+        given = lists.pop()
+        kinds = set(map(type, given))
+        if not kinds <= {int, float, list}:
+            return False
+        if list in kinds:
+            lists.extend(each for each in given if type(each) is list)
+    return True
+
+
+def _cells(number: int, row: Any, columns: Columns) -> list[str]:
+    """Return the cells of a row of a table as text: a list in the order of the columns, or an object by their names."""
+    names = [column.name for column in columns.columns]
+    if isinstance(row, dict):
+        row = _in_order(f"row {number}", row, names, columns)
+    if not isinstance(row, list) or len(row) != len(names):
+        given = f"a list of {len(row)}" if isinstance(row, list) else _kind(row)
+        raise ArgumentError(f"row {number} is {given}; expected is a list or an object of {_listed(names)}")
+    return [_cell(number, name, each) for name, each in zip(names, row, strict=True)]
+
+
+def _in_order(where: str, given: dict[str, Any], names: list[str], columns: Columns) -> list[Any]:
+    """Return the values of an object in the order of the columns."""
+    known = {*names, columns.label, *columns.ignored}
+    lacking, more = [name for name in names if name not in given], [name for name in given if name not in known]
+    if lacking or more:
+        found = f"lacks {_listed(lacking)}" if lacking else f"has {_listed(more)}"
+        raise ArgumentError(f"{where} {found}; the columns are {_listed(names)}")
+    return [given[name] for name in names]
+
+
+def _cell(number: int, name: str, given: Any) -> str:
+    if given is None:
+        return ""
+    if isinstance(given, bool) or not isinstance(given, str | int | float):
+        raise ArgumentError(f"row {number}, column {name!r}: {_kind(given)} is neither a number nor a text nor null")
+    if isinstance(given, float) and not math.isfinite(given):
+        raise ArgumentError(f"row {number}, column {name!r}: the number is too large")
+    return str(given)
+
+
+def _kind(given: Any) -> str:
+    kinds = {dict: "an object", list: "a list", str: "a text", bool: "true or false", type(None): "null"}
+    return kinds.get(type(given), "a number")
+
+
+def _listed(names: Sequence[str]) -> str:
+    more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
+    return ", ".join(repr(name[:80]) for name in names[:SHOWN]) + more
+
+
+def answer_of(name: str, outputs: np.ndarray) -> bytes:
+    """Return the body of an answer: {name: a list for each row}. Numbers that are not finite become null."""
+    import orjson
+
+    return orjson.dumps({name: np.ascontiguousarray(outputs)}, option=orjson.OPT_SERIALIZE_NUMPY)

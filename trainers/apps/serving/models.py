@@ -1,0 +1,257 @@
+"""Saved models that answer: load_model(path) returns a Model, which predicts rows. No MPI."""
+
+import hashlib
+import importlib
+import json
+import os
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from trainers.apps.export.metadata import Exported
+from trainers.apps.export.running import cells_of
+from trainers.datasets.columns import Columns
+from trainers.errors import ArgumentError, ModelFileError, TrainerError
+from trainers.files import model_file
+from trainers.replicas.numpy.categories import load_network
+from trainers.replicas.numpy.embedding import EmbeddingNetwork
+from trainers.replicas.numpy.network import NumpyNetwork
+
+ENDINGS = (".npz", ".onnx")
+OTHERS = {  # the kind in a model file -> the module whose `load_model(path)` reads it, imported when it is needed
+    "Ensemble": "trainers.apps.ensemble.model",
+}
+CLASSES, COLUMNS = "classes", "columns"  # entries of an ONNX file's metadata: JSON
+DTYPES = {
+    "tensor(float)": "float32",
+    "tensor(double)": "float64",
+    "tensor(float16)": "float16",
+    "tensor(int64)": "int64",
+    "tensor(int32)": "int32",
+    "tensor(int8)": "int8",
+    "tensor(uint8)": "uint8",
+}
+
+
+class Model(ABC):
+    """A loaded model. Not for several threads at a time.
+
+    kind: the class of the saved model, or "onnx".
+    shape: of a row of the input, without the number of rows; None stands for any number.
+    dtype: of the input.
+    columns: of the table on which the model was trained: `rows_of` makes rows of its cells; None for arrays.
+    classes: the names of the outputs; () without names.
+    members: the number of models whose answers are combined; 1 for a single model.
+    outputs: the number of outputs of a row; None if it is not known.
+    probabilities: whether `predict` is known to return the probabilities of classes.
+    """
+
+    kind: str
+    shape: tuple[int | None, ...]
+    dtype: np.dtype
+    columns: Columns | None = None
+    classes: tuple[str, ...] = ()
+    members = 1
+    outputs: int | None = None
+    probabilities: bool = False
+
+    @abstractmethod
+    def check(self, rows: np.ndarray) -> None:
+        """Raise ArgumentError if the model can't predict these rows. May run beside `predict` in another thread."""
+
+    @abstractmethod
+    def predict(self, rows: np.ndarray) -> np.ndarray:
+        """Return the outputs, a new array of shape (rows, ...): probabilities if the model is a classifier."""
+
+    def rows_of(self, cells: Sequence[Sequence[str]]) -> np.ndarray:
+        """Return the rows of a table as the model takes them. cells: for each row its cells as text, in the order of
+        the columns. Raises DataError, and ArgumentError for a model that was not trained on a table."""
+        if self.columns is None:
+            raise ArgumentError("this model was not trained on a table: give rows of numbers")
+        if not cells:
+            return np.empty((0, self.columns.features), np.float32)
+        by_column = [list(column) for column in zip(*cells, strict=True)]
+        return self.columns.encode(by_column, lambda row: f"row {row}")
+
+
+class NetworkModel(Model):
+    """A NumpyNetwork, CategoryNetwork or EmbeddingNetwork. With a moving average of the parameters it predicts by
+    that."""
+
+    def __init__(self, network: NumpyNetwork) -> None:
+        self._network = network
+        self.kind = type(network).__name__
+        words = isinstance(network, EmbeddingNetwork)
+        self.shape = (None,) if words else (int(getattr(network, "features", None) or network.sizes[0]),)
+        self.dtype, self.outputs = np.dtype(np.int64 if words else np.float32), network.sizes[-1]
+        self.columns = network.columns
+        self.classes = () if network.columns is None else network.columns.classes
+        self.probabilities = network.probabilities
+        if network.averages:
+            network.use_average()
+
+    def check(self, rows: np.ndarray) -> None:
+        self._network.check(rows, None)
+
+    def predict(self, rows: np.ndarray) -> np.ndarray:
+        with np.errstate(all="ignore"):  # the outputs show it
+            return self._network.predict(rows)
+
+
+class OnnxModel(Model):
+    """An ONNX file, computed by onnxruntime in one thread, or in OMP_NUM_THREADS. Of several outputs the last one is
+    taken that has numbers.
+
+    The metadata of a file of `trainer.export` tell its columns and classes. A file of a table takes cells, made here
+    of features. The metadata of other files may have `classes` (a JSON list of names) and `columns` (those of a
+    model file, as JSON); they take features.
+    """
+
+    kind = "onnx"
+
+    def __init__(self, path: str) -> None:
+        runtime = _runtime()
+        options = runtime.SessionOptions()
+        options.intra_op_num_threads = _threads()
+        options.inter_op_num_threads = 1
+        options.log_severity_level = 4
+        try:
+            self._session = runtime.InferenceSession(path, options, providers=["CPUExecutionProvider"])
+            inputs, outputs = self._session.get_inputs(), self._session.get_outputs()
+            metadata = self._session.get_modelmeta().custom_metadata_map
+        except Exception as error:  # a dozen types of onnxruntime
+            raise ModelFileError(f"{path} is not an ONNX file, or it is damaged: {error}") from error
+        numbers = [each.name for each in outputs if each.type in DTYPES]
+        widths = [each.shape[1] for each in outputs if each.type in DTYPES and len(each.shape) == 2]
+        self.outputs = widths[-1] if widths and isinstance(widths[-1], int) else None
+        self._takes_cells = self._read(path, metadata)
+        if self._takes_cells and self.columns is not None and numbers:
+            self._output, self.dtype, self.shape = numbers[-1], np.dtype(np.float32), (self.columns.features,)
+            return
+        if len(inputs) != 1 or inputs[0].type not in DTYPES or not numbers:
+            found = ", ".join(f"{each.name}: {each.type}" for each in [*inputs, *outputs])
+            raise ModelFileError(
+                f"{path}: a model with one input and outputs of numbers is expected, and it has {found}"
+            )
+        self._input, self._output = inputs[0].name, numbers[-1]
+        self.dtype = np.dtype(DTYPES[inputs[0].type])
+        self.shape = tuple(size if isinstance(size, int) else None for size in inputs[0].shape[1:])
+
+    def _read(self, path: str, metadata: dict[str, str]) -> bool:
+        """Read the columns and classes; returns whether the inputs are cells of a table."""
+        if Exported.wrote(metadata):
+            about = Exported.read(path, metadata)
+            self.columns, self.classes, self.probabilities = about.columns, about.classes, about.classifies
+            return about.columns is not None
+        try:
+            columns = json.loads(metadata.get(COLUMNS, "null"))
+            self.columns = None if columns is None else Columns.from_dict(columns)
+            classes = json.loads(metadata.get(CLASSES, "[]"))
+            if not isinstance(classes, list) or not all(isinstance(each, str) for each in classes):
+                raise ValueError("its classes are not a list of names")
+        except (ValueError, RecursionError) as error:
+            raise ModelFileError(f"{path} is damaged: its metadata can't be read: {error}") from error
+        self.classes = self.columns.classes if self.columns is not None and not classes else tuple(classes)
+        return False
+
+    def check(self, rows: np.ndarray) -> None:
+        wanted = (len(rows) if rows.ndim else 0, *self.shape)
+        fits = rows.ndim == len(wanted) and all(
+            size in (None, own) for size, own in zip(wanted, rows.shape, strict=True)
+        )
+        if rows.dtype.kind not in "iuf" or not fits:
+            shape = ", ".join("any" if size is None else str(size) for size in self.shape)
+            raise ArgumentError(f"x must be numbers of shape (rows, {shape}), not {rows.dtype} of shape {rows.shape}")
+        with np.errstate(invalid="ignore"):
+            if self.dtype.kind in "iu" and rows.dtype != self.dtype and (rows.astype(self.dtype) != rows).any():
+                raise ArgumentError(f"x must be whole numbers that fit into {self.dtype}, as the model takes them")
+
+    def predict(self, rows: np.ndarray) -> np.ndarray:
+        if self._takes_cells and self.columns is not None:
+            feeds: dict[str, Any] = cells_of(self.columns, np.asarray(rows, self.dtype))
+        else:
+            feeds = {self._input: np.ascontiguousarray(rows, self.dtype)}
+        try:
+            (found,) = self._session.run([self._output], feeds)
+        except Exception as error:  # a dozen types of onnxruntime
+            raise ArgumentError(f"onnxruntime can't compute the outputs of these rows: {error}") from error
+        return np.asarray(found)
+
+
+class Loaded(NamedTuple):
+    """A model, and the SHA-256 of its file, by which ranks compare what they have loaded."""
+
+    model: Model
+    digest: str
+
+
+def load_model(path: str) -> Model:
+    """Load a saved model: a .npz of `save`, or an .onnx file (needs the extra "export"). Raises ModelFileError, and
+    ArgumentError if a package is missing."""
+    if path.endswith(".onnx"):
+        _check_readable(path)
+        return OnnxModel(path)
+    kind, _ = model_file.read_header(path)
+    if kind in OTHERS:
+        module: Any = importlib.import_module(OTHERS[kind])
+        return module.load_model(path)
+    return NetworkModel(EmbeddingNetwork.load(path) if kind == EmbeddingNetwork.__name__ else load_network(path))
+
+
+def load_whole(path: str) -> Loaded:
+    """Load a model whose file may be in the course of being written. Raises ModelFileError if it changes meanwhile, and
+    the errors of `load_model`; whatever a damaged file makes a package raise becomes a ModelFileError."""
+    before, digest = _stamp(path), _digest(path)
+    try:
+        model = load_model(path)
+    except TrainerError:
+        raise
+    except Exception as error:
+        raise ModelFileError(f"{path} can't be loaded: {type(error).__name__}: {error}") from error
+    if _stamp(path) != before:
+        raise ModelFileError(f"{path} changed while it was read")
+    return Loaded(model, digest)
+
+
+def _stamp(path: str) -> tuple[int, ...]:
+    """Return what changes when a file is written."""
+    try:
+        found = os.stat(path)
+    except OSError as error:
+        raise ModelFileError(f"the model file {path} can't be read: {error.strerror or error}") from error
+    return found.st_ino, found.st_size, found.st_mtime_ns
+
+
+def _digest(path: str) -> str:
+    found = hashlib.sha256()
+    try:
+        with model_file.open_regular(path) as file:
+            while piece := file.read(model_file.PIECE):
+                found.update(piece)
+    except OSError as error:
+        raise ModelFileError(f"the model file {path} can't be read: {error.strerror or error}") from error
+    return found.hexdigest()
+
+
+def _check_readable(path: str) -> None:
+    try:
+        model_file.open_regular(path).close()
+    except OSError as error:
+        raise ModelFileError(f"the model file {path} can't be read: {error.strerror or error}") from error
+
+
+def _threads() -> int:
+    given = os.environ.get("OMP_NUM_THREADS", "")
+    return int(given) if given.isdecimal() and int(given) else 1
+
+
+def _runtime() -> Any:
+    try:
+        import onnxruntime
+    except ImportError as error:
+        raise ArgumentError(
+            f'.onnx files need onnxruntime ({error}): pip install ".[export]" in the checkout'
+        ) from error
+    return onnxruntime

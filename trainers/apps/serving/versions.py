@@ -1,0 +1,256 @@
+"""Versions of a served model: the folders that hold them, which of them answer, and a watcher of the folders. No MPI.
+
+    models/digits/0001/model.npz
+    models/digits/0002/model.onnx
+
+The name of the folder, digits, is the name of the model. Only folders whose names are digits are versions.
+"""
+
+import logging
+import os
+import random
+import re
+import threading
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from itertools import chain
+from typing import NamedTuple
+
+from trainers.apps.serving.models import ENDINGS, Loaded, Model, load_whole
+from trainers.errors import ArgumentError, ModelFileError, TrainerError
+
+log = logging.getLogger("trainers")
+
+FOLDER = re.compile(r"[0-9]{1,9}")
+LOADING, AVAILABLE, UNLOADING, END = "LOADING", "AVAILABLE", "UNLOADING", "END"  # TensorFlow Serving's words
+
+
+class Found(NamedTuple):
+    """The file of a version. stamp: changes when the file is written; of an .onnx file, which may have its constants in
+    another one, when any file of the folder is."""
+
+    path: str
+    stamp: tuple[int, ...]
+
+
+def scan(folder: str) -> dict[int, Found]:
+    """Return the versions in a folder that have one model file. Raises OSError if the folder can't be read."""
+    found, folder = {}, os.path.abspath(folder)  # so a version has the same path for everybody who looks
+    for name in os.listdir(folder):
+        if FOLDER.fullmatch(name) and os.path.isdir(own := os.path.join(folder, name)):
+            listed = sorted(each for each in _listed(own) if not each.startswith("."))
+            files = [each for each in listed if each.endswith(ENDINGS)]
+            if len(files) == 1:
+                stamped = listed if files[0].endswith(".onnx") else files
+                try:
+                    statuses = [os.stat(os.path.join(own, each)) for each in stamped]
+                except OSError:  # removed meanwhile
+                    continue
+                stamp = [(each.st_ino, each.st_size, each.st_mtime_ns) for each in statuses]
+                found[int(name)] = Found(os.path.join(own, files[0]), tuple(chain(*stamp)))
+    return found
+
+
+def _listed(folder: str) -> list[str]:
+    try:
+        return os.listdir(folder)
+    except OSError:
+        return []
+
+
+@dataclass
+class Version:
+    """A version of the model. loaded: on this rank; None before. error: why it does not answer."""
+
+    number: int
+    path: str
+    state: str = LOADING
+    loaded: Loaded | None = None
+    error: str = ""
+
+    @property
+    def model(self) -> Model:
+        assert self.loaded is not None
+        return self.loaded.model
+
+    @property
+    def digest(self) -> str:
+        """The SHA-256 of the file; "" before it is loaded. A file may be replaced, and the version then has another."""
+        return "" if self.loaded is None else self.loaded.digest
+
+
+def checked_canary(given: Iterable[str]) -> dict[int, float]:
+    """Return the share of each version in texts such as "0002=0.1". Raises ArgumentError."""
+    shares = {}
+    for text in given:
+        number, _, share = text.partition("=")
+        try:
+            shares[int(number)] = float(share)
+        except ValueError:
+            raise ArgumentError(f"--canary {text}: give a version and its share of the requests: 0002=0.1") from None
+    if not all(0 < share < 1 for share in shares.values()) or sum(shares.values()) >= 1:
+        raise ArgumentError(f"--canary {' '.join(given)}: shares are between 0 and 1, and together below 1")
+    return shares
+
+
+@dataclass
+class Versions:
+    """The versions that are known, by number, and which of them answers a request. From any thread.
+
+    name: of the model. canary: version -> its share of the requests that name no version, on average. draws: random.
+    """
+
+    name: str
+    canary: Mapping[int, float] = field(default_factory=dict)
+    known: dict[int, Version] = field(default_factory=dict)
+    draws: random.Random = field(default_factory=random.Random)
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def add(self, version: Version) -> None:
+        with self._lock:
+            self.known[version.number] = version
+
+    def drop(self, number: int) -> None:
+        with self._lock:
+            self.known.pop(number, None)
+
+    def listed(self) -> list[Version]:
+        """Return the versions, newest first."""
+        with self._lock:
+            return sorted(self.known.values(), key=lambda version: -version.number)
+
+    def available(self) -> list[Version]:
+        """Return the versions that answer, newest first."""
+        return [version for version in self.listed() if version.state == AVAILABLE]
+
+    def choose(self, number: int | None) -> Version | None:
+        """Return the version that answers a request; None if there is none. number: as the request names it.
+
+        Without a number it is the newest one that is no canary; or a canary, drawn with the probability of its share.
+        """
+        drawn = self.draws.random()
+        for version in self.available() if number is None else ():
+            drawn -= self.canary.get(version.number, 0.0)
+            if drawn < 0:
+                return version
+        return self.at(number)
+
+    def at(self, number: int | None) -> Version | None:
+        """Return the version of a number, or the newest one that is no canary."""
+        available = self.available()
+        if number is not None:
+            return next((version for version in available if version.number == number), None)
+        settled = [version for version in available if version.number not in self.canary]
+        return next(iter(settled or available), None)
+
+
+def load_alike(path: str, others: Iterable[Model]) -> Loaded:
+    """Load a model that takes the same rows as the other versions do. Raises ModelFileError."""
+    loaded = load_whole(path)
+    for other in others:
+        both = loaded.model.outputs is not None and other.outputs is not None
+        given, wanted = signature(loaded.model, both), signature(other, both)
+        if given != wanted:
+            raise ModelFileError(
+                f"{path}: this version takes {given}, and the version that answers takes {wanted}; serve it under "
+                "another name, by another server"
+            )
+    return loaded
+
+
+def signature(model: Model, with_outputs: bool) -> str:
+    """Say in words which rows a model takes, and how many outputs it has."""
+    shape = " x ".join("any" if size is None else str(size) for size in model.shape) or "1"
+    table = ""
+    if model.columns is not None:
+        table = f" of the columns {', '.join(column.name for column in model.columns.columns)}"
+    outputs = f" and gives {model.outputs} outputs" if with_outputs else ""
+    return f"rows of {shape} {model.dtype.name}{table}{outputs}"
+
+
+class Watcher:
+    """Watches the folder of a model in a thread of rank 0, and loads new versions on this rank.
+
+    folder: of the versions. keep: how many of the newest versions are loaded, besides the canaries. seconds: between
+    two looks. A file is loaded when it is the same in two looks. loaded, gone: called in the thread.
+    """
+
+    def __init__(
+        self,
+        folder: str,
+        versions: Versions,
+        keep: int,
+        seconds: float,
+        loaded: Callable[[Version], object],
+        gone: Callable[[int], object],
+    ) -> None:
+        self._folder, self._versions, self._keep, self._seconds = folder, versions, keep, seconds
+        self._loaded, self._gone = loaded, gone
+        self._before: dict[int, Found] = {}
+        self._refused: dict[int, Found] = {}
+        self._tried: dict[int, Found] = {}  # the files that this rank has loaded
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="versions", daemon=True)
+
+    def start(self, found: Mapping[int, Found]) -> None:
+        """Start the thread. found: the files of the versions that are loaded already."""
+        self._before = dict(found)
+        self._thread.start()
+
+    def refuse(self, number: int) -> None:
+        """Load a version no more until its file changes: another rank can't load it. From any thread."""
+        if number in self._tried:
+            self._refused[number] = self._tried[number]
+
+    def stop(self) -> None:
+        self._stop.set()
+
+    def _run(self) -> None:
+        while not self._stop.wait(self._seconds):
+            try:
+                self.look()
+            except OSError as error:  # the versions go on to answer
+                log.warning("the folder %s can't be read: %s", self._folder, error.strerror or error)
+            except Exception:
+                log.exception("the watcher of %s met an error, and continues", self._folder)
+
+    def look(self) -> None:
+        """Compare the folder with the versions that are loaded."""
+        found = scan(self._folder)
+        usable = [number for number in found if found[number] != self._refused.get(number)]
+        wanted = wanted_of(usable, self._keep, self._versions.canary)
+        known = {version.number: version for version in self._versions.listed()}
+        complete = wanted <= {version.number for version in self._versions.available()}
+        for number, version in known.items():
+            if version.state == END:
+                if found.get(number) != self._refused.get(number):
+                    self._versions.drop(number)
+                continue
+            displaced = number not in wanted and complete  # an old one stays until the new ones answer
+            if number not in found or found[number] != self._before.get(number) or displaced:
+                self._gone(number)
+        for number in sorted(wanted - known.keys(), reverse=True):
+            if self._before.get(number) == found[number]:
+                self._load(number, found[number])
+        self._before = found
+
+    def _load(self, number: int, found: Found) -> None:
+        version = Version(number, found.path)
+        self._tried[number] = found
+        try:
+            version.loaded = load_alike(found.path, [each.model for each in self._versions.available()])
+        except TrainerError as error:
+            self._refused[number] = found
+            log.warning("version %d is not served: %s", number, error)
+            version.state, version.error = END, str(error)
+            self._versions.add(version)
+            return
+        self._versions.add(version)
+        self._loaded(version)
+
+
+def wanted_of(found: Iterable[int], keep: int, canary: Mapping[int, float]) -> set[int]:
+    """Return the versions to load: the canaries, and the newest `keep` others."""
+    present = set(found)
+    canaries = present & set(canary)
+    return canaries | set(sorted(present - canaries, reverse=True)[:keep])

@@ -1,0 +1,422 @@
+"""The web side of the server, in a thread of rank 0: the routes of TensorFlow Serving's REST interface, on starlette
+and uvicorn. It knows a Service, which answers rows; no MPI.
+
+    POST /v1/models/NAME[/versions/N]:predict     {"instances": [row, ...]} -> {"predictions": [row, ...]}
+                                                  {"inputs": {column: [...]}} -> {"outputs": [row, ...]}
+    GET  /v1/models/NAME[/versions/N]             the states of the versions
+    GET  /v1/models/NAME[/versions/N]/metadata    what the model takes and gives
+    GET  /metrics                                 for Prometheus
+    GET  /health                                  200 while a version answers, else 503
+
+A body of an error is {"error": its text}. Clients are bounded: connections, bytes and nesting of a body, the time that
+a head, a body and an answer may take. Names of a path are compared with those of the versions; no file is opened by a
+name.
+"""
+
+import asyncio
+import json
+import logging
+import re
+import socket
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from importlib import import_module
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+
+from trainers.apps.serving.instances import answer_of, requested
+from trainers.apps.serving.versions import Version, Versions
+from trainers.datasets.columns import Category
+from trainers.errors import ArgumentError, TrainerError
+
+log = logging.getLogger("trainers")
+
+PATH = re.compile(r"(?P<name>[^/:]+)(/versions/(?P<version>[0-9]{1,9}))?(?P<verb>:predict|/metadata)?")
+TYPES = {"application/json", "application/x-www-form-urlencoded", "text/plain", ""}  # curl's default too
+MOST_HEAD = 1 << 14  # bytes of a request's head
+HEAD_SECONDS, BODY_SECONDS = 10.0, 30.0  # in which a head and a body must come; an answer must be read as a body
+KEEP_ALIVE_SECONDS = 75.0
+PACKAGES = ("starlette", "uvicorn", "orjson", "prometheus_client")  # of the extra "serve"
+LONGEST = 500  # characters of an error
+CLIENT_GONE = 499  # counted for a request whose client has closed the connection, as nginx counts it
+
+
+class RefusedError(Exception):
+    """A request that gets an error. code: HTTP's. headers: of the answer."""
+
+    def __init__(self, code: int, text: str, **headers: str) -> None:
+        super().__init__(text)
+        self.code, self.headers = code, {name.replace("_", "-"): value for name, value in headers.items()}
+
+
+class Service(Protocol):
+    """Answers rows, in another thread.
+
+    submit: returns a Future of the outputs; raises RefusedError if too many rows wait already. Any thread.
+    """
+
+    def submit(self, version: Version, rows: np.ndarray) -> "Future[np.ndarray]": ...
+
+
+class Limits(NamedTuple):
+    """body_bytes, rows: of a request. connections: at a time. seconds: until an answer."""
+
+    body_bytes: int
+    rows: int
+    connections: int
+    seconds: float
+
+
+class Pages:
+    """The routes. metrics: returns the text of /metrics and its type. count: called with the code of each answer."""
+
+    def __init__(
+        self, versions: Versions, service: Service, limits: Limits, metrics: Callable[[], tuple[bytes, str]],
+        count: Callable[[int, float], object],
+    ) -> None:  # fmt: skip
+        self._versions, self._service, self._limits = versions, service, limits
+        self._metrics, self._count = metrics, count
+
+    def app(self) -> Any:
+        """Return the ASGI application."""
+        from starlette import applications, exceptions, routing
+
+        routes = [
+            routing.Route("/v1/models/{rest:path}", self._models, methods=["GET", "POST"]),
+            routing.Route("/metrics", self._metric_page),
+            routing.Route("/health", self._health),
+        ]
+        handlers = {exceptions.HTTPException: self._http_error, Exception: self._defect}
+        pages = applications.Starlette(routes=routes, exception_handlers=handlers)
+
+        async def bounded(scope: Any, receive: Any, send: Any) -> None:
+            """Refuse a long head that came as a whole; uvicorn refuses one that comes in pieces."""
+            if scope["type"] == "http" and (length := head_bytes(scope)) > MOST_HEAD:
+                self._count(431, 0.0)
+                text = f"the head has {length} bytes; heads have at most {MOST_HEAD} bytes"
+                await _json({"error": text}, 431, {"connection": "close"})(scope, receive, send)
+            else:
+                await pages(scope, receive, send)
+
+        return bounded
+
+    async def _health(self, request: Any) -> Any:
+        answers = bool(self._versions.available())
+        return _json({"status": "ok" if answers else "no version answers"}, 200 if answers else 503)
+
+    async def _models(self, request: Any) -> Any:
+        from starlette.requests import ClientDisconnect
+
+        begin = asyncio.get_running_loop().time()
+        try:
+            answer = await self._answered(request)
+        except RefusedError as error:
+            answer = _json({"error": str(error)[:LONGEST]}, error.code, error.headers)
+        except ClientDisconnect:  # nobody gets this answer
+            answer = _json({"error": "the client has closed the connection"}, CLIENT_GONE)
+        except Exception as error:
+            log.exception("the web server met an error, and continues")
+            answer = _json({"error": f"the server met an error: {type(error).__name__}"}, 500)
+        self._count(answer.status_code, asyncio.get_running_loop().time() - begin)
+        return answer
+
+    async def _answered(self, request: Any) -> Any:
+        found = PATH.fullmatch(request.path_params["rest"])
+        if found is None:
+            raise RefusedError(404, "expected is /v1/models/NAME[/versions/N]:predict, or a GET without :predict")
+        if found["name"] != self._versions.name:
+            raise RefusedError(404, f"there is no model {found['name']!r} here; the model is {self._versions.name!r}")
+        number, verb = int(found["version"]) if found["version"] else None, found["verb"]
+        wanted = "POST" if verb == ":predict" else "GET"
+        if request.method not in (wanted, "HEAD" if wanted == "GET" else wanted):
+            raise RefusedError(405, f"{request.method} is not for this path; use {wanted}", Allow=wanted)
+        if verb == ":predict":
+            return await self._predicted(request, number)
+        if verb == "/metadata":
+            return _json(metadata(self._versions.name, self._there(self._versions.at(number), number)))
+        listed = [each for each in self._versions.listed() if number in (None, each.number)]
+        if not listed:
+            raise RefusedError(404, self._no_version(number))
+        return _json({"model_version_status": [_status(each) for each in listed]})
+
+    def _there(self, version: Version | None, number: int | None) -> Version:
+        if version is None:
+            raise RefusedError(404 if number is not None else 503, self._no_version(number))
+        return version
+
+    def _no_version(self, number: int | None) -> str:
+        known = ", ".join(f"{each.number} ({each.state})" for each in self._versions.listed()) or "none"
+        return (
+            f"version {'' if number is None else f'{number} '}of {self._versions.name!r} is not there; known: {known}"
+        )
+
+    async def _predicted(self, request: Any, number: int | None) -> Any:
+        version, body = self._there(self._versions.choose(number), number), await self._body(request)
+        try:
+            asked = requested(body, version.model, self._limits.rows)
+        except TrainerError as error:
+            raise RefusedError(400, str(error)) from error
+        future = self._service.submit(version, asked.rows)
+        try:
+            outputs = await asyncio.wait_for(asyncio.wrap_future(future), self._limits.seconds)
+        except asyncio.TimeoutError:
+            raise RefusedError(504, f"no answer came in {self._limits.seconds:g} s") from None
+        except asyncio.CancelledError:  # by uvicorn
+            raise RefusedError(503, "the server ends, and no answer came in --drain-seconds") from None
+        return _response(answer_of(asked.answer, outputs), 200, {})
+
+    async def _body(self, request: Any) -> bytes:
+        kind = request.headers.get("content-type", "").split(";")[0].strip().lower()
+        if kind not in TYPES:
+            raise RefusedError(415, f"Content-Type is {kind[:80]!r}; send application/json")
+        if request.headers.get("content-encoding", "identity").lower() != "identity":
+            raise RefusedError(415, "Content-Encoding is not supported; send the JSON as it is")
+        most = self._limits.body_bytes
+        too_large = RefusedError(
+            413, f"the body has more than {most:,} bytes (--max-request-bytes); send fewer rows", Connection="close"
+        )
+        length = request.headers.get("content-length", "0")
+        if not length.isdecimal() or len(length) > 18 or int(length) > most:
+            raise too_large
+        found = bytearray()
+
+        async def read() -> None:
+            async for piece in request.stream():
+                found.extend(piece)
+                if len(found) > most:
+                    raise too_large
+
+        try:
+            await asyncio.wait_for(read(), BODY_SECONDS)
+        except asyncio.TimeoutError:
+            raise RefusedError(
+                408, f"the body did not come in {BODY_SECONDS:g} s; {len(found):,} bytes did", Connection="close"
+            ) from None
+        return bytes(found)
+
+    async def _metric_page(self, request: Any) -> Any:
+        text, kind = self._metrics()
+        return _response(text, 200, {"content-type": kind})
+
+    async def _http_error(self, request: Any, error: Any) -> Any:
+        self._count(error.status_code, 0.0)
+        return _json({"error": f"{request.method}: {error.detail}"[:LONGEST]}, error.status_code, error.headers)
+
+    async def _defect(self, request: Any, error: Exception) -> Any:
+        self._count(500, 0.0)
+        return _json({"error": f"the server met an error: {type(error).__name__}"}, 500)
+
+
+def head_bytes(scope: Any) -> int:
+    """Return the bytes of a request's head. scope: of ASGI."""
+    line = scope["method"].encode(), scope["raw_path"], scope["query_string"]
+    query = 1 if scope["query_string"] else 0
+    first = sum(map(len, line)) + query + len("  HTTP/1.1\r\n")
+    return first + sum(len(name) + len(value) + len(": \r\n") for name, value in scope["headers"]) + len("\r\n")
+
+
+def _json(given: dict[str, Any], code: int = 200, headers: Any = None) -> Any:
+    return _response(json.dumps(given).encode(), code, headers or {})
+
+
+def _response(body: bytes, code: int, headers: Any) -> Any:
+    from starlette.responses import Response
+
+    return Response(body, code, {"content-type": "application/json", **headers})
+
+
+def _status(version: Version) -> dict[str, Any]:
+    code = "OK" if not version.error else "UNKNOWN"
+    status = {"error_code": code, "error_message": version.error}
+    return {"version": str(version.number), "state": version.state, "status": status}
+
+
+def metadata(name: str, version: Version) -> dict[str, Any]:
+    """Return what a model takes and gives, in TensorFlow Serving's form; and classes, columns, members."""
+    model = version.model
+    signature = {
+        "inputs": {"instances": _tensor("instances", model.dtype, model.shape)},
+        "outputs": {"predictions": _tensor("predictions", np.dtype(np.float32), (model.outputs,))},
+        "method_name": "tensorflow/serving/predict",
+    }
+    columns = None
+    if model.columns is not None:
+        columns = [
+            {"name": each.name, "values": list(each.values)} if isinstance(each, Category) else {"name": each.name}
+            for each in model.columns.columns
+        ]
+    return {
+        "model_spec": {"name": name, "signature_name": "serving_default", "version": str(version.number)},
+        "metadata": {"signature_def": {"signature_def": {"serving_default": signature}}},
+        "kind": model.kind,
+        "classes": list(model.classes),
+        "columns": columns,
+        "members": model.members,
+    }
+
+
+def _tensor(name: str, dtype: np.dtype, shape: Sequence[int | None]) -> dict[str, Any]:
+    """Return TensorFlow's description of rows. shape: of a row; None: any size, which is "-1" as for the rows."""
+    sizes = [{"size": str(-1 if size is None else size), "name": ""} for size in (None, *shape)]
+    known = {"float32": "FLOAT", "float64": "DOUBLE", "float16": "HALF"}
+    kind = f"DT_{known.get(dtype.name, dtype.name.upper())}"
+    return {"dtype": kind, "tensor_shape": {"dim": sizes, "unknown_rank": False}, "name": name}
+
+
+# The thread
+
+
+class Web:
+    """Serves the pages in a thread. listener: a bound socket."""
+
+    def __init__(self, pages: Pages, listener: socket.socket, limits: Limits, drain_seconds: float) -> None:
+        uvicorn: Any = import_module("uvicorn")
+        for name in ("uvicorn.error", "uvicorn.access"):
+            logging.getLogger(name).setLevel(logging.ERROR)  # a client must not fill the log
+        config = uvicorn.Config(
+            pages.app(),
+            http=_protocol(limits.connections),
+            ws="none",
+            loop="asyncio",
+            lifespan="off",
+            log_config=None,
+            access_log=False,
+            server_header=False,
+            proxy_headers=False,
+            timeout_keep_alive=KEEP_ALIVE_SECONDS,
+            h11_max_incomplete_event_size=MOST_HEAD,
+            timeout_graceful_shutdown=max(1, round(drain_seconds)),
+        )
+        self._server, self._listener = uvicorn.Server(config), listener
+        self._thread = threading.Thread(target=self._run, name="web", daemon=True)
+        self.error: BaseException | None = None
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def drain(self) -> None:
+        """Take no more connections; end when all requests are answered. From any thread."""
+        self._server.should_exit = True
+
+    @property
+    def ended(self) -> bool:
+        return not self._thread.is_alive()
+
+    def _run(self) -> None:
+        try:
+            self._server.run(sockets=[self._listener])
+        except BaseException as error:
+            self.error = error
+
+
+def listen(address: str, port: int) -> socket.socket:
+    """Return a socket that listens. Raises ArgumentError if the port is in use, say."""
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)  # asyncio sets TCP_NODELAY for this one
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # after a server that has just ended
+        listener.bind((address, port))
+        listener.listen(1024)
+    except (OSError, UnicodeError, OverflowError) as error:
+        listener.close()
+        raise ArgumentError(
+            f"the server can't listen at {address}:{port}: {getattr(error, 'strerror', None) or error}; give another "
+            "--port, or 0 for any free one"
+        ) from error
+    return listener
+
+
+class HeadTimer:
+    """Closes a connection on which a client takes longer than HEAD_SECONDS for a head. protocol: uvicorn's."""
+
+    def __init__(self, protocol: Any) -> None:
+        self._protocol = protocol
+        self._timer: Any = None
+
+    @property
+    def _runs(self) -> bool:
+        """Whether a request runs."""
+        cycle = self._protocol.cycle
+        return cycle is not None and not cycle.response_complete
+
+    def watch(self) -> None:
+        """Start the timer if a head is awaited, and stop it if a request runs."""
+        if self._runs:
+            self.stop()
+        elif self._timer is None:
+            self._timer = self._protocol.loop.call_later(HEAD_SECONDS, self._late)
+
+    def stop(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _late(self) -> None:
+        self._timer = None
+        if not self._runs:
+            self._protocol.transport.abort()
+
+
+def _protocol(most: int) -> Any:
+    """Return uvicorn's HTTP protocol with limits on connections and on the time in which a head comes and an answer is
+    read, and with errors in JSON."""
+    from uvicorn.protocols.http.h11_impl import H11Protocol
+
+    class Bounded(H11Protocol):
+        def connection_made(self, transport: Any) -> None:
+            self._head = HeadTimer(self)
+            self._unread: Any = None  # a timer while an answer waits to be read
+            super().connection_made(transport)
+            transport.set_write_buffer_limits(high=0)  # so pause_writing is called for any bytes that wait
+            if len(self.connections) > most:
+                transport.abort()
+                return
+            self._head.watch()
+
+        def data_received(self, data: bytes) -> None:
+            super().data_received(data)
+            self._head.watch()
+
+        def connection_lost(self, exc: Exception | None) -> None:
+            self._head.stop()
+            self._stop_unread()
+            super().connection_lost(exc)
+
+        def pause_writing(self) -> None:
+            super().pause_writing()
+            self._unread = self.loop.call_later(BODY_SECONDS, self.transport.abort)
+
+        def resume_writing(self) -> None:
+            self._stop_unread()
+            super().resume_writing()
+
+        def _stop_unread(self) -> None:
+            if self._unread is not None:
+                self._unread.cancel()
+                self._unread = None
+
+        def send_400_response(self, msg: str) -> None:
+            self.transport.write(bad_request(msg))
+            self.transport.close()
+
+    return Bounded
+
+
+def bad_request(text: str) -> bytes:
+    """Return the answer to what is no HTTP."""
+    body = json.dumps({"error": f"{text} Heads have at most {MOST_HEAD} bytes."}).encode()
+    head = f"HTTP/1.1 400 Bad Request\r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\n"
+    return head.encode() + b"connection: close\r\n\r\n" + body
+
+
+def check_packages() -> None:
+    """Raise ArgumentError if a package of the server is missing."""
+    for name in PACKAGES:
+        try:
+            import_module(name)
+        except ImportError as error:
+            raise ArgumentError(
+                f'serve needs {", ".join(PACKAGES)} ({error}): pip install ".[serve]" in the checkout'
+            ) from error

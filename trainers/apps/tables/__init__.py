@@ -1,0 +1,1 @@
+"""Predicts the rows of files, of any size, to files. The command `predict`."""

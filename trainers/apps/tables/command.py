@@ -1,0 +1,125 @@
+"""The command `python -m trainers predict`: writes a saved model's predictions for the rows of files."""
+
+import argparse
+import time
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+from allreduce.arrays import gpu
+from allreduce.topology import Topology
+from allreduce.transport.control import together
+from trainers.apps.serving.models import Loaded, Model, load_whole
+from trainers.apps.tables.predicting import predict_into
+from trainers.apps.tables.streams import open_stream
+from trainers.data import Tree
+from trainers.datasets.parser import RankParser
+from trainers.errors import ArgumentError
+from trainers.files import model_file
+from trainers.group import RankGroup
+from trainers.mirrored import MirroredTrainer
+from trainers.replicas.numpy.categories import CategoryNetwork, load_network
+from trainers.replicas.numpy.network import NumpyNetwork
+
+NETWORKS = (NumpyNetwork.__name__, CategoryNetwork.__name__)  # that a MirroredTrainer predicts
+
+ABOUT = """Predict the rows of files by a saved model, on all ranks, in constant memory.
+
+A table (.csv, .tsv) has the columns of the table on which the model was trained, in their order; the label may be there
+or not, and is not read. A .npy file, or the array x of an .npz, has rows of numbers. A line of the predictions has the
+number of the row, from 0, the class, and its probability. The class is a word if the model was trained on a table, or
+if an .onnx file has the names of the classes.
+"""
+EXAMPLES = """examples:
+  mpirun -n 4 python -m trainers predict --load model.npz --data new.csv --out predictions.csv
+  mpirun -n 4 python -m trainers predict --load model.npz --data new.npy --out predictions.jsonl
+  mpirun -n 4 python -m trainers predict --load model.npz --data 'new-*.csv' --out predictions/
+  mpirun -n 4 python -m trainers predict --load model.onnx --data new.csv --out predictions.csv
+"""
+
+
+def make_parser(shown: bool, program: str) -> RankParser:
+    """Return the parser. shown: whether this rank prints."""
+    usage = "%(prog)s --load FILE --data FILE... --out FILE"
+    parser = RankParser(shown, "--help", prog=program, usage=usage, description=ABOUT, epilog=EXAMPLES)
+    add_options(parser)
+    return parser
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of the command."""
+    parser.add_argument(
+        "--load", metavar="FILE", required=True, help="the model: a .npz file of --save, or an .onnx file",
+    )  # fmt: skip
+    parser.add_argument(
+        "--data", metavar="FILE", required=True, nargs="+", action="extend",
+        help="a .csv, .tsv, .npy or .npz file, or a pattern such as 'new-*.csv'; several follow one another",
+    )  # fmt: skip
+    parser.add_argument(
+        "--out", metavar="FILE", required=True,
+        help="the predictions: a file that ends in .csv or .jsonl (JSON lines), with the rows in order; or a new "
+        "folder (or FOLDER/part-*.jsonl), in which each rank writes a file",
+    )  # fmt: skip
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="cuda needs CuPy (default: cpu)")
+
+
+def run(arguments: Sequence[str], world: Topology, program: str) -> None:
+    """Run the command. Collective. Raises the same error on all ranks."""
+    options = together(world.world, lambda: make_parser(world.rank == 0, program).parse_args(arguments))
+    model = together(world.world, lambda: _loaded(options, world.node_rank))
+    begin = time.perf_counter()
+    if isinstance(model, NumpyNetwork):
+        with MirroredTrainer(model, topology=world) as trainer:
+            paths = trainer.predict(options.data, options.out)
+    else:
+        paths = _Predicting(model.model, world).files(options, model.digest)
+    if world.rank == 0:
+        written = paths[0] if len(paths) == 1 else f"{paths[0]} to {paths[-1]}"
+        print(f"predictions: {written} ({time.perf_counter() - begin:.1f} s)", flush=True)
+
+
+def _loaded(options: argparse.Namespace, node_rank: int) -> NumpyNetwork | Loaded:
+    """Return the model of --load: a network that a trainer takes, else any model that answers. Raises ModelFileError,
+    ArgumentError for a model that does not compute on the device, and UnavailableError or ArgumentError if a package is
+    missing. node_rank: chooses the GPU."""
+    path = options.load
+    if not path.endswith(".onnx") and model_file.read_header(path)[0] in NETWORKS:
+        if options.device == "cuda":
+            gpu.choose_device(node_rank)
+        return load_network(path, options.device)
+    if options.device != "cpu":
+        raise ArgumentError(f"--device {options.device}: {path} is computed on the CPU: leave out --device")
+    return load_whole(path)
+
+
+class _Predicting:
+    """A loaded model as `predict_into` takes it, on all ranks. Creating it is collective. See Predictor."""
+
+    def __init__(self, model: Model, world: Topology) -> None:
+        self._model = model
+        self.columns, self.probabilities = model.columns, model.probabilities
+        self._features = model.shape[0] if len(model.shape) == 1 else None
+        self._group = RankGroup(world, self)
+
+    def check(self, x: Tree, y: Tree | None) -> None:
+        self._model.check(self._in_form(x))
+
+    def predict(self, x: Any) -> Tree:
+        return self._model.predict(self._in_form(x))
+
+    def _in_form(self, x: Any) -> Any:
+        """Return rows of samples of any shape as a model of flat rows takes them, as a NumpyNetwork does."""
+        return x if self._features is None else x.reshape(len(x), -1)
+
+    def files(self, options: argparse.Namespace, digest: str) -> list[str]:
+        """Predict the rows of files; returns the paths of the predictions. Collective. digest: of the model's file."""
+        group = self._group
+        group.enter(f"predict: {options.load} with the SHA-256 {digest}, {options.data}, out={options.out}")
+        rows = partial(open_stream, options.data, self.columns, self._features)
+        return predict_into(group, self, rows, options.out, True, None, self._model.classes)
+
+    def close(self) -> None:
+        self._group.release()
+
+    def abandon(self) -> None:
+        self._group.abandon()
