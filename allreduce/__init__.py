@@ -17,7 +17,6 @@ from allreduce.health import abort  # noqa: E402
 
 abort.install()  # an error in an import below, and before the first Topology, ends the job too
 
-from allreduce import notices  # noqa: E402
 from allreduce.arrays.registered import Part  # noqa: E402
 from allreduce.backend import AllReduce  # noqa: E402
 from allreduce.elastic import standby  # noqa: E402
@@ -44,10 +43,3 @@ __all__ = [
     "create",
     "standby",
 ]
-
-
-def __getattr__(name: str) -> object:
-    if name != "spares":
-        raise AttributeError(f"module 'allreduce' has no attribute {name!r}")
-    notices.deprecated("allreduce.spares", "allreduce.standby")
-    return standby

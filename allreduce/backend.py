@@ -158,12 +158,6 @@ class AllReduce(ABC):
         self._comm = self._engine.comm
         self.closed = False
 
-    @property
-    def recipe(self) -> Config | None:
-        """The old name of `config`; warns. 0.3.0 removes it."""
-        notices.deprecated("backend.recipe", "backend.config")
-        return self.config
-
     # What users call: memory
 
     def allocate(self, length: int, dtype: DTypeLike = "float32", device: str | None = None) -> Any:

@@ -2,7 +2,6 @@
 
 import difflib
 import logging
-import warnings
 from collections.abc import Iterable
 
 log = logging.getLogger("allreduce")
@@ -14,11 +13,6 @@ def once(rank: int, text: str) -> None:
     if rank == 0 and text not in _said:
         _said.add(text)
         log.warning("allreduce: %s", text)
-
-
-def deprecated(old: str, new: str) -> None:
-    """Warn that a name has changed; the warning points at the line that uses the old name. Local."""
-    warnings.warn(f"{old} is now {new}; 0.3.0 removes the old name", DeprecationWarning, stacklevel=3)
 
 
 def shown(value: object, most: int = 60) -> str:

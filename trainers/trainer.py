@@ -13,7 +13,6 @@ from typing import Any, Concatenate, Generic, NoReturn, ParamSpec, TextIO, TypeV
 
 import numpy as np
 
-from allreduce import notices
 from allreduce.errors import ClosedError, CopyError, DisagreementError
 from allreduce.topology import Topology
 from allreduce.tracing.trace import Trace
@@ -141,12 +140,6 @@ class Trainer(GroupOwner, Generic[StrategyT]):
     def failures(self) -> list[Failure]:
         """The failures so far, in order; the same on all ranks."""
         return self.recovery.failures
-
-    @property
-    def losses(self) -> list[Failure]:
-        """The old name of `failures`."""
-        notices.deprecated("trainer.losses", "trainer.failures")
-        return self.failures
 
     @property
     def goes_on(self) -> bool:

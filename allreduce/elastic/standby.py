@@ -13,7 +13,6 @@ from functools import partial
 import numpy as np
 from mpi4py import MPI
 
-from allreduce import notices
 from allreduce.elastic.retry import attempt, retry
 from allreduce.errors import OptionError, RankLostError, UnavailableError
 from allreduce.topology import Topology
@@ -194,10 +193,3 @@ def _poll_done(everyone: Topology) -> None:
 def _receive_done(everyone: Topology) -> None:
     with waiting(everyone.world, "receive that the work is done"):
         everyone.world.Recv(NOTHING, 0, DONE)
-
-
-def __getattr__(name: str) -> object:
-    if name != "man":
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    notices.deprecated("allreduce.spares.man", "allreduce.standby.elastic_world")
-    return elastic_world

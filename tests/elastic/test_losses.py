@@ -177,7 +177,7 @@ def test_a_rank_that_leaves_after_a_loss_is_not_waited_for(mpirun: JobRunner, wa
 def test_who_has_left_after_an_agreement_is_not_missed_in_it() -> None:
     """The message that the rank has left may arrive before the answer."""
     with Topology(MPI.COMM_SELF) as topology:
-        notes, finish, call = topology.detector.messages, topology._finish, NamedCall("finished")
+        notes, finish, call = topology.detector.messages, topology.finish_record, NamedCall("finished")
         notes.use_unrevoked(topology.world, finish)
         notes._received[1] = {Fact(LEFT, 0, 0, 1, "it has ended its program"): {1}}
         notes._merge()

@@ -127,19 +127,3 @@ def test_a_limit_of_the_start_that_makes_no_sense(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setenv("OMPI_MCA_mpi_ft_enable", "1")
     with pytest.raises(OptionError, match=f"ALLREDUCE_START_SECONDS must be a number of seconds.* got '{given}'"):
         start.import_mpi()
-
-
-def test_old_names_warn() -> None:
-    done = launch.child(
-        "import allreduce\n"
-        "assert allreduce.spares.man is allreduce.standby.elastic_world\n"
-        "with allreduce.create('ring') as reduce:\n"
-        "    assert reduce.recipe is reduce.config is not None"
-    )
-    assert done.returncode == 0, done.stderr
-    warned = [line for line in done.stderr.splitlines() if "DeprecationWarning" in line]
-    assert [line.partition("Warning: ")[2].split()[0] for line in warned] == [
-        "allreduce.spares",
-        "allreduce.spares.man",
-        "backend.recipe",
-    ]
