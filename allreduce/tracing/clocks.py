@@ -1,9 +1,9 @@
 """Clocks of different ranks, compared by exchanged timestamps.
 
-Rank 0 asks every rank for its time, ROUNDS times. The answer with the shortest round trip counts: the other clock
-showed that time half a round trip ago, with an error of at most half a round trip. (F. Cristian: Probabilistic clock
-synchronization, 1989; NTP does the same.) Clocks drift, so they are compared at the start and at the end; times between
-are interpolated.
+The ranks form a binomial tree. Each asks its children for their time, ROUNDS times. The answer with the shortest round
+trip counts: the other clock showed that time half a round trip ago, with an error of at most half a round trip. (F.
+Cristian: Probabilistic clock synchronization, 1989; NTP does the same.) Offsets and errors are added along the tree.
+Clocks drift, so they are compared at the start and at the end; times between are interpolated.
 """
 
 import time
@@ -13,6 +13,7 @@ from typing import NamedTuple
 import numpy as np
 from mpi4py import MPI
 
+from allreduce.arrays.chunks import binomial, subtree
 from allreduce.transport.wait import waiting
 
 ROUNDS, WHAT = 12, "compare clocks"
@@ -36,28 +37,44 @@ def compare(comm: MPI.Intracomm, clock: Callable[[], int] | None = None) -> list
     clock: a function that returns nanoseconds, such as time.time_ns; `now` when none is given.
     """
     clock = clock or now
-    if comm.rank == 0:
-        return [ClockOffset(clock(), 0, 0), *(_ask(comm, rank, clock) for rank in range(1, comm.size))]
+    parent, children = binomial(comm.rank, 0, comm.size)
+    with waiting(comm, WHAT):
+        if parent is not None:
+            _answer(comm, parent, clock)
+        direct = [_ask(comm, child, clock) for child in children]
+        found = np.empty((len(subtree(comm.rank, comm.size)), 3), np.int64)  # of this rank and its descendants
+        found[0] = clock(), 0, 0
+        for child, offset in zip(children, direct, strict=True):
+            place = child - comm.rank
+            below = found[place : place + len(subtree(child, comm.size))]
+            comm.Recv(below, child)
+            below[0] = offset.here + offset.ahead, 0, 0
+            below += (-offset.ahead, offset.ahead, offset.error)  # from the child's clock to this one
+        if parent is not None:
+            comm.Send(found, parent)
+            return []
+    return [ClockOffset(*row) for row in found.tolist()]
+
+
+def _answer(comm: MPI.Intracomm, parent: int, clock: Callable[[], int]) -> None:
     stamp = np.empty(1, np.int64)
-    with waiting(comm, WHAT):
-        for _ in range(ROUNDS):
-            comm.Recv(stamp, 0)
-            stamp[0] = clock()
-            comm.Send(stamp, 0)
-    return []
+    for _ in range(ROUNDS):
+        comm.Recv(stamp, parent)
+        stamp[0] = clock()
+        comm.Send(stamp, parent)
 
 
-def _ask(comm: MPI.Intracomm, rank: int, clock: Callable[[], int]) -> ClockOffset:
+def _ask(comm: MPI.Intracomm, child: int, clock: Callable[[], int]) -> ClockOffset:
+    """Return the offset of a child's clock from this rank's."""
     best, stamp = None, np.empty(1, np.int64)
-    with waiting(comm, WHAT):
-        for _ in range(ROUNDS):
-            asked = clock()
-            comm.Send(stamp, rank)
-            comm.Recv(stamp, rank)
-            answered = clock()
-            offset = clock_offset(asked, int(stamp[0]), answered)
-            if best is None or offset.error < best.error:
-                best = offset
+    for _ in range(ROUNDS):
+        asked = clock()
+        comm.Send(stamp, child)
+        comm.Recv(stamp, child)
+        answered = clock()
+        offset = clock_offset(asked, int(stamp[0]), answered)
+        if best is None or offset.error < best.error:
+            best = offset
     assert best is not None
     return best
 

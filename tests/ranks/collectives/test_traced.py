@@ -18,6 +18,7 @@ from allreduce.tracing import trace as tracing
 from allreduce.tracing.trace import Trace
 from allreduce.wrappers import traced
 from tests.backends import ON_CPU
+from tests.ranks.counting import Counting
 from tests.trace_schema import check_trace
 from trainers import MirroredTrainer, NumpyNetwork
 from trainers.errors import ArgumentError
@@ -147,6 +148,17 @@ def test_clocks_that_differ(
             reduce(np.ones(10), "sum")
     events = complete(folder / "trace.json", world)
     assert max(event["ts"] + event["dur"] for event in events) < 900e6
+
+
+def test_clocks_are_compared_along_a_tree(world: MPI.Intracomm) -> None:
+    """No rank asks more than log2 of the ranks; offsets and errors add up on the way to rank 0."""
+    counting: Any = Counting(world)
+    found = clocks.compare(counting, lambda: time.perf_counter_ns() + world.rank * 10**12)
+    assert counting.calls["Send"] <= clocks.ROUNDS * (SIZE - 1).bit_length() + 1
+    assert len(found) == (0 if world.rank else SIZE)
+    for rank, offset in enumerate(found):
+        assert abs(offset.ahead - rank * 10**12) <= offset.error
+        assert 0 <= time.perf_counter_ns() - offset.here < 60 * 10**9
 
 
 def test_on_some_ranks_only(flat: allreduce.Topology, folder: Path, world: MPI.Intracomm) -> None:
