@@ -38,12 +38,12 @@ def compare(comm: MPI.Intracomm, clock: Callable[[], int] | None = None) -> list
     """
     clock = clock or now
     parent, children = binomial(comm.rank, 0, comm.size)
+    if parent is not None:
+        _answer(comm, parent, clock)
+    direct = [_ask(comm, child, clock) for child in children]
+    found = np.empty((len(subtree(comm.rank, comm.size)), 3), np.int64)  # of this rank and its descendants
+    found[0] = clock(), 0, 0
     with waiting(comm, WHAT):
-        if parent is not None:
-            _answer(comm, parent, clock)
-        direct = [_ask(comm, child, clock) for child in children]
-        found = np.empty((len(subtree(comm.rank, comm.size)), 3), np.int64)  # of this rank and its descendants
-        found[0] = clock(), 0, 0
         for child, offset in zip(children, direct, strict=True):
             place = child - comm.rank
             below = found[place : place + len(subtree(child, comm.size))]
@@ -58,23 +58,25 @@ def compare(comm: MPI.Intracomm, clock: Callable[[], int] | None = None) -> list
 
 def _answer(comm: MPI.Intracomm, parent: int, clock: Callable[[], int]) -> None:
     stamp = np.empty(1, np.int64)
-    for _ in range(ROUNDS):
-        comm.Recv(stamp, parent)
-        stamp[0] = clock()
-        comm.Send(stamp, parent)
+    with waiting(comm, WHAT):
+        for _ in range(ROUNDS):
+            comm.Recv(stamp, parent)
+            stamp[0] = clock()
+            comm.Send(stamp, parent)
 
 
 def _ask(comm: MPI.Intracomm, child: int, clock: Callable[[], int]) -> ClockOffset:
     """Return the offset of a child's clock from this rank's."""
     best, stamp = None, np.empty(1, np.int64)
-    for _ in range(ROUNDS):
-        asked = clock()
-        comm.Send(stamp, child)
-        comm.Recv(stamp, child)
-        answered = clock()
-        offset = clock_offset(asked, int(stamp[0]), answered)
-        if best is None or offset.error < best.error:
-            best = offset
+    with waiting(comm, WHAT):
+        for _ in range(ROUNDS):
+            asked = clock()
+            comm.Send(stamp, child)
+            comm.Recv(stamp, child)
+            answered = clock()
+            offset = clock_offset(asked, int(stamp[0]), answered)
+            if best is None or offset.error < best.error:
+                best = offset
     assert best is not None
     return best
 
