@@ -19,7 +19,7 @@ from allreduce.backends import decision_table
 from allreduce.machine import identify
 from allreduce.registry import BACKENDS
 from trainers import datasets
-from trainers.datasets import table
+from trainers.datasets import rows, table
 from trainers.errors import ArgumentError, DataError, ModelFileError
 from trainers.files import model_file
 from trainers.replicas.numpy.network import NumpyNetwork
@@ -201,7 +201,7 @@ CSV = {
 @pytest.mark.parametrize("fault", CSV)
 def test_csv_bomb(tmp_path: Path, fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(model_file, "LEAST_LIMIT", 1 << 17)
-    monkeypatch.setattr(table, "LONGEST_LINE", 1 << 16)
+    monkeypatch.setattr(rows, "LONGEST_LINE", 1 << 16)
     monkeypatch.setattr(table, "MOST_NAMES", 1 << 10)
     path, (content, complaint) = tmp_path / "set.csv.gz", CSV[fault]
     path.write_bytes(content)

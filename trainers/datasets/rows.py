@@ -1,7 +1,7 @@
 """Tables with a header (.csv, .tsv, gzipped or not), read a few lines at a time, from any byte to any other."""
 
 import csv
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import IO, Any, NamedTuple
 
 from trainers.datasets import files
@@ -49,8 +49,9 @@ class TableFile:
     the path and the line.
     """
 
-    def __init__(self, path: str, header: bool = True) -> None:
-        """header: False if the table may lack the line with names; its first line has numbers alone then."""
+    def __init__(self, path: str, is_header: Callable[[list[str]], bool] | None = None) -> None:
+        """is_header: of a table that may lack the line with names: whether the cells of its first line are names, which
+        are not checked then."""
         self.path = path
         self._delimiter = next(mark for end, mark in ENDINGS.items() if path.removesuffix(".gz").endswith(end))
         self._blanks = " \t\r\v\f".replace(self._delimiter, "")  # the characters of a blank line
@@ -63,8 +64,14 @@ class TableFile:
                 if not line:
                     raise DataError(f"{path} is empty: expected a line with the names of the columns")
                 number += 1
-            first = [cell.strip(' "') for cell in line.decode(errors="replace").strip().split(self._delimiter)]
-            bare = not header and all(map(is_number, first))
+                if file.tell() > most:
+                    raise files.too_large_error(path, most)
+            if len(line) > LONGEST_LINE:
+                raise DataError(f"{path}, line {number} has more than {LONGEST_LINE} bytes; is it a table?")
+            first: list[str] = []
+            if is_header is not None:
+                first = [cell.strip(' "') for cell in self._decoded(line, number).strip().split(self._delimiter)]
+            bare = is_header is not None and not is_header(first)
             if bare:
                 file.seek(start)
             self.begin = file.tell()
@@ -72,13 +79,14 @@ class TableFile:
             if self.end > most:
                 raise files.too_large_error(path, most)
         self._header = 0 if bare else number  # the number of its line
-        self.names = tuple(f"column {place + 1}" for place in range(len(first))) if bare else self._names(line)
+        unnamed = tuple(f"column {place + 1}" for place in range(len(first)))
+        self.names = self._names(line) if is_header is None else unnamed
 
     def _names(self, line: bytes) -> tuple[str, ...]:
         text = self._decoded(line, self._header).rstrip("\r\n")
         names = [name.strip() for name in self._parsed([text], [self._header])[0]]
         where = f"{self.path}, line {self._header}"
-        if len(names) > MOST_COLUMNS or len(line) > LONGEST_LINE:
+        if len(names) > MOST_COLUMNS:
             raise DataError(f"{where} has more than {MOST_COLUMNS} columns; is it a table?")
         if len(names) == 1:
             other = next((mark for mark in ";|,\t" if mark != self._delimiter and mark in text), None)
@@ -135,7 +143,7 @@ class TableFile:
             row, cells = next((row, cells) for row, cells in enumerate(rows) if len(cells) != width)
             found = f"{len(cells)} cell{'s' * (len(cells) != 1)}"
             raise DataError(
-                f"{self.path}, line {numbers[row]} has {found}, and the header has {width} columns; is the file "
+                f"{self.path}, line {numbers[row]} has {found}, and the first line has {width}; is the file "
                 "truncated, or a cell with a comma not in quotation marks?"
             )
         return Block(list(zip(*rows, strict=True)), numbers)

@@ -11,7 +11,7 @@ import numpy as np
 from trainers.datasets import files
 from trainers.datasets.columns import Columns, numbers
 from trainers.datasets.learning import place
-from trainers.datasets.rows import Block, TableFile, is_table
+from trainers.datasets.rows import Block, TableFile, is_number, is_table
 from trainers.datasets.shards import is_pattern, matching
 from trainers.errors import DataError
 from trainers.files import model_file
@@ -49,6 +49,10 @@ class Arrays(Stream):
             yield self._cut(self._x, slice(first, min(first + PIECE, stop)))
 
 
+def _has_a_word(cells: list[str]) -> bool:
+    return not all(map(is_number, cells))
+
+
 class TableStream(Stream):
     """Rows of a table.
 
@@ -59,7 +63,7 @@ class TableStream(Stream):
     """
 
     def __init__(self, path: str, columns: Columns | None, features: int | None, unknown: dict[str, int]) -> None:
-        self._table = TableFile(path, header=columns is not None)
+        self._table = TableFile(path, None if columns is not None else _has_a_word)
         self.units = self._table.end - self._table.begin
         self._columns, self._unknown = columns, unknown
         width = len(self._table.names)
