@@ -3,7 +3,7 @@
 import functools
 import math
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import accumulate, pairwise
 from typing import Any
 
@@ -11,8 +11,10 @@ import numpy as np
 import torch
 from mpi4py import MPI
 
+from allreduce.errors import DisagreementError
 from allreduce.torch_backend.tensors import as_bytes, readable, writable
 from allreduce.transport.chunked import broadcast
+from allreduce.transport.control import raise_together
 from allreduce.transport.wait import waiting
 
 LARGEST = (1 << 31) - 1  # an MPI count or displacement is a C int in Open MPI 5
@@ -29,7 +31,7 @@ class TensorMover:
 
     def broadcast(self, tensor: torch.Tensor, root: int) -> None:
         """Overwrite `tensor` by that of rank `root`."""
-        with writable(tensor, filled=self._comm.rank == root) as memory:
+        with nullcontext(readable(tensor)) if self._comm.rank == root else writable(tensor) as memory:
             broadcast(self._comm, [as_bytes(memory)], root, "broadcast of a process group")
 
     def all_gather(self, outputs: Sequence[torch.Tensor], source: torch.Tensor) -> None:
@@ -60,6 +62,7 @@ class TensorMover:
 
     def all_to_all(self, outputs: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
         """Fill outputs[r] from rank r's sources[this rank]."""
+        self._check_parts("all_to_all", outputs[0].itemsize, *([each.nbytes for each in it] for it in (outputs, sources)))
         with _receive_buffer(outputs) as everything, self._waiting("all_to_all"):
             self._comm.Alltoallv(_concatenated(sources), everything)
 
@@ -67,6 +70,7 @@ class TensorMover:
         self, output: torch.Tensor, source: torch.Tensor, output_sizes: Sequence[int], source_sizes: Sequence[int]
     ) -> None:
         """Exchange slices: source_sizes[r] bytes go to rank r, output_sizes[r] come from it."""
+        self._check_parts("all_to_all_single", output.itemsize, output_sizes, source_sizes)
         with writable(output) as memory:
             source = _without_overlap(source, memory)
             with self._waiting("all_to_all"):
@@ -74,6 +78,19 @@ class TensorMover:
                     mpi_parts(as_bytes(source), source_sizes),
                     mpi_parts(as_bytes(memory), output_sizes),
                 )
+
+    def _check_parts(self, name: str, itemsize: int, received: Sequence[int], sent: Sequence[int]) -> None:
+        """Raise on all ranks if a rank sends another number of bytes than its receiver expects. Collective."""
+        coming = np.empty(self._comm.size, np.int64)
+        with self._waiting(name):
+            self._comm.Alltoall(np.array(sent, np.int64), coming)
+        error = None
+        for rank in np.flatnonzero(coming != received)[:1]:
+            error = DisagreementError(
+                f"{name}: rank {rank} sends {coming[rank] // itemsize} elements to rank {self._comm.rank}, which "
+                f"expects {received[rank] // itemsize}; give outputs (or output splits) of the sizes that peers send"
+            )
+        raise_together(self._comm, error)
 
     def _waiting(self, name: str) -> AbstractContextManager[object]:
         return waiting(self._comm, f"{name} of a process group")
@@ -88,7 +105,8 @@ def _without_overlap(source: torch.Tensor, memory: torch.Tensor) -> torch.Tensor
 
 def _concatenated(tensors: Sequence[torch.Tensor]) -> list[Any]:
     """Concatenate the tensors; return the MPI buffer specification with one part for each."""
-    memory = np.concatenate([as_bytes(readable(tensor)) for tensor in tensors])
+    plain = [readable(tensor) for tensor in tensors]  # held while their memory is read: some are copies
+    memory = np.concatenate([as_bytes(tensor) for tensor in plain])
     return mpi_parts(memory, [tensor.nbytes for tensor in tensors])
 
 

@@ -173,7 +173,10 @@ class Message(Work):
         if arrived != self._tensor.nbytes:
             return RuntimeError(f"{self.name}: {arrived} bytes arrived and the tensor has {self._tensor.nbytes}")
         if self._memory.data_ptr() != self._tensor.data_ptr():
-            self._tensor.copy_(self._memory)
+            try:
+                self._tensor.copy_(self._memory)
+            except RuntimeError as error:  # elements of the tensor share memory
+                return error
         return None
 
 

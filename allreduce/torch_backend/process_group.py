@@ -272,7 +272,7 @@ class AllReduceProcessGroup(dist.ProcessGroup):
         root = checks.root_of("gather", opts, root, self.size())
         checks.check_root_list("gather", received, self.size(), self.rank(), source, root)
         action = partial(self._mover.gather, received, source, root)
-        signature = f"{_lengths([source])} to rank {root}"
+        signature = f"{_lengths(_unlike([source, *received]))} to rank {root}"
         return self._submit("gather", received, action, opts, timeout, read=[source], signature=signature)
 
     def scatter(
@@ -282,7 +282,7 @@ class AllReduceProcessGroup(dist.ProcessGroup):
         root = checks.root_of("scatter", opts, root, self.size())
         checks.check_root_list("scatter", sources, self.size(), self.rank(), output, root)
         action = partial(self._mover.scatter, output, sources, root)
-        signature = f"{_lengths([output])} from rank {root}"
+        signature = f"{_lengths(_unlike([output, *sources]))} from rank {root}"
         return self._submit("scatter", [output], action, opts, timeout, read=sources, signature=signature)
 
     def alltoall(
@@ -466,6 +466,11 @@ def _lengths(tensors: Sequence[torch.Tensor]) -> str:
     """Describe tensors: " of 3 elements of torch.float32", or of several tensors " of 3, 4 elements ..."."""
     lengths = ", ".join(str(tensor.numel()) for tensor in tensors)
     return f" of {lengths} elements of {tensors[0].dtype}" if tensors else ""
+
+
+def _unlike(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Return a tensor of each length: only one if a root's list fits the tensors of all ranks."""
+    return list({tensor.numel(): tensor for tensor in tensors}.values())
 
 
 def create_group(request: Any, pg_options: Any) -> AllReduceProcessGroup:

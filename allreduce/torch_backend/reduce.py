@@ -1,6 +1,5 @@
 """Reductions of tensors: by the selected backend of allreduce, or by MPI for dtypes that our backends do not take."""
 
-import functools
 import math
 import os
 import weakref
@@ -257,6 +256,7 @@ class TensorReducer:
         self._backends: dict[str, AllReduce] = {}
         self._trace: Trace | None = None
         self._owns_trace = False
+        self._shared: bool | None = None  # see _scatters_shared
         self._workspace = Workspace()
         self.repeated = RepeatedTensors()
 
@@ -377,20 +377,24 @@ class TensorReducer:
         if self._options.backend != "auto":
             backend = self.backend(compress)
         else:
-            backend = self._get_backend("shared" if self._scatters_shared else "ring", compress)
+            backend = self._get_backend("shared" if self._scatters_shared() else "ring", compress)
         return backend if _slices_equally(backend) else None  # type: ignore[return-value]
 
-    @functools.cached_property
     def _scatters_shared(self) -> bool:
-        """True: reduce_scatter uses "shared" under "auto". Collective at its first use."""
-        if self._topology.nodes > 1:
-            return False
-        try:
-            self._get_backend("shared", self._options.compress)
-        except UnavailableError as error:
-            notices.once(self._comm.rank, f'reduce_scatter uses "ring": {error}')
-            return False
-        return True
+        """Return whether reduce_scatter uses "shared" under "auto". Collective at its first use.
+
+        Not a cached_property: up to Python 3.11 those of all groups have one lock, and threads of two groups that wait
+        for other ranks would wait for each other.
+        """
+        if self._shared is None:
+            self._shared = self._topology.nodes == 1
+            try:
+                if self._shared:
+                    self._get_backend("shared", self._options.compress)
+            except UnavailableError as error:
+                notices.once(self._comm.rank, f'reduce_scatter uses "ring": {error}')
+                self._shared = False
+        return self._shared
 
     def _get_backend(self, name: str, compress: Given) -> AllReduce:
         """Return the backend called `name`, with the user's settings. Collective at its first use."""
@@ -471,11 +475,11 @@ def sparse_all_reduce(backend: AllReduce, tensor: torch.Tensor, reduction: Reduc
         values = values * reduction.factor
     rows = as_array(values).reshape(entries, math.prod(values.shape[1:]))
     found, sums = backend.sparse(flat.numpy(), rows, math.prod(shape), reduction.op)
-    if reduction.divide:
-        sums = np.trunc(sums / backend.size).astype(sums.dtype)
     indices = np.stack(np.unravel_index(found, shape)) if shape else np.empty((0, found.size), np.int64)
     whole = torch.empty((found.size, *values.shape[1:]), dtype=values.dtype)
     as_array(whole).reshape(sums.shape)[...] = sums
+    if reduction.divide:
+        whole = torch.div(whole, backend.size, rounding_mode="trunc")
     tensor.copy_(  # not detach().copy_: a detached sparse tensor has its own entries
         torch.sparse_coo_tensor(
             torch.from_numpy(indices), whole, tensor.shape, is_coalesced=True, check_invariants=False

@@ -392,6 +392,12 @@ def test_calls_of_different_sizes_dtypes_or_roots_are_told() -> None:
         r"all_gather of 10, .*\n.* of 20, ": lambda: dist.all_gather([some.clone() for _ in range(ranks)], some),
         r"gather of 10 .* to rank 0\n.* of 20 ": lambda: dist.gather(some, places(10)),
         r"scatter of 10 .* from rank 0\n.* of 20 ": lambda: dist.scatter(some, places(10)),
+        r"gather of 10, 20 elements .* to rank 0\n.*gather of 10 elements": lambda: dist.gather(
+            torch.zeros(10), None if later else [torch.zeros(10 + 10 * (each > 0)) for each in range(ranks)]
+        ),
+        r"scatter of 10, 5 elements .* from rank 0\n.*scatter of 10 elements": lambda: dist.scatter(
+            torch.zeros(10), None if later else [torch.zeros(10 - 5 * (each > 0)) for each in range(ranks)]
+        ),
         r"all_to_all_single of torch.float32\n.*int32": lambda: dist.all_to_all_single(
             torch.zeros(ranks, dtype=kind), torch.zeros(ranks, dtype=kind)
         ),
@@ -402,6 +408,35 @@ def test_calls_of_different_sizes_dtypes_or_roots_are_told() -> None:
     tensor = torch.full((3,), float(dist.get_rank()))
     dist.broadcast(tensor, src=0)
     assert tensor.tolist() == [0, 0, 0]
+
+
+@pytest.mark.parametrize("sent", [1, 3], ids=["less", "more"])
+def test_parts_that_do_not_fit_their_peers_are_told_on_all_ranks(sent: int) -> None:
+    """Rank 0 sends one or three elements to the last rank, which expects two; MPI notices only those that are more."""
+    ranks, rank = dist.get_world_size(), dist.get_rank()
+    if ranks == 1:
+        pytest.skip("one rank sends nothing to others")
+    last = ranks - 1
+    rows = [2] * last + [sent if rank == 0 else 2]
+    outputs, sources = [torch.zeros(2) for _ in rows], [torch.ones(each) for each in rows]
+    if rank == 0:
+        whole, split = torch.ones(sum(rows), 2), rows
+    else:
+        whole, split = torch.ones(2 * ranks, 2), []  # equal parts
+    calls: dict[str, Call] = {
+        f"all_to_all_single: rank 0 sends {2 * sent} elements to rank {last}, which expects 4": (
+            lambda: dist.all_to_all_single(torch.zeros(2 * ranks, 2), whole, [2] * ranks, split)
+        ),
+        f"all_to_all: rank 0 sends {sent} elements to rank {last}, which expects 2": (
+            lambda: dist.all_to_all(outputs, sources)
+        ),
+    }
+    for text, call in calls.items():
+        with pytest.raises(DisagreementError, match=text):
+            call()
+    tensor = torch.ones(3)
+    dist.all_reduce(tensor)
+    assert tensor.tolist() == [ranks] * 3
 
 
 def test_a_monitored_barrier_after_one_that_timed_out() -> None:

@@ -130,6 +130,19 @@ def test_average_of_unsigned_integers() -> None:
         assert torch.equal(tensor.to(torch.int64), reduced(everyone(11, torch.int64), Op.AVG))
 
 
+@pytest.mark.parametrize("sparse", [False, True], ids=["dense", "sparse"])
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int32], ids=str)
+def test_average_of_integers_that_floats_round(dtype: torch.dtype, sparse: bool) -> None:
+    """Towards zero, as PyTorch divides; sums beyond 2**53 keep all their digits."""
+    large = (torch.iinfo(dtype).max - 10) // 8
+    sent = torch.tensor([large, -large, 3, -3, 0, 1], dtype=dtype) + dist.get_rank()
+    total = [sum(each + rank for rank in range(size())) for each in [large, -large, 3, -3, 0, 1]]
+    tensor = sent.to_sparse() if sparse else sent
+    dist.all_reduce(tensor, Op.AVG)
+    averages = [abs(each) // size() * (1 if each > 0 else -1) for each in total]
+    assert (tensor.to_dense() if sparse else tensor).tolist() == averages
+
+
 def test_operations_without_meaning_are_refused() -> None:
     with pytest.raises(TypeError, match=r"BAND is not defined for tensors of torch\.float32"):
         dist.all_reduce(mine(), Op.BAND)
