@@ -365,10 +365,15 @@ class Topology:
         return comm
 
     def release(self, comm: MPI.Intracomm, user: Closeable | None = None) -> None:
-        """Free a communicator of `private` or `own`, and unregister `user` if given. Collective."""
+        """Free a communicator of `private` or `own`, and unregister `user` if given. Collective.
+
+        Does nothing to a communicator that `close` has freed already.
+        """
         if user is not None:
             self.unregister(user)
         with self._guard:
+            if comm not in self._owned:
+                return
             self._owned.remove(comm)
         if (wait := record_of(comm)) is not None:
             self.detector.forget(wait)

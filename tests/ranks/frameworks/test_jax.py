@@ -184,6 +184,57 @@ def test_values(reduce: Any) -> None:
     assert float(ours.pmean(float(rank), reduce)) == (size - 1) / 2
 
 
+LAYOUTS: dict[str, Callable[[Any], Any]] = {
+    "transposed": lambda array: array.T,
+    "permuted": lambda array: array.transpose(1, 2, 0),
+    "sliced": lambda array: array[:, ::2, 1:3],
+    "reversed": lambda array: array[::-1, :, ::-1],
+    "column": lambda array: array[..., 1],
+    "empty": lambda array: array[:, 1:1],
+}
+
+
+def views(array: Any) -> dict[str, Any]:
+    return {name: view(array) for name, view in LAYOUTS.items()}
+
+
+@pytest.mark.filterwarnings("ignore:Some donated buffers")
+@pytest.mark.parametrize("kind", ["float32", "float16", "bfloat16", "int32", "bool", "int8", "complex64"])
+def test_layouts(reduce: Any, kind: str) -> None:
+    """Arrays that are not in the order of their memory, from NumPy and from JAX, also those that JAX may overwrite."""
+    everyone = [((np.arange(24).reshape(2, 3, 4) * (number + 2) + number) % 5).astype(kind) for number in range(size)]
+    calls: dict[str, Callable[[list[Any]], Any]] = {"all_gather": np.stack, "broadcast": lambda arrays: arrays[0]}
+    if kind in ("float32", "float16", "bfloat16", "int32"):
+        calls |= {"psum": lambda arrays: sum(arrays[1:], arrays[0]), "pmax": lambda arrays: np.max(arrays, axis=0)}
+    for name, combine in calls.items():
+        call = partial(getattr(ours, name), backend=reduce)
+        wanted = {layout: combine([view(array) for array in everyone]) for layout, view in LAYOUTS.items()}
+        mine = jnp.asarray(everyone[rank])
+        forms = {
+            "NumPy": call(views(everyone[rank])),
+            "JAX": call(views(mine)),
+            "compiled": jax.jit(lambda array, call=call: call(views(array)))(mine),
+            "donated": jax.jit(call, donate_argnums=0)(views(jnp.array(everyone[rank]))),
+        }
+        for form, found in forms.items():
+            for layout, each in found.items():
+                assert each.dtype == kind
+                np.testing.assert_array_equal(np.asarray(each), wanted[layout], err_msg=f"{name}, {layout}, {form}")
+        np.testing.assert_array_equal(np.asarray(mine), everyone[rank])
+
+
+def test_large_arrays_whose_memory_is_reused(reduce: Any) -> None:
+    """The kind of JAX's issue 40830: sums of 4 MiB, again and again, of memory that the next step takes."""
+    index = np.arange(1 << 20) % 997
+    step = jax.jit(lambda array: (ours.psum(array, reduce), array * 0 - 1), donate_argnums=0)
+    for number in range(5):
+        summed, _ = step(jnp.asarray(index * (rank + 1) + number, "float32"))
+        several = [ours.psum(jnp.asarray(index + rank + more, "float32"), reduce) for more in range(2)]
+        np.testing.assert_array_equal(summed, index * sum(range(size + 1)) + number * size)
+        for more, each in enumerate(several):
+            np.testing.assert_array_equal(each, index * size + sum(range(size)) + more * size)
+
+
 def test_moves(reduce: Any) -> None:
     """Collectives that compute nothing accept every dtype: random keys are uint32, or have their own dtype."""
     for kind in ("uint16", "uint32", "int16", "complex64", "bool", "float8_e4m3fn"):

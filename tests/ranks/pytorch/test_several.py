@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import gc
 from typing import Any
 
 import pytest
@@ -190,3 +191,21 @@ def test_join_beside_a_broken_optimizer(flat: allreduce.Topology) -> None:
         models[1][4].bias.sum().backward()
         optimizer.step()
     optimizer.close()
+
+
+@both_updates
+def test_a_dropped_optimizer_whose_topology_was_closed(flat: allreduce.Topology, update: str) -> None:
+    """The next optimizer frees the resources of the dropped one; closing the topology has freed a part of them."""
+    model = network(1)
+    for _ in range(3):
+        with flat.duplicate() as topology:
+            optimizer = MirroredOptimizer(adamw(model), model, topology=topology, update=update)
+            model[4].bias.sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            del optimizer
+            gc.collect()
+    with MirroredOptimizer(adamw(model), model, topology=flat, update=update) as last:
+        model[4].bias.sum().backward()
+        last.step()
+        assert_mirrored(flat.world, model)

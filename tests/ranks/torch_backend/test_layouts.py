@@ -251,11 +251,14 @@ def messages(space: Space) -> Pairs:
 
 
 def messages_of_any_rank(space: Space) -> Pairs:
+    pairs = []
     if rank():
         dist.send(space.own(), 0, tag=3)
-        return []
-    places = [space.place() for _ in range(1, size())]
-    return [(place, space.of(dist.recv(place, tag=3))) for place in places]
+    else:
+        places = [space.place() for _ in range(1, size())]
+        pairs = [(place, space.of(dist.recv(place, tag=3))) for place in places]
+    dist.barrier()  # before messages of the next call
+    return pairs
 
 
 def batched_messages(space: Space) -> Pairs:
