@@ -62,7 +62,9 @@ class TensorMover:
 
     def all_to_all(self, outputs: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
         """Fill outputs[r] from rank r's sources[this rank]."""
-        self._check_parts("all_to_all", outputs[0].itemsize, *([each.nbytes for each in it] for it in (outputs, sources)))
+        self._check_parts(
+            "all_to_all", outputs[0].itemsize, *([each.nbytes for each in it] for it in (outputs, sources))
+        )
         with _receive_buffer(outputs) as everything, self._waiting("all_to_all"):
             self._comm.Alltoallv(_concatenated(sources), everything)
 

@@ -263,9 +263,7 @@ def messages_of_any_rank(space: Space) -> Pairs:
 
 def batched_messages(space: Space) -> Pairs:
     places = [space.place() for _ in range(size())]
-    sends = [
-        dist.P2POp(dist.isend, space.put(space.of(10 * rank() + to)), to) for to in range(size()) if to != rank()
-    ]
+    sends = [dist.P2POp(dist.isend, space.put(space.of(10 * rank() + to)), to) for to in range(size()) if to != rank()]
     receives = [dist.P2POp(dist.irecv, place, r) for r, place in enumerate(places) if r != rank()]
     for work in dist.batch_isend_irecv(sends + receives) if sends else []:
         work.wait()
@@ -463,7 +461,10 @@ def test_derivatives() -> None:
         "all_reduce": (differentiable.all_reduce, ranks),
         "all_gather": (lambda tensor: torch.stack(differentiable.all_gather(tensor)), ranks),
         "broadcast": (lambda tensor: differentiable.broadcast(tensor, 0), ranks if rank() == 0 else 0),
-        "reduce_scatter": (lambda tensor: differentiable.reduce_scatter(torch.zeros(3, 2).t(), [tensor] * ranks), ranks),
+        "reduce_scatter": (
+            lambda tensor: differentiable.reduce_scatter(torch.zeros(3, 2).t(), [tensor] * ranks),
+            ranks,
+        ),
         "all_to_all": (
             lambda tensor: torch.stack(
                 differentiable.all_to_all([torch.zeros(3, 2).t() for _ in range(ranks)], [tensor] * ranks)
