@@ -13,6 +13,7 @@ from allreduce.errors import OptionError, UnavailableError
 from allreduce.topology import Topology
 from allreduce.wrappers.exact import Exact
 from allreduce.wrappers.options import Given
+from trainers.arguments import integer_error
 from trainers.replica import Replica
 
 UPDATES = ("replicated", "sharded")
@@ -125,9 +126,8 @@ def exact_error(exact: Any, micro_batch: Any, local: bool, backend: Any, compres
         return wrong * (f"exact={exact!r}: use True or False" if exact else "micro_batch needs exact=True")
     if local:
         return "exact=True and sync_every exclude each other: ranks that train on their own rows differ"
-    rows = micro_batch
-    if rows is not None and (isinstance(rows, bool) or not isinstance(rows, int | np.integer) or rows < 1):
-        return f"micro_batch must be an integer >= 1, got {rows!r}"
+    if text := integer_error("micro_batch", micro_batch, 1, optional=True):
+        return text
     if compress is not None:
         return f"exact=True and compress={compress!r} exclude each other; leave one out"
     sums = hasattr(backend, "sum_terms") or (isinstance(backend, Config) and backend.options.get("exact"))

@@ -2,6 +2,7 @@
 
 import functools
 import hashlib
+import itertools
 import logging
 import os
 import zlib
@@ -19,6 +20,7 @@ from allreduce.tracing.trace import Trace
 from allreduce.transport import ulfm
 from allreduce.transport.control import all_values, on_all_ranks, root_value, together
 from allreduce.transport.wait import waiting
+from trainers.arguments import flag_error, integer_error, require
 from trainers.data import (
     Batches,
     BatchSource,
@@ -264,11 +266,13 @@ class Trainer(GroupOwner, Generic[StrategyT]):
         strategy, group = self.strategy, self.group
         options = StepOptions(accumulate, clip_norm, ema, schedule, warmup_steps)
         settings |= options.as_settings() | ({} if validate_ema is True else {"validate_ema": validate_ema})
+        flags = {"shuffle": shuffle, "resume": resume, "progress": progress, "validate_ema": validate_ema}
+        flags |= {} if prefetch is None else {"prefetch": prefetch}
         reading = Reading(workers, prefetch, strategy.deals_rows)
         ahead = reading.ahead(x, y, strategy.micro_batch is not None)
 
         def begin() -> Fit:
-            self._check_options(options, validate_ema, settings)
+            self._check_options(options, flags, settings)
             if isinstance(x, ShardRows):
                 others = {"y": y, "sample_weight": sample_weight, "class_weight": class_weight, "collate": collate}
                 others |= {"rows": rows, "steps_per_epoch": steps_per_epoch, "workers": workers}
@@ -624,8 +628,8 @@ class Trainer(GroupOwner, Generic[StrategyT]):
 
     def _ema_error(self, ema: Any) -> ArgumentError | None:
         """Return the error if `ema`, an argument of `evaluate` or `predict`, is invalid, or None. Local."""
-        if ema not in (None, True, False):
-            return ArgumentError(f"ema must be True, False or None, got {ema!r}")
+        if text := flag_error("ema", ema, optional=True):
+            return ArgumentError(text)
         if ema and not self.replica.averages:
             return ArgumentError("ema=True: there is no average of the parameters; fit(..., ema=0.999) keeps one")
         return None
@@ -648,16 +652,16 @@ class Trainer(GroupOwner, Generic[StrategyT]):
 
     # Arguments of the calls
 
-    def _check_options(self, options: StepOptions, validate_ema: Any, settings: dict[str, Any]) -> None:
+    def _check_options(self, options: StepOptions, flags: Mapping[str, Any], settings: dict[str, Any]) -> None:
         """Raise the same ArgumentError on all ranks if options of a fit are invalid on any.
 
-        settings: of the fit. Without an error it is local: the check of the data that follows compares the settings.
+        flags: must be True or False. settings: of the fit. Without an error it is local: the check of the data that
+        follows compares the settings.
         """
         self._check_open()
         replica, strategy = self.replica, self.strategy
         reason = options.error(replica) or strategy.options_error(options)
-        if not isinstance(validate_ema, bool):
-            reason = reason or f"validate_ema must be True or False, got {validate_ema!r}"
+        reason = reason or next(filter(None, itertools.starmap(flag_error, flags.items())), "")
         error = ArgumentError(f"fit: {reason}") if reason else None
         if error is None and options.ema is not None and not replica.averages:
             try:
@@ -919,9 +923,8 @@ def evaluation_error(strategy: Strategy, loader: Any, rows: Any, steps: Any, alo
 
 
 def _steps_error(name: str, steps: Any) -> ArgumentError | None:
-    if steps is None or (isinstance(steps, int | np.integer) and not isinstance(steps, bool) and steps >= 1):
-        return None
-    return ArgumentError(f"{name} must be an integer >= 1, got {steps!r}")
+    text = integer_error(name, steps, 1, optional=True)
+    return ArgumentError(text) if text else None
 
 
 def _samples(x: Any, y: Any, weights: Any, collate: Collate | None) -> Samples:
@@ -949,9 +952,7 @@ def _checksum(array: np.ndarray) -> str:
 
 def _check_settings(settings: dict[str, Any]) -> None:
     for name, least in (("epochs", 0), ("batch_size", 1), ("seed", 0)):
-        value = settings.get(name, least)
-        if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < least:
-            raise ArgumentError(f"{name} must be an integer >= {least}, got {value!r}")
+        require(integer_error(name, settings.get(name, least), least))
 
 
 def _check_rows(data: Data) -> None:

@@ -78,8 +78,8 @@ def test_errors_before_anything_starts(tmp_path: Path) -> None:
             lines(STRATEGIES, "--ranks-per-trial", "2"),
             "parameter servers: 2 can't be used: --strategy parameter_server needs 3 ranks",
         ),
-        (lines(TUNING + "successiveHalving: {firstEpochs: 1.5}\n"), "firstEpochs must be an integer of at least 1"),
-        (lines(TUNING + "successiveHalving: {factor: 1}\n"), "factor must be an integer of at least 2, got 1"),
+        (lines(TUNING + "successiveHalving: {firstEpochs: 1.5}\n"), "firstEpochs must be an integer >= 1"),
+        (lines(TUNING + "successiveHalving: {factor: 1}\n"), "factor must be an integer >= 2, got 1"),
         (lines(TUNING + "successiveHalving: {epochs: 1}\n"), "successiveHalving: the key 'epochs' is unknown"),
         (
             lines(TUNING + "successiveHalving: {}\nenableTrialEarlyStopping: false\n"),

@@ -51,4 +51,4 @@ def test_freed_memory_is_kept_in_a_fit() -> None:
     ("environment", "kept"), [({}, True), ({"ALLREDUCE_MALLOC": "default"}, False), ({"MALLOC_ARENA_MAX": "2"}, False)]
 )
 def test_settings_of_the_users_own_are_left_alone(environment: dict[str, str], kept: bool) -> None:
-    assert python("from trainers import malloc; print(malloc.keep_freed_memory())", environment) == f"{kept}\n"
+    assert python("from trainers.replicas import malloc; print(malloc.keep_freed_memory())", environment) == f"{kept}\n"

@@ -25,6 +25,7 @@ from mpi4py import MPI
 from allreduce.topology import Topology
 from allreduce.transport.control import all_values, together
 from allreduce.transport.wait import waiting
+from trainers.arguments import integer_error, is_integer
 from trainers.errors import RoleError
 
 NAME = "TF_CONFIG"
@@ -104,7 +105,7 @@ def _task(task: Any, tasks: dict[str, int]) -> Task:
     if isinstance(index, str) and index.isascii() and index.isdecimal() and len(index) < 10:
         index = int(index)  # TensorFlow accepts a text
     most = max(tasks[kind], kind == EVALUATOR)
-    if isinstance(index, bool) or not isinstance(index, int) or not 0 <= index < most:
+    if not is_integer(index, 0, most - 1):
         there = f"{kind} 0 to {most - 1}" if most else f"no {kind}"
         raise RoleError(f"{NAME}: the index of task {kind} is {shown(index)}; the cluster has {there}")
     return kind, index
@@ -164,10 +165,10 @@ def assign(
     """
     config = together(topology.world, lambda: read((os.environ if environment is None else environment).get(NAME)))
     error = None
-    if servers is not None and (isinstance(servers, bool) or not isinstance(servers, int) or servers < 0):
-        servers, error = 0, RoleError(f"servers must be an integer >= 0, or None, got {servers!r}")
+    if text := integer_error("servers", servers, 0, optional=True):
+        servers, error = 0, RoleError(text)
     trained = (0, 0, 0) if config is None else config.tasks[:3]
-    if chief is not None and (isinstance(chief, bool) or not isinstance(chief, int) or not 0 <= chief < topology.size):
+    if chief is not None and not is_integer(chief, 0, topology.size - 1):
         chief, error = 0, RoleError(f"chief must be a rank of this job, 0 to {topology.size - 1}, got {chief!r}")
     asked = [-1 if each is None else int(each) for each in (servers, evaluator, chief)]
     text = f"roles: {servers} servers, evaluator {evaluator}, chief {chief}, {NAME}: {config or 'not set'}"

@@ -23,6 +23,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
+from trainers.arguments import is_integer, is_number
 from trainers.errors import ArgumentError, RunError
 
 LAUNCHERS = ("mpirun", "mpiexec")
@@ -82,9 +83,9 @@ def run(
     if not isinstance(kwargs, Mapping | None):
         raise ArgumentError(f"kwargs={kwargs!r}: give a dict of the function's keyword arguments")
     payload = _pickled(train, tuple(args), dict(kwargs or {}))
-    if isinstance(ranks, bool) or not isinstance(ranks, int) or ranks < 1:
+    if not is_integer(ranks, 1):
         raise ArgumentError(f"ranks={ranks!r}: give a number of ranks, 1 or more")
-    if timeout is not None and (isinstance(timeout, bool) or not isinstance(timeout, int | float) or not timeout > 0):
+    if timeout is not None and not (is_number(timeout) and timeout > 0):
         raise ArgumentError(f"timeout={timeout!r}: give a number of seconds above 0, or None")
     for name, value in (env or {}).items():
         if not isinstance(name, str) or not isinstance(value, str):

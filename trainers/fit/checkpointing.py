@@ -24,6 +24,7 @@ from allreduce.errors import OptionError
 from allreduce.transport.chunked import bytes_of_root, bytes_to_root
 from allreduce.transport.control import on_all_ranks, root_value, together
 from trainers import data
+from trainers.arguments import flag_error, integer_error, require
 from trainers.data import WORDS, BatchSource, Fingerprint
 from trainers.datasets.columns import Columns
 from trainers.errors import ArgumentError, CheckpointError, ModelFileError, UnusableError
@@ -84,11 +85,8 @@ class Checkpoint:
             raise ArgumentError(f"Checkpoint({self.folder!r}): give the name of a folder")
         object.__setattr__(self, "folder", os.fspath(self.folder))
         period(self.every)
-        if isinstance(self.keep, bool) or not isinstance(self.keep, int) or self.keep < 1:
-            raise ArgumentError(f"Checkpoint: keep must be an integer >= 1, got {self.keep!r}")
-        for name in ("same_data", "other_ranks"):
-            if not isinstance(getattr(self, name), bool):
-                raise ArgumentError(f"Checkpoint: {name} must be True or False, got {getattr(self, name)!r}")
+        flags = (flag_error(f"Checkpoint: {name}", getattr(self, name)) for name in ("same_data", "other_ranks"))
+        require(integer_error("Checkpoint: keep", self.keep, 1), *flags)
         if self.mode not in MODES or not isinstance(self.best, str):
             raise ArgumentError(
                 f"Checkpoint(best={self.best!r}, mode={self.mode!r}): give a name in the history, and one of "

@@ -25,7 +25,7 @@ from trainers.replica import Replica, check_rows
 from trainers.state.adopt import Arrays
 from trainers.strategies.interface import FLAGS, Strategy
 from trainers.strategies.rule import logs_of
-from trainers.watching.callback import Callbacks
+from trainers.watching.callback import Callbacks, checked
 from trainers.watching.history import VALIDATION, Epoch, History
 from trainers.watching.learning_rate import LearningRateSchedule
 from trainers.watching.meter import CHECK_EVERY, NormMeter
@@ -244,7 +244,7 @@ class Fit:
         self.keep_error(lambda: self.callbacks.load_state(state))
 
     def _make_callbacks(self) -> None:
-        rule = self.strategy.rule
+        rule, self._users = self.strategy.rule, checked(self._users)
         watchers = [self.meter, *[rule.norms] * rule.clips, self.history, self._progress, *self._users]
         if rule.schedule is not None:
             watchers.append(rule.schedule)

@@ -5,6 +5,7 @@ from typing import Any
 
 import numpy as np
 
+from trainers.arguments import is_integer, is_number
 from trainers.data import Data
 from trainers.errors import ArgumentError
 
@@ -35,7 +36,7 @@ class ClassWeights:
                 )
             return
         valid = isinstance(given, Mapping) and all(
-            _is_integer(key) and _is_weight(value) for key, value in given.items()
+            is_integer(key) and is_number(value) and value >= 0 for key, value in given.items()
         )
         if not valid or not any(given.values()):
             raise ArgumentError(
@@ -79,11 +80,3 @@ def _labels(y: Any) -> np.ndarray:
         found = f"{y.dtype} of shape {y.shape}" if isinstance(y, np.ndarray) else f"a {type(y).__name__}"
         raise ArgumentError(f"class_weight needs y of class numbers, one for each row, or one-hot, not {found}")
     return y.reshape(-1).astype(np.int64)
-
-
-def _is_integer(value: Any) -> bool:
-    return isinstance(value, int | np.integer) and not isinstance(value, bool)
-
-
-def _is_weight(value: Any) -> bool:
-    return isinstance(value, int | float | np.number) and not isinstance(value, bool) and bool(0 <= value < np.inf)

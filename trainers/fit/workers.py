@@ -16,6 +16,7 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 import numpy as np
 
 import allreduce  # noqa: F401, a worker process that has imported it ends with its rank, also if that is killed
+from trainers.arguments import integer_error, require
 from trainers.data import Data, Samples, keeping_generators, leaves, mapped
 from trainers.errors import ArgumentError, DataError
 from trainers.fit import prefetch
@@ -132,8 +133,7 @@ class Reading(NamedTuple):
         workers = self.workers
         if workers is None:
             return
-        if isinstance(workers, bool) or not isinstance(workers, int | np.integer) or workers < 0:
-            raise ArgumentError(f"workers must be an integer >= 0, or None, got {workers!r}")
+        require(integer_error("workers", workers, 0, optional=True))
         if not isinstance(x, Samples):
             raise ArgumentError(
                 f"workers={workers} read the rows of a data set (len() and rows by number, and no y), and x is an "

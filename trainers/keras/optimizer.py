@@ -10,9 +10,9 @@ from allreduce.backend import AllReduce
 from allreduce.errors import OptionError
 from allreduce.topology import Topology
 from allreduce.transport.control import everywhere
-from trainers import malloc
 from trainers.backends import backend_for
 from trainers.keras.averaging import MAKERS, Averaging, mirror_variables, wait_for_compiled
+from trainers.replicas import malloc
 
 _SCALED = (
     "compile() has put a LossScaleOptimizer around a MirroredOptimizer (mixed_float16 asks for one): a rank whose "

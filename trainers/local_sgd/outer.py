@@ -6,9 +6,10 @@
   torchft's local_sgd.py.
 """
 
-import math
 from dataclasses import dataclass
 from typing import Any, NamedTuple
+
+from trainers.arguments import flag_error, integer_error, is_number
 
 
 @dataclass(frozen=True)
@@ -28,13 +29,12 @@ class OuterSGD:
 
     def error(self) -> str:
         """Return why the values are invalid, as text; "" if they are valid."""
-        if not _is_number(self.learning_rate) or not 0 < self.learning_rate < math.inf:
+        if not is_number(self.learning_rate) or self.learning_rate <= 0:
             return f"learning_rate must be a number > 0, got {self.learning_rate!r}"
-        if not _is_number(self.momentum) or not 0 <= self.momentum < 1:
+        if not is_number(self.momentum) or not 0 <= self.momentum < 1:
             return f"momentum must be a number >= 0 and < 1, got {self.momentum!r}"
-        if not isinstance(self.nesterov, bool):
-            return f"nesterov must be True or False, got {self.nesterov!r}"
-        return "nesterov=True needs momentum > 0" if self.nesterov and not self.momentum else ""
+        wrong = "nesterov=True needs momentum > 0" if self.nesterov and not self.momentum else ""
+        return flag_error("nesterov", self.nesterov) or wrong
 
     def step(self, start: Any, momentum: Any, delta: Any) -> None:
         """Update `start` and `momentum` in place by the averaged change `delta`, which is overwritten. Local.
@@ -102,11 +102,10 @@ class LocalOptions(NamedTuple):
 
     def _type_error(self) -> str:
         for name, least in (("sync_every", 1), ("fragments", 1), ("fragment_sync_delay", 0)):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < least:
-                return f"{name} must be an integer >= {least}, got {value!r}"
+            if text := integer_error(name, getattr(self, name), least):
+                return text
         alpha, outer = self.fragment_update_alpha, self.outer_optimizer
-        if not _is_number(alpha) or not 0 <= alpha <= 1:
+        if not is_number(alpha) or not 0 <= alpha <= 1:
             return f"fragment_update_alpha must be a number from 0 to 1, got {alpha!r}"
         if isinstance(outer, OuterSGD):
             return f"outer_optimizer: {outer.error()}" if outer.error() else ""
@@ -133,7 +132,3 @@ class LocalOptions(NamedTuple):
         if self.fragments > length:
             return f"fragments={self.fragments}: this model has only {length} parameters"
         return ""
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)

@@ -17,6 +17,7 @@ from torch.nn import Module
 from allreduce.backend import AllReduce
 from allreduce.errors import OptionError
 from allreduce.transport.control import agree, combine, on_all_ranks
+from trainers.arguments import is_integer
 from trainers.backends import MICRO_BATCH
 from trainers.checks import GradientCheck, changed_alone
 from trainers.data import keeping_generators, micro_batches_of, seed_generators, seed_of
@@ -118,7 +119,7 @@ class MicroBatches:
     def _numbers(self, rows: Any, mine: Any, seed: Any, rank: int, ranks: int) -> Sequence[int]:
         """Keep the arguments of a step; return the numbers of this rank's micro-batches. Local. Raises OptionError."""
         for value, least, text in ((rows, 1, "the rows of the whole batch, "), (seed, 0, "seed=")):
-            if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < least:
+            if not is_integer(value, least):
                 raise OptionError(f"micro_batches() takes {text}an integer >= {least}, not {value!r}")
         self._rows, self._seed = int(rows), seed_of(int(seed))
         self.count = -(-self._rows // self._size)

@@ -15,12 +15,13 @@ from allreduce.backend import AllReduce
 from allreduce.errors import CopyError, OptionError
 from allreduce.topology import Topology
 from allreduce.transport.control import all_values, root_value, together
-from trainers import malloc
+from trainers.arguments import is_integer, is_number
 from trainers.checks import check_equal
 from trainers.pytorch.assembly import Assembly
 from trainers.pytorch.options import GROUP_ADDED, Options, with_options
 from trainers.pytorch.report import Report
 from trainers.pytorch.state import broadcast_state, broadcast_tensors, comparable, load_root_state
+from trainers.replicas import malloc
 
 EXACT = "exact"  # the entry of a state_dict with the number of steps
 
@@ -216,7 +217,7 @@ class MirroredOptimizer(Optimizer):
 
         With sync_every: it scales this rank's own gradients. Raises OptionError for a `max_norm` that is not > 0.
         """
-        if not (isinstance(max_norm, int | float) and max_norm > 0):
+        if not (is_number(max_norm) or max_norm == float("inf")) or max_norm <= 0:
             raise OptionError(f"max_norm must be a number > 0, got {max_norm!r}")
         with self._parts.usable():
             if self._parts.local is not None:
@@ -430,7 +431,7 @@ class MirroredOptimizer(Optimizer):
 
         def steps() -> int | None:
             found = (state_dict or {}).get(EXACT, {}).get("steps")
-            if found is not None and (type(found) is not int or found < 0):
+            if found is not None and not is_integer(found, 0):
                 raise OptionError(f"the number of steps in this state_dict must be an integer >= 0, not {found!r}")
             return found
 

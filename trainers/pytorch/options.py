@@ -24,6 +24,7 @@ from allreduce.tracing.trace import Trace
 from allreduce.transport.control import agree, raise_together
 from allreduce.wrappers.options import Given
 from trainers import checks
+from trainers.arguments import is_integer, is_number
 from trainers.backends import UPDATES, compress_error, exact_error
 from trainers.checks import MAJORITY
 from trainers.errors import known_only
@@ -50,13 +51,12 @@ def one_of(*values: Any) -> dict[str, Check]:
     return {"check": lambda value: "" if value in values else f"={value!r} {text}"}
 
 
-def must_be(text: str, holds: Callable[[Any], bool], *kinds: type) -> dict[str, Check]:
-    """Return the check that a field's value has one of these types and satisfies `holds`. text: for the error."""
-    fits = lambda value: isinstance(value, kinds) and not isinstance(value, bool) and holds(value)  # noqa: E731
-    return {"check": lambda value: "" if fits(value) else f" must be {text}, got {value!r}"}
+def must_be(text: str, holds: Callable[[Any], bool]) -> dict[str, Check]:
+    """Return the check that a field's value satisfies `holds`. text: for the error."""
+    return {"check": lambda value: "" if holds(value) else f" must be {text}, got {value!r}"}
 
 
-SIZE = must_be("a number > 0", lambda value: value > 0, int, float)
+SIZE = must_be("a number > 0", lambda value: is_number(value) and value > 0)
 
 
 @dataclass(frozen=True)
@@ -135,7 +135,7 @@ class Options:
     bucket_mb: float = field(default=25.0, metadata=SIZE)
     first_bucket_mb: float = field(default=1.0, metadata=SIZE)
     check_every: int = field(
-        default=CHECK_EVERY, metadata=must_be("an integer >= 0 (0: never)", lambda value: value >= 0, int)
+        default=CHECK_EVERY, metadata=must_be("an integer >= 0 (0: never)", lambda value: is_integer(value, 0))
     )
     on_divergence: str = field(default="raise", metadata=one_of(*checks.DIVERGENCE_ANSWERS))
     source: str | int = MAJORITY

@@ -1,6 +1,5 @@
 """Counts the rows of all ranks in a step, so that gradients are means over rows, not over ranks."""
 
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -11,14 +10,14 @@ from allreduce.engine.queue import Future
 from allreduce.errors import OptionError
 from allreduce.transport.control import on_all_ranks, raise_together
 from allreduce.transport.wait import waiting
+from trainers.arguments import is_number
 
 NO_ROWS = "no rank has rows in this step: rows(0) was called on all ranks; leave out the step on all of them"
 
 
 def rows_error(number: Any) -> OptionError | None:
     """Return the error if `number` is no number of rows, or None. Local."""
-    valid = isinstance(number, int | float | np.integer | np.floating) and not isinstance(number, bool)
-    if valid and 0 <= number < math.inf:
+    if is_number(number) and number >= 0:
         return None
     return OptionError(f"rows() takes the number of rows of this rank's batch, a number >= 0, got {number!r}")
 

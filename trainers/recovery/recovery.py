@@ -20,6 +20,7 @@ from allreduce.errors import RankLostError
 from allreduce.topology import Topology
 from allreduce.transport import processes, ulfm
 from allreduce.transport.control import all_values, everywhere, on_all_ranks
+from trainers.arguments import name_error
 from trainers.errors import ArgumentError, DivergedError
 from trainers.fit.loop import STEPS, Fit, Position
 from trainers.group import Owner, RankGroup
@@ -169,8 +170,8 @@ class Recovery:
     def _on_failure_error(self, ranks: Topology) -> ArgumentError | None:
         """Return the error if `on_failure` is invalid or not possible on these ranks, or None. Local."""
         on_failure, replica = self._on_failure, self._strategy.replica
-        if on_failure is not None and on_failure not in ON_FAILURE:
-            return ArgumentError(f"on_failure={on_failure!r} is unknown; use one of {', '.join(ON_FAILURE)}, or None")
+        if text := name_error("on_failure", on_failure, ON_FAILURE, optional=True):
+            return ArgumentError(text)
         if on_failure != "continue" or ranks.size == 1:
             return None
         if not ulfm.in_force():

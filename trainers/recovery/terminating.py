@@ -12,7 +12,7 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, ParamSpec, TypeVar
 
 import numpy as np
@@ -167,7 +167,7 @@ def stops_at_sigterm(fit: Callable[P, ResultT]) -> Callable[P, ResultT]:
     def stopping(*args: P.args, **options: P.kwargs) -> ResultT:
         users: Any = options.get("callbacks", ())
         with Terminating() as sigterm:
-            if isinstance(users, list | tuple):
+            if isinstance(users, Iterable) and not isinstance(users, str):  # else the fit refuses them
                 options["callbacks"] = (sigterm, *users)  # first, so that an error in another callback does not skip it
             result = fit(*args, **options)
             if sigterm.agreed:

@@ -3,6 +3,7 @@
 import re
 from pathlib import Path
 
+from trainers.arguments import name_error, require
 from trainers.errors import ArgumentError
 
 PRECISIONS = ("float32", "bfloat16")
@@ -26,8 +27,7 @@ def lower_precision(precision: str | None, dtype: str) -> bool:
             'precision="float16": gradients below 6e-8 become zero in float16 unless losses are scaled, which replicas '
             'do not do; use precision="bfloat16", which has the range of float32'
         )
-    if precision not in PRECISIONS:
-        raise ArgumentError(f"precision={precision!r} is unknown; use one of {', '.join(PRECISIONS)}")
+    require(name_error("precision", precision, PRECISIONS))
     if dtype != "float32":
         raise ArgumentError(
             f'precision="{precision}" trains float32 parameters, and these are {dtype}: convert them to float32, or '

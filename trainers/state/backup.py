@@ -16,6 +16,7 @@ from mpi4py import MPI
 
 from allreduce.transport.chunked import exchange
 from allreduce.transport.control import all_values, on_all, raise_together, together
+from trainers.arguments import is_integer
 from trainers.errors import ArgumentError
 from trainers.group import dtype_of, layout
 from trainers.state.adopt import Arrays, Piece
@@ -35,7 +36,7 @@ def copies_error(copies: object, ranks: int, goes_on: bool) -> ArgumentError | N
     goes_on: whether the training continues after failures; then copies=2 is also valid on a single rank, which may be
         the only one that remains.
     """
-    if isinstance(copies, bool) or copies not in (1, 2):
+    if not is_integer(copies, 1, 2):
         return ArgumentError(f"copies={copies!r}: give 1, or 2 to have another rank keep each slice too")
     if copies == 2 and ranks == 1 and not goes_on:
         return ArgumentError("copies=2 has another rank keep each slice too, and there is only one rank; leave it out")

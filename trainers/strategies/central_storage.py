@@ -18,6 +18,7 @@ from allreduce.backends.central import Central
 from allreduce.elastic.standby import JOINED
 from allreduce.topology import Topology
 from allreduce.transport.control import all_values, root_value, together
+from trainers.arguments import is_integer, name_error
 from trainers.errors import ArgumentError
 from trainers.group import broadcast_arrays
 from trainers.replica import Replica
@@ -48,10 +49,10 @@ class CentralStorage(Mirrored):
         storage, device = self.storage, self._device
         if error := replica_error(self.replica, self):
             return error
-        if isinstance(storage, bool) or not isinstance(storage, int) or not 0 <= storage < ranks.size:
+        if not is_integer(storage, 0, ranks.size - 1):
             return ArgumentError(f"storage must be a rank of this training, 0 to {ranks.size - 1}, got {storage!r}")
-        if device not in (None, *DEVICES):
-            return ArgumentError(f"device={device!r} is unknown; use one of {', '.join(DEVICES)}, or None")
+        if text := name_error("device", device, DEVICES, optional=True):
+            return ArgumentError(text)
         if device not in (None, self.replica.device):
             return ArgumentError(
                 f'device="{device}": this {type(self.replica).__name__} is on {self.replica.device}, and the device of '

@@ -18,12 +18,13 @@ from allreduce.tracing.trace import Trace
 from allreduce.transport.control import all_values, together
 from allreduce.wrappers.options import Given
 from allreduce.wrappers.traced import Traced
-from trainers import malloc
+from trainers.arguments import name_error
 from trainers.backends import LOST_RESIDUALS, UPDATES, allocate_own, backend_for, backend_name, compress_error
 from trainers.data import Batch
 from trainers.errors import ArgumentError
 from trainers.group import RankGroup
 from trainers.replica import Replica, Rows, Slices, Table
+from trainers.replicas import malloc
 from trainers.state import backup
 from trainers.state.adopt import ADOPT, RATES, Arrays, Piece, adopt, mirror
 from trainers.strategies.interface import FLAGS, Strategy, replica_error
@@ -74,8 +75,8 @@ class Mirrored(Strategy):
         given, update = self._given, self._update_name
         if error := replica_error(self.replica, self):
             return error
-        if update not in UPDATES:
-            return ArgumentError(f"update={update!r} is unknown; use one of {', '.join(UPDATES)}")
+        if text := name_error("update", update, UPDATES):
+            return ArgumentError(text)
         if isinstance(given, AllReduce) and self._topology not in (None, given.topology):
             return ArgumentError(f"{given!r} has a topology of its own; pass the backend's name, or no topology")
         if update != "sharded" and self._copies == 2:

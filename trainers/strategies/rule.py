@@ -14,6 +14,7 @@ from mpi4py import MPI
 from allreduce.arrays import dtypes, gpu
 from allreduce.arrays.chunks import chunk
 from allreduce.transport.control import all_values, combine
+from trainers.arguments import integer_error, is_number
 from trainers.data import Batch, Data, row_count, sliced
 from trainers.replica import Replica, Rows, Slices, gradients_of
 from trainers.watching.learning_rate import StepSchedule, schedule_error
@@ -39,12 +40,11 @@ class StepOptions(NamedTuple):
     def error(self, replica: Replica) -> str:
         """Return why these options are invalid, as text; "" if they are valid. Local."""
         for name, least in (("accumulate", 1), ("warmup_steps", 0)):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < least:
-                return f"{name} must be an integer >= {least}, got {value!r}"
-        if self.clip_norm is not None and not (_is_number(self.clip_norm) and self.clip_norm > 0):
+            if text := integer_error(name, getattr(self, name), least):
+                return text
+        if self.clip_norm is not None and not (is_number(self.clip_norm) and self.clip_norm > 0):
             return f"clip_norm must be a number > 0, the largest norm of the gradients, got {self.clip_norm!r}"
-        if self.ema is not None and not (_is_number(self.ema) and 0 < self.ema < 1):
+        if self.ema is not None and not (is_number(self.ema) and 0 < self.ema < 1):
             return f"ema must be a number between 0 and 1, the decay of the average, such as 0.999, got {self.ema!r}"
         return schedule_error(self.schedule, self.warmup_steps, replica.learning_rates)
 
@@ -59,10 +59,6 @@ class StepOptions(NamedTuple):
         if callable(self.schedule):
             given["schedule"] = getattr(self.schedule, "__qualname__", type(self.schedule).__name__)
         return given
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float | np.number) and not isinstance(value, bool) and math.isfinite(value)
 
 
 class Tables(Protocol):

@@ -12,6 +12,7 @@ import numpy as np
 
 from allreduce.topology import Topology
 from allreduce.transport.control import all_values, root_value
+from trainers.arguments import is_integer
 from trainers.data import Batch, BatchSource
 from trainers.errors import ArgumentError
 from trainers.group import RankGroup
@@ -103,7 +104,7 @@ class SpareReplicas(ServerStrategy):
 
     def _own_argument_error(self, ranks: Topology) -> Exception | None:
         spare = self._given
-        if isinstance(spare, bool) or not isinstance(spare, int | np.integer) or not 0 <= spare < ranks.size:
+        if not is_integer(spare, 0, ranks.size - 1):
             return ArgumentError(
                 f"spare must be an integer from 0 to {ranks.size - 1}, the number of ranks less one, got {spare!r}"
             )

@@ -246,6 +246,24 @@ def writing(path: str) -> Iterator[None]:
         raise ArgumentError(f"{path} can't be written: {getattr(error, 'strerror', None) or error}") from error
 
 
+NEEDED = ("on_train_begin", "on_train_end", "on_epoch_begin", "on_epoch_end")
+
+
+def checked(callbacks: Any) -> tuple[Any, ...]:
+    """Return the callbacks as a tuple. Raises ArgumentError if one of them is none."""
+    if isinstance(callbacks, str) or not isinstance(callbacks, Iterable):
+        raise ArgumentError(f"callbacks must be a list of callbacks, got {callbacks!r}")
+    every = tuple(callbacks)
+    for callback in every:
+        if isinstance(callback, type):
+            raise ArgumentError(f"callbacks: {callback.__name__} is a class; give an object, {callback.__name__}(...)")
+        if lacks := [event for event in NEEDED if not callable(getattr(callback, event, None))]:
+            raise ArgumentError(
+                f"callbacks: {callback!r} is no callback (no {lacks[0]}); derive it from trainers.callbacks.Callback"
+            )
+    return every
+
+
 class Callbacks:
     """Calls the events of several callbacks.
 

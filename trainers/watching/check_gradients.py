@@ -9,6 +9,7 @@ import numpy as np
 from allreduce import notices
 from allreduce.arrays import dtypes, gpu
 from trainers import checks
+from trainers.arguments import name_error
 from trainers.checks import GradientArray, GradientCheck, Span
 from trainers.errors import ArgumentError, NotFiniteError
 from trainers.watching.callback import Callback, Logs
@@ -43,8 +44,8 @@ class CheckGradients(Callback):
 
     def on_train_begin(self, logs: Logs | None = None) -> None:
         trainer, error = self.trainer, None
-        if self.on_bad not in checks.ANSWERS:
-            error = ArgumentError(f'CheckGradients: on_bad={self.on_bad!r} is unknown; use "raise" or "skip"')
+        if text := name_error("CheckGradients: on_bad", self.on_bad, checks.ANSWERS):
+            error = ArgumentError(text)
         trainer.group.agree(f"CheckGradients(on_bad={self.on_bad!r})", error)
         trainer.replica.undoable |= self.on_bad == "skip"
         self._made = None

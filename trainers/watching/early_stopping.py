@@ -1,12 +1,12 @@
 """EarlyStopping: ends the fit when a metric has stopped improving."""
 
 import math
-import numbers
 from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 
+from trainers.arguments import flag_error, integer_error, is_number, name_error, require
 from trainers.errors import ArgumentError
 from trainers.state import adopt
 from trainers.state.adopt import Arrays
@@ -43,9 +43,8 @@ class EarlyStopping(Callback):
         start_from_epoch: int = 0,
     ) -> None:
         self._monitor = Monitor(monitor, mode, min_delta)
-        for name, number in (("patience", patience), ("start_from_epoch", start_from_epoch)):
-            if isinstance(number, bool) or not isinstance(number, int) or number < 0:
-                raise ArgumentError(f"{name} must be an integer >= 0, got {number!r}")
+        require(integer_error("patience", patience, 0), integer_error("start_from_epoch", start_from_epoch, 0))
+        require(flag_error("restore_best_weights", restore_best_weights))
         if baseline is not None and not is_number(baseline):
             raise ArgumentError(f"baseline must be a finite number, got {baseline!r}")
         self.monitor, self.patience, self.verbose = monitor, patience, verbose
@@ -117,11 +116,6 @@ MODES = ("auto", "min", "max")
 LARGER_IS_BETTER = ("acc", "auc", "fmeasure", "precision", "recall", "f1")  # the beginning of a metric's name
 
 
-def is_number(value: Any) -> bool:
-    """Whether an argument is a finite number."""
-    return isinstance(value, numbers.Real) and not isinstance(value, bool) and math.isfinite(value)
-
-
 class Monitor:
     """Compares a metric of the logs with its best value. name: in the logs: "val_loss", ... mode: "min", "max", or
     "auto" (by the name).
@@ -130,8 +124,7 @@ class Monitor:
     """
 
     def __init__(self, name: str, mode: str = "auto", min_delta: float = 0.0) -> None:
-        if mode not in MODES:
-            raise ArgumentError(f"mode={mode!r} is unknown; use one of {', '.join(MODES)}")
+        require(name_error("mode", mode, MODES))
         if not is_number(min_delta):
             raise ArgumentError(f"min_delta must be a finite number, got {min_delta!r}")
         self.name, self._min_delta = name, abs(float(min_delta))

@@ -11,10 +11,10 @@ from typing import Any
 
 import numpy as np
 
+from trainers.arguments import is_number
 from trainers.errors import ArgumentError
 from trainers.replica import Replica
 from trainers.watching.callback import Callback, Logs
-from trainers.watching.early_stopping import is_number
 
 Schedule = Callable[[int, float], float]
 WARM_UP = 5  # epochs

@@ -6,9 +6,10 @@ from typing import Any
 
 import numpy as np
 
+from trainers.arguments import is_number
 from trainers.errors import ArgumentError
 from trainers.watching.callback import Callback, Logs
-from trainers.watching.early_stopping import Monitor, is_number
+from trainers.watching.early_stopping import Monitor
 
 
 class ModelCheckpoint(Callback):

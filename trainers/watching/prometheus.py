@@ -3,6 +3,7 @@
 import os
 from typing import Any
 
+from trainers.arguments import is_integer
 from trainers.errors import ArgumentError
 from trainers.watching.callback import Callback, Logs
 
@@ -29,7 +30,7 @@ class Prometheus(Callback):
     reads_batches = reads_model = False
 
     def __init__(self, port: int = 9400, address: str = "127.0.0.1") -> None:
-        if isinstance(port, bool) or not isinstance(port, int) or not 0 <= port < 2**16:
+        if not is_integer(port, 0, 2**16 - 1):
             raise ArgumentError(f"port={port!r}: give a number from 0 to 65535; 0 takes any free port")
         self.port, self.address = port, address
         self._steps = self._began = 0

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from trainers.arguments import is_integer
 from trainers.errors import ArgumentError
 from trainers.watching.callback import FileCallback, Logs, writing
 from trainers.watching.history import VALIDATION
@@ -27,8 +28,9 @@ class TensorBoard(FileCallback):
     """
 
     def __init__(self, log_dir: str | os.PathLike[str] = "logs", update_freq: str | int = "epoch") -> None:
-        every = update_freq if isinstance(update_freq, int) else {"epoch": 0, "batch": 1}.get(update_freq, -1)
-        if isinstance(update_freq, bool) or every < (1 if isinstance(update_freq, int) else 0):
+        named = {"epoch": 0, "batch": 1}
+        every = named.get(update_freq, -1) if isinstance(update_freq, str) else update_freq
+        if not is_integer(every, 0 if update_freq == "epoch" else 1):
             raise ArgumentError(f'update_freq={update_freq!r}: use "epoch", "batch", or a number of steps')
         self.log_dir, self._every = os.fspath(log_dir), every
         self.reads_batches = every > 0

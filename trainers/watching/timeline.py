@@ -4,6 +4,7 @@ import os
 
 from allreduce.tracing.trace import MOST_SPANS, Trace
 from allreduce.transport.control import all_values
+from trainers.arguments import integer_error, require
 from trainers.errors import ArgumentError
 from trainers.watching.callback import Callback, Logs
 
@@ -22,8 +23,7 @@ class Timeline(Callback):
     reads_batches = False
 
     def __init__(self, path: str | os.PathLike[str], most: int = MOST_SPANS) -> None:
-        if isinstance(most, bool) or not isinstance(most, int) or most < 1:
-            raise ArgumentError(f"most must be an integer >= 1, got {most!r}")
+        require(integer_error("most", most, 1))
         self.path, self.most = path, most
         self._trace: Trace | None = None
 

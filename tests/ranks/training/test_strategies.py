@@ -415,7 +415,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"updates": "later"}, "use one of sync, async"),
     ({"stale": "burn"}, "use one of keep, drop, scale"),
     ({"stale": "drop"}, "needs max_staleness"),
-    ({"max_staleness": -1}, "max_staleness must be an integer >= 0, got -1"),
+    ({"max_staleness": -1}, "max_staleness must be an integer >= 0, or None, got -1"),
     ({"updates": "sync", "warm_up": 1}, "no use"),
     ({"on_failure": "replace"}, "on_failure='replace' is unknown; use one of stop, continue"),
 ]

@@ -19,6 +19,7 @@ from allreduce.topology import Topology
 from allreduce.transport import ulfm
 from allreduce.transport.control import everywhere, on_all, on_all_ranks, raise_together, root_value, together
 from allreduce.transport.wait import waiting
+from trainers.arguments import integer_error
 from trainers.apps.ensemble import model as ensemble_model
 from trainers.apps.ensemble.drawn_rows import BAGGINGS, DrawnRows, rows_in, taken
 from trainers.apps.ensemble.model import MakeReplica, SavedEnsemble, SavedMember, load_member
@@ -173,8 +174,8 @@ class EnsembleTrainer(GroupOwner):
     def _error(self, members: Any, voting: Any, logits: Any, weights: Any) -> Exception | None:
         """Return the error if an argument is invalid, or None. Local."""
         for name, value, least in (("members", members, 1), ("seed", self._seed, 0)):
-            if type(value) is not int or value < least:
-                return ArgumentError(f"EnsembleTrainer: {name} must be an integer >= {least}, got {value!r}")
+            if text := integer_error(f"EnsembleTrainer: {name}", value, least):
+                return ArgumentError(text)
         if self._bagging not in BAGGINGS:
             return ArgumentError(f'EnsembleTrainer: bagging={self._bagging!r}: use "rows", "shards" or None')
         if not callable(self._make):

@@ -1,6 +1,5 @@
 """Votes of an ensemble's members by a deadline: each rank computes members by itself, rank 0 takes what has come."""
 
-import math
 import time
 import zlib
 from collections.abc import Callable, Mapping, Sequence
@@ -8,6 +7,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from trainers.arguments import is_integer, is_number
 from trainers.apps.ensemble.model import votes_of
 from trainers.apps.ensemble.voting import Voting, misfit
 from trainers.apps.serving.answering import Message, Rounds
@@ -168,9 +168,9 @@ def _take(rank: int, message: Message, x: Tree, votes: dict[int, Tree], reasons:
 
 def limits_error(deadline: Any, quorum: Any, members: int) -> ArgumentError | None:
     """Return the error if a deadline or a quorum is invalid, or None."""
-    if isinstance(deadline, bool) or not isinstance(deadline, int | float) or not 0 <= deadline < math.inf:
+    if not is_number(deadline) or deadline < 0:
         return ArgumentError(f"predict: deadline must be a number of seconds >= 0, got {deadline!r}")
-    if type(quorum) is not int or not 1 <= quorum <= members:
+    if not is_integer(quorum, 1, members):
         return ArgumentError(f"predict: quorum must be an integer from 1 to {members} (members), got {quorum!r}")
     return None
 

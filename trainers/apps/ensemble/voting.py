@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 
+from trainers.arguments import flag_error, name_error, require
 from trainers.data import Tree, leaves, mapped, row_count, structure_of
 from trainers.errors import ArgumentError
 
@@ -31,10 +32,7 @@ class Voting:
     logits: bool = False
 
     def __post_init__(self) -> None:
-        if self.kind not in (SOFT, HARD):
-            raise ArgumentError(f"voting={self.kind!r} is unknown; use {SOFT!r} or {HARD!r}")
-        if not isinstance(self.logits, bool):
-            raise ArgumentError(f"logits must be True or False, got {self.logits!r}")
+        require(name_error("voting", self.kind, (SOFT, HARD)), flag_error("logits", self.logits))
 
     def votes(self, outputs: Tree) -> Tree:
         """Return the votes of one member from its outputs: floating, of the same shape. Raises ArgumentError."""

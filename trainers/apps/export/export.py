@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from allreduce.files import writable
+from trainers.arguments import flag_error, require
 from trainers.apps.export import graph
 from trainers.apps.export.int8 import quantized
 from trainers.apps.export.metadata import Exported
@@ -110,8 +111,7 @@ def _described(replica: Replica, outputs: Tree, classes: Sequence[str] | None, l
     """Return what the file will be, and whether it needs a softmax: only of outputs that the replica or the user says
     to be logits of classes. Others are never changed, so the file answers as `predict` does."""
     kind = type(replica).__name__
-    if not isinstance(logits, bool):
-        raise ArgumentError(f"export: logits must be True or False, got {logits!r}")
+    require(flag_error("export: logits", logits))
     if logits and replica.scores == "probabilities":
         raise ArgumentError(f"export: logits=True, and the outputs of this {kind} are probabilities; leave it out")
     width = outputs.shape[1] if isinstance(outputs, np.ndarray) and outputs.ndim == 2 else 0

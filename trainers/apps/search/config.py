@@ -13,12 +13,12 @@ is read too.
 """
 
 import difflib
-import math
 from argparse import Namespace
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from trainers.arguments import integer_error, is_number, require
 from trainers.apps.search.trial import Trial
 from trainers.cli.options import BY_NAME, Option, parse
 from trainers.errors import ArgumentError
@@ -266,8 +266,8 @@ def read(content: Any) -> Tuning:
     names = [each.name for each in parameters]
     if twice := sorted({name for name in names if names.count(name) > 1}):
         raise ArgumentError(f"params: {', '.join(twice)} is there twice")
-    trials = _positive("maxTrials", content.get("maxTrials", TRIALS))
-    most = None if parallel is None else _positive("maxParallelTrials", parallel)
+    trials = _integer("maxTrials", content.get("maxTrials", TRIALS))
+    most = None if parallel is None else _integer("maxParallelTrials", parallel)
     return Tuning(goal, metric, trials, most, prunes, halves, parameters)
 
 
@@ -276,11 +276,8 @@ def _halves(content: Any) -> tuple[int, int] | None:
     if content is None:
         return None
     _check_keys(HALVES, content, HALVING_KEYS)
-    first = _positive(f"{HALVES}: firstEpochs", content.get("firstEpochs", 1))
-    factor = _positive(f"{HALVES}: factor", content.get("factor", 3))
-    if factor < 2:
-        raise ArgumentError(f"{HALVES}: factor must be an integer of at least 2, got {factor}")
-    return first, factor
+    first = _integer(f"{HALVES}: firstEpochs", content.get("firstEpochs", 1))
+    return first, _integer(f"{HALVES}: factor", content.get("factor", 3), 2)
 
 
 def _parameter(number: int, content: Any) -> Parameter:
@@ -354,10 +351,7 @@ def _is_number(value: Any) -> bool:
             value = float(value)
         except ValueError:
             return False
-    try:
-        return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-    except OverflowError:  # an integer of hundreds of digits
-        return False
+    return is_number(value)
 
 
 def _check_keys(where: str, content: Any, known: Sequence[str]) -> None:
@@ -376,7 +370,6 @@ def _one_of(what: str, value: Any, known: Sequence[str]) -> str:
     return str(value)
 
 
-def _positive(what: str, value: Any) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ArgumentError(f"{what} must be an integer of at least 1, got {value!r}")
-    return value
+def _integer(what: str, value: Any, least: int = 1) -> int:
+    require(integer_error(what, value, least))
+    return int(value)

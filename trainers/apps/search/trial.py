@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 
 from allreduce.topology import Topology
 from allreduce.transport.control import root_value, together
+from trainers.arguments import integer_error
 from trainers.apps.search.study import OF_THE_SEARCH, optuna
 from trainers.errors import ArgumentError
 
@@ -59,8 +60,8 @@ class Trial:
         error = None
         if isinstance(value, bool) or not isinstance(value, numbers.Real):
             error = ArgumentError(f"trial.report: give a number, got {value!r}")
-        elif isinstance(step, bool) or not isinstance(step, numbers.Integral) or step < 0:
-            error = ArgumentError(f"trial.report: the step must be an integer of at least 0, got {step!r}")
+        elif text := integer_error("trial.report: the step", step, 0):
+            error = ArgumentError(text)
         self._ask(f"report(step={step!r})", lambda asked: asked.report(float(value), int(step)), error)
 
     def should_prune(self) -> bool:

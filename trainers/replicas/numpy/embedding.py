@@ -5,6 +5,7 @@ from typing import Any
 
 import numpy as np
 
+from trainers.arguments import integer_error, require
 from trainers.data import Tree
 from trainers.errors import ArgumentError
 from trainers.files.onnx_graph import FREE, Graph
@@ -36,8 +37,7 @@ class EmbeddingNetwork(NumpyNetwork):
     def __init__(
         self, sizes: Sequence[int], *, words: int, table_lr: float = 0.1, seed: int = 0, **options: Any
     ) -> None:
-        if isinstance(words, bool) or not isinstance(words, int | np.integer) or words < 1:
-            raise ArgumentError(f"words, the number of the table's rows, must be an integer >= 1, got {words!r}")
+        require(integer_error("words, the number of the table's rows,", words, 1))
         super().__init__(sizes, seed=seed, **options)
         self.words, self.table_lr, self.features = int(words), table_lr, None
         self.tables = (Table(TABLE, self.words, (self.sizes[0],)),)

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from trainers.arguments import integer_error, is_integer, name_error, require
 from trainers.data import Data, Tree
 from trainers.errors import ArgumentError, ModelFileError
 from trainers.files import model_file
@@ -428,8 +429,7 @@ class NumpyNetwork(FlatReplica):
 
     def _initial(self, init: str, seed: int) -> np.ndarray:
         draw = choose("init", init, INITIALISATIONS)
-        if isinstance(seed, bool) or not isinstance(seed, int | np.integer) or seed < 0:
-            raise ArgumentError(f"seed must be an integer >= 0, got {seed!r}")
+        require(integer_error("seed", seed, 0))
         random = np.random.default_rng(seed)
         parameters = np.zeros(self.gradient_length, FLOAT)
         for weights, _ in self._views(parameters):
@@ -490,9 +490,7 @@ class Products:
 
 def checked_sizes(sizes: Sequence[int]) -> list[int]:
     checked = list(sizes) if isinstance(sizes, Sequence | np.ndarray) else []
-    if len(checked) < 2 or not all(
-        isinstance(size, int | np.integer) and not isinstance(size, bool) and size >= 1 for size in checked
-    ):
+    if len(checked) < 2 or not all(is_integer(size, 1) for size in checked):
         raise ArgumentError(f"sizes={sizes!r} describes no network: give features, hidden layers and outputs, >= 1")
     return [int(size) for size in checked]
 
@@ -503,8 +501,7 @@ def length_of(sizes: Sequence[int]) -> int:
 
 
 def choose(what: str, name: str, table: dict[str, Any]) -> Any:
-    if name not in table:
-        raise ArgumentError(f"{what}={name!r} is unknown; use one of {', '.join(table)}")
+    require(name_error(what, name, table))
     return table[name]
 
 

@@ -4,13 +4,13 @@ The formulas are those of torch.optim.SGD and torch.optim.Adam.
 """
 
 import math
-import numbers
 from abc import abstractmethod
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
+from trainers.arguments import is_number
 from trainers.errors import ArgumentError
 from trainers.replica import Slices, single
 from trainers.replicas.flat import FlatOptimizer, Layout
@@ -179,8 +179,7 @@ OPTIMIZERS: dict[str, type[Optimizer]] = {"sgd": SGD, "momentum": Momentum, "ada
 
 
 def _within(name: str, value: float, low: float, high: float) -> float:
-    is_number = isinstance(value, numbers.Real) and not isinstance(value, bool)
-    if not (is_number and low <= value < high) or (name == "lr" and value == 0):
+    if not (is_number(value) and low <= value < high) or (name == "lr" and value == 0):
         above = ">" if name == "lr" else ">="
         raise ArgumentError(f"{name} must be a number {above} {low} and < {high}, got {value!r}")
     return float(value)

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from trainers.arguments import name_error, require
 from trainers.errors import ArgumentError
 from trainers.replica import Slices, single, slices_of
 from trainers.replicas.flat import FlatOptimizer, Layout
@@ -42,8 +43,7 @@ class TorchOptimizer(FlatOptimizer):
     """
 
     def __init__(self, optimizer: Optimizer, trained: list[nn.Parameter], shard: str = AUTO) -> None:
-        if shard not in SHARDS:
-            raise ArgumentError(f"shard={shard!r} is unknown; use one of {', '.join(SHARDS)}")
+        require(name_error("shard", shard, SHARDS))
         tried = _trial_state(optimizer, trained[0].device)
         self._devices = {f"optimizer.{key}": value.device for key, value in tried.items()}  # `step` may be on the host
         elementwise = sorted(f"optimizer.{key}" for key, value in tried.items() if value.shape == TRIED)

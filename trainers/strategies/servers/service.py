@@ -17,12 +17,13 @@ from allreduce.topology import Topology
 from allreduce.transport.chunked import pieces
 from allreduce.transport.control import combine, on_all_ranks, together
 from allreduce.transport.wait import wait_for, waiting
-from trainers import malloc, stopwatch
+from trainers import stopwatch
 from trainers.checks import LEARNING_RATES
 from trainers.data import BatchSource
 from trainers.errors import ArgumentError, DataError
 from trainers.group import RankGroup
 from trainers.replica import Replica, Slices
+from trainers.replicas import malloc
 from trainers.state.adopt import Piece, mirror, newest
 from trainers.strategies.interface import FLAGS, EpochRun, Strategy, replica_error
 from trainers.strategies.rule import WEIGHT, UpdateRule

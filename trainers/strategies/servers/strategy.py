@@ -12,6 +12,7 @@ from allreduce import NAMES, notices
 from allreduce.topology import Topology
 from allreduce.transport.chunked import pieces
 from allreduce.transport.control import all_values, combine, everywhere, together
+from trainers.arguments import integer_error, is_integer, name_error
 from trainers.data import Batch, BatchSource, row_count
 from trainers.errors import ArgumentError
 from trainers.group import RankGroup
@@ -47,9 +48,9 @@ CHOICES = {"updates": ("sync", "async"), "stale": ("keep", "drop", "scale"), "le
 
 def server_ranks(servers: Any, ranks: int) -> tuple[tuple[int, ...], ArgumentError | None]:
     """Return (server ranks in ascending order, None), or ((), error) if `servers` is invalid."""
-    if isinstance(servers, int | np.integer) and not isinstance(servers, bool):
-        if servers < 1:
-            return (), ArgumentError(f"servers must be an integer >= 1, got {servers!r}")
+    if is_integer(servers):
+        if text := integer_error("servers", servers, 1):
+            return (), ArgumentError(text)
         chosen = tuple(range(max(0, ranks - int(servers)), ranks))
         missing = servers > ranks
     else:
@@ -71,8 +72,8 @@ def server_ranks(servers: Any, ranks: int) -> tuple[tuple[int, ...], ArgumentErr
 
 def worker_error(ranks_per_worker: Any, backend: Any, ranks: int) -> ArgumentError | None:
     """Return the error if these arguments are invalid with `ranks` ranks that compute, or None."""
-    if isinstance(ranks_per_worker, bool) or not isinstance(ranks_per_worker, int | np.integer) or ranks_per_worker < 1:
-        return ArgumentError(f"ranks_per_worker must be an integer >= 1, got {ranks_per_worker!r}")
+    if text := integer_error("ranks_per_worker", ranks_per_worker, 1):
+        return ArgumentError(text)
     if ranks_per_worker > ranks:
         count = f"{ranks} rank{'s are' if ranks != 1 else ' is'} left for workers"
         return ArgumentError(
@@ -90,11 +91,11 @@ def worker_error(ranks_per_worker: Any, backend: Any, ranks: int) -> ArgumentErr
 def options_error(updates: Any, stale: Any, most: Any, warm_up: Any, rate: Any) -> ArgumentError | None:
     """Return the error if these options of a parameter server are invalid, or None."""
     for name, value in (("updates", updates), ("stale", stale), ("learning_rate", rate)):
-        if value not in CHOICES[name]:
-            return ArgumentError(f"{name}={value!r} is unknown; use one of {', '.join(CHOICES[name])}")
-    for name, value in (("max_staleness", 0 if most is None else most), ("warm_up", warm_up)):
-        if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < 0:
-            return ArgumentError(f"{name} must be an integer >= 0, got {value!r}")
+        if text := name_error(name, value, CHOICES[name]):
+            return ArgumentError(text)
+    limits = integer_error("max_staleness", most, 0, optional=True) or integer_error("warm_up", warm_up, 0)
+    if limits:
+        return ArgumentError(limits)
     if stale == "drop" and most is None:
         return ArgumentError('stale="drop" needs max_staleness: gradients of a larger staleness are dropped')
     given = [stale != "keep" and "stale", most is not None and "max_staleness", warm_up and "warm_up",

@@ -8,10 +8,11 @@ as it is, and so does any of malloc's own settings in the environment (MALLOC_..
 """
 
 import ctypes
+import logging
 import os
 import sys
 
-from allreduce.notices import log
+log = logging.getLogger("allreduce")
 
 OPTION = "ALLREDUCE_MALLOC"  # "keep" or "default"
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # of malloc.h

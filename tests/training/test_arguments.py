@@ -1,0 +1,119 @@
+"""The checks of single arguments, and the arguments of a fit that nothing checked, or that ended in a raw error."""
+
+import os
+import signal
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import numpy as np
+import pytest
+from mpi4py import MPI
+
+from allreduce import Topology
+from trainers import Checkpoint, MirroredTrainer, NumpyNetwork, arguments
+from trainers.callbacks import Callback, EarlyStopping, Prometheus, Timeline
+from trainers.errors import ArgumentError
+from trainers.recovery.terminating import Terminated
+from trainers.watching.history import History
+
+X, Y = np.zeros((8, 4), np.float32), np.zeros(8, np.int64)
+
+
+def fit(**given: Any) -> History:
+    with Topology(MPI.COMM_SELF) as topology, MirroredTrainer(NumpyNetwork([4, 3]), topology=topology) as trainer:
+        return trainer.fit(X, Y, **{"progress": False, "epochs": 1, **given})
+
+
+@pytest.mark.parametrize("value", [True, np.True_, 1.0, "1", None, np.ones(1, int), -1, 4])
+def test_what_is_no_integer_in_the_limits(value: Any) -> None:
+    assert arguments.integer_error("rows", value, 0, 3) == f"rows must be an integer from 0 to 3, got {value!r}"
+    assert not arguments.is_integer(value, 0, 3)
+
+
+@pytest.mark.parametrize("value", [0, 3, np.int64(2), np.uint8(1)])
+def test_integers_of_numpy_are_as_good_as_pythons(value: Any) -> None:
+    assert not arguments.integer_error("rows", value, 0, 3)
+
+
+def test_optional_arguments_may_be_none() -> None:
+    assert not arguments.integer_error("rows", None, 0, optional=True)
+    assert not arguments.flag_error("ahead", None, optional=True)
+    assert not arguments.name_error("kind", None, ["a"], optional=True)
+    assert arguments.integer_error("rows", -1, 0, optional=True) == "rows must be an integer >= 0, or None, got -1"
+
+
+def test_numbers_are_finite() -> None:
+    assert all(map(arguments.is_number, (1, -0.5, np.float32(2), np.int8(3))))
+    assert not any(map(arguments.is_number, (True, np.True_, "1", None, 10**400, np.inf, np.nan, 1j, np.complex64(1))))
+
+
+@pytest.mark.parametrize("value", ["no", 1, 0, None, np.ones(2)])
+def test_what_is_no_flag(value: Any) -> None:
+    assert arguments.flag_error("shuffle", value) == f"shuffle must be True or False, got {value!r}"
+
+
+@pytest.mark.parametrize("value", ["c", 1, None, np.array(["a", "b"])])
+def test_what_is_no_name(value: Any) -> None:
+    assert arguments.name_error("kind", value, ("a", "b")) == f"kind={value!r} is unknown; use one of a, b"
+
+
+class OnlyEpochEnd:
+    def on_epoch_end(self, epoch: int, logs: Any) -> None:
+        """Has no other event of a callback."""
+
+
+WRONG: dict[str, tuple[dict[str, Any], str]] = {
+    "shuffle": ({"shuffle": "no"}, "shuffle must be True or False, got 'no'"),
+    "prefetch": ({"prefetch": "yes"}, "prefetch must be True or False, got 'yes'"),
+    "progress": ({"progress": "a"}, "progress must be True or False, got 'a'"),
+    "resume": ({"resume": 2, "checkpoint": "run"}, "resume must be True or False, got 2"),
+    "a number as callback": ({"callbacks": [5]}, "callbacks: 5 is no callback"),
+    "a class": ({"callbacks": [EarlyStopping]}, r"callbacks: EarlyStopping is a class; .* EarlyStopping\(\.\.\.\)"),
+    "no list": ({"callbacks": 5}, "callbacks must be a list of callbacks, got 5"),
+    "a callback": ({"callbacks": EarlyStopping()}, "callbacks must be a list of callbacks, got <"),
+    "a text": ({"callbacks": "all"}, "callbacks must be a list of callbacks, got 'all'"),
+    "an event": ({"callbacks": [OnlyEpochEnd()]}, r"is no callback \(no on_train_begin\)"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_a_fit_refuses(case: str) -> None:
+    given, text = WRONG[case]
+    with pytest.raises(ArgumentError, match=text):
+        fit(**given)
+
+
+def test_arguments_take_integers_and_flags_of_numpy() -> None:
+    one, yes = np.int64(1), np.True_
+    fit(epochs=one, batch_size=one, seed=one, accumulate=one, warmup_steps=one, shuffle=yes, prefetch=yes)
+    Checkpoint("run", keep=one, same_data=yes)  # type: ignore[arg-type]
+    EarlyStopping(patience=one, start_from_epoch=one)  # type: ignore[arg-type]
+    Prometheus(port=one)  # type: ignore[arg-type]
+    Timeline("trace.json", most=one)  # type: ignore[arg-type]
+    with Topology(MPI.COMM_SELF) as topology:
+        MirroredTrainer(NumpyNetwork([4, 3]), topology=topology, sync_every=one).close()  # type: ignore[arg-type]
+
+
+class Signal(Callback):
+    """Sends this process SIGTERM in the first epoch, after which there is no other."""
+
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        assert epoch == 0
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+
+
+KINDS: list[Callable[[list[Callback]], Iterable[Callback]]] = [list, tuple, set, iter, lambda given: (e for e in given)]
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=["list", "tuple", "set", "iterator", "generator"])
+def test_sigterm_ends_a_fit_whatever_holds_its_callbacks(kind: Callable[[list[Callback]], Iterable[Callback]]) -> None:
+    # without a handler of the fit the signal would end the process of this test
+    before = signal.getsignal(signal.SIGTERM)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    try:
+        with pytest.raises(Terminated):
+            fit(epochs=3, callbacks=kind([Signal()]))
+    finally:
+        signal.signal(signal.SIGTERM, before)
