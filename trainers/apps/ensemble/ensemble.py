@@ -19,7 +19,6 @@ from allreduce.topology import Topology
 from allreduce.transport import ulfm
 from allreduce.transport.control import everywhere, on_all, on_all_ranks, raise_together, root_value, together
 from allreduce.transport.wait import waiting
-from trainers.arguments import integer_error
 from trainers.apps.ensemble import model as ensemble_model
 from trainers.apps.ensemble.drawn_rows import BAGGINGS, DrawnRows, rows_in, taken
 from trainers.apps.ensemble.model import MakeReplica, SavedEnsemble, SavedMember, load_member
@@ -28,6 +27,7 @@ from trainers.apps.ensemble.timely import Position, Prediction, TimelyVotes, lim
 from trainers.apps.ensemble.voting import Scorer, Voting, normal, selected_weights, shares_of, shown
 from trainers.apps.search.parts import Parts
 from trainers.apps.serving.answering import Exchange, Rounds
+from trainers.arguments import integer_error
 from trainers.data import (
     Data,
     Samples,

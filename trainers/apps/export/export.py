@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 
 from allreduce.files import writable
-from trainers.arguments import flag_error, require
 from trainers.apps.export import graph
 from trainers.apps.export.int8 import quantized
 from trainers.apps.export.metadata import Exported
@@ -24,6 +23,7 @@ from trainers.apps.export.running import (
     taken,
 )
 from trainers.apps.export.storing import Store, stored
+from trainers.arguments import flag_error, require
 from trainers.data import Tree, leaves, row_count
 from trainers.errors import ArgumentError, ExportError
 from trainers.files.onnx_graph import need_onnx

@@ -18,8 +18,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from trainers.arguments import integer_error, is_number, require
 from trainers.apps.search.trial import Trial
+from trainers.arguments import integer_error, is_number, require
 from trainers.cli.options import BY_NAME, Option, parse
 from trainers.errors import ArgumentError
 

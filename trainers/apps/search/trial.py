@@ -8,8 +8,8 @@ from typing import Any, TypeVar
 
 from allreduce.topology import Topology
 from allreduce.transport.control import root_value, together
-from trainers.arguments import integer_error
 from trainers.apps.search.study import OF_THE_SEARCH, optuna
+from trainers.arguments import integer_error
 from trainers.errors import ArgumentError
 
 ResultT = TypeVar("ResultT")
