@@ -583,8 +583,8 @@ def embeddings() -> None:
         for turn in range(2):
             optimizer.zero_grad()
             model(torch.tensor([RANK, RANK, 5])).sum().backward()
-            assert optimizer._averaging.calls == 1 + (not dense)  # sparse gradients go by themselves
             optimizer.synchronize()
+            assert optimizer._averaging.calls == 1 + (not dense)  # sparse gradients go by themselves
             if turn == 0:
                 same(model[2].bias.grad, [3.0])
                 with optimizer.skip_synchronize():
@@ -592,6 +592,44 @@ def embeddings() -> None:
                 expected[5] -= 1
                 expected[:SIZE] -= 2 / SIZE
                 same(table.weight.detach(), expected)
+
+
+def unused_embeddings() -> None:
+    """In each step another rank uses the first table; only the last rank uses the second one, from a later step on."""
+    for dense in (False, True):
+        torch.manual_seed(0)
+        table, late = (torch.nn.Embedding(10, 2, sparse=True) for _ in range(2))
+        model = torch.nn.ModuleList([table, late, torch.nn.Linear(2, 1)])
+        expected = [table.weight.detach().clone(), late.weight.detach().clone()]
+        optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=1.0), sparse_as_dense=dense)
+        for step in range(2 * SIZE + 1):
+            optimizer.zero_grad()
+            loss = model[2](torch.ones(1, 2)).sum()
+            if step % SIZE == RANK:
+                loss = loss + table(torch.tensor([RANK, 5])).sum()
+            if step > SIZE and RANK == SIZE - 1:
+                loss = loss + late(torch.tensor([1])).sum()
+            loss.backward()
+            optimizer.step()
+            expected[0][[step % SIZE, 5]] -= 1 / SIZE
+            expected[1][1] -= (step > SIZE) / SIZE
+        same(table.weight.detach(), expected[0])
+        same(late.weight.detach(), expected[1])
+
+
+def first_used_after_a_join() -> None:
+    """The last rank has no batch at first; afterwards it takes part as the others do."""
+    model = torch.nn.Linear(1, 1, bias=False)
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.0))
+    for batches in (RANK < SIZE - 1, 1):
+        for _ in range(batches):
+            optimizer.zero_grad()
+            model(torch.full((1, 1), RANK + 1.0)).sum().backward()
+            with pytest.raises(OrderError, match="zero_grad"):
+                optimizer.zero_grad()
+            optimizer.step()
+        hvd.join()
+    same(model.weight.grad, [[sum(range(SIZE + 1)) / SIZE]])
 
 
 def states() -> None:
@@ -724,7 +762,7 @@ def timeline() -> None:
 for check in (
     who_is_where, reductions, adasum, names_in_any_order, fused, movements, gradients, joined, sparse, process_sets,
     optimizers, compressed, all_is_sent, compressed_calls, memories, bad_compressions,
-    later, embeddings, states, batch_norm, timeline, bad_input, never_comes,
+    later, embeddings, unused_embeddings, first_used_after_a_join, states, batch_norm, timeline, bad_input, never_comes,
 ):  # fmt: skip
     check()
     if RANK == 0:

@@ -63,6 +63,7 @@ class Members:
             threaded=True,
         )
         self._counts: Counter[str] = Counter()
+        self.joins = 0  # the number of times that all ranks have joined
 
     def name(self, kind: str, given: str | None) -> str:
         """The name of a call. An unnamed one gets its kind and its number among them, which is equal on all ranks."""
@@ -74,6 +75,7 @@ class Members:
     def reset_numbers(self) -> None:
         """Number unnamed calls from 1 again, because ranks that had joined made fewer. Local; call it on all ranks."""
         self._counts.clear()
+        self.joins += 1
 
     def close(self) -> None:
         """Wait for the calls, then close the topology and all that uses it. Local if the queue is broken."""

@@ -18,6 +18,7 @@ from trainers.horovod.calls import fusion_bytes, synchronize
 from trainers.horovod.collectives import (
     Adasum,
     Average,
+    Max,
     average_gradients,
     grouped_allreduce_async_,
     sparse_allreduce_async,
@@ -62,7 +63,8 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
     sparse_as_dense: sparse gradients are averaged as dense ones.
     process_set: the ranks that average; on other ranks the optimizer is unchanged.
 
-    A group of gradients is averaged as soon as backward has all of it. Raises ArgumentError.
+    A group of gradients is averaged as soon as backward has all of it; in the first step, when backward has ended,
+    because the ranks first tell each other which gradients are sparse. Raises ArgumentError.
     """
     if gradient_predivide_factor != 1.0 and op != Average:
         raise ArgumentError("gradient_predivide_factor needs op=hvd.Average")
@@ -250,6 +252,10 @@ class Averaging:
         # parameter -> number of backward passes before its gradient is averaged
         self._passes_left: dict[torch.Tensor, int] = {}
         self._handles: dict[Group, Any] = {}
+        self._complete = False  # whether a group waits for `finish`, because a layout in it is not known
+        # Of parameters that some rank has used: the sparse dimensions of their gradients; 0: dense.
+        self._layouts: dict[torch.Tensor, int] = {}
+        self._learned_from: Any = None
         if self._op != Adasum:
             self._register(trained, _groups(trained, groups))
 
@@ -285,18 +291,19 @@ class Averaging:
 
     @property
     def under_way(self) -> bool:
-        """Whether gradients are being averaged."""
-        return bool(self._handles)
+        """Whether gradients are being averaged, or wait for it."""
+        return bool(self._handles) or self._complete
 
     def begin(self) -> None:
         """Expect the gradients of a new step. Averages that have begun are dropped."""
         self._passes_left = dict.fromkeys(self._group_of, self.passes)
-        self._handles = {}
+        self._handles, self._complete = {}, False
 
     def finish(self) -> None:
         """Average the groups that have not begun, missing gradients as zeros, and wait for all. Collective."""
         if not self._active:
             return
+        self._learn_layouts()
         for group in list(self._groups):
             if group not in self._handles:
                 self._submit(group)
@@ -316,12 +323,41 @@ class Averaging:
         self._passes_left[parameter] -= 1
         group = self._group_of[parameter]
         if not any(self._passes_left[each] for each in group):
-            self._submit(group)
+            if self._unknown(group):
+                self._complete = True
+            else:
+                self._submit(group)
+
+    def _unknown(self, parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+        """Return the parameters whose gradients' layouts are to be learned; the same on all ranks. Local."""
+        if self._sparse_as_dense:
+            return []
+        members = session.members(self._process_set)
+        if self._learned_from != (members, members.joins):  # a rank that had joined has learned nothing meanwhile
+            self._layouts, self._learned_from = {}, (members, members.joins)
+        return [each for each in parameters if each not in self._layouts]
+
+    def _learn_layouts(self) -> None:
+        """Learn from the other ranks which gradients are sparse. Collective, until each parameter was used once.
+
+        A rank that does not use an embedding in a step can't see that the other ranks average it by itself.
+        """
+        unknown = self._unknown(self._group_of)
+        if not unknown:
+            return
+        mine = [0 if each.grad is None else 1 + each.grad.is_sparse * each.grad.sparse_dim() for each in unknown]
+        name = f"layouts.{self.names[unknown[0]]}"
+        (found,) = synchronize(
+            grouped_allreduce_async_([torch.tensor(mine)], None, name, Max, process_set=self._process_set)
+        )
+        for parameter, number in zip(unknown, found.tolist(), strict=True):
+            if number:
+                self._layouts[parameter] = number - 1
 
     def _submit(self, group: Group) -> None:
         for parameter in group:
             if parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
+                parameter.grad = _zeros(parameter, self._layouts.get(parameter, 0))
         name = self.names[group[0]]
         gradients = [_gradient(parameter) for parameter in group]
         if len(group) == 1 and gradients[0].is_sparse and not self._sparse_as_dense:
@@ -348,7 +384,7 @@ class Averaging:
         parts: list[Group] = [(each,) for each in group if _gradient(each).is_sparse]
         if dense := tuple(each for each in group if not _gradient(each).is_sparse):
             parts.append(dense)
-        at = self._groups.index(group)
+        at = next(at for at, each in enumerate(self._groups) if each is group)  # tensors have no plain ==
         self._groups[at : at + 1] = parts
         for part in parts:
             self._group_of.update(dict.fromkeys(part, part))
@@ -383,6 +419,15 @@ class Averaging:
             for parameter, old, change, context in zip(trained, before, combined, contexts, strict=True):
                 parameter.copy_(old + self._compression.decompress(change, context))
         return returned
+
+
+def _zeros(parameter: torch.Tensor, sparse_dim: int) -> torch.Tensor:
+    """Return a gradient of zeros, a sparse one without entries if it has sparse dimensions."""
+    if not sparse_dim:
+        return torch.zeros_like(parameter)
+    places = torch.empty((sparse_dim, 0), dtype=torch.int64, device=parameter.device)
+    entries = parameter.detach().new_empty((0, *parameter.shape[sparse_dim:]))
+    return torch.sparse_coo_tensor(places, entries, parameter.shape)
 
 
 def _gradient(parameter: torch.Tensor) -> torch.Tensor:

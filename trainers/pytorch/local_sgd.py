@@ -119,17 +119,19 @@ class LocalSteps:
 
     def step(self, closure: Callable[[], Any] | None) -> Any:
         """Take an inner step; run the round that is due. Returns the loss of this rank's closure. Collective at the end
-        of a round."""
-        loss, taken = None, True
-        if closure is None and not self._usable():
-            taken = False
+        of a round.
+
+        An error of the plain optimizer or the closure is raised on this rank alone; its step counts nothing, and a
+        program that catches the error goes on in step with the other ranks.
+        """
+        loss, failed = self._take(closure)
+        taken = failed is None
+        if taken:
+            self._buffers.forget()
+        elif isinstance(failed, _BadError):
+            self._leave_out()
         else:
-            try:
-                checked = None if closure is None else partial(self._checked, closure)
-                loss = self._reducer.clock.update(partial(self.optimizer.step, checked))
-            except _BadError:
-                taken = False
-        self._buffers.forget() if taken else self._leave_out()
+            self._buffers.restore()
         self.steps += taken
         weight, self.rows = 1.0 if self.rows is None else self.rows, None
         if self.rounds.left <= 1 + self.options.local.fragment_sync_delay:
@@ -138,7 +140,19 @@ class LocalSteps:
         if self.rounds.due:
             self._run_round(self.rounds.finish)
             self._compare_if_due()
+        if failed is not None and not isinstance(failed, _BadError):
+            raise failed  # only now: the other ranks count this rank's step too, and would wait for it
         return loss
+
+    def _take(self, closure: Callable[[], Any] | None) -> tuple[Any, Exception | None]:
+        """Return the loss of a step of the plain optimizer, and its error. Local."""
+        if closure is None and not self._usable():
+            return None, _BadError()
+        try:
+            checked = None if closure is None else partial(self._checked, closure)
+            return self._reducer.clock.update(partial(self.optimizer.step, checked)), None
+        except Exception as error:
+            return None, error
 
     def _usable(self) -> bool:
         """Whether this rank's gradients are finite, or not to be checked. Local."""

@@ -1,5 +1,6 @@
 """MirroredOptimizer(sync_every=H): local SGD, DiLoCo and fragments, compared with a reference of all ranks."""
 
+import contextlib
 import copy
 from collections.abc import Callable
 from typing import Any
@@ -266,6 +267,34 @@ def test_editing_begins_a_round_there(world: MPI.Intracomm, flat: allreduce.Topo
             inner_step(model, optimizer, 1)
         optimizer.step(lambda: functional.cross_entropy(model(batch(1, RANK)[0]), batch(1, RANK)[1]))
     assert_mirrored(world, model)  # close() ends the round
+
+
+@pytest.mark.parametrize("closure", [False, True])
+@pytest.mark.parametrize("bad_step", [0, 1])
+def test_an_error_of_one_rank_that_the_program_catches(
+    world: MPI.Intracomm, flat: allreduce.Topology, bad_step: int, closure: bool
+) -> None:
+    """The rank stays in step with the others, also where the round ends in the step that fails."""
+
+    class Failing(torch.optim.SGD):
+        def step(self, closure: Any = None) -> Any:
+            if len(done) == bad_step and RANK == 0:
+                raise ZeroDivisionError("on purpose")
+            return super().step(closure)
+
+    model, done = network(), list[int]()
+    with mirrored(Failing(model.parameters(), lr=0.1), model, topology=flat, sync_every=2) as optimizer:
+        for step in range(4):
+            failing = step == bad_step and RANK == 0
+            optimizer.zero_grad()
+            loss = model(batch(step, RANK)[0]).sum()
+            loss.backward()
+            with pytest.raises(ZeroDivisionError, match="on purpose") if failing else contextlib.nullcontext():
+                optimizer.step((lambda loss=loss: loss) if closure else None)
+            done.append(step)
+            if step % 2:
+                assert_mirrored(world, model)
+        assert optimizer.report().steps == 4 - (RANK == 0)
 
 
 @pytest.mark.parametrize("closure", [False, True])
