@@ -35,7 +35,7 @@ COMMANDS = {
     ),
     "bench": Command("benchmarks.bandwidth", "measure which backend is the fastest, at each size"),
     "report": Command("benchmarks.report", "make one page of several results of bench"),
-    "tune": Command("benchmarks.tune", 'measure a table by which the backend "auto" selects'),
+    "tune": Command("benchmarks.tune", 'measure the constants by which the backend "auto" selects'),
     "step": Command("benchmarks.training_step", "time a PyTorch training step, for each way to average gradients"),
     "strategies": Command("benchmarks.strategies", "compare mirrored training with servers and the other strategies"),
     "checkpoint": Command("benchmarks.checkpoint", "time a step while checkpoints are written"),

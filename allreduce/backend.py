@@ -14,9 +14,10 @@ from allreduce.arrays.memory_kinds import ALLOCATED, GPU, UNREGISTERED
 from allreduce.arrays.ops import Op
 from allreduce.arrays.registered import Part
 from allreduce.arrays.workspace import Workspace
+from allreduce.cost import Layout, Machine
 from allreduce.engine import call as records
 from allreduce.engine.call import REDUCING, Call
-from allreduce.engine.engine import CHECKS, NOTHING, AdmittedCall, Engine, Locate, Trial, Work
+from allreduce.engine.engine import CHECKS, NOTHING, AdmittedCall, Engine, Locate, Work
 from allreduce.errors import (
     AllReduceError,
     ClosedError,
@@ -65,7 +66,7 @@ class Hooks(NamedTuple):
     memory: Callable[[Any], int]
     locate: Callable[[Any], Location | None]
     resolve: Callable[[str, np.dtype], Op]
-    route: Callable[[Call], Work | Trial]
+    route: Callable[[Call], Work]
     locator_for: Callable[[Call], Locate | None]
     reduce: Callable[[np.ndarray, Op], None]
     tree_buffer: Callable[[trees.Group], Any]
@@ -600,10 +601,8 @@ class AllReduce(ABC):
         """Return the Op named `op` for `dtype`. Raises UnsupportedOpError. Local."""
         return ops.resolve(op, dtype, self.size)
 
-    def _route(self, call: Call) -> Work | Trial:
-        """Return the function that does all_reduce for calls like `call`. Called once per signature, on all ranks
-        ("auto" creates backends here).
-        """
+    def _route(self, call: Call) -> Work:
+        """Return the function that does all_reduce for calls like `call`. Called once per signature, on all ranks."""
         if call.length == 0 or self.size == 1:
             return NOTHING
         self._say_copies(call)
@@ -619,6 +618,13 @@ class AllReduce(ABC):
         """Return the function that does all_gather for calls like `call`."""
         slices = self._owned_slices(call.length)
         return lambda buffer, _: chunked.spread(self._comm, buffer, slices)
+
+    @staticmethod
+    def cost(nbytes: float, layout: Layout, machine: Machine) -> float:
+        """Return the seconds of a call by a formula, which the docstring gives with its source. "auto" selects the
+        cheapest algorithm. By default the cost is not known, and the algorithm is not selected.
+        """
+        return float("inf")
 
     def _close(self) -> None:  # noqa: B027, most hold nothing else
         """Free the algorithm's own resources. Collective.
@@ -714,7 +720,7 @@ class AllReduce(ABC):
             run = self._function(kind, buffer, op)[1]
         run(buffer)
 
-    def _work(self, call: Call) -> Work | Trial:
+    def _work(self, call: Call) -> Work:
         """Return the function that does calls like `call`. Errors are raised on all ranks: they have agreed on it."""
         if call.kind == "all_reduce":
             return self._route(call)

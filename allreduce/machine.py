@@ -15,7 +15,7 @@ OURS = "allreduce"
 LOADED = ("torch", "cupy", "ml_dtypes")  # compared if the program has imported them
 
 
-class Machine(TypedDict):
+class MachineKind(TypedDict):
     """Equal on all machines of one kind: it has no host names."""
 
     cpu: str  # the model's name
@@ -23,7 +23,7 @@ class Machine(TypedDict):
     mpi: str  # library and version
 
 
-def identify() -> Machine:
+def identify() -> MachineKind:
     """Return the kind of this rank's machine, with all its cores, whichever of them the rank is bound to."""
     return {"cpu": _cpu_model(), "cores": os.cpu_count() or 1, "mpi": mpi_library()}
 

@@ -242,7 +242,7 @@ def class_of(name: str) -> type[AllReduce]:
 
 def _arguments(name: str, backend_class: type[AllReduce], check: str, options: dict[str, Any]) -> dict[str, Any]:
     """Return a constructor's keyword arguments: `make` and `names` are added for backends composed of others."""
-    given = {"make": _part, "names": tuple(BACKENDS)}
+    given = {"make": _part}
     taken = [each for each in inspect.signature(backend_class).parameters if each not in ("topology", "compress")]
     offered = [each for each in taken if each not in given]
     for option in options:

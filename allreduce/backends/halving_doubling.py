@@ -8,9 +8,11 @@ With p the largest power of two up to n. Steps: 2 log2 p, and 2 more when n > p.
 
 import numpy as np
 
+from allreduce import cost
 from allreduce.arrays import chunks
 from allreduce.arrays.ops import Op
 from allreduce.backend import TwoPhase
+from allreduce.cost import Layout, Machine
 from allreduce.topology import Topology
 from allreduce.transport.point_to_point import Transfer
 
@@ -27,6 +29,26 @@ class HalvingDoubling(TwoPhase):
         super()._connect(topology)
         self._transfer = Transfer(self._comm, self.workspace, self.tag)
         self._power, self._extras = chunks.power_of_two(self.size)
+
+    @staticmethod
+    def cost(nbytes: float, layout: Layout, machine: Machine) -> float:
+        """2 log2 p alpha + 2 (p-1)/p S beta + (p-1)/p S gamma (Thakur, Rabenseifner and Gropp 2005), p the power of
+        two up to n; 2 steps of S more if p < n. 16-bit floats are sent as float32.
+
+        The first and largest steps are inside nodes; in later ones all ranks of a node use its link at once.
+        """
+        at, k, total = layout, machine, machine.call
+        size = 2 * nbytes if at.half else nbytes
+        power, extras = chunks.power_of_two(at.ranks)
+        for step in range(1, power.bit_length()):
+            part, sharing = size / 2**step, at.crossing(1 << (step - 1))
+            total += 2 * (cost.link(part, k, sharing) if sharing else cost.message(part, at, k))
+            total += cost.adding(part, at, k)
+        if extras:
+            sharing = min(extras, at.largest)
+            total += 2 * (cost.message(size, at, k) if at.nodes == 1 else cost.link(size, k, sharing))
+            total += cost.adding(size, at, k)
+        return total
 
     def owned(self, length: int, rank: int | None = None) -> slice:
         """Return a chunk of `length` / p elements for each of the first p ranks, an empty one for the extra ranks."""

@@ -16,10 +16,12 @@ from typing import Any
 import numpy as np
 from mpi4py import MPI
 
+from allreduce import cost
 from allreduce.arrays import dtypes
 from allreduce.arrays.memory_kinds import ALLOCATED
 from allreduce.arrays.ops import Op
 from allreduce.backend import AllReduce, NodeArrays, TwoPhase
+from allreduce.cost import Layout, Machine
 from allreduce.engine.call import Call
 from allreduce.engine.engine import Locate
 from allreduce.errors import OptionError
@@ -72,6 +74,25 @@ class HierarchicalCopy(TwoPhase):
         if self._leaders_only:
             self._ranks_inside = all_values(inside.world, self.rank, "learn the ranks of this node")
         self._transfer = Transfer(self._comm, self.workspace, self.tag)
+
+    @staticmethod
+    def cost(nbytes: float, layout: Layout, machine: Machine) -> float:
+        """`shared`'s two phases in each node: 4 fences, (n-1)/n S gamma and as many bytes copied; between them rings
+        across nodes, 2 (m-1)/m S net_beta (TF HierarchicalCopyAllReduce, ChainerMN).
+
+        Equal nodes: each rank of a node has a ring of its part. Uneven nodes: the leader collects, reduces and
+        distributes S. Node sums of 16-bit floats cross as float32, results as 16 bits.
+        """
+        at, k, big = layout, machine, layout.largest
+        crossing, total, part = nbytes, k.call, (big - 1) / big * nbytes
+        if big > 1:
+            crossing = 1.5 * nbytes if at.half else nbytes
+            total += cost.fences(4, at, k) + cost.adding(part, at, k) + part * k.copy * at.per_core
+            total += cost.fetching(nbytes, at, k)
+        if len(set(at.sizes)) == 1:
+            return total + cost.ring(crossing / big, at.nodes, at, k, crosses=at.nodes > 1, sharing=big)
+        collecting = (big - 1) * cost.message(nbytes / big, at, k)
+        return total + 2 * collecting + cost.ring(crossing, at.nodes, at, k, crosses=True)
 
     @property
     def exact(self) -> AllReduce:

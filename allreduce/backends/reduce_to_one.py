@@ -7,9 +7,11 @@ children in the tree, of which the root has the most, log2 n.
 
 import numpy as np
 
+from allreduce import cost
 from allreduce.arrays.chunks import binomial
 from allreduce.arrays.ops import Op
 from allreduce.backend import AllReduce
+from allreduce.cost import Layout, Machine
 from allreduce.engine.call import check_root
 from allreduce.topology import Topology
 from allreduce.transport.point_to_point import Transfer
@@ -28,6 +30,18 @@ class ReduceToOne(AllReduce):
     def _connect(self, topology: Topology) -> None:
         super()._connect(topology)
         self._transfer = Transfer(self._comm, self.workspace, self.tag)
+
+    @staticmethod
+    def cost(nbytes: float, layout: Layout, machine: Machine) -> float:
+        """(n-1) (alpha + S beta + S gamma) at the root; back in a tree, in which the root sends log2 n messages of S.
+
+        The link of the root's node carries the messages of all ranks on other nodes.
+        """
+        at, k = layout, machine
+        inside, apart = cost.message(nbytes, at, k), at.ranks - at.largest
+        total = k.call + (at.largest - 1) * inside + cost.adding((at.ranks - 1) * nbytes, at, k)
+        total += cost.link(nbytes, k, apart) if apart else 0.0
+        return total + cost.rounds(at.largest) * inside + cost.rounds(at.nodes) * cost.link(nbytes, k)
 
     def _reduce(self, buffer: np.ndarray, op: Op) -> None:
         if self.rank == self.root:

@@ -13,10 +13,12 @@ from typing import NamedTuple
 import numpy as np
 from mpi4py import MPI
 
+from allreduce import cost
 from allreduce.arrays import dtypes
 from allreduce.arrays.chunks import chunk, segments
 from allreduce.arrays.ops import Op
 from allreduce.backend import TwoPhase
+from allreduce.cost import Layout, Machine
 from allreduce.topology import Topology
 from allreduce.transport.control import all_values
 from allreduce.transport.point_to_point import AHEAD, Arrival, Transfer, segment_length
@@ -97,6 +99,12 @@ class Ring(TwoPhase):
         self._left, self._right = (self.rank - 1) % self.size, (self.rank + 1) % self.size
         nodes = all_values(self._comm, topology.node_index, "share the nodes of ranks")
         self._sends_originals = shorter(nodes)
+
+    @staticmethod
+    def cost(nbytes: float, layout: Layout, machine: Machine) -> float:
+        """2 (n-1) alpha + 2 (n-1)/n S beta + (n-1)/n S gamma (Patarasuk and Yuan 2009); the slowest link sets the
+        pace."""
+        return machine.call + cost.ring(nbytes, layout.ranks, layout, machine, crosses=layout.nodes > 1)
 
     def _reduce(self, buffer: np.ndarray, op: Op) -> None:
         if dtypes.is_half(buffer.dtype):

@@ -19,11 +19,12 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 from mpi4py import MPI
 
-from allreduce import notices
+from allreduce import cost, notices
 from allreduce.arrays import casts, dtypes, float16
 from allreduce.arrays.chunks import page_chunk, segments
 from allreduce.arrays.ops import Op
 from allreduce.backend import NodeArrays, TwoPhase
+from allreduce.cost import Layout, Machine
 from allreduce.errors import OptionError, UnavailableError
 from allreduce.machine import numa_node
 from allreduce.topology import Topology
@@ -83,6 +84,13 @@ class Shared(TwoPhase):
         self._fence = self._arrays.fence
         self._groups = self._numa_groups()  # ranks by NUMA node; empty: one level
         self._group = next((group for group in self._groups if self.rank in group), [])
+
+    @staticmethod
+    def cost(nbytes: float, layout: Layout, machine: Machine) -> float:
+        """2 fences; (n-1)/n S gamma: each rank adds S/n from n ranks and writes it to n (Hoefler et al. 2013). Arrays
+        that are not from `allocate` are copied, too."""
+        at, k, share = layout, machine, (layout.ranks - 1) / layout.ranks
+        return k.call + cost.fences(2, at, k) + cost.adding(share * nbytes, at, k) + cost.fetching(nbytes, at, k)
 
     def _numa_groups(self) -> list[list[int]]:
         """Return the ranks of each NUMA node, or [] if two levels would be like one. Collective."""

@@ -66,26 +66,16 @@ class DirectWork:
         return self.run(flat, op if self.argument is None else self.argument)
 
 
-@dataclass(frozen=True, slots=True)
-class Trial:
-    """Work of a first call: `run` does it and returns the work for later calls, which may be a Trial again."""
-
-    run: Callable[[Any, Op], "Work | Trial"]
-
-    def __call__(self, flat: Any, op: Op) -> object:
-        return self.run(flat, op)
-
-
 class AdmittedCall:
     """The record of a call whose arguments all ranks have agreed on.
 
     work: called with the array and `argument`. fingerprint: of the call, the tree and the location. tree: layout of the
     tree whose arrays the buffer holds, or None. locate: locates a buffer in memory from `allocate`, if the ranks must
-    compare locations; location: the location found. settling: functions to call once `work` is final; None after that.
-    bind: see DirectWork. rounds: see Slot.
+    compare locations; location: the location found. bind: see DirectWork.
+    rounds: see Slot.
     """
 
-    __slots__ = "argument", "bind", "call", "fingerprint", "locate", "location", "rounds", "settling", "tree", "work"
+    __slots__ = "argument", "bind", "call", "fingerprint", "locate", "location", "rounds", "tree", "work"
 
     def __init__(
         self,
@@ -100,7 +90,6 @@ class AdmittedCall:
         self.call, self.argument, self.work = call, argument, work
         self.tree, self.locate, self.location = tree, locate, location
         self.bind: Callable[[np.ndarray], BoundWork] | None = None
-        self.settling: list[Callable[[], None]] | None = []
         self.fingerprint = fingerprint(call) ^ (tree.number << SEQUENCE_BITS if tree else 0)
         if location is not None:
             self.fingerprint ^= zlib.crc32(f"{location}".encode()) << SEQUENCE_BITS
@@ -167,35 +156,17 @@ class Engine:
             raise error
         self._agreed.add(key)
 
-    def admit(self, call: Call, op: Op, work: Work | Trial, locate: Locate | None) -> AdmittedCall:
-        """Return the record of a call that `work` does from now on. Local. locate: see AdmittedCall."""
-
-        def begin(flat: Any, op: Op) -> None:
-            """Do the first calls: replace a Trial by the work that it returns."""
-            nonlocal work
-            if isinstance(work, Trial):
-                work = work.run(flat, op)
-            else:
-                work(flat, op)
-            if not isinstance(work, Trial):
-                self._settle(admitted, work)
-
-        admitted = AdmittedCall(self._slot, call, op, self.quiet(begin), locate=locate)
+    def admit(self, call: Call, op: Op, work: Work, locate: Locate | None) -> AdmittedCall:
+        """Return the record of a call that `work` does. Local. locate: see AdmittedCall."""
+        if isinstance(work, DirectWork):
+            argument = op if work.argument is None else work.argument
+            admitted = AdmittedCall(self._slot, call, argument, work.run, locate=locate)
+            admitted.bind = work.bind
+        else:
+            admitted = AdmittedCall(self._slot, call, op, self.quiet(work), locate=locate)
         if locate is not None:
             self._any_locate, self._thread = True, 0
-        if not isinstance(work, Trial):
-            self._settle(admitted, work)
         return admitted
-
-    def _settle(self, admitted: AdmittedCall, work: Work) -> None:
-        if isinstance(work, DirectWork):
-            admitted.work, admitted.bind = work.run, work.bind
-            admitted.argument = admitted.argument if work.argument is None else work.argument
-        else:
-            admitted.work = self.quiet(work)
-        settling, admitted.settling = admitted.settling or [], None
-        for settled in settling:
-            settled()
 
     def quiet(self, work: Callable[..., object]) -> Callable[..., Any]:
         """Wrap `work` so that NumPy ignores floating-point errors in it, whatever np.seterr is in the calling thread.
@@ -262,19 +233,10 @@ class Engine:
     def bind(self, admitted: AdmittedCall, flat: Any) -> Callable[[], None]:
         """Return a function without arguments that runs the call on `flat`, as `prepare` does. Local."""
         location = None if admitted.locate is None else admitted.locate(flat)  # the array does not move
-        call = AdmittedCall(self._slot, admitted.call, admitted.argument, admitted.work, location=location)
-        run = self.prepare(call, flat)
-
-        def settle() -> None:
-            work = admitted.work, flat, admitted.argument
-            call.work, given, call.argument = work if admitted.bind is None else admitted.bind(flat)
-            run.__defaults__ = (given,)
-
-        if admitted.settling is None:
-            settle()
-        else:
-            admitted.settling.append(settle)
-        return run
+        plain = admitted.work, flat, admitted.argument
+        work, given, argument = plain if admitted.bind is None else admitted.bind(flat)
+        call = AdmittedCall(self._slot, admitted.call, argument, work, location=location)
+        return self.prepare(call, given)
 
     @contextmanager
     def working_on(self, tree: Layout) -> Iterator[None]:

@@ -131,8 +131,8 @@ class Options:
     backend: one of `allreduce.NAMES`; by default the one in the environment variable ALLREDUCE_BACKEND,
         else "auto". new_group does not inherit the world's options; without pg_options it uses the same default.
     settings: further arguments of `allreduce.create` (check="always", cross="ring", ...). check and trace also apply
-        to reduce_scatter, for which "auto" uses "shared" or "ring". "auto" has trial="same_bits" by default: the same
-        program gives the same bits in each run.
+        to reduce_scatter, for which "auto" uses "shared" or "ring". "auto" has measure=False by default: a program
+        gives the same bits in each run.
     overlap: False runs every operation in the calling thread, before the call returns; then only messages and
         monitored_barrier have timeouts.
     compress: all_reduce and the reduce_scatters send sums and averages (SUM, AVG, PREMUL_SUM) of float32 and float64
@@ -412,7 +412,7 @@ class TensorReducer:
         given = self._options.settings
         settings = {key: given[key] for key in given if name == self._options.backend or key in GENERAL}
         if name == "auto":
-            settings = {"trial": "same_bits", **settings}  # PyTorch's users expect a run's bits to repeat
+            settings = {"measure": False, **settings}  # PyTorch's users expect a run's bits to repeat
         if settings.get("trace") is not None:
             if self._trace is None:
                 self._trace, self._owns_trace = tracing.of(settings["trace"], self._topology)

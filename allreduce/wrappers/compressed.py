@@ -14,7 +14,7 @@ from allreduce.arrays.ops import Op
 from allreduce.arrays.registered import Part, Registry, Slice
 from allreduce.backend import AllReduce, TwoPhase
 from allreduce.engine.call import Call
-from allreduce.engine.engine import Locate, Trial, Work
+from allreduce.engine.engine import Locate, Work
 from allreduce.topology import Topology
 from allreduce.transport.deferred_free import free_later
 from allreduce.transport.shared_segment import Location
@@ -145,7 +145,7 @@ class Compressed(TwoPhase):
     def _resolve(self, op: str, dtype: np.dtype) -> Op:
         return self.inner.hooks.resolve(op, dtype)
 
-    def _route(self, call: Call) -> Work | Trial:
+    def _route(self, call: Call) -> Work:
         if not call.length or not self._compresses(call.dtype, call.op):
             return self.inner.hooks.route(call)
         return self._working(call, self._reduce_compressed)

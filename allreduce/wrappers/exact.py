@@ -15,7 +15,7 @@ from allreduce.arrays.rows import Rows, merge_indices
 from allreduce.backend import AllReduce
 from allreduce.engine import call as records
 from allreduce.engine.call import Call
-from allreduce.engine.engine import Locate, Trial, Work
+from allreduce.engine.engine import Locate, Work
 from allreduce.errors import NotAnArrayError, OptionError, UnsupportedOpError
 from allreduce.topology import Topology
 from allreduce.transport import chunked
@@ -276,7 +276,7 @@ class Exact(Compressed):
             )
         return resolved
 
-    def _route(self, call: Call) -> Work | Trial:
+    def _route(self, call: Call) -> Work:
         extreme = self.size > 1 and call.length and call.dtype in FORMATS and call.op in ("max", "min")
         if not extreme:
             return super()._route(call)

@@ -12,7 +12,7 @@ from allreduce.arrays.ops import Op
 from allreduce.arrays.registered import Part, Slice
 from allreduce.backend import AllReduce
 from allreduce.engine.call import Call
-from allreduce.engine.engine import Trial, Work
+from allreduce.engine.engine import Work
 from allreduce.topology import Topology
 from allreduce.wrappers.compressed import Compressed
 from allreduce.wrappers.options import LONG, Half
@@ -46,7 +46,7 @@ class Halved(Compressed):
         self.inner.hooks.reduce(short, op)
         cast(short, buffer)
 
-    def _route(self, call: Call) -> Work | Trial:
+    def _route(self, call: Call) -> Work:
         if call.memory == GPU and call.length and self._compresses(call.dtype, call.op):
             return self._reduce_on_gpu
         return super()._route(call)

@@ -18,7 +18,6 @@ from benchmarks.lib.advice import (
     wrong_results,
 )
 from benchmarks.lib.results import MEMORIES, Run, summarize
-from benchmarks.tune import table_steps
 from tests.benchmarks.made_runs import made_run
 
 
@@ -88,11 +87,6 @@ def test_wrong_results_are_told() -> None:
     run.results.append(summarize("ring", "foreign", 4, 4, 4, np.array([1e-6]), 3))
     assert wrong_results(run) == ["WRONG RESULTS: ring, foreign arrays, 16 B: 3 elements"]
     assert "ring" not in {name for found in times_of(run, "foreign").values() for name in found}
-
-
-def test_steps_of_a_decision_table() -> None:
-    found = table_steps({16: {"a": 1.0, "b": 2.0}, 64: {"a": 1.0, "b": 0.99}, 256: {"a": 2.0, "b": 1.0}})
-    assert found == [(128, "a"), (None, "b")]  # 1 % is no reason to change; the middle of 64 and 256 is 128
 
 
 def test_table_has_nccl_tests_columns() -> None:

@@ -99,7 +99,7 @@ SHORTER = {
     "benchmarks.bandwidth": "-b 1K -e 16K -n 2 -w 0",
     "benchmarks.compression": "--size 64K --methods none,bfloat16,int8 --iters 1",
     "benchmarks.strategies": "--epochs 1 --only mirrored --slow-factor 0",
-    "benchmarks.tune": "--sizes 1K --dtypes float32 -n 1 -w 0 --output table.json",
+    "benchmarks.tune": "-n 1 --output table.json",
     "trainers": "--epochs 1",
 }
 MAKES = "python -m trainers.datasets make"  # what the commands after it need: it runs for each page

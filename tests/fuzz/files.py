@@ -10,7 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from allreduce.backends import decision_table
+from allreduce import constants
+from allreduce.cost import Machine
 from allreduce.machine import identify
 from benchmarks.lib.results import Run, summarize, to_json
 from trainers.files import checkpoint, model_file
@@ -142,12 +143,8 @@ def checkpoint_members(folder: Path) -> tuple[bytes, dict[str, bytes], dict[str,
 
 
 def decision() -> dict[str, Any]:
-    steps = [decision_table.Step(4096, "native"), decision_table.Step(None, "shared")]
-    entries = {
-        decision_table.Key((2,), False, "float32", "foreign"): steps,
-        decision_table.Key((2, 2), True, "float64", "allocated"): steps[1:],
-    }
-    return json.loads(decision_table.dumps(entries))  # type: ignore[no-any-return]
+    entries = {constants.Key((2,), False): Machine(), constants.Key((2, 2), True): Machine(alpha=1e-3)}
+    return json.loads(constants.dumps(entries))  # type: ignore[no-any-return]
 
 
 def cluster() -> list[dict[str, Any]]:

@@ -12,10 +12,11 @@ from typing import Any
 import numpy as np
 from hypothesis import strategies as st
 
-from allreduce.backends import decision_table
+from allreduce import constants
+from allreduce.cost import Layout
 from allreduce.errors import AllReduceError, CommunicationError
 from allreduce.machine import identify
-from allreduce.registry import BACKENDS
+from allreduce.registry import class_of
 from benchmarks import compare, scaling, timeline
 from benchmarks.lib import plot, report
 from benchmarks.lib.advice import advice
@@ -286,13 +287,13 @@ def _checkpoints() -> "st.SearchStrategy[Any]":
 
 def _read_decisions(value: Content, folder: Path) -> str:
     path = Path(lay(folder / "table.json", value))
-    entries = decision_table.loads(decision_table.read_text(path), identify(), BACKENDS)
-    decision_table.dumps(entries)
-    for key, steps in entries.items():
-        rule = decision_table._as_rule({(key.dtype, key.memory): steps}, lambda *_: ("ring", ""))
+    entries = constants.loads(constants.read_text(path), identify())
+    constants.dumps(entries)
+    for key, machine in entries.items():
         for size in (0, 4096, 1 << 40):
-            said = rule(None, size, np.dtype(np.float32), 0)  # type: ignore[arg-type]
-    return "" if not entries else said[1]
+            seconds = class_of("ring").cost(size, Layout(key.node_sizes), machine)
+            assert seconds >= 0
+    return ""
 
 
 def _decisions() -> "st.SearchStrategy[Any]":
@@ -302,7 +303,7 @@ def _decisions() -> "st.SearchStrategy[Any]":
 def _said_by_auto(value: Content, folder: Path) -> str:
     """Return the messages of rank 0 about a table: a wrong table must not stop a training."""
     path = Path(lay(folder / "table.json", value))
-    return decision_table._read(peers.OneNode(), path, BACKENDS)[1]  # type: ignore[arg-type]
+    return constants._read(peers.OneNode(), path)[1]  # type: ignore[arg-type]
 
 
 def _read_cluster(value: str, _: Path) -> None:
@@ -462,7 +463,7 @@ READERS = [
     Reader("columns", trees([files.COLUMNS]), _read_columns, (ValueError,)),
     Reader("model", _models(), _read_model, (ModelFileError,)),
     Reader("checkpoints", _checkpoints(), _read_checkpoints, (CheckpointError, ModelFileError)),
-    Reader("decision table", _decisions(), _read_decisions, (decision_table.TableError, OSError)),
+    Reader("constants", _decisions(), _read_decisions, (constants.TableError, OSError)),
     Reader("auto's table", _decisions(), _said_by_auto, ()),
     Reader("TF_CONFIG", _clusters(), _read_cluster, (RoleError,)),
     Reader("compare", st.tuples(_results(), _results()), _read_results, (FileError,)),

@@ -15,9 +15,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from allreduce.backends import decision_table
+from allreduce import constants
 from allreduce.machine import identify
-from allreduce.registry import BACKENDS
 from trainers import datasets
 from trainers.datasets import rows, table
 from trainers.errors import ArgumentError, DataError, ModelFileError
@@ -298,7 +297,7 @@ def test_seeds(seed: Any) -> None:
         NumpyNetwork([4, 3], seed=seed)
 
 
-# The decision table
+# The file of constants
 
 
 @pytest.mark.parametrize("kind", ["pipe", "/dev/zero", "folder", "large", "deep"])
@@ -314,5 +313,5 @@ def test_tables(tmp_path: Path, kind: str) -> None:
         path.write_text("[" * 100000)
         os.truncate(path, 1 << 40 if kind == "large" else 100000)
     complaint = {"large": "more than", "deep": "not JSON", "folder": "directory"}.get(kind, "not a regular file")
-    with pytest.raises((decision_table.TableError, OSError), match=complaint):
-        decision_table.loads(decision_table.read_text(path), identify(), BACKENDS)
+    with pytest.raises((constants.TableError, OSError), match=complaint):
+        constants.loads(constants.read_text(path), identify())

@@ -14,12 +14,11 @@ from typing import Any
 
 import pytest
 
-from allreduce.backends import decision_table
+from allreduce import constants
 from allreduce.errors import CommunicationError
 from allreduce.files import replacing
 from allreduce.health.status import ENDED, WAITING
 from allreduce.machine import identify
-from allreduce.registry import BACKENDS
 from allreduce.tracing import trace
 from benchmarks import compare, scaling, timeline
 from benchmarks.lib import outputs, plot, report
@@ -109,8 +108,8 @@ def test_errors_quote_no_control_characters(tmp_path: Path) -> None:
         datasets.load(str(path))
     assert str(caught.value).isprintable()
     other = files.decision() | {"machine": {"cpu": RED * 100}}
-    with pytest.raises(decision_table.TableError, match="measured on another machine") as refused:
-        decision_table.loads(json.dumps(other), identify(), BACKENDS)
+    with pytest.raises(constants.TableError, match="measured on another machine") as refused:
+        constants.loads(json.dumps(other), identify())
     assert str(refused.value).isprintable()
     assert len(str(refused.value)) < 500
 

@@ -376,38 +376,3 @@ def test_the_state_of_one_array(name: str, nodes: int | None, compress: Any, top
         reduce.reset(arrays[1])
         assert reduce.state(arrays[0])
         assert not reduce.state(arrays[1])
-
-
-@several
-def test_auto_creates_a_backend_for_arrays_of_before() -> None:
-    """It knows them on all ranks by the same numbers, and has their loaded state, whatever was freed meanwhile. The
-    state of one rank that does not fit is an error on all ranks."""
-
-    def choose(topology: Any, nbytes: int, dtype: Any, memory: int) -> tuple[str, str]:
-        return ("ring" if nbytes > 4 * LENGTH else "hierarchical_copy"), "test"
-
-    with (
-        allreduce.Topology(ranks_per_node=1) as nodes,
-        allreduce.create("auto", nodes, choose=choose, compress="int8") as reduce,
-    ):
-        first, second = reduce.allocate(LENGTH), reduce.allocate(2 * LENGTH)
-        residual = values(rank, "float32", 2 * LENGTH)
-        wrong = {"ring/1/residual": residual[1:]}
-        with pytest.raises(errors.OptionError, match="1/residual"):
-            reduce.load_state(wrong)
-        reduce.load_state({"ring/1/residual": residual})
-        if rank == 0:
-            del first
-        name = f"ring/{int(rank > 0)}/residual"
-        assert (reduce.state()[name] == residual).all()
-        reduce(second, "sum")
-        assert np.abs(second - sum(values(number, "float32", 2 * LENGTH) for number in range(size))).max() < 0.1 * size
-        assert reduce.state()[name].any()
-    with (
-        allreduce.Topology(ranks_per_node=1) as nodes,
-        allreduce.create("auto", nodes, choose=choose, compress="int8") as reduce,
-    ):
-        array = reduce.allocate(2 * LENGTH)
-        reduce.load_state({"ring/other/0/residual": residual} if rank == 0 else {})
-        assert "other/0/residual" in raised(errors.OptionError, lambda: reduce(array, "sum"))
-        reduce(array, "sum")

@@ -37,8 +37,8 @@ def topology(request: pytest.FixtureRequest) -> Generator[allreduce.Topology]:
 
 @pytest.fixture(scope="module", params=NAMES)
 def reduce(request: pytest.FixtureRequest, topology: allreduce.Topology) -> Generator[AllReduce]:
-    # by trial, "auto" compares places only in calls that "shared" does
-    made = usable(request.param, topology, **({"trial": False} if request.param == "auto" else {}))
+    # by measured constants, "auto" compares places only in calls that "shared" does
+    made = usable(request.param, topology, **({"measure": False} if request.param == "auto" else {}))
     yield made
     made.close()
 

@@ -352,10 +352,6 @@ def test_a_communicator_in_place_of_a_topology() -> None:
             allreduce.create("auto", comm=MPI.COMM_SELF)
 
 
-def test_a_rule_that_is_none(flat: allreduce.Topology, world: MPI.Intracomm) -> None:
-    raised_everywhere(world, errors.OptionError, lambda: allreduce.create("auto", flat, choose="ring"))
-
-
 @pytest.mark.parametrize("ranks", [[], [0, 0], [-1], [10_000], ["a"], [0.5]])
 def test_ranks_that_make_no_topology(ranks: list[Any]) -> None:
     with pytest.raises(errors.OptionError, match="give some ranks of MPI, each of them once"):

@@ -321,14 +321,14 @@ def test_jobs_with_one_node_and_several_load_each_other_s_state(
 
 
 @pytest.mark.skipif(not NODES, reason="needs ranks for several nodes")
-def test_auto_creates_a_backend_after_the_array(topology_of: Any) -> None:
-    topology, choose = topology_of(NODES[next(iter(NODES))]), lambda *_: ("ring", "a test")
-    make = partial(allreduce.create, "auto", topology, compress="int8", choose=choose)
+def test_state_of_auto(topology_of: Any) -> None:
+    topology = topology_of(NODES[next(iter(NODES))])
+    make = partial(allreduce.create, "auto", topology, compress="int8")
     with make() as reduce, make() as other:
         array, again = reduce.allocate(20_000), other.allocate(20_000)
         array[:] = gradient(0, array.size)
         reduce(array)
-        assert residual(reduce, array).any()
+        assert total(residual(reduce, array)).any()  # on uneven nodes the leaders send
         other.load_state(reduce.state())
         assert (residual(other, array) == residual(reduce, array)).all()
         array[:] = again[:] = gradient(1, array.size)

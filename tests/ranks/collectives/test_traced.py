@@ -70,20 +70,6 @@ def test_a_backend(name: str, flat: allreduce.Topology, folder: Path, world: MPI
 
 
 @several
-def test_trials_of_auto(flat: allreduce.Topology, folder: Path, world: MPI.Intracomm) -> None:
-    """Each call has the backend that did it."""
-    with allreduce.create("auto", flat, trace=folder / "trace.json", table="") as reduce:
-        array = np.ones(1 << 18, "float32")
-        used = []
-        for _ in range(30):
-            reduce(array, "max")
-            used.append(reduce.chosen(array))
-    calls = [event for event in complete(folder / "trace.json", world) if event["cat"] == "reduce"]
-    assert [event["args"]["backend"] for event in calls if event["pid"] == world.rank] == used
-    assert {"shared", "native"} <= set(used)
-
-
-@several
 def test_waits_are_those_of_who_came_early(flat: allreduce.Topology, folder: Path, world: MPI.Intracomm) -> None:
     with allreduce.create("ring", flat) as inner, Trace(folder / "trace.json", flat) as trace:
         from allreduce.wrappers.traced import Traced

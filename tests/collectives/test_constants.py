@@ -1,0 +1,188 @@
+"""The file of constants: written, read back, refused by name, and used. The formulas: the cheapest algorithm."""
+
+import json
+import os
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from allreduce import NAMES, constants
+from allreduce.constants import Key, TableError
+from allreduce.cost import Layout, Machine
+from allreduce.machine import identify, mpi_library
+from allreduce.registry import class_of
+from tests.conftest import JobRunner
+
+SHORT, MIB = 1 << 16, 1 << 20
+SLOW = Machine(call=1.0)  # of everything but "native", which has no Python code in its call
+ENTRIES = {Key((2,), False): SLOW, Key((2, 2), True): Machine()}
+WITH_COST = ("ring", "halving_doubling", "reduce_to_one", "hierarchical_copy", "shared", "native")
+ASK = """
+import sys, allreduce, numpy as np
+for path in sys.argv[1:] or [None]:
+    with allreduce.create("auto", table=path, measure=False) as backend:
+        array = backend.allocate(1 << 22, "float32")
+        half = np.full(4096, backend.rank + 1, "float16")
+        backend(half, "sum")
+        assert (half == sum(range(backend.size + 1))).all()
+        if backend.rank == backend.size - 1:
+            print(backend.chosen(array), backend.chosen(half))
+"""
+
+
+def table(**changes: Any) -> str:
+    """Return the text of a file of this machine, with changes at its top level."""
+    return json.dumps({**json.loads(constants.dumps(ENTRIES)), **changes})
+
+
+def entry(**changes: Any) -> dict[str, Any]:
+    return {**json.loads(constants.dumps(ENTRIES))["entries"][0], **changes}
+
+
+def values(**changes: Any) -> dict[str, Any]:
+    return {**entry()["constants"], **changes}
+
+
+def test_written_and_read_back() -> None:
+    assert constants.loads(constants.dumps(ENTRIES), identify()) == ENTRIES
+
+
+def test_identity_names_no_host() -> None:
+    assert set(identify()) == {"cpu", "cores", "mpi"}
+    assert identify()["cpu"]
+    assert any(character.isdigit() for character in mpi_library())
+    assert "\n" not in mpi_library()
+
+
+@pytest.mark.parametrize(
+    ("text", "complaint"),
+    [
+        ("", "not JSON"),
+        (table()[:-20], "not JSON"),
+        ("[1]", "no constants of python -m benchmarks.tune"),
+        (table(format="allreduce decision table"), "no constants of python -m benchmarks.tune"),
+        (table(version=2), "version 2"),
+        (table(machine={"cpu": "Other", "cores": 2, "mpi": "MPI"}), "another machine .cpu Other"),
+        (table(machine=None), "another machine"),
+        (table(entries=[7]), "malformed"),
+        (table(entries=[entry(node_sizes=["2"])]), "malformed"),
+        (table(entries=[entry(node_sizes=[])]), "malformed"),
+        (table(entries=[entry(simulated=1)]), "malformed"),
+        (table(entries=[entry(constants={})]), "malformed"),
+        (table(entries=[entry(constants=values(alpha="1"))]), "no times"),
+        (table(entries=[entry(constants=values(alpha=True))]), "no times"),
+        (table(entries=[entry(constants=values(alpha=-1e-6))]), "no times"),
+        (table(entries=[entry(constants=values(alpha=float("nan")))]), "no times"),
+        (table(entries=[entry(constants=values(alpha=10**400))]), "malformed"),
+        (table(entries=[entry(constants=values(more=1.0))]), "malformed"),
+    ],
+)
+def test_refused_with_the_reason(text: str, complaint: str) -> None:
+    with pytest.raises(TableError, match=complaint):
+        constants.loads(text, identify())
+
+
+def test_where_the_file_lies(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.delenv(constants.ENVIRONMENT, raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    default = constants.table_path()
+    assert default is not None
+    assert default.parent == tmp_path / "allreduce"
+    monkeypatch.setenv(constants.ENVIRONMENT, "/a/table")
+    assert constants.table_path() == Path("/a/table")
+    assert constants.table_path("/given") == Path("/given")
+    assert constants.table_path("") is None
+
+
+def ask(mpirun: JobRunner, tmp_path: Path, *paths: Path, **env: Any) -> tuple[list[str], list[str]]:
+    """Return the backends that auto selects for 16 MiB from allocate and for 16-bit floats on two ranks, with each file
+    in turn, and its messages."""
+    script = tmp_path / "ask.py"
+    script.write_text(ASK)
+    variables = {"XDG_CACHE_HOME": str(tmp_path), **{key: str(value) for key, value in env.items()}}
+    job = mpirun(2, [script, *paths], env=variables)
+    assert job.returncode == 0, job.stderr
+    return job.stdout.splitlines(), [line for line in job.stderr.splitlines() if '"auto"' in line]
+
+
+@pytest.fixture
+def table_file(mpirun: JobRunner, tmp_path: Path) -> Path:
+    """A file for this machine under Open MPI, whatever MPI runs these tests."""
+    code = "from tests.collectives.test_constants import ENTRIES, constants; print(constants.dumps(ENTRIES))"
+    job = mpirun(1, ["-c", code])
+    path = tmp_path / "table.json"
+    path.write_text(job.stdout)
+    return path
+
+
+def test_auto_uses_a_file_and_says_it_once(mpirun: JobRunner, tmp_path: Path, table_file: Path) -> None:
+    """Its constants make "native" the cheapest. It does not sum 16-bit floats, whatever the file says."""
+    for chosen, said in (
+        ask(mpirun, tmp_path, table_file),
+        ask(mpirun, tmp_path, ALLREDUCE_TABLE=table_file),
+    ):
+        assert chosen == ["native shared"]
+        assert said == [f'allreduce: "auto" selects by the constants of {table_file}']
+
+
+def test_auto_does_without_a_file_that_it_cannot_use(mpirun: JobRunner, tmp_path: Path, table_file: Path) -> None:
+    builtin, said = ask(mpirun, tmp_path)
+    assert builtin == ["shared shared"]
+    assert said == []  # that there is none is no news
+    corrupt, foreign, other = (tmp_path / f"{name}.json" for name in ("corrupt", "foreign", "other"))
+    corrupt.write_text(table_file.read_text()[:100])
+    foreign.write_text(table_file.read_text().replace('"cores": ', '"cores": 99'))
+    other.write_text(table_file.read_text().replace("2\n", "3\n", 1))
+    os.mkfifo(tmp_path / "pipe")
+    refused = {corrupt: "not JSON", foreign: "another machine", tmp_path: "Is a directory"}
+    refused |= {tmp_path / "pipe": "not a regular file", Path("/dev/zero"): "not a regular file"}
+    refused |= {other: "it has none for 2 ranks on 1 node"}
+    chosen, said = ask(mpirun, tmp_path, *refused)
+    assert chosen == builtin * len(refused)
+    for line, (path, complaint) in zip(said, refused.items(), strict=True):
+        assert f'"auto" does without the constants of {path}: ' in line
+        assert complaint in line
+
+
+# The formulas
+
+
+def cheapest(nbytes: int, layout: Layout, machine: Machine | None = None) -> str:
+    usable = [name for name in WITH_COST if layout.nodes == 1 or name != "shared"]
+    return min(usable, key=lambda name: class_of(name).cost(nbytes, layout, machine or Machine()))
+
+
+PAIR, FOUR, MANY = Layout((2,)), Layout((4,)), Layout((1,) * 64)
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "layout", "names"),
+    [
+        (8, PAIR, ("native",)),
+        (8, replace(PAIR, allocated=False), ("native",)),
+        (8, MANY, ("native",)),
+        (MIB, PAIR, ("shared",)),
+        (MIB, FOUR, ("shared",)),
+        (64 * MIB, replace(FOUR, allocated=False), ("shared",)),
+        (64 * MIB, replace(FOUR, allocated=False, cma=False), ("ring", "native")),
+        (64 * MIB, Layout((8,) * 4), ("hierarchical_copy",)),
+        (64 * MIB, Layout((8, 8, 8, 7)), ("hierarchical_copy", "native")),
+        (4 * MIB, Layout((1,) * 256), ("halving_doubling", "native")),
+    ],
+)
+def test_the_cheapest(nbytes: int, layout: Layout, names: tuple[str, ...]) -> None:
+    assert cheapest(nbytes, layout) in names
+
+
+def test_many_nodes_take_few_steps() -> None:
+    """A ring of 256 nodes takes 510 steps one after another, halving and doubling takes 16."""
+    many = Layout((1,) * 256)
+    assert class_of("halving_doubling").cost(SHORT, many, Machine()) < class_of("ring").cost(SHORT, many, Machine()) / 4
+
+
+def test_every_sum_has_a_cost() -> None:
+    """But NCCL, which alone reduces CuPy arrays, and the one that selects."""
+    for name in NAMES:
+        assert (class_of(name).cost(MIB, PAIR, Machine()) < float("inf")) == (name in WITH_COST), name
