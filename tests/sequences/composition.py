@@ -31,7 +31,7 @@ WAYS = ("traced", "bound", "submitted", "traced, bound", "traced, submitted", "a
 FLOATS = ("float32", "float64", "float16", "bfloat16")
 DTYPES = (*FLOATS, "float32", "float64", "int32", "int64", "uint8", "int8", "bool")
 MEMORY = ("allocated", "scratch", "slice", "slice of scratch", "unregistered", "two axes", "Fortran")
-FIXED = {"auto": {"trial": False}}  # options without which equal calls may have other bits
+FIXED = {"auto": {"measure": False}}  # options without which equal calls may have other bits
 # how far a sum may be from NumPy's: of the sum of the magnitudes; of codes of 8 bits, of the largest element
 NEAR = {"bfloat16": 2.0**-5, "float16": 2.0**-8, "int8": 0.1, "float8": 0.3}
 
