@@ -14,7 +14,6 @@ from allreduce.arrays.memory_kinds import ALLOCATED, GPU, UNREGISTERED
 from allreduce.arrays.ops import Op
 from allreduce.arrays.registered import Part
 from allreduce.arrays.workspace import Workspace
-from allreduce.cost import Layout, Machine
 from allreduce.engine import call as records
 from allreduce.engine.call import REDUCING, Call
 from allreduce.engine.engine import CHECKS, NOTHING, AdmittedCall, Engine, Locate, Work
@@ -36,6 +35,7 @@ from allreduce.process import children
 from allreduce.topology import Topology
 from allreduce.transport import chunked
 from allreduce.transport.control import everywhere
+from allreduce.transport.cost import Layout, Machine
 from allreduce.transport.deferred_free import free_later
 from allreduce.transport.shared_segment import Location
 

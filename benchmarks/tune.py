@@ -18,10 +18,11 @@ from typing import TypeVar
 from mpi4py import MPI
 
 from allreduce import Topology
-from allreduce.constants import ENVIRONMENT, Entries, TableError, default_path, dumps, key_of, loads, measure, read_text
 from allreduce.errors import OptionError
 from allreduce.machine import identify
 from allreduce.transport.control import raise_together, together
+from allreduce.tuning.constants import ENVIRONMENT, Entries, TableError, default_path, dumps, key_of, loads, read_text
+from allreduce.tuning.measuring import measure
 from benchmarks.lib import cli, outputs
 from benchmarks.lib.outputs import Screen
 

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import DTypeLike
 
-from allreduce import constants, notices
+from allreduce import notices
 from allreduce.arrays import dtypes
 from allreduce.arrays.memory_kinds import ALLOCATED, GPU
 from allreduce.arrays.ops import Op
@@ -24,6 +24,7 @@ from allreduce.engine.engine import Locate, Work
 from allreduce.errors import OptionError, UnavailableError
 from allreduce.topology import Topology
 from allreduce.transport.shared_segment import Location
+from allreduce.tuning import constants, measuring
 
 ON_ONE_NODE = ("shared", "native", "ring")
 ON_NODES = ("hierarchical_copy", "halving_doubling", "native", "ring")
@@ -73,7 +74,7 @@ class Auto(AllReduce):
         if self.size == 1 or self._compress is not None:
             names = names[:1]
         if self.size > 1:
-            self._layout = constants.layout_of(topology)
+            self._layout = measuring.layout_of(topology)
             self._constants = constants.known(topology, self._table, self._measures or self.size == 2)
             self._create("nccl")
         for name in names:

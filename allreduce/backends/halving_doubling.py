@@ -8,12 +8,12 @@ With p the largest power of two up to n. Steps: 2 log2 p, and 2 more when n > p.
 
 import numpy as np
 
-from allreduce import cost
 from allreduce.arrays import chunks
 from allreduce.arrays.ops import Op
 from allreduce.backend import TwoPhase
-from allreduce.cost import Layout, Machine
 from allreduce.topology import Topology
+from allreduce.transport import cost
+from allreduce.transport.cost import Layout, Machine
 from allreduce.transport.point_to_point import Transfer
 
 

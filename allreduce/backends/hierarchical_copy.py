@@ -16,17 +16,17 @@ from typing import Any
 import numpy as np
 from mpi4py import MPI
 
-from allreduce import cost
 from allreduce.arrays import dtypes
 from allreduce.arrays.memory_kinds import ALLOCATED
 from allreduce.arrays.ops import Op
 from allreduce.backend import AllReduce, NodeArrays, TwoPhase
-from allreduce.cost import Layout, Machine
 from allreduce.engine.call import Call
 from allreduce.engine.engine import Locate
 from allreduce.errors import OptionError
 from allreduce.topology import Topology
+from allreduce.transport import cost
 from allreduce.transport.control import all_values, together
+from allreduce.transport.cost import Layout, Machine
 from allreduce.transport.point_to_point import Transfer
 from allreduce.transport.shared_segment import Location
 

@@ -6,13 +6,13 @@ from typing import Any
 import numpy as np
 from mpi4py import MPI
 
-from allreduce import cost
 from allreduce.arrays import chunks, dtypes, gpu, ops
 from allreduce.arrays.ops import Op
 from allreduce.backend import AllReduce
-from allreduce.cost import Layout, Machine
 from allreduce.engine.call import Call
 from allreduce.engine.engine import BoundWork, DirectWork, Work
+from allreduce.transport import cost
+from allreduce.transport.cost import Layout, Machine
 from allreduce.transport.operations import numpy_operation
 
 LARGEST_COUNT = 1 << 30  # elements in one call: an MPI count is a C int in Open MPI 5
@@ -33,7 +33,7 @@ class Native(AllReduce):
     @staticmethod
     def cost(nbytes: float, layout: Layout, machine: Machine) -> float:
         """The faster one of recursive doubling and Rabenseifner's algorithm (Thakur, Rabenseifner and Gropp 2005),
-        times a measured factor; see allreduce.cost.library."""
+        times a measured factor; see allreduce.transport.cost.library."""
         return cost.library(nbytes, layout, machine)
 
     def _route(self, call: Call) -> Work:

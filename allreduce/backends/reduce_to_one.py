@@ -7,13 +7,13 @@ children in the tree, of which the root has the most, log2 n.
 
 import numpy as np
 
-from allreduce import cost
 from allreduce.arrays.chunks import binomial
 from allreduce.arrays.ops import Op
 from allreduce.backend import AllReduce
-from allreduce.cost import Layout, Machine
 from allreduce.engine.call import check_root
 from allreduce.topology import Topology
+from allreduce.transport import cost
+from allreduce.transport.cost import Layout, Machine
 from allreduce.transport.point_to_point import Transfer
 
 

@@ -13,14 +13,14 @@ from typing import NamedTuple
 import numpy as np
 from mpi4py import MPI
 
-from allreduce import cost
 from allreduce.arrays import dtypes
 from allreduce.arrays.chunks import chunk, segments
 from allreduce.arrays.ops import Op
 from allreduce.backend import TwoPhase
-from allreduce.cost import Layout, Machine
 from allreduce.topology import Topology
+from allreduce.transport import cost
 from allreduce.transport.control import all_values
+from allreduce.transport.cost import Layout, Machine
 from allreduce.transport.point_to_point import AHEAD, Arrival, Transfer, segment_length
 from allreduce.transport.wait import wait
 

@@ -19,16 +19,17 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 from mpi4py import MPI
 
-from allreduce import cost, notices
+from allreduce import notices
 from allreduce.arrays import casts, dtypes, float16
 from allreduce.arrays.chunks import page_chunk, segments
 from allreduce.arrays.ops import Op
 from allreduce.backend import NodeArrays, TwoPhase
-from allreduce.cost import Layout, Machine
 from allreduce.errors import OptionError, UnavailableError
 from allreduce.machine import numa_node
 from allreduce.topology import Topology
+from allreduce.transport import cost
 from allreduce.transport.control import agree, combine
+from allreduce.transport.cost import Layout, Machine
 from allreduce.transport.shared_segment import PAGE_BYTES, STAGING_BYTES, Location, SharedArrays, shared_rows
 
 WORD = np.dtype(np.int64)

@@ -8,11 +8,12 @@ from typing import Any
 
 import pytest
 
-from allreduce import NAMES, constants
-from allreduce.constants import Key, TableError
-from allreduce.cost import Layout, Machine
+from allreduce import NAMES
 from allreduce.machine import identify, mpi_library
 from allreduce.registry import class_of
+from allreduce.transport.cost import Layout, Machine
+from allreduce.tuning import constants
+from allreduce.tuning.constants import Key, TableError
 from tests.conftest import JobRunner
 
 SHORT, MIB = 1 << 16, 1 << 20

@@ -10,9 +10,9 @@ from typing import Any
 
 import numpy as np
 
-from allreduce import constants
-from allreduce.cost import Machine
 from allreduce.machine import identify
+from allreduce.transport.cost import Machine
+from allreduce.tuning import constants
 from benchmarks.lib.results import Run, summarize, to_json
 from trainers.files import checkpoint, model_file
 from trainers.replicas.numpy.network import NumpyNetwork

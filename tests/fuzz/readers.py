@@ -12,11 +12,11 @@ from typing import Any
 import numpy as np
 from hypothesis import strategies as st
 
-from allreduce import constants
-from allreduce.cost import Layout
 from allreduce.errors import AllReduceError, CommunicationError
 from allreduce.machine import identify
 from allreduce.registry import class_of
+from allreduce.transport.cost import Layout
+from allreduce.tuning import constants
 from benchmarks import compare, scaling, timeline
 from benchmarks.lib import plot, report
 from benchmarks.lib.advice import advice

@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from allreduce import constants
 from allreduce.machine import identify
+from allreduce.tuning import constants
 from trainers import datasets
 from trainers.datasets import rows, table
 from trainers.errors import ArgumentError, DataError, ModelFileError

@@ -14,12 +14,12 @@ from typing import Any
 
 import pytest
 
-from allreduce import constants
 from allreduce.errors import CommunicationError
 from allreduce.files import replacing
 from allreduce.health.status import ENDED, WAITING
 from allreduce.machine import identify
 from allreduce.tracing import trace
+from allreduce.tuning import constants
 from benchmarks import compare, scaling, timeline
 from benchmarks.lib import outputs, plot, report
 from benchmarks.lib.results import FileError, load, to_json

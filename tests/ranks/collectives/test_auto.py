@@ -10,11 +10,12 @@ import pytest
 from mpi4py import MPI
 
 import allreduce
-from allreduce import constants, notices
+from allreduce import notices
 from allreduce.arrays.memory_kinds import ALLOCATED, GPU, UNREGISTERED
 from allreduce.backends import auto
-from allreduce.cost import Machine
 from allreduce.errors import OptionError, UnavailableError
+from allreduce.transport.cost import Machine
+from allreduce.tuning import constants, measuring
 from tests.ranks.grid import run_grid
 from tests.ranks.together import raised_everywhere
 
@@ -109,8 +110,8 @@ def test_ranks_agree_though_they_measure_differently(
         work()
         return 1e-6 * (world.rank + 1)
 
-    monkeypatch.setattr(constants, "_seconds", seconds)
-    found = constants.measure(topology_of(nodes))
+    monkeypatch.setattr(measuring, "_seconds", seconds)
+    found = measuring.measure(topology_of(nodes))
     assert len(set(world.allgather(found))) == 1
     assert (found.net_alpha if nodes else found.alpha) == pytest.approx(1e-6 * (SIZE // 2 * 2), rel=0.01)
     assert found.switch == 0
@@ -120,8 +121,8 @@ def test_ranks_agree_though_they_measure_differently(
 def test_constants_are_measured_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """On each topology; and not at all where nothing may depend on them."""
     measured = []
-    real = constants.measure
-    monkeypatch.setattr(constants, "measure", lambda topology: measured.append(topology) or real(topology))
+    real = measuring.measure
+    monkeypatch.setattr(measuring, "measure", lambda topology: measured.append(topology) or real(topology))
     with allreduce.Topology() as topology:
         for measure, times in ((False, int(SIZE == 2)), (True, 1), (True, 1)):
             with allreduce.create("auto", topology, table="", measure=measure) as reduce:

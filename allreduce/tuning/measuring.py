@@ -1,41 +1,24 @@
-"""The constants of the cost formulas for the ranks of a topology: measured here, or read from a file.
+"""Measures the constants of the cost formulas on the ranks of a topology."""
 
-The file is JSON that `python -m benchmarks.tune` writes. It belongs to one kind of machine (CPU model, cores, MPI
-library) and has the constants of each topology that was measured. With a file equal programs get equal bits, because
-"auto" selects the same algorithms in each run.
-"""
-
-import json
-import os
-import stat
-import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from functools import partial
-from pathlib import Path
 from statistics import median
 from time import perf_counter
-from typing import Any, NamedTuple
 
 import numpy as np
 from mpi4py import MPI
 
-from allreduce import cost, notices
 from allreduce.arrays.chunks import chunk
-from allreduce.cost import Layout, Machine
 from allreduce.errors import UnavailableError
-from allreduce.machine import MachineKind, identify
 from allreduce.topology import Topology
-from allreduce.transport.control import all_values, combine, root_value
+from allreduce.transport import cost
+from allreduce.transport.control import all_values, combine
+from allreduce.transport.cost import Layout, Machine
 from allreduce.transport.shared_segment import PAGE_BYTES, STAGING_BYTES, shared_rows
 from allreduce.transport.wait import wait
 
-ENVIRONMENT = "ALLREDUCE_TABLE"  # a path; empty: no file
-MOST_BYTES = 1 << 24
-FORMAT, VERSION = "allreduce constants", 1
-QUOTES = "'\""
-MOST_RANKS, LONGEST = 1 << 31, 3600.0  # in a file
 FIELDS = tuple(Machine.__dataclass_fields__)
 TRIES = 5  # of each time; the median counts
 BYTES = 512 * 1024  # of the long messages and arrays
@@ -44,17 +27,11 @@ SHORT = 8  # bytes of the short ones
 OPERATIONS = 16  # the Python code of an algorithm takes about so many times an operation on a short array
 
 
-# The layout
-
-
 def layout_of(topology: Topology) -> Layout:
     """Return the layout of a topology's ranks, the same on all of them. Collective."""
     found = np.array([topology.cma.works, topology.cores, -topology.sharing], np.int64)
     cma, cores, sharing = combine(topology.world, found, "learn the layout of the ranks", MPI.MIN).tolist()
     return Layout(topology.node_sizes, cma=bool(cma), cores=cores, sharing=-sharing)
-
-
-# Measuring
 
 
 class Measured:
@@ -196,151 +173,3 @@ def _communicators(topology: Topology) -> Iterator[tuple[MPI.Intracomm, MPI.Intr
 
 def _rounded(machine: Machine) -> Machine:
     return Machine(**{name: float(f"{value:.3g}") for name, value in asdict(machine).items()})
-
-
-# The file
-
-
-class TableError(ValueError):
-    """A file has no constants of this version, or they were measured on another kind of machine."""
-
-
-class Key(NamedTuple):
-    """The ranks for which constants were measured."""
-
-    node_sizes: tuple[int, ...]
-    simulated: bool  # simulated nodes say nothing about real ones
-
-
-Entries = dict[Key, Machine]
-
-
-def key_of(topology: Topology) -> Key:
-    """Return the key of a topology's entry. Local."""
-    return Key(topology.node_sizes, topology.simulated)
-
-
-def default_path() -> Path:
-    """Return the path of this kind of machine's file, in $XDG_CACHE_HOME or ~/.cache. Local."""
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    kind = zlib.crc32(json.dumps(identify(), sort_keys=True).encode())
-    return cache / "allreduce" / f"constants-{kind:08x}.json"
-
-
-def table_path(given: str | os.PathLike[str] | None = None) -> Path | None:
-    """Return the given path, else the one in $ALLREDUCE_TABLE, else the default one; None for an empty path. Local."""
-    path = os.environ.get(ENVIRONMENT) if given is None else os.fspath(given)
-    if path is None:
-        return default_path()
-    return Path(path) if path else None
-
-
-def dumps(entries: Entries) -> str:
-    """Return the text of a file of this machine. Local."""
-    listed = [{**key._asdict(), "constants": asdict(machine)} for key, machine in sorted(entries.items())]
-    return json.dumps({"format": FORMAT, "version": VERSION, "machine": identify(), "entries": listed}, indent=1) + "\n"
-
-
-def loads(text: str, machine: MachineKind) -> Entries:
-    """Return the entries of a file's text. Raises TableError."""
-    try:
-        table = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise TableError(f"it is not JSON ({error})") from None
-    if not isinstance(table, dict) or table.get("format") != FORMAT:
-        raise TableError("it has no constants of python -m benchmarks.tune")
-    if table.get("version") != VERSION:
-        raise TableError(
-            f"it has version {notices.shown(table.get('version'))} of the format, and this is version {VERSION}"
-        )
-    if table.get("machine") != machine:
-        raise TableError(f"it was measured on another machine ({_words(table.get('machine'))}; here {_words(machine)})")
-    try:
-        return dict(_entry(**entry) for entry in table["entries"])
-    except (KeyError, TypeError, ValueError, OverflowError, RecursionError) as error:
-        raise TableError(f"an entry is malformed ({type(error).__name__}: {notices.shown(str(error), 200)})") from None
-
-
-def _entry(node_sizes: list[int], simulated: bool, constants: dict[str, Any]) -> tuple[Key, Machine]:
-    if (
-        not node_sizes
-        or not all(type(size) is int and 0 < size < MOST_RANKS for size in node_sizes)
-        or type(simulated) is not bool
-    ):
-        raise ValueError(f"node_sizes {node_sizes}, simulated {simulated}")
-    if set(constants) != set(FIELDS):
-        raise ValueError(f"the constants are {', '.join(constants)}, not {', '.join(FIELDS)}")
-    values = {name: float(value) for name, value in constants.items() if type(value) in (int, float)}
-    if len(values) < len(FIELDS) or not all(0 <= value < LONGEST for value in values.values()):
-        raise ValueError(f"constants that are no times: {constants}")
-    return Key(tuple(node_sizes), simulated), Machine(**values)
-
-
-def read_text(path: Path) -> str:
-    """Return the text of a file. Raises OSError or ValueError. Only regular files up to MOST_BYTES are read.
-
-    A pipe may block for ever, and a device never ends.
-    """
-    with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
-        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-            raise TableError("it is not a regular file")
-        content = file.read(MOST_BYTES + 1)
-    if len(content) > MOST_BYTES:
-        raise TableError(f"it has more than {MOST_BYTES} bytes")
-    try:
-        return content.decode("utf-8")
-    except UnicodeDecodeError as error:
-        raise TableError(f"it is not text ({error})") from None
-
-
-@dataclass(frozen=True)
-class Known:
-    """Constants, and where they are from, in words."""
-
-    machine: Machine
-    source: str
-
-
-def known(topology: Topology, given: str | os.PathLike[str] | None, measures: bool) -> Known:
-    """Return the constants of a topology: from the file, else measured, else the defaults. Collective.
-
-    given: the path of the file; see `table_path`. Rank 0 reads it, and logs which one it is or why it can't be used; a
-    missing file is logged at debug level only. measures: False: without a file the defaults.
-    """
-    found, notice = _read(topology, given) if topology.rank == 0 else (None, "")
-    message = None if found is None else list(asdict(found).values()), notice
-    values, notice = root_value(topology.world, message, "learn the constants of the machine")
-    if notice:
-        notices.once(topology.rank, notice)
-    if values is not None:
-        return Known(Machine(*values), "from the file")
-    if measures:
-        return Known(topology.service(Measured).machine, "measured here")
-    return Known(Machine(), "by default")
-
-
-def _read(topology: Topology, given: str | os.PathLike[str] | None) -> tuple[Machine | None, str]:
-    """Return the constants that a file has for this topology, or None, and the notice about it."""
-    path = None
-    tune = f"mpirun -n {topology.size} python -m benchmarks.tune writes it"
-    try:
-        path = table_path(given)
-        if path is None:
-            return None, ""
-        found = loads(read_text(path), identify()).get(key_of(topology))
-    except FileNotFoundError:
-        notices.log.debug("allreduce: there is no file of constants %s (%s)", path, tune)
-        return None, ""
-    except Exception as error:  # of any type: the other ranks wait for this one
-        return None, f'"auto" does without the constants of {path or "the cache folder"}: {error}'
-    if found is None:
-        return None, f'"auto" does without the constants of {path}: it has none for {topology} ({tune})'
-    return found, f'"auto" selects by the constants of {path}'
-
-
-def _words(machine: object) -> str:
-    """Format a machine read from a file, whose content is untrusted."""
-    if not isinstance(machine, dict):
-        return "unknown"
-    parts = list(machine.items())[: len(MachineKind.__annotations__)]
-    return ", ".join(f"{notices.shown(key)[1:-1]} {notices.shown(value).strip(QUOTES)}" for key, value in parts)

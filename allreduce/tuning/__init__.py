@@ -1,0 +1,1 @@
+"""The constants of the cost formulas: measured, written to a file, read."""
