@@ -17,8 +17,9 @@ from allreduce.transport import cost
 from allreduce.transport.control import all_values, combine
 from allreduce.transport.cost import Layout, Machine
 from allreduce.transport.shared_segment import PAGE_BYTES, STAGING_BYTES, shared_rows
-from allreduce.transport.wait import wait
+from allreduce.transport.wait import wait, waiting
 
+WHAT = "measure the constants of the machine"
 FIELDS = tuple(Machine.__dataclass_fields__)
 TRIES = 5  # of each time; the median counts
 BYTES = 512 * 1024  # of the long messages and arrays
@@ -56,7 +57,7 @@ def measure(topology: Topology, tries: int = TRIES) -> Machine:
     with _communicators(topology) as (world, node):
         mine = _in_node(topology, node, at, tries) if node.size > 1 else {}
         mine |= _between_nodes(topology, world, tries) if topology.nodes > 1 else {}
-        native = [_seconds(_all_reduce(world, nbytes), tries) for nbytes in (SHORT, BYTES)]
+        native = [_seconds(world, _all_reduce(world, nbytes), tries) for nbytes in (SHORT, BYTES)]
         values = np.array([mine.get(name, 0.0) for name in FIELDS] + native)
         *agreed, short, long = combine(world, values, "agree on the constants", MPI.MAX).tolist()
     found = {name: value for name, value in zip(FIELDS, agreed, strict=True) if value > 0}
@@ -81,6 +82,9 @@ def _in_node(topology: Topology, node: MPI.Intracomm, at: Layout, tries: int) ->
     rows = list(memory.view(np.float32))
     mine = chunk(rows[0].size, ranks, rank)
 
+    def barrier() -> None:
+        node.Barrier()
+
     def add(part: slice) -> None:
         first, second, *others = (row[part] for row in rows)
         np.add(first, second, out=first)
@@ -88,23 +92,25 @@ def _in_node(topology: Topology, node: MPI.Intracomm, at: Layout, tries: int) ->
             np.add(first, other, out=first)
         for other in (second, *others):
             np.copyto(other, first)
-        node.Barrier()
+        barrier()
 
     def bare() -> None:
         first = rows[rank][:2]
         np.add(first, first, out=first)
 
-    fence, operation = _seconds(node.Barrier, tries), _seconds(bare, tries)
-    little, all_of_it = (_seconds(partial(add, part), tries) for part in (slice(mine.start, mine.start + 2), mine))
+    operation = _seconds(node, bare, tries)
+    fence = _seconds(node, barrier, tries)
+    little, all_of_it = (_seconds(node, partial(add, part), tries) for part in (slice(mine.start, mine.start + 2), mine))
     share = (ranks - 1) / ranks * rows[0].nbytes * per_core
     other = (rank + 1) % ranks
     buffer, source = np.empty_like(memory[0]), np.zeros_like(memory[0])
     addresses = all_values(node, topology.cma.address(source) if at.cma else 0, "share addresses")
     if all(addresses):
-        copy = _seconds(lambda: topology.cma.read(other, addresses[other], buffer), tries)
+        copy = _seconds(node, lambda: topology.cma.read(other, addresses[other], buffer), tries)
     else:
-        copy = _seconds(lambda: np.copyto(buffer, memory[other]), tries)
-    node.Barrier()  # the others have read `source`
+        copy = _seconds(node, lambda: np.copyto(buffer, memory[other]), tries)
+    with waiting(node, WHAT):
+        node.Barrier()  # the others have read `source`
     found = {
         "call": operation * OPERATIONS,
         "fence": fence / cost.rounds(ranks),
@@ -141,7 +147,7 @@ def _between_nodes(topology: Topology, world: MPI.Intracomm, tries: int) -> dict
 def _swap(comm: MPI.Intracomm, partner: int, nbytes: int, tries: int) -> float:
     """Return the time in which two ranks send each other a message, as the algorithms do."""
     sent, received = np.zeros(nbytes, np.uint8), np.empty(nbytes, np.uint8)
-    return _seconds(lambda: wait(comm.Irecv(received, partner), comm.Isend(sent, partner)), tries)
+    return _seconds(comm, lambda: wait(comm.Irecv(received, partner), comm.Isend(sent, partner)), tries)
 
 
 def _all_reduce(comm: MPI.Intracomm, nbytes: int) -> Callable[[], object]:
@@ -150,14 +156,15 @@ def _all_reduce(comm: MPI.Intracomm, nbytes: int) -> Callable[[], object]:
     return lambda: comm.Allreduce(MPI.IN_PLACE, array)
 
 
-def _seconds(work: Callable[[], object], tries: int) -> float:
+def _seconds(comm: MPI.Intracomm, work: Callable[[], object], tries: int) -> float:
     """Return the median time of some calls, after one that is not counted."""
-    work()
     times = []
-    for _ in range(tries):
-        begin = perf_counter()
+    with waiting(comm, WHAT):
         work()
-        times.append(perf_counter() - begin)
+        for _ in range(tries):
+            begin = perf_counter()
+            work()
+            times.append(perf_counter() - begin)
     return median(times)
 
 
@@ -165,7 +172,8 @@ def _seconds(work: Callable[[], object], tries: int) -> float:
 def _communicators(topology: Topology) -> Iterator[tuple[MPI.Intracomm, MPI.Intracomm]]:
     """Context manager: communicators of all ranks and of this node's, for messages that meet no other user's."""
     world = topology.private()
-    node = topology.own(world.Split(topology.node_index, world.rank), watch=True)
+    with waiting(world, WHAT):
+        node = topology.own(world.Split(topology.node_index, world.rank), watch=True)
     yield world, node
     topology.release(node)
     topology.release(world)

@@ -205,7 +205,12 @@ WAITS = {"Barrier", "Bcast", "Reduce", "Allreduce", "Reduce_scatter", "Reduce_sc
          "Send", "Ssend", "Recv", "Sendrecv", "Probe", "Mprobe", "Dup", "Split", "Split_type", "Create_group",
          "Agree", "Shrink", "Spawn"}  # fmt: skip
 BELOW = ("allreduce/transport/", "allreduce/health/", "allreduce/engine/", "allreduce/backends/")
-WATCHED = {("allreduce/topology.py", "_connect")}  # called in `with waiting(...)`
+MEASURING = "allreduce/tuning/measuring.py"
+WATCHED = {  # called in `with waiting(...)`
+    ("allreduce/topology.py", "_connect"),
+    (MEASURING, "barrier"),
+    (MEASURING, "_all_reduce"),
+}
 PICKLES = {"allreduce", "reduce", "bcast", "allgather", "gather", "scatter", "alltoall", "scan", "exscan", "barrier",
            "send", "ssend", "isend", "recv", "irecv", "sendrecv", "mrecv"}  # fmt: skip
 COMMUNICATOR = re.compile(r"(^|[._])(comm|world|node|cross|control|real|local|part|messages|COMM_\w+)$")
