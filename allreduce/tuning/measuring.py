@@ -100,7 +100,9 @@ def _in_node(topology: Topology, node: MPI.Intracomm, at: Layout, tries: int) ->
 
     operation = _seconds(node, bare, tries)
     fence = _seconds(node, barrier, tries)
-    little, all_of_it = (_seconds(node, partial(add, part), tries) for part in (slice(mine.start, mine.start + 2), mine))
+    little, all_of_it = (
+        _seconds(node, partial(add, part), tries) for part in (slice(mine.start, mine.start + 2), mine)
+    )
     share = (ranks - 1) / ranks * rows[0].nbytes * per_core
     other = (rank + 1) % ranks
     buffer, source = np.empty_like(memory[0]), np.zeros_like(memory[0])
