@@ -10,7 +10,8 @@ from pathlib import Path
 import numpy as np
 
 from allreduce import Topology
-from trainers.apps.serving.answering import AHEAD, Dealer, Exchange, Rounds, answer_requests
+from allreduce.elastic.exchange import Exchange
+from trainers.apps.serving.answering import AHEAD, Dealer, Rounds, answer_requests
 
 SIZE = 300_000  # elements: more than MPI sends at once
 STOPPED = range(5, 30)  # rounds in which rank 1 is stopped

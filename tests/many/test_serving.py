@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from allreduce.elastic.exchange import Exchange
 from allreduce.topology import Topology
 from benchmarks import serving
 from tests import launch
@@ -25,7 +26,7 @@ from trainers.apps.ensemble import model as ensemble_model
 from trainers.apps.ensemble.model import SavedEnsemble, SavedMember
 from trainers.apps.ensemble.voting import Voting
 from trainers.apps.serving import dealing, web
-from trainers.apps.serving.answering import Answer, Exchange
+from trainers.apps.serving.answering import Answer
 from trainers.apps.serving.command import make_parser
 from trainers.apps.serving.dealing import Peer, Prepared, Server
 from trainers.apps.serving.models import load_whole

@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 
 from allreduce import Topology
+from allreduce.elastic.exchange import Exchange
 from trainers.apps.serving import answering
-from trainers.apps.serving.answering import AHEAD, Dealer, Exchange, Rounds, answer_requests
+from trainers.apps.serving.answering import AHEAD, Dealer, Rounds, answer_requests
 
 SHAPES = [(), (0,), (3, 0, 2), (5,), (70_000, 3), (1 << 20,)]
 

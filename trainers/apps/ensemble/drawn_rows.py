@@ -4,7 +4,7 @@ from typing import Any
 
 import numpy as np
 
-from allreduce.arrays.chunks import chunk
+from allreduce.elastic.ranks import chunk
 from trainers.data import Data, Samples, mapped, row_count, seed_of
 from trainers.errors import ArgumentError
 

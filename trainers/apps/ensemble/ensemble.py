@@ -3,8 +3,8 @@
 import logging
 import os
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple, NoReturn, TextIO, TypeVar
@@ -12,13 +12,24 @@ from typing import Any, NamedTuple, NoReturn, TextIO, TypeVar
 import numpy as np
 from mpi4py import MPI
 
-from allreduce.elastic.retry import recover, retry
+from allreduce.elastic.exchange import Exchange
+from allreduce.elastic.meeting import patient
+from allreduce.elastic.ranks import (
+    everywhere,
+    lost,
+    on_all,
+    on_all_ranks,
+    raise_together,
+    recover,
+    retry,
+    root_value,
+    survives,
+    together,
+    waiting,
+)
 from allreduce.errors import ClosedError, CopyError
 from allreduce.notices import near
 from allreduce.topology import Topology
-from allreduce.transport import ulfm
-from allreduce.transport.control import everywhere, on_all, on_all_ranks, raise_together, root_value, together
-from allreduce.transport.wait import waiting
 from trainers.apps.ensemble import model as ensemble_model
 from trainers.apps.ensemble.drawn_rows import BAGGINGS, DrawnRows, rows_in, taken
 from trainers.apps.ensemble.model import MakeReplica, SavedEnsemble, SavedMember, load_member
@@ -26,7 +37,7 @@ from trainers.apps.ensemble.part_members import Callbacks, PartMembers, rows_at
 from trainers.apps.ensemble.timely import Position, Prediction, TimelyVotes, limits_error
 from trainers.apps.ensemble.voting import Scorer, Voting, normal, selected_weights, shares_of, shown
 from trainers.apps.search.parts import Parts
-from trainers.apps.serving.answering import Exchange, Rounds
+from trainers.apps.serving.answering import Rounds
 from trainers.arguments import integer_error
 from trainers.data import (
     Data,
@@ -145,7 +156,7 @@ class EnsembleTrainer(GroupOwner):
         self._make, self._bagging, self._seed = make_replica, bagging, seed
         self._options = dict(trainer or {})
         self._owns, self.closed = topology is None, False
-        ranks = topology or (Topology.of_survivors() if ulfm.in_force() else Topology())
+        ranks = topology or (Topology.of_survivors() if survives() else Topology())
         row = f"EnsembleTrainer(members={members}, bagging={bagging}, seed={seed}, voting={voting}, logits={logits}, "
         row += f"weights={weights}, trainer={sorted(self._options)})"
         parts: Parts | None = None
@@ -260,7 +271,7 @@ class EnsembleTrainer(GroupOwner):
 
         with Terminating() as sigterm:
             ended, first, stopped = self._train_own(partial(taken, data, drawn), callbacks, checkpoint, settings, tell)
-            with _patient(self.topology):
+            with patient(self.topology):
                 self._end_if(stopped, sigterm)
                 self._run(lambda: self._share(ended, first))
         self._run(lambda: self._score(data, drawn, validation_data))
@@ -606,7 +617,7 @@ class EnsembleTrainer(GroupOwner):
             if self._owns:
                 self.topology.close()
         except Exception as error:
-            if ulfm.lost(error) is None:
+            if lost(error) is None:
                 raise
             self.abandon()
 
@@ -634,16 +645,3 @@ def _validation_arrays(given: Any) -> Data:
         return as_data(tuple(given[:2]))
     samples = given if isinstance(given, Samples) else Samples(given)
     return samples.take(np.arange(len(samples)))[:2]
-
-
-@contextmanager
-def _patient(topology: Topology) -> Iterator[None]:
-    """Context manager: this rank's waits for the others are neither reported nor ended by a time-out. For waits for
-    trainings of other parts, which may take long."""
-    detector = topology.detector
-    before = detector.stall, detector.timeout
-    detector.stall = detector.timeout = float("inf")
-    try:
-        yield
-    finally:
-        detector.stall, detector.timeout = before

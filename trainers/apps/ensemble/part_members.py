@@ -6,10 +6,8 @@ from typing import Any
 
 import numpy as np
 
-from allreduce.arrays.chunks import chunk, segments
+from allreduce.elastic.ranks import chunk, everywhere, lost, segments, together
 from allreduce.topology import Topology
-from allreduce.transport import ulfm
-from allreduce.transport.control import everywhere, together
 from trainers.apps.ensemble.model import ROWS, averaged, member_votes
 from trainers.apps.ensemble.voting import Voting
 from trainers.data import Data, Tree, mapped, structure_of
@@ -56,7 +54,7 @@ class PartMembers:
             trainer.close()
         except Exception as error:
             ranks = part if trainer is None else trainer.topology
-            if ulfm.lost(error) is not None:
+            if lost(error) is not None:
                 self._continue_without_lost(trainer)
             elif not everywhere(error, ranks.world):
                 raise

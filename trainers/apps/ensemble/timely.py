@@ -7,9 +7,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from allreduce.elastic.exchange import Message
 from trainers.apps.ensemble.model import votes_of
 from trainers.apps.ensemble.voting import Voting, misfit
-from trainers.apps.serving.answering import Message, Rounds
+from trainers.apps.serving.answering import Rounds
 from trainers.arguments import is_integer, is_number
 from trainers.data import Tree, leaves, mapped, structure_of, without_rows
 from trainers.errors import ArgumentError, DeadlineExceededError

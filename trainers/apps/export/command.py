@@ -5,8 +5,8 @@ import os
 import time
 from collections.abc import Sequence
 
+from allreduce.elastic.ranks import together
 from allreduce.topology import Topology
-from allreduce.transport.control import together
 from trainers import datasets
 from trainers.datasets import Dataset
 from trainers.datasets.parser import RankParser

@@ -13,9 +13,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from allreduce.elastic.ranks import on_all_ranks, root_value, together
 from allreduce.files import writable
 from allreduce.topology import Topology
-from allreduce.transport.control import on_all_ranks, root_value, together
 from trainers import datasets
 from trainers.apps.search import config, pictures
 from trainers.apps.search.config import OF_THE_SEARCH, Tuning

@@ -5,11 +5,10 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
+from allreduce.elastic.meeting import meet
+from allreduce.elastic.ranks import all_values, everywhere, lost, world_ranks
 from allreduce.errors import AllReduceError, RankLeftError
 from allreduce.topology import Topology
-from allreduce.transport import processes, ulfm
-from allreduce.transport.control import all_values, everywhere
-from trainers.apps.search.meeting import meet
 from trainers.apps.search.study import COMPLETE, FAIL, PRUNED
 from trainers.apps.search.trial import checked_values, is_pruned
 from trainers.errors import ArgumentError
@@ -40,7 +39,7 @@ class Outcome:
         try:
             self._own = self._ended(objective, directions)
         except Exception as error:
-            if ulfm.lost(error) is not None:
+            if lost(error) is not None:
                 self._part.detector.handle_failure()
                 raise
             self._fail(error)
@@ -100,7 +99,7 @@ class Outcome:
             return state, values, None
         _, rank, why = min(failed)
         alike = len(failed) == len(everyone) and len({why for *_, why in failed}) == 1
-        return FAIL, None, why if alike else f"rank {processes.world_ranks(self._part.world)[rank]}: {why}"
+        return FAIL, None, why if alike else f"rank {world_ranks(self._part.world)[rank]}: {why}"
 
 
 def text_of(error: BaseException) -> str:

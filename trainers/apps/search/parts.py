@@ -2,7 +2,7 @@
 
 import zlib
 
-from allreduce.arrays.chunks import chunk
+from allreduce.elastic.ranks import chunk
 from allreduce.topology import Topology
 from trainers.errors import ArgumentError
 

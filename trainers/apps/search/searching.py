@@ -10,11 +10,18 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from allreduce.elastic.retry import recover, retry
+from allreduce.elastic.meeting import meet
+from allreduce.elastic.ranks import (
+    all_values,
+    everywhere,
+    raise_together,
+    recover,
+    retry,
+    root_value,
+    together,
+    world_ranks,
+)
 from allreduce.topology import Topology
-from allreduce.transport import processes
-from allreduce.transport.control import all_values, everywhere, raise_together, root_value, together
-from trainers.apps.search.meeting import meet
 from trainers.apps.search.outcome import STOPPED, Outcome, text_of
 from trainers.apps.search.parts import Parts, parts_error
 from trainers.apps.search.stopping import Relay
@@ -365,7 +372,7 @@ class _Search:
         seconds = time.monotonic() - begin
         self._busy += seconds
         state, values, why = outcome.agree()
-        about = {SECONDS: round(seconds, 3), RANKS: list(processes.world_ranks(topology.world))}
+        about = {SECONDS: round(seconds, 3), RANKS: list(world_ranks(topology.world))}
         if why is not None:
             about[WHY] = why
 
@@ -404,7 +411,7 @@ class _Search:
         def repair(topology: Topology) -> None:
             running = all_values(topology.world, self._running, "learn which trial has lost a rank")
             lost = sorted({number for number in running if number is not None})
-            about = {WHY: LOST, RANKS: list(processes.world_ranks(topology.world))}
+            about = {WHY: LOST, RANKS: list(world_ranks(topology.world))}
 
             def tell() -> None:
                 for number in lost if topology.rank == 0 else ():

@@ -6,8 +6,8 @@ import zlib
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
+from allreduce.elastic.ranks import root_value, together
 from allreduce.topology import Topology
-from allreduce.transport.control import root_value, together
 from trainers.apps.search.study import OF_THE_SEARCH, optuna
 from trainers.arguments import integer_error
 from trainers.errors import ArgumentError

@@ -8,9 +8,10 @@ from typing import Any
 
 import numpy as np
 
+from allreduce.elastic.exchange import Exchange
+from allreduce.elastic.ranks import root_value, together
 from allreduce.topology import Topology
-from allreduce.transport.control import root_value, together
-from trainers.apps.serving.answering import Exchange, answer_requests
+from trainers.apps.serving.answering import answer_requests
 from trainers.apps.serving.dealing import LOAD, PREDICT, STOP, UNLOAD, Prepared, Server
 from trainers.apps.serving.models import ENDINGS, Model, load_whole
 from trainers.apps.serving.versions import (

@@ -12,8 +12,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from allreduce.transport import ulfm
-from trainers.apps.serving.answering import Answer, Dealer, Exchange
+from allreduce.elastic.exchange import Exchange
+from allreduce.elastic.ranks import survives
+from trainers.apps.serving.answering import Answer, Dealer
 from trainers.apps.serving.batches import TRIES, Batch, Request, Waiting
 from trainers.apps.serving.metrics import Metrics
 from trainers.apps.serving.versions import AVAILABLE, END, LOADING, UNLOADING, Found, Version, Versions, Watcher
@@ -178,7 +179,7 @@ class Server:
         ranks = f"{self._exchange.size} rank{'s' * (self._exchange.size > 1)}"
         text = f"serving {self._versions.name} (version {numbers}) on {ranks} at "
         print(f"{text}http://{shown}:{port}/v1/models/{self._versions.name}", flush=True)
-        if self._exchange.size > 1 and not ulfm.in_force():
+        if self._exchange.size > 1 and not survives():
             print(
                 "a killed rank ends this job; mpirun --with-ft ulfm lets the others go on", file=sys.stderr, flush=True
             )

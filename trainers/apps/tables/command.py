@@ -6,9 +6,8 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
-from allreduce.arrays import gpu
+from allreduce.elastic.ranks import choose_device, together
 from allreduce.topology import Topology
-from allreduce.transport.control import together
 from trainers.apps.serving.models import Loaded, Model, load_whole
 from trainers.apps.tables.predicting import predict_into
 from trainers.apps.tables.streams import open_stream
@@ -85,7 +84,7 @@ def _loaded(options: argparse.Namespace, node_rank: int) -> NumpyNetwork | Loade
     path = options.load
     if not path.endswith(".onnx") and model_file.read_header(path)[0] in NETWORKS:
         if options.device == "cuda":
-            gpu.choose_device(node_rank)
+            choose_device(node_rank)
         return load_network(path, options.device)
     if options.device != "cpu":
         raise ArgumentError(f"--device {options.device}: {path} is computed on the CPU: leave out --device")

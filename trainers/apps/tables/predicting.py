@@ -18,10 +18,8 @@ from typing import Any, Protocol, TextIO
 
 import numpy as np
 
-from allreduce.arrays.chunks import chunk, segments
+from allreduce.elastic.ranks import chunk, root_value, segments, together
 from allreduce.files import writable
-from allreduce.process.proc import on_terminal
-from allreduce.transport.control import root_value, together
 from trainers.apps.tables.streams import Stream, unknown_text
 from trainers.data import Tree, row_count, sliced
 from trainers.datasets.columns import Columns
@@ -29,6 +27,7 @@ from trainers.errors import ArgumentError, DataError
 from trainers.fit.evaluation import ROWS
 from trainers.group import RankGroup
 from trainers.watching.callback import writing
+from trainers.watching.progress import on_terminal
 
 log = logging.getLogger("trainers")
 

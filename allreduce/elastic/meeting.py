@@ -1,8 +1,9 @@
-"""meet: a barrier for ranks that come at very different times."""
+"""meet: a barrier for ranks that come at very different times; patient: waits of which no stall is reported."""
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 from allreduce.errors import CollectiveTimeoutError, RankLeftError
 from allreduce.topology import Topology
@@ -54,3 +55,16 @@ def meet(
         except BaseException:
             free_later(request)
             raise
+
+
+@contextmanager
+def patient(topology: Topology) -> Iterator[None]:
+    """Context manager: this rank's waits for the others are neither reported nor ended by a time-out. For waits for
+    trainings of other parts, which may take long."""
+    detector = topology.detector
+    before = detector.stall, detector.timeout
+    detector.stall = detector.timeout = float("inf")
+    try:
+        yield
+    finally:
+        detector.stall, detector.timeout = before

@@ -1,0 +1,234 @@
+"""Exchange: messages between rank 0 and each other rank, which wait for no rank: one that is stopped, or that has
+crashed, holds up nobody. It is for programs on top of the trainers, such as a server.
+
+A message has a JSON header and arrays. A rank that crashes is lost, and the others go on, if MPI lets them live
+(mpirun --with-ft ulfm). The communicator is not revoked then.
+"""
+
+import json
+import math
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+from mpi4py import MPI
+
+from allreduce.errors import CommunicationError
+from allreduce.topology import Topology
+from allreduce.transport import liveness, ulfm
+from allreduce.transport.chunked import pieces
+from allreduce.transport.deferred_free import free_later
+from allreduce.transport.wait import Pause, all_done, wait_until, waiting
+
+FRONT, BODY = 1, 2  # tags: the header with the shapes of the arrays; the bytes of the arrays
+MOST_FRONT = 1 << 24  # bytes of a header that are accepted
+MOST_BYTES = 1 << 36  # of the arrays of a message
+LOOK_SECONDS = 0.25  # between two searches for processes that have ended
+CLOSE_SECONDS = 5.0  # how long rank 0 waits for the others when it closes
+PAUSE, EAGER = (5e-4, 1e-3), (1e-3, 2e-4)  # (eager, longest sleep) between two polls
+END, BYE, LAST = "end", "bye", "last"  # headers of the end
+
+
+class Message(NamedTuple):
+    """A received message. header: of JSON types. arrays: new ones, writable."""
+
+    source: int
+    header: dict[str, Any]
+    arrays: list[np.ndarray]
+
+
+class _Incoming:
+    """The messages of one rank, of which one at a time is being received."""
+
+    def __init__(self, comm: MPI.Intracomm, source: int) -> None:
+        self._comm, self._source = comm, source
+        self._front: tuple[MPI.Request, np.ndarray] | None = None
+        self._requests: list[MPI.Request] = []
+        self._message: Message | None = None
+
+    def advance(self) -> Message | None:
+        """Return the next message if all of it is there. MPI makes progress here."""
+        if self._front is None:
+            status = MPI.Status()
+            found = self._comm.Improbe(self._source, FRONT, status)
+            if found is None:
+                return None
+            memory = np.empty(_checked(status.Get_count(MPI.BYTE), MOST_FRONT), np.uint8)
+            self._front = found.Irecv(memory), memory
+        request, memory = self._front
+        if self._message is None:
+            if not request.Test():
+                return None
+            self._message = self._begun(memory)
+        if not all_done(self._requests):
+            return None
+        message, self._message, self._front, self._requests = self._message, None, None, []
+        return message
+
+    def _begun(self, front: np.ndarray) -> Message:
+        """Start to receive the arrays that a front describes."""
+        given = json.loads(front.tobytes())
+        arrays = [_new(shape, dtype) for shape, dtype in given["arrays"]]
+        _checked(sum(array.nbytes for array in arrays), MOST_BYTES)
+        self._requests = [self._comm.Irecv(piece, self._source, BODY) for array in arrays for piece in pieces(array)]
+        return Message(self._source, given["header"], arrays)
+
+    def abandon(self) -> None:
+        """Drop a message that will not come, and keep its memory. Local."""
+        free_later((self._front, self._message, self._requests))
+        self._front, self._message, self._requests = None, None, []
+
+
+def _new(shape: Any, dtype: Any) -> np.ndarray:
+    found = np.dtype(dtype)
+    if found.kind not in "biufcS" or not all(type(size) is int and size >= 0 for size in shape):
+        raise CommunicationError(f"a rank has sent the header of an array {shape} of {dtype}")
+    _checked(math.prod(shape) * found.itemsize, MOST_BYTES)
+    return np.empty(shape, found)
+
+
+def _checked(size: int, most: int) -> int:
+    if not 0 <= size <= most:
+        raise CommunicationError(f"a rank has sent a message of {size} bytes; the most are {most}")
+    return size
+
+
+class Exchange:
+    """Messages between rank 0 and each other rank. The constructor and `close` are collective; all else is local.
+
+    topology: its ranks. Use an Exchange in one thread.
+
+    Attributes: rank, size; lost: the ranks that are known to be lost; ended: whether rank 0 has closed it.
+    """
+
+    def __init__(self, topology: Topology) -> None:
+        self._topology = topology
+        with waiting(topology.world, "make a communicator for answers"):
+            # not one of the topology's `private`: these are revoked when any rank fails
+            self._comm = topology.world.Dup()
+        self.rank, self.size = topology.rank, topology.size
+        self.lost: set[int] = set()
+        others = range(1, self.size) if self.rank == 0 else (0,)
+        self._incoming = {rank: _Incoming(self._comm, rank) for rank in others}
+        self._sends: dict[int, list[tuple[list[MPI.Request], Any]]] = {rank: [] for rank in others}
+        self._looked, self.closed, self.ended = time.monotonic(), False, False
+        self._byes: set[int] = set()  # the ranks that have closed it
+        self._last: bool | None = None  # by rank 0: whether all ranks have closed it
+        topology.register(self)
+
+    @property
+    def living(self) -> list[int]:
+        """The ranks with which this one exchanges messages, without those that are lost."""
+        return [rank for rank in self._incoming if rank not in self.lost]
+
+    def send(self, rank: int, header: dict[str, Any], arrays: Sequence[np.ndarray] = ()) -> None:
+        """Start to send a message; a lost rank gets none. The arrays must not change any more: copy those that may.
+
+        From rank 0 to any rank, or to rank 0.
+        """
+        if rank in self.lost:
+            return
+        whole = [np.ascontiguousarray(array) for array in arrays]
+        front = {"header": header, "arrays": [[list(array.shape), array.dtype.str] for array in arrays]}
+        memory = np.frombuffer(json.dumps(front).encode(), np.uint8)
+        try:
+            requests = [self._comm.Isend(memory, rank, FRONT)]
+            requests += [self._comm.Isend(piece, rank, BODY) for array in whole for piece in pieces(array)]
+        except MPI.Exception as error:
+            self._lose(rank, error)
+        else:
+            self._sends[rank].append((requests, (memory, whole)))
+
+    def unsent(self, rank: int) -> int:
+        """Return how many messages to a rank are not sent yet."""
+        return len(self._sends[rank])
+
+    def poll(self) -> list[Message]:
+        """Return the messages that have come. MPI makes progress here, also for what is being sent."""
+        found = []
+        for rank in self.living:
+            try:
+                self._sends[rank] = [each for each in self._sends[rank] if not all_done(each[0])]
+                while (message := self._incoming[rank].advance()) is not None:
+                    if not self._is_of_the_end(message):
+                        found.append(message)
+            except MPI.Exception as error:
+                self._lose(rank, error)
+        self._look()
+        return found
+
+    def wait(
+        self,
+        done: Callable[[], bool],
+        seconds: float = math.inf,
+        pause: Callable[[float], object] | None = None,
+        eager: bool = False,
+    ) -> bool:
+        """Call `done`, which calls `poll`, until it returns True; False after some seconds.
+
+        pause: see `wait_until`. eager: look more often, because the seconds are few.
+        """
+        return wait_until(done, seconds, pause=pause or Pause(*(EAGER if eager else PAUSE)))
+
+    def _is_of_the_end(self, message: Message) -> bool:
+        header = message.header
+        if BYE in header:
+            self._byes.add(message.source)
+        if LAST in header:
+            self._last = header[LAST] is True
+        self.ended |= END in header
+        return bool({BYE, LAST, END} & header.keys())
+
+    def _look(self) -> None:
+        """Look for ranks that have ended, some of which MPI does not report by itself."""
+        now = time.monotonic()
+        if now - self._looked < LOOK_SECONDS or not ulfm.in_force():
+            return
+        self._looked = now
+        liveness.declare_gone()
+        for rank in set(ulfm.failed(self._comm)) & set(self.living):
+            self._lose(rank, None)
+
+    def _lose(self, rank: int, error: Exception | None) -> None:
+        """Note that a rank is lost. Raises the error where the job can't do without it."""
+        if error is not None and not ulfm.in_force():
+            raise error
+        self.lost.add(rank)
+        self._incoming[rank].abandon()
+        free_later(self._sends[rank])
+        self._sends[rank] = []
+
+    # The end
+
+    def close(self) -> None:
+        """End the exchange. Collective, but a rank that is lost or stopped holds up the others for CLOSE_SECONDS at
+        most."""
+        if self.closed:
+            return
+        self.closed = True
+        self._topology.unregister(self)
+        if self._ended_by_all():
+            self._comm.Free()
+        else:
+            free_later((self._comm, self._sends, self._incoming))
+
+    def _ended_by_all(self) -> bool:
+        """Tell the others that this rank ends, and return whether all ranks do, the same on each that is asked."""
+        if self.rank:
+            self.send(0, {BYE: True})
+            self.wait(lambda: not self.poll() and (self._last is not None or bool(self.lost)), self._topology.timeout)
+            return self._last is True
+        for rank in self.living:
+            self.send(rank, {END: True})
+        self.wait(lambda: not self.poll() and self._byes >= set(self.living), CLOSE_SECONDS)
+        whole = len(self._byes) == self.size - 1
+        for rank in self.living:  # also to late ranks, which then do not wait for rank 0
+            self.send(rank, {LAST: whole})
+        self.wait(lambda: not (self.poll() or any(map(self.unsent, self._byes - self.lost))), CLOSE_SECONDS)
+        return whole
+
+    def abandon(self) -> None:
+        """Drop everything without communication. Local."""
+        self.closed = True
+        free_later((self._comm, self._sends, self._incoming))
