@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from allreduce import Topology
+from allreduce.elastic import exchange as exchanges
 from allreduce.elastic.exchange import Exchange
-from trainers.apps.serving import answering
 from trainers.apps.serving.answering import AHEAD, Dealer, Rounds, answer_requests
 
 SHAPES = [(), (0,), (3, 0, 2), (5,), (70_000, 3), (1 << 20,)]
@@ -151,7 +151,7 @@ def test_a_rank_that_is_ahead_waits(exchange: Exchange, topology: Topology) -> N
 
 def test_a_rank_that_is_late_at_the_end_learns_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """It does not wait for the whole timeout of the topology."""
-    monkeypatch.setattr(answering, "CLOSE_SECONDS", 0.1)
+    monkeypatch.setattr(exchanges, "CLOSE_SECONDS", 0.1)
     topology = Topology(timeout=6)
     exchange = Exchange(topology)
     wait, waits = exchange.wait, []
