@@ -64,6 +64,8 @@ class Replica(ABC):
     undoable: set by the trainer if a batch may be repeated or left out, or is computed in micro-batches; the replica
         then keeps the data of `undo`.
     averages: whether the replica keeps a moving average of its parameters.
+    divided: set by the trainer if the rows of a batch are computed in parts, by several ranks or as micro-batches.
+        `check` then refuses a loss that is no mean over the rows; see replicas.mean_of_rows.
     hold: set by the trainer that uses the replica.
     features: the numbers in a row of x, if it must have just as many; otherwise None.
     probabilities: whether `predict` returns the probabilities of classes.
@@ -94,6 +96,7 @@ class Replica(ABC):
     takes_weights: bool = False
     undoable: bool = False
     averages: bool = False
+    divided: bool = False
     hold = Hold()
     features: int | None = None
     probabilities: bool = False
@@ -460,12 +463,45 @@ def saved_columns(path: str) -> Columns | None:
     return columns_of(path, model_file.read_header(path)[1])
 
 
-def bind_whole(replica: Replica, buffer: Any) -> None:
-    """Call `bind_parameters` for a caller that updates all parameters, or parts that end between `whole_tensors`."""
-    if replica.whole_tensors:
+def bind_whole(replica: Replica, buffer: Any, whole: bool = True) -> None:
+    """Check the replica, and call `bind_parameters` for a caller that updates all parameters, or parts that end between
+    `whole_tensors`; or any slice, if not `whole`."""
+    if isinstance(buffer, np.ndarray) and not type(replica).__module__.startswith("trainers."):
+        _check_bound(replica, np.zeros_like(buffer))
+    if whole and replica.whole_tensors:
         replica.bind_parameters(buffer, whole=True)
     else:
         replica.bind_parameters(buffer)
+
+
+def _check_bound(replica: Replica, memory: np.ndarray) -> None:
+    """Raise ArgumentError if a replica of the user's keeps no view of the parameters' memory and does not reload them
+    in `refresh`, or does not declare state with one number for each parameter. Binds it to `memory`."""
+    kind, state = type(replica).__name__, replica.state()
+    before = np.array(state["parameters"])
+    undeclared = [
+        name
+        for name, array in state.items()
+        if name not in ("parameters", AVERAGE, *replica.elementwise) and array.shape == before.shape and before.size > 1
+    ]
+    if undeclared:
+        raise ArgumentError(
+            f"the state {undeclared[0]!r} of this {kind} has one number for each parameter, and is not in its "
+            "`elementwise`: a rank would have only that of its own slice; declare it, or give it another shape"
+        )
+    replica.bind_parameters(memory)
+    kept = memory.copy()
+    memory[: before.size] += 1
+    replica.refresh()
+    read = np.array(replica.state()["parameters"])
+    expected = memory[: before.size].copy()
+    memory[:] = kept
+    replica.refresh()
+    if not np.array_equal(read.astype(memory.dtype), expected):
+        raise ArgumentError(
+            f"this {kind} does not read its parameters from the memory of bind_parameters, which other ranks update: "
+            "make them views of it, or reload them in refresh()"
+        )
 
 
 def reserved(memory: dict[str, np.ndarray], name: str, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:

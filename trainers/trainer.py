@@ -273,6 +273,7 @@ class Trainer(GroupOwner, Generic[StrategyT]):
 
         def begin() -> Fit:
             self._check_options(options, flags, settings)
+            self.replica.divided = strategy.parts > 1 or accumulate > 1 or strategy.micro_batch is not None
             if isinstance(x, ShardRows):
                 others = {"y": y, "sample_weight": sample_weight, "class_weight": class_weight, "collate": collate}
                 others |= {"rows": rows, "steps_per_epoch": steps_per_epoch, "workers": workers}

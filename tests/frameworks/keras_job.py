@@ -403,12 +403,70 @@ def check_several_inputs() -> None:
         assert words in raised(ArgumentError, lambda loss=loss: two(as_tuple, loss).check(x, y, weights))
 
 
+def check_weighed(every: bool) -> None:
+    """Targets that the loss ignores, all of a rank's share of the second batch, and a layer that is not used: as Keras
+    trains. A layer that was frozen since is refused."""
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True, ignore_class=-1)
+    y = Y.copy()
+    y[::4] = y[120:] = -1
+    y[121] = y[201] = 2  # a batch without any would lack the regularizer
+
+    def weighed() -> Any:
+        keras.utils.set_random_seed(3)
+        first = keras.layers.Dense(7, activation="tanh", kernel_regularizer=keras.regularizers.L2(0.01))
+        made = keras.Sequential([keras.Input((6,)), first, keras.layers.Dense(4)])
+        if every:  # with PyTorch, whose gradient of a layer that is not used is None
+            made.spare = keras.layers.Dense(3, kernel_initializer="ones")
+            made.spare.build((None, 3))
+        return made
+
+    def adam() -> Any:
+        return keras.optimizers.AdamW(0.02, weight_decay=0.1)
+
+    plain = weighed()
+    plain.compile(adam(), loss)
+    for start in (0, 100, 200):
+        plain.train_on_batch(X[start : start + 100], y[start : start + 100])
+    expected = float(plain.evaluate(X, y, batch_size=len(X), verbose=0))
+    for update, accumulate in (("replicated", 1), ("sharded", 1), ("replicated", 3))[: 3 if every else 2]:
+        ours = weighed()
+        with MirroredTrainer(KerasReplica(ours, loss, adam()), "ring", topology, update=update) as trainer:
+            trainer.fit(X, y, 1, 100, shuffle=False, progress=False, accumulate=accumulate)
+            assert abs(trainer.evaluate(X, y)["loss"] - expected) < 1e-4
+            parameters = trainer.replica.state()["parameters"].copy()
+            np.testing.assert_allclose(parameters, flat(plain.weights), atol=2e-5)
+            ours.layers[0].trainable = False
+            refit = partial(trainer.fit, X, y, 1, 100, progress=False)
+            assert "were frozen or unfrozen" in raised(ArgumentError, refit)
+
+
+def flat(variables: Any) -> np.ndarray:
+    return np.concatenate([each.reshape(-1) for each in arrays(variables)])
+
+
+def check_no_mean() -> None:
+    """Losses of which ranks can't divide a batch are refused by name."""
+
+    def rooted(y: Any, output: Any) -> Any:
+        return keras.ops.sqrt(keras.ops.mean(keras.ops.square(output[:, 0] - keras.ops.cast(y, "float32"))))
+
+    masks = keras.Sequential([keras.Input((6, 1)), keras.layers.Masking(), keras.layers.Dense(1)])
+    for made, loss, x, y, words in (
+        (model(0), rooted, X, Y, "the loss rooted is no mean over the rows"),
+        (masks, keras.losses.MeanSquaredError(), X[..., None], X[..., None], "has a mask"),
+    ):
+        with MirroredTrainer(KerasReplica(made, loss, "sgd"), "ring", topology) as trainer:
+            assert words in raised(ArgumentError, partial(trainer.fit, x, y, 1, progress=False)), words
+
+
 if "data" in sys.argv:
     check_data()
 if "fit" in sys.argv:
     check_fit(Path(sys.argv[-1]))
 if "trainers" in sys.argv or "sharded" in sys.argv:
     check_trainers("trainers" in sys.argv)
+    check_weighed("trainers" in sys.argv)
+    check_no_mean()
 if "replica" in sys.argv:
     check_parts()
     check_several_inputs()

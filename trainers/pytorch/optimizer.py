@@ -278,7 +278,8 @@ class MirroredOptimizer(Optimizer):
 
         The loss of a rank is the mean over its rows, so the average of the gradients is weighted by rows: ranks train
         as one rank does on all rows, also when their batches differ in size. The number holds until step(). With
-        accumulation it is the number of rows of all parts. Any weight is allowed; 0 takes part and counts nothing.
+        accumulation it is the number of rows of all parts. Any weight is allowed; 0 takes part and counts nothing. For
+        a loss that weighs or ignores rows give the weight that it has counted: `rows((y != -100).sum().item())`.
         Costs one small message in the background; with equal numbers the result has the same bits as without this call.
         An error in the numbers is raised by all ranks when they average. With sync_every it is the weight of this step
         in the round, and the call is local; make it on all ranks or on none.

@@ -386,3 +386,16 @@ def test_errors(flat: allreduce.Topology) -> None:
     assert float(jax.jit(call)(jnp.float32(rank))) == (size - 1) / 2
     reduce.close()
     raised(errors.ClosedError, lambda: call(jnp.ones(3)))
+
+
+def test_a_loss_that_is_no_mean_over_rows_is_refused(topology_of: Callable[[None], allreduce.Topology]) -> None:
+    def ignoring(output: Any, y: Any) -> Any:
+        losses = optax.softmax_cross_entropy_with_integer_labels(output, y)
+        return (losses * (y > 0)).sum() / (y > 0).sum()
+
+    made = JaxReplica(apply, ignoring, replica().params, optax.adam(0.02))
+    with MirroredTrainer(made, "ring", topology_of(None)) as trainer:
+        with pytest.raises(ArgumentError, match="the loss ignoring is no mean over the rows"):
+            trainer.fit(X, Y, 1, 20, accumulate=2, progress=False)
+        with pytest.raises(ArgumentError, match="the loss ignoring is no mean over the rows"):
+            trainer.fit([(X[:20], Y[:20])], epochs=1, rows="whole", accumulate=2, progress=False)

@@ -20,6 +20,7 @@ from trainers import (  # noqa: E402
     SpareReplicasTrainer,
 )
 from trainers.errors import ArgumentError  # noqa: E402
+from trainers.pytorch import MirroredOptimizer  # noqa: E402
 from trainers.replicas.pytorch import TorchReplica  # noqa: E402
 
 torch.set_num_threads(1)
@@ -182,3 +183,52 @@ def test_a_label_outside_of_the_classes_names_its_row(
             with pytest.raises(ArgumentError, match=text) as caught:
                 call()
             assert caught.value.ranks == tuple(range(world.size))
+
+
+def masked(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    return functional.cross_entropy(output[target >= 0], target[target >= 0])
+
+
+def rooted(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    return functional.mse_loss(output, functional.one_hot(target.clamp(0), 3).float()).sqrt()
+
+
+@pytest.mark.parametrize("loss", [masked, rooted, lambda output, target: output.sum()])
+@pytest.mark.parametrize("loader", [False, True])
+def test_a_loss_that_is_no_mean_over_rows_is_refused(loss: Any, loader: bool, flat: allreduce.Topology) -> None:
+    x, y = rows(True)
+    given: dict[str, Any] = {"x": [(x[:40], y[:40])], "rows": "whole"} if loader else {"x": x, "y": y, "batch_size": 40}
+    with MirroredTrainer(made(loss), "ring", flat) as trainer:
+        for options in ({"accumulate": 2}, {}):
+            if flat.size > 1 or options:
+                with pytest.raises(ArgumentError, match=r"the loss \S+ is no mean over the rows: of 16 rows it is"):
+                    trainer.fit(**given, epochs=1, progress=False, **options)
+
+
+def test_a_mean_of_the_users_is_accepted(flat: allreduce.Topology) -> None:
+    x, y = rows(False)
+    loss = lambda output, target: functional.cross_entropy(output, target, reduction="none").mean()  # noqa: E731
+    plain, replica = made(loss), made(loss)
+    trained(plain, x, y)
+    with MirroredTrainer(replica, "ring", flat) as trainer:
+        trainer.fit(x, y, 2, 40, shuffle=False, progress=False)
+    compare(plain, replica)
+
+
+def test_rows_of_mirrored_optimizer_are_the_counted_targets(flat: allreduce.Topology) -> None:
+    """The last rank's rows are all ignored."""
+    x, y = rows(False)
+    y[:20], mine = -100, slice(flat.rank * 20, flat.rank * 20 + 20)
+    y[20 * (flat.size - 1) : 20 * flat.size] = -100
+    y[3] = 1
+    plain, module = made(None).module, made(None).module
+    whole = slice(20 * flat.size)
+    functional.cross_entropy(plain(torch.from_numpy(x[whole])), torch.from_numpy(y[whole])).backward()
+    with MirroredOptimizer(torch.optim.SGD(module.parameters(), lr=0.1), module, topology=flat) as optimizer:
+        target = torch.from_numpy(y[mine])
+        optimizer.rows(int((target != -100).sum()))
+        functional.cross_entropy(module(torch.from_numpy(x[mine])), target).backward()
+        optimizer.step()
+        torch.optim.SGD(plain.parameters(), lr=0.1).step()
+    for here, there in zip(module.parameters(), plain.parameters(), strict=True):
+        np.testing.assert_allclose(here.detach().numpy(), there.detach().numpy(), atol=1e-6)

@@ -14,7 +14,7 @@ from mpi4py import MPI
 import allreduce
 from allreduce.errors import ClosedError, DisagreementError, OptionError, UnknownBackendError
 from tests.backends import ON_CPU, SHARDED
-from trainers import MirroredTrainer, NumpyNetwork, datasets
+from trainers import MirroredTrainer, NumpyNetwork, ParameterServerTrainer, datasets
 from trainers.cli.options import parse
 from trainers.data import Batch, Batches
 from trainers.errors import ArgumentError, DivergedError, ModelFileError
@@ -567,3 +567,69 @@ def test_states_may_be_read_only(digits: datasets.Dataset, flat: allreduce.Topol
         trainer.fit(digits.x_train[:200], digits.y_train[:200], epochs=1, progress=False)
         trainer.save(str(tmp_path / f"model{flat.rank}.npz"))
         assert len(set(trainer.parameters_sha256())) == 1
+
+
+class Sliced(Replica):
+    """A replica of a user's with momentum, whose slices other ranks update."""
+
+    updated = ("momentum",)
+
+    def __init__(self, declares: bool, reloads: bool) -> None:
+        self.elementwise = ("momentum",) if declares else ()
+        self.reloads, self.gradient_length = reloads, 6
+        self.w, self.momentum, self.slopes = (np.zeros(6, "float32") for _ in range(3))
+        self.memory = self.w
+
+    def bind(self, buffer: Any) -> None:
+        self.slopes = buffer
+
+    def bind_parameters(self, buffer: Any, whole: bool = False) -> None:
+        buffer[:], self.memory = self.w, buffer
+
+    def refresh(self) -> None:
+        if self.reloads:
+            self.w[:] = self.memory
+
+    def gradients(self, x: Any, y: Any, share: float, weights: Any = None) -> Any:
+        error = x @ self.w - y
+        self.slopes[:] = 2 * share * (x.T @ error) / max(len(x), 1)
+        return [float((error**2).mean()) if len(x) else 0.0]
+
+    def update(self, part: Any = None) -> None:
+        part = part or slice(None)
+        self.momentum[part] = 0.9 * self.momentum[part] + self.slopes[part]
+        self.memory[part] -= 0.1 * self.momentum[part]
+        self.w[part] = self.memory[part]
+
+    def evaluate(self, x: Any, y: Any, weights: Any = None) -> Any:
+        return [float(((x @ self.w - y) ** 2).sum())]
+
+    def predict(self, x: Any) -> Any:
+        return x @ self.w
+
+    def state(self) -> dict[str, np.ndarray]:
+        return {"parameters": self.w, "momentum": self.momentum}
+
+    def load_state(self, state: dict[str, np.ndarray]) -> None:
+        self.w[:], self.momentum[:] = state["parameters"], state["momentum"]
+        self.memory[:] = self.w
+
+
+@pytest.mark.parametrize("kind", ["sharded", "servers"])
+def test_a_replica_that_divides_no_state_is_refused(kind: str, flat: allreduce.Topology) -> None:
+    make = {
+        "sharded": lambda replica: MirroredTrainer(replica, "ring", flat, update="sharded"),
+        "servers": lambda replica: ParameterServerTrainer(replica, flat, updates="sync"),
+    }[kind]
+    if flat.size > 1:
+        with pytest.raises(ArgumentError, match=r"the state 'momentum' of this Sliced .* is not in its `elementwise`"):
+            make(Sliced(declares=False, reloads=True))
+        with pytest.raises(ArgumentError, match="does not read its parameters from the memory of bind_parameters"):
+            make(Sliced(declares=True, reloads=False))
+    plain, x = Sliced(declares=True, reloads=True), np.random.default_rng(0).normal(size=(40, 6)).astype("float32")
+    for _ in range(4):
+        plain.gradients(x, x.sum(axis=1), 1.0)
+        plain.update()
+    with make(Sliced(declares=True, reloads=True)) as trainer:
+        trainer.fit(x, x.sum(axis=1), 4, 40, shuffle=False, progress=False)
+    np.testing.assert_allclose(trainer.replica.state()["parameters"], plain.w, rtol=1e-4)

@@ -24,6 +24,7 @@ from trainers.replicas import precision as precisions
 from trainers.replicas.flat import FlatReplica
 from trainers.replicas.jax.layout import TreeLayout, alias, on_host, own
 from trainers.replicas.jax.optimizer import Optimizer
+from trainers.replicas.mean_of_rows import check_mean_of_rows
 
 Function = Callable[[Any, Any], Any]
 CHECKED, CLOSE = 8, 1e-2  # rows whose losses are compared with the mean loss, and the largest relative difference
@@ -66,7 +67,7 @@ class JaxReplica(FlatReplica):
         self.metrics = ("loss", *self._metrics)
         self._layout = TreeLayout(params)
         self.gradient_dtype, self.gradient_length = self._layout.dtype.name, self._layout.length
-        self._precision = precision
+        self._precision, self._compared = precision, False  # whether the loss of parts of a batch was compared
         self._low = precisions.lower_precision(precision, self.gradient_dtype)
         self.notices = precisions.slow_notice(self.device) if self._low else ()
         self._tree: Any = jax.tree.map(own, params)  # unless `_memory` holds the parameters
@@ -162,12 +163,30 @@ class JaxReplica(FlatReplica):
             else:
                 own = self._wide(None if weights is None else weights[:1])
                 jax.eval_shape(self._gradients, *model, *self._inputs(*sliced((x, y), slice(1))), own, 1.0)
+                if self.divided and weights is None:
+                    self._check_parts(x, y)
                 if weights is not None:
                     self._check_mean(*self._inputs(*sliced((x, y), slice(CHECKED))))
         except ArgumentError:
             raise
         except Exception as error:  # whatever the user's functions raise
             raise unfit_error("apply, loss or a metric", x, y, error) from error
+
+    def check_batch(self, x: Tree, y: Tree, weights: np.ndarray | None = None) -> None:
+        if self.divided and weights is None and not self._compared and row_count(x) > 1:
+            self._check_parts(x, y)
+
+    def _check_parts(self, x: Tree, y: Tree) -> None:
+        """Raise ArgumentError if the loss is no mean over the rows."""
+        self._compared = row_count(x) > 1
+
+        def loss(rows: np.ndarray) -> float:
+            own, target = (mapped(lambda array: array[rows], tree) for tree in (x, y))
+            return float(self._measures(*self._model(), *self._inputs(own, target), None)[0])
+
+        name = getattr(self._loss, "__name__", type(self._loss).__name__)
+        exact = not self._low and self.gradient_dtype in ("float32", "float64")
+        check_mean_of_rows(name, y, loss, *(() if exact else (0.02,)))
 
     def _check_mean(self, x: Any, y: Any) -> None:
         """Raise ArgumentError unless the loss of these rows is the mean of the losses of each."""

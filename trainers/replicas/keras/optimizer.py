@@ -63,17 +63,34 @@ class Optimizer(FlatOptimizer):
             'Use update="replicated", or another optimizer'
         )
 
-    def update(self, gradients: np.ndarray) -> None:
-        """Update the model's variables with flat gradients."""
+    def update(self, gradients: np.ndarray, still: np.ndarray) -> None:
+        """Update the model's variables with flat gradients, but not those that are `still`."""
         self.extend()
-        self.whole.step(self.layout.views(gradients))
+        state, numbers = self.whole, np.flatnonzero(still)
+        held = [of[number] for of in (state.variables, *state.slots.values()) for number in numbers]
+        before = [np.array(array_of(each)) for each in held]
+        state.step(self.layout.views(gradients))
+        for variable, array in zip(held, before, strict=True):
+            assign(variable, array)
 
-    def update_slice(self, part: slice, parameters: np.ndarray, gradients: np.ndarray) -> None:
-        """Update a slice of flat parameters in place. part: clipped to them."""
+    def update_slice(self, part: slice, parameters: np.ndarray, gradients: np.ndarray, still: np.ndarray) -> None:
+        """Update a slice of flat parameters in place, but not those that are `still`. part: clipped to them."""
         self.restrict(part)
+        mask = np.zeros(part.stop - part.start, bool)
+        for number in np.flatnonzero(still):
+            own = self.layout.parts[number]
+            mask[max(0, own.start - part.start) : max(0, own.stop - part.start)] = True
+        held = (
+            [*self._state.variables, *(each for slot in self._state.slots.values() for each in slot)]
+            if mask.any()
+            else []
+        )
         (variable,) = self._state.variables
         assign(variable, parameters[part])
+        before = [np.array(array_of(each)) for each in held]
         self._state.step([gradients[part]])
+        for each, array in zip(held, before, strict=True):
+            assign(each, np.where(mask, array, array_of(each)))
         parameters[part] = array_of(variable)
 
     def entries(self, names: Collection[str]) -> dict[str, list[Any]]:

@@ -16,6 +16,7 @@ from trainers.replica import Replica, Slices, single, unfit_error
 from trainers.replicas.flat import FlatReplica, Layout
 from trainers.replicas.keras.computing import COMPUTING, array_of, assign
 from trainers.replicas.keras.optimizer import Optimizer
+from trainers.replicas.mean_of_rows import check_mean_of_rows
 
 DTYPES = ("float32", "float64", "float16")
 CROSS_ENTROPIES = keras.losses.SparseCategoricalCrossentropy, keras.losses.CategoricalCrossentropy
@@ -51,6 +52,9 @@ class KerasReplica(FlatReplica):
         self.model, self._loss, self._metrics = model, _loss_of(loss), dict(metrics or {})
         self.metrics = ("loss", *self._metrics)
         self._trained = _trained_of(model)
+        self.counts = getattr(self._loss, "ignore_class", None) is not None
+        self.optional, self._compared = len(self._trained), False  # whether the loss of parts of a batch was compared
+        self._unused = self._still = np.zeros(self.optional, bool)
         self.gradient_dtype = keras.backend.standardize_dtype(self._trained[0].dtype)
         self._statistics = _statistics_of(model, self.gradient_dtype)
         self._layout = Layout(each.shape for each in [*self._trained, *self._statistics])
@@ -77,15 +81,32 @@ class KerasReplica(FlatReplica):
     def gradients(self, x: Tree, y: Tree, share: float, weights: np.ndarray | None = None) -> Any:
         if row_count(x) == 0:
             self._buffer[:] = 0
+            self._unused = np.ones(self.optional, bool)
             return [0.0] * len(self.metrics)
         self._refresh_model()
         if self.undoable:
             self._before = [np.array(array_of(each)) for each in self._shared.values()]
+        weight = self._mean_weight(y)
         x, y, weights = self._inputs(x, y, weights)
-        values, gradients = self._computing.gradients(x, y, weights, share)
+        values, gradients = self._computing.gradients(x, y, weights, share * weight)
+        self._unused = np.array([each is None for each in gradients])
         statistics = [array_of(each) * np.asarray(share, self.gradient_dtype) for each in self._statistics]
         self._layout.write([*gradients, *statistics], self._buffer)
-        return values
+        return [values[0] * weight, *values[1:]]
+
+    def counted(self, y: Tree) -> float:
+        y = np.asarray(y)
+        return float((y != self._loss.ignore_class).sum()) * len(y) / max(y.size, 1)
+
+    def _mean_weight(self, y: Tree) -> float:
+        """Return the factor that makes Keras' mean over the targets that are not ignored the sum, per row."""
+        return self.counted(y) / row_count(y) if self.counts else 1.0
+
+    def unused(self) -> np.ndarray:
+        return self._unused
+
+    def keep_still(self, still: np.ndarray) -> None:
+        self._still = still
 
     def undo(self) -> None:
         if self._before:
@@ -97,11 +118,11 @@ class KerasReplica(FlatReplica):
         if self._memory is None:
             if part is not None:
                 raise ArgumentError("call bind_parameters() before update(part)")
-            self._optimizer.update(self._buffer)
+            self._optimizer.update(self._buffer, self._still)
             self._load_statistics(self._buffer)
             return
         part = part or slice(0, self.gradient_length)
-        self._optimizer.update_slice(single(self._parameters_in(part)), self._memory, self._buffer)
+        self._optimizer.update_slice(single(self._parameters_in(part)), self._memory, self._buffer, self._still)
         statistics = single(self._statistics_in(part))
         self._memory[statistics] = self._buffer[statistics]
 
@@ -112,7 +133,9 @@ class KerasReplica(FlatReplica):
 
     def evaluate(self, x: Tree, y: Tree, weights: np.ndarray | None = None) -> Any:
         self._refresh_model()
-        return row_count(x) * np.asarray(self._computing.metrics(*self._inputs(x, y, weights)), np.float64)
+        sums = row_count(x) * np.array(self._computing.metrics(*self._inputs(x, y, weights)), np.float64)
+        sums[0] *= self._mean_weight(y)
+        return sums
 
     def predict(self, x: Tree) -> Tree:
         self._refresh_model()
@@ -208,18 +231,57 @@ class KerasReplica(FlatReplica):
         return {"model": self.model.name, "optimizer": type(self._optimizer.whole.optimizer).__name__}
 
     def check(self, x: Tree, y: Tree | None, weights: np.ndarray | None = None) -> None:
+        if y is not None and {id(each) for each in self.model.trainable_variables} != {
+            id(each) for each in self._trained
+        }:
+            raise ArgumentError(
+                f"layers of {self.model.name} were frozen or unfrozen (trainable=) since this KerasReplica was made: "
+                "make another KerasReplica, and a trainer, of the model as it is now"
+            )
         try:
             given = [None if each is None else sliced(each, slice(1)) for each in (x, y, weights)]
             first, target, own = self._inputs(*given)
             output = self._computing.output(first)
             if y is not None:
                 self._measured(target, keras.tree.map_structure(keras.ops.convert_to_tensor, output), [], own)
+                if self.divided:
+                    self._check_mask(first)
+                    self._check_loss(x, y, weights)
         except ArgumentError:
             raise
         except Exception as error:  # whatever a model raises
             raise unfit_error(f"{self.model.name}, the loss or a metric", x, y, error) from error
 
+    def check_batch(self, x: Tree, y: Tree, weights: np.ndarray | None = None) -> None:
+        if self.divided and not self._compared:
+            self._check_loss(x, y, weights)
+
     # Inside
+
+    def _check_mask(self, first: Any) -> None:
+        """Raise ArgumentError if the output has a mask, of which a Loss of Keras makes weights. first: a row."""
+        if isinstance(self._loss, keras.losses.Loss):
+            outputs = keras.tree.flatten(self.model(first, **self._computing.using))
+            if any(getattr(each, "_keras_mask", None) is not None for each in outputs):
+                raise ArgumentError(
+                    f"the output of {self.model.name} has a mask (of Masking, or Embedding(mask_zero=True)): the loss "
+                    f"{type(self._loss).__name__} divides by the steps that a rank has not masked, which differ "
+                    "between ranks; give the loss as a function, such as keras.losses.mean_squared_error"
+                )
+
+    def _check_loss(self, x: Tree, y: Tree, weights: np.ndarray | None) -> None:
+        """Raise ArgumentError if the loss is no mean over the rows. Keras' own losses are."""
+        kind = type(self._loss) if isinstance(self._loss, keras.losses.Loss) else self._loss
+        if weights is not None or str(getattr(kind, "__module__", "")).partition(".")[0] == "keras":
+            return
+
+        def loss(rows: np.ndarray) -> float:
+            own, target = (mapped(lambda array: array[rows], tree) for tree in (x, y))
+            return float(self._computing.metrics(*self._inputs(own, target, None))[0])
+
+        self._compared = row_count(x) > 1
+        name = getattr(self._loss, "__name__", type(self._loss).__name__)
+        check_mean_of_rows(name, y, loss, *(() if self.gradient_dtype != "float16" else (0.02,)))
 
     def _refresh_model(self) -> None:
         """Copy the parameters from the trainer's memory, where other ranks may have changed them, into the model."""

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from trainers.data import Data, Tree, as_arrays, mapped, row_count, sliced
+from trainers.data import Data, Tree, as_arrays, leaves, mapped, row_count, sliced
 from trainers.errors import ArgumentError, ModelFileError
 from trainers.replica import Slices, slices_of, unfit_error
 
@@ -22,6 +22,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from trainers.replicas import precision as precisions
 from trainers.replicas.flat import FlatReplica, put
+from trainers.replicas.mean_of_rows import check_mean_of_rows
 from trainers.replicas.pytorch import devices, graphs, row_losses
 from trainers.replicas.pytorch.optimizer import TorchOptimizer
 from trainers.replicas.pytorch.tensors import DTYPES, as_tensor, from_array, host_view, views, write_flat
@@ -92,7 +93,7 @@ class TorchReplica(FlatReplica):
         self._versions: dict[Tensor, int] = {}
         self._adds = False  # whether gradients are added to the buffer
         self.counts, self._classes = row_losses.counts(loss), 0  # 0: not known before the first output
-        self.optional = len(self._trained)
+        self.optional, self._compared = len(self._trained), False  # whether the loss of parts of a batch was compared
         self._unused = self._still = np.zeros(self.optional, bool)
         self._parameters: Tensor | None = None  # the memory of bind_parameters, and the view of each parameter there
         self._parameter_views: list[Tensor] = []
@@ -331,7 +332,9 @@ class TorchReplica(FlatReplica):
                     self._check_labels(y, output)
                     target = self._target(sliced(y, rows))
                     list(map(float, self._values(self._mean_loss(output, target, None), output, target)))
-                    if weights is not None and (not self.counts or row_losses.class_weights(self.loss) is not None):
+                    if weights is None:
+                        self._check_loss(x, y)
+                    elif not self.counts or row_losses.class_weights(self.loss) is not None:
                         row_losses.check_mean(self.loss, output, target)
         except ArgumentError:
             raise
@@ -342,8 +345,29 @@ class TorchReplica(FlatReplica):
 
     def check_batch(self, x: Tree, y: Tree, weights: np.ndarray | None = None) -> None:
         self._check_labels(y)
+        if weights is None and not self._compared and isinstance(leaves(y)[0], np.ndarray) and row_count(x) > 1:
+            training = self.module.training
+            self.module.eval()
+            try:
+                with torch.no_grad():
+                    self._check_loss(x, y)
+            finally:
+                self.module.train(training)
 
     # Inside
+
+    def _check_loss(self, x: Tree, y: Tree) -> None:
+        """Raise ArgumentError if batches are divided, and the loss is no mean over the rows."""
+        self._compared = row_count(x) > 1
+        if not self.divided or self.counts or row_losses.is_mean(self.loss):
+            return
+
+        def loss(rows: np.ndarray) -> float:
+            own, target = (mapped(lambda array: array[rows], tree) for tree in (x, y))
+            return float(self.loss(self._output(own), self._target(target)))
+
+        exact = not self._low and self._dtype in (torch.float32, torch.float64)
+        check_mean_of_rows(row_losses.name_of(self.loss), y, loss, *(() if exact else (0.02,)))
 
     def _check_labels(self, y: Tree, output: Any = None) -> None:
         """Raise ArgumentError, which names the row, if a label is outside of the classes. output: of some rows."""

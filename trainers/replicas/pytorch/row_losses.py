@@ -33,10 +33,10 @@ def of_rows(loss: Loss) -> Loss:
         try:
             found = each(output, target)
         except Exception as error:  # whatever torch.vmap, or the user's function, raises
-            raise ArgumentError(f"{_ADVICE}; {_name(loss)} can't be called for single rows: {error}") from error
+            raise ArgumentError(f"{_ADVICE}; {name_of(loss)} can't be called for single rows: {error}") from error
         if not isinstance(found, Tensor) or not found.dim() or rows not in (None, len(found)):
             shape = tuple(found.shape) if isinstance(found, Tensor) else type(found).__name__
-            raise ArgumentError(f"{_ADVICE}; {_name(loss)} of {rows} rows gave {shape}")
+            raise ArgumentError(f"{_ADVICE}; {name_of(loss)} of {rows} rows gave {shape}")
         return found.flatten(1).mean(1) if found.dim() > 1 else found
 
     return losses
@@ -51,6 +51,14 @@ def counts(loss: Loss) -> bool:
 def class_weights(loss: Any) -> Tensor | None:
     """Return the weights of the classes, if the loss has them."""
     return getattr(loss, "weight", None)
+
+
+def is_mean(loss: Any) -> bool:
+    """Whether a loss is one of PyTorch's that are means over all elements."""
+    return (type(loss) if isinstance(loss, nn.Module) else loss).__module__ in (
+        "torch.nn.modules.loss",
+        "torch.nn.functional",
+    )
 
 
 def counted(loss: Any, target: Tensor) -> float:
@@ -102,7 +110,7 @@ def check_mean(loss: Loss, output: Any, target: Any) -> None:
     mean, found = float(loss(output, target)), float(rows.mean())
     if abs(mean - found) > CLOSE * max(abs(mean), float(rows.abs().mean())):
         raise ArgumentError(
-            f"{_ADVICE}; {_name(loss)} of the first rows is {mean:.6g}, and the mean over single rows is {found:.6g} "
+            f"{_ADVICE}; {name_of(loss)} of the first rows is {mean:.6g}, and the mean over single rows is {found:.6g} "
             "(CrossEntropyLoss(weight=...) divides by the sum of its weights: give fit class_weight= instead)"
         )
 
@@ -136,5 +144,6 @@ def _has_reduction(loss: Loss) -> bool:
         return False
 
 
-def _name(loss: Loss) -> str:
+def name_of(loss: Loss) -> str:
+    """Return the name of a loss, for messages."""
     return getattr(loss, "__name__", type(loss).__name__)

@@ -22,7 +22,7 @@ from trainers.checks import LEARNING_RATES
 from trainers.data import BatchSource
 from trainers.errors import ArgumentError, DataError
 from trainers.group import RankGroup
-from trainers.replica import Replica, Slices
+from trainers.replica import Replica, Slices, bind_whole
 from trainers.replicas import malloc
 from trainers.state.adopt import Piece, mirror, newest
 from trainers.strategies.interface import FLAGS, EpochRun, Strategy, replica_error
@@ -218,7 +218,7 @@ class ServerStrategy(Strategy):
         if self._bound is self._gradients:
             return
         try:
-            self.replica.bind_parameters(self._parameters)
+            bind_whole(self.replica, self._parameters, whole=False)
         except ArgumentError as error:
             raise ArgumentError(
                 f'{self.name} updates slices of the parameters, as MirroredTrainer does with update="sharded", and '

@@ -1,0 +1,51 @@
+"""Refuses losses of which ranks can't divide a batch, because they are no means over the rows."""
+
+from collections.abc import Callable
+
+import numpy as np
+
+from trainers.data import Tree, leaves
+from trainers.errors import ArgumentError
+
+CLOSE = 1e-3  # the largest relative difference between the loss of rows and the mean of those of its parts
+COMPARED, LOOKED_AT = 16, 1 << 16  # rows whose losses are compared, and from which these are chosen
+
+
+def check_mean_of_rows(name: str, y: Tree, loss: Callable[[np.ndarray], float], close: float = CLOSE) -> None:
+    """Raise ArgumentError unless the loss of some rows is the mean of the losses of two halves of them.
+
+    A loss that weighs rows by their class, or ignores some, is not: the rows are chosen by their labels. Losses with
+    random numbers can't be compared, and pass. name: of the loss. loss: returns the loss of the rows of these numbers.
+    """
+    rows = _rows_to_compare(y)
+    if len(rows) < 2:
+        return
+    whole, again = loss(rows), loss(rows)
+    if whole != again:
+        return
+    halves = [loss(rows[: len(rows) // 2]), loss(rows[len(rows) // 2 :])]
+    mean = sum(halves) / 2
+    if not abs(whole - mean) <= close * max(abs(whole), *map(abs, halves)):
+        raise ArgumentError(
+            f"the loss {name} is no mean over the rows: of {len(rows)} rows it is {whole:.6g}, and of their halves "
+            f"{halves[0]:.6g} and {halves[1]:.6g}. So ranks, or micro-batches, that divide a batch would not train as "
+            "one rank does. Weights of classes and ignored rows are known of PyTorch's CrossEntropyLoss and NLLLoss, "
+            "and of Keras' ignore_class; for another loss use class_weight= or sample_weight= of fit, and a mean over "
+            "all rows"
+        )
+
+
+def _rows_to_compare(y: Tree) -> np.ndarray:
+    """Return the numbers of an even number of rows, sorted by their labels: of many different labels."""
+    first = leaves(y)[0]
+    count = min(len(first), LOOKED_AT)
+    labels = np.asarray(first[:count])
+    if labels.dtype.kind in "iu" and labels.size:
+        least = labels.reshape(count, -1).min(axis=1)
+        of_label = np.unique(least, return_index=True)[1]
+        chosen = np.concatenate([of_label[: COMPARED // 4], of_label[-COMPARED // 4 :], np.arange(count)])
+        chosen = np.array(list(dict.fromkeys(chosen.tolist()))[:COMPARED], np.int64)
+        chosen = chosen[np.argsort(least[chosen], kind="stable")]
+    else:
+        chosen = np.arange(min(count, COMPARED))
+    return chosen[: len(chosen) // 2 * 2]
