@@ -46,7 +46,7 @@ from benchmarks.lib import cli, timing
 from benchmarks.lib.contenders import join
 from benchmarks.lib.machine import peak_memory, trim
 from benchmarks.lib.outputs import Screen
-from trainers import malloc
+from trainers.replicas import malloc
 from trainers.pytorch import MirroredOptimizer
 
 PLAIN, DDP_GLOO, DDP_OURS = "no communication", "DDP + gloo", "DDP + allreduce"
