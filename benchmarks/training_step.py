@@ -46,8 +46,8 @@ from benchmarks.lib import cli, timing
 from benchmarks.lib.contenders import join
 from benchmarks.lib.machine import peak_memory, trim
 from benchmarks.lib.outputs import Screen
-from trainers.replicas import malloc
 from trainers.pytorch import MirroredOptimizer
+from trainers.replicas import malloc
 
 PLAIN, DDP_GLOO, DDP_OURS = "no communication", "DDP + gloo", "DDP + allreduce"
 DDP_NOTHING, BARE = "DDP, hook without all-reduce", "all-reduce alone"  # the floor of DDP; of the gradients' bytes
