@@ -1,5 +1,6 @@
 """The one table of operations: op -> NumPy ufunc, MPI op, NCCL op."""
 
+import functools
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -66,3 +67,16 @@ def resolve(name: str, dtype: np.dtype, ranks: int) -> Op:
         same = BOOLEAN[op.combine]
         op = replace(op, mpi=same.mpi, nccl=same.nccl)
     return op
+
+
+@functools.cache
+def numpy_operation(combine: np.ufunc, dtype: np.dtype) -> MPI.Op:
+    """Return an MPI operation that calls `combine` on host arrays, where the MPI library's own differs. Local."""
+
+    def call(before: Any, after: Any, _: MPI.Datatype) -> None:
+        result = np.frombuffer(after, dtype)
+        with np.errstate(all="ignore"):  # MPI calls it in any thread
+            combine(np.frombuffer(before, dtype), result, out=result)
+
+    # In rank order, so that all ranks select the same one of two NaNs, or of two zeros.
+    return MPI.Op.Create(call, commute=False)

@@ -7,13 +7,12 @@ import numpy as np
 from mpi4py import MPI
 
 from allreduce.arrays import chunks, dtypes, gpu, ops
-from allreduce.arrays.ops import Op
+from allreduce.arrays.ops import Op, numpy_operation
 from allreduce.backend import AllReduce
 from allreduce.engine.call import Call
 from allreduce.engine.engine import BoundWork, DirectWork, Work
 from allreduce.transport import cost
 from allreduce.transport.cost import Layout, Machine
-from allreduce.transport.operations import numpy_operation
 
 LARGEST_COUNT = 1 << 30  # elements in one call: an MPI count is a C int in Open MPI 5
 MEAN_BYTES = 1 << 20  # a mean is reduced in pieces of this size, each scaled while it is in the cache

@@ -192,8 +192,12 @@ def log_job(text: str) -> None:
 
 
 def _of_this_rank(text: str) -> str:
-    rank, size = here()
-    return f"rank {rank} of {size}: {text}"
+    return f"rank {here()[0]} of {here()[1]}: {text}"
+
+
+def without_rank(text: str) -> str:
+    """Return a text without the name of this rank in front of it. Local."""
+    return text.removeprefix(_of_this_rank(""))
 
 
 def on_ending(call: Callable[[int, str], object]) -> None:

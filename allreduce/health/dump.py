@@ -131,7 +131,7 @@ def _last_calls(why: str) -> dict[str, object]:
 def error_line(text: str) -> str:
     """Return the line of an error's text that names the error: the first one, or the one behind a traceback."""
     lines = [line for line in text.splitlines() if line.strip() and not line.startswith(" ")] or [""]
-    return lines[-1 if lines[0].startswith("Traceback") else 0]
+    return abort.without_rank(lines[-1 if lines[0].startswith("Traceback") else 0])
 
 
 def status() -> str:

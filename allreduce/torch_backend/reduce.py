@@ -16,6 +16,7 @@ from mpi4py import MPI
 import allreduce
 from allreduce import notices
 from allreduce.arrays import chunks, gpu
+from allreduce.arrays.ops import numpy_operation
 from allreduce.arrays.registered import Part, address
 from allreduce.arrays.workspace import Workspace
 from allreduce.backend import AllReduce, TwoPhase
@@ -24,7 +25,6 @@ from allreduce.topology import Topology
 from allreduce.torch_backend.tensors import as_array, is_plain, readable, writable
 from allreduce.tracing import trace as tracing
 from allreduce.tracing.trace import Trace
-from allreduce.transport.operations import numpy_operation
 from allreduce.transport.wait import waiting
 from allreduce.wrappers import options as compressions
 from allreduce.wrappers.compressed import Compressed
