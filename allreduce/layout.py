@@ -10,7 +10,7 @@ NodeSizes = int | Sequence[int] | None  # `ranks_per_node`
 
 
 @dataclass(frozen=True)
-class Layout:
+class NodeLayout:
     """The ranks of each node, the same on all ranks. Nodes are sorted by their leader, which is their first rank.
 
     members: the ranks of each node. simulated: whether `ranks_per_node` has divided real nodes.
@@ -20,13 +20,13 @@ class Layout:
     simulated: bool = False
 
     @classmethod
-    def of_sizes(cls, sizes: Sequence[int], simulated: bool = False) -> "Layout":
+    def of_sizes(cls, sizes: Sequence[int], simulated: bool = False) -> "NodeLayout":
         """Return the layout of nodes of consecutive ranks."""
         ends = [sum(sizes[: index + 1]) for index in range(len(sizes))]
         return cls(tuple(tuple(range(end - size, end)) for size, end in zip(sizes, ends, strict=True)), simulated)
 
     @classmethod
-    def of_leaders(cls, leaders: Sequence[int], simulated: bool = False) -> "Layout":
+    def of_leaders(cls, leaders: Sequence[int], simulated: bool = False) -> "NodeLayout":
         """Return the layout in which each rank has this leader. leaders: by rank."""
         members: dict[int, list[int]] = {leader: [] for leader in sorted(set(leaders))}
         for rank, leader in enumerate(leaders):
@@ -62,11 +62,11 @@ class Layout:
         return f"{ranks} on {nodes}" + (f" ({'+'.join(map(str, self.node_sizes))})" if self.nodes > 1 else "")
 
 
-def simulated(ranks_per_node: int | Sequence[int], ranks: int) -> Layout:
+def simulated(ranks_per_node: int | Sequence[int], ranks: int) -> NodeLayout:
     """Return the layout of simulated nodes. The argument must have no `error_of_sizes`."""
     if isinstance(ranks_per_node, int):
         ranks_per_node = [min(ranks_per_node, ranks - begin) for begin in range(0, ranks, ranks_per_node)]
-    return Layout.of_sizes(ranks_per_node, simulated=True)
+    return NodeLayout.of_sizes(ranks_per_node, simulated=True)
 
 
 def error_of_sizes(ranks_per_node: NodeSizes, ranks: int) -> OptionError | None:

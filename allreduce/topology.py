@@ -16,7 +16,7 @@ from allreduce.errors import ClosedError, CopyError, DisagreementError, OptionEr
 from allreduce.health import abort, dump
 from allreduce.health.stall import STALL, TIMEOUT, StallDetector, seconds
 from allreduce.health.status import FAR_ROWS, ROW_BYTES, StatusRows
-from allreduce.layout import Layout, NodeSizes, error_of_sizes, nodes_left, simulated
+from allreduce.layout import NodeLayout, NodeSizes, error_of_sizes, nodes_left, simulated
 from allreduce.process import children, launcher
 from allreduce.transport import deferred_free, liveness, processes, ulfm
 from allreduce.transport.cma import CMA
@@ -60,7 +60,7 @@ class Topology:
     should use it.
     """
 
-    layout: Layout  # which ranks run on which node
+    layout: NodeLayout  # which ranks run on which node
     node_index: int
     node_rank: int
     node: MPI.Intracomm
@@ -180,12 +180,12 @@ class Topology:
         with waiting(self.world, "make a communicator"):
             return self.own(self.host.Split(number, key=self.rank), watch=True)
 
-    def _learn_layout(self) -> Layout:
+    def _learn_layout(self) -> NodeLayout:
         """Return the layout. Collective. Ranks compare their versions in the same message."""
         leader = min(processes.ranks_in(self.world, self.node))
         found = all_values(self.world, [leader, machine.digest_of_versions()], "count the nodes")
         _compare_versions(self.world, [digest for _, digest in found])
-        return Layout.of_leaders([leader for leader, _ in found], self.ranks_per_node is not None)
+        return NodeLayout.of_leaders([leader for leader, _ in found], self.ranks_per_node is not None)
 
     def _pairs(self) -> MPI.Intracomm:
         """Return the communicator of the ranks with this one's node rank. Collective."""

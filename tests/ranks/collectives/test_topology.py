@@ -13,7 +13,7 @@ from allreduce.backends.ring import Ring
 from allreduce.engine.call import SEQUENCE_MASK
 from allreduce.engine.consistency import FingerprintTable
 from allreduce.errors import DisagreementError, OptionError, UnknownBackendError
-from allreduce.layout import Layout
+from allreduce.layout import NodeLayout
 from allreduce.transport.control import on_all_ranks
 from tests.backends import ON_CPU
 from tests.ranks.grid import shapes
@@ -40,7 +40,7 @@ def test_who_is_where(shape: str, topology_of: Callable[..., allreduce.Topology]
     place = [(node, node_rank) for node, size in enumerate(sizes) for node_rank in range(size)]
     node, node_rank = place[topology.rank]
     assert (topology.rank, topology.size) == (MPI.COMM_WORLD.rank, SIZE)
-    assert topology.layout == Layout.of_sizes(sizes, simulated=shape != "flat")
+    assert topology.layout == NodeLayout.of_sizes(sizes, simulated=shape != "flat")
     assert topology.node_sizes == sizes
     assert (topology.nodes, topology.node_index) == (len(sizes), node)
     assert (topology.node_rank, topology.node_size) == (node_rank, sizes[node])
