@@ -621,6 +621,8 @@ def test_a_replica_that_divides_no_state_is_refused(kind: str, flat: allreduce.T
         "sharded": lambda replica: MirroredTrainer(replica, "ring", flat, update="sharded"),
         "servers": lambda replica: ParameterServerTrainer(replica, flat, updates="sync"),
     }[kind]
+    if kind == "servers" and flat.size == 1:
+        pytest.skip("a server and a worker are two ranks")
     if flat.size > 1:
         with pytest.raises(ArgumentError, match=r"the state 'momentum' of this Sliced .* is not in its `elementwise`"):
             make(Sliced(declares=False, reloads=True))
