@@ -18,11 +18,11 @@ import sys
 from dataclasses import asdict, replace
 from typing import Any
 
+from allreduce.transport.cost import Machine, on_link
 from benchmarks.lib import cli, outputs
 from benchmarks.lib.results import FileError
 from benchmarks.predicting import fitting, pipeline
-from benchmarks.predicting.costs import Machine, on_link, shared, shared_in_one_level
-from benchmarks.predicting.forecast import BACKWARD, GAIN, MODELS, MOST_RANKS, Forecast, Model, forecast, placed
+from benchmarks.predicting.forecast import BACKWARD, GAIN, MODELS, MOST_RANKS, Forecast, Model, forecast
 
 _UNITS = {"k": 1e3, "m": 1e6, "g": 1e9}
 _TIMES = {"ns": 1e-9, "us": 1e-6, "ms": 1e-3}
@@ -47,12 +47,10 @@ def _predict(args: argparse.Namespace) -> int:
     machine, points = _fit(args, record) if args.fit or args.fit_rig else (Machine(), [])
     fitted = machine
     bandwidth, latency = args.link
-    machine = replace(on_link(machine, bandwidth / 8, latency), cores=args.cores or args.node_size, numa=args.numa)
+    machine = on_link(machine, bandwidth / 8, latency)
     forecasts = [_forecast(args, name, machine) for name in args.model]
     for each in forecasts:
         print("\n".join(_table(each, args)))
-        if machine.numa > 1:
-            print(_levels(each, args, machine))
     staged = [_stages(args, each.model, machine, plan) for each in forecasts] if plan else []
     for found in staged:
         print("\n".join(_stage_table(found, args)))
@@ -77,7 +75,13 @@ def _forecast(args: argparse.Namespace, name: str, machine: Machine) -> Forecast
     if args.step_time is not None:
         model = replace(model, step_seconds=args.step_time, source="given by --step-time")
     return forecast(
-        model, machine, args.node_size, itemsize=DTYPES[args.dtype], most=args.max_ranks, overlap=args.overlap
+        model,
+        machine,
+        args.node_size,
+        itemsize=DTYPES[args.dtype],
+        cores=args.cores or 0,
+        most=args.max_ranks,
+        overlap=args.overlap,
     )
 
 
@@ -98,8 +102,8 @@ def _plan(args: argparse.Namespace) -> pipeline.Plan | None:
 
 
 def _stages(args: argparse.Namespace, model: Model, machine: Machine, plan: pipeline.Plan) -> pipeline.StagedForecast:
-    most = args.max_ranks
-    return pipeline.forecast(model, machine, args.node_size, plan, itemsize=DTYPES[args.dtype], most=most)
+    most, cores = args.max_ranks, args.cores or 0
+    return pipeline.forecast(model, machine, args.node_size, plan, itemsize=DTYPES[args.dtype], cores=cores, most=most)
 
 
 # ---- Fitting ----
@@ -113,7 +117,7 @@ def _fit(args: argparse.Namespace, record: dict[str, Any]) -> tuple[Machine, lis
         raise FileError(
             f"the files are of machines with {' and '.join(map(str, sorted(cores)))} cores; fit one at a time"
         )
-    start = Machine(cores=cores.pop() if cores else Machine().cores, burst=fitting.RIG_BURST if rigs else 0)
+    start = Machine()
     points = points + more
     machine = fitting.fit(points, start)
     places = fitting.by_place(points, machine, start)
@@ -138,16 +142,6 @@ def _fit(args: argparse.Namespace, record: dict[str, Any]) -> tuple[Machine, lis
 def _setting(args: argparse.Namespace) -> str:
     bandwidth, latency = args.link
     return f"nodes of {args.node_size}, {bandwidth / 1e9:g} Gb/s and {latency * 1e6:g} us between them, {args.dtype}"
-
-
-def _levels(found: Forecast, args: argparse.Namespace, machine: Machine) -> str:
-    """Return the line about the two levels of `shared` on one node."""
-    place, nbytes = placed(args.node_size, args.node_size), found.gradient_bytes
-    two, one = (1e3 * formula(machine, place, nbytes) for formula in (shared, shared_in_one_level))
-    return (
-        f"# shared on {place.name} of a node with {machine.numa} NUMA nodes, {nbytes / 1e6:.0f} MB: "
-        f"{two:.3g} ms in two levels, {one:.3g} ms in one"
-    )
 
 
 def _table(found: Forecast, args: argparse.Namespace) -> list[str]:
@@ -229,7 +223,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--step-time", type=cli.at_least(1e-6, float, 1e6), metavar="SECONDS", help="computing time of a step")
     add("--node-size", type=cli.at_least(1, int, 1024), default=8, metavar="N", help="ranks of a node (default 8)")
     add("--cores", type=cli.at_least(1, int, 4096), metavar="N", help="cores of a node (default: one a rank)")
-    add("--numa", type=cli.at_least(1, int, 64), default=1, metavar="N", help="NUMA nodes of a node (default 1)")
     add("--link", type=_link, default=_link("100gbit"), metavar="RATE", help="a link: 100gbit (default) or 10gbit,20us")
     add("--dtype", choices=tuple(DTYPES), default="float32", help="dtype in which gradients are sent")
     add(

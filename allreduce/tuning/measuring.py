@@ -58,9 +58,9 @@ def measure(topology: Topology, tries: int = TRIES) -> Machine:
         mine = _in_node(topology, node, at, tries) if node.size > 1 else {}
         mine |= _between_nodes(topology, world, tries) if topology.nodes > 1 else {}
         native = [_seconds(world, _all_reduce(world, nbytes), tries) for nbytes in (SHORT, BYTES)]
-        values = np.array([mine.get(name, 0.0) for name in FIELDS] + native)
+        values = np.array([mine.get(name, -1.0) for name in FIELDS] + native)
         *agreed, short, long = combine(world, values, "agree on the constants", MPI.MAX).tolist()
-    found = {name: value for name, value in zip(FIELDS, agreed, strict=True) if value > 0}
+    found = {name: value for name, value in zip(FIELDS, agreed, strict=True) if value >= 0}
     machine = replace(Machine(), **{"switch": 0.0, **found})
     return _rounded(_with_native(machine, at, short, long))
 

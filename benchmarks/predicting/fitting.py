@@ -1,4 +1,4 @@
-"""Fits the constants of the cost model to measured runs, and reports them and the errors of the model."""
+"""Fits the constants of the cost formulas to measured runs, and reports them and the errors of the model."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -8,12 +8,13 @@ from typing import Any
 
 import numpy as np
 
+from allreduce.transport.cost import Layout, Machine
 from benchmarks.lib.results import FileError, Run, load
-from benchmarks.predicting.costs import FITTED, FORMULAS, Cluster, Machine, predict
+from benchmarks.predicting.costs import backends, predict
 
 PRIOR = 0.003  # weight that pulls a constant to its start value; decides only constants that the data do not determine
 ROBUST = 0.1  # errors above this count linearly, not squared: a busy machine has outliers
-RIG_BURST = 128 * 1024  # bytes that a link of cluster_sim.sh lets through after a pause, at 1 Gb/s
+FITTED = tuple(Machine.__dataclass_fields__)
 LIMIT = 0.2  # errors above this are reported with a reason
 # These backends can't become faster with more ranks on the same cores, because the work grows.
 GROWING = ("ring", "reduce_to_one", "shared", "hierarchical_copy")
@@ -28,7 +29,7 @@ class Point:
     """One measured time."""
 
     backend: str
-    place: Cluster
+    place: Layout
     nbytes: int
     allocated: bool
     seconds: float
@@ -63,14 +64,15 @@ def read(
 ) -> tuple[list[Point], list[Run]]:
     """Read the points of files of `benchmarks.bandwidth --json`. Raises FileError or OSError, which names the bad file.
 
-    one_machine: the nodes were simulated by cluster_sim.sh, so they share one machine's cores.
+    one_machine: the nodes were simulated by cluster_sim.sh, so they share one machine's cores. Nodes that
+        ranks_per_node= simulates have no network, and are left out.
     """
     points, runs = [], []
     for path in paths:
         run = load(path)
         found = list(_points(run, one_machine, statistic))
         if not found:
-            raise FileError(f"{path}: it holds no time of {', '.join(FORMULAS)} on two ranks or more")
+            raise FileError(f"{path}: it holds no time of {', '.join(backends())} on two ranks or more")
         if run.dtype not in ("float32", "float64"):
             raise FileError(
                 f"{path}: it measured {run.dtype}; the model is of float32 and float64, which are summed as they are"
@@ -81,10 +83,13 @@ def read(
 
 
 def _points(run: Run, one_machine: bool, statistic: str) -> Iterable[Point]:
-    place = Cluster(tuple(run.node_sizes), one_machine or run.simulated, not run.simulated)
+    if run.simulated and len(run.node_sizes) > 1:
+        return
+    cores = int(run.machine.get("cores") or 0)
+    place = Layout(tuple(run.node_sizes), cores=cores, sharing=run.ranks if one_machine else 0)
     for each in run.results:
         seconds = (each.min_us if statistic == "min" else each.time_us) * 1e-6
-        if each.backend in FORMULAS and run.ranks > 1 and each.size > 0 and seconds > 0:
+        if each.backend in backends() and run.ranks > 1 and each.size > 0 and seconds > 0:
             yield Point(each.backend, place, each.size, each.memory == "allocated", seconds, each.time_us / each.min_us)
 
 
@@ -130,7 +135,7 @@ def median_error(points: Sequence[Point], machine: Machine) -> float:
 def cells(points: Sequence[Point], machine: Machine) -> list[Cell]:
     """Return the median error of each backend in each range of sizes, with a reason if it is above LIMIT."""
     found, busy = [], disturbed(points)
-    for backend in FORMULAS:
+    for backend in backends():
         for name, low, high in RANGES:
             some = [point for point in points if point.backend == backend and low < point.nbytes <= high]
             if some:
@@ -139,21 +144,21 @@ def cells(points: Sequence[Point], machine: Machine) -> list[Cell]:
     return found
 
 
-def disturbed(points: Sequence[Point]) -> dict[Cluster, float]:
+def disturbed(points: Sequence[Point]) -> dict[Layout, float]:
     """Return the fraction of each place's times that more ranks on the same cores beat, although they do more work.
 
     No formula can predict such times: other programs ran during the measurement. Only places with a fraction above
     DISTURBED are returned.
     """
     best: dict[tuple[str, int, bool], list[tuple[int, float]]] = {}
-    flat = [point for point in points if point.place.m == 1 and point.backend in GROWING]
+    flat = [point for point in points if point.place.nodes == 1 and point.backend in GROWING]
     for point in flat:
-        best.setdefault((point.backend, point.nbytes, point.allocated), []).append((point.place.n, point.seconds))
+        best.setdefault((point.backend, point.nbytes, point.allocated), []).append((point.place.ranks, point.seconds))
     found = {}
     for place in dict.fromkeys(point.place for point in flat):
         some = [point for point in flat if point.place == place]
         beaten = [
-            any(n > place.n and seconds * (1 + LIMIT) < point.seconds for n, seconds in best[key])
+            any(n > place.ranks and seconds * (1 + LIMIT) < point.seconds for n, seconds in best[key])
             for point in some
             if (key := (point.backend, point.nbytes, point.allocated))
         ]
@@ -162,14 +167,14 @@ def disturbed(points: Sequence[Point]) -> dict[Cluster, float]:
     return found
 
 
-def _reason(points: Sequence[Point], machine: Machine, busy: dict[Cluster, float], error: float) -> str:
+def _reason(points: Sequence[Point], machine: Machine, busy: dict[Layout, float], error: float) -> str:
     """Return the likeliest reason for an error above LIMIT, with the places of the largest errors; "" for others."""
     if error <= LIMIT:
         return ""
     worst = [point for point in points if abs(point.error(machine)) > LIMIT]
     where = f"measured {_worst_places(points, machine)}: "
-    oversubscribed = [point for point in worst if point.place.sharing_ranks > machine.cores]
-    linked = [point for point in worst if point.place.m > 1 and point.place.linked]
+    oversubscribed = [point for point in worst if point.place.per_core > 1]
+    linked = [point for point in worst if not is_flat(point)]
     half = len(worst) / 2
     if sum(point.place in busy for point in worst) > half:
         return where + "the machine was busy (more ranks on the same cores were faster)"
@@ -195,7 +200,7 @@ def _spread(points: Sequence[Point]) -> float:
 
 def _worst_places(points: Sequence[Point], machine: Machine) -> str:
     """Return the two places with the largest errors: "slower than predicted at 4 ranks, faster at 2+2 ranks"."""
-    errors: dict[Cluster, list[float]] = {}
+    errors: dict[Layout, list[float]] = {}
     for point in points:
         errors.setdefault(point.place, []).append(point.error(machine))
     worst = sorted(errors, key=lambda place: -median(map(abs, errors[place])))[:2]
@@ -232,7 +237,7 @@ def by_place(points: Sequence[Point], machine: Machine, start: Machine) -> list[
 
 def is_flat(point: Point) -> bool:
     """Whether a point was measured without a network."""
-    return point.place.m == 1 or not point.place.linked
+    return point.place.nodes == 1
 
 
 def untouched(points: Sequence[Point], machine: Machine) -> list[str]:
@@ -259,7 +264,7 @@ def lines(points: list[Point], machine: Machine, found: dict[str, float], places
     medians = ", ".join(f"{name} {error:.0%}" for name, error in found.items())
     text = [f"# Fitted to {len(points)} times. Median error: {medians}. Constants:"]
     for name, value in asdict(machine).items():
-        note = "  (not in these runs: the default)" if name in kept else "" if name in FITTED else "  (given)"
+        note = "  (not in these runs: the default)" if name in kept else ""
         text.append(f"#   {name:<12}{value:>12.4g}{note}")
     text += _cells(cells(points, machine))
     text.append(f"# {'place':<20}{'points':>7}{'median error':>14}{'held out':>10}{'median/least':>14}")

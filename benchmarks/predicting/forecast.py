@@ -5,9 +5,10 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
+from allreduce.transport.cost import Layout, Machine
 from benchmarks.lib import outputs
 from benchmarks.lib.plot import colour, content, kind_of, mark, width
-from benchmarks.predicting.costs import FORMULAS, Cluster, Machine, predict
+from benchmarks.predicting.costs import predict, usable
 from benchmarks.predicting.fitting import Point, is_flat, median_error
 
 BACKWARD = 2 / 3  # of a step: the backward pass takes twice the forward pass; only it can hide communication
@@ -109,10 +110,10 @@ class Forecast:
     best_strong: int  # ranks with the shortest step when one rank's batch is divided among all
 
 
-def placed(ranks: int, node_size: int) -> Cluster:
-    """Return the cluster of full nodes for `ranks` ranks; the last node may be smaller."""
+def placed(ranks: int, node_size: int, cores: int = 0) -> Layout:
+    """Return the layout of `ranks` ranks on full nodes; the last node may be smaller. cores: of a node; 0: enough."""
     full, rest = divmod(ranks, node_size)
-    return Cluster((node_size,) * full + ((rest,) if rest else ()))
+    return Layout((node_size,) * full + ((rest,) if rest else ()), cores=cores)
 
 
 def exposed(communication: float, compute: float, overlap: float) -> float:
@@ -126,13 +127,14 @@ def forecast(
     node_size: int,
     *,
     itemsize: int = 4,
+    cores: int = 0,
     most: int = MOST_RANKS,
     overlap: float = BACKWARD,
     counts: Iterable[int] | None = None,
 ) -> Forecast:
     """Predict a model's training on 1, 2, 4, ... ranks up to `most`."""
     nbytes = model.parameters * itemsize
-    rows = [_row(model, machine, placed(count, node_size), nbytes, overlap) for count in counts or _doubling(most)]
+    rows = [_row(model, machine, placed(count, node_size, cores), nbytes, overlap) for count in counts or _doubling(most)]
     return Forecast(
         model,
         nbytes,
@@ -150,14 +152,13 @@ def _doubling(most: int) -> list[int]:
     return found
 
 
-def _row(model: Model, machine: Machine, at: Cluster, nbytes: int, overlap: float) -> Prediction:
-    backends = [name for name in FORMULAS if name != "shared" or at.m == 1]
-    seconds = {name: predict(name, machine, at, nbytes) for name in backends}
+def _row(model: Model, machine: Machine, at: Layout, nbytes: int, overlap: float) -> Prediction:
+    seconds = {name: predict(name, machine, at, nbytes) for name in usable(at)}
     winner = min(seconds, key=lambda name: seconds[name])
     compute = model.step_seconds
     step = compute + seconds[winner]
     hidden = compute + exposed(seconds[winner], compute, overlap)
-    return Prediction(at.n, at.m, seconds, winner, step, compute / step, hidden, compute / hidden)
+    return Prediction(at.ranks, at.nodes, seconds, winner, step, compute / step, hidden, compute / hidden)
 
 
 def _saturation(rows: list[Prediction]) -> int | None:

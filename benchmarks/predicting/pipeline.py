@@ -13,7 +13,8 @@ the bubble, so the parts don't add up: a rank waits for the larger of both.
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from benchmarks.predicting.costs import FORMULAS, Cluster, Machine, hop, message, predict
+from allreduce.transport.cost import Layout, Machine, link, message
+from benchmarks.predicting.costs import predict, usable
 from benchmarks.predicting.forecast import Model, placed
 
 SCHEDULES = ("gpipe", "1f1b", "interleaved")
@@ -74,13 +75,13 @@ class StagedForecast:
 
 
 def forecast(
-    model: Model, machine: Machine, node_size: int, plan: Plan, *, itemsize: int = 4, most: int = 4096
+    model: Model, machine: Machine, node_size: int, plan: Plan, *, itemsize: int = 4, cores: int = 0, most: int = 4096
 ) -> StagedForecast:
     """Predict a model's training on 1, 2, 4, ... replicas of plan.stages ranks, up to `most` ranks."""
     samples = model.samples * plan.stages / plan.microbatches  # of a microbatch
     sent = round(samples * model.activation * itemsize)
     reduced = model.parameters * itemsize // plan.stages
-    rows = [_row(model, machine, node_size, plan, replicas, sent, reduced) for replicas in _replicas(plan.stages, most)]
+    rows = [_row(model, machine, node_size, cores, plan, replicas, sent, reduced) for replicas in _replicas(plan.stages, most)]
     return StagedForecast(model, plan, bubble(plan.stages, plan.microbatches, plan.chunks), sent, reduced, rows)
 
 
@@ -92,40 +93,39 @@ def _replicas(stages: int, most: int) -> Iterator[int]:
 
 
 def _row(
-    model: Model, machine: Machine, node_size: int, plan: Plan, replicas: int, sent: int, reduced: int
+    model: Model, machine: Machine, node_size: int, cores: int, plan: Plan, replicas: int, sent: int, reduced: int
 ) -> StagedStep:
     ranks = plan.stages * replicas
-    at = placed(ranks, node_size)
+    at = placed(ranks, node_size, cores)
     transfer = _transfer(machine, at, node_size, plan, sent)
     pieces = plan.microbatches * plan.chunks
     # A rank exchanges the messages of a piece while it computes another one. The first and the last messages, which
     # cross all stages, are hidden by nothing.
     piece = max(model.step_seconds / pieces, 2 * transfer)
     pipeline = (pieces + plan.stages - 1) * piece + 2 * (plan.stages - 1) * transfer
-    pipeline = max(pipeline, model.step_seconds / (1 - crowded(min(ranks, node_size), machine.cores)))
-    backends = [name for name in FORMULAS if name != "shared" or at.m == 1]
+    pipeline = max(pipeline, model.step_seconds / (1 - crowded(min(ranks, node_size), cores or ranks)))
     group, shared_link = _replica_group(at, node_size, plan.stages, replicas)
     k = replace(machine, net_beta=machine.net_beta * shared_link)
-    seconds = {name: predict(name, k, group, reduced) for name in backends}
+    seconds = {name: predict(name, k, group, reduced) for name in usable(group)}
     winner = min(seconds, key=lambda name: seconds[name])
     step = pipeline + seconds[winner]
-    return StagedStep(ranks, at.m, replicas, transfer, pipeline, seconds, winner, step, model.step_seconds / step)
+    return StagedStep(ranks, at.nodes, replicas, transfer, pipeline, seconds, winner, step, model.step_seconds / step)
 
 
-def _transfer(machine: Machine, at: Cluster, node_size: int, plan: Plan, sent: int) -> float:
+def _transfer(machine: Machine, at: Layout, node_size: int, plan: Plan, sent: int) -> float:
     """Return the time of the slowest message between two stages. The stages of a replica are on ranks in a row."""
     if plan.stages == 1:
         return 0.0
-    if at.m == 1 or node_size % plan.stages == 0:
-        return message(machine, sent) + sent * machine.beta
-    return hop(machine, at, sent).seconds(machine)
+    if at.nodes == 1 or node_size % plan.stages == 0:
+        return message(sent, at, machine)
+    return link(sent, machine)
 
 
-def _replica_group(at: Cluster, node_size: int, stages: int, replicas: int) -> tuple[Cluster, int]:
+def _replica_group(at: Layout, node_size: int, stages: int, replicas: int) -> tuple[Layout, int]:
     """Return the replicas of one stage, and how many such groups use the link of a node at once."""
-    crowd = at.sharing_ranks
-    if at.m == 1:
-        return Cluster((replicas,), crowd=crowd), 1
+    crowd = at.largest
+    if at.nodes == 1:
+        return replace(at, sizes=(replicas,), sharing=crowd), 1
     together = max(1, node_size // stages)  # replicas of a node
     full, rest = divmod(replicas, together)
-    return Cluster((together,) * full + ((rest,) if rest else ()), crowd=crowd), min(stages, node_size)
+    return replace(at, sizes=(together,) * full + ((rest,) if rest else ()), sharing=crowd), min(stages, node_size)

@@ -4,7 +4,7 @@ python docs/pictures/start.py        (needs matplotlib: the extra "bench")
 
 The measured points of the speed-up are in docs/pictures/speedup.jsonl, one run a line, written by
 sudo bash scripts/cluster_sim.sh HOSTS 1gbit -- python docs/programs/speedup.py --allreduce NAME --json FILE
-The lines are the cost model's (benchmarks/predicting), with the constants that it has without a fit.
+The lines are those of the cost formulas (allreduce.transport.cost), with the constants that it has without a fit.
 """
 
 import json
@@ -21,7 +21,8 @@ from matplotlib.patches import FancyBboxPatch
 FOLDER = Path(__file__).resolve().parent
 sys.path.insert(0, str(FOLDER.parent.parent))
 
-from benchmarks.predicting.costs import Cluster, Machine, on_link, predict  # noqa: E402
+from allreduce.transport.cost import Layout, Machine, on_link  # noqa: E402
+from benchmarks.predicting.costs import predict  # noqa: E402
 from benchmarks.predicting.forecast import MODELS, forecast  # noqa: E402
 
 Point = tuple[float, float]  # in inches
@@ -158,10 +159,10 @@ def speedup() -> None:
 def _measured_panel(axes: Axes) -> None:
     runs = [json.loads(line) for line in (FOLDER / "speedup.jsonl").read_text().splitlines()]
     parameters, pause = runs[0]["parameters"], runs[0]["pause"]
-    machine = replace(on_link(Machine(), 1e9 / 8, LATENCY), cores=1)
+    machine = on_link(Machine(), 1e9 / 8, LATENCY)
     counts = range(1, 9)
     axes.plot(counts, counts, color=IDEAL, ls=":", lw=1.4, label="ideal")
-    line = [n * pause / (pause + predict("ring", machine, Cluster((1,) * n), parameters * 4)) for n in counts[1:]]
+    line = [n * pause / (pause + predict("ring", machine, Layout((1,) * n), parameters * 4)) for n in counts[1:]]
     axes.plot(counts, [1, *line], color=AUTO, lw=1.4, label='"auto", predicted by the cost model')
     for name, label, colour, mark in (("auto", '"auto"', AUTO, "o"), ("native", "MPI_Allreduce", NATIVE, "s")):
         points = [(n, n * pause / median(steps)) for (each, (n, nodes)), steps in measured().items()
@@ -176,7 +177,7 @@ def _measured_panel(axes: Axes) -> None:
 
 
 def _predicted_panel(axes: Axes) -> None:
-    machine = replace(on_link(Machine(), 25e9 / 8, 5e-6), cores=8)
+    machine = on_link(Machine(), 25e9 / 8, 5e-6)
     counts = [1, 2, 4, 8, 16, 24, 32, 40, 48, 56, 64]
     axes.plot(counts, counts, color=IDEAL, ls=":", lw=1.4, label="ideal")
     for name, colour in (("resnet50", AUTO), ("bert-base", SECOND)):

@@ -6,12 +6,13 @@ from pathlib import Path
 
 import pytest
 
+from allreduce.transport.cost import Layout, Machine, on_link
 from benchmarks import scaling
-from benchmarks.predicting.costs import Cluster, Machine, on_link, predict
+from benchmarks.predicting.costs import predict
 from benchmarks.predicting.forecast import MODELS
 from benchmarks.predicting.pipeline import Plan, bubble, crowded, forecast
 
-FREE = replace(Machine(), alpha=0, beta=0, handshake=0, call=0)  # messages in a node take no time
+FREE = replace(Machine(), alpha=0, beta=0, handshake=0, switch=0, call=0)  # messages in a node take no time
 
 
 def simulated(stages: int, microbatches: int, backward: float = 2.0) -> float:
@@ -64,7 +65,7 @@ def test_without_messages_a_step_is_the_computation_and_the_bubble() -> None:
 def test_fewer_cores_than_ranks(cores: int, replicas: int, longer: float) -> None:
     """A rank waits for the larger of the bubble and of the time in which other ranks have the cores."""
     model = MODELS["bert-large"]
-    row = forecast(model, replace(FREE, cores=cores), 8, Plan(4, 8), most=8).rows[replicas - 1]
+    row = forecast(model, FREE, 8, Plan(4, 8), cores=cores, most=8).rows[replicas - 1]
     assert row.ranks == 4 * replicas
     assert row.pipeline == pytest.approx(model.step_seconds * longer)
     assert crowded(4 * replicas, cores) == max(0, 1 - cores / row.ranks)
@@ -75,11 +76,11 @@ def test_replicas_average_the_gradients_of_a_stage() -> None:
     model, k = MODELS["bert-large"], on_link(Machine(), 100e9 / 8, 5e-6)
     one = forecast(model, k, 8, Plan(4, 8), most=8).rows[1]
     assert (one.ranks, one.nodes, one.replicas) == (8, 1, 2)
-    assert one.seconds["ring"] == predict("ring", k, Cluster((2,), crowd=8), model.parameters * 4 // 4)
+    assert one.seconds["ring"] == predict("ring", k, Layout((2,), sharing=8), model.parameters * 4 // 4)
     apart = forecast(model, k, 4, Plan(4, 8), most=8).rows[1]
     assert "shared" not in apart.seconds
     slower = replace(k, net_beta=4 * k.net_beta)
-    assert apart.seconds["ring"] == predict("ring", slower, Cluster((1, 1), crowd=4), model.parameters * 4 // 4)
+    assert apart.seconds["ring"] == predict("ring", slower, Layout((1, 1), sharing=4), model.parameters * 4 // 4)
 
 
 def test_stages_on_several_nodes_send_over_the_network() -> None:

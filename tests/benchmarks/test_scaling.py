@@ -11,37 +11,28 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from allreduce.transport.cost import Layout, Machine
 from benchmarks import scaling
 from benchmarks.lib.results import FileError, Run, summarize, to_json
 from benchmarks.predicting import fitting
-from benchmarks.predicting.costs import (
-    FITTED,
-    FORMULAS,
-    LEVELS,
-    SEGMENT,
-    Cluster,
-    Machine,
-    on_link,
-    predict,
-    shared_in_one_level,
-)
-from benchmarks.predicting.fitting import Point
+from benchmarks.predicting.costs import backends, predict
+from benchmarks.predicting.fitting import FITTED, Point
 from benchmarks.predicting.forecast import MODELS, Prediction, _saturation, exposed, forecast, placed
 from tests import launch
 
-FREE = Machine(**dict.fromkeys(FITTED, 0.0), bus=0.0, cores=64)  # type: ignore[arg-type]
-ONE_NODE = [Cluster((n,)) for n in (2, 3, 4, 5, 8, 64)]
+FREE = Machine(**dict.fromkeys(FITTED, 0.0))
+ONE_NODE = [Layout((n,)) for n in (2, 3, 4, 5, 8, 64)]
 MIB = float(1 << 20)
 
 
-def count(name: str, constant: str, at: Cluster, s: float, allocated: bool = True) -> float:
+def count(name: str, constant: str, at: Layout, s: float, allocated: bool = True) -> float:
     """Return how often a formula uses a constant: its value when all other constants are 0."""
     return predict(name, replace(FREE, **{constant: 1.0}), at, s, allocated)
 
 
-@pytest.mark.parametrize("at", ONE_NODE, ids=lambda at: f"{at.n}ranks")
-def test_ring_sends_and_adds_what_its_paper_says(at: Cluster) -> None:
-    n, s = at.n, 1000.0
+@pytest.mark.parametrize("at", ONE_NODE, ids=lambda at: f"{at.ranks}ranks")
+def test_ring_sends_and_adds_what_its_paper_says(at: Layout) -> None:
+    n, s = at.ranks, 1000.0
     assert count("ring", "beta", at, s) == pytest.approx(2 * s * (n - 1) / n)
     assert count("ring", "gamma", at, s) == pytest.approx(s * (n - 1) / n)
     assert count("ring", "alpha", at, s) == 2 * (n - 1)
@@ -49,19 +40,15 @@ def test_ring_sends_and_adds_what_its_paper_says(at: Cluster) -> None:
 
 @pytest.mark.parametrize(("n", "power", "extra"), [(2, 2, 0), (4, 4, 0), (8, 8, 0), (5, 4, 1), (7, 4, 1), (64, 64, 0)])
 def test_halving_doubling(n: int, power: int, extra: int) -> None:
-    at, s = Cluster((n,)), 1024.0
+    at, s = Layout((n,)), 1024.0
     assert count("halving_doubling", "alpha", at, s) == 2 * (power.bit_length() - 1) + 2 * extra
     assert count("halving_doubling", "beta", at, s) == pytest.approx(2 * s * (power - 1) / power + 2 * s * extra)
     assert count("halving_doubling", "gamma", at, s) == pytest.approx(s * (power - 1) / power + s * extra)
-
-
-def test_extra_ranks_share_their_node_s_link() -> None:
-    """Of nodes of 1, 1, 1 and 4, ranks 4, 5 and 6 on the last one send everything to ranks on three other nodes."""
-    assert count("halving_doubling", "net_beta", Cluster((1, 1, 1, 4)), 1024.0) == (2 / 2 + 2 / 4 + 2 * 3) * 1024
+    assert count("halving_doubling", "beta", replace(at, half=True), s) == 2 * count("halving_doubling", "beta", at, s)
 
 
 def test_reduce_to_one_burdens_the_root() -> None:
-    at, s = Cluster((8,)), 1000.0
+    at, s = Layout((8,)), 1000.0
     assert count("reduce_to_one", "gamma", at, s) == 7 * s
     assert count("reduce_to_one", "beta", at, s) == 7 * s + 3 * s  # and a tree of three levels
     assert count("reduce_to_one", "alpha", at, s) == 7 + 3
@@ -69,13 +56,17 @@ def test_reduce_to_one_burdens_the_root() -> None:
 
 @pytest.mark.parametrize("n", [2, 4, 6])
 def test_shared(n: int) -> None:
-    at, s = Cluster((n,)), 1000.0
+    at, s = Layout((n,)), 1000.0
     rounds = int(np.ceil(np.log2(n)))
-    assert count("shared", "alpha", at, s) == count("shared", "beta", at, s) == 0, "no messages, nothing staged"
+    assert count("shared", "alpha", at, s) == count("shared", "beta", at, s) == 0, "no messages"
+    assert count("shared", "copy", at, s) == 0, "nothing staged"
     assert count("shared", "fence", at, s) == 2 * rounds
     assert count("shared", "gamma", at, s) == pytest.approx(s * (n - 1) / n)
-    assert count("shared", "beta", at, s, allocated=False) == pytest.approx(2 * (n - 1) / n * s), "fetched, and brought"
-    assert count("shared", "fence", at, 4 * MIB, allocated=False) == 2 * rounds
+    assert count("shared", "copy", at, s, allocated=False) == pytest.approx(2 * (n - 1) / n * s), "fetched, and brought"
+    staged = replace(at, cma=False)
+    assert count("shared", "copy", staged, s, allocated=False) == 2 * s
+    assert count("shared", "fence", staged, s, allocated=False) == 4 * rounds
+    assert count("shared", "fence", staged, 16 * MIB, allocated=False) == (2 + 2 * n) * rounds, "n pieces"
 
 
 @pytest.mark.parametrize(("sizes", "factor"), [((2, 2), 1.0), ((4,) * 4, 1.5), ((8,) * 16, 30 / 16), ((3, 1), 1.0)])
@@ -83,128 +74,81 @@ def test_hierarchical_copy_loads_each_link_as_few_ranks_as_there_are_nodes(
     sizes: tuple[int, ...], factor: float
 ) -> None:
     """2 S (m - 1) / m, however many ranks a node has."""
-    assert count("hierarchical_copy", "net_beta", Cluster(sizes), 1000.0) == pytest.approx(factor * 1000.0)
+    assert count("hierarchical_copy", "net_beta", Layout(sizes), 1000.0) == pytest.approx(factor * 1000.0)
 
 
 def test_links_of_flat_algorithms() -> None:
-    at, s = Cluster((4, 4)), 1000.0
+    at, s = Layout((4, 4)), 1000.0
     assert count("ring", "net_beta", at, s) == pytest.approx(2 * s * 7 / 8), "one rank of a node sends out of it"
     assert count("halving_doubling", "net_beta", at, s) == pytest.approx(2 * 4 * s / 8), (
         "all four at once, an eighth each"
     )
     assert count("reduce_to_one", "net_beta", at, s) == pytest.approx(4 * s + s), "four come, the tree crosses once"
+    assert count("halving_doubling", "net_beta", Layout((3, 1)), s) == pytest.approx(2 * (s / 2 + 2 * s / 4)), (
+        "ranks 2 and 3 are on two nodes"
+    )
 
 
-def test_simulated_nodes_have_no_links() -> None:
-    at = Cluster((2, 2), one_machine=True, linked=False)
-    for name in set(FORMULAS) - {"shared"}:
-        assert count(name, "net_beta", at, 1000.0) == 0
-        assert predict(name, Machine(cores=2), at, 1e6) > 0
-
-
-@pytest.mark.parametrize("name", FORMULAS)
+@pytest.mark.parametrize("name", backends())
 @pytest.mark.parametrize("allocated", [True, False])
 def test_limits(name: str, allocated: bool) -> None:
     machine = Machine()
-    assert predict(name, machine, Cluster((1,)), 1e6, allocated) == 0, "nothing to do alone"
-    assert predict(name, machine, Cluster((4,)), 0, allocated) == 0
-    sizes = [predict(name, machine, Cluster((4,)), size, allocated) for size in np.geomspace(8, 1e9, 60)]
+    assert predict(name, machine, Layout((1,)), 1e6, allocated) == 0, "nothing to do alone"
+    assert predict(name, machine, Layout((4,)), 0, allocated) == 0
+    sizes = [predict(name, machine, Layout((4,)), size, allocated) for size in np.geomspace(8, 1e9, 60)]
     assert all(more >= less > 0 for less, more in pairwise(sizes)), "monotonic in the bytes"
-    ranks = [predict(name, machine, Cluster((n,)), 1e6, allocated) for n in (2, 4, 8, 16)]
+    ranks = [predict(name, machine, Layout((n,)), 1e6, allocated) for n in (2, 4, 8, 16)]
     assert ranks == sorted(ranks), "monotonic in the ranks"
-    slower = [predict(name, replace(machine, cores=cores), Cluster((8,)), 1e6, allocated) for cores in (8, 4, 2)]
+    slower = [predict(name, machine, Layout((8,), cores=cores), 1e6, allocated) for cores in (8, 4, 2)]
     assert slower == sorted(slower), "ranks that share cores are slower"
     assert slower[0] < slower[-1]
 
 
-def test_shared_in_two_levels() -> None:
-    """The bytes between NUMA nodes no longer grow with the ranks, for two more fences."""
-    at, s = Cluster((64,)), 64.0 * MIB
-    link = replace(FREE, numa=2, numa_beta=1.0)
-    assert shared_in_one_level(link, at, s) == pytest.approx(64 * s)
-    assert predict("shared", link, at, s) == pytest.approx(2 * s)
-    assert predict("shared", link, Cluster((8,)), s) == pytest.approx(2 * s)
-    assert predict("shared", replace(link, numa=4), at, s) == pytest.approx(6 * s)
-    assert predict("shared", link, at, s, allocated=False) == shared_in_one_level(link, at, s, False)
-    fences = replace(FREE, numa=2, numa_beta=0.0, fence=1.0)
-    assert (predict("shared", fences, at, s), shared_in_one_level(fences, at, s)) == (24, 12)
-    short = LEVELS - 1
-    assert predict("shared", Machine(numa=2), at, short) == shared_in_one_level(Machine(numa=2), at, short)
-    assert predict("shared", Machine(), at, s) == shared_in_one_level(Machine(), at, s)
-
-
 def test_refusals() -> None:
-    with pytest.raises(ValueError, match="no formula for 'nccl'"):
-        predict("nccl", Machine(), Cluster((2,)), 8)
+    with pytest.raises(ValueError, match="cost of 'nccl' is not known"):
+        predict("nccl", Machine(), Layout((2,)), 8)
     with pytest.raises(ValueError, match="one node only"):
-        predict("shared", Machine(), Cluster((2, 2)), 8)
+        predict("shared", Machine(), Layout((2, 2)), 8)
 
 
 def test_ring_across_nodes_is_paced_by_the_link_the_core_or_a_single_segment() -> None:
-    at, slow = Cluster((1,) * 4), replace(FREE, net_beta=8e-9, net_alpha=1e-4)
+    at, slow = Layout((1,) * 4), replace(FREE, net_beta=8e-9, net_alpha=1e-4)
     long, short = 4 * 16.0 * MIB, 4 * 0.5 * MIB  # a chunk of 16 segments, and one of half a segment
     assert predict("ring", replace(slow, gamma=1e-10), at, long) == pytest.approx(6 * 16 * MIB * 8e-9), "all hidden"
-    alone = 6 * (3 * 1e-4 + 0.5 * MIB * 8e-9) + 3 * 0.5 * MIB * 1e-10
-    assert predict("ring", replace(slow, gamma=1e-10), at, short) == pytest.approx(alone), "every step pays in full"
+    assert predict("ring", slow, at, short) == pytest.approx(6 * (1e-4 + 0.5 * MIB * 8e-9)), "every step pays in full"
     assert predict("ring", replace(slow, gamma=1e-6), at, long) == pytest.approx(3 / 4 * long * 1e-6), "the core"
-    assert SEGMENT == MIB
-
-
-def test_nodes_that_swap_queue_behind_their_own_acknowledgements() -> None:
-    machine = replace(FREE, net_beta=8e-9, duplex=0.5)
-    pair, four = Cluster((1, 1)), Cluster((1,) * 4)
-    assert predict("ring", machine, pair, 64 * MIB) == pytest.approx(1.5 * 64 * MIB * 8e-9, rel=0.02)
-    assert predict("ring", machine, four, 64 * MIB) == pytest.approx(1.5 * 64 * MIB * 8e-9), "2 (m - 1) / m, no swap"
-    assert predict("ring", on_link(machine, 1.25e8, 0), pair, 64 * MIB) == pytest.approx(64 * MIB * 8e-9)
-
-
-def test_a_burst_passes_a_shaped_link_at_once_but_not_more_often_than_its_rate_allows() -> None:
-    at, machine = Cluster((1, 1)), replace(FREE, net_beta=8e-9, net_alpha=1e-4)
-    shaped = replace(machine, burst=131072.0)
-    assert predict("ring", machine, at, 16384) == pytest.approx(2e-4 + 16384 * 8e-9)
-    assert predict("ring", shaped, at, 16384) == pytest.approx(2e-4)
-    assert predict("ring", shaped, at, 65536) == pytest.approx(65536 * 8e-9)
-    assert predict("reduce_to_one", shaped, at, 16 * MIB) == pytest.approx(2 * 16 * MIB * 8e-9, rel=0.02)
 
 
 def test_ranks_that_share_a_core_take_turns() -> None:
-    machine = replace(FREE, cores=2, switch=1.0)
-    turns = [predict("ring", machine, Cluster((n,)), 8) for n in (2, 3, 4, 5, 8)]
-    assert turns == [0, 2, 3, 8, 21], "2 (n - 1) steps, half a turn each, of the ranks on the fullest core"
-    busy = replace(FREE, cores=2, gamma=1.0)
-    assert predict("shared", busy, Cluster((3,)), 3.0) == 2 * 2.0, "two ranks on one core, one on the other"
-
-
-def test_uneven_nodes_load_a_link_only_with_the_ranks_that_cross_it() -> None:
-    assert count("halving_doubling", "net_beta", Cluster((3, 1)), 1000.0) == pytest.approx(2 * (500 + 250)), (
-        "one crosses"
-    )
+    turns = [predict("ring", replace(FREE, switch=1.0), Layout((n,), cores=2), 8) for n in (2, 3, 4, 5, 8)]
+    assert turns == [0, 4, 6, 16, 42], "2 (n - 1) steps, a turn of each other rank on the fullest core"
+    assert predict("shared", replace(FREE, gamma=1.0), Layout((3,), cores=2), 3.0) == 2 * 2.0, "two ranks on one core"
 
 
 # ---- The fit ----
 
 TRUE = Machine(
-    call=9e-6, alpha=7e-6, handshake=6e-6, beta=2.5e-10, gamma=8e-11, fence=4e-6, switch=3e-5, lib_alpha=2e-6,
-    lib_switch=1e-5, fault=6e-10, net_alpha=5e-5, net_switch=2e-4, net_beta=6e-9, duplex=0.4, cores=2,
+    call=9e-6, alpha=7e-6, handshake=6e-6, beta=2.5e-10, gamma=8e-11, copy=1.2e-10, fence=4e-6, switch=3e-5,
+    native_alpha=2e-6, native=1.5, net_alpha=5e-5, net_beta=6e-9,
 )  # fmt: skip
-CLUSTERS = [Cluster((n,)) for n in (2, 3, 4, 5, 8)] + [
-    Cluster(sizes, one_machine=True) for sizes in ((2, 2), (1, 1), (3, 1))
+LAYOUTS = [Layout((n,), cores=2) for n in (2, 3, 4, 5, 8)] + [
+    Layout(sizes, cores=2, sharing=sum(sizes)) for sizes in ((2, 2), (1, 1), (3, 1))
 ]
 
 
-def made_points(noise: float, places: list[Cluster] = CLUSTERS) -> list[Point]:
+def made_points(noise: float, places: list[Layout] = LAYOUTS) -> list[Point]:
     generator, points = np.random.default_rng(1), []
     for at in places:
-        for name in FORMULAS:
+        for name in backends():
             for size in (8, 512, 8192, 1 << 17, 1 << 20, 1 << 23, 1 << 26):
-                if name != "shared" or at.m == 1:
+                if name != "shared" or at.nodes == 1:
                     seconds = predict(name, TRUE, at, size) * np.exp(generator.normal(0, noise))
                     points.append(Point(name, at, size, True, seconds))
     return points
 
 
 def test_fit_recovers_constants_that_made_the_data() -> None:
-    fitted = fitting.fit(made_points(0.0), Machine(cores=2))
+    fitted = fitting.fit(made_points(0.0), Machine())
     for name in (name for name in FITTED if name != "call"):
         assert getattr(fitted, name) == pytest.approx(getattr(TRUE, name), rel=0.15), name
     assert fitting.median_error(made_points(0.0), fitted) < 0.02
@@ -213,25 +157,16 @@ def test_fit_recovers_constants_that_made_the_data() -> None:
 def test_fit_stands_noise_and_outliers() -> None:
     points = made_points(0.1)
     points[::15] = [replace(point, seconds=point.seconds * 10) for point in points[::15]]
-    fitted = fitting.fit(points, Machine(cores=2))
+    fitted = fitting.fit(points, Machine())
     assert fitting.median_error(made_points(0.0), fitted) < 0.06, "near the truth, not near the noise"
     assert fitted.net_beta == pytest.approx(TRUE.net_beta, rel=0.1)
 
 
-def test_halving_doubling_sends_its_largest_halves_inside_of_nodes() -> None:
-    """As the backend does: of two nodes of two, each rank sends and receives a quarter across, not a half."""
-    slow = replace(Machine(), net_beta=1e-6, duplex=0.0, net_alpha=0.0, net_switch=0.0)
-    size = 64 * MIB
-    assert predict("halving_doubling", slow, Cluster((2, 2)), size) == pytest.approx(size * 1e-6, rel=0.1)
-
-
 def test_constants_without_data_keep_their_values_and_are_named() -> None:
-    points = made_points(0.0, [Cluster((2,))])
-    start = Machine(cores=2)
+    points = made_points(0.0, LAYOUTS[:1])
+    start = Machine()
     fitted = fitting.fit(points, start)
-    assert set(fitting.untouched(points, fitted)) == {
-        "switch", "lib_switch", "net_alpha", "net_switch", "net_beta", "duplex"
-    }  # fmt: skip
+    assert set(fitting.untouched(points, fitted)) == {"switch", "net_alpha", "net_beta"}
     assert fitted.net_beta == pytest.approx(start.net_beta)
 
 
@@ -247,11 +182,11 @@ def test_large_errors_are_told_with_a_reason() -> None:
 def test_times_that_more_ranks_beat_are_told_as_disturbed() -> None:
     points = made_points(0)
     assert fitting.disturbed(points) == {}
-    busy = [replace(point, seconds=point.seconds * 3) if point.place == CLUSTERS[2] else point for point in points]
-    assert list(fitting.disturbed(busy)) == [Cluster((4,))]
-    reasons = {cell.backend: cell.reason for cell in fitting.cells([p for p in busy if p.place.n >= 4], TRUE)}
+    busy = [replace(point, seconds=point.seconds * 3) if point.place == LAYOUTS[2] else point for point in points]
+    assert list(fitting.disturbed(busy)) == [LAYOUTS[2]]
+    reasons = {cell.backend: cell.reason for cell in fitting.cells([p for p in busy if p.place.ranks >= 4], TRUE)}
     assert all("4 ranks" in reason for reason in reasons.values() if reason)
-    located = {place.place: place for place in fitting.by_place(busy, TRUE, Machine(cores=2))}
+    located = {place.place: place for place in fitting.by_place(busy, TRUE, Machine())}
     assert "disturbed" in located["4 ranks"].note
     assert located["4 ranks"].held_out == pytest.approx(2 / 3, abs=0.1), "predicted as if it had not been disturbed"
     assert located["3 ranks"].note == ""
@@ -263,20 +198,17 @@ def test_times_that_scatter_count_less() -> None:
     points = [replace(point, seconds=point.seconds * 2, spread=4.0) if index % 3 == 0 else point
               for index, point in enumerate(made_points(0))]  # fmt: skip
     steady = [replace(point, spread=1.0) for point in points]
-    errors = [fitting.median_error(made_points(0), fitting.fit(some, Machine(cores=2))) for some in (points, steady)]
+    errors = [fitting.median_error(made_points(0), fitting.fit(some, Machine())) for some in (points, steady)]
     assert points[0].weight < steady[0].weight == 1
     assert errors[0] < errors[1]
 
 
 def test_more_ranks_never_cost_less_out_to_the_last() -> None:
-    """On a cluster, also if the constants were fitted on a few oversubscribed cores."""
     at = {n: placed(n, 8) for n in (8, 16, 64, 512, 4096)}
-    crowded = replace(TRUE, switch=1.0, net_switch=1.0, lib_switch=1.0, cores=8)
-    for name in set(FORMULAS) - {"shared"}:
+    for name in set(backends()) - {"shared"}:
         for size in (8.0, MIB, 100 * MIB):
             seconds = [predict(name, TRUE, place, size) for place in at.values()]
             assert seconds == sorted(seconds), (name, size)
-            assert predict(name, crowded, at[512], size) == predict(name, replace(TRUE, cores=8), at[512], size)
 
 
 # ---- Training ----
@@ -327,9 +259,9 @@ def test_strong_scaling_has_a_best_number_of_ranks() -> None:
 
 def saved(path: Path, ranks: int, *, dtype: str = "float32") -> str:
     run = Run({"cpu": "made up", "cores": 2}, [ranks], False, dtype, "sum", "2026-01-02", "made up")
-    for name in FORMULAS:
+    for name in backends():
         for size in (8, 4096, 1 << 20, 1 << 24):
-            seconds = np.full(5, predict(name, TRUE, Cluster((ranks,)), size) or 1e-6)
+            seconds = np.full(5, predict(name, TRUE, Layout((ranks,), cores=2), size) or 1e-6)
             run.results.append(summarize(name, "allocated", size // 4, 4, ranks, seconds, 0))
     path.write_text(to_json(run))
     return str(path)
@@ -337,7 +269,7 @@ def saved(path: Path, ranks: int, *, dtype: str = "float32") -> str:
 
 def test_reading_files(tmp_path: Path) -> None:
     points, runs = fitting.read([saved(tmp_path / "2.json", 2), saved(tmp_path / "4.json", 4)])
-    assert len(points) == 2 * len(FORMULAS) * 4
+    assert len(points) == 2 * len(backends()) * 4
     assert [run.ranks for run in runs] == [2, 4]
     assert all(abs(point.error(TRUE)) < 1e-6 for point in points)
 
@@ -428,3 +360,19 @@ def test_runs_without_mpirun() -> None:
     )  # fmt: skip
     assert ended.returncode == 0, ended.stderr
     assert "ResNet-50" in ended.stdout
+
+
+def test_the_table_of_costs_in_the_docs() -> None:
+    """The steps and the bytes that it gives are those of the formulas."""
+    page = (launch.ROOT / "docs" / "how" / "algorithms.md").read_text()
+    rows = {row[1].strip(): row for row in (line.split("|") for line in page.splitlines()) if len(row) > 3}
+    names = {"[`ring`](ring.md)": "ring", "[`halving_doubling`](halving_doubling.md)": "halving_doubling"}
+    for shown, name in names.items():
+        steps, sent = (cell.partition("(+")[0].strip() for cell in rows[shown][2:4])
+        for n in (2, 4, 8, 16):
+            values = {"n": n, "S": 1000.0, "log2n": np.log2(n)}
+            for text, constant in ((steps, "alpha"), (sent, "beta")):
+                expression = re.sub(r"(?<=[\dS]) ?(?=[(Sl])", "*", text.replace("log2 n", "log2n"))
+                assert count(name, constant, Layout((n,)), 1000.0) == pytest.approx(eval(expression, values)), text
+    assert rows["[`shared`](shared.md)"][2].strip() == f"{count('shared', 'fence', Layout((2,)), 8):g} barriers"
+    assert {name for name in backends() if f"`{name}`" in page} == set(backends())
