@@ -134,7 +134,9 @@ def forecast(
 ) -> Forecast:
     """Predict a model's training on 1, 2, 4, ... ranks up to `most`."""
     nbytes = model.parameters * itemsize
-    rows = [_row(model, machine, placed(count, node_size, cores), nbytes, overlap) for count in counts or _doubling(most)]
+    rows = [
+        _row(model, machine, placed(count, node_size, cores), nbytes, overlap) for count in counts or _doubling(most)
+    ]
     return Forecast(
         model,
         nbytes,

@@ -81,7 +81,10 @@ def forecast(
     samples = model.samples * plan.stages / plan.microbatches  # of a microbatch
     sent = round(samples * model.activation * itemsize)
     reduced = model.parameters * itemsize // plan.stages
-    rows = [_row(model, machine, node_size, cores, plan, replicas, sent, reduced) for replicas in _replicas(plan.stages, most)]
+    rows = [
+        _row(model, machine, node_size, cores, plan, replicas, sent, reduced)
+        for replicas in _replicas(plan.stages, most)
+    ]
     return StagedForecast(model, plan, bubble(plan.stages, plan.microbatches, plan.chunks), sent, reduced, rows)
 
 
