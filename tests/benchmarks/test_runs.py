@@ -216,7 +216,8 @@ class Outcomes:
             cases = []
             for line, folder in zip(lines, folders, strict=True):
                 module, *options = line.split()
-                cases.append((f"benchmarks.{module}", [*QUICK, *options], str(folder)))
+                quick = QUICK[:2] if module == "tune" else QUICK
+                cases.append((f"benchmarks.{module}", [*quick, *options], str(folder)))
             for line, folder, outcome in zip(lines, folders, in_one_job(ranks, cases, here, **job), strict=True):
                 self._found[ranks, line] = folder, outcome
         return self._found[ranks, wanted]
