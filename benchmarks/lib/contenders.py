@@ -63,13 +63,11 @@ def gather(
     op: str,
     *,
     optional: bool,
-    dtype_asked: bool = True,
     compress: str | None = None,
 ) -> tuple[list[Contender], dict[str, str]]:
     """Create the contenders; also returns {name: reason} of those that are left out. Collective.
 
     names: of backends. optional: leave out backends that don't work here or with this dtype; else they are errors.
-    dtype_asked: whether the user gave the dtype. If not, contenders that can't reduce it are left out.
     compress: as in `allreduce.create`, for all backends.
     """
     found: list[Contender] = []
@@ -86,7 +84,7 @@ def gather(
         reason = contender.refuse(dtype)
         if reason is None:
             continue
-        if dtype_asked and (not optional or contender.name in peers):
+        if not optional or contender.name in peers:
             raise_together(topology.world, OptionError(f"{contender.name} can't take part: {reason}"))
         found.remove(contender)
         contender.close()
