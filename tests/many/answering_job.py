@@ -11,10 +11,9 @@ import numpy as np
 
 from allreduce import Topology
 from allreduce.elastic.exchange import Exchange
-from trainers.apps.serving.answering import AHEAD, Dealer, Rounds, answer_requests
+from trainers.apps.serving.answering import Dealer, answer_requests
 
 SIZE = 300_000  # elements: more than MPI sends at once
-STOPPED = range(5, 30)  # rounds in which rank 1 is stopped
 
 
 class Done(BaseException):
@@ -36,7 +35,6 @@ def main() -> None:
 
         with contextlib.suppress(Done):
             answer_requests(exchange, handle)
-        rounds(exchange)
     exchange.close()
     print(f"rank {topology.rank} ends", flush=True)
 
@@ -73,7 +71,6 @@ def serve(exchange: Exchange) -> None:
     os.kill(pids[1], signal.SIGCONT)
     assert exchange.wait(lambda: dealer.answers() == [] and dealer.late == 1, 30)
     dealer.forget(dealer.deal(1, {"done": True}))
-    rounds(exchange, pids[1])
 
 
 def stop(pid: int) -> None:
@@ -81,26 +78,6 @@ def stop(pid: int) -> None:
     os.kill(pid, signal.SIGSTOP)
     while Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "T":
         time.sleep(0.001)
-
-
-def rounds(exchange: Exchange, pid: int = 0) -> None:
-    called = Rounds(exchange)
-    for number in range(40):
-        called.begin()
-        if exchange.rank:
-            called.send({}, [np.full(SIZE, number)])
-            continue
-        if number == STOPPED.start:
-            stop(pid)
-        stopped = number in STOPPED
-        if number == STOPPED.stop:
-            os.kill(pid, signal.SIGCONT)
-        found = called.collect(time.monotonic() + (0.02 if stopped else 30))
-        assert set(found) <= {1}, found
-        if number not in STOPPED:
-            assert found[1].arrays[0][0] == number
-        if stopped and number > STOPPED.start + AHEAD:  # it may have been ahead
-            assert not found, (number, called.late, {rank: each.header for rank, each in found.items()})
 
 
 if __name__ == "__main__":

@@ -15,7 +15,6 @@ from trainers import NumpyNetwork, datasets
 from trainers.apps.ensemble.ensemble import EnsembleTrainer
 from trainers.apps.ensemble.model import EnsembleModel
 from trainers.apps.ensemble.timely import Prediction
-from trainers.apps.serving.answering import AHEAD
 from trainers.errors import ArgumentError, DeadlineExceededError, DivergedError, ModelFileError
 from trainers.watching.callback import Callback
 
@@ -119,6 +118,10 @@ def test_votes_by_a_deadline(
             again = ensemble.predict(x, deadline=30, quorum=flat.size)  # the late answer is dropped
             if flat.rank == 0:
                 np.testing.assert_allclose(again.outputs, expected, rtol=1e-6)
+            with pytest.raises(ArgumentError, match="quorum") if flat.rank == late else nullcontext():
+                odd = ensemble.predict(x, deadline=30, quorum=99 if flat.rank == late else 1)
+            if flat.rank == 0:
+                assert "quorum must be an integer" in odd.missing[late]
         late_texts = (
             r"\d+ of \d+ members had voted after 0 s, and the quorum is \d+:\n  member 0: rank 0: its vote had not"
         )
@@ -126,7 +129,7 @@ def test_votes_by_a_deadline(
             ensemble.predict(x, deadline=0, quorum=flat.size)
         np.testing.assert_allclose(ensemble.predict(x), expected, rtol=1e-6)
     ensemble = EnsembleTrainer(make, 2, topology=flat)
-    for _ in range(2 * AHEAD):  # no rank waits for rank 0, which refuses them too
+    for _ in range(3):
         with pytest.raises(ArgumentError, match="quorum must be an integer from 1"):
             ensemble.predict(x, deadline=1, quorum=3)
     for wrong in ("a", [1]):

@@ -37,7 +37,6 @@ from trainers.apps.ensemble.part_members import Callbacks, PartMembers, rows_at
 from trainers.apps.ensemble.timely import Position, Prediction, TimelyVotes, limits_error
 from trainers.apps.ensemble.voting import Scorer, Voting, normal, selected_weights, shares_of, shown
 from trainers.apps.search.parts import Parts
-from trainers.apps.serving.answering import Rounds
 from trainers.arguments import integer_error
 from trainers.data import (
     Data,
@@ -416,9 +415,8 @@ class EnsembleTrainer(GroupOwner):
 
         deadline: seconds after which rank 0 returns what has come, as a Prediction, which names the members that are
             missing: those of ranks that are late, stopped or lost (a lost rank ends the job, unless it was started with
-            `mpirun --with-ft ulfm`). All ranks make the call, in the same order, but no rank waits for another, except
-            that a rank is at most 16 calls ahead of rank 0. Other ranks return None. The ranks of a part divide its
-            members.
+            `mpirun --with-ft ulfm`). All ranks make the call, in the same order. Rank 0 waits for no other rank, and
+            the others wait for rank 0 only. They return None. The ranks of a part divide its members.
         quorum: rank 0 raises DeadlineExceededError if fewer members than that have voted by the deadline.
 
         Members with the weight 0 compute nothing.
@@ -597,7 +595,7 @@ class EnsembleTrainer(GroupOwner):
         part = part or self._part.topology
         own = Position(part.rank, part.size, sorted(self.replicas))
         placed = [Position(*each) for each in self.group.values(own, "the places of the members")]
-        return TimelyVotes(Rounds(Exchange(topology)), placed), placed
+        return TimelyVotes(Exchange(topology), placed), placed
 
     def _check_open(self) -> None:
         if self.closed:

@@ -1,4 +1,4 @@
-"""Votes of an ensemble's members by a deadline: each rank computes members by itself, rank 0 takes what has come."""
+"""Votes of an ensemble's members by a deadline: rank 0 deals a call to the others, and takes what has come."""
 
 import time
 import zlib
@@ -7,15 +7,16 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from allreduce.elastic.exchange import Message
+from allreduce.elastic.exchange import Exchange
 from trainers.apps.ensemble.model import votes_of
 from trainers.apps.ensemble.voting import Voting, misfit
-from trainers.apps.serving.answering import Rounds
+from trainers.apps.serving.answering import NUMBER, Dealer, lost_dealer
 from trainers.arguments import is_integer, is_number
 from trainers.data import Tree, leaves, mapped, structure_of, without_rows
 from trainers.errors import ArgumentError, DeadlineExceededError
 from trainers.replica import Replica
 
+CALL, ENDED = "call", "ended"  # in the headers of rank 0
 MEMBERS, ERRORS, STRUCTURES, X = "members", "errors", "structures", "x"  # in the header of an answer
 LATE = "its vote had not come by the deadline"
 
@@ -52,14 +53,18 @@ class Position(NamedTuple):
 
 
 class TimelyVotes:
-    """Takes the votes that have come by a deadline. Made on all ranks.
+    """Takes the votes that have come by a deadline. Made on all ranks, which all call `predict`, in one order.
 
-    rounds: of all ranks. positions: of the ranks, by rank.
+    Rank 0 deals a call to the other ranks, and tells them when it has ended. They wait for rank 0, which waits for none
+    of them. exchange: of all ranks. positions: of the ranks, by rank.
     """
 
-    def __init__(self, rounds: Rounds, positions: Sequence[Position]) -> None:
-        self._rounds, self._positions = rounds, positions
-        self.rank = rounds.exchange.rank
+    def __init__(self, exchange: Exchange, positions: Sequence[Position]) -> None:
+        self._exchange, self._positions = exchange, positions
+        self._dealer = Dealer(exchange)
+        self._call = 0  # the number of the last call on this rank
+        self._over = 0  # of the last call that rank 0 has ended, as far as this rank knows
+        self._work: tuple[int, int] | None = None  # dealt to this rank: the call, the number of the work
 
     def predict(
         self,
@@ -79,14 +84,15 @@ class TimelyVotes:
         of the members that can vote. deadline: seconds from now. missing: the other members.
         """
         begin, voters = time.monotonic(), [number for number, share in shares.items() if share]
-        own = {number: replicas[number] for number in self._positions[self.rank].duties(voters)}
-        self._rounds.begin()
-        if self.rank:
-            self._answer(x, own, voting)
-            return None
+        own = {number: replicas[number] for number in self._positions[self._exchange.rank].duties(voters)}
+        self._call += 1
+        if self._exchange.rank:
+            self._answer_call(x, own, voting)
         if isinstance(x, ArgumentError):
-            self._rounds.end()
+            self._end()
             raise x
+        if self._exchange.rank:
+            return None
         votes, reasons = self._collected(x, own, voting, voters, begin + deadline)
         absent = {**missing, **{number: reasons[number] for number in voters if number not in votes}}
         if len(votes) < quorum:
@@ -97,40 +103,74 @@ class TimelyVotes:
             )
         return Prediction(voting.combined(votes, shares), tuple(votes), dict(sorted(absent.items())))
 
-    def _answer(self, x: Tree | ArgumentError, own: Mapping[int, Replica], voting: Voting) -> None:
-        """Every rank but 0: compute its members and send their votes, unless rank 0 has ended the call."""
+    # Every rank but 0
+
+    def _answer_call(self, x: Tree | ArgumentError, own: Mapping[int, Replica], voting: Voting) -> None:
+        """Answer what rank 0 deals, until that was of this call, or until rank 0 has ended this call."""
+        exchange = self._exchange
+
+        def come() -> bool:
+            return bool(self._is_over() or self._work is not None or exchange.ended or exchange.lost)
+
+        while True:
+            exchange.wait(come)
+            if exchange.lost:
+                raise lost_dealer()
+            if self._work is None or self._work[0] > self._call:
+                return
+            (call, number), self._work = self._work, None
+            header: dict[str, Any] = {MEMBERS: [], ERRORS: []}
+            arrays: list[np.ndarray] = []
+            if call == self._call and not self._is_over():
+                header, arrays = self._votes(x, own, voting)
+            exchange.send(0, {**header, NUMBER: number}, arrays)
+            if call == self._call:
+                return
+
+    def _is_over(self) -> bool:
+        for message in self._exchange.poll():
+            self._over = max(self._over, message.header.get(ENDED, 0))
+            if CALL in message.header:
+                self._work = message.header[CALL], message.header[NUMBER]
+        return self._over >= self._call
+
+    def _votes(
+        self, x: Tree | ArgumentError, own: Mapping[int, Replica], voting: Voting
+    ) -> tuple[dict[str, Any], list[np.ndarray]]:
         if isinstance(x, ArgumentError):
-            self._rounds.send({MEMBERS: [], ERRORS: [[number, str(x)] for number in own]}, [])
-            raise x
-        votes, errors = _computed(x, own, voting, lambda: not self._rounds.over)
-        if self._rounds.over:
-            return
+            return {MEMBERS: [], ERRORS: [[number, str(x)] for number in own]}, []
+        votes, errors = _computed(x, own, voting, lambda: not self._is_over())
         trees = list(votes.values())
         header = {MEMBERS: list(votes), ERRORS: list(errors.items()), X: _print_of(x)}
         header[STRUCTURES] = [structure_of(tree) for tree in trees]
-        self._rounds.send(header, [leaf for tree in trees for leaf in leaves(tree)])
+        return header, [leaf for tree in trees for leaf in leaves(tree)]
+
+    # Rank 0
 
     def _collected(
         self, x: Tree, own: Mapping[int, Replica], voting: Voting, voters: Sequence[int], ends: float
     ) -> tuple[dict[int, Tree], dict[int, str]]:
-        """Rank 0: return the votes that have come by `ends`, in the order of the members, and for every member why its
-        vote is missing if it is."""
+        """Return the votes that have come by `ends`, in the order of the members, and for every member why its vote is
+        missing if it is."""
+        duties_of = {rank: each.duties(voters) for rank, each in enumerate(self._positions)}
+        call = _Call(self._dealer, self._call, [rank for rank, duties in duties_of.items() if rank and duties])
 
         def goes_on() -> bool:
-            self._rounds.take()
+            call.step()
             return time.monotonic() < ends
 
+        def enough() -> bool:
+            call.step()
+            return call.ended or {*votes, *call.members} >= set(voters)
+
         votes, errors = _computed(x, own, voting, goes_on)
-        duties_of = {rank: each.duties(voters) for rank, each in enumerate(self._positions)}
-
-        def enough(found: Mapping[int, Message]) -> bool:
-            return {*votes, *(number for each in found.values() for number in each.header[MEMBERS])} >= set(voters)
-
-        found = self._rounds.collect(ends, [rank for rank, each in duties_of.items() if rank and each], enough)
+        self._exchange.wait(enough, max(0.0, ends - time.monotonic()), eager=True)
+        call.forget()
+        self._end()
         reasons = {number: self._reason(number, duties_of) for number in voters}
         reasons |= {number: f"rank 0: {text}" for number, text in errors.items()}
-        for rank, message in found.items():
-            _take(rank, message, x, votes, reasons)
+        for rank, (header, arrays) in call.found.items():
+            _take(rank, header, arrays, x, votes, reasons)
         votes = dict(sorted(votes.items()))
         for number in [*votes][1:]:
             if error := misfit(votes[number], next(iter(votes.values()))):
@@ -138,26 +178,68 @@ class TimelyVotes:
                 del votes[number]
         return votes, reasons
 
+    def _end(self) -> None:
+        """Tell the others that this call has ended."""
+        for rank in self._exchange.living if self._exchange.rank == 0 else ():
+            self._exchange.send(rank, {ENDED: self._call})
+
     def _reason(self, number: int, duties_of: Mapping[int, Sequence[int]]) -> str:
         """Return why the vote of a member is missing, if no rank sends another reason."""
         ranks = [rank for rank, each in duties_of.items() if number in each]
         name = f"rank{'s' * (len(ranks) != 1)} {', '.join(map(str, ranks))}"
-        lost = set(ranks) <= self._rounds.exchange.lost
+        lost = set(ranks) <= self._exchange.lost
         return f"{name}: {'lost' if lost else LATE}"
 
     def close(self) -> None:
         """Collective, but a rank that is lost or stopped is not waited for long."""
-        self._rounds.exchange.close()
+        self._exchange.close()
 
     def abandon(self) -> None:
         """Local."""
-        if not self._rounds.exchange.closed:
-            self._rounds.exchange.abandon()
+        if not self._exchange.closed:
+            self._exchange.abandon()
 
 
-def _take(rank: int, message: Message, x: Tree, votes: dict[int, Tree], reasons: dict[int, str]) -> None:
+class _Call:
+    """Rank 0: a call that is dealt to some ranks. found: the header and the arrays of the answer of a rank."""
+
+    def __init__(self, dealer: Dealer, number: int, ranks: list[int]) -> None:
+        self._dealer, self._number, self._undealt = dealer, number, ranks
+        self._dealt: dict[int, int] = {}  # number of the work -> rank
+        self.found: dict[int, tuple[dict[str, Any], list[np.ndarray]]] = {}
+
+    def step(self) -> None:
+        """Take answers, and deal the call to ranks that have answered an earlier one."""
+        for each in self._dealer.answers():
+            if self._dealt.pop(each.number, 0) and each.header is not None:
+                self.found[each.rank] = each.header, each.arrays
+        for rank in [rank for rank in self._undealt if not self._dealer.busy(rank)]:
+            self._undealt.remove(rank)
+            if rank not in self._dealer.exchange.lost:
+                self._dealt[self._dealer.deal(rank, {CALL: self._number})] = rank
+
+    @property
+    def ended(self) -> bool:
+        """Whether no rank is to answer any more."""
+        return not (self._dealt or self._undealt)
+
+    @property
+    def members(self) -> set[int]:
+        """The members whose votes have come."""
+        return {number for header, _ in self.found.values() for number in header[MEMBERS]}
+
+    def forget(self) -> None:
+        """Drop the answers that come later."""
+        for number in self._dealt:
+            self._dealer.forget(number)
+
+
+def _take(
+    rank: int, header: dict[str, Any], given: Sequence[np.ndarray], x: Tree, votes: dict[int, Tree],
+    reasons: dict[int, str],
+) -> None:  # fmt: skip
     """Add the votes in a rank's answer to `votes`, and why others are missing to `reasons`."""
-    header, arrays = message.header, iter(message.arrays)
+    arrays = iter(given)
     reasons.update({number: f"rank {rank}: {text}" for number, text in header[ERRORS]})
     for number, structure in zip(header[MEMBERS], header.get(STRUCTURES, ()), strict=True):
         tree = mapped(lambda _: next(arrays), without_rows(structure))
