@@ -283,6 +283,22 @@ def _shown(rows: np.ndarray) -> str:
     return f"{shown}, ... ({rows.size} of them)" if rows.size > 5 else shown
 
 
+SAMPLED, PIECE = 1 << 20, 256  # bytes of an array that a checksum reads, if it has more; bytes of a piece of them
+
+
+def checksum(data: Data, start: int = 0) -> int:
+    """Return a CRC-32 of rows, never 0. Of an array over a megabyte it reads a megabyte, spread over all rows."""
+    found = start
+    for leaf in leaves(data):
+        content = np.ascontiguousarray(leaf).reshape(-1).view(np.uint8)
+        found = zlib.crc32(np.int64(content.size).tobytes(), found)
+        if content.size > SAMPLED:
+            pieces = content[: content.size // PIECE * PIECE].reshape(-1, PIECE)
+            content = pieces[np.random.default_rng(0).integers(len(pieces), size=SAMPLED // PIECE)]
+        found = zlib.crc32(content.data, found)
+    return found or 1
+
+
 # rows read for a fingerprint, spread over all rows: of arrays, and of data sets, whose rows may be slow
 OF_ARRAYS, OF_SAMPLES = 64, 16
 WORDS = 624  # 32-bit words in the state of NumPy's generator
@@ -479,6 +495,12 @@ class BatchSource(ABC):
     def own_rows(self) -> list[int]:
         """The rows of each batch of the epoch that this rank has read from a stream."""
         return []
+
+    @property
+    def fingerprints(self) -> dict[int, int] | None:
+        """A checksum of each batch of the epoch that this rank has read from a stream, by its step, 0 after the end;
+        None if ranks need not read the same batches, or this rank reads none."""
+        return None
 
     def empty(self, epoch: int) -> DataError:
         """Return the error if no rank has a batch in an epoch."""

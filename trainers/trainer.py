@@ -615,7 +615,7 @@ class Trainer(GroupOwner, Generic[StrategyT]):
 
         with self._weights(ema), np.errstate(all="ignore"):
             found = together(group.comm, evaluate)
-        own = None if reader is None else [found.batches, found.rows]
+        own = None if reader is None else [found.batches, found.rows, found.sum]
         read = all_values(group.comm, [own, len(found.terms)], "learn the rows of an evaluation")
         rows = together(group.comm, lambda: rows_of_loaders([each for each, _ in read], divided))
         sums = self.strategy.add_up(found.terms, sum(terms for _, terms in read))

@@ -7,7 +7,7 @@ import numpy as np
 
 from allreduce.arrays.chunks import chunk, segments
 from allreduce.transport.tables import table
-from trainers.data import Data, RowReader, Samples, Tree, leaves, mapped, row_count, sliced
+from trainers.data import Data, RowReader, Samples, Tree, checksum, leaves, mapped, row_count, sliced
 from trainers.errors import DataError
 from trainers.fit.reader import Reader
 from trainers.replica import Replica, check_rows
@@ -110,18 +110,19 @@ class Segments:
 
 class Evaluated(NamedTuple):
     """A rank's part of an evaluation of a loader: sums of `evaluate_chunk`, (terms, metrics + 1); the batches and
-    the rows that the rank has read."""
+    the rows that the rank has read, and a checksum of them if all ranks read the same."""
 
     terms: np.ndarray
     batches: int
     rows: int
+    sum: int = 0
 
 
 def evaluate_loader(
     replica: Replica, reader: Reader, limit: int | None, ranks: int, rank: int, exact: bool = False
 ) -> Evaluated:
     """Evaluate the chunk of `rank` of every batch of a pass over a loader, or of `limit` batches of it."""
-    terms, batches, rows = np.empty((0, len(replica.metrics) + 1)), 0, 0
+    terms, batches, rows, total = np.empty((0, len(replica.metrics) + 1)), 0, 0, 0
     if not reader.once:
         reader.rewind()
     while limit is None or batches < limit:
@@ -133,22 +134,23 @@ def evaluate_loader(
         if not exact:
             terms = terms.sum(axis=0, keepdims=True)
         batches, rows = batches + 1, rows + row_count(data)
+        total = checksum(data, total) if ranks > 1 else 0
     if not reader.once:
         reader.stop()
-    return Evaluated(terms, batches, rows)
+    return Evaluated(terms, batches, rows, total)
 
 
 def rows_of_loaders(read: Sequence[Any], divided: bool) -> int:
-    """Return the rows of an evaluation. read: (batches, rows) of each rank, or None. Raises DataError."""
+    """Return the rows of an evaluation. read: (batches, rows, checksum) of each rank, or None. Raises DataError."""
     given = [each for each in read if each is not None]
-    rows = sum(rows for _, rows in given) if divided else max(rows for _, rows in given)
+    rows = sum(rows for _, rows, _ in given) if divided else max(rows for _, rows, _ in given)
     if not rows:
         raise DataError(
             "no rank's loader gives a batch to evaluate: it has no rows, or is an iterator that has ended; give a "
             "loader that can be iterated again"
         )
     if not divided and any(each != given[0] for each in given):
-        texts = ["no loader" if each is None else f"{each[0]} batches, {each[1]} rows" for each in read]
+        texts = ["no loader" if each is None else f"{each[0]} batches, {each[1]} rows, #{each[2]:08x}" for each in read]
         raise DataError(
             'rows="whole" takes the same batches on all ranks, and their loaders have given:\n' + table(texts)
         )

@@ -1,7 +1,6 @@
 """The batches of a loader of the user's: any iterable of batches (x, y), the same on all ranks, or each rank's own."""
 
 import logging
-import zlib
 from collections.abc import Callable, Generator, Sequence
 from typing import Any, NamedTuple
 
@@ -14,9 +13,9 @@ from trainers.data import (
     Collate,
     Data,
     Fingerprint,
+    checksum,
     cut,
     generator_states,
-    leaves,
     load_generator_states,
     micro_batches_of,
     row_count,
@@ -91,6 +90,7 @@ class LoaderBatches(BatchSource):
         self._own_rows: list[
             int
         ] = []  # rows of the epoch's batches of this rank, as far as they were read; 0 at the end
+        self._fingerprints: dict[int, int] = {}  # of the epoch's batches that were read, if all ranks read the same
         self._sizes: list[int] = []  # rows of the epoch's global batches, as far as the ranks know them
         self._part, self._parts = part, parts
         self._saves, self._keeps_generators = saves, saves and not ahead  # a thread draws at any time
@@ -157,8 +157,7 @@ class LoaderBatches(BatchSource):
         data = None if self._idle else self._at(0)
         if data is None:
             return None
-        sums = [] if self._divided else [zlib.crc32(np.ascontiguousarray(each).tobytes()) for each in leaves(data)]
-        return [structure_of(data), *sums]
+        return [structure_of(data), *([] if self._divided else [checksum(data)])]
 
     def first(self) -> Data | None:
         """Return the first batch, if there is one. Local, after `describe`."""
@@ -195,6 +194,7 @@ class LoaderBatches(BatchSource):
             self._epoch, self._read, self._sizes = epoch, 0, []
             self._kept.clear()
             self._places.clear()
+            self._fingerprints.clear()
             if self.limit is None and not self._reader.once:
                 self._reader.stop()
                 self._taken = 0
@@ -232,6 +232,10 @@ class LoaderBatches(BatchSource):
     def own_rows(self) -> list[int]:
         return [rows for rows in self._own_rows if rows]
 
+    @property
+    def fingerprints(self) -> dict[int, int] | None:
+        return None if self._divided or self._idle else self._fingerprints
+
     def share(self, epoch: int, step: int, part: int | None, parts: int | None = None) -> Batch:
         """As BatchSource.share. If the ranks do not know the rows of the global batch, its `rows` and its `share` are
         the rows of this rank."""
@@ -241,13 +245,6 @@ class LoaderBatches(BatchSource):
         if step >= len(self._sizes):
             return Batch.of(data, own, float(own))
         total = self._sizes[step]
-        if not (self._divided or self._idle) and total != (0 if whole is None else row_count(whole)):
-            given = "none" if whole is None else str(row_count(whole))
-            raise DataError(
-                f'rows="whole": batch {step + 1} of epoch {epoch + 1} has {total} rows on all ranks together, and '
-                f'{given} in the loader of this rank: all loaders must give the same batches; use rows="divided" for '
-                "loaders that give each rank its own"
-            )
         size = self._micro_batch
         if size is None:
             return Batch.of(data, total, own / total)
@@ -280,6 +277,8 @@ class LoaderBatches(BatchSource):
                 self._places[self._read] = self._place()
             data = self._kept[self._read] = self._next()
             self._own_rows[self._read :] = [0 if data is None else row_count(data)]
+            if not self._divided:
+                self._fingerprints[self._read] = 0 if data is None else checksum(data)
             self._kept.pop(self._read - KEPT, None)
             self._places.pop(self._read - KEPT, None)
             self._read += 1
@@ -345,6 +344,7 @@ class LoaderBatches(BatchSource):
             self._places.clear()
             self._read = -1  # `begin` goes to the right batch
         self._epoch, self._starts = epoch, {epoch: total - step}
+        self._fingerprints.clear()
         self._sizes = sizes[: step + 1] if step else []  # at an epoch's beginning they are those of the epoch before
 
     def _go_to(self, epoch: int, step: int) -> None:

@@ -23,6 +23,7 @@ from trainers.fit.checkpointing import Saver
 from trainers.fit.evaluation import Evaluation
 from trainers.replica import Replica, check_rows
 from trainers.state.adopt import Arrays
+from trainers.strategies import alike
 from trainers.strategies.interface import FLAGS, Strategy
 from trainers.strategies.rule import logs_of
 from trainers.watching.callback import Callbacks, checked
@@ -150,6 +151,7 @@ class Fit:
         self.stopped = False  # a rank has asked to stop, and all ranks know it
         self.asks = False  # whether a callback may decide on one rank to leave out a step, so that ranks must agree
         self.looks = False  # whether a callback may look at the model after an epoch, on some rank
+        self._differ = False  # all ranks know that ranks have other batches, and that they must not
         self._asked = False  # all ranks know that it is time for a checkpoint
         self._epochs, self._validate, self._goes_on = epochs, validate, watched.goes_on
         self._resumed = PartialEpoch()
@@ -374,10 +376,13 @@ class Fit:
         """Read each rank's batch `step` of an epoch, and add up their rows. Raises an error of any rank on all ranks.
         Collective."""
         own = self.keep_error(partial(self.batches.begin, number, step))
-        sums = np.array([own or 0, self.error is not None], np.int64)
+        marks = alike.marks(self.batches, range(step, step + 1), self.group.size)
+        sums = np.array([own or 0, self.error is not None, *marks], np.int64)
         combine(self.group.comm, sums, "learn the rows of a batch")
         if sums[1]:
             raise_together(self.group.comm, self.error)
+        self._differ = alike.differ(sums[2:].tolist())
+        self.check_alike()
         self.batches.learn(step, int(sums[0]))
         if not step and not sums[0]:
             raise on_all_ranks(self.batches.empty(number), self.group.comm)
@@ -407,6 +412,7 @@ class Fit:
 
     def _step(self, number: int, step: int, shares: Iterator[Batch]) -> None:
         strategy = self.strategy
+        self.check_alike()
         self.keep_error(partial(self.begin_batch, step))
         self.keep_error(lambda: self._compute(shares))
         self.keep_error(partial(self.batches.peek, step + 1))
@@ -427,12 +433,19 @@ class Fit:
             self.read_flags()
         strategy.count_step()
 
-    def flags(self, leaves_out: bool = False) -> tuple[float, ...]:
-        """Return this rank's values of FLAGS. Local."""
+    def check_alike(self) -> None:
+        """Raise DataError on all ranks if they know that their next batches differ, and must not. Collective then."""
+        if self._differ and (error := alike.error(self.batches, self.position.epoch, self.group.comm)):
+            raise error
+
+    def flags(self, leaves_out: bool = False, *, steps: int = 1) -> tuple[float, ...]:
+        """Return this rank's values of FLAGS. steps: taken since the position. Local."""
+        step = self.position.step + 1
+        marks = alike.marks(self.batches, range(step, step + steps), self.group.size)
         is_time = self.saver is not None and self.saver.is_time()
         stop, failed = self.strategy.stop_training, self.error is not None
         weight, unused = self.strategy.rule.weight, bool(self.strategy.rule.unused.any())
-        return tuple(map(float, (leaves_out, self.batches.coming, weight, unused, stop, is_time, failed)))
+        return tuple(map(float, (leaves_out, *marks, self.batches.coming, weight, unused, stop, is_time, failed)))
 
     def _leaves_out(self, number: int, step: int) -> bool:
         """Whether all ranks leave this step out: a callback of at least one rank asks for it. Collective.
@@ -465,11 +478,11 @@ class Fit:
     def read_flags(self, steps: int = 1) -> None:
         """Read the flags of the last step, `steps` after the position. Raises an error of any rank on all ranks.
         Collective if there is one."""
-        _, rows, _, _, stop, save, failed = self.strategy.measured[-len(FLAGS) :].tolist()
+        _, *marks, rows, _, _, stop, save, failed = self.strategy.measured[-len(FLAGS) :].tolist()
         if failed:
             raise_together(self.group.comm, self.error)
         self.batches.learn(self.position.step + steps, round(rows))
-        self.stopped, self._asked = bool(stop), bool(save)
+        self.stopped, self._asked, self._differ = bool(stop), bool(save), alike.differ(marks)
 
     def discard_if_unusable(self, gradients: Any, replica: Replica) -> bool:
         """Whether a callback discards these gradients; if so, undo the batch. For strategies whose ranks do not take

@@ -25,6 +25,7 @@ from trainers.watching.meter import Meter
 
 INNER = "inner."  # prefix, in a rank's local state, of the optimizer's state that differs between ranks (local SGD)
 # appended to each step's metrics; after the reduction: the number of ranks that set the flag
+# (MARKS: of the fingerprint of the next batch, if all ranks read the same ones, see strategies.alike)
 # ("rows": the rows of the next batch, if the batches are a stream)
 # ("weight": the mean weight that the loss has counted in the rows)
 __all__ = ["FLAGS", "EpochRun", "Strategy", "replica_error"]
@@ -53,7 +54,9 @@ class EpochRun(Protocol):
 
     def end_steps(self, steps: int) -> None: ...
 
-    def flags(self) -> tuple[float, ...]: ...
+    def flags(self, *, steps: int = 1) -> tuple[float, ...]: ...
+
+    def check_alike(self) -> None: ...
 
     def read_flags(self, steps: int = 1) -> None: ...
 

@@ -162,6 +162,7 @@ class LocalSGD(Mirrored):
         self._added.clear()
         with run.shares(number) as shares:
             while run.first_step < run.batches.steps and not run.stopped:
+                run.check_alike()
                 first = self._first = run.first_step
                 last = first + self.rounds.left
                 if run.batches.planned is not None:
@@ -211,7 +212,7 @@ class LocalSGD(Mirrored):
         """Add up flags and metrics, and take the outer step that is due. Returns the number of steps since the ranks
         last met, without those after the end of a stream. Raises an error of any rank on all ranks, and DivergedError.
         Collective."""
-        met = np.concatenate([run.flags(), *self._added])
+        met = np.concatenate([run.flags(steps=len(self._added)), *self._added])
         self.clock.start()
         combine(self.group.comm, met, MEET)
         self.clock.stop()

@@ -17,13 +17,14 @@ from allreduce.transport.control import all_values, combine
 from trainers.arguments import integer_error, is_number
 from trainers.data import Batch, Data, row_count, sliced
 from trainers.replica import Replica, Rows, Slices, gradients_of
+from trainers.strategies.alike import MARKS
 from trainers.watching.learning_rate import StepSchedule, schedule_error
 from trainers.watching.meter import NormMeter
 
 EPSILON = 1e-6  # as torch.nn.utils.clip_grad_norm_ adds it to the norm
 WIDTH = 1 << 16  # elements whose squares are added at a time
 NORM = "learn the norm of the gradients"
-FLAGS = ("left_out", "rows", "weight", "unused", "stop", "save", "failed")  # see strategies.interface
+FLAGS = ("left_out", *MARKS, "rows", "weight", "unused", "stop", "save", "failed")  # see strategies.interface
 WEIGHT, UNUSED = FLAGS.index("weight"), FLAGS.index("unused")
 ONE = 1e-6  # a mean weight this close to 1 is 1: shares of a batch are rounded
 

@@ -556,6 +556,50 @@ def test_a_bad_loader_in_every_strategy(strategy: str, kind: str, flat: allreduc
                 trainer.fit(own, rows="whole", progress=False)
 
 
+@pytest.mark.parametrize(("epoch", "number"), [(0, 2), (0, 3), (1, 0)])
+@pytest.mark.parametrize("strategy", ["mirrored", "sharded", "exact", *STRATEGIES])
+def test_whole_batches_with_other_values_on_one_rank(
+    strategy: str, epoch: int, number: int, flat: allreduce.Topology
+) -> None:
+    """Only some of the values differ. The number of rows is the same."""
+    exact = functools.partial(MirroredTrainer, allreduce="ring", exact=True, micro_batch=2)
+    kinds: dict[str, Any] = {**TRAINERS, **STRATEGIES, "exact": exact}
+    if flat.size == 1:
+        pytest.skip("needs two ranks")
+    x, y = data()
+    good = [(x[at : at + 12], y[at : at + 12]) for at in range(0, 48, 12)]
+    passes = iter(range(9))
+
+    class Loader:
+        def __iter__(self) -> Iterator[Pair]:
+            batches = list(good)
+            if next(passes) == epoch and other:
+                changed = good[number][0].copy()
+                changed[-1, 0] += 1
+                batches[number] = changed, good[number][1]
+            yield from batches
+
+    with kinds[strategy](network(), topology=flat) as trainer:
+        reads = trainer.strategy.part is not None
+        other = trainer.strategy.part == trainer.strategy.parts - 1
+        text = rf"batch {number + 1} of epoch {epoch + 1} is not the same on all ranks(.|\n)*rank 0: #(.|\n)*rank 1: "
+        if trainer.strategy.parts == 1:  # no rank reads the batches with the only worker
+            return
+        with pytest.raises(DataError, match=text):
+            trainer.fit(Loader() if reads else None, rows="whole", epochs=2, progress=False)
+        assert len(set(trainer.parameters_sha256())) == 1
+        history = trainer.fit(good if reads else None, rows="whole", epochs=2, progress=False)
+        assert len(history) == 2
+
+
+def test_whole_batches_that_differ_in_an_evaluation(flat: allreduce.Topology) -> None:
+    if flat.size == 1:
+        pytest.skip("needs two ranks")
+    x, y = data()
+    with MirroredTrainer(network(), "ring", flat) as trainer, pytest.raises(DataError, match="1 batches, 50 rows, #"):
+        trainer.evaluate([(x + (flat.rank == 1), y)], rows="whole")
+
+
 class Sleeps(Callback):
     """Rank 1 is slow to begin."""
 

@@ -20,11 +20,12 @@ from allreduce.transport.wait import wait_for, waiting
 from trainers import stopwatch
 from trainers.checks import LEARNING_RATES
 from trainers.data import BatchSource
-from trainers.errors import ArgumentError, DataError
+from trainers.errors import ArgumentError
 from trainers.group import RankGroup
 from trainers.replica import Replica, Slices, bind_whole
 from trainers.replicas import malloc
 from trainers.state.adopt import Piece, mirror, newest
+from trainers.strategies import alike
 from trainers.strategies.interface import FLAGS, EpochRun, Strategy, replica_error
 from trainers.strategies.rule import WEIGHT, UpdateRule
 from trainers.strategies.servers.mailbox import Client, Mailbox, Waiter
@@ -32,10 +33,6 @@ from trainers.strategies.servers.worker import WorkerRanks, Workers, remaining
 from trainers.watching.meter import Tally
 
 SIZES = "learn the rows of the batches of an epoch"
-DIFFERENT = (
-    'rows="whole" takes the same batches on all ranks, and the loaders of the ranks have given other batches, or other '
-    "numbers of batches,"
-)
 
 
 class Counts:
@@ -396,10 +393,8 @@ class ServerStrategy(Strategy):
         rows = np.zeros(length + 1, np.int64)
         rows[: len(own)] = own
         most = combine(comm, rows.copy(), SIZES, MPI.SUM if batches.divided else MPI.MAX)
-        if not batches.divided and not cut:
-            least = combine(comm, (most if self.part is None else rows).copy(), SIZES, MPI.MIN)
-            if not np.array_equal(least, most):
-                raise on_all_ranks(DataError(f"{DIFFERENT} in epoch {number + 1}"), comm)
+        if not batches.divided and (wrong := alike.error(batches, number, comm)):
+            raise wrong
         for step, total in enumerate(most[:length].tolist() if sizes is None else sizes):
             batches.learn(step, total)
 
