@@ -272,6 +272,8 @@ BAD_CSV = {
     "one sample": ("1,2,0\n", "one sample"),
     "one column": ("1\n2\n", "first line has one column"),
     "text": ("1,2,0\n1,x,0\n", "line 2, column 2: 'x' is not a number"),
+    "underscore": ("1,2,0\n1,2_0,0\n", "line 2, column 2: '2_0' is not a number"),
+    "quoted": ('1,2,0\n1,"2,5",0\n', "line 2, column 2: '2,5' is not a number"),
     "hole": ("a,b,c\n1,2,0\n1,,0\n", "line 3, column 2: '' is not a number"),
     "nan": ("1,2,0\n1,nan,0\n", "line 2, column 2 is nan"),
     "infinite": ("1,2,0\n1,inf,0\n", "line 2, column 2 is inf"),

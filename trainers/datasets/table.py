@@ -44,7 +44,7 @@ def _features(path: str, block: Block) -> np.ndarray:
     columns = block.columns[:-1]
     try:
         x = np.array([list(map(float, cells)) for cells in columns]).T.astype(np.float32)
-        if any("_" in cell for cells in columns for cell in cells):  # which float takes
+        if any("_" in "".join(cells) for cells in columns):  # which float takes
             raise ValueError
     except ValueError:
         row, column = next(
