@@ -121,6 +121,10 @@ class Terminating(Callback):
         if self.here:
             self.trainer.stop_training = True
 
+    def idle(self) -> None:
+        if self.here:
+            self.trainer.stop_training = True
+
     def on_epoch_end(self, epoch: int, logs: Logs | None = None) -> None:
         if self.here:
             self.trainer.stop_training = True

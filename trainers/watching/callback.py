@@ -155,6 +155,10 @@ class Callback:
     def between_steps(self, epoch: int, batch: int) -> None:
         """Called after all ranks have taken a step."""
 
+    def idle(self) -> None:
+        """Called again and again on a rank of asynchronous servers, where batches may have no events: it waits for its
+        turn, or gets no rows. Local."""
+
     def unusable(self, gradients: Any) -> bool:
         """Return True to discard this rank's gradients; called if ranks do not take steps together. Local."""
         return False
@@ -293,6 +297,7 @@ class Callbacks:
         self._before_update = sorted(self._with("before_update"), key=lambda each: not each.collective)
         self.asks = any(not _agrees(each) for each in self._before_update)
         self._between_steps, self._unusable = self._with("between_steps"), self._with("unusable")
+        self._idle = self._with("idle")
         self._collective = [at for at, each in enumerate(self._all) if getattr(each, "collective", False)]
         self.collective = [type(self._all[at]).__name__ for at in self._collective]
         self.read_batches = any(getattr(each, "reads_batches", True) for each in self._batch_end)
@@ -400,6 +405,10 @@ class Callbacks:
     def between_steps(self, epoch: int, batch: int) -> None:
         for callback in self._between_steps:
             callback.between_steps(epoch, batch)
+
+    def idle(self) -> None:
+        for callback in self._idle:
+            callback.idle()
 
     def unusable(self, gradients: Any) -> bool:
         return any(callback.unusable(gradients) for callback in self._unusable)

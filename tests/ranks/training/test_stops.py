@@ -2,6 +2,7 @@
 
 import os
 import signal
+import time
 from pathlib import Path
 from typing import Any
 
@@ -133,6 +134,32 @@ def test_a_resumed_training_is_the_uninterrupted_one(
             with make() as trainer:
                 history = fit(trainer, shape, checkpoint=checkpoint, resume=True)
                 assert outcome(trainer, history, exact) == expected, where
+
+
+class WarmsUp(Callback):
+    """SIGTERM comes to worker 1, which has no batches in the warm-up; worker 0 computes slowly. Counts its batches."""
+
+    reads_batches = False
+    count = 0
+
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        if self.trainer.rank == 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        self.count += 1
+        time.sleep(0.05)
+
+
+def test_sigterm_on_a_worker_without_batches_ends_the_epoch(flat: allreduce.Topology) -> None:
+    if SIZE < 3:
+        pytest.skip("needs an idle worker")
+    x = np.random.default_rng(3).normal(size=(200, FEATURES)).astype("float32")
+    counts = WarmsUp()
+    replica = NumpyNetwork([FEATURES, 6, 3], seed=1, lr=0.1)
+    with ParameterServerTrainer(replica, flat, warm_up=1) as trainer, pytest.raises(Terminated):
+        trainer.fit(x, x[:, :3].argmax(1), 3, 2, progress=False, callbacks=[counts])
+    assert counts.count < 50 * (SIZE - 1)  # of 100 batches, each in as many parts
 
 
 @pytest.mark.parametrize("strategy", [kind for kind in STRATEGIES if kind not in ("local", "spare", "async")])

@@ -416,7 +416,12 @@ class AsynchronousServers(ParameterServers):
         everyone = range(len(self.workers))
         if self.group.rank == self.servers[0]:
             dealer = self._dealer(run.batches, number, everyone)
-        apply, halts = partial(self._apply, run), partial(self._halts, run)
+        apply = partial(self._apply, run)
+
+        def halts() -> bool:
+            run.idle()
+            return self._halts(run)
+
         more = 4 * self.parts * len(everyone) if run.batches.streams else 0  # a worker has at most two parts
         server = EpochServer(self._mailbox, self._shard, self._rule, dealer, apply, halts, self._ledger, more)
         server.serve(everyone)
@@ -468,8 +473,10 @@ class AsynchronousServers(ParameterServers):
             if worker.dealt.kind == WORK:
                 rows.prepare(worker.dealt.part)
 
+        run.idle()
         fetch()
         while worker.meet(self._halts(run)).kind != END:
+            run.idle()
             if worker.dealt.kind == AGAIN:
                 fetch()
                 continue
