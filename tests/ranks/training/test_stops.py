@@ -108,7 +108,14 @@ def outcome(trainer: Any, history: History, exact: bool) -> list[Any]:
 
 @pytest.mark.parametrize(
     ("how", "shape"),
-    [("stop", "small"), ("stop", "short"), ("SIGTERM", "small"), ("stop", "whole"), ("stop", "divided"), ("stop", "odd")],
+    [
+        ("stop", "small"),
+        ("stop", "short"),
+        ("SIGTERM", "small"),
+        ("stop", "whole"),
+        ("stop", "divided"),
+        ("stop", "odd"),
+    ],
 )
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_a_resumed_training_is_the_uninterrupted_one(
