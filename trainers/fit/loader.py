@@ -191,6 +191,7 @@ class LoaderBatches(BatchSource):
     def begin(self, epoch: int, step: int) -> int:
         if epoch == self._epoch + 1:
             self._starts[epoch] = self._starts[self._epoch] + len(self._sizes)
+            nowhere = self._read < 0  # this rank has joined after the last batch of the epoch before
             self._epoch, self._read, self._sizes = epoch, 0, []
             self._kept.clear()
             self._places.clear()
@@ -198,6 +199,8 @@ class LoaderBatches(BatchSource):
             if self.limit is None and not self._reader.once:
                 self._reader.stop()
                 self._taken = 0
+            if nowhere:
+                self._go_to(epoch, step)
         elif epoch != self._epoch or (step not in self._kept and step != self._read):
             self._go_to(epoch, step)
         self.peek(step)

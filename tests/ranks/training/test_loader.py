@@ -253,6 +253,25 @@ def test_a_fit_goes_back_to_its_first_batch() -> None:
     assert batches.share(0, 0, 0).x[0] == 0
 
 
+@pytest.mark.parametrize("limit", [None, 5])
+def test_a_rank_that_joins_after_the_last_batch_of_an_epoch_reads_the_next_one(limit: int | None) -> None:
+    """Without a limit that is another pass over the loader, with one the batches after those of the epochs before."""
+
+    class Loader:
+        def set_epoch(self, number: int) -> None:
+            self.number = number
+
+        def __iter__(self) -> Iterator[Pair]:
+            for step in range(5 if limit is None else 99):
+                yield np.full((2, 1), 5 * self.number + step), np.zeros(2)
+
+    batches = LoaderBatches(Loader(), "whole", None, limit, 0, 1, 0)
+    batches.adopt([batches.describe()])
+    batches.resume(2, 5, 15, {"sizes": [2] * 5})
+    batches.learn(0, batches.begin(3, 0))
+    assert batches.share(3, 0, 0).x[0] == 15
+
+
 class Closes:
     """A loader that counts its passes that are open."""
 
