@@ -34,6 +34,7 @@ from trainers.strategies.servers.mailbox import (
     ASK,
     BYE,
     END,
+    FAILED,
     GRADIENTS,
     NOTHING,
     PUSH,
@@ -379,13 +380,14 @@ def test_a_replica_that_can_not_be_copied_says_so() -> None:
 
 
 def test_an_error_of_a_worker_ends_a_step() -> None:
-    found = receive_round(Script([(0, Header(NOTHING, 0, halt=1))]), 0, 2, lambda arrival: None)
+    """A worker that asks to stop does not, with rows and without."""
+    found = receive_round(Script([(0, Header(NOTHING, 0, halt=FAILED))]), 0, 2, lambda arrival: None)
     assert found.failed
-    found = receive_round(
-        Script([(0, Header(GRADIENTS, 0, halt=1)), (1, Header(GRADIENTS, 0))]), 0, 2, lambda arrival: None
-    )
-    assert found.stop
-    assert not found.failed
+    for kind in (GRADIENTS, NOTHING):
+        pushes = [(0, Header(kind, 0, halt=1)), (1, Header(GRADIENTS, 0))]
+        found = receive_round(Script(pushes), 0, 1 + (kind == GRADIENTS), lambda arrival: None)
+        assert found.stop
+        assert not found.failed
 
 
 @pytest.mark.parametrize(("chief", "step"), [(1, 5), (2, 0)])

@@ -334,13 +334,6 @@ def test_names_instances_and_closing(
         trainer.predict(np.zeros((1, 64), np.float32))
 
 
-def test_the_former_name_of_failures(flat: allreduce.Topology) -> None:
-    with MirroredTrainer(NumpyNetwork([4, 3]), topology=flat) as trainer:
-        with pytest.warns(DeprecationWarning, match=r"trainer\.losses is now trainer\.failures"):
-            assert trainer.losses == []
-        assert trainer.failures == []
-
-
 def test_default_topology_is_all_ranks() -> None:
     with MirroredTrainer(network(), "native") as trainer:
         assert trainer.size == MPI.COMM_WORLD.size
