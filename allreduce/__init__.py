@@ -17,13 +17,14 @@ from allreduce.health import abort  # noqa: E402
 
 abort.install()  # an error in an import below, and before the first Topology, ends the job too
 
-from allreduce.arrays.registered import Part  # noqa: E402
+from allreduce.algorithm import Algorithm, Context, TwoPhase, Work  # noqa: E402
+from allreduce.arrays.compression import Half, PowerSGD, Quantized  # noqa: E402
+from allreduce.arrays.parts import Part  # noqa: E402
 from allreduce.backend import AllReduce  # noqa: E402
 from allreduce.elastic import standby  # noqa: E402
-from allreduce.registry import BACKENDS, available, create  # noqa: E402
+from allreduce.registry import BACKENDS, available, create, register  # noqa: E402
 from allreduce.topology import Topology  # noqa: E402
 from allreduce.tracing.trace import Trace  # noqa: E402
-from allreduce.wrappers.options import Half, PowerSGD, Quantized  # noqa: E402
 
 __version__ = "0.2.0"  # pyproject.toml and CHANGELOG.md follow it
 
@@ -32,14 +33,19 @@ NAMES = tuple(BACKENDS)
 
 __all__ = [
     "NAMES",
+    "Algorithm",
     "AllReduce",
+    "Context",
     "Half",
     "Part",
     "PowerSGD",
     "Quantized",
     "Topology",
     "Trace",
+    "TwoPhase",
+    "Work",
     "available",
     "create",
+    "register",
     "standby",
 ]

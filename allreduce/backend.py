@@ -1,25 +1,24 @@
-"""AllReduce, the base class of all backends: the methods that users call, and those that an algorithm writes."""
+"""AllReduce: what users hold. It checks the arguments of a call, and runs the call by an algorithm (algorithm.py)."""
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from functools import cached_property, partial
 from typing import Any, NamedTuple, NoReturn, TypeVar
 
 import numpy as np
 from numpy.typing import DTypeLike
 
 from allreduce import notices
-from allreduce.arrays import chunks, dtypes, gpu, ops, rows, trees, workspace
+from allreduce.algorithm import Algorithm, Context, Work
+from allreduce.arrays import dtypes, gpu, ops, rows, trees
+from allreduce.arrays.compression import Compression, check_parts
 from allreduce.arrays.memory_kinds import ALLOCATED, GPU, UNREGISTERED
 from allreduce.arrays.ops import Op
-from allreduce.arrays.registered import Part
-from allreduce.arrays.workspace import Workspace
-from allreduce.engine import call as records
-from allreduce.engine.call import REDUCING, Call
-from allreduce.engine.engine import CHECKS, NOTHING, AdmittedCall, Engine, Locate, Work
+from allreduce.arrays.parts import Part
+from allreduce.call import call as records
+from allreduce.call.call import REDUCING, Call, fingerprint
+from allreduce.call.executor import Executor, Observer, PreparedCall
+from allreduce.call.queue import Future
 from allreduce.errors import (
     AllReduceError,
-    ClosedError,
     CollectiveTimeoutError,
     CopyError,
     NotAnArrayError,
@@ -31,182 +30,146 @@ from allreduce.errors import (
     UnsupportedOpError,
 )
 from allreduce.health import abort
+from allreduce.memory.allocations import Allocations
 from allreduce.process import children
 from allreduce.topology import Topology
 from allreduce.transport import chunked
 from allreduce.transport.control import everywhere
-from allreduce.transport.cost import Layout, Machine
-from allreduce.transport.deferred_free import free_later
-from allreduce.transport.shared_segment import Location
 
-BackendT = TypeVar("BackendT", bound="AllReduce")
-PartT = TypeVar("PartT", bound="Topology | AllReduce")
+SelfT = TypeVar("SelfT", bound="AllReduce")
+MOST_KNOWN = 4096  # signatures, and trees, that are kept
 OUT_OF_STEP = (CollectiveTimeoutError, RankLeftError, RankLostError)  # after these errors the ranks can't agree
 
 
 class Config(NamedTuple):
     """The arguments of create(): `create(config.name, topology, **config.options)` creates an equal backend."""
 
-    name: str
+    name: Any  # a str, or the class of an algorithm
     options: dict[str, Any]
 
 
-class Hooks(NamedTuple):
-    """A backend's hooks, for composed backends and wrappers, which call them inside their own calls.
+class AllReduce:
+    """A backend: all-reduces and other collectives on the ranks of a topology, by one algorithm. `create` makes it.
 
-    Hooks neither check arguments nor compare them between ranks: the outer call has done both. AllReduce documents
-    the methods.
+    Creating, `allocate`, calling and `close` are collective: every rank does them, in the same order. The ranks compare
+    their calls. If they differ, all raise the same DisagreementError, before anything is changed.
 
-    owners: by id, the arrays that own memory in which the algorithm reduces without a copy. An entry is removed when
-        its array is freed.
+    observers: functions that get `(user, count, call, begin, end)` of each call when it has ended: the number of the
+        user and of its call, the Call, and two times of time.perf_counter(); end is 0.0 if the call failed. They run in
+        the thread of the call, and must neither raise nor communicate. `reduce.observers.append(f)`.
     """
 
-    owners: dict[int, Any]
-    allocate: Callable[[int, np.dtype, str | None], Any]
-    memory: Callable[[Any], int]
-    locate: Callable[[Any], Location | None]
-    resolve: Callable[[str, np.dtype], Op]
-    route: Callable[[Call], Work]
-    locator_for: Callable[[Call], Locate | None]
-    reduce: Callable[[np.ndarray, Op], None]
-    tree_buffer: Callable[[trees.Group], Any]
+    def __init__(
+        self,
+        topology: Topology,
+        config: Config,
+        make: Callable[[Context], Algorithm],
+        create: Callable[..., Algorithm],
+    ) -> None:
+        """Used by allreduce.create. Collective.
 
-
-class Phases(NamedTuple):
-    """The two phases of a TwoPhase backend, unchecked like `Hooks`."""
-
-    reduce_scatter: Callable[[np.ndarray, Op], None]
-    all_gather: Callable[[np.ndarray], None]
-
-
-class NodeArrays(NamedTuple):
-    """The arrays of a node's ranks at one place of memory from `allocate`, this rank's is `arrays[rank]`.
-
-    fence: barrier of these ranks; needed before others' arrays are read, and after they are written. None: one rank.
-    """
-
-    arrays: Sequence[np.ndarray]
-    rank: int
-    fence: Callable[[], None] | None
-
-
-class AllReduce(ABC):
-    """An AllReduce algorithm on the ranks of a topology.
-
-    topology: a `Topology`; the backend creates its own communicator from it.
-    check: how the ranks compare shape, dtype, op and memory of their arrays. "first": in every call, in shared memory
-        on one node, by one small all-reduce on several; the first call of each signature costs one more message.
-        "always": every call costs this additional message. "never": calls are not compared, and cost no message.
-        If the ranks differ, all raise the same DisagreementError, before anything is changed.
-
-    Creating, `allocate`, calling and `close` are collective: every rank does them, in the same order.
-    """
-
-    sums = True  # False: the backend has only its own operation (adasum) and can't average gradients
-    sums_half = True  # False: float16 and bfloat16 raise UnsupportedDtypeError
-    by_array = False  # True: each array of a tree is reduced separately, not all in one buffer
-    one_node = False  # True: all ranks must be on one node
-    needs_gpu = False  # True: a GPU for each rank is needed
-    between_nodes = False  # True: takes `compress`, and compresses only messages between nodes (on several nodes)
-    copies_unregistered = ""  # the notice for arrays not from `allocate`, if they are copied; "" if they are not
-
-    def __init__(self, topology: Topology, *, check: str = "first") -> None:
-        if check not in CHECKS:
-            raise OptionError(f"check={check!r} is unknown; use one of {', '.join(CHECKS)}")
-        self.check, self.name = check, type(self).__name__
-        self.config: Config | None = None  # set by create(): recreates this backend on other ranks
-        self.owns_topology = False  # set by create() if it has created the topology
-        self.part_of: AllReduce | None = None  # set by the backend that has created this one for its own calls
-        self.workspace = Workspace()
-        self._pinned = Workspace(gpu.pinned)
+        make: makes the algorithm. create: makes the algorithms inside of it, see Context.make.
+        """
+        self.name = config.name if isinstance(config.name, str) else config.name.__name__.lower()
+        self.config = config
+        self.topology, self.rank, self.size = topology, topology.rank, topology.size
+        self.closed = False
+        self.cleanup: list[Callable[[bool], object]] = []  # called at the end, with True if that is collective
         # (shape, dtype, op, memory) -> function that runs the call, for NumPy arrays in C order
-        self._known: dict[tuple, Callable[[Any], None]] = {}
-        self.packed: dict[Any, Any] = {}  # (dtype, device) -> buffer into which the arrays of trees are packed
-        self._layouts: dict[trees.Key, trees.Layout] = {}
-        self._parts: list[Topology | AllReduce] = []
+        self._known: dict[tuple, Callable[..., None]] = {}
+        self._packed: dict[Any, Any] = {}  # (dtype, device) -> buffer into which the arrays of trees are packed
+        self._trees: dict[trees.Key, trees.Layout] = {}
         try:
-            self._connect_together(topology)
+            self._connect_together(topology, make, create)
         except Exception as error:
             topology.unregister(self)  # a topology must not close or abandon an incomplete user
-            if everywhere(error, topology.world):
-                self._release()
+            if everywhere(error, topology.world) and "_executor" in vars(self):
+                self._executor.close()
             raise
+        algorithm = self._algorithm
+        self.sums, self.sums_half, self.by_array = algorithm.sums, algorithm.sums_half, algorithm.by_array
+        self.two_phase, self.sums_terms = algorithm.two_phase, algorithm.sums_terms
+        self.observers: list[Observer] = self._executor.observers
 
-    def _connect_together(self, topology: Topology) -> None:
-        """Do `_connect`; an error of one rank is raised on all: a backend exists on all its ranks or on none.
+    def _connect_together(
+        self, topology: Topology, make: Callable[[Context], Algorithm], create: Callable[..., Algorithm]
+    ) -> None:
+        """Make the executor and the algorithm; an error of one rank is raised on all: a backend exists on all its ranks
+        or on none.
 
-        The ranks agree after the last step. If a rank fails while others wait for it in a later step of `_connect`, it
-        waits LONE_SECONDS for them (they may only be slow), and raises its error alone.
+        The ranks agree after the last step. If a rank fails while others wait for it in a later step, it waits
+        LONE_SECONDS for them (they may only be slow), and raises its error alone.
         """
         error: Exception | None = None
+        self._allocations = Allocations()
+        self._shared = self._allocations.shared  # read in every call
         try:
             with topology.detector.translating_failures():
-                self._connect(topology)
+                self._executor = Executor(topology, self, bool(self.config.options.get("check", True)))
+                context = Context(
+                    topology, self._executor.comm, topology.layout, self._executor, self._allocations, create
+                )
+                self._algorithm = make(context)
         except OUT_OF_STEP:
             raise
         except Exception as met:
             if topology.closed or everywhere(met, topology.world):
                 raise
             error = met
-        topology.agree([], f"create {type(self).__name__}", error)
+        topology.agree([], f"create {self.name!r}", error)
 
-    def _connect(self, topology: Topology) -> None:
-        """Create everything that depends on the ranks; subclasses extend this. Collective. `abandon` drops it."""
-        self._owners: dict[int, Any] = {}  # see Hooks; read in every call, because `_memory` is slower
-        self.topology = topology
-        self.rank, self.size = topology.rank, topology.size
-        self._engine = Engine(topology, self, self.check)
-        self._comm = self._engine.comm
-        self.closed = False
+    # Memory
 
-    # What users call: memory
-
-    def allocate(self, length: int, dtype: DTypeLike = "float32", device: str | None = None) -> Any:
+    def allocate(
+        self, length: int, dtype: DTypeLike = "float32", device: str | None = None, scratch: bool = False
+    ) -> Any:
         """Return a zeroed 1-D array of `length` elements that this backend reduces without a copy. Collective.
 
         A contiguous slice of the array is reduced without a copy, too. NumPy arrays are 64-byte aligned, so XLA (JAX)
         uses them without a copy. device: "cpu" for a NumPy array, "cuda" for a CuPy array; by default the one that
-        this backend reduces without a copy.
+        this backend reduces without a copy. scratch: True for an array that holds other values in each call: a
+        compression keeps no error feedback for it.
         """
-        array = self.allocate_scratch(length, dtype, device)
-        if length:
-            self.describe(array)
-        return array
-
-    def allocate_scratch(self, length: int, dtype: DTypeLike = "float32", device: str | None = None) -> Any:
-        """As `allocate`, for arrays that hold other values in each call: a compression keeps no error feedback for
-        them. Collective.
-        """
-        self.check_open()
-        call: Call | None = None
-        array, error = None, None
+        error: AllReduceError | None = None
+        call, array = None, None
+        self._check_open()
         try:
             self.check_dtype(dtypes.parse(dtype))
             call = records.allocation_call(length, dtype, device)
         except AllReduceError as refused:
             error = refused
-        asked = f"allocate({length!r}, {dtype!r}, device={device!r})"
-        self._engine.agree(records.agreement_values(call, 0), asked, error)
+        text = f"allocate({length!r}, {dtype!r}, device={device!r})"
+        self._executor.agree([] if call is None else [fingerprint(call) >> records.SEQUENCE_BITS], text, error)
         assert call is not None
         try:
-            array = self._allocate(call.length, call.dtype, device)
+            array = self._algorithm.allocate(call.length, call.dtype, device)
         except MemoryError as lacking:
             error = UnavailableError(f"this rank has no memory for {length} elements of {dtype}: {lacking}")
-        self._engine.agree([], f"allocate({length!r})", error)
+        self._executor.agree([], f"allocate({length!r})", error)
+        if call.length:
+            found = self._allocations.at(array)
+            entry = found[0] if found else self._allocations.add(array)
+            entry.keeps = not scratch
         return array
-
-    # What users call: the state of a compression; without one there is none
 
     def describe(self, array: Any, parts: Sequence[Part] = (), whole: bool = True) -> None:
         """Say which slices of an array from `allocate` are which parameters of a model. Local; the same on all ranks.
 
         array: 1-D. parts: `allreduce.Part(name, start, shape)`: elements from `start` are an array of `shape` in C
-        order. A compression treats matrices and biases differently ("powersgd:4" needs the shapes); other backends
-        ignore it. whole: False: other arrays have other parts of the model, so a parameter that the compression names
-        may be there. Raises OptionError for parts that overlap or lie outside of the array.
+        order. A compression treats matrices and biases differently ("powersgd:4" needs the shapes), and exact=True
+        begins blocks at parameters; other backends ignore it. whole: False: other arrays have other parts of the model.
+        Raises OptionError for parts that overlap or lie outside of the array, and if the whole model can't be
+        compressed as asked.
         """
-        for part in _by_name(self._parts).values():
-            part.describe(array, parts, whole)
+        if whole:
+            check_parts(self._compression, parts)
+        self._allocations.describe(array, parts)
+
+    @property
+    def _compression(self) -> Compression | None:
+        return self.config.options.get("compress")
+
+    # The state of a compression; without one there is none
 
     def state(self, array: Any = None) -> dict[str, np.ndarray]:
         """Return a copy of this rank's state: the error feedback of a compression. {} without one. Local.
@@ -214,8 +177,7 @@ class AllReduce(ABC):
         array: the state of this array from `allocate` only. The state belongs to the training state: other ranks have
         other values, and training continues differently without it.
         """
-        parts = _by_name(self._parts)
-        return {f"{name}/{key}": held for name, part in parts.items() for key, held in part.state(array).items()}
+        return self._allocations.state(array)
 
     def load_state(self, state: Mapping[str, np.ndarray], array: Any = None) -> None:
         """Load a result of `state` of an equal backend with equal arrays; state that it lacks becomes zero. Local; on
@@ -223,42 +185,19 @@ class AllReduce(ABC):
 
         array: load the state of this array only. Raises OptionError for another backend's, and changes nothing.
         """
-        parts = _by_name(self._parts)
-        found: dict[str, dict[str, np.ndarray]] = {name: {} for name in parts}
-        for key, held in state.items():
-            name, _, rest = key.partition("/")
-            if name not in parts:
-                raise OptionError(f"{self!r} has no state {key!r}: it is of another backend or compression")
-            found[name][rest] = held
-        before: dict[str, dict[str, np.ndarray]] = {}
-        try:
-            for name, part in parts.items():
-                kept = part.state(array)
-                part.load_state(found[name], array)
-                before[name] = kept
-        except OptionError:
-            for name, kept in before.items():
-                parts[name].load_state(kept, array)
-            raise
+        if state and self._compression is None:
+            name = next(iter(state))
+            raise OptionError(f"{self!r} has no state {name!r}: it is of another backend or compression")
+        self._allocations.load_state(state, array)
 
     def reset(self, array: Any = None) -> None:
         """Set the error feedback of a compression, of one array or of all, to zero, as in a new backend. Local; on all
         ranks before their next call."""
-        for part in _by_name(self._parts).values():
-            part.reset(array)
+        self._allocations.reset(array)
 
-    def hand_over(self, buffer: np.ndarray, kept: slice) -> None:
-        """Add the error feedback of the elements of `buffer` outside of `kept` to it, in its first call since
-        `load_state`. Local.
+    # Sums
 
-        For a backend that contains this one, before it sums `buffer` with other ranks that send these elements.
-        """
-        for part in _by_name(self._parts).values():
-            part.hand_over(buffer, kept)
-
-    # What users call: sums
-
-    def __call__(self, buffer: Any, op: str = "mean") -> None:
+    def __call__(self, buffer: Any, op: str = "mean", lossless: bool = False) -> None:
         """Reduce `buffer` over all ranks, in place: afterwards all ranks hold the same bits. Collective.
 
         buffer: a contiguous, writable NumPy or CuPy array, or a nested list, tuple or dict of such arrays, which are
@@ -267,42 +206,66 @@ class AllReduce(ABC):
         op: "sum", "mean" or "average" (of floating dtypes), "max", "min" or "prod". float16 and bfloat16 are
             summed in float32 and rounded once. Integer sums wrap around. For bool, sum and max are "logical or", prod
             and min "logical and".
+        lossless: True for values that a compression must not round: losses, counts.
 
         Raises a named AllReduceError on all ranks, before anything is changed, when an array can't be reduced or the
         ranks disagree.
         """
         run = None
-        if type(buffer) is np.ndarray and buffer.flags.carray:  # the usual case, at the cost of one look-up
+        if type(buffer) is np.ndarray and buffer.flags.carray and not lossless:  # the usual case: one look-up
             base = buffer.base
-            memory = UNREGISTERED if base is None else ALLOCATED if id(base) in self._owners else self._memory(buffer)
+            memory = UNREGISTERED if base is None else ALLOCATED if id(base) in self._shared else self._memory(buffer)
             try:  # noqa: SIM105, suppress() would cost as much as the look-up
                 run = self._known.get((buffer.shape, buffer.dtype, op, memory))
             except TypeError:  # an op that is not hashable; _admit raises its error
                 pass
         if run is None:
             if isinstance(buffer, trees.KINDS):
-                self.reduce_tree(buffer, op)
+                arrays: list[Any] = []
+                structure = trees.flatten(buffer, arrays)
+                _overwrite(arrays, self.on_arrays("all_reduce", structure, arrays, op, changes=True))
                 return
-            run = self._function("all_reduce", buffer, op)[1]
+            run = self._function("all_reduce", buffer, op, lossless)
             buffer = np.asarray(buffer) if isinstance(buffer, np.ndarray) else buffer  # not a subclass of ndarray
         run(buffer if buffer.ndim == 1 else buffer.reshape(-1, order="A"))
 
-    def bind(self, array: Any, op: str = "mean", kind: str = "all_reduce") -> Callable[[], None]:
-        """Return a function that reduces `array` in place, with less overhead than a call. Collective.
+    def bind(
+        self, array: Any, op: str = "mean", kind: str = "all_reduce", lossless: bool = False
+    ) -> Callable[[], None]:
+        """Return a function that reduces `array` in place, with less overhead than a call. Local.
 
-        Like MPI's persistent collectives: the arguments are checked and agreed on once, here. Calling the function is
-        collective, and the ranks compare it like any other call. The function holds a reference to the array, and works
-        until the backend is closed.
+        Like MPI's persistent collectives: the arguments are checked once, here. Calling the function is collective, and
+        the ranks compare it like any other call. The function holds a reference to the array, and works until the
+        backend is closed.
 
-        kind: "all_reduce"; "reduce_scatter" of a TwoPhase, which leaves this rank's part of the result in
-            `array[reduce.owned(array.size)]`; or "all_gather", which has no op.
+        kind: "all_reduce"; "reduce_scatter" of a backend with two phases, which leaves this rank's part of the result
+            in `array[reduce.owned(array.size)]`; or "all_gather", which has no op. lossless: see `__call__`.
         """
-        self.check_open()
-        admitted, _ = self._function(kind, array, op)
-        if self.check == "always":
-            return partial(self, array, op) if kind == "all_reduce" else partial(self._run_phase, kind, array, op)
+        if kind not in ("all_reduce", "reduce_scatter", "all_gather"):
+            raise OptionError(f'{kind!r} is not for bind(); use "all_reduce", "reduce_scatter" or "all_gather"')
+        call, resolved = self._admit(kind, array, op)
         array = np.asarray(array) if isinstance(array, np.ndarray) else array
-        return self._engine.bind(admitted, array.reshape(-1, order="A"))
+        flat = array.reshape(-1, order="A")
+        work, prepared = self._prepared(call, resolved, lossless=lossless)
+        if prepared.place is not None:
+            prepared = prepared.at(prepared.place(flat))  # the array does not move
+        if work.bind is not None:
+            bound = work.bind(flat)
+            bound = bound if work.quiet else self._executor.quiet(bound)
+            prepared = prepared._replace(run=lambda _: bound())
+        return self._executor.prepare(prepared, flat)
+
+    def submit(self, array: Any, op: str = "mean", kind: str = "all_reduce") -> Future:
+        """Reduce `array` in a thread, which runs the submitted calls one after the other. Returns at once: a future,
+        whose `wait()` raises the error of the call. kind: see `bind`.
+
+        All ranks submit the same calls in the same order. Do not touch the array before its call has ended. Other calls
+        wait until the submitted ones have ended. The first call creates the thread, and is collective; it raises
+        UnavailableError on all ranks if MPI lacks MPI_THREAD_MULTIPLE on any rank.
+        """
+        run = self.bind(array, op, kind)
+        work: Callable[[], object] = gpu.on_current_stream(run) if gpu.is_gpu_array(array) else run
+        return self._executor.submit(work, f"{kind}, length {array.size}, {array.dtype}, op {op!r}")
 
     def sparse(self, indices: Any, values: Any, rows: int, op: str = "mean") -> tuple[Any, Any]:
         """Sum sparse rows over all ranks: each rank passes some rows of a table of `rows` rows. Collective.
@@ -320,9 +283,7 @@ class AllReduce(ABC):
         Algorithm: each rank adds its duplicate rows. Indices and rows are all-gathered, and every rank adds them in
         rank order. If the ranks pass at least twice as many rows as there are distinct indices, and the sums have at
         least 1 MiB, the backend reduces the distinct rows as one dense array instead (zeros for rows that a rank
-        lacks). (2 to 4 ranks, 64 to 16384 rows of 8 to 256 elements: below 1 MiB neither way was clearly faster. Above,
-        gathering took 0.6 to 1 times as long as reducing at 1.7 rows for each distinct index, the same time at 2.1, and
-        1.1 to 1.6 times as long when all ranks passed the same indices.)
+        lacks). A compression does not change rows. With exact=True each rank's rows are one term.
 
         Raises on all ranks, before anything is sent: DisagreementError (another dtype, width, `rows` or op on some
         rank), OptionError (indices out of range), NotAnArrayError, UnsupportedOpError, UnsupportedDtypeError.
@@ -330,15 +291,54 @@ class AllReduce(ABC):
         call, resolved, mine = self._admit_rows(indices, values, rows, op)
         results: list[tuple[np.ndarray, np.ndarray]] = []
 
-        def add(_: np.ndarray, op: Op) -> None:
-            found, sums = self._add_rows(*mine, op)
+        def add(_: np.ndarray) -> None:
+            found, sums = self._add_rows(*mine, resolved)
             results.append((found, sums.astype(values.dtype, copy=False).reshape(found.size, *values.shape[1:])))
 
-        self._engine.run(call, resolved, self._engine.quiet(add), mine[1])
+        self._executor.run(call, add, mine[1])
         found, sums = results[0]
         return (gpu.cupy().asarray(found), gpu.cupy().asarray(sums)) if gpu.is_gpu_array(values) else (found, sums)
 
-    # What users call: arrays that are copied between ranks
+    def sum_terms(self, terms: Any, out: Any, op: str = "sum", count: int = 1, kind: str = "all_reduce") -> Any:
+        """Reduce several terms of each rank: each is rounded alone, so it does not matter which rank has which term.
+        Only with exact=True.
+
+        terms: this rank's terms: an array (k, length), or a sequence of k arrays of `length` elements, 1-D and
+            contiguous; k may differ between ranks, and be 0. Not changed, unless `out` is one of them.
+        out: 1-D, contiguous, `length` elements of the terms' dtype; overwritten by the result.
+        op: "sum", or "mean": the sum divided by `count`.
+        count: the number of all terms of all ranks, or more: then the others are zeros. The same on all ranks; it
+            decides how terms are rounded (see fixed_point). Also on one rank, terms are rounded so.
+        kind: "reduce_scatter": only this rank's `owned` slice of `out` is defined afterwards.
+
+        Collective. Returns `out`, or the owned slice, a view. Raises OptionError, on all ranks, if they pass more than
+        `count` terms, and the errors of a call.
+        """
+        return self._sum("sum_terms", terms, out, op, count, kind)
+
+    def sum_products(self, pairs: Any, out: Any, op: str = "sum", count: int = 1, kind: str = "all_reduce") -> Any:
+        """Sum the outer products of rows: the gradients of dense layers, from their inputs and the errors of their
+        outputs. It does not matter which rank has which rows. Only with exact=True.
+
+        pairs: a sequence of pairs of 2-D float32 arrays, (k, inputs) and (k, outputs); k, the number of this rank's
+            rows, may differ between ranks, and be 0. Not changed.
+        out: 1-D, contiguous, float32; overwritten by left.T @ right, summed over all ranks' rows, of one pair after
+            the other.
+        op: "sum", or "mean": the sum divided by `count`.
+        count: the number of all rows of all ranks, or more; at most 32768. The same on all ranks; it decides how
+            elements are rounded (see products).
+        kind: as for `sum_terms`.
+
+        The elements of the pairs are rounded once, so that a float64 matrix product of each pair and rank is exact, and
+        the result is rounded once; also on one rank. It costs two all-reduces: of exponents, a byte for each column of
+        the pairs, and of the sums, 8 bytes an element of `out`.
+
+        Collective. Returns `out`, or the owned slice, a view. Raises OptionError, on all ranks, if they pass more than
+        `count` rows, and the errors of a call.
+        """
+        return self._sum("sum_products", pairs, out, op, count, kind)
+
+    # Arrays that are copied between ranks
 
     def broadcast(self, array: Any, root: int = 0) -> None:
         """Overwrite `array` on every rank with rank `root`'s array. Collective.
@@ -351,10 +351,14 @@ class AllReduce(ABC):
             structure = trees.flatten(array, arrays)
             _overwrite(arrays, self.on_arrays("broadcast", structure, arrays, root=root, changes=True))
             return
-        call, op = self._admit("broadcast", array, root=root)
+        self._broadcast(array, root)
+
+    def _broadcast(self, array: Any, root: int, tree: str = "") -> None:
+        call, _ = self._admit("broadcast", array, root=root)
         flat = array.reshape(-1, order="A")
         host = flat.get() if call.memory == GPU else flat
-        self._engine.run(call, op, lambda buffer, _: chunked.overwrite(self._comm, buffer, root), host)
+        comm = self._executor.comm
+        self._executor.run(call, lambda buffer: chunked.overwrite(comm, buffer, root), host, tree)
         if host is not flat:
             flat.set(host)
 
@@ -368,22 +372,25 @@ class AllReduce(ABC):
             arrays: list[Any] = []
             structure = trees.flatten(array, arrays)
             return trees.rebuild(array, self.on_arrays("stack", structure, arrays))
+        return self._stack(array)
+
+    def _stack(self, array: Any, tree: str = "") -> Any:
         table = array.get() if gpu.is_gpu_array(array) else array
         if isinstance(table, np.ndarray | np.generic | int | float | complex):
             mine = np.asarray(table)
             table = np.empty((self.size, *mine.shape), mine.dtype)
             table[self.rank] = mine
-        call, op = self._admit("stack", table)
-        rows, row = table.reshape(-1), table[0].size
-        slices = [slice(row * rank, row * (rank + 1)) for rank in range(self.size)]
-        self._engine.run(call, op, lambda *_: chunked.spread(self._comm, rows, slices), table)
+        call, _ = self._admit("stack", table)
+        flat, length, comm = table.reshape(-1), table[0].size, self._executor.comm
+        spans = [slice(rank * length, (rank + 1) * length) for rank in range(self.size)]
+        self._executor.run(call, lambda _: chunked.spread(comm, flat, spans), table, tree)
         return table
 
     def reduce_scatter(self, buffer: np.ndarray, op: str = "mean") -> np.ndarray:
         """Reduce `buffer` over all ranks; return this rank's `owned` slice of the result, a view. Collective.
 
         buffer: a contiguous 1-D array, as for a call. Elements outside the view are undefined afterwards. 16-bit floats
-        are summed in float32 and rounded once. Raises OptionError on all ranks if the backend is not a TwoPhase.
+        are summed in float32 and rounded once. Raises OptionError on all ranks if the backend has not `two_phase`.
         """
         self._run_phase("reduce_scatter", buffer, op)
         return buffer[self.owned(buffer.size)]
@@ -398,15 +405,9 @@ class AllReduce(ABC):
 
     def owned(self, length: int, rank: int | None = None) -> slice:
         """Return the slice of a buffer of `length` elements that `rank` owns (default: this rank). Local."""
-        return chunks.chunk(length, self.size, self.rank if rank is None else rank)
+        return self._algorithm.owned(length, rank)
 
-    # What users call: trees of arrays
-
-    def reduce_tree(self, tree: Any, op: str) -> None:
-        """Reduce all arrays of a tree in place. Collective."""
-        arrays: list[Any] = []
-        structure = trees.flatten(tree, arrays)
-        _overwrite(arrays, self.on_arrays("all_reduce", structure, arrays, op, changes=True))
+    # Trees of arrays
 
     def reduced(self, tree: Any, op: str = "mean") -> Any:
         """Return a tree of reduced arrays; `tree` is not changed. Collective.
@@ -429,17 +430,15 @@ class AllReduce(ABC):
         layout = self._admit_tree(kind, structure, arrays, op, changes)
         found: list[Any] = [None] * len(arrays)
         for group in layout.groups:
-            parts = [part for _, part, _ in group.places] if self.by_array else [slice(None)]
-            with self._engine.working_on(layout):
-                buffer = self._tree_buffer(group)
-                group.pack(arrays, buffer)
-                if kind == "stack":
-                    buffer = self.stack(buffer)
-                elif kind == "broadcast":
-                    self.broadcast(buffer, root)
-                else:
-                    for part in parts:
-                        self(buffer[part], op)
+            buffer = self._tree_buffer(group)
+            group.pack(arrays, buffer)
+            if kind == "stack":
+                buffer = self._stack(buffer, layout.text)
+            elif kind == "broadcast":
+                self._broadcast(buffer, root, layout.text)
+            else:
+                for part in [part for _, part, _ in group.places] if self.by_array else [slice(None)]:
+                    self._run_of_tree(layout, buffer[part], op)
             for number, part, shape in group.places:
                 found[number] = buffer[..., part].reshape((*buffer.shape[:-1], *shape))
         return found
@@ -447,54 +446,27 @@ class AllReduce(ABC):
     # Queries
 
     def chosen(self, array: Any) -> str:
-        """Return the name of the backend that reduces `array`: this backend, or the one that "auto" selects. Local."""
-        return self.name
+        """Return the name of the algorithm that reduces `array`: this backend's, or the one that "auto" selects.
+        Local."""
+        return self.choice(array)[0]
 
-    @property
-    def exact(self) -> "AllReduce":
-        """The backend for values that must not be rounded: this one, or an uncompressed one inside of it. Local."""
-        return self
-
-    def node_arrays(self, buffer: np.ndarray) -> NodeArrays | None:
-        """Return the arrays of all ranks of this node like `buffer`, a 1-D array from `allocate`; None if they share no
-        memory. Local."""
-        return None
-
-    def two_phase(self, buffer: np.ndarray) -> "TwoPhase | None":
-        """Return the backend that reduces `buffer` in two phases: this one, or the one that "auto" selects; or None.
-        Collective."""
-        return None
+    def choice(self, array: Any) -> tuple[str, str]:
+        """Return the name of the algorithm that reduces `array`, or does this Call, and why "auto" has selected it.
+        Local."""
+        call = array
+        if not isinstance(array, Call):
+            call = Call("all_reduce", array.size, array.dtype, "sum", self._memory_kind(array))
+        name, why = self._algorithm.choice(call) if call.length and self.size > 1 else ("", "")
+        return name or self.name, why
 
     def sent(self, dtype: np.dtype) -> np.dtype:
         """Return the dtype in which arrays of `dtype` are sent: another one only under compression. Local."""
-        return dtype
+        return self._algorithm.sent(dtype)
 
-    @cached_property
-    def hooks(self) -> Hooks:
-        """This backend's hooks, for backends and wrappers that contain it."""
-        memory = self._owners, self._allocate, self._memory, self._locate
-        return Hooks(*memory, self._resolve, self._route, self._locator_for, self._reduce, self._tree_buffer)
-
-    def tag(self) -> int:
-        """Return the message tag of the running call. Local."""
-        return self._engine.tag() if self.part_of is None else self.part_of.tag()
-
-    def check_dtype(self, dtype: np.dtype) -> None:
-        """Raise UnsupportedDtypeError if this backend can't reduce arrays of `dtype`. Local."""
-        if dtype not in dtypes.TYPES:
-            raise dtypes.unsupported(dtype)
-        if dtypes.is_half(dtype) and not self.sums_half:
-            raise UnsupportedDtypeError(
-                f"{self.name} does not reduce {dtype}: MPI libraries' sums of 16-bit floats are unreliable; "
-                'use "auto", "shared" or "ring", which sum them in float32'
-            )
-
-    def check_open(self) -> None:
-        """Raise the error of a backend that is closed or broken. Local."""
-        if self._engine.broken is not None:
-            self._engine.refuse()
-        if self.closed:
-            raise ClosedError(f"{self.name} is closed; create a new one")
+    @property
+    def lossy(self) -> bool:
+        """Whether a compression rounds sums, but for calls with lossless=True."""
+        return self._algorithm.lossless is not self._algorithm
 
     # Ends
 
@@ -506,31 +478,19 @@ class AllReduce(ABC):
         """
         if self.closed:
             return
-        if self._engine.broken is not None:  # the other ranks may be in any call
+        if self._executor.broken is not None:  # the other ranks may be in any call
             self.abandon()
             return
         try:
-            self._close_together()
+            self._executor.agree([], f"close() of {self.name}")
+            self.closed = True
+            self._algorithm.close()
+            self._executor.close()
+            self._forget(True)
         except Exception as error:
             if self.topology.detector.failure_behind(error) is None:
                 raise
             self.abandon()
-        if self.owns_topology:
-            self.topology.close()
-
-    def _close_together(self) -> None:
-        self._engine.agree([], f"close() of {self.name}")
-        self.closed = True
-        self._close()
-        self._release()
-
-    def _release(self) -> None:
-        """Close the parts, and free the communicators. Collective."""
-        for part in reversed(self._parts):
-            part.close()
-        self._forget()
-        if "_engine" in vars(self):  # else `_connect` has failed before
-            self._engine.close()
 
     def abandon(self) -> None:
         """Drop all resources without communicating, because ranks may have failed. Local.
@@ -538,25 +498,19 @@ class AllReduce(ABC):
         Memory that MPI or a late rank may still write to is freed later.
         """
         self.closed = True
-        free_later((self.workspace, self._pinned))  # unfinished messages may still write there
-        self.workspace, self._pinned = Workspace(), Workspace(gpu.pinned)
-        self._engine.stop()
-        self._forget()
-        for part in self._parts:
-            part.abandon()
+        self._executor.abandon()
+        self._algorithm.abandon()
+        self._forget(False)
 
-    def _add_part(self, part: PartT) -> PartT:
-        """Return `part`, a backend or topology created for this backend's own calls, and close it with this one."""
-        self._parts.append(part)
-        if isinstance(part, AllReduce):
-            part.part_of = self
-        return part
-
-    def _forget(self) -> None:
-        for held in (self._known, self.packed, self._layouts, self.workspace, self._pinned):
+    def _forget(self, together: bool) -> None:
+        for held in (self._known, self._packed, self._trees):
             held.clear()
+        self._allocations.close()
+        cleanup, self.cleanup = self.cleanup, []
+        for each in cleanup:
+            each(together)
 
-    def __enter__(self: BackendT) -> BackendT:
+    def __enter__(self: SelfT) -> SelfT:
         return self
 
     def __exit__(self, kind: object, *_: object) -> None:
@@ -572,165 +526,23 @@ class AllReduce(ABC):
     def __repr__(self) -> str:
         return f"<{self.name} on {self.topology}>"
 
-    # Hooks that an algorithm implements: `_reduce` is required, the others have defaults
+    # From a call to the executor: this rank's arguments are checked, then the ranks compare them
 
-    @abstractmethod
-    def _reduce(self, buffer: np.ndarray, op: Op) -> None:
-        """Reduce a 1-D array in place. There are at least 1 element and 2 ranks. Collective."""
+    def _check_open(self) -> None:
+        self._executor.check_open()
 
-    def _allocate(self, length: int, dtype: np.dtype, device: str | None) -> Any:
-        if device != "cuda":
-            return workspace.zeros(length, dtype)
-        gpu.choose_device(self.topology.node_rank)
-        return gpu.cupy().zeros(length, dtype)
+    def check_dtype(self, dtype: np.dtype) -> None:
+        """Raise UnsupportedDtypeError if this backend can't reduce arrays of `dtype`. Local."""
+        if dtype not in dtypes.TYPES:
+            raise dtypes.unsupported(dtype)
+        if dtypes.is_half(dtype) and not self.sums_half:
+            raise UnsupportedDtypeError(
+                f"{self.name} does not reduce {dtype}: MPI libraries' sums of 16-bit floats are unreliable; "
+                'use "auto", "shared" or "ring", which sum them in float32'
+            )
 
     def _memory(self, buffer: np.ndarray) -> int:
-        """Return ALLOCATED if `buffer` lies in memory from `_allocate`, else UNREGISTERED. Local.
-
-        Called only for views; an array that owns its memory is UNREGISTERED.
-        """
-        return UNREGISTERED
-
-    def _locate(self, buffer: np.ndarray) -> Location | None:
-        """Return the location of an array in memory from `allocate`; None for other arrays, and for backends that do
-        not use locations. Local.
-        """
-        return None
-
-    def _resolve(self, op: str, dtype: np.dtype) -> Op:
-        """Return the Op named `op` for `dtype`. Raises UnsupportedOpError. Local."""
-        return ops.resolve(op, dtype, self.size)
-
-    def _route(self, call: Call) -> Work:
-        """Return the function that does all_reduce for calls like `call`. Called once per signature, on all ranks."""
-        if call.length == 0 or self.size == 1:
-            return NOTHING
-        self._say_copies(call)
-        return self._reduce_gpu if call.memory == GPU else self._reduce
-
-    def _locator_for(self, call: Call) -> Locate | None:
-        """Return `_locate` if the engine must compare locations between ranks: `_reduce` needs equal locations and does
-        not compare them on all ranks itself. Otherwise None. Called after `_route`.
-        """
-        return None
-
-    def _gather_work_for(self, call: Call) -> Work:
-        """Return the function that does all_gather for calls like `call`."""
-        slices = self._owned_slices(call.length)
-        return lambda buffer, _: chunked.spread(self._comm, buffer, slices)
-
-    @staticmethod
-    def cost(nbytes: float, layout: Layout, machine: Machine) -> float:
-        """Return the seconds of a call by a formula, which the docstring gives with its source. "auto" selects the
-        cheapest algorithm. By default the cost is not known, and the algorithm is not selected.
-        """
-        return float("inf")
-
-    def _close(self) -> None:  # noqa: B027, most hold nothing else
-        """Free the algorithm's own resources. Collective.
-
-        `close` frees `_comm`, `workspace` and the parts registered by `_add_part`.
-        """
-
-    def _reduce_gpu(self, buffer: Any, op: Op) -> None:
-        """Reduce a 1-D CuPy array in place, staged through pinned host memory."""
-        everything = slice(None)
-        self._stage(buffer, everything, lambda host: self._reduce(host, op), everything)
-
-    def _stage(self, buffer: Any, read: slice, work: Callable[[np.ndarray], object], written: slice) -> None:
-        """Do `work` on a copy of a 1-D CuPy array in pinned host memory, for algorithms of the CPU.
-
-        read, written: the parts of the array that are copied to the host before, and to the GPU after.
-        """
-        host = self._pinned.array("staged", buffer.size, buffer.dtype)
-        buffer[read].get(out=host[read])  # waits for the current stream, so the GPU has finished writing
-        work(host)
-        buffer[written].set(host[written])
-        gpu.synchronize()  # the host memory is used again in the next call
-
-    def _spread_owned(self, buffer: np.ndarray) -> None:
-        """Overwrite the slices of `buffer` that other ranks own with theirs, by MPI: an all-gather."""
-        chunked.spread(self._comm, buffer, self._owned_slices(buffer.size))
-
-    def _owned_slices(self, length: int) -> list[slice]:
-        return [self.owned(length, rank) for rank in range(self.size)]
-
-    def _say_copies(self, call: Call) -> None:
-        """Log once that arrays not from `allocate` are copied, if this backend copies them. Local."""
-        # a part of another backend does not report
-        if call.memory == UNREGISTERED and self.copies_unregistered and self.part_of is None:
-            notices.once(self.rank, self.copies_unregistered)
-
-    # From a call to the engine: this rank's arguments are checked, then the ranks agree on them
-
-    def _admit(self, kind: str, array: Any, op: str = "sum", root: int | None = None) -> tuple[Call, Op]:
-        """Return the Call and the Op, after checking them and, for a new signature, agreeing on them. Collective."""
-
-        def describe() -> tuple[Call, Op]:
-            if kind == "reduce_scatter" and not isinstance(self, TwoPhase):
-                raise OptionError(f'{self.name!r} has no reduce_scatter; use a TwoPhase backend, such as "ring"')
-            call = records.array_call(kind, array, op, self._memory_kind(array))
-            if root is not None:
-                call = call._replace(root=records.check_root(root, self.size))
-            if not call.reduces:
-                return call, ops.OPS["sum"]
-            self.check_dtype(call.dtype)
-            resolved = self._resolve(op, call.dtype)
-            return call._replace(op=resolved.name), resolved  # no alias: all ranks compare one name
-
-        return self._agree_on(describe)
-
-    def _agree_on(self, describe: Callable[[], tuple[Call, Op]]) -> tuple[Call, Op]:
-        """Return the Call and the Op that `describe` returns, after all ranks have agreed on them.
-
-        Collective for a new signature. If `describe` raises an AllReduceError on one rank, all ranks raise it.
-        """
-        self.check_open()
-        abort.register_thread()
-        error, call, resolved = None, None, ops.OPS["sum"]
-        try:
-            call, resolved = describe()
-        except AllReduceError as refused:
-            error = refused
-        self._engine.agree_once(call, call, records.agreement_values(call, resolved.code), error)
-        assert call is not None
-        return call, resolved
-
-    def _function(self, kind: str, buffer: Any, op: str) -> tuple[AdmittedCall, Callable[[Any], None]]:
-        """Return the record of a call of this kind with `buffer`, and the function that runs it.
-
-        Collective for a new signature. The function is cached in `_known`.
-        """
-        call, resolved = self._admit(kind, buffer, op)
-        work = self._work(call)
-        admitted = self._engine.admit(call, resolved, work, self._locator_for(call))
-        run = self._engine.prepare(admitted)
-        if self.check != "always" and call.layout == "C":
-            for name in (op, resolved.name):
-                key = call.shape, call.dtype, name, call.memory
-                self._known[key if kind == "all_reduce" else (*key, kind)] = run
-        return admitted, run
-
-    def _run_phase(self, kind: str, buffer: Any, op: str = "sum") -> None:
-        """Run a call of one phase, as __call__ does for an all_reduce."""
-        run = None
-        if type(buffer) is np.ndarray and buffer.flags.carray and isinstance(op, str):
-            run = self._known.get((buffer.shape, buffer.dtype, op, self._memory_kind(buffer), kind))
-        if run is None:
-            run = self._function(kind, buffer, op)[1]
-        run(buffer)
-
-    def _work(self, call: Call) -> Work:
-        """Return the function that does calls like `call`. Errors are raised on all ranks: they have agreed on it."""
-        if call.kind == "all_reduce":
-            return self._route(call)
-        if call.kind not in ("reduce_scatter", "all_gather"):
-            raise OptionError(f'{call.kind} is not for bind(); use "all_reduce", "reduce_scatter" or "all_gather"')
-        if isinstance(self, TwoPhase) and call.kind == "reduce_scatter":  # `_admit` has refused it for others
-            work = self._scatter_work_for(call)
-        else:
-            work = self._gather_work_for(call)
-        return work if call.length and call.dtype.itemsize and self.size > 1 else NOTHING
+        return self._allocations.memory_of(buffer)
 
     def _memory_kind(self, buffer: Any) -> int:
         if gpu.is_gpu_array(buffer):
@@ -738,29 +550,128 @@ class AllReduce(ABC):
         view = isinstance(buffer, np.ndarray) and buffer.flags.forc and buffer.base is not None
         return self._memory(buffer) if view else UNREGISTERED
 
+    def _checked(self, describe: Callable[[], tuple[Call, Op]]) -> tuple[Call, Op]:
+        """Return the Call and the Op that `describe` returns. Local; if it raises an AllReduceError, all ranks raise
+        it: they learn of it when they compare their calls."""
+        self._check_open()
+        abort.register_thread()
+        try:
+            return describe()
+        except AllReduceError as error:
+            self._refuse(error)
+            raise
+
+    def _refuse(self, error: AllReduceError) -> None:
+        """Raise on all ranks the error because of which this rank refuses a call. Collective."""
+        if self._executor.check or self.topology.nodes == 1:
+            self._executor.agree([], f"refused, {type(error).__name__}: {error}", error)
+
+    def _admit(self, kind: str, array: Any, op: str = "sum", root: int | None = None) -> tuple[Call, Op]:
+        """Return the Call and the Op of a call with `array`; see `_checked`."""
+
+        def describe() -> tuple[Call, Op]:
+            if kind == "reduce_scatter" and not self.two_phase:
+                raise OptionError(f'{self.name!r} has no reduce_scatter; use a backend with two phases, such as "ring"')
+            call = records.array_call(kind, array, op, self._memory_kind(array))
+            if root is not None:
+                call = call._replace(root=records.check_root(root, self.size))
+            if not call.reduces:
+                return call, ops.OPS["sum"]
+            self.check_dtype(call.dtype)
+            resolved = self._algorithm.resolve(op, call.dtype)
+            return call._replace(op=resolved.name), resolved  # no alias: all ranks compare one name
+
+        return self._checked(describe)
+
+    def _function(self, kind: str, buffer: Any, op: str, lossless: bool = False) -> Callable[..., None]:
+        """Return the function that runs calls of this kind with arrays like `buffer`; it is kept in `_known`."""
+        call, resolved = self._admit(kind, buffer, op)
+        run = self._executor.prepare(self._prepared(call, resolved, lossless=lossless)[1])
+        if call.layout == "C" and not lossless:
+            for name in (op, resolved.name):
+                key = call.shape, call.dtype, name, call.memory
+                self._keep(key if kind == "all_reduce" else (*key, kind), run)
+        return run
+
+    def _keep(self, key: tuple, run: Callable[..., None]) -> None:
+        if len(self._known) > MOST_KNOWN:  # a job with ever new shapes
+            self._known.clear()
+        self._known[key] = run
+
+    def _prepared(self, call: Call, op: Op, tree: str = "", lossless: bool = False) -> tuple[Work, PreparedCall]:
+        """Return the work of a call, and the call as the executor takes it. Local."""
+        algorithm, executor = self._algorithm, self._executor
+        if lossless and self.lossy:
+            algorithm, tree = algorithm.lossless, tree or "values that are not rounded"
+        if not call.length or not call.dtype.itemsize or (self.size == 1 and not call.kind.startswith("sum_")):
+            nothing = Work(_do_nothing, quiet=True)
+            return nothing, PreparedCall(call, _do_nothing, fingerprint(call, tree), tree)
+        if call.memory == UNREGISTERED and algorithm.copies_unregistered:
+            notices.once(self.rank, algorithm.copies_unregistered)
+        work = algorithm.work(call, op)
+        run = work.run if work.quiet else executor.quiet(work.run)
+        place = algorithm.place if algorithm.compares_places and self.size > 1 else None
+        return work, PreparedCall(call, run, fingerprint(call, tree), tree, place, work.address)
+
+    def _run_phase(self, kind: str, buffer: Any, op: str = "sum") -> None:
+        """Run a call of one phase, as __call__ does for an all_reduce."""
+        run = None
+        if type(buffer) is np.ndarray and buffer.flags.carray and isinstance(op, str):
+            run = self._known.get((buffer.shape, buffer.dtype, op, self._memory_kind(buffer), kind))
+        if run is None:
+            run = self._function(kind, buffer, op)
+        run(buffer)
+
+    def _sum(self, name: str, terms: Any, out: Any, op: str, count: int, kind: str) -> Any:
+        """Sum the terms, or the pairs, of all ranks into `out`. Returns the defined part. Collective."""
+        exact: Any = self._algorithm
+
+        def describe() -> tuple[Call, Op]:
+            if not self.sums_terms:
+                raise OptionError(f"{name}() is for exact sums: create({self.name!r}, topology, exact=True)")
+            call = records.array_call(name, out, op, self._memory_kind(out))
+            resolved = exact.resolve(op, call.dtype)
+            return exact.describe_sum(call._replace(op=resolved.name), resolved, terms, count, kind), resolved
+
+        call, resolved = self._checked(describe)
+        run = self._known.get(call)
+        if run is None:
+            run = self._executor.prepare(self._prepared(call, resolved)[1])
+            self._keep(call, run)
+        exact.terms = terms
+        try:
+            run(out)
+        finally:
+            exact.terms = ()
+        return out if kind == "all_reduce" else out[self.owned(out.size)]
+
+    # Trees
+
     def _admit_tree(self, kind: str, structure: str, arrays: Sequence[Any], op: str, changes: bool) -> trees.Layout:
         """Return a tree's layout, after checking its arrays and, for a new tree, agreeing on them. Collective."""
-        self.check_open()
-        error: AllReduceError | None = None
         key = trees.key(structure, arrays)
-        layout = self._layouts.get(key) or trees.layout(key)
-        reduces = kind in REDUCING
-        try:
+        layout = self._trees.get(key) or trees.layout(key)
+
+        def check() -> tuple[Call, Op]:
             for array in arrays:
                 records.check_array(array)
                 if changes and not gpu.is_gpu_array(array) and not array.flags.writeable:
                     text = "an array of this tree is read-only, but would be changed in place; pass a copy"
                     raise NotAnArrayError(text)
             for group in layout.groups:
-                if reduces:
+                if kind in REDUCING:
                     self.check_dtype(group.dtype)
-                    self._resolve(op, group.dtype)
+                    self._algorithm.resolve(op, group.dtype)
                 else:
                     dtypes.check_no_references(group.dtype)
-        except AllReduceError as refused:
-            error = refused
-        self._engine.agree_once((key, str(op) if reduces else None), layout.text, [layout.number], error)
-        self._layouts[key] = layout
+            return Call(kind, 0, dtypes.BOOL), ops.OPS["sum"]
+
+        self._checked(check)
+        if key not in self._trees:
+            self._executor.agree([layout.number], layout.text)
+            if len(self._trees) > MOST_KNOWN:
+                self._trees.clear()
+            self._trees[key] = layout
         return layout
 
     def _tree_buffer(self, group: trees.Group) -> Any:
@@ -769,15 +680,31 @@ class AllReduce(ABC):
         It is allocated memory if the backend reduces the dtype. A compression keeps no error feedback for it: the next
         call may have another tree.
         """
-        held = self.packed.get((group.dtype, group.device))
+        held = self._packed.get((group.dtype, group.device))
         if held is None or held.size < group.length:
             try:
                 self.check_dtype(group.dtype)
-                held = self.allocate_scratch(group.length, group.dtype, group.device)
+                held = self.allocate(group.length, group.dtype, group.device, scratch=True)
             except UnsupportedDtypeError:  # such arrays are only copied between ranks
                 held = (gpu.cupy() if group.device == "cuda" else np).empty(group.length, group.dtype)
-            self.packed[group.dtype, group.device] = held
+            self._packed[group.dtype, group.device] = held
+        found = self._allocations.at(held) if held.size else None
+        if found is not None:  # so that exact sums of an array have the bits that they have alone
+            parts = [Part(str(number), part.start, shape) for number, part, shape in group.places]
+            found[0].describe(0, found[0].length, parts)
         return held[: group.length]
+
+    def _run_of_tree(self, layout: trees.Layout, buffer: Any, op: str) -> None:
+        """Reduce a buffer with arrays of a tree, which the ranks compare too. Collective."""
+        call, resolved = self._admit("all_reduce", buffer, op)
+        key = layout.number, call
+        run = self._known.get(key)
+        if run is None:
+            run = self._executor.prepare(self._prepared(call, resolved, layout.text)[1])
+            self._keep(key, run)
+        run(buffer)
+
+    # Sparse rows
 
     def _admit_rows(self, indices: Any, values: Any, table_rows: int, op: str) -> tuple[Call, Op, rows.Rows]:
         """As `_admit`, for a sparse sum; also return this rank's rows without duplicates."""
@@ -787,7 +714,7 @@ class AllReduce(ABC):
             given = rows.checked(indices, values, table_rows)
             if values.dtype not in dtypes.TYPES:
                 raise dtypes.unsupported(values.dtype)
-            resolved = self._resolve(op, values.dtype)
+            resolved = self._algorithm.resolve(op, values.dtype)
             if resolved.name not in rows.OPS:
                 raise UnsupportedOpError(f'sparse() takes op "sum" or "mean", not {op!r}')
             with np.errstate(all="ignore"):  # an overflow could raise on this rank alone
@@ -796,95 +723,31 @@ class AllReduce(ABC):
             length = int(np.prod(shape, dtype=object))
             return Call("sparse", length, values.dtype, resolved.name, UNREGISTERED, "C", shape), resolved
 
-        return *self._agree_on(describe), found[0]
+        return *self._checked(describe), found[0]
 
     def _add_rows(self, indices: np.ndarray, values: np.ndarray, op: Op) -> rows.Rows:
         """Return the sums of all ranks' rows. indices: ascending, distinct. values: 2-D, of an accumulator's dtype."""
         if self.size == 1:
             return indices.copy(), values.copy()
-        counts = chunked.counts(self._comm, indices.size)
-        everyone = chunked.gather(self._comm, indices, counts)
+        algorithm, comm = self._algorithm.lossless, self._executor.comm
+        counts = chunked.counts(comm, indices.size)
+        everyone = chunked.gather(comm, indices, counts)
         found, places = rows.merge_indices(everyone, counts)
         sums = np.zeros((found.size, values.shape[1]), values.dtype)
-        if rows.dense_is_cheaper(everyone.size, found.size, sums.nbytes):
+        if algorithm.dense_rows or rows.dense_is_cheaper(everyone.size, found.size, sums.nbytes):
             sums[places[self.rank]] = values
             if sums.size:
-                exact = self.exact  # rows are not compressed
-                (self._reduce if exact is self else exact.hooks.reduce)(sums.reshape(-1), op)
+                algorithm.reduce(sums.reshape(-1), op)
             return found, sums
-        parts = np.split(chunked.gather(self._comm, values, counts), np.cumsum(counts)[:-1])
+        parts = np.split(chunked.gather(comm, values, counts), np.cumsum(counts)[:-1])
         for place, part in zip(places, parts, strict=True):
             sums[place] += part  # the indices of one rank are distinct
         op.finish(sums)
         return found, sums
 
 
-class TwoPhase(AllReduce):
-    """Base class of algorithms that do a reduce_scatter, then an all_gather. Each phase can also be called alone.
-
-    Between the phases each rank holds the result of one slice of the buffer, `owned(length)`.
-    """
-
-    @cached_property
-    def phases(self) -> Phases:
-        """The two phases as hooks, for backends that contain this one."""
-        return Phases(self._reduce_scatter, self._all_gather)
-
-    def two_phase(self, buffer: np.ndarray) -> "TwoPhase | None":
-        return self
-
-    def _scatter_work_for(self, call: Call) -> Work:
-        """Return the function that does reduce_scatter for calls like `call`."""
-        return self._scatter_gpu if call.memory == GPU else self._scatter_rounded
-
-    def _gather_work_for(self, call: Call) -> Work:
-        self._say_copies(call)
-        gather = self._gather_gpu if call.memory == GPU else self._all_gather
-        return lambda buffer, _: gather(buffer)
-
-    @abstractmethod
-    def _reduce_scatter(self, buffer: np.ndarray, op: Op) -> None:
-        """Reduce this rank's `owned` slice of a 1-D array in place; other elements may be overwritten.
-
-        Never called with 16-bit floats unless the algorithm overrides `_scatter_rounded`.
-        """
-
-    @abstractmethod
-    def _all_gather(self, buffer: np.ndarray) -> None:
-        """Copy every rank's `owned` slice to all ranks; any dtype."""
-
-    def _reduce(self, buffer: np.ndarray, op: Op) -> None:
-        self._scatter_rounded(buffer, op)
-        self._all_gather(buffer)
-
-    def _scatter_rounded(self, buffer: np.ndarray, op: Op) -> None:
-        """reduce_scatter of any dtype: 16-bit floats are sent as float32 sums, and rounded by their owner."""
-        accumulator = dtypes.TYPES[buffer.dtype].accumulator
-        if accumulator == buffer.dtype:
-            self._reduce_scatter(buffer, op)
-            return
-        wide = self.workspace.array("wide", buffer.size, accumulator)
-        np.copyto(wide, buffer)
-        self._reduce_scatter(wide, op)
-        mine = self.owned(buffer.size)
-        np.copyto(buffer[mine], wide[mine], casting="unsafe")
-
-    def _scatter_gpu(self, buffer: Any, op: Op) -> None:
-        mine = self.owned(buffer.size)
-        self._stage(buffer, slice(None), lambda host: self._scatter_rounded(host, op), mine)
-
-    def _gather_gpu(self, buffer: Any) -> None:
-        self._stage(buffer, self.owned(buffer.size), self._all_gather, slice(None))
-
-
-def _by_name(parts: "Sequence[Topology | AllReduce]") -> dict[str, AllReduce]:
-    """Return the backends among the parts of a backend, by name; a second "ring" is "ring 2". Local."""
-    found: dict[str, AllReduce] = {}
-    for part in parts:
-        if isinstance(part, AllReduce):
-            same = sum(name.split(" ")[0] == part.name for name in found)
-            found[f"{part.name} {same + 1}" if same else part.name] = part
-    return found
+def _do_nothing(flat: Any) -> None:
+    """Do nothing: the work of a call on 0 elements or with 1 rank."""
 
 
 def _overwrite(arrays: Sequence[Any], changed: Sequence[Any]) -> None:
@@ -892,4 +755,4 @@ def _overwrite(arrays: Sequence[Any], changed: Sequence[Any]) -> None:
         array[...] = new
 
 
-children.guard(AllReduce, "__call__", "check_open", "close")
+children.guard(AllReduce, "__call__", "close")

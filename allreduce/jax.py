@@ -21,7 +21,7 @@ from mpi4py import MPI
 
 from allreduce.arrays import dtypes, ops
 from allreduce.backend import AllReduce
-from allreduce.engine.call import check_root
+from allreduce.call.call import check_root
 from allreduce.errors import OptionError, UnavailableError, UnsupportedOpError
 
 try:

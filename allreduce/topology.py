@@ -16,11 +16,11 @@ from allreduce.errors import ClosedError, CopyError, DisagreementError, OptionEr
 from allreduce.health import abort, dump
 from allreduce.health.stall import STALL, TIMEOUT, StallDetector, seconds
 from allreduce.health.status import FAR_ROWS, ROW_BYTES, StatusRows
-from allreduce.layout import NodeLayout, NodeSizes, error_of_sizes, nodes_left, simulated
 from allreduce.process import children, launcher
 from allreduce.transport import deferred_free, liveness, processes, ulfm
 from allreduce.transport.cma import CMA
 from allreduce.transport.control import agree, all_values, on_all_ranks
+from allreduce.transport.layout import NodeLayout, NodeSizes, error_of_sizes, nodes_left, simulated
 from allreduce.transport.shared_segment import CommonSegment
 from allreduce.transport.wait import NamedCall, WaitRecord, record_of, waiting, watched
 
@@ -326,17 +326,26 @@ class Topology:
         self.check_open()
         agree(self._control, values, text, error)
 
-    def private(self, user: Closeable | None = None, wait: WaitRecord | None = None) -> MPI.Intracomm:
+    def private(
+        self,
+        user: Closeable | None = None,
+        wait: WaitRecord | None = None,
+        ranks: MPI.Intracomm | None = None,
+        colour: int | None = None,
+    ) -> MPI.Intracomm:
         """Return a duplicate of `world` for one user's messages. The topology owns it. Collective.
 
         user: closed before the communicator when the topology is closed.
         wait: the wait record of agreements on it; by default a new one.
+        ranks: a communicator of this topology, in the place of `world`. Collective over its ranks.
+        colour: for a communicator of those of the ranks with the same colour.
         """
         self.check_open()
         if user is not None and user not in self._users:
             self._users.append(user)
-        with waiting(self.world, "make a communicator"):
-            comm = self.own(self.world.Dup())
+        ranks = self.world if ranks is None else ranks
+        with waiting(ranks, "make a communicator"):
+            comm = self.own(ranks.Dup() if colour is None else ranks.Split(colour, ranks.rank))
         watched(comm, self.detector, wait or self.detector.wait_record(self.next_number(), raises=True))
         return comm
 

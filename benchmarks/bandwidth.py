@@ -16,9 +16,9 @@ from mpi4py import MPI
 import allreduce
 from allreduce import Topology
 from allreduce.arrays import dtypes
+from allreduce.arrays.compression import Half
 from allreduce.errors import AllReduceError, OptionError
 from allreduce.transport.control import raise_together
-from allreduce.wrappers.options import Half
 from benchmarks.lib import cli, limits, machine, outputs, plot, report, sizes, table
 from benchmarks.lib.advice import advice, wrong_results
 from benchmarks.lib.contenders import PEERS, Contender, gather

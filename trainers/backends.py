@@ -7,12 +7,10 @@ import numpy as np
 import allreduce
 from allreduce import notices, registry
 from allreduce.arrays import dtypes, gpu
-from allreduce.backend import AllReduce, Config, TwoPhase
-from allreduce.backends.auto import Auto
+from allreduce.arrays.compression import Given
+from allreduce.backend import AllReduce, Config
 from allreduce.errors import OptionError, UnavailableError
 from allreduce.topology import Topology
-from allreduce.wrappers.exact import Exact
-from allreduce.wrappers.options import Given
 from trainers.arguments import integer_error
 from trainers.replica import Replica
 
@@ -37,16 +35,14 @@ def backend_for(
     """Return `given` if it is a backend, else create the backend of that name on `topology`, checked for the update.
     Collective.
 
-    given: a name or a backend, the same on all ranks. update: "sharded" needs a TwoPhase backend; "auto" then selects
-        one. compress, exact: options of the backend that is created. device: of the arrays, "cpu" or "cuda". Raises
-        OptionError or UnavailableError on all ranks.
+    given: a name or a backend, the same on all ranks. update: "sharded" needs a backend with two phases. compress,
+        exact: options of the backend that is created. device: of the arrays, "cpu" or "cuda". Raises OptionError or
+        UnavailableError on all ranks.
     """
     if device == "cuda" and (update == "sharded" or given == "nccl"):
         backend = connected_nccl(given, topology, compress)
         if backend is not None:
             return backend
-    if update == "sharded" and given == "auto":
-        return _two_phase_auto(topology, compress, exact)
     if isinstance(given, AllReduce):
         backend = given
     else:
@@ -67,7 +63,7 @@ def _backend_error(backend: AllReduce, update: str) -> OptionError | None:
         return OptionError(
             f'{backend.name!r} does not sum gradients, which training needs; use "auto" or another backend'
         )
-    if update == "sharded" and not isinstance(backend, TwoPhase):
+    if update == "sharded" and not backend.two_phase:
         names = ", ".join(f'"{name}"' for name in registry.two_phase())
         return OptionError(
             f'update="sharded" needs a backend with reduce_scatter and all_gather, and {backend.name!r} has none; '
@@ -88,7 +84,7 @@ def connected_nccl(given: str | AllReduce, topology: Topology, compress: Given) 
     backend = None
     try:
         backend = allreduce.create("nccl", topology, compress=compress)
-        backend.exact(backend.allocate(1), "sum")
+        backend(backend.allocate(1), "sum", lossless=True)
         return backend
     except UnavailableError as error:  # raised on all ranks
         if backend is not None:
@@ -97,16 +93,6 @@ def connected_nccl(given: str | AllReduce, topology: Topology, compress: Given) 
             raise
         notices.once(topology.rank, f'"auto" does not use "nccl": {error}')
         return None
-
-
-def backend_name(backend: AllReduce, buffer: Any, device: str) -> str:
-    """Return the name of the backend that reduces `buffer`: with "auto" the selected one. Local."""
-    plain = backend.exact
-    if isinstance(plain, Exact):
-        plain = plain.inner
-    if isinstance(plain, Auto):
-        return plain.choice(len(buffer), buffer.dtype, device)[0]
-    return backend.name
 
 
 def compress_error(backend: Any, compress: Given) -> OptionError | None:
@@ -130,7 +116,7 @@ def exact_error(exact: Any, micro_batch: Any, local: bool, backend: Any, compres
         return text
     if compress is not None:
         return f"exact=True and compress={compress!r} exclude each other; leave one out"
-    sums = hasattr(backend, "sum_terms") or (isinstance(backend, Config) and backend.options.get("exact"))
+    sums = getattr(backend, "sums_terms", False) or (isinstance(backend, Config) and backend.options.get("exact"))
     if isinstance(backend, AllReduce | Config) and not sums:
         return (
             f"exact=True: {backend!r} does not sum exactly; pass its name, or create it with "
@@ -144,13 +130,3 @@ def allocate_own(replica: Replica) -> Any:
     if replica.device == "cuda":
         return gpu.cupy().zeros(replica.gradient_length, dtypes.parse(replica.gradient_dtype))
     return np.zeros(replica.gradient_length, dtypes.parse(replica.gradient_dtype))
-
-
-def _two_phase_auto(topology: Topology, compress: Given, exact: bool) -> AllReduce:
-    """Create the two-phase backend that suits the number of nodes, or "ring" if that one is unavailable. Collective."""
-    name = "hierarchical_copy" if topology.nodes > 1 else "shared"
-    try:
-        return allreduce.create(name, topology, compress=compress, exact=exact)
-    except UnavailableError as error:
-        notices.once(topology.rank, f'the sharded update uses "ring", because "{name}" can\'t be used: {error}')
-        return allreduce.create("ring", topology, compress=compress, exact=exact)

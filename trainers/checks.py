@@ -231,7 +231,7 @@ class SameData:
         mine = zlib.crc32(content)
         varied = content != content[: gradients.itemsize] * (len(content) // gradients.itemsize)
         numbers = np.array([mine, -mine, varied], np.int64)
-        self._backend.exact(numbers, "min")  # the minimum of -x is minus the maximum
+        self._backend(numbers, "min", lossless=True)  # the minimum of -x is minus the maximum
         low, minus_high, all_varied = numbers.tolist()
         if low != -minus_high:
             self._left = 0

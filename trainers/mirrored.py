@@ -2,9 +2,9 @@
 
 from typing import Any
 
+from allreduce.arrays.compression import Given
 from allreduce.backend import AllReduce
 from allreduce.topology import Topology
-from allreduce.wrappers.options import Given
 from trainers.errors import known_only
 from trainers.local_sgd.outer import LocalOptions, OuterSGD
 from trainers.replica import Replica
@@ -80,9 +80,9 @@ class MirroredTrainer(Trainer[Mirrored]):
             ranks, with every backend, on any nodes, for either `update`, after failures, and after a resume on another
             number of ranks. (With equal processors, versions of libraries, and threads of a rank.) Gradients are
             computed for each micro-batch of a batch, on some rank, and summed exactly, as losses are (see
-            allreduce.wrappers.exact). Random numbers of the model (dropout: of Python's, NumPy's and PyTorch's global
-            generators, which are seeded for each) follow from the micro-batch, those of a data set (augmentation) from
-            the row and the epoch.
+            allreduce.algorithms.compressed.exact). Random numbers of the model (dropout: of Python's, NumPy's and
+            PyTorch's global generators, which are seeded for each) follow from the micro-batch, those of a data set
+            (augmentation) from the row and the epoch.
             Batch norm normalises over a micro-batch, and its running statistics are averaged. Models with other state
             that a batch changes raise an ArgumentError, as do `compress`, sparse `tables` and GPUs.
             Costs memory: 8 bytes a parameter, and the gradients of all micro-batches of a rank; and time: a step

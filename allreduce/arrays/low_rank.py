@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from allreduce.arrays.registered import Part
+from allreduce.arrays.parts import Part
 
 BLOCK = 128 * 1024  # elements that are multiplied at a time
 LONG = 64 * 1024  # elements: longer parts that are not compressed are not packed

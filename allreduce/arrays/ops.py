@@ -27,6 +27,11 @@ class Op:
         if self.scale is not None:
             np.multiply(piece, self.scale, out=piece)
 
+    @property
+    def adds(self) -> bool:
+        """True for sums and means."""
+        return self.name in ("sum", "mean")
+
     def keeps_nan(self, dtype: np.dtype) -> bool:
         """Return True for max and min of floats: a NaN on any rank makes the result NaN (MPI and NCCL may drop it)."""
         return self.name in ("max", "min") and dtype.kind not in "iub"
@@ -43,7 +48,7 @@ OPS: dict[str, Op] = {
     "min": Op("min", 4, np.minimum, MPI.MIN, 3),
     "prod": Op("prod", 5, np.multiply, MPI.PROD, 1),
 }
-ADASUM = Op("adasum", 6, np.add, MPI.OP_NULL, -1)  # of vectors, not of elements: see allreduce/backends/adasum.py
+ADASUM = Op("adasum", 6, np.add, MPI.OP_NULL, -1)  # of vectors, not of elements: see allreduce/algorithms/adasum.py
 NAMES = {op.code: op.name for op in (*OPS.values(), ADASUM)}
 ALIASES = {"average": "mean"}
 BOOLEAN = {np.add: OPS["max"], np.multiply: OPS["min"]}  # "or" and "and" of the bytes 0 and 1

@@ -23,6 +23,11 @@ class Workspace:
             held = self._held[name] = self._make(nbytes)
         return held[:nbytes].view(dtype)
 
+    def take(self) -> dict[str, np.ndarray]:
+        """Drop all pieces, and return them, for a caller that keeps them until nothing writes to them."""
+        held, self._held = self._held, {}
+        return held
+
     def clear(self) -> None:
         """Drop all pieces."""
         self._held.clear()

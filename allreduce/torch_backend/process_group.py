@@ -17,7 +17,8 @@ from mpi4py import MPI
 from torch.nn.parallel import DistributedDataParallel
 
 from allreduce import notices
-from allreduce.arrays.registered import Part
+from allreduce.arrays import compression as compressions
+from allreduce.arrays.parts import Part
 from allreduce.errors import CollectiveTimeoutError, OptionError, RankLeftError, RankLostError, UnavailableError
 from allreduce.topology import Topology
 from allreduce.torch_backend import checks
@@ -35,7 +36,6 @@ from allreduce.torch_backend.work import (
     not_compiled,
     timeout_seconds,
 )
-from allreduce.wrappers import options as compressions
 
 CLOSE_SECONDS = 10.0  # destroy_process_group waits this long for the other ranks to call it too
 

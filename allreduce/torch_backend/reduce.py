@@ -14,22 +14,20 @@ import torch.distributed as dist
 from mpi4py import MPI
 
 import allreduce
-from allreduce import notices
 from allreduce.arrays import chunks, gpu
+from allreduce.arrays import compression as compressions
+from allreduce.arrays.compression import Given
 from allreduce.arrays.ops import numpy_operation
-from allreduce.arrays.registered import Part, address
+from allreduce.arrays.parts import Part
 from allreduce.arrays.workspace import Workspace
-from allreduce.backend import AllReduce, TwoPhase
-from allreduce.errors import OptionError, UnavailableError, UnknownBackendError
+from allreduce.backend import AllReduce
+from allreduce.errors import OptionError, UnknownBackendError
+from allreduce.memory.allocations import address
 from allreduce.topology import Topology
 from allreduce.torch_backend.tensors import as_array, is_plain, readable, writable
 from allreduce.tracing import trace as tracing
 from allreduce.tracing.trace import Trace
 from allreduce.transport.wait import waiting
-from allreduce.wrappers import options as compressions
-from allreduce.wrappers.compressed import Compressed
-from allreduce.wrappers.options import Given
-from allreduce.wrappers.wrapper import Wrapper
 
 VARIABLE = "ALLREDUCE_BACKEND"
 GENERAL = ("check", "trace")  # settings that every backend takes
@@ -130,8 +128,8 @@ class Options:
 
     backend: one of `allreduce.NAMES`; by default the one in the environment variable ALLREDUCE_BACKEND,
         else "auto". new_group does not inherit the world's options; without pg_options it uses the same default.
-    settings: further arguments of `allreduce.create` (check="always", cross="ring", ...). check and trace also apply
-        to reduce_scatter, for which "auto" uses "shared" or "ring". "auto" has measure=False by default: a program
+    settings: further arguments of `allreduce.create` (root=0, cross="ring", ...). check and trace also apply
+        to reduce_scatter, for which "auto" uses "ring" on several nodes. "auto" has measure=False by default: a program
         gives the same bits in each run.
     overlap: False runs every operation in the calling thread, before the call returns; then only messages and
         monitored_barrier have timeouts.
@@ -282,7 +280,7 @@ class TensorReducer:
             tensor.detach().copy_(part.view(tensor.shape))
 
     def adasum(self, tensor: torch.Tensor) -> None:
-        """Combine a tensor with those of the other ranks, in place; see allreduce/backends/adasum.py."""
+        """Combine a tensor with those of the other ranks, in place; see allreduce/algorithms/adasum.py."""
         with writable(tensor, filled=True) as memory:
             self._get_backend("adasum", None)(as_array(memory), "adasum")
 
@@ -372,29 +370,12 @@ class TensorReducer:
         """Return the backend that the options name. Collective at its first use."""
         return self._get_backend(self._options.backend, compress)
 
-    def _scatter_backend(self, compress: Given) -> TwoPhase | None:
+    def _scatter_backend(self, compress: Given) -> AllReduce | None:
         """Return a backend whose reduce_scatter gives rank r the r-th of equal slices, or None. Collective once."""
-        if self._options.backend != "auto":
-            backend = self.backend(compress)
-        else:
-            backend = self._get_backend("shared" if self._scatters_shared() else "ring", compress)
-        return backend if _slices_equally(backend) else None  # type: ignore[return-value]
-
-    def _scatters_shared(self) -> bool:
-        """Return whether reduce_scatter uses "shared" under "auto". Collective at its first use.
-
-        Not a cached_property: up to Python 3.11 those of all groups have one lock, and threads of two groups that wait
-        for other ranks would wait for each other.
-        """
-        if self._shared is None:
-            self._shared = self._topology.nodes == 1
-            try:
-                if self._shared:
-                    self._get_backend("shared", self._options.compress)
-            except UnavailableError as error:
-                notices.once(self._comm.rank, f'reduce_scatter uses "ring": {error}')
-                self._shared = False
-        return self._shared
+        backend = self.backend(compress)
+        if self._options.backend == "auto" and not _slices_equally(backend):
+            backend = self._get_backend("ring", compress)
+        return backend if _slices_equally(backend) else None
 
     def _get_backend(self, name: str, compress: Given) -> AllReduce:
         """Return the backend called `name`, with the user's settings. Collective at its first use."""
@@ -422,9 +403,8 @@ class TensorReducer:
 
 def _slices_equally(backend: AllReduce) -> bool:
     """Return whether the backend's reduce_scatter gives rank r the r-th of equal slices. The same on all ranks."""
-    while isinstance(backend, Wrapper | Compressed):  # a wrapper owns the slices that its inner backend owns
-        backend = backend.inner
-    return isinstance(backend, TwoPhase) and type(backend).owned is TwoPhase.owned
+    ranks = range(backend.size)
+    return backend.two_phase and all(backend.owned(backend.size, rank) == slice(rank, rank + 1) for rank in ranks)
 
 
 def _mpi_operation(name: str, dtype: np.dtype) -> MPI.Op:

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from allreduce import notices
-from allreduce.engine.queue import Queue, Worker, without_frames
+from allreduce.call.queue import Queue, Worker, without_frames
 from allreduce.errors import RankLeftError, UnavailableError
 from allreduce.process import children
 from allreduce.topology import Topology

@@ -28,11 +28,13 @@ SHORT = 8  # bytes of the short ones
 OPERATIONS = 16  # the Python code of an algorithm takes about so many times an operation on a short array
 
 
-def layout_of(topology: Topology) -> Layout:
-    """Return the layout of a topology's ranks, the same on all of them. Collective."""
+def layout_of(topology: Topology, comm: MPI.Intracomm, node_sizes: tuple[int, ...]) -> Layout:
+    """Return the layout of some ranks of a topology, the same on all of them. Collective over `comm`, which has them.
+
+    node_sizes: how many of them are on each node."""
     found = np.array([topology.cma.works, topology.cores, -topology.sharing], np.int64)
-    cma, cores, sharing = combine(topology.world, found, "learn the layout of the ranks", MPI.MIN).tolist()
-    return Layout(topology.node_sizes, cma=bool(cma), cores=cores, sharing=-sharing)
+    cma, cores, sharing = combine(comm, found, "learn the layout of the ranks", MPI.MIN).tolist()
+    return Layout(node_sizes, cma=bool(cma), cores=cores, sharing=-sharing)
 
 
 class Measured:
@@ -53,7 +55,7 @@ def measure(topology: Topology, tries: int = TRIES) -> Machine:
     Ranks that share a core wait for it in these messages and barriers too, so `switch` is 0. Constants that the
     topology has no use for (messages inside nodes of one rank) keep their defaults.
     """
-    at = layout_of(topology)
+    at = layout_of(topology, topology.world, topology.node_sizes)
     with _communicators(topology) as (world, node):
         mine = _in_node(topology, node, at, tries) if node.size > 1 else {}
         mine |= _between_nodes(topology, world, tries) if topology.nodes > 1 else {}

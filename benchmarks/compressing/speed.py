@@ -10,12 +10,12 @@ from mpi4py import MPI
 
 import allreduce
 from allreduce import Part
+from allreduce.arrays import compression as options
+from allreduce.arrays.compression import Given, PowerSGD
 from allreduce.backend import AllReduce
 from allreduce.errors import OptionError
 from allreduce.topology import Topology
 from allreduce.transport.control import on_all_ranks
-from allreduce.wrappers import options
-from allreduce.wrappers.options import Given, PowerSGD
 from benchmarks.lib import hosts, timing
 from benchmarks.lib.outputs import Screen
 

@@ -31,11 +31,11 @@ from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostL
 from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
 from torch.distributed.optim import PostLocalSGDOptimizer
 
+from allreduce.arrays import compression as options
+from allreduce.arrays.compression import Given, PowerSGD
 from allreduce.errors import OptionError
 from allreduce.topology import Topology
 from allreduce.transport.control import all_values, combine, on_all_ranks
-from allreduce.wrappers import options
-from allreduce.wrappers.options import Given, PowerSGD
 from benchmarks.lib import hosts
 from benchmarks.lib.contenders import join
 from benchmarks.lib.outputs import Screen
@@ -45,7 +45,7 @@ from trainers.pytorch import MirroredOptimizer
 
 PLAIN, PEER = "none", "ddp"
 METHODS = (
-    PLAIN, "bfloat16", "int8", "float8", "powersgd:4", "auto",
+    PLAIN, "bfloat16", "int8", "float8", "powersgd:4",
     "sync:10", "sync:10+streamed", "sync:10+int8", "sync:50", "sync:50+streamed", "sync:50+int8",
     "diloco:10", "diloco:10+streamed", "diloco:50", "diloco:50+streamed", "diloco:50+int8",
     PEER, "ddp+fp16", "ddp+powersgd:4", "ddp+postlocal:10", "ddp+postlocal:50",

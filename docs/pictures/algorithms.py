@@ -9,8 +9,8 @@ from itertools import pairwise
 import numpy as np
 from svg import HUES, INK, MUTED, TEXT, Svg, mix
 
+from allreduce.algorithms.ring import plan
 from allreduce.arrays.chunks import binomial, halvings
-from allreduce.backends.ring import plan
 
 RANKS = 4
 

@@ -1,4 +1,4 @@
-"""A backend of your own, registered by the program that uses it.
+"""An algorithm of your own, registered by the program that uses it.
 
 mpirun -n 4 python write_backend.py
 """
@@ -6,18 +6,16 @@ mpirun -n 4 python write_backend.py
 import numpy as np
 
 import allreduce
-from allreduce import registry
 from allreduce.arrays import dtypes
-from allreduce.backend import AllReduce
 
 
-class Everyone(AllReduce):
+class Everyone(allreduce.Algorithm):
     """Every rank receives all buffers, and sums them in the same order."""
 
-    def _reduce(self, buffer, op):
+    def reduce(self, buffer, op):
         # 1-D, contiguous, at least one element, on at least two ranks; to be reduced in place
         everything = self.workspace.array("everything", self.size * buffer.size, buffer.dtype)
-        self._comm.Allgather(dtypes.wire(buffer), dtypes.wire(everything))
+        self.comm.Allgather(dtypes.wire(buffer), dtypes.wire(everything))
         parts = everything.reshape(self.size, buffer.size)
         accumulator = dtypes.TYPES[buffer.dtype].accumulator  # float32 for 16-bit floats
         total = self.workspace.array("total", buffer.size, accumulator)
@@ -28,7 +26,7 @@ class Everyone(AllReduce):
         buffer[:] = total  # rounded once
 
 
-registry.BACKENDS["everyone"] = f"{__name__}:Everyone"  # "module:Class"
+allreduce.register("everyone", Everyone)
 
 if __name__ == "__main__":
     with allreduce.create("everyone") as reduce:

@@ -99,13 +99,15 @@ def test_peers_pictures_and_simulated_nodes(mpirun: JobRunner, tmp_path: Path, q
 def spoilt() -> str:
     """The beginning of a script: native spoils one element of its result on one rank."""
     return (
-        "import sys\nfrom allreduce.backend import AllReduce\nfrom allreduce.backends.native import Native\n"
-        "plain = Native._reduce\n"
-        "def spoil(self, buffer, op):\n"
-        "    plain(self, buffer, op)\n"
-        "    buffer[buffer.size // 2] += self.rank == 1\n"
-        "Native._reduce = spoil\n"
-        "Native._route = AllReduce._route\n"
+        "import sys\nfrom allreduce import Work\nfrom allreduce.algorithms.native import Native\n"
+        "plain = Native.work\n"
+        "def spoiling(self, call, op):\n"
+        "    run = plain(self, call, op).run\n"
+        "    def spoil(buffer):\n"
+        "        run(buffer)\n"
+        "        buffer[buffer.size // 2] += self.rank == 1\n"
+        "    return Work(spoil)\n"
+        "Native.work = spoiling\n"
     )
 
 

@@ -6,7 +6,7 @@ import numpy as np
 
 from allreduce.arrays.memory_kinds import ALLOCATED, UNREGISTERED
 from allreduce.arrays.ops import OPS
-from allreduce.engine.call import AGREEING, SEQUENCE_MASK, Call, fingerprint
+from allreduce.call.call import AGREEING, SEQUENCE_MASK, Call, fingerprint
 
 
 def test_every_call_has_a_fingerprint_of_its_own() -> None:

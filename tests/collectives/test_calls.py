@@ -4,6 +4,8 @@ import gc
 import os
 import threading
 import weakref
+from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -11,31 +13,32 @@ import pytest
 
 import allreduce
 from allreduce import errors, registry
-from allreduce.engine import engine, queue
-from allreduce.engine.engine import AdmittedCall
-from allreduce.engine.queue import Worker
+from allreduce.call import executor, queue
+from allreduce.call.queue import Worker
 from allreduce.errors import BrokenError, OptionError
 from allreduce.health import abort
 from allreduce.transport.control import together
-from tests.ranks.together import admitted_call
 
 
-def known(reduce: Any) -> AdmittedCall:
-    """Return the call that sums ten float64."""
-    reduce(np.ones(10), "sum")
-    return admitted_call(reduce)
+class Working(allreduce.Algorithm):
+    """For calls on one rank, which do nothing."""
+
+    def reduce(self, buffer: np.ndarray, op: object) -> None: ...
 
 
-def test_an_array_outlives_a_call_that_failed_half_way() -> None:
+def working(monkeypatch: pytest.MonkeyPatch, work: Callable[..., object]) -> allreduce.AllReduce:
+    monkeypatch.setattr("allreduce.backend._do_nothing", work)
+    return allreduce.create(Working)
+
+
+def test_an_array_outlives_a_call_that_failed_half_way(monkeypatch: pytest.MonkeyPatch) -> None:
     """Other ranks, and messages that are still under way, may write to its memory."""
-    reduce = allreduce.create("native")
-    call, array = known(reduce), np.ones(10)
-    seen = weakref.ref(array)
 
     def fail(*_: Any) -> None:
         raise FloatingPointError("of this rank alone")
 
-    call.work = fail
+    reduce, array = working(monkeypatch, fail), np.ones(10)
+    seen = weakref.ref(array)
     with pytest.raises(FloatingPointError):
         reduce(array, "sum")
     with pytest.raises(BrokenError, match="failed part-way"):
@@ -48,15 +51,15 @@ def test_an_array_outlives_a_call_that_failed_half_way() -> None:
 
 def test_two_threads_are_never_in_a_call_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """The second call is refused, also if the first one comes while the second is about to begin."""
-    with allreduce.create("native") as reduce:
-        call = known(reduce)
-        inside, leave = threading.Event(), threading.Event()
-        entered, refused = [], []
+    inside, leave = threading.Event(), threading.Event()
+    entered, refused = [], []
 
-        def work(*_: Any) -> None:
-            entered.append(threading.current_thread())
-            inside.set()
-            assert leave.wait(20)
+    def work(*_: Any) -> None:
+        entered.append(threading.current_thread())
+        inside.set()
+        assert leave.wait(20)
+
+    with working(monkeypatch, work) as reduce:
 
         def second() -> None:
             try:
@@ -68,8 +71,7 @@ def test_two_threads_are_never_in_a_call_at_once(monkeypatch: pytest.MonkeyPatch
             if threading.current_thread() is late:
                 assert inside.wait(20)
 
-        call.work = work
-        monkeypatch.setattr(engine.abort, "register_thread", first_comes)
+        monkeypatch.setattr(executor.abort, "register_thread", first_comes)
         first, late = threading.Thread(target=reduce, args=(np.ones(10), "sum")), threading.Thread(target=second)
         late.start()
         first.start()
@@ -91,7 +93,7 @@ def test_an_error_of_this_rank_is_not_taken_for_one_of_all(error: Exception, mon
 
     with allreduce.Topology() as topology:
         with pytest.raises(type(error)):
-            registry._constructed(Lonely, topology, {})  # type: ignore[arg-type]
+            registry._made(Lonely, SimpleNamespace(comm=topology.world), {})  # type: ignore[arg-type]
         assert error.ranks is None  # type: ignore[attr-defined]
 
 

@@ -5,9 +5,9 @@ import itertools
 import numpy as np
 import pytest
 
+from allreduce.algorithms import native
 from allreduce.arrays import chunks, ops
 from allreduce.arrays.chunks import chunk, segment, segments
-from allreduce.backends import native
 
 LENGTHS = (0, 1, 2, 3, 4, 5, 7, 1000, 100003, 2**31 - 1, 2**31, 2**31 + 1, 2**33 + 17, 10**15 + 1)
 PARTS = (1, 2, 3, 4, 5, 7, 64, 4096)

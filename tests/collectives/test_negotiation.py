@@ -10,7 +10,7 @@ import pytest
 from mpi4py import MPI
 
 from allreduce.arrays.chunks import binomial, subtree
-from allreduce.engine.negotiation import Fused, NamedFuture, NamedQueue, Request
+from allreduce.call.negotiation import Fused, NamedFuture, NamedQueue, Request
 from allreduce.errors import DisagreementError
 from allreduce.transport import processes
 from allreduce.transport.tables import table

@@ -8,8 +8,8 @@ import pytest
 from allreduce import Part
 from allreduce.arrays import low_rank
 from allreduce.arrays.low_rank import Matrix
-from allreduce.arrays.registered import Registry
 from allreduce.errors import OptionError
+from allreduce.memory.allocations import Allocations
 
 
 @pytest.mark.parametrize("scale", [1, 1e-30, 1e30])
@@ -106,15 +106,15 @@ def test_a_lost_row_is_drawn_anew() -> None:
     assert (factor[1] != low_rank.start_factor(held, matrix, held.dtype, [1, 3])[1]).any()
 
 
-def loads(registry: Registry, name: str, array: Any) -> None:
+def loads(registry: Allocations, name: str, array: Any) -> None:
     with pytest.raises(OptionError, match="state of a compression"):
         registry.load_state({name: np.asarray(array)})
 
 
 def test_states_of_others() -> None:
-    registry = Registry()
+    registry = Allocations()
     array = np.zeros(100, "float32")
-    registry.register(array)
+    registry.describe(array)
     loads(registry, "1/residual", np.zeros(100, "float32"))
     loads(registry, "0/residual", np.zeros(99, "float32"))
     loads(registry, "0/factor/0/10x11", np.zeros((2, 11), "float32"))

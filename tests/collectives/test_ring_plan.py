@@ -4,9 +4,9 @@ from collections import deque
 
 import pytest
 
+from allreduce.algorithms import ring
+from allreduce.algorithms.ring import plan, shorter
 from allreduce.arrays import chunks
-from allreduce.backends import ring
-from allreduce.backends.ring import plan, shorter
 
 RANKS = range(1, 9)
 

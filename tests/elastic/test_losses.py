@@ -8,9 +8,9 @@ from mpi4py import MPI
 from allreduce import Topology
 from allreduce.errors import BrokenError, CommunicationError, RankLeftError, RankLostError, UnavailableError
 from allreduce.health.status import LEFT, Fact
-from allreduce.layout import nodes_left
 from allreduce.transport import ulfm
 from allreduce.transport.control import agree
+from allreduce.transport.layout import nodes_left
 from allreduce.transport.wait import NamedCall
 from tests.backends import ON_CPU
 from tests.conftest import JobRunner

@@ -39,9 +39,9 @@ POINTS = {
         ("trainers.strategies.servers.mailbox:Mailbox", "reply"),
         ("trainers.strategies.servers.service:ServerStrategy", "_broadcast_parameters"),
     ],
-    "call": [("allreduce.engine.engine:Engine", "prepare")],  # what it returns
-    "reduce": [("allreduce.engine.engine:AdmittedCall", "work")],  # inside of a call, when the ranks have met
-    "middle of a reduction": [("allreduce.backend:TwoPhase", "_all_gather")],
+    "call": [("allreduce.call.executor:Executor", "prepare")],  # what it returns
+    "reduce": [("allreduce.call.executor:Executor", "prepare")],  # inside of a call, when the ranks have met
+    "middle of a reduction": [("allreduce.algorithm:Algorithm", "all_gather")],
     "update": [("trainers.replica:Replica", "update"), ("trainers.pytorch.optimizer:MirroredOptimizer", "step")],
     "end of a step": [(f"{__package__}.notes:Notes", "step")],
     "evaluate": [("trainers.fit.evaluation:Evaluation", "evaluate_chunk")],
@@ -56,9 +56,9 @@ POINTS = {
     "checkpoint": [("trainers.fit.checkpointing:Saver", "save"), (f"{PROGRAMS}.loop:Loop", "save")],
     "finished": [("allreduce.topology:Topology", "finished")],
     "survivors": [("allreduce.topology:Topology", "survivors")],
-    "rebuild": [("allreduce.backend:AllReduce", "_connect")],
-    "agree in a call": [("allreduce.engine.engine", "agree")],
-    "close": [("allreduce.backend:AllReduce", "_close")],
+    "rebuild": [("allreduce.backend:AllReduce", "_connect_together")],
+    "agree in a call": [("allreduce.call.executor", "agree")],
+    "close": [("allreduce.algorithm:Algorithm", "close")],
     "make a communicator": [("allreduce.topology:Topology", "private")],
     "go back": [("trainers.fit.loop:Fit", "go_back")],
     "back up": [("trainers.state.backup:Backup", "keep")],
@@ -100,7 +100,7 @@ def at(point: str, action: Action, turn: int = 1, after: bool = False, always: b
 
     for owner, name in POINTS[point]:
         for holder in _holders(owner, name):
-            wrap = {"call": _wrapped_result, "reduce": _wrapped_value}.get(point, _wrapped)
+            wrap = {"call": _wrapped_result, "reduce": _wrapped_work}.get(point, _wrapped)
             setattr(holder, name, wrap(getattr(holder, name), come, after))
 
 
@@ -142,9 +142,14 @@ def _wrapped_result(make: Action, come: Action, after: bool) -> Action:
     return wrapped
 
 
-def _wrapped_value(slot: Any, come: Action, after: bool) -> property:
-    """Wrap each function that an attribute of a class's objects holds."""
-    return property(lambda each: _wrapped(slot.__get__(each), come, after), slot.__set__)
+def _wrapped_work(prepare: Action, come: Action, after: bool) -> Action:
+    """Wrap the work of each call that an executor prepares."""
+
+    @wraps(prepare)
+    def wrapped(executor: Any, prepared: Any, *bound: Any) -> Any:
+        return prepare(executor, prepared._replace(run=_wrapped(prepared.run, come, after)), *bound)
+
+    return wrapped
 
 
 def _holders(owner: str, name: str) -> list[Any]:

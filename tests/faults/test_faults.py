@@ -37,9 +37,9 @@ def test_no_program_is_wrong_or_hangs_or_ends_in_a_raw_error(mpi: str, count: st
 @pytest.mark.jobs
 def test_a_program_that_hangs_is_seen(capsys: pytest.CaptureFixture[str]) -> None:
     """A time-out that does not come in time."""
-    one = ["--kinds", "asleep", "--checks", "always", "--programs", "1", "--seed", "3", "--timeout", "500"]
+    one = ["--kinds", "asleep", "--checks", "on", "--programs", "1", "--seed", "3", "--timeout", "500"]
     assert run_programs("openmpi", *one, "--limit", "4") == 1
-    assert "hang: --only 3000000 (asleep, check always)" in capsys.readouterr().out
+    assert "hang: --only 3000000 (asleep, check on)" in capsys.readouterr().out
 
 
 def test_every_program_but_those_of_kind_none_has_one_rank_that_differs() -> None:

@@ -14,7 +14,6 @@ from mpi4py import MPI
 
 import allreduce
 from allreduce.errors import NotAnArrayError, UnavailableError
-from allreduce.wrappers.background import Background
 from tests.gpu import fake_cupy
 from tests.gpu.cuda_training import compare, fitted, optimized
 from tests.gpu.fake_gpu import Gpu, TorchCuda
@@ -79,11 +78,11 @@ def check_streams() -> None:
 
 def check_background() -> None:
     """Calls in a thread run on the caller's stream."""
-    with allreduce.create("nccl", TOPOLOGY) as reduce, Background(TOPOLOGY, inner=reduce) as background:
+    with allreduce.create("nccl", TOPOLOGY) as reduce:
         array = tracked(reduce.allocate(10, "float32"))
         with CUPY.cuda.Stream(non_blocking=True):
             array.set(np.full(10, RANK, np.float32))
-            background(array, "sum")
+            reduce.submit(array, "sum").wait()
             assert array.get().tolist() == [sum(range(SIZE))] * 10
     GPU.forget()
     no_races()

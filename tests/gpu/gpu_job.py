@@ -11,8 +11,8 @@ import numpy as np
 import torch
 
 import allreduce
+from allreduce.algorithms.nccl import SHARED_GPU_VERSION
 from allreduce.arrays import dtypes, ops
-from allreduce.backends.nccl import SHARED_GPU_VERSION
 from tests.gpu.cuda_training import compare, fitted, networks, optimized
 
 TOPOLOGY = allreduce.Topology()

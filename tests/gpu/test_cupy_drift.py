@@ -17,8 +17,8 @@ from typing import Any, NamedTuple
 
 import pytest
 
+from allreduce.algorithms import nccl as backend
 from allreduce.arrays import dtypes, ops
-from allreduce.backends import nccl as backend
 from tests.gpu import fake_cupy, fake_gpu
 from tests.launch import ROOT
 
@@ -44,7 +44,7 @@ ROOTS = {
 }
 FILES = [
     "allreduce/arrays/gpu.py",
-    "allreduce/backends/nccl.py",
+    "allreduce/algorithms/nccl.py",
     "allreduce/backend.py",
     "allreduce/doctor/host.py",
     "allreduce/arrays/rows.py",

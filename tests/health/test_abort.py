@@ -230,7 +230,7 @@ def test_ranks_in_different_calls_are_told(mpirun: JobRunner, mpi: str) -> None:
     """Without a comparison of the calls, no message of one call is taken for one of another."""
     code = (
         "import numpy as np, allreduce\n"
-        "reduce = allreduce.create('ring', check='never')\n"
+        "reduce = allreduce.create('ring', allreduce.Topology(ranks_per_node=1), check=False)\n"
         "array = np.full(1000, 1 + reduce.rank)\n"
         "for op in ('sum', 'max'): reduce(array, op)\n"
         "reduce(array, 'sum' if reduce.rank else 'max')\n"
@@ -262,7 +262,10 @@ def test_a_difference_that_one_node_sees_is_an_error_of_all(mpirun: JobRunner, m
     if end == "raise":
         assert job.returncode != 0
         assert text.count("errors.DisagreementError: ") == 1
-        assert 'rank 1: all_reduce: length 1000, dtype float32, op "sum", memory from allocate(), array 1' in text
+        assert (
+            'rank 1: all_reduce: length 1000, dtype float32, op "sum", memory from allocate(), array 2 at byte 0'
+            in text
+        )
     else:
         assert job.returncode == 0, text
         assert text.count("refused") == 4

@@ -52,10 +52,10 @@ def test_a_stall_and_a_signal(mpirun: JobRunner, tmp_path: Path, mpi: str) -> No
     assert "in keeps_the_lock" in (folder / "dump-rank-2.txt").read_text()
     first = (folder / "dump-rank-0.txt").read_text()
     assert "has waited " in first.splitlines()[1]
-    assert first.index("in _rendezvous") < first.index('{"rank": 0, "size": 3')  # the stacks, then the last calls
+    assert first.index("in _compare") < first.index('{"rank": 0, "size": 3')  # the stacks, then the last calls
     waiting = job.stderr.partition("rank 0 of 3: process ")[2]
     assert waiting.partition("has waited ")[2].partition(" s in ")[2].startswith("all_reduce: length 50000"), job.stderr
-    assert "in _rendezvous" in job.stderr  # the stacks that SIGUSR1 prints
+    assert "in _compare" in job.stderr  # the stacks that SIGUSR1 prints
 
 
 def test_many_signals_while_threads_run() -> None:

@@ -1,6 +1,5 @@
 """Helpers for tests on ranks: create a backend, or expect an error, on all ranks."""
 
-import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -37,9 +36,3 @@ def raised_everywhere(world: MPI.Intracomm, kind: type[Exception], call: Callabl
     everyone = world.allgather(mine)
     assert set(everyone) == {(kind.__name__, mine[1])}, f"not one {kind.__name__} with one text: {everyone}"
     return mine[1]
-
-
-def admitted_call(reduce: Any) -> Any:
-    """Return the record of the call that a backend has run first."""
-    (run, *_) = reduce._known.values()
-    return inspect.getclosurevars(run).nonlocals["admitted"]

@@ -8,8 +8,7 @@ import numpy as np
 from mpi4py import MPI
 
 import allreduce
-from allreduce.backend import AllReduce, TwoPhase
-from allreduce.wrappers.background import Background
+from allreduce.backend import AllReduce
 from tests import random_calls
 from tests.random_calls import LENGTHS, op_for, reduced
 from tests.sequences.calls import Calls
@@ -33,7 +32,6 @@ class Used:
         self.name, self.backend, self.group, self.compressed = name, backend, group, compressed
         self.arrays: list[np.ndarray] = []
         self.pending: list[tuple[Any, Callable[[], None]]] = []
-        self.inner: AllReduce | None = None
 
 
 class Backends(Calls):
@@ -91,21 +89,16 @@ class Backends(Calls):
 
     def create(self) -> None:
         group, name = self.group(), self.pick(*names())
-        options: dict[str, Any] = {"check": self.pick("first", "first", "always")}
+        options: dict[str, Any] = {"check": self.pick(True, True, False)}
         if name != "native" and self.chance(0.15):
             options["compress"] = self.pick("bfloat16", "float16")
-        threaded = self.chance(0.2)
-        self.note(f"create {name} on {group.name} of {len(group.ranks)}, {options}{', Background' * threaded}")
+        self.note(f"create {name} on {group.name} of {len(group.ranks)}, {options}")
         backend, error = self.call("create", lambda: allreduce.create(name, group.topology, **options))
         if error is not None:
             wanted = name == "shared" or "compress" in options
             self.check(wanted and isinstance(error, allreduce.errors.AllReduceError), f"create {name}: {error!r}")
             return
-        used = Used(f"{name} on {group.name}", backend, group, "compress" in options)
-        if threaded:
-            used.inner = backend
-            used.backend = self.well("Background", lambda: Background(group.topology, inner=backend))
-        self.used.append(used)
+        self.used.append(Used(f"{name} on {group.name}", backend, group, "compress" in options))
 
     # Values
 
@@ -197,7 +190,7 @@ class Backends(Calls):
         length = self.pick(*LENGTHS)
         self.note(f"all_gather {length} by {used.name}")
         rows = self.rows(used, length, "float32")
-        array, owner = np.array(self.mine(used, rows)), used.inner or used.backend
+        array, owner = np.array(self.mine(used, rows)), used.backend
         wanted = np.empty(length)
         for rank, row in enumerate(rows):
             wanted[owner.owned(length, rank)] = row[owner.owned(length, rank)]
@@ -205,14 +198,14 @@ class Backends(Calls):
         self.near(used, "all_gather", array, wanted)
 
     def scatter(self, used: Used) -> None:
-        if not isinstance(used.inner or used.backend, TwoPhase):
+        if not used.backend.two_phase:
             return
         length = self.pick(*LENGTHS)
         self.note(f"reduce_scatter {length} by {used.name}")
         rows = self.rows(used, length, "float32")
         array = np.array(self.mine(used, rows))
         found = self.well("reduce_scatter", lambda: used.backend.reduce_scatter(array, "sum"))  # type: ignore[attr-defined]
-        part = (used.inner or used.backend).owned(length)
+        part = used.backend.owned(length)
         loose = 0.02 if used.compressed else 1e-5
         near = np.allclose(found, reduced(rows, "sum")[part], rtol=loose)
         self.check(near, f"reduce_scatter of {used.name}: {found[:8]}")
@@ -234,13 +227,12 @@ class Backends(Calls):
 
     def submit(self, used: Used) -> None:
         """Submit a call in the background; it is waited for later, after other calls."""
-        if used.inner is None:
+        if MPI.Query_thread() != MPI.THREAD_MULTIPLE:
             return
-        backend: Any = used.backend
         rows = self.rows(used, self.pick(1, 17, 4099), "float32")
-        array, inner = np.array(self.mine(used, rows)), used.inner
+        array = np.array(self.mine(used, rows))
         self.note(f"submit {array.size} to {used.name}")
-        pending = self.well("submit", lambda: backend.submit(lambda: inner(array, "sum")))
+        pending = self.well("submit", lambda: used.backend.submit(array, "sum"))
         used.pending.append((pending, lambda: self.near(used, "background", array, reduced(rows, "sum"))))
 
     def wait(self, used: Used) -> None:
@@ -272,9 +264,9 @@ class Backends(Calls):
             lambda: backend.stack(other if bad else one),
             lambda: backend({"a": one} if bad else [one], "sum"),
         ]
-        # Ranks without a fingerprint table compare no call that some of them know already, unless check="always".
+        # Ranks without a fingerprint table compare no call that some of them know already, unless check=True.
         group = used.group
-        meet = backend.check == "always" or (group.topology.nodes == 1 and group.name != "duplicate")
+        meet = group.topology.nodes == 1
         differ = all(self.comm.allgather(meet and size > 1))
         number = self.draw.choice(range(len(tries)) if differ else AGREED)
         self.note(f"refused call {number} of {used.name}")
@@ -295,9 +287,7 @@ class Backends(Calls):
         self.wait(used)
         self.note(f"close {used.name}")
         self.used.remove(used)
-        if used.inner is not None:
-            self.well("close", used.backend.close)
-        self.well("close", (used.inner or used.backend).close)
+        self.well("close", used.backend.close)
         self.closed(used)
 
     def closed(self, used: Used) -> None:

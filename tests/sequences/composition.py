@@ -5,7 +5,7 @@ unregistered, slices} x {flat, simulated nodes}. Both backends make the same cal
 both have the same outcome: equal bits, or errors of one kind, and the same error feedback. All ranks have the same
 bits. Sums are near NumPy's; exact sums have the bits of "ring" on one node.
 
-Only public names are used. How a backend submits its calls is in `_submitting`.
+Only public names are used.
 """
 
 import os
@@ -44,7 +44,7 @@ class Options(NamedTuple):
     exact: bool = False
     way: str = "traced"
     per_node: Any = None
-    check: str = "first"
+    check: bool = True
 
 
 class Bound(NamedTuple):
@@ -61,14 +61,7 @@ def draw_options(calls: Calls) -> Options:
     if not exact and calls.chance(0.75):
         compress = calls.pick(*COMPRESSIONS)
     per_node = random_calls.nodes_for(calls.draw, calls.size) or None
-    return Options(name, compress, exact, calls.pick(*WAYS), per_node, calls.pick("first", "first", "always"))
-
-
-def _submitting(backend: Any) -> Any:
-    """Return a backend whose calls a thread makes, and whose `submit(work)` returns a future. Collective."""
-    from allreduce.wrappers.background import Background
-
-    return Background(backend.topology, inner=backend)
+    return Options(name, compress, exact, calls.pick(*WAYS), per_node, calls.pick(True, True, False))
 
 
 class Composition(Calls):
@@ -145,8 +138,6 @@ class Composition(Calls):
         traced = {"trace": trace} if "traced" in given.way else {}
         self.inner: Any = self.well("create", lambda: create(**traced))
         self.other: Any = self.inner
-        if "submitted" in given.way:
-            self.other = self.well("submitting", lambda: _submitting(self.inner))
         self.reference: Any = None
         if given.exact:
             self.flat = self.well("Topology", lambda: allreduce.Topology(self.comm))
@@ -262,12 +253,11 @@ class Composition(Calls):
 
     def allocate(self) -> None:
         length, dtype, scratch = self.pick(*LENGTHS), self.pick(*DTYPES), self.chance(0.4)
-        method = "allocate_scratch" if scratch else "allocate"
-        self.note(f"{method} {length} {dtype}")
+        self.note(f"allocate {length} {dtype}{', scratch' * scratch}")
         made = self.both(
             "allocate",
-            lambda: getattr(self.plain, method)(length, dtype_of(dtype)),
-            lambda: getattr(self.other, method)(length, dtype_of(dtype)),
+            lambda: self.plain.allocate(length, dtype_of(dtype), scratch=scratch),
+            lambda: self.other.allocate(length, dtype_of(dtype), scratch=scratch),
         )
         if made is not None:
             self.equal("allocate", *made)
@@ -384,7 +374,7 @@ class Composition(Calls):
         rows = self.rows(shape, self.pick("float32", "float64"))
         one, two = np.array(rows[self.rank]), np.array(rows[self.rank])
         self.note(f"submit {op} of {shape} {rows.dtype}")
-        future = self.well("submit", lambda: self.other.submit(lambda: self.inner(two, op)))
+        future = self.well("submit", lambda: self.other.submit(two, op))
         self.futures.append((future, one, two))
         self.well("a plain call beside a submitted one", partial(self.plain, one, op))
 

@@ -345,7 +345,7 @@ def test_what_hangs_in_a_callback_is_an_error_and_ends_with_the_job(mpirun: JobR
     job = mpirun(
         2,
         code("""
-            import allreduce.engine.queue as threads
+            import allreduce.call.queue as threads
             threads.EXIT_SECONDS = 1
             dist.init_process_group("allreduce")
             group = dist.new_group(timeout=datetime.timedelta(seconds=3))

@@ -13,9 +13,9 @@ from typing import Any, NamedTuple
 
 import allreduce
 from allreduce import notices
+from allreduce.arrays import compression as compressions
 from allreduce.errors import AllReduceError
 from allreduce.topology import Topology
-from allreduce.wrappers import options as compressions
 from trainers import callbacks, checks, datasets
 from trainers.backends import UPDATES
 from trainers.central_storage import CentralStorageTrainer

@@ -6,7 +6,6 @@ import math
 import sys
 from typing import Any
 
-from allreduce.backends.auto import Auto
 from allreduce.files import writable
 from trainers.cli import options as declared
 from trainers.cli.roles import Roles
@@ -42,11 +41,9 @@ def strategy_line(trainer: Trainer, options: argparse.Namespace) -> str:
 
 def _backend(trainer: MirroredTrainer, options: argparse.Namespace) -> tuple[str, str]:
     """Return the name of the backend that reduces the gradients, and why it was selected."""
-    if isinstance(trainer.allreduce, Auto):
-        name, why = trainer.allreduce.choice(len(trainer.buffer), trainer.buffer.dtype, trainer.replica.device)
-        return name, f"selected by auto: {why}"
-    why = "as given" if options.allreduce == trainer.allreduce.name else "selected for the sharded update"
-    return trainer.allreduce.name, why
+    assert trainer.allreduce is not None
+    name, why = trainer.allreduce.choice(trainer.buffer)
+    return name, f"selected by auto: {why}" if why else "as given"
 
 
 # options of which most jobs give none

@@ -19,8 +19,8 @@ from typing import Any
 
 import numpy as np
 
-from allreduce.arrays.registered import divide
 from allreduce.errors import OptionError
+from allreduce.memory.allocations import divide
 from allreduce.transport.chunked import bytes_of_root, bytes_to_root
 from allreduce.transport.control import on_all_ranks, root_value, together
 from trainers import data

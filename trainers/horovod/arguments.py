@@ -9,9 +9,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from allreduce.arrays import compression as compressions
+from allreduce.arrays.compression import Given, PowerSGD
 from allreduce.torch_backend.reduce import Reduction, resolve
-from allreduce.wrappers import options as compressions
-from allreduce.wrappers.options import ByPart, Given, PowerSGD
 from trainers.horovod.errors import ArgumentError, warn_deprecated
 
 
@@ -94,8 +94,6 @@ def check_compression(kind: str, op: Op, compress: Given, named: bool = False, w
     shown, options = compressions.shown(compress), compressions.parse(compress)
     if op not in (Op.Average, Op.Sum):
         raise ArgumentError(f"{kind}: compression={shown} is for op=hvd.Average and hvd.Sum, not hvd.{op.name}")
-    if isinstance(options, ByPart) and not named:
-        raise ArgumentError(f"{kind}: compression={shown} needs names of parameters: use hvd.DistributedOptimizer")
     if isinstance(options, PowerSGD) and not whole:
         raise ArgumentError(f"{kind}: compression={shown} compresses whole matrices: use hvd.allreduce, or int8")
 

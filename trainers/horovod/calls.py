@@ -12,14 +12,14 @@ from typing import Any
 
 import torch
 
-from allreduce.engine.negotiation import NamedQueue, PerRank, Request
-from allreduce.engine.queue import Future, Worker
+from allreduce.arrays.compression import Given
+from allreduce.call.negotiation import NamedQueue, PerRank, Request
+from allreduce.call.queue import Future, Worker
 from allreduce.errors import AllReduceError, OptionError
 from allreduce.topology import Topology
 from allreduce.torch_backend.move import TensorMover
 from allreduce.torch_backend.reduce import COMPRESS_FROM, Options, TensorReducer
 from allreduce.torch_backend.tensors import Streams, readable, writable
-from allreduce.wrappers.options import Given
 from trainers.horovod import timeline
 from trainers.horovod.arguments import Op, reduction
 from trainers.horovod.errors import ArgumentError, DuplicateNameError, as_internal_error

@@ -15,10 +15,10 @@ from typing import Any
 
 import torch
 
-from allreduce.engine.negotiation import Request
+from allreduce.arrays import compression as compressions
+from allreduce.arrays.compression import Given
+from allreduce.call.negotiation import Request
 from allreduce.torch_backend.reduce import Reduction, sparse_all_reduce
-from allreduce.wrappers import options as compressions
-from allreduce.wrappers.options import Given
 from trainers.horovod import arguments, calls, session
 from trainers.horovod.arguments import Op
 from trainers.horovod.calls import submit, synchronize

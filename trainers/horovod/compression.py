@@ -7,9 +7,9 @@ from typing import Any, ClassVar
 import torch
 
 from allreduce import notices
+from allreduce.arrays import compression as compressions
+from allreduce.arrays.compression import Given, Half, PowerSGD, Quantized
 from allreduce.errors import OptionError
-from allreduce.wrappers import options as compressions
-from allreduce.wrappers.options import Given, Half, PowerSGD, Quantized
 from trainers.horovod.errors import ArgumentError
 
 

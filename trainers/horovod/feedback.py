@@ -7,11 +7,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from allreduce.arrays.registered import Part
+from allreduce.arrays import compression as compressions
+from allreduce.arrays.compression import Given, check_parts
+from allreduce.arrays.parts import Part
 from allreduce.backend import AllReduce
 from allreduce.errors import OptionError
-from allreduce.wrappers import options as compressions
-from allreduce.wrappers.options import Given, check_parts
 from trainers.horovod.errors import ArgumentError
 from trainers.replicas.pytorch.tensors import DTYPES, as_tensor
 

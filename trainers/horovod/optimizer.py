@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from allreduce.wrappers.options import Given
+from allreduce.arrays.compression import Given
 from trainers.horovod import session
 from trainers.horovod.arguments import check_compression, check_reduction, operation
 from trainers.horovod.calls import fusion_bytes, synchronize
@@ -50,8 +50,7 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
     compression: how gradients are sent. Compression.fp16 and bf16 cast them, as Horovod does. Compression.int8, float8
         and powersgd(rank=4) add the values that they have not sent to the next step's gradients (error feedback); they
         leave out sparse gradients, and those of other dtypes than float32 and float64, and are for Average and Sum.
-        Also a value of `compress=` of allreduce.create: {"*.weight": "powersgd:4", "*": "int8"} by the names of
-        parameters.
+        Also a value of `compress=` of allreduce.create: "powersgd:4", an object of options.
     backward_passes_per_step: the number of backward passes whose gradients are summed before they are averaged.
     op: Average, Sum or Adasum. With Adasum every rank updates by its own gradients, and the changes of each parameter
         are combined. Backward averages nothing then, so groups and sparse_as_dense have no effect, and the optimizers'

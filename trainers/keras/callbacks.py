@@ -56,7 +56,7 @@ class AverageMetrics(keras.callbacks.Callback):
             return
         wait_for_compiled()
         values = {name: np.array(value, np.float64) for name, value in logs.items()}
-        mirrored(self.model).backend.exact(values, "mean")
+        mirrored(self.model).backend(values, "mean", lossless=True)
         logs.update({name: value if value.ndim else float(value) for name, value in values.items()})
 
 

@@ -110,7 +110,8 @@ def MirroredOptimizer(  # noqa: N802 - a class to its users, as for PyTorch
         if made and everywhere(refused, ranks.world):  # all ranks have this error, so `close` can be collective
             ranks.close()
         raise
-    backend.owns_topology |= made
+    if made:
+        backend.cleanup.append(lambda together: ranks.close() if together else None)
     assert plain is not None
     plain.__class__ = _derived(type(plain))
     plain.mirror(backend, owns_backend=not isinstance(allreduce, AllReduce))

@@ -24,7 +24,7 @@ COUNT = "count the inner steps of a round"
 
 
 class Waitable(Protocol):
-    """A submitted call, such as allreduce.engine.queue.Future."""
+    """A submitted call, such as allreduce.call.queue.Future."""
 
     def wait(self) -> None:
         """Wait for the call to end, and raise its error."""

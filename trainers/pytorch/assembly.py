@@ -10,13 +10,14 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from allreduce import create, notices
-from allreduce.backend import AllReduce, Config, TwoPhase
+from allreduce.backend import AllReduce, Config
 from allreduce.elastic.retry import Commit
 from allreduce.errors import ClosedError
 from allreduce.topology import Topology
+from allreduce.tracing import trace as tracing
+from allreduce.tracing.recorder import Recorder, record
 from allreduce.transport import ulfm
 from allreduce.transport.control import all_values, everywhere, together
-from allreduce.wrappers.traced import Traced
 from trainers import checks
 from trainers.backends import LOST_RESIDUALS, backend_for, connected_nccl
 from trainers.pytorch.buckets import own_gpu
@@ -123,17 +124,20 @@ class Assembly:
         self.reducer.take_over(self)
         group.members[number] = self
 
-    def _make_backend(self, comm: MPI.Intracomm, device: Host) -> Traced | None:
-        """Create the backend, wrapped in a Traced if a trace is given; returns the Traced or None. Collective."""
+    def _make_backend(self, comm: MPI.Intracomm, device: Host) -> Recorder | None:
+        """Create the backend. Returns the observer that records its calls, if a trace is given. Collective."""
         backend = together(comm, partial(_backend, self.options, self.topology, device))
         if backend is not self.options.allreduce:
             self._cleanup.callback(backend.close)
-        traced = None
-        if self.options.trace is not None:
-            backend = traced = Traced(self.topology, inner=backend, trace=self.options.trace)
-            self._cleanup.callback(traced.close)
         self.backend = backend
-        return traced
+        if self.options.trace is None:
+            return None
+        trace, owned = tracing.of(self.options.trace, self.topology)
+        if owned:
+            self._cleanup.callback(trace.close)
+        recorder = record(backend, trace)
+        self._cleanup.callback(backend.observers.remove, recorder)
+        return recorder
 
     def _make_reducer(self, comm: MPI.Intracomm, group: OptimizerGroup, number: int, device: Host) -> None:
         """Create the Reducer, with the buckets of dense and sparse gradients. Collective."""
@@ -153,7 +157,6 @@ class Assembly:
 
     def _shard(self, comm: MPI.Intracomm) -> None:
         """Create the ShardedOptimizer. Collective."""
-        assert isinstance(self.backend, TwoPhase)
         copies = self.options.copies
         if copies == 2 and not ulfm.in_force():
             notices.once(comm.rank, NO_BACKUP)

@@ -2,7 +2,7 @@
 
 Micro-batch m of a step has the same rows on any number of ranks. The rank that has it computes its gradients alone,
 with the buffers of the step's start and with random numbers that follow from m. All terms of all ranks are then summed
-exactly (allreduce.wrappers.exact), so it does not matter which rank computed which.
+exactly (allreduce.algorithms.compressed.exact), so it does not matter which rank computed which.
 """
 
 from collections.abc import Iterator, Sequence

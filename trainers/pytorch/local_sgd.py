@@ -12,10 +12,10 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from allreduce import notices
-from allreduce.arrays.registered import Part
+from allreduce.arrays.parts import Part
 from allreduce.backend import AllReduce
+from allreduce.call.queue import Future
 from allreduce.elastic.retry import Commit
-from allreduce.engine.queue import Future
 from allreduce.errors import OptionError
 from allreduce.transport.control import all_values, root_value, together
 from trainers.checks import check_equal

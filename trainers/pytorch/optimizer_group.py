@@ -11,12 +11,11 @@ import numpy as np
 from mpi4py import MPI
 
 from allreduce import notices
-from allreduce.engine.queue import Queue, Worker
+from allreduce.call.queue import Queue, Worker
 from allreduce.errors import ClosedError, OptionError, UnavailableError
 from allreduce.topology import Topology
-from allreduce.transport.control import all_values, combine, on_all_ranks
+from allreduce.transport.control import all_values, combine, on_all, on_all_ranks
 from allreduce.transport.processes import world_ranks
-from allreduce.wrappers.background import oversubscribed
 
 DROPPED = (
     "the MirroredOptimizer of this model was dropped without close(), so its gradients are not averaged any more; "
@@ -196,7 +195,9 @@ def _overlap_pays(topology: Topology) -> bool:
     Across nodes a reduction mostly waits for the network, which costs backward nothing. Within a node it is memory
     traffic and polling, and needs a core that does not compute.
     """
-    return topology.nodes > 1 or not oversubscribed(topology)
+    if topology.nodes > 1:
+        return True
+    return on_all(topology.world, topology.cores >= 2 * topology.sharing, "check for spare cores")
 
 
 def _failed(queue: Queue) -> bool:

@@ -17,12 +17,12 @@ from mpi4py import MPI
 from torch.nn import Module, Parameter
 from torch.optim import Optimizer
 
+from allreduce.arrays.compression import Given
 from allreduce.backend import AllReduce, Config
 from allreduce.errors import AllReduceError, OptionError, UnsupportedDtypeError
 from allreduce.topology import Topology
 from allreduce.tracing.trace import Trace
 from allreduce.transport.control import agree, raise_together
-from allreduce.wrappers.options import Given
 from trainers import checks
 from trainers.arguments import is_integer, is_number
 from trainers.backends import UPDATES, compress_error, exact_error
@@ -100,10 +100,11 @@ class Options:
         gradients, a small message, and with "skip" a copy of the buffers.
     exact: True: the bits of the training depend on nothing but the data and the arguments: equal on 1, 2, 3 ... ranks,
         with every backend, for either `update`. Each step computes its gradients inside of `micro_batches`, which
-        divides the rows of a batch among the ranks; their sum is exact (allreduce.wrappers.exact). The processors and
-        the number of threads must compute alike. Memory: the gradients of each micro-batch of a rank, and 8 bytes an
-        element. On the CPU, without sparse gradients, compress, sync_every, `rows`, `join` and closures. Running
-        statistics of batch norm are averaged too. The sharded update does not select PyTorch's fused implementation.
+        divides the rows of a batch among the ranks; their sum is exact
+        (allreduce.algorithms.compressed.exact). The processors and the number of threads must compute alike. Memory:
+        the gradients of each micro-batch of a rank, and 8 bytes an element. On the CPU, without sparse gradients,
+        compress, sync_every, `rows`, `join` and closures. Running statistics of batch norm are averaged too. The
+        sharded update does not select PyTorch's fused implementation.
     micro_batch: rows of a micro-batch, with exact=True; by default 8. It decides the bits.
     sync_every: H: local SGD (Stich 2019), for slow networks. Gradients are not averaged: every rank takes H steps of
         its own, without messages; the H-th `step` averages the changes of the ranks' parameters. Ranks may pass

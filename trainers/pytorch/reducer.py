@@ -21,14 +21,14 @@ from mpi4py import MPI
 from torch import Tensor
 from torch.nn import Parameter
 
-from allreduce.arrays.registered import Part
+from allreduce.arrays.compression import check_parts
+from allreduce.arrays.parts import Part
 from allreduce.backend import AllReduce
-from allreduce.engine.queue import Future, Queue
+from allreduce.call.queue import Future, Queue
 from allreduce.errors import OptionError
 from allreduce.transport import ulfm
 from allreduce.transport.control import raise_together, together
 from allreduce.transport.wait import waiting
-from allreduce.wrappers.options import check_parts
 from trainers.checks import GradientCheck, SameData
 from trainers.errors import NotFiniteError
 from trainers.pytorch.buckets import (

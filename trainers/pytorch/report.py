@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
-from allreduce.engine.queue import Future
+from allreduce.call.queue import Future
 from allreduce.tracing.trace import Series, Trace
 
 ResultT = TypeVar("ResultT")

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 from mpi4py import MPI
 
-from allreduce.engine.queue import Future
+from allreduce.call.queue import Future
 from allreduce.errors import OptionError
 from allreduce.transport.control import on_all_ranks, raise_together
 from allreduce.transport.wait import waiting

@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 
 from allreduce import notices
 from allreduce.arrays import dtypes
-from allreduce.backend import TwoPhase
+from allreduce.backend import AllReduce
 from allreduce.errors import OptionError
 from allreduce.transport.control import all_values, combine, on_all, raise_together, together
 from allreduce.transport.shared_segment import CommonSegment
@@ -108,7 +108,7 @@ class ShardedOptimizer:
         self,
         plain: Optimizer,
         reducer: Reducer,
-        backend: TwoPhase,
+        backend: AllReduce,
         comm: MPI.Intracomm,
         kernels: Kernels,
         copies: int = 1,
@@ -370,7 +370,7 @@ class Placement:
     comm: a communicator of all ranks. Creating it, `close` and methods that "run in the queue" are collective.
     """
 
-    def __init__(self, reducer: Reducer, backend: TwoPhase, comm: MPI.Intracomm) -> None:
+    def __init__(self, reducer: Reducer, backend: AllReduce, comm: MPI.Intracomm) -> None:
         self._reducer, self._backend, self._comm = reducer, backend, comm
         self._segments: list[CommonSegment] = []
         self._memory = self._allocate()

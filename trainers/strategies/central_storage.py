@@ -11,10 +11,9 @@ from typing import Any
 
 import numpy as np
 
-from allreduce import notices
+from allreduce import create, notices
 from allreduce.arrays import gpu
-from allreduce.backend import AllReduce, TwoPhase
-from allreduce.backends.central import Central
+from allreduce.backend import AllReduce
 from allreduce.elastic.standby import JOINED
 from allreduce.topology import Topology
 from allreduce.transport.control import all_values, root_value, together
@@ -23,6 +22,7 @@ from trainers.errors import ArgumentError
 from trainers.group import broadcast_arrays
 from trainers.replica import Replica
 from trainers.stopwatch import COMMUNICATION
+from trainers.strategies.central import Central
 from trainers.strategies.interface import Strategy, replica_error
 from trainers.strategies.mirrored import Mirrored
 from trainers.strategies.sharded import ShardedUpdate, Update
@@ -77,7 +77,7 @@ class CentralStorage(Mirrored):
         super().rebuild()
 
     def _make_backend(self) -> AllReduce:
-        return Central(self.group.topology, root=self.storage)
+        return create(Central, self.group.topology, root=self.storage)
 
     def _make_sharded_update(self) -> Update:
         if self.replica.device == "cpu":
@@ -96,8 +96,6 @@ class CentralStorage(Mirrored):
 
 class CopiedUpdate(Update):
     """Update in which the storage rank updates, and then broadcasts its complete state."""
-
-    _backend: TwoPhase
 
     def __init__(self, strategy: Strategy, backend: AllReduce, buffer: Any, measured: Any) -> None:
         super().__init__(strategy, backend, buffer, measured)

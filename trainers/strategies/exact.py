@@ -3,7 +3,8 @@
 Every batch is divided into micro-batches of `micro_batch` rows, the last one perhaps shorter. Micro-batch m of a batch
 has the same rows on any number of ranks, and the rank that has it computes its gradients alone: with the parameters,
 statistics and random numbers of the step's start. The gradients of all micro-batches are then summed exactly
-(allreduce.wrappers.exact), so it does not matter which rank computed which, or in which order they were added.
+(allreduce.algorithms.compressed.exact), so it does not matter which rank computed which, or in which order they were
+added.
 
 The gradients of NumpyNetwork are sums of products, one for each row. Then a rank computes only the factors of these
 products in micro-batches, and sums the products of all its rows exactly, by one matrix product for each layer
@@ -172,9 +173,9 @@ class ExactMirrored(Mirrored):
         backend.sum_terms(terms, sums, "sum", count)
         return sums
 
-    def binding(self, backend: AllReduce, array: Any, kind: str) -> Callable[[], object]:
+    def binding(self, backend: AllReduce, array: Any, kind: str, lossless: bool) -> Callable[[], object]:
         if array is not self.buffer or kind == "all_gather":
-            return super().binding(backend, array, kind)
+            return super().binding(backend, array, kind, lossless)
         return partial(self._sum_gradients, backend, kind)
 
     def _sum_gradients(self, backend: Any, kind: str) -> None:

@@ -185,10 +185,10 @@ class Strategy:
         """
         raise NotImplementedError(f"the steps of a {self.name} are run by run_epoch")
 
-    def binding(self, backend: AllReduce, array: Any, kind: str) -> Callable[[], object]:
-        """Return a function that sums `array` over the ranks by a collective of this kind. Collective. See
+    def binding(self, backend: AllReduce, array: Any, kind: str, lossless: bool) -> Callable[[], object]:
+        """Return a function that sums `array` over the ranks by a collective of this kind. Local. See
         AllReduce.bind."""
-        return backend.bind(array, "sum", kind)
+        return backend.bind(array, "sum", kind, lossless)
 
     def count_step(self) -> None:
         """Count one step that all ranks have taken or left out. Local."""

@@ -16,8 +16,8 @@ from typing import Any
 import numpy as np
 
 from allreduce import notices
+from allreduce.call.queue import Queue, Worker
 from allreduce.elastic.standby import JOINED
-from allreduce.engine.queue import Queue, Worker
 from allreduce.errors import UnavailableError
 from allreduce.topology import Topology
 from allreduce.transport.control import all_values, combine, together

@@ -10,16 +10,16 @@ import numpy as np
 
 from allreduce import create, notices
 from allreduce.arrays import dtypes
-from allreduce.arrays.registered import Part
+from allreduce.arrays.compression import Given
+from allreduce.arrays.parts import Part
 from allreduce.backend import AllReduce, Config
 from allreduce.elastic.standby import JOINED
 from allreduce.topology import Topology
+from allreduce.tracing.recorder import Recorder, record
 from allreduce.tracing.trace import Trace
 from allreduce.transport.control import all_values, together
-from allreduce.wrappers.options import Given
-from allreduce.wrappers.traced import Traced
 from trainers.arguments import name_error
-from trainers.backends import LOST_RESIDUALS, UPDATES, allocate_own, backend_for, backend_name, compress_error
+from trainers.backends import LOST_RESIDUALS, UPDATES, allocate_own, backend_for, compress_error
 from trainers.data import Batch
 from trainers.errors import ArgumentError
 from trainers.group import RankGroup
@@ -61,7 +61,7 @@ class Mirrored(Strategy):
         self._tables = self.rule.tables = SparseGradients(replica)
         self._update: Update | None = None
         self._carried: dict[str, np.ndarray] = {}  # during a recovery: the backend's state on the old ranks
-        self._untraced: AllReduce | None = None  # the backend, while a Traced wrapper records its calls; else None
+        self._recorder: Recorder | None = None  # records the backend's calls in the trace
 
     # Construction
 
@@ -119,9 +119,9 @@ class Mirrored(Strategy):
         """Allocate the gradient buffer with the backend, and bind the replica to it. Collective."""
         replica, length = self.replica, self.replica.gradient_length
         extra = len(replica.metrics) + len(FLAGS)
-        lossy = self._backend.exact is not self._backend
-        exact = hasattr(self._backend, "sum_terms")
-        self._separate = lossy or exact or dtypes.is_half(dtypes.parse(replica.gradient_dtype))
+        self._separate = (
+            self._backend.lossy or self._backend.sums_terms or dtypes.is_half(dtypes.parse(replica.gradient_dtype))
+        )
         # a rank that updates a slice needs the weight of all rows before
         self._separate |= replica.counts and self._divides
         buffer = self._allocate(length if self._separate else length + extra, replica.gradient_dtype)
@@ -184,9 +184,8 @@ class Mirrored(Strategy):
         if self._update is not None:
             self._update.abandon()
         self._drop_buffer()
-        backend, self._untraced = self._untraced or self.allreduce, None
-        if self._owns_backend and backend is not None:
-            backend.abandon()
+        if self._owns_backend and self.allreduce is not None:
+            self.allreduce.abandon()
 
     def _drop_buffer(self) -> None:
         """Drop the buffer, and bind the replica to memory of its own. Local."""
@@ -269,16 +268,15 @@ class Mirrored(Strategy):
         return self._backend.sent(super().sent_dtype)
 
     def selections(self) -> dict[str, str]:
-        backend = self._untraced or self._backend
         name = "replicated" if isinstance(self._update, ReplicatedUpdate) else "sharded"
-        return {"allreduce": backend_name(backend, self.buffer, self.replica.device), "update": name}
+        return {"allreduce": self._backend.chosen(self.buffer), "update": name}
 
     def record(self, trace: Trace | None) -> None:
         self.trace = trace
-        plain = self._untraced or self._backend
-        self._untraced = None if trace is None else plain
-        self.allreduce = plain if trace is None else Traced(self.group.topology, inner=plain, trace=trace)
-        self.update.reduce_by(self.allreduce)
+        observers = self._backend.observers
+        if self._recorder in observers:
+            observers.remove(self._recorder)
+        self._recorder = None if trace is None else record(self._backend, trace)
 
     # The state
 

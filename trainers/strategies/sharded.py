@@ -18,7 +18,7 @@ from mpi4py import MPI
 
 from allreduce import notices
 from allreduce.arrays import dtypes, gpu
-from allreduce.backend import AllReduce, TwoPhase
+from allreduce.backend import AllReduce
 from allreduce.errors import UnavailableError
 from allreduce.transport.control import combine, on_all, together
 from allreduce.transport.shared_segment import CommonSegment
@@ -52,7 +52,9 @@ class Update:
         self._buffer, self._measured = buffer, measured
         self._steps = self._since = strategy.steps  # the number of steps taken, and that number at the last update
         self._length, self._rule = self._replica.gradient_length, strategy.rule
-        self.reduce_by(backend)
+        self._backend = backend
+        # bound collectives, by their kind and the id of their array
+        self._bound: dict[tuple[str, int], Callable[[], object]] = {}
 
     def begin_batch(self) -> None:
         """Called before a batch is computed, because that may change entries of the state (statistics). Local."""
@@ -104,24 +106,18 @@ class Update:
     def not_replicated(self) -> dict[str, str]:
         return {}
 
-    def reduce_by(self, backend: AllReduce) -> None:
-        """Use this backend from now on. Local."""
-        self._backend = backend
-        # bound collectives, by their kind and the id of their array
-        self._bound: dict[tuple[str, int], Callable[[], object]] = {}
-
     def add_up_measured(self) -> None:
         """Sum the metrics and flags over the ranks, without compression. Collective."""
-        self._run("all_reduce", self._measured, self._backend.exact)
+        self._run("all_reduce", self._measured, lossless=True)
 
-    def _run(self, kind: str, array: Any, backend: AllReduce | None = None) -> None:
+    def _run(self, kind: str, array: Any, lossless: bool = False) -> None:
         """Run a collective on an array in place: "all_reduce" (sums), "reduce_scatter" or "all_gather". Collective.
 
-        backend: used instead of the update's own. The first call binds the array.
+        lossless: see AllReduce. The first call binds the array.
         """
         self._clock.start()
         if (kind, id(array)) not in self._bound:
-            self._bound[kind, id(array)] = self._strategy.binding(backend or self._backend, array, kind)
+            self._bound[kind, id(array)] = self._strategy.binding(self._backend, array, kind, lossless)
         self._bound[kind, id(array)]()
         self._clock.stop()
 
@@ -141,8 +137,6 @@ class ShardedUpdate(Update):
 
     Raises ArgumentError on all ranks if the replica can't be updated in slices.
     """
-
-    _backend: TwoPhase
 
     def __init__(self, strategy: Strategy, backend: AllReduce, buffer: Any, measured: Any, copies: int = 1) -> None:
         super().__init__(strategy, backend, buffer, measured)

@@ -16,7 +16,6 @@ import numpy as np
 import allreduce
 from allreduce.errors import RankLostError
 from allreduce.topology import Topology
-from allreduce.wrappers.background import Background
 from tests.faults import points
 from tests.faults.points import die
 
@@ -41,14 +40,16 @@ def in_the_work(reduce: Any, dies: bool) -> None:
     """The rank has begun the call with the others, and dies before its part of the work."""
     if dies:
         points.at("reduce", die)
-    sums(reduce)
+    array = reduce.allocate(LENGTH, "float32")
+    array[:] = 1
+    reduce(array, "max")  # the first call with this operation: its work is prepared now
 
 
 def in_an_agreement(reduce: Any, dies: bool) -> None:
-    """The rank has begun the agreement with the others, and dies before it agrees."""
+    """The calls differ; the rank dies when the ranks tell each other how."""
     if dies:
         points.at("agree in a call", die)
-    sums(reduce)
+    reduce(np.ones(1000 + (reduce.rank == 0)), "sum")
 
 
 def between_phases(reduce: Any, dies: bool) -> None:
@@ -75,13 +76,12 @@ def at_random(reduce: Any, dies: bool) -> None:
 
 def in_the_background(reduce: Any, dies: bool) -> None:
     """The threads of the other ranks are inside of MPI, or wait for the rank's announcement."""
-    background = Background(reduce.topology, inner=reduce)
-    mine = background.allocate(LENGTH, "float32")
+    mine = reduce.allocate(LENGTH, "float32")
     if dies:
         threading.Timer(KILL_SECONDS, die).start()
     while True:
         mine[:] = 1
-        pending = [background.submit(lambda: reduce(mine, "max")) for _ in range(3)]
+        pending = [reduce.submit(mine, "max") for _ in range(3)]
         for call in pending:
             call.wait()
         assert mine[0] == 1

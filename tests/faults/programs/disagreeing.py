@@ -47,7 +47,7 @@ def run(plan: Plan, notes: Notes, folder: Path, topology: Topology) -> None:
 
 
 def _calls(plan: Plan, odd: Odd, topology: Topology) -> None:
-    reduce = create(plan.backend, topology, check="always")
+    reduce = create(plan.backend, topology, check=True)
     for step in range(STEPS):
         length = LENGTH + odd("length", step)
         dtype = "float32" if odd("dtype", step) else "float64"

@@ -15,7 +15,7 @@ from tests.backends import ON_CPU, ON_NODES
 from tests.random_calls import DTYPES, LENGTHS, OPS, nodes_for, op_for, reduced
 
 TOGETHER = ("reduce", "broadcast", "collect")  # calls that give numbers
-CHECKS = ("first", "always")
+CHECKS = ("on", "off")
 
 # What may be injected. Those of ENDINGS end a rank, or let it sleep, which ends the job.
 ENDINGS = ("exception", "return", "exit", "killed", "asleep")

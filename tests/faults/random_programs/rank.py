@@ -54,7 +54,7 @@ class Run:
         self.topology.close()
 
     def create(self, call: Call) -> None:
-        self.backends[call.backend] = allreduce.create(call.name, self.topology, check=self.program.check)
+        self.backends[call.backend] = allreduce.create(call.name, self.topology, check=self.program.check == "on")
 
     def allocate(self, call: Call) -> None:
         self.arrays[call.backend, call.array] = self.backends[call.backend].allocate(call.length, call.dtype)

@@ -13,11 +13,6 @@ from mpi4py import MPI
 import allreduce
 from allreduce import errors
 from allreduce.backend import AllReduce
-from allreduce.tracing.trace import Trace
-from allreduce.wrappers.background import Background
-from allreduce.wrappers.half import Halved
-from allreduce.wrappers.options import Half
-from allreduce.wrappers.traced import Traced
 from tests.ranks.together import raised
 from trainers import MirroredTrainer, NumpyNetwork
 
@@ -136,17 +131,15 @@ def test_bad_input(reduce: AllReduce) -> None:
     reduce(array, "adasum")
 
 
-def test_in_trainers(reduce: AllReduce, tmp_path: Path) -> None:
+def test_in_trainers(reduce: AllReduce) -> None:
     """Trainers refuse it when they are created, in any wrapper; PyTorch's optimizers: test_sparse_gradients.py."""
     topology = reduce.topology
     makes = [
         partial(MirroredTrainer, NumpyNetwork([4, 2])),
         partial(MirroredTrainer, NumpyNetwork([4, 2]), update="sharded"),
     ]
-    with Trace(str(tmp_path / "trace.json"), topology) as trace:
-        halved = Halved(topology, inner=reduce, options=Half(), owns_inner=False)
-        traced = Traced(topology, inner=halved, trace=trace)
-        for given in (reduce, Background(topology, inner=reduce), traced):
+    with allreduce.create("adasum", topology, compress="bfloat16") as halved:
+        for given in (reduce, halved):
             for make in makes:
                 assert "does not sum gradients" in raised(errors.OptionError, partial(make, allreduce=given))
     for make in makes:
@@ -161,5 +154,6 @@ def test_its_name(reduce: AllReduce) -> None:
 
 
 def test_traced(reduce: AllReduce, tmp_path: Path) -> None:
-    with Trace(str(tmp_path / "trace.json"), reduce.topology) as trace:
-        test_layers(Traced(reduce.topology, inner=reduce, trace=trace))
+    path = MPI.COMM_WORLD.bcast(str(tmp_path / "trace.json"))
+    with allreduce.create("adasum", reduce.topology, trace=path) as traced:
+        test_layers(traced)

@@ -11,8 +11,8 @@ from mpi4py import MPI
 
 import allreduce
 from allreduce import notices
+from allreduce.algorithms import auto
 from allreduce.arrays.memory_kinds import ALLOCATED, GPU, UNREGISTERED
-from allreduce.backends import auto
 from allreduce.errors import OptionError, UnavailableError
 from allreduce.transport.cost import Machine
 from allreduce.tuning import constants, measuring
@@ -28,7 +28,7 @@ NODES = pytest.mark.parametrize("nodes", [None, 1])
 def by_default(topology: allreduce.Topology, **options: Any) -> Any:
     """Create "auto" with the built-in constants, on two ranks too."""
     reduce = allreduce.create("auto", topology, table="", measure=False, **options)
-    reduce._constants = constants.Known(Machine(), "by default")  # type: ignore[attr-defined]
+    reduce._algorithm._constants = constants.Known(Machine(), "by default")
     return reduce
 
 
@@ -44,22 +44,22 @@ def test_choices(nodes: int | None, topology_of: Callable[..., allreduce.Topolog
             (1 << 24, FLOAT16, ALLOCATED, {main, "halving_doubling", "ring"}),
             (1 << 24, FLOAT32, ALLOCATED, {"shared"} if nodes is None else {main, "halving_doubling", "ring"}),
         ):
-            name, why = reduce._cheapest(nbytes, dtype, memory)
+            name, why = reduce._algorithm._cheapest(nbytes, dtype, memory)
             assert name in names, (nbytes, dtype, why)
-            assert all(each in why for each in names & set(reduce._algorithms))
-        if "nccl" not in reduce._algorithms:
-            assert reduce._cheapest(1 << 24, FLOAT32, GPU)[0] in auto.ON_NODES + auto.ON_ONE_NODE
+            assert all(each in why for each in names & set(reduce._algorithm._algorithms))
+        if "nccl" not in reduce._algorithm._algorithms:
+            assert reduce._algorithm._cheapest(1 << 24, FLOAT32, GPU)[0] in auto.ON_NODES + auto.ON_ONE_NODE
 
 
 @several
 @NODES
 def test_choice_is_what_reduces(nodes: int | None, topology_of: Callable[..., allreduce.Topology]) -> None:
     with allreduce.create("auto", topology_of(nodes), table="") as reduce:
-        found = reduce.choice(1 << 20, "float32")  # type: ignore[attr-defined]
         array = reduce.allocate(1 << 20, "float32")
+        found = reduce.choice(array)
         for _ in range(3):
             reduce(array, "sum")
-            assert found == reduce.choice(array.size, array.dtype)  # type: ignore[attr-defined]
+            assert found == reduce.choice(array)
         assert reduce.chosen(array) == found[0]
         assert "measured here" in found[1]
 
@@ -74,10 +74,10 @@ def test_every_algorithm_reduces_when_it_is_the_cheapest(
 ) -> None:
     with by_default(topology_of(nodes)) as reduce:
         for name in auto.ON_ONE_NODE if nodes is None else auto.ON_NODES:
-            reduce._choices.clear()
+            reduce._algorithm._choices.clear()
             reduce._known.clear()
             with monkeypatch.context() as patch:
-                patch.setattr(reduce._algorithms[name], "cost", lambda *_: 0.0)
+                patch.setattr(reduce._algorithm._algorithms[name], "cost", lambda *_: 0.0)
                 run_grid(reduce, "float64", world, (1, 1000))
                 run_grid(reduce, "float16", world, (1, 1000))
                 assert reduce.chosen(np.ones(10)) == name
@@ -90,10 +90,10 @@ def test_near_costs_are_decided_by_order(flat: allreduce.Topology, monkeypatch: 
     """So noise in the constants does not decide."""
     with by_default(flat) as reduce:
         for name, seconds in (("ring", 1.0), ("native", 1.05), ("shared", 1.09)):
-            monkeypatch.setattr(reduce._algorithms[name], "cost", lambda *_, seconds=seconds: seconds)
-        assert reduce._cheapest(1000, FLOAT32, ALLOCATED)[0] == "shared"
-        monkeypatch.setattr(reduce._algorithms["shared"], "cost", lambda *_: 1.2)
-        assert reduce._cheapest(1000, FLOAT32, ALLOCATED)[0] == "native"
+            monkeypatch.setattr(reduce._algorithm._algorithms[name], "cost", lambda *_, seconds=seconds: seconds)
+        assert reduce._algorithm._cheapest(1000, FLOAT32, ALLOCATED)[0] == "shared"
+        monkeypatch.setattr(reduce._algorithm._algorithms["shared"], "cost", lambda *_: 1.2)
+        assert reduce._algorithm._cheapest(1000, FLOAT32, ALLOCATED)[0] == "native"
 
 
 @several
@@ -127,7 +127,7 @@ def test_constants_are_measured_once(monkeypatch: pytest.MonkeyPatch) -> None:
         for measure, times in ((False, int(SIZE == 2)), (True, 1), (True, 1)):
             with allreduce.create("auto", topology, table="", measure=measure) as reduce:
                 assert len(measured) == times
-                source = reduce._constants.source  # type: ignore[attr-defined]
+                source = reduce._algorithm._constants.source  # type: ignore[attr-defined]
                 assert source == ("measured here" if times else "by default")
     assert all(topology is measured[0] for topology in measured)
 
@@ -172,7 +172,7 @@ def test_falls_back_where_shared_memory_is_too_small(
     with caplog.at_level(logging.WARNING, "allreduce"), allreduce.create("auto", topology_of(nodes)) as reduce:
         for dtype in ("float32", "float16"):
             run_grid(reduce, dtype, world, (1, 1000, 100003))
-        name, _ = reduce.choice(1 << 22)  # type: ignore[attr-defined]
+        name, _ = reduce.choice(reduce.allocate(1 << 22))
     assert name in (("ring", "native") if nodes is None else ("ring", "native", "halving_doubling"))
     said = [record.message for record in caplog.records if "does not use" in record.message]
     assert len(said) == (world.rank == 0)

@@ -12,14 +12,8 @@ from mpi4py import MPI
 
 import allreduce
 from allreduce import errors
-from allreduce.backend import AllReduce
-from allreduce.wrappers.background import Background
-from allreduce.wrappers.half import Halved
-from allreduce.wrappers.options import Half
-from allreduce.wrappers.traced import Traced
-from allreduce.wrappers.wrapper import Wrapper
 from tests.ranks.grid import shapes
-from tests.ranks.together import admitted_call, raised_everywhere, usable
+from tests.ranks.together import raised_everywhere, usable
 
 SIZE = MPI.COMM_WORLD.size
 several = pytest.mark.skipif(SIZE == 1, reason="one rank can't disagree")
@@ -57,10 +51,9 @@ def test_other_operations(op: str, flat: allreduce.Topology) -> None:
         assert (called == getattr(np, op)([np.arange(8) + 11 + rank for rank in range(SIZE)], axis=0)).all()
 
 
-@pytest.mark.parametrize("check", ["first", "always"])
-@pytest.mark.parametrize("name", ["ring", "halving_doubling", "shared", "hierarchical_copy"])
-def test_the_two_phases(name: str, check: str, topology_of: Callable[..., allreduce.Topology]) -> None:
-    with allreduce.create(name, topology_of(None), check=check) as reduce:
+@pytest.mark.parametrize("name", ["ring", "halving_doubling", "shared", "hierarchical_copy", "auto"])
+def test_the_two_phases(name: str, topology_of: Callable[..., allreduce.Topology]) -> None:
+    with allreduce.create(name, topology_of(None)) as reduce:
         for array in (reduce.allocate(10), np.empty(10), np.empty(0)):
             scatter, gather = reduce.bind(array, "mean", "reduce_scatter"), reduce.bind(array, kind="all_gather")
             mine = array[reduce.owned(array.size)]
@@ -87,13 +80,13 @@ def test_kinds_that_are_not_there(flat: allreduce.Topology) -> None:
 def test_a_failed_call_keeps_its_array(flat: allreduce.Topology, op: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """MPI may still write there when the program has dropped the array and the bound call."""
     kept: list[object] = []
-    monkeypatch.setattr("allreduce.engine.engine.free_later", kept.append)
+    monkeypatch.setattr("allreduce.call.executor.free_later", kept.append)
 
     def fail(*_: object) -> None:
         raise ValueError("on purpose")
 
     with allreduce.create("native", flat) as reduce:
-        monkeypatch.setattr(reduce, "_comm", SimpleNamespace(Allreduce=fail))
+        monkeypatch.setattr(reduce._algorithm, "comm", SimpleNamespace(Allreduce=fail))
         array = np.ones(3)
         bound = reduce.bind(array, op)
         with pytest.raises(ValueError, match="on purpose") if SIZE > 1 else nullcontext():
@@ -110,10 +103,10 @@ def _buffers(kept: object) -> list[object]:
     return [kept] if isinstance(kept, np.ndarray | memoryview) else []
 
 
-@pytest.mark.parametrize("options", [{}, {"trace": "trace.json"}, {"check": "always"}])
-@pytest.mark.parametrize("name", ["auto", "native", "reduce_to_one", "adasum"])
+@pytest.mark.parametrize("options", [{}, {"trace": "trace.json"}, {"check": False}])
+@pytest.mark.parametrize("name", ["native", "reduce_to_one", "adasum"])
 def test_backends_without_phases_say_which_have_them(
-    flat: allreduce.Topology, tmp_path: Path, name: str, options: dict[str, str]
+    flat: allreduce.Topology, tmp_path: Path, name: str, options: dict[str, object]
 ) -> None:
     if "trace" in options:
         options = {"trace": flat.world.bcast(str(tmp_path / options["trace"]))}
@@ -121,7 +114,7 @@ def test_backends_without_phases_say_which_have_them(
         array = np.ones(3 + reduce.rank)
         for call in (lambda: reduce.reduce_scatter(array), lambda: reduce.bind(array, "mean", "reduce_scatter")):
             text = raised_everywhere(flat.world, errors.OptionError, call)
-            assert text.startswith(f"{name!r} has no reduce_scatter; use a TwoPhase backend")
+            assert text.startswith(f"{name!r} has no reduce_scatter; use a backend with two phases")
         reduce(np.ones(3), "adasum" if name == "adasum" else "mean")
 
 
@@ -149,23 +142,11 @@ def test_several_are_called_in_any_order(flat: allreduce.Topology) -> None:
 
 
 def test_every_check(flat: allreduce.Topology) -> None:
-    for check in ("first", "always", "never"):
+    for check in (True, False):
         with allreduce.create("ring", flat, check=check) as reduce:
             array = np.full(5, reduce.rank + 1.0)
             reduce.bind(array, "sum")()
             assert (array == SUM).all()
-
-
-def test_a_wrapper_that_reduces_in_its_own_way_does_so_when_bound_too(flat: allreduce.Topology) -> None:
-    class Doubling(Wrapper):
-        def __call__(self, buffer: np.ndarray, op: str = "mean") -> None:
-            super().__call__(buffer, op)
-            buffer *= 2
-
-    with allreduce.create("ring", flat) as inner, Doubling(flat, inner=inner) as reduce:
-        array = np.full(5, reduce.rank + 1.0)
-        reduce.bind(array, "sum")()
-        assert (array == 2 * SUM).all()
 
 
 def test_bad_arguments_are_refused_when_it_is_bound(flat: allreduce.Topology) -> None:
@@ -193,7 +174,7 @@ def test_another_shape_later_changes_nothing(flat: allreduce.Topology) -> None:
 def test_ranks_that_differ(flat: allreduce.Topology) -> None:
     with allreduce.create("ring", flat) as reduce:
         odd = reduce.rank == SIZE - 1
-        text = raised_everywhere(flat.world, errors.DisagreementError, lambda: reduce.bind(np.ones(3 + odd), "sum"))
+        text = raised_everywhere(flat.world, errors.DisagreementError, reduce.bind(np.ones(3 + odd), "sum"))
         assert f"rank {SIZE - 1}: all_reduce: length 4" in text
         one, other, array = np.ones(3), np.ones(4), np.ones(3)
         bound, second = reduce.bind(one, "sum"), reduce.bind(other, "sum")
@@ -231,64 +212,49 @@ def test_threads(flat: allreduce.Topology) -> None:
         thread.join()
         bound()
         assert (array == SIZE**2).all()
-        found: list[BaseException] = []
 
-        def inside(*_: object) -> None:
-            try:
-                bound()
-            except errors.OptionError as error:
-                found.append(error)
 
-        call = admitted_call(reduce)
-        call.work = inside  # type: ignore[assignment]
-        reduce(array, "sum")
+class Inside(allreduce.Algorithm):
+    """Calls a function in the middle of a call."""
+
+    def reduce(self, buffer: np.ndarray, op: object) -> None:
+        during[0]()
+
+
+during: list[Callable[[], object]] = []
+
+
+@several
+def test_a_call_inside_of_a_call(flat: allreduce.Topology) -> None:
+    found: list[BaseException] = []
+
+    def call() -> None:
+        try:
+            reduce(np.ones(3), "sum")
+        except errors.OptionError as error:
+            found.append(error)
+
+    with allreduce.create(Inside, flat) as reduce:
+        during[:] = [call]
+        reduce(np.ones(3), "sum")
         assert "while another thread of this rank is in" in str(found[0])
 
 
-def check_bound_calls(wrapper: Wrapper, times: int) -> Callable[[], None]:
-    """Check the sums of bound calls of all three kinds. Returns the bound all-reduce. Collective."""
-    array = np.empty(10, "float32")
-    bound = wrapper.bind(array, "sum")
-    scatter, gather = wrapper.bind(array, "sum", "reduce_scatter"), wrapper.bind(array, kind="all_gather")
-    for _ in range(times):
-        array[:] = wrapper.rank + 1
-        bound()
-        assert (array == SUM).all()
-        array[:] = wrapper.rank + 1
-        scatter()
-        gather()
-        assert (array == SUM).all()
-    return bound
-
-
-@pytest.mark.parametrize("kind", ["wrapper", "compressed", "traced", "background"])
-def test_wrappers(kind: str, flat: allreduce.Topology, tmp_path: object) -> None:
-    with allreduce.create("ring", flat) as inner:
-        wrapper: AllReduce
-        if kind == "wrapper":
-            wrapper = Wrapper(flat, inner=inner)
-        elif kind == "compressed":
-            wrapper = Halved(flat, inner=inner, options=Half("bfloat16"), owns_inner=False)
-        elif kind == "traced":
-            wrapper = Traced(flat, inner=inner, trace=f"{tmp_path}/trace.json")
-        else:
-            wrapper = Background(flat, inner=inner)
-        with wrapper:
-            bound = check_bound_calls(wrapper, times=3)
-        with pytest.raises(errors.ClosedError):
+@pytest.mark.parametrize("options", [{}, {"compress": "bfloat16"}, {"trace": "trace.json"}, {"exact": True}])
+def test_bound_calls_with_options(options: dict[str, object], flat: allreduce.Topology, tmp_path: Path) -> None:
+    if "trace" in options:
+        options = {"trace": flat.world.bcast(str(tmp_path / "trace.json"))}
+    with allreduce.create("ring", flat, **options) as reduce:
+        array = np.empty(10, "float32")
+        bound = reduce.bind(array, "sum")
+        scatter, gather = reduce.bind(array, "sum", "reduce_scatter"), reduce.bind(array, kind="all_gather")
+        for _ in range(3):
+            array[:] = reduce.rank + 1
             bound()
-
-
-@pytest.mark.parametrize("method", ["__call__", "reduce_scatter", "all_gather"])
-def test_a_wrapper_that_does_one_call_in_another_way(method: str, flat: allreduce.Topology) -> None:
-    """bind calls the method that the wrapper overrides, and no other method."""
-    called = []
-
-    def override(self: Wrapper, *arguments: object) -> object:
-        called.append(method)
-        return getattr(Wrapper, method)(self, *arguments)
-
-    kind = type("Other", (Wrapper,), {method: override})
-    with allreduce.create("ring", flat) as inner, kind(flat, inner=inner) as wrapper:
-        check_bound_calls(wrapper, times=1)
-        assert called == [method]
+            assert (array == SUM).all()
+            array[:] = reduce.rank + 1
+            scatter()
+            gather()
+            assert (array == SUM).all()
+    with pytest.raises(errors.ClosedError):
+        bound()

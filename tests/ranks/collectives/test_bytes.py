@@ -19,7 +19,7 @@ several = pytest.mark.skipif(SIZE == 1, reason="one rank sends nothing")
 
 def sent(reduce: Any, dtype: str) -> Counter[int]:
     """Return the bytes that one call sends to every rank, in the backend itself, or across nodes."""
-    transfer = getattr(reduce, "_cross", reduce)._transfer
+    transfer = getattr(reduce._algorithm, "_cross", reduce._algorithm)._transfer
     transfer._comm = counting = Counting(transfer._comm)
     reduce(np.ones(LENGTH, numpy_dtype(dtype)), "sum")
     transfer._comm = counting._comm
@@ -45,7 +45,7 @@ def test_sums_on_a_ring_of_large_nodes_travel_wide_and_are_rounded_once(
 ) -> None:
     """With nodes of four and more ranks, the original values would be more bytes than sums."""
     with allreduce.create("ring", topology_of(None)) as reduce:
-        reduce._sends_originals = False
+        reduce._algorithm._sends_originals = False
         wide, half = sent(reduce, "float32"), sent(reduce, "bfloat16")
         assert 4 * half.total() == pytest.approx(3 * wide.total(), abs=32 * SIZE)
         array = np.full(7, 1 + 2**-7 if reduce.rank else 2**-9, numpy_dtype("bfloat16"))

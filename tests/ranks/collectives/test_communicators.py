@@ -1,5 +1,5 @@
-"""The numbers of communicators that "auto" creates, all of them when it is created: MPICH has some 2,000 in all. The
-numbers of control messages of a topology and of small values."""
+"""The numbers of communicators that "auto" creates, all of them in its constructor. MPICH has some 2,000 in
+all. The numbers of control messages of a topology and of small values."""
 
 import numpy as np
 import pytest
@@ -10,12 +10,12 @@ from allreduce.topology import Topology
 from allreduce.transport import control
 
 SIZE = MPI.COMM_WORLD.size
-# After the topology, `create`, `allocate` and a call, and a call of a small array (native). One on which no failure is
-# seen is made besides where ranks may be lost.
+# After the topology, and at most after `create`, and not more later. One on which no failure is seen is made besides
+# where ranks may be lost.
 COUNTS = {
-    "flat": (2, 7, 7, 7),  # world twice (control messages, data); of "auto" two; shared, native, ring
-    "twos": (4, 16, 16, 16),  # hierarchical_copy, its topologies of two each out of two, shared and ring; three more
-    "ones": (2, 14, 14, 14),  # a node of one rank and a topology of such nodes have none for `node` and `cross`
+    "flat": (2, 4),  # world twice (control messages, data); of "auto" the same two
+    "twos": (4, 9),  # node and cross; of "auto" world twice, node and cross, and one of the leaders
+    "ones": (2, 6),  # a node of one rank has no communicator
 }
 NODES = {"flat": None, "twos": 2, "ones": 1}
 
@@ -55,8 +55,8 @@ def test_communicators_of_auto(shape: str, made: list[int]) -> None:
             reduce(few, "sum")
             assert few.tolist() == [SIZE] * 3
             found.append(made[0])
-    if not (topology.leaders_only and topology.node_rank):  # which has no topology across
-        assert tuple(found) == COUNTS[shape]
+    assert found[0] == COUNTS[shape][0]
+    assert found[1] == found[2] == found[3] <= COUNTS[shape][1]
     assert made[0] == 0
 
 

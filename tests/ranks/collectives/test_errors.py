@@ -1,5 +1,6 @@
 """Invalid use raises the same named error on every rank: no hang, no wrong sums, no unnamed internal error."""
 
+import functools
 import warnings
 from collections.abc import Callable, Generator
 from typing import Any
@@ -9,14 +10,14 @@ import pytest
 from mpi4py import MPI
 
 import allreduce
-from allreduce import errors
-from allreduce.backend import AllReduce, TwoPhase
-from allreduce.backends.central import Central
-from allreduce.backends.ring import Ring
-from allreduce.backends.shared import Shared
+from allreduce import Algorithm, Context, errors
+from allreduce.algorithms.ring import Ring
+from allreduce.algorithms.shared import Shared
+from allreduce.backend import AllReduce
 from allreduce.transport.control import on_all_ranks
 from tests.backends import ON_CPU
-from tests.ranks.together import admitted_call, raised_everywhere, usable
+from tests.ranks.together import raised_everywhere, usable
+from trainers.strategies.central import Central
 
 SIZE = MPI.COMM_WORLD.size
 several = pytest.mark.skipif(SIZE == 1, reason="one rank can't disagree")
@@ -49,8 +50,8 @@ def test_lengths_differ(reduce: AllReduce, world: MPI.Intracomm, where: str) -> 
 
 
 @several
-def test_always_finds_one_rank_that_leaves_a_known_signature(reduce: AllReduce, world: MPI.Intracomm) -> None:
-    strict = allreduce.create(reduce.name, reduce.topology, check="always")
+def test_one_rank_leaves_a_known_signature(reduce: AllReduce, world: MPI.Intracomm) -> None:
+    strict = allreduce.create(reduce.name, reduce.topology, check=True)
     for _ in range(2):
         strict(np.ones(32), "sum")
     array = np.ones(33 if world.rank == SIZE - 1 else 32)
@@ -222,16 +223,17 @@ def test_closed(reduce: AllReduce, world: MPI.Intracomm) -> None:
 
 
 @several
-def test_never_checks(reduce: AllReduce, world: MPI.Intracomm) -> None:
-    """check="never" sends no message of its own, and still refuses this rank's bad arguments."""
-    loose = allreduce.create(reduce.name, reduce.topology, check="never")
-    if world.rank == 0:  # alone: nobody else takes part
-        with pytest.raises(errors.NotContiguousError):
-            loose(np.zeros(8)[::2], "sum")
-    array = np.full(8, 2.0)
-    loose(array, "sum")
-    assert np.all(array == 2 * SIZE)
-    loose.close()
+def test_without_a_check(topology_of: Callable[..., allreduce.Topology], world: MPI.Intracomm) -> None:
+    """check=False sends no message of its own between nodes, and still refuses this rank's bad arguments."""
+    with allreduce.create("ring", topology_of(1), check=False) as loose:
+        if world.rank == 0:  # alone: nobody else takes part
+            with pytest.raises(errors.NotContiguousError):
+                loose(np.zeros(8)[::2], "sum")
+        array = np.full(8, 2.0)
+        loose(array, "sum")
+        assert np.all(array == 2 * SIZE)
+    with allreduce.create("ring", topology_of(None), check=False) as loose:  # one node compares calls in any case
+        raised_everywhere(world, errors.DisagreementError, lambda: loose(np.zeros(8 + world.rank), "sum"))
 
 
 # create
@@ -255,7 +257,7 @@ def test_unknown_name(flat: allreduce.Topology, world: MPI.Intracomm, name: Any,
     ("name", "options", "words"),
     [
         ("ring", {"root": 0}, "backend 'ring' has no option 'root'"),
-        ("ring", {"check": "sometimes"}, "first, always, never"),
+        ("ring", {"check": "sometimes"}, "use True or False"),
         ("reduce_to_one", {"root": 99}, "got 99"),
         ("reduce_to_one", {"root": -1}, "got -1"),
         ("reduce_to_one", {"root": "zero"}, "got 'zero'"),
@@ -379,18 +381,18 @@ def test_options_in_another_order(flat: allreduce.Topology) -> None:
 
 
 def test_a_config_makes_it_again(flat: allreduce.Topology) -> None:
-    with allreduce.create("reduce_to_one", flat, root=flat.size - 1, check="always") as reduce:
+    with allreduce.create("reduce_to_one", flat, root=flat.size - 1, check=True) as reduce:
         config = reduce.config
     assert config is not None
     with allreduce.create(config.name, flat, **config.options) as again:
-        assert (again.root, again.check) == (flat.size - 1, "always")  # type: ignore[attr-defined]
+        assert again.config == config
 
 
 def _central(topology: allreduce.Topology) -> AllReduce:
-    return Central(topology, root=SIZE - 1)
+    return allreduce.create(Central, topology, root=SIZE - 1)
 
 
-MADE: dict[str, tuple[type[AllReduce], Callable[[allreduce.Topology], AllReduce]]] = {
+MADE: dict[str, tuple[type[Algorithm], Callable[[allreduce.Topology], AllReduce]]] = {
     "ring": (Ring, lambda topology: allreduce.create("ring", topology)),
     "node": (Shared, lambda topology: allreduce.create("hierarchical_copy", topology)),
     "cross": (Ring, lambda topology: allreduce.create("hierarchical_copy", topology)),
@@ -409,15 +411,16 @@ def test_one_rank_fails_while_a_backend_is_made(
     if case == "cross" and failing:
         pytest.skip("the lowest rank of each node crosses")
     with allreduce.Topology(ranks_per_node=2, timeout=20) as topology:
-        before, connect = len(topology._owned), kind._connect
+        before, make_it = len(topology._owned), kind.__init__
 
-        def connect_all_but_one(self: AllReduce, topology: allreduce.Topology) -> None:
-            connect(self, topology)
-            if world.rank == failing and (case != "cross" or topology.is_part):
+        @functools.wraps(make_it)
+        def make_all_but_one(self: Algorithm, context: Context, **options: Any) -> None:
+            make_it(self, context, **options)  # type: ignore[misc]
+            if world.rank == failing and (case != "cross" or context.size < SIZE):
                 raise MemoryError("this rank alone")
 
         with monkeypatch.context() as patched:
-            patched.setattr(kind, "_connect", connect_all_but_one)
+            patched.setattr(kind, "__init__", make_all_but_one)
             assert "this rank alone" in raised_everywhere(world, MemoryError, lambda: make(topology))
         assert len(topology._owned) == before
         assert all(child.closed for child in topology._children)
@@ -430,10 +433,10 @@ def test_one_rank_fails_while_a_backend_is_made(
 def test_an_error_before_a_backend_has_anything(
     flat: allreduce.Topology, world: MPI.Intracomm, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def refuse(self: AllReduce, topology: allreduce.Topology) -> None:
+    def refuse(topology: allreduce.Topology, *_: object) -> None:
         raise on_all_ranks(errors.UnavailableError("nothing here"), topology.world)
 
-    monkeypatch.setattr(AllReduce, "_connect", refuse)
+    monkeypatch.setattr("allreduce.backend.Executor", refuse)
     assert raised_everywhere(world, errors.UnavailableError, lambda: allreduce.create("ring", flat)) == "nothing here"
 
 
@@ -483,13 +486,13 @@ def test_a_call_that_failed_half_way_is_the_last(
     works."""
     with allreduce.Topology() as topology:
         reduce = allreduce.create("ring", topology)
-        reduce(np.ones(10), "sum")
+        reduce(np.ones(11), "sum")
 
         def fail(*_: Any) -> None:
             raise raised
 
-        call = admitted_call(reduce)
-        monkeypatch.setattr(call, "work", fail)
+        monkeypatch.setattr(reduce._algorithm, "work", lambda *_: allreduce.Work(fail))
+        monkeypatch.setattr("allreduce.backend._do_nothing", fail)  # of one rank
         with pytest.raises(seen):
             reduce(np.ones(10), "sum")
         with pytest.raises(errors.BrokenError, match="failed part-way"):
@@ -553,7 +556,7 @@ def _reduce_all(reduce: AllReduce, arrays: list[np.ndarray], value: float, ops: 
         for array in arrays:
             reduce(filled(array), op)
         reduce([filled(array) for array in arrays], op)
-        if isinstance(reduce, TwoPhase):
+        if reduce.two_phase:
             reduce.reduce_scatter(filled(arrays[1]), op)
     if reduce.name != "adasum":
         reduce.sparse(np.array([1, 1, 0]), filled(arrays[2]), 5, "sum")

@@ -3,7 +3,6 @@
 import itertools
 import json
 import math
-import threading
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -17,10 +16,6 @@ import allreduce
 from allreduce import Part, errors
 from allreduce.arrays.fixed_point import BLOCK
 from allreduce.errors import UnavailableError
-from allreduce.tracing.trace import Trace
-from allreduce.wrappers.background import Background
-from allreduce.wrappers.exact import Exact
-from allreduce.wrappers.traced import Traced
 from tests.ranks.grid import numpy_dtype, run_grid, shapes
 from tests.ranks.together import raised_everywhere
 
@@ -71,7 +66,7 @@ def everywhere_equal(array: np.ndarray, what: str) -> bytes:
 def test_grid(name: str, shape: str, made: Callable[..., Any]) -> None:
     """The results are right, for arrays and slices of every kind, and every operation but products."""
     with made(name, shape) as reduce:
-        assert isinstance(reduce, Exact)
+        assert reduce.sums_terms
         for dtype in FLOATS if SIZE == 2 and shape == "flat" else ("float32",) if SIZE % 2 else ("bfloat16", "float64"):
             run_grid(reduce, dtype, WORLD, (1, SIZE + 1, 100_003) if SIZE == 2 else (1000,))
         run_grid(reduce, "int32", WORLD, (1000,))
@@ -331,7 +326,7 @@ def test_bad_input(flat: allreduce.Topology) -> None:
         sums(ones, out, "mean", 2 * SIZE)
         assert out.tolist() == [1, 1, 1, 1]
         again = allreduce.create(reduce.config.name, flat, **reduce.config.options)
-        assert isinstance(again, Exact)
+        assert again.sums_terms
         again.close()
     raised_everywhere(WORLD, errors.ClosedError, lambda: again(np.ones(3)))
 
@@ -364,36 +359,29 @@ def test_values_that_must_not_be_rounded_are_summed_exactly(made: Callable[..., 
             own = terms[RANK].copy()
             reduce(own, "sum")
             other = terms[RANK].copy()
-            reduce.exact(other, "sum")
+            reduce(other, "sum", lossless=True)
             assert everywhere_equal(other, name) == own.tobytes()
             assert np.abs(other - sums).max() < 1e-15
 
 
-@pytest.mark.skipif(MPI.Query_thread() != MPI.THREAD_MULTIPLE, reason="this MPI has no MPI_THREAD_MULTIPLE")
-def test_terms_through_a_wrapper(made: Callable[..., Any], tmp_path: Path) -> None:
-    """A Background sums terms in its thread, and a Traced records the call."""
-    terms, threads = values(RANK, "float32", 1000)[None], []
+def test_traced_terms(made: Callable[..., Any], tmp_path: Path) -> None:
+    """A trace changes no bit, and records the calls."""
+    terms, path = values(RANK, "float32", 1000)[None], f"{WORLD.bcast(str(tmp_path))}/trace.json"
+    pairs, products = pairs_of(2), np.zeros((2, 90 * 70 + 70 + 15), "float32")
+    plain, found = np.zeros(1000, "float32"), np.zeros(1000, "float32")
     with made("ring") as reduce:
-        plain = np.zeros(1000, "float32")
         reduce.sum_terms(terms, plain, "mean", count=SIZE)
-        summing = reduce.sum_terms
-        reduce.sum_terms = lambda *given: threads.append(threading.current_thread()) or summing(*given)
-        pairs, products = pairs_of(2), np.zeros((2, 90 * 70 + 70 + 15), "float32")
         reduce.sum_products(pairs, products[0], "sum", 2 * SIZE)
-        trace = Trace(f"{WORLD.bcast(str(tmp_path))}/trace.json", reduce.topology)
-        with (
-            Background(reduce.topology, inner=reduce) as background,
-            Traced(reduce.topology, inner=background, trace=trace) as traced,
-        ):
-            found = np.zeros(1000, "float32")
+        topology = reduce.topology
+        with allreduce.create("ring", topology, exact=True, trace=path) as traced:
             traced.sum_terms(terms, found, "mean", SIZE)
-            assert found.tobytes() == plain.tobytes()
             traced.sum_products(pairs=pairs, out=products[1], count=2 * SIZE)
-            assert products[0].tobytes() == products[1].tobytes()
-            assert not hasattr(allreduce.create("ring", reduce.topology), "sum_terms")
-        trace.close()
-        if RANK == 0:
-            events = json.loads(Path(trace.path).read_text())["traceEvents"]
-            for name in ("sum_terms", "sum_products"):
-                assert any(event["name"].startswith(name) for event in events)
-    assert threads != [threading.current_thread()]
+        assert found.tobytes() == plain.tobytes()
+        assert products[0].tobytes() == products[1].tobytes()
+        with allreduce.create("ring", topology) as other:
+            text = raised_everywhere(WORLD, errors.OptionError, lambda: other.sum_terms(terms, found, "sum", SIZE))
+            assert "exact=True" in text
+    if RANK == 0:
+        events = json.loads(Path(path).read_text())["traceEvents"]
+        for name in ("sum_terms", "sum_products"):
+            assert any(event["name"].startswith(name) for event in events)

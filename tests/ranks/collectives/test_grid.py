@@ -11,21 +11,22 @@ import pytest
 from mpi4py import MPI
 
 import allreduce
-from allreduce.backend import AllReduce, TwoPhase
+from allreduce.backend import AllReduce
 from allreduce.errors import UnavailableError
 from allreduce.transport import point_to_point
 from tests.ranks.grid import DTYPES, QUICK, compare, expected, lengths, numpy_dtype, run_grid, shapes, values
+from tests.ranks.variants import Staged
 
 SIZE = MPI.COMM_WORLD.size
 SHAPES = shapes(SIZE)
-VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
+VARIANTS: dict[str, tuple[Any, dict[str, Any]]] = {
     **{name: (name, {}) for name in allreduce.NAMES},
     "hierarchical_copy+ring+halving_doubling": ("hierarchical_copy", {"node": "ring", "cross": "halving_doubling"}),
     "hierarchical_copy+halving_doubling+reduce_to_one": (
         "hierarchical_copy",
         {"node": "halving_doubling", "cross": "reduce_to_one"},
     ),
-    "shared+staged": ("shared", {"staged": True}),
+    "shared+staged": (Staged, {}),
     "reduce_to_one+root": ("reduce_to_one", {"root": SIZE - 1}),
 }
 PLACES = [(variant, shape) for variant in VARIANTS for shape in SHAPES]
@@ -57,7 +58,7 @@ def cases() -> list[tuple[tuple[str, str], str]]:
     for (one, variant), (other, shape) in itertools.product(enumerate(VARIANTS), enumerate(SHAPES)):
         dtypes = dtypes_at(variant)
         if SIZE > 2 and shape != "flat":
-            if VARIANTS[variant][0] == "shared":
+            if variant in ("shared", "shared+staged"):
                 continue
             dtypes = (dtypes[(one + other) % len(dtypes)],)
         found += [((variant, shape), dtype) for dtype in dtypes]
@@ -76,7 +77,7 @@ def reduce(request: pytest.FixtureRequest, topology_of: Callable[..., allreduce.
     variant, shape = request.param
     name, options = VARIANTS[variant]
     # Comparing what ranks bring is a third of the time of many ranks, so these do it on one node alone.
-    check = "first" if SIZE <= 2 or shape == "flat" else "never"
+    check = SIZE <= 2 or shape == "flat"
     try:
         made = allreduce.create(name, topology_of(SHAPES[shape]), check=check, **options)
     except UnavailableError as error:
@@ -104,7 +105,7 @@ def test_many_segments(reduce: AllReduce, dtype: str, world: MPI.Intracomm, monk
 @every_case
 def test_phases(reduce: AllReduce, dtype: str, world: MPI.Intracomm) -> None:
     """reduce_scatter finishes this rank's slice; all_gather sends the owners' slices to all ranks."""
-    if not isinstance(reduce, TwoPhase):
+    if not reduce.two_phase:
         pytest.skip(f"{reduce.name} has no phases")
     failures, digests, parsed = [], {}, numpy_dtype(dtype)
     for length in lengths(SIZE):
@@ -178,9 +179,9 @@ def test_average_is_another_name_of_mean(reduce: AllReduce, world: MPI.Intracomm
 
 @every_place
 def test_owned_slices_cover_a_node_exactly(reduce: AllReduce, world: MPI.Intracomm) -> None:
-    if not isinstance(reduce, TwoPhase):
+    if not reduce.two_phase:
         pytest.skip(f"{reduce.name} has no phases")
-    comm = reduce.topology.node if reduce.name == "hierarchical_copy" else world
+    comm = reduce.topology.node if reduce.name in ("auto", "hierarchical_copy") else world
     for length in lengths(SIZE):
         spans = sorted(comm.allgather((reduce.owned(length).start, reduce.owned(length).stop)))
         assert spans[0][0] == 0

@@ -9,10 +9,9 @@ import pytest
 from mpi4py import MPI
 
 import allreduce
-from allreduce.backends import shared
-from allreduce.errors import OptionError
+from allreduce.algorithms import shared
 from tests.ranks.grid import compare, run_grid
-from tests.ranks.together import raised_everywhere
+from tests.ranks.variants import Staged, in_numa_nodes
 
 SIZE = MPI.COMM_WORLD.size
 pytestmark = pytest.mark.skipif(SIZE < 3, reason="two levels need three ranks")
@@ -28,13 +27,13 @@ def always(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("numa", SIZES)
 @pytest.mark.parametrize("dtype", ["float32", "float64", "int64", "bfloat16"])
 def test_grid(numa: int, dtype: str, flat: allreduce.Topology, world: MPI.Intracomm) -> None:
-    with allreduce.create("shared", flat, numa=numa) as reduce:
+    with allreduce.create(in_numa_nodes(numa), flat) as reduce:
         run_grid(reduce, dtype, world)
 
 
 @pytest.mark.usefixtures("always")
 def test_grid_of_staged_arrays(flat: allreduce.Topology, world: MPI.Intracomm) -> None:
-    with allreduce.create("shared", flat, numa=2, staged=True) as reduce:
+    with allreduce.create(in_numa_nodes(2, Staged), flat) as reduce:
         run_grid(reduce, "float32", world)
 
 
@@ -42,7 +41,7 @@ def test_grid_of_staged_arrays(flat: allreduce.Topology, world: MPI.Intracomm) -
 @pytest.mark.parametrize("numa", SIZES)
 def test_reduce_scatter(numa: int, flat: allreduce.Topology, world: MPI.Intracomm) -> None:
     """A mean is scaled once. Then all_gather gives the bits of an all-reduce."""
-    with allreduce.create("shared", flat, numa=numa) as reduce:
+    with allreduce.create(in_numa_nodes(numa), flat) as reduce:
         array, again = (reduce.allocate(100_003, "float64") for _ in range(2))
         rows = np.random.default_rng(1).standard_normal((SIZE, array.size))
         array[:] = again[:] = rows[reduce.rank]
@@ -65,11 +64,8 @@ def test_groups_of_the_system(flat: allreduce.Topology, monkeypatch: pytest.Monk
     for node_of, groups in nodes.values():
         monkeypatch.setattr(shared, "numa_node", lambda node_of=node_of: node_of(flat.rank))
         with allreduce.create("shared", flat) as reduce:
-            assert reduce._groups == groups  # type: ignore[attr-defined]
+            assert reduce._algorithm._groups == groups  # type: ignore[attr-defined]
             run_grid(reduce, "float32", world, (10, shared.LEVELS_BYTES // 4 + 7))
-    monkeypatch.setattr(shared, "numa_node", lambda: flat.rank % 2)
-    with allreduce.create("shared", flat, numa=0) as reduce:
-        assert not reduce._groups  # type: ignore[attr-defined]
 
 
 def test_one_writer_a_page(flat: allreduce.Topology, monkeypatch: pytest.MonkeyPatch, world: MPI.Intracomm) -> None:
@@ -82,7 +78,7 @@ def test_one_writer_a_page(flat: allreduce.Topology, monkeypatch: pytest.MonkeyP
         return spans[parts]
 
     monkeypatch.setattr(shared, "_pages", noted)
-    with allreduce.create("shared", flat, numa=2) as reduce:
+    with allreduce.create(in_numa_nodes(2), flat) as reduce:
         reduce(reduce.allocate(shared.LEVELS_BYTES // 4 + 5, "float32"), "sum")
     among_all = world.allgather((spans[SIZE].start, spans[SIZE].stop))
     assert all(before[1] == after[0] for before, after in pairwise(among_all))
@@ -90,9 +86,3 @@ def test_one_writer_a_page(flat: allreduce.Topology, monkeypatch: pytest.MonkeyP
     in_groups = world.allgather(spans.get(2))
     assert in_groups[0].start == 0
     assert in_groups[0].stop == in_groups[1].start, "the first two ranks divide the array"
-
-
-@pytest.mark.parametrize("numa", [-1, 2.0, True, "two"])
-def test_bad_numbers(numa: Any, flat: allreduce.Topology, world: MPI.Intracomm) -> None:
-    text = raised_everywhere(world, OptionError, lambda: allreduce.create("shared", flat, numa=numa))
-    assert f"numa must be a number of ranks, 0 or None, got {numa!r}" in text

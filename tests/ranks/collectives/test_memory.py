@@ -13,13 +13,14 @@ import pytest
 from mpi4py import MPI
 
 import allreduce
+from allreduce.algorithms.shared import Shared
 from allreduce.arrays.memory_kinds import ALLOCATED
 from allreduce.backend import AllReduce
-from allreduce.backends.shared import Shared
 from allreduce.errors import UnavailableError
 from allreduce.transport.shared_segment import STAGING_BYTES, CommonSegment
 from tests.ranks.grid import expected, numpy_dtype, shapes, values
 from tests.ranks.together import usable
+from tests.ranks.variants import Staged
 from trainers import CentralStorageTrainer, MirroredTrainer, NumpyNetwork
 
 SIZE = MPI.COMM_WORLD.size
@@ -152,7 +153,8 @@ def test_slices_are_reduced_without_staging(
     if name == "shared" and topology.nodes > 1:
         pytest.skip("several nodes")
     reduce = allreduce.create(name, topology)
-    shared = reduce if isinstance(reduce, Shared) else reduce._node  # type: ignore[attr-defined]
+    algorithm = reduce._algorithm
+    shared = algorithm if isinstance(algorithm, Shared) else algorithm._node  # type: ignore[attr-defined]
     array = reduce.allocate(1000, "float32")
     for span in (slice(0, 1000), slice(3, 500), slice(999, 1000), slice(10, 10)):
         part = array[span]
@@ -212,13 +214,13 @@ def test_memory_that_one_rank_can_not_have_is_refused_on_all(
 
 def test_the_staging_buffer_is_used_again(flat: allreduce.Topology) -> None:
     """A second call of any size creates no other buffer, also if the number of ranks is not a power of two."""
-    with allreduce.create("shared", flat, staged=True) as reduce:
+    with allreduce.create(Staged, flat) as reduce:
         for length in (5_000_000, STAGING_BYTES // 4 // reduce.size):
             array = np.ones(length, "float32")
             reduce(array, "sum")
-            before = reduce._staging  # type: ignore[attr-defined]
+            before = reduce._algorithm._staging  # type: ignore[attr-defined]
             reduce(array, "sum")
-            assert reduce._staging is before  # type: ignore[attr-defined]
+            assert reduce._algorithm._staging is before  # type: ignore[attr-defined]
             assert (array == reduce.size**2).all()
 
 
@@ -226,7 +228,7 @@ def test_the_staging_buffer_is_used_again(flat: allreduce.Topology) -> None:
 def test_the_staging_buffer_grows_as_far_as_there_is_memory(
     flat: allreduce.Topology, world: MPI.Intracomm, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with allreduce.create("shared", flat, staged=True) as reduce:
+    with allreduce.create(Staged, flat) as reduce:
         sizes = []
         for length in (1000, 200_000, 1000, 12_000_000, 1000):
             if length == 12_000_000 and world.rank == SIZE - 1:
@@ -234,7 +236,7 @@ def test_the_staging_buffer_grows_as_far_as_there_is_memory(
             array = np.full(length, world.rank, "float32")
             reduce(array, "max")
             assert (array == SIZE - 1).all()
-            sizes.append(reduce._staging.size)  # type: ignore[attr-defined]
+            sizes.append(reduce._algorithm._staging.size)  # type: ignore[attr-defined]
         monkeypatch.undo()
     assert sizes[0] < sizes[1] == sizes[2] == sizes[3] == sizes[4] < STAGING_BYTES
 

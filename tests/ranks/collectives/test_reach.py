@@ -14,8 +14,8 @@ from mpi4py import MPI
 
 import allreduce
 from allreduce import notices
+from allreduce.algorithms import shared
 from allreduce.arrays import casts, float16
-from allreduce.backends import shared
 from allreduce.errors import CommunicationError
 from allreduce.transport import cma, huge_pages
 from allreduce.transport.cma import CMA
@@ -160,7 +160,7 @@ def test_memory_that_nobody_reaches(
         pytest.skip("this system forbids it")
     monkeypatch.setattr(notices, "_said", set())
     with allreduce.create("shared", flat) as reduce:
-        staging = reduce._staging  # type: ignore[attr-defined]
+        staging = reduce._algorithm._staging  # type: ignore[attr-defined]
         array = values(np.dtype("float32"), 1000, world.rank, 0).copy()
         reduce(array, "sum")
         assert not staging.any()

@@ -9,12 +9,11 @@ from mpi4py import MPI
 
 import allreduce
 from allreduce import machine, notices
-from allreduce.backends.ring import Ring
-from allreduce.engine.call import SEQUENCE_MASK
-from allreduce.engine.consistency import FingerprintTable
+from allreduce.algorithms.ring import Ring
+from allreduce.call.rendezvous import Tables
 from allreduce.errors import DisagreementError, OptionError, UnknownBackendError
-from allreduce.layout import NodeLayout
 from allreduce.transport.control import on_all_ranks
+from allreduce.transport.layout import NodeLayout
 from tests.backends import ON_CPU
 from tests.ranks.grid import shapes
 
@@ -214,23 +213,22 @@ def test_other_versions_are_told(monkeypatch: pytest.MonkeyPatch, caplog: pytest
 
 
 @pytest.mark.skipif(SIZE < 2, reason="one rank has no table")
-def test_the_next_user_of_a_refused_ones_part_goes_on_counting(flat: allreduce.Topology) -> None:
+def test_the_next_user_of_a_refused_ones_slot_goes_on_counting(flat: allreduce.Topology) -> None:
     """Otherwise the fingerprints that the refused backend has left in the table would count as new ones."""
-    part = min(flat.service(FingerprintTable).free)
 
     class Refusing(Ring):
-        def _connect(self, topology: allreduce.Topology) -> None:
-            super()._connect(topology)
-            for length in (5, 5, 5):
-                self(np.ones(length), "sum")
-            met.append(self._engine._sequence)
-            raise on_all_ranks(OptionError("refused after all"), topology.world)
+        def __init__(self, context: allreduce.Context) -> None:
+            super().__init__(context)
+            for _ in range(3):
+                context.executor.meet()
+            raise on_all_ranks(OptionError("refused after all"), context.topology.world)
 
-    met: list[int] = []
+    slot = flat.service(Tables).take()
+    assert slot is not None
+    slot.table.release(slot.number, slot.sequence)
     with pytest.raises(OptionError):
-        Refusing(flat)
-    assert flat.service(FingerprintTable).free[part] & SEQUENCE_MASK == met[0] & SEQUENCE_MASK
-    assert met[0] > 2
+        allreduce.create(Refusing, flat)
+    assert slot.table.free[slot.number] == slot.sequence + 3
     with allreduce.create("ring", flat) as reduce:
         array = np.ones(5)
         reduce(array, "sum")

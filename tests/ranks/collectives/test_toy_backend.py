@@ -1,6 +1,5 @@
-"""A new backend is one file and one line in the registry: this file and the monkeypatched line below."""
+"""A new algorithm is one class, and one call of `register`."""
 
-import sys
 from collections.abc import Callable
 
 import numpy as np
@@ -8,25 +7,24 @@ import pytest
 from mpi4py import MPI
 
 import allreduce
-from allreduce import registry
+from allreduce import Algorithm, Context, registry
 from allreduce.arrays import dtypes
 from allreduce.arrays.ops import Op
-from allreduce.backend import AllReduce
 from allreduce.errors import OptionError
 from allreduce.topology import Topology
 from tests.ranks.grid import run_grid, shapes
 
 
-class Toy(AllReduce):
+class Toy(Algorithm):
     """Every rank gets all arrays, and adds them in rank order. backwards: add in the opposite order."""
 
-    def __init__(self, topology: Topology, *, backwards: bool = False, check: str = "first") -> None:
-        super().__init__(topology, check=check)
+    def __init__(self, context: Context, *, backwards: bool = False) -> None:
+        super().__init__(context)
         self._order = list(range(self.size))[:: -1 if backwards else 1]
 
-    def _reduce(self, buffer: np.ndarray, op: Op) -> None:
+    def reduce(self, buffer: np.ndarray, op: Op) -> None:
         everything = self.workspace.array("all", buffer.size * self.size, buffer.dtype)
-        self._comm.Allgather(dtypes.wire(buffer), dtypes.wire(everything))
+        self.comm.Allgather(dtypes.wire(buffer), dtypes.wire(everything))
         total = self.workspace.array("total", buffer.size, dtypes.TYPES[buffer.dtype].accumulator)
         sides = everything.reshape(self.size, buffer.size)
         np.copyto(total, sides[self._order[0]])
@@ -38,8 +36,18 @@ class Toy(AllReduce):
 
 @pytest.fixture(autouse=True)
 def registered(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "toy_backend", sys.modules[__name__])
-    monkeypatch.setitem(registry.BACKENDS, "toy", "toy_backend:Toy")
+    monkeypatch.setattr(registry, "BACKENDS", dict(registry.BACKENDS))
+    allreduce.register("toy", Toy)
+
+
+def test_what_can_not_be_registered() -> None:
+    class Old:
+        def _reduce(self, buffer: np.ndarray, op: Op) -> None: ...
+
+    with pytest.raises(OptionError, match="def reduce"):
+        allreduce.register("old", Old)  # type: ignore[arg-type]
+    with pytest.raises(OptionError, match="there is an algorithm of this name"):
+        allreduce.register("ring", Toy)
 
 
 @pytest.mark.parametrize("shape", shapes(MPI.COMM_WORLD.size))
@@ -52,11 +60,11 @@ def test_grid(dtype: str, shape: str, topology_of: Callable[..., Topology], worl
 
 def test_options_and_names(flat: Topology) -> None:
     assert "toy" in allreduce.available(flat)
-    with allreduce.create("toy", flat, backwards=True, check="always") as reduce:
+    with allreduce.create("toy", flat, backwards=True, check=True) as reduce:
         array = np.full(4, reduce.rank)
         reduce(array, "max")
         assert set(array.tolist()) == {reduce.size - 1}
-    with pytest.raises(OptionError, match="Its options are: backwards, check"):
+    with pytest.raises(OptionError, match="Its options are: backwards, compress"):
         allreduce.create("toy", flat, forwards=True)
 
 
@@ -74,7 +82,7 @@ def test_as_a_part(part: str, topology_of: Callable[..., Topology], world: MPI.I
 
 def test_a_wrong_backend_is_found(flat: Topology, world: MPI.Intracomm, monkeypatch: pytest.MonkeyPatch) -> None:
     """The grid can fail: on wrong sums, on different bits on one rank, on memory written beside a slice."""
-    right = Toy._reduce
+    right = Toy.reduce
 
     def different_bits(self: Toy, buffer: np.ndarray, op: Op) -> None:
         right(self, buffer, op)
@@ -96,7 +104,7 @@ def test_a_wrong_backend_is_found(flat: Topology, world: MPI.Intracomm, monkeypa
     if world.size > 3:  # there the grid has no slices
         wrongs = wrongs[:2]
     for wrong, words in wrongs:
-        monkeypatch.setattr(Toy, "_reduce", wrong)
+        monkeypatch.setattr(Toy, "reduce", wrong)
         if world.size == 1:
             continue
         with allreduce.create("toy", flat) as reduce, pytest.raises(AssertionError, match=words):

@@ -12,11 +12,10 @@ from mpi4py import MPI
 
 import allreduce
 from allreduce import errors
-from allreduce.backend import TwoPhase
+from allreduce.call import executor
 from allreduce.tracing import clocks
 from allreduce.tracing import trace as tracing
 from allreduce.tracing.trace import Trace
-from allreduce.wrappers import traced
 from tests.backends import ON_CPU
 from tests.ranks.counting import Counting
 from tests.trace_schema import check_trace
@@ -53,8 +52,7 @@ def test_a_backend(name: str, flat: allreduce.Topology, folder: Path, world: MPI
             reduce(array, "max")
             assert (array == SIZE - 1).all()
         reduce.broadcast(array)
-        assert isinstance(reduce, TwoPhase) == isinstance(reduce.inner, TwoPhase)
-        if isinstance(reduce, TwoPhase):
+        if reduce.two_phase:
             reduce.reduce_scatter(array)
     found = [event for event in complete(path, world) if event["cat"] == "reduce"]
     assert {event["pid"] for event in found} == set(range(SIZE))
@@ -71,10 +69,7 @@ def test_a_backend(name: str, flat: allreduce.Topology, folder: Path, world: MPI
 
 @several
 def test_waits_are_those_of_who_came_early(flat: allreduce.Topology, folder: Path, world: MPI.Intracomm) -> None:
-    with allreduce.create("ring", flat) as inner, Trace(folder / "trace.json", flat) as trace:
-        from allreduce.wrappers.traced import Traced
-
-        reduce = Traced(flat, inner=inner, trace=trace)
+    with Trace(folder / "trace.json", flat) as trace, allreduce.create("ring", flat, trace=trace) as reduce:
         for _ in range(3):
             with trace.span("compute"):
                 time.sleep(0.2 * (reduce.rank == SLOW))
@@ -127,8 +122,9 @@ def test_clocks_that_differ(
     flat: allreduce.Topology, folder: Path, world: MPI.Intracomm, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each rank's clock is 1000 s ahead of the previous rank's; the trace brings them to one time."""
-    for module in (clocks, tracing, traced):
+    for module in (clocks, tracing):
         monkeypatch.setattr(module, "now", lambda: time.perf_counter_ns() + world.rank * 10**12)
+    monkeypatch.setattr(executor, "perf_counter", lambda: time.perf_counter() + world.rank * 1000)
     with allreduce.create("ring", flat, trace=folder / "trace.json") as reduce:
         for _ in range(3):
             reduce(np.ones(10), "sum")

@@ -14,9 +14,6 @@ from mpi4py import MPI
 import allreduce
 from allreduce import errors
 from allreduce.backend import AllReduce
-from allreduce.tracing.trace import Trace
-from allreduce.wrappers.background import Background
-from allreduce.wrappers.traced import Traced
 from tests.ranks.together import raised
 
 Pair = namedtuple("Pair", "x y")
@@ -49,7 +46,7 @@ def test_a_refused_thread_leaves_the_other_one_its_result(reduce: AllReduce, kin
     if rank == 0:
         thread = threading.Thread(target=lambda: results.append(call(own)))
         thread.start()
-        while reduce._engine.wait.call is None:
+        while reduce._executor.wait.call is None:
             time.sleep(0.01)
         with pytest.raises(errors.OptionError, match="while another thread"):
             call({"a": np.full(3, 100.0)})
@@ -77,7 +74,7 @@ def test_values(reduce: AllReduce) -> None:
         np.testing.assert_array_equal(given["a"][1], (np.arange(24).reshape(4, 6) * size + ranks)[::-1, ::2])
         np.testing.assert_array_equal(given["b"][0], np.full(3, ranks))
         assert given["pair"].x == ranks + size
-    held = {key: id(value) for key, value in reduce.packed.items()}
+    held = {key: id(value) for key, value in reduce._packed.items()}
     given = tree()
     reduce.broadcast(given, root=size - 1)
     np.testing.assert_array_equal(given["a"][0], np.arange(24).reshape(4, 6) + size - 1)
@@ -91,7 +88,7 @@ def test_values(reduce: AllReduce) -> None:
     assert found["b"][1] is None
     reduce([], "sum")
     reduce({"nothing": ()}, "sum")
-    assert {key: id(value) for key, value in reduce.packed.items()} == held  # memory of the first call
+    assert {key: id(value) for key, value in reduce._packed.items()} == held  # memory of the first call
 
 
 @pytest.mark.skipif(size == 1, reason="one rank can't disagree")
@@ -116,11 +113,6 @@ def test_errors(reduce: AllReduce) -> None:
 
 
 def test_traced(reduce: AllReduce, tmp_path: Path) -> None:
-    with Trace(str(tmp_path / "trace.json"), reduce.topology) as trace:
-        test_values(Traced(reduce.topology, inner=reduce, trace=trace))
-        assert trace.calls
-
-
-def test_in_the_background(reduce: AllReduce) -> None:
-    with Background(reduce.topology, inner=reduce) as background:
-        test_values(background)
+    path = MPI.COMM_WORLD.bcast(str(tmp_path / "trace.json"))
+    with allreduce.create(reduce.name, reduce.topology, trace=path) as traced:
+        test_values(traced)

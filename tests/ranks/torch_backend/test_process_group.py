@@ -287,7 +287,7 @@ def test_a_backend_chosen_by_name(backend: str, monkeypatch: pytest.MonkeyPatch)
 @pytest.mark.parametrize("backend", ["auto", "ring", "shared", "native"])
 def test_settings_are_those_of_every_reduction(backend: str, tmp_path: Path) -> None:
     """Also of reduce_scatter, with which FSDP averages; if the backend has two phases, it stays a reduce_scatter."""
-    settings: dict[str, Any] = {"check": "always", "trace": tmp_path / "trace.json"}
+    settings: dict[str, Any] = {"check": False, "trace": tmp_path / "trace.json"}
     if backend != "native":  # which sums no 16-bit floats
         settings["compress"] = "bfloat16"
     group = dist.new_group(pg_options=allreduce.torch_backend.Options(backend, settings=settings, compress_from=0))
@@ -297,7 +297,7 @@ def test_settings_are_those_of_every_reduction(backend: str, tmp_path: Path) -> 
     dist.reduce_scatter_tensor(output, fine, group=group)
     rounded = backend != "native" and size() > 1
     same(output, torch.full((10,), size() * (1 if rounded else 1 + 2**-10)))
-    assert {each.check for each in group._reducer._backends.values()} == {"always"}
+    assert {each.config.options["check"] for each in group._reducer._backends.values()} == {False}
     dist.destroy_process_group(group)
     if dist.get_rank() == 0:
         calls = {

@@ -7,11 +7,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from mpi4py import MPI
 
 import allreduce
 from allreduce.errors import CopyError
-from allreduce.wrappers.background import Background
 from tests.backends import ON_CPU
 from trainers import MirroredTrainer, NumpyNetwork
 from trainers.central_storage import CentralStorageTrainer
@@ -33,18 +31,6 @@ def test_backends(flat: allreduce.Topology, name: str, way: str) -> None:
             assert reduce.config is not None
             with allreduce.create(reduce.config.name, flat, **reduce.config.options) as again:
                 assert again.config == reduce.config
-
-
-@ways
-def test_wrappers(flat: allreduce.Topology, way: str) -> None:
-    if MPI.Query_thread() < MPI.THREAD_MULTIPLE:
-        pytest.skip("MPI without threads")
-    inner = allreduce.create("native", flat)
-    reduce = Background(flat, inner=inner)
-    with pytest.raises(CopyError):
-        WAYS[way](reduce)
-    reduce.close()
-    inner.close()
 
 
 @ways

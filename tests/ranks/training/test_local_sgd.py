@@ -2,6 +2,7 @@
 
 import shutil
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +12,9 @@ from mpi4py import MPI
 
 import allreduce
 from allreduce.arrays.chunks import chunk
-from allreduce.arrays.ops import Op
-from allreduce.backends.native import Native
+from allreduce.call.call import Call
 from allreduce.errors import DisagreementError
+from allreduce.health.dump import Entry
 from tests.ranks.together import raised_everywhere
 from trainers import Checkpoint, EmbeddingNetwork, MirroredTrainer, NumpyNetwork, OuterSGD, data, datasets
 from trainers.callbacks import Callback, CheckDivergence, CheckGradients, EarlyStopping
@@ -202,14 +203,10 @@ def test_diloco_reaches_the_accuracy_of_digits(flat: allreduce.Topology) -> None
         assert trainer.evaluate(x_test, digits.y_test)["accuracy"] >= 0.93
 
 
-class Counted(Native):
-    """Counts the elements that it reduces."""
-
-    elements = 0
-
-    def _reduce(self, buffer: np.ndarray, op: Op) -> None:
-        self.elements += buffer.size
-        super()._reduce(buffer, op)
+def note_length(lengths: list[int], event: Entry) -> None:
+    call = event[2]
+    if isinstance(call, Call) and call.reduces:
+        lengths.append(call.length)
 
 
 @several
@@ -218,10 +215,12 @@ def test_the_bytes_of_a_training(flat: allreduce.Topology, options: dict[str, An
     """20 steps with H = 10 send a tenth of what gradients need: no round is forced by the end of an epoch."""
     sent = []
     for given in ({}, {"sync_every": 10, **options}):
-        with Counted(flat) as backend, MirroredTrainer(network(), backend, flat, **given) as trainer:
+        lengths: list[int] = []
+        with allreduce.create("native", flat) as backend, MirroredTrainer(network(), backend, flat, **given) as trainer:
+            backend.observers.append(partial(note_length, lengths))
             fitted(trainer)
-            sent.append(backend.elements)
-    assert sent[1] * 10 <= sent[0]
+        sent.append(sum(lengths))
+    assert 0 < sent[1] * 10 <= sent[0]
 
 
 # Callbacks, errors, checkpoints

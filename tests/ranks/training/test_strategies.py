@@ -10,7 +10,7 @@ import pytest
 from mpi4py import MPI
 
 import allreduce
-from allreduce.engine import queue
+from allreduce.call import queue
 from allreduce.errors import CollectiveTimeoutError, UnavailableError
 from trainers import MirroredTrainer, NumpyNetwork, ParameterServerTrainer, SpareReplicasTrainer
 from trainers.data import Samples

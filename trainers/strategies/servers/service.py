@@ -11,7 +11,7 @@ from mpi4py import MPI
 
 from allreduce.arrays import dtypes
 from allreduce.arrays.chunks import chunk
-from allreduce.engine.queue import Future, Queue, Worker
+from allreduce.call.queue import Future, Queue, Worker
 from allreduce.errors import RankLostError, UnavailableError
 from allreduce.topology import Topology
 from allreduce.transport.chunked import pieces

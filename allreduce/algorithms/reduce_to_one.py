@@ -7,29 +7,25 @@ children in the tree, of which the root has the most, log2 n.
 
 import numpy as np
 
+from allreduce.algorithm import Algorithm, Context
 from allreduce.arrays.chunks import binomial
 from allreduce.arrays.ops import Op
-from allreduce.backend import AllReduce
-from allreduce.engine.call import check_root
-from allreduce.topology import Topology
+from allreduce.call.call import check_root
 from allreduce.transport import cost
 from allreduce.transport.cost import Layout, Machine
 from allreduce.transport.point_to_point import Transfer
 
 
-class ReduceToOne(AllReduce):
+class ReduceToOne(Algorithm):
     """Sum at one rank in rank order, then copy back along a binomial tree.
 
     root: the rank that adds.
     """
 
-    def __init__(self, topology: Topology, *, root: int = 0, check: str = "first") -> None:
-        self.root = check_root(root, topology.size)
-        super().__init__(topology, check=check)
-
-    def _connect(self, topology: Topology) -> None:
-        super()._connect(topology)
-        self._transfer = Transfer(self._comm, self.workspace, self.tag)
+    def __init__(self, context: Context, *, root: int = 0) -> None:
+        super().__init__(context)
+        self.root = check_root(root, self.size)
+        self._transfer = Transfer(self.comm, self.workspace, context.tag)
 
     @staticmethod
     def cost(nbytes: float, layout: Layout, machine: Machine) -> float:
@@ -43,7 +39,7 @@ class ReduceToOne(AllReduce):
         total += cost.link(nbytes, k, apart) if apart else 0.0
         return total + cost.rounds(at.largest) * inside + cost.rounds(at.nodes) * cost.link(nbytes, k)
 
-    def _reduce(self, buffer: np.ndarray, op: Op) -> None:
+    def reduce(self, buffer: np.ndarray, op: Op) -> None:
         if self.rank == self.root:
             self._transfer.collect(buffer, op)
         else:

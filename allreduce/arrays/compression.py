@@ -1,16 +1,15 @@
 """The values of `compress=`: the names "float16", "int8", "powersgd:4" ..., and the options that they stand for."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
-from fnmatch import fnmatchcase
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import numpy as np
 
 from allreduce import notices
 from allreduce.arrays import dtypes, low_rank
+from allreduce.arrays.parts import Part
 from allreduce.arrays.quantize import PIECE
-from allreduce.arrays.registered import Part
 from allreduce.errors import OptionError
 
 LONG = (np.dtype(np.float32), np.dtype(np.float64))  # the dtypes that are compressed
@@ -133,57 +132,16 @@ class PowerSGD(Compression):
         return f"powersgd:{rank}" if self == PowerSGD(rank) else repr(self)
 
 
-WILD = "*?["  # the signs of a pattern that may match several names
-AUTO = "auto"  # measures the others on these ranks
-NAMES = (*Half.NAMES, *Quantized.NAMES, "powersgd:4", AUTO)
+NAMES = (*Half.NAMES, *Quantized.NAMES, "powersgd:4")
 
-Given = str | Compression | Mapping[str, Any] | None  # the type of `compress=`
+Given = str | Compression | None  # the type of `compress=`
 
 
-@dataclass(frozen=True)
-class ByPart(Compression):
-    """Different compressions for different parameters: the first pattern that matches a name counts (fnmatch).
-
-    patterns: (pattern, compression or None: not compressed). Parameters that match no pattern are not compressed.
-    """
-
-    patterns: tuple[tuple[str, Compression | None], ...]
-
-    between_nodes: ClassVar[bool] = False
-
-    def find(self, name: str) -> Compression | None:
-        """Return the compression of the parameter `name`. Local."""
-        return next((each for pattern, each in self.patterns if fnmatchcase(name, pattern)), None)
-
-    def unmatched(self, parts: Sequence[Part]) -> dict[str, str]:
-        """Return the patterns that match no part, each with the text of an error. Local."""
-        names = [part.name for part in parts]
-        found = [pattern for pattern, _ in self.patterns if not any(fnmatchcase(name, pattern) for name in names)]
-        return {
-            pattern: f"compress={{...}}: no parameter is called {pattern!r}{notices.near(pattern, names) or '.'}"
-            for pattern in found
-            if pattern and names
-        }
-
-    def parts_error(self, parts: Sequence[Part]) -> str:
-        for pattern, text in self.unmatched(parts).items():
-            if not any(sign in pattern for sign in WILD):
-                return f"{text} The first parameters are: {', '.join(part.name for part in parts[:5])}"
-        kinds = dict.fromkeys(each for _, each in self.patterns if each is not None)
-        errors = (each.parts_error([part for part in parts if self.find(part.name) == each]) for each in kinds)
-        return next(filter(None, errors), "")
-
-    def __str__(self) -> str:
-        return "{" + ", ".join(f"{pattern!r}: {_quoted(each)}" for pattern, each in self.patterns) + "}"
-
-
-def parse(compress: Given) -> Compression | str | None:
-    """Return the options that `compress` stands for; AUTO for "auto". Local. Raises OptionError."""
-    if compress is None or (isinstance(compress, str) and compress == AUTO):
-        return compress
-    if isinstance(compress, Mapping):
-        return ByPart(tuple((_pattern(pattern), _of_part(each)) for pattern, each in compress.items()))
-    if isinstance(compress, Compression) and type(compress) in (Half, Quantized, PowerSGD, ByPart):
+def parse(compress: Given) -> Compression | None:
+    """Return the options that `compress` stands for. Local. Raises OptionError."""
+    if compress is None:
+        return None
+    if isinstance(compress, Compression) and type(compress) in (Half, Quantized, PowerSGD):
         if wrong := compress.error():
             raise OptionError(f"compress={type(compress).__name__}(...): {wrong}")
         return compress
@@ -215,7 +173,7 @@ def check_parts(compress: Given, parts: Sequence[Part]) -> None:
         raise OptionError(wrong)
 
 
-def check(compression: Compression | str | None, name: str, sums: bool, sums_half: bool) -> None:
+def check(compression: Compression | None, name: str, sums: bool, sums_half: bool) -> None:
     """Raise OptionError if the backend `name` can't be compressed so. Local.
 
     sums, sums_half: attributes of the backend (see AllReduce).
@@ -229,24 +187,11 @@ def check(compression: Compression | str | None, name: str, sums: bool, sums_hal
         raise OptionError(f'{given}: {name!r} does not sum; use "auto" or another backend')
 
 
-def _quoted(compression: Compression | str | None) -> str:
+def _quoted(compression: Compression | None) -> str:
     if compression is None:
         return "None"
     text = str(compression)
     return text if text.endswith((")", "}")) else f"'{text}'"
-
-
-def _pattern(pattern: Any) -> str:
-    if not isinstance(pattern, str):
-        raise OptionError(f"compress={{...}}: a pattern of parameter names must be a string, got {pattern!r}")
-    return pattern
-
-
-def _of_part(compress: Given) -> Compression | None:
-    parsed = parse(compress)
-    if isinstance(parsed, str | ByPart):
-        raise OptionError(f"compress={{...}}: {compress!r} can't be the compression of a part")
-    return parsed
 
 
 def _integer_error(options: Compression, name: str, least: int, most: int) -> str:

@@ -1,20 +1,20 @@
-"""Quantizing: sends float32 and float64 arrays with 8 bits an element, and adds the errors in the next call."""
+"""EightBits: sends float32 and float64 arrays with 8 bits an element, and adds the errors in the next call."""
 
 from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
 from mpi4py import MPI
 
+from allreduce.algorithm import Algorithm, Context
+from allreduce.algorithms.compressed.compressed import Compressed
 from allreduce.arrays import quantize
 from allreduce.arrays.chunks import chunk, segments
+from allreduce.arrays.compression import Quantized
 from allreduce.arrays.ops import Op
-from allreduce.arrays.registered import Part, Slice
-from allreduce.backend import AllReduce
-from allreduce.topology import Topology
+from allreduce.arrays.parts import Part
+from allreduce.memory.allocations import Slice
 from allreduce.transport.point_to_point import Arrival, Transfer
 from allreduce.transport.wait import wait
-from allreduce.wrappers.compressed import Compressed
-from allreduce.wrappers.options import Quantized
 
 SEGMENT = 56 * 1024  # elements of a message: below 64 KiB, which MPI libraries send at once, without a handshake
 ALIGNMENT = 64  # bytes
@@ -23,7 +23,7 @@ LONGEST_VECTOR = 64 * 1024  # elements: longer parameters of one dimension are c
 FLOAT, BYTE = np.dtype(np.float32), np.dtype(np.uint8)
 
 
-class Quantizing(Compressed):
+class EightBits(Compressed):
     """Reduce-scatter of 8-bit codes, sums in float32, all-gather of 8-bit codes (see allreduce.arrays.quantize).
 
     Each rank sends the codes of the other ranks' slices to their owners. The owner adds its own exact values and the
@@ -44,30 +44,25 @@ class Quantizing(Compressed):
     Bytes sent per rank: S / 2 (n - 1) / n of float32 arrays, and a float32 for each block.
     """
 
-    def __init__(
-        self, topology: Topology, *, inner: AllReduce, options: Quantized, check: str = "first", owns_inner: bool = True
-    ) -> None:
+    def __init__(self, context: Context, *, inner: Algorithm, options: Quantized) -> None:
+        super().__init__(context, inner=inner)
         self.options = options
         self._quantizer = quantize.KINDS[options.dtype](options.block_size)
         self._step = max(SEGMENT // options.block_size, 1) * options.block_size
-        self._unregistered_calls = 0
-        super().__init__(topology, inner=inner, check=check, owns_inner=owns_inner)
-
-    def _connect(self, topology: Topology) -> None:
-        super()._connect(topology)
-        self._transfer = Transfer(self._comm, self.workspace, self.tag)
+        self._calls = 0  # with arrays without state
+        self._transfer = Transfer(self.comm, self.workspace, context.tag)
         self._others = [(self.rank + distance) % self.size for distance in range(1, self.size)]
 
-    def _reduce_compressed(self, buffer: np.ndarray, op: Op, where: Slice | None, parts: Sequence[Part]) -> None:
+    def reduce_parts(self, buffer: np.ndarray, op: Op, where: Slice | None, parts: Sequence[Part]) -> None:
         spans = [chunk(buffer.size, self.size, rank) for rank in range(self.size)]
         self._reduce_spans(buffer, op, where, parts, spans, gathers=True)
 
-    def _scatter_compressed(self, buffer: np.ndarray, op: Op, where: Slice | None, parts: Sequence[Part]) -> None:
+    def scatter_parts(self, buffer: np.ndarray, op: Op, where: Slice | None, parts: Sequence[Part]) -> None:
         spans = [self.owned(buffer.size, rank) for rank in range(self.size)]
         if sum(span.stop - span.start for span in spans) == buffer.size:
             self._reduce_spans(buffer, op, where, parts, spans, gathers=False)
         else:  # several ranks own the same elements
-            self._reduce_compressed(buffer, op, where, parts)
+            self.reduce_parts(buffer, op, where, parts)
 
     def _reduce_spans(
         self,
@@ -82,7 +77,7 @@ class Quantizing(Compressed):
         if buffer.size < SHORTEST:
             if where is not None and where.settle():
                 where.hand_over(buffer)
-            self.inner.hooks.reduce(buffer, op)
+            self.inner.reduce(buffer, op)
             return
         vectors = _vectors(where, parts)
         packed = self._reduce_apart(buffer, op, vectors)
@@ -106,13 +101,13 @@ class Quantizing(Compressed):
         for part, values in zip(parts, packed, strict=True):
             values[...] = buffer[part.start : part.stop]
             buffer[part.start : part.stop] = 0  # so they don't change the scales of their neighbours
-        self.inner.hooks.reduce(whole, op)
+        self.inner.reduce(whole, op)
         return packed
 
     def _seed(self, where: Slice | None) -> None:
         if where is None:
-            self._unregistered_calls += 1
-            count, place = self._unregistered_calls, (-1, 0, 0)
+            self._calls += 1
+            count, place = self._calls, (-1, 0, 0)
         else:
             count, place = where.count_call(), (where.start, where.length, where.entry.length)
         self._quantizer.seed(self.options.seed, self.rank, count, *place)

@@ -9,71 +9,46 @@ float32's bytes. Node sums of 16 bits would be rounded twice: a float16 in [1024
 (Sending the originals of two or more ranks takes 32 bits or more, too.)
 """
 
-from collections.abc import Callable, Mapping
-from functools import partial
 from typing import Any
 
 import numpy as np
-from mpi4py import MPI
 
+from allreduce.algorithm import Context, TwoPhase
 from allreduce.arrays import dtypes
-from allreduce.arrays.memory_kinds import ALLOCATED
 from allreduce.arrays.ops import Op
-from allreduce.backend import AllReduce, NodeArrays, TwoPhase
-from allreduce.engine.call import Call
-from allreduce.engine.engine import Locate
 from allreduce.errors import OptionError
-from allreduce.topology import Topology
 from allreduce.transport import cost
-from allreduce.transport.control import all_values, together
+from allreduce.transport.control import together
 from allreduce.transport.cost import Layout, Machine
 from allreduce.transport.point_to_point import Transfer
-from allreduce.transport.shared_segment import Location
 
 
 class HierarchicalCopy(TwoPhase):
-    """Reduces inside nodes by one backend, and across nodes by another.
+    """Reduces inside nodes by one algorithm, and across nodes by another.
 
-    node: the backend inside a node, one with the two phases reduce_scatter and all_gather.
-    cross: the backend across nodes.
-    compress: options (allreduce.wrappers.options): the compression of the messages across nodes. Error feedback is kept
+    node: the algorithm inside a node, one with the two phases reduce_scatter and all_gather.
+    cross: the algorithm across nodes.
+    compress: options (allreduce.Half, Quantized): the compression of the messages across nodes. Error feedback is kept
         for sums of a node's ranks.
-    make: creates a backend from its name and a topology (given by `create`).
     """
 
     between_nodes = True
 
-    def __init__(
-        self,
-        topology: Topology,
-        *,
-        make: Callable[..., AllReduce],
-        node: str = "shared",
-        cross: str = "ring",
-        compress: Any = None,
-        check: str = "first",
-    ) -> None:
-        self._make, self._names, self._compress = make, (node, cross), compress
-        super().__init__(topology, check=check)
-
-    def _connect(self, topology: Topology) -> None:
-        super()._connect(topology)
-        make, (node, cross) = self._make, self._names
-        inside = self._add_part(topology.inside())
-        # a rank that sends nothing across nodes is alone there; it may have to hand over loaded error feedback
-        alone = partial(Topology, MPI.COMM_SELF, timeout=topology.timeout, parent=topology)
-        across = self._add_part(topology.across() or alone())
-        self._node = together(self._comm, lambda: _two_phase(node, self._add_part(make(node, inside))))
-        compress = self._compress
-        self._cross = together(self._comm, lambda: self._add_part(make(cross, across, compress=compress)))
+    def __init__(self, context: Context, *, node: str = "shared", cross: str = "ring", compress: Any = None) -> None:
+        super().__init__(context)
+        inside, across = context.inside(), context.across()
+        self._node = together(self.comm, lambda: _two_phase(node, inside))
+        self._cross = together(self.comm, lambda: across.make(cross, compress=compress))
+        self._compress = compress
         # losses and flags are small: the MPI library is good at them
-        self._exact = self if compress is None else self._add_part(make("native", topology, check=self.check))
-        self.copies_unregistered, self._owners = self._node.copies_unregistered, self._node.hooks.owners
-        self._leaders_only = topology.leaders_only
-        self._ranks_inside: list[int] = []
-        if self._leaders_only:
-            self._ranks_inside = all_values(inside.world, self.rank, "learn the ranks of this node")
-        self._transfer = Transfer(self._comm, self.workspace, self.tag)
+        self.lossless = self if compress is None else context.make("native")
+        self.copies_unregistered = self._node.copies_unregistered
+        self.compares_places = self._node.compares_places and context.layout.nodes < self.size
+        self._leaders_only = context.layout.leaders_only
+        self._ranks_inside: tuple[int, ...] = (
+            context.layout.members[context.layout.node_of(self.rank)] if self._leaders_only else ()
+        )
+        self._transfer = Transfer(self.comm, self.workspace, context.tag)
 
     @staticmethod
     def cost(nbytes: float, layout: Layout, machine: Machine) -> float:
@@ -94,47 +69,17 @@ class HierarchicalCopy(TwoPhase):
         collecting = (big - 1) * cost.message(nbytes / big, at, k)
         return total + 2 * collecting + cost.ring(crossing, at.nodes, at, k, crosses=True)
 
-    @property
-    def exact(self) -> AllReduce:
-        return self._exact
-
-    def node_arrays(self, buffer: np.ndarray) -> NodeArrays | None:
-        return self._node.node_arrays(buffer)
-
     def sent(self, dtype: np.dtype) -> np.dtype:
         return dtype if self._compress is None else self._compress.sent(dtype)
-
-    # Between nodes the state has the names that it has on one node, where this backend is compressed as a whole: jobs
-    # with several nodes and with one load each other's.
-
-    def state(self, array: Any = None) -> dict[str, np.ndarray]:
-        return self._cross.state(array)
-
-    def load_state(self, state: Mapping[str, np.ndarray], array: Any = None) -> None:
-        self._cross.load_state(state, array)
 
     def owned(self, length: int, rank: int | None = None) -> slice:
         """Return the slice that a node rank (by default this rank's) owns; all nodes divide the buffer equally."""
         return self._node.owned(length, rank)
 
-    def _allocate(self, length: int, dtype: np.dtype, device: str | None) -> Any:
-        return together(self._comm, lambda: self._node.hooks.allocate(length, dtype, device))
+    def allocate(self, length: int, dtype: np.dtype, device: str | None) -> Any:
+        return together(self.comm, lambda: self._node.allocate(length, dtype, device))
 
-    def _memory(self, buffer: np.ndarray) -> int:
-        return self._node.hooks.memory(buffer)
-
-    def _locator_for(self, call: Call) -> Locate | None:
-        """Compare locations on all ranks: the node's backend does it too, but raises its error only on that node."""
-        several = 1 < self.topology.nodes < self.size  # several nodes, and at least one has several ranks
-        return self._locate if several and call.memory == ALLOCATED else None
-
-    def _locate(self, buffer: np.ndarray) -> Location | None:
-        return self._node.hooks.locate(buffer) if self.topology.nodes < self.size else None
-
-    def _reduce_scatter(self, buffer: np.ndarray, op: Op) -> None:
-        self._reduce_into(buffer, buffer, op)
-
-    def _scatter_rounded(self, buffer: np.ndarray, op: Op) -> None:
+    def reduce_scatter(self, buffer: np.ndarray, op: Op) -> None:
         """16-bit floats are sent across nodes as they are, except sums of several ranks of a node, sent as float32."""
         sums = buffer
         if dtypes.is_half(buffer.dtype) and not self._originals_cross():
@@ -142,9 +87,19 @@ class HierarchicalCopy(TwoPhase):
             np.copyto(sums, buffer)
         self._reduce_into(sums, buffer, op)
 
-    def _all_gather(self, buffer: np.ndarray) -> None:
+    scatter = reduce_scatter
+
+    def all_gather(self, buffer: np.ndarray) -> None:
         if self._node.size > 1:
-            self._node.phases.all_gather(buffer)
+            self._node.all_gather(buffer)
+
+    def close(self) -> None:
+        self._cross.close()
+        self._node.close()
+
+    def abandon(self) -> None:
+        self._cross.abandon()
+        self._node.abandon()
 
     def _originals_cross(self) -> bool:
         """Return True if every node has one rank, so that 16-bit originals are sent, and `cross` can sum them."""
@@ -153,14 +108,22 @@ class HierarchicalCopy(TwoPhase):
     def _reduce_into(self, sums: np.ndarray, buffer: np.ndarray, op: Op) -> None:
         """Reduce `sums`, and write this rank's slice, finished and rounded, to `buffer`; both may be one array."""
         if self._node.size > 1:
-            if self._compress is not None and op.name in ("sum", "mean"):
-                self._cross.hand_over(sums, self._sends(sums.size))
-            self._node.phases.reduce_scatter(sums, op.unscaled())
+            self._give_errors(sums, op)
+            self._node.reduce_scatter(sums, op.unscaled())
         if self._leaders_only:
             self._through_leader(sums, buffer, op)
         else:
             mine = self.owned(buffer.size)
             self._across(sums[mine], buffer[mine], op)
+
+    def _give_errors(self, sums: np.ndarray, op: Op) -> None:
+        """Add the error feedback of elements that other ranks of the node send across. Local.
+
+        This rank has such errors after a job with other ranks or nodes.
+        """
+        where = self.context.allocations.find(sums) if self._compress is not None and op.adds else None
+        if where is not None and self._sends(sums.size) != slice(0, sums.size) and where.settle():
+            where.hand_over(sums, self._sends(sums.size))
 
     def _sends(self, length: int) -> slice:
         """Return the slice of a buffer that this rank sends across nodes. Local."""
@@ -170,16 +133,16 @@ class HierarchicalCopy(TwoPhase):
 
     def _across(self, sums: np.ndarray, part: np.ndarray, op: Op) -> None:
         """All-reduce `sums` across nodes, and write them, finished and rounded, to `part`; both may be one array."""
-        cross = self._cross
-        if cross.size == 1 or not part.size:
+        across = self._cross
+        if across.size == 1 or not part.size:
             op.finish(sums)
-        elif sums.dtype == part.dtype or not isinstance(cross, TwoPhase):
-            cross.hooks.reduce(sums, op)
+        elif sums.dtype == part.dtype or not isinstance(across, TwoPhase):
+            across.reduce(sums, op)
         else:
-            cross.phases.reduce_scatter(sums, op)
-            mine = cross.owned(part.size)
+            across.reduce_scatter(sums, op)
+            mine = across.owned(part.size)
             np.copyto(part[mine], sums[mine], casting="unsafe")
-            cross.phases.all_gather(part)
+            across.all_gather(part)
             return
         if sums.dtype != part.dtype:
             np.copyto(part, sums, casting="unsafe")
@@ -200,7 +163,8 @@ class HierarchicalCopy(TwoPhase):
             self._transfer.send(buffer[part], rank)
 
 
-def _two_phase(name: str, backend: AllReduce) -> TwoPhase:
-    if not isinstance(backend, TwoPhase):
+def _two_phase(name: str, inside: Context) -> TwoPhase:
+    made = inside.make(name)
+    if not isinstance(made, TwoPhase):
         raise OptionError(f"node={name!r} can't be used inside nodes: it has no reduce_scatter and all_gather")
-    return backend
+    return made

@@ -1,7 +1,6 @@
 """The record of a collective call: the arguments that must be equal on all ranks; validation; fingerprint."""
 
 import hashlib
-import zlib
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -20,6 +19,7 @@ LARGEST = 2**40 - 1  # elements; more than the memory of any machine
 # bits of a fingerprint: the low ones for the call's sequence number, the others for a hash of its record
 SEQUENCE_BITS, HASH_BITS = 2, 61
 AGREEING = 1 << SEQUENCE_BITS  # fingerprint of every agreement by message; the message compares the values
+MEETING = 2 << SEQUENCE_BITS  # of ranks that meet inside of a call
 SEQUENCE_MASK = (1 << SEQUENCE_BITS) - 1
 
 
@@ -49,21 +49,13 @@ class Call(NamedTuple):
         return f"{self.kind}: length {self.length}{shape}, dtype {self.dtype}, {op}{memory}{order}{root}"
 
 
-def agreement_values(call: Call | None, op_code: int) -> list[int]:
-    """Encode a call as 7 integers for an agreement; zeros if this rank refused the arguments (`call` is None)."""
-    if call is None:
-        return [0] * 7
-    rest = zlib.crc32(repr((call.shape, call.root)).encode())
-    code = dtypes.code(call.dtype)
-    return [call.length, code, op_code, call.memory, call.layout == "F", KINDS.index(call.kind), rest]
-
-
-def fingerprint(call: Call) -> int:
-    """Hash a call. The lowest SEQUENCE_BITS bits are 0, for the sequence number.
+def fingerprint(call: Call, tree: str = "") -> int:
+    """Hash a call, and the tree whose arrays its buffer holds. The lowest SEQUENCE_BITS bits are 0, for the sequence
+    number.
 
     Equal calls have equal fingerprints on all ranks (Python's `hash` differs between processes).
     """
-    digest = hashlib.blake2b(repr(call).encode(), digest_size=8).digest()
+    digest = hashlib.blake2b(f"{call!r}{tree}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> (64 - HASH_BITS) << SEQUENCE_BITS
 
 

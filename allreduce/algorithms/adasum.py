@@ -16,17 +16,16 @@ import sys
 
 import numpy as np
 
+from allreduce.algorithm import Algorithm, Context
 from allreduce.arrays import chunks, dtypes, ops
 from allreduce.arrays.ops import Op
-from allreduce.backend import AllReduce
 from allreduce.errors import UnsupportedOpError
-from allreduce.topology import Topology
 from allreduce.transport.point_to_point import Transfer
 
 TINY = math.sqrt(sys.float_info.min)  # a smaller squared norm has lost digits; such a vector counts as zero
 
 
-class Adasum(AllReduce):
+class Adasum(Algorithm):
     """One operation, "adasum", of floating dtypes: `create("adasum", topology)`, then `reduce(array, "adasum")`.
 
     It does not sum, so it can't replace another backend: it is not in `allreduce.NAMES`, "auto" never selects it, no
@@ -41,12 +40,12 @@ class Adasum(AllReduce):
     sums = False
     by_array = True
 
-    def _connect(self, topology: Topology) -> None:
-        super()._connect(topology)
-        self._transfer = Transfer(self._comm, self.workspace, self.tag)
+    def __init__(self, context: Context) -> None:
+        super().__init__(context)
+        self._transfer = Transfer(self.comm, self.workspace, context.tag)
         self._power, self._extras = chunks.power_of_two(self.size)
 
-    def _resolve(self, op: str, dtype: np.dtype) -> Op:
+    def resolve(self, op: str, dtype: np.dtype) -> Op:
         if not (isinstance(op, str) and op == ops.ADASUM.name):
             raise UnsupportedOpError(
                 f'the backend "adasum" has no op {op!r}, because it makes no sums: call it with op="adasum", or create '
@@ -56,7 +55,7 @@ class Adasum(AllReduce):
             raise UnsupportedOpError(f'op "adasum" is not defined for {dtype}: use a floating dtype')
         return ops.ADASUM
 
-    def _reduce(self, buffer: np.ndarray, op: Op) -> None:
+    def reduce(self, buffer: np.ndarray, op: Op) -> None:
         wide = self._widened(buffer)
         if self.rank >= self._power:
             self._transfer.send(wide, self.rank - self._power)

@@ -13,13 +13,11 @@ from typing import NamedTuple
 import numpy as np
 from mpi4py import MPI
 
+from allreduce.algorithm import Context, TwoPhase
 from allreduce.arrays import dtypes
 from allreduce.arrays.chunks import chunk, segments
 from allreduce.arrays.ops import Op
-from allreduce.backend import TwoPhase
-from allreduce.topology import Topology
 from allreduce.transport import cost
-from allreduce.transport.control import all_values
 from allreduce.transport.cost import Layout, Machine
 from allreduce.transport.point_to_point import AHEAD, Arrival, Transfer, segment_length
 from allreduce.transport.wait import wait
@@ -93,12 +91,11 @@ class Ring(TwoPhase):
     sums are sent as float32, because they would be rounded at each rank.
     """
 
-    def _connect(self, topology: Topology) -> None:
-        super()._connect(topology)
-        self._transfer = Transfer(self._comm, self.workspace, self.tag)
+    def __init__(self, context: Context) -> None:
+        super().__init__(context)
+        self._transfer = Transfer(self.comm, self.workspace, context.tag)
         self._left, self._right = (self.rank - 1) % self.size, (self.rank + 1) % self.size
-        nodes = all_values(self._comm, topology.node_index, "share the nodes of ranks")
-        self._sends_originals = shorter(nodes)
+        self._sends_originals = shorter(context.layout.nodes_of_ranks)
 
     @staticmethod
     def cost(nbytes: float, layout: Layout, machine: Machine) -> float:
@@ -106,22 +103,22 @@ class Ring(TwoPhase):
         pace."""
         return machine.call + cost.ring(nbytes, layout.ranks, layout, machine, crosses=layout.nodes > 1)
 
-    def _reduce(self, buffer: np.ndarray, op: Op) -> None:
+    def reduce(self, buffer: np.ndarray, op: Op) -> None:
         if dtypes.is_half(buffer.dtype):
-            super()._reduce(buffer, op)
+            super().reduce(buffer, op)
         else:
             self._walk(buffer, 1, 2 * self.size - 1, op)
 
-    def _scatter_rounded(self, buffer: np.ndarray, op: Op) -> None:
+    def reduce_scatter(self, buffer: np.ndarray, op: Op) -> None:
         if dtypes.is_half(buffer.dtype) and self._sends_originals:
             self._transfer.exchange(buffer, [self.owned(buffer.size, rank) for rank in range(self.size)], op)
         else:
-            super()._scatter_rounded(buffer, op)
+            super().reduce_scatter(buffer, op)
 
-    def _reduce_scatter(self, buffer: np.ndarray, op: Op) -> None:
+    def scatter(self, buffer: np.ndarray, op: Op) -> None:
         self._walk(buffer, 1, self.size, op)
 
-    def _all_gather(self, buffer: np.ndarray) -> None:
+    def all_gather(self, buffer: np.ndarray) -> None:
         self._walk(buffer, self.size, 2 * self.size - 1, None)
 
     def _walk(self, buffer: np.ndarray, first: int, last: int, op: Op | None) -> None:

@@ -9,11 +9,12 @@ from typing import Any
 
 import numpy as np
 
+from allreduce.algorithm import Context, TwoPhase, Work
 from allreduce.arrays import dtypes, gpu, ops
+from allreduce.arrays.memory_kinds import GPU
 from allreduce.arrays.ops import Op
-from allreduce.backend import TwoPhase
+from allreduce.call.call import Call
 from allreduce.errors import AllReduceError, OptionError, UnavailableError
-from allreduce.topology import Topology
 from allreduce.transport.control import all_values, raise_together, root_value, together
 
 BYTES = 1  # ncclUint8
@@ -33,12 +34,9 @@ class Nccl(TwoPhase):
 
     needs_gpu = True
 
-    def __init__(self, topology: Topology, *, check: str = "first") -> None:
-        topology.agree([], '"nccl"', _missing())
-        super().__init__(topology, check=check)
-
-    def _connect(self, topology: Topology) -> None:
-        super()._connect(topology)
+    def __init__(self, context: Context) -> None:
+        super().__init__(context)
+        raise_together(self.comm, _missing())
         self._cupy = gpu.cupy()
         self._nccl = self._cupy.cuda.nccl
         self._device = -1
@@ -47,8 +45,16 @@ class Nccl(TwoPhase):
         self._ready: Any = None
         self._wide: Any = None  # the float32 sums of 16-bit arrays; grows, as a Workspace does
 
-    def _allocate(self, length: int, dtype: np.dtype, device: str | None) -> Any:
-        return super()._allocate(length, dtype, device or "cuda")
+    def allocate(self, length: int, dtype: np.dtype, device: str | None) -> Any:
+        return super().allocate(length, dtype, device or "cuda")
+
+    def work(self, call: Call, op: Op) -> Work:
+        if call.memory != GPU:
+            return super().work(call, op)
+        if call.kind == "all_gather":
+            return Work(self._gather_gpu)
+        reduce = self._scatter_gpu if call.kind == "reduce_scatter" else self._reduce_gpu
+        return Work(lambda buffer: reduce(buffer, op))
 
     def owned(self, length: int, rank: int | None = None) -> slice:
         """Return equal slices, as NCCL needs them; the last rank's slice also has the remainder."""
@@ -56,7 +62,7 @@ class Nccl(TwoPhase):
         part = length // self.size
         return slice(rank * part, length if rank == self.size - 1 else (rank + 1) * part)
 
-    def _reduce(self, buffer: np.ndarray, op: Op) -> None:
+    def reduce(self, buffer: np.ndarray, op: Op) -> None:
         staged = self._on_gpu(buffer, dtypes.TYPES[buffer.dtype].accumulator)
         self._reduce_gpu(staged, op)
         np.copyto(buffer, staged.get(), casting="unsafe")
@@ -79,7 +85,7 @@ class Nccl(TwoPhase):
             self._call(self._all_reduce, nans, ops.OPS["sum"])  # NaN where any rank has one, else 0
             self._cupy.add(buffer, nans, out=buffer)
 
-    def _reduce_scatter(self, buffer: np.ndarray, op: Op) -> None:
+    def scatter(self, buffer: np.ndarray, op: Op) -> None:
         staged, mine = self._on_gpu(buffer, buffer.dtype), self.owned(buffer.size)
         self._scatter_gpu(staged, op)
         buffer[mine] = staged[mine].get()
@@ -102,9 +108,9 @@ class Nccl(TwoPhase):
             self._call(self._scatter, nans, ops.OPS["sum"], nans[mine])
             self._cupy.add(buffer[mine], nans[mine], out=buffer[mine])
 
-    def _all_gather(self, buffer: np.ndarray) -> None:
+    def all_gather(self, buffer: np.ndarray) -> None:
         if buffer.dtype not in dtypes.TYPES:  # CuPy may not know it either
-            self._spread_owned(buffer)
+            super(TwoPhase, self).all_gather(buffer)
             return
         staged = self._on_gpu(buffer, buffer.dtype)
         self._gather_gpu(staged)
@@ -116,7 +122,7 @@ class Nccl(TwoPhase):
 
     def _on_gpu(self, buffer: np.ndarray, dtype: np.dtype) -> Any:
         """A copy of a NumPy array on this rank's GPU."""
-        gpu.choose_device(self.topology.node_rank)
+        gpu.choose_device(self.context.topology.node_rank)
         if self._communicator is None:
             self._connect_nccl()
         with self._cupy.cuda.Device(self._device):
@@ -203,10 +209,10 @@ class Nccl(TwoPhase):
         """Create the NCCL communicator on the current device. Collective."""
         cuda = self._cupy.cuda
         self._device = cuda.runtime.getDevice()
-        mine = together(self._comm, lambda: _identity(cuda.runtime, self._device))
-        raise_together(self._comm, self._shared_gpu(all_values(self._comm, mine, "learn which GPUs the ranks have")))
-        own_id = together(self._comm, lambda: list(self._nccl.get_unique_id()) if self.rank == 0 else None)
-        unique_id = _as_cupy_takes_it(self._cupy, root_value(self._comm, own_id, "share NCCL's unique id"))
+        mine = together(self.comm, lambda: _identity(cuda.runtime, self._device))
+        raise_together(self.comm, self._shared_gpu(all_values(self.comm, mine, "learn which GPUs the ranks have")))
+        own_id = together(self.comm, lambda: list(self._nccl.get_unique_id()) if self.rank == 0 else None)
+        unique_id = _as_cupy_takes_it(self._cupy, root_value(self.comm, own_id, "share NCCL's unique id"))
         error: AllReduceError | None = None
         try:
             self._communicator = self._nccl.NcclCommunicator(self.size, unique_id, self.rank)
@@ -214,7 +220,7 @@ class Nccl(TwoPhase):
             self._ready = cuda.Event(disable_timing=True)
         except Exception as refused:  # NcclError, or CuPy's error for an NCCL code that it does not know
             error = UnavailableError(f"NCCL could not connect {self.size} ranks: {refused}; NCCL_DEBUG=INFO says more")
-        raise_together(self._comm, error)
+        raise_together(self.comm, error)
 
     def _shared_gpu(self, holders: list[str]) -> UnavailableError | None:
         """Return an error if this rank shares its GPU and this NCCL does not allow it. holders: the ranks' GPUs."""
@@ -228,7 +234,7 @@ class Nccl(TwoPhase):
             "start one rank per GPU, set NCCL_MULTI_RANK_GPU_ENABLE=1 with NCCL 2.30 or later, or use another backend"
         )
 
-    def _close(self) -> None:
+    def close(self) -> None:
         if self._communicator is not None:
             self._stream.synchronize()
             self._communicator.destroy()
@@ -236,7 +242,6 @@ class Nccl(TwoPhase):
 
     def abandon(self) -> None:
         """Also abort running NCCL calls, which may wait on the GPU for failed ranks."""
-        super().abandon()
         if self._communicator is not None:
             self._communicator.abort()
         self._disconnect()

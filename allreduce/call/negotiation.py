@@ -21,7 +21,7 @@ import numpy as np
 from mpi4py import MPI
 
 from allreduce.arrays.chunks import binomial, subtree
-from allreduce.engine.queue import Future, Queue, Worker
+from allreduce.call.queue import Future, Queue, Worker
 from allreduce.errors import AllReduceError, DisagreementError, OptionError
 from allreduce.transport.control import disagreement, on_all_ranks
 from allreduce.transport.wait import NamedCall

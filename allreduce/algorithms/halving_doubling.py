@@ -8,10 +8,9 @@ With p the largest power of two up to n. Steps: 2 log2 p, and 2 more when n > p.
 
 import numpy as np
 
+from allreduce.algorithm import Context, TwoPhase
 from allreduce.arrays import chunks
 from allreduce.arrays.ops import Op
-from allreduce.backend import TwoPhase
-from allreduce.topology import Topology
 from allreduce.transport import cost
 from allreduce.transport.cost import Layout, Machine
 from allreduce.transport.point_to_point import Transfer
@@ -25,9 +24,9 @@ class HalvingDoubling(TwoPhase):
     and 3 quarters; and rank 0 finishes quarter 0, rank 2 quarter 1, rank 1 quarter 2, rank 3 quarter 3.
     """
 
-    def _connect(self, topology: Topology) -> None:
-        super()._connect(topology)
-        self._transfer = Transfer(self._comm, self.workspace, self.tag)
+    def __init__(self, context: Context) -> None:
+        super().__init__(context)
+        self._transfer = Transfer(self.comm, self.workspace, context.tag)
         self._power, self._extras = chunks.power_of_two(self.size)
 
     @staticmethod
@@ -59,7 +58,7 @@ class HalvingDoubling(TwoPhase):
         index = sum(self._power // (2 * distance) for distance in distances if rank & distance)
         return chunks.chunk(length, self._power, index)
 
-    def _reduce_scatter(self, buffer: np.ndarray, op: Op) -> None:
+    def scatter(self, buffer: np.ndarray, op: Op) -> None:
         if self.rank >= self._power:
             self._transfer.send(buffer, self.rank - self._power)
             return
@@ -69,7 +68,7 @@ class HalvingDoubling(TwoPhase):
             last = 2 * abs(partner - self.rank) == self._power
             self._transfer.swap_combine(given, partner, kept, partner, op, finish=last)
 
-    def _all_gather(self, buffer: np.ndarray) -> None:
+    def all_gather(self, buffer: np.ndarray) -> None:
         if self.rank >= self._power:
             self._transfer.receive(buffer, self.rank - self._power)
             return

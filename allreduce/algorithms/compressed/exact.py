@@ -1,29 +1,24 @@
 """Exact: sums of floats whose bits depend on nothing but the data, around any backend."""
 
-import zlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 
-from allreduce.arrays import fixed_point, gpu, ops, products, trees
+from allreduce.algorithm import Algorithm, Context, TwoPhase, Work
+from allreduce.algorithms.compressed.compressed import Compressed
+from allreduce.arrays import fixed_point, gpu, ops, products
 from allreduce.arrays.fixed_point import BLOCK, FORMATS, MOST_TERMS, Layout
 from allreduce.arrays.memory_kinds import GPU
 from allreduce.arrays.ops import Op
-from allreduce.arrays.registered import Part, Slice
-from allreduce.arrays.rows import Rows, merge_indices
-from allreduce.backend import AllReduce
-from allreduce.engine import call as records
-from allreduce.engine.call import Call
-from allreduce.engine.engine import Locate, Work
+from allreduce.arrays.parts import Part
+from allreduce.call.call import Call
 from allreduce.errors import NotAnArrayError, OptionError, UnsupportedOpError
-from allreduce.topology import Topology
-from allreduce.transport import chunked
+from allreduce.memory.allocations import Slice
 from allreduce.transport.control import on_all_ranks
-from allreduce.transport.shared_segment import Location
-from allreduce.wrappers.compressed import Compressed
 
 ONE_CALL_BYTES = 64 * 1024  # of integers; below, one all-reduce is faster than a reduce-scatter and an all-gather
+KINDS = ("all_reduce", "reduce_scatter")  # of `sum_terms` and `sum_products`
 
 
 class Exact(Compressed):
@@ -49,124 +44,71 @@ class Exact(Compressed):
     J. Demmel, H. D. Nguyen: Parallel reproducible summation, 2015.
     """
 
-    def _connect(self, topology: Topology) -> None:
-        super()._connect(topology)
+    sums_terms = True
+    dense_rows = True  # each rank's rows are one term
+
+    def __init__(self, context: Context, *, inner: Algorithm) -> None:
+        super().__init__(context, inner=inner)
         self.sums_half = True  # as float64
-        # the functions that run `sum_terms` and `sum_products`, and the terms or pairs of the running one
-        self._summing: dict[Call, Callable[[Any], None]] = {}
-        self._terms: Sequence[Any] = ()
-        # (address of a registered array, first element, length) -> its parts when the layout was made, the layout
+        self.lossless = self
+        self.terms: Sequence[Any] = ()  # or pairs, of the running sum_terms or sum_products
+        # (address of an array, first element, length) -> its parts when the layout was made, the layout
         self._block_layouts: dict[tuple[int, int, int], tuple[Sequence[Part], Layout]] = {}
-        self._described: dict[Any, trees.Group] = {}  # whose arrays a tree's buffer holds
 
-    # What users call
+    # sum_terms and sum_products, see AllReduce. `terms` is set during a call.
 
-    @property
-    def exact(self) -> AllReduce:
-        return self
-
-    def sum_terms(self, terms: Any, out: Any, op: str = "sum", count: int = 1, kind: str = "all_reduce") -> Any:
-        """Reduce several terms of each rank: each is rounded alone, so it does not matter which rank has which term.
-
-        terms: this rank's terms: an array (k, length), or a sequence of k arrays of `length` elements, 1-D and
-            contiguous; k may differ between ranks, and be 0. Not changed, unless `out` is one of them.
-        out: 1-D, contiguous, `length` elements of the terms' dtype; overwritten by the result.
-        op: "sum", or "mean": the sum divided by `count`.
-        count: the number of all terms of all ranks, or more: then the others are zeros. The same on all ranks; it
-            decides how terms are rounded (see fixed_point). Also on one rank, terms are rounded so.
-        kind: "reduce_scatter": only this rank's `owned` slice of `out` is defined afterwards.
-
-        Collective. Returns `out`, or the owned slice, a view. Raises OptionError, on all ranks, if they pass more than
-        `count` terms, and the errors of a call.
-        """
-
-        def describe() -> tuple[Call, Op]:
-            call, resolved = self._describe_sum("sum_terms", out, op, kind)
-            _check_terms(call, resolved, count, terms)
-            return call._replace(shape=(int(count), KINDS.index(kind))), resolved
-
-        return self._sum(describe, terms, out, kind)
-
-    def sum_products(self, pairs: Any, out: Any, op: str = "sum", count: int = 1, kind: str = "all_reduce") -> Any:
-        """Sum the outer products of rows: the gradients of dense layers, from their inputs and the errors of their
-        outputs. It does not matter which rank has which rows.
-
-        pairs: a sequence of pairs of 2-D float32 arrays, (k, inputs) and (k, outputs); k, the number of this rank's
-            rows, may differ between ranks, and be 0. Not changed.
-        out: 1-D, contiguous, float32; overwritten by left.T @ right, summed over all ranks' rows, of one pair after
-            the other.
-        op: "sum", or "mean": the sum divided by `count`.
-        count: the number of all rows of all ranks, or more; at most 32768. The same on all ranks; it decides how
-            elements are rounded (see products).
-        kind: as for `sum_terms`.
-
-        The elements of the pairs are rounded once, so that a float64 matrix product of each pair and rank is exact, and
-        the result is rounded once; also on one rank. It costs two all-reduces: of exponents, a byte for each column of
-        the pairs, and of the sums, 8 bytes an element of `out`.
-
-        Collective. Returns `out`, or the owned slice, a view. Raises OptionError, on all ranks, if they pass more than
-        `count` rows, and the errors of a call.
-        """
-
-        def describe() -> tuple[Call, Op]:
-            call, resolved = self._describe_sum("sum_products", out, op, kind)
-            sizes = _check_pairs(call, resolved, count, pairs)
-            return call._replace(shape=(int(count), KINDS.index(kind), *sizes)), resolved
-
-        return self._sum(describe, pairs, out, kind)
-
-    def _describe_sum(self, name: str, out: Any, op: str, kind: str) -> tuple[Call, Op]:
-        """Return the record of a call of the method `name`, and its operation. Local."""
+    def describe_sum(self, call: Call, op: Op, terms: Any, count: Any, kind: str) -> Call:
+        """Check the terms or the pairs of this rank, and return the call with what the ranks compare of them. Local."""
         if kind not in KINDS:
-            raise OptionError(f"{name}(kind={kind!r}): use one of {', '.join(KINDS)}")
-        call = records.array_call(kind, out, op, self._memory_kind(out))
-        resolved = self._resolve(op, call.dtype)
-        return call._replace(kind=name, op=resolved.name), resolved
+            raise OptionError(f"{call.kind}(kind={kind!r}): use one of {', '.join(KINDS)}")
+        sizes: list[int] = []
+        if call.kind == "sum_terms":
+            _check_terms(call, op, count, terms)
+        else:
+            sizes = _check_pairs(call, op, count, terms)
+        return call._replace(shape=(int(count), KINDS.index(kind), *sizes))
 
-    def _sum(self, describe: Callable[[], tuple[Call, Op]], terms: Any, out: Any, kind: str) -> Any:
-        """Sum the terms, or the pairs, of all ranks into `out`. Returns the defined part. Collective."""
-        call, resolved = self._agree_on(describe)
-        run = self._summing.get(call)
-        if run is None:
-            work = self._terms_work(call) if call.kind == "sum_terms" else self._pairs_work(call)
-            admitted = self._engine.admit(call, resolved, work, self._locator_for(call))
-            run = self._summing[call] = self._engine.prepare(admitted)
-        self._terms = terms
-        try:
-            run(out)
-        finally:
-            self._terms = ()
-        return out if kind == "all_reduce" else out[self.owned(out.size)]
-
-    def _terms_work(self, call: Call) -> Work:
-        """Return the function that does `sum_terms` for calls like `call`."""
-        assert call.shape is not None
-        count, scatters = call.shape[0], KINDS[call.shape[1]] == "reduce_scatter"
-
-        def work(buffer: Any, op: Op) -> None:
-            layout = self._layout(buffer.size, self.registered.find(buffer))
+    def work(self, call: Call, op: Op) -> Work:
+        if call.kind == "sum_terms":
+            return self._terms_work(call, op)
+        if call.kind == "sum_products":
+            return self._pairs_work(call, op)
+        if call.dtype in FORMATS and call.op in ("max", "min") and self.size > 1 and call.kind != "all_gather":
             if call.memory == GPU:
-                terms = [term.get() for term in self._terms]
-                self._stage(buffer, slice(0), lambda host: self._add_up(terms, count, op, host, layout), slice(None))
-            else:
-                self._add_up(self._terms, count, op, buffer, layout, scatters)
+                everything = slice(None)
+                return Work(
+                    lambda buffer: self.stage(buffer, everything, lambda host: self.reduce(host, op), everything)
+                )
+            return Work(lambda buffer: self.reduce(buffer, op))
+        return super().work(call, op)
 
-        return work
-
-    def _pairs_work(self, call: Call) -> Work:
-        """Return the function that does `sum_products` for calls like `call`."""
+    def _terms_work(self, call: Call, op: Op) -> Work:
         assert call.shape is not None
         count, scatters = call.shape[0], KINDS[call.shape[1]] == "reduce_scatter"
 
-        def work(buffer: np.ndarray, op: Op) -> None:
-            pairs: Sequence[products.Pair] = self._terms
+        def run(buffer: Any) -> None:
+            layout = self._layout(buffer.size, self.find(buffer))
+            if call.memory == GPU:
+                terms = [term.get() for term in self.terms]
+                self.stage(buffer, slice(0), lambda host: self._add_up(terms, count, op, host, layout), slice(None))
+            else:
+                self._add_up(self.terms, count, op, buffer, layout, scatters)
+
+        return Work(run)
+
+    def _pairs_work(self, call: Call, op: Op) -> Work:
+        assert call.shape is not None
+        count, scatters = call.shape[0], KINDS[call.shape[1]] == "reduce_scatter"
+
+        def run(buffer: np.ndarray) -> None:
+            pairs: Sequence[products.Pair] = self.terms
             if not buffer.size:
                 return
             largest = self._largest(products.exponents(pairs), len(pairs[0][0]), count, "rows")
             special = products.special(pairs, largest, buffer.size)
             if special is not None:
                 self._combine(special.reshape(-1), "max")
-            wide = self._from_inner(buffer.size, FORMATS[buffer.dtype].carrier)
+            wide = self.from_inner(buffer.size, FORMATS[buffer.dtype].carrier)
             products.multiply(pairs, largest, count, self.workspace, wide)
 
             def finish(part: slice) -> None:
@@ -176,7 +118,7 @@ class Exact(Compressed):
 
             self._finish_sums(wide, finish, buffer, scatters)
 
-        return work
+        return Work(run)
 
     def _largest(self, own: np.ndarray, passed: int, count: int, what: str) -> np.ndarray:
         """Return the maximum of all ranks' exponents; raise OptionError if they pass more than `count` terms, or rows.
@@ -189,15 +131,17 @@ class Exact(Compressed):
         self._combine(joined, "max")
         total = int(np.frombuffer(joined[own.size :].tobytes(), np.int32).sum(dtype=np.int64))
         if total > count:
-            raise on_all_ranks(OptionError(f"count={count}: the ranks pass {total} {what}"), self.topology.world)
+            raise on_all_ranks(
+                OptionError(f"count={count}: the ranks pass {total} {what}"), self.context.topology.world
+            )
         return joined[: own.size]
 
     # The sum
 
-    def _reduce_compressed(self, buffer: np.ndarray, op: Op, where: Slice | None, parts: Sequence[Part]) -> None:
+    def reduce_parts(self, buffer: np.ndarray, op: Op, where: Slice | None, parts: Sequence[Part]) -> None:
         self._add_up([buffer], self.size, op, buffer, self._layout(buffer.size, where))
 
-    def _scatter_compressed(self, buffer: np.ndarray, op: Op, where: Slice | None, parts: Sequence[Part]) -> None:
+    def scatter_parts(self, buffer: np.ndarray, op: Op, where: Slice | None, parts: Sequence[Part]) -> None:
         self._add_up([buffer], self.size, op, buffer, self._layout(buffer.size, where), scatters=True)
 
     def _add_up(
@@ -220,7 +164,7 @@ class Exact(Compressed):
             self._combine(packed, "max")
             special = special.unpacked(packed)
             largest[special.blocks] = special.exponents
-        integers = self._from_inner(layout.length, form.carrier)
+        integers = self.from_inner(layout.length, form.carrier)
         fixed_point.add(terms, largest, count, layout, form, scratch, integers, finite=special is None)
 
         def finish_part(part: slice) -> None:
@@ -235,21 +179,19 @@ class Exact(Compressed):
 
         scatters: only the owned slice of `out` is needed.
         """
-        if wide.nbytes >= ONE_CALL_BYTES or scatters:
-            inner = self.inner.two_phase(out) if self.size > 1 else None
-            if inner is not None:
-                inner.phases.reduce_scatter(wide, ops.OPS["sum"])
-                finish(inner.owned(out.size))
-                if not scatters or inner is not self.inner:  # the one that "auto" selects may own other slices
-                    inner.phases.all_gather(out)
-                return
+        if (wide.nbytes >= ONE_CALL_BYTES or scatters) and self.size > 1 and isinstance(self.inner, TwoPhase):
+            self.inner.reduce_scatter(wide, ops.OPS["sum"])
+            finish(self.owned(out.size))
+            if not scatters:
+                self.inner.all_gather(out)
+            return
         self._combine(wide, "sum")
         finish(slice(0, out.size))
 
     def _combine(self, array: np.ndarray, op: str) -> None:
         """Reduce an array of integers by the inner backend. Collective."""
         if self.size > 1:
-            self.inner.hooks.reduce(array, ops.resolve(op, array.dtype, self.size))
+            self.inner.reduce(array, ops.resolve(op, array.dtype, self.size))
 
     def _layout(self, length: int, where: Slice | None) -> Layout:
         """Return the blocks of an array. where: the slice of a registered array that it is, or None."""
@@ -262,13 +204,16 @@ class Exact(Compressed):
             self._block_layouts[key] = parts, layout
         return layout
 
-    # Hooks of AllReduce and Compressed
+    # The methods of Compressed
 
-    def _compresses(self, dtype: np.dtype, op: str) -> bool:
-        return self.size > 1 and dtype in FORMATS and op in ("sum", "mean")
+    def find(self, buffer: Any) -> Slice | None:
+        return self.context.allocations.find(buffer, scratch=True)  # blocks begin at parameters in any memory
 
-    def _resolve(self, op: str, dtype: np.dtype) -> Op:
-        resolved = super()._resolve(op, dtype)
+    def compresses(self, dtype: np.dtype, op: Op) -> bool:
+        return self.size > 1 and dtype in FORMATS and op.adds
+
+    def resolve(self, op: str, dtype: np.dtype) -> Op:
+        resolved = super().resolve(op, dtype)
         if resolved.name == "prod" and dtype in FORMATS:
             raise UnsupportedOpError(
                 f'exact=True: the bits of a product of {dtype} depend on the order of its factors; use "sum", "mean", '
@@ -276,68 +221,23 @@ class Exact(Compressed):
             )
         return resolved
 
-    def _route(self, call: Call) -> Work:
-        extreme = self.size > 1 and call.length and call.dtype in FORMATS and call.op in ("max", "min")
-        if not extreme:
-            return super()._route(call)
-        return self._reduce_gpu if call.memory == GPU else self._reduce
-
-    def _locator_for(self, call: Call) -> Locate | None:
-        return self._block_place if call.dtype in FORMATS else super()._locator_for(call)
-
-    def _block_place(self, buffer: Any) -> Location | None:
-        """Return the blocks of an array and its position, which must be equal on all ranks; also the position in memory
-        that ranks share, where the inner backend writes results."""
-        where, shared = self.registered.find(buffer), self._locate(buffer)
-        if where is None:
-            return shared
-        number = self._layout(buffer.size, where).number
-        return number if shared is None else zlib.crc32(
-            f"{number} {shared}".encode()
-        ), where.start * buffer.dtype.itemsize
-
-    def _reduce(self, buffer: np.ndarray, op: Op) -> None:
-        if buffer.dtype not in FORMATS or self._compresses(buffer.dtype, op.name):
-            super()._reduce(buffer, op)
+    def reduce(self, buffer: np.ndarray, op: Op) -> None:
+        if buffer.dtype not in FORMATS or self.compresses(buffer.dtype, op):
+            super().reduce(buffer, op)
             return
-        wide = buffer.astype(FORMATS[buffer.dtype].wide, copy=False)  # not every inner backend has 16-bit floats
-        self.inner.hooks.reduce(wide, op)
+        wide = buffer.astype(FORMATS[buffer.dtype].wide, copy=False)  # not every inner algorithm has 16-bit floats
+        self.inner.reduce(wide, op)
         _unify(wide)
         if wide is not buffer:
             np.copyto(buffer, wide, casting="unsafe")
 
-    def _scatter_rounded(self, buffer: np.ndarray, op: Op) -> None:
+    def reduce_scatter(self, buffer: np.ndarray, op: Op) -> None:
         if buffer.dtype in FORMATS:
-            self._reduce(buffer, op)
+            self.reduce(buffer, op)
         else:
-            super()._scatter_rounded(buffer, op)
+            super().reduce_scatter(buffer, op)
 
-    def _add_rows(self, indices: np.ndarray, values: np.ndarray, op: Op) -> Rows:
-        if self.size == 1:
-            return super()._add_rows(indices, values, op)
-        counts = chunked.counts(self._comm, indices.size)
-        found, places = merge_indices(chunked.gather(self._comm, indices, counts), counts)
-        sums = np.zeros((found.size, values.shape[1]), values.dtype)
-        sums[places[self.rank]] = values
-        if sums.size:
-            self._reduce(sums.reshape(-1), op)
-        return found, sums
-
-    def _tree_buffer(self, group: trees.Group) -> Any:
-        buffer = super()._tree_buffer(group)
-        if group.dtype in FORMATS and self._described.get((group.dtype, group.device)) is not group:
-            self.describe(buffer, [Part(str(number), part.start, shape) for number, part, shape in group.places])
-            self._described[group.dtype, group.device] = group
-        return buffer
-
-    def _forget(self) -> None:
-        super()._forget()
-        self._summing.clear()
-        self._block_layouts.clear()
-        self._described.clear()
-
-
-KINDS = ("all_reduce", "reduce_scatter")  # of `sum_terms` and `sum_products`
+    scatter = reduce_scatter
 
 
 def _check_terms(call: Call, op: Op, count: Any, terms: Any) -> None:

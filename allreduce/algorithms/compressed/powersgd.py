@@ -1,22 +1,23 @@
 """LowRank: sends matrices as products of two thin factors (PowerSGD)."""
 
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
+from mpi4py import MPI
 
+from allreduce.algorithm import Algorithm, Context
+from allreduce.algorithms.compressed.compressed import NOTICED, Compressed
 from allreduce.arrays import low_rank
 from allreduce.arrays.chunks import chunk
+from allreduce.arrays.compression import PowerSGD
 from allreduce.arrays.low_rank import Matrix, Plan, Tile
 from allreduce.arrays.ops import Op
-from allreduce.arrays.registered import Part, Slice
+from allreduce.arrays.parts import Part
 from allreduce.arrays.workspace import Workspace
-from allreduce.backend import AllReduce, NodeArrays
-from allreduce.topology import Topology
-from allreduce.transport.shared_segment import Location
-from allreduce.wrappers.compressed import NOTICED, Compressed
-from allreduce.wrappers.options import PowerSGD, check_parts
+from allreduce.memory.allocations import Slice
+from allreduce.transport.control import combine
 
 
 class Item(NamedTuple):
@@ -32,7 +33,18 @@ class Item(NamedTuple):
     right: np.ndarray
 
 
-class Call(NamedTuple):
+class NodeArrays(NamedTuple):
+    """The arrays of a node's ranks like this rank's buffer, `arrays[rank]`, in memory that they share.
+
+    fence: barrier of these ranks; needed before others' arrays are read, and after they are written. None: one rank.
+    """
+
+    arrays: Sequence[np.ndarray]
+    rank: int
+    fence: Callable[[], object] | None
+
+
+class Factors(NamedTuple):
     """The matrices of a call. packed: its short parts. lefts: memory of all left factors, and of `packed`; rights: of
     all right factors."""
 
@@ -72,26 +84,18 @@ class LowRank(Compressed):
     Bytes sent: those of `inner` for rank (rows + columns) elements of each matrix, in the dtype of the array.
     """
 
-    def __init__(
-        self, topology: Topology, *, inner: AllReduce, options: PowerSGD, check: str = "first", owns_inner: bool = True
-    ) -> None:
+    def __init__(self, context: Context, *, inner: Algorithm, options: PowerSGD) -> None:
+        super().__init__(context, inner=inner)
         self.options = options
-        super().__init__(topology, inner=inner, check=check, owns_inner=owns_inner)
 
-    def describe(self, array: Any, parts: Sequence[Part] = (), whole: bool = True) -> None:
-        """As AllReduce.describe. Raises OptionError too if the whole model has matrices, all too small for the rank."""
-        if whole:
-            check_parts(self.options, parts)
-        super().describe(array, parts, whole)
-
-    def _place(self, buffer: Any) -> Location | None:
+    def place(self, buffer: Any) -> tuple[int, int] | None:
         """As in the base; also whether the ranks have agreed on the state, which `reset` on one rank alone forgets."""
-        place, where = super()._place(buffer), self.registered.find(buffer)
+        place, where = super().place(buffer), self.find(buffer)
         if place is None or where is None or (where.start, where.length) not in where.entry.settled:
             return place
         return place[0] + (1 << 64), place[1]
 
-    def _reduce_compressed(self, buffer: np.ndarray, op: Op, where: Slice | None, parts: Sequence[Part]) -> None:
+    def reduce_parts(self, buffer: np.ndarray, op: Op, where: Slice | None, parts: Sequence[Part]) -> None:
         options = self.options
         plan = low_rank.plan(tuple(parts), buffer.size, options.matrix_approximation_rank, options.min_compression_rate)
         if not plan.matrices:
@@ -101,7 +105,7 @@ class LowRank(Compressed):
         if not plan.matrices or (where and calls < options.start_powerSGD_iter):
             self._reduce_uncompressed(buffer, op, where if loaded else None)
             return
-        arrays = self.inner.node_arrays(buffer) or NodeArrays([buffer], 0, None)
+        arrays = self._node_arrays(buffer)
         residual = where.residual if where and options.use_error_feedback else None
         call = self._begin(buffer, where, calls, plan, arrays)
         if loaded and residual is not None and len(arrays.arrays) > 1:
@@ -117,13 +121,20 @@ class LowRank(Compressed):
         for part, values in zip(plan.short, call.packed, strict=True):
             buffer[part] = values
         for part in plan.long:
-            self.inner.hooks.reduce(buffer[part], op)
+            self.inner.reduce(buffer[part], op)
+
+    def _node_arrays(self, buffer: np.ndarray) -> NodeArrays:
+        found = self.context.allocations.at(buffer)
+        if found is None or found[0].ranks < 2:
+            return NodeArrays([buffer], 0, None)
+        arrays = found[0].views(found[1], buffer)
+        return NodeArrays(arrays, self.context.topology.node_rank, self.context.executor.meet)
 
     def _reduce_uncompressed(self, buffer: np.ndarray, op: Op, loaded: Slice | None) -> None:
         """Reduce `buffer` by `inner`, with the errors that were loaded for it."""
         if loaded is not None:
             loaded.hand_over(buffer)
-        self.inner.hooks.reduce(buffer, op)
+        self.inner.reduce(buffer, op)
 
     def _agree(self, where: Slice, matrices: Sequence[Matrix]) -> bool:
         """Agree on the call count and the warm factors of a slice. Collective, at its first call since they were
@@ -139,7 +150,7 @@ class LowRank(Compressed):
         held = [entry.factors[key] for key in keys if key in entry.factors]
         check = zlib.crc32(b"".join(factor.tobytes() for factor in held))
         numbers = np.array([-entry.calls.get(where.start, 0), len(held), -len(held), check, -check], np.int64)
-        self._engine.minimum(numbers)
+        combine(self.comm, numbers, "compare warm factors", MPI.MIN)
         calls, *ends = numbers.tolist()
         entry.calls[where.start] = -calls
         if ends[0] != -ends[1] or ends[2] != -ends[3]:
@@ -147,14 +158,14 @@ class LowRank(Compressed):
                 entry.factors.pop(key, None)
         return True
 
-    def _begin(self, buffer: np.ndarray, where: Slice | None, calls: int, plan: Plan, node: NodeArrays) -> Call:
+    def _begin(self, buffer: np.ndarray, where: Slice | None, calls: int, plan: Plan, node: NodeArrays) -> Factors:
         """Return the factors of a call, zeros, and the packed short parts. Collective when their memory grows."""
         options, shift, dtype = self.options, where.start if where else 0, buffer.dtype
         sizes = [part.stop - part.start for part in plan.short]
         rows = sum(each.rank * each.rows for each in plan.matrices)
         first = rows + sum(sizes)
         length = first + sum(each.rank * each.columns for each in plan.matrices)
-        memory = self._from_inner(length, dtype)
+        memory = self.from_inner(length, dtype)
         memory[...] = 0
         items, left, right = [], 0, first
         for each in plan.matrices:
@@ -170,9 +181,9 @@ class LowRank(Compressed):
             packed.append(memory[left : left + size])
             packed[-1][:] = buffer[part]
             left += size
-        return Call(items, packed, memory[:first], memory[first:])
+        return Factors(items, packed, memory[:first], memory[first:])
 
-    def _multiply(self, call: Call, op: Op, residual: np.ndarray | None, node: NodeArrays) -> None:
+    def _multiply(self, call: Factors, op: Op, residual: np.ndarray | None, node: NodeArrays) -> None:
         """Replace the tiles of the node's arrays by the results; and those of `residual`, which belong to the sum of
         these arrays, by the errors."""
         arrays, own = node.arrays, node.arrays[node.rank]
@@ -182,12 +193,12 @@ class LowRank(Compressed):
                 added = [array[tile.where] for array in arrays if array is not values]
                 _add(values[tile.where], added, self.workspace)
                 np.matmul(item.start[:, tile.columns], tile.of(values).T, out=item.left[:, tile.rows])
-        self.inner.hooks.reduce(call.lefts, op)
+        self.inner.reduce(call.lefts, op)
         for item in call.items:
             low_rank.orthogonalize(item.left, self.options.orthogonalization_epsilon)
             for tile in item.tiles:
                 item.right[:, tile.columns] += item.left[:, tile.rows] @ tile.of(values)
-        self.inner.hooks.reduce(call.rights, op)
+        self.inner.reduce(call.rights, op)
         # the part of the result that the arrays' ranks sent
         share = len(arrays) / self.size / (1.0 if op.scale is None else op.scale)
         for item in call.items:
@@ -222,7 +233,7 @@ class LowRank(Compressed):
     def _say_uncompressed(self, where: Slice | None, parts: Sequence[Part]) -> None:
         described = where is not None and where.entry.parts
         if not described and all(len(part.shape) < 2 and part.stop - part.start > NOTICED for part in parts):
-            self._say_undescribed(f'"{self.options}" needs shapes')
+            self.say_undescribed(f'"{self.options}" needs shapes')
 
 
 def _key(where: Slice, of: Matrix) -> tuple[int, int, int]:

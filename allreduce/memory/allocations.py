@@ -1,14 +1,18 @@
-"""Registered arrays: the error feedback, shapes and call counts that a compressing backend keeps for its memory."""
+"""The one table of a backend's memory: whose memory an array lies in, where in it, and what is kept for it."""
 
 import re
 import weakref
+import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
+from mpi4py import MPI
 
 from allreduce.arrays.gpu import is_gpu_array
+from allreduce.arrays.memory_kinds import ALLOCATED, UNREGISTERED
+from allreduce.arrays.parts import Part
 from allreduce.arrays.workspace import zeros
 from allreduce.errors import OptionError
 
@@ -19,37 +23,17 @@ _STATE = re.compile(
 RESIDUAL = "/residual"  # the end of the names of residuals in a state
 
 
-class Part(NamedTuple):
-    """One parameter of a model in a 1-D array: elements `start` to `stop - 1`, an array of `shape` in C order."""
+@dataclass(eq=False)
+class Allocation:
+    """An array whose memory the table knows.
 
-    name: str
-    start: int
-    shape: tuple[int, ...]
+    begin: its address. owner: of its memory. number: counts the arrays of the table, the same on all ranks. ranks: how
+    many ranks of the node have mapped the memory, in which each has a row of pages; 0: it is this rank's alone. keeps:
+    a compression keeps state for it.
 
-    @property
-    def stop(self) -> int:
-        return self.start + int(np.prod(self.shape, dtype=int))
-
-
-class Registered(NamedTuple):
-    """A registered array, as `register` of another registry takes it. base: the owner of its memory. number: of its
-    registration, which the other registry takes over."""
-
-    begin: int
-    size: int
-    dtype: np.dtype
-    base: Any
-    number: int
-
-
-@dataclass
-class Entry:
-    """A registered array. begin: its address. owner: of its memory. number: counts registrations, the same on all
-    ranks. residual: the error feedback of each element, made at its first use.
-
-    calls: the number of calls with a slice, by its first element. factors: of the matrices of PowerSGD, by first
-    element, rows and columns. settled: the slices (first element, length) that were reduced since the state was
-    loaded.
+    parts: the parameters of a model in it. residual: the error feedback of each element, made at its first use. calls:
+    the number of calls with a slice, by its first element. factors: of the matrices of PowerSGD, by first element, rows
+    and columns. settled: the slices (first element, length) that were reduced since the state was loaded.
     """
 
     begin: int
@@ -57,12 +41,19 @@ class Entry:
     dtype: np.dtype
     owner: "weakref.ref[Any]"
     number: int
+    ranks: int = 0
+    keeps: bool = True
     parts: tuple[Part, ...] = ()
+    signature: int = 0  # of the parts
     residual: np.ndarray | None = None
     calls: dict[int, int] = field(default_factory=dict)
     factors: dict[tuple[int, int, int], np.ndarray] = field(default_factory=dict)
     settled: set[tuple[int, int]] = field(default_factory=set)
     cut: dict[tuple[int, int], list[Part]] = field(default_factory=dict)  # the parts inside of slices
+
+    @property
+    def nbytes(self) -> int:
+        return self.length * self.dtype.itemsize
 
     def forget(self) -> None:
         """Set the state to that of a new array."""
@@ -70,11 +61,29 @@ class Entry:
         for held in (self.calls, self.factors, self.settled):
             held.clear()
 
+    def describe(self, start: int, length: int, parts: Sequence[Part]) -> None:
+        """Replace the parts of `length` elements from `start`; state that depends on the parts is forgotten."""
+        end = start + length
+        moved = [part._replace(start=part.start + start) for part in parts]
+        kept = [part for part in self.parts if part.stop <= start or part.start >= end]
+        described = tuple(sorted([*kept, *moved], key=lambda part: part.start))
+        if described != self.parts:
+            self.parts, self.signature = described, zlib.crc32(repr(described).encode())
+            for held in (self.cut, self.factors, self.settled):
+                held.clear()
+
+    def views(self, offset: int, array: np.ndarray) -> list[np.ndarray]:
+        """Return the arrays of all ranks of the node like this rank's `array`, which begins at byte `offset`. Local."""
+        memory = self.owner()
+        assert memory is not None  # this rank's array lies in it
+        rows = memory.reshape(self.ranks, -1)
+        return list(rows[:, offset : offset + array.nbytes].view(array.dtype))
+
 
 class Slice(NamedTuple):
     """A slice of a registered array, `length` elements from `start`."""
 
-    entry: Entry
+    entry: Allocation
     start: int
     length: int
 
@@ -129,91 +138,105 @@ class Slice(NamedTuple):
             self.residual[part] = 0
 
 
-class Registry:
-    """The registered arrays of a backend, in the order of their registration, which is the same on all ranks.
+class Allocations:
+    """The arrays from `allocate` of one backend, and the arrays that `describe` names; in the order in which they came,
+    which is the same on all ranks.
 
-    Another thread may free an array's memory at any time, so entries are only changed by single operations of a dict.
+    An array stays in the table as long as its memory exists. Another thread may free memory at any time, so the table
+    is only changed by single operations of a dict.
+
+    shared: the arrays that the ranks of the node share, by the id of the owner of their memory: the `base` of slices.
     """
 
     def __init__(self) -> None:
-        self._by_id: dict[int, Entry] = {}
-        self._registrations = 0
+        self.shared: dict[int, Allocation] = {}
+        self._entries: dict[int, Allocation] = {}  # by number
+        self._count = 0
 
-    @property
-    def _entries(self) -> list[Entry]:
-        return list(self._by_id.values())
+    def add(self, array: Any, keeps: bool = True, ranks: int = 0) -> Allocation:
+        """Add a 1-D array, and return its entry; see Allocation. Local; the same on all ranks."""
+        owner = array if getattr(array, "base", None) is None else array.base
+        self._count += 1
+        entry = Allocation(address(array), array.size, array.dtype, weakref.ref(owner), self._count, ranks, keeps)
+        for each in self._known():
+            if _overlap(each, entry):  # of freed memory
+                self._entries.pop(each.number, None)
+        self._entries[entry.number] = entry
+        if ranks:
+            self.shared[id(owner)] = entry
+        weakref.finalize(owner, self._drop, id(owner), entry).atexit = False
+        return entry
 
-    def register(self, array: Any, parts: Sequence[Part] = ()) -> Registered:
-        """Register a 1-D array from `allocate`, or replace the parts of a registered array or slice. Local.
-
-        Returns the array as another registry takes it. An array stays registered as long as its memory exists. Raises
-        OptionError if the parts overlap, or lie outside of the array.
-        """
+    def describe(self, array: Any, parts: Sequence[Part] = ()) -> None:
+        """Set the parameters in a 1-D array, or in a slice of one of the table; add the array if it is new. Local; the
+        same on all ranks. Raises OptionError if the parts overlap, or lie outside of the array."""
         _check_parts(parts, array.size)
-        where, owner = self.find(array), array if getattr(array, "base", None) is None else array.base
-        if where is None:
-            number = array.number if isinstance(array, Registered) else self._registrations + 1
-            self._registrations = number
-            entry = Entry(address(array), array.size, array.dtype, weakref.ref(owner), number, tuple(parts))
-            for each in self._entries:
-                if _overlap(each, entry):  # of freed memory
-                    self._drop(each)
-            self._by_id[id(entry)] = entry
-            weakref.finalize(owner, self._drop, entry).atexit = False
-        else:
-            self._describe(where, parts)
-            number = where.entry.number
-        return Registered(address(array), array.size, array.dtype, owner, number)
+        found = self.at(array) if array.size else None
+        entry, offset = found or (self.add(array), 0)
+        if entry.dtype != array.dtype or offset % entry.dtype.itemsize:
+            raise OptionError(f"the array of {array.dtype} lies in memory that was allocated for {entry.dtype}")
+        entry.keeps = True
+        entry.describe(offset // entry.dtype.itemsize, array.size, parts)
 
-    def _describe(self, where: Slice, parts: Sequence[Part]) -> None:
-        """Replace the parts of a registered array or slice."""
-        begin, end, entry = where.start, where.start + where.length, where.entry
-        moved = [part._replace(start=part.start + begin) for part in parts]
-        kept = [part for part in entry.parts if part.stop <= begin or part.start >= end]
-        described = tuple(sorted([*kept, *moved], key=lambda part: part.start))
-        if described != entry.parts:
-            entry.parts = described
-            for held in (entry.cut, entry.factors, entry.settled):
-                held.clear()
+    def _drop(self, owner: int, entry: Allocation) -> None:
+        self._entries.pop(entry.number, None)
+        if self.shared.get(owner) is entry:
+            self.shared.pop(owner, None)
 
-    def _drop(self, entry: Entry) -> None:
-        self._by_id.pop(id(entry), None)
+    def _known(self) -> list[Allocation]:
+        return list(self._entries.values())
 
-    def arrays(self, array: Any = None) -> list[tuple[Registered, tuple[Part, ...]]]:
-        """Return the registered arrays and their parts, in the order of their numbers in `state`. Local.
-
-        array: only this one, or none if it is not registered.
-        """
-        held = [(entry, owner) for entry in self._entries_of(array) if (owner := entry.owner()) is not None]
-        memories = [Registered(entry.begin, entry.length, entry.dtype, owner, entry.number) for entry, owner in held]
-        return [(memory, entry.parts) for memory, (entry, _) in zip(memories, held, strict=True)]
-
-    def find(self, buffer: Any, begin: int | None = None) -> Slice | None:
-        """Return the slice of a registered array that `buffer` is, or None. Local.
-
-        begin: the address of the array that `buffer` is a copy of.
-        """
-        begin, itemsize = address(buffer) if begin is None else begin, buffer.dtype.itemsize
-        for entry in self._entries:
-            start, rest = divmod(begin - entry.begin, itemsize)
-            inside = start >= 0 and start + buffer.size <= entry.length
-            if inside and rest == 0 and entry.dtype == buffer.dtype:
-                return Slice(entry, start, buffer.size)
+    def at(self, buffer: Any) -> tuple[Allocation, int] | None:
+        """Return the array in whose memory `buffer` lies, and the byte of it at which it begins; None for others.
+        Local."""
+        begin = address(buffer)
+        for entry in self._known():
+            if entry.begin <= begin and begin + buffer.nbytes <= entry.begin + entry.nbytes:
+                return entry, begin - entry.begin
         return None
+
+    def memory_of(self, buffer: np.ndarray) -> int:
+        """Return ALLOCATED for a slice of memory that the ranks of the node share, else UNREGISTERED. Local."""
+        base = buffer.base
+        if id(base) in self.shared and buffer.size:
+            return ALLOCATED
+        if not buffer.size or (type(base) is np.ndarray and base.flags.owndata):  # a slice of an ordinary array
+            return UNREGISTERED
+        found = self.at(buffer)
+        return ALLOCATED if found is not None and found[0].ranks else UNREGISTERED
+
+    def place(self, buffer: Any) -> tuple[int, int] | None:
+        """Return where in the table's memory an array lies, a pair of numbers that ranks compare; None for others.
+        Local. The first: of the array, and of the parameters in it. The second: the byte at which it begins."""
+        found = self.at(buffer) if buffer.size else None
+        return None if found is None else (found[0].number + (found[0].signature << 32), found[1])
+
+    def find(self, buffer: Any, scratch: bool = False) -> Slice | None:
+        """Return the slice of an array for which state is kept that `buffer` is, or None. Local. scratch: also of
+        arrays without state."""
+        found = self.at(buffer)
+        if found is None or found[0].dtype != buffer.dtype or not (found[0].keeps or scratch):
+            return None
+        start, rest = divmod(found[1], buffer.dtype.itemsize)
+        return None if rest else Slice(found[0], start, buffer.size)
+
+    def close(self) -> None:
+        """Reduce no more arrays where they lie. Their state can be read as long as they are used. Local."""
+        self.shared.clear()
 
     # The training state
 
-    def _entries_of(self, array: Any) -> list[Entry]:
-        """Return the entry of `array`, if it is registered; all entries if `array` is None."""
+    def _kept(self, array: Any) -> list[Allocation]:
+        """Return the entry of `array`, if state is kept for it; all such entries if `array` is None."""
         if array is None:
-            return self._entries
+            return [entry for entry in self._known() if entry.keeps and entry.length]
         where = self.find(array)
         return [] if where is None else [where.entry]
 
     def state(self, array: Any = None) -> dict[str, np.ndarray]:
         """Return a copy of the error feedback, the call counts and the factors of one array, or of all. Local."""
         held: dict[str, np.ndarray] = {}
-        for number, entry in enumerate(self._entries_of(array)):
+        for number, entry in enumerate(self._kept(array)):
             if entry.residual is not None:
                 held[f"{number}{RESIDUAL}"] = entry.residual.copy()
             if entry.calls:
@@ -240,10 +263,10 @@ class Registry:
 
     def check_state(
         self, state: Mapping[str, np.ndarray], array: Any = None
-    ) -> dict[str, tuple[Entry, str, tuple[int, int, int] | None]]:
+    ) -> dict[str, tuple[Allocation, str, tuple[int, int, int] | None]]:
         """Return the entry, the kind and the matrix of each array of a state. Local. Raises OptionError if it is of
         other arrays."""
-        entries, checked = self._entries_of(array), {}
+        entries, checked = self._kept(array), {}
         for name, held in state.items():
             found = _find_state(entries, name, held)
             if found is None:
@@ -257,13 +280,13 @@ class Registry:
 
     def reset(self, array: Any = None) -> None:
         """Set the error feedback of one array, or of all, to zero; forget the call counts and the factors. Local."""
-        for entry in self._entries_of(array):
+        for entry in self._kept(array):
             entry.forget()
 
 
 def _find_state(
-    entries: Sequence[Entry], name: str, array: np.ndarray
-) -> tuple[Entry, str, tuple[int, int, int] | None] | None:
+    entries: Sequence[Allocation], name: str, array: np.ndarray
+) -> tuple[Allocation, str, tuple[int, int, int] | None] | None:
     """Return the entry, the kind and the matrix of an array of a state; None if it does not fit these entries."""
     found = _STATE.fullmatch(name)
     if found is None or int(found["number"]) >= len(entries):
@@ -299,14 +322,11 @@ def divide(states: Sequence[Mapping[str, np.ndarray]], ranks: int) -> list[dict[
 
 def address(array: Any) -> int:
     """Return the address of a NumPy or CuPy array's first element."""
-    if isinstance(array, Registered):
-        return array.begin
-    return array.data.ptr if is_gpu_array(array) else array.ctypes.data
+    return array.data.ptr if is_gpu_array(array) else MPI.Get_address(array)
 
 
-def _overlap(one: Entry, other: Entry) -> bool:
-    ends = [entry.begin + entry.length * entry.dtype.itemsize for entry in (one, other)]
-    return one.begin < ends[1] and other.begin < ends[0]
+def _overlap(one: Allocation, other: Allocation) -> bool:
+    return one.begin < other.begin + other.nbytes and other.begin < one.begin + one.nbytes
 
 
 def _check_parts(parts: Sequence[Part], length: int) -> None:

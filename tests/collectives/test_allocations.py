@@ -6,14 +6,14 @@ import numpy as np
 import pytest
 
 from allreduce import Part
-from allreduce.arrays.registered import Registry, divide
 from allreduce.errors import OptionError
+from allreduce.memory.allocations import Allocations, divide
 
 
-def registry_of(*arrays: np.ndarray) -> Registry:
-    registry = Registry()
+def registry_of(*arrays: np.ndarray) -> Allocations:
+    registry = Allocations()
     for array in arrays:
-        registry.register(array)
+        registry.describe(array)
     return registry
 
 
@@ -44,7 +44,7 @@ def test_slices_share_the_error_feedback_of_their_array() -> None:
 def test_parts_of_a_slice() -> None:
     array = np.zeros(30, "float32")
     registry = registry_of(array)
-    registry.register(array, [Part("w", 0, (4, 5)), Part("b", 20, (4,)), Part("none", 24, (0,)), Part("s", 24, ())])
+    registry.describe(array, [Part("w", 0, (4, 5)), Part("b", 20, (4,)), Part("none", 24, (0,)), Part("s", 24, ())])
 
     def parts(start: int, stop: int) -> list[Part]:
         found = registry.find(array[start:stop])
@@ -54,7 +54,7 @@ def test_parts_of_a_slice() -> None:
     assert parts(0, 30) == [Part("w", 0, (4, 5)), Part("b", 20, (4,)), Part("none", 24, (0,)), Part("s", 24, ())]
     assert parts(20, 24) == [Part("b", 0, (4,))]
     assert parts(18, 22) == [Part("w", 0, (2,)), Part("b", 2, (2,))]  # cut: no matrix any more
-    registry.register(array[:20], [Part("other", 0, (20,))])
+    registry.describe(array[:20], [Part("other", 0, (20,))])
     assert parts(0, 24) == [Part("other", 0, (20,)), Part("b", 20, (4,))]
 
 
@@ -62,15 +62,15 @@ def test_parts_of_a_slice() -> None:
 def test_parts_that_do_not_fit(part: Part) -> None:
     array = np.zeros(10, "float32")
     with pytest.raises(OptionError, match="'w' is elements"):
-        registry_of(array).register(array, [part])
+        registry_of(array).describe(array, [part])
     with pytest.raises(OptionError, match="overlaps"):
-        registry_of(array).register(array, [Part("v", 0, (5,)), Part("w", 4, (2,))])
+        registry_of(array).describe(array, [Part("v", 0, (5,)), Part("w", 4, (2,))])
 
 
 def test_freed_memory_is_forgotten() -> None:
-    registry = Registry()
+    registry = Allocations()
     memory = np.zeros(40, "float32")
-    registry.register(memory[:])  # the array that is registered is gone at once, its memory is not
+    registry.describe(memory[:])  # the array that is registered is gone at once, its memory is not
     assert registry.find(memory[3:]) is not None
     del memory
     gc.collect()

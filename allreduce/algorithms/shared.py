@@ -13,26 +13,26 @@ first ranks' arrays, and write the result to all of them. Then each group copies
 S. Li et al.: NUMA-aware shared-memory collective communication for MPI, HPDC 2013.
 """
 
-import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 
 import numpy as np
 from mpi4py import MPI
 
 from allreduce import notices
-from allreduce.arrays import casts, dtypes, float16
+from allreduce.algorithm import Context, TwoPhase, Work
+from allreduce.arrays import casts, dtypes, float16, ops
 from allreduce.arrays.chunks import page_chunk, segments
+from allreduce.arrays.memory_kinds import ALLOCATED, GPU
 from allreduce.arrays.ops import Op
-from allreduce.backend import NodeArrays, TwoPhase
-from allreduce.errors import OptionError, UnavailableError
+from allreduce.call.call import Call
+from allreduce.errors import UnavailableError
 from allreduce.machine import numa_node
-from allreduce.topology import Topology
-from allreduce.transport import cost
-from allreduce.transport.control import agree, combine
+from allreduce.transport import chunked, cost
+from allreduce.transport.control import combine
 from allreduce.transport.cost import Layout, Machine
-from allreduce.transport.shared_segment import PAGE_BYTES, STAGING_BYTES, Location, SharedArrays, shared_rows
+from allreduce.transport.shared_segment import PAGE_BYTES, STAGING_BYTES, shared_rows
 
-WORD = np.dtype(np.int64)
 BLOCK_BYTES = 256 * 1024  # bytes that a rank adds at a time, from each rank
 CMA_BYTES = 1024 * 1024  # bytes of one CMA call: more than BLOCK_BYTES, because a call takes longer
 FETCHED_BYTES = 4 * 1024 * 1024  # bytes that a rank reads by CMA at a time, from all ranks together
@@ -47,42 +47,27 @@ STAGES = '"shared" stages arrays that are not from its allocate(): two more copi
 class Shared(TwoPhase):
     """For the ranks of one node. `allocate` returns memory that all of them map.
 
-    staged: True: use the staging buffer for other arrays even if CMA works.
-    numa: simulates NUMA nodes of so many ranks each (the last may have fewer), to reduce in two levels; 0: one level.
-        None: the system's NUMA nodes, if each rank is bound to the cores of one. The order of additions depends on it.
-        16-bit floats, arrays below LEVELS_BYTES, arrays reached by CMA, and `all_gather` take one level.
+    It reduces in two levels where each rank is bound to the cores of one NUMA node; but 16-bit floats, arrays below
+    LEVELS_BYTES, arrays reached by CMA, and `all_gather` take one level.
     """
 
     one_node = True
+    compares_places = True
 
-    def __init__(
-        self, topology: Topology, *, staged: bool = False, numa: int | None = None, check: str = "first"
-    ) -> None:
-        if topology.nodes > 1:
+    def __init__(self, context: Context) -> None:
+        super().__init__(context)
+        if context.layout.nodes > 1:
             raise UnavailableError(
-                f'"shared" needs all ranks on one node, and this is {topology}; '
+                f'"shared" needs all ranks on one node, and this is {context.topology}; '
                 'use "hierarchical_copy", which uses "shared" inside each node'
             )
-        if numa is not None and (type(numa) is not int or numa < 0):
-            raise OptionError(f"numa must be a number of ranks, 0 or None, got {numa!r}")
-        self._staged_only, self._numa = staged, numa
-        super().__init__(topology, check=check)
-
-    def _connect(self, topology: Topology) -> None:
-        super()._connect(topology)
-        self._cma = topology.cma
-        self._uses_cma = self._cma.works and not self._staged_only
-        self.copies_unregistered = "" if self._uses_cma else STAGES
-        self._arrays = SharedArrays(self._comm)  # from `allocate`
-        self._memory, self._locate = self._arrays.memory_of, self._arrays.locate  # type: ignore[method-assign]
-        self._owners = self._arrays.owners
         self._staging = self._make_staging(LEAST_STAGING_BYTES)  # now, while shared memory is free
+        if self.size > 1 and not context.executor.meets:
+            raise UnavailableError("the ranks have no shared memory in which they can meet; use another backend")
+        self._cma = context.cma
+        self.copies_unregistered = "" if self._cma.works else STAGES
+        self._meet = context.executor.meet
         self._may_grow = True
-        self._count = 0  # of compared fingerprints
-        words = shared_rows(self._comm, 4 * WORD.itemsize)
-        # For even and odd calls, by rank: the call's fingerprint, and the address of the rank's array.
-        self._fingerprints, self._addresses = words.view(WORD).T.reshape(2, 2, self.size)
-        self._fence = self._arrays.fence
         self._groups = self._numa_groups()  # ranks by NUMA node; empty: one level
         self._group = next((group for group in self._groups if self.rank in group), [])
 
@@ -96,57 +81,96 @@ class Shared(TwoPhase):
     def _numa_groups(self) -> list[list[int]]:
         """Return the ranks of each NUMA node, or [] if two levels would be like one. Collective."""
         found = np.zeros(self.size, np.int64)
-        found[self.rank] = numa_node() if self._numa is None else self.rank // self._numa if self._numa else -1
-        nodes = combine(self._comm, found, "learn the NUMA nodes of the ranks").tolist()
+        found[self.rank] = self._numa_node()
+        nodes = combine(self.comm, found, "learn the NUMA nodes of the ranks").tolist()
         groups = [[rank for rank, its in enumerate(nodes) if its == node] for node in sorted(set(nodes))]
         return groups if min(nodes) >= 0 and 1 < len(groups) < self.size else []
 
-    def node_arrays(self, buffer: np.ndarray) -> NodeArrays | None:
-        location = self._locate(buffer)
-        if location is None:
-            return None
-        return NodeArrays(self._arrays.of_all_ranks(buffer, location), self.rank, self._fence)
+    def _numa_node(self) -> int:
+        return numa_node()
 
-    def _allocate(self, length: int, dtype: np.dtype, device: str | None) -> np.ndarray:
+    def allocate(self, length: int, dtype: np.dtype, device: str | None) -> np.ndarray:
         if device == "cuda":
-            return super()._allocate(length, dtype, device)
-        return self._arrays.allocate(length, dtype)
+            return super().allocate(length, dtype, device)
+        mine = shared_rows(self.comm, length * dtype.itemsize)[self.rank].view(dtype)
+        if length:
+            self.context.allocations.add(mine, keeps=False, ranks=self.size)
+        return mine
 
-    def _close(self) -> None:
-        """Drop the arrays; the memory of an array that is still in use stays."""
-        self._arrays.clear()
-        del self._staging, self._fingerprints, self._addresses, self._fence
+    def close(self) -> None:
+        self.abandon()
 
-    def _reduce(self, buffer: np.ndarray, op: Op) -> None:
-        if (location := self._locate(buffer)) is not None:
-            self._rendezvous(buffer, op.name, location)
-            self._reduce_in_place(self._arrays.of_all_ranks(buffer, location), op)
-        elif addresses := self._exchange_addresses(buffer, op.name):
-            self._reduce_by_cma(buffer, op, addresses)
+    def abandon(self) -> None:
+        self._staging = np.empty((self.size, 0), np.uint8)
+
+    # The work of a call in which the ranks have just met, and the same for an algorithm that contains this one: then
+    # the ranks meet here.
+
+    def work(self, call: Call, op: Op) -> Work:
+        if call.memory == GPU:
+            return super().work(call, op)
+        if call.memory == ALLOCATED:
+            return Work(
+                lambda buffer: self._in_place(call.kind, buffer, op), lambda buffer: self._bound(call.kind, buffer, op)
+            )
+        run = lambda buffer: self._elsewhere(call.kind, buffer, op, self.context.executor.addresses())  # noqa: E731
+        return Work(run, address=self._address)
+
+    def reduce(self, buffer: np.ndarray, op: Op) -> None:
+        self._enter("all_reduce", buffer, op)
+
+    def reduce_scatter(self, buffer: np.ndarray, op: Op) -> None:
+        self._enter("reduce_scatter", buffer, op)
+
+    scatter = reduce_scatter  # `_combine` sums 16-bit floats in float32
+
+    def all_gather(self, buffer: np.ndarray) -> None:
+        self._enter("all_gather", buffer, ops.OPS["sum"])
+
+    def _enter(self, kind: str, buffer: np.ndarray, op: Op) -> None:
+        if self.context.allocations.memory_of(buffer) == ALLOCATED:
+            self._meet()
+            self._in_place(kind, buffer, op)
         else:
-            self._reduce_staged(buffer, op, op.name)
+            self._elsewhere(kind, buffer, op, self._meet(self._address(buffer)))
 
-    def _scatter_rounded(self, buffer: np.ndarray, op: Op) -> None:
-        self._reduce_scatter(buffer, op)  # _combine itself sums 16-bit floats in float32
+    def _address(self, buffer: np.ndarray) -> int:
+        """Return the address of an array for the node's ranks; 0 if they can't reach it by CMA. Local."""
+        return self._cma.address(buffer) if self._cma.works else 0
 
-    def _reduce_scatter(self, buffer: np.ndarray, op: Op) -> None:
-        call = f"reduce_scatter {op.name}"
-        if (location := self._locate(buffer)) is not None:
-            self._rendezvous(buffer, call, location)
-            self._reduce_scatter_in_place(buffer, self._arrays.of_all_ranks(buffer, location), op)
-        elif addresses := self._exchange_addresses(buffer, call):
-            self._reduce_scatter_by_cma(buffer, op, addresses)
+    def _everyone(self, buffer: np.ndarray) -> list[np.ndarray]:
+        """Return the arrays of all ranks like `buffer`, which lies in memory from `allocate`. Local."""
+        found = self.context.allocations.at(buffer)
+        assert found is not None
+        return found[0].views(found[1], buffer)
+
+    def _in_place(self, kind: str, buffer: np.ndarray, op: Op) -> None:
+        self._bound(kind, buffer, op)()
+
+    def _bound(self, kind: str, buffer: np.ndarray, op: Op) -> Callable[[], None]:
+        """Return the function that does a call of this kind on an array from `allocate`. Local."""
+        everyone = self._everyone(buffer)
+        if kind == "all_reduce":
+            return partial(self._reduce_in_place, everyone, op)
+        if kind == "reduce_scatter":
+            return partial(self._reduce_scatter_in_place, buffer, everyone, op)
+        return partial(self._all_gather_in_place, buffer, everyone)
+
+    def _elsewhere(self, kind: str, buffer: np.ndarray, op: Op, addresses: list[int]) -> None:
+        """Do a call of this kind on an array in ordinary memory. addresses: of all ranks' arrays."""
+        if all(addresses):
+            by_cma = {"all_reduce": self._reduce_by_cma, "reduce_scatter": self._reduce_scatter_by_cma}
+            if kind == "all_gather":
+                self._all_gather_by_cma(buffer, addresses)
+            else:
+                by_cma[kind](buffer, op, addresses)
+            return
+        if self._cma.works:
+            notices.once(self.rank, STAGES)
+        if kind == "all_gather":
+            chunked.spread(self.comm, buffer, [self.owned(buffer.size, rank) for rank in range(self.size)])
         else:
-            self._reduce_staged(buffer, op, call)
-
-    def _all_gather(self, buffer: np.ndarray) -> None:
-        if (location := self._locate(buffer)) is not None:
-            self._rendezvous(buffer, "all_gather", location)
-            self._all_gather_in_place(buffer, self._arrays.of_all_ranks(buffer, location))
-        elif addresses := self._exchange_addresses(buffer, "all_gather"):
-            self._all_gather_by_cma(buffer, addresses)
-        else:
-            self._spread_owned(buffer)
+            self._reduce_staged(buffer, op)
 
     # Arrays from allocate(), and the staging buffer: every rank reads and writes every rank's array
 
@@ -161,7 +185,7 @@ class Shared(TwoPhase):
             self._combine(parts, parts[0], op)
             for part in parts[1:]:
                 np.copyto(part, parts[0])
-        self._fence()
+        self._meet()
         if levels:
             self._copy_in_groups(everyone)
 
@@ -170,13 +194,13 @@ class Shared(TwoPhase):
             everyone = self._reduce_in_groups(everyone, op)
         for block in _blocks(self.owned(buffer.size), buffer.itemsize):
             self._combine([array[block] for array in everyone], buffer[block], op)
-        self._fence()
+        self._meet()
 
     def _all_gather_in_place(self, buffer: np.ndarray, everyone: Sequence[np.ndarray]) -> None:
         for rank in self._others():
             span = self.owned(buffer.size, rank)
             np.copyto(buffer[span], everyone[rank][span])
-        self._fence()
+        self._meet()
 
     # The levels above and below, if the ranks are on several NUMA nodes
 
@@ -190,7 +214,7 @@ class Shared(TwoPhase):
             for block in self._blocks_in_group(everyone):
                 parts = [array[block] for array in arrays]
                 self._combine(parts, parts[0], op.unscaled())
-        self._fence()
+        self._meet()
         return [everyone[group[0]] for group in self._groups]
 
     def _copy_in_groups(self, everyone: Sequence[np.ndarray]) -> None:
@@ -199,7 +223,7 @@ class Shared(TwoPhase):
         for block in self._blocks_in_group(everyone):
             for array in others:
                 np.copyto(array[block], first[block])
-        self._fence()
+        self._meet()
 
     def _blocks_in_group(self, everyone: Sequence[np.ndarray]) -> Iterator[slice]:
         mine = _pages(everyone[self.rank], len(self._group), self._group.index(self.rank))
@@ -207,37 +231,24 @@ class Shared(TwoPhase):
 
     # Other arrays, by CMA
 
-    def _exchange_addresses(self, buffer: np.ndarray, call: str) -> list[int]:
-        """Wait for all ranks, and return the addresses of their buffers; [] if CMA does not work with one of them."""
-        if not self._uses_cma:
-            return []
-        turn = (self._count + 1) % 2
-        self._addresses[turn, self.rank] = self._cma.address(buffer)
-        self._rendezvous(buffer, call, None)
-        addresses = self._addresses[turn].tolist()
-        if all(addresses):
-            return addresses
-        notices.once(self.rank, STAGES)
-        return []
-
     def _reduce_by_cma(self, buffer: np.ndarray, op: Op, addresses: list[int]) -> None:
         for block in self._cma_blocks(buffer):
             mine = self._combine_by_cma(buffer, block, op, addresses)
             for rank in self._others():
                 self._cma.write(rank, addresses[rank] + block.start * buffer.itemsize, mine)
-        self._fence()
+        self._meet()
 
     def _reduce_scatter_by_cma(self, buffer: np.ndarray, op: Op, addresses: list[int]) -> None:
         for block in self._cma_blocks(buffer):
             self._combine_by_cma(buffer, block, op, addresses)
-        self._fence()
+        self._meet()
 
     def _all_gather_by_cma(self, buffer: np.ndarray, addresses: list[int]) -> None:
         for rank in self._others():
             span = self.owned(buffer.size, rank)
             if span.start < span.stop:
                 self._cma.read(rank, addresses[rank] + span.start * buffer.itemsize, buffer[span])
-        self._fence()
+        self._meet()
 
     def _combine_by_cma(self, buffer: np.ndarray, block: slice, op: Op, addresses: list[int]) -> np.ndarray:
         """Combine all ranks' blocks into this rank's block of `buffer`, and return it."""
@@ -265,15 +276,14 @@ class Shared(TwoPhase):
 
     # Other arrays, where CMA does not work
 
-    def _reduce_staged(self, buffer: np.ndarray, op: Op, call: str) -> None:
+    def _reduce_staged(self, buffer: np.ndarray, op: Op) -> None:
         """All-reduce `buffer` piece by piece, as copies in the staging buffer."""
-        self._rendezvous(buffer, call, None)
         self._grow_staging(buffer.nbytes)
         for piece in segments(slice(0, buffer.size), self._staging.shape[1] // buffer.itemsize):
             part = buffer[piece]
             staged = self._staging[:, : part.nbytes].view(part.dtype)
             np.copyto(staged[self.rank], part)
-            self._fence()
+            self._meet()
             self._reduce_in_place(list(staged), op)
             np.copyto(part, staged[self.rank])
 
@@ -289,30 +299,9 @@ class Shared(TwoPhase):
     def _make_staging(self, nbytes: int) -> np.ndarray:
         """Return a staging buffer of `nbytes` or more for all ranks together: a row for each. Collective."""
         row = -(-nbytes // (self.size * CACHE_LINE)) * CACHE_LINE
-        return shared_rows(self._comm, OFFSET + row)[:, OFFSET:]
+        return shared_rows(self.comm, OFFSET + row)[:, OFFSET:]
 
     # Both
-
-    def _rendezvous(self, buffer: np.ndarray, call: str, location: Location | None) -> None:
-        """Wait for all ranks, and compare their calls. Raises DisagreementError.
-
-        location: from `_locate`; None for arrays that are not from `allocate`. Comparing fingerprints in shared memory
-        costs next to nothing, so ranks that differ are found in every call.
-        """
-        code = dtypes.code(buffer.dtype)
-        fingerprint = zlib.crc32(f"{location} {buffer.size} {code} {call}".encode())
-        self._count += 1
-        everyone = self._fingerprints[self._count % 2]  # another rank is at most one call ahead
-        everyone[self.rank] = fingerprint
-        self._fence()
-        if everyone.tolist().count(fingerprint) < self.size:
-            self._raise_difference(buffer, call, location)
-
-    def _raise_difference(self, buffer: np.ndarray, call: str, location: Location | None) -> None:
-        """Raise the error that lists each rank's call. Collective."""
-        where = f"array {location[0]} from allocate() at byte {location[1]}" if location else "ordinary memory"
-        row = f"{call}: length {buffer.size}, dtype {buffer.dtype}, {where}"
-        agree(self._comm, [zlib.crc32(row.encode())], row, None)
 
     def _combine(self, parts: list[np.ndarray], out: np.ndarray, op: Op) -> None:
         """Combine the ranks' parts in rank order and finish them in `out`, which may be one of them."""

@@ -1,0 +1,185 @@
+"""Auto: the algorithm with the lowest cost for each call.
+
+Every algorithm has a formula of its time, `cost`. Auto evaluates them for the bytes of a call, the layout of the ranks
+and the constants of the machine, which are the same on all ranks. So all ranks select the same algorithm, and it never
+changes: not between two calls of a signature (length, dtype, memory), nor between two backends of a topology.
+"""
+
+import os
+import sys
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from allreduce import notices
+from allreduce.algorithm import Algorithm, Context, TwoPhase, Work
+from allreduce.arrays import dtypes
+from allreduce.arrays.memory_kinds import ALLOCATED, GPU
+from allreduce.arrays.ops import Op
+from allreduce.call.call import Call
+from allreduce.errors import OptionError, UnavailableError
+from allreduce.transport.control import on_all
+from allreduce.transport.cost import Machine
+from allreduce.tuning import constants, measuring
+
+ON_ONE_NODE = ("shared", "native", "ring")
+ON_NODES = ("hierarchical_copy", "halving_doubling", "native", "ring")
+NEAR = 1.1  # costs within this factor count as equal: then the first name above is selected, and noise does not decide
+
+
+class Auto(TwoPhase):
+    """Has the algorithms that may be the fastest here, and lets the cheapest do each call. The first of them allocates,
+    and does the two phases.
+
+    An algorithm that can't be used here is left out, with one notice. CuPy arrays are reduced by "nccl"; where it does
+    not work, they are staged through the host.
+
+    table: the path of a file of constants from `python -m benchmarks.tune`; by default the one in $ALLREDUCE_TABLE,
+        else this machine's in the user's cache folder. "" for none.
+    measure: whether the constants are measured if there is no file. Then the selection, and with it the last bits of a
+        sum of three or more ranks, may differ from run to run. False: only for two ranks, where any order of additions
+        gives the same bits; otherwise built-in constants decide, and equal programs get equal bits.
+    compress: options (allreduce.Half, Quantized), on several nodes: the compression of the messages between them. All
+        calls then go to "hierarchical_copy".
+    """
+
+    between_nodes = True
+
+    def __init__(
+        self,
+        context: Context,
+        *,
+        table: str | os.PathLike[str] | None = None,
+        measure: bool = True,
+        compress: Any = None,
+    ) -> None:
+        super().__init__(context)
+        if not isinstance(measure, bool):
+            raise OptionError(f"measure must be True or False, got {measure!r}")
+        self._compress = compress
+        self._choices: dict[tuple[int, np.dtype, int], tuple[str, str]] = {}
+        self._algorithms: dict[str, Algorithm] = {}
+        self._unavailable: dict[str, str] = {}
+        names: tuple[str, ...] = ON_NODES if context.layout.nodes > 1 else ON_ONE_NODE
+        if self.size == 1 or compress is not None:
+            names = names[:1]
+        if self.size > 1:
+            self._layout = measuring.layout_of(context.topology, context.comm, context.layout.node_sizes)
+            self._constants = constants.Known(Machine(), "by default")
+            if self.size == context.topology.size:  # else some ranks of the topology are not here
+                self._constants = constants.known(context.topology, table, measure or self.size == 2)
+        for name in names:
+            self._make(name)
+        if not any(each.two_phase for each in self._algorithms.values()):
+            self._make("ring")  # which needs nothing but messages
+        self._main = next(each for each in self._algorithms.values() if isinstance(each, TwoPhase))
+        self.compares_places = self._main.compares_places
+        if compress is not None:
+            self.lossless = context.make("native")
+        if on_all(self.comm, "cupy" in sys.modules, "look for CuPy"):  # its import takes a second
+            self._make("nccl")
+
+    def _make(self, name: str) -> None:
+        """Make an algorithm, unless it is unavailable here. Collective."""
+        try:
+            self._algorithms[name] = self.context.make(name, compress=None if name == "nccl" else self._compress)
+        except UnavailableError as error:  # on all ranks
+            self._leave_out(name, error)
+
+    def _leave_out(self, name: str, error: UnavailableError) -> None:
+        self._unavailable[name] = str(error)
+        if name != "nccl" or name in self._algorithms:
+            notices.once(self.rank, f'"auto" does not use "{name}": {error}')
+
+    # The selection
+
+    def choice(self, call: Call) -> tuple[str, str]:
+        return self._choice(call.length, call.dtype, call.memory)
+
+    def _choice(self, length: int, dtype: np.dtype, memory: int) -> tuple[str, str]:
+        key = length, dtype, memory
+        if key not in self._choices:
+            self._choices[key] = self._cheapest(length * dtype.itemsize, dtype, memory)
+        return self._choices[key]
+
+    def _cheapest(self, nbytes: int, dtype: np.dtype, memory: int) -> tuple[str, str]:
+        if memory == GPU and "nccl" in self._algorithms:
+            return "nccl", "CuPy arrays"
+        half = dtypes.is_half(dtype)
+        usable = {
+            name: each for name, each in self._algorithms.items() if name != "nccl" and (each.sums_half or not half)
+        }
+        if len(usable) == 1 or self.size == 1:
+            name = next(iter(usable))
+            return name, self._only(name)
+        at = replace(self._layout, allocated=memory == ALLOCATED, half=half)
+        costs = {name: each.cost(nbytes, at, self._constants.machine) for name, each in usable.items()}
+        least = min(costs.values())
+        name = next(name for name in costs if costs[name] <= NEAR * least)
+        shown = ", ".join(f"{each} {1e6 * costs[each]:.3g} us" for each in sorted(costs, key=lambda each: costs[each]))
+        return name, f"cost {shown}; constants {self._constants.source}"
+
+    def _only(self, name: str) -> str:
+        reasons = [
+            f'"{other}" can\'t be used here: {why}' for other, why in self._unavailable.items() if other != "nccl"
+        ]
+        return "; ".join(reasons) or ("compression" if self._compress is not None else f"one algorithm: {name}")
+
+    # Calls
+
+    def work(self, call: Call, op: Op) -> Work:
+        if call.kind != "all_reduce":
+            return self._main.work(call, op)
+        name, _ = self.choice(call)
+        work = self._algorithms[name].work(call, op)
+        return work if name != "nccl" else Work(lambda buffer: self._on_gpu(work, buffer, op))
+
+    def _on_gpu(self, work: Work, buffer: Any, op: Op) -> None:
+        """Do NCCL's work on a CuPy array. Where NCCL does not work, which its first call finds out, stage the array."""
+        if "nccl" in self._algorithms:
+            try:
+                work.run(buffer)
+                return
+            except UnavailableError as error:  # raised on all ranks, before anything was changed
+                self._leave_out("nccl", error)
+                del self._algorithms["nccl"]
+                self._choices.clear()
+        self.stage(buffer, slice(None), lambda host: self.reduce(host, op), slice(None))
+
+    def reduce(self, buffer: np.ndarray, op: Op) -> None:
+        name, _ = self._choice(buffer.size, buffer.dtype, self.context.allocations.memory_of(buffer))
+        self._algorithms[name].reduce(buffer, op)
+
+    def reduce_scatter(self, buffer: np.ndarray, op: Op) -> None:
+        self._main.reduce_scatter(buffer, op)
+
+    scatter = reduce_scatter
+
+    def all_gather(self, buffer: np.ndarray) -> None:
+        self._main.all_gather(buffer)
+
+    def owned(self, length: int, rank: int | None = None) -> slice:
+        return self._main.owned(length, rank)
+
+    def allocate(self, length: int, dtype: np.dtype, device: str | None) -> Any:
+        if device == "cuda":
+            if "nccl" not in self._algorithms:
+                self._make("nccl")
+            return super().allocate(length, dtype, device)
+        try:
+            return self._main.allocate(length, dtype, device)
+        except UnavailableError as error:  # on all ranks: shared memory is full
+            notices.once(self.rank, f'"auto" allocates ordinary memory, which will be copied: {error}')
+            return super().allocate(length, dtype, device)
+
+    def sent(self, dtype: np.dtype) -> np.dtype:
+        return dtype if self._compress is None else self._compress.sent(dtype)
+
+    def close(self) -> None:
+        for each in self._algorithms.values():
+            each.close()
+
+    def abandon(self) -> None:
+        for each in self._algorithms.values():
+            each.abandon()

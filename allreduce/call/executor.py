@@ -1,0 +1,466 @@
+"""Runs the collective calls of one AllReduce: the ranks meet and compare the call, then do the work.
+
+`prepare` returns the function that runs calls of one signature: it waits until all ranks have reached the same call
+(rendezvous.py), then does the work, and tells the observers. After a call that failed on some ranks only, further calls
+are refused.
+"""
+
+import contextlib
+import contextvars
+import os
+import time
+import weakref
+from collections.abc import Callable
+from functools import partial
+from threading import get_ident
+from time import perf_counter
+from typing import Any, NamedTuple
+
+import numpy as np
+from mpi4py import MPI
+
+from allreduce.arrays.workspace import Workspace
+from allreduce.call.call import AGREEING, MEETING, SEQUENCE_BITS, SEQUENCE_MASK, Call, fingerprint
+from allreduce.call.queue import Future, Queue, Worker, without_frames
+from allreduce.call.rendezvous import (
+    AGREED,
+    DIFFERENT,
+    ORDERED_STORES,
+    PARITIES,
+    VERDICTS,
+    Row,
+    Slot,
+    Tables,
+    place_hash,
+)
+from allreduce.errors import BrokenError, ClosedError, CommunicationError, OptionError, RankLostError
+from allreduce.health import abort, dump
+from allreduce.process import children
+from allreduce.topology import Topology
+from allreduce.transport import ulfm
+from allreduce.transport.control import agree, everywhere, on_all
+from allreduce.transport.deferred_free import free_later
+from allreduce.transport.wait import CHECK_SECONDS, NamedCall
+
+Observer = Callable[[dump.Entry], object]
+Place = tuple[int, int]  # of an array: an allocation's number, equal on all ranks, and the byte offset in it
+# NumPy 2 keeps np.errstate per contextvars context, NumPy 1 per thread
+ERRSTATE_PER_CONTEXT = int(np.__version__.partition(".")[0]) >= 2
+AGREEING_NUMBER = AGREEING >> SEQUENCE_BITS
+TAGS = 32749  # largest prime below 32767, the smallest MPI_TAG_UB that the standard allows
+POLLS = 20  # reads of the fingerprints before the slower loop of `_wait_for`
+# a waiting rank polls for SPIN_SECONDS, yields its core until YIELD_SECONDS, then sleeps SLEEP_SECONDS between polls
+SPIN_SECONDS, YIELD_SECONDS, SLEEP_SECONDS = 2e-5, 1e-3, 5e-5
+
+
+class PreparedCall(NamedTuple):
+    """A call of one signature, as the ranks compare it, and its work on a 1-D array.
+
+    fingerprint: of the call, and of the tree whose arrays the buffer holds. tree: in words, or "". place: returns the
+    place of an array in memory from `allocate`, which the ranks compare. address: returns the address that the node's
+    ranks need; see `Executor.addresses`.
+    """
+
+    call: Call
+    run: Callable[[Any], object]
+    fingerprint: int
+    tree: str = ""
+    place: Callable[[Any], Place | None] | None = None
+    address: Callable[[Any], int] | None = None
+    where: str = ""  # the place, in words
+
+    def __str__(self) -> str:
+        tree = f", of {self.tree}" if self.tree else ""
+        return f"{self.call}{self.where}; {self.call.length * self.call.dtype.itemsize} bytes{tree}"
+
+    def at(self, place: Place | None) -> "PreparedCall":
+        """Return the call at one place of memory from `allocate`."""
+        if place is None:
+            return self._replace(place=None)
+        where = f", array {place[0] & 0xFFFFFFFF} at byte {place[1]}"
+        return self._replace(fingerprint=self.fingerprint ^ place_hash(place) << SEQUENCE_BITS, place=None, where=where)
+
+
+class Executor:
+    """Runs the calls of one user in one order. The constructor and `close` are collective.
+
+    user: an AllReduce, closed with the topology. check: False: ranks of several nodes do not compare their calls. Then
+    the message tag differs from call to call.
+    """
+
+    def __init__(self, topology: Topology, user: Any, check: bool) -> None:
+        self.check = check
+        self._topology, self._user = topology, user
+        # the error that ended a call on some ranks only; later calls are refused
+        self.broken: BaseException | None = None
+        self.stopped = False  # the user is closed, or `broken`, or a copy in a forked child
+        self.observers: list[Observer] = [dump.record]
+        _executors.add(self)
+        self.wait = topology.wait_record()
+        self._made: list[MPI.Intracomm] = []
+        self._workspaces: list[Workspace] = []
+        self.comm = topology.private(user, self.wait)  # for data
+        self._control = topology.private(wait=self.wait)
+        self._slot: Slot | None = None
+        self._several = False  # True: the leaders of several nodes compare the calls of their nodes
+        self._leaders: MPI.Intracomm | None = None  # their communicator, on leaders
+        if topology.size > 1:
+            self._connect(topology)
+        self._alike = np.zeros(3, np.int64)
+        oversubscribed = topology.sharing > topology.cores  # a late rank may need the core that this rank would poll on
+        self._polls, self._spin = range(1 if oversubscribed else POLLS), 0.0 if oversubscribed else SPIN_SECONDS
+        self._thread = self._worker = 0  # ids of the thread that called last, and of the one that runs submitted calls
+        self._queue: Queue | None = None  # of submitted calls, from the first one on
+        self._submitted: Future | None = None  # the last one
+        self._sequence = self._slot.sequence if self._slot else 0  # rendezvous in the slot so far
+        self._silent = contextvars.Context()
+        self._silent.run(np.seterr, all="ignore")
+
+    def _connect(self, topology: Topology) -> None:
+        """Take a slot of the node's table, and connect the leaders. Where a node has no shared memory, all ranks
+        compare calls by messages."""
+        slot = topology.service(Tables).take() if topology.node_size > 1 else None
+        lacks = topology.node_size > 1 and slot is None
+        if topology.nodes == 1:
+            self._slot = slot
+        elif on_all(self._control, not lacks, "share fingerprints"):
+            self._slot = slot
+            leaders = self.communicator(topology.cross, alone=topology.node_rank > 0)
+            self._leaders = None if topology.node_rank else leaders
+            self._several = True
+        elif slot is not None:
+            slot.table.release(slot.number, slot.sequence)
+
+    # What algorithms use
+
+    def communicator(self, ranks: MPI.Intracomm, colour: int | None = None, alone: bool = False) -> MPI.Intracomm:
+        """Return a new communicator of the ranks of `ranks`, a communicator of the topology: of all of them, or of
+        those with this rank's `colour`. Collective over `ranks`, but for a rank that is `alone`."""
+        if alone or ranks.size == 1:
+            return MPI.COMM_SELF
+        number = (self.wait.number << 16) + len(self._made) + 1  # not the topology's next: some ranks are alone
+        wait = self._topology.detector.wait_record(number, raises=True)
+        self._made.append(self._topology.private(wait=wait, ranks=ranks, colour=colour))
+        return self._made[-1]
+
+    def scratch(self, make: Callable[[int], np.ndarray] | None = None) -> Workspace:
+        """Return new scratch memory, which ends with the user. Local."""
+        self._workspaces.append(Workspace() if make is None else Workspace(make))
+        return self._workspaces[-1]
+
+    @property
+    def meets(self) -> bool:
+        """Whether the ranks of this node can `meet`."""
+        return self._slot is not None
+
+    def addresses(self) -> list[int]:
+        """Return the addresses that the ranks of this node gave in the last rendezvous. Local."""
+        assert self._slot is not None
+        return self._slot.rows[self._sequence % PARITIES].addresses.tolist()
+
+    def meet(self, address: int = 0) -> list[int]:
+        """Wait until all ranks of this node are here, and return the addresses that they give. Collective over the
+        node, inside of a call. What a rank has written to memory before, the others see afterwards."""
+        row, mine = self._enter(MEETING, address)
+        if row.fingerprints.tolist().count(mine) < len(row.fingerprints):
+            self._wait_for(row, mine & SEQUENCE_MASK)
+        return row.addresses.tolist()
+
+    def tag(self) -> int:
+        """Return the message tag of the running call. Local.
+
+        It is 0 where calls are compared. With check=False it depends on the call, so messages of different calls do not
+        match; the ranks then wait until the stall detector reports them.
+        """
+        call = self.wait.call
+        return 0 if call is None or self.check else ((call.fingerprint >> SEQUENCE_BITS) + self.wait.count) % TAGS
+
+    def quiet(self, work: Callable[..., object]) -> Callable[..., Any]:
+        """Wrap `work` so that NumPy ignores floating-point errors in it, whatever np.seterr is in the calling thread.
+
+        Otherwise an overflow could raise on one rank alone.
+        """
+        if ERRSTATE_PER_CONTEXT:
+            return partial(self._silent.copy().run, work)  # a context can't be entered twice
+
+        def quietly(*args: Any) -> Any:
+            with np.errstate(all="ignore"):
+                return work(*args)
+
+        return quietly
+
+    # Calls
+
+    def run(self, call: Call, work: Callable[[Any], object], array: Any, tree: str = "") -> None:
+        """Wait until all ranks have reached the same call, then do `work` on an array. Collective."""
+        self.prepare(PreparedCall(call, self.quiet(work), fingerprint(call, tree), tree))(array)
+
+    def submit(self, work: Callable[[], object], description: str) -> Future:
+        """Let a thread do `work`, a call of this executor, after all that were submitted before. Collective at the
+        first use; then local."""
+        self.check_open()
+        if self._queue is None:
+            self._queue = self._topology.service(Worker).queue(self._user.name, threaded=True)
+
+        def run() -> None:
+            self._worker = get_ident()
+            work()
+
+        self._submitted = future = self._queue.submit(run, description)
+        return future
+
+    def _wait_for_turn(self, closed: bool = True) -> None:
+        """Wait for the submitted calls, unless this is one of them; then raise the error of a call that can't start.
+
+        closed: whether a closed executor takes no call."""
+        last = self._submitted
+        if last is not None and get_ident() != self._worker:
+            with contextlib.suppress(Exception):  # the caller of `submit` gets it
+                last.wait()
+            self._submitted = None
+        if self.wait.call is not None or self.broken is not None or (self.stopped and closed):
+            self.refuse()
+
+    def prepare(self, prepared: PreparedCall, bound: Any = None) -> Callable[..., None]:
+        """Return a function that runs the call on a 1-D array. Local; the function is collective.
+
+        bound: the array to work on if the function is called without one. The function reads few attributes, because
+        small calls spend their time here.
+        """
+        wait, slot, polls, ident = self.wait, self._slot, self._polls, get_ident
+        user, observers, call, work = wait.user, self.observers, prepared.call, prepared.run
+        apart = prepared.place is not None or prepared.address is not None or self._several
+        rounds = slot.rounds(prepared.fingerprint) if slot is not None and not apart else None
+        rank, meets = 0 if slot is None else slot.rank, self._topology.size > 1
+
+        def run(flat: Any = bound) -> None:
+            begin, end = perf_counter(), 0.0
+            if ident() != self._thread:
+                self._notice_thread()
+            if wait.call is not None or self.stopped or self._submitted is not None:
+                self._wait_for_turn()
+            try:
+                wait.count += 1
+                wait.begun = begin
+                wait.call = prepared  # no function call, so no thread switch, between the check above and this line
+                if rounds is not None:
+                    sequence = self._sequence = self._sequence + 1
+                    fingerprints, mine, alike = rounds[sequence & SEQUENCE_MASK]
+                    fingerprints[rank] = mine
+                    for _ in polls:
+                        if fingerprints.tobytes() == alike:
+                            break
+                    else:
+                        self._compare(slot.rows[sequence % PARITIES], mine, prepared)  # type: ignore[union-attr]
+                elif meets:
+                    self._rendezvous(prepared, flat)
+                work(flat)
+                end = perf_counter()
+            except BaseException as error:
+                self._handle_failure(prepared, error, flat)
+                raise
+            finally:
+                wait.call = None
+                event = (user, wait.count, call, begin, end)
+                for observe in observers:
+                    observe(event)
+
+        return run
+
+    def agree(self, values: list[int], text: str, error: Exception | None = None) -> None:
+        """Return if all ranks pass equal `values` and no error; raise on all of them otherwise. Collective.
+
+        text: this rank's call in words, for the table in the DisagreementError.
+        """
+        wait, named = self.wait, NamedCall(text, AGREEING)
+        if get_ident() != self._thread:
+            self._notice_thread()
+        if wait.call is not None or self.broken is not None or self._submitted is not None:
+            self._wait_for_turn(closed=False)
+        end = 0.0
+        try:
+            wait.call = named
+            wait.begin(named)
+            if self._topology.size > 1:
+                self._meet(AGREEING, 0, text, error)
+            agree(self._control, values, text, error)
+            end = perf_counter()
+        except BaseException as raised:
+            self._handle_failure(named, raised)
+            raise
+        finally:
+            wait.end()
+            for observe in self.observers:
+                observe((wait.user, wait.count, named, wait.begun, end))
+
+    # The rendezvous
+
+    def _rendezvous(self, prepared: PreparedCall, flat: Any) -> None:
+        """Meet in a call whose array's place or address the ranks need, or by messages."""
+        if prepared.place is not None:
+            prepared = prepared.at(prepared.place(flat))
+        address = 0 if prepared.address is None else prepared.address(flat)
+        self._meet(prepared.fingerprint, address, prepared, None)
+
+    def _meet(self, fingerprint: int, address: int, text: object, error: Exception | None) -> None:
+        """Wait until all ranks have reached a call; raise DisagreementError on all of them if the calls differ."""
+        if self._slot is None:
+            comm, number = self._leaders or self._control, fingerprint >> SEQUENCE_BITS
+            if (self.check or number == AGREEING_NUMBER) and not self._alike_between(comm, number, True):
+                agree(self._control, [number], str(text), error)
+            return
+        row, mine = self._enter(fingerprint, address)
+        self._compare(row, mine, text, error)
+
+    def _enter(self, fingerprint: int, address: int) -> tuple[Row, int]:
+        """Write this rank's fingerprint into the row of the next rendezvous. Return the row, and what was written."""
+        assert self._slot is not None
+        self._sequence += 1
+        row, mine = self._slot.rows[self._sequence % PARITIES], fingerprint | self._sequence & SEQUENCE_MASK
+        row.addresses[self._slot.rank] = address
+        row.fingerprints[self._slot.rank] = mine
+        return row, mine
+
+    def _compare(self, row: Row, mine: int, text: object, error: Exception | None = None) -> None:
+        """Wait for the node's ranks and, of several nodes, for the leaders' verdict; raise if calls differ."""
+        # all ranks read the same row, so all of them agree here or none does
+        alike = self._wait_for(row, mine & SEQUENCE_MASK).count(mine) == len(row.fingerprints)
+        if not ORDERED_STORES:
+            self._topology.node.Barrier()
+        number = mine >> SEQUENCE_BITS
+        if self._several:
+            alike = not (self.check or number == AGREEING_NUMBER) or self._verdict(row, mine, alike)
+        if not alike:
+            agree(self._control, [number], str(text), error)
+
+    def _verdict(self, row: Row, mine: int, alike: bool) -> bool:
+        """Return whether the calls of all nodes are alike. The leader compares them, and publishes the result."""
+        # not every rendezvous has a verdict, so the verdict carries the whole count
+        verdict, sequence = row.verdict, self._sequence
+        if self._leaders is not None:
+            alike = self._alike_between(self._leaders, mine >> SEQUENCE_BITS, alike)
+            verdict[0] = sequence * VERDICTS + (AGREED if alike else DIFFERENT)
+            return alike
+        self._poll(lambda: verdict[0] // VERDICTS == sequence)
+        return verdict[0] % VERDICTS == AGREED
+
+    def _alike_between(self, comm: MPI.Intracomm, number: int, alike: bool) -> bool:
+        """Return whether all ranks of `comm` pass equal numbers, and alike=True. Collective over them."""
+        low = self._alike
+        low[:] = number, -number, alike
+        request = comm.Iallreduce(MPI.IN_PLACE, low, MPI.MIN)
+        try:
+            self._poll(request.Test)
+        except BaseException:
+            free_later(request)  # MPI may still write into its buffer
+            raise
+        return low.tolist() == [number, -number, 1]
+
+    def _wait_for(self, row: Row, number: int) -> list[int]:
+        """Wait until every rank of the node has written a fingerprint with this sequence number; return all of them."""
+        found: list[int] = []
+
+        def complete() -> bool:
+            found[:] = row.fingerprints.tolist()
+            return all(each & SEQUENCE_MASK == number for each in found)
+
+        self._poll(complete)
+        return found
+
+    def _poll(self, done: Callable[[], bool]) -> None:
+        """Wait until other ranks have written to the node's table, or have answered."""
+        begin = checked = time.monotonic()
+        self.wait.error, raises, self.wait.raises = None, self.wait.raises, True
+        try:
+            while not done():
+                now = time.monotonic()
+                if now - begin > YIELD_SECONDS:
+                    time.sleep(SLEEP_SECONDS)
+                elif now - begin >= self._spin:
+                    os.sched_yield()
+                self._topology.detector.check()
+                if now - checked > CHECK_SECONDS:
+                    checked = now
+                    self._topology.detector.check_waits(self.wait)
+        finally:
+            self.wait.raises = raises
+
+    def _notice_thread(self) -> None:
+        self._thread = get_ident()
+        abort.register_thread()
+
+    # Ends
+
+    def check_open(self) -> None:
+        """Raise the error of a call that can't start; wait for the submitted calls before. Local."""
+        self._wait_for_turn()
+
+    def refuse(self) -> None:
+        """Raise the error of a call that can't start: broken, closed, or another thread is in a call. Local."""
+        if isinstance(self.broken, RankLostError):
+            raise ulfm.again(self.broken)
+        if self.broken is not None:
+            raise BrokenError(
+                f"{self._user!r} is broken: an earlier call failed part-way ({type(self.broken).__name__}: "
+                f"{self.broken}), so ranks may be in different calls. Create a new Topology and backend on all of them"
+            ) from self.broken
+        if self.stopped:
+            raise ClosedError(f"{self._user.name} is closed; create a new one")
+        raise OptionError(
+            f"{self._user!r} is called while another thread of this rank is in {self.wait.call}; give each thread "
+            "a backend on its own Topology, or let one thread make all calls"
+        )
+
+    def stop(self) -> None:
+        """Refuse all calls from now on. Local."""
+        self.stopped = True
+
+    def close(self) -> None:
+        """Free the communicators, the scratch memory and the slot of the fingerprint table. Collective."""
+        self.stop()
+        if self._queue is not None:
+            self._queue.close()
+        if self._slot is not None:
+            self._slot.table.release(self._slot.number, self._sequence)
+        for workspace in self._workspaces:
+            workspace.clear()
+        for comm in [*reversed(self._made), self._control]:
+            self._topology.release(comm)
+        self._topology.release(self.comm, self._user)
+
+    def abandon(self) -> None:
+        """Drop the scratch memory, to which late ranks and unfinished messages may still write. Local."""
+        self.stop()
+        if self._queue is not None:
+            self._queue.abandon()
+        free_later([workspace.take() for workspace in self._workspaces])
+
+    def _handle_failure(self, call: Any, error: BaseException, array: Any = None) -> None:
+        """Mark the user as broken, unless all ranks raise this error: then they are still in step.
+
+        Raises RankLostError or CommunicationError instead if one of them names the cause.
+        """
+        if everywhere(error, self._topology.world):
+            return
+        free_later(array)  # late ranks and unfinished messages may still write there
+        self.stopped = True
+        if (lost := self._topology.detector.failure_behind(error)) is not None:
+            self.broken = lost
+            raise lost from (None if isinstance(error, RankLostError) else error)
+        self.broken = without_frames(error)
+        self._topology.detector.leave(f"its call failed ({type(error).__name__}: {error})", self.wait)
+        if isinstance(error, MPI.Exception):
+            raise CommunicationError(f"MPI reports an error in {call}: {error}") from error
+
+
+_executors: "weakref.WeakSet[Executor]" = weakref.WeakSet()
+
+
+def _stop_in_child() -> None:
+    if children.forked():
+        for executor in _executors:
+            executor.stopped = True
+
+
+children.guard(Executor, "refuse")
+os.register_at_fork(after_in_child=_stop_in_child)

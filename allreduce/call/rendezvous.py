@@ -1,0 +1,133 @@
+"""The rendezvous: the ranks meet at the start of each call, and compare it. No other module compares calls.
+
+Comparing arguments by a message would cost as much as a small reduction. So the ranks of a node compare fingerprints of
+64 bits in shared memory, which costs next to nothing, and they do it in every call. The leaders of several nodes then
+compare their nodes' fingerprints by one small all-reduce, whose result each publishes on its node. No rank starts the
+work of a call before all ranks have reached it. So a rank is at most one call ahead of another, and two rows for each
+user are enough: one for even calls, one for odd ones.
+
+Beside its fingerprint a rank writes the address of its array: after the rendezvous the ranks of a node know all of
+them, and see what the others have written to memory before.
+"""
+
+import platform
+import sys
+from typing import NamedTuple
+
+import numpy as np
+from mpi4py import MPI
+
+from allreduce.call.call import SEQUENCE_MASK
+from allreduce.errors import UnavailableError
+from allreduce.topology import Topology
+from allreduce.transport.shared_segment import CommonSegment
+
+USERS = 16  # slots of a table; when they are taken, the ranks make another table
+PARITIES = 2
+AGREED, DIFFERENT, VERDICTS = 1, 2, 4  # a leader's verdict about a call, beside the number of the rendezvous
+# Stores of one rank are seen in their order by the others. Elsewhere a barrier of MPI has to order them.
+ORDERED_STORES = platform.machine().lower() in ("x86_64", "amd64", "i686", "i386")
+
+# The memory of all ranks' fingerprints in a row, the fingerprint that this rank writes, and the bytes of this memory
+# when all ranks have written the same fingerprint.
+Round = tuple[memoryview, int, bytes]
+
+
+class Row(NamedTuple):
+    """The memory of a call. fingerprints, addresses: of the node's ranks. verdict: one number, of the leader."""
+
+    fingerprints: memoryview
+    addresses: memoryview
+    verdict: memoryview
+
+
+class Slot(NamedTuple):
+    """One user's place in a table.
+
+    table, number: of the place. sequence: the number of rendezvous in it so far. rows: for even and for odd calls.
+    rank: this rank's index in them.
+    """
+
+    table: "FingerprintTable"
+    number: int
+    sequence: int
+    rows: tuple[Row, Row]
+    rank: int
+
+    def rounds(self, fingerprint: int) -> list[Round]:
+        """Return the Round of calls with this fingerprint for each sequence number."""
+        numbered = [(self.rows[call % PARITIES].fingerprints, fingerprint | call) for call in range(SEQUENCE_MASK + 1)]
+        return [(row, mine, mine.to_bytes(8, sys.byteorder) * len(row)) for row, mine in numbered]
+
+
+class FingerprintTable:
+    """Shared memory of a node's ranks for the calls of USERS users. Creating it is collective over the node.
+
+    Raises UnavailableError on all ranks of the node if the memory is not available.
+    """
+
+    def __init__(self, node: MPI.Intracomm) -> None:
+        self._node = node
+        self.free = dict.fromkeys(range(USERS), 0)  # free slots: number -> number of rendezvous so far
+        self._width = 2 * node.size + 1
+        self._segment: CommonSegment | None = CommonSegment(node, USERS * PARITIES * self._width, np.dtype(np.int64))
+        self._words = memoryview(self._segment.array)  # type: ignore[arg-type]
+
+    def take(self) -> Slot:
+        """Return a free slot. Local; all ranks call it in the same order."""
+        number = min(self.free)
+        rows = self._row(PARITIES * number), self._row(PARITIES * number + 1)
+        return Slot(self, number, self.free.pop(number), rows, self._node.rank)
+
+    def release(self, number: int, sequence: int) -> None:
+        """Free a slot. Its next user continues the count `sequence`, so old fingerprints never look new. Local."""
+        self.free[number] = sequence
+
+    def _row(self, index: int) -> Row:
+        begin, size = index * self._width, self._node.size
+        words = self._words
+        return Row(
+            words[begin : begin + size],
+            words[begin + size : begin + 2 * size],
+            words[begin + 2 * size : begin + self._width],
+        )
+
+    def close(self) -> None:
+        """Drop the memory; a rank that is late may still use it. Local."""
+        self._segment = None
+
+
+class Tables:
+    """The fingerprint tables of one topology, `topology.service(Tables)`. The constructor is local."""
+
+    def __init__(self, topology: Topology) -> None:
+        self._node = topology.node
+        self._tables: list[FingerprintTable] = []
+        self._available = True
+
+    def take(self) -> Slot | None:
+        """Return a slot for a new user; None where shared memory is full, on all ranks of the node. Collective over the
+        node."""
+        for table in self._tables:
+            if table.free:
+                return table.take()
+        if self._available:
+            try:
+                self._tables.append(FingerprintTable(self._node))
+                return self._tables[-1].take()
+            except UnavailableError:
+                self._available = False
+        return None
+
+    def close(self) -> None:
+        """Free the memory. Local."""
+        for table in self._tables:
+            table.close()
+
+    abandon = close
+
+
+def place_hash(place: tuple[int, int]) -> int:
+    """Return a number that differs between places in allocated memory. Local; the same on all ranks, because Python's
+    hash of integers does not differ between processes."""
+    return hash(place) & (1 << 60) - 1

@@ -1,0 +1,1 @@
+"""Memory of arrays: the table of allocations."""

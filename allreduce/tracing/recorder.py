@@ -1,0 +1,51 @@
+"""Records the calls of a backend in a trace: an observer, which can't change a result.
+
+Calls exchange no extra messages. When the trace is written, calls are matched by sequence number; their start times
+show which rank was last.
+"""
+
+import os
+from typing import Any
+
+from allreduce.backend import AllReduce
+from allreduce.call.call import REDUCING, Call
+from allreduce.health.dump import Entry
+from allreduce.tracing import trace as tracing
+from allreduce.tracing.trace import Trace
+
+
+class Recorder:
+    """The observer. trace: see `record`; its owner closes it. calls: the series of the backend's calls.
+
+    For GPU arrays the recorded time is the host's; the GPU may finish later (NCCL).
+    """
+
+    def __init__(self, backend: AllReduce, trace: Trace) -> None:
+        self.trace, self.calls = trace, trace.series(backend.name)
+        self._backend = backend
+        self._descriptions: dict[Call, tuple[str, dict[str, Any]]] = {}
+
+    def __call__(self, event: Entry) -> None:
+        _, _, call, begin, end = event
+        if isinstance(call, Call) and end:  # no agreement, and not failed
+            shown = self._descriptions.get(call)
+            if shown is None:
+                shown = self._descriptions[call] = self._describe(call)
+            self.calls.note(shown[0], int(begin * 1e9), shown[1])
+
+    def _describe(self, call: Call) -> tuple[str, dict[str, Any]]:
+        backend = self._backend.choice(call)[0]
+        about: dict[str, Any] = {"bytes": call.length * call.dtype.itemsize, "dtype": str(call.dtype)}
+        about["backend"] = backend
+        return f"{call.kind}, {backend}", {**about, "op": call.op} if call.kind in REDUCING else about
+
+
+def record(backend: AllReduce, trace: "str | os.PathLike[str] | Trace") -> Recorder:
+    """Record the calls of `backend` from now on, until `backend.observers.remove(recorder)`. Collective if `trace` is a
+    path: then `close` of the backend writes the file."""
+    given, owned = tracing.of(trace, backend.topology)
+    recorder = Recorder(backend, given)
+    backend.observers.append(recorder)
+    if owned:
+        backend.cleanup.append(lambda together: given.close() if together else given.abandon())
+    return recorder
