@@ -26,8 +26,8 @@ YOURS = "your program"
 CALL = [
     Layer(YOURS, 'reduce(grads, op="mean")', "", "On every rank. The memory is from reduce.allocate(n)."),
     Layer("allreduce", "AllReduce.__call__", "allreduce/backend.py", "Looks up the call's record: dtype, length, op."),
-    Layer("allreduce", "Engine.prepare", "allreduce/call/engine.py", "The ranks compare their calls."),
-    Layer("allreduce", "Ring._reduce", "allreduce/algorithms/ring.py", "The algorithm. Each backend has its own."),
+    Layer("allreduce", "Executor.prepare", "allreduce/call/executor.py", "The ranks compare their calls."),
+    Layer("allreduce", "Ring.reduce", "allreduce/algorithms/ring.py", "The algorithm. Each backend has its own."),
     Layer(
         "allreduce", "Transfer", "allreduce/transport/point_to_point.py", "Sends and receives chunks, and adds them."
     ),
