@@ -161,7 +161,7 @@ class Queue:
             if self.broken is None and not self.alone:
                 self.submit(lambda: None, "close").wait()
         finally:
-            self.abandon()
+            self.drop()
 
     # Called by the worker with its lock held, except `poll`
 
@@ -182,7 +182,13 @@ class Queue:
         return cancelled
 
     def abandon(self) -> None:
-        """Take no more calls, and fail the waiting ones with ClosedError. Local."""
+        """Take no more calls, and fail the waiting ones with ClosedError; those of other ranks fail soon. Local."""
+        if not (self.closed or self.alone):
+            self.worker.detector.leave(f"it has dropped {self.name}", self.wait)
+        self.drop()
+
+    def drop(self) -> None:
+        """As `abandon`, where all ranks drop the queue: nothing tells them. Local."""
         self.closed = True
         self.worker.drop(self)
 
@@ -287,9 +293,9 @@ class Worker:
         self.detector.forget(queue.wait)
 
     def close(self) -> None:
-        """Abandon the queues and end the thread. Local; all ranks' calls must have ended before."""
+        """Drop the queues and end the thread. Local; all ranks' calls must have ended before."""
         for queue in list(self._queues.values()):
-            queue.abandon()
+            queue.drop()
         thread, self._thread = self._thread, None
         if thread is not None:
             self._wake.put(False)
@@ -297,11 +303,11 @@ class Worker:
         _workers.discard(self)
 
     def abandon(self) -> None:
-        """Abandon the queues. Local. A worker thread inside an MPI call stays there, unless a rank has failed: then
+        """Drop the queues. Local. A worker thread inside an MPI call stays there, unless a rank has failed: then
         wait up to EXIT_SECONDS for it.
         """
         for queue in list(self._queues.values()):
-            queue.abandon()
+            queue.drop()
         if self._thread is not None:
             self._wake.put(False)
             if self.detector.lost is not None and self._thread is not threading.current_thread():

@@ -328,6 +328,8 @@ class StallDetector:
             error.reporter = self.messages.reporter(wait, call)
         if wait.raises:
             wait.error = error
+            if wait.call is not call:  # which has ended meanwhile
+                wait.error = None
         else:
             abort.wait_for_reporter(error)
             abort.end_job(f"{type(error).__name__}: {error}\n", abort.exit_code_of(error))

@@ -17,7 +17,7 @@ from allreduce.errors import AllReduceError, DisagreementError
 from allreduce.notices import log
 from allreduce.transport import processes
 from allreduce.transport.tables import table
-from allreduce.transport.wait import SMALL, Call, wait_for
+from allreduce.transport.wait import SMALL, Call, NamedCall, record_of, wait_for
 
 ResultT = TypeVar("ResultT")
 ErrorT = TypeVar("ErrorT", bound=BaseException)
@@ -96,6 +96,10 @@ class Comparison:
 
 def _raise_difference(comm: MPI.Comm, text: str, error: Exception | None) -> NoReturn:
     """Raise on all ranks the error of the lowest rank that has one, otherwise a DisagreementError. Collective."""
+    record = record_of(comm)
+    if record is not None and record.call is not None:
+        # all ranks are here, so the watcher must not end the waits of some of them because their calls differ
+        record.begin(NamedCall(text))
     calls = _exchange(comm, text, error)
     if any(met is not None for _, met in calls):
         _raise_first(comm, [met for _, met in calls], error)

@@ -72,9 +72,9 @@ class WaitRecord:
     def begin(self, call: Call) -> None:
         """Record that this rank has reached `call`."""
         self.count += 1
-        self.error = None
         self.begun = time.perf_counter()
         self.call = call
+        self.error = None  # after `call`: the watcher takes back an error of another call
 
     def end(self) -> None:
         """Record that the call has ended."""

@@ -87,7 +87,7 @@ class Members:
         except AllReduceError:
             self.topology.abandon()
             raise
-        self.queue.abandon()
+        self.queue.drop()
         self.reducer.close()
         self.topology.close()
 

@@ -84,7 +84,7 @@ class OptimizerGroup:
         everyone = all_values(comm, list(self._resources), "learn which MirroredOptimizers are still used")
         for number in sorted(set(everyone[0]).intersection(*everyone[1:])):
             self._resources.pop(number).close()
-        self._queue.abandon()  # it may hold calls that ranks no longer wait for
+        self._queue.drop()  # it may hold calls that ranks no longer wait for
         self._queue = self.topology.service(Worker).queue(f"MirroredOptimizers, {self._newest} so far")
         return self._newest
 
@@ -169,7 +169,7 @@ class OptimizerGroup:
         self._failures += queue is not None and _failed(queue)
         if not self._count:
             _groups.pop(self.key, None)
-            self._queue.abandon()
+            self._queue.drop()
             self.topology.release(self._comm)
             self.topology.close()
 

@@ -6,6 +6,7 @@ On one host and on several, with every backend, for new calls and for calls that
 
 import itertools
 import re
+import time
 from collections.abc import Callable, Generator
 from functools import partial
 from typing import Any
@@ -17,6 +18,7 @@ from mpi4py import MPI
 import allreduce
 from allreduce.backend import AllReduce
 from allreduce.errors import DisagreementError
+from allreduce.transport import control
 from tests.ranks.hosts import Hosts
 from tests.ranks.together import raised_everywhere, usable
 
@@ -192,3 +194,25 @@ def test_slices_of_scratch_memory_at_different_places(
         array = np.full(9, 1.0)
         reduce(array, "sum")
         assert np.allclose(array, SIZE, rtol=0.02)
+
+
+@pytest.mark.parametrize("hosts", ["one host", "hosts of one"])
+def test_a_slow_rank_in_the_exchange_of_a_disagreement(hosts: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The stall detector sees the ranks in different calls meanwhile, and must not end the wait of some ranks alone."""
+    monkeypatch.setenv("ALLREDUCE_STALL_SECONDS", "0.4")  # so that a wait is announced after 0.2 seconds
+    Hosts.sizes = HOSTS[hosts]
+    exchange = control._exchange
+
+    def slow(*given: Any) -> Any:
+        time.sleep(1.5 * (WORLD.rank == 0))
+        return exchange(*given)
+
+    with allreduce.Topology(Hosts(WORLD)) as topology, allreduce.create("ring", topology) as reduce:
+        for length in (100, 101):
+            reduce(np.ones(length))
+        monkeypatch.setattr(control, "_exchange", slow)
+        raised_everywhere(WORLD, DisagreementError, lambda: reduce(np.ones(100 + (WORLD.rank == 0))))
+        monkeypatch.undo()
+        array = np.ones(10)
+        reduce(array, "sum")
+        assert (array == SIZE).all()

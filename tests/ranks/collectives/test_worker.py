@@ -13,7 +13,8 @@ from mpi4py import MPI
 
 import allreduce
 from allreduce.call.queue import Future, Worker
-from allreduce.errors import BrokenError, ClosedError, CollectiveTimeoutError, DisagreementError
+from allreduce.errors import BrokenError, ClosedError, CollectiveTimeoutError, DisagreementError, RankLeftError
+from allreduce.health import stall
 from allreduce.transport.wait import wait_for
 
 THREADED = pytest.mark.parametrize("threaded", [False, True])
@@ -83,6 +84,37 @@ def test_ranks_that_disagree_hear_of_it(topology: allreduce.Topology, threaded: 
     other.submit(lambda: ran.append(2), "goes on").wait()  # another user's calls do not suffer
     assert ran == [2]
     topology.close()
+
+
+@THREADED
+@pytest.mark.parametrize("first", [False, True], ids=["the last rank", "rank 0"])
+@pytest.mark.parametrize("early", [False, True], ids=["before", "after the others' calls"])
+def test_calls_end_when_a_rank_has_dropped_their_queue(
+    first: bool, early: bool, threaded: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ALLREDUCE_STALL_SECONDS", "0.4")  # waits are looked at after 0.2 seconds
+    monkeypatch.setattr(stall, "LEFT_SECONDS", 0.2)
+    with allreduce.Topology(timeout=60) as topology:
+        if topology.size == 1:
+            pytest.skip("no rank waits for another one")
+        queue, other = (topology.service(Worker).queue(name, threaded=threaded) for name in ("user", "another"))
+        queue.submit(lambda: None, "call").wait()
+        drops = 0 if first else topology.size - 1
+        if topology.rank != drops and early:
+            waiting = queue.submit(lambda: None, "call")
+        if early:
+            other.submit(lambda: None, "all ranks are here").wait()
+        if topology.rank == drops:
+            queue.abandon()
+        else:
+            future = waiting if early else queue.submit(lambda: None, "call")
+            with pytest.raises(RankLeftError, match=f"rank {drops} has left: it has dropped user"):
+                future.wait()
+            with pytest.raises(BrokenError, match="has dropped user"):
+                queue.submit(lambda: None)
+        other.submit(lambda: None, "goes on").wait()
+        for each in (queue, other):
+            each.close()
 
 
 @THREADED
