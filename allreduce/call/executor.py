@@ -307,7 +307,7 @@ class Executor:
         if self._slot is None:
             comm, number = self._leaders or self._control, fingerprint >> SEQUENCE_BITS
             if (self.check or number == AGREEING_NUMBER) and not self._alike_between(comm, number, True):
-                agree(self._control, [number], str(text), error)
+                self._refuse_call(number, text, error)
             return
         row, mine = self._enter(fingerprint, address)
         self._compare(row, mine, text, error)
@@ -331,7 +331,13 @@ class Executor:
         if self._several:
             alike = not (self.check or number == AGREEING_NUMBER) or self._verdict(row, mine, alike)
         if not alike:
-            agree(self._control, [number], str(text), error)
+            self._refuse_call(number, text, error)
+
+    def _refuse_call(self, number: int, text: object, error: Exception | None) -> None:
+        """Raise DisagreementError on all ranks, which all know that their calls differ. Collective."""
+        # the stall detector must not end the waits of some of them meanwhile, as in different calls
+        self.wait.begin(NamedCall(str(text), AGREEING))
+        agree(self._control, [number], str(text), error)
 
     def _verdict(self, row: Row, mine: int, alike: bool) -> bool:
         """Return whether the calls of all nodes are alike. The leader compares them, and publishes the result."""
