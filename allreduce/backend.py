@@ -1,6 +1,7 @@
 """AllReduce: what users hold. It checks the arguments of a call, and runs the call by an algorithm (algorithm.py)."""
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple, NoReturn, TypeVar
 
 import numpy as np
@@ -243,7 +244,17 @@ class AllReduce:
         """
         if kind not in ("all_reduce", "reduce_scatter", "all_gather"):
             raise OptionError(f'{kind!r} is not for bind(); use "all_reduce", "reduce_scatter" or "all_gather"')
-        call, resolved = self._admit(kind, array, op)
+        self._executor.check_open(waits=False)
+        abort.register_thread()
+        try:
+            return self._bound(kind, array, op, lossless)
+        except AllReduceError as error:
+            self._refuse(error)
+            raise
+
+    def _bound(self, kind: str, array: Any, op: str, lossless: bool = False) -> Callable[[], None]:
+        """As `bind`, but an error is raised on this rank only. Local."""
+        call, resolved = self._described(kind, array, op)
         array = np.asarray(array) if isinstance(array, np.ndarray) else array
         flat = array.reshape(-1, order="A")
         work, prepared = self._prepared(call, resolved, lossless=lossless)
@@ -263,9 +274,16 @@ class AllReduce:
         wait until the submitted ones have ended. The first call creates the thread, and is collective; it raises
         UnavailableError on all ranks if MPI lacks MPI_THREAD_MULTIPLE on any rank.
         """
-        run = self.bind(array, op, kind)
-        work: Callable[[], object] = gpu.on_current_stream(run) if gpu.is_gpu_array(array) else run
-        return self._executor.submit(work, f"{kind}, length {array.size}, {array.dtype}, op {op!r}")
+        self._executor.check_open(waits=False)
+        work: Callable[[], object]
+        try:
+            run = self._bound(kind, array, op)
+            work = gpu.on_current_stream(run) if gpu.is_gpu_array(array) else run
+            text = f"{kind}, length {array.size}, {array.dtype}, op {op!r}"
+        except AllReduceError as refused:  # the other ranks have to learn of it in the order of their calls
+            text = f"refused, {type(refused).__name__}: {refused}"
+            work = partial(self._executor.agree, [], text, refused)
+        return self._executor.submit(work, text)
 
     def sparse(self, indices: Any, values: Any, rows: int, op: str = "mean") -> tuple[Any, Any]:
         """Sum sparse rows over all ranks: each rank passes some rows of a table of `rows` rows. Collective.
@@ -568,20 +586,20 @@ class AllReduce:
 
     def _admit(self, kind: str, array: Any, op: str = "sum", root: int | None = None) -> tuple[Call, Op]:
         """Return the Call and the Op of a call with `array`; see `_checked`."""
+        return self._checked(lambda: self._described(kind, array, op, root))
 
-        def describe() -> tuple[Call, Op]:
-            if kind == "reduce_scatter" and not self.two_phase:
-                raise OptionError(f'{self.name!r} has no reduce_scatter; use a backend with two phases, such as "ring"')
-            call = records.array_call(kind, array, op, self._memory_kind(array))
-            if root is not None:
-                call = call._replace(root=records.check_root(root, self.size))
-            if not call.reduces:
-                return call, ops.OPS["sum"]
-            self.check_dtype(call.dtype)
-            resolved = self._algorithm.resolve(op, call.dtype)
-            return call._replace(op=resolved.name), resolved  # no alias: all ranks compare one name
-
-        return self._checked(describe)
+    def _described(self, kind: str, array: Any, op: str, root: int | None = None) -> tuple[Call, Op]:
+        """Return the Call and the Op of a call with `array`, or raise the error of invalid arguments. Local."""
+        if kind == "reduce_scatter" and not self.two_phase:
+            raise OptionError(f'{self.name!r} has no reduce_scatter; use a backend with two phases, such as "ring"')
+        call = records.array_call(kind, array, op, self._memory_kind(array))
+        if root is not None:
+            call = call._replace(root=records.check_root(root, self.size))
+        if not call.reduces:
+            return call, ops.OPS["sum"]
+        self.check_dtype(call.dtype)
+        resolved = self._algorithm.resolve(op, call.dtype)
+        return call._replace(op=resolved.name), resolved  # no alias: all ranks compare one name
 
     def _function(self, kind: str, buffer: Any, op: str, lossless: bool = False) -> Callable[..., None]:
         """Return the function that runs calls of this kind with arrays like `buffer`; it is kept in `_known`."""

@@ -198,7 +198,7 @@ class Executor:
     def submit(self, work: Callable[[], object], description: str) -> Future:
         """Let a thread do `work`, a call of this executor, after all that were submitted before. Collective at the
         first use; then local."""
-        self.check_open()
+        self.check_open(waits=False)
         if self._queue is None:
             self._queue = self._topology.service(Worker).queue(self._user.name, threaded=True)
 
@@ -397,9 +397,13 @@ class Executor:
 
     # Ends
 
-    def check_open(self) -> None:
-        """Raise the error of a call that can't start; wait for the submitted calls before. Local."""
-        self._wait_for_turn()
+    def check_open(self, waits: bool = True) -> None:
+        """Raise the error of a call that can't start; wait for the submitted calls before. Local. waits: False: only
+        raise the errors of a user that takes no calls."""
+        if waits:
+            self._wait_for_turn()
+        elif self.broken is not None or self.stopped:
+            self.refuse()
 
     def refuse(self) -> None:
         """Raise the error of a call that can't start: broken, closed, or another thread is in a call. Local."""

@@ -13,7 +13,14 @@ from mpi4py import MPI
 
 import allreduce
 from allreduce.call.queue import Future, Worker
-from allreduce.errors import BrokenError, ClosedError, CollectiveTimeoutError, DisagreementError, RankLeftError
+from allreduce.errors import (
+    BrokenError,
+    ClosedError,
+    CollectiveTimeoutError,
+    DisagreementError,
+    RankLeftError,
+    UnsupportedOpError,
+)
 from allreduce.health import stall
 from allreduce.transport.wait import wait_for
 
@@ -186,6 +193,40 @@ def test_two_backends_in_the_background(name: str, topology: allreduce.Topology)
             assert (buffer == ranks * (number + 1) + topology.size * turn).all()
     for user in users:
         user.close()
+    topology.close()
+
+
+def test_submit_returns_at_once(topology: allreduce.Topology, world: MPI.Intracomm) -> None:
+    """A rank submits two calls before the others submit the first one; and a call of the main thread waits for both."""
+    with allreduce.create("ring", topology) as reduce:
+        arrays = np.ones(10), np.full(10, 2.0)
+        reduce.submit(np.ones(1)).wait()  # the first call is collective
+        if topology.rank > 0:
+            world.Barrier()
+        pending = [reduce.submit(array, "sum") for array in arrays]
+        if topology.rank == 0:
+            world.Barrier()
+        reduce(arrays[0], "sum")
+        for each in pending:
+            each.wait()
+        assert (arrays[0] == topology.size**2).all()
+        assert (arrays[1] == 2 * topology.size).all()
+    topology.close()
+
+
+@pytest.mark.parametrize("alone", [False, True])
+def test_an_invalid_array_is_submitted(alone: bool, topology: allreduce.Topology) -> None:
+    """By one rank, or by all: the future of each raises an error that names the cause, and other calls go on."""
+    with allreduce.create("ring", topology) as reduce:
+        reduce.submit(np.ones(1)).wait()
+        invalid = not alone or topology.rank == topology.size - 1
+        future = reduce.submit(np.ones(3), "no such op" if invalid else "sum")
+        kind = DisagreementError if alone and topology.size > 1 else UnsupportedOpError
+        with pytest.raises(kind, match="no such op"):
+            future.wait(20)
+        array = np.ones(3)
+        reduce(array, "sum")
+        assert (array == topology.size).all()
     topology.close()
 
 
