@@ -26,7 +26,10 @@ def largest_piece(itemsize: int, op: Op) -> int:
 
 class Native(Algorithm):
     """MPI_Allreduce in place. Whether all ranks get the same bits is up to the MPI library; the standard
-    recommends it, and Open MPI and MPICH do it."""
+    recommends it, and Open MPI and MPICH do it.
+
+    16-bit floats come here only as values that another algorithm's compression must not round: they are sent as float32.
+    """
 
     sums_half = False
 
@@ -41,11 +44,18 @@ class Native(Algorithm):
         if call.kind != "all_reduce" or (call.memory == GPU and not self._takes_gpu(op, dtype)):
             return super().work(call, op)
         one_piece = call.length <= largest_piece(dtype.itemsize, op)
-        if call.memory == GPU or not one_piece or dtype == dtypes.BOOL or _operation(op, dtype) is not op.mpi:
+        direct = call.memory != GPU and dtype != dtypes.BOOL and not dtypes.is_half(dtype)
+        if not direct or not one_piece or _operation(op, dtype) is not op.mpi:
             return Work(lambda buffer: self._reduce_here(buffer, op))
         return self._plain(op.mpi) if op.scale is None else self._mean_of_one_piece(op.scale, dtype)
 
     def reduce(self, buffer: np.ndarray, op: Op) -> None:
+        if dtypes.is_half(buffer.dtype):
+            wide = self.workspace.array("wide", buffer.size, dtypes.TYPES[buffer.dtype].accumulator)
+            np.copyto(wide, buffer)
+            self.reduce(wide, op)
+            np.copyto(buffer, wide, casting="unsafe")
+            return
         operation = _operation(op, buffer.dtype)
         buffer = dtypes.wire(buffer)
         for piece in chunks.segments(slice(0, buffer.size), largest_piece(buffer.itemsize, op)):
@@ -54,7 +64,7 @@ class Native(Algorithm):
 
     def _takes_gpu(self, op: Op, dtype: np.dtype) -> bool:
         """Return whether MPI reduces arrays on the GPU. NumPy's operations run on the host."""
-        return gpu.mpi_is_cuda_aware() and _operation(op, dtype) is op.mpi
+        return gpu.mpi_is_cuda_aware() and not dtypes.is_half(dtype) and _operation(op, dtype) is op.mpi
 
     def _reduce_here(self, buffer: Any, op: Op) -> None:
         if gpu.is_gpu_array(buffer):

@@ -145,6 +145,10 @@ def test_only_messages_between_nodes_are_compressed(name: str, per_node: Any, to
         flag = np.full(3, 1 + 2.0**-20)
         reduce(flag, "max", lossless=True)
         assert (flag == 1 + 2.0**-20).all()
+        for short, large in zip(SHORT.values(), (2048, 256), strict=True):  # rounded once, from the float32 sum
+            losses = np.full(3, 1 if rank else large, short)
+            reduce(losses, "sum", lossless=True)
+            assert (losses == np.float32(large + size - 1).astype(short)).all(), short
         _, rows = reduce.sparse(np.arange(1 << 10), np.full((1 << 10, 256), 1 + 2.0**-20, "float32"), 1 << 10, "mean")
         assert (rows == np.float32(1 + 2.0**-20)).all()
         assert reduce.state() == {}
