@@ -394,7 +394,8 @@ class AllReduce:
 
     def _stack(self, array: Any, tree: str = "") -> Any:
         table = array.get() if gpu.is_gpu_array(array) else array
-        if isinstance(table, np.ndarray | np.generic | int | float | complex):
+        masked = isinstance(table, np.ma.MaskedArray)  # which is refused, as in other calls
+        if isinstance(table, np.ndarray | np.generic | int | float | complex) and not masked:
             mine = np.asarray(table)
             table = np.empty((self.size, *mine.shape), mine.dtype)
             table[self.rank] = mine

@@ -88,6 +88,8 @@ def test_subclasses_of_arrays(topology_of: Callable[..., allreduce.Topology], wo
         assert (np.asarray(matrix) == SIZE * np.arange(6).reshape(2, 3)).all()
         with pytest.raises(NotAnArrayError):
             reduce(np.ma.masked_less(np.ones(4, np.float32), 0), "sum")
+        with pytest.raises(NotAnArrayError, match="MaskedArray"):
+            reduce.stack(np.ma.masked_less(np.ones(4, np.float32), 0))
 
 
 @several
