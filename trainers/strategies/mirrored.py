@@ -122,8 +122,9 @@ class Mirrored(Strategy):
         self._separate = (
             self._backend.lossy or self._backend.sums_terms or dtypes.is_half(dtypes.parse(replica.gradient_dtype))
         )
-        # a rank that updates a slice needs the weight of all rows before
-        self._separate |= replica.counts and self._divides
+        # a rank that updates a slice needs the weight of all rows before; one rank alone too, so that pieces of the
+        # state fit when a failure leaves one rank
+        self._separate |= replica.counts and self._update_name == "sharded"
         buffer = self._allocate(length if self._separate else length + extra, replica.gradient_dtype)
         self.measured = self._measured = self._allocate(extra, "float32") if self._separate else buffer[length:]
         self.buffer = buffer  # set before `bind`, which may raise on one rank: `close` then unbinds every rank
@@ -149,12 +150,8 @@ class Mirrored(Strategy):
         assert self._update is not None
         return self._update
 
-    @property
-    def _divides(self) -> bool:
-        return self._update_name == "sharded" and self.group.size > 1
-
     def divide(self) -> None:
-        if self._divides:
+        if self._update_name == "sharded" and self.group.size > 1:
             self._update = self._make_sharded_update()
 
     def _make_sharded_update(self) -> Update:
