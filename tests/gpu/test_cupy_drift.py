@@ -44,6 +44,7 @@ ROOTS = {
 }
 FILES = [
     "allreduce/arrays/gpu.py",
+    "allreduce/algorithm.py",
     "allreduce/algorithms/nccl.py",
     "allreduce/backend.py",
     "allreduce/doctor/host.py",
