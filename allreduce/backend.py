@@ -79,7 +79,7 @@ class AllReduce:
         # (shape, dtype, op, memory) -> function that runs the call, for NumPy arrays in C order
         self._known: dict[tuple, Callable[..., None]] = {}
         self._packed: dict[Any, Any] = {}  # (dtype, device) -> buffer into which the arrays of trees are packed
-        self._trees: dict[trees.Key, trees.Layout] = {}
+        self._trees: dict[trees.Key, trees.TreeLayout] = {}
         try:
             self._connect_together(topology, make, create)
         except Exception as error:
@@ -666,7 +666,7 @@ class AllReduce:
 
     # Trees
 
-    def _admit_tree(self, kind: str, structure: str, arrays: Sequence[Any], op: str, changes: bool) -> trees.Layout:
+    def _admit_tree(self, kind: str, structure: str, arrays: Sequence[Any], op: str, changes: bool) -> trees.TreeLayout:
         """Return a tree's layout, after checking its arrays and, for a new tree, agreeing on them. Collective."""
         key = trees.key(structure, arrays)
         layout = self._trees.get(key) or trees.layout(key)
@@ -713,7 +713,7 @@ class AllReduce:
             found[0].describe(0, found[0].length, parts)
         return held[: group.length]
 
-    def _run_of_tree(self, layout: trees.Layout, buffer: Any, op: str) -> None:
+    def _run_of_tree(self, layout: trees.TreeLayout, buffer: Any, op: str) -> None:
         """Reduce a buffer with arrays of a tree, which the ranks compare too. Collective."""
         call, resolved = self._admit("all_reduce", buffer, op)
         key = layout.number, call

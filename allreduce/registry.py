@@ -221,6 +221,6 @@ def _check_options(name: str | type[Algorithm], kind: type[Algorithm], options: 
     offered = [each for each in inspect.signature(kind).parameters if each not in ("context", "compress")]
     for option in options:
         if option not in offered:
-            offered += ["compress", "exact", "trace"]
+            offered += ["check", "compress", "exact", "trace"]
             hint = notices.near(option, [*offered, "topology"]) or "."
             raise OptionError(f"backend {name!r} has no option {option!r}{hint} Its options are: {', '.join(offered)}")

@@ -68,7 +68,7 @@ DOUBLE = Format(_FLOATS[1], _WORDS[1], 2**63 - 1, 52, 1022, -1074, np.dtype(np.i
 FORMATS = {_FLOATS[0]: SINGLE, dtypes.FLOAT16: SINGLE, dtypes.BFLOAT16: SINGLE, _FLOATS[1]: DOUBLE}  # by dtype
 
 
-class Piece(NamedTuple):
+class BlockRun(NamedTuple):
     """Consecutive whole blocks, converted together. lengths: of the blocks; None if each has BLOCK elements."""
 
     start: int
@@ -91,21 +91,21 @@ class Piece(NamedTuple):
         else:
             np.multiply(array, np.repeat(factors, self.lengths), out=out)
 
-    def within(self, part: slice) -> "Piece":
+    def within(self, part: slice) -> "BlockRun":
         """Return the part of this piece that lies in `part`, with blocks cut off at its ends; may be empty."""
         start, stop = max(self.start, part.start), min(self.stop, part.stop)
         if (start, stop) == (self.start, self.stop):
             return self
         if start >= stop:
-            return Piece(start, start, self.first, 0, np.empty(0, np.intp))
+            return BlockRun(start, start, self.first, 0, np.empty(0, np.intp))
         lengths = np.full(self.blocks, BLOCK) if self.lengths is None else self.lengths
         ends = self.start + np.cumsum(lengths)
         kept = np.minimum(ends, stop) - np.maximum(ends - lengths, start)
         inside = np.flatnonzero(kept > 0)
-        return Piece(start, stop, self.first + int(inside[0]), inside.size, kept[inside])
+        return BlockRun(start, stop, self.first + int(inside[0]), inside.size, kept[inside])
 
 
-class Layout:
+class BlockLayout:
     """The blocks of an array of `length` elements.
 
     starts: where parts of the model begin, ascending, the first at 0; blocks begin anew there. So a slice of whole
@@ -116,7 +116,7 @@ class Layout:
     def __init__(self, length: int, starts: Sequence[int] = (0,)) -> None:
         self.length, self.blocks = length, 0
         self.number = zlib.crc32(repr((length, *starts)).encode())
-        self.pieces: list[Piece] = []
+        self.pieces: list[BlockRun] = []
         self._loose: list[int] = []  # lengths of blocks that are not in a piece yet
         at = 0
         for start, stop in zip(starts, [*starts[1:], length], strict=True):
@@ -137,11 +137,11 @@ class Layout:
         return self._add(at, int(lengths.sum()), lengths.size, lengths) if lengths.size else at
 
     def _add(self, at: int, length: int, blocks: int, lengths: np.ndarray | None) -> int:
-        self.pieces.append(Piece(at, at + length, self.blocks, blocks, lengths))
+        self.pieces.append(BlockRun(at, at + length, self.blocks, blocks, lengths))
         self.blocks += blocks
         return at + length
 
-    def pieces_in(self, part: slice) -> Iterator[Piece]:
+    def pieces_in(self, part: slice) -> Iterator[BlockRun]:
         """Yield the parts of all pieces that lie in `part`."""
         for piece in self.pieces:
             if piece.start < part.stop and part.start < piece.stop:
@@ -160,7 +160,7 @@ class Layout:
         return np.concatenate(found)
 
 
-def exponents(terms: Sequence[np.ndarray], layout: Layout, form: Format, scratch: Workspace) -> np.ndarray:
+def exponents(terms: Sequence[np.ndarray], layout: BlockLayout, form: Format, scratch: Workspace) -> np.ndarray:
     """Return the largest exponent bits in each block of these terms: (blocks,) form.exponents.
 
     terms: 1-D arrays of layout.length elements; there may be none. The other functions take
@@ -201,7 +201,7 @@ class Special(NamedTuple):
         return self._replace(exponents=largest, positive=positive > 0, negative=negative > 0)
 
 
-def special(terms: Sequence[np.ndarray], largest: np.ndarray, layout: Layout, form: Format) -> Special | None:
+def special(terms: Sequence[np.ndarray], largest: np.ndarray, layout: BlockLayout, form: Format) -> Special | None:
     """Return the Special of these terms, or None if all terms of all ranks are finite. largest: of all ranks."""
     blocks = np.flatnonzero(largest == form.not_finite)
     if not blocks.size:
@@ -224,7 +224,7 @@ def add(
     terms: Sequence[np.ndarray],
     largest: np.ndarray,
     count: int,
-    layout: Layout,
+    layout: BlockLayout,
     form: Format,
     scratch: Workspace,
     out: np.ndarray,
@@ -267,7 +267,7 @@ def finish(
     largest: np.ndarray,
     count: int,
     mean: bool,
-    layout: Layout,
+    layout: BlockLayout,
     form: Format,
     scratch: Workspace,
     out: np.ndarray,
@@ -324,7 +324,7 @@ def quotient(integers: np.ndarray, count: int) -> np.ndarray:
     return np.where(np.abs(integers) < 2**53, exact, np.where(np.abs(whole) < 2**53, other, long))
 
 
-def _read(term: np.ndarray, piece: Piece, form: Format, scratch: Workspace) -> np.ndarray:
+def _read(term: np.ndarray, piece: BlockRun, form: Format, scratch: Workspace) -> np.ndarray:
     """Return a piece of a term in the dtype form.wide."""
     values = term[piece.start : piece.stop]
     if values.dtype == form.wide:
@@ -348,6 +348,6 @@ def _to_odd(values: np.ndarray) -> np.ndarray:
 
 
 @lru_cache(maxsize=64)
-def layout_of(length: int, starts: tuple[int, ...] = (0,)) -> Layout:
-    """Return the Layout of these arguments, made once."""
-    return Layout(length, starts)
+def layout_of(length: int, starts: tuple[int, ...] = (0,)) -> BlockLayout:
+    """Return the BlockLayout of these arguments, made once."""
+    return BlockLayout(length, starts)

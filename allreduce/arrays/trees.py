@@ -34,7 +34,7 @@ class Group(NamedTuple):
             buffer[part].reshape(shape)[...] = arrays[number]
 
 
-class Layout(NamedTuple):
+class TreeLayout(NamedTuple):
     """Where the arrays of a tree lie in buffers; the tree as text, and a number by which ranks compare it."""
 
     groups: list[Group]
@@ -79,7 +79,7 @@ def key(structure: str, arrays: Sequence[Any]) -> Key:
     return structure, tuple([(np.shape(each), getattr(each, "dtype", None), gpu.is_gpu_array(each)) for each in arrays])
 
 
-def layout(key: Key) -> Layout:
+def layout(key: Key) -> TreeLayout:
     """Compute the layout: arrays of one dtype and device lie one after the other in one buffer."""
     structure, kinds = key
     places: dict[tuple[Any, str], list[tuple[int, slice, tuple[int, ...]]]] = {}
@@ -92,7 +92,7 @@ def layout(key: Key) -> Layout:
     arrays = ", ".join(f"{dtype}{list(shape)}" for shape, dtype, _ in kinds)
     text = f"a tree {structure} of {arrays or 'no arrays'}"
     shown = text if len(text) <= LONGEST else f"{text[:LONGEST]}..."
-    return Layout(
+    return TreeLayout(
         [Group(*group, ends[group], placed) for group, placed in places.items()], shown, zlib.crc32(text.encode())
     )
 

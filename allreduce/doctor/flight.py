@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from allreduce.errors import OptionError
-from allreduce.health.dump import DUMP, PATTERN, Recorded
+from allreduce.health.dump import DUMP, PATTERN, RecordedCall
 from allreduce.notices import shown
 from allreduce.transport.tables import listed
 
@@ -27,7 +27,7 @@ class Record(NamedTuple):
     host: str
     why: str
     full: bool
-    calls: dict[str, dict[int, Recorded]]
+    calls: dict[str, dict[int, RecordedCall]]
     began: float
     time: float
 
@@ -38,7 +38,7 @@ class Difference(NamedTuple):
     begin: float
     user: str
     number: int
-    calls: dict[int, Recorded | None]
+    calls: dict[int, RecordedCall | None]
 
     def odd_ranks(self) -> list[int]:
         """Return the ranks that have made another call than most ranks that have made one, or none."""
@@ -67,11 +67,13 @@ def _record(path: str) -> Record:
     try:
         with open(path, encoding="utf-8", errors="replace") as file:
             content = json.loads([line for line in file if line.startswith("{") and line.endswith("}\n")][-1])
-        calls: dict[str, dict[int, Recorded]] = {}
+        calls: dict[str, dict[int, RecordedCall]] = {}
         for entry in content["calls"]:
             user, count, call, begin, end = entry
             end = None if end is None else float(end)
-            calls.setdefault(str(user), {})[int(count)] = Recorded(str(user), int(count), str(call), float(begin), end)
+            calls.setdefault(str(user), {})[int(count)] = RecordedCall(
+                str(user), int(count), str(call), float(begin), end
+            )
         rank, size = int(content["rank"]), int(content["size"])
         began, written = float(content["began"]), float(content["time"])
         why, full = str(content["why"]), bool(content["full"])
@@ -90,17 +92,17 @@ def first_difference(records: Mapping[int, Record]) -> Difference | None:
         members = [rank for rank in _members(user) if rank in records] or sorted(records)
         for count in sorted({count for rank in members for count in records[rank].calls.get(user, ())}):
             calls = {rank: call for rank in members if (call := _call(records[rank], user, count)) != "dropped"}
-            made = [call for call in calls.values() if isinstance(call, Recorded)]
+            made = [call for call in calls.values() if isinstance(call, RecordedCall)]
             # a call that some ranks have completed may be under way on others
             late = len(made) < len(calls) and any(call.end is None for call in made)
             if len({call.call for call in made}) > 1 or late:
-                alike = {rank: call if isinstance(call, Recorded) else None for rank, call in calls.items()}
+                alike = {rank: call if isinstance(call, RecordedCall) else None for rank, call in calls.items()}
                 found.append(Difference(min(call.begin for call in made), user, count, alike))
                 break
     return min(found, default=None, key=lambda difference: difference.begin)
 
 
-def _call(record: Record, user: str, count: int) -> Recorded | str | None:
+def _call(record: Record, user: str, count: int) -> RecordedCall | str | None:
     """Return a rank's call, None if it has not made it, or "dropped" if its record may have held it."""
     calls = record.calls.get(user, {})
     if count in calls:
@@ -169,6 +171,6 @@ def _grouped(records: Mapping[int, Record]) -> dict[str, list[int]]:
     return found
 
 
-def _times(call: Recorded) -> str:
+def _times(call: RecordedCall) -> str:
     ended = "did not end" if call.end is None else f"ended after {(call.end - call.begin) * 1e3:.3f} ms"
     return f"began {time.strftime('%H:%M:%S', time.gmtime(call.begin))}.{int(call.begin % 1 * 1e6):06d} UTC, {ended}"

@@ -41,7 +41,7 @@ CAUSES = {
 Pair = tuple[int, int]
 
 
-class Measured(NamedTuple):
+class PairTimes(NamedTuple):
     """The measurement of one pair of ranks."""
 
     first: int
@@ -53,7 +53,7 @@ class Measured(NamedTuple):
 class Results(NamedTuple):
     """The measured pairs, and those without an answer; the same on all ranks."""
 
-    measured: list[Measured]
+    measured: list[PairTimes]
     unreachable: list[Pair]
 
 
@@ -111,7 +111,7 @@ def measure(
                 silent.append((first, second))
         show(number + 1, len(rounds))
     reports = all_values(comm, [found, silent], "gather the measurements of pairs")
-    measured = sorted(Measured(*pair) for mine, _ in reports for pair in mine)
+    measured = sorted(PairTimes(*pair) for mine, _ in reports for pair in mine)
     return Results(measured, sorted({(one, other) for _, mine in reports for one, other in mine}))
 
 
@@ -235,7 +235,7 @@ def _interleave(sources: Sequence[Iterator[Pair]]) -> Iterator[Pair]:
 # Judging
 
 
-def slow(measured: Sequence[Measured], nodes: Sequence[int]) -> list[Measured]:
+def slow(measured: Sequence[PairTimes], nodes: Sequence[int]) -> list[PairTimes]:
     """Return the pairs that are much slower than the median of their kind."""
     found = []
     for alike in _kinds(measured, nodes).values():
@@ -247,14 +247,14 @@ def slow(measured: Sequence[Measured], nodes: Sequence[int]) -> list[Measured]:
     return found
 
 
-def better(measured: Sequence[Measured], again: Sequence[Measured]) -> list[Measured]:
+def better(measured: Sequence[PairTimes], again: Sequence[PairTimes]) -> list[PairTimes]:
     """Merge two measurements of each pair, keeping the better values: a chance delay rarely repeats."""
     second = {(pair.first, pair.second): pair for pair in again}
     merged = []
     for pair in measured:
         other = second.get((pair.first, pair.second), pair)
         merged.append(
-            Measured(pair.first, pair.second, min(pair.latency, other.latency), max(pair.bandwidth, other.bandwidth))
+            PairTimes(pair.first, pair.second, min(pair.latency, other.latency), max(pair.bandwidth, other.bandwidth))
         )
     return merged
 
@@ -272,20 +272,20 @@ def judge(ranks: Sequence[Rank], needs: Needs, results: Results, link: float | N
         yield problem("no answer", some(texts), advice)
 
 
-def _kinds(measured: Sequence[Measured], nodes: Sequence[int]) -> dict[str, list[Measured]]:
+def _kinds(measured: Sequence[PairTimes], nodes: Sequence[int]) -> dict[str, list[PairTimes]]:
     """Group pairs by kind: within nodes, and across nodes. Kinds without pairs are left out."""
-    found: dict[str, list[Measured]] = {name: [] for name in KINDS}
+    found: dict[str, list[PairTimes]] = {name: [] for name in KINDS}
     for pair in measured:
         found[KINDS[nodes[pair.first] != nodes[pair.second]]].append(pair)
     return {name: alike for name, alike in found.items() if alike}
 
 
-def _medians(alike: Sequence[Measured]) -> tuple[float, float]:
+def _medians(alike: Sequence[PairTimes]) -> tuple[float, float]:
     """Return the median latency and bandwidth; if half of the pairs are slow, the values of the other half."""
     return median_low(pair.latency for pair in alike), median_high(pair.bandwidth for pair in alike)
 
 
-def _of_kind(name: str, alike: Sequence[Measured], ranks: Sequence[Rank], needs: Needs, link: float | None) -> Finding:
+def _of_kind(name: str, alike: Sequence[PairTimes], ranks: Sequence[Rank], needs: Needs, link: float | None) -> Finding:
     latency, bandwidth = _medians(alike)
     text = f"{_figures(latency, bandwidth)} (median of {plural(len(alike), 'pair')})"
     if name == KINDS[1]:
@@ -304,7 +304,7 @@ def _of_kind(name: str, alike: Sequence[Measured], ranks: Sequence[Rank], needs:
     return ok(name, text)
 
 
-def _slow_ones(name: str, pairs: Sequence[Measured], ranks: Sequence[Rank]) -> Finding:
+def _slow_ones(name: str, pairs: Sequence[PairTimes], ranks: Sequence[Rank]) -> Finding:
     """Return the finding for the slow pairs of one kind."""
     texts = []
     for pair in sorted(pairs, key=lambda pair: pair.bandwidth):
@@ -316,7 +316,7 @@ def _slow_ones(name: str, pairs: Sequence[Measured], ranks: Sequence[Rank]) -> F
     return warning("slow pairs", f"{name}: {some(texts)}", advice)
 
 
-def _in_common(pairs: Sequence[Measured], ranks: Sequence[Rank]) -> str:
+def _in_common(pairs: Sequence[PairTimes], ranks: Sequence[Rank]) -> str:
     """Return the rank, or else the host, that all slow pairs have in common; "" for a single pair."""
     if len(pairs) < 2:
         return ""

@@ -32,13 +32,13 @@ _installed: list[Callable[..., None]] = []  # our excepthooks
 _failure = [1]  # the exit code of errors
 
 
-class Part(Protocol):
+class RankPart(Protocol):
     """A topology of some ranks, whose errors do not end other parts."""
 
     closed: bool
 
 
-_parts: "weakref.WeakSet[Part]" = weakref.WeakSet()
+_parts: "weakref.WeakSet[RankPart]" = weakref.WeakSet()
 
 
 def install() -> None:
@@ -143,7 +143,7 @@ def on_leaving(call: Callable[[str], object]) -> None:
     _leaving.append(call)
 
 
-def contain(part: "Part") -> None:
+def contain(part: "RankPart") -> None:
     """Make an uncaught exception end this rank's program but not the job, until `part` is closed. Local."""
     _parts.add(part)
 

@@ -58,7 +58,7 @@ class Waits(Protocol):
 sources: list[Callable[[], Iterable[Waits]]] = []  # return the waits that a dump shows
 
 
-class Recorded(NamedTuple):
+class RecordedCall(NamedTuple):
     """A call in a file. begin, end: seconds since 1970; end is None for a call that failed or that still runs."""
 
     user: str
@@ -122,7 +122,7 @@ def _last_calls(why: str) -> dict[str, object]:
         "why": error_line(why),
         "full": len(calls) == KEPT,
         "calls": [
-            Recorded(user, count, str(call), begin + since_1970, end + since_1970 if end else None)
+            RecordedCall(user, count, str(call), begin + since_1970, end + since_1970 if end else None)
             for user, count, call, begin, end in [*calls, *named]
         ],
     }

@@ -37,7 +37,7 @@ from allreduce.transport import liveness, processes, ulfm
 from allreduce.transport.control import different_calls
 from allreduce.transport.liveness import Process
 from allreduce.transport.tables import spans
-from allreduce.transport.wait import CHECK_SECONDS, Call, Pause, WaitRecord, default, wait_until
+from allreduce.transport.wait import CHECK_SECONDS, DescribedCall, Pause, WaitRecord, default, wait_until
 
 STALL, TIMEOUT = "ALLREDUCE_STALL_SECONDS", "ALLREDUCE_TIMEOUT_SECONDS"
 DEFAULTS = {STALL: 30.0, TIMEOUT: 1800.0}  # seconds, where the variable is not set
@@ -298,7 +298,7 @@ class StallDetector:
 
     # Judgement
 
-    def _judge(self, wait: WaitRecord, call: Call, now: float) -> None:
+    def _judge(self, wait: WaitRecord, call: DescribedCall, now: float) -> None:
         waited = now - wait.since
         error: AllReduceError | None = None
         patience = min(LEFT_SECONDS, self.timeout / 2)
@@ -334,13 +334,13 @@ class StallDetector:
             abort.wait_for_reporter(error)
             abort.end_job(f"{type(error).__name__}: {error}\n", abort.exit_code_of(error))
 
-    def _reports(self, wait: WaitRecord, call: Call) -> bool:
+    def _reports(self, wait: WaitRecord, call: DescribedCall) -> bool:
         """Return whether this rank reports a wait. Without status messages only ranks 0, 1, 2, 4, 8, ... do."""
         if self.messages.size > 1:
             return self.messages.is_reporter(wait, call, SHOWN)
         return self._rank & (self._rank - 1) == 0
 
-    def _where(self, call: Call) -> str:
+    def _where(self, call: DescribedCall) -> str:
         """Return the table of where all ranks are, on new lines; "" without status messages."""
         return f"\n{self.messages.table(call)}" if self.messages.size > 1 else ""
 

@@ -27,7 +27,7 @@ from allreduce.process import children
 from allreduce.transport import liveness, processes, ulfm
 from allreduce.transport.deferred_free import free_later
 from allreduce.transport.liveness import Process
-from allreduce.transport.wait import SHORTEST_SLEEP, Call, Pause, WaitRecord, wait_until
+from allreduce.transport.wait import SHORTEST_SLEEP, DescribedCall, Pause, WaitRecord, wait_until
 
 SILENT_SECONDS = 5.0  # a leader that forwards no messages for longer is reported
 GIVEN_UP_SECONDS = 5.0  # how long a wait that has ended in an error stays announced
@@ -144,7 +144,7 @@ class StatusMessages:
 
     # The facts of this rank
 
-    def set_waits(self, waits: Iterable[tuple[WaitRecord, Call]]) -> None:
+    def set_waits(self, waits: Iterable[tuple[WaitRecord, DescribedCall]]) -> None:
         """Announce this rank's long waits, in place of those announced before."""
         now = time.monotonic()
         self._given_up = {each: since for each, since in self._given_up.items() if now - since < GIVEN_UP_SECONDS}
@@ -154,7 +154,7 @@ class StatusMessages:
         ]:
             self._replace_facts([WAITING], facts)
 
-    def note_given_up(self, wait: WaitRecord, call: Call) -> None:
+    def note_given_up(self, wait: WaitRecord, call: DescribedCall) -> None:
         """Keep announcing a wait that ends in an error, so that late ranks see that this one had reached the call."""
         self._given_up[_waiting(wait, call)] = time.monotonic()
 
@@ -427,7 +427,7 @@ class StatusMessages:
                 return fact, since
         return None
 
-    def left_error(self, wait: WaitRecord, before: float, call: Call) -> RankLeftError | None:
+    def left_error(self, wait: WaitRecord, before: float, call: DescribedCall) -> RankLeftError | None:
         """Return the error of `call` if this rank knew before the time `before` that a needed rank has left."""
         for fact, since in list(self._left.items()):
             ranks = {*self.state.get(fact, ())} - {self.rank}
@@ -440,7 +440,7 @@ class StatusMessages:
                 return error
         return None
 
-    def disagree(self, wait: WaitRecord, call: Call) -> bool:
+    def disagree(self, wait: WaitRecord, call: DescribedCall) -> bool:
         """Return whether another rank waits in a different call with the same wait record and count."""
         return any(
             (each.kind, each.number, each.turn) == (WAITING, wait.number, wait.count)
@@ -448,25 +448,25 @@ class StatusMessages:
             for each in self.state
         )
 
-    def is_reporter(self, wait: WaitRecord, call: Call, most: int) -> bool:
+    def is_reporter(self, wait: WaitRecord, call: DescribedCall, most: int) -> bool:
         """Return whether this rank reports a wait: the lowest rank in its call does, for at most `most` calls."""
         others = [each for each, ranks in self.state.items() if each.kind == WAITING and min(ranks) < self.rank]
         here = wait.number, wait.count, call.fingerprint
         return len(others) < most and here not in [(each.number, each.turn, each.fingerprint) for each in others]
 
-    def reporter(self, wait: WaitRecord, call: Call) -> int:
+    def reporter(self, wait: WaitRecord, call: DescribedCall) -> int:
         """Return the world rank that reports an error of this call: the lowest one that waits in it."""
         here = WAITING, wait.number, wait.count, call.fingerprint
         ranks = {rank for each, of in self.state.items() if each[:4] == here for rank in of}
         return processes.world_ranks(self.comm)[min({self.rank, *ranks})]
 
-    def check_finish(self, call: Call) -> None:
+    def check_finish(self, call: DescribedCall) -> None:
         """Raise the error that ends `call`, a `finished` agreement. Works after a rank has failed; cheap."""
         error = self._finish.error or self.left_error(self._finish, time.monotonic(), call)
         if error is not None:
             raise error
 
-    def table(self, call: Call) -> str:
+    def table(self, call: DescribedCall) -> str:
         """Format a table of where all ranks are, as known to this rank, which waits in `call`. At most 20 lines."""
         return status.table(self.state, self.size, self.rank, str(call))
 
@@ -484,5 +484,5 @@ def _silence(leader: int) -> Fact:
     )
 
 
-def _waiting(wait: WaitRecord, call: Call) -> Fact:
+def _waiting(wait: WaitRecord, call: DescribedCall) -> Fact:
     return status.fact(WAITING, wait.number, wait.count, call.fingerprint, str(call))

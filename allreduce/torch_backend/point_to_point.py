@@ -16,7 +16,7 @@ from allreduce.health.stall import LEFT_SECONDS
 from allreduce.topology import Topology
 from allreduce.torch_backend.move import mpi_buffer
 from allreduce.torch_backend.tensors import as_bytes, is_plain, readable
-from allreduce.torch_backend.work import TimedOut, Work, not_compiled, timeout_seconds
+from allreduce.torch_backend.work import Operation, TimedOut, not_compiled, timeout_seconds
 from allreduce.transport import ulfm
 from allreduce.transport.wait import NamedCall, wait_until
 
@@ -80,7 +80,7 @@ class MessageWaits:
 
 
 @not_compiled
-class Message(Work):
+class SentMessage(Operation):
     """A message between two ranks. Any thread may wait for it; one thread at a time calls MPI.
 
     kind: "send" or "recv", the name of its event in a profile. name: of the message, for errors.
@@ -94,13 +94,13 @@ class Message(Work):
         self._request: MPI.Request | None = None
         self._status = MPI.Status()
 
-    def send(self, comm: MPI.Intracomm, dest: int, tag: int) -> "Message":
+    def send(self, comm: MPI.Intracomm, dest: int, tag: int) -> "SentMessage":
         """Start sending the tensor."""
         self._memory = readable(self._tensor)
         self._receives, self._peer = False, dest
         return self._started(comm.Isend(mpi_buffer(as_bytes(self._memory)), dest, tag))
 
-    def receive(self, comm: MPI.Intracomm, source: int, tag: int) -> "Message":
+    def receive(self, comm: MPI.Intracomm, source: int, tag: int) -> "SentMessage":
         """Start receiving into the tensor; `source` may be MPI.ANY_SOURCE."""
         plain = is_plain(self._tensor)
         self._memory = self._tensor if plain else torch.empty(self._tensor.shape, dtype=self._tensor.dtype)
@@ -160,7 +160,7 @@ class Message(Work):
     def get_future(self) -> torch.futures.Future:
         raise NotImplementedError('messages of backend "allreduce" have no futures: call wait()')
 
-    def _started(self, request: MPI.Request) -> "Message":
+    def _started(self, request: MPI.Request) -> "SentMessage":
         for message in list(_in_flight):
             message.is_completed()  # removes it from _in_flight once complete
         self._request = request
@@ -180,7 +180,7 @@ class Message(Work):
         return None
 
 
-_in_flight: set[Message] = set()  # keeps tensors that MPI reads or writes, also after the program has dropped them
+_in_flight: set[SentMessage] = set()  # keeps tensors that MPI reads or writes, also after the program has dropped them
 
 
 @atexit.register
@@ -268,6 +268,6 @@ class MonitoredBarrier:
             if int(message.result()[0]) >= self._number:
                 return
 
-    def _message(self, step: str, limit: float) -> Message:
+    def _message(self, step: str, limit: float) -> SentMessage:
         token = torch.tensor([self._number], dtype=torch.int64)
-        return Message("monitored_barrier", f"monitored_barrier ({step})", token, limit, self._waits)
+        return SentMessage("monitored_barrier", f"monitored_barrier ({step})", token, limit, self._waits)

@@ -24,14 +24,20 @@ from allreduce.topology import Topology
 from allreduce.torch_backend import checks
 from allreduce.torch_backend.checks import NAME, Tensors, not_offered, operation, single_list, single_tensor
 from allreduce.torch_backend.move import TensorMover
-from allreduce.torch_backend.point_to_point import Message, MessageWaits, MonitoredBarrier, barrier_tag, fail_messages
+from allreduce.torch_backend.point_to_point import (
+    MessageWaits,
+    MonitoredBarrier,
+    SentMessage,
+    barrier_tag,
+    fail_messages,
+)
 from allreduce.torch_backend.reduce import Options, TensorReducer, resolve
 from allreduce.torch_backend.tensors import Streams
 from allreduce.torch_backend.work import (
     CoalescedWork,
-    Executor,
+    Operation,
+    OperationQueue,
     TimedOut,
-    Work,
     exact_seconds,
     not_compiled,
     timeout_seconds,
@@ -78,8 +84,8 @@ class AllReduceProcessGroup(dist.ProcessGroup):
         self._mover = TensorMover(comm)
         self._options = options
         self._reducer = TensorReducer(topology, comm, options)
-        self._executor = Executor(topology, name, options.overlap)
-        self._coalesced: list[Work] | None = None
+        self._executor = OperationQueue(topology, name, options.overlap)
+        self._coalesced: list[Operation] | None = None
         self._rank_missing = False  # True after a monitored barrier has timed out
         self.description = f"{options.backend} on {topology}"
 
@@ -93,8 +99,8 @@ class AllReduceProcessGroup(dist.ProcessGroup):
         *,
         read: Sequence[torch.Tensor] = (),
         signature: str = "",
-    ) -> Work:
-        """Submit `action`, to run after all earlier operations; return its Work.
+    ) -> Operation:
+        """Submit `action`, to run after all earlier operations; return its Operation.
 
         written, read: the tensors that `action` writes and reads. opts, timeout: either may hold the caller's timeout.
         signature: the arguments that must be equal on all ranks, in words; compared before the operation starts.
@@ -108,11 +114,11 @@ class AllReduceProcessGroup(dist.ProcessGroup):
             streams.synchronize()
 
         limit = timeout_seconds(timeout or getattr(opts, "timeout", None), self._timeout)
-        return self._coalesce(self._executor.submit(Work(name, written, limit, signature), run))
+        return self._coalesce(self._executor.submit(Operation(name, written, limit, signature), run))
 
     # Reductions
 
-    def allreduce(self, tensors: Tensors, opts: Any = None, timeout: Any = None, *, op: Any = None) -> Work:
+    def allreduce(self, tensors: Tensors, opts: Any = None, timeout: Any = None, *, op: Any = None) -> Operation:
         tensor = single_tensor("all_reduce", tensors)
         reduction = resolve(operation(opts, op), tensor.dtype, tensor.is_sparse)
         compress = self._options.compression(reduction, tensor.dtype, tensor.numel())
@@ -120,7 +126,7 @@ class AllReduceProcessGroup(dist.ProcessGroup):
         signature = f"{_lengths([tensor])}, {reduction.op}"
         return self._submit("all_reduce", [tensor], action, opts, timeout, signature=signature)
 
-    def allreduce_coalesced(self, tensors: Tensors, opts: Any = None) -> Work:
+    def allreduce_coalesced(self, tensors: Tensors, opts: Any = None) -> Operation:
         tensors = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
         checks.check_one_dtype("all_reduce_coalesced", tensors)
         reduction = resolve(operation(opts), tensors[0].dtype)
@@ -130,7 +136,7 @@ class AllReduceProcessGroup(dist.ProcessGroup):
 
     def reduce(
         self, tensors: Tensors, opts: Any = None, op: Any = None, timeout: Any = None, *, root: int | None = None
-    ) -> Work:
+    ) -> Operation:
         tensor, root = single_tensor("reduce", tensors), checks.root_of("reduce", opts, root, self.size())
         reduction = resolve(operation(None if isinstance(opts, int) else opts, op), tensor.dtype)
         action = partial(self._reducer.reduce, tensor, root, reduction)
@@ -139,17 +145,17 @@ class AllReduceProcessGroup(dist.ProcessGroup):
 
     def reduce_scatter(
         self, outputs: Tensors, inputs: Sequence[Any], opts: Any = None, timeout: Any = None, *, op: Any = None
-    ) -> Work:
+    ) -> Operation:
         output, sources = single_tensor("reduce_scatter", outputs), single_list("reduce_scatter", inputs)
         checks.check_count("reduce_scatter", sources, self.size())
         return self._reduce_scatter("reduce_scatter", [output], [sources], operation(opts, op), opts, timeout)
 
-    def reduce_scatter_single(self, output: torch.Tensor, source: torch.Tensor, opts: Any = None) -> Work:
+    def reduce_scatter_single(self, output: torch.Tensor, source: torch.Tensor, opts: Any = None) -> Operation:
         return self._reduce_scatter("reduce_scatter_tensor", [output], [[source]], operation(opts), opts)
 
     def reduce_scatter_single_coalesced(
         self, outputs: list[torch.Tensor], sources: list[torch.Tensor], opts: Any = None
-    ) -> Work:
+    ) -> Operation:
         name = "reduce_scatter_tensor_coalesced"
         checks.check_pairs(name, outputs, sources)
         return self._reduce_scatter(name, outputs, [[source] for source in sources], operation(opts), opts)
@@ -162,7 +168,7 @@ class AllReduceProcessGroup(dist.ProcessGroup):
         op: Any,
         opts: Any,
         timeout: Any = None,
-    ) -> Work:
+    ) -> Operation:
         """Reduce each of the outputs from its list of inputs."""
         for output, sources in zip(outputs, inputs, strict=True):
             checks.check_scatter(name, output, sources, self.size(), self.rank())
@@ -202,19 +208,21 @@ class AllReduceProcessGroup(dist.ProcessGroup):
 
     # Data movement
 
-    def broadcast(self, tensors: Tensors, opts: Any = None, timeout: Any = None, *, root: int | None = None) -> Work:
+    def broadcast(
+        self, tensors: Tensors, opts: Any = None, timeout: Any = None, *, root: int | None = None
+    ) -> Operation:
         tensor, root = single_tensor("broadcast", tensors), checks.root_of("broadcast", opts, root, self.size())
         action = partial(self._mover.broadcast, tensor, root)
         signature = f"{_lengths([tensor])} from rank {root}"
         return self._submit("broadcast", [tensor], action, opts, timeout, signature=signature)
 
-    def allgather(self, outputs: Sequence[Any], inputs: Tensors, opts: Any = None, timeout: Any = None) -> Work:
+    def allgather(self, outputs: Sequence[Any], inputs: Tensors, opts: Any = None, timeout: Any = None) -> Operation:
         source, received = single_tensor("all_gather", inputs), single_list("all_gather", outputs)
         return self._all_gather_lists("all_gather", [received], [source], opts, timeout)
 
     def allgather_coalesced(
         self, outputs: list[list[torch.Tensor]], sources: list[torch.Tensor], opts: Any = None
-    ) -> Work:
+    ) -> Operation:
         name = "all_gather_coalesced"
         checks.check_one_dtype(name, sources)
         checks.check_count(name, outputs, self.size())
@@ -230,7 +238,7 @@ class AllReduceProcessGroup(dist.ProcessGroup):
         sources: list[torch.Tensor],
         opts: Any,
         timeout: Any = None,
-    ) -> Work:
+    ) -> Operation:
         """Fill lists[i], which has one tensor for each rank, from every rank's sources[i]."""
         for received, source in zip(lists, sources, strict=True):
             checks.check_list(name, received, self.size(), self.rank(), source)
@@ -242,15 +250,15 @@ class AllReduceProcessGroup(dist.ProcessGroup):
         written = list(chain(*lists))
         return self._submit(name, written, action, opts, timeout, read=sources, signature=_lengths(written))
 
-    def all_gather_single(self, output: torch.Tensor, source: torch.Tensor, opts: Any = None) -> Work:
+    def all_gather_single(self, output: torch.Tensor, source: torch.Tensor, opts: Any = None) -> Operation:
         return self._all_gather("all_gather_into_tensor", [output], [source], opts)
 
     def all_gather_single_coalesced(
         self, outputs: list[torch.Tensor], sources: list[torch.Tensor], opts: Any = None
-    ) -> Work:
+    ) -> Operation:
         return self._all_gather("all_gather_into_tensor_coalesced", outputs, sources, opts)
 
-    def _all_gather(self, name: str, outputs: list[torch.Tensor], sources: list[torch.Tensor], opts: Any) -> Work:
+    def _all_gather(self, name: str, outputs: list[torch.Tensor], sources: list[torch.Tensor], opts: Any) -> Operation:
         """Fill outputs[i] from every rank's sources[i]."""
         checks.check_pairs(name, outputs, sources)
         for output, source in zip(outputs, sources, strict=True):
@@ -267,7 +275,7 @@ class AllReduceProcessGroup(dist.ProcessGroup):
 
     def gather(
         self, outputs: Sequence[Any], inputs: Tensors, opts: Any = None, timeout: Any = None, *, root: int | None = None
-    ) -> Work:
+    ) -> Operation:
         source, received = single_tensor("gather", inputs), single_list("gather", outputs)
         root = checks.root_of("gather", opts, root, self.size())
         checks.check_root_list("gather", received, self.size(), self.rank(), source, root)
@@ -277,7 +285,7 @@ class AllReduceProcessGroup(dist.ProcessGroup):
 
     def scatter(
         self, outputs: Tensors, inputs: Sequence[Any], opts: Any = None, timeout: Any = None, *, root: int | None = None
-    ) -> Work:
+    ) -> Operation:
         output, sources = single_tensor("scatter", outputs), single_list("scatter", inputs)
         root = checks.root_of("scatter", opts, root, self.size())
         checks.check_root_list("scatter", sources, self.size(), self.rank(), output, root)
@@ -287,7 +295,7 @@ class AllReduceProcessGroup(dist.ProcessGroup):
 
     def alltoall(
         self, outputs: list[torch.Tensor], sources: list[torch.Tensor], opts: Any = None, timeout: Any = None
-    ) -> Work:
+    ) -> Operation:
         checks.check_count("all_to_all", sources, self.size())
         checks.check_list("all_to_all", outputs, self.size(), self.rank(), sources[self.rank()])
         checks.check_one_dtype("all_to_all", sources)
@@ -303,7 +311,7 @@ class AllReduceProcessGroup(dist.ProcessGroup):
         source_splits: Sequence[int],
         opts: Any = None,
         timeout: Any = None,
-    ) -> Work:
+    ) -> Operation:
         sizes = checks.split_bytes("all_to_all_single", output, source, output_splits, source_splits, self.size())
         action = partial(self._mover.all_to_all_single, output, source, *sizes)
         signature = f" of {source.dtype}"
@@ -313,22 +321,22 @@ class AllReduceProcessGroup(dist.ProcessGroup):
 
     # Messages
 
-    def send(self, tensors: Tensors, dest: int, tag: int) -> Work:
+    def send(self, tensors: Tensors, dest: int, tag: int) -> Operation:
         message = self._message("send", f"send to rank {dest} with tag {tag}", tensors, tag, dest)
         with self._topology.detector.translating_failures():
             return self._coalesce(message.send(self._messages, dest, tag))
 
-    def recv(self, tensors: Tensors, source: int, tag: int) -> Work:
+    def recv(self, tensors: Tensors, source: int, tag: int) -> Operation:
         message = self._message("recv", f"recv from rank {source} with tag {tag}", tensors, tag, source)
         with self._topology.detector.translating_failures():
             return self._coalesce(message.receive(self._messages, source, tag))
 
-    def recv_anysource(self, tensors: Tensors, tag: int) -> Work:
+    def recv_anysource(self, tensors: Tensors, tag: int) -> Operation:
         message = self._message("recv", f"recv from any rank with tag {tag}", tensors, tag)
         with self._topology.detector.translating_failures():
             return self._coalesce(message.receive(self._messages, MPI.ANY_SOURCE, tag))
 
-    def _message(self, kind: str, name: str, tensors: Tensors, tag: int, rank: int = 0) -> Message:
+    def _message(self, kind: str, name: str, tensors: Tensors, tag: int, rank: int = 0) -> SentMessage:
         tensor = single_tensor(kind, tensors)
         checks.check_member(kind, rank, self.size())
         checks.check_devices(name, [tensor])
@@ -338,11 +346,11 @@ class AllReduceProcessGroup(dist.ProcessGroup):
         if not 0 <= tag <= largest:
             raise ValueError(f"{name}: tag {tag} is not between 0 and {largest}, the largest of this MPI")
         Streams([tensor]).wait_for_caller()
-        return Message(kind, name, tensor, self._timeout, self._waits)
+        return SentMessage(kind, name, tensor, self._timeout, self._waits)
 
     # Barriers
 
-    def barrier(self, opts: Any = None, timeout: Any = None) -> Work:
+    def barrier(self, opts: Any = None, timeout: Any = None) -> Operation:
         """Submit an empty operation; it ends once all ranks have reached it."""
         return self._submit("barrier", [], _nothing, opts, timeout)
 
@@ -365,12 +373,12 @@ class AllReduceProcessGroup(dist.ProcessGroup):
     def _start_coalescing(self, device: Any = None) -> None:
         self._coalesced = []
 
-    def _coalesce(self, work: Work) -> Work:
+    def _coalesce(self, work: Operation) -> Operation:
         if self._coalesced is not None:
             self._coalesced.append(work)
         return work
 
-    def _end_coalescing(self, device: Any = None) -> Work:
+    def _end_coalescing(self, device: Any = None) -> Operation:
         members, self._coalesced = self._coalesced or [], None
         return CoalescedWork("coalesced operations", members, self._timeout)
 
@@ -531,7 +539,7 @@ def _require_wrapped(model: torch.nn.Module) -> None:
 def describe(model: torch.nn.Module) -> None:
     """Tell the process group which parameters are in DDP's buckets, for Options(compress=...). Local.
 
-    "powersgd:4" needs the shapes of the parameters, `{"*.weight": "int8"}` their names. Call it on all ranks after
+    "powersgd:4" needs the shapes of the parameters. Call it on all ranks after
     DDP is constructed. It registers a comm hook, which averages as DDP itself does, so no other hook can be registered.
 
     model: contains a DistributedDataParallel that uses this backend; else UnavailableError is raised, as by `require`.

@@ -1,4 +1,4 @@
-"""The operations of a process group: Work, which the caller waits for, and the Executor, which runs them in order.
+"""The operations of a process group: each is an Operation that its caller waits for; the OperationQueue runs them.
 
 Works and futures are of PyTorch's own classes, torch.distributed.Work and torch.futures.Future, so DDP's C++ reducer,
 comm hooks and `dist.batch_isend_irecv` use them like any other backend's.
@@ -62,7 +62,7 @@ def _hidden(method: Callable[..., Any]) -> Callable[..., Any]:
 
 
 @not_compiled
-class Work(dist.Work):
+class Operation(dist.Work):
     """One operation of a group, from its submission to its end.
 
     name: the operation's name, for messages. result: the tensors that it writes. limit: seconds that it may take.
@@ -166,10 +166,10 @@ def _begin_event(name: str) -> torch.futures.Future | None:
 
 
 @not_compiled
-class CoalescedWork(Work):
-    """A Work that waits for several others, its members. Their number may differ between ranks (messages)."""
+class CoalescedWork(Operation):
+    """An Operation that waits for several others, its members. Their number may differ between ranks (messages)."""
 
-    def __init__(self, name: str, members: Sequence[Work], limit: float) -> None:
+    def __init__(self, name: str, members: Sequence[Operation], limit: float) -> None:
         super().__init__(name, [], limit)
         self._members = list(members)
 
@@ -184,7 +184,7 @@ class CoalescedWork(Work):
         return all(member.is_completed() for member in self._members)
 
 
-class Executor:
+class OperationQueue:
     """Runs the operations of a group in its topology's worker, in the order of submission. Creating it is collective.
 
     - The order of submission is the order of the program, and the group is its topology's only user. So a rank
@@ -207,7 +207,7 @@ class Executor:
         self._record = self._queue.wait
         self._comparison = Comparison(topology.private(wait=self._record), (EAGER_SECONDS, LONGEST_SLEEP))
         self._compares = topology.size > 1
-        self._unfinished: set[Work] = set()
+        self._unfinished: set[Operation] = set()
         self._inside: int | None = None  # the thread that runs an operation
 
     @property
@@ -215,7 +215,7 @@ class Executor:
         """The error of all later operations: one has timed out, a rank has failed, or the group was destroyed."""
         return self._queue.broken
 
-    def submit(self, work: Work, action: Callable[[], None]) -> Work:
+    def submit(self, work: Operation, action: Callable[[], None]) -> Operation:
         """Submit `action`, to run after all earlier operations; `work` ends when it has run."""
         if self.broken is not None:
             raise without_frames(self.broken)
@@ -239,7 +239,7 @@ class Executor:
         waiting = limit > 0 and not any(work.given_up for work in self._unfinished)
         try:
             if waiting:
-                self.submit(Work("destroy_process_group", [], limit), lambda: None).wait()
+                self.submit(Operation("destroy_process_group", [], limit), lambda: None).wait()
         except Exception:
             waiting = False
         self.fail(RuntimeError("this process group has been destroyed"))
@@ -260,7 +260,7 @@ class Executor:
                 self._threaded = False
         return worker.queue(name, alone=True)
 
-    def _execute(self, work: Work, action: Callable[[], None]) -> None:
+    def _execute(self, work: Operation, action: Callable[[], None]) -> None:
         """Run an operation, and the callbacks that are chained to its future."""
         outer, self._inside = self._inside, threading.get_ident()
         error: BaseException | None = None
@@ -275,7 +275,7 @@ class Executor:
         work.end(error)
         self._inside = outer
 
-    def _compare(self, work: Work) -> None:
+    def _compare(self, work: Operation) -> None:
         """Wait, mostly asleep, until all ranks have reached this operation. Raises DisagreementError if they differ."""
         if not self._compares:
             return
@@ -287,12 +287,12 @@ class Executor:
         finally:
             self._record.end()
 
-    def _ended(self, work: Work, error: BaseException | None) -> None:
+    def _ended(self, work: Operation, error: BaseException | None) -> None:
         """Called by the queue when an operation has ended or was cancelled."""
         self._unfinished.discard(work)
         work.end(error)
 
-    def _late(self, work: Work) -> TimedOut:
+    def _late(self, work: Operation) -> TimedOut:
         name = f"a callback on the future of {work.name}" if work.is_completed() else work.name
         text = (
             f"{name} was not done within {work.limit:g} s (the timeout of the group or of the call): another rank is "
@@ -302,4 +302,4 @@ class Executor:
         return TimedOut(text if call is None else f"{text}\n{self._detector.messages.table(call)}")
 
 
-children.guard(Executor, "submit")
+children.guard(OperationQueue, "submit")

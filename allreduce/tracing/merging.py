@@ -30,7 +30,7 @@ class Span(NamedTuple):
     end: int
 
 
-class Call(NamedTuple):
+class TracedCall(NamedTuple):
     """One rank's part of a collective call. number: sequence number in its series. arrived: when this rank reached it.
     details: shown in the file.
     """
@@ -45,34 +45,36 @@ class Call(NamedTuple):
     details: dict[str, Any]
 
 
-class Recorded(NamedTuple):
+class RankTrace(NamedTuple):
     """What one rank has recorded; times in nanoseconds."""
 
     spans: list[Span]
-    calls: list[Call]
+    calls: list[TracedCall]
     left_out: int = 0
 
 
-class Arrival(NamedTuple):
+class LastArrival(NamedTuple):
     """The rank that reached a call last, and when."""
 
     rank: int
     time: int
 
 
-def parse_record(record: Any) -> Recorded:
+def parse_record(record: Any) -> RankTrace:
     """Convert a rank's record from JSON. Raises ValueError, TypeError or another built-in error if it is malformed."""
     spans, calls, left_out = record
-    return Recorded(
+    return RankTrace(
         [Span(_number(row), str(kind), _number(begin), _number(end)) for row, kind, begin, end in spans],
         [_call(*call) for call in calls],
         _number(left_out),
     )
 
 
-def _call(row: Any, series: Any, number: Any, name: Any, arrived: Any, begin: Any, end: Any, details: Any) -> Call:
+def _call(
+    row: Any, series: Any, number: Any, name: Any, arrived: Any, begin: Any, end: Any, details: Any
+) -> TracedCall:
     times = _number(arrived), _number(begin), _number(end)
-    return Call(_number(row), _number(series), _number(number), str(name), *times, dict(details))
+    return TracedCall(_number(row), _number(series), _number(number), str(name), *times, dict(details))
 
 
 def _number(value: Any) -> int:
@@ -81,20 +83,20 @@ def _number(value: Any) -> int:
     return value
 
 
-def on_one_clock(recorded: Recorded, first: ClockOffset, last: ClockOffset) -> Recorded:
+def on_one_clock(recorded: RankTrace, first: ClockOffset, last: ClockOffset) -> RankTrace:
     """Convert all times to rank 0's clock."""
     spans, calls = recorded.spans, recorded.calls
     times = [time for span in spans for time in (span.begin, span.end)]
     times += [time for call in calls for time in (call.arrived, call.begin, call.end)]
     clock = iter(aligned(np.array(times, np.int64), first, last).tolist())
-    return Recorded(
+    return RankTrace(
         [span._replace(begin=next(clock), end=next(clock)) for span in spans],
         [call._replace(arrived=next(clock), begin=next(clock), end=next(clock)) for call in calls],
         recorded.left_out,
     )
 
 
-def events(ranks: list[Recorded], series: list[str]) -> list[Event]:
+def events(ranks: list[RankTrace], series: list[str]) -> list[Event]:
     """All events, sorted by time; the earliest is at 0."""
     last = _last_arrivals(ranks)
     found = [event for rank, recorded in enumerate(ranks) for event in _of_rank(rank, recorded, last, series)]
@@ -113,12 +115,12 @@ def write(file: TextIO, made: Iterable[Event], about: dict[str, Any]) -> None:
     file.write("\n]}\n")
 
 
-def _last_arrivals(ranks: list[Recorded]) -> dict[tuple[int, int], Arrival]:
+def _last_arrivals(ranks: list[RankTrace]) -> dict[tuple[int, int], LastArrival]:
     """Return (series, number) -> the last rank's arrival, for calls that all ranks have recorded."""
-    arrived: dict[tuple[int, int], list[Arrival]] = {}
+    arrived: dict[tuple[int, int], list[LastArrival]] = {}
     for rank, recorded in enumerate(ranks):
         for call in recorded.calls:
-            arrived.setdefault((call.series, call.number), []).append(Arrival(rank, call.arrived))
+            arrived.setdefault((call.series, call.number), []).append(LastArrival(rank, call.arrived))
     return {
         call: max(arrivals, key=lambda arrival: arrival.time)
         for call, arrivals in arrived.items()
@@ -126,7 +128,9 @@ def _last_arrivals(ranks: list[Recorded]) -> dict[tuple[int, int], Arrival]:
     }
 
 
-def _of_rank(rank: int, recorded: Recorded, last: dict[tuple[int, int], Arrival], series: list[str]) -> Iterator[Event]:
+def _of_rank(
+    rank: int, recorded: RankTrace, last: dict[tuple[int, int], LastArrival], series: list[str]
+) -> Iterator[Event]:
     calls = {(call.series, call.number): call for call in recorded.calls}
     for row, kind, begin, end in recorded.spans:
         if end < begin:  # no valid span
@@ -150,7 +154,7 @@ def _of_rank(rank: int, recorded: Recorded, last: dict[tuple[int, int], Arrival]
 
 
 def _divided(
-    rank: int, row: int, last: Arrival | None, begin: int, end: int, name: str, about: dict[str, Any]
+    rank: int, row: int, last: LastArrival | None, begin: int, end: int, name: str, about: dict[str, Any]
 ) -> Iterator[Event]:
     """Yield a call's events: the wait for the last rank, then the work.
 

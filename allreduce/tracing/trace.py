@@ -13,7 +13,7 @@ from allreduce.files import replacing, writable
 from allreduce.notices import log
 from allreduce.topology import Topology
 from allreduce.tracing import clocks, merging
-from allreduce.tracing.merging import Call, Recorded, Span
+from allreduce.tracing.merging import RankTrace, Span, TracedCall
 from allreduce.transport.chunked import bytes_to_root
 from allreduce.transport.control import together
 
@@ -41,7 +41,7 @@ class Trace:
         self.room = most  # spans and calls that can still be added
         self.rows = _Rows({get_ident(): 0})
         self.spans: list[Span] = []
-        self.calls: list[Call] = []
+        self.calls: list[TracedCall] = []
         self._left_out = 0
         try:
             together(self._comm, self._check_path)
@@ -112,14 +112,14 @@ class Trace:
             log.warning("%s: the first %d spans of each rank are kept, later ones are dropped", self.path, self.most)
         self._left_out += 1
 
-    def _collect(self) -> list[Recorded]:
+    def _collect(self) -> list[RankTrace]:
         """Return the records of all ranks, on rank 0; [] on other ranks. Collective."""
-        mine = Recorded(self.spans, self.calls, self._left_out)
+        mine = RankTrace(self.spans, self.calls, self._left_out)
         self.spans, self.calls = [], []
         packed = bytes_to_root(self._comm, json.dumps(mine).encode(), "collect a trace")
         return [_of_rank(rank, text) for rank, text in enumerate(packed)]
 
-    def _write(self, everyone: list[Recorded], last: list[clocks.ClockOffset]) -> None:
+    def _write(self, everyone: list[RankTrace], last: list[clocks.ClockOffset]) -> None:
         ranks = [
             merging.on_one_clock(recorded, *ends) for recorded, *ends in zip(everyone, self._first, last, strict=True)
         ]
@@ -135,7 +135,7 @@ class Trace:
             merging.write(file, events, about)
 
 
-def _of_rank(rank: int, text: bytes) -> Recorded:
+def _of_rank(rank: int, text: bytes) -> RankTrace:
     """Parse the record of a rank. Raises CommunicationError if it is malformed."""
     try:
         return merging.parse_record(json.loads(text))
@@ -192,7 +192,7 @@ class Series:
         if trace.room > 0:
             trace.room -= 1
             row = trace.rows[get_ident()]
-            trace.calls.append(Call(row, self._number, number, name, arrived, begin, end, about))
+            trace.calls.append(TracedCall(row, self._number, number, name, arrived, begin, end, about))
         else:
             trace.count_dropped()
 

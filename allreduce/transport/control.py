@@ -17,7 +17,7 @@ from allreduce.errors import AllReduceError, DisagreementError
 from allreduce.notices import log
 from allreduce.transport import processes
 from allreduce.transport.tables import table
-from allreduce.transport.wait import SMALL, Call, NamedCall, record_of, wait_for
+from allreduce.transport.wait import SMALL, DescribedCall, NamedCall, record_of, wait_for
 
 ResultT = TypeVar("ResultT")
 ErrorT = TypeVar("ErrorT", bound=BaseException)
@@ -84,7 +84,7 @@ class Comparison:
         self._comm, self._pause = comm, pause
         self._low = np.zeros(2 * (AGREED_VALUES + 1), np.int64)
 
-    def agree(self, call: Call) -> None:
+    def agree(self, call: DescribedCall) -> None:
         """Return if all ranks pass calls with equal fingerprints; otherwise raise the same error on all. Collective."""
         low, fingerprint = self._low, call.fingerprint
         low[:] = 0

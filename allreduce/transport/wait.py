@@ -27,7 +27,7 @@ CHECK_SECONDS = 0.25  # interval at which a watcher checks the waits
 # The record of a wait
 
 
-class Call(Protocol):
+class DescribedCall(Protocol):
     """A call: its text for messages, and a fingerprint that is equal on ranks that make the same call."""
 
     @property
@@ -60,16 +60,16 @@ class WaitRecord:
         self.number, self.raises = number, raises
         self.user = f"{ranks}/{number}"  # unique in the job
         self.count, self.begun = 0, 0.0
-        self.call: Call | None = None
+        self.call: DescribedCall | None = None
         self.error: BaseException | None = None
         self.final: BaseException | None = None  # unlike `error`, it is not cleared by `begin`
         self.interrupted = False  # a wait has ended in an error, so MPI may still use its communicator
-        self._seen: tuple[int, Call | None] = (0, None)
-        self.last: Call | None = None  # the last call that the watcher saw; most end between two checks
+        self._seen: tuple[int, DescribedCall | None] = (0, None)
+        self.last: DescribedCall | None = None  # the last call that the watcher saw; most end between two checks
         self.since = 0.0
         self.warned = False
 
-    def begin(self, call: Call) -> None:
+    def begin(self, call: DescribedCall) -> None:
         """Record that this rank has reached `call`."""
         self.count += 1
         self.begun = time.perf_counter()

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from allreduce.tracing import merging
-from allreduce.tracing.merging import Recorded
+from allreduce.tracing.merging import RankTrace
 from benchmarks import timeline
 from benchmarks.lib.results import FileError
 from benchmarks.timeline import load, summary
@@ -18,13 +18,13 @@ def trace(path: Path) -> Path:
     ranks = []
     for compute in (2, 6, 3):
         spans: list[merging.Span] = []
-        calls: list[merging.Call] = []
+        calls: list[merging.TracedCall] = []
         for step in (0, 1):
             at = step * 10_000_000
             begin = at + compute * 1_000_000
             spans += [merging.Span(0, "compute", at, begin), merging.Span(0, "update", at + 9_000_000, at + 10_000_000)]
-            calls.append(merging.Call(0, 0, step, "all_reduce, ring", begin, begin, at + 9_000_000, {"bytes": 4}))
-        ranks.append(Recorded(spans, calls))
+            calls.append(merging.TracedCall(0, 0, step, "all_reduce, ring", begin, begin, at + 9_000_000, {"bytes": 4}))
+        ranks.append(RankTrace(spans, calls))
     with path.open("w") as file:
         merging.write(file, merging.events(ranks, ["ring"]), {})
     return path

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from allreduce.arrays import fixed_point
-from allreduce.arrays.fixed_point import BLOCK, FORMATS, Format, Layout
+from allreduce.arrays.fixed_point import BLOCK, FORMATS, BlockLayout, Format
 from allreduce.arrays.workspace import Workspace
 
 DIGITS = {"float16": (11, -24), "bfloat16": (8, -133), "float32": (24, -149), "float64": (53, -1074)}
@@ -18,7 +18,7 @@ KINDS = {name: np.dtype(ml_dtypes.bfloat16 if name == "bfloat16" else name) for 
 
 
 def total(
-    groups: list[list[np.ndarray]], layout: Layout, mean: bool = False, part: slice | None = None, count: int = 0
+    groups: list[list[np.ndarray]], layout: BlockLayout, mean: bool = False, part: slice | None = None, count: int = 0
 ) -> np.ndarray:
     """The sum of the terms of several ranks, a group for each rank. count: if not 0, zeros are further terms."""
     dtype = next(term for terms in groups for term in terms).dtype
@@ -53,7 +53,7 @@ def rounded(value: Fraction, digits: int, least: int) -> Fraction:
     return round(value / unit) * unit
 
 
-def reference(terms: list[np.ndarray], layout: Layout, mean: bool, count: int) -> list[Fraction]:
+def reference(terms: list[np.ndarray], layout: BlockLayout, mean: bool, count: int) -> list[Fraction]:
     """What the module's docstring says, in fractions; of finite terms."""
     digits, least = DIGITS[terms[0].dtype.name]
     form: Format = FORMATS[terms[0].dtype]
@@ -93,7 +93,7 @@ RANGES = {
 @pytest.mark.parametrize("mean", [False, True])
 def test_every_element_is_what_fractions_give(name: str, mean: bool) -> None:
     random = np.random.default_rng(1)
-    layout = Layout(BLOCK + 60, (0, 5, 6))
+    layout = BlockLayout(BLOCK + 60, (0, 5, 6))
     for low, high in RANGES[name]:
         for count in (1, 3, 16, 50):
             terms = list(spread(random, (count, layout.length), name, low, high))
@@ -107,7 +107,7 @@ def test_every_element_is_what_fractions_give(name: str, mean: bool) -> None:
 @pytest.mark.parametrize("name", DIGITS)
 def test_bits_do_not_depend_on_order_or_ranks(name: str) -> None:
     random = np.random.default_rng(2)
-    layout = Layout(1000)
+    layout = BlockLayout(1000)
     terms = list(spread(random, (13, 1000), name, -20, 12))
     terms[3][100], terms[5][100], terms[6][700], terms[7][300] = np.inf, -np.inf, np.inf, np.nan
     with np.errstate(invalid="ignore"):
@@ -120,7 +120,7 @@ def test_bits_do_not_depend_on_order_or_ranks(name: str) -> None:
 
 def test_a_plain_sum_of_float32_is_worse() -> None:
     random = np.random.default_rng(3)
-    layout = Layout(BLOCK)
+    layout = BlockLayout(BLOCK)
     terms = [*random.normal(size=(64, BLOCK)).astype(np.float32)]
     exact = np.array([float(sum(Fraction(float(term[index])) for term in terms)) for index in range(BLOCK)])
     ours, plain = total([terms], layout), np.add.reduce(terms)
@@ -138,7 +138,7 @@ def test_special_values(name: str, mean: bool) -> None:
         [1, -inf, 1, nan, -inf, -0.0, -0.0, -0.5, inf, nan, 2],
     ]
     terms = [np.array(row, dtype) for row in rows]
-    layout, half = Layout(len(rows[0])), 2 if mean else 1
+    layout, half = BlockLayout(len(rows[0])), 2 if mean else 1
     expected = np.array([inf, nan, nan, nan, -inf, 0, 0, 0, inf, nan, 3 / half], dtype)
     for groups in ([terms], [terms[:1], terms[1:]], [[], terms[::-1]]):
         assert total(groups, layout, mean).tobytes() == expected.tobytes()
@@ -147,7 +147,7 @@ def test_special_values(name: str, mean: bool) -> None:
 @pytest.mark.parametrize("name", DIGITS)
 def test_infinities_leave_other_elements_of_their_block_exact(name: str) -> None:
     random = np.random.default_rng(4)
-    layout = Layout(BLOCK + 10)
+    layout = BlockLayout(BLOCK + 10)
     terms = list(spread(random, (5, layout.length), name, -6, 3))
     clean = [term.copy() for term in terms]
     for row, at in ((0, 3), (2, 3), (4, 200), (1, BLOCK + 2)):
@@ -162,8 +162,8 @@ def test_infinities_leave_other_elements_of_their_block_exact(name: str) -> None
 @pytest.mark.parametrize("name", DIGITS)
 def test_sums_beyond_the_range_are_infinite(name: str) -> None:
     terms = [np.array([LARGEST[name], -LARGEST[name], LARGEST[name]]).astype(KINDS[name]) for _ in range(4)]
-    assert (total([terms], Layout(3)) == np.array([np.inf, -np.inf, np.inf])).all()
-    assert (total([terms], Layout(3), True) == terms[0]).all()  # the sum is held exactly, only the mean is rounded
+    assert (total([terms], BlockLayout(3)) == np.array([np.inf, -np.inf, np.inf])).all()
+    assert (total([terms], BlockLayout(3), True) == terms[0]).all()  # the sum is held exactly, only the mean is rounded
 
 
 @pytest.mark.parametrize("name", DIGITS)
@@ -171,15 +171,15 @@ def test_subnormals_and_one_term_are_exact(name: str) -> None:
     smallest = KINDS[name].type(2.0 ** DIGITS[name][1])
     assert float(smallest) > 0
     terms = [np.array([smallest, -smallest, 0, smallest], KINDS[name])]
-    assert total([terms], Layout(4)).tobytes() == terms[0].tobytes()
-    assert total([terms * 3], Layout(4))[0] == 3 * smallest
-    assert total([terms * 4], Layout(4), True).tobytes() == terms[0].tobytes()
+    assert total([terms], BlockLayout(4)).tobytes() == terms[0].tobytes()
+    assert total([terms * 3], BlockLayout(4))[0] == 3 * smallest
+    assert total([terms * 4], BlockLayout(4), True).tobytes() == terms[0].tobytes()
 
 
 def test_no_terms_here_and_zeros_as_terms() -> None:
     random = np.random.default_rng(5)
     terms = list(random.normal(size=(6, 300)).astype(np.float32))
-    layout = Layout(300)
+    layout = BlockLayout(300)
     zeros = [*terms, np.zeros(300, np.float32), np.zeros(300, np.float32)]
     assert total([[], terms, []], layout, count=8).tobytes() == total([zeros], layout).tobytes()
     assert not total([[np.zeros(300, np.float32)]], layout).any()
@@ -193,12 +193,12 @@ def test_slices_of_whole_parts_have_the_bits_of_the_whole(name: str) -> None:
     starts = [0, *np.cumsum(sizes)[:-1].tolist()]
     length = sum(sizes)
     terms = list(spread(random, (3, length), name, -40, 3))
-    whole = total([terms], Layout(length, starts), True)
+    whole = total([terms], BlockLayout(length, starts), True)
     for cuts in ([0, 3, 6, 9], [0, 1, 2, 9], [0, 7, 8, 9], list(range(10))):
         found = []
         for low, high in itertools.pairwise(cuts):
             begin, end = starts[low], starts[high] if high < len(starts) else length
-            inner = Layout(end - begin, [start - begin for start in starts[low:high]])
+            inner = BlockLayout(end - begin, [start - begin for start in starts[low:high]])
             found.append(total([[term[begin:end] for term in terms]], inner, True))
         assert np.concatenate(found).tobytes() == whole.tobytes(), cuts
 
@@ -208,7 +208,7 @@ def test_a_part_of_the_result_has_the_bits_of_the_whole(starts: tuple[int, ...])
     """A rank finishes only the slice that it owns, whose ends lie anywhere."""
     random = np.random.default_rng(7)
     length = 70_000
-    layout = Layout(length, starts)
+    layout = BlockLayout(length, starts)
     terms = list(random.normal(size=(3, length)).astype(np.float32))
     terms[1][4], terms[2][69_999], terms[0][1500] = np.inf, np.nan, -np.inf
     whole = total([terms], layout, True)
@@ -218,7 +218,7 @@ def test_a_part_of_the_result_has_the_bits_of_the_whole(starts: tuple[int, ...])
 
 @pytest.mark.parametrize("starts", [(0,), (0, 1), (0, 255, 256, 600), tuple(range(100_000))])
 def test_a_layout_covers_each_element_once(starts: tuple[int, ...]) -> None:
-    layout = Layout(100_000, starts)
+    layout = BlockLayout(100_000, starts)
     at = blocks = 0
     for piece in layout.pieces:
         lengths = [BLOCK] * piece.blocks if piece.lengths is None else piece.lengths.tolist()

@@ -8,7 +8,7 @@ import pytest
 
 from allreduce.tracing import merging
 from allreduce.tracing.clocks import ClockOffset, aligned, clock_offset
-from allreduce.tracing.merging import Call, Recorded, Span, events, on_one_clock
+from allreduce.tracing.merging import RankTrace, Span, TracedCall, events, on_one_clock
 from tests.trace_schema import check_trace
 
 
@@ -25,11 +25,11 @@ def test_drift_is_interpolated() -> None:
     assert aligned(shown, first, first).tolist() == [0, 501_000, 1_002_000]  # compared twice at one time
 
 
-def call(number: int, came: int, begin: int, end: int, row: int = 0) -> Call:
-    return Call(row, 0, number, "all_reduce, ring", came, begin, end, {"bytes": 4000, "backend": "ring"})
+def call(number: int, came: int, begin: int, end: int, row: int = 0) -> TracedCall:
+    return TracedCall(row, 0, number, "all_reduce, ring", came, begin, end, {"bytes": 4000, "backend": "ring"})
 
 
-def shown(ranks: list[Recorded]) -> list[tuple[int, int, str, float, float]]:
+def shown(ranks: list[RankTrace]) -> list[tuple[int, int, str, float, float]]:
     """Return the row, the name and the times in us of all events."""
     file = io.StringIO()
     merging.write(file, events(ranks, ["ring"]), {})
@@ -41,8 +41,8 @@ def shown(ranks: list[Recorded]) -> list[tuple[int, int, str, float, float]]:
 
 def test_the_rank_that_came_last_is_named() -> None:
     """Rank 1 computes for 8 us, rank 0 for 2 us, and both reduce until 10; no rank sent a message about it."""
-    fast = Recorded([Span(0, "compute", 0, 2000)], [call(0, 2000, 2000, 10_000)])
-    slow = Recorded([Span(0, "compute", 0, 8000)], [call(0, 8000, 8000, 10_500)])
+    fast = RankTrace([Span(0, "compute", 0, 2000)], [call(0, 2000, 2000, 10_000)])
+    slow = RankTrace([Span(0, "compute", 0, 8000)], [call(0, 8000, 8000, 10_500)])
     assert shown([fast, slow]) == [
         (0, 0, "compute", 0, 2),
         (1, 0, "compute", 0, 8),
@@ -54,8 +54,8 @@ def test_the_rank_that_came_last_is_named() -> None:
 
 def test_clocks_of_other_ranks_are_put_right_first() -> None:
     """The same test, with the clock of the slow rank a million ahead."""
-    fast = Recorded([], [call(0, 2000, 2000, 10_000)])
-    slow = Recorded([Span(0, "data", 1_000_500, 1_000_600)], [call(0, 1_008_000, 1_008_000, 1_010_500)])
+    fast = RankTrace([], [call(0, 2000, 2000, 10_000)])
+    slow = RankTrace([Span(0, "data", 1_000_500, 1_000_600)], [call(0, 1_008_000, 1_008_000, 1_010_500)])
     ahead = ClockOffset(0, 1_000_000, 10), ClockOffset(20_000, 1_000_000, 10)
     names = [row[2] for row in shown([fast, on_one_clock(slow, *ahead)])]
     assert names == ["data", "wait for rank 1", "all_reduce, ring", "all_reduce, ring"]
@@ -63,8 +63,8 @@ def test_clocks_of_other_ranks_are_put_right_first() -> None:
 
 def test_spans_that_no_rank_can_have_are_not_shown() -> None:
     """By clocks that differ, rank 0 has ended a call before rank 1 came, or a span ends before it begins."""
-    early = Recorded([Span(0, "compute", 1000, 900)], [call(0, 2000, 2000, 3000)])
-    late = Recorded([], [call(0, 5000, 5000, 6000)])
+    early = RankTrace([Span(0, "compute", 1000, 900)], [call(0, 2000, 2000, 3000)])
+    late = RankTrace([], [call(0, 5000, 5000, 6000)])
     assert [row[2:] for row in shown([early, late])] == [
         ("all_reduce, ring", 0.0, 1.0),
         ("all_reduce, ring", 3.0, 4.0),
@@ -74,10 +74,10 @@ def test_spans_that_no_rank_can_have_are_not_shown() -> None:
 def test_calls_of_the_background() -> None:
     """A call that waits behind another call does not wait for ranks; the wait of the main thread is shown there too."""
     waits = Span(0, f"{merging.WAITED} 0 1", 5000, 12_000)
-    first = Recorded(
+    first = RankTrace(
         [Span(0, "compute", 0, 5000), waits], [call(0, 1000, 1100, 6000, 1), call(1, 2000, 6500, 11_000, 1)]
     )
-    second = Recorded([], [call(0, 1050, 1100, 6000, 1), call(1, 6400, 6500, 11_000, 1)])
+    second = RankTrace([], [call(0, 1050, 1100, 6000, 1), call(1, 6400, 6500, 11_000, 1)])
     rows = shown([first, second])
     assert [row[2:] for row in rows if row[:2] == (0, 1)] == [
         ("wait for rank 1", 1.0, 1.05),
@@ -94,7 +94,7 @@ def test_calls_of_the_background() -> None:
 
 def test_a_call_in_the_same_row_is_not_shown_twice() -> None:
     waits = Span(0, f"{merging.WAITED} 0 0", 900, 6100)
-    alone = Recorded([waits], [call(0, 950, 1000, 6000)])
+    alone = RankTrace([waits], [call(0, 950, 1000, 6000)])
     assert [row[2:] for row in shown([alone, alone]) if row[0] == 0] == [
         ("all_reduce, ring", 0.0, 5.05),
         ("agreement", 5.05, 5.15),  # what ranks tell each other behind it
@@ -103,17 +103,17 @@ def test_a_call_in_the_same_row_is_not_shown_twice() -> None:
 
 def test_what_a_rank_had_no_room_for() -> None:
     """If one rank has left out a call, nobody knows which rank came to it last, so it is shown without a wait."""
-    rows = shown([Recorded([], [call(0, 0, 0, 9), call(1, 10, 10, 20)]), Recorded([], [call(0, 5, 5, 9)], 1)])
+    rows = shown([RankTrace([], [call(0, 0, 0, 9), call(1, 10, 10, 20)]), RankTrace([], [call(0, 5, 5, 9)], 1)])
     assert [row[2] for row in rows] == ["wait for rank 1"] + ["all_reduce, ring"] * 3
 
 
 def test_nothing_recorded() -> None:
-    assert shown([Recorded([], []), Recorded([], [])]) == []
+    assert shown([RankTrace([], []), RankTrace([], [])]) == []
 
 
 @pytest.mark.parametrize("wrong", [{"ts": -1.0}, {"dur": "1"}, {"ph": "B"}, {"pid": "0"}, {"tid": 7}])
 def test_the_schema_finds_what_is_wrong(wrong: dict) -> None:
-    made = events([Recorded([Span(0, "compute", 0, 2000)], [])], [])
+    made = events([RankTrace([Span(0, "compute", 0, 2000)], [])], [])
     assert check_trace({"displayTimeUnit": "ms", "otherData": {}, "traceEvents": made}, 1)
     made[-1] |= wrong
     with pytest.raises(AssertionError):
@@ -121,6 +121,6 @@ def test_the_schema_finds_what_is_wrong(wrong: dict) -> None:
 
 
 def test_the_schema_finds_slices_that_overlap() -> None:
-    made = events([Recorded([Span(0, "compute", 0, 2000), Span(0, "data", 1000, 3000)], [])], [])
+    made = events([RankTrace([Span(0, "compute", 0, 2000), Span(0, "data", 1000, 3000)], [])], [])
     with pytest.raises(AssertionError, match="overlaps"):
         check_trace({"displayTimeUnit": "ms", "otherData": {}, "traceEvents": made}, 1)

@@ -6,7 +6,7 @@ from typing import Any
 
 from allreduce.doctor import command
 from allreduce.doctor.findings import OK, Finding, Needs, Rank
-from allreduce.doctor.pairs import Measured, Results
+from allreduce.doctor.pairs import PairTimes, Results
 
 GIB = 1 << 30
 NEEDS = Needs(25_000_000)
@@ -46,7 +46,7 @@ def measured(ranks: list[Rank], **slow: tuple[float, float]) -> Results:
     """Return the times of all pairs of ranks. slow: "r0_1" -> latency and bandwidth of ranks 0 and 1."""
     kinds = {True: (1e-6, 8e9), False: (50e-6, 0.12e9)}
     pairs = [
-        Measured(one.rank, other.rank, *slow.get(f"r{one.rank}_{other.rank}", kinds[one.node == other.node]))
+        PairTimes(one.rank, other.rank, *slow.get(f"r{one.rank}_{other.rank}", kinds[one.node == other.node]))
         for one, other in combinations(ranks, 2)
     ]
     return Results(pairs, [])

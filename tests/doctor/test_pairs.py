@@ -8,7 +8,7 @@ from mpi4py import MPI
 
 from allreduce.doctor import network, pairs
 from allreduce.doctor.findings import OK, PROBLEM, WARNING
-from allreduce.doctor.pairs import Measured, Results
+from allreduce.doctor.pairs import PairTimes, Results
 from tests.doctor.doctor_ranks import NEEDS, cluster, measured, only
 
 
@@ -46,11 +46,11 @@ def test_half_of_the_pairs_are_slow_beside_the_other_half() -> None:
 
 
 def test_two_pairs_are_too_few_to_call_one_slow_and_second_looks_forgive_chance() -> None:
-    two = [Measured(0, 1, 1e-6, 8e9), Measured(2, 3, 1e-6, 1e9)]
+    two = [PairTimes(0, 1, 1e-6, 8e9), PairTimes(2, 3, 1e-6, 1e9)]
     assert pairs.slow(two, [0, 0, 1, 1]) == []
-    first = [Measured(0, 1, 9e-3, 8e9), Measured(0, 2, 1e-6, 8e9), Measured(1, 2, 1e-6, 8e9)]
+    first = [PairTimes(0, 1, 9e-3, 8e9), PairTimes(0, 2, 1e-6, 8e9), PairTimes(1, 2, 1e-6, 8e9)]
     assert [pair[:2] for pair in pairs.slow(first, [0] * 3)] == [(0, 1)]
-    assert pairs.slow(pairs.better(first, [Measured(0, 1, 2e-6, 1e9)]), [0] * 3) == []
+    assert pairs.slow(pairs.better(first, [PairTimes(0, 1, 2e-6, 1e9)]), [0] * 3) == []
 
 
 @pytest.mark.parametrize("sizes", [(1,), (2,), (5,), (3, 1), (2, 2), (4, 3, 1), (1, 1, 1, 1), (32, 32)])
@@ -101,7 +101,7 @@ def test_no_answer_and_a_slow_link_and_slow_memory() -> None:
     unused = only(pairs.judge(ranks, NEEDS, measured(ranks), 12.5e9))
     assert "an interface has 12.5 GB/s" in unused.advice
     assert network.link_speed([rank._replace(facts=rank.facts["network"]) for rank in ranks]) == 125e6
-    crowded = only(pairs.judge(cluster(2), NEEDS, Results([Measured(0, 1, 4e-3, 1e9)], []), None))
+    crowded = only(pairs.judge(cluster(2), NEEDS, Results([PairTimes(0, 1, 4e-3, 1e9)], []), None))
     assert crowded.name == "same node"
 
 

@@ -1,1 +1,1 @@
-"""Backends that wrap another backend."""
+"""Compressions: algorithms around an algorithm."""

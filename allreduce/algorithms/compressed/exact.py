@@ -8,7 +8,7 @@ import numpy as np
 from allreduce.algorithm import Algorithm, Context, TwoPhase, Work
 from allreduce.algorithms.compressed.compressed import Compressed
 from allreduce.arrays import fixed_point, gpu, ops, products
-from allreduce.arrays.fixed_point import BLOCK, FORMATS, MOST_TERMS, Layout
+from allreduce.arrays.fixed_point import BLOCK, FORMATS, MOST_TERMS, BlockLayout
 from allreduce.arrays.memory_kinds import GPU
 from allreduce.arrays.ops import Op
 from allreduce.arrays.parts import Part
@@ -53,7 +53,7 @@ class Exact(Compressed):
         self.lossless = self
         self.terms: Sequence[Any] = ()  # or pairs, of the running sum_terms or sum_products
         # (address of an array, first element, length) -> its parts when the layout was made, the layout
-        self._block_layouts: dict[tuple[int, int, int], tuple[Sequence[Part], Layout]] = {}
+        self._block_layouts: dict[tuple[int, int, int], tuple[Sequence[Part], BlockLayout]] = {}
 
     # sum_terms and sum_products, see AllReduce. `terms` is set during a call.
 
@@ -150,7 +150,7 @@ class Exact(Compressed):
         count: int,
         op: Op,
         out: np.ndarray,
-        layout: Layout,
+        layout: BlockLayout,
         scatters: bool = False,
     ) -> None:
         """Sum the terms of all ranks into `out`. Collective. scatters: only the owned slice of `out` is needed."""
@@ -193,7 +193,7 @@ class Exact(Compressed):
         if self.size > 1:
             self.inner.reduce(array, ops.resolve(op, array.dtype, self.size))
 
-    def _layout(self, length: int, where: Slice | None) -> Layout:
+    def _layout(self, length: int, where: Slice | None) -> BlockLayout:
         """Return the blocks of an array. where: the slice of a registered array that it is, or None."""
         if where is None:
             return fixed_point.layout_of(length)
