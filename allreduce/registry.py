@@ -85,8 +85,9 @@ def create(
             raise OptionError(f"check={check!r}: use True or False")
         compression = compressions.parse(compress)
         _check_options(name, kind, options)
-        check_exact(_shown(name), kind.sums, exact, compress)
-        compressions.check(compression, _shown(name), kind.sums, kind.sums_half)
+        called = name if isinstance(name, str) else name.__qualname__
+        check_exact(called, kind.sums, exact, compress)
+        compressions.check(compression, called, kind.sums, kind.sums_half)
     except AllReduceError as refused:
         error = refused
     traced = "" if trace is None else ", trace=..."  # the paths of the ranks may differ; rank 0 writes
