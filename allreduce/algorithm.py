@@ -203,7 +203,7 @@ class Algorithm(ABC):
     @staticmethod
     def cost(nbytes: float, layout: cost.Layout, machine: cost.Machine) -> float:
         """Return the seconds of a call by a formula, which the docstring gives with its source. "auto" selects the
-        cheapest algorithm. By default the cost is not known, and the algorithm is not selected."""
+        cheapest of the algorithms that auto.py names; predictions know all. Optional: by default it is not known."""
         return float("inf")
 
     def close(self) -> None:  # noqa: B027, most hold nothing

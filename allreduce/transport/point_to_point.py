@@ -64,7 +64,8 @@ class Transfer:
     def swap_combine(
         self, outgoing: np.ndarray, dest: int, kept: np.ndarray, source: int, op: Op, finish: bool
     ) -> None:
-        """Send `outgoing` to `dest` while combining `kept` with the data that `source` sends, in place.
+        """Send `outgoing` to `dest` while combining `kept` with the data that `source` sends, in place. The two may not
+        overlap: MPI may still read `outgoing`.
 
         finish: the received data completes the sum, so each segment is also finished (scaled, for a mean).
         """

@@ -129,8 +129,9 @@ def test_auto_uses_a_file_and_says_it_once(mpirun: JobRunner, tmp_path: Path, ta
 
 
 def test_auto_does_without_a_file_that_it_cannot_use(mpirun: JobRunner, tmp_path: Path, table_file: Path) -> None:
-    builtin, said = ask(mpirun, tmp_path)
-    assert builtin == ["shared shared"]
+    """It measures on two ranks, whose sums have the same bits in any order, so the names depend on the load."""
+    chosen, said = ask(mpirun, tmp_path)
+    assert len(chosen) == 1
     assert said == []  # that there is none is no news
     corrupt, foreign, other = (tmp_path / f"{name}.json" for name in ("corrupt", "foreign", "other"))
     corrupt.write_text(table_file.read_text()[:100])
@@ -141,7 +142,7 @@ def test_auto_does_without_a_file_that_it_cannot_use(mpirun: JobRunner, tmp_path
     refused |= {tmp_path / "pipe": "not a regular file", Path("/dev/zero"): "not a regular file"}
     refused |= {other: "it has none for 2 ranks on 1 node"}
     chosen, said = ask(mpirun, tmp_path, *refused)
-    assert chosen == builtin * len(refused)
+    assert len(chosen) == len(refused)
     for line, (path, complaint) in zip(said, refused.items(), strict=True):
         assert f'"auto" does without the constants of {path}: ' in line
         assert complaint in line
