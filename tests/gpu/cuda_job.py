@@ -68,7 +68,8 @@ def check_streams() -> None:
         with allreduce.create("nccl", TOPOLOGY, compress=compress) as reduce:
             arrays = [reduce.allocate(100, dtype) for _ in range(2)]
             reduce(arrays[0], "sum")
-            tracked(reduce._wide if compress is None else reduce._scratch[np.dtype(compress), "cuda"])
+            held = reduce._algorithm
+            tracked(held._wide if compress is None else held._scratch[np.dtype(compress), "cuda"])
             for array in arrays:
                 with CUPY.cuda.Stream(non_blocking=True):
                     reduce(array, "sum")

@@ -61,7 +61,7 @@ def make(gpu: Gpu | None = None, comm: MPI.Intracomm | None = None) -> types.Mod
             return len(self._data)
 
         def __getitem__(self, key: Any) -> "ndarray":
-            return ndarray(self._data[key])
+            return ndarray(self._data[(key, ...) if isinstance(key, int) else key])  # an element has 0 dimensions
 
         def __setitem__(self, key: Any, value: Any) -> None:
             if isinstance(value, ndarray):
@@ -72,6 +72,21 @@ def make(gpu: Gpu | None = None, comm: MPI.Intracomm | None = None) -> types.Mod
 
         def __imul__(self, other: Any) -> "ndarray":
             return computed(np.multiply, (self, other), self)
+
+        def __gt__(self, other: Any) -> "ndarray":
+            return computed(np.greater, (self, other))
+
+        def __and__(self, other: Any) -> "ndarray":
+            return computed(np.logical_and, (self, other))
+
+        def __sub__(self, other: Any) -> "ndarray":
+            return computed(np.subtract, (self, other))
+
+        def __rtruediv__(self, other: Any) -> "ndarray":
+            return computed(np.divide, (other, self))
+
+        def __abs__(self) -> "ndarray":
+            return computed(np.abs, (self,))
 
         def tolist(self) -> Any:
             return self.get().tolist()

@@ -212,7 +212,8 @@ def note_length(lengths: list[int], event: Entry) -> None:
 @several
 @pytest.mark.parametrize("options", [{}, {"fragments": 5}], ids=["whole", "fragments"])
 def test_the_bytes_of_a_training(flat: allreduce.Topology, options: dict[str, Any]) -> None:
-    """20 steps with H = 10 send a tenth of what gradients need: no round is forced by the end of an epoch."""
+    """20 steps with H = 10 send a tenth of what gradients need: no round is forced by the end of an epoch. The end of
+    the fit averages the fragments whose turn has not come."""
     sent = []
     for given in ({}, {"sync_every": 10, **options}):
         lengths: list[int] = []
@@ -220,7 +221,7 @@ def test_the_bytes_of_a_training(flat: allreduce.Topology, options: dict[str, An
             backend.observers.append(partial(note_length, lengths))
             fitted(trainer)
         sent.append(sum(lengths))
-    assert 0 < sent[1] * 10 <= sent[0]
+    assert 0 < sent[1] * (8 if options else 10) <= sent[0]
 
 
 # Callbacks, errors, checkpoints
