@@ -64,7 +64,7 @@ def test_options_and_names(flat: Topology) -> None:
         array = np.full(4, reduce.rank)
         reduce(array, "max")
         assert set(array.tolist()) == {reduce.size - 1}
-    with pytest.raises(OptionError, match="Its options are: backwards, compress"):
+    with pytest.raises(OptionError, match="Its options are: backwards, check, compress"):
         allreduce.create("toy", flat, forwards=True)
 
 
