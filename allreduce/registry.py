@@ -54,8 +54,9 @@ def create(
     name: one of `allreduce.NAMES`; or "adasum", which does not sum; or a name given to `register`; or a class that
         derives from allreduce.Algorithm.
     topology: all ranks of MPI.COMM_WORLD when none is given; such a topology is closed with the backend.
-    check: False: ranks of several nodes do not compare their calls, which saves a small message between the nodes in
-        each call. Ranks of one node always compare them: that costs no message.
+    check: False: on several nodes the ranks do not compare their calls, also not with the ranks of their node. It saves
+        a small all-reduce between the nodes in each call. On one node the ranks compare each call in shared memory,
+        with check=False too.
     compress: sums of float32 and float64 are sent with fewer bits: "bfloat16", "float16", "int8", "float8",
         "powersgd:4" (the rank of the matrices), or an object of options (allreduce.Half, Quantized, PowerSGD). On
         several nodes "hierarchical_copy" and "auto" compress only the messages between nodes, by the first four. See

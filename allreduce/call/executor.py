@@ -56,9 +56,9 @@ SPIN_SECONDS, YIELD_SECONDS, SLEEP_SECONDS = 2e-5, 1e-3, 5e-5
 class PreparedCall(NamedTuple):
     """A call of one signature, as the ranks compare it, and its work on a 1-D array.
 
-    fingerprint: of the call, and of the tree whose arrays the buffer holds. tree: in words, or "". place: returns the
-    place of an array in memory from `allocate`, which the ranks compare. address: returns the address that the node's
-    ranks need; see `Executor.addresses`.
+    fingerprint: of the call, and of the tree whose arrays the buffer holds. tree: this tree in words, or "". place:
+    returns the place of an array in memory from `allocate`; the ranks compare it. address: returns the address of an
+    array, which the other ranks of the node need; see `Executor.addresses`.
     """
 
     call: Call
@@ -84,8 +84,8 @@ class PreparedCall(NamedTuple):
 class Executor:
     """Runs the calls of one user in one order. The constructor and `close` are collective.
 
-    user: an AllReduce, closed with the topology. check: False: ranks of several nodes do not compare their calls. Then
-    the message tag differs from call to call.
+    user: an AllReduce, closed with the topology. check: False: on several nodes no calls are compared, also not inside
+    a node, but for `agree`. The message tag then differs from call to call.
     """
 
     def __init__(self, topology: Topology, user: Any, check: bool) -> None:
@@ -134,8 +134,9 @@ class Executor:
     # What algorithms use
 
     def communicator(self, ranks: MPI.Intracomm, colour: int | None = None, alone: bool = False) -> MPI.Intracomm:
-        """Return a new communicator of the ranks of `ranks`, a communicator of the topology: of all of them, or of
-        those with this rank's `colour`. Collective over `ranks`, but for a rank that is `alone`."""
+        """Return a new communicator of all ranks of `ranks`, or of its ranks with this rank's `colour`. Collective over
+        `ranks`, a communicator of the topology; but a rank that is `alone` gets MPI.COMM_SELF, and does not take part.
+        """
         if alone or ranks.size == 1:
             return MPI.COMM_SELF
         number = (self.wait.number << 16) + len(self._made) + 1  # not the topology's next: some ranks are alone
@@ -144,7 +145,7 @@ class Executor:
         return self._made[-1]
 
     def scratch(self, make: Callable[[int], np.ndarray] | None = None) -> Workspace:
-        """Return new scratch memory, which ends with the user. Local."""
+        """Return new scratch memory, which `close` frees. Local."""
         self._workspaces.append(Workspace() if make is None else Workspace(make))
         return self._workspaces[-1]
 
@@ -160,7 +161,7 @@ class Executor:
 
     def meet(self, address: int = 0) -> list[int]:
         """Wait until all ranks of this node are here, and return the addresses that they give. Collective over the
-        node, inside of a call. What a rank has written to memory before, the others see afterwards."""
+        node, inside of a call. Afterwards each rank sees the memory that the others have written before."""
         row, mine = self._enter(MEETING, address)
         if row.fingerprints.tolist().count(mine) < len(row.fingerprints):
             self._wait_for(row, mine & SEQUENCE_MASK)
@@ -169,8 +170,8 @@ class Executor:
     def tag(self) -> int:
         """Return the message tag of the running call. Local.
 
-        It is 0 where calls are compared. With check=False it depends on the call, so messages of different calls do not
-        match; the ranks then wait until the stall detector reports them.
+        It is 0 with check=True. With check=False it depends on the call, so messages of different calls do not match;
+        the ranks then wait until the stall detector reports them.
         """
         call = self.wait.call
         return 0 if call is None or self.check else ((call.fingerprint >> SEQUENCE_BITS) + self.wait.count) % TAGS
@@ -196,8 +197,8 @@ class Executor:
         self.prepare(PreparedCall(call, self.quiet(work), fingerprint(call, tree), tree))(array)
 
     def submit(self, work: Callable[[], object], description: str) -> Future:
-        """Let a thread do `work`, a call of this executor, after all that were submitted before. Collective at the
-        first use; then local."""
+        """Let a thread do `work`, a call of this executor, after all calls that were submitted before. The first use is
+        collective, later ones are local."""
         self.check_open(waits=False)
         if self._queue is None:
             self._queue = self._topology.service(Worker).queue(self._user.name, threaded=True)
@@ -296,7 +297,8 @@ class Executor:
     # The rendezvous
 
     def _rendezvous(self, prepared: PreparedCall, flat: Any) -> None:
-        """Meet in a call whose array's place or address the ranks need, or by messages."""
+        """Meet in a call for which a Round is not enough: the ranks need the place or the address of its array, or they
+        are on several nodes, or they meet by messages."""
         if prepared.place is not None:
             prepared = prepared.at(prepared.place(flat))
         address = 0 if prepared.address is None else prepared.address(flat)
@@ -322,7 +324,10 @@ class Executor:
         return row, mine
 
     def _compare(self, row: Row, mine: int, text: object, error: Exception | None = None) -> None:
-        """Wait for the node's ranks and, of several nodes, for the leaders' verdict; raise if calls differ."""
+        """Wait for the node's ranks and, on several nodes, for the leaders' verdict; raise if calls differ.
+
+        With check=False on several nodes only the wait is left, but for AGREEING: no calls are compared.
+        """
         # all ranks read the same row, so all of them agree here or none does
         alike = self._wait_for(row, mine & SEQUENCE_MASK).count(mine) == len(row.fingerprints)
         if not ORDERED_STORES:
@@ -335,7 +340,7 @@ class Executor:
 
     def _refuse_call(self, number: int, text: object, error: Exception | None) -> None:
         """Raise DisagreementError on all ranks, which all know that their calls differ. Collective."""
-        # the stall detector must not end the waits of some of them meanwhile, as in different calls
+        # in one call from here on: the stall detector would end the waits of ranks that it sees in different calls
         self.wait.begin(NamedCall(str(text), AGREEING))
         agree(self._control, [number], str(text), error)
 
@@ -374,7 +379,7 @@ class Executor:
         return found
 
     def _poll(self, done: Callable[[], bool]) -> None:
-        """Wait until other ranks have written to the node's table, or have answered."""
+        """Wait until `done` returns True: other ranks have written to the node's table, or have answered."""
         begin = checked = time.monotonic()
         self.wait.error, raises, self.wait.raises = None, self.wait.raises, True
         try:
@@ -398,8 +403,9 @@ class Executor:
     # Ends
 
     def check_open(self, waits: bool = True) -> None:
-        """Raise the error of a call that can't start; wait for the submitted calls before. Local. waits: False: only
-        raise the errors of a user that takes no calls."""
+        """Raise the error of a call that can't start, after waiting for the submitted calls. Local.
+
+        waits: False: do not wait; only a user that is closed or broken raises an error."""
         if waits:
             self._wait_for_turn()
         elif self.broken is not None or self.stopped:
