@@ -2,8 +2,8 @@
 
 AllReduce (backend.py) checks the arguments of a call, the ranks compare the call, and then an algorithm does it. So an
 algorithm holds messages and arithmetic alone. An algorithm may hold others, which it makes in its constructor by
-`context.make`: "auto" selects one of them, "hierarchical_copy" has one inside the nodes and one across them, a
-compression one that sends the compressed arrays.
+`context.make`: "auto" selects one of them for each call, "hierarchical_copy" has one inside the nodes and one across
+them, and a compression has one for its messages.
 """
 
 from abc import ABC, abstractmethod
@@ -44,9 +44,9 @@ class Work(NamedTuple):
 class Context:
     """The ranks of an algorithm, and the memory and the communicator with which it works. The constructor is local.
 
-    comm: of these ranks, for the algorithm's messages alone. layout: which of them run on which node. topology: of the
-    user's ranks; the ranks here may be those of one node, or one of each node (see `inside`, `across`). executor: of
-    the user's calls; the node's ranks meet in it. allocations: the arrays from `allocate`, and what is kept for them.
+    comm: the communicator of these ranks, for the algorithm's messages alone. layout: which of them run on which node.
+    topology: of all ranks of the user; these ranks may be fewer (see `inside`, `across`). executor: it runs the user's
+    calls, and the node's ranks meet in it. allocations: the arrays from `allocate`, and the state of compressions.
     """
 
     def __init__(
@@ -107,7 +107,7 @@ class Context:
 
 class Algorithm(ABC):
     """All-reduces 1-D arrays over the ranks of a context. Creating one is collective, and so are its methods, but
-    `owned`, `cost` and `abandon`.
+    `owned`, `work`, `cost`, `abandon` and others that say "Local".
 
     The constructor makes everything that depends on the ranks, inner algorithms too. Raises UnavailableError or
     OptionError, on all ranks.
@@ -122,7 +122,7 @@ class Algorithm(ABC):
     two_phase = False  # True: it is a TwoPhase
     sums_terms = False  # True: it does sum_terms and sum_products
     dense_rows = False  # True: sparse sums are reduced as dense arrays
-    compares_places = False  # True: ranks of a node pass the same slice of the same array from `allocate`
+    compares_places = False  # True: the ranks must pass the same slice of the same array from `allocate`
     copies_unregistered = ""  # the notice for arrays not from `allocate`, if they are copied; "" if they are not
 
     lossless: "Algorithm"  # the algorithm for values that must not be rounded: this one, unless it compresses
@@ -150,7 +150,7 @@ class Algorithm(ABC):
     def work(self, call: Call, op: Op) -> Work:
         """Return the work of calls like `call`, which runs right after the ranks have met in one. Local.
 
-        AllReduce calls it once for each signature (kind, length, dtype, op, memory).
+        AllReduce calls it for a new signature (kind, shape, dtype, op, memory), and for each `bind`.
         """
         everything, mine = slice(None), self.owned(call.length)
         run: Callable[[Any], object] = lambda buffer: self.reduce(buffer, op)  # noqa: E731
@@ -177,7 +177,7 @@ class Algorithm(ABC):
         return ops.resolve(op, dtype, self.size)
 
     def place(self, buffer: Any) -> tuple[int, int] | None:
-        """Return where in memory from `allocate` an array lies, for algorithms that compare places; see
+        """Return the place of an array in memory from `allocate`, for algorithms that compare places; see
         Allocations.place. Local."""
         return self.context.allocations.place(buffer)
 
@@ -192,7 +192,7 @@ class Algorithm(ABC):
     def stage(self, buffer: Any, read: slice, run: Callable[[np.ndarray], object], written: slice) -> None:
         """Do `run` on a copy of a 1-D CuPy array in pinned host memory.
 
-        read, written: the parts of the array that are copied to the host before, and to the GPU after.
+        read: the part of the array that is copied to the host before `run`. written: the part that is copied back.
         """
         host = self.context.pinned.array("staged", buffer.size, buffer.dtype)
         buffer[read].get(out=host[read])  # waits for the current stream, so the GPU has finished writing
@@ -203,7 +203,7 @@ class Algorithm(ABC):
     @staticmethod
     def cost(nbytes: float, layout: cost.Layout, machine: cost.Machine) -> float:
         """Return the seconds of a call by a formula, which the docstring gives with its source. "auto" selects the
-        cheapest of the algorithms that auto.py names; predictions know all. Optional: by default it is not known."""
+        cheapest of the algorithms that auto.py names; benchmarks.scaling predicts with all of them. Optional."""
         return float("inf")
 
     def close(self) -> None:  # noqa: B027, most hold nothing
@@ -242,7 +242,7 @@ class TwoPhase(Algorithm):
 
     @abstractmethod
     def scatter(self, buffer: np.ndarray, op: Op) -> None:
-        """As `reduce_scatter`, of dtypes that are summed in themselves."""
+        """As `reduce_scatter`, for dtypes that are summed without another dtype: no 16-bit floats."""
 
     @abstractmethod
     def all_gather(self, buffer: np.ndarray) -> None:

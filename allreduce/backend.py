@@ -1,4 +1,4 @@
-"""AllReduce: what users hold. It checks the arguments of a call, and runs the call by an algorithm (algorithm.py)."""
+"""AllReduce, a user's backend. It checks the arguments of a call, and runs the call by an algorithm (algorithm.py)."""
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -75,7 +75,7 @@ class AllReduce:
         self.config = config
         self.topology, self.rank, self.size = topology, topology.rank, topology.size
         self.closed = False
-        self.cleanup: list[Callable[[bool], object]] = []  # called at the end, with True if that is collective
+        self.cleanup: list[Callable[[bool], object]] = []  # `close` calls them with True, `abandon` with False
         # (shape, dtype, op, memory) -> function that runs the call, for NumPy arrays in C order
         self._known: dict[tuple, Callable[..., None]] = {}
         self._packed: dict[Any, Any] = {}  # (dtype, device) -> buffer into which the arrays of trees are packed
@@ -95,8 +95,8 @@ class AllReduce:
     def _connect_together(
         self, topology: Topology, make: Callable[[Context], Algorithm], create: Callable[..., Algorithm]
     ) -> None:
-        """Make the executor and the algorithm; an error of one rank is raised on all: a backend exists on all its ranks
-        or on none.
+        """Make the executor and the algorithm. All ranks raise the error of one rank, so that a backend exists on all
+        its ranks or on none.
 
         The ranks agree after the last step. If a rank fails while others wait for it in a later step, it waits
         LONE_SECONDS for them (they may only be slow), and raises its error alone.
@@ -154,13 +154,13 @@ class AllReduce:
         return array
 
     def describe(self, array: Any, parts: Sequence[Part] = (), whole: bool = True) -> None:
-        """Say which slices of an array from `allocate` are which parameters of a model. Local; the same on all ranks.
+        """Tell where the parameters of a model are in an array from `allocate`. Local; the same on all ranks.
 
         array: 1-D. parts: `allreduce.Part(name, start, shape)`: elements from `start` are an array of `shape` in C
         order. A compression treats matrices and biases differently ("powersgd:4" needs the shapes), and exact=True
         begins blocks at parameters; other backends ignore it. whole: False: other arrays have other parts of the model.
-        Raises OptionError for parts that overlap or lie outside of the array, and if the whole model can't be
-        compressed as asked.
+        Raises OptionError for parts that overlap or lie outside of the array, and if `compress` can't compress the
+        whole model.
         """
         if whole:
             check_parts(self._compression, parts)
@@ -280,7 +280,7 @@ class AllReduce:
             run = self._bound(kind, array, op)
             work = gpu.on_current_stream(run) if gpu.is_gpu_array(array) else run
             text = f"{kind}, length {array.size}, {array.dtype}, op {op!r}"
-        except AllReduceError as refused:  # the other ranks have to learn of it in the order of their calls
+        except AllReduceError as refused:  # the other ranks learn of the error when they run this call
             text = f"refused, {type(refused).__name__}: {refused}"
             work = partial(self._executor.agree, [], text, refused)
         return self._executor.submit(work, text)
@@ -570,8 +570,8 @@ class AllReduce:
         return self._memory(buffer) if view else UNREGISTERED
 
     def _checked(self, describe: Callable[[], tuple[Call, Op]]) -> tuple[Call, Op]:
-        """Return the Call and the Op that `describe` returns. Local; if it raises an AllReduceError, all ranks raise
-        it: they learn of it when they compare their calls."""
+        """Return the Call and the Op that `describe` returns. Local. If it raises an AllReduceError, all ranks raise
+        this error, see `_refuse`."""
         self._check_open()
         abort.register_thread()
         try:
@@ -581,7 +581,8 @@ class AllReduce:
             raise
 
     def _refuse(self, error: AllReduceError) -> None:
-        """Raise on all ranks the error because of which this rank refuses a call. Collective."""
+        """Raise on all ranks the error because of which this rank refuses a call. Collective. With check=False on
+        several nodes it does nothing: this rank alone raises the error."""
         if self._executor.check or self.topology.nodes == 1:
             self._executor.agree([], f"refused, {type(error).__name__}: {error}", error)
 
@@ -708,7 +709,7 @@ class AllReduce:
                 held = (gpu.cupy() if group.device == "cuda" else np).empty(group.length, group.dtype)
             self._packed[group.dtype, group.device] = held
         found = self._allocations.at(held) if held.size else None
-        if found is not None:  # so that exact sums of an array have the bits that they have alone
+        if found is not None:  # in an exact sum each array of the tree gets the bits of a call of its own
             parts = [Part(str(number), part.start, shape) for number, part, shape in group.places]
             found[0].describe(0, found[0].length, parts)
         return held[: group.length]

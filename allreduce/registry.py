@@ -54,9 +54,8 @@ def create(
     name: one of `allreduce.NAMES`; or "adasum", which does not sum; or a name given to `register`; or a class that
         derives from allreduce.Algorithm.
     topology: all ranks of MPI.COMM_WORLD when none is given; such a topology is closed with the backend.
-    check: False: on several nodes the ranks do not compare their calls, also not with the ranks of their node. It saves
-        a small all-reduce between the nodes in each call. On one node the ranks compare each call in shared memory,
-        with check=False too.
+    check: False: on several nodes no calls are compared, which saves a small all-reduce between the nodes in each call.
+        On one node the ranks compare each call in shared memory in any case.
     compress: sums of float32 and float64 are sent with fewer bits: "bfloat16", "float16", "int8", "float8",
         "powersgd:4" (the rank of the matrices), or an object of options (allreduce.Half, Quantized, PowerSGD). On
         several nodes "hierarchical_copy" and "auto" compress only the messages between nodes, by the first four. See
@@ -66,10 +65,10 @@ def create(
     trace: records all calls: the path of a file for Perfetto, which `close` writes, or an
         allreduce.tracing.trace.Trace that is shared with other users.
     options: the algorithm's own options: root=0 of "reduce_to_one", node="shared" and cross="ring" of
-        "hierarchical_copy".
+        "hierarchical_copy", table=None and measure=True of "auto".
 
     Raises on all ranks: UnknownBackendError, OptionError, UnavailableError (which says what is missing),
-    DisagreementError when ranks ask for different backends.
+    DisagreementError when ranks ask for different backends or options.
     """
     if "comm" in options or not isinstance(topology, Topology | None):  # before anything is created, on all ranks
         given = "comm=" if "comm" in options else type(topology).__qualname__
@@ -116,8 +115,8 @@ def create(
 
 
 def register(name: str, algorithm: type[Algorithm]) -> None:
-    """Register an algorithm of the user's, which `create`, `available`, trainers and the others then know by this name.
-    Local; on all ranks.
+    """Register an algorithm of your own. `create`, `available` and trainers then know it by this name. Local; on all
+    ranks.
 
     algorithm: a class that derives from allreduce.Algorithm. Keyword arguments of its constructor become options of
     `create`. Raises OptionError for another class, or for the name of another algorithm.

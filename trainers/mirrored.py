@@ -59,11 +59,10 @@ class MirroredTrainer(Trainer[Mirrored]):
             which divides the update's time and the optimizer's memory by the number of ranks; on the CPU the ranks of
             a node then share one copy of the parameters. Needs a replica with `bind_parameters`, and a backend with
             two phases; "auto" selects one. The result is the same.
-        compress: gradients are sent with fewer bits: "bfloat16", "float16", "int8", "float8", "powersgd:4", "auto", an
-            object of options, or {pattern of parameter names: compression} (see allreduce.create). Parameters, losses
-            and flags are not compressed. What a rank has not sent (its error feedback) is added to its next gradients;
-            checkpoints contain it, and after a failure the remaining ranks keep theirs. For networks between nodes; it
-            is slower where ranks share memory.
+        compress: gradients are sent with fewer bits: "bfloat16", "float16", "int8", "float8", "powersgd:4", or an
+            object of options (see allreduce.create). Parameters, losses and flags are not compressed. The values that
+            a rank has not sent (its error feedback) are added to its next gradients. Checkpoints contain them, and
+            after a failure the remaining ranks keep theirs. It is slower where ranks share memory.
         copies: 2, with update="sharded": every slice has a backup on another rank, if possible on another node. After a
             failure the training continues from the last finished step, without a checkpoint, unless a slice's owner and
             the rank with its backup fail together. Each step sends the optimizer's state of a slice (with Adam 8 bytes
@@ -80,9 +79,8 @@ class MirroredTrainer(Trainer[Mirrored]):
             ranks, with every backend, on any nodes, for either `update`, after failures, and after a resume on another
             number of ranks. (With equal processors, versions of libraries, and threads of a rank.) Gradients are
             computed for each micro-batch of a batch, on some rank, and summed exactly, as losses are (see
-            allreduce.algorithms.compressed.exact). Random numbers of the model (dropout: of Python's, NumPy's and
-            PyTorch's global generators, which are seeded for each) follow from the micro-batch, those of a data set
-            (augmentation) from the row and the epoch.
+            allreduce.algorithms.compressed.exact). Python's, NumPy's and PyTorch's global generators, for dropout, are
+            seeded for each micro-batch; random numbers of a data set (augmentation) follow from the row and the epoch.
             Batch norm normalises over a micro-batch, and its running statistics are averaged. Models with other state
             that a batch changes raise an ArgumentError, as do `compress`, sparse `tables` and GPUs.
             Costs memory: 8 bytes a parameter, and the gradients of all micro-batches of a rank; and time: a step

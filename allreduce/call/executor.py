@@ -135,8 +135,7 @@ class Executor:
 
     def communicator(self, ranks: MPI.Intracomm, colour: int | None = None, alone: bool = False) -> MPI.Intracomm:
         """Return a new communicator of all ranks of `ranks`, or of its ranks with this rank's `colour`. Collective over
-        `ranks`, a communicator of the topology; but a rank that is `alone` gets MPI.COMM_SELF, and does not take part.
-        """
+        `ranks`, a communicator of the topology; a rank that is `alone` gets MPI.COMM_SELF, and does not take part."""
         if alone or ranks.size == 1:
             return MPI.COMM_SELF
         number = (self.wait.number << 16) + len(self._made) + 1  # not the topology's next: some ranks are alone
@@ -297,8 +296,7 @@ class Executor:
     # The rendezvous
 
     def _rendezvous(self, prepared: PreparedCall, flat: Any) -> None:
-        """Meet in a call for which a Round is not enough: the ranks need the place or the address of its array, or they
-        are on several nodes, or they meet by messages."""
+        """Meet in a call for which `prepare` has no Rounds: by place or address, on several nodes, by messages."""
         if prepared.place is not None:
             prepared = prepared.at(prepared.place(flat))
         address = 0 if prepared.address is None else prepared.address(flat)
@@ -324,10 +322,8 @@ class Executor:
         return row, mine
 
     def _compare(self, row: Row, mine: int, text: object, error: Exception | None = None) -> None:
-        """Wait for the node's ranks and, on several nodes, for the leaders' verdict; raise if calls differ.
-
-        With check=False on several nodes only the wait is left, but for AGREEING: no calls are compared.
-        """
+        """Wait for the node's ranks; raise if the calls differ. On several nodes the leaders' verdict decides, or with
+        check=False nothing does: only AGREEING is compared there."""
         # all ranks read the same row, so all of them agree here or none does
         alike = self._wait_for(row, mine & SEQUENCE_MASK).count(mine) == len(row.fingerprints)
         if not ORDERED_STORES:
@@ -403,9 +399,8 @@ class Executor:
     # Ends
 
     def check_open(self, waits: bool = True) -> None:
-        """Raise the error of a call that can't start, after waiting for the submitted calls. Local.
-
-        waits: False: do not wait; only a user that is closed or broken raises an error."""
+        """Wait for the submitted calls, and raise the error of a call that can't start. Local. waits: False: do not
+        wait, and raise only the errors of a user that is closed or broken."""
         if waits:
             self._wait_for_turn()
         elif self.broken is not None or self.stopped:

@@ -154,7 +154,8 @@ class Queue:
         return self.worker.submit(self, Future(work, self, text, zlib.crc32(text.encode()), ended, limit, late))
 
     def close(self) -> None:
-        """Wait for the submitted calls, and take no more. Collective; local if the queue is broken or `alone`."""
+        """Wait for the submitted calls, and take no more. Collective. If the queue is broken or `alone`: local, without
+        a wait; calls that have not begun fail with ClosedError."""
         if self.closed:
             return
         try:
@@ -182,13 +183,13 @@ class Queue:
         return cancelled
 
     def abandon(self) -> None:
-        """Take no more calls, and fail the waiting ones with ClosedError; those of other ranks fail soon. Local."""
+        """Take no more calls, and fail the waiting ones with ClosedError. The other ranks' calls fail soon. Local."""
         if not (self.closed or self.alone):
             self.worker.detector.leave(f"it has dropped {self.name}", self.wait)
         self.drop()
 
     def drop(self) -> None:
-        """As `abandon`, where all ranks drop the queue: nothing tells them. Local."""
+        """As `abandon`, but do not tell the other ranks, because they drop the queue too. Local."""
         self.closed = True
         self.worker.drop(self)
 
@@ -405,7 +406,7 @@ class Worker:
         if len(digests) < self.size:
             return
         del self._announced[number, count]
-        # this rank has dropped the queue, so no rank may run the call; the others time out
+        # this rank has dropped the queue, so no rank may run the call; the calls of the others fail
         if number not in self._queues:
             return
         verb = RUN if len(set(digests.values())) == 1 else REFUSE

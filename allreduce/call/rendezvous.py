@@ -1,13 +1,13 @@
-"""The rendezvous: the ranks meet at the start of each call, and compare it. No other module compares calls.
+"""The memory in which the ranks of a node meet at the start of each call, and compare it (by executor.py).
 
 Comparing arguments by a message would cost as much as a small reduction. So the ranks of a node compare fingerprints of
 64 bits in shared memory, which costs next to nothing, and they do it in every call. The leaders of several nodes then
 compare their nodes' fingerprints by one small all-reduce, whose result each publishes on its node. No rank starts the
-work of a call before all ranks have reached it. So a rank is at most one call ahead of another, and two rows for each
-user are enough: one for even calls, one for odd ones.
+work of a call before all ranks of its node have reached it. So a rank is at most one call ahead of another, and two
+rows for each user are enough: one for even calls, one for odd ones.
 
-Beside its fingerprint a rank writes the address of its array: after the rendezvous the ranks of a node know all of
-them, and see what the others have written to memory before.
+Beside its fingerprint a rank writes the address of its array, if the others need it. After the rendezvous each rank of
+the node knows these addresses, and sees the memory that the others have written before.
 """
 
 import platform
@@ -25,7 +25,7 @@ from allreduce.transport.shared_segment import CommonSegment
 USERS = 16  # slots of a table; when they are taken, the ranks make another table
 PARITIES = 2
 AGREED, DIFFERENT, VERDICTS = 1, 2, 4  # a leader's verdict about a call, beside the number of the rendezvous
-# Stores of one rank are seen in their order by the others. Elsewhere a barrier of MPI has to order them.
+# Here the other ranks see the stores of one rank in their order. Elsewhere a barrier of MPI has to order them.
 ORDERED_STORES = platform.machine().lower() in ("x86_64", "amd64", "i686", "i386")
 
 # The memory of all ranks' fingerprints in a row, the fingerprint that this rank writes, and the bytes of this memory
@@ -34,7 +34,7 @@ Round = tuple[memoryview, int, bytes]
 
 
 class Row(NamedTuple):
-    """The memory of a call. fingerprints, addresses: of the node's ranks. verdict: one number, of the leader."""
+    """The memory of a call. fingerprints, addresses: those of the node's ranks. verdict: one number of the leader."""
 
     fingerprints: memoryview
     addresses: memoryview
@@ -106,7 +106,7 @@ class Tables:
         self._available = True
 
     def take(self) -> Slot | None:
-        """Return a slot for a new user; None where shared memory is full, on all ranks of the node. Collective over the
+        """Return a slot for a new user, or None on all ranks of the node if shared memory is full. Collective over the
         node."""
         for table in self._tables:
             if table.free:

@@ -1,4 +1,4 @@
-"""The one table of a backend's memory: whose memory an array lies in, where in it, and what is kept for it."""
+"""The one table of a backend's memory: the allocation in which an array lies, its place there, and its state."""
 
 import re
 import weakref
@@ -27,9 +27,9 @@ RESIDUAL = "/residual"  # the end of the names of residuals in a state
 class Allocation:
     """An array whose memory the table knows.
 
-    begin: its address. owner: of its memory. number: counts the arrays of the table, the same on all ranks. ranks: how
-    many ranks of the node have mapped the memory, in which each has a row of pages; 0: it is this rank's alone. keeps:
-    a compression keeps state for it.
+    begin: its address. owner: the object whose memory it is. number: counts the arrays of the table, the same on all
+    ranks. ranks: the number of the node's ranks that have mapped the memory, in which each has a row of pages; 0: the
+    memory is this rank's alone. keeps: whether a compression keeps state for it.
 
     parts: the parameters of a model in it. residual: the error feedback of each element, made at its first use. calls:
     the number of calls with a slice, by its first element. factors: of the matrices of PowerSGD, by first element, rows
@@ -73,7 +73,7 @@ class Allocation:
                 held.clear()
 
     def views(self, offset: int, array: np.ndarray) -> list[np.ndarray]:
-        """Return the arrays of all ranks of the node like this rank's `array`, which begins at byte `offset`. Local."""
+        """Return an array like `array` in the memory of each rank of the node, at byte `offset` there. Local."""
         memory = self.owner()
         assert memory is not None  # this rank's array lies in it
         rows = memory.reshape(self.ranks, -1)
@@ -81,7 +81,7 @@ class Allocation:
 
 
 class Slice(NamedTuple):
-    """A slice of a registered array, `length` elements from `start`."""
+    """A slice of an array of the table, `length` elements from `start`."""
 
     entry: Allocation
     start: int
@@ -128,8 +128,8 @@ class Slice(NamedTuple):
     def hand_over(self, buffer: np.ndarray, kept: slice = slice(0, 0)) -> None:
         """Add the error feedback of the elements outside of `kept` to `buffer`, and set it to zero. Local.
 
-        For elements whose errors this rank does not send otherwise. It has errors of such elements after a job with
-        other ranks, nodes or slices.
+        This rank does not compress these elements. It has errors of them if the state is of other ranks, nodes or
+        slices.
         """
         if self.entry.residual is None:
             return
@@ -139,13 +139,13 @@ class Slice(NamedTuple):
 
 
 class Allocations:
-    """The arrays from `allocate` of one backend, and the arrays that `describe` names; in the order in which they came,
-    which is the same on all ranks.
+    """The arrays from `allocate` of one backend, and the arrays that `describe` names, numbered in the order in which
+    they were added. The order is the same on all ranks.
 
     An array stays in the table as long as its memory exists. Another thread may free memory at any time, so the table
     is only changed by single operations of a dict.
 
-    shared: the arrays that the ranks of the node share, by the id of the owner of their memory: the `base` of slices.
+    shared: the arrays that the ranks of the node share, by the id of the owner of their memory, the `base` of slices.
     """
 
     def __init__(self) -> None:
@@ -187,8 +187,8 @@ class Allocations:
         return list(self._entries.values())
 
     def at(self, buffer: Any) -> tuple[Allocation, int] | None:
-        """Return the array in whose memory `buffer` lies, and the byte of it at which it begins; None for others.
-        Local."""
+        """Return the array in whose memory `buffer` lies, and the byte of this array at which `buffer` begins; None if
+        there is none. Local."""
         begin = address(buffer)
         for entry in self._known():
             if entry.begin <= begin and begin + buffer.nbytes <= entry.begin + entry.nbytes:
@@ -206,14 +206,14 @@ class Allocations:
         return ALLOCATED if found is not None and found[0].ranks else UNREGISTERED
 
     def place(self, buffer: Any) -> tuple[int, int] | None:
-        """Return where in the table's memory an array lies, a pair of numbers that ranks compare; None for others.
-        Local. The first: of the array, and of the parameters in it. The second: the byte at which it begins."""
+        """Return the place of `buffer` in an array of the table, as numbers that the ranks compare, or None. Local. The
+        first one stands for the array and its parameters, the second one is the byte at which `buffer` begins."""
         found = self.at(buffer) if buffer.size else None
         return None if found is None else (found[0].number + (found[0].signature << 32), found[1])
 
     def find(self, buffer: Any, scratch: bool = False) -> Slice | None:
-        """Return the slice of an array for which state is kept that `buffer` is, or None. Local. scratch: also of
-        arrays without state."""
+        """Return `buffer` as a slice of an array for which state is kept, or None. Local. scratch: True: arrays without
+        state count too."""
         found = self.at(buffer)
         if found is None or found[0].dtype != buffer.dtype or not (found[0].keeps or scratch):
             return None
@@ -221,7 +221,7 @@ class Allocations:
         return None if rest else Slice(found[0], start, buffer.size)
 
     def close(self) -> None:
-        """Reduce no more arrays where they lie. Their state can be read as long as they are used. Local."""
+        """Treat all arrays as ordinary memory from now on. Their state can be read as long as they exist. Local."""
         self.shared.clear()
 
     # The training state

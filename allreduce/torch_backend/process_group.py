@@ -539,8 +539,8 @@ def _require_wrapped(model: torch.nn.Module) -> None:
 def describe(model: torch.nn.Module) -> None:
     """Tell the process group which parameters are in DDP's buckets, for Options(compress=...). Local.
 
-    "powersgd:4" needs the shapes of the parameters. Call it on all ranks after
-    DDP is constructed. It registers a comm hook, which averages as DDP itself does, so no other hook can be registered.
+    "powersgd:4" needs the shapes of the parameters. Call it on all ranks after DDP is constructed. It registers a comm
+    hook, which averages as DDP itself does, so no other hook can be registered.
 
     model: contains a DistributedDataParallel that uses this backend; else UnavailableError is raised, as by `require`.
         Raises OptionError if its parameters can't be compressed so.

@@ -141,7 +141,7 @@ class Options:
 
     Error feedback ("int8", "float8", "powersgd:4") is kept for a tensor that an all_reduce gets again, from its second
     call on, and ends with the tensor. DDP's buckets are such tensors. There is none for the tensors of reduce_scatter:
-    FSDP makes new ones in each step. "powersgd:4" and patterns of names need `describe(ddp_model)`.
+    FSDP makes new ones in each step. "powersgd:4" needs `describe(ddp_model)`.
 
     Raises UnknownBackendError, OptionError. If the ranks' backends or compressions differ, the creation of the group
     raises DisagreementError on all ranks.

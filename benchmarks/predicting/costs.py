@@ -1,4 +1,4 @@
-"""The predicted time of an all-reduce: the cost of an algorithm (AllReduce.cost), for given ranks and constants."""
+"""The predicted time of an all-reduce: the cost of an algorithm (Algorithm.cost), for given ranks and constants."""
 
 from dataclasses import replace
 from functools import cache

@@ -74,11 +74,11 @@ class Options:
         whose last bits may differ, unless they were made with fused= or foreach=. A trial on a few elements tests it
         for each dtype and the optimizer's options (PyTorch 2.13's fused SGD does not update 16-bit parameters). If the
         trial fails, fused=True is replaced in `param_groups`, with a warning.
-    compress: gradients are sent with fewer bits: "bfloat16", "float16", "int8", "float8", "powersgd:4", "auto", an
-        object of options, or {pattern of parameter names: compression} (see allreduce.create). Parameters and sparse
-        gradients are not compressed. What a rank has not sent (its error feedback) is added to its next gradients. It
-        differs between ranks, so state_dict() lacks it: each rank may save `optimizer.compression_state()`, and load
-        it by `load_compression_state`. After a failure the remaining ranks keep theirs. For networks between nodes.
+    compress: gradients are sent with fewer bits: "bfloat16", "float16", "int8", "float8", "powersgd:4", or an object of
+        options (see allreduce.create). Parameters and sparse gradients are not compressed. The values that a rank has
+        not sent (its error feedback) are added to its next gradients. They differ between ranks, so state_dict() lacks
+        them: each rank may save `optimizer.compression_state()`, and load it by `load_compression_state`. After a
+        failure the remaining ranks keep theirs. Use it for networks between nodes.
     copies: 2, with update="sharded" and ULFM (mpirun --with-ft ulfm): after each step another rank, on another node
         if there is one, gets a backup of this rank's slice of parameters and state. After a failure the remaining ranks
         have the complete state of the last finished step, unless a rank and the rank with its backup fail together.

@@ -51,8 +51,8 @@ def write(
 
     x: rows as `predict` takes them, of the training with int8; None for the replica's `drawn_rows`.
     classes: the names of the classes; None for those of the table. logits: whether the outputs are logits of classes,
-        for a replica that does not say so. average: whether the parameters are the moving
-        average now. scored: rows x and their class numbers y, on which the accuracy of int8 is measured.
+        for a replica that does not say so. average: whether the parameters are now those of the moving average. scored:
+        rows x and their class numbers y, on which the accuracy of int8 is measured.
     """
     check_path(path)
     need_onnx()
