@@ -82,7 +82,7 @@ class CentralStorage(Mirrored):
     def _make_sharded_update(self) -> Update:
         if self.replica.device == "cpu":
             try:
-                return CentralUpdate(self, *self._reduced, self.storage, self._effective_copies())
+                return CentralUpdate(self, *self._reduced, root=self.storage, copies=self._effective_copies())
             except ArgumentError as error:  # on all ranks
                 text = f"central storage copies the model's whole state in every step: {error}"
                 notices.once(self.group.rank, text)
@@ -97,8 +97,8 @@ class CentralStorage(Mirrored):
 class CopiedUpdate(Update):
     """Update in which the storage rank updates, and then broadcasts its complete state."""
 
-    def __init__(self, strategy: Strategy, backend: AllReduce, buffer: Any, measured: Any) -> None:
-        super().__init__(strategy, backend, buffer, measured)
+    def __init__(self, strategy: Strategy, *reduced: Any) -> None:
+        super().__init__(strategy, *reduced)
         self._root = all_values(self._comm, self._backend.owned(1).stop, "learn which rank updates").index(1)
 
     def step(self) -> Any:
@@ -162,12 +162,9 @@ def _on_host(array: Any) -> np.ndarray:
 class CentralUpdate(ShardedUpdate):
     """Sharded update with a single owner, the backend's root, which skips the update if a rank has set "failed"."""
 
-    def __init__(
-        self, strategy: Strategy, backend: AllReduce, buffer: Any, measured: Any, root: int, copies: int = 1
-    ) -> None:
-        super().__init__(strategy, backend, buffer, measured, copies)
+    def __init__(self, strategy: Strategy, *reduced: Any, root: int, copies: int = 1) -> None:
+        super().__init__(strategy, *reduced, copies=copies)
         self._owner = self._comm.rank == root
-        self._separate = self._measured.size > 0 and self._buffer.size == self._length
 
     def _update(self) -> bool:
         updates = self._owner and not self._measured[-1]

@@ -305,7 +305,7 @@ class LocalSGD(Mirrored):
         state, start = self.replica.snapshot({}), self.rounds.memory.start[: self._trained]
         state["parameters"] = start.astype(state["parameters"].dtype)
         state |= {RATES: np.array(self.replica.learning_rates), **self.shared_state()}
-        return [Piece(self.steps, self.steps, 0, self._length, {}, state, self.rounds.done)]
+        return [Piece(self.steps, self.steps, 0, 1, {}, state, self.rounds.done)]
 
     def restore(self) -> bool:
         joins = self.group.previous[self.group.rank] == JOINED
@@ -315,7 +315,7 @@ class LocalSGD(Mirrored):
         self._joins = joins
         self._added.clear()
         try:
-            return adopt(self, own, self._length)
+            return adopt(self, own)
         finally:
             self._infos = []
 
@@ -326,7 +326,7 @@ class LocalSGD(Mirrored):
         if self._infos:
             # Nothing below communicates, so a second failure can't interrupt it halfway.
             done, met = max((done, met) for steps, met, done in self._infos if steps == step)
-            self.saved = [Piece(step, step, 0, self._length, {}, dict(state), done)]
+            self.saved = [Piece(step, step, 0, 1, {}, dict(state), done)]
             if step > self.steps and not self._joins:
                 if self._batches.streams:
                     self._learn(np.array(met[len(FLAGS) :]).reshape(step - self.steps, -1)[:, -1])

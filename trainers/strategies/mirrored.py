@@ -35,7 +35,8 @@ class Mirrored(Strategy):
     """Synchronous training with one AllReduce a step; see MirroredTrainer for the arguments.
 
     allreduce: the backend. buffer: 1-D array that is reduced in every step: the gradients, then the metrics and FLAGS.
-        With 16-bit or compressed gradients, metrics and FLAGS are in a separate float32 array.
+        With 16-bit or compressed gradients, metrics and FLAGS are in a separate float32 array; also where ranks update
+        slices by a loss that counts weights, and the end of `buffer` is then unused.
     """
 
     def __init__(
@@ -119,18 +120,16 @@ class Mirrored(Strategy):
         """Allocate the gradient buffer with the backend, and bind the replica to it. Collective."""
         replica, length = self.replica, self.replica.gradient_length
         extra = len(replica.metrics) + len(FLAGS)
-        self._separate = (
-            self._backend.lossy or self._backend.sums_terms or dtypes.is_half(dtypes.parse(replica.gradient_dtype))
-        )
-        # a rank that updates a slice needs the weight of all rows before; one rank alone too, so that pieces of the
-        # state fit when a failure leaves one rank
-        self._separate |= replica.counts and self._update_name == "sharded"
-        buffer = self._allocate(length if self._separate else length + extra, replica.gradient_dtype)
+        apart = self._backend.lossy or self._backend.sums_terms or dtypes.is_half(dtypes.parse(replica.gradient_dtype))
+        # a rank that updates a slice needs the weight of all rows before
+        self._separate = apart or (replica.counts and self._update_name == "sharded")
+        # as long as with the replicated update, so that a backend cuts it into the same chunks, and sums alike
+        buffer = self._allocate(length if apart else length + extra, replica.gradient_dtype)
         self.measured = self._measured = self._allocate(extra, "float32") if self._separate else buffer[length:]
         self.buffer = buffer  # set before `bind`, which may raise on one rank: `close` then unbinds every rank
         together(self.group.comm, lambda: replica.bind(buffer[:length]))
         self._describe(buffer[:length])
-        self._update = ReplicatedUpdate(self, *self._reduced, self._tables)
+        self._update = ReplicatedUpdate(self, *self._reduced, tables=self._tables)
 
     def _describe(self, array: Any) -> None:
         """Tell the backend which parameters the elements of an allocated array belong to. Local."""
@@ -156,12 +155,13 @@ class Mirrored(Strategy):
 
     def _make_sharded_update(self) -> Update:
         """Create the update in which each rank updates the slice that it owns. Collective."""
-        return ShardedUpdate(self, *self._reduced, self._effective_copies())
+        return ShardedUpdate(self, *self._reduced, copies=self._effective_copies())
 
     @property
-    def _reduced(self) -> tuple[AllReduce, Any, Any]:
-        """The backend, the buffer that it reduces, and this rank's metrics and flags (see `_measured`)."""
-        return self._backend, self.buffer, self._measured
+    def _reduced(self) -> tuple[AllReduce, Any, Any, bool]:
+        """The arguments of an Update: the backend, the buffer that it reduces, this rank's metrics and flags, and
+        whether these are in a separate array."""
+        return self._backend, self.buffer, self._measured, self._separate
 
     def _effective_copies(self) -> int:
         """Return the number of ranks that keep each slice: 1 instead of 2 if a failure ends the job anyway. Local."""
@@ -347,12 +347,6 @@ class Mirrored(Strategy):
             self._backend.load_state(self._carried)
             notices.once(self.group.rank, LOST_RESIDUALS)
 
-    @property
-    def _length(self) -> int:
-        """Length of the array of which pieces are slices: the parameters, then metrics and flags if they are in the
-        same buffer."""
-        return self.replica.gradient_length + (0 if self._separate else self._last.size)
-
     def restore(self) -> bool:
         if self.group.previous[self.group.rank] == JOINED:
             self.saved = []  # a rank that joins has nothing of this training
@@ -360,7 +354,7 @@ class Mirrored(Strategy):
         own = [self.steps, self._last.tolist(), self._unfinished.tolist(), updated]
         self._ended = all_values(self.group.comm, own, ADOPT)
         try:
-            done = adopt(self, self.saved or [], self._length)
+            done = adopt(self, self.saved or [], len(self.buffer))
             if not done:
                 self.steps = max(steps for steps, *_ in self._ended)
         finally:
@@ -377,7 +371,7 @@ class Mirrored(Strategy):
         # the array may continue with statistics, and with metrics and flags
         trained = self.replica.state()["parameters"].size
         state["parameters"] = state["parameters"][:trained]
-        self.saved = [Piece(step, step, 0, self._length, {}, dict(state))]
+        self.saved = [Piece(step, step, 0, len(self.buffer), {}, dict(state))]
         self._measured[:] = self._last
         super().load_state(step, state)
 
@@ -385,7 +379,7 @@ class Mirrored(Strategy):
         """Return `measured` of step `step`: from a rank that has finished the step, else from the end of `parameters`,
         else from a rank that was in the step. Local."""
         ended = [last for steps, last, *_ in self._ended if steps == step]
-        if not ended and parameters.size > self.replica.gradient_length:
+        if not ended and not self._separate and parameters.size > self.replica.gradient_length:
             return parameters[self.replica.gradient_length :]
         unfinished = [measured for *_, measured, updated in self._ended if updated] or [self._ended[0][2]]
         return np.array((ended or unfinished)[0], self._measured.dtype)
@@ -406,18 +400,15 @@ class ReplicatedUpdate(Update):
     """Update in which all ranks reduce all gradients and each rank updates all parameters. tables: the sparse
     gradients."""
 
-    def __init__(
-        self, strategy: Strategy, backend: AllReduce, buffer: Any, measured: Any, tables: "SparseGradients"
-    ) -> None:
-        super().__init__(strategy, backend, buffer, measured)
+    def __init__(self, strategy: Strategy, *reduced: Any, tables: "SparseGradients") -> None:
+        super().__init__(strategy, *reduced)
         self._tables, self._errors_in_step = tables, self._replica.device == "cpu"
-        self._weighs = measured.size > 0 and self._buffer.size > self._length  # the metrics are in the buffer
 
     def step(self) -> Any:
         self._run("all_reduce", self._buffer)
         if not (self._errors_in_step and self._measured[-1]):
             self._tables.reduce(self._backend)
-            if self._weighs:
+            if not self._separate:
                 self._rule.weigh(self._measured, self._trained(None))
                 if self._errors_in_step:
                     unused = len(self._replica.metrics) + FLAGS.index("unused")

@@ -37,7 +37,8 @@ class Update:
     """How Mirrored reduces gradients and updates the parameters. The defaults suit replicated parameters.
 
     backend: reduces `buffer` in every step: the gradients, then the metrics and flags.
-    measured: the metrics and flags: the end of `buffer`, or an array that `add_up_measured` reduces before the step.
+    measured: the metrics and flags: the end of `buffer`, or a separate array that `add_up_measured` reduces before the
+        step. separate: whether it is separate.
     shares_parameters: whether the ranks of a node share one copy of the parameters.
 
     any_rank_may_fail and the methods without a docstring: see Strategy.
@@ -46,10 +47,10 @@ class Update:
     any_rank_may_fail = True
     shares_parameters = False
 
-    def __init__(self, strategy: Strategy, backend: AllReduce, buffer: Any, measured: Any) -> None:
+    def __init__(self, strategy: Strategy, backend: AllReduce, buffer: Any, measured: Any, separate: bool) -> None:
         self._strategy, self._replica = strategy, strategy.replica
         self._comm, self._clock = strategy.group.comm, strategy.clock
-        self._buffer, self._measured = buffer, measured
+        self._buffer, self._measured, self._separate = buffer, measured, separate
         self._steps = self._since = strategy.steps  # the number of steps taken, and that number at the last update
         self._length, self._rule = self._replica.gradient_length, strategy.rule
         self._backend = backend
@@ -138,8 +139,8 @@ class ShardedUpdate(Update):
     Raises ArgumentError on all ranks if the replica can't be updated in slices.
     """
 
-    def __init__(self, strategy: Strategy, backend: AllReduce, buffer: Any, measured: Any, copies: int = 1) -> None:
-        super().__init__(strategy, backend, buffer, measured)
+    def __init__(self, strategy: Strategy, *reduced: Any, copies: int = 1) -> None:
+        super().__init__(strategy, *reduced)
         replica, comm = self._replica, self._comm
         self._transfer: Transfer | None = None  # between the chunks and slices of whole tensors
         self._messages: MPI.Intracomm | None = None  # of the transfer
