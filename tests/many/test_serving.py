@@ -27,7 +27,7 @@ from trainers.apps.ensemble.model import SavedEnsemble, SavedMember
 from trainers.apps.ensemble.voting import Voting
 from trainers.apps.serving import dealing, web
 from trainers.apps.serving.answering import Answer
-from trainers.apps.serving.command import make_parser
+from trainers.apps.serving.command import COMMAND
 from trainers.apps.serving.dealing import Peer, Prepared, Server
 from trainers.apps.serving.models import load_whole
 from trainers.apps.serving.versions import AVAILABLE, Version, Versions
@@ -140,7 +140,7 @@ def test_sigterm_answers_what_has_come(tmp_path: Path) -> None:
 @contextlib.contextmanager
 def _server(path: Path, *given: str) -> Iterator[tuple[Server, Version]]:
     """Context manager: a server of one rank, whose turns the test makes, and the version that it serves."""
-    options = make_parser(True, "serve").parse_args(["--model", str(path), "--max-wait-ms", "0", *given])
+    options = COMMAND.parse(["--model", str(path), "--max-wait-ms", "0", *given], True, "serve")
     versions, topology = Versions("m"), Topology()
     versions.add(version := Version(1, str(path), AVAILABLE, load_whole(str(path))))
     with contextlib.closing(listen("127.0.0.1", 0)) as listener, Terminating() as sigterm:

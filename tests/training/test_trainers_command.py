@@ -144,6 +144,7 @@ def test_bad_arguments_are_told_in_one_line(bad: str, bad_outcomes: dict[str, li
         ("predict --lod m.npz", "the following arguments are required: --load, --data, --out"),
         ("serve --modl m.npz", "the following arguments are required"),
         ("search --config t.yaml --epoch 3", "unrecognized arguments: --epoch 3; did you mean --epochs?"),
+        ("search --config t.yaml --trace t.json", "--trace: a search does not take this option of a training"),
     ],
 )
 def test_a_line_is_checked_without_ranks(line: str, words: str, capsys: pytest.CaptureFixture[str]) -> None:

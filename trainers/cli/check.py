@@ -16,28 +16,20 @@ from trainers.cli.options import parse
 from trainers.errors import TrainerError
 
 PROGRAM = "python -m trainers"
-SEARCH = "search"  # it passes the options that it does not know on to the trainings
 
 
 def main(arguments: Sequence[str]) -> int:
     """Check the options that need neither ranks nor data. Prints one line for an error; returns the exit code."""
     try:
         if arguments[:1] and arguments[0] in COMMANDS:
-            _check_command(*arguments)
+            name = arguments[0]
+            import_module(COMMANDS[name]).COMMAND.parse(arguments[1:], True, f"{PROGRAM} {name}")
         else:
             _check_training(arguments)
     except (AllReduceError, TrainerError) as error:
         print(f"error: {error}", file=sys.stderr)
         return BAD_ARGUMENTS
     return 0
-
-
-def _check_command(name: str, *arguments: str) -> None:
-    parser = import_module(COMMANDS[name]).make_parser(True, f"{PROGRAM} {name}")
-    if name == SEARCH:
-        parse(parser.parse_known_args(arguments)[1], False)
-    else:
-        parser.parse_args(arguments)
 
 
 def _check_training(arguments: Sequence[str]) -> None:

@@ -44,7 +44,7 @@ log = logging.getLogger("trainers")
 
 ENDS: tuple[type[Exception] | type[Terminated], ...] = (Terminated, DivergedError, TrainerError)  # may end a training
 FAULTS = (DivergedError, RankLostError, RankLeftError, CollectiveTimeoutError, BrokenError, CommunicationError)
-COMMANDS = {  # the first argument -> the module whose `run` does it, imported when it is asked for
+COMMANDS = {  # the first argument -> the module with its COMMAND and `run`, imported when it is asked for
     "export": "trainers.apps.export.command",
     "predict": "trainers.apps.tables.command",
     "search": "trainers.apps.search.command",

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from allreduce.elastic.ranks import together
 from allreduce.topology import Topology
 from trainers import datasets
+from trainers.cli.command import Command
 from trainers.datasets import Dataset
-from trainers.datasets.parser import RankParser
 from trainers.errors import ArgumentError
 from trainers.files import checkpoint, model_file
 from trainers.mirrored import MirroredTrainer
@@ -29,14 +29,6 @@ EXAMPLES = """examples:
   python -m trainers export --load model.npz --out model.onnx --data digits
   python -m trainers export --load model.npz --out small.onnx --data people.csv --int8
 """
-
-
-def make_parser(shown: bool, program: str) -> RankParser:
-    """Return the parser. shown: whether this rank prints."""
-    usage = "%(prog)s --load FILE --out FILE [--data DATA] [--int8]"
-    parser = RankParser(shown, "--help", prog=program, usage=usage, description=ABOUT, epilog=EXAMPLES)
-    add_options(parser)
-    return parser
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -59,9 +51,12 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
 
 
+COMMAND = Command("--load FILE --out FILE [--data DATA] [--int8]", ABOUT, EXAMPLES, add_options)
+
+
 def run(arguments: Sequence[str], world: Topology, program: str) -> None:
     """Run the command. Collective. Raises the same error on all ranks."""
-    options = together(world.world, lambda: make_parser(world.rank == 0, program).parse_args(arguments))
+    options = together(world.world, lambda: COMMAND.parse(arguments, world.rank == 0, program))
     network, data = together(world.world, lambda: _prepared(options))
     begin = time.perf_counter()
     with MirroredTrainer(network, topology=world) as trainer:

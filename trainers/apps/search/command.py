@@ -23,11 +23,11 @@ from trainers.apps.search.searching import SearchResult, search
 from trainers.apps.search.study import COMPLETE, STUDY, Ended, optuna
 from trainers.apps.search.trial import Trial
 from trainers.cli import results
+from trainers.cli.command import Command
 from trainers.cli.options import (
     BY_NAME,
     SERVERS,
     SPARE,
-    RankParser,
     integer,
     make_callbacks,
     make_network,
@@ -58,14 +58,6 @@ FILES = ("save", "json", "html")
 WARM_UP_EPOCHS = 2  # in which no trial is pruned
 
 
-def make_parser(shown: bool, program: str) -> RankParser:
-    """Return the parser of the command's own options. shown: whether this rank prints."""
-    usage = "%(prog)s --config FILE [OPTION...]"
-    parser = RankParser(shown, "--help", prog=program, usage=usage, description=ABOUT, epilog=EXAMPLES)
-    add_options(parser)
-    return parser
-
-
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of the command."""
     parser.add_argument("--config", metavar="FILE", required=True, help="the options to vary, and the goal: YAML")
@@ -81,6 +73,22 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--save", metavar="FILE", help="write the best trial's model (.npz)")
     parser.add_argument("--json", metavar="FILE", help="write the trials; - writes them to stdout, all else to stderr")
     parser.add_argument("--html", metavar="FILE", help="write a page with pictures of the trials")
+
+
+class SearchCommand(Command):
+    """The command: it passes the arguments that are no options of its own on to the trainings."""
+
+    def parse(self, arguments: Sequence[str], shown: bool, program: str) -> Any:
+        """As Command.parse: the options of the search, the other arguments, and these as the options of a training."""
+        options, base = self.parser(shown, program).parse_known_args(arguments)
+        for given in base:
+            name = given.partition("=")[0].removeprefix("--").replace("-", "_")
+            if given.startswith("--") and name in OF_THE_SEARCH:  # the search's own have been taken out
+                raise ArgumentError(f"{given}: a search does not take this option of a training")
+        return options, base, parse(base, shown, program)
+
+
+COMMAND = SearchCommand("--config FILE [OPTION...]", ABOUT, EXAMPLES, add_options)
 
 
 class Job(NamedTuple):
@@ -126,12 +134,7 @@ def run(arguments: Sequence[str], world: Topology, program: str) -> None:
 
 def _read(arguments: Sequence[str], world: Topology, program: str) -> Job:
     """Read the options, the tuning and the data, and check everything. Local."""
-    options, base = make_parser(world.rank == 0, program).parse_known_args(arguments)
-    for given in base:
-        name = given.partition("=")[0].removeprefix("--").replace("-", "_")
-        if given.startswith("--") and name in OF_THE_SEARCH:  # the search's own have been taken out
-            raise ArgumentError(f"{given}: a search does not take this option of a training")
-    first = parse(base, world.rank == 0, program)
+    options, base, first = COMMAND.parse(arguments, world.rank == 0, program)
     found = config.load(options.config)
     for parameter in found.parameters:
         if any(each.partition("=")[0] == BY_NAME[parameter.name].flag for each in base):

@@ -25,7 +25,7 @@ from trainers.apps.serving.versions import (
     wanted_of,
 )
 from trainers.apps.serving.web import check_packages, listen
-from trainers.datasets.parser import RankParser
+from trainers.cli.command import Command
 from trainers.errors import ArgumentError, ModelFileError, TrainerError
 from trainers.recovery.terminating import Terminating
 
@@ -43,14 +43,6 @@ EXAMPLES = """examples:
   mpirun --with-ft ulfm -n 4 python -m trainers serve --model models/digits --canary 0002=0.1
   curl -d '{"instances": [[0, 1, 2, 3]]}' http://127.0.0.1:8501/v1/models/model:predict
 """
-
-
-def make_parser(shown: bool, program: str) -> RankParser:
-    """Return the parser. shown: whether this rank prints."""
-    usage = "%(prog)s --model FILE [--port PORT] [options]"
-    parser = RankParser(shown, "--help", prog=program, usage=usage, description=ABOUT, epilog=EXAMPLES)
-    add_options(parser)
-    return parser
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -94,6 +86,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
 
 
+COMMAND = Command("--model FILE [--port PORT] [options]", ABOUT, EXAMPLES, add_options)
+
+
 def _within(least: float, most: float, kind: Callable[[str], Any] = int) -> Callable[[str], Any]:
     """Return a parser of numbers in a range, for argparse."""
 
@@ -111,7 +106,7 @@ def _within(least: float, most: float, kind: Callable[[str], Any] = int) -> Call
 
 def run(arguments: Sequence[str], world: Topology, program: str) -> bool:
     """Run the command. Collective. Raises the same error on all ranks. Returns True: it obeys SIGTERM."""
-    options = together(world.world, lambda: make_parser(world.rank == 0, program).parse_args(arguments))
+    options = together(world.world, lambda: COMMAND.parse(arguments, world.rank == 0, program))
     prepared = together(world.world, lambda: _prepared(options) if world.rank == 0 else None)
     try:
         found = root_value(world.world, prepared and prepared.files, "learn the versions of the model")

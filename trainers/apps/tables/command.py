@@ -11,8 +11,8 @@ from allreduce.topology import Topology
 from trainers.apps.serving.models import Loaded, Model, load_whole
 from trainers.apps.tables.predicting import predict_into
 from trainers.apps.tables.streams import open_stream
+from trainers.cli.command import Command
 from trainers.data import Tree
-from trainers.datasets.parser import RankParser
 from trainers.errors import ArgumentError
 from trainers.files import model_file
 from trainers.group import RankGroup
@@ -37,14 +37,6 @@ EXAMPLES = """examples:
 """
 
 
-def make_parser(shown: bool, program: str) -> RankParser:
-    """Return the parser. shown: whether this rank prints."""
-    usage = "%(prog)s --load FILE --data FILE... --out FILE"
-    parser = RankParser(shown, "--help", prog=program, usage=usage, description=ABOUT, epilog=EXAMPLES)
-    add_options(parser)
-    return parser
-
-
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of the command."""
     parser.add_argument(
@@ -62,9 +54,12 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="cuda needs CuPy (default: cpu)")
 
 
+COMMAND = Command("--load FILE --data FILE... --out FILE", ABOUT, EXAMPLES, add_options)
+
+
 def run(arguments: Sequence[str], world: Topology, program: str) -> None:
     """Run the command. Collective. Raises the same error on all ranks."""
-    options = together(world.world, lambda: make_parser(world.rank == 0, program).parse_args(arguments))
+    options = together(world.world, lambda: COMMAND.parse(arguments, world.rank == 0, program))
     model = together(world.world, lambda: _loaded(options, world.node_rank))
     begin = time.perf_counter()
     if isinstance(model, NumpyNetwork):
