@@ -338,7 +338,7 @@ class Topology:
         user: closed before the communicator when the topology is closed.
         wait: the wait record of agreements on it; by default a new one.
         ranks: a communicator of this topology, in the place of `world`. Collective over its ranks.
-        colour: for a communicator of those of the ranks with the same colour.
+        colour: the communicator has only the ranks with the same colour.
         """
         self.check_open()
         if user is not None and user not in self._users:

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Train on several ranks: sets up .venv on first use, checks the options, then runs, on a machine with 4 cores or more,
+# Trains on several ranks: sets up .venv on first use, checks the options, then runs, on a machine with 4 cores or more,
 #   mpirun -n 4 python -m trainers --data digits
 # There are as many ranks as cores, at least 2 and at most 4; RANKS=3 starts 3. Further arguments go to the trainer:
 #   bash scripts/train.sh --data iris --allreduce ring

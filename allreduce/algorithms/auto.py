@@ -29,8 +29,8 @@ NEAR = 1.1  # costs within this factor count as equal: then the first name above
 
 
 class Auto(TwoPhase):
-    """Has the algorithms that may be the fastest here, and lets the cheapest do each call. The first of them allocates,
-    and does the two phases.
+    """Holds the algorithms that may be the fastest here; the cheapest of them does each call. The first one that has
+    two phases allocates memory, and does calls of a single phase.
 
     An algorithm that can't be used here is left out, with one notice. CuPy arrays are reduced by "nccl"; where it does
     not work, they are staged through the host.
@@ -38,8 +38,8 @@ class Auto(TwoPhase):
     table: the path of a file of constants from `python -m benchmarks.tune`; by default the one in $ALLREDUCE_TABLE,
         else this machine's in the user's cache folder. "" for none.
     measure: whether the constants are measured if there is no file. Then the selection, and with it the last bits of a
-        sum of three or more ranks, may differ from run to run. False: only for two ranks, where any order of additions
-        gives the same bits; otherwise built-in constants decide, and equal programs get equal bits.
+        sum of three or more ranks, may differ from run to run. False: they are measured only on two ranks, where any
+        order of additions gives the same bits. Otherwise built-in constants decide, and equal programs get equal bits.
     compress: options (allreduce.Half, Quantized), on several nodes: the compression of the messages between them. All
         calls then go to "hierarchical_copy".
     """
@@ -72,7 +72,7 @@ class Auto(TwoPhase):
         for name in names:
             self._make(name)
         if not any(each.two_phase for each in self._algorithms.values()):
-            self._make("ring")  # which needs nothing but messages
+            self._make("ring")  # it needs nothing but messages
         self._main = next(each for each in self._algorithms.values() if isinstance(each, TwoPhase))
         self.compares_places = self._main.compares_places
         if compress is not None:

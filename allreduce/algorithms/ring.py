@@ -55,7 +55,7 @@ def plan(rank: int, ranks: int, first: int, last: int) -> list[Step]:
 
 
 class Cuts(NamedTuple):
-    """The segments of the steps of a rank, in order. lap: how many of them are of the first `ranks` steps."""
+    """The segments of the steps of a rank, in order. lap: the number of segments in the first `ranks` steps."""
 
     pieces: Sequence[tuple[Step, slice]]
     lap: int

@@ -103,8 +103,8 @@ class Shared(TwoPhase):
     def abandon(self) -> None:
         self._staging = np.empty((self.size, 0), np.uint8)
 
-    # The work of a call in which the ranks have just met, and the same for an algorithm that contains this one: then
-    # the ranks meet here.
+    # `work` is for a call in which the ranks have just met. An algorithm that contains this one calls `reduce` and the
+    # phases, in which the ranks meet first.
 
     def work(self, call: Call, op: Op) -> Work:
         if call.memory == GPU:

@@ -123,7 +123,7 @@ class Exchange:
         return [rank for rank in self._incoming if rank not in self.lost]
 
     def send(self, rank: int, header: dict[str, Any], arrays: Sequence[np.ndarray] = ()) -> None:
-        """Start to send a message; a lost rank gets none. The arrays must not change any more: copy those that may.
+        """Start to send a message; a lost rank gets none. Do not change the arrays afterwards: pass copies instead.
 
         From rank 0 to any rank, or to rank 0.
         """
@@ -191,7 +191,7 @@ class Exchange:
             self._lose(rank, None)
 
     def _lose(self, rank: int, error: Exception | None) -> None:
-        """Note that a rank is lost. Raises the error where the job can't do without it."""
+        """Note that a rank is lost. Without ULFM the job can't go on: then raise `error`."""
         if error is not None and not ulfm.in_force():
             raise error
         self.lost.add(rank)
@@ -214,7 +214,7 @@ class Exchange:
             free_later((self._comm, self._sends, self._incoming))
 
     def _ended_by_all(self) -> bool:
-        """Tell the others that this rank ends, and return whether all ranks do, the same on each that is asked."""
+        """Tell the others that this rank ends. Return whether all ranks do: the same result on all ranks that answer."""
         if self.rank:
             self.send(0, {BYE: True})
             self.wait(lambda: not self.poll() and (self._last is not None or bool(self.lost)), self._topology.timeout)

@@ -23,7 +23,7 @@ def meet(
     """Return when all ranks of a topology have made this call. Collective.
 
     Unlike other waits it is not reported as a stall, and the topology's timeout does not end it, because ranks may come
-    much later: they train. what: for errors. limit: seconds until CollectiveTimeoutError. impatient: called once after
+    much later: they train. what: named in errors. limit: seconds until CollectiveTimeoutError. impatient: called after
     `patience` seconds. Raises RankLeftError if a rank has left, and RankLostError if one was lost.
     """
     detector, begin = topology.detector, time.monotonic()
@@ -59,8 +59,8 @@ def meet(
 
 @contextmanager
 def patient(topology: Topology) -> Iterator[None]:
-    """Context manager: this rank's waits for the others are neither reported nor ended by a time-out. For waits for
-    trainings of other parts, which may take long."""
+    """Context manager: this rank's waits for the others are neither reported nor ended by a time-out, because the ranks
+    of other parts may train for long."""
     detector = topology.detector
     before = detector.stall, detector.timeout
     detector.stall = detector.timeout = float("inf")

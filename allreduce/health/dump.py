@@ -1,7 +1,7 @@
 """The dump of a rank: where it waits, the stacks of its threads and its last calls, in a file in ALLREDUCE_DUMP.
 
 - All ranks write one when a wait is reported or ends in an error, when an error ends the job, and at SIGUSR1. The rank
-  that reports the wait or ends the job asks the others by a status message.
+  that reports the wait or ends the job asks the others for their dumps by a status message.
 - A thread of each rank writes it, whatever the program does meanwhile. If that thread can't run, because C code holds
   the GIL, a timer of faulthandler, which needs no GIL, writes the stacks.
 - `python -m allreduce doctor flight FOLDER` compares the last calls of all ranks.

@@ -328,7 +328,7 @@ class StallDetector:
             error.reporter = self.messages.reporter(wait, call)
         if wait.raises:
             wait.error = error
-            if wait.call is not call:  # which has ended meanwhile
+            if wait.call is not call:  # the call has ended meanwhile
                 wait.error = None
         else:
             abort.wait_for_reporter(error)

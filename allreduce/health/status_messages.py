@@ -7,8 +7,8 @@
   message is pending, so none pile up at a rank that does not receive.
 - After a rank fails, the surviving ranks revoke the topology's communicators. Under ULFM, status messages therefore use
   a communicator that is never revoked. Ranks of the tree may be gone then. So a rank that leaves tells the ranks at
-  distances 1, 2, 4, ... among those that it takes for alive, and each rank that hears of it tells as many. If none of
-  them receives the message, the rank that leaves tells twice as many, at last all. They agree in `Topology.finished`.
+  distances 1, 2, 4, ... among the ranks that it takes for alive, and each receiver tells as many ranks. If no rank
+  receives the message, the rank that leaves tells twice as many, at last all. They agree in `Topology.finished`.
 """
 
 import time
@@ -295,7 +295,7 @@ class StatusMessages:
         if not told or not ulfm.in_force():  # without ULFM, MPI_Finalize waits for all ranks, and delivers the messages
             return
         wait_until(self._all_received, LAST_SECONDS)
-        while self.lost and not self._heard(told):  # those told have ended meanwhile: tell as many others
+        while self.lost and not self._heard(told):  # these ranks have ended meanwhile: tell as many others
             others = [rank for rank in self._living() if rank not in told][: len(told)]
             if not others:
                 return

@@ -27,7 +27,7 @@ class Recorder:
 
     def __call__(self, event: Entry) -> None:
         _, _, call, begin, end = event
-        if isinstance(call, Call) and end:  # no agreement, and not failed
+        if isinstance(call, Call) and end:  # it is no agreement, and has not failed
             shown = self._descriptions.get(call)
             if shown is None:
                 shown = self._descriptions[call] = self._describe(call)

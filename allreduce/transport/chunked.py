@@ -31,10 +31,10 @@ def overwrite(comm: MPI.Intracomm, array: np.ndarray, root: int) -> None:
 
 
 def spread(comm: MPI.Intracomm, array: np.ndarray, slices: Sequence[slice]) -> None:
-    """Overwrite a contiguous 1-D array on all ranks: its slice of each rank, by rank, with that rank's own. Collective;
-    call it inside `waiting`.
+    """Copy each rank's slice of a contiguous 1-D array to all ranks. slices: by rank. Collective; call it inside
+    `waiting`.
 
-    That takes one MPI call, of O(log ranks) or neighbour messages, or a few for more than PIECE bytes.
+    It takes one MPI call, or a few for more than PIECE bytes, with O(log ranks) messages or messages to neighbours.
     """
     if not array.nbytes:
         return

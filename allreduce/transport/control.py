@@ -27,7 +27,7 @@ AGREED_VALUES = 8  # of every agreement: messages of different agreements match,
 _REST = (0,) * (AGREED_VALUES - 1)
 LONE_SECONDS = 60.0  # how long a rank with an error waits for the others
 LARGEST_VALUES = 1 << 30  # bytes of JSON that are accepted from other ranks
-SHORT_BYTES, TABLE_BYTES = 256, 1 << 16  # of a value, and of a table of all ranks' values, that one message holds
+SHORT_BYTES, TABLE_BYTES = 256, 1 << 16  # the largest value, and table of all ranks' values, that one message holds
 LENGTH_BYTES = 8  # of the length in front of a value
 
 

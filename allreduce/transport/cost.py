@@ -29,9 +29,9 @@ class Machine:
     gamma: float = 1e-10  # a byte added, and the sum written to another rank's memory
     copy: float = 1.5e-10  # a byte copied from or to another rank's memory, by the system or through a staging buffer
     fence: float = 1e-6  # one round of a node's barrier; it has log2 n
-    switch: float = 2e-5  # a rank that others wait for gets its core later by this, for each rank that polls there
+    switch: float = 2e-5  # the delay until a rank gets its core, for each other rank that polls on this core
     native_alpha: float = 1.5e-6  # a message inside the MPI library's own all-reduce
-    native: float = 1.0  # the bytes of that all-reduce take so many times their formula
+    native: float = 1.0  # the factor by which its bytes take longer than by the formula
     net_alpha: float = 2.5e-5  # a message between nodes
     net_beta: float = 8e-9  # a byte between nodes, on the link of a node; both directions at once
 
@@ -104,7 +104,7 @@ def handshake(nbytes: float, k: Machine) -> float:
 
 
 def link(nbytes: float, k: Machine, sharing: int = 1) -> float:
-    """Return the time of a message to another node, if so many ranks of a node send at once."""
+    """Return the time of a message to another node, if `sharing` ranks of a node send at once."""
     return k.net_alpha + nbytes * sharing * k.net_beta
 
 
@@ -114,7 +114,7 @@ def fences(count: int, at: Layout, k: Machine) -> float:
 
 
 def adding(nbytes: float, at: Layout, k: Machine) -> float:
-    """Return the time in which each rank adds so many bytes."""
+    """Return the time in which each rank adds `nbytes`."""
     return nbytes * k.gamma * at.per_core
 
 
@@ -136,7 +136,7 @@ def ring(nbytes: float, ranks: int, at: Layout, k: Machine, crosses: bool, shari
     """Return the time of a ring all-reduce: 2 (n-1) alpha + 2 (n-1)/n S beta + (n-1)/n S gamma.
 
     Between nodes the segments are pipelined. The time is that of the link, of the core, or of the latencies of single
-    segments, whichever is the largest. sharing: so many rings of a node run at once.
+    segments, whichever is the largest. sharing: the number of rings of a node that run at once.
     """
     part, steps = nbytes / ranks, 2 * (ranks - 1)
     core = steps * message(part, at, k) + adding((ranks - 1) * part, at, k)
@@ -150,8 +150,8 @@ def library(nbytes: float, at: Layout, k: Machine) -> float:
     """Return the time of the MPI library's own all-reduce: the faster one of two algorithms, in nodes and across them.
 
     Recursive doubling: log2 n (alpha + S beta + S gamma). Rabenseifner's halving and doubling: 2 log2 n alpha +
-    2 (n-1)/n S beta + (n-1)/n S gamma. MPI libraries select among more algorithms; the constant `native` says how far
-    this machine's is from the formula.
+    2 (n-1)/n S beta + (n-1)/n S gamma. MPI libraries select among more algorithms; the constant `native` corrects the
+    formula for this machine.
     """
     total = 0.0
     inside = k.native_alpha + handshake(nbytes, k)

@@ -27,7 +27,7 @@ class NodeLayout:
 
     @classmethod
     def of_leaders(cls, leaders: Sequence[int], simulated: bool = False) -> "NodeLayout":
-        """Return the layout in which each rank has this leader. leaders: by rank."""
+        """Return the layout with these leaders. leaders: the leader of each rank's node, by rank."""
         members: dict[int, list[int]] = {leader: [] for leader in sorted(set(leaders))}
         for rank, leader in enumerate(leaders):
             members[leader].append(rank)

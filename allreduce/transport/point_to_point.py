@@ -21,7 +21,7 @@ AHEAD = 2  # segments that are received while one is reduced
 
 
 def segment_length(itemsize: int) -> int:
-    """Return the elements of a segment, except of a view's last one."""
+    """Return the number of elements in a segment; the last segment of a view may have fewer."""
     return max(1, SEGMENT_BYTES // itemsize)
 
 
@@ -64,8 +64,8 @@ class Transfer:
     def swap_combine(
         self, outgoing: np.ndarray, dest: int, kept: np.ndarray, source: int, op: Op, finish: bool
     ) -> None:
-        """Send `outgoing` to `dest` while combining `kept` with the data that `source` sends, in place. The two may not
-        overlap: MPI may still read `outgoing`.
+        """Send `outgoing` to `dest` while combining `kept` with the data that `source` sends, in place. `outgoing` and
+        `kept` may not overlap: MPI may still read `outgoing`.
 
         finish: the received data completes the sum, so each segment is also finished (scaled, for a mean).
         """

@@ -2,7 +2,7 @@
 
 from collections.abc import Collection, Iterable, Sequence
 
-ONE_BY_ONE = 8  # up to so many ranks have a line each
+ONE_BY_ONE = 8  # up to this number of ranks, each rank has a line
 LINES = 18  # of a table of more ranks; one more line has the others
 RANGES = 10  # runs of consecutive ranks in a line
 
@@ -31,9 +31,9 @@ def listed(ranks: Collection[int]) -> str:
 
 
 def table(texts: Sequence[str]) -> str:
-    """Format the text of each rank, by rank, as lines. Many ranks with the same text share a line: at most LINES + 1.
+    """Format the text of each rank, by rank, as at most LINES + 1 lines. Many ranks with the same text share a line.
 
-    Of more texts the rarest are shown, because one of them is usually the mistake, and the most frequent one.
+    Of more texts the rarest and the most frequent one are shown, because a rare text is usually the mistake.
     """
     if len(texts) <= ONE_BY_ONE:
         return "\n".join(f"  rank {rank}: {text}" for rank, text in enumerate(texts))

@@ -25,13 +25,13 @@ TRIES = 5  # of each time; the median counts
 BYTES = 512 * 1024  # of the long messages and arrays
 MIDDLE = 2 * cost.EAGER  # bytes of messages with a handshake
 SHORT = 8  # bytes of the short ones
-OPERATIONS = 16  # the Python code of an algorithm takes about so many times an operation on a short array
+OPERATIONS = 16  # the Python code of an algorithm takes about as long as these operations on a short array
 
 
 def layout_of(topology: Topology, comm: MPI.Intracomm, node_sizes: tuple[int, ...]) -> Layout:
     """Return the layout of some ranks of a topology, the same on all of them. Collective over `comm`, which has them.
 
-    node_sizes: how many of them are on each node."""
+    node_sizes: the number of these ranks on each node."""
     found = np.array([topology.cma.works, topology.cores, -topology.sharing], np.int64)
     cma, cores, sharing = combine(comm, found, "learn the layout of the ranks", MPI.MIN).tolist()
     return Layout(node_sizes, cma=bool(cma), cores=cores, sharing=-sharing)
@@ -174,7 +174,7 @@ def _seconds(comm: MPI.Intracomm, work: Callable[[], object], tries: int) -> flo
 
 @contextmanager
 def _communicators(topology: Topology) -> Iterator[tuple[MPI.Intracomm, MPI.Intracomm]]:
-    """Context manager: communicators of all ranks and of this node's, for messages that meet no other user's."""
+    """Context manager: communicators of all ranks and of this node's ranks, for these messages alone."""
     world = topology.private()
     with waiting(world, WHAT):
         node = topology.own(world.Split(topology.node_index, world.rank), watch=True)

@@ -18,7 +18,7 @@ def backends() -> tuple[str, ...]:
 def predict(backend: str, k: Machine, at: Layout, s: float, allocated: bool = True) -> float:
     """Return the seconds that a backend needs to all-reduce s bytes. Raises ValueError if it can't work on `at`."""
     if backend not in backends():
-        raise ValueError(f"the cost of {backend!r} is not known; it is of {', '.join(backends())}")
+        raise ValueError(f"the cost of {backend!r} is not known; use one of {', '.join(backends())}")
     if class_of(backend).one_node and at.nodes > 1:
         raise ValueError(f"{backend} works within one node only")
     if at.ranks == 1 or s <= 0:

@@ -19,13 +19,13 @@ NOTICED = 1024  # elements: shorter arrays of one dimension are not worth a noti
 
 
 class Compressed(TwoPhase):
-    """An algorithm whose sums and means of float32 and float64 arrays are sent in another form; `inner` does all other
-    calls, and those of one rank.
+    """An algorithm whose sums and means of some dtypes are sent in another form (see `compresses`). `inner` does all
+    other calls.
 
     inner: an algorithm on the same ranks, closed with this one. It allocates.
     """
 
-    compares_places = True  # what is kept for an array decides which messages are sent
+    compares_places = True  # the state of an array decides which messages are sent
 
     def __init__(self, context: Context, *, inner: Algorithm) -> None:
         super().__init__(context)
@@ -41,9 +41,9 @@ class Compressed(TwoPhase):
         """Reduce a 1-D array for which `compresses` holds in place. There are at least 1 element and 2 ranks.
 
         op: finish results by `op.finish`: inside of another algorithm this one has fewer ranks than a mean divides by.
-        where: the slice of an array with state that `buffer` is (on a GPU: that `buffer` is a copy of), or None. parts:
-        of the model, inside of `buffer`; one part with the shape of the caller's array where no parts are known. All
-        ranks end with the same bits.
+        where: `buffer` as a slice of an array with state, or None; on a GPU `buffer` is a copy of this slice. parts: of
+        the model, inside of `buffer`; one part with the shape of the caller's array where no parts are known. All ranks
+        end with the same bits.
         """
 
     def scatter_parts(self, buffer: np.ndarray, op: Op, where: Slice | None, parts: Sequence[Part]) -> None:
@@ -55,7 +55,7 @@ class Compressed(TwoPhase):
         return self.size > 1 and dtype in LONG and op.adds
 
     def find(self, buffer: Any) -> Slice | None:
-        """Return the slice of an array with state that `buffer` is, or None. Local."""
+        """Return `buffer` as a slice of an array with state, or None. Local."""
         return self.context.allocations.find(buffer)
 
     # The methods of an algorithm

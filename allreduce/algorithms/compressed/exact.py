@@ -51,14 +51,14 @@ class Exact(Compressed):
         super().__init__(context, inner=inner)
         self.sums_half = True  # as float64
         self.lossless = self
-        self.terms: Sequence[Any] = ()  # or pairs, of the running sum_terms or sum_products
+        self.terms: Sequence[Any] = ()  # the terms of the running sum_terms, or the pairs of sum_products
         # (address of an array, first element, length) -> its parts when the layout was made, the layout
         self._block_layouts: dict[tuple[int, int, int], tuple[Sequence[Part], BlockLayout]] = {}
 
     # sum_terms and sum_products, see AllReduce. `terms` is set during a call.
 
     def describe_sum(self, call: Call, op: Op, terms: Any, count: Any, kind: str) -> Call:
-        """Check the terms or the pairs of this rank, and return the call with what the ranks compare of them. Local."""
+        """Check the terms or the pairs of this rank, and return the call with their properties to compare. Local."""
         if kind not in KINDS:
             raise OptionError(f"{call.kind}(kind={kind!r}): use one of {', '.join(KINDS)}")
         sizes: list[int] = []

@@ -34,7 +34,7 @@ class Item(NamedTuple):
 
 
 class NodeArrays(NamedTuple):
-    """The arrays of a node's ranks like this rank's buffer, `arrays[rank]`, in memory that they share.
+    """The buffers of a node's ranks, in memory that they share. This rank's own is `arrays[rank]`.
 
     fence: barrier of these ranks; needed before others' arrays are read, and after they are written. None: one rank.
     """
@@ -89,7 +89,7 @@ class LowRank(Compressed):
         self.options = options
 
     def place(self, buffer: Any) -> tuple[int, int] | None:
-        """As in the base; also whether the ranks have agreed on the state, which `reset` on one rank alone forgets."""
+        """As in the base class. The place differs if the state was reset on some ranks only, so that all notice it."""
         place, where = super().place(buffer), self.find(buffer)
         if place is None or where is None or (where.start, where.length) not in where.entry.settled:
             return place

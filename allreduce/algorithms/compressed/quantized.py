@@ -49,7 +49,7 @@ class EightBits(Compressed):
         self.options = options
         self._quantizer = quantize.KINDS[options.dtype](options.block_size)
         self._step = max(SEGMENT // options.block_size, 1) * options.block_size
-        self._calls = 0  # with arrays without state
+        self._calls = 0  # calls with arrays that have no state
         self._transfer = Transfer(self.comm, self.workspace, context.tag)
         self._others = [(self.rank + distance) % self.size for distance in range(1, self.size)]
 
