@@ -192,7 +192,7 @@ def _ordered(pair: Pair) -> Pair:
 
 
 def _matchings(members: Sequence[Sequence[int]]) -> Iterator[list[Pair]]:
-    """Yield pairs of nodes at distances 1, 2, 4, ... in a circle: for each distance lists with few nodes more than once.
+    """Yield pairs of nodes at distances 1, 2, 4, ... in a circle: lists for each distance, with few nodes twice in one.
 
     Each list takes another rank of the nodes.
     """

@@ -214,7 +214,7 @@ class Exchange:
             free_later((self._comm, self._sends, self._incoming))
 
     def _ended_by_all(self) -> bool:
-        """Tell the others that this rank ends. Return whether all ranks do: the same result on all ranks that answer."""
+        """Tell the others that this rank ends. Return whether all ranks do, the same on all ranks that answer."""
         if self.rank:
             self.send(0, {BYE: True})
             self.wait(lambda: not self.poll() and (self._last is not None or bool(self.lost)), self._topology.timeout)
