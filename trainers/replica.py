@@ -464,8 +464,8 @@ def saved_columns(path: str) -> Columns | None:
 
 
 def bind_whole(replica: Replica, buffer: Any, whole: bool = True) -> None:
-    """Check the replica, and call `bind_parameters` for a caller that updates all parameters, or parts that end between
-    `whole_tensors`; or any slice, if not `whole`."""
+    """Check the replica, and call its `bind_parameters`. whole: the caller updates all parameters, or parts that end
+    between `whole_tensors`. False: it may update any slice."""
     if isinstance(buffer, np.ndarray) and not type(replica).__module__.startswith("trainers."):
         _check_bound(replica, np.zeros_like(buffer))
     if whole and replica.whole_tensors:

@@ -447,8 +447,8 @@ class Trainer(GroupOwner, Generic[StrategyT]):
         logits: bool = False,
         ema: bool | None = None,
     ) -> Any:
-        """Write the model as an ONNX file, which runs without this package; return what the file is, an Exported.
-        Collective.
+        """Write the model as an ONNX file, which runs without this package. Return an Exported, which describes the
+        file. Collective.
 
         The file takes raw rows, any number of them: scaling, the categories of a table, the softmax of a classifier and
         the names of its classes are inside (see trainers.apps.export.metadata). The optimizer is not. Before the file
@@ -462,8 +462,8 @@ class Trainer(GroupOwner, Generic[StrategyT]):
             conversion to int8; None for x and y.
         int8: convert the matrices to 8-bit integers, by the ranges of activations on 512 of the rows x.
         classes: the names of the classes, by number. None: those of the table, or none.
-        logits: the outputs are logits of classes, of which a softmax makes probabilities: for a replica that does not
-            know it. A TorchReplica with CrossEntropyLoss and a KerasReplica with a cross-entropy do.
+        logits: True: the outputs are logits of classes, so a softmax makes probabilities of them. Needed for a replica
+            that can't tell; a TorchReplica with CrossEntropyLoss and a KerasReplica with a cross-entropy can.
         ema: as for `evaluate`.
         """
         self._check_ema("export", ema)

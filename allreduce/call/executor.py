@@ -313,7 +313,7 @@ class Executor:
         self._compare(row, mine, text, error)
 
     def _enter(self, fingerprint: int, address: int) -> tuple[Row, int]:
-        """Write this rank's fingerprint into the row of the next rendezvous. Return the row, and what was written."""
+        """Write this rank's fingerprint into the row of the next rendezvous. Return the row and the written number."""
         assert self._slot is not None
         self._sequence += 1
         row, mine = self._slot.rows[self._sequence % PARITIES], fingerprint | self._sequence & SEQUENCE_MASK

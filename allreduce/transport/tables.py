@@ -1,4 +1,4 @@
-"""Tables that say which rank has what, in a few lines however many ranks there are. No MPI here."""
+"""Tables of a text for each rank, in a few lines however many ranks there are. No MPI here."""
 
 from collections.abc import Collection, Iterable, Sequence
 

@@ -50,7 +50,7 @@ class Measured:
 
 
 def measure(topology: Topology, tries: int = TRIES) -> Machine:
-    """Measure the constants in some milliseconds; the same on all ranks: those of the slowest rank. Collective.
+    """Measure the constants in some milliseconds. All ranks get the same: the times of the slowest rank. Collective.
 
     Ranks that share a core wait for it in these messages and barriers too, so `switch` is 0. Constants that the
     topology has no use for (messages inside nodes of one rank) keep their defaults.
@@ -68,7 +68,7 @@ def measure(topology: Topology, tries: int = TRIES) -> Machine:
 
 
 def _with_native(machine: Machine, at: Layout, short: float, long: float) -> Machine:
-    """Return the constants with those of the MPI library's all-reduce, whose times are given."""
+    """Add the constants of the MPI library's all-reduce, whose times are given. Return all constants."""
     steps = cost.rounds(at.largest)
     across = cost.rounds(at.nodes) * machine.net_alpha
     if steps:

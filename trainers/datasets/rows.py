@@ -50,8 +50,8 @@ class TableFile:
     """
 
     def __init__(self, path: str, is_header: Callable[[list[str]], bool] | None = None) -> None:
-        """is_header: of a table that may lack the line with names: whether the cells of its first line are names, which
-        are not checked then."""
+        """is_header: for a table that may lack the line with names: returns whether the cells of the first line are
+        names, which are then not checked."""
         self.path = path
         self._delimiter = next(mark for end, mark in ENDINGS.items() if path.removesuffix(".gz").endswith(end))
         self._blanks = " \t\r\v\f".replace(self._delimiter, "")  # the characters of a blank line

@@ -33,7 +33,7 @@ def load(path: str, name: str | None = None) -> dataset.Dataset:
 
 
 def _without_header(block: Block) -> Block:
-    """Return the first rows of a file without a header whose names are numbers: all labels but its own are numbers."""
+    """Drop a header whose feature names are numbers: in its column only its label is no number. Return the rows."""
     first, *rest = block.columns[-1]
     if rest and not is_number(first) and all(map(is_number, rest)):
         return Block([cells[1:] for cells in block.columns], block.lines[1:])

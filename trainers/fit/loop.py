@@ -151,7 +151,7 @@ class Fit:
         self.stopped = False  # a rank has asked to stop, and all ranks know it
         self.asks = False  # whether a callback may decide on one rank to leave out a step, so that ranks must agree
         self.looks = False  # whether a callback may look at the model after an epoch, on some rank
-        self._differ = False  # all ranks know that ranks have other batches, and that they must not
+        self._differ = False  # all ranks know that their batches differ, which must be the same
         self._asked = False  # all ranks know that it is time for a checkpoint
         self._epochs, self._validate, self._goes_on = epochs, validate, watched.goes_on
         self._resumed = PartialEpoch()
@@ -434,7 +434,7 @@ class Fit:
         strategy.count_step()
 
     def check_alike(self) -> None:
-        """Raise DataError on all ranks if they know that their next batches differ, and must not. Collective then."""
+        """Raise DataError on all ranks if their next batches differ, which must be the same. Collective if they do."""
         if self._differ and (error := alike.error(self.batches, self.position.epoch, self.group.comm)):
             raise error
 

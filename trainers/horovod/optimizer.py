@@ -290,7 +290,7 @@ class Averaging:
 
     @property
     def under_way(self) -> bool:
-        """Whether gradients are being averaged, or wait for it."""
+        """Whether gradients are being averaged, or wait to be averaged."""
         return bool(self._handles) or self._complete
 
     def begin(self) -> None:

@@ -1,4 +1,4 @@
-"""Refuses losses of which ranks can't divide a batch, because they are no means over the rows."""
+"""Refuses losses that are no means over the rows: ranks can't divide a batch for them."""
 
 from collections.abc import Callable
 
@@ -7,15 +7,15 @@ import numpy as np
 from trainers.data import Tree, leaves
 from trainers.errors import ArgumentError
 
-CLOSE = 1e-3  # the largest relative difference between the loss of rows and the mean of those of its parts
+CLOSE = 1e-3  # the largest relative difference between the loss of rows and the mean of the losses of their parts
 COMPARED, LOOKED_AT = 16, 1 << 16  # rows whose losses are compared, and from which these are chosen
 
 
 def check_mean_of_rows(name: str, y: Tree, loss: Callable[[np.ndarray], float], close: float = CLOSE) -> None:
     """Raise ArgumentError unless the loss of some rows is the mean of the losses of two halves of them.
 
-    A loss that weighs rows by their class, or ignores some, is not: the rows are chosen by their labels. Losses with
-    random numbers can't be compared, and pass. name: of the loss. loss: returns the loss of the rows of these numbers.
+    A loss that weighs rows by their class, or ignores some, is no mean. To find it, rows with many labels are compared.
+    Losses with random numbers can't be compared, and pass. name: of the loss. loss: of the rows with these indices.
     """
     rows = _rows_to_compare(y)
     if len(rows) < 2:
@@ -36,7 +36,7 @@ def check_mean_of_rows(name: str, y: Tree, loss: Callable[[np.ndarray], float], 
 
 
 def _rows_to_compare(y: Tree) -> np.ndarray:
-    """Return the numbers of an even number of rows, sorted by their labels: of many different labels."""
+    """Return the indices of an even number of rows with many different labels, sorted by label."""
     first = leaves(y)[0]
     count = min(len(first), LOOKED_AT)
     labels = np.asarray(first[:count])

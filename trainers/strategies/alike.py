@@ -22,7 +22,7 @@ EXACT_BITS = 24  # integers of so many bits are exact in float32
 def marks(batches: BatchSource, steps: range, ranks: int) -> tuple[int, ...]:
     """Return the numbers that this rank adds to the sums for `differ`: zeros if it reads no whole batches. Local.
 
-    steps: of the batches that the fingerprint is about. ranks: their number.
+    steps: the steps whose batches have this fingerprint. ranks: the number of ranks.
     """
     fingerprints = batches.fingerprints
     if fingerprints is None:
@@ -34,14 +34,14 @@ def marks(batches: BatchSource, steps: range, ranks: int) -> tuple[int, ...]:
 
 
 def differ(sums: Sequence[float]) -> bool:
-    """Return whether ranks have other batches. sums: of the `marks` of all ranks. Local."""
+    """Return whether the batches of the ranks differ. sums: of the `marks` of all ranks. Local."""
     count, low, low_squares, high, high_squares = map(round, sums)
     return count * low_squares != low * low or count * high_squares != high * high
 
 
 def error(batches: BatchSource, epoch: int, comm: MPI.Intracomm) -> DataError | None:
-    """Return the error that names the first batch of the epoch that ranks have read, and that is not the same on all of
-    them; None if there is none. Collective."""
+    """Return the error that names the first batch of the epoch that differs between the ranks that have read it, or
+    None if no batch differs. Collective."""
     fingerprints = batches.fingerprints
     known = fingerprints or {}
     last = int(combine(comm, np.array([max(known, default=-1)]), "compare batches", MPI.MAX)[0])

@@ -24,7 +24,7 @@ from trainers.strategies.rule import FLAGS, StepOptions, UpdateRule
 from trainers.watching.meter import Meter
 
 INNER = "inner."  # prefix, in a rank's local state, of the optimizer's state that differs between ranks (local SGD)
-# appended to each step's metrics; after the reduction: the number of ranks that set the flag
+# FLAGS are appended to each step's metrics; after the reduction they are the numbers of ranks that set the flag
 # (MARKS: of the fingerprint of the next batch, if all ranks read the same ones, see strategies.alike)
 # ("rows": the rows of the next batch, if the batches are a stream)
 # ("weight": the mean weight that the loss has counted in the rows)

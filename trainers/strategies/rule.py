@@ -71,7 +71,7 @@ class Tables(Protocol):
 
 
 class UpdateRule:
-    """Computes the gradients of a batch, and updates a replica by averaged gradients, with the options of a fit. Local.
+    """Computes the gradients of a batch, and updates a replica by averaged gradients. Local, but for `hold_unused`.
 
     options: of the fit. norms: the norms of the gradients of an epoch. schedule: sets the learning rates of a step, if
     there is one. tables: the sums of sparse gradients, which every rank has; None if the strategy has none. sparse:
@@ -88,7 +88,7 @@ class UpdateRule:
         self.tables: Tables | None = None
         self.sparse: list[Rows] | None = None  # of the last `gradients`, if it had several micro-batches
         self._scratch: Any = None
-        self._asks: bool | None = None  # whether a step learns what is unused, where no flag tells; None: not known
+        self._asks: bool | None = None  # whether ranks ask each other in each step, see `hold_unused`; None: not known
         self.take_none()
 
     def use(self, options: StepOptions) -> None:
@@ -179,7 +179,7 @@ class UpdateRule:
                 scale(each, 1 / float(weight))
 
     def hold_unused(self, comm: MPI.Intracomm, flag: float | None) -> None:
-        """Let the next update leave the parameters as they are that no rank has used. Collective.
+        """Let the next update leave parameters that no rank has used as they are. Collective.
 
         flag: "unused" of FLAGS, summed over the ranks. None if it is not known before the update: the ranks then ask
             each other in the first step of a fit, and, if a parameter was unused there, in every step.

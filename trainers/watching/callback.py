@@ -156,8 +156,8 @@ class Callback:
         """Called after all ranks have taken a step."""
 
     def idle(self) -> None:
-        """Called again and again on a rank of asynchronous servers, where batches may have no events: it waits for its
-        turn, or gets no rows. Local."""
+        """Called again and again on a rank of asynchronous servers while it computes no batch, because it waits for its
+        turn or gets no rows. Local."""
 
     def unusable(self, gradients: Any) -> bool:
         """Return True to discard this rank's gradients; called if ranks do not take steps together. Local."""
@@ -254,7 +254,7 @@ NEEDED = ("on_train_begin", "on_train_end", "on_epoch_begin", "on_epoch_end")
 
 
 def checked(callbacks: Any) -> tuple[Any, ...]:
-    """Return the callbacks as a tuple. Raises ArgumentError if one of them is none."""
+    """Return the callbacks as a tuple. Raises ArgumentError if one of the objects is no callback."""
     if isinstance(callbacks, str) or not isinstance(callbacks, Iterable):
         raise ArgumentError(f"callbacks must be a list of callbacks, got {callbacks!r}")
     every = tuple(callbacks)

@@ -49,7 +49,7 @@ class Progress(Callback):
     def on_epoch_end(self, epoch: int, logs: Logs | None = None) -> None:
         self.close()
         if self._shown:
-            topology = self.trainer.topology  # ranks that share cores wait for them everywhere, so a share says nothing
+            topology = self.trainer.topology  # ranks that share cores also wait for a core, so the shares say nothing
             line = Epoch.of_logs(epoch, logs or {}).line(shares=topology.sharing <= topology.cores)
             print(line, file=self._stream, flush=True)
 

@@ -11,7 +11,7 @@ from trainers.cli.main import Job, Member, check_loss, checkpoint_of, introduce,
 from trainers.cli.options import make_callbacks, make_network, step_options, strategy_options, trainer_options
 from trainers.replicas.numpy.network import NumpyNetwork
 
-TRAINER = "trainers.apps.ensemble.ensemble"  # the module of EnsembleTrainer; many is above cli
+TRAINER = "trainers.apps.ensemble.ensemble"  # the module of EnsembleTrainer, imported when it is needed
 
 
 def train(job: Job, member: Member) -> None:

@@ -413,11 +413,11 @@ class EnsembleTrainer(GroupOwner):
         Without a deadline: of all members, on every rank. Collective. With voting="soft" the result is the mean of
         the outputs; with "hard" it is the share of the votes for each class. `argmax(axis=1)` of both is the class.
 
-        deadline: seconds after which rank 0 returns what has come, as a Prediction, which names the members that are
-            missing: those of ranks that are late, stopped or lost (a lost rank ends the job, unless it was started with
-            `mpirun --with-ft ulfm`). All ranks make the call, in the same order. Rank 0 waits for no other rank, and
-            the others wait for rank 0 only. They return None. The ranks of a part divide its members.
-        quorum: rank 0 raises DeadlineExceededError if fewer members than that have voted by the deadline.
+        deadline: seconds after which rank 0 returns a Prediction of the votes that have come. It names the missing
+            members: their ranks are late, stopped or lost (a lost rank ends the job, unless it was started with
+            `mpirun --with-ft ulfm`). All ranks make the call, in the same order. Rank 0 waits for no other rank. The
+            other ranks wait for rank 0 only, and return None. The ranks of a part divide its members.
+        quorum: rank 0 raises DeadlineExceededError if fewer than `quorum` members have voted by the deadline.
 
         Members with the weight 0 compute nothing.
         """

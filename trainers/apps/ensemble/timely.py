@@ -1,4 +1,4 @@
-"""Votes of an ensemble's members by a deadline: rank 0 deals a call to the others, and takes what has come."""
+"""Votes of an ensemble's members by a deadline: rank 0 deals a call to the others, and takes the votes in time."""
 
 import time
 import zlib
@@ -63,8 +63,8 @@ class TimelyVotes:
         self._exchange, self._positions = exchange, positions
         self._dealer = Dealer(exchange)
         self._call = 0  # the number of the last call on this rank
-        self._over = 0  # of the last call that rank 0 has ended, as far as this rank knows
-        self._work: tuple[int, int] | None = None  # dealt to this rank: the call, the number of the work
+        self._over = 0  # the number of the last call that rank 0 has ended, as far as this rank knows
+        self._work: tuple[int, int] | None = None  # dealt to this rank: the number of the call, of the work
 
     def predict(
         self,
@@ -76,7 +76,7 @@ class TimelyVotes:
         quorum: int,
         missing: Mapping[int, str],
     ) -> Prediction | None:
-        """Return on rank 0 what has come by the deadline, and None on other ranks, which send their votes.
+        """Return on rank 0 the votes that have come by the deadline, and None on other ranks, which send their votes.
 
         A rank that was late or stopped computes nothing for calls that rank 0 has ended.
 
@@ -106,7 +106,7 @@ class TimelyVotes:
     # Every rank but 0
 
     def _answer_call(self, x: Tree | ArgumentError, own: Mapping[int, Replica], voting: Voting) -> None:
-        """Answer what rank 0 deals, until that was of this call, or until rank 0 has ended this call."""
+        """Answer the work that rank 0 deals, until work of this call is answered, or rank 0 has ended this call."""
         exchange = self._exchange
 
         def come() -> bool:
@@ -150,8 +150,8 @@ class TimelyVotes:
     def _collected(
         self, x: Tree, own: Mapping[int, Replica], voting: Voting, voters: Sequence[int], ends: float
     ) -> tuple[dict[int, Tree], dict[int, str]]:
-        """Return the votes that have come by `ends`, in the order of the members, and for every member why its vote is
-        missing if it is."""
+        """Return the votes that have come by `ends`, in the order of the members, and for every member the reason to
+        give if its vote is missing."""
         duties_of = {rank: each.duties(voters) for rank, each in enumerate(self._positions)}
         call = _Call(self._dealer, self._call, [rank for rank, duties in duties_of.items() if rank and duties])
 

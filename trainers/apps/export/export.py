@@ -47,7 +47,7 @@ def write(
     int8: bool = False,
     average: bool = False,
 ) -> Exported:
-    """Write a replica's model to `path`, and return what the file is. Local. Raises ExportError.
+    """Write a replica's model to `path`, and return a description of the file. Local. Raises ExportError.
 
     x: rows as `predict` takes them, of the training with int8; None for the replica's `drawn_rows`.
     classes: the names of the classes; None for those of the table. logits: whether the outputs are logits of classes,
@@ -108,8 +108,8 @@ def check_path(path: str) -> None:
 
 
 def _described(replica: Replica, outputs: Tree, classes: Sequence[str] | None, logits: bool) -> tuple[Exported, bool]:
-    """Return what the file will be, and whether it needs a softmax: only of outputs that the replica or the user says
-    to be logits of classes. Others are never changed, so the file answers as `predict` does."""
+    """Return the description of the file, and whether it needs a softmax: only if the replica or the user says that
+    its outputs are logits of classes. Other outputs are never changed, so the file answers as `predict` does."""
     kind = type(replica).__name__
     require(flag_error("export: logits", logits))
     if logits and replica.scores == "probabilities":
@@ -118,7 +118,7 @@ def _described(replica: Replica, outputs: Tree, classes: Sequence[str] | None, l
     if width < 2 and (classes is not None or logits):
         raise ArgumentError(
             f"export: a classifier has two outputs for each row, or more, and this {kind} has {width or 'several'}: "
-            "leave out classes and logits, and the file answers what predict does"
+            "leave out classes and logits, and the file answers as predict does"
         )
     learned = () if replica.columns is None else replica.columns.classes
     names = learned if classes is None else tuple(map(str, classes))

@@ -93,10 +93,10 @@ class Parameter:
 
 @dataclass(frozen=True)
 class Tuning:
-    """What a search does. metric: of an epoch. parallel: the largest number of trials at a time, or None.
+    """The settings of a search. metric: of an epoch. parallel: the largest number of trials at a time, or None.
 
-    prunes: whether trials that are worse than others end early. halves: the epochs after which the first of them may,
-    and the factor of the next ones, by successive halving; or None.
+    prunes: whether trials that are worse than others end early. halves: for successive halving, the epochs after which
+    the first trials may end, and the factor of the next such epochs; or None.
     """
 
     goal: str

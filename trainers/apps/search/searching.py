@@ -115,12 +115,12 @@ def search(
     ranks_per_trial: the ranks of a part, at least. Ranks that are left over join the first parts. parallel: the largest
         number of parts.
     directions: "minimize" or "maximize", or one for each value of the objective.
-    sampler, pruner: optuna's; or for sampler a function that makes one of a seed. None: TPE, optuna's default pruner.
+    sampler, pruner: optuna's; a sampler may be a function that makes one from a seed. None: TPE, optuna's MedianPruner.
         With BruteForceSampler all ranks are one part, which runs one trial after the other.
     storage: the file of optuna's journal, in a folder that all ranks see. A later search with it goes on. None: the
         search can't go on in another job.
     seed: makes a search of one part repeatable, also one that is continued.
-    about: what is equal in all trials; a later search with this storage and another text raises ArgumentError.
+    about: describes all trials of the study. A later search with this storage and another text raises ArgumentError.
     told: called on the first rank of a part with each trial that has ended there.
 
     After a failure of a rank (mpirun --with-ft ulfm) the trial of its part has failed. Its part continues with the
@@ -205,7 +205,7 @@ def _bad_objects(objective: Any, settings: Settings) -> ArgumentError | None:
 class _Search:
     """A search on this rank: its part runs trials until there are enough; then all ranks meet.
 
-    topology: of all ranks, or of those that are left.
+    topology: of all ranks, or after a failure of the ranks that are left.
     """
 
     def __init__(self, topology: Topology, objective: Objective, settings: Settings, storage: str | None) -> None:
@@ -238,7 +238,7 @@ class _Search:
         study.begin(self._settings.about)
         if left := study.end_running(KILLED, again=True):
             log.warning(
-                "trainers: trials %s of a former job have failed (%s); their parameters go again",
+                "trainers: trials %s of a former job have failed (%s); their parameters are tried again",
                 ", ".join(map(str, left)),
                 KILLED,
             )
@@ -297,7 +297,7 @@ class _Search:
 
     def _meet(self, error: Exception | None, topology: Topology) -> SearchResult | None:
         """Wait for all parts; returns the result, None after SIGTERM. Collective over the ranks that are left; may be
-        repeated. error: that has ended this rank's part; all ranks raise it."""
+        repeated. error: the error that has ended this rank's part; all ranks raise it."""
         self._parts = None
         meet(topology, "wait for the other parts of a search")
         raise_together(topology.world, error)
@@ -309,7 +309,7 @@ class _Search:
     def _run_part(self, parts: Parts) -> Exception | None:
         """Run the trials of this rank's part. Collective over the part.
 
-        Returns an error that is not of an objective: the other parts run on, and then all ranks raise it.
+        Returns an error that no objective has raised: the other parts run on, and then all ranks raise it.
         """
         try:
             while retry(parts.topology, self._next, self._recover):

@@ -48,7 +48,7 @@ class Ended(NamedTuple):
 
     state: "COMPLETE", "PRUNED" or "FAIL". values: of the objective, None unless complete. reason: why it failed.
     seconds: of the objective. ranks: of MPI.COMM_WORLD, on which it ran. repeats: the trial whose parameters it had,
-    because that one's job was killed.
+    because the job of that trial was killed.
     """
 
     number: int
@@ -86,7 +86,7 @@ class Study:
         journal = module.storages.journal
         self._path, self._seed = path, seed
         self._make_sampler: Callable[[int], Any] | None = None
-        self._inner: Any = None  # the sampler, which the study has as a watched one
+        self._inner: Any = None  # the sampler, inside of the watched sampler that the study has
         self._error: Exception | None = None  # of the sampler
         if sampler is None or not isinstance(sampler, module.samplers.BaseSampler):
             self._make_sampler = sampler or (lambda seed: module.samplers.TPESampler(seed=seed))
@@ -128,7 +128,7 @@ class Study:
                 return self.study.ask()
 
     def _has_begun_all(self, trials: Sequence[Any]) -> bool:
-        """Whether a sampler that tries every point once has no point that no trial has begun: it would repeat one."""
+        """Whether trials have begun all points of a sampler that tries every point once: it would repeat one."""
         samplers, running = optuna().samplers, any(trial.state.name == "RUNNING" for trial in trials)
         if not trials or not isinstance(self._inner, samplers.GridSampler | samplers.BruteForceSampler):
             return False
@@ -269,7 +269,7 @@ class Study:
 
 
 def failure_of(name: str, error: Exception) -> SearchError:
-    """Return the error of a search whose sampler or pruner (name) has raised one."""
+    """Return the error of a search whose sampler or pruner has raised `error`. name: "sampler" or "pruner"."""
     return SearchError(f"the {name} has failed: {type(error).__name__}: {error}")
 
 

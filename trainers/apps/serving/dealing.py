@@ -62,7 +62,7 @@ class Local:
         self._work.put(batch)
 
     def answers(self) -> list[tuple[Batch, list[np.ndarray], str]]:
-        """Return what is computed: each batch, its outputs, and the text of an error."""
+        """Return the computed batches: each batch, its outputs, and the text of an error."""
         found = []
         while not self._done.empty():
             found.append(self._done.get())
@@ -84,15 +84,15 @@ class Local:
 
 
 class Change(NamedTuple):
-    """A version that a rank loads, whose file has this digest, or that it unloads ("")."""
+    """A version that a rank loads or unloads. digest: of the file that it loads; "" to unload."""
 
     version: int
     digest: str
 
 
 class Peer:
-    """Another rank, as rank 0 sees it. has: the digests of the versions that it has loaded, by their numbers. work:
-    what it has not answered, by sequence numbers."""
+    """Another rank, as rank 0 sees it. has: the digests of the versions that it has loaded, by their numbers. work: the
+    work that it has not answered, by sequence numbers."""
 
     def __init__(self, rank: int, has: dict[int, str]) -> None:
         self.rank, self.has = rank, has

@@ -94,8 +94,8 @@ def _parsed(body: bytes, outside: bytes) -> tuple[dict[str, Any], str]:
 
 
 def _instances(given: Any, form: str, columns: Columns | None) -> list[Any]:
-    """Return the rows of a body. given: what it has under the name `form`: rows, or in the form INPUTS the columns of a
-    table by name, or one tensor, which may have the name INSTANCES, as in the metadata."""
+    """Return the rows of a body. given: the value with the name `form`: rows; or for INPUTS also the columns of a table
+    by name, or one tensor, which may have the name INSTANCES, as in the metadata."""
     if form == INPUTS and columns is not None:
         return _transposed(given, columns)
     if form == INPUTS and isinstance(given, dict):

@@ -35,7 +35,7 @@ class Found(NamedTuple):
 
 def scan(folder: str) -> dict[int, Found]:
     """Return the versions in a folder that have one model file. Raises OSError if the folder can't be read."""
-    found, folder = {}, os.path.abspath(folder)  # so a version has the same path for everybody who looks
+    found, folder = {}, os.path.abspath(folder)  # so a version has the same path, whatever the form of `folder`
     for name in os.listdir(folder):
         if FOLDER.fullmatch(name) and os.path.isdir(own := os.path.join(folder, name)):
             listed = sorted(each for each in _listed(own) if not each.startswith("."))

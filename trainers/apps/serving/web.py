@@ -9,8 +9,8 @@ and uvicorn. It knows a Service, which answers rows; no MPI.
     GET  /health                                  200 while a version answers, else 503
 
 A body of an error is {"error": its text}. Clients are bounded: connections, bytes and nesting of a body, the time that
-a head, a body and an answer may take. Names of a path are compared with those of the versions; no file is opened by a
-name.
+a head, a body and an answer may take. Names in a path are compared with the names of the versions; no file is opened by
+a name.
 """
 
 import asyncio

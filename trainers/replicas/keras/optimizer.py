@@ -64,7 +64,7 @@ class Optimizer(FlatOptimizer):
         )
 
     def update(self, gradients: np.ndarray, still: np.ndarray) -> None:
-        """Update the model's variables with flat gradients, but not those that are `still`."""
+        """Update the model's variables with flat gradients, except the `still` variables."""
         self.extend()
         state, numbers = self.whole, np.flatnonzero(still)
         held = [of[number] for of in (state.variables, *state.slots.values()) for number in numbers]
@@ -74,7 +74,7 @@ class Optimizer(FlatOptimizer):
             assign(variable, array)
 
     def update_slice(self, part: slice, parameters: np.ndarray, gradients: np.ndarray, still: np.ndarray) -> None:
-        """Update a slice of flat parameters in place, but not those that are `still`. part: clipped to them."""
+        """Update a slice of flat parameters in place, except the `still` ones. part: clipped to the parameters."""
         self.restrict(part)
         mask = np.zeros(part.stop - part.start, bool)
         for number in np.flatnonzero(still):

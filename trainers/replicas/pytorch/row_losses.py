@@ -62,7 +62,7 @@ def is_mean(loss: Any) -> bool:
 
 
 def counted(loss: Any, target: Tensor) -> float:
-    """Return the weight of all targets that a loss which `counts` divides by. target: labels, or probabilities."""
+    """Return the weight of all targets, by which a loss that `counts` divides. target: labels, or probabilities."""
     if target.is_floating_point():
         return target.numel() / target.shape[1]
     kept = target != getattr(loss, "ignore_index", IGNORED)
