@@ -122,7 +122,6 @@ class Algorithm(ABC):
     two_phase = False  # True: it is a TwoPhase
     sums_terms = False  # True: it does sum_terms and sum_products
     dense_rows = False  # True: sparse sums are reduced as dense arrays
-    compares_places = False  # True: the ranks must pass the same slice of the same array from `allocate`
     copies_unregistered = ""  # the notice for arrays not from `allocate`, if they are copied; "" if they are not
 
     lossless: "Algorithm"  # the algorithm for values that must not be rounded: this one, unless it compresses
@@ -175,6 +174,10 @@ class Algorithm(ABC):
     def resolve(self, op: str, dtype: np.dtype) -> Op:
         """Return the Op named `op` for `dtype`. Raises UnsupportedOpError. Local."""
         return ops.resolve(op, dtype, self.size)
+
+    def compares_places(self, call: Call) -> bool:
+        """Return whether the ranks must pass the same slice of the same array from `allocate`. Local."""
+        return False
 
     def place(self, buffer: Any) -> tuple[int, int] | None:
         """Return the place of an array in memory from `allocate`, for algorithms that compare places; see

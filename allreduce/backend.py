@@ -215,7 +215,9 @@ class AllReduce:
         run = None
         if type(buffer) is np.ndarray and buffer.flags.carray and not lossless:  # the usual case: one look-up
             base = buffer.base
-            memory = UNREGISTERED if base is None else ALLOCATED if id(base) in self._shared else self._memory(buffer)
+            memory = UNREGISTERED
+            if base is not None and self._shared:
+                memory = ALLOCATED if id(base) in self._shared else self._memory(buffer)
             try:  # noqa: SIM105, suppress() would cost as much as the look-up
                 run = self._known.get((buffer.shape, buffer.dtype, op, memory))
             except TypeError:  # an op that is not hashable; _admit raises its error
@@ -630,7 +632,7 @@ class AllReduce:
             notices.once(self.rank, algorithm.copies_unregistered)
         work = algorithm.work(call, op)
         run = work.run if work.quiet else executor.quiet(work.run)
-        place = algorithm.place if algorithm.compares_places and self.size > 1 else None
+        place = algorithm.place if self.size > 1 and algorithm.compares_places(call) else None
         return work, PreparedCall(call, run, fingerprint(call, tree), tree, place, work.address)
 
     def _run_phase(self, kind: str, buffer: Any, op: str = "sum") -> None:

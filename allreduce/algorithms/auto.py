@@ -74,7 +74,6 @@ class Auto(TwoPhase):
         if not any(each.two_phase for each in self._algorithms.values()):
             self._make("ring")  # it needs nothing but messages
         self._main = next(each for each in self._algorithms.values() if isinstance(each, TwoPhase))
-        self.compares_places = self._main.compares_places
         if compress is not None:
             self.lossless = context.make("native")
         if on_all(self.comm, "cupy" in sys.modules, "look for CuPy"):  # its import takes a second
@@ -127,6 +126,12 @@ class Auto(TwoPhase):
         return "; ".join(reasons) or ("compression" if self._compress is not None else f"one algorithm: {name}")
 
     # Calls
+
+    def compares_places(self, call: Call) -> bool:
+        return self._does(call).compares_places(call)
+
+    def _does(self, call: Call) -> Algorithm:
+        return self._algorithms[self.choice(call)[0]] if call.kind == "all_reduce" else self._main
 
     def work(self, call: Call, op: Op) -> Work:
         if call.kind != "all_reduce":

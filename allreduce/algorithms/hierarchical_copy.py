@@ -16,6 +16,7 @@ import numpy as np
 from allreduce.algorithm import Context, TwoPhase
 from allreduce.arrays import dtypes
 from allreduce.arrays.ops import Op
+from allreduce.call.call import Call
 from allreduce.errors import OptionError
 from allreduce.transport import cost
 from allreduce.transport.control import together
@@ -43,12 +44,14 @@ class HierarchicalCopy(TwoPhase):
         # losses and flags are small: the MPI library is good at them
         self.lossless = self if compress is None else context.make("native")
         self.copies_unregistered = self._node.copies_unregistered
-        self.compares_places = self._node.compares_places and context.layout.nodes < self.size
         self._leaders_only = context.layout.leaders_only
         self._ranks_inside: tuple[int, ...] = (
             context.layout.members[context.layout.node_of(self.rank)] if self._leaders_only else ()
         )
         self._transfer = Transfer(self.comm, self.workspace, context.tag)
+
+    def compares_places(self, call: Call) -> bool:
+        return self.context.layout.nodes < self.size and self._node.compares_places(call)
 
     @staticmethod
     def cost(nbytes: float, layout: Layout, machine: Machine) -> float:

@@ -52,7 +52,6 @@ class Shared(TwoPhase):
     """
 
     one_node = True
-    compares_places = True
 
     def __init__(self, context: Context) -> None:
         super().__init__(context)
@@ -105,6 +104,9 @@ class Shared(TwoPhase):
 
     # `work` is for a call in which the ranks have just met. An algorithm that contains this one calls `reduce` and the
     # phases, in which the ranks meet first.
+
+    def compares_places(self, call: Call) -> bool:
+        return True
 
     def work(self, call: Call, op: Op) -> Work:
         if call.memory == GPU:

@@ -28,6 +28,7 @@ from allreduce.call.rendezvous import (
     ORDERED_STORES,
     PARITIES,
     VERDICTS,
+    Round,
     Row,
     Slot,
     Tables,
@@ -48,6 +49,7 @@ Place = tuple[int, int]  # of an array: an allocation's number, equal on all ran
 ERRSTATE_PER_CONTEXT = int(np.__version__.partition(".")[0]) >= 2
 AGREEING_NUMBER = AGREEING >> SEQUENCE_BITS
 TAGS = 32749  # largest prime below 32767, the smallest MPI_TAG_UB that the standard allows
+MOST_PLACES = 64  # of one signature, whose fingerprints are kept
 POLLS = 20  # reads of the fingerprints before the slower loop of `_wait_for`
 # a waiting rank polls for SPIN_SECONDS, yields its core until YIELD_SECONDS, then sleeps SLEEP_SECONDS between polls
 SPIN_SECONDS, YIELD_SECONDS, SLEEP_SECONDS = 2e-5, 1e-3, 5e-5
@@ -79,6 +81,20 @@ class PreparedCall(NamedTuple):
             return self._replace(place=None)
         where = f", array {place[0] & 0xFFFFFFFF} at byte {place[1]}"
         return self._replace(fingerprint=self.fingerprint ^ place_hash(place) << SEQUENCE_BITS, place=None, where=where)
+
+
+class Placed(dict[Place | None, tuple[PreparedCall, list[Round]]]):
+    """A call at each place of memory from `allocate`, and its rounds; made when it is first looked up."""
+
+    def __init__(self, prepared: PreparedCall, slot: Slot) -> None:
+        self._prepared, self._slot = prepared, slot
+
+    def __missing__(self, place: Place | None) -> tuple[PreparedCall, list[Round]]:
+        if len(self) >= MOST_PLACES:  # a program with ever new slices
+            self.clear()
+        here = self._prepared.at(place)
+        self[place] = found = here, self._slot.rounds(here.fingerprint)
+        return found
 
 
 class Executor:
@@ -164,6 +180,8 @@ class Executor:
         row, mine = self._enter(MEETING, address)
         if row.fingerprints.tolist().count(mine) < len(row.fingerprints):
             self._wait_for(row, mine & SEQUENCE_MASK)
+        if not ORDERED_STORES:
+            self._topology.node.Barrier()
         return row.addresses.tolist()
 
     def tag(self) -> int:
@@ -213,8 +231,9 @@ class Executor:
         """Wait for the submitted calls, unless this is one of them; then raise the error of a call that can't start.
 
         closed: whether a closed executor takes no call."""
-        last = self._submitted
-        if last is not None and get_ident() != self._worker:
+        self._thread, last = get_ident(), self._submitted
+        abort.register_thread()
+        if last is not None and self._thread != self._worker:
             with contextlib.suppress(Exception):  # the caller of `submit` gets it
                 last.wait()
             self._submitted = None
@@ -229,20 +248,20 @@ class Executor:
         """
         wait, slot, polls, ident = self.wait, self._slot, self._polls, get_ident
         user, observers, call, work = wait.user, self.observers, prepared.call, prepared.run
-        apart = prepared.place is not None or prepared.address is not None or self._several
-        rounds = slot.rounds(prepared.fingerprint) if slot is not None and not apart else None
-        rank, meets = 0 if slot is None else slot.rank, self._topology.size > 1
+        fixed, placed = self._rounds(prepared)
+        place: Any = prepared.place
+        rank, meets = self._topology.node_rank, self._topology.size > 1
 
         def run(flat: Any = bound) -> None:
-            begin, end = perf_counter(), 0.0
-            if ident() != self._thread:
-                self._notice_thread()
-            if wait.call is not None or self.stopped or self._submitted is not None:
+            begin, end, here, rounds = perf_counter(), 0.0, prepared, fixed
+            if ident() != self._thread or wait.call is not None or self.stopped or self._submitted is not None:
                 self._wait_for_turn()
             try:
                 wait.count += 1
                 wait.begun = begin
                 wait.call = prepared  # no function call, so no thread switch, between the check above and this line
+                if placed is not None:
+                    here, rounds = placed[place(flat)]
                 if rounds is not None:
                     sequence = self._sequence = self._sequence + 1
                     fingerprints, mine, alike = rounds[sequence & SEQUENCE_MASK]
@@ -251,7 +270,7 @@ class Executor:
                         if fingerprints.tobytes() == alike:
                             break
                     else:
-                        self._compare(slot.rows[sequence % PARITIES], mine, prepared)  # type: ignore[union-attr]
+                        self._compare(slot.rows[sequence % PARITIES], mine, here)  # type: ignore[union-attr]
                 elif meets:
                     self._rendezvous(prepared, flat)
                 work(flat)
@@ -273,10 +292,7 @@ class Executor:
         text: this rank's call in words, for the table in the DisagreementError.
         """
         wait, named = self.wait, NamedCall(text, AGREEING)
-        if get_ident() != self._thread:
-            self._notice_thread()
-        if wait.call is not None or self.broken is not None or self._submitted is not None:
-            self._wait_for_turn(closed=False)
+        self._wait_for_turn(closed=False)
         end = 0.0
         try:
             wait.call = named
@@ -294,6 +310,15 @@ class Executor:
                 observe((wait.user, wait.count, named, wait.begun, end))
 
     # The rendezvous
+
+    def _rounds(self, prepared: PreparedCall) -> tuple[list[Round] | None, Placed | None]:
+        """Return the rounds of a call in which the ranks of one node only compare numbers; if they compare places too,
+        the rounds at each place."""
+        if self._slot is None or self._several or prepared.address is not None or not ORDERED_STORES:
+            return None, None
+        if prepared.place is not None:
+            return None, Placed(prepared, self._slot)
+        return self._slot.rounds(prepared.fingerprint), None
 
     def _rendezvous(self, prepared: PreparedCall, flat: Any) -> None:
         """Meet in a call for which `prepare` has no Rounds: by place or address, on several nodes, by messages."""
@@ -391,10 +416,6 @@ class Executor:
                     self._topology.detector.check_waits(self.wait)
         finally:
             self.wait.raises = raises
-
-    def _notice_thread(self) -> None:
-        self._thread = get_ident()
-        abort.register_thread()
 
     # Ends
 

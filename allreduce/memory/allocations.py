@@ -190,7 +190,8 @@ class Allocations:
         """Return the array in whose memory `buffer` lies, and the byte of this array at which `buffer` begins; None if
         there is none. Local."""
         begin = address(buffer)
-        for entry in self._known():
+        usual = self.shared.get(id(buffer.base)) if isinstance(buffer, np.ndarray) else None  # one look-up
+        for entry in self._known() if usual is None else (usual,):
             if entry.begin <= begin and begin + buffer.nbytes <= entry.begin + entry.nbytes:
                 return entry, begin - entry.begin
         return None

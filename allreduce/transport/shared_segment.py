@@ -8,20 +8,18 @@
 
 import ctypes
 import errno
-import itertools
 import mmap
 import os
 import secrets
 import tempfile
 import weakref
 from contextlib import suppress
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from mpi4py import MPI
 
 from allreduce.arrays.chunks import chunk
-from allreduce.arrays.memory_kinds import ALLOCATED, UNREGISTERED
 from allreduce.errors import UnavailableError
 from allreduce.transport import huge_pages
 from allreduce.transport.control import raise_together, root_value, together
@@ -29,7 +27,6 @@ from allreduce.transport.wait import wait_for
 
 SHARED_MEMORY = "/dev/shm" if os.path.isdir("/dev/shm") else tempfile.gettempdir()
 PAGE_BYTES = mmap.PAGESIZE
-Location = tuple[int, int]  # of an array: an allocation's number, equal on all ranks, and the byte offset in it
 STAGING_BYTES = 16 * 1024 * 1024  # of a node, whatever the number of ranks; a container may have 64 MB in all
 SPARE_BYTES = 512 * 1024  # left free for MPI, for each rank: some libraries reserve no pages before they write
 
@@ -48,83 +45,11 @@ def shared_rows(comm: MPI.Intracomm, nbytes: int) -> np.ndarray:
     return _map(comm, row * comm.size).reshape(comm.size, row)[:, :nbytes]
 
 
-class _Segment(NamedTuple):
-    """The rows of one array. memory: all rows, while the array is in use. begin, end: addresses of this rank's row."""
-
-    memory: "weakref.ref[np.ndarray]"
-    begin: int
-    end: int
-
-
-class SharedArrays:
-    """Allocates 1-D arrays that all ranks of a node read and write. The constructor is local.
-
-    comm: a communicator whose ranks share a node.
-    """
-
-    def __init__(self, comm: MPI.Intracomm) -> None:
-        self._comm = comm
-        self._segments: dict[int, _Segment] = {}  # by number; numbers are not reused
-        self.owners: dict[int, weakref.ref[np.ndarray]] = {}  # by id: the arrays that NumPy's slices have as `base`
-        self._numbers = itertools.count()
-
-    def __len__(self) -> int:
-        return len(self._segments)
-
-    def allocate(self, length: int, dtype: np.dtype) -> np.ndarray:
-        """Return `length` zeros. Collective. Raises UnavailableError on all ranks if the memory is not available."""
-        nbytes = length * dtype.itemsize
-        mine = shared_rows(self._comm, nbytes)[self._comm.rank]
-        owner, begin = mine.base, MPI.Get_address(mine)
-        assert owner is not None
-        self._segments = {number: each for number, each in self._segments.items() if each.memory() is not None}
-        self._segments[next(self._numbers)] = _Segment(weakref.ref(owner), begin, begin + nbytes)
-        key, owners = id(owner), self.owners
-        owners[key] = weakref.ref(owner, lambda _: owners.pop(key, None))  # an id may be reused
-        return mine.view(dtype)
-
-    def locate(self, buffer: np.ndarray) -> Location | None:
-        """Return the location of one of these arrays, or of a slice of one; None for other arrays. Local."""
-        address = MPI.Get_address(buffer)
-        for number, segment in self._segments.items():
-            if segment.begin <= address < segment.end and buffer.size and segment.memory() is not None:
-                return number, address - segment.begin
-        return None
-
-    def memory_of(self, buffer: np.ndarray) -> int:
-        """Return ALLOCATED for one of these arrays or a slice of one, else UNREGISTERED. Local."""
-        base = buffer.base
-        if id(base) in self.owners and buffer.size:
-            return ALLOCATED
-        if type(base) is np.ndarray and base.flags.owndata:  # the usual case: a slice of an ordinary array
-            return UNREGISTERED
-        return UNREGISTERED if self.locate(buffer) is None else ALLOCATED
-
-    def of_all_ranks(self, array: np.ndarray, location: Location) -> list[np.ndarray]:
-        """Return all ranks' arrays at the location and of the length of this rank's `array`. Local."""
-        number, offset = location
-        memory = self._segments[number].memory()
-        assert memory is not None  # this rank's array lies in it
-        rows = memory.reshape(self._comm.size, -1)
-        return list(rows[:, offset : offset + array.nbytes].view(array.dtype))
-
-    def fence(self) -> None:
-        """Barrier: writes of any rank before it are visible to all ranks after it. Collective."""
-        # A barrier between processes of one machine uses atomics in shared memory, or system calls. Both order earlier
-        # writes, so a rank that leaves the barrier sees what the others wrote before they entered it.
-        self._comm.Barrier()
-
-    def clear(self) -> None:
-        """Drop the arrays; the memory of an array that is still in use stays. Local."""
-        self._segments.clear()
-        self.owners.clear()
-
-
 class CommonSegment:
     """One 1-D array of `length` zeros that all ranks of a communicator map as the same bytes. Collective.
 
-    The ranks of `comm` must share a node. `SharedArrays` allocates an array for each rank. Here all ranks have the same
-    array: what any rank writes, all ranks read after a `fence`.
+    The ranks of `comm` must share a node. `shared_rows` gives each rank a row of its own. Here all ranks have the same
+    array: an element that any rank writes, all ranks read after a `fence`.
 
     Raises UnavailableError on all ranks of `comm` if the memory is not available.
     """

@@ -14,7 +14,7 @@ import numpy as np
 from allreduce import Context, TwoPhase, notices
 from allreduce.arrays.chunks import binomial, chunk, segments
 from allreduce.arrays.ops import Op
-from allreduce.call.call import check_root
+from allreduce.call.call import Call, check_root
 from allreduce.errors import UnavailableError
 from allreduce.transport.control import together
 from allreduce.transport.point_to_point import Transfer
@@ -28,8 +28,6 @@ class Central(TwoPhase):
 
     root: the rank that owns every element of every buffer.
     """
-
-    compares_places = True
 
     def __init__(self, context: Context, *, root: int = 0) -> None:
         super().__init__(context)
@@ -59,6 +57,9 @@ class Central(TwoPhase):
         mine = rows[inside.rank].view(dtype)
         self.context.allocations.add(mine, keeps=False, ranks=inside.size)
         return mine
+
+    def compares_places(self, call: Call) -> bool:
+        return True
 
     def scatter(self, buffer: np.ndarray, op: Op) -> None:
         inside, leader = self._inside, self._ranks.index(self._leader)

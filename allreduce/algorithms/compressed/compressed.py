@@ -25,8 +25,6 @@ class Compressed(TwoPhase):
     inner: an algorithm on the same ranks, closed with this one. It allocates.
     """
 
-    compares_places = True  # the state of an array decides which messages are sent
-
     def __init__(self, context: Context, *, inner: Algorithm) -> None:
         super().__init__(context)
         self.inner, self.lossless = inner, inner.lossless
@@ -74,6 +72,9 @@ class Compressed(TwoPhase):
 
     def choice(self, call: Call) -> tuple[str, str]:
         return self.inner.choice(call)
+
+    def compares_places(self, call: Call) -> bool:
+        return True  # the state of an array decides which messages are sent
 
     def work(self, call: Call, op: Op) -> Work:
         if call.kind == "all_gather" or not self.compresses(call.dtype, op):

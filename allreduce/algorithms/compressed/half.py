@@ -27,8 +27,6 @@ class SixteenBits(Compressed):
     and reused). Calls become faster on slow networks, and slower inside a node.
     """
 
-    compares_places = False
-
     def __init__(self, context: Context, *, inner: Algorithm, options: Half) -> None:
         super().__init__(context, inner=inner)
         self.options, self._dtype = options, options.sent(LONG[0])
@@ -39,6 +37,11 @@ class SixteenBits(Compressed):
 
     def compresses(self, dtype: np.dtype, op: Op) -> bool:
         return super().compresses(dtype, op) or (self.size > 1 and dtype in LONG and not self.sums)
+
+    def compares_places(self, call: Call) -> bool:
+        """As in `inner`, for arrays that it reduces where they lie; others are reduced in memory of this algorithm."""
+        passed_on = call.kind == "all_gather" or not self.compresses(call.dtype, self.resolve(call.op, call.dtype))
+        return passed_on and self.inner.compares_places(call)
 
     def reduce_parts(self, buffer: np.ndarray, op: Op, where: Slice | None, parts: Sequence[Part]) -> None:
         short = self.from_inner(buffer.size, self._dtype)

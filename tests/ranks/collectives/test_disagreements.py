@@ -148,6 +148,7 @@ def test_places_in_allocated_memory(reduce: AllReduce) -> None:
     length = 100_000
     arrays = [reduce.allocate(2 * length, "float32") for _ in range(2)]
     alone = reduce.topology.nodes == SIZE
+    shares = {reduce.name, reduce.choice(arrays[0][:length])[0]} & {"shared", "hierarchical_copy"}
     calls: dict[str, Callable[[np.ndarray], object]] = {"a call": lambda array: reduce(array, _op(reduce))}
     if reduce.two_phase:
         calls |= {"reduce_scatter": reduce.reduce_scatter, "all_gather": reduce.all_gather}
@@ -157,12 +158,30 @@ def test_places_in_allocated_memory(reduce: AllReduce) -> None:
         for same, other in places:
             call(same)
             call(other)
-            if reduce.name in ("shared", "hierarchical_copy", "auto") and not alone:
+            if shares and not alone:
                 text = raised_everywhere(WORLD, DisagreementError, partial(call, other if mine else same))
                 assert re.search(r"array \d+ at byte", text)
             else:  # each rank reduces in memory of its own
                 call(other if mine else same)
             call(same)
+
+
+@pytest.mark.parametrize(("dtype", "op"), [("int64", "sum"), ("float32", "max"), ("float32", "all_gather")])
+def test_places_of_arrays_that_are_not_compressed(topology: allreduce.Topology, dtype: str, op: str) -> None:
+    """They are reduced where they lie, in the memory that the ranks of a node share."""
+    name = "shared" if topology.nodes == 1 else "hierarchical_copy"
+    with usable(name, topology, compress="bfloat16") as reduce:
+        arrays = [reduce.allocate(1000, dtype) for _ in range(2)]
+        call = reduce.all_gather if op == "all_gather" else partial(reduce, op=op)
+        for array in arrays:
+            call(array)
+        mine = arrays[reduce.rank == SIZE - 1]
+        if topology.nodes == SIZE:
+            call(mine)
+        else:
+            text = raised_everywhere(WORLD, DisagreementError, partial(call, mine))
+            assert re.search(r"array \d+ at byte", text)
+        call(arrays[0])
 
 
 @pytest.mark.parametrize("options", [{"compress": "powersgd:2"}, {"compress": "int8"}, {"exact": True}], ids=str)
