@@ -108,3 +108,18 @@ def test_a_broadcast_is_not_taken_for_another_call_on_hosts(name: str, world: MP
     with pytest.raises(DisagreementError, match=r"rank 0: broadcast: (.*\n)+.*rank 1: stack"):
         call(array)
     topology.close()
+
+
+@pytest.mark.parametrize("name", ["auto", "hierarchical_copy", "native", "ring", "shared"])
+def test_where_stores_are_not_seen_in_order(
+    name: str, topology_of: Callable[..., allreduce.Topology], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On processors such as ARM's every meeting ends with a barrier, on all ranks or on none."""
+    monkeypatch.setattr("allreduce.call.executor.ORDERED_STORES", False)
+    topology = topology_of(2 if name == "hierarchical_copy" else None)
+    with allreduce.create(name, topology) as reduce:
+        for array in (reduce.allocate(10_003, "float32"), np.empty(10_003, np.float32)):
+            for turn in range(20):
+                array[:] = reduce.rank + turn
+                reduce(array, "sum")
+                assert (array == sum(range(reduce.size)) + turn * reduce.size).all()
