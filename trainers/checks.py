@@ -22,7 +22,7 @@ from allreduce.errors import DivergenceError
 from allreduce.transport import processes, tables
 from allreduce.transport.control import all_values, combine, on_all_ranks, together
 from allreduce.transport.wait import wait_for
-from trainers.arguments import integer_error, is_integer
+from trainers.arguments import integer_error, is_integer, name_error
 from trainers.errors import NotFiniteError
 
 # Whether replicas are equal
@@ -150,10 +150,8 @@ def compare(comm: MPI.Intracomm, held: Compared) -> Divergence | None:
 
 def options_error(every: Any, on_divergence: Any, source: Any, ranks: int | None) -> str:
     """Return the error text if these options are invalid, or "". ranks: the number of ranks, None if not known."""
-    if text := integer_error("every", every, 1):
+    if text := integer_error("every", every, 1) or name_error("on_divergence", on_divergence, DIVERGENCE_ANSWERS):
         return text
-    if on_divergence not in DIVERGENCE_ANSWERS:
-        return f'on_divergence={on_divergence!r} is unknown; use "raise" or "copy"'
     if source != MAJORITY and not is_integer(source, 0, math.inf if ranks is None else ranks - 1):
         limits = "" if ranks is None else f", 0 to {ranks - 1}"
         return f'source must be "majority", or a rank{limits}, got {source!r}'

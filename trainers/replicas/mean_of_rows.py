@@ -4,28 +4,34 @@ from collections.abc import Callable
 
 import numpy as np
 
-from trainers.data import Tree, leaves
+from trainers.data import Tree, leaves, mapped
 from trainers.errors import ArgumentError
 
-CLOSE = 1e-3  # the largest relative difference between the loss of rows and the mean of the losses of their parts
+# the largest relative difference between the loss of rows and the mean of the losses of their parts
+CLOSE, ROUGH = 1e-3, 0.02  # ROUGH: with 16-bit numbers
 COMPARED, LOOKED_AT = 16, 1 << 16  # rows whose losses are compared, and from which these are chosen
 
 
-def check_mean_of_rows(name: str, y: Tree, loss: Callable[[np.ndarray], float], close: float = CLOSE) -> None:
+def check_mean_of_rows(name: str, x: Tree, y: Tree, loss: Callable[[Tree, Tree], float], rough: bool) -> None:
     """Raise ArgumentError unless the loss of some rows is the mean of the losses of two halves of them.
 
     A loss that weighs rows by their class, or ignores some, is no mean. To find it, rows with many labels are compared.
-    Losses with random numbers can't be compared, and pass. name: of the loss. loss: of the rows with these indices.
+    Losses with random numbers can't be compared, and pass. name: of the loss. loss: returns the loss of rows x, y.
+    rough: whether it is computed with 16-bit numbers.
     """
     rows = _rows_to_compare(y)
     if len(rows) < 2:
         return
-    whole, again = loss(rows), loss(rows)
+
+    def of(own: np.ndarray) -> float:
+        return loss(mapped(lambda array: array[own], x), mapped(lambda array: array[own], y))
+
+    whole, again = of(rows), of(rows)
     if whole != again:
         return
-    halves = [loss(rows[: len(rows) // 2]), loss(rows[len(rows) // 2 :])]
+    halves = [of(rows[: len(rows) // 2]), of(rows[len(rows) // 2 :])]
     mean = sum(halves) / 2
-    if not abs(whole - mean) <= close * max(abs(whole), *map(abs, halves)):
+    if not abs(whole - mean) <= (ROUGH if rough else CLOSE) * max(abs(whole), *map(abs, halves)):
         raise ArgumentError(
             f"the loss {name} is no mean over the rows: of {len(rows)} rows it is {whole:.6g}, and of their halves "
             f"{halves[0]:.6g} and {halves[1]:.6g}. So ranks, or micro-batches, that divide a batch would not train as "

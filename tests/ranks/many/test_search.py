@@ -247,10 +247,11 @@ def test_bad_arguments(flat: allreduce.Topology, world: MPI.Intracomm, folder: P
         given = {"trials": 1, **options}
         return raised_everywhere(world, ArgumentError, lambda: search(quadratic, topology=flat, **given))
 
-    assert "trials=0" in error(trials=0)
+    assert "trials must be an integer >= 1, got 0" in error(trials=0)
     assert "directions=('up',)" in error(directions="up")
     assert f"a part of {SIZE + 1} ranks" in error(ranks_per_trial=SIZE + 1)
-    assert "seed=-1" in error(seed=-1)
+    assert "directions=(3,)" in error(directions=3)
+    assert "seed must be an integer >= 0, got -1" in error(seed=-1)
     assert "objective=None: give a function" in raised_everywhere(
         world,
         ArgumentError,

@@ -4,6 +4,7 @@ import zlib
 
 from allreduce.elastic.ranks import chunk
 from allreduce.topology import Topology
+from trainers.arguments import integer_error, is_integer
 from trainers.errors import ArgumentError
 
 
@@ -54,10 +55,10 @@ class Parts:
 
 def parts_error(ranks: int, ranks_per_part: object, most: object = None) -> ArgumentError | None:
     """Return the error if the ranks can't be divided so. Local."""
-    if type(ranks_per_part) is not int or ranks_per_part < 1:
-        return ArgumentError(f"ranks per part: give an integer of at least 1, got {ranks_per_part!r}")
-    if most is not None and (type(most) is not int or most < 1):
-        return ArgumentError(f"the largest number of parts: give an integer of at least 1, or None, got {most!r}")
+    if not is_integer(ranks_per_part, 1):
+        return ArgumentError(integer_error("ranks per part", ranks_per_part, 1))
+    if text := integer_error("the largest number of parts", most, 1, optional=True):
+        return ArgumentError(text)
     if ranks_per_part > ranks:
         return ArgumentError(
             f"a part of {ranks_per_part} ranks: this job has {ranks} rank{'s' * (ranks != 1)}; give at most {ranks}, "

@@ -39,6 +39,7 @@ from trainers.apps.search.study import (
     optuna,
 )
 from trainers.apps.search.trial import Trial
+from trainers.arguments import integer_error
 from trainers.errors import ArgumentError
 from trainers.recovery.terminating import Terminating, terminated
 
@@ -131,7 +132,7 @@ def search(
     """
     own = topology is None
     ranks = topology or Topology.of_survivors()
-    several = (directions,) if isinstance(directions, str) else tuple(directions)
+    several = tuple(directions) if isinstance(directions, list | tuple) else (directions,)
     row = f"search(trials={trials!r}, directions={several!r}, storage={storage!r}, seed={seed!r})"
     settings = Settings(trials, several, sampler, pruner, seed, about, told, ranks_per_trial, parallel)
     alone = _needs_one_part(settings)
@@ -174,14 +175,12 @@ def _needs_one_part(settings: Settings) -> bool:
 
 def _bad(settings: Settings, storage: Any) -> ArgumentError | None:
     trials, directions, seed = settings.trials, settings.directions, settings.seed
-    if type(trials) is not int or trials < 1:
-        return ArgumentError(f"trials={trials!r}: give an integer of at least 1")
-    if not directions or not set(directions) <= set(DIRECTIONS):
+    if text := integer_error("trials", trials, 1) or integer_error("seed", seed, 0):
+        return ArgumentError(text)
+    if not directions or not all(each in DIRECTIONS for each in directions):
         return ArgumentError(f"directions={directions!r}: give {' or '.join(DIRECTIONS)}, or one for each value")
     if storage is not None and (not isinstance(storage, str) or not storage):
         return ArgumentError(f"storage={storage!r}: give the name of a file, or None")
-    if type(seed) is not int or seed < 0:
-        return ArgumentError(f"seed={seed!r}: give an integer of at least 0")
     return None
 
 

@@ -275,13 +275,12 @@ class KerasReplica(FlatReplica):
         if weights is not None or str(getattr(kind, "__module__", "")).partition(".")[0] == "keras":
             return
 
-        def loss(rows: np.ndarray) -> float:
-            own, target = (mapped(lambda array: array[rows], tree) for tree in (x, y))
-            return float(self._computing.metrics(*self._inputs(own, target, None))[0])
+        def loss(x: Tree, y: Tree) -> float:
+            return float(self._computing.metrics(*self._inputs(x, y, None))[0])
 
         self._compared = row_count(x) > 1
         name = getattr(self._loss, "__name__", type(self._loss).__name__)
-        check_mean_of_rows(name, y, loss, *(() if self.gradient_dtype != "float16" else (0.02,)))
+        check_mean_of_rows(name, x, y, loss, rough=self.gradient_dtype == "float16")
 
     def _refresh_model(self) -> None:
         """Copy the parameters from the trainer's memory, where other ranks may have changed them, into the model."""
