@@ -125,7 +125,7 @@ class Trainer(GroupOwner, Generic[StrategyT]):
     @property
     def measured(self) -> Any:
         """1-D array: the metrics of the last step, then the sums of the flags over the ranks
-        (strategies.interface.FLAGS)."""
+        (strategies.rule.FLAGS)."""
         return self.strategy.measured
 
     @property

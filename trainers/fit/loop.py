@@ -24,8 +24,8 @@ from trainers.fit.evaluation import Evaluation
 from trainers.replica import Replica, check_rows
 from trainers.state.adopt import Arrays
 from trainers.strategies import alike
-from trainers.strategies.interface import FLAGS, Strategy
-from trainers.strategies.rule import logs_of
+from trainers.strategies.interface import Strategy
+from trainers.strategies.rule import FLAGS, WEIGHT, logs_of
 from trainers.watching.callback import Callbacks, checked
 from trainers.watching.history import VALIDATION, Epoch, History
 from trainers.watching.learning_rate import LearningRateSchedule
@@ -53,7 +53,7 @@ def reduce_left_out_step(strategy: Strategy, share: float, flags: tuple[float, .
     if np.isfinite(own).all():
         sums[: metrics + 1] = [*own, share]
     sums[metrics + 1 :] = flags
-    weight = metrics + 1 + FLAGS.index("weight")
+    weight = metrics + 1 + WEIGHT
     sums[weight] *= np.isfinite(own).all()
     wait_for(strategy.group.comm, strategy.group.comm.Iallreduce(MPI.IN_PLACE, sums, MPI.SUM), "leave a step out")
     means = sums[:metrics] / sums[metrics] if sums[metrics] else last

@@ -20,15 +20,10 @@ from trainers.group import RankGroup
 from trainers.replica import Hold, Replica, Rows, Slices
 from trainers.state.adopt import OUTER, RATES, Arrays, Piece
 from trainers.stopwatch import Stopwatch
-from trainers.strategies.rule import FLAGS, StepOptions, UpdateRule
+from trainers.strategies.rule import StepOptions, UpdateRule
 from trainers.watching.meter import Meter
 
 INNER = "inner."  # prefix, in a rank's local state, of the optimizer's state that differs between ranks (local SGD)
-# FLAGS are appended to each step's metrics; after the reduction they are the numbers of ranks that set the flag
-# (MARKS: of the fingerprint of the next batch, if all ranks read the same ones, see strategies.alike)
-# ("rows": the rows of the next batch, if the batches are a stream)
-# ("weight": the mean weight that the loss has counted in the rows)
-__all__ = ["FLAGS", "EpochRun", "Strategy", "replica_error"]
 
 
 class EpochRun(Protocol):

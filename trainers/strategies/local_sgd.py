@@ -28,9 +28,9 @@ from trainers.local_sgd.outer import LocalOptions
 from trainers.local_sgd.rounds import Done, Memory, Rounds, Submit
 from trainers.replica import bind_whole, copied
 from trainers.state.adopt import ADOPT, OUTER, RATES, Arrays, Piece, adopt
-from trainers.strategies.interface import FLAGS, INNER, EpochRun
+from trainers.strategies.interface import INNER, EpochRun
 from trainers.strategies.mirrored import Mirrored
-from trainers.strategies.rule import WEIGHT, StepOptions
+from trainers.strategies.rule import FLAGS, WEIGHT, StepOptions
 from trainers.watching.meter import RoundMeter
 
 MEET = "end the steps that ranks have taken on their own"

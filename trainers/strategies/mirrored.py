@@ -27,7 +27,8 @@ from trainers.replica import Replica, Rows, Slices, Table
 from trainers.replicas import malloc
 from trainers.state import backup
 from trainers.state.adopt import ADOPT, RATES, Arrays, Piece, adopt, mirror
-from trainers.strategies.interface import FLAGS, Strategy, replica_error
+from trainers.strategies.interface import Strategy, replica_error
+from trainers.strategies.rule import FLAGS
 from trainers.strategies.sharded import ShardedUpdate, Update
 
 
@@ -226,8 +227,7 @@ class Mirrored(Strategy):
             self._tables.reduce(self._backend)
         if self._separate or not replicated or self.replica.device != "cpu":
             told = self._separate and self.replica.device == "cpu"
-            unused = len(self.replica.metrics) + FLAGS.index("unused")
-            self.rule.hold_unused(self.group.comm, float(measured[unused]) if told else None)
+            self.rule.hold_unused(self.group.comm, measured if told else None)
         reduced = self.update.step()
         return measured if self._separate else reduced
 
@@ -411,8 +411,7 @@ class ReplicatedUpdate(Update):
             if not self._separate:
                 self._rule.weigh(self._measured, self._trained(None))
                 if self._errors_in_step:
-                    unused = len(self._replica.metrics) + FLAGS.index("unused")
-                    self._rule.hold_unused(self._comm, float(self._measured[unused]))
+                    self._rule.hold_unused(self._comm, self._measured)
             with self._strategy.span("update"):
                 self._apply()
         return self._measured

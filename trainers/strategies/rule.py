@@ -24,7 +24,11 @@ from trainers.watching.meter import NormMeter
 EPSILON = 1e-6  # as torch.nn.utils.clip_grad_norm_ adds it to the norm
 WIDTH = 1 << 16  # elements whose squares are added at a time
 NORM = "learn the norm of the gradients"
-FLAGS = ("left_out", *MARKS, "rows", "weight", "unused", "stop", "save", "failed")  # see strategies.interface
+# FLAGS are appended to each step's metrics; after the reduction they are the numbers of ranks that set the flag
+# (MARKS: of the fingerprint of the next batch, if all ranks read the same ones, see strategies.alike)
+# ("rows": the rows of the next batch, if the batches are a stream)
+# ("weight": the mean weight that the loss has counted in the rows)
+FLAGS = ("left_out", *MARKS, "rows", "weight", "unused", "stop", "save", "failed")
 WEIGHT, UNUSED = FLAGS.index("weight"), FLAGS.index("unused")
 ONE = 1e-6  # a mean weight this close to 1 is 1: shares of a batch are rounded
 
@@ -178,22 +182,23 @@ class UpdateRule:
             for each in [*gradients, measured[:1]]:
                 scale(each, 1 / float(weight))
 
-    def hold_unused(self, comm: MPI.Intracomm, flag: float | None) -> None:
+    def hold_unused(self, comm: MPI.Intracomm, measured: Any) -> None:
         """Let the next update leave parameters that no rank has used as they are. Collective.
 
-        flag: "unused" of FLAGS, summed over the ranks. None if it is not known before the update: the ranks then ask
-            each other in the first step of a fit, and, if a parameter was unused there, in every step.
+        measured: metrics and FLAGS, summed over the ranks. None if they are not known before the update: the ranks then
+            ask each other in the first step of a fit, and, if a parameter was unused there, in every step.
         """
         replica = self._replica
         if not replica.optional:
             return
-        if self._asks is False if flag is None else not flag:
+        may_be = self._asks is not False if measured is None else measured[len(replica.metrics) + UNUSED]
+        if not may_be:
             replica.keep_still(np.zeros(replica.optional, bool))
             return
         used = (~self.unused).astype(np.int64)
         combine(comm, used, "learn which parameters no rank has used")
         replica.keep_still(used == 0)
-        if flag is None and self._asks is None:
+        if measured is None and self._asks is None:
             self._asks = not used.all()
 
     # Updates

@@ -19,7 +19,7 @@ from trainers.cli.options import parse
 from trainers.data import Batch, Batches
 from trainers.errors import ArgumentError, DivergedError, ModelFileError
 from trainers.replica import Replica
-from trainers.strategies.interface import FLAGS
+from trainers.strategies.rule import FLAGS
 
 EPOCHS, BATCH = 5, 100
 

@@ -26,8 +26,8 @@ from trainers.replica import Replica, Slices, bind_whole
 from trainers.replicas import malloc
 from trainers.state.adopt import Piece, mirror, newest
 from trainers.strategies import alike
-from trainers.strategies.interface import FLAGS, EpochRun, Strategy, replica_error
-from trainers.strategies.rule import WEIGHT, UpdateRule
+from trainers.strategies.interface import EpochRun, Strategy, replica_error
+from trainers.strategies.rule import FLAGS, WEIGHT, UpdateRule
 from trainers.strategies.servers.mailbox import Client, Mailbox, Waiter
 from trainers.strategies.servers.worker import WorkerRanks, Workers, remaining
 from trainers.watching.meter import Tally

@@ -18,7 +18,7 @@ from trainers.errors import ArgumentError
 from trainers.group import RankGroup
 from trainers.replica import Replica
 from trainers.strategies.interface import EpochRun, Strategy
-from trainers.strategies.rule import UNUSED, WEIGHT, sum_of_squares, sum_over_ranks
+from trainers.strategies.rule import WEIGHT, sum_of_squares, sum_over_ranks
 from trainers.strategies.servers.epoch import (
     HOW_FAR,
     Dealer,
@@ -289,7 +289,7 @@ class SynchronousServers(ParameterServers):
         if measured[-1]:  # a rank has failed
             return measured
         self.rule.weigh(measured, [self._gradients[: self.replica.parameter_count]])
-        self.rule.hold_unused(self.group.comm, float(measured[len(self.replica.metrics) + UNUSED]))
+        self.rule.hold_unused(self.group.comm, measured)
         self._collect()
         self._add_squares()
         if self._shard is not None:
