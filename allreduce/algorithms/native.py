@@ -28,8 +28,7 @@ class Native(Algorithm):
     """MPI_Allreduce in place. Whether all ranks get the same bits is up to the MPI library; the standard
     recommends it, and Open MPI and MPICH do it.
 
-    16-bit floats come here only as values that another algorithm's compression must not round.
-    They are sent as float32.
+    16-bit floats come here only from another algorithm, in calls with lossless=True. They are sent as float32.
     """
 
     sums_half = False

@@ -24,7 +24,7 @@ SHARED_GPU_VERSION = 23000  # since 2.30, NCCL_MULTI_RANK_GPU_ENABLE=1 lets rank
 
 
 class Nccl(TwoPhase):
-    """For one GPU a rank (see gpu.choose_device) and arrays on that GPU; others are copied there and back.
+    """For one GPU a rank (see gpu.choose_device) and arrays on that GPU; other arrays are copied there and back.
 
     The NCCL communicator is created at the first use, because it binds the device that is current then.
 

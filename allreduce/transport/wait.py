@@ -53,7 +53,7 @@ class WaitRecord:
         made. begun: when the last one began, by time.perf_counter(). A call sets the three and clears `error`. error:
         set by the watcher, for the user to raise. raises: True if the user checks `error` while it waits; False if it
         waits inside MPI. final: the error of all further waits. ranks: names the ranks of the watcher's topology, for
-        the flight recorder.
+        dumps.
     """
 
     def __init__(self, number: int, raises: bool = False, ranks: str = "") -> None:

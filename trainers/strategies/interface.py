@@ -261,7 +261,7 @@ class Strategy:
 
     @contextmanager
     def averaged(self) -> Iterator[None]:
-        """Context manager: all replicas have the moving average of the parameters in the place of these. Collective."""
+        """Context manager: all replicas have the moving average of the parameters in their place. Collective."""
         try:
             together(self.group.comm, lambda: self.replica.use_average(self.own_part))
             self.share_parameters()

@@ -34,12 +34,13 @@ class Exact(Compressed):
 
     A call costs two all-reduces: of the exponents, a byte for BLOCK elements (float64: 4 bytes), and of the integers,
     8 bytes an element; and three passes over the array. Memory: 8 bytes an element of the longest array, allocated by
-    the inner backend and reused.
+    the inner algorithm and reused.
 
     "max" and "min" of floats give +0 for zeros of either sign, and one bit pattern for NaN. "prod" of floats raises
     UnsupportedOpError: its bits would depend on the order. Arrays of a tree have the bits that they have alone.
     `sparse` adds the rows of one rank with equal indices first, in their order; each rank's rows are one term.
-    Integers, `broadcast`, `stack` and `all_gather` are exact anyway. With one rank calls change nothing.
+    Integers, `broadcast`, `stack` and `all_gather` are exact anyway. On one rank only `sum_terms` and `sum_products`
+    round.
 
     J. Demmel, H. D. Nguyen: Parallel reproducible summation, 2015.
     """
@@ -194,7 +195,7 @@ class Exact(Compressed):
             self.inner.reduce(array, ops.resolve(op, array.dtype, self.size))
 
     def _layout(self, length: int, where: Slice | None) -> BlockLayout:
-        """Return the blocks of an array. where: the slice of a registered array that it is, or None."""
+        """Return the blocks of an array. where: this array as a slice of an array of the table, or None."""
         if where is None:
             return fixed_point.layout_of(length)
         key = where.entry.begin, where.start, length
@@ -301,7 +302,7 @@ def _check_most(count: Any, most: int) -> None:
 
 
 def _starts(where: Slice) -> list[int]:
-    """Return where blocks begin anew in a slice of a registered array: at parts, and where its first block ends."""
+    """Return where blocks begin anew in a slice of an array of the table: at parts, and after its first block."""
     edges = sorted({0, *(edge for part in where.entry.parts for edge in (part.start, part.stop))})
     before = [edge for edge in edges if edge <= where.start][-1]
     inside = {edge - where.start for edge in edges if where.start < edge < where.start + where.length}

@@ -35,8 +35,9 @@ class EightBits(Compressed):
     owner keeps the error of the result, as a part of the sum. So the sum of all ranks' arrays and errors before a call
     is the result's sum and all ranks' errors after it, up to float32's rounding.
 
-    Vectors that `describe` tells of (biases, norms) go together, uncompressed, through `inner`; so do arrays below
-    SHORTEST elements. Blocks with an infinity or NaN become infinities or NaNs on all ranks, and leave no error.
+    `inner` reduces together, without compression, the vectors of up to LONGEST_VECTOR elements that `describe` names
+    (biases, norms). It also reduces arrays below SHORTEST elements. Blocks with an infinity or NaN become infinities or
+    NaNs on all ranks, and leave no error.
     float64 arrays are sent as float32 would be.
 
     Differences from G. Wang et al.: ZeRO++, 2023: codes of 8 bits both ways and in one step, error feedback, and
@@ -214,7 +215,7 @@ class EightBits(Compressed):
 
 
 def _vectors(where: Slice | None, parts: Sequence[Part]) -> list[Part]:
-    """Return those of `parts` that belong to described parameters of one dimension, and are not very long."""
+    """Return the parts that belong to described parameters of one dimension, of at most LONGEST_VECTOR elements."""
     if where is None:
         return []
     names = {
