@@ -115,8 +115,7 @@ def create(
 
 
 def register(name: str, algorithm: type[Algorithm]) -> None:
-    """Register an algorithm of your own. `create`, `available` and trainers then know it by this name. Local; on all
-    ranks.
+    """Register an algorithm of your own. `create`, `available` and trainers then know its name. Local; on all ranks.
 
     algorithm: a class that derives from allreduce.Algorithm. Keyword arguments of its constructor become options of
     `create`. Raises OptionError for another class, or for the name of another algorithm.

@@ -106,8 +106,7 @@ class Tables:
         self._available = True
 
     def take(self) -> Slot | None:
-        """Return a slot for a new user, or None on all ranks of the node if shared memory is full. Collective over the
-        node."""
+        """Return a slot for a new user, or None on the whole node if its memory is full. Collective over the node."""
         for table in self._tables:
             if table.free:
                 return table.take()

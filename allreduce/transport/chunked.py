@@ -31,8 +31,7 @@ def overwrite(comm: MPI.Intracomm, array: np.ndarray, root: int) -> None:
 
 
 def spread(comm: MPI.Intracomm, array: np.ndarray, slices: Sequence[slice]) -> None:
-    """Copy each rank's slice of a contiguous 1-D array to all ranks. slices: by rank. Collective; call it inside
-    `waiting`.
+    """Copy each rank's slice of a contiguous 1-D array to all ranks. slices: by rank. Collective, inside `waiting`.
 
     It takes one MPI call, or a few for more than PIECE bytes, with O(log ranks) messages or messages to neighbours.
     """

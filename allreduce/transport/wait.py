@@ -52,8 +52,7 @@ class WaitRecord:
     number: the user's number, equal on all ranks. call: the running call, or None. count: how many calls the user has
         made. begun: when the last one began, by time.perf_counter(). A call sets the three and clears `error`. error:
         set by the watcher, for the user to raise. raises: True if the user checks `error` while it waits; False if it
-        waits inside MPI. final: the error of all further waits. ranks: names the ranks of the watcher's topology, for
-        dumps.
+        waits inside MPI. final: the error of all further waits. ranks: names the topology's ranks, for dumps.
     """
 
     def __init__(self, number: int, raises: bool = False, ranks: str = "") -> None:

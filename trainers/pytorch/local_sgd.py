@@ -48,11 +48,9 @@ class LocalSteps:
     """The inner steps of this rank, and the rounds that it has with the others. The constructor is collective.
 
     optimizer: the plain one. trained: its parameters by name. reducer: runs the averages in its queue; it has no
-    gradients. buffers: restores the model's buffers when a step is left out. carried: a result of `carried` before a
-    failure.
+    gradients. buffers: restores the model's buffers when a step is left out. carried: from before a failure.
 
-    steps, skipped: the inner steps that this rank has taken, and left out. rows: of the next step; None for one of
-    weight 1.
+    steps, skipped: the inner steps that this rank has taken, and left out. rows: of the next step; None: weight 1.
     """
 
     def __init__(

@@ -181,8 +181,7 @@ class Strategy:
         raise NotImplementedError(f"the steps of a {self.name} are run by run_epoch")
 
     def binding(self, backend: AllReduce, array: Any, kind: str, lossless: bool) -> Callable[[], object]:
-        """Return a function that sums `array` over the ranks by a collective of this kind. Local. See
-        AllReduce.bind."""
+        """Return a function that sums `array` over the ranks by a collective of this kind (AllReduce.bind). Local."""
         return backend.bind(array, "sum", kind, lossless)
 
     def count_step(self) -> None:

@@ -19,8 +19,7 @@ NOTICED = 1024  # elements: shorter arrays of one dimension are not worth a noti
 
 
 class Compressed(TwoPhase):
-    """An algorithm whose sums and means of some dtypes are sent in another form (see `compresses`). `inner` does all
-    other calls.
+    """An algorithm that sends some arrays in another form, see `compresses`. `inner` does the calls of other arrays.
 
     inner: an algorithm on the same ranks, closed with this one. It allocates.
     """
