@@ -83,7 +83,7 @@ trainingInput:
     ("content", "text"),
     [
         ([], r"the file must be a mapping with goal"),
-        (changed(maxTrails=3), r"the key 'maxTrails' is unknown; did you mean maxTrials\?"),
+        (changed(maxTrails=3), r"the key 'maxTrails' is unknown; did you mean 'maxTrials'\?"),
         (changed(stray=1), r"parameter lr: the key 'stray' is unknown"),
         (changed(goal="maximum"), r"goal must be one of MAXIMIZE, MINIMIZE, got 'maximum'"),
         (changed(hyperparameterMetricTag="auc"), r"hyperparameterMetricTag must be one of val_accuracy"),
@@ -92,7 +92,7 @@ trainingInput:
         (changed(params=[]), r"params must be a list of parameters, got \[\]"),
         (changed(params=[LR, LR]), r"lr is there twice"),
         (changed(parameterName="learning_rate"), r"parameterName 'learning_rate' is no option"),
-        (changed(parameterName="bach_size"), r"did you mean batch-size\?"),
+        (changed(parameterName="bach_size"), r"did you mean 'batch-size'\?"),
         (changed(parameterName="save"), r"a search does not vary --save"),
         (changed(parameterName="data"), r"a search does not vary --data"),
         (changed(type="FLOAT"), r"parameter lr: type must be one of INTEGER, DOUBLE, CATEGORICAL, DISCRETE"),

@@ -12,12 +12,12 @@ The keys are those of AI Platform's HyperparameterSpec; its file, with `training
 is read too.
 """
 
-import difflib
 from argparse import Namespace
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from allreduce.notices import near
 from trainers.apps.search.trial import Trial
 from trainers.arguments import integer_error, is_number, require
 from trainers.cli.options import BY_NAME, Option, parse
@@ -314,9 +314,9 @@ def _option(where: str, name: Any) -> Option:
     found = BY_NAME.get(name.lstrip("-").replace("-", "_")) if isinstance(name, str) else None
     if found is None:
         names = [each.replace("_", "-") for each in BY_NAME]
-        near = difflib.get_close_matches(str(name), names, n=1)
-        hint = f"; did you mean {near[0]}?" if near else ""
-        raise ArgumentError(f"{where}: parameterName {name!r} is no option of python -m trainers{hint}")
+        raise ArgumentError(
+            f"{where}: parameterName {name!r} is no option of python -m trainers{near(str(name), names)}"
+        )
     if found.name in (*OF_THE_SEARCH, *OF_THE_DATA):
         raise ArgumentError(f"{where}: a search does not vary {found.flag}")
     return found
@@ -359,8 +359,7 @@ def _check_keys(where: str, content: Any, known: Sequence[str]) -> None:
         raise ArgumentError(f"{where} must be a mapping with {', '.join(known)}, got {content!r}")
     for key in content:
         if key not in known:
-            near = difflib.get_close_matches(str(key), known, n=1)
-            hint = f"; did you mean {near[0]}?" if near else f"; use {', '.join(known)}"
+            hint = near(str(key), known) or f"; use {', '.join(known)}"
             raise ArgumentError(f"{where}: the key {key!r} is unknown{hint}")
 
 
