@@ -159,9 +159,9 @@ def _read(topology: Topology, given: str | os.PathLike[str] | None) -> tuple[Mac
         notices.log.debug("allreduce: there is no file of constants %s (%s)", path, tune)
         return None, ""
     except Exception as error:  # of any type: the other ranks wait for this one
-        return None, f'"auto" does without the constants of {path or "the cache folder"}: {error}'
+        return None, f'"auto" does not use the constants of {path or "the cache folder"}: {error}'
     if found is None:
-        return None, f'"auto" does without the constants of {path}: it has none for {topology} ({tune})'
+        return None, f'"auto" does not use the constants of {path}: it has none for {topology} ({tune})'
     return found, f'"auto" selects by the constants of {path}'
 
 

@@ -144,7 +144,7 @@ def test_auto_does_without_a_file_that_it_cannot_use(mpirun: JobRunner, tmp_path
     chosen, said = ask(mpirun, tmp_path, *refused)
     assert len(chosen) == len(refused)
     for line, (path, complaint) in zip(said, refused.items(), strict=True):
-        assert f'"auto" does without the constants of {path}: ' in line
+        assert f'"auto" does not use the constants of {path}: ' in line
         assert complaint in line
 
 

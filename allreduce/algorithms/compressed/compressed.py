@@ -19,7 +19,7 @@ NOTICED = 1024  # elements: shorter arrays of one dimension are not worth a noti
 
 
 class Compressed(TwoPhase):
-    """An algorithm that sends some arrays in another form, see `compresses`. `inner` does the calls of other arrays.
+    """An algorithm that sends arrays of some calls in another form, see `compresses`. `inner` does all other calls.
 
     inner: an algorithm on the same ranks, closed with this one. It allocates.
     """
