@@ -11,6 +11,7 @@ from allreduce import notices
 from allreduce.algorithm import Algorithm, Context
 from allreduce.algorithms.compressed.exact import Exact, check_exact
 from allreduce.arrays import compression as compressions
+from allreduce.arrays.arguments import is_flag
 from allreduce.arrays.compression import Compression, Given, Half, PowerSGD, Quantized
 from allreduce.backend import AllReduce, Config
 from allreduce.errors import AllReduceError, OptionError, UnavailableError, UnknownBackendError
@@ -81,8 +82,9 @@ def create(
     compression = None
     try:
         kind = class_of(name)
-        if not isinstance(check, bool):
+        if not is_flag(check):
             raise OptionError(f"check={check!r}: use True or False")
+        check = bool(check)  # not NumPy's: the ranks compare its text
         compression = compressions.parse(compress)
         _check_options(name, kind, options)
         called = name if isinstance(name, str) else name.__qualname__

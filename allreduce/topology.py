@@ -12,6 +12,7 @@ import numpy as np
 from mpi4py import MPI
 
 from allreduce import machine, notices
+from allreduce.arrays.arguments import is_integer, is_number
 from allreduce.errors import ClosedError, CopyError, DisagreementError, OptionError, UnavailableError
 from allreduce.health import abort, dump
 from allreduce.health.stall import STALL, TIMEOUT, StallDetector, seconds
@@ -668,7 +669,7 @@ def _shared_rows(node: MPI.Intracomm) -> StatusRows | None:
 
 
 def _bad_split(colour: int, on_error: str) -> OptionError | None:
-    if isinstance(colour, bool) or not isinstance(colour, int) or not 0 <= colour < 2**31:
+    if not is_integer(colour, 0, 2**31 - 1):
         return OptionError(f"colour must be an integer >= 0, the same on the ranks of a part, got {colour!r}")
     if on_error not in ("job", "part"):
         return OptionError(f'on_error={on_error!r} is unknown; use "job" or "part"')
@@ -681,7 +682,7 @@ def _bad_timeout(timeout: float | None) -> OptionError | None:
         seconds(STALL)
     except OptionError as error:
         return error
-    if timeout is None or (isinstance(timeout, int | float) and not isinstance(timeout, bool) and timeout > 0):
+    if timeout is None or (is_number(timeout) and timeout > 0):
         return None
     return OptionError(f"timeout must be a number of seconds > 0, got {timeout!r}")
 

@@ -15,6 +15,7 @@ import numpy as np
 from allreduce import notices
 from allreduce.algorithm import Algorithm, Context, TwoPhase, Work
 from allreduce.arrays import dtypes
+from allreduce.arrays.arguments import is_flag
 from allreduce.arrays.memory_kinds import ALLOCATED, GPU
 from allreduce.arrays.ops import Op
 from allreduce.call.call import Call
@@ -55,7 +56,7 @@ class Auto(TwoPhase):
         compress: Any = None,
     ) -> None:
         super().__init__(context)
-        if not isinstance(measure, bool):
+        if not is_flag(measure):
             raise OptionError(f"measure must be True or False, got {measure!r}")
         self._compress = compress
         self._choices: dict[tuple[int, np.dtype, int], tuple[str, str]] = {}

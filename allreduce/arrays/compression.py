@@ -8,6 +8,7 @@ import numpy as np
 
 from allreduce import notices
 from allreduce.arrays import dtypes, low_rank
+from allreduce.arrays.arguments import is_integer, is_number
 from allreduce.arrays.parts import Part
 from allreduce.arrays.quantize import PIECE
 from allreduce.errors import OptionError
@@ -112,7 +113,7 @@ class PowerSGD(Compression):
                 return wrong
         for name in ("min_compression_rate", "orthogonalization_epsilon"):
             value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int | float) or not value >= 0:
+            if not is_number(value) or value < 0:
                 return f"{name} must be a number >= 0, got {value!r}"
         return ""
 
@@ -196,5 +197,4 @@ def _quoted(compression: Compression | None) -> str:
 
 def _integer_error(options: Compression, name: str, least: int, most: int) -> str:
     value = next(getattr(options, each.name) for each in fields(options) if each.name == name)  # type: ignore[arg-type]
-    fits = isinstance(value, int) and not isinstance(value, bool) and least <= value <= most
-    return "" if fits else f"{name} must be an integer from {least} to {most}, got {value!r}"
+    return "" if is_integer(value, least, most) else f"{name} must be an integer from {least} to {most}, got {value!r}"

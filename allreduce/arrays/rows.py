@@ -5,6 +5,7 @@ from typing import Any
 import numpy as np
 
 from allreduce.arrays import gpu
+from allreduce.arrays.arguments import is_integer
 from allreduce.errors import NotAnArrayError, OptionError
 
 INDEX = np.dtype(np.int64)
@@ -28,7 +29,7 @@ def checked(indices: Any, values: Any, rows: int) -> Rows:
 
     Raises OptionError or NotAnArrayError.
     """
-    if isinstance(rows, bool) or not isinstance(rows, int | np.integer) or rows < 0:
+    if not is_integer(rows, 0):
         raise OptionError(f"rows={rows!r}: give the number of the table's rows, an integer from 0 on")
     for name, array in (("indices", indices), ("values", values)):
         if not isinstance(array, np.ndarray | np.generic) and not gpu.is_gpu_array(array):

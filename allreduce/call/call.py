@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from allreduce.arrays import dtypes
+from allreduce.arrays.arguments import is_integer
 from allreduce.arrays.gpu import is_gpu_array
 from allreduce.arrays.memory_kinds import ALLOCATED, GPU, UNREGISTERED
 from allreduce.errors import NotAnArrayError, NotContiguousError, OptionError
@@ -92,7 +93,7 @@ def array_call(kind: str, array: Any, op: str, memory: int, root: int | None = N
 def allocation_call(length: Any, dtype: Any, device: str | None) -> Call:
     """Check the arguments of `allocate`, and return the Call. Raises OptionError or UnsupportedDtypeError."""
     parsed = dtypes.parse(dtype)
-    if isinstance(length, bool) or not isinstance(length, int | np.integer) or not 0 <= length <= LARGEST:
+    if not is_integer(length, 0, LARGEST):
         raise OptionError(f"length must be an integer from 0 to {LARGEST}, got {length!r}")
     if device not in (None, "cpu", "cuda"):
         raise OptionError(f'device={device!r} is unknown; use "cpu", "cuda" or None')
@@ -101,7 +102,7 @@ def allocation_call(length: Any, dtype: Any, device: str | None) -> Call:
 
 def check_root(root: Any, size: int) -> int:
     """Return `root` as an int; raise OptionError unless 0 <= root < size."""
-    if isinstance(root, bool) or not isinstance(root, int | np.integer) or not 0 <= root < size:
+    if not is_integer(root, 0, size - 1):
         raise OptionError(f"root must be a rank of this topology, 0 to {size - 1}, got {root!r}")
     return int(root)
 

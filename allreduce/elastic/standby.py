@@ -13,6 +13,7 @@ from functools import partial
 import numpy as np
 from mpi4py import MPI
 
+from allreduce.arrays.arguments import is_integer
 from allreduce.elastic.retry import attempt, retry
 from allreduce.errors import OptionError, RankLostError, UnavailableError
 from allreduce.topology import Topology
@@ -86,7 +87,7 @@ def elastic_world(topology: Topology, spares: int) -> Topology | None:
     RankLostError on the standby ranks when all others have failed.
     """
     error: Exception | None = None
-    if isinstance(spares, bool) or not isinstance(spares, int | np.integer) or not 0 < spares < topology.size:
+    if not is_integer(spares, 1, topology.size - 1):
         error = OptionError(
             f"spares must be an integer >= 1 and below the number of ranks, {topology.size}, got {spares!r}"
         )

@@ -16,6 +16,7 @@ from mpi4py import MPI
 import allreduce
 from allreduce.arrays import chunks, gpu
 from allreduce.arrays import compression as compressions
+from allreduce.arrays.arguments import is_integer
 from allreduce.arrays.compression import Given
 from allreduce.arrays.ops import numpy_operation
 from allreduce.arrays.parts import Part
@@ -161,7 +162,7 @@ class Options:
             object.__setattr__(self, "compress", given)
         object.__setattr__(self, "settings", settings)
         compressions.parse(self.compress)
-        if isinstance(self.compress_from, bool) or not isinstance(self.compress_from, int) or self.compress_from < 0:
+        if not is_integer(self.compress_from, 0):
             raise OptionError(f"compress_from={self.compress_from!r}: give a number of elements, 0 or more")
         if self.backend not in allreduce.NAMES:
             raise UnknownBackendError(

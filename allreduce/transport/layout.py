@@ -4,6 +4,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from allreduce.arrays.arguments import is_integer
 from allreduce.errors import OptionError
 
 NodeSizes = int | Sequence[int] | None  # `ranks_per_node`
@@ -70,17 +71,18 @@ class NodeLayout:
 
 def simulated(ranks_per_node: int | Sequence[int], ranks: int) -> NodeLayout:
     """Return the layout of simulated nodes. The argument must have no `error_of_sizes`."""
-    if isinstance(ranks_per_node, int):
-        ranks_per_node = [min(ranks_per_node, ranks - begin) for begin in range(0, ranks, ranks_per_node)]
+    if not isinstance(ranks_per_node, Sequence):
+        most = int(ranks_per_node)
+        ranks_per_node = [min(most, ranks - begin) for begin in range(0, ranks, most)]
     return NodeLayout.of_sizes(ranks_per_node, simulated=True)
 
 
 def error_of_sizes(ranks_per_node: NodeSizes, ranks: int) -> OptionError | None:
     """Return the error of a `ranks_per_node` that can't describe this number of ranks, else None."""
-    if ranks_per_node is None or _is_positive(ranks_per_node):
+    if ranks_per_node is None or is_integer(ranks_per_node, 1):
         return None
     sizes = list(ranks_per_node) if isinstance(ranks_per_node, Sequence) else []
-    if all(map(_is_positive, sizes)) and sum(sizes) == ranks:
+    if all(is_integer(each, 1) for each in sizes) and sum(sizes) == ranks:
         return None
     return OptionError(
         f"ranks_per_node={ranks_per_node!r} can't describe {ranks} ranks: give a positive number of ranks, "
@@ -93,7 +95,3 @@ def nodes_left(ranks_per_node: NodeSizes, left: Sequence[int], ranks: int) -> No
     if ranks_per_node is None or error_of_sizes(ranks_per_node, ranks) is not None:
         return ranks_per_node  # Topology raises its error
     return list(Counter(map(simulated(ranks_per_node, ranks).node_of, left)).values())
-
-
-def _is_positive(number: object) -> bool:
-    return isinstance(number, int) and not isinstance(number, bool) and number > 0

@@ -8,6 +8,7 @@ import numpy as np
 from allreduce.algorithm import Algorithm, Context, TwoPhase, Work
 from allreduce.algorithms.compressed.compressed import Compressed
 from allreduce.arrays import fixed_point, gpu, ops, products
+from allreduce.arrays.arguments import is_flag, is_integer
 from allreduce.arrays.fixed_point import BLOCK, FORMATS, MOST_TERMS, BlockLayout
 from allreduce.arrays.memory_kinds import GPU
 from allreduce.arrays.ops import Op
@@ -297,7 +298,7 @@ def _shown(given: Any) -> str:
 
 
 def _check_most(count: Any, most: int) -> None:
-    if isinstance(count, bool) or not isinstance(count, int | np.integer) or not 1 <= count <= most:
+    if not is_integer(count, 1, most):
         raise OptionError(f"count must be an integer from 1 to {most}, got {count!r}")
 
 
@@ -320,7 +321,7 @@ def _unify(values: np.ndarray) -> None:
 
 def check_exact(name: str, sums: bool, exact: Any, compress: Any) -> None:
     """Raise OptionError if these arguments of `create` are invalid. sums: whether the backend `name` does. Local."""
-    if not isinstance(exact, bool):
+    if not is_flag(exact):
         raise OptionError(f"exact={exact!r}: use True or False")
     if exact and compress is not None:
         raise OptionError(
