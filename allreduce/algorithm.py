@@ -29,9 +29,9 @@ from allreduce.transport.layout import NodeLayout
 class Work(NamedTuple):
     """The work of calls of one signature.
 
-    run: does it on a 1-D array. bind: returns a function that does it again and again on one array, where there is a
+    run: does the work on a 1-D array. bind: returns a function that does it repeatedly on one array, if there is a
     faster way than `run`. quiet: `run` causes no floating-point errors of NumPy, which could raise on one rank alone.
-    address: returns the address of the array for the ranks of the node, which have all of them when `run` begins
+    address: returns the address of the array. When `run` begins, the ranks of the node know all their addresses
     (`executor.addresses`).
     """
 

@@ -122,9 +122,9 @@ class Mirrored(Strategy):
         replica, length = self.replica, self.replica.gradient_length
         extra = len(replica.metrics) + len(FLAGS)
         apart = self._backend.lossy or self._backend.sums_terms or dtypes.is_half(dtypes.parse(replica.gradient_dtype))
-        # a rank that updates a slice needs the weight of all rows before
+        # a rank that updates a slice needs the weight of all rows before its update
         self._separate = apart or (replica.counts and self._update_name == "sharded")
-        # as long as with the replicated update, so that a backend cuts it into the same chunks, and sums alike
+        # the buffer is as long as with the replicated update, so that a backend cuts it into the same chunks
         buffer = self._allocate(length if apart else length + extra, replica.gradient_dtype)
         self.measured = self._measured = self._allocate(extra, "float32") if self._separate else buffer[length:]
         self.buffer = buffer  # set before `bind`, which may raise on one rank: `close` then unbinds every rank

@@ -76,14 +76,14 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 class SearchCommand(Command):
-    """The command: it passes the arguments that are no options of its own on to the trainings."""
+    """The command `search`: it passes arguments that it does not know on to the trainings."""
 
     def parse(self, arguments: Sequence[str], shown: bool, program: str) -> Any:
         """As Command.parse: the options of the search, the other arguments, and these as the options of a training."""
         options, base = self.parser(shown, program).parse_known_args(arguments)
         for given in base:
             name = given.partition("=")[0].removeprefix("--").replace("-", "_")
-            if given.startswith("--") and name in OF_THE_SEARCH:  # the search's own have been taken out
+            if given.startswith("--") and name in OF_THE_SEARCH:  # the search's options have been taken out
                 raise ArgumentError(f"{given}: a search does not take this option of a training")
         return options, base, parse(base, shown, program)
 
