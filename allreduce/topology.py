@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import math
 import threading
 import weakref
 import zlib
@@ -682,7 +683,7 @@ def _bad_timeout(timeout: float | None) -> OptionError | None:
         seconds(STALL)
     except OptionError as error:
         return error
-    if timeout is None or (is_number(timeout) and timeout > 0):
+    if timeout in (None, math.inf) or (is_number(timeout) and timeout > 0):
         return None
     return OptionError(f"timeout must be a number of seconds > 0, got {timeout!r}")
 

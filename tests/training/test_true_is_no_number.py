@@ -64,3 +64,10 @@ def test_true_is_no_number(case: str) -> None:
     text, call = CASES[case]
     with pytest.raises((ArgumentError, OptionError), match=text):
         call()
+
+
+def test_numbers_of_numpy_are_as_good_and_a_limit_may_be_infinite() -> None:
+    for timeout in (np.float64(30), np.int64(30), float("inf"), None):
+        ranks = Topology(MPI.COMM_SELF, ranks_per_node=np.int64(1), timeout=timeout)
+        with ranks, create("ring", ranks, check=np.bool_(True)) as made:
+            assert made.allocate(np.int32(3), "float32").size == 3
