@@ -583,9 +583,9 @@ class AllReduce:
             raise
 
     def _refuse(self, error: AllReduceError) -> None:
-        """Raise on all ranks the error because of which this rank refuses a call. Collective. With check=False on
-        several nodes it does nothing: this rank alone raises the error."""
-        if self._executor.check or self.topology.nodes == 1:
+        """Raise on all ranks the error because of which this rank refuses a call. Collective. Where calls are
+        not compared it does nothing: this rank alone raises the error."""
+        if self._executor.check or (self.topology.nodes == 1 and self._executor.meets):
             self._executor.agree([], f"refused, {type(error).__name__}: {error}", error)
 
     def _admit(self, kind: str, array: Any, op: str = "sum", root: int | None = None) -> tuple[Call, Op]:

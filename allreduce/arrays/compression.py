@@ -192,7 +192,7 @@ def _quoted(compression: Compression | None) -> str:
     if compression is None:
         return "None"
     text = str(compression)
-    return text if text.endswith((")", "}")) else f"'{text}'"
+    return text if text.endswith(")") else f"'{text}'"
 
 
 def _integer_error(options: Compression, name: str, least: int, most: int) -> str:

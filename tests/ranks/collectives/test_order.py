@@ -7,7 +7,7 @@ import pytest
 from mpi4py import MPI
 
 import allreduce
-from allreduce.errors import ClosedError, DisagreementError, NotAnArrayError, OptionError
+from allreduce.errors import ClosedError, DisagreementError, NotAnArrayError, OptionError, UnsupportedOpError
 from tests.backends import ON_CPU
 from tests.ranks.hosts import Hosts
 
@@ -123,3 +123,19 @@ def test_where_stores_are_not_seen_in_order(
                 array[:] = reduce.rank + turn
                 reduce(array, "sum")
                 assert (array == sum(range(reduce.size)) + turn * reduce.size).all()
+
+
+def test_a_rank_alone_is_refused_where_calls_are_not_compared(
+    flat: allreduce.Topology, world: MPI.Intracomm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """check=False on a node without shared memory: the rank raises its error at once, and waits for nobody."""
+    monkeypatch.setattr("allreduce.call.rendezvous.Tables.take", lambda _: None)
+    with allreduce.create("ring", flat, check=False) as reduce:
+        if world.rank == 0:
+            with pytest.raises(UnsupportedOpError):
+                reduce.bind(np.ones(3), "median")
+            with pytest.raises(NotAnArrayError):
+                reduce("no array")
+        array = np.ones(10, np.float32)
+        reduce(array, "sum")
+        assert (array == reduce.size).all()
