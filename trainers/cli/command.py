@@ -1,6 +1,5 @@
 """Command: the options and the help of a command of `python -m trainers`, such as `predict`."""
 
-import argparse
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,7 +14,7 @@ class Command:
     usage: str
     about: str
     examples: str
-    add_options: Callable[[argparse.ArgumentParser], None]
+    add_options: Callable[[RankParser], None]
 
     def parser(self, shown: bool, program: str) -> RankParser:
         """Return the parser of the command's own options. shown: whether this rank prints. program: its name."""
