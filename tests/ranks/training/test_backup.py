@@ -131,7 +131,9 @@ def test_the_state_from_before_an_edit_outlives_its_backups(
         strategy, before = trainer.strategy, list[Piece]()
         parameters = trainer.replica.state()["parameters"].copy()
         strategy.edit(lambda: trainer.replica.parameters.fill(9.0), before)
-        found = newest(several, before if several.rank else [], trainer.replica.gradient_length)  # without rank 0, which has failed
+        found = newest(
+            several, before if several.rank else [], trainer.replica.gradient_length
+        )  # without rank 0, which has failed
         assert found is not None
         np.testing.assert_array_equal(found.state["parameters"][: parameters.size], parameters)
 
