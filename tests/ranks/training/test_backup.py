@@ -132,7 +132,7 @@ def test_the_state_from_before_an_edit_outlives_its_backups(
         parameters = trainer.replica.state()["parameters"].copy()
         strategy.edit(lambda: trainer.replica.parameters.fill(9.0), before)
         found = newest(
-            several, before if several.rank else [], trainer.replica.gradient_length
+            several, before if several.rank else [], len(strategy.buffer)
         )  # without rank 0, which has failed
         assert found is not None
         np.testing.assert_array_equal(found.state["parameters"][: parameters.size], parameters)
