@@ -20,9 +20,11 @@ from typing import Any
 
 from allreduce.transport.cost import Machine, on_link
 from benchmarks.lib import cli, outputs
+from benchmarks.lib.columns import columns
 from benchmarks.lib.results import FileError
-from benchmarks.predicting import fitting, pipeline
-from benchmarks.predicting.forecast import BACKWARD, GAIN, MODELS, MOST_RANKS, Forecast, Model, forecast
+from benchmarks.predicting import fitting
+from benchmarks.predicting.forecast import BACKWARD, GAIN, MODELS, MOST_RANKS, WHOLE, Forecast, forecast, save
+from benchmarks.predicting.pipeline import SCHEDULES, Plan
 
 _UNITS = {"k": 1e3, "m": 1e6, "g": 1e9}
 _TIMES = {"ns": 1e-9, "us": 1e-6, "ms": 1e-3}
@@ -44,14 +46,13 @@ def _predict(args: argparse.Namespace) -> int:
         raise FileError('--fit needs SciPy; pip install ".[bench]" in the checkout')
     plan = _plan(args)
     record: dict[str, Any] = {}
-    machine, points = _fit(args, record) if args.fit or args.fit_rig else (Machine(), [])
-    fitted = machine
+    fitted, points = _fit(args, record) if args.fit or args.fit_rig else (Machine(), [])
     bandwidth, latency = args.link
-    machine = on_link(machine, bandwidth / 8, latency)
+    machine = on_link(fitted, bandwidth / 8, latency)
     forecasts = [_forecast(args, name, machine) for name in args.model]
-    for each in forecasts:
-        print("\n".join(_table(each, args)))
-    staged = [_stages(args, each.model, machine, plan) for each in forecasts] if plan else []
+    staged = [_forecast(args, name, machine, plan) for name in args.model] if plan else []
+    for found in forecasts:
+        print("\n".join(_table(found, args)))
     for found in staged:
         print("\n".join(_stage_table(found, args)))
     print("\n".join(f"# {line}" for line in (*CAVEATS, *[STAGE_CAVEAT] * bool(plan))))
@@ -60,32 +61,23 @@ def _predict(args: argparse.Namespace) -> int:
         record |= {"stages": [_plain(each) for each in staged]} if plan else {}
         outputs.write(args.json, json.dumps(record, indent=1) + "\n")
     if args.plot:
-        from benchmarks.predicting.forecast import save
-
         save(args.plot, forecasts, _setting(args), points, fitted)
     return 0
 
 
-def _plain(found: Forecast | pipeline.StagedForecast) -> dict[str, Any]:
+def _plain(found: Forecast) -> dict[str, Any]:
     return {**asdict(found), "model": found.model.name}
 
 
-def _forecast(args: argparse.Namespace, name: str, machine: Machine) -> Forecast:
+def _forecast(args: argparse.Namespace, name: str, machine: Machine, plan: Plan = WHOLE) -> Forecast:
     model = MODELS[name]
     if args.step_time is not None:
         model = replace(model, step_seconds=args.step_time, source="given by --step-time")
-    return forecast(
-        model,
-        machine,
-        args.node_size,
-        itemsize=DTYPES[args.dtype],
-        cores=args.cores or 0,
-        most=args.max_ranks,
-        overlap=args.overlap,
-    )
+    size, cores, most = DTYPES[args.dtype], args.cores or 0, args.max_ranks
+    return forecast(model, machine, args.node_size, plan, itemsize=size, cores=cores, most=most, overlap=args.overlap)
 
 
-def _plan(args: argparse.Namespace) -> pipeline.Plan | None:
+def _plan(args: argparse.Namespace) -> Plan | None:
     """Return how --stages divides the model; None without it. Raises FileError if the options don't fit together."""
     if args.stages is None:
         given = next((name for name in ("microbatches", "schedule", "chunks") if getattr(args, name) is not None), None)
@@ -98,12 +90,7 @@ def _plan(args: argparse.Namespace) -> pipeline.Plan | None:
         raise FileError(f"--chunks {chunks} needs --schedule interleaved, not {schedule}")
     if schedule != "gpipe" and microbatches < args.stages:
         raise FileError(f"{schedule} needs --microbatches {args.stages} or more, as many as stages")
-    return pipeline.Plan(args.stages, microbatches, schedule, chunks)
-
-
-def _stages(args: argparse.Namespace, model: Model, machine: Machine, plan: pipeline.Plan) -> pipeline.StagedForecast:
-    most, cores = args.max_ranks, args.cores or 0
-    return pipeline.forecast(model, machine, args.node_size, plan, itemsize=DTYPES[args.dtype], cores=cores, most=most)
+    return Plan(args.stages, microbatches, schedule, chunks)
 
 
 # ---- Fitting ----
@@ -145,54 +132,48 @@ def _setting(args: argparse.Namespace) -> str:
 
 
 def _table(found: Forecast, args: argparse.Namespace) -> list[str]:
-    model = found.model
-    lines = [
+    model, rows = found.model, []
+    for row in found.rows[1:]:
+        others = sorted((value, name) for name, value in row.seconds.items() if name != row.winner)
+        rest = ", ".join(f"{name} {_milliseconds(value)}" for value, name in others)
+        gains = f"{row.speedup:.4g}", f"{row.efficiency:.0%}", f"{row.efficiency_overlapped:.0%}"
+        best = _milliseconds(row.seconds[row.winner])
+        rows.append((row.ranks, row.nodes, row.winner, best, f"{row.step * 1e3:.1f}", *gains, rest))
+    heads = ["ranks", "nodes", "winner", "all-reduce(ms)", "step(ms)", "speedup", "eff.", "overlap", "others(ms)"]
+    if found.saturation is None:
+        saturation = f"none up to {found.rows[-1].ranks} ranks (doubling still gains {GAIN:.0%} or more)"
+    else:
+        saturation = f"{found.saturation} ranks: doubling them gains less than {GAIN:.0%}"
+    return [
         "#",
         f"# {model.title}: {model.parameters / 1e6:.1f} M parameters, {found.gradient_bytes / 1e6:.0f} MB of gradients,"
         f" {model.step_seconds * 1e3:.0f} ms a step",
         f"#   {model.source}",
         f"# {_setting(args)}; efficiency without overlap, and with {args.overlap:.0%} of the step to hide behind",
-        f"# {'ranks':>6}{'nodes':>7}  {'winner':<18}{'all-reduce(ms)':>15}{'step(ms)':>10}"
-        f"{'speedup':>9}{'eff.':>6}{'overlap':>9}  others(ms)",
-    ]
-    for row in found.rows[1:]:
-        others = sorted((value, name) for name, value in row.seconds.items() if name != row.winner)
-        rest = ", ".join(f"{name} {_milliseconds(value)}" for value, name in others)
-        lines.append(
-            f"  {row.ranks:>6}{row.nodes:>7}  {row.winner:<18}{_milliseconds(row.seconds[row.winner]):>15}"
-            f"{row.step * 1e3:>10.1f}{row.speedup:>9.4g}{row.efficiency:>6.0%}{row.efficiency_overlapped:>9.0%}  {rest}"
-        )
-    if found.saturation is None:
-        saturation = f"none up to {found.rows[-1].ranks} ranks (doubling still gains {GAIN:.0%} or more)"
-    else:
-        saturation = f"{found.saturation} ranks: doubling them gains less than {GAIN:.0%}"
-    lines += [
-        f"# saturation: {saturation}; at least half efficient up to {_ranks(found.efficient)}",
+        *columns(heads, rows, left=(2, 8)),
+        f"# saturation: {saturation}; at least half efficient up to {_ranks(found.efficient or 0)}",
         f"# one rank's batch divided among all (strong scaling): the shortest step is at {_ranks(found.best_strong)}",
     ]
-    return lines
 
 
-def _stage_table(found: pipeline.StagedForecast, args: argparse.Namespace) -> list[str]:
-    plan, model = found.plan, found.model
+def _stage_table(found: Forecast, args: argparse.Namespace) -> list[str]:
+    plan, model, rows = found.plan, found.model, []
+    for row in found.rows:
+        times = f"{row.transfer * 1e3:.3f}", f"{row.pipeline * 1e3:.1f}"
+        best = row.winner if row.replicas > 1 else "-", _milliseconds(row.seconds[row.winner])
+        gains = f"{row.step * 1e3:.1f}", f"{row.speedup:.4g}", f"{row.efficiency:.0%}"
+        rows.append((row.ranks, row.nodes, row.replicas, *times, *best, *gains))
+    heads = ["ranks", "nodes", "replicas", "message(ms)", "pipeline(ms)", "winner", "all-reduce(ms)", "step(ms)"]
     chunks = f", {plan.chunks} chunks a rank" if plan.chunks > 1 else ""
-    lines = [
+    return [
         "#",
         f"# {model.title} in {plan.stages} stages, {plan.schedule}{chunks}, {plan.microbatches} microbatches of "
         f"{model.samples * plan.stages / plan.microbatches:g} samples: bubble {found.bubble:.1%}",
         f"#   a replica sends {plan.messages} messages of {found.message_bytes / 1e6:.3g} MB a step; "
         f"a stage has {found.gradient_bytes / 1e6:.0f} MB of gradients",
         f"# {_setting(args)}; a rank computes {model.step_seconds * 1e3:.0f} ms a step",
-        f"# {'ranks':>6}{'nodes':>7}{'replicas':>9}{'message(ms)':>13}{'pipeline(ms)':>14}  {'winner':<18}"
-        f"{'all-reduce(ms)':>15}{'step(ms)':>10}{'speedup':>9}{'eff.':>6}",
+        *columns([*heads, "speedup", "eff."], rows, left=(5,)),
     ]
-    lines += [
-        f"  {row.ranks:>6}{row.nodes:>7}{row.replicas:>9}{row.transfer * 1e3:>13.3f}{row.pipeline * 1e3:>14.1f}  "
-        f"{row.winner if row.replicas > 1 else '-':<18}{_milliseconds(row.seconds[row.winner]):>15}"
-        f"{row.step * 1e3:>10.1f}{row.ranks * row.efficiency:>9.4g}{row.efficiency:>6.0%}"
-        for row in found.rows
-    ]
-    return lines
 
 
 def _ranks(count: int) -> str:
@@ -241,7 +222,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     )
     add("--stages", type=cli.at_least(1, int, 1024), metavar="S", help="ranks that divide the model (pipeline stages)")
     add("--microbatches", type=cli.at_least(1, int, 1 << 16), metavar="M", help="of a replica's batch (default 4 S)")
-    add("--schedule", choices=pipeline.SCHEDULES, help="of the stages (default 1f1b)")
+    add("--schedule", choices=SCHEDULES, help="of the stages (default 1f1b)")
     add("--chunks", type=cli.at_least(1, int, 64), metavar="C", help="stages a rank, for interleaved (default 2)")
     add("--json", metavar="FILE", help="everything that is printed")
     add("--plot", metavar="FILE", help="a picture (.png, .svg, .pdf); needs matplotlib")

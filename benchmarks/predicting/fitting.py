@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from allreduce.transport.cost import Layout, Machine
+from benchmarks.lib.columns import columns
 from benchmarks.lib.results import FileError, Run, load
 from benchmarks.predicting.costs import backends, predict
 
@@ -40,23 +41,17 @@ class Point:
         """Weight in the fit; smaller for runs whose times scatter."""
         return min(1.0, log(STEADY) / log(self.spread)) if self.spread > STEADY else 1.0
 
+    @property
+    def flat(self) -> bool:
+        """Whether it was measured without a network."""
+        return self.place.nodes == 1
+
     def predicted(self, machine: Machine) -> float:
         return predict(self.backend, machine, self.place, self.nbytes, self.allocated)
 
     def error(self, machine: Machine) -> float:
         """Return the signed relative error of the prediction."""
         return self.predicted(machine) / self.seconds - 1
-
-
-@dataclass(frozen=True)
-class Cell:
-    """The median error of a backend in a range of sizes."""
-
-    backend: str
-    range: str
-    points: int
-    error: float
-    reason: str = ""
 
 
 def read(
@@ -83,13 +78,13 @@ def read(
 
 
 def _points(run: Run, one_machine: bool, statistic: str) -> Iterable[Point]:
-    if run.simulated and len(run.node_sizes) > 1:
+    if run.simulated and run.nodes > 1:
         return
     cores = int(run.machine.get("cores") or 0)
     place = Layout(tuple(run.node_sizes), cores=cores, sharing=run.ranks if one_machine else 0)
     for each in run.results:
         seconds = (each.min_us if statistic == "min" else each.time_us) * 1e-6
-        if each.backend in backends() and run.ranks > 1 and each.size > 0 and seconds > 0:
+        if each.backend in backends() and run.ranks > 1:
             yield Point(each.backend, place, each.size, each.memory == "allocated", seconds, each.time_us / each.min_us)
 
 
@@ -102,110 +97,30 @@ def fit(points: Sequence[Point], start: Machine, rounds: int = 60, first: Machin
 
     if not points:
         raise ValueError("there is nothing to fit to")
-    origin = _logarithms(start)
+    origin = np.log(list(asdict(start).values()))
 
     def residuals(values: np.ndarray) -> np.ndarray:
-        machine = _machine(start, values)
+        machine = Machine(*map(exp, values))
         errors = [point.weight * log(point.predicted(machine) / point.seconds) for point in points]
         return np.concatenate([errors, PRIOR * np.sqrt(len(points)) * (values - origin)])
 
-    found = least_squares(
-        residuals, _logarithms(first or start), loss="huber", f_scale=ROBUST, diff_step=1e-5, ftol=1e-5, max_nfev=rounds
-    )
-    return _machine(start, found.x)
+    begin = np.log(list(asdict(first or start).values()))
+    found = least_squares(residuals, begin, loss="huber", f_scale=ROBUST, diff_step=1e-5, ftol=1e-5, max_nfev=rounds)
+    return Machine(*map(exp, found.x))
 
 
-def _logarithms(machine: Machine) -> np.ndarray:
-    return np.array([log(getattr(machine, name)) for name in FITTED])
+# The errors of the model
 
 
-def _machine(start: Machine, values: np.ndarray) -> Machine:
-    fitted: dict[str, Any] = {name: exp(value) for name, value in zip(FITTED, values, strict=True)}
-    return replace(start, **fitted)
+@dataclass(frozen=True)
+class Cell:
+    """The median error of a backend in a range of sizes."""
 
-
-# ---- The errors of the model ----
-
-
-def median_error(points: Sequence[Point], machine: Machine) -> float:
-    """Return the median of the absolute errors."""
-    return median(abs(point.error(machine)) for point in points)
-
-
-def cells(points: Sequence[Point], machine: Machine) -> list[Cell]:
-    """Return the median error of each backend in each range of sizes, with a reason if it is above LIMIT."""
-    found, busy = [], disturbed(points)
-    for backend in backends():
-        for name, low, high in RANGES:
-            some = [point for point in points if point.backend == backend and low < point.nbytes <= high]
-            if some:
-                error = median_error(some, machine)
-                found.append(Cell(backend, name, len(some), error, _reason(some, machine, busy, error)))
-    return found
-
-
-def disturbed(points: Sequence[Point]) -> dict[Layout, float]:
-    """Return the fraction of each place's times that more ranks on the same cores beat, although they do more work.
-
-    No formula can predict such times: other programs ran during the measurement. Only places with a fraction above
-    DISTURBED are returned.
-    """
-    best: dict[tuple[str, int, bool], list[tuple[int, float]]] = {}
-    flat = [point for point in points if point.place.nodes == 1 and point.backend in GROWING]
-    for point in flat:
-        best.setdefault((point.backend, point.nbytes, point.allocated), []).append((point.place.ranks, point.seconds))
-    found = {}
-    for place in dict.fromkeys(point.place for point in flat):
-        some = [point for point in flat if point.place == place]
-        beaten = [
-            any(n > place.ranks and seconds * (1 + LIMIT) < point.seconds for n, seconds in best[key])
-            for point in some
-            if (key := (point.backend, point.nbytes, point.allocated))
-        ]
-        if sum(beaten) > DISTURBED * len(some):
-            found[place] = sum(beaten) / len(some)
-    return found
-
-
-def _reason(points: Sequence[Point], machine: Machine, busy: dict[Layout, float], error: float) -> str:
-    """Return the likeliest reason for an error above LIMIT, with the places of the largest errors; "" for others."""
-    if error <= LIMIT:
-        return ""
-    worst = [point for point in points if abs(point.error(machine)) > LIMIT]
-    where = f"measured {_worst_places(points, machine)}: "
-    oversubscribed = [point for point in worst if point.place.per_core > 1]
-    linked = [point for point in worst if not is_flat(point)]
-    half = len(worst) / 2
-    if sum(point.place in busy for point in worst) > half:
-        return where + "the machine was busy (more ranks on the same cores were faster)"
-    if sum(point.spread > SCATTERED for point in worst) > half:
-        return where + f"the times themselves scatter, the median is {_spread(worst):.1f} times the minimum"
-    if len(oversubscribed) > half and sum(point in linked for point in oversubscribed) > half:
-        return where + "ranks outnumber cores, and packets wait for a core too, by a time that depends on the scheduler"
-    if len(oversubscribed) > half:
-        return (
-            where
-            + "ranks outnumber cores, and times depend on the scheduler, which the model describes by one constant"
-        )
-    if points[0].backend == "native":
-        return where + "the MPI library changes algorithms with sizes and ranks, and the model has two of them"
-    if len(linked) > half:
-        return where + "the model has no queues in links and no congestion control"
-    return where + "the model has only one cost per message and one per byte for Python, the MPI library and all caches"
-
-
-def _spread(points: Sequence[Point]) -> float:
-    return median(point.spread for point in points)
-
-
-def _worst_places(points: Sequence[Point], machine: Machine) -> str:
-    """Return the two places with the largest errors: "slower than predicted at 4 ranks, faster at 2+2 ranks"."""
-    errors: dict[Layout, list[float]] = {}
-    for point in points:
-        errors.setdefault(point.place, []).append(point.error(machine))
-    worst = sorted(errors, key=lambda place: -median(map(abs, errors[place])))[:2]
-    places = [f"{'slower' if median(errors[place]) < 0 else 'faster'} at {place.name}" for place in worst]
-    return ", ".join(places).replace(" at ", " than predicted at ", 1)
+    backend: str
+    range: str
+    points: int
+    error: float
+    reason: str = ""
 
 
 @dataclass(frozen=True)
@@ -220,6 +135,30 @@ class PlaceFit:
     note: str = ""
 
 
+def median_error(points: Sequence[Point], machine: Machine) -> float:
+    """Return the median of the absolute errors."""
+    return median(abs(point.error(machine)) for point in points)
+
+
+def errors(points: list[Point], machine: Machine) -> dict[str, float]:
+    """Return the median errors: of all points, without a network, and with one."""
+    groups = {"overall": points, "flat": [each for each in points if each.flat]}
+    groups["rig"] = [each for each in points if not each.flat]
+    return {name: median_error(some, machine) for name, some in groups.items() if some}
+
+
+def cells(points: Sequence[Point], machine: Machine) -> list[Cell]:
+    """Return the median error of each backend in each range of sizes, with a reason if it is above LIMIT."""
+    found, busy = [], disturbed(points)
+    for backend in backends():
+        for name, low, high in RANGES:
+            some = [point for point in points if point.backend == backend and low < point.nbytes <= high]
+            if some:
+                error = median_error(some, machine)
+                found.append(Cell(backend, name, len(some), error, _reason(some, machine, busy, error)))
+    return found
+
+
 def by_place(points: Sequence[Point], machine: Machine, start: Machine) -> list[PlaceFit]:
     """Return for each place the error of the fit, and of a fit to all other places."""
     busy, found = disturbed(points), []
@@ -231,13 +170,72 @@ def by_place(points: Sequence[Point], machine: Machine, start: Machine) -> list[
         note = f"unsteady: {uneven:.0%} have a median above {SCATTERED} times the minimum" if uneven > DISTURBED else ""
         if place in busy:
             note = f"disturbed: more ranks on the same cores beat {busy[place]:.0%} of these times"
-        found.append(PlaceFit(place.name, len(some), median_error(some, machine), unseen, _spread(some), note))
+        spread = median(point.spread for point in some)
+        found.append(PlaceFit(place.name, len(some), median_error(some, machine), unseen, spread, note))
     return found
 
 
-def is_flat(point: Point) -> bool:
-    """Whether a point was measured without a network."""
-    return point.place.nodes == 1
+def disturbed(points: Sequence[Point]) -> dict[Layout, float]:
+    """Return the fraction of each place's times that more ranks on the same cores beat, although they do more work.
+
+    No formula can predict such times: other programs ran during the measurement. Only places with a fraction above
+    DISTURBED are returned.
+    """
+    flat = [point for point in points if point.flat and point.backend in GROWING]
+    found: dict[Layout, float] = {}
+    for place in dict.fromkeys(point.place for point in flat):
+        some = [point for point in flat if point.place == place]
+        beaten = sum(any(_beats(other, point) for other in flat) for point in some)
+        if beaten > DISTURBED * len(some):
+            found[place] = beaten / len(some)
+    return found
+
+
+def _beats(other: Point, point: Point) -> bool:
+    """Whether the same call took clearly less time on more ranks."""
+    same = (other.backend, other.nbytes, other.allocated) == (point.backend, point.nbytes, point.allocated)
+    return same and other.place.ranks > point.place.ranks and other.seconds * (1 + LIMIT) < point.seconds
+
+
+def _reason(points: Sequence[Point], machine: Machine, busy: dict[Layout, float], error: float) -> str:
+    """Return the likeliest reason for an error above LIMIT, with the places of the largest errors; "" for others."""
+    if error <= LIMIT:
+        return ""
+    worst = [point for point in points if abs(point.error(machine)) > LIMIT]
+    scatter = (
+        f"the times themselves scatter, the median is {median(each.spread for each in worst):.1f} times the minimum"
+    )
+    crowded = [point.place.per_core > 1 for point in worst]
+    reasons = (  # the first one that holds for more than half of the points
+        ([point.place in busy for point in worst], "the machine was busy (more ranks on the same cores were faster)"),
+        ([point.spread > SCATTERED for point in worst], scatter),
+        (
+            [many and not point.flat for many, point in zip(crowded, worst, strict=True)],
+            "ranks outnumber cores, and packets wait for a core too, by a time that depends on the scheduler",
+        ),
+        (
+            crowded,
+            "ranks outnumber cores, and times depend on the scheduler, which the model describes by one constant",
+        ),
+        (
+            [point.backend == "native" for point in worst],
+            "the MPI library changes algorithms with sizes and ranks, and the model has two of them",
+        ),
+        ([not point.flat for point in worst], "the model has no queues in links and no congestion control"),
+        ([True], "the model has only one cost per message and one per byte for Python, the MPI library and all caches"),
+    )
+    reason = next(text for holds, text in reasons if 2 * sum(holds) > len(holds))
+    return f"measured {_worst_places(points, machine)}: {reason}"
+
+
+def _worst_places(points: Sequence[Point], machine: Machine) -> str:
+    """Return the two places with the largest errors: "slower than predicted at 4 ranks, faster at 2+2 ranks"."""
+    errors: dict[Layout, list[float]] = {}
+    for point in points:
+        errors.setdefault(point.place, []).append(point.error(machine))
+    worst = sorted(errors, key=lambda place: -median(map(abs, errors[place])))[:2]
+    places = [f"{'slower' if median(errors[place]) < 0 else 'faster'} at {place.name}" for place in worst]
+    return ", ".join(places).replace(" at ", " than predicted at ", 1)
 
 
 def untouched(points: Sequence[Point], machine: Machine) -> list[str]:
@@ -251,35 +249,25 @@ def untouched(points: Sequence[Point], machine: Machine) -> list[str]:
     return names
 
 
-def errors(points: list[Point], machine: Machine) -> dict[str, float]:
-    """Return the median errors: of all points, without a network, and with one."""
-    flat = [point for point in points if is_flat(point)]
-    rig = [point for point in points if not is_flat(point)]
-    groups = {"overall": points, "flat": flat, "rig": rig}
-    return {name: median_error(some, machine) for name, some in groups.items() if some}
-
-
 def lines(points: list[Point], machine: Machine, found: dict[str, float], places: list[PlaceFit]) -> list[str]:
+    """Return the report: the constants, the errors by backend and size, and by place."""
     kept = untouched(points, machine)
     medians = ", ".join(f"{name} {error:.0%}" for name, error in found.items())
     text = [f"# Fitted to {len(points)} times. Median error: {medians}. Constants:"]
     for name, value in asdict(machine).items():
         note = "  (not in these runs: the default)" if name in kept else ""
         text.append(f"#   {name:<12}{value:>12.4g}{note}")
-    text += _cells(cells(points, machine))
-    text.append(f"# {'place':<20}{'points':>7}{'median error':>14}{'held out':>10}{'median/least':>14}")
-    for place in places:
-        unseen = "-" if place.held_out is None else f"{place.held_out:.0%}"
-        row = f"  {place.place:<20}{place.points:>7}{place.error:>14.0%}{unseen:>10}{place.spread:>14.2f}"
-        text.append(f"{row}  {place.note}".rstrip())
+    rows = [
+        (each.backend, each.range, each.points, f"{each.error:.0%}", each.reason) for each in cells(points, machine)
+    ]
+    text += columns(["backend", "sizes", "points", "median error", ""], rows, left=(0, 1, 4))
+    unseen = ["-" if each.held_out is None else f"{each.held_out:.0%}" for each in places]
+    about = [
+        (each.place, each.points, f"{each.error:.0%}", held_out, f"{each.spread:.2f}", each.note)
+        for each, held_out in zip(places, unseen, strict=True)
+    ]
+    text += columns(["place", "points", "median error", "held out", "median/least", ""], about, left=(0, 5))
     return [
         *text,
         "# held out: predicted by a fit to all other places; median/least: how much the times themselves scatter",
     ]
-
-
-def _cells(found: list[Cell]) -> list[str]:
-    text = [f"# {'backend':<20}{'sizes':<16}{'points':>7}{'median error':>14}"]
-    for cell in found:
-        text.append(f"  {cell.backend:<20}{cell.range:<16}{cell.points:>7}{cell.error:>14.0%}  {cell.reason}".rstrip())
-    return text

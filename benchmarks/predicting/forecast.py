@@ -1,19 +1,21 @@
 """Training on more ranks: step time, efficiency, saturation and the best backend, as numbers and as a picture."""
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
-from allreduce.transport.cost import Layout, Machine
+from allreduce.transport.cost import Machine
 from benchmarks.lib import outputs
 from benchmarks.lib.plot import colour, content, kind_of, mark, width
 from benchmarks.predicting.costs import predict, usable
-from benchmarks.predicting.fitting import Point, is_flat, median_error
+from benchmarks.predicting.fitting import Point, median_error
+from benchmarks.predicting.pipeline import Plan, bubble, placed
 
 BACKWARD = 2 / 3  # of a step: the backward pass takes twice the forward pass; only it can hide communication
 GAIN = 0.10  # saturated: doubling the ranks gains less than this
 MOST_RANKS = 4096
+WHOLE = Plan()  # no stages: each rank has the whole model
 
 
 @dataclass(frozen=True)
@@ -36,48 +38,19 @@ _BERT = (
     "26.04 sequences/s at batch 14 (NVIDIA DeepLearningExamples, BERT, README of 2019-03: V100 32 GB, FP16; from "
     "memory, not checked)"
 )
-MODELS = {
-    model.name: model
-    for model in (
-        Model(
-            "resnet50",
-            "ResNet-50",
-            25_557_032,
-            256 / 2470,
-            256,
-            f"2470 images/s ({_NVIDIA}); the batch of 256 is assumed",
-            256 * 56 * 56,  # after the first block; later ones are smaller
-        ),
-        Model(
-            "bert-base",
-            "BERT-base",
-            110_000_000,
-            14 / 26.04 * 110 / 340,
-            14,
-            f"110 M (Devlin et al. 2019); time of BERT-large scaled by the parameters ({_BERT})",
-            512 * 768,  # tokens x width
-        ),
-        Model(
-            "bert-large",
-            "BERT-large",
-            340_000_000,
-            14 / 26.04,
-            14,
-            f"340 M (Devlin et al. 2019); {_BERT}",
-            512 * 1024,
-        ),
-        Model(
-            "gpt2-xl",
-            "GPT-2 XL",
-            1_557_611_200,
-            6 * 1_557_611_200 * 8 * 1024 / 137e12,
-            8,
-            "6 x parameters x tokens floating-point operations (Kaplan et al. 2020) for 8 sequences of 1024 at "
-            "137 Tflop/s, an A100 on a model of 1.7 G parameters (Narayanan et al. 2021, table 1); batch assumed",
-            1024 * 1600,
-        ),
-    )
-}
+_RESNET50 = f"2470 images/s ({_NVIDIA}); the batch of 256 is assumed"
+_BASE = f"110 M (Devlin et al. 2019); time of BERT-large scaled by the parameters ({_BERT})"
+_GPT2 = (
+    "6 x parameters x tokens floating-point operations (Kaplan et al. 2020) for 8 sequences of 1024 at 137 Tflop/s, "
+    "an A100 on a model of 1.7 G parameters (Narayanan et al. 2021, table 1); batch assumed"
+)
+_MODELS = (  # activations: of ResNet-50 after the first block (later ones are smaller); else tokens x width
+    Model("resnet50", "ResNet-50", 25_557_032, 256 / 2470, 256, _RESNET50, 256 * 56 * 56),
+    Model("bert-base", "BERT-base", 110_000_000, 14 / 26.04 * 110 / 340, 14, _BASE, 512 * 768),
+    Model("bert-large", "BERT-large", 340_000_000, 14 / 26.04, 14, f"340 M (Devlin et al. 2019); {_BERT}", 512 * 1024),
+    Model("gpt2-xl", "GPT-2 XL", 1_557_611_200, 6 * 1_557_611_200 * 8 * 1024 / 137e12, 8, _GPT2, 1024 * 1600),
+)
+MODELS = {model.name: model for model in _MODELS}
 
 
 @dataclass(frozen=True)
@@ -86,7 +59,10 @@ class Prediction:
 
     ranks: int
     nodes: int
-    seconds: dict[str, float]  # backend -> all-reduce
+    replicas: int
+    transfer: float  # of one message between stages
+    pipeline: float  # forward and backward, with the bubble and the messages that nothing hides
+    seconds: dict[str, float]  # backend -> all-reduce of a stage's gradients among the replicas
     winner: str
     step: float  # without overlap, with the winner
     efficiency: float  # of step
@@ -100,20 +76,18 @@ class Prediction:
 
 @dataclass(frozen=True)
 class Forecast:
-    """A model on growing numbers of ranks, each with the same work (weak scaling)."""
+    """A model on growing numbers of ranks, each with the same work (weak scaling): with stages, a replica's batch is
+    `plan.stages` times as large."""
 
     model: Model
-    gradient_bytes: int
+    plan: Plan
+    bubble: float
+    message_bytes: int
+    gradient_bytes: int  # of a stage
     rows: list[Prediction]
     saturation: int | None  # ranks from which doubling them gains less than GAIN; None: beyond the last row
-    efficient: int  # most ranks with an efficiency of at least one half
+    efficient: int | None  # most ranks with an efficiency of at least one half; None: not even one replica
     best_strong: int  # ranks with the shortest step when one rank's batch is divided among all
-
-
-def placed(ranks: int, node_size: int, cores: int = 0) -> Layout:
-    """Return the layout of `ranks` ranks on full nodes; the last node may be smaller. cores: of a node; 0: enough."""
-    full, rest = divmod(ranks, node_size)
-    return Layout((node_size,) * full + ((rest,) if rest else ()), cores=cores)
 
 
 def exposed(communication: float, compute: float, overlap: float) -> float:
@@ -125,6 +99,7 @@ def forecast(
     model: Model,
     machine: Machine,
     node_size: int,
+    plan: Plan = WHOLE,
     *,
     itemsize: int = 4,
     cores: int = 0,
@@ -132,38 +107,45 @@ def forecast(
     overlap: float = BACKWARD,
     counts: Iterable[int] | None = None,
 ) -> Forecast:
-    """Predict a model's training on 1, 2, 4, ... ranks up to `most`."""
-    nbytes = model.parameters * itemsize
-    rows = [
-        _row(model, machine, placed(count, node_size, cores), nbytes, overlap) for count in counts or _doubling(most)
-    ]
+    """Predict a model's training on 1, 2, 4, ... replicas of plan.stages ranks, up to `most` ranks.
+
+    counts: of replicas, instead.
+    """
+    sent = round(model.samples * plan.stages / plan.microbatches * model.activation * itemsize)
+    reduced = model.parameters * itemsize // plan.stages
+    powers = range(max(1, (most // plan.stages).bit_length()))
+
+    def row(replicas: int) -> Prediction:
+        at = placed(plan.stages * replicas, node_size, cores)
+        transfer = plan.transfer(machine, at, node_size, sent)
+        pipeline = plan.seconds(model.step_seconds, transfer, min(at.ranks, node_size), cores)
+        group, sharing = plan.group(at, node_size)
+        k = replace(machine, net_beta=machine.net_beta * sharing)
+        seconds = {name: predict(name, k, group, reduced) for name in usable(group)}
+        winner = min(seconds, key=lambda name: seconds[name])
+        step = pipeline + seconds[winner]
+        hidden = pipeline + exposed(seconds[winner], model.step_seconds, overlap)
+        gains = model.step_seconds / step, model.step_seconds / hidden
+        return Prediction(
+            at.ranks, at.nodes, replicas, transfer, pipeline, seconds, winner, step, gains[0], hidden, gains[1]
+        )
+
+    rows = [row(replicas) for replicas in counts or (1 << power for power in powers)]
     return Forecast(
         model,
-        nbytes,
+        plan,
+        bubble(plan.stages, plan.microbatches, plan.chunks),
+        sent,
+        reduced,
         rows,
-        _saturation(rows),
-        max(row.ranks for row in rows if row.efficiency >= 0.5),
-        min(rows, key=lambda row: model.step_seconds / row.ranks + row.seconds[row.winner]).ranks,
+        saturation(rows),
+        max((each.ranks for each in rows if each.efficiency >= 0.5), default=None),
+        min(rows, key=lambda each: model.step_seconds / each.ranks + each.seconds[each.winner]).ranks,
     )
 
 
-def _doubling(most: int) -> list[int]:
-    found = [1]
-    while found[-1] * 2 <= most:
-        found.append(found[-1] * 2)
-    return found
-
-
-def _row(model: Model, machine: Machine, at: Layout, nbytes: int, overlap: float) -> Prediction:
-    seconds = {name: predict(name, machine, at, nbytes) for name in usable(at)}
-    winner = min(seconds, key=lambda name: seconds[name])
-    compute = model.step_seconds
-    step = compute + seconds[winner]
-    hidden = compute + exposed(seconds[winner], compute, overlap)
-    return Prediction(at.ranks, at.nodes, seconds, winner, step, compute / step, hidden, compute / hidden)
-
-
-def _saturation(rows: list[Prediction]) -> int | None:
+def saturation(rows: list[Prediction]) -> int | None:
+    """Return the number of ranks from which doubling them gains less than GAIN; None if there is none."""
     for row, double in pairwise(rows):
         if row.ranks > 1 and double.speedup < row.speedup * (1 + GAIN) * double.ranks / row.ranks / 2:
             return row.ranks
@@ -234,7 +216,7 @@ def _fit(axis: Any, points: list[Point], machine: Machine) -> None:
         some = [point for point in points if point.backend == name]
         style = {"marker": mark(name)[0], "s": 16, "alpha": 0.7, "edgecolors": colour(name), "linewidths": 0.8}
         for flat in (True, False):
-            chosen = [point for point in some if is_flat(point) == flat]
+            chosen = [point for point in some if point.flat == flat]
             ratios = [1 + point.error(machine) for point in chosen]
             label = f"{name} ({median_error(some, machine):.0%})" if chosen and chosen[0] == some[0] else None
             face = colour(name) if flat else "none"

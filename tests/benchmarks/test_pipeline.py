@@ -9,8 +9,8 @@ import pytest
 from allreduce.transport.cost import Layout, Machine, on_link
 from benchmarks import scaling
 from benchmarks.predicting.costs import predict
-from benchmarks.predicting.forecast import MODELS
-from benchmarks.predicting.pipeline import Plan, bubble, crowded, forecast
+from benchmarks.predicting.forecast import MODELS, forecast
+from benchmarks.predicting.pipeline import Plan, bubble, crowded
 
 FREE = replace(Machine(), alpha=0, beta=0, handshake=0, switch=0, call=0)  # messages in a node take no time
 

@@ -17,7 +17,8 @@ from benchmarks.lib.results import FileError, Run, summarize, to_json
 from benchmarks.predicting import fitting
 from benchmarks.predicting.costs import backends, predict
 from benchmarks.predicting.fitting import FITTED, Point
-from benchmarks.predicting.forecast import MODELS, Prediction, _saturation, exposed, forecast, placed
+from benchmarks.predicting.forecast import MODELS, Prediction, exposed, forecast, saturation
+from benchmarks.predicting.pipeline import placed
 from tests import launch
 
 FREE = Machine(**dict.fromkeys(FITTED, 0.0))
@@ -240,12 +241,12 @@ def test_forecasts_hang_together(name: str) -> None:
 
 
 def rows(efficiencies: dict[int, float]) -> list[Prediction]:
-    return [Prediction(n, 1, {"ring": 0.1}, "ring", 1 / each, each, 1, 1) for n, each in efficiencies.items()]
+    return [Prediction(n, 1, n, 0, 1, {"ring": 0.1}, "ring", 1 / each, each, 1, 1) for n, each in efficiencies.items()]
 
 
 def test_saturation_is_where_doubling_stops_to_pay() -> None:
-    assert _saturation(rows({1: 1, 2: 0.9, 4: 0.8, 8: 0.43, 16: 0.2})) == 4, "8 ranks are 3.44 as fast, 4 are 3.2"
-    assert _saturation(rows({1: 1, 2: 0.9, 4: 0.8, 8: 0.7})) is None
+    assert saturation(rows({1: 1, 2: 0.9, 4: 0.8, 8: 0.43, 16: 0.2})) == 4, "8 ranks are 3.44 as fast, 4 are 3.2"
+    assert saturation(rows({1: 1, 2: 0.9, 4: 0.8, 8: 0.7})) is None
 
 
 def test_strong_scaling_has_a_best_number_of_ranks() -> None:
