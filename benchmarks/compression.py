@@ -66,8 +66,20 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     group("--epochs", type=cli.at_least(1), default=5, metavar="N", help="(default: 5)")
     group = parser.add_argument_group("steps").add_argument
     group("--batch", type=cli.at_least(1), default=128, metavar="N", help="rows of a batch (default: 128)")
-    group("--layers", type=_numbers, default=[2048] * 3, metavar="N,N", help="hidden ones (default: 2048,2048,2048)")
-    group("--micro-batches", type=_numbers, default=[8, 16, 64], metavar="N,N", help="(default: 8,16,64)")
+    group(
+        "--layers",
+        type=cli.several(cli.at_least(1)),
+        default=[2048] * 3,
+        metavar="N,N",
+        help="hidden ones (default: 2048,2048,2048)",
+    )
+    group(
+        "--micro-batches",
+        type=cli.several(cli.at_least(1)),
+        default=[8, 16, 64],
+        metavar="N,N",
+        help="(default: 8,16,64)",
+    )
     cli.add_json_option(parser)
     add("--plot", metavar="FILE", help="draw the comparison (.png, .svg, .pdf)")
 
@@ -77,10 +89,6 @@ def _add_host_options(group: Any) -> None:
     add("--hosts", type=cli.at_least(1, most=250), metavar="N", help="start the ranks on N simulated hosts; needs root")
     add("--ranks-per-host", type=cli.at_least(1), default=2, metavar="N", help="(default: 2)")
     add("--rate", metavar="RATE", help=f"of each host's link, such as 100mbit ({_rates()})")
-
-
-def _numbers(text: str) -> list[int]:
-    return [cli.at_least(1)(part) for part in text.split(",")]
 
 
 def _rates() -> str:

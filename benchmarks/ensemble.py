@@ -19,6 +19,7 @@ import numpy as np
 
 from allreduce import Topology
 from allreduce.errors import OptionError
+from allreduce.process import proc
 from allreduce.transport.control import all_values, raise_together
 from benchmarks.lib import cli
 from benchmarks.lib.outputs import Screen
@@ -35,19 +36,18 @@ FEATURES, CLASSES = 64, 10
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("--stop", type=_ranks, default=[], metavar="R,R,...", help="ranks to stop, not rank 0 (default: none)")
+    add(
+        "--stop",
+        type=cli.several(cli.at_least(1)),
+        default=[],
+        metavar="R,R,...",
+        help="ranks to stop, not rank 0 (default: none)",
+    )
     add("--calls", type=cli.at_least(1), default=1000, metavar="N", help="(default: 1000)")
     add("--deadline", type=cli.at_least(0.001, float), default=0.05, metavar="SECONDS", help="(default: 0.05)")
     add("--rows", type=cli.at_least(1), default=32, metavar="N", help="rows of a call (default: 32)")
     add("--hidden", type=cli.at_least(1), default=32, metavar="N", help="units of a member (default: 32)")
     cli.add_json_option(parser)
-
-
-def _ranks(text: str) -> list[int]:
-    parts = text.split(",")
-    if not all(part.isascii() and part.isdecimal() and int(part) for part in parts):
-        raise argparse.ArgumentTypeError(f"{text!r}: give ranks from 1 on, such as 3 or 1,2")
-    return sorted({int(part) for part in parts})
 
 
 class Calls:
@@ -85,7 +85,7 @@ def measure(topology: Topology, options: argparse.Namespace, pids: list[int]) ->
     ) as ensemble:
         Calls(ensemble, x).make(WARM, WARM_DEADLINE)
         during, after = Calls(ensemble, x), Calls(ensemble, x)
-        memory = _megabytes()
+        memory = proc.resident_bytes()
         if topology.rank in options.stop:
             os.kill(os.getpid(), signal.SIGSTOP)  # before the first call: a rank may be several calls ahead of rank 0
         while not all(map(_is_stopped, stopped)):
@@ -95,7 +95,7 @@ def measure(topology: Topology, options: argparse.Namespace, pids: list[int]) ->
         finally:
             for pid in stopped:
                 os.kill(pid, signal.SIGCONT)
-        grown = _megabytes() - memory
+        grown = (proc.resident_bytes() - memory) / 1e6
         after.make(AFTER, options.deadline)
     return _result(during, after, topology.size, options) | {"memory_grown_mb": round(grown, 1)}
 
@@ -122,8 +122,8 @@ def _result(during: Calls, after: Calls, ranks: int, options: argparse.Namespace
 
 
 def _is_stopped(pid: int) -> bool:
-    with open(f"/proc/{pid}/stat") as file:
-        return file.read().rpartition(")")[2].split()[0] == "T"
+    stat = proc.stat(pid)
+    return stat is not None and stat.state == "T"
 
 
 def _waited() -> float:
@@ -132,17 +132,11 @@ def _waited() -> float:
         return int(file.read().split()[1]) / 1e9
 
 
-def _megabytes() -> float:
-    """Return the memory of this process."""
-    with open("/proc/self/statm") as file:
-        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 1e6
-
-
 def _run(topology: Topology, options: argparse.Namespace, screen: Screen) -> int:
     everyone = all_values(topology.world, [os.getpid(), os.uname().nodename], "learn the processes of the ranks")
     text = ""
-    if options.stop and options.stop[-1] >= topology.size:
-        text = f"--stop {options.stop[-1]}: this job has {topology.size} ranks, 0 to {topology.size - 1}"
+    if options.stop and max(options.stop) >= topology.size:
+        text = f"--stop {max(options.stop)}: this job has {topology.size} ranks, 0 to {topology.size - 1}"
     elif len({host for _, host in everyone}) > 1:
         text = "rank 0 stops processes of its own host only: start all ranks on one host"
     raise_together(topology.world, OptionError(text) if text else None)

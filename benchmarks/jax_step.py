@@ -48,16 +48,18 @@ Step = Callable[[], None]
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("--parameters", type=_millions, default=[2.4, 10.0], metavar="M,M", help="millions (default: 2.4,10)")
+    add(
+        "--parameters",
+        type=cli.several(cli.at_least(0.01, float)),
+        default=[2.4, 10.0],
+        metavar="M,M",
+        help="millions (default: 2.4,10)",
+    )
     add("--batch", type=cli.at_least(1), default=32, metavar="N", help="rows per rank (default: 32)")
     add("--steps", type=cli.at_least(1), default=40, metavar="N", help="timed steps of each variant (default: 40)")
     cli.add_some(parser, "--variants", VARIANTS)
     add("--allreduce", choices=allreduce.NAMES, default="auto", metavar="NAME", help="(default: auto)")
     cli.add_json_option(parser)
-
-
-def _millions(text: str) -> list[float]:
-    return [cli.at_least(0.01, float)(part) for part in text.split(",")]
 
 
 def model(millions: float) -> list[tuple[np.ndarray, np.ndarray]]:

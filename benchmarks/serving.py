@@ -9,13 +9,14 @@ and the medians of the rounds are compared. --onnx adds a server of one rank wit
 computed by onnxruntime. --chaos sends a fixed number of requests to a server of 3 ranks; meanwhile a rank is killed,
 and a version is replaced by another one.
 
-The clients run on the same machine, in one thread that does little, and the web server runs on rank 0: both take part
-of the cores. More ranks help if the model is so large that its computation takes more (see --sizes).
+The clients are threads on the same machine, and the web server runs on rank 0: both take part of the cores. More ranks
+help if the model is so large that its computation takes more (see --sizes).
 """
 
 import argparse
 import contextlib
 import http.client
+import itertools
 import json
 import operator
 import os
@@ -27,16 +28,16 @@ import tempfile
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
+from allreduce.process import proc
 from benchmarks.lib import cli, outputs
-from benchmarks.lib.http_load import Load
 from benchmarks.lib.results import FileError
 from trainers.apps.ensemble import model as ensemble_model
 from trainers.apps.ensemble.model import SavedEnsemble, SavedMember
@@ -49,13 +50,17 @@ PREDICT = f"{PATH}:predict"
 START_SECONDS, STOP_SECONDS, LOAD_SECONDS = 180.0, 60.0, 180.0  # on a busy machine
 TOLERANCE = 1e-4  # of an answer: a product of several rows has other rounding
 BODIES = 32  # different requests
+LOST_SECONDS = 60.0  # without an answer
+AGAIN_SECONDS = 0.02  # until a request that met an overload is sent again
+OVERLOAD = 429
 SIZES = [64, 4096, 4096, 4096, 10]  # 34 million parameters; 8 rows cost 10 ms on a core, and the web server 0.5 ms
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("--ranks", type=_numbers, default=[1, 2], metavar="N,N", help="of the servers (default: 1,2)")
-    add("--sizes", type=_numbers, default=SIZES, metavar="N,N", help=f"(default: {_shown(SIZES)})")
+    numbers = cli.several(cli.at_least(1))
+    add("--ranks", type=numbers, default=[1, 2], metavar="N,N", help="of the servers (default: 1,2)")
+    add("--sizes", type=numbers, default=SIZES, metavar="N,N", help=f"(default: {_shown(SIZES)})")
     add("--rows", type=cli.at_least(1), default=8, metavar="N", help="of a request (default: 8)")
     add("--clients", type=cli.at_least(1), default=32, metavar="N", help="requests at a time (default: 32)")
     add(
@@ -74,27 +79,68 @@ def _shown(numbers: Sequence[int]) -> str:
     return ",".join(map(str, numbers))
 
 
-def _numbers(text: str) -> list[int]:
-    try:
-        found = [int(each) for each in text.split(",")]
-    except ValueError:
-        found = []
-    if not found or min(found) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r}: give numbers from 1 on, such as 1,2")
-    return found
+# Requests and answers
 
 
-# Answers
+@dataclass
+class Load:
+    """Sends POST requests, some at a time over connections that stay open, and takes the answers.
+
+    port: of the server. bodies: sent in turn. clients: connections.
+
+    Attributes: seconds: of each answer; answers: the index of its body, its code, its body. They are judged after the
+    load. An overload is counted, and the request is sent again. lost: the errors of connections.
+    """
+
+    port: int
+    bodies: Sequence[bytes]
+    clients: int
+    seconds: list[float] = field(default_factory=list)
+    answers: list[tuple[int, int, bytes]] = field(default_factory=list)
+    overloads: list[int] = field(default_factory=list)
+    lost: list[str] = field(default_factory=list)
+
+    def run(self, ends: Callable[[int], bool]) -> float:
+        """Send requests until ends(the number of the next one), and return the seconds until the last answer."""
+        numbers = itertools.count()
+        threads = [threading.Thread(target=self._client, args=(numbers, ends)) for _ in range(self.clients)]
+        begin = time.perf_counter()
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        return time.perf_counter() - begin
+
+    def _client(self, numbers: Iterator[int], ends: Callable[[int], bool]) -> None:
+        with contextlib.closing(http.client.HTTPConnection("127.0.0.1", self.port, timeout=LOST_SECONDS)) as connection:
+            while not ends(number := next(numbers)):
+                index, begin = number % len(self.bodies), time.perf_counter()
+                try:
+                    while (answer := _post(connection, self.bodies[index]))[0] == OVERLOAD:
+                        self.overloads.append(number)
+                        time.sleep(AGAIN_SECONDS)
+                except (OSError, http.client.HTTPException) as error:
+                    self.lost.append(type(error).__name__)
+                    connection.close()  # the next request opens it again
+                    time.sleep(AGAIN_SECONDS)
+                else:
+                    self.seconds.append(time.perf_counter() - begin)
+                    self.answers.append((index, *answer))
+
+
+def _post(connection: http.client.HTTPConnection, body: bytes) -> tuple[int, bytes]:
+    """Return the code and the body of an answer."""
+    connection.request("POST", PREDICT, body, {"Content-Type": "application/json"})
+    answer = connection.getresponse()
+    return answer.status, answer.read()
 
 
 def result_of(load: Load, right: Sequence[Sequence[np.ndarray]], elapsed: float) -> dict[str, Any]:
     """Return requests a second, percentiles in milliseconds, and the outcomes: counts of "right", "wrong", "lost: ...",
     and of "overload". right: for each body the answers that are right."""
-    outcomes = Counter({f"lost: {error}": count for error, count in load.lost.items()})
-    for (index, code, body), count in load.answers.items():
+    outcomes = Counter([f"lost: {error}" for error in load.lost] + ["overload"] * len(load.overloads))
+    for (index, code, body), count in Counter(load.answers).items():
         outcomes[_judged(right[index], code, body)] += count
-    if load.overloads:
-        outcomes["overload"] = load.overloads
     times = np.array(load.seconds or [0.0]) * 1e3
     return {
         "requests": len(load.seconds),
@@ -199,13 +245,13 @@ class Job:
         """Return the MiB of the largest rank but 0; of rank 0 if there is no other."""
         ranks = self.ranks()
         others = [pid for rank, pid in ranks.items() if rank] or list(ranks.values())
-        pages = [int(Path(f"/proc/{pid}/statm").read_text().split()[1]) for pid in others]
-        return max(pages) * os.sysconf("SC_PAGE_SIZE") / 2**20
+        return max(map(proc.resident_bytes, others)) / 2**20
 
     def _is_child(self, pid: int) -> bool:
         """Whether a process is the job's, or a child of one that is."""
         while pid > 1 and pid != self.process.pid:
-            pid = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+            stat = proc.stat(pid)
+            pid = stat.parent if stat else 0
         return pid == self.process.pid
 
     def end(self) -> None:
@@ -223,10 +269,6 @@ class Job:
 # Measurements
 
 
-def network_of(sizes: Sequence[int], seed: int) -> NumpyNetwork:
-    return NumpyNetwork(sizes, seed=seed)
-
-
 def requests_of(sizes: Sequence[int], rows: int) -> tuple[list[bytes], list[np.ndarray]]:
     """Return the bodies of requests, and their rows."""
     random = np.random.default_rng(0)
@@ -234,42 +276,28 @@ def requests_of(sizes: Sequence[int], rows: int) -> tuple[list[bytes], list[np.n
     return [json.dumps({"instances": each.tolist()}).encode() for each in inputs], inputs
 
 
-class Contender(NamedTuple):
-    """A server to measure. given: its options."""
-
-    name: str
-    ranks: int
-    given: list[str]
-
-
-def contenders(options: argparse.Namespace, model: Path, onnx: Path) -> list[Contender]:
-    """Return the servers to measure. model, onnx: their files."""
-    found = []
-    for ranks in options.ranks:
-        name = f"{ranks} rank{'s' * (ranks > 1)}"
-        found.append(Contender(name, ranks, ["--model", str(model)]))
-    if options.onnx:
-        found.append(Contender("1 rank, onnxruntime", 1, ["--model", str(onnx)]))
-    return found
-
-
 def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     """Return the result of each server by its name."""
-    networks = [network_of(options.sizes, seed) for seed in range(1, options.members + 1)]
+    networks = [NumpyNetwork(options.sizes, seed=seed) for seed in range(1, options.members + 1)]
     bodies, inputs = requests_of(options.sizes, options.rows)
     right = [[np.mean([network.predict(each) for network in networks], axis=0)] for each in inputs]
     if options.members > 1:
         write_ensemble(networks, folder / "model.npz")
     else:
         networks[0].save(str(folder / "model.npz"))
+    contenders = [(f"{ranks} rank{'s' * (ranks > 1)}", ranks, "model.npz") for ranks in options.ranks]
     if options.onnx:
-        write_onnx(networks[0], folder / "model.onnx")
+        from trainers.apps.export.export import write
+
+        write(str(folder / "model.onnx"), networks[0], None)
+        contenders.append(("1 rank, onnxruntime", 1, "model.onnx"))
     found: dict[str, list[dict[str, Any]]] = {}
     for _ in range(options.rounds):
-        for name, ranks, given in contenders(options, folder / "model.npz", folder / "model.onnx"):
-            with server(ranks, [*given, "--max-batch", str(options.max_batch)], folder) as job:
-                Load(job.port, PREDICT, bodies, options.clients).run(partial(operator.le, 4 * options.clients))  # warm
-                load, end = Load(job.port, PREDICT, bodies, options.clients), time.monotonic() + options.seconds
+        for name, ranks, model in contenders:
+            given = ["--model", str(folder / model), "--max-batch", str(options.max_batch)]
+            with server(ranks, given, folder) as job:
+                Load(job.port, bodies, options.clients).run(partial(operator.le, 4 * options.clients))  # warm
+                load, end = Load(job.port, bodies, options.clients), time.monotonic() + options.seconds
                 elapsed, memory = load.run(partial(_is_past, end)), job.memory()
             own = result_of(load, right, elapsed) | {"exit_code": job.code, "mib": memory}
             found.setdefault(name, []).append(own)
@@ -299,17 +327,10 @@ def write_ensemble(networks: Sequence[NumpyNetwork], path: Path) -> None:
     ensemble_model.write(str(path), saved, {number: each.state() for number, each in enumerate(networks)})
 
 
-def write_onnx(network: NumpyNetwork, path: Path) -> None:
-    """Write a network as an ONNX file."""
-    from trainers.apps.export.export import write
-
-    write(str(path), network, None)
-
-
 def chaos(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     """Return the result of requests during which a rank is killed and a version is replaced."""
     bodies, inputs = requests_of(options.sizes, options.rows)
-    networks = [network_of(options.sizes, seed) for seed in (1, 2)]
+    networks = [NumpyNetwork(options.sizes, seed=seed) for seed in (1, 2)]
     models = folder / "models"
     for number, network in enumerate(networks, 1):
         network.save(str(folder / f"{number}.npz"))
@@ -319,7 +340,7 @@ def chaos(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     done = threading.Event()
     given = ["--model", str(models), "--poll-seconds", "0.1", "--max-batch", str(options.max_batch)]
     with server(3, given, folder, survives=True) as job:
-        load, reached = Load(job.port, PREDICT, bodies, options.clients), [0]
+        load, reached = Load(job.port, bodies, options.clients), [0]
 
         def trouble() -> None:
             while reached[0] < options.requests // 4 and not done.is_set():

@@ -339,7 +339,13 @@ def _say_ratios(rows: dict[str, dict[str, float]], screen: Screen) -> None:
 def add_options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     cli.add_some(parser, "--models", WORKLOADS)
-    add("--batch", type=_numbers, default=[16, 128], metavar="N,N", help="rows per rank, default 16,128")
+    add(
+        "--batch",
+        type=cli.several(cli.at_least(1)),
+        default=[16, 128],
+        metavar="N,N",
+        help="rows per rank, default 16,128",
+    )
     cli.add_some(parser, "--variants", NAMES, ";", DEFAULT)
     cli.add_some(parser, "--ways", WAYS, default=[], about="over gloo and over this library, instead of --variants")
     add("--steps", type=cli.at_least(1), default=30, metavar="N", help="timed steps of each variant, default 30")
@@ -353,10 +359,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--malloc", choices=["keep", "default"], default="keep", help="keep: malloc keeps freed memory (default)")
     add("--report", action="store_true", help="print each MirroredOptimizer's report")
     cli.add_json_option(parser)
-
-
-def _numbers(text: str) -> list[int]:
-    return [cli.at_least(1)(each) for each in text.split(",")]
 
 
 def measure(bench: Bench, options: argparse.Namespace, screen: Screen) -> list[dict[str, Any]]:

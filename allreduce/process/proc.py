@@ -1,4 +1,4 @@
-"""Processes of this machine, as Linux's /proc describes them."""
+"""The processes and the memory of this machine, as Linux's /proc and control groups describe them."""
 
 import os
 from contextlib import suppress
@@ -8,6 +8,8 @@ from typing import NamedTuple
 
 LAUNCHERS = ("mpirun", "mpiexec", "prterun", "prted", "hydra_", "srun", "orterun")
 TERMINALS = ("/dev/pts/", "/dev/tty")
+CONTROL_GROUP = Path("/sys/fs/cgroup")  # a container's limits
+USAGE = "memory/memory.usage_in_bytes"
 
 
 class Stat(NamedTuple):
@@ -50,3 +52,21 @@ def on_terminal(descriptor: int = 2) -> bool:
             if os.readlink(f"/proc/{number}/fd/{descriptor}").startswith(TERMINALS):
                 return True
     return not launchers and os.isatty(descriptor)
+
+
+def resident_bytes(process: int | str = "self") -> int:
+    """Return the memory that a process has in use. Local. Raises OSError."""
+    return int(Path(f"/proc/{process}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def available_bytes() -> int | None:
+    """Return the memory that is available on this machine, and in this container; None if unknown. Local."""
+    with suppress(OSError, KeyError, ValueError):
+        lines = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
+        free = int(lines["MemAvailable"].split()[0]) * 1024
+        for limit, used in (("memory.max", "memory.current"), ("memory/memory.limit_in_bytes", USAGE)):  # cgroup 2, 1
+            with suppress(OSError, ValueError):  # "max", or no such group
+                most, now = (int((CONTROL_GROUP / name).read_text()) for name in (limit, used))
+                return min(free, max(0, most - now))
+        return free
+    return None

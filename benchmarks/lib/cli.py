@@ -174,6 +174,11 @@ def at_least(least: float, kind: Callable[[str], Any] = int, most: float = math.
     return parse
 
 
+def several(parse: Callable[[str], Any]) -> Callable[[str], list[Any]]:
+    """A comma-separated list of values that `parse` takes, for argparse."""
+    return lambda text: [parse(part.strip()) for part in text.split(",")]
+
+
 def names(text: str) -> list[str]:
     """A comma-separated list without repetitions, for argparse."""
     found = list(dict.fromkeys(part.strip() for part in text.split(",") if part.strip()))

@@ -15,6 +15,7 @@ from mpi4py import MPI
 
 from allreduce.errors import OptionError
 from allreduce.machine import identify
+from allreduce.process import proc
 from allreduce.transport.control import raise_together
 from benchmarks.lib import sizes
 
@@ -32,22 +33,12 @@ def describe(peers: list[str]) -> dict[str, Any]:
     }
 
 
-def available_bytes() -> int | None:
-    """Return the bytes of memory that are available without swapping; None if unknown."""
-    try:
-        with open("/proc/meminfo") as file:
-            lines = dict(line.split(":") for line in file)
-        return int(lines["MemAvailable"].split()[0]) * 1024
-    except (OSError, KeyError, ValueError):
-        return None
-
-
 def check_memory(comm: MPI.Intracomm, each: int) -> None:
     """Raise OptionError on all ranks if a machine does not have `each` bytes for each of its ranks. Collective."""
     local = comm.Split_type(MPI.COMM_TYPE_SHARED)  # not a topology's node, which may be simulated
     ranks = local.size
     local.Free()
-    free, wanted = available_bytes(), each * ranks
+    free, wanted = proc.available_bytes(), each * ranks
     error = None
     if free is not None and wanted >= free:
         problem = (
