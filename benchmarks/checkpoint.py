@@ -9,11 +9,9 @@ part of a core, which slows the following steps if no core is free.
 """
 
 import argparse
-import itertools
 import os
 import sys
 import tempfile
-import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -24,11 +22,11 @@ from allreduce import Topology
 from allreduce.transport.control import root_value, together
 from benchmarks.lib import cli, timing
 from benchmarks.lib.outputs import Screen
+from benchmarks.lib.sizes import layers
 from trainers import Checkpoint, MirroredTrainer, NumpyNetwork
 from trainers.backends import UPDATES
 from trainers.files import checkpoint as files
 from trainers.replica import Replica
-from trainers.watching.callback import Callback
 
 FEATURES, CLASSES = 512, 10
 PLAIN, WRITES, DURING = "no checkpoint", "the step that writes", "while it is written"
@@ -48,34 +46,26 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def replica_of(options: argparse.Namespace) -> Replica:
     """Return a replica with two equal hidden layers and about `options.parameters` million parameters."""
-    wanted, ends = options.parameters * 1e6, FEATURES + CLASSES
-    hidden = max(1, round((-ends + (ends**2 + 4 * wanted) ** 0.5) / 2))
-    sizes = [FEATURES, hidden, hidden, CLASSES]
+    sizes = layers(options.parameters * 1e6, FEATURES, CLASSES)
     return NumpyNetwork(sizes, optimizer="adam") if options.framework == "numpy" else _module(sizes)
 
 
 def _module(sizes: Sequence[int]) -> Replica:
     import torch
 
+    from benchmarks.lib.networks import one_thread, perceptron
     from trainers.replicas.pytorch import TorchReplica
 
-    if "OMP_NUM_THREADS" not in os.environ:
-        torch.set_num_threads(1)
-    layers: list[Any] = []
-    for inputs, outs in itertools.pairwise(sizes):
-        layers += [torch.nn.Linear(inputs, outs), torch.nn.ReLU()]
-    module = torch.nn.Sequential(*layers[:-1])
+    one_thread()
+    module = perceptron(sizes)
     return TorchReplica(module, torch.nn.CrossEntropyLoss(), torch.optim.Adam(module.parameters(), lr=1e-4))
 
 
-class Steps(Callback):
+class Steps(timing.Clock):
     """Records when each step begins and, on rank 0, whether a checkpoint is being written at that time."""
-
-    reads_batches = False
 
     def __init__(self, folder: str, every: int, bar: tqdm) -> None:
         self._folder, self._every, self._bar = folder, every, bar
-        self.begins: list[float] = []
         self.writing: list[bool] = []
 
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
@@ -83,7 +73,7 @@ class Steps(Callback):
         path = files.path_of(self._folder, begun)
         self.writing.append(bool(begun) and self.trainer.rank == 0 and not os.path.exists(path))
         self._bar.update()
-        self.begins.append(time.perf_counter())
+        super().on_train_batch_begin(batch, logs)
 
 
 def measure(topology: Topology, options: argparse.Namespace, folder: str, screen: Screen) -> dict[str, Any]:

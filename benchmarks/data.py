@@ -12,8 +12,6 @@ time that workers need is in the steps of both sides, while the wait shows only 
 """
 
 import argparse
-import itertools
-import os
 import sys
 import tempfile
 import time
@@ -39,14 +37,15 @@ from allreduce.topology import Topology
 from allreduce.transport.control import root_value, together
 from benchmarks.lib import cli, timing
 from benchmarks.lib.contenders import join
+from benchmarks.lib.networks import Trained, convolutional, one_thread
 from benchmarks.lib.outputs import Screen
 from trainers import MirroredTrainer
 from trainers.replicas.pytorch import TorchReplica
-from trainers.watching.callback import Callback
 
 OURS, DDP = "fit(workers=)", "DDP + DataLoader"
 MARGIN = 8  # pixels of an image that are cut off
 CLASSES = 10
+Times = tuple[list[float], list[float]]  # when each step begins, and when its batch is there
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -88,39 +87,21 @@ class Images(Dataset):
 
 
 def network(width: int) -> nn.Module:
-    """Five 3x3 convolutions, each but the first on half as many pixels and with twice as many channels."""
     torch.manual_seed(0)
-    channels = [3, width, 2 * width, 4 * width, 8 * width, 8 * width]
-    layers: list[nn.Module] = []
-    for number, (inputs, outputs) in enumerate(itertools.pairwise(channels)):
-        layers += [nn.Conv2d(inputs, outputs, 3, 2 if number else 1, 1), nn.ReLU()]
-    return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8 * width, CLASSES))
+    return convolutional([3, width, 2 * width, 4 * width, 8 * width, 8 * width], CLASSES)
 
 
 def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
 
 
-class Clock(Callback):
-    """Notes when each step begins, and when its batch is there."""
-
-    reads_batches = False
-
-    def __init__(self) -> None:
-        self.begins: list[float] = []
-        self.ready: list[float] = []
-
-    def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
-        self.begins.append(time.perf_counter())
-
-
 class Timed(TorchReplica):
-    """Notes in a Clock when it gets a batch."""
+    """Notes when it gets a batch."""
 
-    clock = Clock()
+    ready: list[float]
 
     def gradients(self, *rows: Any) -> Any:
-        self.clock.ready.append(time.perf_counter())
+        self.ready.append(time.perf_counter())
         return super().gradients(*rows)
 
 
@@ -129,8 +110,8 @@ class Ddp:
 
     def __init__(self, topology: Topology, images: Images, options: argparse.Namespace) -> None:
         join(dist, topology)
-        self._model = DistributedDataParallel(network(options.width))
-        self._optimizer, self._loss = optimizer_of(self._model), nn.CrossEntropyLoss()
+        model = DistributedDataParallel(network(options.width))
+        self._trained = Trained(model, optimizer_of(model))
         self._sampler: Any = DistributedSampler(images, topology.size, topology.rank)
         self._loader = DataLoader(
             images,
@@ -140,18 +121,17 @@ class Ddp:
             multiprocessing_context="forkserver",
         )
 
-    def turn(self, number: int) -> Clock:
-        clock = Clock()
+    def turn(self, number: int) -> Times:
+        begins: list[float] = []
+        ready: list[float] = []
         self._sampler.set_epoch(number)
         batches = iter(self._loader)
         for _ in range(len(self._loader)):
-            clock.begins.append(time.perf_counter())
+            begins.append(time.perf_counter())
             x, y = next(batches)
-            clock.ready.append(time.perf_counter())
-            self._optimizer.zero_grad()
-            self._loss(self._model(x), y).backward()
-            self._optimizer.step()
-        return clock
+            ready.append(time.perf_counter())
+            self._trained.step(x, y)
+        return begins, ready
 
     def close(self) -> None:
         dist.destroy_process_group()
@@ -166,20 +146,19 @@ def measure(topology: Topology, options: argparse.Namespace, path: str, screen: 
     shares: dict[str, list[float]] = {OURS: [], DDP: []}
     ddp = Ddp(topology, images, options)
 
-    def fit(number: int) -> Clock:
-        clock = replica.clock = Clock()
+    def fit(number: int) -> Times:
+        clock, replica.ready = timing.Clock(), []
         batch = options.batch * topology.size
         trainer.fit(
             images, epochs=1, batch_size=batch, seed=number, workers=options.workers, callbacks=[clock], progress=False
         )
-        return clock
+        return clock.begins, replica.ready
 
     with MirroredTrainer(replica, "auto", topology) as trainer, screen.bar(2 * options.turns, "turn") as bar:
         sides = [(OURS, fit), (DDP, ddp.turn)]
         for number in range(options.turns):
             for name, turn in sides if number % 2 else sides[::-1]:
-                clock = turn(number)
-                begins, ready = (np.array(each[options.skip :]) for each in (clock.begins, clock.ready))
+                begins, ready = (np.array(each[options.skip :]) for each in turn(number))
                 seconds[name] += timing.slowest(topology.world, np.diff(begins)).tolist()
                 waits = (ready - begins)[:-1].sum() / (begins[-1] - begins[0])
                 shares[name] += timing.slowest(topology.world, np.array([waits])).tolist()
@@ -205,8 +184,7 @@ def images_of(topology: Topology, rows: int, size: int) -> Iterator[str]:
 
 
 def _run(topology: Topology, options: argparse.Namespace, screen: Screen) -> int:
-    if "OMP_NUM_THREADS" not in os.environ:
-        torch.set_num_threads(1)
+    one_thread()
     with images_of(topology, options.steps * options.batch * topology.size, options.size) as path:
         result = measure(topology, options, path, screen)
     side, parameters = options.size, result["parameters"] / 1e6

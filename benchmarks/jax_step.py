@@ -27,6 +27,7 @@ from allreduce import Topology
 from allreduce.transport.control import all_values, root_value
 from benchmarks.lib import cli, timing
 from benchmarks.lib.outputs import Screen
+from benchmarks.lib.sizes import layers
 
 os.environ.setdefault("XLA_FLAGS", "--xla_cpu_multi_thread_eigen=false")  # before JAX is imported
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
@@ -64,8 +65,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def model(millions: float) -> list[tuple[np.ndarray, np.ndarray]]:
     """Return the weights and biases of a network with about `millions` million parameters."""
-    width = max(1, round((-FEATURES - CLASSES + ((FEATURES + CLASSES) ** 2 + 4e6 * millions) ** 0.5) / 2))
-    random, sizes = np.random.default_rng(0), [FEATURES, width, width, CLASSES]
+    random, sizes = np.random.default_rng(0), layers(1e6 * millions, FEATURES, CLASSES)
     return [
         (random.standard_normal((a, b), np.float32) * np.float32((2 / a) ** 0.5), np.zeros(b, np.float32))
         for a, b in itertools.pairwise(sizes)

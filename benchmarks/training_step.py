@@ -45,6 +45,7 @@ from allreduce.transport.control import combine, on_all, on_all_ranks
 from benchmarks.lib import cli, timing
 from benchmarks.lib.contenders import join
 from benchmarks.lib.machine import peak_memory, trim
+from benchmarks.lib.networks import Trained, convolutional, one_thread, perceptron
 from benchmarks.lib.outputs import Screen
 from trainers.pytorch import MirroredOptimizer
 from trainers.replicas import malloc
@@ -75,21 +76,20 @@ MEMORY_STEPS = 8  # of the training whose peak of memory is measured
 
 
 class Workload(NamedTuple):
-    """A model, its loss, and batches: batch(size, generator) -> (x, y)."""
+    """A model, and the rows of batches: rows(size, generator)."""
 
     model: Callable[[], nn.Module]
-    batch: Callable[[int, torch.Generator], tuple[Tensor, Tensor]]
+    rows: Callable[[int, torch.Generator], Tensor]
     title: str
     momentum: float = 0.9
     sparse: bool = False  # its gradients
 
+    def batch(self, size: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+        return self.rows(size, generator), torch.randint(0, 10, (size,), generator=generator)
 
-def mlp() -> nn.Module:
-    """784-2048-2048-2048-10, 10.0 M parameters: much memory, little arithmetic."""
-    return nn.Sequential(
-        nn.Linear(784, 2048), nn.ReLU(), nn.Linear(2048, 2048), nn.ReLU(), nn.Linear(2048, 2048), nn.ReLU(),
-        nn.Linear(2048, 10),
-    )  # fmt: skip
+    @property
+    def parameters(self) -> int:
+        return sum(each.numel() for each in self.model().parameters())
 
 
 class Transformer(nn.Module):
@@ -106,42 +106,30 @@ class Transformer(nn.Module):
         return self.head(self.encoder(self.embedding(tokens)).mean(1))
 
 
-def convolutional() -> nn.Module:
-    """Five 3x3 convolutions on 3x32x32, 1.5 M parameters: little memory, much arithmetic."""
-    layers: list[nn.Module] = []
-    for before, after, stride in ((3, 32, 1), (32, 64, 2), (64, 128, 2), (128, 256, 2), (256, 512, 2)):
-        layers += [nn.Conv2d(before, after, 3, stride, 1), nn.ReLU()]
-    return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(512, 10))
-
-
 def embedding() -> nn.Module:
     """A table of 1,000,000 vectors of 64 elements with sparse gradients; each row of a batch uses one vector."""
     return nn.Sequential(nn.Embedding(1_000_000, 64, sparse=True), nn.Linear(64, 10))
 
 
-def _labels(size: int, generator: torch.Generator) -> Tensor:
-    return torch.randint(0, 10, (size,), generator=generator)
-
-
 WORKLOADS = {
-    "mlp": Workload(
-        mlp,
-        lambda size, generator: (torch.randn(size, 784, generator=generator), _labels(size, generator)),
+    "mlp": Workload(  # much memory, little arithmetic
+        partial(perceptron, (784, 2048, 2048, 2048, 10)),
+        lambda size, generator: torch.randn(size, 784, generator=generator),
         "MLP 784-2048-2048-2048-10",
     ),
     "transformer": Workload(
         Transformer,
-        lambda size, generator: (torch.randint(0, 1000, (size, 32), generator=generator), _labels(size, generator)),
+        lambda size, generator: torch.randint(0, 1000, (size, 32), generator=generator),
         "transformer, 4 layers of width 256, 32 tokens",
     ),
-    "conv": Workload(
-        convolutional,
-        lambda size, generator: (torch.randn(size, 3, 32, 32, generator=generator), _labels(size, generator)),
+    "conv": Workload(  # little memory, much arithmetic
+        partial(convolutional, (3, 32, 64, 128, 256, 512)),
+        lambda size, generator: torch.randn(size, 3, 32, 32, generator=generator),
         "convolutional network on 3x32x32",
     ),
     "embedding": Workload(
         embedding,
-        lambda size, generator: (torch.randint(0, 1_000_000, (size,), generator=generator), _labels(size, generator)),
+        lambda size, generator: torch.randint(0, 1_000_000, (size,), generator=generator),
         "embedding of 1,000,000 x 64 with sparse gradients",
         momentum=0.0,
         sparse=True,
@@ -150,19 +138,6 @@ WORKLOADS = {
 
 
 # Ways of averaging gradients
-
-
-class Variant(NamedTuple):
-    module: nn.Module  # computes the forward pass
-    optimizer: torch.optim.Optimizer
-    close: Callable[[], object]
-
-    def step(self, batches: Iterator[tuple[Tensor, Tensor]]) -> None:
-        """Train on the next batch."""
-        x, y = next(batches)
-        self.optimizer.zero_grad()
-        nn.functional.cross_entropy(self.module(x), y).backward()
-        self.optimizer.step()
 
 
 class Bench:
@@ -176,7 +151,7 @@ class Bench:
     def close(self) -> None:
         dist.destroy_process_group()
 
-    def _make(self, name: str, workload: Workload) -> Variant:
+    def _make(self, name: str, workload: Workload) -> Trained:
         """Return a variant with a new model, equal on all ranks."""
         torch.manual_seed(0)
         model = workload.model()
@@ -186,14 +161,13 @@ class Bench:
             mirrored = MirroredOptimizer(
                 sgd(model.parameters()), model, self._options.allreduce, topology=self._topology, **options
             )
-            return Variant(model, mirrored, mirrored.close)
+            return Trained(model, mirrored, mirrored.close)
         if name in WAYS["fsdp"]:
             mesh = DeviceMesh.from_group(self._group(name), "cpu")
             for part in _parts(model):
                 fully_shard(part, mesh=mesh)
-            return Variant(model, sgd(model.parameters()), lambda: None)
-        if name == PLAIN:
-            return Variant(model, sgd(model.parameters()), lambda: None)
+        if name in WAYS["fsdp"] or name == PLAIN:
+            return Trained(model, sgd(model.parameters()))
         module = nn.parallel.DistributedDataParallel(model, process_group=self._group(name))
         if name == DDP_NOTHING:
             module.register_comm_hook(None, _without_all_reduce)
@@ -206,23 +180,21 @@ class Bench:
                 process_group=self._group(name),
                 parameters_as_bucket_view=True,
             )
-            return Variant(module, zero, lambda: None)
-        return Variant(module, sgd(model.parameters()), lambda: None)
+            return Trained(module, zero)
+        return Trained(module, sgd(model.parameters()))
 
     def _group(self, name: str) -> Any:
         """Return the process group of a variant: gloo's, or the one over this library."""
         backend = "gloo" if name.endswith(GLOO) else "allreduce"
         if backend not in self._groups:
             if backend == "allreduce":
-                importlib.import_module(
-                    "allreduce.torch_backend"
-                )  # registers the backend, also without an installation
+                importlib.import_module("allreduce.torch_backend")  # registers it, also without an installation
             self._groups[backend] = dist.new_group(backend=backend)
         return self._groups[backend]
 
     def _all_reduce_alone(self, workload: Workload) -> Callable[[], object]:
         """Return a function that all-reduces a tensor of as many elements as the model has. Collective."""
-        tensor = torch.zeros(sum(each.numel() for each in workload.model().parameters()))
+        tensor = torch.zeros(workload.parameters)
         return partial(dist.all_reduce, tensor, group=self._group(BARE))
 
     def _batches(self, workload: Workload, size: int) -> Iterator[tuple[Tensor, Tensor]]:
@@ -230,16 +202,15 @@ class Bench:
         generator = torch.Generator().manual_seed(1 + self._comm.rank)
         return itertools.cycle([workload.batch(size, generator) for _ in range(8)])
 
-    def _train(self, variant: Variant, workload: Workload, size: int, steps: int) -> None:
-        batches = self._batches(workload, size)
-        for _ in range(steps):
-            variant.step(batches)
+    def _train(self, variant: Trained, workload: Workload, size: int, steps: int) -> None:
+        for x, y in itertools.islice(self._batches(workload, size), steps):
+            variant.step(x, y)
 
     def times(self, workload: Workload, size: int, screen: Screen) -> dict[str, list[float]]:
         """Return variant -> the seconds of each step, on the slowest rank."""
         variants = {name: self._make(name, workload) for name in self._options.variants if name != BARE}
         steps: dict[str, Callable[[], object]] = {
-            name: partial(each.step, self._batches(workload, size)) for name, each in variants.items()
+            name: partial(_step, each, self._batches(workload, size)) for name, each in variants.items()
         }
         if BARE in self._options.variants:
             steps[BARE] = self._all_reduce_alone(workload)
@@ -295,6 +266,10 @@ def _parts(model: nn.Module) -> list[nn.Module]:
     kinds = (nn.Linear, nn.Conv2d, nn.Embedding)
     layers: list[nn.Module] = [each for each in model.modules() if isinstance(each, nn.TransformerEncoderLayer)]
     return [*(layers or [each for each in model.children() if isinstance(each, kinds)]), model]
+
+
+def _step(variant: Trained, batches: Iterator[tuple[Tensor, Tensor]]) -> None:
+    variant.step(*next(batches))
 
 
 def _without_all_reduce(_: None, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
@@ -366,17 +341,18 @@ def measure(bench: Bench, options: argparse.Namespace, screen: Screen) -> list[d
     results = []
     for model in options.models:
         workload = WORKLOADS[model]
-        parameters = sum(each.numel() for each in workload.model().parameters())
         memory = {} if options.no_memory else bench.memory(workload, options.batch[0])
         differences = bench.differences(workload, options.batch[0], options.verify) if options.verify else {}
         for size in options.batch:
             times = bench.times(workload, size, screen)
             sgd = f"SGD with{'' if workload.momentum else 'out'} momentum"
-            screen.say(f"\n{workload.title}, {parameters / 1e6:.1f} M parameters, batch {size} per rank, {sgd}")
+            screen.say(
+                f"\n{workload.title}, {workload.parameters / 1e6:.1f} M parameters, batch {size} per rank, {sgd}"
+            )
             screen.say(timing.table(times, DDP_GLOO, PLAIN))
             rows = summary(times)
             _say_ratios(rows, screen)
-            results.append({"model": model, "parameters": parameters, "batch": size, "times": rows})
+            results.append({"model": model, "parameters": workload.parameters, "batch": size, "times": rows})
             if size == options.batch[0]:
                 results[-1].update(peak_memory_bytes=memory, after_steps=options.verify, differences=differences)
                 for name, each in differences.items():
@@ -389,8 +365,7 @@ def measure(bench: Bench, options: argparse.Namespace, screen: Screen) -> list[d
 
 
 def _run(topology: Topology, options: argparse.Namespace, screen: Screen) -> int:
-    if "OMP_NUM_THREADS" not in os.environ:
-        torch.set_num_threads(1)
+    one_thread()
     if options.ways:
         options.variants = [PLAIN, *itertools.chain(*(WAYS[way] for way in options.ways))]
     sparse = [model for model in options.models if WORKLOADS[model].sparse]

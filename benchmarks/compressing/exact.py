@@ -18,7 +18,6 @@ from allreduce.transport.control import on_all_ranks, root_value
 from benchmarks.lib import timing
 from benchmarks.lib.outputs import Screen
 from trainers import MirroredTrainer, NumpyNetwork, datasets
-from trainers.callbacks import Callback
 from trainers.datasets.dataset import Dataset
 
 NODES = ("flat", "nodes")
@@ -133,19 +132,6 @@ def table(found: list[Cell], most: int) -> list[str]:
     return lines
 
 
-class Clock(Callback):
-    """Notes when batches end."""
-
-    def __init__(self) -> None:
-        self.ends: list[float] = []
-
-    def on_train_begin(self, logs: Any = None) -> None:
-        self.ends = []
-
-    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        self.ends.append(time.perf_counter())
-
-
 def run_steps(
     topology: Topology, args: argparse.Namespace, screen: Screen, write: Callable[[dict[str, Any]], None]
 ) -> None:
@@ -156,7 +142,7 @@ def run_steps(
     sizes = [FEATURES, *args.layers, CLASSES]
     x = random.standard_normal(((1 + TIMED) * args.batch, FEATURES), np.float32)
     y = random.integers(0, CLASSES, len(x))
-    clock, times = Clock(), np.zeros((len(options), args.iters + 1, TIMED))
+    clock, times = timing.Clock(), np.zeros((len(options), args.iters + 1, TIMED))
     with ExitStack() as stack, screen.bar(args.iters + 1, "turn") as bar:
         trainers = [
             stack.enter_context(
@@ -167,7 +153,7 @@ def run_steps(
         for turn in range(args.iters + 1):
             for row, trainer in enumerate(trainers):
                 trainer.fit(x, y, epochs=1, batch_size=args.batch, progress=False, callbacks=[clock])
-                times[row, turn] = np.diff(clock.ends)
+                times[row, turn] = np.diff(clock.begins)
             bar.update()
     measured = timing.slowest(topology.world, times[:, 1:]).reshape(len(options), -1).tolist()
     found = dict(zip(options, measured, strict=True))

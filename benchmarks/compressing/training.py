@@ -19,6 +19,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -38,6 +39,7 @@ from allreduce.topology import Topology
 from allreduce.transport.control import all_values, combine, on_all_ranks
 from benchmarks.lib import hosts
 from benchmarks.lib.contenders import join
+from benchmarks.lib.networks import Trained, perceptron
 from benchmarks.lib.outputs import Screen
 from trainers import datasets
 from trainers.datasets.__main__ import enlarged
@@ -71,14 +73,6 @@ class Workload(NamedTuple):
     steps: int
 
 
-def mlp() -> nn.Module:
-    """784-2048-2048-2048-10, 10.0 M parameters."""
-    return nn.Sequential(
-        nn.Flatten(), nn.Linear(784, 2048), nn.ReLU(), nn.Linear(2048, 2048), nn.ReLU(), nn.Linear(2048, 2048),
-        nn.ReLU(), nn.Linear(2048, 10),
-    )  # fmt: skip
-
-
 def convolutional() -> nn.Module:
     """Two 3x3 convolutions and two dense layers, 1.08 M parameters."""
     return nn.Sequential(
@@ -87,7 +81,8 @@ def convolutional() -> nn.Module:
     )  # fmt: skip
 
 
-WORKLOADS = {"mlp": Workload(mlp, 5e-4, 256, 65), "conv": Workload(convolutional, 1e-3, 64, 200)}
+DENSE = (784, 2048, 2048, 2048, 10)
+WORKLOADS = {"mlp": Workload(partial(perceptron, DENSE), 5e-4, 256, 65), "conv": Workload(convolutional, 1e-3, 64, 200)}
 
 
 class Data(NamedTuple):
@@ -187,17 +182,6 @@ def _known(name: str, part: str, peer: bool) -> str:
     return part
 
 
-class Contestant(NamedTuple):
-    module: nn.Module  # computes the forward pass
-    optimizer: Any
-    close: Callable[[], object]
-
-    def step(self, x: Tensor, y: Tensor) -> None:
-        self.optimizer.zero_grad()
-        nn.functional.cross_entropy(self.module(x), y).backward()
-        self.optimizer.step()
-
-
 class Bench:
     """Trains a model by the methods. All methods of this class are collective."""
 
@@ -219,7 +203,7 @@ class Bench:
         if self._node is not None:
             dist.destroy_process_group()
 
-    def _make(self, method: Method, workload: Workload) -> tuple[nn.Module, Contestant]:
+    def _make(self, method: Method, workload: Workload) -> tuple[nn.Module, Trained]:
         """Return a new model, equal on all ranks, and its contestant."""
         torch.manual_seed(0)
         model = workload.model()
@@ -227,7 +211,7 @@ class Bench:
         if not method.peer:
             given = method.options(self._args.every)
             ours = MirroredOptimizer(adam, model, self._args.backend, topology=self._topology, **given)
-            return model, Contestant(model, ours, ours.close)
+            return model, Trained(model, ours, ours.close)
         # The PowerSGD hook starts collective calls in callbacks, in threads of gloo. With two buckets the order differs
         # between ranks, and gloo aborts ("Received data size doesn't match"). So that hook has one bucket.
         cap = ONE_BUCKET if (method.compress or "").startswith("powersgd") else None
@@ -242,7 +226,7 @@ class Bench:
         elif method.compress is not None:
             state = powerSGD_hook.PowerSGDState(None, int(method.compress[9:]), start_powerSGD_iter=WARMUP)
             module.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
-        return model, Contestant(module, optimizer, lambda: None)
+        return model, Trained(module, optimizer)
 
     def run(
         self, method: Method, workload: Workload, steps: int, done: Callable[["Run"], bool], screen: Screen

@@ -1,4 +1,4 @@
-"""Sizes in bytes: parsed from the command line, swept as in nccl-tests, formatted for people."""
+"""Sizes in bytes: parsed from the command line, swept as in nccl-tests, formatted for people. Sizes of layers."""
 
 import re
 
@@ -29,6 +29,13 @@ def whole(sizes: list[int], itemsize: int) -> list[int]:
     """Return the sizes rounded down to whole elements, without zeros and repetitions."""
     rounded = [size // itemsize * itemsize for size in sizes]
     return list(dict.fromkeys(size for size in rounded if size))
+
+
+def layers(parameters: float, features: int, classes: int) -> list[int]:
+    """Return the sizes of a network of about `parameters` with two equal hidden layers."""
+    ends = features + classes
+    hidden = max(1, round((-ends + (ends**2 + 4 * parameters) ** 0.5) / 2))
+    return [features, hidden, hidden, classes]
 
 
 def show(nbytes: float) -> str:

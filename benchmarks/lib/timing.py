@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
+from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -25,6 +26,7 @@ from allreduce.arrays import dtypes, ops
 from allreduce.transport.control import combine
 from benchmarks.lib.outputs import Screen
 from benchmarks.lib.results import Result, summarize
+from trainers.callbacks import Callback
 
 PERIOD = 8191  # prime, so that a chunk or segment at a wrong position is detected
 ROWS = 64  # periods compared at a time: they fit into the cache
@@ -216,7 +218,19 @@ def _verify(call: Callable[[np.ndarray], None], array: np.ndarray, checker: Chec
     return checker.wrong(array)
 
 
-# Training steps: the variants take turns, one step each
+# Training steps
+
+
+class Clock(Callback):
+    """Notes when each step of a fit begins."""
+
+    reads_batches = False
+
+    def on_train_begin(self, logs: Any = None) -> None:
+        self.begins: list[float] = []
+
+    def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
+        self.begins.append(time.perf_counter())
 
 
 def take_turns(
