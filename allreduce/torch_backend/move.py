@@ -4,7 +4,7 @@ import functools
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from itertools import accumulate, pairwise
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -35,51 +35,48 @@ class TensorMover:
             broadcast(self._comm, [as_bytes(memory)], root, "broadcast of a process group")
 
     def all_gather(self, outputs: Sequence[torch.Tensor], source: torch.Tensor) -> None:
-        """Fill outputs[r] from rank r's `source`. The numbers of elements may differ between ranks."""
-        source = readable(source)
-        with _receive_buffer(outputs) as everything, self._waiting("all_gather"):
-            self._comm.Allgatherv(mpi_buffer(as_bytes(source)), everything)
+        """Fill outputs[r] from rank r's `source`, or equal slices of a single output.
 
-    def all_gather_single(self, output: torch.Tensor, source: torch.Tensor) -> None:
-        """Fill the r-th of equal slices of `output` from rank r's `source`."""
-        with writable(output) as memory:
-            source = _without_overlap(source, memory)
-            everything = mpi_parts(as_bytes(memory), [source.nbytes] * self._comm.size)
+        Of several outputs the numbers of elements may differ.
+        """
+        sizes = [output.nbytes for output in outputs] if len(outputs) > 1 else [source.nbytes] * self._comm.size
+        with _receiving(outputs) as memory:
+            sent = _in_a_row([source], memory)
             with self._waiting("all_gather"):
-                self._comm.Allgatherv(mpi_buffer(as_bytes(source)), everything)
+                self._comm.Allgatherv(mpi_buffer(as_bytes(sent)), mpi_parts(memory, sizes))
 
     def gather(self, outputs: Sequence[torch.Tensor], source: torch.Tensor, root: int) -> None:
         """Fill outputs[r] on rank `root` from rank r's `source`."""
-        source = readable(source)
-        with _receive_buffer(outputs) as everything, self._waiting("gather"):
-            self._comm.Gatherv(mpi_buffer(as_bytes(source)), everything if self._comm.rank == root else None, root)
+        with _receiving(outputs) as memory:
+            sent, received = _in_a_row([source], memory), mpi_parts(memory, [output.nbytes for output in outputs])
+            with self._waiting("gather"):
+                self._comm.Gatherv(mpi_buffer(as_bytes(sent)), received if self._comm.rank == root else None, root)
 
     def scatter(self, output: torch.Tensor, sources: Sequence[torch.Tensor], root: int) -> None:
         """Fill rank r's `output` from sources[r] on rank `root`."""
-        with writable(output) as memory, self._waiting("scatter"):
-            everything = _concatenated(sources) if self._comm.rank == root else None
-            self._comm.Scatterv(everything, mpi_buffer(as_bytes(memory)), root)
+        with _receiving([output]) as memory:
+            sent, parts = _in_a_row(sources, memory), [source.nbytes for source in sources]
+            with self._waiting("scatter"):
+                everything = mpi_parts(as_bytes(sent), parts) if self._comm.rank == root else None
+                self._comm.Scatterv(everything, mpi_buffer(memory), root)
 
-    def all_to_all(self, outputs: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
-        """Fill outputs[r] from rank r's sources[this rank]."""
-        self._check_parts(
-            "all_to_all", outputs[0].itemsize, *([each.nbytes for each in it] for it in (outputs, sources))
-        )
-        with _receive_buffer(outputs) as everything, self._waiting("all_to_all"):
-            self._comm.Alltoallv(_concatenated(sources), everything)
-
-    def all_to_all_single(
-        self, output: torch.Tensor, source: torch.Tensor, output_sizes: Sequence[int], source_sizes: Sequence[int]
+    def all_to_all(
+        self,
+        name: str,
+        outputs: Sequence[torch.Tensor],
+        sources: Sequence[torch.Tensor],
+        received: Sequence[int],
+        sent: Sequence[int],
     ) -> None:
-        """Exchange slices: source_sizes[r] bytes go to rank r, output_sizes[r] come from it."""
-        self._check_parts("all_to_all_single", output.itemsize, output_sizes, source_sizes)
-        with writable(output) as memory:
-            source = _without_overlap(source, memory)
+        """Exchange the tensors, as if they were one: sent[r] bytes go to rank r, received[r] come from it.
+
+        name: of the call, for errors.
+        """
+        self._check_parts(name, outputs[0].itemsize, received, sent)
+        with _receiving(outputs) as memory:
+            row = _in_a_row(sources, memory)
             with self._waiting("all_to_all"):
-                self._comm.Alltoallv(
-                    mpi_parts(as_bytes(source), source_sizes),
-                    mpi_parts(as_bytes(memory), output_sizes),
-                )
+                self._comm.Alltoallv(mpi_parts(as_bytes(row), sent), mpi_parts(memory, received))
 
     def _check_parts(self, name: str, itemsize: int, received: Sequence[int], sent: Sequence[int]) -> None:
         """Raise on all ranks if a rank sends another number of bytes than its receiver expects. Collective."""
@@ -98,29 +95,29 @@ class TensorMover:
         return waiting(self._comm, f"{name} of a process group")
 
 
-def _without_overlap(source: torch.Tensor, memory: torch.Tensor) -> torch.Tensor:
-    """Return `source` in plain memory apart from `memory`. MPI forbids overlap; FSDP passes a slice of the output."""
-    first, second = memory.data_ptr(), source.data_ptr()
-    overlap = first < second + source.nbytes and second < first + memory.nbytes
-    return readable(source.clone() if overlap else source)
+def _in_a_row(tensors: Sequence[torch.Tensor], received: np.ndarray) -> torch.Tensor:
+    """Return the bytes of the tensors in plain memory apart from `received`.
 
-
-def _concatenated(tensors: Sequence[torch.Tensor]) -> list[Any]:
-    """Concatenate the tensors; return the MPI buffer specification with one part for each."""
-    plain = [readable(tensor) for tensor in tensors]  # held while their memory is read: some are copies
-    memory = np.concatenate([as_bytes(tensor) for tensor in plain])
-    return mpi_parts(memory, [tensor.nbytes for tensor in tensors])
+    MPI forbids overlap; FSDP passes a slice of the output.
+    """
+    parts = [readable(tensor).reshape(-1).view(torch.uint8) for tensor in tensors]
+    row = parts[0] if len(parts) == 1 else torch.cat(parts) if parts else torch.empty(0, dtype=torch.uint8)
+    return row.clone() if np.may_share_memory(as_bytes(row), received) else row
 
 
 @contextmanager
-def _receive_buffer(outputs: Sequence[torch.Tensor]) -> Iterator[list[Any]]:
-    """Context manager: an MPI receive buffer with a part for each of `outputs`, copied to them at the end."""
+def _receiving(outputs: Sequence[torch.Tensor]) -> Iterator[np.ndarray]:
+    """Context manager: bytes for the content of the outputs, in a row: of a single plain tensor its own."""
+    if len(outputs) == 1:
+        with writable(outputs[0]) as plain:
+            yield as_bytes(plain)
+        return
     sizes = [output.nbytes for output in outputs]
-    memory = np.empty(sum(sizes), np.uint8)
-    yield mpi_parts(memory, sizes)
-    for (begin, end), output in zip(pairwise([0, *accumulate(sizes)]), outputs, strict=True):
+    memory = torch.empty(sum(sizes), dtype=torch.uint8)
+    yield as_bytes(memory)
+    for part, output in zip(memory.split(sizes), outputs, strict=True):
         with writable(output) as plain:
-            as_bytes(plain)[:] = memory[begin:end]
+            as_bytes(plain)[:] = as_bytes(part)
 
 
 # Memory as MPI takes it: counts of bytes, or of larger units where a count of bytes would not fit into a C int

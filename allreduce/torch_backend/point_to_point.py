@@ -94,18 +94,20 @@ class SentMessage(Operation):
         self._request: MPI.Request | None = None
         self._status = MPI.Status()
 
-    def send(self, comm: MPI.Intracomm, dest: int, tag: int) -> "SentMessage":
-        """Start sending the tensor."""
-        self._memory = readable(self._tensor)
-        self._receives, self._peer = False, dest
-        return self._started(comm.Isend(mpi_buffer(as_bytes(self._memory)), dest, tag))
-
-    def receive(self, comm: MPI.Intracomm, source: int, tag: int) -> "SentMessage":
-        """Start receiving into the tensor; `source` may be MPI.ANY_SOURCE."""
-        plain = is_plain(self._tensor)
-        self._memory = self._tensor if plain else torch.empty(self._tensor.shape, dtype=self._tensor.dtype)
-        self._receives, self._peer = True, source
-        return self._started(comm.Irecv(mpi_buffer(as_bytes(self._memory)), source, tag))
+    def start(self, comm: MPI.Intracomm, peer: int, tag: int, receives: bool) -> "SentMessage":
+        """Start sending the tensor to rank `peer`, or receiving it from there; `peer` may be MPI.ANY_SOURCE."""
+        for message in list(_in_flight):
+            message.is_completed()  # removes it from _in_flight once complete
+        self._peer, self._receives = peer, receives
+        if not receives:
+            self._memory = readable(self._tensor)
+        else:
+            plain = is_plain(self._tensor)
+            self._memory = self._tensor if plain else torch.empty(self._tensor.shape, dtype=self._tensor.dtype)
+        begin = comm.Irecv if receives else comm.Isend
+        self._request = begin(mpi_buffer(as_bytes(self._memory)), peer, tag)
+        _in_flight.add(self)
+        return self
 
     def wait(self, timeout: timedelta | float | None = None) -> bool:
         """Wait until the message has arrived, or until a sent tensor may be changed again."""
@@ -159,13 +161,6 @@ class SentMessage(Operation):
 
     def get_future(self) -> torch.futures.Future:
         raise NotImplementedError('messages of backend "allreduce" have no futures: call wait()')
-
-    def _started(self, request: MPI.Request) -> "SentMessage":
-        for message in list(_in_flight):
-            message.is_completed()  # removes it from _in_flight once complete
-        self._request = request
-        _in_flight.add(self)
-        return self
 
     def _take(self) -> Exception | None:
         """Fill the tensor from the message that has arrived."""
@@ -225,7 +220,13 @@ class MonitoredBarrier:
         deadline = time.monotonic() + limit
         if self._comm.rank:
             self._send("reporting to rank 0", 0, limit)
-            self._await_answer(deadline, limit)
+            try:
+                self._receive("waiting for rank 0", 0, deadline, limit)
+            except (TimedOut, RankLeftError) as error:
+                raise TimedOut(
+                    f"Rank {self._comm.rank} successfully reached monitoredBarrier, but received errors while waiting "
+                    f"for send/recv from rank 0: {error}"
+                ) from None
             return
         missing = []
         for rank in range(1, self._comm.size):
@@ -244,22 +245,13 @@ class MonitoredBarrier:
         for rank in range(1, self._comm.size):
             self._send("answering", rank, limit)
 
-    def _await_answer(self, deadline: float, limit: float) -> None:
-        try:
-            self._receive("waiting for rank 0", 0, deadline, limit)
-        except (TimedOut, RankLeftError) as error:
-            raise TimedOut(
-                f"Rank {self._comm.rank} successfully reached monitoredBarrier, but received errors while waiting for "
-                f"send/recv from rank 0: {error}"
-            ) from None
-
     def _send(self, step: str, rank: int, limit: float) -> None:
-        self._message(step, limit).send(self._comm, rank, barrier_tag(self._comm)).wait_for(limit)
+        self._start(step, rank, limit, receives=False).wait_for(limit)
 
     def _receive(self, step: str, rank: int, deadline: float, limit: float) -> None:
         """Wait for the message of this barrier; older ones are of barriers that timed out."""
         while True:
-            message = self._message(step, limit).receive(self._comm, rank, barrier_tag(self._comm))
+            message = self._start(step, rank, limit, receives=True)
             try:
                 message.wait_for(max(deadline - time.monotonic(), 0))
             except (TimedOut, RankLeftError):
@@ -268,6 +260,7 @@ class MonitoredBarrier:
             if int(message.result()[0]) >= self._number:
                 return
 
-    def _message(self, step: str, limit: float) -> SentMessage:
+    def _start(self, step: str, rank: int, limit: float, receives: bool) -> SentMessage:
         token = torch.tensor([self._number], dtype=torch.int64)
-        return SentMessage("monitored_barrier", f"monitored_barrier ({step})", token, limit, self._waits)
+        message = SentMessage("monitored_barrier", f"monitored_barrier ({step})", token, limit, self._waits)
+        return message.start(self._comm, rank, barrier_tag(self._comm), receives)

@@ -31,7 +31,7 @@ from allreduce.torch_backend.point_to_point import (
     barrier_tag,
     fail_messages,
 )
-from allreduce.torch_backend.reduce import Options, TensorReducer, resolve
+from allreduce.torch_backend.reduce import Options, Repeated, TensorReducer, resolve
 from allreduce.torch_backend.tensors import Streams
 from allreduce.torch_backend.work import (
     CoalescedWork,
@@ -170,22 +170,18 @@ class AllReduceProcessGroup(dist.ProcessGroup):
         timeout: Any = None,
     ) -> Operation:
         """Reduce each of the outputs from its list of inputs."""
+        calls = []
         for output, sources in zip(outputs, inputs, strict=True):
             checks.check_scatter(name, output, sources, self.size(), self.rank())
-        reductions = [resolve(op, output.dtype) for output in outputs]
-
-        elements = [sum(source.numel() for source in sources) for sources in inputs]
-        compress = [
-            self._options.compression(reduction, output.dtype, number)
-            for reduction, output, number in zip(reductions, outputs, elements, strict=True)
-        ]
+            reduction, elements = resolve(op, output.dtype), sum(source.numel() for source in sources)
+            calls.append((output, sources, reduction, self._options.compression(reduction, output.dtype, elements)))
 
         def action() -> None:
-            for each in zip(outputs, inputs, reductions, compress, strict=True):
-                self._reducer.reduce_scatter(*each)
+            for call in calls:
+                self._reducer.reduce_scatter(*call)
 
         read = list(chain(*inputs))
-        signature = f"{_lengths(read)}, {reductions[0].op}"
+        signature = f"{_lengths(read)}, {calls[0][2].op}"
         return self._submit(name, outputs, action, opts, timeout, read=read, signature=signature)
 
     _reduce_scatter_base = reduce_scatter_single
@@ -196,7 +192,7 @@ class AllReduceProcessGroup(dist.ProcessGroup):
 
         Call it on all ranks with the same parts; see AllReduce.describe. The function `describe` does it for DDP.
         """
-        self._reducer.repeated[tensor].describe(parts)
+        self._reducer.repeated.setdefault(tensor, Repeated()).describe(parts)
 
     def check_parts(self, parts: Sequence[Part]) -> None:
         """Raise OptionError if a model of these parts can't be compressed as the options say. Local."""
@@ -218,7 +214,7 @@ class AllReduceProcessGroup(dist.ProcessGroup):
 
     def allgather(self, outputs: Sequence[Any], inputs: Tensors, opts: Any = None, timeout: Any = None) -> Operation:
         source, received = single_tensor("all_gather", inputs), single_list("all_gather", outputs)
-        return self._all_gather_lists("all_gather", [received], [source], opts, timeout)
+        return self._all_gather("all_gather", [received], [source], opts, timeout)
 
     def allgather_coalesced(
         self, outputs: list[list[torch.Tensor]], sources: list[torch.Tensor], opts: Any = None
@@ -228,47 +224,41 @@ class AllReduceProcessGroup(dist.ProcessGroup):
         checks.check_count(name, outputs, self.size())
         for of_rank in outputs:
             checks.check_pairs(name, of_rank, sources)
-        lists = [[of_rank[index] for of_rank in outputs] for index in range(len(sources))]
-        return self._all_gather_lists(name, lists, sources, opts)
-
-    def _all_gather_lists(
-        self,
-        name: str,
-        lists: list[list[torch.Tensor]],
-        sources: list[torch.Tensor],
-        opts: Any,
-        timeout: Any = None,
-    ) -> Operation:
-        """Fill lists[i], which has one tensor for each rank, from every rank's sources[i]."""
-        for received, source in zip(lists, sources, strict=True):
-            checks.check_list(name, received, self.size(), self.rank(), source)
-
-        def action() -> None:
-            for received, source in zip(lists, sources, strict=True):
-                self._mover.all_gather(received, source)
-
-        written = list(chain(*lists))
-        return self._submit(name, written, action, opts, timeout, read=sources, signature=_lengths(written))
+        return self._all_gather(name, [list(each) for each in zip(*outputs, strict=True)], sources, opts)
 
     def all_gather_single(self, output: torch.Tensor, source: torch.Tensor, opts: Any = None) -> Operation:
-        return self._all_gather("all_gather_into_tensor", [output], [source], opts)
+        return self._all_gather("all_gather_into_tensor", [[output]], [source], opts, single=True)
 
     def all_gather_single_coalesced(
         self, outputs: list[torch.Tensor], sources: list[torch.Tensor], opts: Any = None
     ) -> Operation:
-        return self._all_gather("all_gather_into_tensor_coalesced", outputs, sources, opts)
-
-    def _all_gather(self, name: str, outputs: list[torch.Tensor], sources: list[torch.Tensor], opts: Any) -> Operation:
-        """Fill outputs[i] from every rank's sources[i]."""
+        name = "all_gather_into_tensor_coalesced"
         checks.check_pairs(name, outputs, sources)
-        for output, source in zip(outputs, sources, strict=True):
-            checks.check_gather(name, output, source, self.size())
+        return self._all_gather(name, [[output] for output in outputs], sources, opts, single=True)
+
+    def _all_gather(
+        self,
+        name: str,
+        outputs: list[list[torch.Tensor]],
+        sources: list[torch.Tensor],
+        opts: Any,
+        timeout: Any = None,
+        single: bool = False,
+    ) -> Operation:
+        """Fill outputs[i], which has one tensor for each rank or a single one for all, from every rank's sources[i]."""
+        for received, source in zip(outputs, sources, strict=True):
+            if single:
+                checks.check_gather(name, received[0], source, self.size())
+            else:
+                checks.check_list(name, received, self.size(), self.rank(), source)
 
         def action() -> None:
-            for output, source in zip(outputs, sources, strict=True):
-                self._mover.all_gather_single(output, source)
+            for received, source in zip(outputs, sources, strict=True):
+                self._mover.all_gather(received, source)
 
-        return self._submit(name, outputs, action, opts, read=sources, signature=_lengths(sources))
+        written = list(chain(*outputs))
+        signature = _lengths(sources if single else written)
+        return self._submit(name, written, action, opts, timeout, read=sources, signature=signature)
 
     _allgather_base = all_gather_single
     allgather_into_tensor_coalesced = all_gather_single_coalesced
@@ -299,9 +289,8 @@ class AllReduceProcessGroup(dist.ProcessGroup):
         checks.check_count("all_to_all", sources, self.size())
         checks.check_list("all_to_all", outputs, self.size(), self.rank(), sources[self.rank()])
         checks.check_one_dtype("all_to_all", sources)
-        action = partial(self._mover.all_to_all, outputs, sources)
-        signature = f" of {sources[0].dtype}"
-        return self._submit("all_to_all", outputs, action, opts, timeout, read=sources, signature=signature)
+        received, sent = ([tensor.nbytes for tensor in tensors] for tensors in (outputs, sources))
+        return self._all_to_all("all_to_all", outputs, sources, received, sent, opts, timeout)
 
     def all_to_all_single(
         self,
@@ -313,32 +302,38 @@ class AllReduceProcessGroup(dist.ProcessGroup):
         timeout: Any = None,
     ) -> Operation:
         sizes = checks.split_bytes("all_to_all_single", output, source, output_splits, source_splits, self.size())
-        action = partial(self._mover.all_to_all_single, output, source, *sizes)
-        signature = f" of {source.dtype}"
-        return self._submit("all_to_all_single", [output], action, opts, timeout, read=[source], signature=signature)
+        return self._all_to_all("all_to_all_single", [output], [source], *sizes, opts, timeout)
+
+    def _all_to_all(
+        self,
+        name: str,
+        outputs: list[torch.Tensor],
+        sources: list[torch.Tensor],
+        received: list[int],
+        sent: list[int],
+        opts: Any,
+        timeout: Any,
+    ) -> Operation:
+        action = partial(self._mover.all_to_all, name, outputs, sources, received, sent)
+        return self._submit(name, outputs, action, opts, timeout, read=sources, signature=f" of {sources[0].dtype}")
 
     alltoall_base = all_to_all_single
 
     # Messages
 
     def send(self, tensors: Tensors, dest: int, tag: int) -> Operation:
-        message = self._message("send", f"send to rank {dest} with tag {tag}", tensors, tag, dest)
-        with self._topology.detector.translating_failures():
-            return self._coalesce(message.send(self._messages, dest, tag))
+        return self._message("send", f"to rank {dest}", tensors, dest, tag)
 
     def recv(self, tensors: Tensors, source: int, tag: int) -> Operation:
-        message = self._message("recv", f"recv from rank {source} with tag {tag}", tensors, tag, source)
-        with self._topology.detector.translating_failures():
-            return self._coalesce(message.receive(self._messages, source, tag))
+        return self._message("recv", f"from rank {source}", tensors, source, tag)
 
     def recv_anysource(self, tensors: Tensors, tag: int) -> Operation:
-        message = self._message("recv", f"recv from any rank with tag {tag}", tensors, tag)
-        with self._topology.detector.translating_failures():
-            return self._coalesce(message.receive(self._messages, MPI.ANY_SOURCE, tag))
+        return self._message("recv", "from any rank", tensors, None, tag)
 
-    def _message(self, kind: str, name: str, tensors: Tensors, tag: int, rank: int = 0) -> SentMessage:
-        tensor = single_tensor(kind, tensors)
-        checks.check_member(kind, rank, self.size())
+    def _message(self, kind: str, where: str, tensors: Tensors, peer: int | None, tag: int) -> Operation:
+        """Start a message. peer: the other rank; None: any."""
+        name, tensor = f"{kind} {where} with tag {tag}", single_tensor(kind, tensors)
+        checks.check_member(kind, peer or 0, self.size())
         checks.check_devices(name, [tensor])
         if self._executor.broken is not None:
             raise self._executor.broken
@@ -346,7 +341,10 @@ class AllReduceProcessGroup(dist.ProcessGroup):
         if not 0 <= tag <= largest:
             raise ValueError(f"{name}: tag {tag} is not between 0 and {largest}, the largest of this MPI")
         Streams([tensor]).wait_for_caller()
-        return SentMessage(kind, name, tensor, self._timeout, self._waits)
+        message = SentMessage(kind, name, tensor, self._timeout, self._waits)
+        with self._topology.detector.translating_failures():
+            message.start(self._messages, MPI.ANY_SOURCE if peer is None else peer, tag, receives=kind == "recv")
+        return self._coalesce(message)
 
     # Barriers
 

@@ -2,16 +2,16 @@
 
 import math
 import os
-import weakref
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
-from itertools import accumulate
 from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from mpi4py import MPI
+from torch.utils.weak import WeakTensorKeyDictionary
 
 import allreduce
 from allreduce.arrays import chunks, gpu
@@ -35,21 +35,11 @@ GENERAL = ("check", "trace")  # settings that every backend takes
 COMPRESS_FROM = 1 << 14  # elements
 LARGEST_COUNT = 1 << 30  # elements in one call of MPI
 
-# The dtypes that our backends reduce, those of them that CuPy knows, and those that the MPI library reduces.
+# The dtypes that our backends reduce, those of them that CuPy knows, and those that only the MPI library reduces.
 OURS = (torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int32, torch.int64)
-_CUPYS = (torch.float32, torch.float64, torch.float16, torch.int32, torch.int64)
-_MPIS = {
-    torch.uint8: MPI.UINT8_T,
-    torch.bool: MPI.UINT8_T,
-    torch.int8: MPI.INT8_T,
-    torch.int16: MPI.INT16_T,
-    torch.int32: MPI.INT32_T,
-    torch.int64: MPI.INT64_T,
-    torch.uint16: MPI.UINT16_T,
-    torch.uint32: MPI.UINT32_T,
-    torch.uint64: MPI.UINT64_T,
-}
+_CUPYS = tuple(dtype for dtype in OURS if dtype != torch.bfloat16)
 _UNSIGNED = (torch.uint16, torch.uint32, torch.uint64)  # PyTorch does not divide them
+_MPIS = (torch.bool, torch.uint8, torch.int8, torch.int16, *_UNSIGNED)
 _REAL = {torch.complex64: torch.float32, torch.complex128: torch.float64}  # a complex number is a pair of these
 
 # The operations of PyTorch's ReduceOps: lower case is an operation of our backends, upper case one of MPI's.
@@ -63,11 +53,11 @@ _OF_FLOATS = {
     _RED.PREMUL_SUM: "sum",
 }
 _OF_INTEGERS = {
-    _RED.SUM: "SUM",
-    _RED.AVG: "SUM",
-    _RED.MAX: "MAX",
-    _RED.MIN: "MIN",
-    _RED.PRODUCT: "PROD",
+    _RED.SUM: "sum",
+    _RED.AVG: "sum",
+    _RED.MAX: "max",
+    _RED.MIN: "min",
+    _RED.PRODUCT: "prod",
     _RED.BAND: "BAND",
     _RED.BOR: "BOR",
     _RED.BXOR: "BXOR",
@@ -107,13 +97,11 @@ def resolve(op: Any, dtype: torch.dtype, sparse: bool = False) -> Reduction:
     table = _OF_FLOATS if real.is_floating_point else _OF_BOOLS if dtype == torch.bool else _OF_INTEGERS
     if dtype.is_complex and kind not in _OF_COMPLEX:
         raise TypeError(f"ReduceOp.{kind.name} is not defined for tensors of {dtype}")
-    if real not in (OURS if real.is_floating_point else _MPIS):
+    if real not in (*OURS, *_MPIS):
         raise NotImplementedError(f'backend "allreduce" does not reduce {dtype}; convert to a wider dtype first')
     if kind not in table:
         raise TypeError(f"ReduceOp.{kind.name} is not defined for tensors of {dtype}")
-    name = table[kind]
-    if real in OURS and name.lower() in _OF_FLOATS.values():
-        name = name.lower()
+    name = table[kind] if real in OURS else table[kind].upper()
     if sparse and (name not in ("sum", "mean") or dtype.is_complex):
         raise NotImplementedError(
             f'all_reduce of backend "allreduce" takes sparse tensors of floats and of 32 and 64-bit integers with '
@@ -223,29 +211,13 @@ class Repeated:
         self.met = True
 
 
-class RepeatedTensors:
-    """The tensors that a compressing backend has reduced, and that still exist.
-
-    PyTorch owns the memory, and another tensor may get it later. So a tensor is known by its Python object, which
-    PyTorch keeps as long as the tensor exists in C++.
-    """
-
-    def __init__(self) -> None:
-        self._known: dict[int, Repeated] = {}
-
-    def __getitem__(self, tensor: torch.Tensor) -> Repeated:
-        key = id(tensor)
-        if key not in self._known:
-            self._known[key] = Repeated()
-            weakref.finalize(tensor, self._known.pop, key, None).atexit = False
-        return self._known[key]
-
-
 class TensorReducer:
     """The reductions of one group. It creates a backend at its first use; all methods are collective.
 
     The callers have checked the arguments (module `checks`, `resolve`), and that all ranks make the same call.
     compress: of a call, as in `allreduce.create`; None: the values are exact.
+    repeated: what is known of tensors that are compressed. PyTorch owns the memory, and another tensor may get it
+        later; a tensor's Python object exists as long as the tensor exists in C++.
     """
 
     def __init__(self, topology: Topology, comm: MPI.Intracomm, options: Options) -> None:
@@ -253,15 +225,14 @@ class TensorReducer:
         self._comm = comm
         self._options = options
         self._backends: dict[str, AllReduce] = {}
-        self._trace: Trace | None = None
-        self._owns_trace = False
-        self._shared: bool | None = None  # see _scatters_shared
+        self._trace: Trace | None = None  # one for all backends
+        self._cleanup = ExitStack()
         self._workspace = Workspace()
-        self.repeated = RepeatedTensors()
+        self.repeated: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
     def all_reduce(self, tensor: torch.Tensor, reduction: Reduction, compress: Given = None) -> None:
         """Reduce `tensor` in place: afterwards all ranks hold the same bits."""
-        repeated = None if compress is None else self.repeated[tensor]
+        repeated = None if compress is None else self.repeated.setdefault(tensor, Repeated())
         if tensor.is_sparse:
             sparse_all_reduce(self.backend(), tensor, reduction)
         elif reduction.op.islower() and reduction.factor is None and _cupy_takes(tensor):
@@ -283,14 +254,12 @@ class TensorReducer:
     def adasum(self, tensor: torch.Tensor) -> None:
         """Combine a tensor with those of the other ranks, in place; see allreduce/algorithms/adasum.py."""
         with writable(tensor, filled=True) as memory:
-            self._get_backend("adasum", None)(as_array(memory), "adasum")
+            self.backend(name="adasum")(as_array(memory), "adasum")
 
     def reduce(self, tensor: torch.Tensor, root: int, reduction: Reduction) -> None:
         """Reduce into `tensor` of rank `root`; the tensors of the others do not change."""
-        if self._comm.rank == root:
-            self.all_reduce(tensor, reduction)
-        else:
-            self._reduce(readable(tensor).clone(), reduction)
+        own = self._comm.rank == root
+        self.all_reduce(tensor if own else tensor.detach().clone(memory_format=torch.contiguous_format), reduction)
 
     def reduce_scatter(
         self, output: torch.Tensor, inputs: Sequence[torch.Tensor], reduction: Reduction, compress: Given = None
@@ -299,12 +268,13 @@ class TensorReducer:
         lengths = [tensor.numel() for tensor in inputs]
         if len(inputs) == 1:
             lengths = [lengths[0] // self._comm.size] * self._comm.size
-        end = list(accumulate(lengths))[self._comm.rank]
-        flat = self._concatenated(inputs, output.dtype)
-        mine = flat[end - lengths[self._comm.rank] : end]
+        raw = self._workspace.array("scattered", sum(lengths) * output.itemsize, np.dtype(np.uint8))
+        flat = torch.from_numpy(raw).view(output.dtype)
+        torch.cat([readable(tensor).reshape(-1) for tensor in inputs], out=flat)
+        mine = flat.split(lengths)[self._comm.rank]
+        equal = len(set(lengths)) == 1
+        backend = self._scatter_backend(compress) if equal and reduction.op.islower() else None
         with writable(output) as memory:
-            equal = len(set(lengths)) == 1
-            backend = self._scatter_backend(compress) if equal and reduction.op.islower() else None
             if backend is None:
                 self._reduce(flat, reduction, compress)
             else:
@@ -319,11 +289,8 @@ class TensorReducer:
             backend.reset()
 
     def close(self) -> None:
-        """Close the backends."""
-        for backend in self._backends.values():
-            backend.close()
-        if self._trace is not None and self._owns_trace:
-            self._trace.close()
+        """Close the backends, then the trace."""
+        self._cleanup.close()
         self._workspace.clear()
 
     # Whole tensors in plain memory
@@ -338,9 +305,8 @@ class TensorReducer:
         else:
             operation = _mpi_operation(reduction.op, array.dtype)
             for segment in chunks.segments(slice(0, array.size), LARGEST_COUNT):
-                part = array[segment]
                 with waiting(self._comm, f"all_reduce of {tensor.dtype}, MPI.{reduction.op}"):
-                    self._comm.Allreduce(MPI.IN_PLACE, [part, part.size, _MPIS[tensor.dtype]], operation)
+                    self._comm.Allreduce(MPI.IN_PLACE, array[segment], operation)
         self._divide(tensor, reduction)
 
     def _scale(self, tensor: torch.Tensor, reduction: Reduction) -> None:
@@ -357,49 +323,40 @@ class TensorReducer:
         else:
             tensor.copy_(torch.div(tensor, self._comm.size, rounding_mode="trunc"))
 
-    def _concatenated(self, inputs: Sequence[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
-        """Concatenate the inputs in scratch memory."""
-        length = sum(tensor.numel() for tensor in inputs)
-        raw = self._workspace.array("scattered", length * dtype.itemsize, np.dtype(np.uint8))
-        flat = torch.from_numpy(raw).view(dtype)
-        torch.cat([readable(tensor).reshape(-1) for tensor in inputs], out=flat)
-        return flat
-
     # Backends
 
-    def backend(self, compress: Given = None) -> AllReduce:
-        """Return the backend that the options name. Collective at its first use."""
-        return self._get_backend(self._options.backend, compress)
+    def backend(self, compress: Given = None, name: str = "") -> AllReduce:
+        """Return the backend that the options name, or the one called `name`. Collective at its first use.
+
+        The options' settings are those of the backend that they name; other backends get the general ones.
+        """
+        name = name or self._options.backend
+        key = name if compress is None else f"{name}, {compressions.shown(compress)}"
+        if key not in self._backends:
+            given = self._options.settings
+            settings = {key: given[key] for key in given if name == self._options.backend or key in GENERAL}
+            if name == "auto":
+                settings = {"measure": False, **settings}  # PyTorch's users expect a run's bits to repeat
+            if settings.get("trace") is not None:
+                settings["trace"] = self._shared_trace(settings["trace"])
+            backend = allreduce.create(name, self._topology, compress=compress, **settings)
+            self._cleanup.callback(backend.close)
+            self._backends[key] = backend
+        return self._backends[key]
+
+    def _shared_trace(self, given: Any) -> Trace:
+        if self._trace is None:
+            self._trace, owned = tracing.of(given, self._topology)
+            if owned:
+                self._cleanup.callback(self._trace.close)
+        return self._trace
 
     def _scatter_backend(self, compress: Given) -> AllReduce | None:
         """Return a backend whose reduce_scatter gives rank r the r-th of equal slices, or None. Collective once."""
         backend = self.backend(compress)
         if self._options.backend == "auto" and not _slices_equally(backend):
-            backend = self._get_backend("ring", compress)
+            backend = self.backend(compress, "ring")
         return backend if _slices_equally(backend) else None
-
-    def _get_backend(self, name: str, compress: Given) -> AllReduce:
-        """Return the backend called `name`, with the user's settings. Collective at its first use."""
-        key = name if compress is None else f"{name}, {compressions.shown(compress)}"
-        if key not in self._backends:
-            settings = self._settings(name)
-            self._backends[key] = allreduce.create(name, self._topology, compress=compress, **settings)
-        return self._backends[key]
-
-    def _settings(self, name: str) -> dict[str, Any]:
-        """Return the settings for a backend: all settings for the selected one, the general ones for any other.
-
-        All backends of the group share one trace. Collective when the trace is created.
-        """
-        given = self._options.settings
-        settings = {key: given[key] for key in given if name == self._options.backend or key in GENERAL}
-        if name == "auto":
-            settings = {"measure": False, **settings}  # PyTorch's users expect a run's bits to repeat
-        if settings.get("trace") is not None:
-            if self._trace is None:
-                self._trace, self._owns_trace = tracing.of(settings["trace"], self._topology)
-            settings["trace"] = self._trace
-        return settings
 
 
 def _slices_equally(backend: AllReduce) -> bool:

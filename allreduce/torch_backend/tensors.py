@@ -1,31 +1,14 @@
 """Tensors for MPI and NumPy: in contiguous CPU memory, copied only if they are not there already."""
 
+import functools
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-import ml_dtypes
+import ml_dtypes  # noqa: F401 # NumPy knows "bfloat16" by it
 import numpy as np
 import torch
 from mpi4py import MPI
-
-_DTYPES = {
-    torch.float32: np.dtype(np.float32),
-    torch.float64: np.dtype(np.float64),
-    torch.float16: np.dtype(np.float16),
-    torch.bfloat16: np.dtype(ml_dtypes.bfloat16),
-    torch.complex64: np.dtype(np.float32),
-    torch.complex128: np.dtype(np.float64),
-    torch.bool: np.dtype(np.uint8),
-    torch.uint8: np.dtype(np.uint8),
-    torch.uint16: np.dtype(np.uint16),
-    torch.uint32: np.dtype(np.uint32),
-    torch.uint64: np.dtype(np.uint64),
-    torch.int8: np.dtype(np.int8),
-    torch.int16: np.dtype(np.int16),
-    torch.int32: np.dtype(np.int32),
-    torch.int64: np.dtype(np.int64),
-}
 
 
 def is_plain(tensor: torch.Tensor) -> bool:
@@ -61,7 +44,12 @@ def as_bytes(tensor: torch.Tensor) -> np.ndarray:
 
 def as_array(tensor: torch.Tensor) -> np.ndarray:
     """Return the memory of a plain tensor as a 1-D array, for operations that reduce it; complex numbers as pairs."""
-    return _memory(tensor, _DTYPES[tensor.dtype])
+    return _memory(tensor, _numpy_dtype(tensor.dtype))
+
+
+@functools.cache
+def _numpy_dtype(dtype: torch.dtype) -> np.dtype:
+    return np.dtype("uint8" if dtype == torch.bool else str(dtype.to_real()).removeprefix("torch."))
 
 
 def _memory(tensor: torch.Tensor, dtype: np.dtype) -> np.ndarray:

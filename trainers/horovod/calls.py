@@ -306,7 +306,8 @@ def all_to_all(
     output = tensor.new_empty((sum(received), *tensor.shape[1:]))
     width = tensor.element_size() * tensor.new_empty((1, *tensor.shape[1:]), device="meta").numel()
     sizes = [[width * rows for rows in each] for each in (received, splits[members.rank])]
-    members.mover.all_to_all_single(output, readable(tensor)[: sum(splits[members.rank])], *sizes)
+    sent = readable(tensor)[: sum(splits[members.rank])]
+    members.mover.all_to_all("all_to_all_single", [output], [sent], *sizes)
     return output, received
 
 
