@@ -32,20 +32,12 @@ if tuple(map(int, _torch.__version__.split(".")[:2])) < (2, 7):
         'pip install ".[torch]" in the checkout'
     )
 
+import allreduce_torch_autoload
 from allreduce.torch_backend import patches, rendezvous
-from allreduce.torch_backend.process_group import (
-    NAME,
-    AllReduceProcessGroup,
-    create_group,
-    describe,
-    device_names,
-    require,
-)
+from allreduce.torch_backend.process_group import AllReduceProcessGroup, describe, require
 from allreduce.torch_backend.reduce import Options
 
-if NAME not in _dist.Backend.backend_list:  # else PyTorch has loaded allreduce_torch_autoload by itself
-    _dist.Backend.register_backend(NAME, create_group, extended_api=True, devices=device_names())
-    rendezvous.install_env_handler()
+allreduce_torch_autoload.register()  # PyTorch itself does it where allreduce is installed by pip
 patches.apply()
 rendezvous.set_environment_from_launcher()
 

@@ -151,7 +151,7 @@ def check_gather(name: str, output: torch.Tensor, source: torch.Tensor, ranks: i
         )
 
 
-def split_bytes(
+def split_lengths(
     name: str,
     output: torch.Tensor,
     source: torch.Tensor,
@@ -159,7 +159,7 @@ def split_bytes(
     source_rows: Sequence[int],
     ranks: int,
 ) -> tuple[list[int], list[int]]:
-    """Check an all_to_all_single; return the bytes received from each rank and sent to each rank."""
+    """Check an all_to_all_single; return the elements received from each rank and sent to each rank."""
     check_same_dtype(name, output, [source])
     if not output_rows and not source_rows and output.numel() != source.numel():
         raise ValueError(
@@ -169,18 +169,18 @@ def split_bytes(
 
 
 def _slices(name: str, role: str, tensor: torch.Tensor, rows: Sequence[int], ranks: int) -> list[int]:
-    """The bytes of each rank's slice of `tensor`: as many rows as `rows` says, or equal slices where it is empty."""
+    """The elements of each rank's slice of `tensor`: as many rows as `rows` says, or equal slices where it is empty."""
     if not rows:
         if tensor.numel() % ranks:
             raise ValueError(
                 f"{name}: the {role} has {tensor.numel()} elements, which can't be split evenly among {ranks} ranks; "
                 "give the split sizes"
             )
-        return [tensor.nbytes // ranks] * ranks
+        return [tensor.numel() // ranks] * ranks
     length = tensor.shape[0] if tensor.dim() else 1
     if len(rows) != ranks or sum(rows) != length or min(rows) < 0:
         raise ValueError(
             f"{name}: the {role} has {length} rows, and the split sizes {list(rows)} don't divide them among "
             f"{ranks} ranks"
         )
-    return [each * (tensor.nbytes // length if length else 0) for each in rows]
+    return [each * (tensor.numel() // length if length else 0) for each in rows]

@@ -46,11 +46,6 @@ from allreduce.torch_backend.work import (
 CLOSE_SECONDS = 10.0  # destroy_process_group waits this long for the other ranks to call it too
 
 
-def device_names() -> list[str]:
-    """Return the device types that the backend takes here. CUDA is not initialized, so forked children still can."""
-    return ["cpu", "cuda"] if torch.cuda.device_count() else ["cpu"]
-
-
 @not_compiled
 class AllReduceProcessGroup(dist.ProcessGroup):
     """A process group over our backends and MPI.
@@ -289,8 +284,9 @@ class AllReduceProcessGroup(dist.ProcessGroup):
         checks.check_count("all_to_all", sources, self.size())
         checks.check_list("all_to_all", outputs, self.size(), self.rank(), sources[self.rank()])
         checks.check_one_dtype("all_to_all", sources)
-        received, sent = ([tensor.nbytes for tensor in tensors] for tensors in (outputs, sources))
-        return self._all_to_all("all_to_all", outputs, sources, received, sent, opts, timeout)
+        action = partial(self._mover.all_to_all, outputs, sources)
+        signature = f" of {sources[0].dtype}"
+        return self._submit("all_to_all", outputs, action, opts, timeout, read=sources, signature=signature)
 
     def all_to_all_single(
         self,
@@ -301,21 +297,10 @@ class AllReduceProcessGroup(dist.ProcessGroup):
         opts: Any = None,
         timeout: Any = None,
     ) -> Operation:
-        sizes = checks.split_bytes("all_to_all_single", output, source, output_splits, source_splits, self.size())
-        return self._all_to_all("all_to_all_single", [output], [source], *sizes, opts, timeout)
-
-    def _all_to_all(
-        self,
-        name: str,
-        outputs: list[torch.Tensor],
-        sources: list[torch.Tensor],
-        received: list[int],
-        sent: list[int],
-        opts: Any,
-        timeout: Any,
-    ) -> Operation:
-        action = partial(self._mover.all_to_all, name, outputs, sources, received, sent)
-        return self._submit(name, outputs, action, opts, timeout, read=sources, signature=f" of {sources[0].dtype}")
+        sizes = checks.split_lengths("all_to_all_single", output, source, output_splits, source_splits, self.size())
+        action = partial(self._mover.all_to_all_single, output, source, *sizes)
+        signature = f" of {source.dtype}"
+        return self._submit("all_to_all_single", [output], action, opts, timeout, read=[source], signature=signature)
 
     alltoall_base = all_to_all_single
 
@@ -350,7 +335,7 @@ class AllReduceProcessGroup(dist.ProcessGroup):
 
     def barrier(self, opts: Any = None, timeout: Any = None) -> Operation:
         """Submit an empty operation; it ends once all ranks have reached it."""
-        return self._submit("barrier", [], _nothing, opts, timeout)
+        return self._submit("barrier", [], lambda: None, opts, timeout)
 
     def monitored_barrier(self, timeout: timedelta | float | None = None, wait_all_ranks: bool = False) -> None:
         """Wait for all ranks; after `timeout` raise TimedOut, on rank 0 with the missing rank. Collective.
@@ -417,7 +402,7 @@ class AllReduceProcessGroup(dist.ProcessGroup):
     # lacks. C++ calls the camelCase names, Python the others; state_dict and async_save ask for devices.
 
     _name = _description = ""
-    _device_types = property(lambda _: [torch.device(name) for name in device_names()])
+    _device_types = property(lambda _: [torch.device(name) for name in dist.Backend.backend_capability[NAME]])
     supports_splitting = supports_coalescing = supports_time_estimate = False
 
     def getBackendName(self) -> str:  # noqa: N802
@@ -463,9 +448,6 @@ class AllReduceProcessGroup(dist.ProcessGroup):
 
     def _register_on_completion_hook(self, *_: Any) -> None:
         raise not_offered("completion hooks", "use work.get_future().then(...)")
-
-
-def _nothing() -> None: ...
 
 
 def _lengths(tensors: Sequence[torch.Tensor]) -> str:

@@ -44,32 +44,13 @@ _REAL = {torch.complex64: torch.float32, torch.complex128: torch.float64}  # a c
 
 # The operations of PyTorch's ReduceOps: lower case is an operation of our backends, upper case one of MPI's.
 _RED: Any = dist.ReduceOp.RedOpType
-_OF_FLOATS = {
-    _RED.SUM: "sum",
-    _RED.AVG: "mean",
-    _RED.MAX: "max",
-    _RED.MIN: "min",
-    _RED.PRODUCT: "prod",
-    _RED.PREMUL_SUM: "sum",
-}
-_OF_INTEGERS = {
-    _RED.SUM: "sum",
-    _RED.AVG: "sum",
-    _RED.MAX: "max",
-    _RED.MIN: "min",
-    _RED.PRODUCT: "prod",
-    _RED.BAND: "BAND",
-    _RED.BOR: "BOR",
-    _RED.BXOR: "BXOR",
-}
+_OF_ALL = {_RED.SUM: "sum", _RED.MAX: "max", _RED.MIN: "min", _RED.PRODUCT: "prod"}
+_OF_FLOATS = {**_OF_ALL, _RED.AVG: "mean", _RED.PREMUL_SUM: "sum"}
+_OF_INTEGERS = {**_OF_ALL, _RED.AVG: "sum", _RED.BAND: "BAND", _RED.BOR: "BOR", _RED.BXOR: "BXOR"}
 # MPI sees truth values as bytes 0 and 1: a sum is "or" and a product is "and", as with NCCL.
 _OF_BOOLS = {
-    _RED.SUM: "MAX",
-    _RED.MAX: "MAX",
-    _RED.BOR: "MAX",
-    _RED.PRODUCT: "MIN",
-    _RED.MIN: "MIN",
-    _RED.BAND: "MIN",
+    **dict.fromkeys((_RED.SUM, _RED.MAX, _RED.BOR), "MAX"),
+    **dict.fromkeys((_RED.PRODUCT, _RED.MIN, _RED.BAND), "MIN"),
     _RED.BXOR: "BXOR",
 }
 _OF_COMPLEX = (_RED.SUM, _RED.AVG, _RED.PREMUL_SUM)

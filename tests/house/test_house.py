@@ -36,7 +36,7 @@ FINDINGS = dict.fromkeys(("SLF001", "C901", "PLR0912", "PLR0915"), 0)  # of ruff
 
 CORE = {"numpy", "mpi4py", "ml_dtypes"}
 LAZY = {"cupy", "psutil", "pynvml", "threadpoolctl"}  # inside functions only
-TORCH = {"torch"}  # in allreduce/torch_backend/, which nothing else imports
+TORCH = {"torch", "allreduce_torch_autoload"}  # in allreduce/torch_backend/, which nothing else imports
 JAX = {"jax"}  # in allreduce/jax.py, which nothing else imports
 
 WORLD = (

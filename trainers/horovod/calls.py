@@ -304,10 +304,10 @@ def all_to_all(
     """The rows sent to this rank, and their number from each rank. splits[r][s]: the number of rows from r to s."""
     received = [row[members.rank] for row in splits]
     output = tensor.new_empty((sum(received), *tensor.shape[1:]))
-    width = tensor.element_size() * tensor.new_empty((1, *tensor.shape[1:]), device="meta").numel()
+    width = tensor.new_empty((1, *tensor.shape[1:]), device="meta").numel()
     sizes = [[width * rows for rows in each] for each in (received, splits[members.rank])]
     sent = readable(tensor)[: sum(splits[members.rank])]
-    members.mover.all_to_all("all_to_all_single", [output], [sent], *sizes)
+    members.mover.all_to_all_single(output, sent, *sizes)
     return output, received
 
 

@@ -239,6 +239,23 @@ def test_moving(dtype: torch.dtype) -> None:
     same(output, mine((2, 3), dtype))
 
 
+def test_inputs_that_are_outputs() -> None:
+    """The input is read before it is overwritten: MPI forbids memory that is both sent and received."""
+    rank, ranks = dist.get_rank(), range(size())
+    whole = torch.stack([of(10 * rank + to, 4) for to in ranks])
+    dist.all_to_all_single(whole, whole)
+    same(whole, torch.stack([of(10 * source + rank, 4) for source in ranks]))
+    tensors = [of(10 * rank + to, 4) for to in ranks]
+    dist.all_to_all(tensors, tensors)
+    same(torch.stack(tensors), torch.stack([of(10 * source + rank, 4) for source in ranks]))
+    places = [mine(4) for _ in ranks]
+    dist.gather(places[0], places if rank == 0 else None, dst=0)
+    assert rank or all(torch.equal(place, of(source, 4)) for source, place in enumerate(places))
+    sources = [of(10 + to, 4) for to in ranks]
+    dist.scatter(sources[-1], sources if rank == 0 else None, src=0)
+    same(sources[-1], of(10 + rank, 4))
+
+
 def test_all_gather_into_a_slice_of_its_own_output() -> None:
     whole = torch.zeros(size(), 5)
     whole[dist.get_rank()] = mine(5)
@@ -574,16 +591,36 @@ def test_what_is_not_offered_says_so() -> None:
         dist.group.WORLD._register_on_completion_hook(print)
 
 
-def test_counts_beyond_an_int_are_moved_in_larger_units(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_more_bytes_than_an_int_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Collectives move them in pieces, messages in larger units."""
     from allreduce.torch_backend import move
+    from allreduce.transport import chunked
 
+    monkeypatch.setattr(chunked, "PIECE", 24)
+    monkeypatch.setattr(chunked, "SCRATCH_BYTES", 24)
     monkeypatch.setattr(move, "LARGEST", 24)
-    places = [torch.zeros(12) for _ in range(size())]
+    rank, last, ranks = dist.get_rank(), size() - 1, range(size())
+    places = [torch.zeros(12) for _ in ranks]
     dist.all_gather(places, mine(12))
-    for rank, place in enumerate(places):
-        same(place, of(rank, 12))
-    with pytest.raises(ValueError, match="split the tensors"):
-        dist.all_gather([torch.zeros(29, dtype=torch.uint8) for _ in places], torch.zeros(29, dtype=torch.uint8))
+    gathered = [torch.zeros(12) for _ in ranks]
+    dist.gather(mine(12), gathered if rank == last else None, dst=last)
+    exchanged = [torch.zeros(12) for _ in ranks]
+    dist.all_to_all(exchanged, [of(10 * rank + to, 12) for to in ranks])
+    for source in ranks:
+        same(places[source], of(source, 12))
+        same(exchanged[source], of(10 * source + rank, 12))
+        if rank == last:
+            same(gathered[source], of(source, 12))
+    output = torch.zeros(12)
+    dist.scatter(output, everyone(12) if rank == last else None, src=last)
+    same(output, mine(12))
+    if size() > 1:
+        work = dist.isend(mine(12), (rank + 1) % size())
+        dist.recv(output, (rank - 1) % size())
+        work.wait()
+        same(output, of((rank - 1) % size(), 12))
+    with pytest.raises(ValueError, match="split the tensor"):
+        dist.group.WORLD.send([torch.zeros(29, dtype=torch.uint8)], 0, 0)
 
 
 @pytest.mark.parametrize("dtype", [torch.int8, torch.uint8, torch.int16, torch.uint16], ids=str)
