@@ -80,8 +80,10 @@ class Collective(NamedTuple):
 
         XLA calls it in its own thread, and copies the result before the next ordered call.
         """
+        call = _MOVES.get(self.kind, "all_reduce")
+        names = f"{self.kind} {self.names}"
         try:
-            return self._run(arrays)
+            return self.backend.on_arrays(call, names, arrays, op=self.kind, root=self.root)
         except BaseException as error:
             _last_errors[self.backend] = error
             raise
@@ -93,11 +95,6 @@ class Collective(NamedTuple):
         for place, array in zip(buffers[half + 1 :], made, strict=True):
             np.copyto(np.asarray(place), array)
         return ()
-
-    def _run(self, arrays: tuple[np.ndarray, ...]) -> list[Any]:
-        backend, kind = self.backend, self.kind
-        call = _MOVES.get(kind, "all_reduce")
-        return backend.on_arrays(call, f"{kind} {self.names}", arrays, op=kind, root=self.root)
 
 
 def pmean(tree: Any, backend: AllReduce) -> Any:

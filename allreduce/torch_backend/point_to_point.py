@@ -219,7 +219,7 @@ class MonitoredBarrier:
         self._number += 1
         deadline = time.monotonic() + limit
         if self._comm.rank:
-            self._send("reporting to rank 0", 0, limit)
+            self._start("reporting to rank 0", 0, limit, receives=False).wait_for(limit)
             try:
                 self._receive("waiting for rank 0", 0, deadline, limit)
             except (TimedOut, RankLeftError) as error:
@@ -243,10 +243,7 @@ class MonitoredBarrier:
                 + (" (wait_all_ranks=True names all that did)" if not wait_all_ranks else "")
             )
         for rank in range(1, self._comm.size):
-            self._send("answering", rank, limit)
-
-    def _send(self, step: str, rank: int, limit: float) -> None:
-        self._start(step, rank, limit, receives=False).wait_for(limit)
+            self._start("answering", rank, limit, receives=False).wait_for(limit)
 
     def _receive(self, step: str, rank: int, deadline: float, limit: float) -> None:
         """Wait for the message of this barrier; older ones are of barriers that timed out."""

@@ -11,6 +11,8 @@ from typing import Any, NamedTuple, TextIO
 
 import numpy as np
 
+from allreduce import notices
+from allreduce.errors import CommunicationError
 from allreduce.tracing.clocks import ClockOffset, aligned
 
 Event = dict[str, Any]
@@ -53,21 +55,18 @@ class RankTrace(NamedTuple):
     left_out: int = 0
 
 
-class LastArrival(NamedTuple):
-    """The rank that reached a call last, and when."""
-
-    rank: int
-    time: int
-
-
-def parse_record(record: Any) -> RankTrace:
-    """Convert a rank's record from JSON. Raises ValueError, TypeError or another built-in error if it is malformed."""
-    spans, calls, left_out = record
-    return RankTrace(
-        [Span(_number(row), str(kind), _number(begin), _number(end)) for row, kind, begin, end in spans],
-        [_call(*call) for call in calls],
-        _number(left_out),
-    )
+def parse_record(rank: int, text: bytes) -> RankTrace:
+    """Parse the record of a rank, in JSON. Raises CommunicationError if it is malformed."""
+    try:
+        spans, calls, left_out = json.loads(text)
+        return RankTrace(
+            [Span(_number(row), str(kind), _number(begin), _number(end)) for row, kind, begin, end in spans],
+            [_call(*call) for call in calls],
+            _number(left_out),
+        )
+    except (ValueError, TypeError, KeyError, IndexError, OverflowError, RecursionError) as error:
+        reason = notices.shown(str(error), 200)
+        raise CommunicationError(f"the trace record of rank {rank} can't be read: {reason}") from error
 
 
 def _call(
@@ -115,21 +114,21 @@ def write(file: TextIO, made: Iterable[Event], about: dict[str, Any]) -> None:
     file.write("\n]}\n")
 
 
-def _last_arrivals(ranks: list[RankTrace]) -> dict[tuple[int, int], LastArrival]:
-    """Return (series, number) -> the last rank's arrival, for calls that all ranks have recorded."""
-    arrived: dict[tuple[int, int], list[LastArrival]] = {}
+def _last_arrivals(ranks: list[RankTrace]) -> dict[tuple[int, int], tuple[int, int]]:
+    """Return (series, number) -> time and rank of the last arrival, for calls that all ranks have recorded."""
+    arrived: dict[tuple[int, int], list[tuple[int, int]]] = {}
     for rank, recorded in enumerate(ranks):
         for call in recorded.calls:
-            arrived.setdefault((call.series, call.number), []).append(LastArrival(rank, call.arrived))
+            arrived.setdefault((call.series, call.number), []).append((call.arrived, rank))
     return {
-        call: max(arrivals, key=lambda arrival: arrival.time)
+        call: max(arrivals, key=lambda arrival: arrival[0])
         for call, arrivals in arrived.items()
         if len(arrivals) == len(ranks) > 1
     }
 
 
 def _of_rank(
-    rank: int, recorded: RankTrace, last: dict[tuple[int, int], LastArrival], series: list[str]
+    rank: int, recorded: RankTrace, last: dict[tuple[int, int], tuple[int, int]], series: list[str]
 ) -> Iterator[Event]:
     calls = {(call.series, call.number): call for call in recorded.calls}
     for row, kind, begin, end in recorded.spans:
@@ -154,22 +153,20 @@ def _of_rank(
 
 
 def _divided(
-    rank: int, row: int, last: LastArrival | None, begin: int, end: int, name: str, about: dict[str, Any]
+    rank: int, row: int, last: tuple[int, int] | None, begin: int, end: int, name: str, about: dict[str, Any]
 ) -> Iterator[Event]:
-    """Yield a call's events: the wait for the last rank, then the work.
+    """Yield a call's events: the wait for the last rank, then the work. last: its time and rank.
 
     No rank ends a call before the last one has reached it. If the times contradict that, the clocks' error is larger
     than estimated, and no wait is shown.
     """
     turn = begin
-    if last is not None and last.time > end:
-        last = None
-    if last is not None:
-        about = {**about, "last": last.rank}
-        if last.rank != rank:
-            turn = min(max(begin, last.time), end)
-    if turn > begin:
-        yield _event(rank, row, f"wait for rank {about['last']}", WAIT, begin, turn, about)
+    if last is not None and last[0] <= end:
+        time, late = last
+        about = {**about, "last": late}
+        if late != rank and time > begin:
+            turn = time
+            yield _event(rank, row, f"wait for rank {late}", WAIT, begin, turn, about)
     yield _event(rank, row, name, REDUCE, turn, end, about)
 
 

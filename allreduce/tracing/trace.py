@@ -4,11 +4,11 @@ import contextlib
 import json
 import os
 import time
+from collections.abc import Iterator
 from threading import get_ident
 from typing import Any
 
-from allreduce import notices
-from allreduce.errors import CommunicationError, OptionError
+from allreduce.errors import OptionError
 from allreduce.files import replacing, writable
 from allreduce.notices import log
 from allreduce.topology import Topology
@@ -37,11 +37,9 @@ class Trace:
         self.closed = False
         self._comm = topology.private(self)
         self._series: list[str] = []
-        # This rank's records. Spans and series append to them directly: another function call would double the cost.
-        self.room = most  # spans and calls that can still be added
-        self.rows = _Rows({get_ident(): 0})
-        self.spans: list[Span] = []
-        self.calls: list[TracedCall] = []
+        self._rows = {get_ident(): 0}  # thread -> row in the file, in the order of their first records
+        self._spans: list[Span] = []
+        self._calls: list[TracedCall] = []
         self._left_out = 0
         try:
             together(self._comm, self._check_path)
@@ -55,18 +53,37 @@ class Trace:
         if self.topology.rank == 0 and not writable(self.path):
             raise OptionError(f"the trace can't be written to {self.path}: give a file in a folder that exists")
 
-    def span(self, kind: str) -> contextlib.AbstractContextManager[None]:
-        """Return a context manager that records its body as a span of this kind, such as "compute". Local."""
-        return _Recording(self, kind)
+    @contextlib.contextmanager
+    def span(self, kind: str) -> Iterator[None]:
+        """Context manager: record its body as a span of this kind, such as "compute". Local."""
+        begin = now()
+        try:
+            yield
+        finally:
+            self.note(kind, begin)
 
     def note(self, kind: str, begin: int, end: int | None = None) -> None:
         """Record a span from `begin` to `end` (default: now), in nanoseconds of time.perf_counter_ns(). Local."""
         end = end or now()
-        if self.room > 0:
-            self.room -= 1
-            self.spans.append(Span(self.rows[get_ident()], kind, begin, end))
-        else:
-            self.count_dropped()
+        if self._admit():
+            self._spans.append(Span(self._row(), kind, begin, end))
+
+    def add_call(self, series: int, number: int, name: str, times: tuple[int, int, int], about: dict[str, Any]) -> None:
+        """Record call `number` of a series. times: when this rank reached it, its begin and its end. Local."""
+        if self._admit():
+            self._calls.append(TracedCall(self._row(), series, number, name, *times, about))
+
+    def _row(self) -> int:
+        return self._rows.setdefault(get_ident(), len(self._rows))
+
+    def _admit(self) -> bool:
+        """Return whether another span or call fits; count one that does not. Rank 0 warns once."""
+        if len(self._spans) + len(self._calls) < self.most:
+            return True
+        if not self._left_out and self.topology.rank == 0:
+            log.warning("%s: the first %d spans of each rank are kept, later ones are dropped", self.path, self.most)
+        self._left_out += 1
+        return False
 
     def series(self, name: str) -> "Series":
         """Return a new series of collective calls. Local; all ranks create their series in the same order."""
@@ -97,7 +114,7 @@ class Trace:
     def abandon(self) -> None:
         """Forget everything; nothing is written. Local."""
         self.closed = True
-        self.spans, self.calls = [], []
+        self._spans, self._calls = [], []
 
     def __enter__(self) -> "Trace":
         return self
@@ -106,18 +123,12 @@ class Trace:
         if kind is None:  # after an exception the other ranks may not reach a collective close
             self.close()
 
-    def count_dropped(self) -> None:
-        """Count a span or call that was dropped for lack of room; rank 0 warns once."""
-        if not self._left_out and self.topology.rank == 0:
-            log.warning("%s: the first %d spans of each rank are kept, later ones are dropped", self.path, self.most)
-        self._left_out += 1
-
     def _collect(self) -> list[RankTrace]:
         """Return the records of all ranks, on rank 0; [] on other ranks. Collective."""
-        mine = RankTrace(self.spans, self.calls, self._left_out)
-        self.spans, self.calls = [], []
+        mine = RankTrace(self._spans, self._calls, self._left_out)
+        self._spans, self._calls = [], []
         packed = bytes_to_root(self._comm, json.dumps(mine).encode(), "collect a trace")
-        return [_of_rank(rank, text) for rank, text in enumerate(packed)]
+        return [merging.parse_record(rank, text) for rank, text in enumerate(packed)]
 
     def _write(self, everyone: list[RankTrace], last: list[clocks.ClockOffset]) -> None:
         ranks = [
@@ -135,43 +146,6 @@ class Trace:
             merging.write(file, events, about)
 
 
-def _of_rank(rank: int, text: bytes) -> RankTrace:
-    """Parse the record of a rank. Raises CommunicationError if it is malformed."""
-    try:
-        return merging.parse_record(json.loads(text))
-    except (ValueError, TypeError, KeyError, IndexError, OverflowError, RecursionError) as error:
-        reason = notices.shown(str(error), 200)
-        raise CommunicationError(f"the trace record of rank {rank} can't be read: {reason}") from error
-
-
-class _Rows(dict[int, int]):
-    """Thread id -> row: 0 for the thread that has created the trace, 1, 2, ... for others, by their first record."""
-
-    def __missing__(self, thread: int) -> int:
-        self[thread] = row = len(self)
-        return row
-
-
-class _Recording:
-    """The context manager of Trace.span."""
-
-    __slots__ = ("_begin", "_kind", "_trace")
-
-    def __init__(self, trace: Trace, kind: str) -> None:
-        self._trace, self._kind = trace, kind
-
-    def __enter__(self) -> None:
-        self._begin = now()
-
-    def __exit__(self, *_: object) -> None:
-        end, trace = now(), self._trace
-        if trace.room > 0:
-            trace.room -= 1
-            trace.spans.append(Span(trace.rows[get_ident()], self._kind, self._begin, end))
-        else:
-            trace.count_dropped()
-
-
 class Series:
     """A series of collective calls, such as those of one backend. All ranks make them in the same order."""
 
@@ -186,15 +160,9 @@ class Series:
 
     def note(self, name: str, begin: int, about: dict[str, Any]) -> None:
         """Record a call from `begin` to now. about: details for the file; pass the same object for equal calls."""
-        end, arrived, self._came = now(), self._came or begin, 0
-        trace, number = self._trace, self.count
+        times, self._came = (self._came or begin, begin, now()), 0
         self.count += 1
-        if trace.room > 0:
-            trace.room -= 1
-            row = trace.rows[get_ident()]
-            trace.calls.append(TracedCall(row, self._number, number, name, arrived, begin, end, about))
-        else:
-            trace.count_dropped()
+        self._trace.add_call(self._number, self.count - 1, name, times, about)
 
     def waited(self, begin: int) -> None:
         """Record that this rank only waited, from `begin` to now, for the last call of the series."""

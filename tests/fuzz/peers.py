@@ -8,7 +8,7 @@ from mpi4py import MPI
 
 from allreduce.errors import CommunicationError
 from allreduce.health.status_messages import StatusMessages
-from allreduce.tracing import trace
+from allreduce.tracing import merging
 from allreduce.transport import chunked as sizes
 from allreduce.transport.wait import NamedCall
 from trainers import group
@@ -32,7 +32,7 @@ class Alone:
 
 
 def read_trace(value: bytes, _: Path) -> None:
-    trace._of_rank(1, value)
+    merging.parse_record(1, value)
 
 
 class _Arrived:

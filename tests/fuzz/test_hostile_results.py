@@ -18,7 +18,7 @@ from allreduce.errors import CommunicationError
 from allreduce.files import replacing
 from allreduce.health.status import ENDED, WAITING
 from allreduce.machine import identify
-from allreduce.tracing import trace
+from allreduce.tracing import merging
 from allreduce.tuning import constants
 from benchmarks import compare, scaling, timeline
 from benchmarks.lib import outputs, plot, report
@@ -302,10 +302,10 @@ def test_a_folder_with_the_name_of_a_leftover_stays(tmp_path: Path) -> None:
 
 
 def test_a_trace_of_another_rank() -> None:
-    assert trace._of_rank(1, json.dumps(files.recorded()[0]).encode()).left_out == 0
+    assert merging.parse_record(1, json.dumps(files.recorded()[0]).encode()).left_out == 0
     for text in (b"", b"[1, 2]", b"[" * 9999, b'[[["a", "b", 1, 2]], [], 0]', b"[[], [], 1e999]"):
         with pytest.raises(CommunicationError, match="rank 1"):
-            trace._of_rank(1, text)
+            merging.parse_record(1, text)
 
 
 def test_status_messages_of_another_version() -> None:
