@@ -82,30 +82,33 @@ trainingInput:
 @pytest.mark.parametrize(
     ("content", "text"),
     [
-        ([], r"the file must be a mapping with goal"),
-        (changed(maxTrails=3), r"the key 'maxTrails' is unknown; did you mean 'maxTrials'\?"),
-        (changed(stray=1), r"parameter lr: the key 'stray' is unknown"),
-        (changed(goal="maximum"), r"goal must be one of MAXIMIZE, MINIMIZE, got 'maximum'"),
-        (changed(hyperparameterMetricTag="auc"), r"hyperparameterMetricTag must be one of val_accuracy"),
-        (changed(maxTrials=0), r"maxTrials must be an integer >= 1, got 0"),
-        (changed(maxParallelTrials=True), r"maxParallelTrials must be an integer >= 1, got True"),
-        (changed(params=[]), r"params must be a list of parameters, got \[\]"),
+        ([], r"the file: Input should be a valid dictionary.*got \[\]"),
+        (changed(maxTrails=3), r"the file: the key 'maxTrails' is unknown"),
+        (changed(stray=1), r"params.0.DOUBLE: the key 'stray' is unknown"),
+        (changed(goal="maximum"), r"goal: Input should be 'MAXIMIZE' or 'MINIMIZE', got 'maximum'"),
+        (changed(hyperparameterMetricTag="auc"), r"hyperparameterMetricTag: Input should be 'val_accuracy', "),
+        (changed(maxTrials=0), r"maxTrials: Input should be greater than or equal to 1, got 0"),
+        (changed(maxParallelTrials=True), r"maxParallelTrials: Input should be a valid integer, got True"),
+        (changed(params=[]), r"params: List should have at least 1 item after validation, not 0, got \[\]"),
         (changed(params=[LR, LR]), r"lr is there twice"),
-        (changed(parameterName="learning_rate"), r"parameterName 'learning_rate' is no option"),
+        (changed(parameterName="learning_rate"), r"params.0.DOUBLE.parameterName: 'learning_rate' is no option"),
         (changed(parameterName="bach_size"), r"did you mean 'batch-size'\?"),
         (changed(parameterName="save"), r"a search does not vary --save"),
         (changed(parameterName="data"), r"a search does not vary --data"),
-        (changed(type="FLOAT"), r"parameter lr: type must be one of INTEGER, DOUBLE, CATEGORICAL, DISCRETE"),
+        (changed(type="FLOAT"), r"params.0: Input tag 'FLOAT' .*'INTEGER', 'DOUBLE', 'CATEGORICAL', 'DISCRETE'"),
         (changed(minValue=0), r"UNIT_LOG_SCALE needs a minValue > 0, got 0"),
         (changed(minValue=-1, scaleType="UNIT_REVERSE_LOG_SCALE"), r"UNIT_REVERSE_LOG_SCALE needs a minValue > 0"),
-        (changed(scaleType="LOG"), r"scaleType must be one of UNIT_LINEAR_SCALE"),
+        (changed(scaleType="LOG"), r"scaleType: Input should be 'UNIT_LINEAR_SCALE', "),
         (changed(minValue=0.5), r"minValue 0.5 is larger than maxValue 0.1"),
-        (changed(minValue=None), r"minValue and maxValue must be numbers, got None and 0.1"),
-        (changed(maxValue=float("inf")), r"minValue and maxValue must be numbers"),
+        (changed(minValue=None), r"params.0.DOUBLE.minValue: Field required"),
+        (changed(maxValue=float("inf")), r"maxValue: must be a number, got inf"),
         (changed(type="INTEGER"), r"of an INTEGER must be integers, got 0.0001 and 0.1"),
-        (changed(type="CATEGORICAL"), r"scaleType has no effect on CATEGORICAL"),
+        (changed(type="CATEGORICAL"), r"params.0.CATEGORICAL: the key 'scaleType' is unknown"),
         (changed(type="DISCRETE", scaleType=None), r"the key 'minValue' is unknown"),
-        (changed(enableTrialEarlyStopping="no"), r"enableTrialEarlyStopping must be true or false"),
+        (
+            changed(enableTrialEarlyStopping="no"),
+            r"enableTrialEarlyStopping: Input should be a valid boolean, got 'no'",
+        ),
         (changed(goal="MINIMIZE", hyperparameterMetricTag="accuracy"), r"MINIMIZE would find the worst accuracy"),
         (changed(goal="MAXIMIZE", hyperparameterMetricTag="val_loss"), r"MAXIMIZE would find the worst val_loss"),
     ],
@@ -146,7 +149,9 @@ def test_the_best_model_stays_when_a_trial_is_told_twice(tmp_path: Path, capsys:
 @pytest.mark.parametrize("values", [[], [[1]], ["a", "a"], None])
 def test_values_are_different_texts_or_numbers(values: Any) -> None:
     content = {"parameterName": "lr", "type": "CATEGORICAL", "categoricalValues": values}
-    with pytest.raises(ArgumentError, match="parameter lr: categoricalValues must be"):
+    with pytest.raises(
+        ArgumentError, match=r"CATEGORICAL.categoricalValues: Field required|CATEGORICAL: the values must be different"
+    ):
         config.read({**GOOD, "params": [content]})
 
 

@@ -9,7 +9,7 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -17,8 +17,8 @@ from allreduce.elastic.ranks import on_all_ranks, root_value, together
 from allreduce.files import writable
 from allreduce.topology import Topology
 from trainers import datasets
-from trainers.apps.search import config, pictures
-from trainers.apps.search.config import OF_THE_SEARCH, Tuning
+from trainers.apps.search import pictures
+from trainers.apps.search.options import OF_THE_SEARCH, arguments
 from trainers.apps.search.searching import SearchResult, search
 from trainers.apps.search.study import COMPLETE, STUDY, Ended, optuna
 from trainers.apps.search.trial import Trial
@@ -41,6 +41,9 @@ from trainers.errors import ArgumentError, SearchError
 from trainers.files.model_file import replacing
 from trainers.replicas.numpy.categories import load_network
 from trainers.watching.callback import Callback, Logs
+
+if TYPE_CHECKING:
+    from trainers.apps.search.config import Tuning
 
 ABOUT = """Find the options with which a training is best: trials of optuna's, on parts of the ranks.
 
@@ -96,7 +99,7 @@ class Job(NamedTuple):
 
     options: argparse.Namespace
     base: list[str]
-    tuning: Tuning
+    tuning: "Tuning"
     data: datasets.Dataset
     rest: tuple[np.ndarray, np.ndarray]  # rows that compare the trials
 
@@ -105,9 +108,9 @@ class Job(NamedTuple):
         return sys.stderr if self.options.json == results.STANDARD_OUTPUT else sys.stdout
 
 
-def run(arguments: Sequence[str], world: Topology, program: str) -> None:
+def run(given: Sequence[str], world: Topology, program: str) -> None:
     """Run the command. Collective. Raises the same error on all ranks."""
-    job = together(world.world, lambda: _read(arguments, world, program))
+    job = together(world.world, lambda: _read(given, world, program))
     with _models(job.options, world) as models:
         if world.rank == 0:
             _say(job, f"{world}; data: {job.data}\n{_about(job)}")
@@ -132,10 +135,10 @@ def run(arguments: Sequence[str], world: Topology, program: str) -> None:
             result.topology.close()
 
 
-def _read(arguments: Sequence[str], world: Topology, program: str) -> Job:
+def _read(given: Sequence[str], world: Topology, program: str) -> Job:
     """Read the options, the tuning and the data, and check everything. Local."""
-    options, base, first = COMMAND.parse(arguments, world.rank == 0, program)
-    found = config.load(options.config)
+    options, base, first = COMMAND.parse(given, world.rank == 0, program)
+    found = _tuning(options.config)
     for parameter in found.parameters:
         if any(each.partition("=")[0] == BY_NAME[parameter.name].flag for each in base):
             raise ArgumentError(f"{BY_NAME[parameter.name].flag} is varied by --config; leave it out here")
@@ -157,6 +160,16 @@ def _read(arguments: Sequence[str], world: Topology, program: str) -> Job:
     return Job(options, base, found, trained, (data.x_train[held], data.y_train[held]))
 
 
+def _tuning(path: str) -> "Tuning":
+    try:
+        from trainers.apps.search import config
+    except ImportError as error:
+        raise ArgumentError(
+            f'--config needs pydantic and pyyaml ({error}): pip install ".[search]" in the checkout'
+        ) from error
+    return config.load(path)
+
+
 def _check_ranks(parallel: int, each: int, ranks: int) -> None:
     """Raise ArgumentError if there are fewer ranks than the trials at a time need."""
     if parallel * each > ranks:
@@ -166,7 +179,7 @@ def _check_ranks(parallel: int, each: int, ranks: int) -> None:
         )
 
 
-def _smallest_part(options: argparse.Namespace, tuned: Tuning, ranks: int) -> int:
+def _smallest_part(options: argparse.Namespace, tuned: "Tuning", ranks: int) -> int:
     """Return the ranks of the smallest part that trains a trial."""
     least = _ranks_per_trial(options, tuned, ranks)
     if least > ranks:
@@ -197,16 +210,15 @@ def _check_files(options: argparse.Namespace) -> None:
             raise ArgumentError(f"--{name} {path}: this can't be written; give a file in a folder that exists")
 
 
-def _ranks_per_trial(options: argparse.Namespace, tuned: Tuning, ranks: int) -> int:
+def _ranks_per_trial(options: argparse.Namespace, tuned: "Tuning", ranks: int) -> int:
     given: int | None = options.ranks_per_trial
     return given or max(1, ranks // (tuned.parallel or ranks))
 
 
-def _pruner(tuned: Tuning) -> Any:
+def _pruner(tuned: "Tuning") -> Any:
     pruners = optuna().pruners
     if tuned.halves is not None:
-        first, factor = tuned.halves
-        return pruners.SuccessiveHalvingPruner(min_resource=first, reduction_factor=factor)
+        return pruners.SuccessiveHalvingPruner(min_resource=tuned.halves.first, reduction_factor=tuned.halves.factor)
     return pruners.MedianPruner(n_warmup_steps=WARM_UP_EPOCHS + 1) if tuned.prunes else pruners.NopPruner()
 
 
@@ -318,11 +330,11 @@ def file_of(models: str | Path, number: int) -> Path:
 def _about(job: Job) -> str:
     tuned = job.tuning
     varied = ", ".join(each.name for each in tuned.parameters)
-    rungs = f", successive halving from epoch {tuned.halves[0]} by {tuned.halves[1]}" if tuned.halves else ""
+    rungs = f", successive halving from epoch {tuned.halves.first} by {tuned.halves.factor}" if tuned.halves else ""
     return f"search: {tuned.trials} trials, {tuned.goal} {tuned.metric}, varies {varied}{rungs}"
 
 
-def line_of(tuned: Tuning, trial: Ended) -> str:
+def line_of(tuned: "Tuning", trial: Ended) -> str:
     """Return a trial as a line of text."""
     found = {each.name: each.found(trial.params) for each in tuned.parameters}
     values = " ".join(f"{name}={_short(value)}" for name, value in found.items() if value is not None)
@@ -345,7 +357,7 @@ def _end(job: Job, result: SearchResult, models: str) -> None:
     accuracy = None
     if best is not None:
         lines.append(f"best: {line_of(tuned, best)}")
-        lines.append(f"options: {' '.join(tuned.arguments(_values(tuned, best)))}")
+        lines.append(f"options: {' '.join(arguments(_values(tuned, best)))}")
         kept = file_of(models, best.number)
         if kept.exists():
             accuracy = test_accuracy(str(kept), job.data)
@@ -371,7 +383,7 @@ def _storage(job: Job, models: str) -> Any:
     return storages.JournalStorage(storages.journal.JournalFileBackend(path))
 
 
-def _values(tuned: Tuning, trial: Ended) -> dict[str, Any]:
+def _values(tuned: "Tuning", trial: Ended) -> dict[str, Any]:
     found = {each.name: each.found(trial.params) for each in tuned.parameters}
     return {name: value for name, value in found.items() if value is not None}
 
