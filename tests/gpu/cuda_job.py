@@ -22,7 +22,7 @@ from trainers import MirroredTrainer
 from trainers.pytorch import MirroredOptimizer
 from trainers.pytorch.buckets import allocate_flat
 from trainers.replicas.pytorch import devices
-from trainers.strategies.sharded import ShardedUpdate
+from trainers.strategies.sharded import SliceOwners
 
 GPU = Gpu()
 CUDA = TorchCuda(GPU)
@@ -195,8 +195,8 @@ def check_replica() -> None:
 
     def watch(trainer: MirroredTrainer) -> None:
         tracked(trainer.buffer)
-        if isinstance(trainer.strategy.update, ShardedUpdate):
-            assert type(tracked(trainer.strategy.update._array)) is CUPY.ndarray
+        if isinstance(trainer.strategy.owners, SliceOwners):
+            assert type(tracked(trainer.strategy.owners._array)) is CUPY.ndarray
 
     for name in ("torch_after_cupy", "cupy_after_torch"):
         patch = pytest.MonkeyPatch()

@@ -5,8 +5,6 @@ the parameters are in shared memory, so nothing is sent. A replica whose paramet
 memory receives a copy of the whole state instead.
 """
 
-from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -16,19 +14,19 @@ from allreduce.arrays import gpu
 from allreduce.backend import AllReduce
 from allreduce.elastic.standby import JOINED
 from allreduce.topology import Topology
-from allreduce.transport.control import all_values, root_value, together
+from allreduce.transport.control import root_value, together
 from trainers.arguments import is_integer, name_error
 from trainers.errors import ArgumentError
 from trainers.group import broadcast_arrays
 from trainers.replica import Replica
 from trainers.stopwatch import COMMUNICATION
 from trainers.strategies.central import Central
-from trainers.strategies.interface import Strategy, replica_error
+from trainers.strategies.interface import replica_error
 from trainers.strategies.mirrored import Mirrored
-from trainers.strategies.sharded import ShardedUpdate, Update
+from trainers.strategies.step import Owners, Step
 
 DEVICES = ("cpu", "cuda")
-MEASURED, NORM = "trainer.measured", "trainer.norm"  # in a broadcast state: `measured`, and the norm of the gradients
+NORM = "trainer.norm"  # in a broadcast state: the norm of the gradients
 
 
 class CentralStorage(Mirrored):
@@ -79,102 +77,54 @@ class CentralStorage(Mirrored):
     def _make_backend(self) -> AllReduce:
         return create(Central, self.group.topology, root=self.storage)
 
-    def _make_sharded_update(self) -> Update:
+    def _divided(self, step: Step) -> Owners:
         if self.replica.device == "cpu":
             try:
-                return CentralUpdate(self, *self._reduced, root=self.storage, copies=self._effective_copies())
+                return super()._divided(step)
             except ArgumentError as error:  # on all ranks
                 text = f"central storage copies the model's whole state in every step: {error}"
                 notices.once(self.group.rank, text)
-        return CopiedUpdate(self, *self._reduced)
-
-    @property
-    def errors_in_step(self) -> bool:
-        """True on the CPU: the storage rank reads the summed flags before it updates."""
-        return self.replica.device == "cpu"
+        return CopyingOwner(step, self.steps, self.storage)
 
 
-class CopiedUpdate(Update):
-    """Update in which the storage rank updates, and then broadcasts its complete state."""
+class CopyingOwner(Owners):
+    """One rank updates, and then broadcasts its complete state. root: that rank."""
 
-    def __init__(self, strategy: Strategy, *reduced: Any) -> None:
-        super().__init__(strategy, *reduced)
-        self._root = all_values(self._comm, self._backend.owned(1).stop, "learn which rank updates").index(1)
+    kind = "sharded"
 
-    def step(self) -> Any:
-        """Reduce the buffer, update on the storage rank, broadcast its state. Returns the reduced metrics and flags, a
-        view. Collective."""
-        self._clock.start()
-        self._reduce()
-        self._clock.stop()
-        owner = self._comm.rank == self._root
-        failed = owner and bool(self._measured[-1])
-        with self._strategy.span("update"):
-            together(self._comm, lambda: self._change(self._apply) if owner and not failed else None)
-        self._clock.start()
-        with self._strategy.span(COMMUNICATION):
-            self._broadcast_state(owner)
-        self._clock.stop()
-        return self._measured
+    def __init__(self, step: Step, steps: int, root: int) -> None:
+        super().__init__(step, steps)
+        self._root, self._owner = root, step.comm.rank == root
 
-    def _reduce(self) -> None:
-        if not gpu.is_gpu_array(self._buffer):
-            self._backend.reduce_scatter(self._buffer, "sum")
-            return
-        host = self._buffer.get()
-        self._backend.reduce_scatter(host, "sum")
-        self._buffer.set(host)
-
-    def _broadcast_state(self, owner: bool) -> None:
-        """Broadcast the owner's state and `measured` to all ranks. Collective."""
-        state = together(self._comm, lambda: self._held() if owner else {})
-        state = broadcast_arrays(self._comm, state, self._root, "broadcast the state of the storage rank")
-        measured, norm = state.pop(MEASURED), state.pop(NORM, None)
-        if norm is not None:
-            self._rule.norms.set(float(norm))
-        if gpu.is_gpu_array(self._measured):
-            self._measured.set(measured)
+    def reduce(self) -> None:
+        step = self._step
+        if gpu.is_gpu_array(step.buffer):
+            host = step.buffer.get()
+            step.backend.reduce_scatter(host, "sum")
+            step.buffer.set(host)
         else:
-            self._measured[:] = measured
-        change = partial(self._replica.load_state, state)
-        together(self._comm, lambda: None if owner else self._change(change))
+            step.reduce("reduce_scatter")
+        step.tell(slice(0, step.buffer.size if self._owner else 0))
 
-    def _change(self, change: Callable[[], object]) -> None:
-        """Call `change`, which brings the replica to the next step, and count the step. Local."""
-        change()
-        self._steps = self._since = self._steps + 1
+    def update(self, squares: Any) -> None:
+        together(self._comm, lambda: super(CopyingOwner, self).update(squares) if self._owner else None)
+
+    def share(self) -> None:
+        """Broadcast the owner's state, and the norm of its gradients, if it has one. Collective."""
+        self._step.clock.start()
+        with self._step.span(COMMUNICATION):
+            state = together(self._comm, lambda: self._held() if self._owner else {})
+            state = broadcast_arrays(self._comm, state, self._root, "broadcast the state of the storage rank")
+            norm = state.pop(NORM, None)
+            if norm is not None:
+                self._step.rule.norms.set(float(norm))
+            together(self._comm, lambda: None if self._owner else self._load(state))
+        self._step.clock.stop()
+
+    def _load(self, state: dict[str, np.ndarray]) -> None:
+        self._replica.load_state(state)
+        self.set_steps(self._steps + 1)
 
     def _held(self) -> dict[str, np.ndarray]:
-        """Return this rank's state, `measured` and the norm of its gradients, if it has one, as host arrays. Local."""
-        norm = self._rule.norms.of_step
-        own = {} if norm is None else {NORM: np.array(float(norm))}
-        return self._replica.state() | {MEASURED: _on_host(self._measured)} | own
-
-    def abandon(self) -> None:
-        """Drop the references to the backend's memory. Local."""
-        self._buffer = self._measured = np.empty(0, np.uint8)
-
-
-def _on_host(array: Any) -> np.ndarray:
-    return array.get() if gpu.is_gpu_array(array) else array
-
-
-class CentralUpdate(ShardedUpdate):
-    """Sharded update with a single owner, the backend's root, which skips the update if a rank has set "failed"."""
-
-    def __init__(self, strategy: Strategy, *reduced: Any, root: int, copies: int = 1) -> None:
-        super().__init__(strategy, *reduced, copies=copies)
-        self._owner = self._comm.rank == root
-
-    def _update(self) -> bool:
-        updates = self._owner and not self._measured[-1]
-        if updates:
-            self._apply(self._part, self._squares)
-        return updates
-
-    def _finish_step(self, measured: np.ndarray) -> bool:
-        flags = self._measured if self._separate else measured
-        updated = not flags[-1]
-        if updated and not self._owner:
-            self._apply(self._part, self._squares)  # an empty slice: only the optimizer's step count changes
-        return updated
+        norm = self._step.rule.norms.of_step
+        return self._replica.state() | ({} if norm is None else {NORM: np.array(float(norm))})

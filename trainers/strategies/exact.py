@@ -14,8 +14,7 @@ M. Li et al.: EasyScale: Elastic training with consistent accuracy and improved 
 workers are threads, of a fixed number, with a fixed order of additions; here there is no order.
 """
 
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -29,9 +28,117 @@ from trainers.data import Batch, BatchSource, Data, row_count
 from trainers.errors import ArgumentError
 from trainers.group import RankGroup
 from trainers.replica import Factors, gradients_of
+from trainers.strategies.interface import Strategy
 from trainers.strategies.local_sgd import LocalOptions
 from trainers.strategies.mirrored import Mirrored
 from trainers.strategies.rule import WEIGHT, StepOptions, mean_weight
+from trainers.strategies.step import Step
+
+
+class ExactStep(Step):
+    """A step that sums the gradients of micro-batches exactly. backend: has exact sums."""
+
+    backend: Any
+
+    def __init__(self, strategy: Strategy, backend: AllReduce) -> None:
+        super().__init__(strategy, backend)
+        self._rows: list[np.ndarray] = []  # memory for the gradients of all micro-batches of a step but the last one
+        self._terms: list[np.ndarray] = []  # this rank's gradients of the current step; or, if `_factored`:
+        self._factors: list[Factors] = []
+        self._factored = False
+        self._most = self._count = 1  # rows, and micro-batches, of a batch
+        self._values = np.zeros((0, len(self.replica.metrics) + 1))  # their metrics and mean weights, times their share
+        self._checked = False  # whether it is known that batches change no buffers that ranks do not average
+
+    def plan(self, rows: int, micro_batch: int) -> None:
+        """Divide the next batch into micro-batches. rows: of a whole batch, the same on all ranks. Local."""
+        self._most, self._count = rows, -(-rows // micro_batch)
+        self._factored = self.replica.factored and rows <= MOST_ROWS  # the same on all ranks
+
+    def compute(self, batch: Batch | None) -> None:
+        count = 0 if batch is None else len(batch.seeds)
+        self._terms, self._values = [], np.zeros((count, len(self.replica.metrics) + 1))
+        if self._factored and not count:
+            self._factors = self.replica.factors_of_parts([], 1)[1]
+        super().compute(batch)
+
+    def _compute(self, batch: Batch) -> None:
+        if not batch.seeds:
+            super()._compute(batch)
+            return
+        shares = [row_count(part) / batch.rows for part in batch.parts]
+        if self._factored:
+            self._values[:, :-1], self._factors = self.replica.factors_of_parts(batch.parts, batch.rows)
+        else:
+            self._compute_terms(batch, shares)
+        self._values[:, -1] = [mean_weight(self.replica, part) for part in batch.parts]
+        self._values *= np.array(shares)[:, None]
+        *measured, self.rule.weight = self._values.sum(axis=0).tolist()
+        self.measured[: len(measured)] = measured
+
+    def _compute_terms(self, batch: Batch, shares: list[float]) -> None:
+        """Compute the gradients of one micro-batch after the other: `_terms`, and `_values`. Local."""
+        while len(self._rows) < len(shares) - 1:
+            self._rows.append(np.empty_like(self.buffer))
+        self._terms = [*self._rows[: len(shares) - 1], self.buffer]
+        self.rule.unused = np.ones(self.replica.optional, bool)
+        for number, (seed, part, share) in enumerate(zip(batch.seeds, batch.parts, shares, strict=True)):
+            if number:
+                self.replica.undo()  # each micro-batch begins with the statistics of the step's start
+            self.replica.seed(seed)
+            self._values[number, :-1] = self._compute_term(part, share, self._terms[number])
+            self.rule.unused &= self.replica.unused()
+
+    def _compute_term(self, part: Data, share: float, memory: np.ndarray) -> Any:
+        """Write the gradients of a micro-batch to `memory`; return its metrics. Local."""
+        replica = self.replica
+        redirected = replica.redirect(memory)
+        before = {} if self._checked else replica.local_state()
+        values = gradients_of(replica, part, share)
+        if not redirected and memory is not self.buffer:
+            memory[:] = self.buffer
+        if not self._checked:
+            after = replica.local_state()
+            if wrong := changed_alone(before, after):
+                raise ArgumentError(wrong)
+            self._checked = True
+        return values
+
+    def __call__(self, flags: tuple[float, ...]) -> Any:
+        sums = self.add_up(self._values, self._count)
+        # `measured` is summed over the ranks, with the flags: one rank has the sums, the others add zeros
+        *metrics, weight = sums if self.comm.rank == 0 else np.zeros(sums.size)
+        self.measured[: len(metrics)] = metrics
+        return super().__call__((*flags[:WEIGHT], weight, *flags[WEIGHT + 1 :]))
+
+    def add_up(self, terms: np.ndarray, count: int) -> np.ndarray:
+        """Return the exact sum of float64 rows. terms: (k, length), this rank's; count: of all ranks. Collective."""
+        sums = np.zeros(terms.shape[1])
+        self.backend.sum_terms(terms, sums, "sum", count)
+        return sums
+
+    def _weighed(self) -> Sequence[Any]:
+        return [term[: self.replica.parameter_count] for term in self._terms]
+
+    @property
+    def scatters(self) -> bool:
+        """False if gradients are clipped: the bits of a norm of slices would depend on the number of ranks."""
+        return not self.rule.clips
+
+    def reduce(self, kind: str) -> None:
+        kind = kind if self.scatters else "all_reduce"
+        self.clock.start()
+        if self._factored:
+            self.backend.sum_products(self._factors, self.buffer, "sum", self._most, kind)
+        else:
+            self.backend.sum_terms(self._terms, self.buffer, "sum", self._count, kind)
+        self.clock.stop()
+
+    @property
+    def local_gradients(self) -> Any:
+        if self._factored:
+            return np.concatenate([(left.T @ right).reshape(-1) for left, right in self._factors])
+        return np.add.reduce(self._terms) if len(self._terms) > 1 else self.buffer
 
 
 class ExactMirrored(Mirrored):
@@ -43,14 +150,6 @@ class ExactMirrored(Mirrored):
         super().__init__(*given)
         self._exact, self._local = exact, local
         self.micro_batch = MICRO_BATCH if micro_batch is None else micro_batch
-        self._rows: list[np.ndarray] = []  # memory for the gradients of all micro-batches of a step but the last one
-        self._terms: list[np.ndarray] = []  # this rank's gradients of the current step; or, if `_factored`:
-        self._factors: list[Factors] = []
-        self._factored = False
-        self._most = 1  # rows of a batch
-        self._values = np.zeros((0, len(self.replica.metrics) + 1))  # their metrics and mean weights, times their share
-        self._count = 1  # of micro-batches in a batch
-        self._checked = False  # whether it is known that batches change no buffers that ranks do not average
 
     # Construction
 
@@ -87,11 +186,6 @@ class ExactMirrored(Mirrored):
             )
         return ""
 
-    @property
-    def scatters_gradients(self) -> bool:  # type: ignore[override]
-        """False if gradients are clipped: the bits of a norm of slices would depend on the number of ranks."""
-        return not self.rule.clips
-
     def loader_error(self, divided: bool) -> str:
         text = 'exact=True divides every batch into micro-batches, which must not depend on the ranks: use rows="whole"'
         return f"{text}, or leave it out" if divided else ""
@@ -100,93 +194,14 @@ class ExactMirrored(Mirrored):
         self._batches = batches
         return super().make_meter(batches)
 
-    def _drop_buffer(self) -> None:
-        super()._drop_buffer()
-        self._rows, self._terms, self._factors = [], [], []
-
-    # A step
+    def _make_step(self) -> Step:
+        return ExactStep(self, self._backend)
 
     def compute(self, batch: Batch | None) -> None:
-        self._most = self._batches.batch_size
-        self._count = -(-self._most // self.micro_batch)
-        self._factored = self.replica.factored and self._most <= MOST_ROWS  # the same on all ranks
-        count = 0 if batch is None else len(batch.seeds)
-        self._terms, self._values = [], np.zeros((count, len(self.replica.metrics) + 1))
-        if batch is None or not count:
-            self._factors = self.replica.factors_of_parts([], 1)[1] if self._factored else []
-            super().compute(batch)
-            return
-        self.update.check_edits()
-        self.update.begin_batch()
-        shares = [row_count(part) / batch.rows for part in batch.parts]
-        if self._factored:
-            self._values[:, :-1], self._factors = self.replica.factors_of_parts(batch.parts, batch.rows)
-        else:
-            self._compute_terms(batch, shares)
-        self._values[:, -1] = [mean_weight(self.replica, part) for part in batch.parts]
-        self._values *= np.array(shares)[:, None]
-        *measured, self.rule.weight = self._values.sum(axis=0).tolist()
-        self._measured[: len(measured)] = measured
-
-    def _compute_terms(self, batch: Batch, shares: list[float]) -> None:
-        """Compute the gradients of one micro-batch after the other: `_terms`, and `_values`. Local."""
-        while len(self._rows) < len(shares) - 1:
-            self._rows.append(np.empty_like(self.buffer))
-        self._terms = [*self._rows[: len(shares) - 1], self.buffer]
-        self.rule.unused = np.ones(self.replica.optional, bool)
-        for number, (seed, part, share) in enumerate(zip(batch.seeds, batch.parts, shares, strict=True)):
-            if number:
-                self.replica.undo()  # each micro-batch begins with the statistics of the step's start
-            self.replica.seed(seed)
-            self._values[number, :-1] = self._compute(part, share, self._terms[number])
-            self.rule.unused &= self.replica.unused()
-
-    def _compute(self, part: Data, share: float, memory: np.ndarray) -> Any:
-        """Write the gradients of a micro-batch to `memory`; return its metrics. Local."""
-        replica = self.replica
-        redirected = replica.redirect(memory)
-        before = {} if self._checked else replica.local_state()
-        values = gradients_of(replica, part, share)
-        if not redirected and memory is not self.buffer:
-            memory[:] = self.buffer
-        if not self._checked:
-            after = replica.local_state()
-            if wrong := changed_alone(before, after):
-                raise ArgumentError(wrong)
-            self._checked = True
-        return values
-
-    def step(self, flags: tuple[float, ...]) -> Any:
-        sums = self.add_up(self._values, self._count)
-        # `measured` is summed over the ranks, with the flags: one rank has the sums, the others add zeros
-        *metrics, weight = sums if self.group.rank == 0 else np.zeros(sums.size)
-        self._measured[: len(metrics)] = metrics
-        return super().step((*flags[:WEIGHT], weight, *flags[WEIGHT + 1 :]))
-
-    def _weighed(self) -> Sequence[Any]:
-        return [term[: self.replica.parameter_count] for term in self._terms]
+        assert isinstance(self.core, ExactStep)
+        self.core.plan(self._batches.batch_size, self.micro_batch)
+        super().compute(batch)
 
     def add_up(self, terms: np.ndarray, count: int) -> np.ndarray:
-        """Return the exact sum of float64 rows. terms: (k, length), this rank's; count: of all ranks. Collective."""
-        sums = np.zeros(terms.shape[1])
-        backend: Any = self._backend
-        backend.sum_terms(terms, sums, "sum", count)
-        return sums
-
-    def binding(self, backend: AllReduce, array: Any, kind: str, lossless: bool) -> Callable[[], object]:
-        if array is not self.buffer or kind == "all_gather":
-            return super().binding(backend, array, kind, lossless)
-        return partial(self._sum_gradients, backend, kind)
-
-    def _sum_gradients(self, backend: Any, kind: str) -> None:
-        kind = kind if self.scatters_gradients else "all_reduce"
-        if self._factored:
-            backend.sum_products(self._factors, self.buffer, "sum", self._most, kind)
-        else:
-            backend.sum_terms(self._terms, self.buffer, "sum", self._count, kind)
-
-    @property
-    def local_gradients(self) -> Any:
-        if self._factored:
-            return np.concatenate([(left.T @ right).reshape(-1) for left, right in self._factors])
-        return np.add.reduce(self._terms) if len(self._terms) > 1 else self.buffer
+        assert isinstance(self.core, ExactStep)
+        return self.core.add_up(terms, count)

@@ -8,7 +8,6 @@ import numpy as np
 
 from allreduce import notices
 from allreduce.arrays import dtypes
-from allreduce.backend import AllReduce
 from allreduce.topology import Topology
 from allreduce.tracing.trace import Trace
 from allreduce.transport import ulfm
@@ -96,7 +95,6 @@ class Strategy:
     deals_rows = False
     # this rank's pieces of the state during a recovery (the list may be empty); None otherwise
     saved: list[Piece] | None = None
-    scatters_gradients = True  # whether a rank with a slice of the parameters gets the averaged gradients of that alone
     micro_batch: int | None = None  # rows of the parts of a batch whose gradients are summed exactly, if they are
     group: RankGroup
     clock: Stopwatch  # adds up the seconds that this rank waits for other ranks
@@ -179,10 +177,6 @@ class Strategy:
             bits. `clock` runs while this rank waits for others.
         """
         raise NotImplementedError(f"the steps of a {self.name} are run by run_epoch")
-
-    def binding(self, backend: AllReduce, array: Any, kind: str, lossless: bool) -> Callable[[], object]:
-        """Return a function that sums `array` over the ranks by a collective of this kind (AllReduce.bind). Local."""
-        return backend.bind(array, "sum", kind, lossless)
 
     def count_step(self) -> None:
         """Count one step that all ranks have taken or left out. Local."""

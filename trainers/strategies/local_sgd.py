@@ -95,15 +95,15 @@ class LocalSGD(Mirrored):
         super()._make_buffer()
         replica, local, length = self.replica, self.local, self.replica.gradient_length
         self.measured = np.zeros(len(replica.metrics) + len(FLAGS))
-        self._gradients = self.buffer[:length]
+        self._gradients = self.core.gradients
         self._parameters = allocate_own(replica)
         together(self.group.comm, lambda: bind_whole(replica, self._parameters))
         self._trained = replica.parameter_count
         dtype = "float64" if replica.gradient_dtype == "float64" else "float32"
         # Between an inner step and the next gradients the gradient buffer is free.
         free = not local.fragment_sync_delay and replica.gradient_dtype == dtype
-        delta = self._gradients if free else self._allocate(length, dtype)
-        self._describe(delta)
+        delta = self._gradients if free else self.core.allocate(length, dtype)
+        self.core.describe(delta)
         start = delta.copy()
         memory = Memory(start, start * 0 if local.outer.momentum else None, delta)
         self._messages = self.group.topology.private()

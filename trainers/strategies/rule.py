@@ -6,7 +6,7 @@ and updates by `UpdateRule.apply`: clip the gradients, update the parameters, mo
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 from mpi4py import MPI
@@ -18,6 +18,7 @@ from trainers.arguments import integer_error, is_number
 from trainers.data import Batch, Data, row_count, sliced
 from trainers.replica import Replica, Rows, Slices, gradients_of
 from trainers.strategies.alike import MARKS
+from trainers.strategies.sparse import SparseGradients
 from trainers.watching.learning_rate import StepSchedule, schedule_error
 from trainers.watching.meter import NormMeter
 
@@ -66,20 +67,11 @@ class StepOptions(NamedTuple):
         return given
 
 
-class Tables(Protocol):
-    """The sums of the sparse gradients of a step; see mirrored.SparseGradients."""
-
-    sums: list[Rows]
-
-    def scale(self, factor: float) -> None: ...
-
-
 class UpdateRule:
     """Computes the gradients of a batch, and updates a replica by averaged gradients. Local, but for `hold_unused`.
 
     options: of the fit. norms: the norms of the gradients of an epoch. schedule: sets the learning rates of a step, if
-    there is one. tables: the sums of sparse gradients, which every rank has; None if the strategy has none. sparse:
-    this rank's sparse gradients of the last batch, if it had several micro-batches; else None.
+    there is one. tables: the sparse gradients, whose sums every rank has.
     weight: the mean weight that the loss has counted in the rows of the last batch, times this rank's share of it.
     unused: the parameters for which the last batch gave no gradient; see Replica.unused.
     """
@@ -89,8 +81,7 @@ class UpdateRule:
         self.options = StepOptions()
         self.norms = NormMeter()
         self.schedule: StepSchedule | None = None
-        self.tables: Tables | None = None
-        self.sparse: list[Rows] | None = None  # of the last `gradients`, if it had several micro-batches
+        self.tables = SparseGradients(replica)
         self._scratch: Any = None
         self._asks: bool | None = None  # whether ranks ask each other in each step, see `hold_unused`; None: not known
         self.take_none()
@@ -123,12 +114,13 @@ class UpdateRule:
         micro-batches. replica: by default the strategy's.
         """
         replica = replica or self._replica
-        rows, self.sparse = batch.own, None
+        rows = batch.own
         count = min(self.options.accumulate, rows)
         self.weight = share * mean_weight(replica, batch.data)
         if count < 2:
             values = gradients_of(replica, batch.data, share)
             self.unused = replica.unused()
+            self.tables.take(replica.sparse_gradients())
             return values
         self.unused = np.ones(replica.optional, bool)
         means: Any = 0.0
@@ -146,7 +138,7 @@ class UpdateRule:
         finally:
             replica.accumulate(False)
             replica.redirect(memory)
-        self.sparse = [_joined(of_table) for of_table in zip(*sparse, strict=True)]
+        self.tables.take([_joined(of_table) for of_table in zip(*sparse, strict=True)])
         return means
 
     def _add(self, replica: Replica, data: Data, share: float, memory: Any, first: bool) -> Any:
@@ -164,6 +156,7 @@ class UpdateRule:
     def take_none(self) -> None:
         """Take note that this rank has no batch in this step. Local."""
         self.weight, self.unused = 0.0, np.ones(getattr(self._replica, "optional", 0), bool)
+        self.tables.take_none()
 
     def weigh(self, measured: Any, gradients: Sequence[Any]) -> None:
         """Divide gradients and the loss by the mean weight of the rows, if the loss counts weights. Local.
@@ -244,15 +237,14 @@ class UpdateRule:
                 scale(each, factor)
         else:
             return
-        if self.tables is not None:
-            self.tables.scale(min(float(factor), 1.0) if factor == factor else math.nan)
+        self.tables.scale(min(float(factor), 1.0) if factor == factor else math.nan)
 
     def squares(self, gradients: Sequence[Any]) -> Any:
         """Return the sum of the squares of gradients and of the sparse gradients, which every rank has."""
         return sum(map(sum_of_squares, gradients)) + self.squares_of_tables()
 
     def squares_of_tables(self) -> Any:
-        return sum(sum_of_squares(values.reshape(-1)) for _, values in (self.tables.sums if self.tables else ()))
+        return sum(sum_of_squares(values.reshape(-1)) for _, values in self.tables.sums)
 
 
 def mean_weight(replica: Replica, data: Data) -> float:

@@ -3,13 +3,13 @@
 reduce_scatter -> the replica's update of a slice -> all_gather of the parameters. If a replica updates whole tensors
 only, a rank has slices that end between tensors, often one, and the elements outside of its chunk of these collectives
 are sent. If the ranks of each node together own the whole buffer, the parameters are in one shared segment per node:
-every rank writes its slice there, and nothing is gathered. Metrics and flags follow the gradients in the buffer and
-come back after the parameters, so they need no message of their own.
+every rank writes its slice there, and nothing is gathered.
 
 S. Rajbhandari et al.: ZeRO: Memory optimizations toward training trillion parameter models, 2020 (stage 1).
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -18,7 +18,6 @@ from mpi4py import MPI
 
 from allreduce import notices
 from allreduce.arrays import dtypes, gpu
-from allreduce.backend import AllReduce
 from allreduce.errors import UnavailableError
 from allreduce.transport.control import combine, on_all, together
 from allreduce.transport.shared_segment import CommonSegment
@@ -29,109 +28,13 @@ from trainers.state.adopt import Piece, to_root
 from trainers.state.backup import Backup
 from trainers.state.dealing import Chunks, Transfer, deal_slices, joined
 from trainers.stopwatch import COMMUNICATION
-from trainers.strategies.interface import Strategy
 from trainers.strategies.rule import sum_of_squares, sum_over_ranks
+from trainers.strategies.step import Owners, Step
 
 
-class Update:
-    """How Mirrored reduces gradients and updates the parameters. The defaults suit replicated parameters.
-
-    backend: reduces `buffer` in every step: the gradients, then the metrics and flags.
-    measured: the metrics and flags: the end of `buffer`, or a separate array that `add_up_measured` reduces before the
-        step. separate: whether it is separate.
-    shares_parameters: whether the ranks of a node share one copy of the parameters.
-
-    any_rank_may_fail and the methods without a docstring: see Strategy.
-    """
-
-    any_rank_may_fail = True
-    shares_parameters = False
-
-    def __init__(self, strategy: Strategy, backend: AllReduce, buffer: Any, measured: Any, separate: bool) -> None:
-        self._strategy, self._replica = strategy, strategy.replica
-        self._comm, self._clock = strategy.group.comm, strategy.clock
-        self._buffer, self._measured, self._separate = buffer, measured, separate
-        self._steps = self._since = strategy.steps  # the number of steps taken, and that number at the last update
-        self._length, self._rule = self._replica.gradient_length, strategy.rule
-        self._backend = backend
-        # bound collectives, by their kind and the id of their array
-        self._bound: dict[tuple[str, int], Callable[[], object]] = {}
-
-    def begin_batch(self) -> None:
-        """Called before a batch is computed, because that may change entries of the state (statistics). Local."""
-
-    @property
-    def own_part(self) -> Slices | None:
-        """See Strategy.own_part."""
-        return None
-
-    def share_parameters(self) -> None:
-        """See Strategy.share_parameters."""
-
-    def _apply(self, part: Slices | None = None, squares: Any = None) -> None:
-        """Update the replica by the gradients in the buffer; see UpdateRule.apply. Local."""
-        self._rule.apply(self._trained(part), part, squares)
-
-    def _trained(self, part: Slices | None) -> list[Any]:
-        """Return the gradients of the trained parameters, or those in a part: views of the buffer. Local."""
-        trained = clipped(part or slice(0, self._length), 0, self._replica.parameter_count)
-        return [self._buffer[each] for each in slices_of(trained)]
-
-    def step(self) -> Any:
-        """Reduce the buffer and update the parameters. Returns the reduced metrics and flags, a view. Collective."""
-        raise NotImplementedError
-
-    def set_steps(self, steps: int) -> None:
-        """Set the number of steps taken, including steps in which nothing was updated. Local."""
-        self._steps = steps
-
-    def pieces(self) -> list[Piece]:
-        """Return this rank's state as pieces: here a copy of everything in one piece. The next step may overwrite
-        them. Local."""
-        return [Piece(self._since, self._steps, 0, self._buffer.size, {}, self._replica.snapshot({}))]
-
-    def snapshot(self, memory: dict[str, np.ndarray], wanted: bool) -> dict[str, np.ndarray]:
-        """Return a copy of the replica's complete state on rank 0 (wanted=True), and {} elsewhere. Collective. memory:
-        see Replica.snapshot."""
-        return together(self._comm, lambda: self._replica.snapshot(memory) if wanted else {})
-
-    def gather_state(self, state: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-        return dict(state)
-
-    def begin_change(self) -> None: ...
-
-    def synchronize_state(self) -> None: ...
-
-    def check_edits(self) -> None: ...
-
-    def not_replicated(self) -> dict[str, str]:
-        return {}
-
-    def add_up_measured(self) -> None:
-        """Sum the metrics and flags over the ranks, without compression. Collective."""
-        self._run("all_reduce", self._measured, lossless=True)
-
-    def _run(self, kind: str, array: Any, lossless: bool = False) -> None:
-        """Run a collective on an array in place: "all_reduce" (sums), "reduce_scatter" or "all_gather". Collective.
-
-        lossless: see AllReduce. The first call binds the array.
-        """
-        self._clock.start()
-        if (kind, id(array)) not in self._bound:
-            self._bound[kind, id(array)] = self._strategy.binding(self._backend, array, kind, lossless)
-        self._bound[kind, id(array)]()
-        self._clock.stop()
-
-    def close(self) -> None:
-        """Move the replica's parameters back into memory of its own, and load its complete state. Collective."""
-
-    def abandon(self) -> None:
-        """Drop memory that the ranks share. Local."""
-
-
-class ShardedUpdate(Update):
-    """Update in which every rank updates only the slice of the parameters that it owns: its chunk of the backend's
-    collectives, or slices of whole tensors (Replica.whole_tensors).
+class SliceOwners(Owners):
+    """Every rank updates only the slice of the parameters that it owns: its chunk of the backend's collectives, or
+    slices of whole tensors (Replica.whole_tensors). With the backend Central one rank owns everything.
 
     The constructor moves the replica's parameters into memory of this object. It is collective; the replicas must be
     equal. copies: the number of ranks that keep each slice, 1 or 2.
@@ -139,9 +42,13 @@ class ShardedUpdate(Update):
     Raises ArgumentError on all ranks if the replica can't be updated in slices.
     """
 
-    def __init__(self, strategy: Strategy, *reduced: Any, copies: int = 1) -> None:
-        super().__init__(strategy, *reduced)
+    kind = "sharded"
+
+    def __init__(self, step: Step, steps: int, copies: int = 1) -> None:
+        super().__init__(step, steps)
         replica, comm = self._replica, self._comm
+        self._backend, self._buffer = step.backend, step.buffer
+        self._length, self._clock = replica.gradient_length, step.clock
         self._transfer: Transfer | None = None  # between the chunks and slices of whole tensors
         self._messages: MPI.Intracomm | None = None  # of the transfer
         whole = together(comm, lambda: replica.whole_tensors)
@@ -153,8 +60,6 @@ class ShardedUpdate(Update):
         self._array = self._allocate(str(replica.gradient_dtype))
         self._backup: Backup | None = None
         self._changing = False  # between `begin_change` and `synchronize_state`
-        self._owners: float | None = None  # of each element: one rank of each node, if each node owns everything
-        self._squares: Any = None  # of all gradients of this step, added up, if they are clipped
         try:
             together(comm, lambda: bind_whole(replica, self._array[: self._length]))
             if copies == 2:
@@ -182,26 +87,22 @@ class ShardedUpdate(Update):
         self._transfer = Transfer(self._messages, chunks.team, chunks.of[0], shares)
         return shares[chunks.team.index(self._comm.rank)]
 
-    def _move(self, kind: str, array: Any) -> None:
-        """Run a reduce_scatter or an all_gather of the chunks of `array`, and move the elements between these and the
-        slices that the ranks own. Collective."""
-        if kind == "reduce_scatter":
-            self._run(kind, array)
-        if self._transfer is not None:
-            self._clock.start()
-            with self._strategy.span(COMMUNICATION):
-                (self._transfer.deliver if kind == "reduce_scatter" else self._transfer.collect)(array)
-            self._clock.stop()
-        if kind == "all_gather":
-            self._run(kind, array)
+    @contextmanager
+    def _communicating(self) -> Iterator[None]:
+        """Context manager: the block counts as communication."""
+        self._clock.start()
+        with self._step.span(COMMUNICATION):
+            yield
+        self._clock.stop()
 
     def _allocate(self, dtype: str) -> Any:
         """Allocate the parameters: in a shared segment, if they are on the CPU, the ranks of each node together own the
         whole buffer, and every node has room; else by the backend. Collective."""
         node, device = self._backend.topology.node, self._replica.device
         owned = combine(node, np.array([self._owned_elements]), "add up the elements that ranks own")
-        whole = device == "cpu" and owned[0] == self._buffer.size
-        if on_all(self._comm, whole, "learn whether each node owns all elements"):
+        whole = on_all(self._comm, bool(owned[0] == self._buffer.size), "learn whether each node owns all elements")
+        self._tells = not whole or self._backend.topology.node_index == 0  # if not, a rank of node 0 has the same sums
+        if whole and device == "cpu":
             try:
                 self._segment = CommonSegment(node, self._buffer.size, dtypes.parse(dtype))
             except UnavailableError as error:  # raised on all ranks of this node, perhaps not on other nodes
@@ -226,36 +127,27 @@ class ShardedUpdate(Update):
             without = ("parameters", *self._replica.elementwise)
             self._backup.save_rest(partial(self._replica.snapshot, without=without))
 
-    def step(self) -> np.ndarray:
-        """As Update.step. Each rank updates its slice; then the slices are gathered. Collective."""
-        taken, self._changing = self._steps + 1, False
-        self._move("reduce_scatter", self._buffer)
-        self._add_squares()
-        with self._strategy.span("update"):
-            updated = self._update()
-        for each in slices_of(clipped(as_part(self._owned), self._length, self._buffer.size)):
-            self._array[each] = self._buffer[each]  # the metrics and flags
-        if updated:
-            self._steps = self._since = taken
-        self.share_parameters()
-        if self._finish_step(self._array[self._length :]):
-            self._back_up(taken)
-        return self._array[self._length :]
+    def reduce(self) -> None:
+        self._changing = False
+        self._step.reduce("reduce_scatter")
+        if self._transfer is not None:
+            with self._communicating():
+                self._transfer.deliver(self._buffer)
+        self._step.tell(as_part(self._owned) if self._tells else slice(0, 0))
 
-    def _add_squares(self) -> None:
-        """Set `_squares` to the sum of the squares of all gradients, if the rule clips them. Collective."""
-        self._squares = None
-        if not self._rule.clips:
-            return
-        if self._strategy.scatters_gradients:
-            own = sum(map(sum_of_squares, self._trained(self._part)))
-            self._clock.start()
-            if self._owners is None:
-                self._owners = sum_over_ranks(self._comm, self._owned_elements) / self._buffer.size
-            self._squares = sum_over_ranks(self._comm, own) / self._owners + self._rule.squares_of_tables()
-            self._clock.stop()
-        else:
-            self._squares = self._rule.squares(self._trained(None))
+    def squares(self) -> Any:
+        step = self._step
+        if not step.scatters:
+            return super().squares()
+        own = sum(map(sum_of_squares, step.trained(self._part))) if self._tells else 0.0
+        self._clock.start()
+        squares = sum_over_ranks(self._comm, own) + step.rule.squares_of_tables()
+        self._clock.stop()
+        return squares
+
+    def share(self) -> None:
+        self.share_parameters()
+        self._back_up(self._steps)
 
     @property
     def own_part(self) -> Slices | None:
@@ -263,28 +155,25 @@ class ShardedUpdate(Update):
 
     def share_parameters(self) -> None:
         """Gather the parameters that each rank has in its slice, or wait for the ranks of the node. Collective."""
-        if self._segment is None:
-            self._move("all_gather", self._array)
-        else:
-            self._clock.start()
-            with self._strategy.span(COMMUNICATION):
+        if self._segment is not None:
+            with self._communicating():
                 self.fence()
-            self._clock.stop()
+        else:
+            if self._transfer is not None:
+                with self._communicating():
+                    self._transfer.collect(self._array)
+            self._step.run("all_gather", self._array)
         self._replica.refresh()
 
     def _back_up(self, step: int) -> None:
         """Exchange backups of the slices after step `step`, if this update keeps backups. Collective."""
-        if self._backup is None:
-            return
-        self._clock.start()
-        with self._strategy.span(COMMUNICATION):
-            self._backup.keep(step, self._slices, {"parameters": self._array})
-        self._clock.stop()
+        if self._backup is not None:
+            with self._communicating():
+                self._backup.keep(step, self._slices, {"parameters": self._array})
 
     def _slices(self, memory: dict[str, np.ndarray]) -> list[Piece]:
         """Return copies of the slices that this rank owns, in `memory`; see Replica.snapshot. Local."""
         held = {name: self._replica.elements(name, self._part) for name in self._replica.elementwise}
-        # with the metrics and flags, if this rank's slices include them
         held["parameters"] = taken(self._array, as_part(self._owned))
         held, pieces, start, first = copied(held, memory), [], 0, 0
         for own in self._owned:
@@ -297,18 +186,13 @@ class ShardedUpdate(Update):
             start, first = stop, last
         return pieces
 
-    def _update(self) -> bool:
-        """Update the slice that this rank owns. Returns whether it was updated."""
-        self._apply(self._part, self._squares)
-        return True
-
     def set_steps(self, steps: int) -> None:
-        super().set_steps(steps)
+        self._steps = steps
         if self._backup is not None:
             self._backup.extend(steps)
 
     def pieces(self) -> list[Piece]:
-        """As Update.pieces: copies of this rank's slices, and the backups. Local."""
+        """As Owners.pieces: copies of this rank's slices, and the backups. Local."""
         if self._backup is not None:
             return self._backup.pieces([] if self._changing else self._own())
         return self._own() if self._owned_elements else []
@@ -319,11 +203,6 @@ class ShardedUpdate(Update):
         self._replica.refresh()
         rest = self._replica.snapshot({}, without=("parameters", *self._replica.elementwise))
         return [each._replace(rest=rest) for each in self._slices({})]
-
-    def _finish_step(self, measured: np.ndarray) -> bool:
-        """Called after all ranks have updated. measured: the reduced metrics and flags. Returns whether parameters were
-        updated."""
-        return True
 
     def fence(self) -> None:
         """Wait until all ranks of the node have finished writing to the shared segment, and see all writes. Collective
@@ -383,7 +262,7 @@ class ShardedUpdate(Update):
         return result
 
     def snapshot(self, memory: dict[str, np.ndarray], wanted: bool) -> dict[str, np.ndarray]:
-        """As Update.snapshot. Slices are received directly into rank 0's arrays. Collective."""
+        """As Owners.snapshot. Slices are received directly into rank 0's arrays. Collective."""
         replica, names = self._replica, self._replica.elementwise
         state = together(self._comm, lambda: replica.snapshot(memory, without=names) if wanted else {})
         for name in names:
@@ -400,7 +279,7 @@ class ShardedUpdate(Update):
         return own
 
     def close(self) -> None:
-        """As Update.close; frees the shared segment. Collective."""
+        """As Owners.close; frees the shared segment. Collective."""
         state = self.gather_state(self._replica.state())
         bind_whole(self._replica, allocate_own(self._replica))
         self._replica.load_state(state)

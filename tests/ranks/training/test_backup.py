@@ -163,7 +163,7 @@ def test_memory_that_one_rank_lacks_to_gather_the_state(
 
     network = NumpyNetwork([4, 3], optimizer="momentum")
     with MirroredTrainer(network, topology=flat, update="sharded") as trainer:
-        update, state = trainer.strategy.update, network.state()
+        update, state = trainer.strategy.owners, network.state()
         with monkeypatch.context() as patch:
             patch.setattr(update, "_buffer", update._buffer.astype(np.float64))  # can't be the workspace
             if several.rank == 1:

@@ -13,7 +13,8 @@ import allreduce.errors
 from trainers import CentralStorageTrainer, MirroredTrainer, NumpyNetwork, datasets
 from trainers.errors import ArgumentError
 from trainers.replica import Replica
-from trainers.strategies.central_storage import CentralUpdate, CopiedUpdate
+from trainers.strategies.central_storage import CopyingOwner
+from trainers.strategies.sharded import SliceOwners
 from trainers.watching.callback import Callback
 
 Data = tuple[np.ndarray, np.ndarray]
@@ -65,7 +66,7 @@ def test_it_gives_the_bits_of_a_mirrored_training(
     storage = topology.size - 1 if last else 0
     with CentralStorageTrainer(replica, topology, storage=storage) as trainer:
         if topology.size > 1:
-            assert type(trainer.strategy.update) is (CopiedUpdate if kind is Bare else CentralUpdate)
+            assert type(trainer.strategy.owners) is (CopyingOwner if kind is Bare else SliceOwners)
         history = trainer.fit(*data, 2, 100, seed=7, progress=False)
         assert len(set(trainer.parameters_sha256())) == 1
     expected, losses = mirrored(data, topology)

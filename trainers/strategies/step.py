@@ -1,0 +1,241 @@
+"""The step of a synchronous training: it averages the gradients, and the owners of the parameters update them.
+
+`Step` is the only averaging loop. `Owners` are the ranks that update: here all of them, each its whole replica.
+trainers.strategies.sharded has ranks that update slices, and trainers.strategies.central_storage one rank that copies.
+"""
+
+import itertools
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from allreduce.arrays import dtypes
+from allreduce.arrays.parts import Part
+from allreduce.backend import AllReduce
+from allreduce.transport.control import together
+from trainers.data import Batch
+from trainers.replica import Replica, Slices, clipped, slices_of
+from trainers.state.adopt import Piece
+from trainers.strategies.interface import Strategy
+from trainers.strategies.rule import FLAGS
+
+
+class Step:
+    """A step as a transaction: all ranks apply it, or none. The constructor is collective, and `bind` comes after it.
+
+    buffer: 1-D array from the backend, which is reduced in every step: the gradients, then `measured`.
+    measured: this rank's metrics and FLAGS, and after the reduction their sums over the ranks. They must be exact, so
+        where gradients have 16 bits or are compressed, they are an array of their own, reduced before the gradients.
+    owners: update the parameters.
+    """
+
+    def __init__(self, strategy: Strategy, backend: AllReduce) -> None:
+        self.replica, self.rule, self.backend = strategy.replica, strategy.rule, backend
+        self.comm, self.clock, self.span = strategy.group.comm, strategy.clock, strategy.span
+        self._length, extra = self.replica.gradient_length, len(self.replica.metrics) + len(FLAGS)
+        dtype = self.replica.gradient_dtype
+        self._ahead = backend.lossy or backend.sums_terms or dtypes.is_half(dtypes.parse(dtype))
+        self.buffer = self.allocate(self._length if self._ahead else self._length + extra, dtype)
+        self.measured = self.allocate(extra, "float32") if self._ahead else self.buffer[self._length :]
+        self._told: Any = None  # memory of `tell`
+        # bound collectives, by their kind and the id of their array
+        self._bound: dict[tuple[str, int], Callable[[], object]] = {}
+        self.owners = Owners(self, strategy.steps)
+
+    def allocate(self, length: int, dtype: str) -> Any:
+        """Allocate an array on the replica's device, with the backend. Collective."""
+        return self.backend.allocate(length, dtype, device=self.replica.device)
+
+    def bind(self) -> None:
+        """Bind the replica to the buffer. Local."""
+        self.replica.bind(self.gradients)
+        self.describe(self.gradients)
+
+    def describe(self, array: Any) -> None:
+        """Tell the backend which parameters the elements of an allocated array belong to. Local."""
+        self.backend.describe(array, _parts(self.replica))
+
+    # Gradients of this rank
+
+    @property
+    def gradients(self) -> Any:
+        """The gradients, with the statistics that may follow them: a view of the buffer."""
+        return self.buffer[: self._length]
+
+    @property
+    def local_gradients(self) -> Any:
+        """See Strategy.local_gradients."""
+        return self.gradients
+
+    def trained(self, part: Slices | None = None) -> list[Any]:
+        """Return the gradients of the trained parameters, or those in a part: views of the buffer. Local."""
+        trained = clipped(part or slice(0, self._length), 0, self.replica.parameter_count)
+        return [self.buffer[each] for each in slices_of(trained)]
+
+    def compute(self, batch: Batch | None) -> None:
+        """As Strategy.compute."""
+        if batch is None:
+            self.buffer[:] = 0
+            self.measured[: len(self.replica.metrics)] = 0
+            self.rule.take_none()
+            return
+        self.owners.check_edits()
+        self.owners.begin_batch()
+        self._compute(batch)
+
+    def _compute(self, batch: Batch) -> None:
+        metrics = len(self.replica.metrics)
+        self.measured[:metrics] = self.rule.gradients(batch, batch.share, self.gradients)
+        self.measured[:metrics] *= batch.share
+
+    # The step
+
+    def __call__(self, flags: tuple[float, ...]) -> Any:
+        """As Strategy.step. Each rank has weighted its gradients and metrics by its share of the batch already, so
+        their sum is the mean over samples."""
+        self.measured[len(self.replica.metrics) :] = flags
+        if self._ahead:
+            self.run("all_reduce", self.measured, lossless=True)
+            if not self._begin_update(self._weighed()):
+                return self.measured
+        self.owners.reduce()
+        if not self._ahead and not self._begin_update(self.trained(self.owners.own_part)):
+            return self.measured
+        self.rule.tables.reduce(self.backend)
+        squares = self.owners.squares() if self.rule.clips else None
+        with self.span("update"):
+            self.owners.update(squares)
+        self.owners.share()
+        return self.measured
+
+    def _begin_update(self, gradients: Sequence[Any]) -> bool:
+        """Return whether the step is to be applied, now that `measured` is known; then weigh these gradients by it.
+        Collective. A GPU's flags are not read, because the host would wait for it."""
+        on_host = self.replica.device == "cpu"
+        if on_host and self.measured[-1]:
+            return False
+        self.rule.weigh(self.measured, gradients)
+        self.rule.hold_unused(self.comm, self.measured if on_host else None)
+        return True
+
+    def _weighed(self) -> Sequence[Any]:
+        """Return the arrays that hold this rank's gradients of the parameters before they are reduced. Local."""
+        return self.trained()
+
+    @property
+    def scatters(self) -> bool:
+        """Whether `reduce("reduce_scatter")` may leave a rank the sums of its chunk alone."""
+        return True
+
+    def reduce(self, kind: str) -> None:
+        """Sum the gradients over the ranks. kind: "all_reduce" or "reduce_scatter". Collective."""
+        self.run(kind, self.buffer)
+
+    def tell(self, owned: Slices) -> None:
+        """Give all ranks `measured`. Collective. owned: the part of the buffer of which this rank has the sums; those
+        of all ranks are disjoint, and together the whole buffer."""
+        if self._ahead:
+            return
+        if self._told is None:
+            self._told = self.allocate(len(self.measured), self.replica.gradient_dtype)
+        self._told[:] = 0
+        for each in slices_of(clipped(owned, self._length, self.buffer.size)):
+            self._told[each.start - self._length : each.stop - self._length] = self.buffer[each]
+        self.run("all_reduce", self._told)
+        self.measured[:] = self._told
+
+    def run(self, kind: str, array: Any, lossless: bool = False) -> None:
+        """Run a collective on an array in place: "all_reduce" (sums), "reduce_scatter" or "all_gather". Collective.
+
+        lossless: see AllReduce. The first call binds the array.
+        """
+        self.clock.start()
+        if (kind, id(array)) not in self._bound:
+            self._bound[kind, id(array)] = self.backend.bind(array, "sum", kind, lossless)
+        self._bound[kind, id(array)]()
+        self.clock.stop()
+
+
+class Owners:
+    """The ranks that update the parameters: here all of them, each its whole replica.
+
+    kind: the update, for checkpoints. shares_parameters: whether the ranks of a node share one copy of the parameters.
+    any_rank_may_fail and the methods without a docstring: see Strategy.
+    """
+
+    kind = "replicated"
+    any_rank_may_fail = True
+    shares_parameters = False
+
+    def __init__(self, step: Step, steps: int) -> None:
+        self._step, self._replica, self._comm = step, step.replica, step.comm
+        self._steps = self._since = steps  # the number of steps taken, and that number at the last update
+
+    def begin_batch(self) -> None:
+        """Called before a batch is computed, because that may change entries of the state (statistics). Local."""
+
+    def reduce(self) -> None:
+        """Bring the sums of the gradients to the ranks that need them, and `Step.measured` to all. Collective."""
+        self._step.reduce("all_reduce")
+
+    def squares(self) -> Any:
+        """Return the sum of the squares of all gradients of this step. Collective."""
+        return self._step.rule.squares(self._step.trained())
+
+    def update(self, squares: Any) -> None:
+        """Update this rank's part of the parameters, and count the step. squares: see UpdateRule.apply; None if
+        gradients are not clipped. Local."""
+        part = self.own_part
+        self._step.rule.apply(self._step.trained(part), part, squares)
+        self._steps = self._since = self._steps + 1
+
+    def share(self) -> None:
+        """Give all ranks what each has updated in a step. Collective."""
+
+    @property
+    def own_part(self) -> Slices | None:
+        return None
+
+    def share_parameters(self) -> None: ...
+
+    def set_steps(self, steps: int) -> None:
+        """Set the number of steps taken, including steps in which nothing was updated. Local."""
+        self._steps = self._since = steps
+
+    def pieces(self) -> list[Piece]:
+        """Return this rank's state as pieces: here a copy of everything in one piece. The next step may overwrite
+        them. Local."""
+        return [Piece(self._since, self._steps, 0, self._step.buffer.size, {}, self._replica.snapshot({}))]
+
+    def snapshot(self, memory: dict[str, np.ndarray], wanted: bool) -> dict[str, np.ndarray]:
+        """Return a copy of the replica's complete state on rank 0 (wanted=True), and {} elsewhere. Collective. memory:
+        see Replica.snapshot."""
+        return together(self._comm, lambda: self._replica.snapshot(memory) if wanted else {})
+
+    def gather_state(self, state: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+        return dict(state)
+
+    def begin_change(self) -> None: ...
+
+    def synchronize_state(self) -> None: ...
+
+    def check_edits(self) -> None: ...
+
+    def not_replicated(self) -> dict[str, str]:
+        return {}
+
+    def close(self) -> None:
+        """Move the replica's parameters back into memory of its own, and load its complete state. Collective."""
+
+    def abandon(self) -> None:
+        """Drop memory that the ranks share. Local."""
+
+
+def _parts(replica: Replica) -> list[Part]:
+    """Return the parameters of a replica by their positions in the gradients; [] if the replica does not tell."""
+    shapes = list(replica.shapes().items())
+    ends = list(itertools.accumulate((math.prod(shape) for _, shape in shapes), initial=0))
+    fits = ends[-1] == replica.gradient_length
+    return [Part(name, start, shape) for start, (name, shape) in zip(ends, shapes, strict=False)] if fits else []
