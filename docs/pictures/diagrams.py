@@ -37,9 +37,9 @@ CALL = [
 STEP = [
     Layer(YOURS, "trainer.fit(x, y, epochs=10, batch_size=100)", "", "On every rank, with the same rows."),
     Layer("trainers", "Fit", "trainers/fit/loop.py", "Takes this rank's rows of the batch; calls callbacks."),
-    Layer("trainers", "Mirrored.compute", "trainers/strategies/mirrored.py", "The replica computes the gradients."),
+    Layer("trainers", "Step.compute", "trainers/strategies/step.py", "The replica computes the gradients."),
     Layer("trainers", "Replica", "trainers/replicas/", "Writes gradients into the backend's buffer. Uses no MPI."),
-    Layer("trainers", "Mirrored.step", "trainers/strategies/mirrored.py", "Averages the buffer, then updates."),
+    Layer("trainers", "Step", "trainers/strategies/step.py", "Averages the buffer; the owners update."),
     Layer("allreduce", "AllReduce", "allreduce/backend.py", "Averages the buffer in place (see the other picture)."),
     Layer("trainers", "Replica", "trainers/replicas/", "Updates its parameters from the same buffer."),
 ]

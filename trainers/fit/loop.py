@@ -104,8 +104,8 @@ class Fit:
     - A flag that is sent with the gradients informs the other ranks. All ranks raise the error before any of them
         updates.
     - `strategy.stop_training` reaches all ranks in the same way, after the update.
-    - So errors and stops need no messages of their own. If a strategy can't read the flag before it updates
-        (`errors_in_step` is False), the ranks agree on errors with a small message in each step.
+    - So errors and stops need no messages of their own. With a GPU, whose flags the host does not read in every step,
+        the ranks agree on errors with a small message in each step.
 
     The strategy runs the steps of an epoch (`run_epoch`). Usually it calls `run_steps`, in which every rank takes every
     step; else it uses `keep_error`, `begin_batch` and `end_batch`, and returns when this rank's part is done.
@@ -419,7 +419,7 @@ class Fit:
         if self.error is not None:
             self._share = 0.0
             strategy.compute(None)
-        if not strategy.errors_in_step:
+        if self._read_every > 1:
             with strategy.span("agree"):
                 raise_together(self.group.comm, self.error)
         leaves_out = self._leaves_out(number, step)

@@ -159,11 +159,6 @@ class Strategy:
 
     # A step
 
-    @property
-    def errors_in_step(self) -> bool:
-        """Whether `step` skips the update on all ranks if any rank has set the flag "failed"."""
-        return True
-
     def compute(self, batch: Batch | None) -> None:
         """Compute the gradients of `batch`, or zeros if `batch` is None. Local; may raise any exception."""
         raise NotImplementedError(f"the steps of a {self.name} are run by run_epoch")
@@ -171,10 +166,11 @@ class Strategy:
     def step(self, flags: tuple[float, ...]) -> Any:
         """Combine the gradients that `compute` left on each rank, and update the parameters. Collective.
 
-        flags: this rank's values of FLAGS, in that order. If `errors_in_step`, nothing is updated when a rank sets
-            "failed". Returns a 1-D array on the replica's device: the replica's metrics, averaged over the global
-            batch, then the sums of the flags over the ranks. All ranks get the same bits; elements have at least 32
-            bits. `clock` runs while this rank waits for others.
+        flags: this rank's values of FLAGS, in that order. On the CPU nothing is updated when a rank sets "failed".
+
+        Returns a 1-D array on the replica's device: the replica's metrics, averaged over the global batch, then the
+        sums of the flags over the ranks. All ranks get the same bits; elements have at least 32 bits. `clock` runs
+        while this rank waits for others.
         """
         raise NotImplementedError(f"the steps of a {self.name} are run by run_epoch")
 

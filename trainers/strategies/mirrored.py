@@ -175,11 +175,6 @@ class Mirrored(Strategy):
 
     # A step
 
-    @property
-    def errors_in_step(self) -> bool:
-        """False on a GPU, where reading the flags would block the host."""
-        return self.replica.device == "cpu"
-
     def compute(self, batch: Batch | None) -> None:
         self.core.compute(batch)
 
