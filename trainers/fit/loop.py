@@ -265,7 +265,7 @@ class Fit:
         self.keep_error(self.callbacks.train_begin)
         self.keep_error(lambda: self.callbacks.load_state({} if self.saver is None else self.saver.watching))
         self._agree("before the first epoch")
-        goes_back = self._goes_on and not self.strategy.any_rank_may_fail
+        goes_back = self._goes_on and not self.strategy.owners.any_rank_may_fail
         if self.saver is not None and goes_back and not self.history and not self._resumed.step:
             self._save(0)
         self._go_to(self._resumed.epoch, self._resumed.step)

@@ -321,7 +321,11 @@ class Recovery:
             return "the job ends (with mpirun --with-ft ulfm the other ranks survive)"
         if not self.goes_on:
             return "the other ranks stop (with --on-failure continue they continue)"
-        back = "" if self._strategy.any_rank_may_fail else ", from the last checkpoint (with --backups 1 without one)"
+        back = (
+            ""
+            if self._strategy.owners.any_rank_may_fail
+            else ", from the last checkpoint (with --backups 1 without one)"
+        )
         return f"the other ranks continue{back}"
 
 

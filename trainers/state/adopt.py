@@ -8,7 +8,7 @@ ranks may be one step apart when they learn of a failure. So a piece names the s
 
 import json
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import NamedTuple, Protocol
 
@@ -20,6 +20,7 @@ from allreduce.transport.control import all_values, together
 from allreduce.transport.wait import waiting
 from trainers.group import RankGroup, broadcast_arrays
 from trainers.replica import AVERAGE, Replica
+from trainers.state.owners import Owners
 
 log = logging.getLogger("trainers")
 
@@ -81,17 +82,12 @@ class Target(Protocol):
     replica: Replica
     group: RankGroup
 
-    def check_edits(self) -> None: ...
-
-    def gather_state(self, state: Mapping[str, np.ndarray]) -> Arrays: ...
+    @property
+    def owners(self) -> Owners: ...
 
     def snapshot(self, memory: Arrays) -> Arrays: ...
 
-    def begin_change(self) -> None: ...
-
     def load_state(self, step: int, state: Arrays) -> None: ...
-
-    def synchronize_state(self) -> None: ...
 
 
 Offer = tuple[int, int, int, int, int]  # a Piece's first, last, serial, start and stop
@@ -178,9 +174,9 @@ def adopt_whole(target: Target, state: Arrays | None, live: bool = False) -> boo
     state: this rank's; None on ranks that have none. live: as of `adopt`.
     """
     own = [] if state is None else [Piece(0, 0, 0, 1, {}, state)]
-    together(target.group.comm, target.begin_change)
+    together(target.group.comm, target.owners.begin_change)
     loaded = adopt(target, own, live=live)
-    target.synchronize_state()  # also if nothing was loaded: it ends the change
+    target.owners.synchronize_state()  # also if nothing was loaded: it ends the change
     return loaded
 
 
@@ -191,9 +187,9 @@ def mirror(target: Target, whole: bool = True, root: int = 0) -> None:
     """
     replica, group = target.replica, target.group
     if whole:
-        together(group.comm, target.check_edits)
+        together(group.comm, target.owners.check_edits)
     config, held = together(group.comm, lambda: (json.dumps(replica.config(), sort_keys=True), replica.state()))
-    state = dict(sorted((target.gather_state(held) if whole else held).items()))
+    state = dict(sorted((target.owners.gather_state(held) if whole else held).items()))
     # a moving average may be in rank 0's model file alone
     kinds = {name: f"{name} {array.dtype}{list(np.shape(array))}" for name, array in state.items() if name != AVERAGE}
     shapes = ", ".join(kinds.values())
@@ -210,7 +206,7 @@ def copy_state(target: Target, on_all: bool) -> Arrays:
     target.group.enter("a copy of the state")
     if not on_all:
         return target.snapshot({})
-    return target.gather_state(together(target.group.comm, lambda: target.replica.snapshot({})))
+    return target.owners.gather_state(together(target.group.comm, lambda: target.replica.snapshot({})))
 
 
 def load(target: Target, state: Arrays) -> None:

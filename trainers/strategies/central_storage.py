@@ -23,7 +23,7 @@ from trainers.stopwatch import COMMUNICATION
 from trainers.strategies.central import Central
 from trainers.strategies.interface import replica_error
 from trainers.strategies.mirrored import Mirrored
-from trainers.strategies.step import Owners, Step
+from trainers.strategies.step import Step, StepOwners
 
 DEVICES = ("cpu", "cuda")
 NORM = "trainer.norm"  # in a broadcast state: the norm of the gradients
@@ -77,7 +77,7 @@ class CentralStorage(Mirrored):
     def _make_backend(self) -> AllReduce:
         return create(Central, self.group.topology, root=self.storage)
 
-    def _divided(self, step: Step) -> Owners:
+    def _divided(self, step: Step) -> StepOwners:
         if self.replica.device == "cpu":
             try:
                 return super()._divided(step)
@@ -87,7 +87,7 @@ class CentralStorage(Mirrored):
         return CopyingOwner(step, self.steps, self.storage)
 
 
-class CopyingOwner(Owners):
+class CopyingOwner(StepOwners):
     """One rank updates, and then broadcasts its complete state. root: that rank."""
 
     kind = "sharded"

@@ -1,6 +1,6 @@
 """The `Strategy` interface, and `EpochRun`, the part of a fit that a strategy uses."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Protocol
 
@@ -16,8 +16,9 @@ from trainers import stopwatch
 from trainers.data import Batch, BatchSource
 from trainers.errors import ArgumentError
 from trainers.group import RankGroup
-from trainers.replica import Hold, Replica, Rows, Slices
+from trainers.replica import Hold, Replica, Rows
 from trainers.state.adopt import OUTER, RATES, Arrays, Piece
+from trainers.state.owners import Owners
 from trainers.stopwatch import Stopwatch
 from trainers.strategies.rule import StepOptions, UpdateRule
 from trainers.watching.meter import Meter
@@ -153,6 +154,11 @@ class Strategy:
         raise NotImplementedError
 
     @property
+    def owners(self) -> Owners:
+        """The ranks that hold the parameters; between `connect` and `close`."""
+        raise NotImplementedError
+
+    @property
     def holds_replica(self) -> bool:
         """Whether this strategy's trainer is the last one that was made on the replica. Local."""
         return self.replica.hold.holder is self
@@ -252,24 +258,16 @@ class Strategy:
     def averaged(self) -> Iterator[None]:
         """Context manager: all replicas have the moving average of the parameters in their place. Collective."""
         try:
-            together(self.group.comm, lambda: self.replica.use_average(self.own_part))
-            self.share_parameters()
+            together(self.group.comm, lambda: self.replica.use_average(self.owners.own_part))
+            self.owners.share_parameters()
             yield
         except BaseException as error:
             self.replica.use_parameters()
             if self.group.all_raise(error):
-                self.share_parameters()
+                self.owners.share_parameters()
             raise
         self.replica.use_parameters()
-        self.share_parameters()
-
-    @property
-    def own_part(self) -> Slices | None:
-        """The part of the parameters that this rank updates; None for all."""
-        return None
-
-    def share_parameters(self) -> None:
-        """Give all ranks the parameters that each rank has in its `own_part`. Collective."""
+        self.owners.share_parameters()
 
     def end_round(self) -> None:
         """Make the parameters of all ranks equal, if ranks have taken steps on their own since they were. Called before
@@ -294,13 +292,9 @@ class Strategy:
         """Reset the state of the strategy itself, because another model was loaded. Local, called on all ranks."""
         self.load_own_state({})
 
-    def gather_state(self, state: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-        """Return `state` (this rank's replica state) with the parts that other ranks hold filled in. Collective."""
-        raise NotImplementedError
-
     def complete(self) -> None:
         """Load the complete state into rank 0's replica. Collective."""
-        state = self.gather_state(together(self.group.comm, self.replica.state))
+        state = self.owners.gather_state(together(self.group.comm, self.replica.state))
         self.group.on_one(lambda: self.replica.load_state(state))
 
     def snapshot(self, memory: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
@@ -316,19 +310,6 @@ class Strategy:
     def load_own_state(self, state: dict[str, np.ndarray]) -> None:
         """Load a result of `own_state`; {} resets it. Local. Raises OptionError if it is of another model."""
 
-    def not_replicated(self) -> dict[str, str]:
-        """Return the state entries that are not equal copies on all ranks: {name: reason as text}. Local."""
-        return {}
-
-    def check_edits(self) -> None:
-        """Raise ArgumentError, on this rank only, if parameters that ranks share were edited in place. Local."""
-
-    def begin_change(self) -> None:
-        """Call before another state is loaded; `synchronize_state` ends the change. Local.
-
-        Between the two calls other ranks may change their state, so a rank with backups then offers only its backups.
-        """
-
     def load_state(self, step: int, state: Arrays) -> None:
         """Load the complete state after `step` steps into the replica. Local; all ranks load the same state. Removes
         RATES and OUTER from `state`."""
@@ -337,9 +318,6 @@ class Strategy:
         self.replica.load_state(state)
         if rates is not None and rates.tolist() != self.replica.learning_rates:
             self.replica.learning_rates = rates.tolist()
-
-    def synchronize_state(self) -> None:
-        """Call after each rank has changed its state other than by a step; returns when all ranks have. Collective."""
 
     def edit(self, change: Callable[[], object], before: list[Piece] | None = None) -> None:
         """Call `change()`, which edits the parameters in place, on every rank, or on one rank per node if its ranks
@@ -355,11 +333,6 @@ class Strategy:
     def outlives_ranks(self) -> bool:
         """Whether the other ranks survive a failed one, and this strategy can be created again on them."""
         return self.rebuildable and ulfm.in_force()
-
-    @property
-    def any_rank_may_fail(self) -> bool:
-        """Whether the remaining ranks have the complete state, whichever rank fails."""
-        return True
 
     def rescue(self) -> None:
         """Keep this rank's pieces of the state, and drop everything made on the old ranks. Local.

@@ -31,9 +31,27 @@ from trainers.state.adopt import ADOPT, OUTER, RATES, Arrays, Piece, adopt
 from trainers.strategies.interface import INNER, EpochRun
 from trainers.strategies.mirrored import Mirrored
 from trainers.strategies.rule import FLAGS, WEIGHT, StepOptions
+from trainers.strategies.step import Step, StepOwners
 from trainers.watching.meter import RoundMeter
 
 MEET = "end the steps that ranks have taken on their own"
+
+
+class LocalOwners(StepOwners):
+    """Every rank updates its own replica. rounds: of averages, which begin again from a state that is loaded."""
+
+    def __init__(self, step: Step, steps: int, rounds: Rounds) -> None:
+        super().__init__(step, steps)
+        self._rounds = rounds
+
+    def not_replicated(self) -> dict[str, str]:
+        return dict.fromkeys(self._replica.updated, "each rank keeps that of its own inner steps")
+
+    def begin_change(self) -> None:
+        self._rounds.restart()
+
+    def synchronize_state(self) -> None:
+        self._rounds.restart()
 
 
 class LocalSGD(Mirrored):
@@ -110,6 +128,7 @@ class LocalSGD(Mirrored):
         self._rounds = Rounds(
             local, self._messages, [self._parameters], memory, self._average, self._submit(), length - self._trained
         )
+        self.core.owners = LocalOwners(self.core, self.steps, self._rounds)
 
     def _submit(self) -> Submit:
         """Return how averages run: at once, or in a thread if inner steps go on meanwhile. Collective."""
@@ -267,9 +286,6 @@ class LocalSGD(Mirrored):
 
     # The state
 
-    def not_replicated(self) -> dict[str, str]:
-        return dict.fromkeys(self.replica.updated, "each rank keeps that of its own inner steps")
-
     def shared_state(self) -> Arrays:
         momentum = self.rounds.memory.momentum
         return {} if momentum is None else {OUTER: np.array(_on_host(momentum))}
@@ -284,12 +300,6 @@ class LocalSGD(Mirrored):
         if inner:
             self.replica.load_state(copied(self.replica.state(), {}) | inner)
         super().load_local_state(state)
-
-    def begin_change(self) -> None:
-        self.rounds.restart()
-
-    def synchronize_state(self) -> None:
-        self.rounds.restart()
 
     def edit(self, change: Callable[[], object], before: list[Piece] | None = None) -> None:
         self.end_round()

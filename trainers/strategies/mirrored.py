@@ -1,7 +1,7 @@
 """The strategy of MirroredTrainer: average the gradients, then update all replicas, or one slice a rank."""
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -19,14 +19,14 @@ from trainers.backends import LOST_RESIDUALS, UPDATES, allocate_own, backend_for
 from trainers.data import Batch
 from trainers.errors import ArgumentError
 from trainers.group import RankGroup
-from trainers.replica import Replica, Rows, Slices
+from trainers.replica import Replica, Rows
 from trainers.replicas import malloc
 from trainers.state import backup
 from trainers.state.adopt import ADOPT, RATES, Arrays, Piece, adopt, mirror
 from trainers.strategies.interface import Strategy, replica_error
 from trainers.strategies.rule import FLAGS
 from trainers.strategies.sharded import SliceOwners
-from trainers.strategies.step import Owners, Step
+from trainers.strategies.step import Step, StepOwners
 
 
 class Mirrored(Strategy):
@@ -135,14 +135,14 @@ class Mirrored(Strategy):
         return None if self._core is None else self._core.buffer
 
     @property
-    def owners(self) -> Owners:
+    def owners(self) -> StepOwners:
         return self.core.owners
 
     def divide(self) -> None:
         if self._update_name == "sharded" and self.group.size > 1:
             self.core.owners = self._divided(self.core)
 
-    def _divided(self, step: Step) -> Owners:
+    def _divided(self, step: Step) -> StepOwners:
         """Return owners of slices. Collective."""
         return SliceOwners(step, self.steps, self._effective_copies())
 
@@ -181,13 +181,6 @@ class Mirrored(Strategy):
     def step(self, flags: tuple[float, ...]) -> Any:
         return self.core(flags)
 
-    @property
-    def own_part(self) -> Slices | None:
-        return self.owners.own_part
-
-    def share_parameters(self) -> None:
-        self.owners.share_parameters()
-
     def count_step(self) -> None:
         super().count_step()
         if self.recoverable:
@@ -222,9 +215,6 @@ class Mirrored(Strategy):
 
     # The state
 
-    def gather_state(self, state: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-        return self.owners.gather_state(state)
-
     def complete(self) -> None:
         if self.owners.kind != "replicated":
             super().complete()
@@ -232,40 +222,24 @@ class Mirrored(Strategy):
     def snapshot(self, memory: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
         return self.owners.snapshot(memory, self.group.rank == 0)
 
-    def not_replicated(self) -> dict[str, str]:
-        return self.owners.not_replicated()
-
     def own_state(self) -> dict[str, np.ndarray]:
         return self._backend.state()
 
     def load_own_state(self, state: dict[str, np.ndarray]) -> None:
         self._backend.load_state(state)
 
-    def check_edits(self) -> None:
-        self.owners.check_edits()
-
-    def begin_change(self) -> None:
-        self.owners.begin_change()
-
-    def synchronize_state(self) -> None:
-        self.owners.synchronize_state()
-
     def edit(self, change: Callable[[], object], before: list[Piece] | None = None) -> None:
-        group, once = self.group, self.owners.shares_parameters
+        group, owners, once = self.group, self.owners, self.owners.shares_parameters
         group.enter("edit")
         if before is not None:
             before += copy.deepcopy(self.pieces())  # the backups of the changed state overwrite them
-        self.synchronize_state()
+        owners.synchronize_state()
         together(group.comm, lambda: change() if not once or group.topology.node_rank == 0 else None)
-        self.synchronize_state()
+        owners.synchronize_state()
         if once and self.replica.tables:  # tables are not shared: only one rank of each node has changed its own
             mirror(self)
 
     # Recovery after failures
-
-    @property
-    def any_rank_may_fail(self) -> bool:
-        return self.owners.any_rank_may_fail
 
     def pieces(self) -> list[Piece]:
         """Return this rank's pieces of the state; see Owners.pieces. Local."""

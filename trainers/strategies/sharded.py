@@ -29,10 +29,10 @@ from trainers.state.backup import Backup
 from trainers.state.dealing import Chunks, Transfer, deal_slices, joined
 from trainers.stopwatch import COMMUNICATION
 from trainers.strategies.rule import sum_of_squares, sum_over_ranks
-from trainers.strategies.step import Owners, Step
+from trainers.strategies.step import Step, StepOwners
 
 
-class SliceOwners(Owners):
+class SliceOwners(StepOwners):
     """Every rank updates only the slice of the parameters that it owns: its chunk of the backend's collectives, or
     slices of whole tensors (Replica.whole_tensors). With the backend Central one rank owns everything.
 
@@ -192,7 +192,7 @@ class SliceOwners(Owners):
             self._backup.extend(steps)
 
     def pieces(self) -> list[Piece]:
-        """As Owners.pieces: copies of this rank's slices, and the backups. Local."""
+        """As StepOwners.pieces: copies of this rank's slices, and the backups. Local."""
         if self._backup is not None:
             return self._backup.pieces([] if self._changing else self._own())
         return self._own() if self._owned_elements else []
@@ -212,12 +212,12 @@ class SliceOwners(Owners):
             self._replica.accept_edits()
 
     def begin_change(self) -> None:
-        """As Strategy.begin_change: other ranks may write into the shared segment before this rank does."""
+        """As Owners.begin_change: other ranks may write into the shared segment before this rank does."""
         self.begin_batch()
         self._changing = True
 
     def synchronize_state(self) -> None:
-        """As Strategy.synchronize_state: wait for the ranks of the node, then back up the slices. Collective."""
+        """As Owners.synchronize_state: wait for the ranks of the node, then back up the slices. Collective."""
         self.fence()
         self._since = self._steps
         self._back_up(self._steps)
@@ -238,7 +238,7 @@ class SliceOwners(Owners):
             )
 
     def not_replicated(self) -> dict[str, str]:
-        """As Strategy.not_replicated."""
+        """As Owners.not_replicated."""
         reasons = dict.fromkeys(self._replica.elementwise, "each rank holds only its own slice")
         if self._segment is not None and self._backend.topology.nodes == 1:
             reasons["parameters"] = "the ranks share one copy"
@@ -262,7 +262,7 @@ class SliceOwners(Owners):
         return result
 
     def snapshot(self, memory: dict[str, np.ndarray], wanted: bool) -> dict[str, np.ndarray]:
-        """As Owners.snapshot. Slices are received directly into rank 0's arrays. Collective."""
+        """As StepOwners.snapshot. Slices are received directly into rank 0's arrays. Collective."""
         replica, names = self._replica, self._replica.elementwise
         state = together(self._comm, lambda: replica.snapshot(memory, without=names) if wanted else {})
         for name in names:
@@ -279,7 +279,7 @@ class SliceOwners(Owners):
         return own
 
     def close(self) -> None:
-        """As Owners.close; frees the shared segment. Collective."""
+        """As StepOwners.close; frees the shared segment. Collective."""
         state = self.gather_state(self._replica.state())
         bind_whole(self._replica, allocate_own(self._replica))
         self._replica.load_state(state)

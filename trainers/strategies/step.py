@@ -1,12 +1,12 @@
 """The step of a synchronous training: it averages the gradients, and the owners of the parameters update them.
 
-`Step` is the only averaging loop. `Owners` are the ranks that update: here all of them, each its whole replica.
+`Step` is the only averaging loop. `StepOwners` are the ranks that update: here all of them, each its whole replica.
 trainers.strategies.sharded has ranks that update slices, and trainers.strategies.central_storage one rank that copies.
 """
 
 import itertools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -18,6 +18,7 @@ from allreduce.transport.control import together
 from trainers.data import Batch
 from trainers.replica import Replica, Slices, clipped, slices_of
 from trainers.state.adopt import Piece
+from trainers.state.owners import Owners
 from trainers.strategies.interface import Strategy
 from trainers.strategies.rule import FLAGS
 
@@ -42,7 +43,7 @@ class Step:
         self._told: Any = None  # memory of `tell`
         # bound collectives, by their kind and the id of their array
         self._bound: dict[tuple[str, int], Callable[[], object]] = {}
-        self.owners = Owners(self, strategy.steps)
+        self.owners = StepOwners(self, strategy.steps)
 
     def allocate(self, length: int, dtype: str) -> Any:
         """Allocate an array on the replica's device, with the backend. Collective."""
@@ -158,16 +159,8 @@ class Step:
         self.clock.stop()
 
 
-class Owners:
-    """The ranks that update the parameters: here all of them, each its whole replica.
-
-    kind: the update, for checkpoints. shares_parameters: whether the ranks of a node share one copy of the parameters.
-    any_rank_may_fail and the methods without a docstring: see Strategy.
-    """
-
-    kind = "replicated"
-    any_rank_may_fail = True
-    shares_parameters = False
+class StepOwners(Owners):
+    """Owners that update the parameters in a Step: here all ranks, each its whole replica."""
 
     def __init__(self, step: Step, steps: int) -> None:
         self._step, self._replica, self._comm = step, step.replica, step.comm
@@ -194,12 +187,6 @@ class Owners:
     def share(self) -> None:
         """Give all ranks what each has updated in a step. Collective."""
 
-    @property
-    def own_part(self) -> Slices | None:
-        return None
-
-    def share_parameters(self) -> None: ...
-
     def set_steps(self, steps: int) -> None:
         """Set the number of steps taken, including steps in which nothing was updated. Local."""
         self._steps = self._since = steps
@@ -213,18 +200,6 @@ class Owners:
         """Return a copy of the replica's complete state on rank 0 (wanted=True), and {} elsewhere. Collective. memory:
         see Replica.snapshot."""
         return together(self._comm, lambda: self._replica.snapshot(memory) if wanted else {})
-
-    def gather_state(self, state: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-        return dict(state)
-
-    def begin_change(self) -> None: ...
-
-    def synchronize_state(self) -> None: ...
-
-    def check_edits(self) -> None: ...
-
-    def not_replicated(self) -> dict[str, str]:
-        return {}
 
     def close(self) -> None:
         """Move the replica's parameters back into memory of its own, and load its complete state. Collective."""

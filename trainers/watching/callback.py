@@ -38,8 +38,6 @@ class StrategyView(Target, Protocol):
     @property
     def sent_dtype(self) -> np.dtype: ...
 
-    def not_replicated(self) -> dict[str, str]: ...
-
 
 class FitView(Protocol):
     """The part of a trainer that callbacks use. A callback sets no attribute but `stop_training`.

@@ -52,7 +52,7 @@ class CheckDivergence(Callback):
         wrong = options_error(self.every, self.on_divergence, self.source, None if self._joins else trainer.size)
         trainer.group.agree(what, ArgumentError(f"CheckDivergence: {wrong}") if wrong else None)
         self._source = Source(MAJORITY if self._joins else self.source, trainer.group.comm)
-        apart = trainer.strategy.not_replicated()
+        apart = trainer.strategy.owners.not_replicated()
         if apart:
             texts = [f"{name} ({why})" for name, why in apart.items()]
             notices.once(trainer.rank, f"CheckDivergence does not compare state without copies: {', '.join(texts)}")
@@ -85,7 +85,7 @@ class CheckDivergence(Callback):
         """Compare the replicas, and do what `on_divergence` says. Collective."""
         assert self._source is not None
         trainer = self.trainer
-        read = partial(_compared, trainer.replica, trainer.strategy.not_replicated())
+        read = partial(_compared, trainer.replica, trainer.strategy.owners.not_replicated())
         answer = self.on_divergence, self._source.rank
         self.copies += check_equal(trainer.group.comm, read, *answer, self._copy, f"{when} ")
 

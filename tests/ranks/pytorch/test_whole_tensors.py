@@ -268,7 +268,7 @@ def test_mirrored_trainer(case: str, world: MPI.Intracomm, topology_of: Callable
             losses += trainer.fit(x, x[:, :3].argmax(1), 2, 25, progress=False, **step).column("loss")
             assert len(set(trainer.parameters_sha256())) == 1
             if update == "sharded" and shape is None and SIZE > 1:  # otherwise each node owns everything
-                assert_shares_alike(world, mine, trainer.strategy.own_part)
+                assert_shares_alike(world, mine, trainer.strategy.owners.own_part)
         results.append((losses, mine.state()))
     (expected, there), (found, here) = results
     assert found == pytest.approx(expected, rel=1e-6)  # a sum of float32, in another order

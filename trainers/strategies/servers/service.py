@@ -25,6 +25,7 @@ from trainers.group import RankGroup
 from trainers.replica import Replica, Slices, bind_whole
 from trainers.replicas import malloc
 from trainers.state.adopt import Piece, mirror, newest
+from trainers.state.owners import Owners
 from trainers.strategies import alike
 from trainers.strategies.interface import EpochRun, Strategy, replica_error
 from trainers.strategies.rule import FLAGS, WEIGHT, UpdateRule
@@ -132,7 +133,7 @@ class Shard:
         return bool(np.isfinite(self.parameters).all())
 
 
-class ServerStrategy(Strategy):
+class ServerStrategy(Strategy, Owners):
     """Base of the strategies in which servers hold slices of the flat parameters, and workers compute gradients.
 
     servers: the ranks that hold the parameters, in the order of their slices. workers: the ranks of each worker. Its
@@ -144,6 +145,7 @@ class ServerStrategy(Strategy):
     """
 
     mirrors = "epoch"
+    kind = "servers"
     uses_mailbox = True
     thread = ""
 
@@ -369,6 +371,10 @@ class ServerStrategy(Strategy):
         """Sum the metrics of an epoch over the ranks. Raises DivergedError on all ranks if they or a server's
         parameters are not finite. Collective."""
         self._tally.collect(self.group.comm, self._shard is None or self._shard.is_finite())
+
+    @property
+    def owners(self) -> Owners:
+        return self
 
     @property
     def own_part(self) -> Slices | None:
