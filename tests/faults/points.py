@@ -33,7 +33,7 @@ POINTS = {
     "backward": [(f"{PROGRAMS}.loop", "backward")],
     "push": [
         ("trainers.strategies.servers.mailbox:Client", "push"),
-        ("trainers.strategies.servers.strategy:SynchronousServers", "_collect"),
+        ("trainers.strategies.servers.strategy:SynchronousServers", "reduce"),
     ],
     "reply": [
         ("trainers.strategies.servers.mailbox:Mailbox", "reply"),

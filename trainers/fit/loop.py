@@ -39,15 +39,14 @@ ABOUT, VALUES = "trainer.about", "trainer.values"  # the arrays in `Fit.state` t
 Validation = Callable[[], dict[str, float]]
 
 
-def reduce_left_out_step(strategy: Strategy, share: float, flags: tuple[float, ...], last: np.ndarray) -> Any:
-    """Sum the metrics and flags of a step that is left out, without an update. Returns as `strategy.step(flags)`.
-    Collective.
+def reduce_left_out_step(strategy: Strategy, share: float, flags: tuple[float, ...], last: np.ndarray) -> None:
+    """Sum the metrics and flags of a step that is left out, without an update: as `strategy.step(flags)`. Collective.
 
     share: this rank's share of the batch; its metrics are already weighted by it. Ranks whose metrics are not finite
         are not counted. last: the metrics to return if no rank is counted.
     """
     metrics = len(strategy.replica.metrics)
-    measured = strategy.local_measured
+    measured = strategy.measured
     own = (measured.get() if gpu.is_gpu_array(measured) else measured)[:metrics].astype(np.float64)
     sums = np.zeros(metrics + 1 + len(flags))
     if np.isfinite(own).all():
@@ -60,7 +59,7 @@ def reduce_left_out_step(strategy: Strategy, share: float, flags: tuple[float, .
     if strategy.replica.counts and sums[weight] > 0:
         means[0] = sums[0] / sums[weight]
     result = np.concatenate([means, sums[metrics + 1 :]]).astype(measured.dtype)
-    return gpu.cupy().asarray(result) if gpu.is_gpu_array(measured) else result
+    measured[:] = gpu.cupy().asarray(result) if gpu.is_gpu_array(measured) else result
 
 
 class PartialEpoch(NamedTuple):
@@ -426,9 +425,9 @@ class Fit:
         flags = self.flags(leaves_out)
         if leaves_out:
             strategy.replica.undo()
-            strategy.measured = reduce_left_out_step(strategy, self._share, flags, self.meter.last())
+            reduce_left_out_step(strategy, self._share, flags, self.meter.last())
         else:
-            strategy.measured = strategy.step(flags)
+            strategy.step(flags)
         if (step + 1) % self._read_every == 0 or step + 1 == self.batches.steps:
             self.read_flags()
         strategy.count_step()

@@ -321,11 +321,8 @@ class Recovery:
             return "the job ends (with mpirun --with-ft ulfm the other ranks survive)"
         if not self.goes_on:
             return "the other ranks stop (with --on-failure continue they continue)"
-        back = (
-            ""
-            if self._strategy.owners.any_rank_may_fail
-            else ", from the last checkpoint (with --backups 1 without one)"
-        )
+        whole = self._strategy.owners.any_rank_may_fail
+        back = "" if whole else ", from the last checkpoint (with --backups 1 without one)"
         return f"the other ranks continue{back}"
 
 

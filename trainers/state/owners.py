@@ -1,6 +1,7 @@
 """Owners: which ranks hold and update which part of the parameters, and of the state that belongs to them."""
 
 from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
 
@@ -10,6 +11,8 @@ from trainers.replica import Slices
 class Owners:
     """The ranks that hold and update the parameters: here every rank holds and updates all of them.
 
+    In a step (trainers.strategies.step) they are called in this order: begin_batch, reduce, squares, update, share.
+
     kind: the update, for checkpoints. any_rank_may_fail: whether the remaining ranks have the complete state, whichever
         rank fails. shares_parameters: whether the ranks of a node share one copy of the parameters.
     """
@@ -17,6 +20,25 @@ class Owners:
     kind = "replicated"
     any_rank_may_fail = True
     shares_parameters = False
+
+    def begin_batch(self) -> None:
+        """Called before a batch is computed, because that may change entries of the state (statistics). Local."""
+
+    def reduce(self) -> None:
+        """Bring the sums of the gradients to the ranks that need them, and `Step.measured` to all. Collective."""
+        raise NotImplementedError
+
+    def squares(self) -> Any:
+        """Return the sum of the squares of all gradients of this step. Collective."""
+        raise NotImplementedError
+
+    def update(self, squares: Any) -> None:
+        """Update this rank's part of the parameters. squares: see UpdateRule.apply; None if gradients are not clipped.
+        Local."""
+        raise NotImplementedError
+
+    def share(self) -> None:
+        """Give all ranks what each has updated in a step. Collective."""
 
     @property
     def own_part(self) -> Slices | None:

@@ -23,7 +23,7 @@ from trainers.stopwatch import COMMUNICATION
 from trainers.strategies.central import Central
 from trainers.strategies.interface import replica_error
 from trainers.strategies.mirrored import Mirrored
-from trainers.strategies.step import Step, StepOwners
+from trainers.strategies.step import ReducedStep, StepOwners
 
 DEVICES = ("cpu", "cuda")
 NORM = "trainer.norm"  # in a broadcast state: the norm of the gradients
@@ -77,7 +77,7 @@ class CentralStorage(Mirrored):
     def _make_backend(self) -> AllReduce:
         return create(Central, self.group.topology, root=self.storage)
 
-    def _divided(self, step: Step) -> StepOwners:
+    def _divided(self, step: ReducedStep) -> StepOwners:
         if self.replica.device == "cpu":
             try:
                 return super()._divided(step)
@@ -92,7 +92,7 @@ class CopyingOwner(StepOwners):
 
     kind = "sharded"
 
-    def __init__(self, step: Step, steps: int, root: int) -> None:
+    def __init__(self, step: ReducedStep, steps: int, root: int) -> None:
         super().__init__(step, steps)
         self._root, self._owner = root, step.comm.rank == root
 

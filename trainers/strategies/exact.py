@@ -32,10 +32,10 @@ from trainers.strategies.interface import Strategy
 from trainers.strategies.local_sgd import LocalOptions
 from trainers.strategies.mirrored import Mirrored
 from trainers.strategies.rule import WEIGHT, StepOptions, mean_weight
-from trainers.strategies.step import Step
+from trainers.strategies.step import ReducedStep
 
 
-class ExactStep(Step):
+class ExactStep(ReducedStep):
     """A step that sums the gradients of micro-batches exactly. backend: has exact sums."""
 
     backend: Any
@@ -104,12 +104,12 @@ class ExactStep(Step):
             self._checked = True
         return values
 
-    def __call__(self, flags: tuple[float, ...]) -> Any:
+    def __call__(self, flags: tuple[float, ...]) -> None:
         sums = self.add_up(self._values, self._count)
         # `measured` is summed over the ranks, with the flags: one rank has the sums, the others add zeros
         *metrics, weight = sums if self.comm.rank == 0 else np.zeros(sums.size)
         self.measured[: len(metrics)] = metrics
-        return super().__call__((*flags[:WEIGHT], weight, *flags[WEIGHT + 1 :]))
+        super().__call__((*flags[:WEIGHT], weight, *flags[WEIGHT + 1 :]))
 
     def add_up(self, terms: np.ndarray, count: int) -> np.ndarray:
         """Return the exact sum of float64 rows. terms: (k, length), this rank's; count: of all ranks. Collective."""
@@ -194,7 +194,7 @@ class ExactMirrored(Mirrored):
         self._batches = batches
         return super().make_meter(batches)
 
-    def _make_step(self) -> Step:
+    def _make_step(self) -> ReducedStep:
         return ExactStep(self, self._backend)
 
     def compute(self, batch: Batch | None) -> None:

@@ -73,7 +73,8 @@ class Strategy:
 
     replica: this rank's replica. name: the trainer's class name, for messages. parts: the number of parts into which
         every batch is divided. part: the part that this rank computes; None if it computes none.
-    steps: the number of steps that the ranks have taken together. measured: 1-D array: the metrics of the last step,
+    steps: the number of steps that the ranks have taken together. measured: 1-D array on the replica's device, with
+        elements of at least 32 bits: after `compute` this rank's metrics of the step, after `step` those of all ranks,
         then the sums of FLAGS over the ranks.
     stop_training: whether a callback has asked to end the fit. cut_short: whether the last epoch ended before its last
         step.
@@ -169,14 +170,13 @@ class Strategy:
         """Compute the gradients of `batch`, or zeros if `batch` is None. Local; may raise any exception."""
         raise NotImplementedError(f"the steps of a {self.name} are run by run_epoch")
 
-    def step(self, flags: tuple[float, ...]) -> Any:
+    def step(self, flags: tuple[float, ...]) -> None:
         """Combine the gradients that `compute` left on each rank, and update the parameters. Collective.
 
         flags: this rank's values of FLAGS, in that order. On the CPU nothing is updated when a rank sets "failed".
 
-        Returns a 1-D array on the replica's device: the replica's metrics, averaged over the global batch, then the
-        sums of the flags over the ranks. All ranks get the same bits; elements have at least 32 bits. `clock` runs
-        while this rank waits for others.
+        Leaves in `measured` the metrics, averaged over the global batch, then the sums of the flags over the ranks: the
+        same bits on all ranks. `clock` runs while this rank waits for others.
         """
         raise NotImplementedError(f"the steps of a {self.name} are run by run_epoch")
 
@@ -194,11 +194,6 @@ class Strategy:
         """This rank's sparse gradients of the current step, one for each of the replica's `tables`, before they are
         averaged."""
         return ()
-
-    @property
-    def local_measured(self) -> Any:
-        """This rank's contribution to `measured`, before it is summed over the ranks."""
-        return self.measured
 
     @property
     def sent_dtype(self) -> np.dtype:

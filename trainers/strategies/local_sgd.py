@@ -31,7 +31,7 @@ from trainers.state.adopt import ADOPT, OUTER, RATES, Arrays, Piece, adopt
 from trainers.strategies.interface import INNER, EpochRun
 from trainers.strategies.mirrored import Mirrored
 from trainers.strategies.rule import FLAGS, WEIGHT, StepOptions
-from trainers.strategies.step import Step, StepOwners
+from trainers.strategies.step import ReducedStep, StepOwners
 from trainers.watching.meter import RoundMeter
 
 MEET = "end the steps that ranks have taken on their own"
@@ -40,7 +40,7 @@ MEET = "end the steps that ranks have taken on their own"
 class LocalOwners(StepOwners):
     """Every rank updates its own replica. rounds: of averages, which begin again from a state that is loaded."""
 
-    def __init__(self, step: Step, steps: int, rounds: Rounds) -> None:
+    def __init__(self, step: ReducedStep, steps: int, rounds: Rounds) -> None:
         super().__init__(step, steps)
         self._rounds = rounds
 

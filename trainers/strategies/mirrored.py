@@ -26,13 +26,13 @@ from trainers.state.adopt import ADOPT, RATES, Arrays, Piece, adopt, mirror
 from trainers.strategies.interface import Strategy, replica_error
 from trainers.strategies.rule import FLAGS
 from trainers.strategies.sharded import SliceOwners
-from trainers.strategies.step import Step, StepOwners
+from trainers.strategies.step import ReducedStep, StepOwners
 
 
 class Mirrored(Strategy):
     """Synchronous training with one AllReduce a step; see MirroredTrainer for the arguments.
 
-    allreduce: the backend. buffer: see Step.
+    allreduce: the backend. buffer: see ReducedStep.
     """
 
     def __init__(
@@ -52,7 +52,7 @@ class Mirrored(Strategy):
         self._owns_backend = not isinstance(given, AllReduce)
         self.divides_state = update == "sharded"
         self.allreduce: AllReduce | None = None
-        self._core: Step | None = None
+        self._core: ReducedStep | None = None
         self._carried: dict[str, np.ndarray] = {}  # during a recovery: the backend's state on the old ranks
         self._recorder: Recorder | None = None  # records the backend's calls in the trace
 
@@ -116,8 +116,8 @@ class Mirrored(Strategy):
         self.measured = self._core.measured
         together(self.group.comm, self._core.bind)
 
-    def _make_step(self) -> Step:
-        return Step(self, self._backend)
+    def _make_step(self) -> ReducedStep:
+        return ReducedStep(self, self._backend)
 
     @property
     def _backend(self) -> AllReduce:
@@ -125,7 +125,7 @@ class Mirrored(Strategy):
         return self.allreduce
 
     @property
-    def core(self) -> Step:
+    def core(self) -> ReducedStep:
         """The step, with the gradients and the owners of the parameters."""
         assert self._core is not None
         return self._core
@@ -142,7 +142,7 @@ class Mirrored(Strategy):
         if self._update_name == "sharded" and self.group.size > 1:
             self.core.owners = self._divided(self.core)
 
-    def _divided(self, step: Step) -> StepOwners:
+    def _divided(self, step: ReducedStep) -> StepOwners:
         """Return owners of slices. Collective."""
         return SliceOwners(step, self.steps, self._effective_copies())
 
@@ -178,8 +178,8 @@ class Mirrored(Strategy):
     def compute(self, batch: Batch | None) -> None:
         self.core.compute(batch)
 
-    def step(self, flags: tuple[float, ...]) -> Any:
-        return self.core(flags)
+    def step(self, flags: tuple[float, ...]) -> None:
+        self.core(flags)
 
     def count_step(self) -> None:
         super().count_step()
@@ -194,10 +194,6 @@ class Mirrored(Strategy):
     @property
     def local_rows(self) -> Sequence[Rows]:
         return self.rule.tables.local_rows
-
-    @property
-    def local_measured(self) -> Any:
-        return self.core.measured
 
     @property
     def sent_dtype(self) -> np.dtype:

@@ -29,7 +29,7 @@ from trainers.state.backup import Backup
 from trainers.state.dealing import Chunks, Transfer, deal_slices, joined
 from trainers.stopwatch import COMMUNICATION
 from trainers.strategies.rule import sum_of_squares, sum_over_ranks
-from trainers.strategies.step import Step, StepOwners
+from trainers.strategies.step import ReducedStep, StepOwners
 
 
 class SliceOwners(StepOwners):
@@ -44,7 +44,7 @@ class SliceOwners(StepOwners):
 
     kind = "sharded"
 
-    def __init__(self, step: Step, steps: int, copies: int = 1) -> None:
+    def __init__(self, step: ReducedStep, steps: int, copies: int = 1) -> None:
         super().__init__(step, steps)
         replica, comm = self._replica, self._comm
         self._backend, self._buffer = step.backend, step.buffer

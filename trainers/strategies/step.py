@@ -24,39 +24,21 @@ from trainers.strategies.rule import FLAGS
 
 
 class Step:
-    """A step as a transaction: all ranks apply it, or none. The constructor is collective, and `bind` comes after it.
+    """A step as a transaction: all ranks apply it, or none.
 
-    buffer: 1-D array from the backend, which is reduced in every step: the gradients, then `measured`.
-    measured: this rank's metrics and FLAGS, and after the reduction their sums over the ranks. They must be exact, so
-        where gradients have 16 bits or are compressed, they are an array of their own, reduced before the gradients.
+    buffer: 1-D array: the gradients of this rank. measured: its metrics and FLAGS, and after the reduction their sums
+        over the ranks. ahead: whether they are reduced before the gradients, on their own, and not as the end of the
+        buffer.
     owners: update the parameters.
     """
 
-    def __init__(self, strategy: Strategy, backend: AllReduce) -> None:
-        self.replica, self.rule, self.backend = strategy.replica, strategy.rule, backend
+    owners: Owners
+
+    def __init__(self, strategy: Strategy, buffer: Any, measured: Any, ahead: bool) -> None:
+        self.replica, self.rule = strategy.replica, strategy.rule
         self.comm, self.clock, self.span = strategy.group.comm, strategy.clock, strategy.span
-        self._length, extra = self.replica.gradient_length, len(self.replica.metrics) + len(FLAGS)
-        dtype = self.replica.gradient_dtype
-        self._ahead = backend.lossy or backend.sums_terms or dtypes.is_half(dtypes.parse(dtype))
-        self.buffer = self.allocate(self._length if self._ahead else self._length + extra, dtype)
-        self.measured = self.allocate(extra, "float32") if self._ahead else self.buffer[self._length :]
-        self._told: Any = None  # memory of `tell`
-        # bound collectives, by their kind and the id of their array
-        self._bound: dict[tuple[str, int], Callable[[], object]] = {}
-        self.owners = StepOwners(self, strategy.steps)
-
-    def allocate(self, length: int, dtype: str) -> Any:
-        """Allocate an array on the replica's device, with the backend. Collective."""
-        return self.backend.allocate(length, dtype, device=self.replica.device)
-
-    def bind(self) -> None:
-        """Bind the replica to the buffer. Local."""
-        self.replica.bind(self.gradients)
-        self.describe(self.gradients)
-
-    def describe(self, array: Any) -> None:
-        """Tell the backend which parameters the elements of an allocated array belong to. Local."""
-        self.backend.describe(array, _parts(self.replica))
+        self.buffer, self.measured, self._ahead = buffer, measured, ahead
+        self._length = self.replica.gradient_length
 
     # Gradients of this rank
 
@@ -93,23 +75,22 @@ class Step:
 
     # The step
 
-    def __call__(self, flags: tuple[float, ...]) -> Any:
+    def __call__(self, flags: tuple[float, ...]) -> None:
         """As Strategy.step. Each rank has weighted its gradients and metrics by its share of the batch already, so
         their sum is the mean over samples."""
         self.measured[len(self.replica.metrics) :] = flags
         if self._ahead:
-            self.run("all_reduce", self.measured, lossless=True)
+            self._add_up_measured()
             if not self._begin_update(self._weighed()):
-                return self.measured
+                return
         self.owners.reduce()
         if not self._ahead and not self._begin_update(self.trained(self.owners.own_part)):
-            return self.measured
-        self.rule.tables.reduce(self.backend)
+            return
+        self._reduce_tables()
         squares = self.owners.squares() if self.rule.clips else None
         with self.span("update"):
             self.owners.update(squares)
         self.owners.share()
-        return self.measured
 
     def _begin_update(self, gradients: Sequence[Any]) -> bool:
         """Return whether the step is to be applied, now that `measured` is known; then weigh these gradients by it.
@@ -124,6 +105,55 @@ class Step:
     def _weighed(self) -> Sequence[Any]:
         """Return the arrays that hold this rank's gradients of the parameters before they are reduced. Local."""
         return self.trained()
+
+    def _add_up_measured(self) -> None:
+        """Sum `measured` over the ranks. Collective."""
+        raise NotImplementedError
+
+    def _reduce_tables(self) -> None:
+        """Sum the sparse gradients over the ranks, if there are any. Collective."""
+
+
+class ReducedStep(Step):
+    """A Step in which a backend reduces the buffer. The constructor is collective, and `bind` comes after it.
+
+    buffer: from the backend. Metrics and flags must be exact, so where gradients have 16 bits or are compressed, they
+        are an array of their own; else they are the end of the buffer.
+    """
+
+    owners: "StepOwners"
+
+    def __init__(self, strategy: Strategy, backend: AllReduce) -> None:
+        replica = strategy.replica
+        dtype, length = replica.gradient_dtype, replica.gradient_length
+        extra = len(replica.metrics) + len(FLAGS)
+        ahead = backend.lossy or backend.sums_terms or dtypes.is_half(dtypes.parse(dtype))
+        self.backend, self._device = backend, replica.device
+        buffer = self.allocate(length if ahead else length + extra, dtype)
+        super().__init__(strategy, buffer, self.allocate(extra, "float32") if ahead else buffer[length:], ahead)
+        self._told: Any = None  # memory of `tell`
+        # bound collectives, by their kind and the id of their array
+        self._bound: dict[tuple[str, int], Callable[[], object]] = {}
+        self.owners = StepOwners(self, strategy.steps)
+
+    def allocate(self, length: int, dtype: str) -> Any:
+        """Allocate an array on the replica's device, with the backend. Collective."""
+        return self.backend.allocate(length, dtype, device=self._device)
+
+    def bind(self) -> None:
+        """Bind the replica to the buffer. Local."""
+        self.replica.bind(self.gradients)
+        self.describe(self.gradients)
+
+    def describe(self, array: Any) -> None:
+        """Tell the backend which parameters the elements of an allocated array belong to. Local."""
+        self.backend.describe(array, _parts(self.replica))
+
+    def _add_up_measured(self) -> None:
+        self.run("all_reduce", self.measured, lossless=True)
+
+    def _reduce_tables(self) -> None:
+        self.rule.tables.reduce(self.backend)
 
     @property
     def scatters(self) -> bool:
@@ -160,32 +190,23 @@ class Step:
 
 
 class StepOwners(Owners):
-    """Owners that update the parameters in a Step: here all ranks, each its whole replica."""
+    """Owners that update the parameters in a ReducedStep: here all ranks, each its whole replica."""
 
-    def __init__(self, step: Step, steps: int) -> None:
+    def __init__(self, step: ReducedStep, steps: int) -> None:
         self._step, self._replica, self._comm = step, step.replica, step.comm
         self._steps = self._since = steps  # the number of steps taken, and that number at the last update
 
-    def begin_batch(self) -> None:
-        """Called before a batch is computed, because that may change entries of the state (statistics). Local."""
-
     def reduce(self) -> None:
-        """Bring the sums of the gradients to the ranks that need them, and `Step.measured` to all. Collective."""
         self._step.reduce("all_reduce")
 
     def squares(self) -> Any:
-        """Return the sum of the squares of all gradients of this step. Collective."""
         return self._step.rule.squares(self._step.trained())
 
     def update(self, squares: Any) -> None:
-        """Update this rank's part of the parameters, and count the step. squares: see UpdateRule.apply; None if
-        gradients are not clipped. Local."""
+        """As Owners.update, and count the step. Local."""
         part = self.own_part
         self._step.rule.apply(self._step.trained(part), part, squares)
         self._steps = self._since = self._steps + 1
-
-    def share(self) -> None:
-        """Give all ranks what each has updated in a step. Collective."""
 
     def set_steps(self, steps: int) -> None:
         """Set the number of steps taken, including steps in which nothing was updated. Local."""

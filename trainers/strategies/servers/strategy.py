@@ -41,6 +41,7 @@ from trainers.strategies.servers.mailbox import (
 )
 from trainers.strategies.servers.service import ServerStrategy, wait_before_raising
 from trainers.strategies.servers.worker import WorkerRanks, divide, uneven_text
+from trainers.strategies.step import Step
 
 # the values that these arguments of a ParameterServerTrainer may have
 CHOICES = {"updates": ("sync", "async"), "stale": ("keep", "drop", "scale"), "learning_rate": ("keep", "divide")}
@@ -251,8 +252,17 @@ class ParameterServers(ServerStrategy):
         return ""
 
 
+class ServerStep(Step):
+    """A Step whose gradients go to servers. All ranks sum the metrics and flags before."""
+
+    def _add_up_measured(self) -> None:
+        self.clock.start()
+        combine(self.comm, self.measured, "a step of fit")
+        self.clock.stop()
+
+
 class SynchronousServers(ParameterServers):
-    """A step waits for all workers, and the workers divide the batch."""
+    """A step waits for all workers, and the workers divide the batch. The servers own the parameters."""
 
     uses_mailbox = False
 
@@ -270,35 +280,21 @@ class SynchronousServers(ParameterServers):
     def end_epoch(self) -> dict[str, Any]:
         return {"staleness": [self._meter.taken] * (self._meter.taken > 0), "dropped": 0}
 
+    def _make_endpoints(self) -> None:
+        super()._make_endpoints()
+        self._step = ServerStep(self, self._gradients, self.measured, ahead=True)
+        self._step.owners = self
+
     def compute(self, batch: Batch | None) -> None:
-        measured = self.measured[: len(self.replica.metrics)]
-        measured[:] = 0
-        self.rule.take_none()
-        if batch is None:
-            self._gradients[:] = 0  # else a callback would see the gradients of an earlier step
-        elif self.part is not None:
-            measured[:] = self.rule.gradients(batch, batch.share, self._gradients)
-            measured *= batch.share
+        # a server gets batches too, and computes none
+        self._step.compute(batch if self.part is not None else None)
 
-    def step(self, flags: tuple[float, ...]) -> Any:
-        measured = self.measured
-        measured[len(self.replica.metrics) :] = flags
-        self.clock.start()
-        combine(self.group.comm, measured, "a step of fit")
-        self.clock.stop()
-        if measured[-1]:  # a rank has failed
-            return measured
-        self.rule.weigh(measured, [self._gradients[: self.replica.parameter_count]])
-        self.rule.hold_unused(self.group.comm, measured)
-        self._collect()
-        self._add_squares()
-        if self._shard is not None:
-            self._update_collected()
-        self._broadcast_parameters()
-        self._applied = True
-        return measured
+    def step(self, flags: tuple[float, ...]) -> None:
+        self._step(flags)
 
-    def _collect(self) -> None:
+    # The servers as owners, in the order of a step
+
+    def reduce(self) -> None:
         """Sum the gradients of each worker's ranks, and send them to the servers, each server its slice. Collective."""
         comm, shard, requests = self._messages, self._shard, []
         if self.part is not None:
@@ -316,37 +312,38 @@ class SynchronousServers(ParameterServers):
         # so that no server updates before all servers have the gradients
         if self.recoverable and len(self.servers) > 1:
             self._waiter.all_of([comm.Ibarrier()], "learn that all servers have the gradients of a step")
+        if shard is not None:
+            shard.add_up(self._summands)
 
-    def _add_squares(self) -> None:
-        """Add up the squares of the servers' gradients, if they are clipped. Collective."""
+    def squares(self) -> float:
+        own = 0.0 if self._shard is None else sum_of_squares(self._shard.trained_gradients)
+        self.clock.start()
+        self._squares = sum_over_ranks(self._messages, own)
+        self.clock.stop()
+        return self._squares
+
+    def update(self, squares: float | None) -> None:
         if self._shard is not None:
-            self._shard.add_up(self._collected)
-        if self.rule.clips:
-            own = 0.0 if self._shard is None else sum_of_squares(self._shard.trained_gradients)
-            self.clock.start()
-            self._squares = sum_over_ranks(self._messages, own)
-            self.clock.stop()
+            self._shard.clip_and_update(squares)
+            self._applied = True
+
+    def share(self) -> None:
+        self._broadcast_parameters()
+        self._applied = True  # a worker knows only now that the servers have updated
 
     def count_step(self) -> None:
         super().count_step()
         self._applied, self._collected, self._squares = False, [], None
 
-    def _update_collected(self) -> None:
-        assert self._shard is not None
-        with self.span("update"):
-            self._shard.clip_and_update(self._squares)
-        self._applied = True
-
     def _agree_on_progress(self) -> None:
         """Bring all servers to the newest step. Collective. Servers wait for each other before they update
-        (`_collect`), so if one has updated, all have the gradients of that step."""
+        (`reduce`), so if one has updated, all have the gradients of that step."""
         taken = self.steps + self._applied
         positions = all_values(self.group.comm, [taken, self._squares], HOW_FAR)
         newest = max(steps for steps, _ in positions)
         if taken < newest and self._collected and self._shard is not None:
-            self._squares = next(squares for steps, squares in positions if steps == newest)
             self._shard.add_up(self._collected)
-            self._update_collected()
+            self.update(next(squares for steps, squares in positions if steps == newest))
         self.steps, self._applied, self._collected, self._squares = newest, False, [], None
 
 
