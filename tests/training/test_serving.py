@@ -3,6 +3,7 @@
 import random
 import threading
 import weakref
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -49,7 +50,7 @@ from trainers.strategies.servers.mailbox import (
 )
 from trainers.strategies.servers.service import Shard
 from trainers.strategies.servers.strategy import EpochRows
-from trainers.strategies.spare_replicas import SpareReplicas, receive_round
+from trainers.strategies.spare_replicas import Round, SpareReplicas, receive_round
 from trainers.watching.meter import Tally
 
 
@@ -268,11 +269,15 @@ class Script(Mailbox):
         return Arrival(worker, PUSH, message)
 
 
+def taking(wanted: int) -> Callable[[Round], bool]:
+    return lambda found: len(found.used) >= wanted
+
+
 def test_a_step_takes_the_first_gradients_and_drops_late_ones() -> None:
     late: list[int] = []
     script = [(3, Header(GRADIENTS, 4)), (1, Header(GRADIENTS, 3)), (2, Header(NOTHING, 4)), (0, Header(GRADIENTS, 4))]
     mailbox = Script([*script, (1, Header(GRADIENTS, 4))])
-    found = receive_round(mailbox, 4, 2, lambda arrival: late.append(arrival.worker))
+    found = receive_round(mailbox, 4, taking(2), lambda arrival: late.append(arrival.worker))
     assert [arrival.worker for arrival in found.used] == [0, 3]  # in one order, whoever was first
     assert late == [1]
     assert [arrival.worker for arrival in found.others] == [2]
@@ -381,11 +386,11 @@ def test_a_replica_that_can_not_be_copied_says_so() -> None:
 
 def test_an_error_of_a_worker_ends_a_step() -> None:
     """A worker that asks to stop does not, with rows and without."""
-    found = receive_round(Script([(0, Header(NOTHING, 0, halt=FAILED))]), 0, 2, lambda arrival: None)
+    found = receive_round(Script([(0, Header(NOTHING, 0, halt=FAILED))]), 0, taking(2), lambda arrival: None)
     assert found.failed
     for kind in (GRADIENTS, NOTHING):
         pushes = [(0, Header(kind, 0, halt=1)), (1, Header(GRADIENTS, 0))]
-        found = receive_round(Script(pushes), 0, 1 + (kind == GRADIENTS), lambda arrival: None)
+        found = receive_round(Script(pushes), 0, taking(1 + (kind == GRADIENTS)), lambda arrival: None)
         assert found.stop
         assert not found.failed
 

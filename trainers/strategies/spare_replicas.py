@@ -39,7 +39,7 @@ from trainers.watching.meter import Tally
 class Round:
     """The pushes received for one step.
 
-    used: the first `wanted` gradients, sorted by worker number.
+    used: the first gradients, as many as are enough, sorted by worker number.
     others: pushes without gradients: the worker had no rows, or met an error.
     failed: whether a worker met an error; then there is no update. stop: whether a worker asked to end the training.
     """
@@ -59,13 +59,15 @@ class Round:
         self.stop |= bool(header.halt)
 
 
-def receive_round(mailbox: Mailbox, step: int, wanted: int, late: Callable[[Arrival], None]) -> Round:
-    """Wait until the gradients of `wanted` workers for `step` are there, or one worker has failed.
+def receive_round(
+    mailbox: Mailbox, step: int, enough: Callable[[Round], bool], late: Callable[[Arrival], None]
+) -> Round:
+    """Wait until `enough` gradients for `step` are there, or one worker has failed.
 
     late: called with each push that was computed for an earlier step.
     """
     found = Round()
-    while len(found.used) < wanted and not found.failed:
+    while not found.failed and not enough(found):
         arrival = mailbox.next(f"get the gradients of step {step + 1}")
         header = arrival.message.header
         found.hear(header)
@@ -173,14 +175,12 @@ class SpareReplicas(ServerStrategy):
             self.rule.begin_step(first + step)
 
         ends = mailbox, shard, self.group.size, self.spare, self._tally, self.span, self._counts, begin
-        holders = partial(self._holders, run.batches)
-        chief: Chief
-        if run.batches.streams:
-            chief = StreamChief(*ends, run.batches.divided, run.batches.planned, self._sizes)
-            future = queue.submit(partial(chief.run, (), self._taken, holders))
+        batches, chief = run.batches, Chief(*ends)
+        if batches.streams:
+            chief = StreamChief(*ends, batches.planned, batches.divided, self._sizes)
         else:
-            chief = Chief(*ends)
-            future = queue.submit(partial(chief.run, run.batches.sizes().tolist(), self._taken, holders))
+            chief.plan(batches.sizes().tolist(), partial(self._holders, batches))
+        future = queue.submit(partial(chief.run, self._taken))
         try:
             with wait_before_raising(future):
                 self._run_worker(run, number, copied or self.replica, self._own_parameters, self._own_gradients)
@@ -301,34 +301,47 @@ class Chief:
         self.counts = counts
         self.error: Exception | None = None
         self.done = 0
+        self._steps: int | None = None  # of the epoch, if known
+        self._rows: Sequence[int] = ()  # of each batch
+
+    def plan(self, sizes: Sequence[int], holders: Callable[[int], int]) -> None:
+        """Set the steps of the epoch. sizes: rows of each batch. holders: returns the number of ranks that have rows of
+        a batch."""
+        self._steps, self._rows, self._holders = len(sizes), sizes, holders
 
     @np.errstate(all="ignore")  # a diverged model shows in the loss; NumPy's warnings add nothing
-    def run(self, sizes: Sequence[int], first: int, holders: Callable[[int], int]) -> None:
-        """Run the steps from `first` on; return when every rank has received the end of the epoch. sizes: rows of each
-        batch. holders: returns the number of ranks that have rows of a batch."""
-        self.done, self._holders = first, holders
+    def run(self, first: int) -> None:
+        """Run the steps from `first` on; return when every rank has received the end of the epoch."""
+        self.done = first
         self._mailbox.open([PUSH])
-        self._end_epoch(self._take_steps(sizes))
+        self._end_epoch(self._take_steps())
 
-    def _take_steps(self, sizes: Sequence[int]) -> list[Arrival]:
+    def _take_steps(self) -> list[Arrival]:
         """Take the remaining steps, or stop when a worker ends the epoch. Returns the pushes that have no reply yet."""
-        for step, rows in list(enumerate(sizes))[self.done :]:
-            wanted = max(1, self._holders(step) - self._spare)  # ranks without rows have no gradients
-            found = receive_round(self._mailbox, step, wanted, partial(self._answer_late, step))
-            if found.failed:
+        while self.done != self._steps:
+            found = receive_round(self._mailbox, self.done, self._is_enough, self._answer_late)
+            if found.failed or not found.used:
                 return found.arrivals
-            try:
-                self._update(found, step, int(rows))
-            except Exception as error:  # any exception: it must reach the other ranks
-                self.error = error
-            self.done = step + 1
-            is_last = step == len(sizes) - 1
+            self._take(found)
+            is_last = self.done == self._steps
             if found.stop or self.error is not None or is_last:
                 self.counts.cut_short = not is_last
                 return found.arrivals
             for arrival in found.arrivals:
-                self._answer(arrival, WORK, step + 1)
+                self._answer(arrival, WORK)
         return []
+
+    def _is_enough(self, found: Round) -> bool:
+        """Whether a step takes the gradients that are there. Ranks without rows have no gradients."""
+        return len(found.used) >= max(1, self._holders(self.done) - self._spare)
+
+    def _take(self, found: Round, rows: int | None = None) -> None:
+        """Take a step. rows: of the batch, if its share is 1."""
+        try:
+            self._update(found, self.done, int(self._rows[self.done]) if rows is None else rows)
+        except Exception as error:  # any exception: it must reach the other ranks
+            self.error = error
+        self.done += 1
 
     def _update(self, found: Round, step: int, rows: int) -> None:
         """Update the parameters by the mean gradient over the rows that were used."""
@@ -347,27 +360,27 @@ class Chief:
         """Add up gradients, each times its share of the batch. share: the sum of their shares."""
         self._shard.add_up([each.message.body for each in used], 1.0 if abs(share - 1) < ROUNDING else share)
 
-    def _answer_late(self, step: int, arrival: Arrival) -> None:
-        """Count late gradients as dropped, and tell their rank to continue with `step`, the newest."""
+    def _answer_late(self, arrival: Arrival) -> None:
+        """Count late gradients as dropped, and tell their rank to continue with the newest step."""
         self.counts.dropped += arrival.message.header.kind == GRADIENTS
-        self._answer(arrival, WORK, step)
+        self._answer(arrival, WORK)
 
     def _end_epoch(self, waiting: list[Arrival]) -> None:
         """Send END to every rank; wait for the pushes of the late ones."""
         self._newest = None
         for arrival in waiting:
-            self._answer(arrival, END, 0)
+            self._answer(arrival, END)
         for _ in range(self._workers - len(waiting)):
             arrival = self._mailbox.next("receive the pushes of the late ranks at the end of an epoch")
             self.counts.dropped += arrival.message.header.kind == GRADIENTS
-            self._answer(arrival, END, 0)
+            self._answer(arrival, END)
         self._mailbox.drain()
 
-    def _answer(self, arrival: Arrival, kind: int, step: int) -> None:
-        """Send a rank the newest parameters, and the metrics of the last step."""
+    def _answer(self, arrival: Arrival, kind: int) -> None:
+        """Send a rank the newest parameters, the next step, and the metrics of the last one."""
         if self._newest is None:
             self._newest = self._mailbox.message()
-            self._newest.header = Header(kind, step, self._shard.version)
+            self._newest.header = Header(kind, self.done, self._shard.version)
             self._newest.measures[:] = np.nan
             self._newest.measures[: self._means.size] = self._means
             self._newest.body[:] = self._shard.parameters
@@ -380,36 +393,25 @@ class StreamChief(Chief):
     """The chief of an epoch of a stream, whose sizes come with pushes: `taken` in the header of a push is the number
     of rows of the rank's batch, and the share is the number of the rank's rows.
 
-    divided: whether each rank has other rows; the epoch then ends when all streams have. planned: the steps of the
-        epoch, if they are limited. sizes: a list that gets the rows of each step.
+    planned: the steps of the epoch, if they are limited. divided: whether each rank has other rows; the epoch then ends
+        when all streams have. sizes: a list that gets the rows of each step.
     """
 
     def __init__(self, *ends: Any) -> None:
-        *others, self._divided, self._planned, self._sizes = ends
+        *others, planned, self._divided, self._sizes = ends
         super().__init__(*others)
+        self._steps = planned
         self._ended: set[int] = set()  # workers whose streams have ended
-        self._rows = 0  # of the batch of this step; of divided rows those that were used
 
-    def _take_steps(self, sizes: Sequence[int]) -> list[Arrival]:
-        while True:
-            step = self.done
-            found = self._receive(step)
-            if found.failed or not found.used:
-                return found.arrivals
-            if self._divided:
-                self._rows = sum(arrival.message.header.taken for arrival in found.used)
-            try:
-                self._update(found, step, 1)
-            except Exception as error:  # any exception: it must reach the other ranks
-                self.error = error
-            self.done = step + 1
-            self._sizes.append(self._rows)
-            is_last = self.done == self._planned
-            if found.stop or self.error is not None or is_last:
-                self.counts.cut_short = not is_last
-                return found.arrivals
-            for arrival in found.arrivals:
-                self._answer(arrival, WORK, step + 1)
+    def _take(self, found: Round, rows: int | None = None) -> None:
+        self._sizes.append(self._rows_of(found))
+        super()._take(found, 1)
+
+    def _rows_of(self, found: Round) -> int:
+        """Return the rows of the batch of a step; of divided rows those that were used."""
+        if self._divided:
+            return sum(arrival.message.header.taken for arrival in found.used)
+        return max((arrival.message.header.taken for arrival in found.arrivals), default=0)
 
     def _add_up(self, used: Sequence[Arrival], share: float) -> None:
         """As Chief._add_up, for gradients that are not multiplied by their shares yet."""
@@ -418,27 +420,20 @@ class StreamChief(Chief):
             body *= body.dtype.type(each.message.measures[-1] / share)
         self._shard.add_up([each.message.body for each in used])
 
-    def _receive(self, step: int) -> Round:
-        """Wait until enough gradients for `step` are there, one worker has failed, or the streams have ended."""
-        found, self._rows = Round(), 0
-        while not found.failed and not self._is_enough(found):
-            arrival = self._mailbox.next(f"get the gradients of step {step + 1}")
-            header = arrival.message.header
-            found.hear(header)
-            if header.kind == ENDED and (self._divided or header.step == step):
-                self._ended.add(arrival.worker)
-            if header.step != step:
-                self._answer_late(step, arrival)
-                continue
-            (found.used if header.kind == GRADIENTS else found.others).append(arrival)
-            self._rows = max(self._rows, header.taken)
-        found.used.sort(key=lambda each: each.worker)
-        return found
+    def _answer_late(self, arrival: Arrival) -> None:
+        if self._divided:
+            self._note_ends([arrival])
+        super()._answer_late(arrival)
+
+    def _note_ends(self, arrivals: Sequence[Arrival]) -> None:
+        self._ended |= {each.worker for each in arrivals if each.message.header.kind == ENDED}
 
     def _is_enough(self, found: Round) -> bool:
+        self._note_ends(found.others)
         if not self._divided:
-            wanted = max(1, min(self._rows, self._workers) - self._spare)
-            return bool(self._ended) or (self._rows > 0 and len(found.used) >= wanted)
+            rows = self._rows_of(found)
+            wanted = max(1, min(rows, self._workers) - self._spare)
+            return bool(self._ended) or (rows > 0 and len(found.used) >= wanted)
         active = self._workers - len(self._ended)
         return not active or len(found.used) >= max(1, active - self._spare)
 
