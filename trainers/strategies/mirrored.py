@@ -110,9 +110,8 @@ class Mirrored(Strategy):
 
     def _make_buffer(self) -> None:
         """Allocate the gradient buffer with the backend, and bind the replica to it. Collective."""
-        self._core = (
-            self._make_step()
-        )  # set before `bind`, which may raise on one rank: `close` then unbinds every rank
+        # set before `bind`, which may raise on one rank: `close` then unbinds every rank
+        self._core = self._make_step()
         self.measured = self._core.measured
         together(self.group.comm, self._core.bind)
 
