@@ -80,18 +80,18 @@ SAME_ON_5 = {
         "tables",
     )
 }
-MANY = {name for name in ALL if name.startswith("many/")}  # parts of ranks: 1, 2 and 5 ranks have all cases
+APPS = {name for name in ALL if name.startswith("apps/")}  # parts of ranks: 1, 2 and 5 ranks have all cases
 WRAPPERS = {
     f"collectives/test_{name}.py" for name in ("composition", "compressed", "exact", "quantized")
 }  # arithmetic around a backend
 READERS = {"training/test_readers.py"}  # processes besides the ranks: on 2 ranks of Open MPI alone
 LEFT_OUT = {
     ("Open MPI", 1): READERS,
-    ("Open MPI", 3): SAME_ON_3 | READERS | MANY,
+    ("Open MPI", 3): SAME_ON_3 | READERS | APPS,
     ("Open MPI", 4): ALL - HEART,
     ("Open MPI", 5): PYTORCH | SAME_ON_5 | READERS,
     ("MPICH", 1): ALL - HEART,
-    ("MPICH", 2): (TRAINING | MANY | WRAPPERS) - HEART,
+    ("MPICH", 2): (TRAINING | APPS | WRAPPERS) - HEART,
     ("MPICH", 3): ALL - BYTES - {GRID, "collectives/test_errors.py"},
     ("MPICH", 4): ALL - {GRID},
     ("MPICH", 5): ALL - {GRID},

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.many.test_models import COLUMNS
+from tests.apps.test_models import COLUMNS
 from trainers.apps.serving.instances import answer_of, requested
 from trainers.apps.serving.models import NetworkModel
 from trainers.errors import TrainerError

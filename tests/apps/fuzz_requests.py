@@ -1,6 +1,6 @@
 """Sends hostile requests to the web server: each must get an answer 4xx, or the right one.
 
-python -m tests.many.fuzz_requests --inputs 20000 --seed 1
+python -m tests.apps.fuzz_requests --inputs 20000 --seed 1
 """
 
 import argparse
@@ -206,7 +206,7 @@ def run(inputs: int, seed: int, show: Callable[[str], object] = print) -> Counte
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m tests.many.fuzz_requests", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m tests.apps.fuzz_requests", description=__doc__)
     parser.add_argument("--inputs", type=int, default=20_000)
     parser.add_argument("--seed", type=int, default=1)
     options = parser.parse_args()

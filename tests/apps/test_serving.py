@@ -21,7 +21,7 @@ from allreduce.topology import Topology
 from benchmarks import serving
 from tests import launch
 from tests.conftest import in_one_job
-from tests.many.fuzz_requests import Target, request, run
+from tests.apps.fuzz_requests import Target, request, run
 from trainers.apps.ensemble import model as ensemble_model
 from trainers.apps.ensemble.model import SavedEnsemble, SavedMember
 from trainers.apps.ensemble.voting import Voting

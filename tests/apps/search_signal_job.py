@@ -1,6 +1,6 @@
 """python -m trainers search, with a signal for one rank in the middle of a fit.
 
-mpirun -n 4 python -m tests.many.search_signal_job NAME RANK EPOCH FILE OPTION...
+mpirun -n 4 python -m tests.apps.search_signal_job NAME RANK EPOCH FILE OPTION...
 
 Rank RANK gets the signal NAME at the end of epoch EPOCH (from 0) of the first trial that trains so long there, unless
 FILE exists, which is then written. The options are those of the command.

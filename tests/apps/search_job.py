@@ -1,4 +1,4 @@
-"""A search whose ranks are killed: mpirun -n 2 python -m tests.many.search_job JOURNAL RANKS_PER_TRIAL WHO.
+"""A search whose ranks are killed: mpirun -n 2 python -m tests.apps.search_job JOURNAL RANKS_PER_TRIAL WHO.
 
 WHO: the ranks that die, such as "0,1", or "nobody". They die in the first trial from number 2 on that their part has,
 between two suggestions. The program prints the result as JSON on the first rank that is left.
