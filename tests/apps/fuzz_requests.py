@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from trainers.apps.serving import web
-from trainers.apps.serving.models import Loaded, NetworkModel
+from trainers.apps.serving.models import NetworkModel
 from trainers.apps.serving.versions import AVAILABLE, Version, Versions
 from trainers.apps.serving.web import Limits, Pages, Web, listen
 from trainers.replicas.numpy.network import NumpyNetwork
@@ -51,7 +51,7 @@ class Target:
 
     def __init__(self, page: bytes = b"x 1\n") -> None:
         self.versions, network = Versions("m"), NumpyNetwork([4, 8, 3], seed=3)
-        self.versions.add(Version(1, "m.npz", AVAILABLE, Loaded(NetworkModel(network), "")))
+        self.versions.add(Version(1, "m.npz", AVAILABLE, NetworkModel(network)))
         self._network, self._lock = NumpyNetwork([4, 8, 3], seed=3), threading.Lock()
         self.codes: Counter[int] = Counter()
         pages = Pages(self.versions, Direct(), LIMITS, lambda: (page, "text/plain"), self._count)

@@ -1,6 +1,5 @@
 """Saved models that answer: what load_model returns for each kind of file."""
 
-import json
 from pathlib import Path
 
 import numpy as np
@@ -93,17 +92,15 @@ def write_onnx(path: Path, metadata: dict[str, str], size: int = 4) -> np.ndarra
 
 
 def test_an_onnx_file(tmp_path: Path) -> None:
-    weights = write_onnx(tmp_path / "m.onnx", {"classes": json.dumps(["a", "b", "c"])})
+    weights = write_onnx(tmp_path / "m.onnx", {"classes": "of another program"})
     model, x = load_model(str(tmp_path / "m.onnx")), np.eye(4, dtype=np.float32)[:2]
-    assert (model.kind, model.shape, model.dtype, model.classes) == ("onnx", (4,), np.float32, ("a", "b", "c"))
+    assert (model.kind, model.shape, model.dtype, model.classes) == ("onnx", (4,), np.float32, ())
     model.check(x)
     wanted = np.exp(x @ weights) / np.exp(x @ weights).sum(axis=1, keepdims=True)
     np.testing.assert_allclose(model.predict(x), wanted, rtol=1e-5)
     with pytest.raises(ArgumentError, match=r"shape \(rows, 4\)"):
         model.check(x[:, :2])
-    write_onnx(tmp_path / "m.onnx", {"columns": json.dumps(COLUMNS.as_dict())})
-    assert load_model(str(tmp_path / "m.onnx")).columns == COLUMNS
-    for wrong in ({"columns": "[1]"}, {"classes": "{}"}, {"classes": "[" * 100_000}):
+    for wrong in ({"trainers.format": "9"}, {"trainers.format": "1"}):
         write_onnx(tmp_path / "m.onnx", wrong)
         with pytest.raises(ModelFileError, match="metadata"):
             load_model(str(tmp_path / "m.onnx"))
@@ -126,7 +123,7 @@ def test_an_exported_file(tmp_path: Path, of_a_table: bool) -> None:
 def test_damaged_files(tmp_path: Path) -> None:
     network = NumpyNetwork([4, 3])
     whole = Path(saved(network, tmp_path / "m.npz")).read_bytes()
-    assert load_whole(str(tmp_path / "m.npz")).digest == load_whole(str(tmp_path / "m.npz")).digest
+    assert load_whole(str(tmp_path / "m.npz")).stamp == load_whole(str(tmp_path / "m.npz")).stamp != ""
     for cut in (0, 10, len(whole) // 2, len(whole) - 1):
         (tmp_path / "m.npz").write_bytes(whole[:cut])
         with pytest.raises(ModelFileError):

@@ -20,8 +20,8 @@ from allreduce.elastic.exchange import Exchange
 from allreduce.topology import Topology
 from benchmarks import serving
 from tests import launch
-from tests.conftest import in_one_job
 from tests.apps.fuzz_requests import Target, request, run
+from tests.conftest import in_one_job
 from trainers.apps.ensemble import model as ensemble_model
 from trainers.apps.ensemble.model import SavedEnsemble, SavedMember
 from trainers.apps.ensemble.voting import Voting

@@ -157,7 +157,7 @@ def test_unknown_outputs_are_not_compared(tmp_path: Path) -> None:
     with pytest.raises(ModelFileError, match=r"3 outputs, .* 2 outputs"):
         load_alike(path, [other])
     other.outputs = None
-    assert load_alike(path, [other]).model.outputs == 3
+    assert load_alike(path, [other]).outputs == 3
 
 
 @pytest.mark.parametrize("given", ["2", "2=x", "x=0.1", "2=0", "2=1", "2=nan"])

@@ -423,8 +423,7 @@ class EnsembleTrainer(GroupOwner):
         """
         if deadline is not None:
             return self._predict_by(x, deadline, quorum)
-        (rows,) = self._run(lambda: self._checked("predict", (x, NO_TARGETS, None)))
-        return self._run(lambda: self._result(rows))
+        return self._run(lambda: self._result(*self._checked("predict", (x, NO_TARGETS, None))))
 
     def _predict_by(self, x: Any, deadline: float, quorum: int) -> Prediction | None:
         self._check_open()
@@ -472,9 +471,13 @@ class EnsembleTrainer(GroupOwner):
         x, y: arrays. Of classes (y are class numbers or one-hot rows): "accuracy", and, if the outputs are
         probabilities, "loss", the mean negative log-likelihood. Of numbers: "loss", the mean squared error.
         """
-        x, y = self._run(lambda: self._arrays("evaluate", x, y))
-        outputs = self._run(lambda: self._result(x))
-        return together(self.group.comm, lambda: Scorer(outputs, y)(outputs))
+
+        def scores() -> dict[str, float]:
+            rows, targets = self._arrays("evaluate", x, y)
+            outputs = self._result(rows)
+            return together(self.group.comm, lambda: Scorer(outputs, targets)(outputs))
+
+        return self._run(scores)
 
     def evaluate_members(self, x: Any, y: Any) -> dict[int, dict[str, float]]:
         """Return the metrics of each member, by its number, as `MirroredTrainer.evaluate` does. Collective."""

@@ -10,7 +10,7 @@ import numpy as np
 from allreduce.elastic.exchange import Exchange
 from trainers.apps.ensemble.model import votes_of
 from trainers.apps.ensemble.voting import Voting, misfit
-from trainers.apps.serving.answering import NUMBER, Dealer, lost_dealer
+from trainers.apps.serving.answering import NUMBER, Answer, Dealer, lost_dealer
 from trainers.arguments import is_integer, is_number
 from trainers.data import Tree, leaves, mapped, structure_of, without_rows
 from trainers.errors import ArgumentError, DeadlineExceededError
@@ -153,30 +153,45 @@ class TimelyVotes:
         """Return the votes that have come by `ends`, in the order of the members, and for every member the reason to
         give if its vote is missing."""
         duties_of = {rank: each.duties(voters) for rank, each in enumerate(self._positions)}
-        call = _Call(self._dealer, self._call, [rank for rank, duties in duties_of.items() if rank and duties])
+        undealt = [rank for rank, duties in duties_of.items() if rank and duties]
+        dealt: set[int] = set()  # the numbers of the work that is not answered
+        found: list[Answer] = []
 
         def goes_on() -> bool:
-            call.step()
+            self._step(undealt, dealt, found)
             return time.monotonic() < ends
 
         def enough() -> bool:
-            call.step()
-            return call.ended or {*votes, *call.members} >= set(voters)
+            self._step(undealt, dealt, found)
+            come = {number for answer in found for number in (answer.header or {MEMBERS: []})[MEMBERS]}
+            return not (dealt or undealt) or {*votes, *come} >= set(voters)
 
         votes, errors = _computed(x, own, voting, goes_on)
         self._exchange.wait(enough, max(0.0, ends - time.monotonic()), eager=True)
-        call.forget()
+        for number in dealt:
+            self._dealer.forget(number)
         self._end()
         reasons = {number: self._reason(number, duties_of) for number in voters}
         reasons |= {number: f"rank 0: {text}" for number, text in errors.items()}
-        for rank, (header, arrays) in call.found.items():
-            _take(rank, header, arrays, x, votes, reasons)
+        for answer in found:
+            _take(answer, x, votes, reasons)
         votes = dict(sorted(votes.items()))
         for number in [*votes][1:]:
             if error := misfit(votes[number], next(iter(votes.values()))):
                 reasons[number] = error
                 del votes[number]
         return votes, reasons
+
+    def _step(self, undealt: list[int], dealt: set[int], found: list[Answer]) -> None:
+        """Take answers, and deal the call to ranks that have answered an earlier one."""
+        for answer in self._dealer.answers():
+            if answer.number in dealt:
+                dealt.remove(answer.number)
+                found.append(answer)
+        for rank in [rank for rank in undealt if not self._dealer.busy(rank)]:
+            undealt.remove(rank)
+            if rank not in self._exchange.lost:
+                dealt.add(self._dealer.deal(rank, {CALL: self._call}))
 
     def _end(self) -> None:
         """Tell the others that this call has ended."""
@@ -200,51 +215,16 @@ class TimelyVotes:
             self._exchange.abandon()
 
 
-class _Call:
-    """Rank 0: a call that is dealt to some ranks. found: the header and the arrays of the answer of a rank."""
-
-    def __init__(self, dealer: Dealer, number: int, ranks: list[int]) -> None:
-        self._dealer, self._number, self._undealt = dealer, number, ranks
-        self._dealt: dict[int, int] = {}  # number of the work -> rank
-        self.found: dict[int, tuple[dict[str, Any], list[np.ndarray]]] = {}
-
-    def step(self) -> None:
-        """Take answers, and deal the call to ranks that have answered an earlier one."""
-        for each in self._dealer.answers():
-            if self._dealt.pop(each.number, 0) and each.header is not None:
-                self.found[each.rank] = each.header, each.arrays
-        for rank in [rank for rank in self._undealt if not self._dealer.busy(rank)]:
-            self._undealt.remove(rank)
-            if rank not in self._dealer.exchange.lost:
-                self._dealt[self._dealer.deal(rank, {CALL: self._number})] = rank
-
-    @property
-    def ended(self) -> bool:
-        """Whether no rank is to answer any more."""
-        return not (self._dealt or self._undealt)
-
-    @property
-    def members(self) -> set[int]:
-        """The members whose votes have come."""
-        return {number for header, _ in self.found.values() for number in header[MEMBERS]}
-
-    def forget(self) -> None:
-        """Drop the answers that come later."""
-        for number in self._dealt:
-            self._dealer.forget(number)
-
-
-def _take(
-    rank: int, header: dict[str, Any], given: Sequence[np.ndarray], x: Tree, votes: dict[int, Tree],
-    reasons: dict[int, str],
-) -> None:  # fmt: skip
+def _take(answer: Answer, x: Tree, votes: dict[int, Tree], reasons: dict[int, str]) -> None:
     """Add the votes in a rank's answer to `votes`, and why others are missing to `reasons`."""
-    arrays = iter(given)
-    reasons.update({number: f"rank {rank}: {text}" for number, text in header[ERRORS]})
+    if answer.header is None:
+        return
+    header, arrays = answer.header, iter(answer.arrays)
+    reasons.update({number: f"rank {answer.rank}: {text}" for number, text in header[ERRORS]})
     for number, structure in zip(header[MEMBERS], header.get(STRUCTURES, ()), strict=True):
         tree = mapped(lambda _: next(arrays), without_rows(structure))
         if header[X] != _print_of(x):
-            reasons[number] = f"rank {rank}: it was given other rows x"
+            reasons[number] = f"rank {answer.rank}: it was given other rows x"
         else:
             votes.setdefault(number, tree)
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 
+from trainers.apps.export.running import are_probabilities, softmax
 from trainers.arguments import flag_error, name_error, require
 from trainers.data import Tree, leaves, mapped, row_count, structure_of
 from trainers.errors import ArgumentError
@@ -13,7 +14,6 @@ from trainers.errors import ArgumentError
 SOFT, HARD = "soft", "hard"
 ROUNDS = 100  # of the selection of members: a weight is a multiple of 1 / ROUNDS
 LEAST_PROBABILITY = 1e-12  # in a logarithm
-SUM_TOLERANCE = 1e-3  # how far the probabilities of a row may be from 1 in sum, in 16-bit floats
 
 
 @dataclass(frozen=True)
@@ -107,12 +107,6 @@ def shares_of(weights: Sequence[float] | Mapping[int, float], members: Any) -> d
     return {number: weight / whole if whole else 1 / len(given) for number, weight in given.items()}
 
 
-def softmax(values: np.ndarray) -> np.ndarray:
-    """Return the probabilities of logits, over the last axis."""
-    powers = np.exp(values - values.max(axis=-1, keepdims=True))
-    return powers / powers.sum(axis=-1, keepdims=True)
-
-
 class Scorer:
     """Scores outputs for rows against the true y of these rows.
 
@@ -128,7 +122,7 @@ class Scorer:
             y,
             outputs.ndim == y.ndim + 1 and outputs.shape[:-1] == y.shape and y.dtype.kind in "iu",
         )
-        if outputs.ndim > 1 and outputs.shape == y.shape and _is_one_hot(y) and _are_probabilities(outputs):
+        if outputs.ndim > 1 and outputs.shape == y.shape and _is_one_hot(y) and are_probabilities(outputs):
             self._y, self._classes = y.argmax(axis=-1), True
         if self._classes and y.size and not 0 <= self._y.min() <= self._y.max() < outputs.shape[-1]:
             raise ArgumentError(f"y has classes from {y.min()} to {y.max()}, and the members have {outputs.shape[-1]}")
@@ -141,7 +135,7 @@ class Scorer:
         if not self._classes:
             return {"loss": float(np.mean((outputs.reshape(-1) - self._y.reshape(-1)) ** 2, dtype=np.float64))}
         accuracy = float(np.mean(outputs.argmax(axis=-1) == self._y))
-        if not _are_probabilities(outputs):
+        if not are_probabilities(outputs):
             return {"accuracy": accuracy}
         right = np.take_along_axis(outputs, self._y[..., None], axis=-1)
         loss = -np.log(np.maximum(right, LEAST_PROBABILITY)).mean(dtype=np.float64)
@@ -155,10 +149,6 @@ class Scorer:
 
 def _is_one_hot(y: np.ndarray) -> bool:
     return bool(((y == 0) | (y == 1)).all() and (y.sum(axis=-1) == 1).all())
-
-
-def _are_probabilities(outputs: np.ndarray) -> bool:
-    return bool((outputs >= 0).all() and (np.abs(outputs.sum(axis=-1) - 1) < SUM_TOLERANCE).all())
 
 
 def selected_weights(votes: Mapping[int, np.ndarray], y: np.ndarray, members: int) -> list[float]:

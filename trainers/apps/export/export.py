@@ -15,11 +15,13 @@ from trainers.apps.export.int8 import quantized
 from trainers.apps.export.metadata import Exported
 from trainers.apps.export.running import (
     Session,
+    are_probabilities,
     as_in_table,
     compared,
     largest_difference,
     need_onnxruntime,
     sample,
+    softmax,
     taken,
 )
 from trainers.apps.export.storing import Store, stored
@@ -64,12 +66,12 @@ def write(
         raise ArgumentError("export: a model with the columns of a table takes one array as x, not several")
     rows = as_in_table(replica.columns, taken(x, sample(x, CHECKED)))
     outputs = replica.predict(rows)
-    about, softmax = _described(replica, outputs, classes, logits)
+    about, is_logits = _described(replica, outputs, classes, logits)
     core = _core(replica, rows)
-    model = graph.finished(graph.add_softmax(core) if softmax else core, about, rows, outputs)
+    model = graph.finished(graph.add_softmax(core) if is_logits else core, about, rows, outputs)
     del core
     tolerance = CLOSE.get(replica.config().get("precision", replica.gradient_dtype), CLOSEST)
-    expected = _softmax(outputs) if softmax else outputs
+    expected = softmax(outputs.astype(np.float64)) if is_logits else outputs
     with stored(path) as store:
         with _writing(path):
             store.take_constants(model)
@@ -126,7 +128,7 @@ def _described(replica: Replica, outputs: Tree, classes: Sequence[str] | None, l
         raise ArgumentError(
             f"export: classes must be {width} different names, one for each output of a row, and are {classes!r}"
         )
-    known = "logits" if logits else replica.scores or ("probabilities" if _are_probabilities(outputs) else "")
+    known = "logits" if logits else replica.scores or ("probabilities" if width and are_probabilities(outputs) else "")
     if classes is not None and not known:
         raise ArgumentError(
             f"export: it is not known whether the outputs of this {kind} are logits of the classes, and they are no "
@@ -140,18 +142,6 @@ def _described(replica: Replica, outputs: Tree, classes: Sequence[str] | None, l
         replica.columns,
     )
     return about, classifies and known == "logits"
-
-
-def _are_probabilities(outputs: Tree) -> bool:
-    return isinstance(outputs, np.ndarray) and bool(
-        (outputs >= 0).all() and np.allclose(outputs.sum(axis=-1), 1, atol=1e-3)
-    )
-
-
-def _softmax(outputs: np.ndarray) -> np.ndarray:
-    apart = outputs.astype(np.float64)
-    found = np.exp(apart - apart.max(axis=1, keepdims=True))
-    return found / found.sum(axis=1, keepdims=True)
 
 
 def _core(replica: Replica, rows: Tree) -> Any:

@@ -6,8 +6,8 @@ from typing import Any
 
 import numpy as np
 
-from trainers.apps.export.running import Session, parts_of, sample, taken
-from trainers.data import Tree, row_count, sliced
+from trainers.apps.export.running import Session, batches_of, sample, taken
+from trainers.data import Tree
 from trainers.errors import ExportError
 from trainers.files.onnx_graph import need_onnx, quiet
 
@@ -19,7 +19,7 @@ class _Reader:
     """Gives the inputs of batches, one after the other, as onnxruntime's calibration asks for them."""
 
     def __init__(self, session: Session, x: Tree) -> None:
-        self._feeds = iter([session.feeds(sliced(x, part)) for part in parts_of(row_count(x))])
+        self._feeds = iter([session.feeds(part) for part in batches_of(x)])
 
     def get_next(self) -> dict[str, np.ndarray] | None:
         return next(self._feeds, None)

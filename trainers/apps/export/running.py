@@ -13,6 +13,7 @@ from trainers.errors import ExportError
 from trainers.files.onnx_graph import INSTALL
 
 ROWS = 1024  # of a batch
+SUM_TOLERANCE = 1e-3  # how far the probabilities of a row may be from 1 in sum, in 16-bit floats
 QUIET = 3  # onnxruntime prints errors, no warnings
 EXTERNAL = "session.model_external_initializers_file_folder_path"
 DTYPES = {"tensor(float)": np.float32, "tensor(double)": np.float64, "tensor(float16)": np.float16,
@@ -66,7 +67,7 @@ class Session:
     def run(self, x: Tree) -> dict[str, np.ndarray]:
         """Return the outputs for rows, by name. Raises ExportError."""
         try:
-            parts = [self._session.run(None, self.feeds(sliced(x, part))) for part in parts_of(row_count(x))]
+            parts = [self._session.run(None, self.feeds(part)) for part in batches_of(x)]
         except Exception as error:  # of onnxruntime
             raise ExportError(f"onnxruntime can't run the exported model: {_first_line(error)}") from error
         return {name: np.concatenate(each) for name, each in zip(self._names, zip(*parts, strict=True), strict=True)}
@@ -78,9 +79,20 @@ class Session:
         return np.array([places[name] for name in labels.tolist()], np.int64) if places else labels
 
 
-def parts_of(rows: int) -> Iterator[slice]:
-    """Return the slices of batches."""
-    return (slice(start, start + ROWS) for start in range(0, rows, ROWS))
+def batches_of(x: Tree) -> Iterator[Tree]:
+    """Yield the rows of x in batches."""
+    return (sliced(x, slice(start, start + ROWS)) for start in range(0, row_count(x), ROWS))
+
+
+def softmax(values: np.ndarray) -> np.ndarray:
+    """Return the probabilities of logits, over the last axis."""
+    powers = np.exp(values - values.max(axis=-1, keepdims=True))
+    return powers / powers.sum(axis=-1, keepdims=True)
+
+
+def are_probabilities(outputs: np.ndarray) -> bool:
+    """Whether the outputs of each row are probabilities of classes."""
+    return bool((outputs >= 0).all() and (np.abs(outputs.sum(axis=-1) - 1) < SUM_TOLERANCE).all())
 
 
 def cells_of(columns: Columns, x: np.ndarray) -> dict[str, np.ndarray]:

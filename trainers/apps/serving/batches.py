@@ -31,7 +31,7 @@ class Request:
     @property
     def key(self) -> Key:
         """Requests with equal keys fit in one batch."""
-        return self.version.number, self.version.digest, self.rows.shape[1:]
+        return self.version.number, self.version.stamp, self.rows.shape[1:]
 
     def answer(self, outputs: np.ndarray) -> None:
         with suppress(InvalidStateError):  # the client has not waited as long

@@ -112,7 +112,7 @@ def run(arguments: Sequence[str], world: Topology, program: str) -> bool:
         found = root_value(world.world, prepared and prepared.files, "learn the versions of the model")
         models = together(
             world.world,
-            lambda: {} if prepared else {number: _same(path, digest) for number, path, digest in found},
+            lambda: {} if prepared else {number: _same(path, stamp) for number, path, stamp in found},
         )
         exchange = Exchange(world)
         with Terminating() as sigterm:
@@ -173,12 +173,14 @@ def _versions_in(options: argparse.Namespace, versions: Versions, folder: str) -
     return {version.number: found[version.number] for version in versions.listed()}
 
 
-def _same(path: str, digest: str) -> Model:
+def _same(path: str, stamp: str) -> Model:
     """Load a model on another rank. Raises ModelFileError if its file differs from rank 0's."""
-    loaded = load_whole(path)
-    if loaded.digest != digest:
-        raise ModelFileError(f"{path} is another file here than on rank 0; all ranks must read the same one")
-    return loaded.model
+    model = load_whole(path)
+    if model.stamp != stamp:
+        raise ModelFileError(
+            f"{path} is another file here ({model.stamp}) than on rank 0 ({stamp}); all ranks must read the same one"
+        )
+    return model
 
 
 # The other ranks
@@ -199,7 +201,7 @@ class Worker:
         if PREDICT in header:
             return {}, [self._models[header[PREDICT]].predict(arrays[0])]
         if LOAD in header:
-            self._models[header[LOAD]] = _same(header["path"], header["digest"])
+            self._models[header[LOAD]] = _same(header["path"], header["stamp"])
         else:
             self._models.pop(header[UNLOAD], None)
         return {}, []

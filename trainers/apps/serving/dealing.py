@@ -39,9 +39,9 @@ class Prepared(NamedTuple):
 
     @property
     def files(self) -> list[tuple[int, str, str]]:
-        """The number, the path and the digest of each version."""
-        listed = [version for version in self.versions.listed() if version.loaded is not None]
-        return [(version.number, version.path, version.loaded.digest) for version in listed if version.loaded]
+        """The number, the path and the stamp of each version."""
+        listed = self.versions.listed()
+        return [(version.number, version.path, version.stamp) for version in listed if version.stamp]
 
 
 class Local:
@@ -84,19 +84,19 @@ class Local:
 
 
 class Change(NamedTuple):
-    """A version that a rank loads or unloads. digest: of the file that it loads; "" to unload."""
+    """A version that a rank loads or unloads. stamp: of the file that it loads; "" to unload."""
 
     version: int
-    digest: str
+    stamp: str
 
 
 class Peer:
-    """Another rank, as rank 0 sees it. has: the digests of the versions that it has loaded, by their numbers. work: the
+    """Another rank, as rank 0 sees it. has: the stamps of the versions that it has loaded, by their numbers. work: the
     work that it has not answered, by sequence numbers."""
 
     def __init__(self, rank: int, has: dict[int, str]) -> None:
         self.rank, self.has = rank, has
-        self.refused: dict[int, str] = {}  # the digests of versions that it can't load
+        self.refused: dict[int, str] = {}  # the stamps of versions that it can't load
         self.work: dict[int, Batch | Change] = {}
         self.since = 0.0  # when it was last dealt work, or has answered
         self.late = False  # the last work was not answered in time
@@ -112,7 +112,7 @@ class Peer:
 
     def holds(self, version: Version) -> bool:
         """Whether it has this version, and answers in time."""
-        return self.has.get(version.number) == version.digest and not self.late
+        return self.has.get(version.number) == version.stamp and not self.late
 
     def can_answer(self, request: Request) -> bool:
         return self.holds(request.version)
@@ -128,7 +128,7 @@ class Server:
         self._dealer, self._awake = Dealer(exchange), threading.Event()
         self._waiting = Waiting(options.max_queue, options.max_batch, options.max_wait_ms / 1000, self._awake.set)
         self._local = Local(self._awake.set)
-        has = {version.number: version.digest for version in self._versions.available()}
+        has = {version.number: version.stamp for version in self._versions.available()}
         self._peers = {rank: Peer(rank, dict(has)) for rank in range(1, exchange.size)}
         self._metrics = Metrics(self._waiting, self._versions, lambda: len(self._peers) + 1)
         self._news: queue.SimpleQueue[Version | int] = queue.SimpleQueue()  # from the watcher: to load, to unload
@@ -290,22 +290,22 @@ class Server:
         listed = self._versions.listed()
         wanted = {version.number: version for version in listed if version.state in (LOADING, AVAILABLE)}
         loading = any(
-            isinstance(work, Change) and work.digest
+            isinstance(work, Change) and work.stamp
             for peer in self._peers.values()
             for work in peer.work.values()
             if not peer.late
         )
         for peer in self._peers.values():
-            peer.refused = {number: digest for number, digest in peer.refused.items() if number in wanted}
+            peer.refused = {number: stamp for number, stamp in peer.refused.items() if number in wanted}
             if peer.changes or peer.late:
                 continue
             for number in peer.has.keys() - wanted.keys():
                 if not self._in_use(number):
                     self._deal_to(peer, {UNLOAD: number}, Change(number, ""))
             for version in wanted.values():
-                number, digest = version.number, version.digest
-                if not loading and digest not in (peer.has.get(number), peer.refused.get(number)):
-                    self._deal_to(peer, {LOAD: number, "path": version.path, "digest": digest}, Change(number, digest))
+                number, stamp = version.number, version.stamp
+                if not loading and stamp not in (peer.has.get(number), peer.refused.get(number)):
+                    self._deal_to(peer, {LOAD: number, "path": version.path, "stamp": stamp}, Change(number, stamp))
                     loading = True
         for version in listed:
             if version.state == LOADING and all(p.holds(version) for p in self._peers.values() if not p.late):
@@ -321,20 +321,20 @@ class Server:
     def _take_change(self, peer: Peer, change: Change, error: str) -> None:
         number = change.version
         peer.has.pop(number, None)
-        if not change.digest:
+        if not change.stamp:
             return
         if not error:
-            peer.has[number] = change.digest
+            peer.has[number] = change.stamp
             return
         log.warning("rank %d can't load version %d: %s", peer.rank, number, error)
         version = self._versions.known.get(number)
-        if version is not None and version.digest == change.digest and version.state == LOADING:
+        if version is not None and version.stamp == change.stamp and version.state == LOADING:
             if self._watcher is not None:
                 self._watcher.refuse(number)
             version.state, version.error = END, f"rank {peer.rank}: {error}"
             log.warning("version %d is not served: %s", number, version.error)
         else:  # the other ranks answer by it
-            peer.refused[number] = change.digest
+            peer.refused[number] = change.stamp
 
     # Dealing
 

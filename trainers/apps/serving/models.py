@@ -1,12 +1,10 @@
 """Saved models that answer: load_model(path) returns a Model, which predicts rows. No MPI."""
 
-import hashlib
 import importlib
-import json
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -23,7 +21,6 @@ ENDINGS = (".npz", ".onnx")
 OTHERS = {  # the kind in a model file -> the module whose `load_model(path)` reads it, imported when it is needed
     "Ensemble": "trainers.apps.ensemble.model",
 }
-CLASSES, COLUMNS = "classes", "columns"  # entries of an ONNX file's metadata: JSON
 DTYPES = {
     "tensor(float)": "float32",
     "tensor(double)": "float64",
@@ -46,6 +43,7 @@ class Model(ABC):
     members: the number of models whose answers are combined; 1 for a single model.
     outputs: the number of outputs of a row; None if it is not known.
     probabilities: whether `predict` is known to return the probabilities of classes.
+    stamp: of the file, see `load_whole`; "" before.
     """
 
     kind: str
@@ -56,6 +54,7 @@ class Model(ABC):
     members = 1
     outputs: int | None = None
     probabilities: bool = False
+    stamp = ""
 
     @abstractmethod
     def check(self, rows: np.ndarray) -> None:
@@ -105,8 +104,7 @@ class OnnxModel(Model):
     taken that has numbers.
 
     The metadata of a file of `trainer.export` tell its columns and classes. A file of a table takes cells, made here
-    of features. The metadata of other files may have `classes` (a JSON list of names) and `columns` (those of a
-    model file, as JSON); they take features.
+    of features.
     """
 
     kind = "onnx"
@@ -126,8 +124,10 @@ class OnnxModel(Model):
         numbers = [each.name for each in outputs if each.type in DTYPES]
         widths = [each.shape[1] for each in outputs if each.type in DTYPES and len(each.shape) == 2]
         self.outputs = widths[-1] if widths and isinstance(widths[-1], int) else None
-        self._takes_cells = self._read(path, metadata)
-        if self._takes_cells and self.columns is not None and numbers:
+        if Exported.wrote(metadata):
+            about = Exported.read(path, metadata)
+            self.columns, self.classes, self.probabilities = about.columns, about.classes, about.classifies
+        if self.columns is not None and numbers:
             self._output, self.dtype, self.shape = numbers[-1], np.dtype(np.float32), (self.columns.features,)
             return
         if len(inputs) != 1 or inputs[0].type not in DTYPES or not numbers:
@@ -138,23 +138,6 @@ class OnnxModel(Model):
         self._input, self._output = inputs[0].name, numbers[-1]
         self.dtype = np.dtype(DTYPES[inputs[0].type])
         self.shape = tuple(size if isinstance(size, int) else None for size in inputs[0].shape[1:])
-
-    def _read(self, path: str, metadata: dict[str, str]) -> bool:
-        """Read the columns and classes; returns whether the inputs are cells of a table."""
-        if Exported.wrote(metadata):
-            about = Exported.read(path, metadata)
-            self.columns, self.classes, self.probabilities = about.columns, about.classes, about.classifies
-            return about.columns is not None
-        try:
-            columns = json.loads(metadata.get(COLUMNS, "null"))
-            self.columns = None if columns is None else Columns.from_dict(columns)
-            classes = json.loads(metadata.get(CLASSES, "[]"))
-            if not isinstance(classes, list) or not all(isinstance(each, str) for each in classes):
-                raise ValueError("its classes are not a list of names")
-        except (ValueError, RecursionError) as error:
-            raise ModelFileError(f"{path} is damaged: its metadata can't be read: {error}") from error
-        self.classes = self.columns.classes if self.columns is not None and not classes else tuple(classes)
-        return False
 
     def check(self, rows: np.ndarray) -> None:
         wanted = (len(rows) if rows.ndim else 0, *self.shape)
@@ -169,7 +152,7 @@ class OnnxModel(Model):
                 raise ArgumentError(f"x must be whole numbers that fit into {self.dtype}, as the model takes them")
 
     def predict(self, rows: np.ndarray) -> np.ndarray:
-        if self._takes_cells and self.columns is not None:
+        if self.columns is not None:
             feeds: dict[str, Any] = cells_of(self.columns, np.asarray(rows, self.dtype))
         else:
             feeds = {self._input: np.ascontiguousarray(rows, self.dtype)}
@@ -178,13 +161,6 @@ class OnnxModel(Model):
         except Exception as error:  # a dozen types of onnxruntime
             raise ArgumentError(f"onnxruntime can't compute the outputs of these rows: {error}") from error
         return np.asarray(found)
-
-
-class Loaded(NamedTuple):
-    """A model, and the SHA-256 of its file, by which ranks compare what they have loaded."""
-
-    model: Model
-    digest: str
 
 
 def load_model(path: str) -> Model:
@@ -200,39 +176,30 @@ def load_model(path: str) -> Model:
     return NetworkModel(EmbeddingNetwork.load(path) if kind == EmbeddingNetwork.__name__ else load_network(path))
 
 
-def load_whole(path: str) -> Loaded:
-    """Load a model whose file may be in the course of being written. Raises ModelFileError if it changes meanwhile, and
-    the errors of `load_model`; whatever a damaged file makes a package raise becomes a ModelFileError."""
-    before, digest = _stamp(path), _digest(path)
+def load_whole(path: str) -> Model:
+    """Load a model whose file may be in the course of being written, with the stamp of the file, by which ranks compare
+    what they have loaded. Raises ModelFileError if the file changes meanwhile, and the errors of `load_model`; whatever
+    a damaged file makes a package raise becomes a ModelFileError."""
+    stamp = _stamp(path)
     try:
         model = load_model(path)
     except TrainerError:
         raise
     except Exception as error:
         raise ModelFileError(f"{path} can't be loaded: {type(error).__name__}: {error}") from error
-    if _stamp(path) != before:
+    if _stamp(path) != stamp:
         raise ModelFileError(f"{path} changed while it was read")
-    return Loaded(model, digest)
+    model.stamp = stamp
+    return model
 
 
-def _stamp(path: str) -> tuple[int, ...]:
-    """Return what changes when a file is written."""
+def _stamp(path: str) -> str:
+    """Return what changes when a file is written, and is equal on all hosts that share its folder."""
     try:
         found = os.stat(path)
     except OSError as error:
         raise ModelFileError(f"the model file {path} can't be read: {error.strerror or error}") from error
-    return found.st_ino, found.st_size, found.st_mtime_ns
-
-
-def _digest(path: str) -> str:
-    found = hashlib.sha256()
-    try:
-        with model_file.open_regular(path) as file:
-            while piece := file.read(model_file.PIECE):
-                found.update(piece)
-    except OSError as error:
-        raise ModelFileError(f"the model file {path} can't be read: {error.strerror or error}") from error
-    return found.hexdigest()
+    return f"{found.st_size} bytes, written at {found.st_mtime_ns} ns"
 
 
 def _check_readable(path: str) -> None:

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from itertools import chain
 from typing import NamedTuple
 
-from trainers.apps.serving.models import ENDINGS, Loaded, Model, load_whole
+from trainers.apps.serving.models import ENDINGS, Model, load_whole
 from trainers.errors import ArgumentError, ModelFileError, TrainerError
 
 log = logging.getLogger("trainers")
@@ -65,18 +65,18 @@ class Version:
     number: int
     path: str
     state: str = LOADING
-    loaded: Loaded | None = None
+    loaded: Model | None = None
     error: str = ""
 
     @property
     def model(self) -> Model:
         assert self.loaded is not None
-        return self.loaded.model
+        return self.loaded
 
     @property
-    def digest(self) -> str:
-        """The SHA-256 of the file; "" before it is loaded. A file may be replaced, and the version then has another."""
-        return "" if self.loaded is None else self.loaded.digest
+    def stamp(self) -> str:
+        """The stamp of the file; "" before it is loaded. A file may be replaced, and the version then has another."""
+        return "" if self.loaded is None else self.loaded.stamp
 
 
 def checked_canary(given: Iterable[str]) -> dict[int, float]:
@@ -144,12 +144,12 @@ class Versions:
         return next(iter(settled or available), None)
 
 
-def load_alike(path: str, others: Iterable[Model]) -> Loaded:
+def load_alike(path: str, others: Iterable[Model]) -> Model:
     """Load a model that takes the same rows as the other versions do. Raises ModelFileError."""
     loaded = load_whole(path)
     for other in others:
-        both = loaded.model.outputs is not None and other.outputs is not None
-        given, wanted = signature(loaded.model, both), signature(other, both)
+        both = loaded.outputs is not None and other.outputs is not None
+        given, wanted = signature(loaded, both), signature(other, both)
         if given != wanted:
             raise ModelFileError(
                 f"{path}: this version takes {given}, and the version that answers takes {wanted}; serve it under "

@@ -328,35 +328,21 @@ def listen(address: str, port: int) -> socket.socket:
     return listener
 
 
-class HeadTimer:
-    """Closes a connection on which a client takes longer than HEAD_SECONDS for a head. protocol: uvicorn's."""
+class Timers:
+    """Closes a connection if something that is awaited does not come in time."""
 
-    def __init__(self, protocol: Any) -> None:
-        self._protocol = protocol
-        self._timer: Any = None
+    def __init__(self, loop: Any, transport: Any) -> None:
+        self._loop, self._transport = loop, transport
+        self._running: dict[str, Any] = {}
 
-    @property
-    def _runs(self) -> bool:
-        """Whether a request runs."""
-        cycle = self._protocol.cycle
-        return cycle is not None and not cycle.response_complete
+    def start(self, awaited: str, seconds: float) -> None:
+        """Wait for this, unless it is awaited already."""
+        if awaited not in self._running:
+            self._running[awaited] = self._loop.call_later(seconds, self._transport.abort)
 
-    def watch(self) -> None:
-        """Start the timer if a head is awaited, and stop it if a request runs."""
-        if self._runs:
-            self.stop()
-        elif self._timer is None:
-            self._timer = self._protocol.loop.call_later(HEAD_SECONDS, self._late)
-
-    def stop(self) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
-
-    def _late(self) -> None:
-        self._timer = None
-        if not self._runs:
-            self._protocol.transport.abort()
+    def stop(self, awaited: str) -> None:
+        if timer := self._running.pop(awaited, None):
+            timer.cancel()
 
 
 def _protocol(most: int) -> Any:
@@ -366,36 +352,33 @@ def _protocol(most: int) -> Any:
 
     class Bounded(H11Protocol):
         def connection_made(self, transport: Any) -> None:
-            self._head = HeadTimer(self)
-            self._unread: Any = None  # a timer while an answer waits to be read
+            self._timers = Timers(self.loop, transport)
             super().connection_made(transport)
             transport.set_write_buffer_limits(high=0)  # so pause_writing is called for any bytes that wait
             if len(self.connections) > most:
                 transport.abort()
                 return
-            self._head.watch()
+            self._timers.start("head", HEAD_SECONDS)
 
         def data_received(self, data: bytes) -> None:
             super().data_received(data)
-            self._head.watch()
+            if self.cycle is not None and not self.cycle.response_complete:  # a request runs
+                self._timers.stop("head")
+            else:
+                self._timers.start("head", HEAD_SECONDS)
 
         def connection_lost(self, exc: Exception | None) -> None:
-            self._head.stop()
-            self._stop_unread()
+            self._timers.stop("head")
+            self._timers.stop("answer")
             super().connection_lost(exc)
 
         def pause_writing(self) -> None:
             super().pause_writing()
-            self._unread = self.loop.call_later(BODY_SECONDS, self.transport.abort)
+            self._timers.start("answer", BODY_SECONDS)
 
         def resume_writing(self) -> None:
-            self._stop_unread()
+            self._timers.stop("answer")
             super().resume_writing()
-
-        def _stop_unread(self) -> None:
-            if self._unread is not None:
-                self._unread.cancel()
-                self._unread = None
 
         def send_400_response(self, msg: str) -> None:
             self.transport.write(bad_request(msg))

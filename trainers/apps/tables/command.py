@@ -8,7 +8,7 @@ from typing import Any
 
 from allreduce.elastic.ranks import choose_device, together
 from allreduce.topology import Topology
-from trainers.apps.serving.models import Loaded, Model, load_whole
+from trainers.apps.serving.models import Model, load_whole
 from trainers.apps.tables.predicting import predict_into
 from trainers.apps.tables.streams import open_stream
 from trainers.cli.command import Command
@@ -66,13 +66,13 @@ def run(arguments: Sequence[str], world: Topology, program: str) -> None:
         with MirroredTrainer(model, topology=world) as trainer:
             paths = trainer.predict(options.data, options.out)
     else:
-        paths = _Predicting(model.model, world).files(options, model.digest)
+        paths = _Predicting(model, world).files(options)
     if world.rank == 0:
         written = paths[0] if len(paths) == 1 else f"{paths[0]} to {paths[-1]}"
         print(f"predictions: {written} ({time.perf_counter() - begin:.1f} s)", flush=True)
 
 
-def _loaded(options: argparse.Namespace, node_rank: int) -> NumpyNetwork | Loaded:
+def _loaded(options: argparse.Namespace, node_rank: int) -> NumpyNetwork | Model:
     """Return the model of --load: a network that a trainer takes, else any model that answers. Raises ModelFileError,
     ArgumentError for a model that does not compute on the device, and UnavailableError or ArgumentError if a package is
     missing. node_rank: chooses the GPU."""
@@ -105,10 +105,10 @@ class _Predicting:
         """Return rows of samples of any shape as a model of flat rows takes them, as a NumpyNetwork does."""
         return x if self._features is None else x.reshape(len(x), -1)
 
-    def files(self, options: argparse.Namespace, digest: str) -> list[str]:
-        """Predict the rows of files; returns the paths of the predictions. Collective. digest: of the model's file."""
+    def files(self, options: argparse.Namespace) -> list[str]:
+        """Predict the rows of files; returns the paths of the predictions. Collective."""
         group = self._group
-        group.enter(f"predict: {options.load} with the SHA-256 {digest}, {options.data}, out={options.out}")
+        group.enter(f"predict: {options.load} of {self._model.stamp}, {options.data}, out={options.out}")
         rows = partial(open_stream, options.data, self.columns, self._features)
         return predict_into(group, self, rows, options.out, True, None, self._model.classes)
 
