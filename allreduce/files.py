@@ -1,12 +1,51 @@
-"""Writes text files under a temporary name and renames them, so that only a complete file replaces an old one."""
+"""Text files: written under a temporary name and renamed, so that only a complete file replaces an old one; read with a
+limit, because their content is untrusted."""
 
 import contextlib
+import json
 import os
 import secrets
+import stat
 from collections.abc import Iterator
-from typing import TextIO
+from typing import Any, TextIO
 
 from allreduce.errors import OptionError
+from allreduce.notices import shown
+
+
+class ContentError(ValueError):
+    """A file's content is not what its reader needs."""
+
+
+def read_text(path: str | os.PathLike[str], most: int) -> str:
+    """Return the text of a regular file of at most `most` bytes. Raises OSError or ContentError. Local.
+
+    A pipe may block for ever, and a device never ends.
+    """
+    with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
+        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+            raise ContentError("it is not a regular file")
+        content = file.read(most + 1)
+    if len(content) > most:
+        raise ContentError(f"it has more than {most} bytes")
+    try:
+        return content.decode()
+    except UnicodeDecodeError:
+        raise ContentError("it is not text") from None
+
+
+def json_of(text: str, format: str, version: int, lacks: str) -> dict[str, Any]:
+    """Return the object in a JSON text of this format and version. Raises ContentError: `lacks` for another format."""
+    try:
+        found = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise ContentError(f"it is not JSON ({error})") from None
+    if not isinstance(found, dict) or found.get("format") != format:
+        raise ContentError(lacks)
+    if found.get("version") != version:
+        given = shown(found.get("version"))
+        raise ContentError(f"it has version {given} of the format, and this is version {version}")
+    return found
 
 
 def writable(path: str) -> bool:

@@ -2,17 +2,16 @@
 
     mpirun -n 2 python -m benchmarks.checkpoint --json out.json
 
-Trains a NumpyNetwork of 10 M parameters with Adam (--framework torch: a module with torch.optim.Adam) and a checkpoint
-every --every steps. The time of a step is from its beginning to the beginning of the next step, on the slowest rank.
-The step that starts a checkpoint copies the state and passes it to a thread of rank 0. While the thread writes, it uses
-part of a core, which slows the following steps if no core is free.
+Trains a NumpyNetwork of 10 M parameters with Adam and a checkpoint every --every steps. The time of a step is from its
+beginning to the beginning of the next step, on the slowest rank. The step that starts a checkpoint copies the state and
+passes it to a thread of rank 0. While the thread writes, it uses part of a core, which slows the following steps if no
+core is free.
 """
 
 import argparse
 import os
 import sys
 import tempfile
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -26,7 +25,6 @@ from benchmarks.lib.sizes import layers
 from trainers import Checkpoint, MirroredTrainer, NumpyNetwork
 from trainers.backends import UPDATES
 from trainers.files import checkpoint as files
-from trainers.replica import Replica
 
 FEATURES, CLASSES = 512, 10
 PLAIN, WRITES, DURING = "no checkpoint", "the step that writes", "while it is written"
@@ -39,26 +37,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--steps", type=cli.at_least(4), default=100, metavar="N", help="(default: 100)")
     add("--every", type=cli.at_least(2), default=20, metavar="N", help="steps between checkpoints (default: 20)")
     add("--update", choices=UPDATES, default="replicated", help="(default: replicated)")
-    add("--framework", choices=["numpy", "torch"], default="numpy", help="(default: numpy)")
     add("--folder", metavar="DIR", help="where rank 0 writes (default: a temporary folder here)")
     cli.add_json_option(parser)
-
-
-def replica_of(options: argparse.Namespace) -> Replica:
-    """Return a replica with two equal hidden layers and about `options.parameters` million parameters."""
-    sizes = layers(options.parameters * 1e6, FEATURES, CLASSES)
-    return NumpyNetwork(sizes, optimizer="adam") if options.framework == "numpy" else _module(sizes)
-
-
-def _module(sizes: Sequence[int]) -> Replica:
-    import torch
-
-    from benchmarks.lib.networks import one_thread, perceptron
-    from trainers.replicas.pytorch import TorchReplica
-
-    one_thread()
-    module = perceptron(sizes)
-    return TorchReplica(module, torch.nn.CrossEntropyLoss(), torch.optim.Adam(module.parameters(), lr=1e-4))
 
 
 class Steps(timing.Clock):
@@ -78,7 +58,7 @@ class Steps(timing.Clock):
 
 def measure(topology: Topology, options: argparse.Namespace, folder: str, screen: Screen) -> dict[str, Any]:
     """Return the seconds of each kind of step, and the size of a checkpoint. Collective."""
-    replica = replica_of(options)
+    replica = NumpyNetwork(layers(options.parameters * 1e6, FEATURES, CLASSES), optimizer="adam")
     batch = options.batch * topology.size
     x = np.random.default_rng(0).standard_normal((options.steps * batch, FEATURES), np.float32)
     y = np.arange(len(x)) % CLASSES
@@ -107,7 +87,7 @@ def _run(topology: Topology, options: argparse.Namespace, screen: Screen) -> int
         folder = root_value(topology.world, own, "learn the folder")
         result = measure(topology, options, folder, screen)
         together(topology.world, lambda: None)  # no rank removes its folder before all ranks are done
-    what = f"{options.framework}, {options.update}, {result['parameters'] / 1e6:.1f} M parameters, Adam"
+    what = f"{options.update}, {result['parameters'] / 1e6:.1f} M parameters, Adam"
     screen.say(
         f"{topology}: {what}, {options.batch} rows per rank",
         f"a checkpoint of {result['bytes'] / 1e6:.0f} MB every {options.every} steps",

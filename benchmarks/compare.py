@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from statistics import geometric_mean
 
 from benchmarks.lib import cli
+from benchmarks.lib.columns import columns
 from benchmarks.lib.results import TITLES, FileError, Result, Run, load
 from benchmarks.lib.sizes import show
 
@@ -24,18 +25,28 @@ Key = tuple[str, str, int]  # backend, memory, size
 
 @dataclass(frozen=True)
 class Ratio:
-    """Times of the second run divided by those of the first: above 1 is slower."""
+    """Times of the second run divided by those of the first: above 1 is slower. size: None for the means of all."""
 
     backend: str
     memory: str
-    size: int
-    before: float  # us
-    after: float
+    size: int | None
+    before: float | None  # us
+    after: float | None
     median: float
     least: float
 
     def slower(self, threshold: float) -> bool:
         return min(self.median, self.least) > 1 + threshold
+
+    def row(self, threshold: float) -> list[str]:
+        times = ["" if each is None else f"{each:.2f}" for each in (self.before, self.after)]
+        size = "all" if self.size is None else show(self.size)
+        mark = "slower" if self.slower(threshold) else ""
+        return [self.backend, self.memory, size, *times, f"{self.median:.3f}", f"{self.least:.3f}", mark]
+
+    def __str__(self) -> str:
+        size, average = ("all sizes", " on average") if self.size is None else (show(self.size), "")
+        return f"{self.backend}, {TITLES[self.memory]}, {size}: {self.median:.2f}x the time{average}"
 
 
 def ratios(before: Run, after: Run) -> list[Ratio]:
@@ -50,15 +61,14 @@ def ratios(before: Run, after: Run) -> list[Ratio]:
     return found
 
 
-def means(found: Sequence[Ratio]) -> dict[tuple[str, str], tuple[float, float]]:
-    """Return (backend, memory) -> the geometric means of the ratios of medians, and of minima."""
+def means(found: Sequence[Ratio]) -> list[Ratio]:
+    """Return the geometric means of the ratios of each backend and memory over all sizes."""
     grouped: dict[tuple[str, str], list[Ratio]] = {}
     for each in found:
         grouped.setdefault((each.backend, each.memory), []).append(each)
-    return {
-        key: (geometric_mean(each.median for each in group), geometric_mean(each.least for each in group))
-        for key, group in grouped.items()
-    }
+    medians = {key: geometric_mean(each.median for each in group) for key, group in grouped.items()}
+    least = {key: geometric_mean(each.least for each in group) for key, group in grouped.items()}
+    return [Ratio(*key, None, None, None, medians[key], least[key]) for key in sorted(grouped)]
 
 
 def only_in(one: Run, other: Run) -> list[str]:
@@ -84,27 +94,11 @@ def differences(before: Run, after: Run) -> list[str]:
 
 def report(found: Sequence[Ratio], threshold: float) -> tuple[list[str], list[str]]:
     """Return the lines of the table, and a line for each regression."""
-    lines = [
-        f"# {'backend':<18} {'memory':<10} {'size':>10} {'before(us)':>12} {'after(us)':>12} {'ratio':>7} {'min':>7}"
-    ]
-    regressions = []
-    for each in sorted(found, key=lambda one: (one.backend, one.memory, one.size)):
-        mark = ""
-        if each.slower(threshold):
-            mark = "  slower"
-            regressions.append(f"{each.backend}, {TITLES[each.memory]}, {show(each.size)}: {each.median:.2f}x the time")
-        lines.append(
-            f"  {each.backend:<18} {each.memory:<10} {show(each.size):>10} {each.before:>12.2f} {each.after:>12.2f} "
-            f"{each.median:>7.3f} {each.least:>7.3f}{mark}"
-        )
-    lines.append("# geometric means over all sizes (above 1: slower than before)")
-    for (backend, memory), (mean, least) in sorted(means(found).items()):
-        mark = ""
-        if min(mean, least) > 1 + threshold:
-            mark = "  slower"
-            regressions.append(f"{backend}, {TITLES[memory]}, all sizes: {mean:.2f}x the time on average")
-        lines.append(f"  {backend:<18} {memory:<10} {'all':>10} {'':>12} {'':>12} {mean:>7.3f} {least:>7.3f}{mark}")
-    return lines, regressions
+    every = [*sorted(found, key=lambda one: (one.backend, one.memory, one.size or 0)), *means(found)]
+    heads = ["backend", "memory", "size", "before(us)", "after(us)", "ratio", "min", ""]
+    lines = columns(heads, [each.row(threshold) for each in every], left=(0, 1, 7))
+    lines.insert(1 + len(found), "# geometric means over all sizes (above 1: slower than before)")
+    return lines, [str(each) for each in every if each.slower(threshold)]
 
 
 def _compare(args: argparse.Namespace) -> int:
@@ -120,14 +114,9 @@ def _compare(args: argparse.Namespace) -> int:
         for which in lonely:
             print(f"warning: only in {path}: {which}", file=sys.stderr)
     lines, regressions = report(found, args.threshold)
-    regressions = [
-        *(
-            f"{e.backend}, {TITLES[e.memory]}, {show(e.size)}: {e.wrong} wrong elements"
-            for e in after.results
-            if e.wrong
-        ),
-        *regressions,
-    ]
+    wrong = [each for each in after.results if each.wrong]
+    told = (f"{e.backend}, {TITLES[e.memory]}, {show(e.size)}: {e.wrong} wrong elements" for e in wrong)
+    regressions = [*told, *regressions]
     print("\n".join(lines))
     limit = f"{args.threshold:.0%}"
     if regressions:

@@ -58,9 +58,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("training").add_argument
     group("--models", type=cli.names, default=["mlp", "conv"], metavar="A,B", help="(default: mlp,conv)")
     group("--steps", type=cli.at_least(1), metavar="N", help="of uncompressed training (default: 65, 200)")
-    group(
-        "--target", type=cli.at_least(0, float, 1), metavar="SHARE", help="accuracy; leaves out uncompressed training"
-    )
     group("--every", type=cli.at_least(2), default=5, metavar="N", help="steps between evaluations (default: 5)")
     group = parser.add_argument_group("exact").add_argument
     group("--epochs", type=cli.at_least(1), default=5, metavar="N", help="(default: 5)")

@@ -97,8 +97,8 @@ def _plan(args: argparse.Namespace) -> Plan | None:
 
 
 def _fit(args: argparse.Namespace, record: dict[str, Any]) -> tuple[Machine, list[fitting.Point]]:
-    points, runs = fitting.read(args.fit or [], statistic=args.time)
-    more, rigs = fitting.read(args.fit_rig or [], one_machine=True, statistic=args.time)
+    points, runs = fitting.read(args.fit or [])
+    more, rigs = fitting.read(args.fit_rig or [], one_machine=True)
     cores = {int(run.machine["cores"]) for run in runs + rigs if run.machine.get("cores")}
     if len(cores) > 1:
         raise FileError(
@@ -199,7 +199,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--fit", nargs="+", metavar="FILE", help="runs of benchmarks.bandwidth --json to fit the constants to")
     add("--fit-rig", nargs="+", metavar="FILE", help="as --fit, of scripts/cluster_sim.sh: hosts share one machine")
-    add("--time", choices=("median", "min"), default="median", help="the time to fit to (min if the machine was busy)")
     cli.add_some(parser, "--model", MODELS, default=["resnet50"])
     add("--step-time", type=cli.at_least(1e-6, float, 1e6), metavar="SECONDS", help="computing time of a step")
     add("--node-size", type=cli.at_least(1, int, 1024), default=8, metavar="N", help="ranks of a node (default 8)")

@@ -63,15 +63,15 @@ class CountedComm(MPI.Intracomm):
     Communicators made from it count too. Writes to shared memory are not counted.
     """
 
-    _traffic: Traffic | None = None
+    _traffic: Traffic
     _world_ranks: Sequence[int] = ()
 
     @classmethod
-    def of(cls, comm: MPI.Comm, traffic: Traffic | None) -> "CountedComm":
+    def of(cls, comm: MPI.Comm, traffic: Traffic) -> "CountedComm":
         """Return a communicator with the same handle that adds to `traffic`."""
         made = cls(comm)
         made._traffic = traffic
-        made._world_ranks = traffic.world_ranks(comm) if traffic is not None and comm != MPI.COMM_NULL else ()
+        made._world_ranks = traffic.world_ranks(comm) if comm != MPI.COMM_NULL else ()
         return made
 
     def counted(self, made: MPI.Comm) -> "CountedComm":
@@ -80,8 +80,7 @@ class CountedComm(MPI.Intracomm):
 
     def count_message(self, buffer: Any, dest: int, share: float = 1.0) -> None:
         """Count a message: `share` times the bytes of `buffer`."""
-        if self._traffic is not None:
-            self._traffic.sent[self._world_ranks[dest]] += share * nbytes(buffer)
+        self._traffic.sent[self._world_ranks[dest]] += share * nbytes(buffer)
 
     def Send_init(self, buf: Any, dest: int, *args: Any, **options: Any) -> Any:  # noqa: N802, MPI's names
         request = _CountedRequest(super().Send_init(buf, dest, *args, **options))
@@ -94,41 +93,34 @@ class CountedComm(MPI.Intracomm):
         super().Allreduce(sendbuf, recvbuf, *args, **options)
 
 
-def _making(name: str) -> Callable[..., Any]:
-    plain = getattr(MPI.Intracomm, name)
-    return lambda comm, *args, **options: comm.counted(plain(comm, *args, **options))
+def _making(plain: Any, comm: CountedComm, *args: Any, **options: Any) -> Any:
+    return comm.counted(plain(comm, *args, **options))
 
 
-def _sending(name: str) -> Callable[..., Any]:
-    plain = getattr(MPI.Intracomm, name)
-
-    def send(comm: CountedComm, buf: Any, dest: int, *args: Any, **options: Any) -> Any:
-        comm.count_message(buf, dest)
-        return plain(comm, buf, dest, *args, **options)
-
-    return send
+def _sending(plain: Any, comm: CountedComm, buf: Any, dest: int, *args: Any, **options: Any) -> Any:
+    comm.count_message(buf, dest)
+    return plain(comm, buf, dest, *args, **options)
 
 
-def _broadcasting(name: str) -> Callable[..., Any]:
-    plain = getattr(MPI.Intracomm, name)
-
-    def broadcast(comm: CountedComm, buf: Any, root: int = 0) -> Any:
-        following = (comm.rank + 1) % comm.size
-        if following != root:
-            comm.count_message(buf, following)
-        return plain(comm, buf, root)
-
-    return broadcast
+def _broadcasting(plain: Any, comm: CountedComm, buf: Any, root: int = 0) -> Any:
+    following = (comm.rank + 1) % comm.size
+    if following != root:
+        comm.count_message(buf, following)
+    return plain(comm, buf, root)
 
 
-COUNTED = {
+def _bound(counting: Any, plain: Any) -> Callable[..., Any]:
+    return lambda comm, *args, **options: counting(plain, comm, *args, **options)
+
+
+COUNTED: dict[Callable[..., Any], tuple[str, ...]] = {
     _making: ("Dup", "Split", "Split_type"),
     _sending: ("Send", "Isend", "Issend"),
     _broadcasting: ("Bcast", "Ibcast"),
 }
-for make, names in COUNTED.items():
+for counting, names in COUNTED.items():
     for each in names:
-        setattr(CountedComm, each, make(each))
+        setattr(CountedComm, each, _bound(counting, getattr(MPI.Intracomm, each)))
 
 
 class _CountedRequest(MPI.Prequest):
@@ -394,13 +386,17 @@ def _bars(axis: Any, outcomes: Sequence[Outcome], names: list[str], value: Any, 
     for slow, colour, label in ((False, EQUAL, "equal ranks"), (True, SLOW, "one slow rank")):
         some = [each for each in outcomes if each.slow == slow]
         places = [names.index(each.variant) + (0.2 if slow else -0.2) for each in some]
-        bars = axis.barh(places, [value(each) for each in some], 0.38, color=colour, label=label)
-        axis.bar_label(bars, [text.format(value(each)) for each in some], padding=3, fontsize=8)
-    axis.set_yticks(range(len(names)), names)
-    axis.set_ylim(len(names) - 0.5, -0.5)
-    axis.margins(x=0.18)
-    axis.set_axisbelow(True)
-    axis.grid(True, axis="x", alpha=0.3)
+        values = [value(each) for each in some]
+        plot.bars(
+            axis,
+            names,
+            values,
+            [text.format(each) for each in values],
+            y=places,
+            height=0.38,
+            color=colour,
+            label=label,
+        )
 
 
 def _histogram(axis: Any, outcomes: Sequence[Outcome], names: list[str]) -> None:

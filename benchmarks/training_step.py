@@ -215,9 +215,7 @@ class Bench:
         if BARE in self._options.variants:
             steps[BARE] = self._all_reduce_alone(workload)
         found = timing.take_turns(self._comm, steps, self._options.steps, self._options.warmup, screen)
-        for name, variant in variants.items():
-            if self._options.report and isinstance(variant.optimizer, MirroredOptimizer) and self._comm.rank == 0:
-                print(f"{name}: {variant.optimizer.report()}", file=sys.stderr)
+        for variant in variants.values():
             variant.close()
         return found
 
@@ -332,7 +330,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--allreduce", default="auto", metavar="NAME", help="the backend of MirroredOptimizer, default auto")
     add("--no-memory", action="store_true", help="don't measure the peak of memory")
     add("--malloc", choices=["keep", "default"], default="keep", help="keep: malloc keeps freed memory (default)")
-    add("--report", action="store_true", help="print each MirroredOptimizer's report")
     cli.add_json_option(parser)
 
 

@@ -12,21 +12,18 @@ import argparse
 import sys
 from collections.abc import Callable
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
-from typing import TypeVar
-
-from mpi4py import MPI
 
 from allreduce import Topology
 from allreduce.errors import OptionError
-from allreduce.machine import identify
+from allreduce.files import ContentError
 from allreduce.transport.control import raise_together, together
-from allreduce.tuning.constants import ENVIRONMENT, Entries, TableError, default_path, dumps, key_of, loads, read_text
+from allreduce.tuning.constants import ENVIRONMENT, Entries, default_path, dumps, key_of, read
 from allreduce.tuning.measuring import measure
 from benchmarks.lib import cli, outputs
 from benchmarks.lib.outputs import Screen
 
-ResultT = TypeVar("ResultT")
 TRIES = 300
 
 
@@ -47,64 +44,45 @@ def _run(world: Topology, args: argparse.Namespace, screen: Screen) -> int:
         raise_together(
             comm, OptionError("one rank has nothing to reduce; start as many ranks as your jobs have: mpirun -n 4")
         )
-    path = _table_path(comm, args.output)
-    kept = _existing(comm, path)
+    path = Path(args.output or default_path())
+
+    def on_first(step: Callable[[], Entries | None]) -> Entries | None:
+        return together(comm, lambda: step() if comm.rank == 0 else None)
+
+    kept = on_first(partial(_existing, path)) or {}
     with Topology(comm, ranks_per_node=args.ranks_per_node) as topology:
         screen.say(f"# {topology}: the medians of {args.iters} times")
         machine = measure(topology, args.iters)
         for name, value in asdict(machine).items():
             screen.say(f"#   {name:<14}{value:.3g}")
-        _write(comm, path, {**kept, key_of(topology): machine})
+        on_first(partial(_write, path, {**kept, key_of(topology): machine}))
         others = set(kept) - {key_of(topology)}
     screen.say(f"# wrote {path}: 1 entry measured, {len(others)} kept")
     return 0
 
 
-def _table_path(comm: MPI.Intracomm, output: str | None) -> Path:
-    """Return the path of the file; creates the folder of the default path. Collective."""
-    path = Path(output) if output else default_path()
+def _existing(path: Path) -> Entries:
+    """Return the entries of the file; creates its folder. Raises OptionError if it can't be written or is another file.
 
-    def make() -> None:
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            problem = outputs.unwritable(str(path))
-        except OSError as failed:
-            problem = f"{path.parent} can't be created ({failed.strerror})"
-        if problem:
-            raise OptionError(f"{problem}; give another place by --output")
-
-    if not output:
-        _on_first(comm, make)
-    return path
-
-
-def _existing(comm: MPI.Intracomm, path: Path) -> Entries:
-    """Return the entries of the file at `path`, on rank 0. OptionError if it is another file. Collective."""
-
-    def read() -> Entries:
-        try:
-            return loads(read_text(path), identify()) if path.exists() else {}
-        except (OSError, TableError, UnicodeDecodeError) as failed:
-            raise OptionError(f"{path} would be overwritten: {failed}; remove it or give another --output") from None
-
-    return _on_first(comm, read) or {}
+    Local."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        problem = outputs.unwritable(str(path))
+    except OSError as failed:
+        problem = f"{path.parent} can't be created ({failed.strerror})"
+    if problem:
+        raise OptionError(f"{problem}; give another place by --output")
+    try:
+        return read(path) if path.exists() else {}
+    except (OSError, ContentError) as failed:
+        raise OptionError(f"{path} would be overwritten: {failed}; remove it or give another --output") from None
 
 
-def _write(comm: MPI.Intracomm, path: Path, entries: Entries) -> None:
-    """Write the file, on rank 0. Collective."""
-
-    def write() -> None:
-        try:
-            outputs.write(path, dumps(entries))
-        except OSError as failed:
-            raise OptionError(f"{path} was not written: {failed.strerror or failed}") from None
-
-    _on_first(comm, write)
-
-
-def _on_first(comm: MPI.Intracomm, step: Callable[[], ResultT]) -> ResultT | None:
-    """Call `step` on rank 0; its error is raised on all ranks. Returns its result on rank 0, else None. Collective."""
-    return together(comm, lambda: step() if comm.rank == 0 else None)
+def _write(path: Path, entries: Entries) -> None:
+    try:
+        outputs.write(path, dumps(entries))
+    except OSError as failed:
+        raise OptionError(f"{path} was not written: {failed.strerror or failed}") from None
 
 
 main = cli.command("benchmarks.tune", __doc__, add_options, _run)

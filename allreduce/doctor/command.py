@@ -1,7 +1,7 @@
 """The command `doctor`: its options, the checks of all ranks, its progress, and its report.
 
-A check gathers facts on each rank, and judges the facts of all ranks (`CHECKS`). If gathering fails on a rank, its
-error is a finding, so that no rank waits for it.
+A check gathers facts on each rank, and yields findings from the facts of all ranks (`CHECKS`). If gathering fails on a
+rank, its error is a finding, so that no rank waits for it.
 """
 
 import argparse
@@ -12,6 +12,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 from allreduce.doctor import flight, host, network, pairs
@@ -92,34 +93,31 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def run(chosen: argparse.Namespace, topology: Topology) -> int:
     """Examine, report on rank 0, and return the exit code, the same on all ranks. Collective."""
+
+    def on_first(step: Callable[..., int | None], *arguments: Any) -> int:
+        return together(topology.world, lambda: step(*arguments) if topology.rank == 0 else None) or 0
+
     if chosen.flight:
-        return _flight(chosen.flight, topology)
-    together(topology.world, lambda: check_target(chosen.json) if topology.rank == 0 else None)
+        return max(all_values(topology.private(), on_first(_flight, chosen.flight), "compare flight records"))
+    on_first(check_target, chosen.json)
     needs = Needs(chosen.parameters or DEFAULT_PARAMETERS, asked=chosen.parameters is not None)
     show_progress = _progress(topology.rank == 0)
     found = examine(topology, needs, chosen.seconds, show_progress)
     show_progress("")
-    title = f"allreduce doctor: {topology}"
-    together(topology.world, lambda: show(title, found, chosen.json) if topology.rank == 0 else None)
+    on_first(show, f"allreduce doctor: {topology}", found, chosen.json)
     code = exit_code(found.findings)
     if found.results.unreachable:  # messages to these ranks are pending, so MPI_Finalize would not return
         abort.end_job("some ranks don't answer\n", code)
     return code
 
 
-def _flight(arguments: Sequence[str], topology: Topology) -> int:
-    """Compare the flight records in a folder, print the report on rank 0, and return the exit code. Collective."""
-
-    def compare() -> int:
-        if topology.rank > 0:
-            return 0
-        if len(arguments) != 2 or arguments[0] != "flight":
-            raise OptionError(f"doctor takes `flight FOLDER` or options only, got {' '.join(arguments)!r}")
-        text, code = flight.report(flight.read(arguments[1]))
-        print(text, end="", flush=True)
-        return code
-
-    return max(all_values(topology.private(), together(topology.world, compare), "compare flight records"))
+def _flight(arguments: Sequence[str]) -> int:
+    """Compare the flight records in a folder, print the report, and return the exit code."""
+    if len(arguments) != 2 or arguments[0] != "flight":
+        raise OptionError(f"doctor takes `flight FOLDER` or options only, got {' '.join(arguments)!r}")
+    text, code = flight.report(flight.read(arguments[1]))
+    print(text, end="", flush=True)
+    return code
 
 
 # The examination
@@ -138,11 +136,11 @@ def examine(topology: Topology, needs: Needs, seconds: float, show_progress: Sho
 
 def _gathered(check: Check, topology: Topology, first: str) -> Any:
     """Return a check's facts on this rank, or its error: if it were raised, the other ranks would wait for this one."""
-    if check.collective:
-        return check.gather(topology, first)
     try:
         return check.gather(topology, first)
     except Exception as error:
+        if check.collective:
+            raise
         return {FAILED: f"{type(error).__name__}: {error}"}
 
 
@@ -225,7 +223,7 @@ def as_json(title: str, found: Examination) -> str:
         "ranks": [rank._asdict() for rank in found.ranks],
         "clocks_ahead_s": found.ranks[0].facts["clocks"],
         "pairs": [
-            {"ranks": [pair.first, pair.second], "latency_s": pair.latency, "bytes_per_s": pair.bandwidth}
+            {"ranks": pair[:2], "latency_s": pair.latency, "bytes_per_s": pair.bandwidth}
             for pair in found.results.measured
         ],
         "unreachable": found.results.unreachable,
@@ -238,24 +236,17 @@ def as_json(title: str, found: Examination) -> str:
 
 def parameters(text: str) -> int:
     """Parse a number of parameters, for argparse: 25000000, 25M, 1.5B."""
-    number, unit = (text[:-1], text[-1:].upper()) if text[-1:].upper() in UNITS else (text, "")
-    value = _number(number.replace("_", "")) * UNITS.get(unit, 1)
-    if not 1 <= value <= 10**15:
-        raise argparse.ArgumentTypeError(f"must be a number of parameters such as 350M, 1.5B or 25000000, got {text!r}")
-    return round(value)
+    unit = text[-1:].upper()
+    with suppress(ValueError):
+        value = float(text.removesuffix(text[-1:] if unit in UNITS else "").replace("_", "")) * UNITS.get(unit, 1)
+        if 1 <= value <= 10**15:
+            return round(value)
+    raise argparse.ArgumentTypeError(f"must be a number of parameters such as 350M, 1.5B or 25000000, got {text!r}")
 
 
 def seconds(text: str) -> float:
     """Parse a time in seconds, for argparse."""
-    value = _number(text)
-    if not 0 <= value <= 3600:
-        raise argparse.ArgumentTypeError(f"must be a number of seconds from 0 to 3600, got {text!r}")
-    return value
-
-
-def _number(text: str) -> float:
-    """Parse a number; -1 if the text is none."""
-    try:
-        return float(text)
-    except ValueError:
-        return -1.0
+    with suppress(ValueError):
+        if 0 <= float(text) <= 3600:
+            return float(text)
+    raise argparse.ArgumentTypeError(f"must be a number of seconds from 0 to 3600, got {text!r}")

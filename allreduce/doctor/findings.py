@@ -47,11 +47,12 @@ class Finding(NamedTuple):
 ok, warning, problem = (partial(Finding, level) for level in LEVELS)
 
 
-def alike(name: str, kinds: dict[str, list[Rank]], advice: str, level: str = WARNING) -> Finding:
-    """Return ok if all ranks have the same value, otherwise a finding of `level`. kinds: the ranks of each value."""
+def alike(name: str, ranks: Iterable[Rank], key: Callable[[Rank], str], advice: str, level: str = WARNING) -> Finding:
+    """Return ok if all ranks have the same value of `key`, otherwise a finding of `level` with the ranks of each."""
+    kinds = grouped(ranks, key)
     if len(kinds) == 1:
         return ok(name, next(iter(kinds)))
-    return Finding(level, name, "; ".join(f"{kind} on {named(ranks)}" for kind, ranks in kinds.items()), advice)
+    return Finding(level, name, "; ".join(f"{kind} on {named(some)}" for kind, some in kinds.items()), advice)
 
 
 # The report
@@ -124,19 +125,20 @@ def some(texts: Sequence[str], separator: str = "; ") -> str:
 
 def nbytes(number: float) -> str:
     """ "1.5 GiB" """
-    units = ("B", "KiB", "MiB", "GiB", "TiB")
-    power = 0
-    while number >= 1024 and power < len(units) - 1:
-        number, power = number / 1024, power + 1
-    return f"{number:.0f} {units[power]}" if number >= 100 else f"{number:.3g} {units[power]}"
+    return scaled(number, ("B", "KiB", "MiB", "GiB", "TiB"), 1024)
 
 
-def count(parameters: int) -> str:
+def count(parameters: float) -> str:
     """ "25M", "1.5B" """
-    for unit, size in (("B", 10**9), ("M", 10**6), ("K", 10**3)):
-        if parameters >= size:
-            return f"{parameters / size:.4g}{unit}"
-    return str(parameters)
+    return scaled(parameters, ("", "K", "M", "B"), 1000).replace(" ", "")
+
+
+def scaled(number: float, units: Sequence[str], base: int) -> str:
+    """Format a number with the largest unit that it reaches."""
+    power = 0
+    while number >= base and power < len(units) - 1:
+        number, power = number / base, power + 1
+    return f"{number:.0f} {units[power]}" if number >= 100 else f"{number:.3g} {units[power]}"
 
 
 def plural(number: float, word: str) -> str:

@@ -5,8 +5,8 @@ import json
 import os
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Iterable, Mapping
+from typing import Any, NamedTuple
 
 from allreduce.errors import OptionError
 from allreduce.health.dump import DUMP, PATTERN, RecordedCall
@@ -14,6 +14,7 @@ from allreduce.notices import shown
 from allreduce.transport.tables import listed
 
 NO_CALL = "has not made this call"
+MOST_RANKS = 8  # that have lines of their own
 
 
 class Record(NamedTuple):
@@ -30,6 +31,10 @@ class Record(NamedTuple):
     calls: dict[str, dict[int, RecordedCall]]
     began: float
     time: float
+
+    def may_have_made(self, user: str, count: int) -> bool:
+        """Whether the record may have held a call that it does not have: it was dropped."""
+        return self.full and count < min(self.calls.get(user, {}), default=count + 1)
 
 
 class Difference(NamedTuple):
@@ -68,16 +73,12 @@ def _record(path: str) -> Record:
         with open(path, encoding="utf-8", errors="replace") as file:
             content = json.loads([line for line in file if line.startswith("{") and line.endswith("}\n")][-1])
         calls: dict[str, dict[int, RecordedCall]] = {}
-        for entry in content["calls"]:
-            user, count, call, begin, end = entry
-            end = None if end is None else float(end)
-            calls.setdefault(str(user), {})[int(count)] = RecordedCall(
-                str(user), int(count), str(call), float(begin), end
-            )
-        rank, size = int(content["rank"]), int(content["size"])
-        began, written = float(content["began"]), float(content["time"])
-        why, full = str(content["why"]), bool(content["full"])
-        return Record(rank, size, str(content["host"]), why, full, calls, began, written)
+        for user, count, text, begin, end in content["calls"]:
+            call = RecordedCall(str(user), int(count), str(text), float(begin), None if end is None else float(end))
+            calls.setdefault(call.user, {})[call.number] = call
+        kinds = {"rank": int, "size": int, "host": str, "why": str, "full": bool, "began": float, "time": float}
+        fields: dict[str, Any] = {name: kind(content[name]) for name, kind in kinds.items()}
+        return Record(calls=calls, **fields)
     except (OSError, ValueError, LookupError, TypeError, RecursionError) as error:
         raise OptionError(
             f"{path} has no last calls: {type(error).__name__}: {shown(str(error), 200)}; remove it, or take the "
@@ -91,23 +92,18 @@ def first_difference(records: Mapping[int, Record]) -> Difference | None:
     for user in {user for record in records.values() for user in record.calls}:
         members = [rank for rank in _members(user) if rank in records] or sorted(records)
         for count in sorted({count for rank in members for count in records[rank].calls.get(user, ())}):
-            calls = {rank: call for rank in members if (call := _call(records[rank], user, count)) != "dropped"}
-            made = [call for call in calls.values() if isinstance(call, RecordedCall)]
+            calls = {
+                rank: records[rank].calls.get(user, {}).get(count)
+                for rank in members
+                if not records[rank].may_have_made(user, count)
+            }
+            made = [call for call in calls.values() if call is not None]
             # a call that some ranks have completed may be under way on others
             late = len(made) < len(calls) and any(call.end is None for call in made)
             if len({call.call for call in made}) > 1 or late:
-                alike = {rank: call if isinstance(call, RecordedCall) else None for rank, call in calls.items()}
-                found.append(Difference(min(call.begin for call in made), user, count, alike))
+                found.append(Difference(min(call.begin for call in made), user, count, calls))
                 break
     return min(found, default=None, key=lambda difference: difference.begin)
-
-
-def _call(record: Record, user: str, count: int) -> RecordedCall | str | None:
-    """Return a rank's call, None if it has not made it, or "dropped" if its record may have held it."""
-    calls = record.calls.get(user, {})
-    if count in calls:
-        return calls[count]
-    return "dropped" if record.full and count < min(calls, default=count + 1) else None
 
 
 def _members(user: str) -> list[int]:
@@ -126,7 +122,8 @@ def report(records: Mapping[int, Record]) -> tuple[str, int]:
     """Return the text of the report, and the exit code: 0 if no rank differs, else 2. Pure."""
     size = max(record.size for record in records.values())
     lines = [f"flight records of {len(records)} of {size} ranks"]
-    lines += [f"  {listed(ranks)}: {why}" for why, ranks in _grouped(records).items()]
+    whys = _by_text({rank: record.why for rank, record in records.items()})
+    lines += [f"  {listed(ranks)}: {why}" for why, ranks in whys.items()]
     missing = [rank for rank in range(size) if rank not in records]
     if missing:
         lines.append(
@@ -135,7 +132,7 @@ def report(records: Mapping[int, Record]) -> tuple[str, int]:
     difference = first_difference(records)
     if difference is None:
         lines.append("no rank differs: each call that is recorded on several ranks is the same on them")
-        return "\n".join([*lines, *_last_lines(records)]) + "\n", 2 if missing else 0
+        return "\n".join([*lines, *_last_lines(records, sorted(records))]) + "\n", 2 if missing else 0
     ranks = _members(difference.user)
     of = f" of {listed(ranks)}" if ranks else ""
     odd = difference.odd_ranks()
@@ -143,20 +140,19 @@ def report(records: Mapping[int, Record]) -> tuple[str, int]:
         f"{listed(odd)} differ{'s' * (len(odd) == 1)} first: in call number {difference.number} of a backend, queue or "
         f"communicator{of}"
     )
-    by_text: dict[str, list[int]] = {}
-    for rank, call in sorted(difference.calls.items()):
-        by_text.setdefault(NO_CALL if call is None else call.call, []).append(rank)
-    for text, some in by_text.items():
+    texts = {rank: NO_CALL if call is None else call.call for rank, call in difference.calls.items()}
+    for text, some in _by_text(texts).items():
         lines.append(f"  {listed(some)}: {text}")
-        lines += [f"    rank {rank}: {_times(call)}" for rank in some[:8] if (call := difference.calls[rank])]
+        calls = {rank: difference.calls[rank] for rank in some[:MOST_RANKS]}
+        lines += [f"    rank {rank}: {_times(call)}" for rank, call in calls.items() if call]
     lines += _last_lines(records, [rank for rank, call in difference.calls.items() if call is None])
     return "\n".join(lines) + "\n", 2
 
 
-def _last_lines(records: Mapping[int, Record], ranks: Sequence[int] | None = None) -> list[str]:
+def _last_lines(records: Mapping[int, Record], ranks: Iterable[int]) -> list[str]:
     """Return a line about the last call of each rank."""
     lines = []
-    for rank in (sorted(records) if ranks is None else ranks)[:8]:
+    for rank in list(ranks)[:MOST_RANKS]:
         every = [call for calls in records[rank].calls.values() for call in calls.values()]
         if every:
             last = max(every, key=lambda call: call.begin)
@@ -164,10 +160,11 @@ def _last_lines(records: Mapping[int, Record], ranks: Sequence[int] | None = Non
     return lines
 
 
-def _grouped(records: Mapping[int, Record]) -> dict[str, list[int]]:
+def _by_text(texts: Mapping[int, str]) -> dict[str, list[int]]:
+    """Return the ranks of each text."""
     found: dict[str, list[int]] = {}
-    for rank, record in sorted(records.items()):
-        found.setdefault(record.why, []).append(rank)
+    for rank, text in sorted(texts.items()):
+        found.setdefault(text, []).append(rank)
     return found
 
 

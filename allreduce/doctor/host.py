@@ -1,7 +1,7 @@
 """Checks of a host and its software: MPI, versions, cores, memory, GPUs.
 
-Each check is a local function that gathers facts on a rank, without MPI calls that wait, and a pure one that judges the
-facts of all ranks.
+Each check is a local function that gathers facts on a rank, without MPI calls that wait, and a pure one that yields the
+findings from the facts of all ranks.
 """
 
 import importlib.metadata
@@ -12,6 +12,7 @@ import re
 import shutil
 import zlib
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ import allreduce
 from allreduce.arrays import gpu
 from allreduce.doctor.findings import (
     EXTRA,
+    OK,
     PROBLEM,
     WARNING,
     Finding,
@@ -38,17 +40,19 @@ from allreduce.doctor.findings import (
     some,
     spans,
     warning,
-)
+)  # fmt: skip
 from allreduce.machine import cores, identify, mpi_library
-from allreduce.process import launcher
+from allreduce.process import launcher, proc
 from allreduce.topology import Topology
 from allreduce.transport import ulfm
 from allreduce.transport.shared_segment import SHARED_MEMORY, SPARE_BYTES, STAGING_BYTES
 
+Nodes = Sequence[Sequence[Rank]]  # the ranks of each node
+
 # MPI and its launcher
 
-THREADS = ("MPI_THREAD_SINGLE", "MPI_THREAD_FUNNELED", "MPI_THREAD_SERIALIZED", "MPI_THREAD_MULTIPLE")
-THREAD_LEVELS = (MPI.THREAD_SINGLE, MPI.THREAD_FUNNELED, MPI.THREAD_SERIALIZED, MPI.THREAD_MULTIPLE)
+MULTIPLE = "MPI_THREAD_MULTIPLE"
+THREADS = {getattr(MPI, f"THREAD_{name}"): f"MPI_THREAD_{name}" for name in ("SINGLE", "FUNNELED", "SERIALIZED")}
 FIRST_WITH_ULFM = 5  # of Open MPI
 
 
@@ -56,40 +60,34 @@ def gather_mpi(topology: Topology, first: str) -> dict[str, Any]:
     launch = launcher.unrecognized_launch(topology.size)
     return {
         "library": mpi_library(),
-        "threads": THREADS[THREAD_LEVELS.index(MPI.Query_thread())],
+        "threads": THREADS.get(MPI.Query_thread(), MULTIPLE),
         "ulfm": ulfm.in_force(),
         "launch": launch and launch._asdict(),
     }
 
 
 def judge_mpi(ranks: Sequence[Rank], needs: Needs) -> Iterator[Finding]:
-    libraries = grouped(ranks, lambda rank: rank.facts["library"])
     advice = "load the same MPI library on all hosts, that of the mpirun which starts the job"
-    yield alike("library", libraries, advice, PROBLEM)
+    yield alike("library", ranks, lambda rank: rank.facts["library"], advice, PROBLEM)
     facts = ranks[0].facts
     if facts["launch"] is not None:
         launch = launcher.Launch(**facts["launch"])
         text = f"{launch.launcher} has started {launch.processes} processes ({launch.variable}), and MPI sees 1 rank: "
         advice = f"{launch.remedy}; if each process should be a separate job, set {launcher.ALONE}=1"
         yield problem("launcher", text + "each process is a job of its own", advice)
-    lesser = [rank for rank in ranks if rank.facts["threads"] != THREADS[-1]]
-    if lesser:
+    if lesser := [rank for rank in ranks if rank.facts["threads"] != MULTIPLE]:
         text = f"{lesser[0].facts['threads']} on {named(lesser)}: nothing can be reduced in the background"
         advice = "remove mpi4py.rc.threads and mpi4py.rc.thread_level, or use an MPI that was built with thread support"
         yield warning("threads", text, advice)
     else:
-        yield ok("threads", f"{THREADS[-1]}: gradients can be reduced in the background")
-    yield ok("failed rank", _lost_rank(facts))
-
-
-def _lost_rank(facts: dict[str, Any]) -> str:
-    """Return the effect of a failed rank on the job. The user chooses it, so every effect is ok."""
-    if facts["ulfm"]:
-        return "ULFM is in force: with the trainers' --on-failure continue, the other ranks continue"
+        yield ok("threads", f"{MULTIPLE}: gradients can be reduced in the background")
     version = re.match(r"Open MPI v(\d+)", facts["library"])
-    if version and int(version[1]) >= FIRST_WITH_ULFM:
-        return "ends the job; with mpirun --with-ft ulfm and the trainers' --on-failure continue, the others continue"
-    return "ends the job (only Open MPI 5 or later can continue it): train with --checkpoint, and restart with --resume"
+    lost = "ends the job (only Open MPI 5 or later can continue it): train with --checkpoint, and restart with --resume"
+    if facts["ulfm"]:
+        lost = "ULFM is in force: with the trainers' --on-failure continue, the other ranks continue"
+    elif version and int(version[1]) >= FIRST_WITH_ULFM:
+        lost = "ends the job; with mpirun --with-ft ulfm and the trainers' --on-failure continue, the others continue"
+    yield ok("failed rank", lost)  # the user chooses the effect of a failed rank, so every one is ok
 
 
 # Versions
@@ -108,36 +106,31 @@ def gather_versions(topology: Topology, first: str) -> dict[str, Any]:
         if (name := distribution.metadata["Name"]) and name.lower().startswith((*LIBRARIES, *PREFIXES))
     }
     others = {name: installed[name] for name in sorted(installed) if name in LIBRARIES or name.startswith(PREFIXES)}
-    ours = f"{allreduce.__version__} ({_code()})"
+    folder, value = Path(allreduce.__file__).parent, 0
+    for path in sorted(folder.rglob("*.py")):  # checkouts of one version may differ
+        value = zlib.crc32(path.read_bytes(), zlib.crc32(path.relative_to(folder).as_posix().encode(), value))
+    ours = f"{allreduce.__version__} (code {value:08x})"
     return {"versions": {"Python": platform.python_version(), **others, "allreduce": ours}, "cpu": identify()["cpu"]}
 
 
-def _code() -> str:
-    """Return a short hash of this package's files: checkouts of one version may differ."""
-    folder, value = Path(allreduce.__file__).parent, 0
-    for path in sorted(folder.rglob("*.py")):
-        value = zlib.crc32(path.read_bytes(), zlib.crc32(path.relative_to(folder).as_posix().encode(), value))
-    return f"code {value:08x}"
-
-
 def judge_versions(ranks: Sequence[Rank], needs: Needs) -> Iterator[Finding]:
-    names = dict.fromkeys(name for rank in ranks for name in rank.facts["versions"])
     same = []
-    for name in names:
-        kinds = grouped(ranks, lambda rank, name=name: rank.facts["versions"].get(name, "missing"))  # type: ignore[misc]
-        if len(kinds) == 1:
-            same.append(f"{name} {next(iter(kinds))}")
-        else:  # ranks with different versions of allreduce may make different calls
-            yield alike(name, kinds, SAME, PROBLEM if name == "allreduce" else WARNING)
+    for name in dict.fromkeys(name for rank in ranks for name in rank.facts["versions"]):
+        level = PROBLEM if name == "allreduce" else WARNING  # different versions of it may make different calls
+        found = alike(name, ranks, lambda rank, name=name: rank.facts["versions"].get(name, "missing"), SAME, level)  # type: ignore[misc]
+        if found.level == OK:
+            same.append(f"{name} {found.text}")
+        else:
+            yield found
     yield ok("the same", ", ".join(same))
     for name, tried in TRIED.items():
-        if found := {rank.facts["versions"].get(name) for rank in ranks} - {None}:
-            text = f"{', '.join(sorted(found))}; this version of allreduce was tried with {', '.join(tried)}"
-            well = all(_minor(tried[0]) <= _minor(version) <= _minor(tried[-1]) for version in found)
+        if versions := {rank.facts["versions"].get(name) for rank in ranks} - {None}:
+            text = f"{', '.join(sorted(versions))}; this version of allreduce was tried with {', '.join(tried)}"
+            well = all(_minor(tried[0]) <= _minor(version) <= _minor(tried[-1]) for version in versions)
             advice = f"if something fails with it, install {name}=={tried[-1]}"
             yield ok(f"{name}, tried", text) if well else warning(f"{name}, tried", text, advice)
-    kinds = grouped(ranks, lambda rank: rank.facts["cpu"])
-    yield alike("CPU", kinds, "in every step all ranks wait for the slowest: use hosts of one kind")
+    advice = "in every step all ranks wait for the slowest: use hosts of one kind"
+    yield alike("CPU", ranks, lambda rank: rank.facts["cpu"], advice)
 
 
 def _minor(version: str) -> tuple[int, ...]:
@@ -147,23 +140,9 @@ def _minor(version: str) -> tuple[int, ...]:
 
 # Cores
 
-CONTROL_GROUP = Path("/sys/fs/cgroup")  # a container's limits
-
 
 def gather_cores(topology: Topology, first: str) -> dict[str, Any]:
-    return {"cores": cores(), "of": os.cpu_count() or 1, "quota": _quota(), "threads": _threads()}
-
-
-def _quota() -> float | None:
-    """Return the container's CPU quota in cores; None for no limit."""
-    try:
-        if (CONTROL_GROUP / "cpu.max").exists():
-            quota, period = (CONTROL_GROUP / "cpu.max").read_text().split()
-        else:
-            quota, period = ((CONTROL_GROUP / "cpu" / f"cpu.cfs_{name}_us").read_text() for name in ("quota", "period"))
-    except (OSError, ValueError):
-        return None
-    return None if quota == "max" or int(quota) <= 0 else int(quota) / int(period)
+    return {"cores": cores(), "of": os.cpu_count() or 1, "quota": proc.core_quota(), "threads": _threads()}
 
 
 def _threads() -> int:
@@ -171,11 +150,10 @@ def _threads() -> int:
     told = os.environ.get("OMP_NUM_THREADS", "").split(",")[0]
     assumed = int(told) if told.isdecimal() and int(told) else len(cores())
     counts = [assumed] if importlib.util.find_spec("torch") is not None else []
-    try:
+    with suppress(ImportError):
         import threadpoolctl
-    except ImportError:
-        return assumed
-    counts += [pool["num_threads"] for pool in threadpoolctl.threadpool_info() if pool["user_api"] == "blas"]
+
+        counts += [pool["num_threads"] for pool in threadpoolctl.threadpool_info() if pool["user_api"] == "blas"]
     return max(counts, default=assumed)
 
 
@@ -189,47 +167,37 @@ def judge_cores(ranks: Sequence[Rank], needs: Needs) -> Iterator[Finding]:
         advice = "use nodes of equal size: then all ranks send slices across nodes, not only each node's first rank"
         yield warning("ranks per node", text, advice)
     yield _cores_per_rank(nodes)
-    yield from _binding(nodes)
-    yield _blas_threads(ranks, nodes)
-
-
-def _cores_per_rank(nodes: Sequence[Sequence[Rank]]) -> Finding:
-    rooms = [(here, _usable_cores(here)) for here in nodes]
-    oversubscribed = [(here, room) for here, room in rooms if room < len(here)]
-    if not oversubscribed:
-        return ok("cores per rank", f"at least {min(room / len(here) for here, room in rooms):.3g}")
-    texts = [f"{here[0].host}: {plural(len(here), 'rank')} on {plural(room, 'core')}" for here, room in oversubscribed]
-    here, room = oversubscribed[0]
-    facts, allowed = here[0].facts, len(_union(here))
-    if facts["quota"] is not None and facts["quota"] < allowed:
-        advice = (
-            f"the container may use {facts['quota']:g} cores: give it more (docker run --cpus N), or start fewer ranks"
-        )
-    elif allowed < facts["of"]:
-        advice = (
-            f"the ranks are bound to {allowed} of {facts['of']} cores: --bind-to none or --bind-to core, and ask the "
-            "scheduler for as many cores as ranks"
-        )
-    else:
-        advice = f"start at most {plural(int(room), 'rank')} on such a node; more bring no speed"
-    return warning("cores per rank", f"{some(texts)}; ranks wait for each other's cores", advice)
-
-
-def _binding(nodes: Sequence[Sequence[Rank]]) -> Iterator[Finding]:
-    """Find ranks that are bound to the same few cores while other cores of their node are free."""
-    found = [
+    bound = [  # to the same few cores while other cores of the node are free
         f"{here[0].host}: {named(sharing)} on {plural(len(bound), 'core')} ({spans(bound)})"
         for here in nodes
         if _usable_cores(here) >= len(here)
         for bound, sharing in grouped(here, lambda rank: tuple(rank.facts["cores"])).items()
         if len(sharing) > len(bound)
     ]
-    if found:
+    if bound:
         advice = "--bind-to core (a core for each rank), or --bind-to none; with threads: --map-by slot:PE=N"
-        yield problem("binding", some(found) + ", while others are free", advice)
+        yield problem("binding", some(bound) + ", while others are free", advice)
+    yield _blas_threads(ranks, nodes)
 
 
-def _blas_threads(ranks: Sequence[Rank], nodes: Sequence[Sequence[Rank]]) -> Finding:
+def _cores_per_rank(nodes: Nodes) -> Finding:
+    crowded = [here for here in nodes if _usable_cores(here) < len(here)]
+    if not crowded:
+        return ok("cores per rank", f"at least {min(_usable_cores(here) / len(here) for here in nodes):.3g}")
+    texts = [f"{h[0].host}: {plural(len(h), 'rank')} on {plural(_usable_cores(h), 'core')}" for h in crowded]
+    room, facts, allowed = _usable_cores(crowded[0]), crowded[0][0].facts, len(_union(crowded[0]))
+    advice = f"start at most {plural(int(room), 'rank')} on such a node; more bring no speed"
+    if room < allowed:  # by the quota
+        advice = f"the container may use {room:g} cores: give it more (docker run --cpus N), or start fewer ranks"
+    elif allowed < facts["of"]:
+        advice = (
+            f"the ranks are bound to {allowed} of {facts['of']} cores: --bind-to none or --bind-to core, and ask the "
+            "scheduler for as many cores as ranks"
+        )
+    return warning("cores per rank", f"{some(texts)}; ranks wait for each other's cores", advice)
+
+
+def _blas_threads(ranks: Sequence[Rank], nodes: Nodes) -> Finding:
     shown = spans({rank.facts["threads"] for rank in ranks})
     for here in nodes:
         threads, room = sum(rank.facts["threads"] for rank in here), _usable_cores(here)
@@ -246,8 +214,7 @@ def _union(here: Sequence[Rank]) -> set[int]:
 
 def _usable_cores(here: Sequence[Rank]) -> float:
     """Return the number of cores that the ranks of a node may keep busy."""
-    quota = here[0].facts["quota"]
-    return len(_union(here)) if quota is None else min(len(_union(here)), quota)
+    return min(len(_union(here)), here[0].facts["quota"] or float("inf"))
 
 
 # Memory
@@ -258,30 +225,8 @@ COPIES = 4  # of the parameters' bytes on every rank: parameters, gradients, and
 
 def gather_memory(topology: Topology, first: str) -> dict[str, Any]:
     shared = shutil.disk_usage(SHARED_MEMORY)
-    return {
-        "shared_path": SHARED_MEMORY,
-        "shared_bytes": shared.total,
-        "shared_free": shared.free,
-        "available": _available(),
-        "cma": topology.cma.works,
-    }
-
-
-def _available() -> int | None:
-    """Return the memory in bytes available on this machine or in this container; None without psutil."""
-    try:
-        import psutil
-    except ImportError:
-        return None
-    free: int = psutil.virtual_memory().available
-    for limit, used in (("max", "current"), ("limit_in_bytes", "usage_in_bytes")):  # cgroup 2, then 1
-        folder = CONTROL_GROUP if limit == "max" else CONTROL_GROUP / "memory"
-        try:
-            bytes_of = [int((folder / f"memory.{name}").read_text()) for name in (limit, used)]
-        except (OSError, ValueError):  # "max", or no such group
-            continue
-        return min(free, max(0, bytes_of[0] - bytes_of[1]))
-    return free
+    free = {"shared_path": SHARED_MEMORY, "shared_bytes": shared.total, "shared_free": shared.free}
+    return {**free, "available": proc.available_bytes(), "cma": topology.cma.works}
 
 
 def judge_memory(ranks: Sequence[Rank], needs: Needs) -> Iterator[Finding]:
@@ -299,43 +244,44 @@ def judge_memory(ranks: Sequence[Rank], needs: Needs) -> Iterator[Finding]:
         yield ok("CMA", "ranks of a node copy straight from each other's memory (process_vm_readv)")
 
 
-def _shared(nodes: Sequence[Sequence[Rank]], needs: Needs) -> Finding:
+def _shared(nodes: Nodes, needs: Needs) -> Finding:
     """Check shared memory: space for each rank's gradients, the parameters of a sharded update, a staging buffer."""
-    short, fatal = [], False
+    texts, fatal = [], False
     for here in nodes:
-        free, ranks = here[0].facts["shared_free"], len(here)
-        wanted = needs.parameters * ELEMENT * (ranks + 1) + STAGING_BYTES + ranks * SPARE_BYTES
-        if ranks > 1 and free < wanted:
-            short.append(f"{here[0].host}: {nbytes(free)} free, {nbytes(wanted)} wanted")
-            fatal = fatal or free < ranks * SPARE_BYTES
+        free, spare = here[0].facts["shared_free"], len(here) * SPARE_BYTES
+        wanted = needs.parameters * ELEMENT * (len(here) + 1) + STAGING_BYTES + spare
+        if len(here) > 1 and free < wanted:
+            texts.append(f"{here[0].host}: {nbytes(free)} free, {nbytes(wanted)} wanted")
+            fatal = fatal or free < spare
     path = nodes[0][0].facts["shared_path"]
+    effect = '"shared" refuses without it, and "auto" falls back to ordinary memory, which is slower'
+    if fatal:
+        effect = "with so little, MPI itself crashes with bus errors"
+    level = PROBLEM if fatal or needs.asked else WARNING
+    least = min(here[0].facts["shared_free"] for here in nodes)
     model = f"a model of {count(needs.parameters)} parameters"
-    if not short:
-        least = min(here[0].facts["shared_free"] for here in nodes)
+    if not texts:
         return ok(path, f"{nbytes(least)} free: enough for {model}")
-    advice = f"docker run --shm-size=8g, or mount -o remount,size=8g {path}; " + (
-        "with so little, MPI itself crashes with bus errors"
-        if fatal
-        else '"shared" refuses without it, and "auto" falls back to ordinary memory, which is slower'
-    )
-    return Finding(PROBLEM if fatal or needs.asked else WARNING, path, f"{some(short)} for {model}", advice)
+    advice = f"docker run --shm-size=8g, or mount -o remount,size=8g {path}; {effect}"
+    return Finding(level, path, f"{some(texts)} for {model}", advice)
 
 
-def _memory(nodes: Sequence[Sequence[Rank]], needs: Needs) -> Finding:
-    known = [(here, here[0].facts["available"]) for here in nodes if here[0].facts["available"] is not None]
+def _memory(nodes: Nodes, needs: Needs) -> Finding:
+    free = {here[0].host: (here[0].facts["available"], len(here)) for here in nodes}
+    known = {host: (available, ranks) for host, (available, ranks) in free.items() if available is not None}
     if not known:
-        return ok("memory", f"unknown; {EXTRA} shows how much is available")
+        return ok("memory", "unknown: this system does not say how much is available")
     wanted = needs.parameters * ELEMENT * COPIES
     short = [
-        f"{here[0].host}: {nbytes(available)} available, {nbytes(wanted * len(here))} wanted"
-        for here, available in known
-        if available < wanted * len(here)
+        f"{host}: {nbytes(available)} available, {nbytes(wanted * ranks)} wanted"
+        for host, (available, ranks) in known.items()
+        if available < wanted * ranks
     ]
     model = f"parameters, gradients and Adam's state of {count(needs.parameters)} parameters a rank"
-    if short:
-        advice = 'fewer ranks a node, update="sharded" (its state is divided by the ranks), or a smaller model'
-        return Finding(PROBLEM if needs.asked else WARNING, "memory", f"{some(short)} for {model}", advice)
-    return ok("memory", f"{nbytes(min(available for _, available in known))} available: enough for {model}")
+    if not short:
+        return ok("memory", f"{nbytes(min(known.values())[0])} available: enough for {model}")
+    advice = 'fewer ranks a node, update="sharded" (its state is divided by the ranks), or a smaller model'
+    return Finding(PROBLEM if needs.asked else WARNING, "memory", f"{some(short)} for {model}", advice)
 
 
 # GPUs: their assignment to ranks, and whether CuPy, NCCL and MPI can use them
@@ -369,27 +315,23 @@ def _devices(visible: str | None) -> tuple[int, list[dict[str, Any]]]:
     """
     import pynvml
 
+    def about(handle: Any) -> dict[str, Any]:
+        name, memory = pynvml.nvmlDeviceGetName(handle), pynvml.nvmlDeviceGetMemoryInfo(handle)
+        return {"uuid": pynvml.nvmlDeviceGetUUID(handle), "name": name, "bytes": memory.total}
+
     pynvml.nvmlInit()
     try:
-        handles = [pynvml.nvmlDeviceGetHandleByIndex(index) for index in range(pynvml.nvmlDeviceGetCount())]
-        uuids = [pynvml.nvmlDeviceGetUUID(handle) for handle in handles]
-        seen = handles if visible is None else []
+        devices = [about(pynvml.nvmlDeviceGetHandleByIndex(index)) for index in range(pynvml.nvmlDeviceGetCount())]
+        seen = devices if visible is None else []
         for entry in [] if visible is None else visible.split(","):
-            meant = [index for index, uuid in enumerate(uuids) if entry in (str(index), uuid[: len(entry) or None])]
+            names = [(str(index), device["uuid"][: len(entry) or None]) for index, device in enumerate(devices)]
+            meant = [device for device, known in zip(devices, names, strict=True) if entry in known]
             if entry.startswith("MIG-"):  # a part of a GPU
-                seen.append(pynvml.nvmlDeviceGetHandleByUUID(entry))
-            elif len(meant) == 1:
-                seen.append(handles[meant[0]])
-            else:
+                meant = [about(pynvml.nvmlDeviceGetHandleByUUID(entry))]
+            if len(meant) != 1:
                 break
-        return pynvml.nvmlSystemGetCudaDriverVersion(), [
-            {
-                "uuid": pynvml.nvmlDeviceGetUUID(handle),
-                "name": pynvml.nvmlDeviceGetName(handle),
-                "bytes": pynvml.nvmlDeviceGetMemoryInfo(handle).total,
-            }
-            for handle in seen
-        ]
+            seen += meant
+        return pynvml.nvmlSystemGetCudaDriverVersion(), seen
     finally:
         pynvml.nvmlShutdown()
 
@@ -405,68 +347,54 @@ def _cupy() -> dict[str, Any] | None:
         cupy.cuda.runtime.getDeviceCount()
     except Exception as error:  # CuPy's own errors
         return found | {"trouble": str(error)}
-    try:
+    with suppress(Exception):  # CuPy was built without NCCL, or its library is missing
         from cupy.cuda import nccl
 
-        return found | {"nccl": nccl.get_version()}
-    except Exception:  # CuPy was built without it, or its library is missing
-        return found
+        found["nccl"] = nccl.get_version()
+    return found
 
 
 def judge_gpus(ranks: Sequence[Rank], needs: Needs) -> Iterator[Finding]:
     having = [rank for rank in ranks if rank.facts["devices"]]
     without = [rank for rank in ranks if not rank.facts["devices"]]
+    present = next((rank for rank in ranks if rank.facts["present"]), None)
     if having:
-        yield _assigned(having)
-        yield from _duplicates(having)
+        yield from _assigned(having)
+    elif present:
+        text = f"{present.host} has {plural(present.facts['present'], 'GPU')}, and no rank sees one"
+        hidden = f"{VISIBLE}={present.facts['visible']}: unset it, or start the container with --gpus all"
+        yield warning("devices", text, present.facts["trouble"] or hidden)
     else:
-        yield _none(ranks)
+        yield ok("devices", "none: training runs on CPUs")
     if having and without:
         told = some(sorted({rank.facts["trouble"] for rank in without} - {""}))
         text = f"{named(without)} see{'s' * (len(without) == 1)} none, and others do{f' ({told})' if told else ''}"
         advice = f"ask the scheduler for GPUs on every host (--gpus-per-node), and look at {VISIBLE} there"
         yield warning("missing", text, advice)
-    if having:
-        yield from _software(having)
+    yield from _software(having)
     yield _cuda_aware(having or ranks)
 
 
-def _none(ranks: Sequence[Rank]) -> Finding:
-    first = next((rank for rank in ranks if rank.facts["present"]), ranks[0])
-    if not first.facts["present"]:
-        return ok("devices", "none: training runs on CPUs")
-    text = f"{first.host} has {plural(first.facts['present'], 'GPU')}, and no rank sees one"
-    hidden = f"{VISIBLE}={first.facts['visible']}: unset it, or start the container with --gpus all"
-    return warning("devices", text, first.facts["trouble"] or hidden)
-
-
-def _mine(rank: Rank) -> dict[str, Any]:
-    return rank.facts["devices"][rank.facts["mine"]]
-
-
-def _assigned(ranks: Sequence[Rank]) -> Finding:
+def _assigned(ranks: Sequence[Rank]) -> Iterator[Finding]:
+    mine = {rank.rank: rank.facts["devices"][rank.facts["mine"]] for rank in ranks}
     texts = []
     for here in by_node(ranks):
         pairs = [f"rank {rank.rank}: GPU {rank.facts['mine']}" for rank in here]
-        kinds = {f"{_mine(rank)['name']}, {nbytes(_mine(rank)['bytes'])}" for rank in here}
+        kinds = {f"{mine[rank.rank]['name']}, {nbytes(mine[rank.rank]['bytes'])}" for rank in here}
         texts.append(f"{here[0].host} ({' and '.join(sorted(kinds))}): {some(pairs, ', ')}")
-    return ok("assignment", some(texts))
-
-
-def _duplicates(ranks: Sequence[Rank]) -> Iterator[Finding]:
-    texts = [
+    yield ok("assignment", some(texts))
+    twice = [
         f"{named(sharing)} on {host} ({uuid[:12]})"
-        for (host, uuid), sharing in grouped(ranks, lambda rank: (rank.host, _mine(rank)["uuid"])).items()
+        for (host, uuid), sharing in grouped(ranks, lambda rank: (rank.host, mine[rank.rank]["uuid"])).items()
         if len(sharing) > 1
     ]
-    if texts:
-        advice = (
-            "as many ranks on a node as it has GPUs; NCCL refuses a shared GPU, and ranks on one slow each other down"
-        )
-        yield warning("duplicates", f"one GPU is shared by {some(texts)}", advice)
+    if twice:
+        advice = "as many ranks on a node as it has GPUs; NCCL refuses a shared GPU, and its ranks slow each other down"
+        yield warning("duplicates", f"one GPU is shared by {some(twice)}", advice)
 
 
 def _software(ranks: Sequence[Rank]) -> Iterator[Finding]:
+    """Check CuPy and NCCL on the ranks with GPUs."""
     missing = [rank for rank in ranks if rank.facts["cupy"] is None]
     broken = [rank for rank in ranks if rank.facts["cupy"] and rank.facts["cupy"]["trouble"]]
     if missing:
@@ -476,20 +404,16 @@ def _software(ranks: Sequence[Rank]) -> Iterator[Finding]:
         facts = broken[0].facts
         text = f"does not work on {named(broken)}: {facts['cupy']['trouble']}"
         yield problem("CuPy", text, f"the driver is for CUDA {_version(facts['driver'])} at most: {gpu.EXTRA}")
-    if not (missing or broken):
-        cupy, newest = ranks[0].facts["cupy"], _version(ranks[0].facts["driver"])
-        yield ok("CuPy", f"{cupy['version']} for CUDA {_version(cupy['runtime'])}; the driver takes up to {newest}")
-        yield _nccl(ranks)
-
-
-def _nccl(ranks: Sequence[Rank]) -> Finding:
-    """Check NCCL, on ranks that all have a working CuPy."""
-    numbers = grouped(ranks, lambda rank: rank.facts["cupy"]["nccl"])
-    if None in numbers:
-        where = f" on {named(numbers[None])}" if len(numbers) > 1 else ""
-        return warning("NCCL", f"CuPy finds none{where}: the backend nccl is not available", gpu.EXTRA)
-    kinds = {f"{number // 10_000}.{number // 100 % 100}.{number % 100}": some for number, some in numbers.items()}
-    return alike("NCCL", kinds, "install the same version on all hosts: different versions may not connect")
+    if missing or broken or not ranks:
+        return
+    cupy, newest = ranks[0].facts["cupy"], _version(ranks[0].facts["driver"])
+    yield ok("CuPy", f"{cupy['version']} for CUDA {_version(cupy['runtime'])}; the driver takes up to {newest}")
+    if without := [rank for rank in ranks if rank.facts["cupy"]["nccl"] is None]:
+        where = f" on {named(without)}" if len(without) < len(ranks) else ""
+        yield warning("NCCL", f"CuPy finds none{where}: the backend nccl is not available", gpu.EXTRA)
+        return
+    advice = "install the same version on all hosts: different versions may not connect"
+    yield alike("NCCL", ranks, lambda rank: _version(rank.facts["cupy"]["nccl"], 10_000, 100, 1), advice)
 
 
 def _cuda_aware(ranks: Sequence[Rank]) -> Finding:
@@ -505,6 +429,10 @@ def _cuda_aware(ranks: Sequence[Rank]) -> Finding:
     return warning(name, text, advice)
 
 
-def _version(number: int | None) -> str:
-    """Format CUDA's version number: 12080 as 12.8."""
-    return "?" if not number else f"{number // 1000}.{number % 1000 // 10}"
+def _version(number: int | None, *units: int) -> str:
+    """Format a version number: CUDA's 12080 as 12.8; with the units 10000, 100, 1, NCCL's 23204 as 2.32.4."""
+    parts, rest = [], number or 0
+    for unit in units or (1000, 10):
+        part, rest = divmod(rest, unit)
+        parts.append(str(part))
+    return ".".join(parts) if number else "?"

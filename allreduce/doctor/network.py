@@ -54,16 +54,21 @@ def judge(ranks: Sequence[Rank], needs: Needs) -> Iterator[Finding]:
             yield from _same_addresses(leaders)
         else:
             yield ok("interfaces", f"unknown; {EXTRA} lists them")
-        yield from _infiniband(leaders)
+        having = [rank for rank in leaders if rank.facts["infiniband"]]
+        lacking = [rank.host for rank in leaders if not rank.facts["infiniband"]]
+        if having and lacking:
+            advice = "MPI falls back to the slower network for them: leave them out, or have their adapters checked"
+            yield warning("InfiniBand", f"missing on {some(lacking, ', ')}", advice)
+        elif having:
+            yield ok("InfiniBand", ", ".join(having[0].facts["infiniband"]))
     if leaders:
         yield _names(leaders, several)
 
 
 def link_speed(ranks: Sequence[Rank]) -> float | None:
     """Return bytes a second of the fastest network that all hosts share; None if unknown."""
-    leaders = _leaders(ranks)
-    slowest = [_slowest(leaders, network) for network in _shared_networks(leaders)]
-    return max(slowest, default=0) * 1e6 / 8 or None
+    shared = _shared_networks(_leaders(ranks))
+    return max(map(_slowest, shared.values()), default=0) * 1e6 / 8 or None
 
 
 def _leaders(ranks: Sequence[Rank]) -> list[Rank]:
@@ -71,22 +76,23 @@ def _leaders(ranks: Sequence[Rank]) -> list[Rank]:
     return [rank for rank in ranks if rank.facts is not None]
 
 
-def _slowest(leaders: Sequence[Rank], network: str) -> int:
-    """Return the lowest speed of the hosts' interfaces in a network, in Mb/s; 0 if one is unknown."""
-    return min(each["speed"] or 0 for rank in leaders for each in _up(rank) if each["network"] == network)
-
-
 def _up(rank: Rank) -> list[Interface]:
     """Return the interfaces that are not loopback."""
     return [each for each in rank.facts["interfaces"] or [] if not ipaddress.ip_address(each["address"]).is_loopback]
 
 
-def _shared_networks(leaders: Sequence[Rank]) -> list[str]:
-    """Return the networks that all hosts are in, each with a different address."""
-    networks = [{each["network"] for each in _up(rank)} for rank in leaders]
+def _slowest(interfaces: Sequence[Interface]) -> int:
+    """Return the lowest speed in Mb/s; 0 if one is unknown."""
+    return min(each["speed"] or 0 for each in interfaces)
+
+
+def _shared_networks(leaders: Sequence[Rank]) -> dict[str, list[Interface]]:
+    """Return the networks that all hosts are in, each with a different address, and the hosts' interfaces in each."""
+    every = [each for rank in leaders for each in _up(rank)]
+    names = set.intersection(*({each["network"] for each in _up(rank)} for rank in leaders)) if leaders else set()
     twice = _addresses_of_several(leaders)
-    confused = {each["network"] for rank in leaders for each in _up(rank) if each["address"] in twice}
-    return sorted(set.intersection(*networks) - confused) if networks else []
+    names -= {each["network"] for each in every if each["address"] in twice}
+    return {name: [each for each in every if each["network"] == name] for name in sorted(names)}
 
 
 def _addresses_of_several(leaders: Sequence[Rank]) -> dict[str, list[str]]:
@@ -99,18 +105,17 @@ def _addresses_of_several(leaders: Sequence[Rank]) -> dict[str, list[str]]:
 
 
 def _common(leaders: Sequence[Rank]) -> Finding:
-    common = _shared_networks(leaders)
-    if not common:
-        lists = [", ".join(f"{each['name']} {each['address']}" for each in _up(rank)) for rank in leaders]
-        texts = [f"{rank.host}: {shown or 'none'}" for rank, shown in zip(leaders, lists, strict=True)]
-        advice = "fine where a router joins them; if ranks wait for each other at the start, ask your administrator"
-        return warning("interfaces", f"the hosts have no network in common ({some(texts)})", advice)
     texts = []
-    for network in common:
-        names = dict.fromkeys(each["name"] for rank in leaders for each in _up(rank) if each["network"] == network)
-        slowest = _slowest(leaders, network)
-        texts.append(f"{network} ({'/'.join(names)}{f', {slowest / 1000:g} Gb/s' if slowest else ''})")
-    return ok("interfaces", f"all hosts are in {some(texts)}")
+    for network, members in _shared_networks(leaders).items():
+        slowest = _slowest(members)
+        names = "/".join(dict.fromkeys(each["name"] for each in members))
+        texts.append(f"{network} ({names}{f', {slowest / 1000:g} Gb/s' if slowest else ''})")
+    if texts:
+        return ok("interfaces", f"all hosts are in {some(texts)}")
+    lists = [", ".join(f"{each['name']} {each['address']}" for each in _up(rank)) for rank in leaders]
+    texts = [f"{rank.host}: {shown or 'none'}" for rank, shown in zip(leaders, lists, strict=True)]
+    advice = "fine where a router joins them; if ranks wait for each other at the start, ask your administrator"
+    return warning("interfaces", f"the hosts have no network in common ({some(texts)})", advice)
 
 
 def _same_addresses(leaders: Sequence[Rank]) -> Iterator[Finding]:
@@ -120,16 +125,6 @@ def _same_addresses(leaders: Sequence[Rank]) -> Iterator[Finding]:
         text = some([f"{address} is the address of {' and '.join(hosts[:2])}" for address, hosts in twice.items()])
         advice = f"keep MPI away from them: mpirun --mca btl_tcp_if_exclude lo,{','.join(names)} (Open MPI)"
         yield warning("same addresses", f"{text} ({', '.join(names)})", advice)
-
-
-def _infiniband(leaders: Sequence[Rank]) -> Iterator[Finding]:
-    having = [rank for rank in leaders if rank.facts["infiniband"]]
-    lacking = [rank.host for rank in leaders if not rank.facts["infiniband"]]
-    if having and lacking:
-        advice = "MPI falls back to the slower network for these hosts: leave them out, or have their adapters checked"
-        yield warning("InfiniBand", f"missing on {some(lacking, ', ')}", advice)
-    elif having:
-        yield ok("InfiniBand", ", ".join(having[0].facts["infiniband"]))
 
 
 def _names(leaders: Sequence[Rank], several: bool) -> Finding:
@@ -207,19 +202,17 @@ def compare_clocks(topology: Topology, first: str) -> list[float]:
 
 
 def judge_clocks(ranks: Sequence[Rank], needs: Needs) -> Iterator[Finding]:
-    ahead = ranks[0].facts
-    if not ahead:
-        yield ok("skew", "one host has one clock")
-        return
     hosts = [here[0].host for here in sorted(by_node(ranks), key=lambda here: here[0].node)]
-    wrong = [f"{host} by {skew:+.3g} s" for host, skew in zip(hosts, ahead, strict=True) if abs(skew) > SKEW_SECONDS]
+    ahead = dict(zip(hosts, ranks[0].facts, strict=False))
+    wrong = [f"{host} by {skew:+.3g} s" for host, skew in ahead.items() if abs(skew) > SKEW_SECONDS]
+    most = max(map(abs, ahead.values()), default=0.0)
     if wrong:
         advice = "run chronyd or ntpd on all hosts: times of files, logs and deadlines are wrong by as much"
         yield warning("skew", f"clocks differ from that of {hosts[0]}: {some(wrong)}", advice)
-    elif most := max(map(abs, ahead)):
+    elif most:
         yield ok("skew", f"at most {1000 * most:.3g} ms between hosts")
     else:
-        yield ok("skew", "no difference that can be measured")
+        yield ok("skew", "no difference that can be measured" if ahead else "one host has one clock")
 
 
 # Before the ranks are connected

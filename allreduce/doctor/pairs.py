@@ -2,6 +2,7 @@
 
 import itertools
 import os
+import random
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -49,6 +50,9 @@ class PairTimes(NamedTuple):
     latency: float  # seconds of a message of 8 bytes
     bandwidth: float  # bytes a second
 
+    def __str__(self) -> str:
+        return f"{1e6 * self.latency:.3g} us, {speed(self.bandwidth)}"
+
 
 class Results(NamedTuple):
     """The measured pairs, and those without an answer; the same on all ranks."""
@@ -94,7 +98,6 @@ def measure(
     show: called after each round with its number and how many there are.
     """
     deadline = time.monotonic() + seconds
-    large = np.ones(LARGE_BYTES, np.uint8)
     found: list[tuple[int, int, float, float]] = []
     silent: list[Pair] = []
     for number, pairs in enumerate(rounds):
@@ -103,10 +106,9 @@ def measure(
             break
         for first, second in pairs:
             try:
-                if comm.rank == second:
-                    _answer(comm, first, large)
-                elif comm.rank == first:
-                    found.append((first, second, *_measure_pair(comm, second, large)))
+                if comm.rank in (first, second):
+                    times = _measure_pair(comm, second if comm.rank == first else first, comm.rank == first)
+                    found += [(first, second, *times)] if comm.rank == first else []
             except SilentError:
                 silent.append((first, second))
         show(number + 1, len(rounds))
@@ -115,38 +117,22 @@ def measure(
     return Results(measured, sorted({(one, other) for _, mine in reports for one, other in mine}))
 
 
-def _measure_pair(comm: MPI.Intracomm, other: int, large: np.ndarray) -> tuple[float, float]:
-    """Measure latency and bandwidth to a rank that is in `_answer`."""
-    small = np.zeros(SMALL_BYTES, np.uint8)
-    _round_trip(comm, other, small)  # the first message of two ranks connects them
-    latency = float(np.quantile([_round_trip(comm, other, small) for _ in range(TURNS)], USUAL)) / 2
-    once = _round_trip(comm, other, large)
-    more = int(min(LARGE_TURNS, max(1, LARGE_SECONDS / once)))
-    _complete(comm.Isend(np.array([more]), other))
-    best = min(_round_trip(comm, other, large) for _ in range(more))
-    return latency, 2 * LARGE_BYTES / min(best, once)
+def _measure_pair(comm: MPI.Intracomm, other: int, begins: bool) -> tuple[float, float]:
+    """Return latency and bandwidth of two ranks, which both call this. begins: whether this rank sends first."""
+    small, large = np.zeros(SMALL_BYTES, np.uint8), np.ones(LARGE_BYTES, np.uint8)
 
+    def round_trip(message: np.ndarray) -> float:
+        begin = time.perf_counter()
+        for sends in (begins, not begins):
+            _complete(comm.Isend(message, other) if sends else comm.Irecv(message, other))
+        return time.perf_counter() - begin
 
-def _round_trip(comm: MPI.Intracomm, other: int, message: np.ndarray) -> float:
-    """Return the seconds of a round trip."""
-    begin = time.perf_counter()
-    _complete(comm.Isend(message, other))
-    _complete(comm.Irecv(message, other))
-    return time.perf_counter() - begin
-
-
-def _answer(comm: MPI.Intracomm, other: int, large: np.ndarray) -> None:
-    small, more = np.zeros(SMALL_BYTES, np.uint8), np.ones(1, np.int64)
-    for message in [small] * (1 + TURNS) + [large]:
-        _echo(comm, other, message)
-    _complete(comm.Irecv(more, other))
-    for _ in range(int(more[0])):
-        _echo(comm, other, large)
-
-
-def _echo(comm: MPI.Intracomm, other: int, message: np.ndarray) -> None:
-    _complete(comm.Irecv(message, other))
-    _complete(comm.Isend(message, other))
+    round_trip(small)  # the first message of two ranks connects them
+    latency = float(np.quantile([round_trip(small) for _ in range(TURNS)], USUAL)) / 2
+    once = round_trip(large)
+    more = np.array([min(LARGE_TURNS, max(1, LARGE_SECONDS / once))], np.int64)
+    round_trip(more)  # the rank that begins decides
+    return latency, 2 * LARGE_BYTES / min(once, *(round_trip(large) for _ in range(more[0])))
 
 
 def _complete(request: MPI.Request) -> None:
@@ -163,31 +149,30 @@ def plan(nodes: Sequence[int]) -> list[list[Pair]]:
     """Return rounds of pairs. In a round each node is in at most one pair, so pairs do not disturb each other.
 
     nodes: the node of each rank. Every rank meets its neighbours on its node, and every node the nodes at distances 1,
-    2, 4, ...: about 2 log2 of the nodes, so that a slow link is found in a job of any size. The other pairs follow, up
-    to MOST_PAIRS.
+    2, 4, ...: about 2 log2 of the nodes, so that a slow link is found in a job of any size. Other pairs follow in an
+    order that is drawn, up to MOST_PAIRS.
     """
     members: dict[int, list[int]] = {}
     for rank, node in enumerate(nodes):
         members.setdefault(node, []).append(rank)
     groups = list(members.values())
-    inside = [_inside(ranks) for ranks in groups]
-    neighbours = [list(itertools.islice(pairs, len(ranks))) for pairs, ranks in zip(inside, groups, strict=True)]
-    turns = itertools.zip_longest(_matchings(groups), itertools.zip_longest(*neighbours), fillvalue=())
-    needed = dict.fromkeys(_ordered(pair) for several in turns for pair in itertools.chain(*several) if pair)
-    others = (pair for pair in map(_ordered, _interleave([*inside, _between(groups)])) if pair not in needed)
-    chosen = [*needed, *itertools.islice(others, max(0, MOST_PAIRS - len(needed)))]
+    circles = [list(zip(ranks, ranks[1:] + ranks[:1], strict=True)) if len(ranks) > 1 else [] for ranks in groups]
+    turns = itertools.zip_longest(_matchings(groups), itertools.zip_longest(*circles), fillvalue=())
+    chosen = dict.fromkeys(_ordered(pair) for several in turns for pair in itertools.chain(*several) if pair)
+    drawn = random.Random(0)  # the same on all ranks
+    while len(chosen) < min(MOST_PAIRS, len(nodes) * (len(nodes) - 1) // 2):
+        chosen.setdefault(_ordered(drawn.sample(range(len(nodes)), 2)))
     free: Counter[int] = Counter()  # the first round in which a node has no pair yet
     rounds: list[list[Pair]] = []
     for first, second in chosen:
-        ends = {nodes[first], nodes[second]}
-        number = max(free[node] for node in ends)
-        free.update({node: number + 1 - free[node] for node in ends})
+        number = max(free[nodes[first]], free[nodes[second]])
+        free[nodes[first]] = free[nodes[second]] = number + 1
         rounds += [[] for _ in range(number + 1 - len(rounds))]
         rounds[number].append((first, second))
     return rounds
 
 
-def _ordered(pair: Pair) -> Pair:
+def _ordered(pair: Sequence[int]) -> Pair:
     return min(pair), max(pair)
 
 
@@ -200,36 +185,10 @@ def _matchings(members: Sequence[Sequence[int]]) -> Iterator[list[Pair]]:
     while 2 * distance <= count:
         starts = range(count // 2 if 2 * distance == count else count)
         for parity in (0, 1):
-            nodes = [(one, (one + distance) % count) for one in starts if one // distance % 2 == parity]
-            yield [
-                (members[one][place % len(members[one])], members[two][place % len(members[two])]) for one, two in nodes
-            ]
+            ends = [(members[n], members[(n + distance) % count]) for n in starts if n // distance % 2 == parity]
+            yield [(one[place % len(one)], two[place % len(two)]) for one, two in ends]
             place += 1
         distance *= 2
-
-
-def _inside(ranks: Sequence[int]) -> Iterator[Pair]:
-    """Yield all pairs of a node: neighbours first."""
-    size = len(ranks)
-    for distance in range(1, size // 2 + 1):
-        for index in range(size if 2 * distance < size else distance):
-            yield ranks[index], ranks[(index + distance) % size]
-
-
-def _between(members: Sequence[Sequence[int]]) -> Iterator[Pair]:
-    """Yield all pairs across nodes: pairs of equal node rank first."""
-    most = max(map(len, members))
-    for shift in range(most):
-        for place in range(most):
-            for one, other in itertools.combinations(members, 2):
-                if place < len(one) and (place + shift) % most < len(other):
-                    yield one[place], other[(place + shift) % most]
-
-
-def _interleave(sources: Sequence[Iterator[Pair]]) -> Iterator[Pair]:
-    """Yield one item of each source in turn, until all are empty."""
-    for several in itertools.zip_longest(*sources):
-        yield from (pair for pair in several if pair is not None)
 
 
 # Judging
@@ -239,31 +198,25 @@ def slow(measured: Sequence[PairTimes], nodes: Sequence[int]) -> list[PairTimes]
     """Return the pairs that are much slower than the median of their kind."""
     found = []
     for alike in _kinds(measured, nodes).values():
-        if len(alike) < LEAST_ALIKE:
-            continue
-        latency, bandwidth = _medians(alike)
-        late = max(LATER * latency, latency + LATER_SECONDS)
-        found += [pair for pair in alike if pair.latency > late or pair.bandwidth < bandwidth / SLOWER]
+        usual = _median(alike)
+        late = max(LATER * usual.latency, usual.latency + LATER_SECONDS)
+        if len(alike) >= LEAST_ALIKE:
+            found += [pair for pair in alike if pair.latency > late or pair.bandwidth < usual.bandwidth / SLOWER]
     return found
 
 
 def better(measured: Sequence[PairTimes], again: Sequence[PairTimes]) -> list[PairTimes]:
     """Merge two measurements of each pair, keeping the better values: a chance delay rarely repeats."""
-    second = {(pair.first, pair.second): pair for pair in again}
-    merged = []
-    for pair in measured:
-        other = second.get((pair.first, pair.second), pair)
-        merged.append(
-            PairTimes(pair.first, pair.second, min(pair.latency, other.latency), max(pair.bandwidth, other.bandwidth))
-        )
-    return merged
+    second = {pair[:2]: pair for pair in again}
+    both = ((pair, second.get(pair[:2], pair)) for pair in measured)
+    return [PairTimes(*a[:2], min(a.latency, b.latency), max(a.bandwidth, b.bandwidth)) for a, b in both]
 
 
 def judge(ranks: Sequence[Rank], needs: Needs, results: Results, link: float | None) -> Iterator[Finding]:
     """Yield the findings. link: bytes a second of the fastest network that the hosts share; None if unknown."""
     nodes = [rank.node for rank in ranks]
     for name, alike in _kinds(results.measured, nodes).items():
-        yield _of_kind(name, alike, ranks, needs, link)
+        yield _of_kind(name, alike, len(set(nodes)), needs, link)
     for name, alike in _kinds(slow(results.measured, nodes), nodes).items():
         yield _slow_ones(name, alike, ranks)
     if results.unreachable:
@@ -280,25 +233,24 @@ def _kinds(measured: Sequence[PairTimes], nodes: Sequence[int]) -> dict[str, lis
     return {name: alike for name, alike in found.items() if alike}
 
 
-def _medians(alike: Sequence[PairTimes]) -> tuple[float, float]:
+def _median(alike: Sequence[PairTimes]) -> PairTimes:
     """Return the median latency and bandwidth; if half of the pairs are slow, the values of the other half."""
-    return median_low(pair.latency for pair in alike), median_high(pair.bandwidth for pair in alike)
+    return PairTimes(0, 0, median_low(p.latency for p in alike), median_high(p.bandwidth for p in alike))
 
 
-def _of_kind(name: str, alike: Sequence[PairTimes], ranks: Sequence[Rank], needs: Needs, link: float | None) -> Finding:
-    latency, bandwidth = _medians(alike)
-    text = f"{_figures(latency, bandwidth)} (median of {plural(len(alike), 'pair')})"
+def _of_kind(name: str, alike: Sequence[PairTimes], nodes: int, needs: Needs, link: float | None) -> Finding:
+    usual = _median(alike)
+    text = f"{usual} (median of {plural(len(alike), 'pair')})"
     if name == KINDS[1]:
-        hosts = len({rank.node for rank in ranks})
-        wire = 2 * ELEMENT * needs.parameters * (hosts - 1) / hosts / bandwidth
+        wire = 2 * ELEMENT * needs.parameters * (nodes - 1) / nodes / usual.bandwidth
         text += f": gradients of {count(needs.parameters)} parameters take {wire:.2g} s a step or more"
-        if link is not None and bandwidth < SHARE_OF_LINK * link:
+        if link is not None and usual.bandwidth < SHARE_OF_LINK * link:
             advice = (
                 f"an interface has {speed(link)}: make MPI use it (Open MPI: --mca btl_tcp_if_include NETWORK), "
                 "and check what else uses it"
             )
             return warning(name, text, advice)
-    elif latency > LONG_SECONDS:
+    elif usual.latency > LONG_SECONDS:
         advice = "ranks wait for a core, or MPI does not use shared memory here (look under cores, and at --mca btl)"
         return warning(name, text, advice)
     return ok(name, text)
@@ -309,7 +261,7 @@ def _slow_ones(name: str, pairs: Sequence[PairTimes], ranks: Sequence[Rank]) -> 
     texts = []
     for pair in sorted(pairs, key=lambda pair: pair.bandwidth):
         hosts = " - ".join(dict.fromkeys((ranks[pair.first].host, ranks[pair.second].host)))
-        texts.append(f"ranks {pair.first} and {pair.second} ({hosts}): {_figures(pair.latency, pair.bandwidth)}")
+        texts.append(f"ranks {pair.first} and {pair.second} ({hosts}): {pair}")
     shared = _in_common(pairs, ranks)
     where = f"all of them have {shared} in common: look" if shared else "look"
     advice = f"{where} at {CAUSES[name]}; a ring is as fast as its slowest pair"
@@ -325,10 +277,6 @@ def _in_common(pairs: Sequence[PairTimes], ranks: Sequence[Rank]) -> str:
     everywhere = len({rank.node for rank in ranks}) == 1
     hosts = set.intersection(*({ranks[pair.first].host, ranks[pair.second].host} for pair in pairs))
     return f"host {min(hosts)}" if len(hosts) == 1 and not everywhere else ""
-
-
-def _figures(latency: float, bandwidth: float) -> str:
-    return f"{1e6 * latency:.3g} us, {speed(bandwidth)}"
 
 
 def speed(bandwidth: float) -> str:

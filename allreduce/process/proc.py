@@ -70,3 +70,14 @@ def available_bytes() -> int | None:
                 return min(free, max(0, most - now))
         return free
     return None
+
+
+def core_quota() -> float | None:
+    """Return the container's CPU quota in cores; None for no limit. Local."""
+    with suppress(OSError, ValueError):
+        if (CONTROL_GROUP / "cpu.max").exists():
+            quota, period = (CONTROL_GROUP / "cpu.max").read_text().split()
+        else:
+            quota, period = ((CONTROL_GROUP / "cpu" / f"cpu.cfs_{name}_us").read_text() for name in ("quota", "period"))
+        return int(quota) / int(period) if int(quota) > 0 else None  # ValueError: "max"
+    return None

@@ -7,13 +7,13 @@ library) and has the constants of each topology that was measured. With a file e
 
 import json
 import os
-import stat
 import zlib
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from allreduce import notices
+from allreduce.files import ContentError, json_of, read_text
 from allreduce.machine import MachineKind, identify
 from allreduce.topology import Topology
 from allreduce.transport.control import root_value
@@ -28,15 +28,18 @@ MOST_RANKS, LONGEST = 1 << 31, 3600.0  # in a file
 FIELDS = tuple(Machine.__dataclass_fields__)
 
 
-class TableError(ValueError):
-    """A file has no constants of this version, or they were measured on another kind of machine."""
-
-
 class Key(NamedTuple):
     """The ranks for which constants were measured."""
 
     node_sizes: tuple[int, ...]
     simulated: bool  # simulated nodes say nothing about real ones
+
+
+class Known(NamedTuple):
+    """Constants, and where they are from, in words."""
+
+    machine: Machine
+    source: str
 
 
 Entries = dict[Key, Machine]
@@ -68,32 +71,27 @@ def dumps(entries: Entries) -> str:
     return json.dumps({"format": FORMAT, "version": VERSION, "machine": identify(), "entries": listed}, indent=1) + "\n"
 
 
+def read(path: Path) -> Entries:
+    """Return the entries of a file. Raises OSError or ContentError. Local."""
+    return loads(read_text(path, MOST_BYTES), identify())
+
+
 def loads(text: str, machine: MachineKind) -> Entries:
-    """Return the entries of a file's text. Raises TableError."""
-    try:
-        table = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise TableError(f"it is not JSON ({error})") from None
-    if not isinstance(table, dict) or table.get("format") != FORMAT:
-        raise TableError("it has no constants of python -m benchmarks.tune")
-    if table.get("version") != VERSION:
-        raise TableError(
-            f"it has version {notices.shown(table.get('version'))} of the format, and this is version {VERSION}"
-        )
+    """Return the entries of a file's text. Raises ContentError."""
+    table = json_of(text, FORMAT, VERSION, "it has no constants of python -m benchmarks.tune")
     if table.get("machine") != machine:
-        raise TableError(f"it was measured on another machine ({_words(table.get('machine'))}; here {_words(machine)})")
+        other = f"{_words(table.get('machine'))}; here {_words(machine)}"
+        raise ContentError(f"it was measured on another machine ({other})")
     try:
         return dict(_entry(**entry) for entry in table["entries"])
     except (KeyError, TypeError, ValueError, OverflowError, RecursionError) as error:
-        raise TableError(f"an entry is malformed ({type(error).__name__}: {notices.shown(str(error), 200)})") from None
+        text = f"{type(error).__name__}: {notices.shown(str(error), 200)}"
+        raise ContentError(f"an entry is malformed ({text})") from None
 
 
 def _entry(node_sizes: list[int], simulated: bool, constants: dict[str, Any]) -> tuple[Key, Machine]:
-    if (
-        not node_sizes
-        or not all(type(size) is int and 0 < size < MOST_RANKS for size in node_sizes)
-        or type(simulated) is not bool
-    ):
+    sizes_fit = node_sizes and all(type(size) is int and 0 < size < MOST_RANKS for size in node_sizes)
+    if not sizes_fit or type(simulated) is not bool:
         raise ValueError(f"node_sizes {node_sizes}, simulated {simulated}")
     if set(constants) != set(FIELDS):
         raise ValueError(f"the constants are {', '.join(constants)}, not {', '.join(FIELDS)}")
@@ -101,31 +99,6 @@ def _entry(node_sizes: list[int], simulated: bool, constants: dict[str, Any]) ->
     if len(values) < len(FIELDS) or not all(0 <= value < LONGEST for value in values.values()):
         raise ValueError(f"constants that are no times: {constants}")
     return Key(tuple(node_sizes), simulated), Machine(**values)
-
-
-def read_text(path: Path) -> str:
-    """Return the text of a file. Raises OSError or ValueError. Only regular files up to MOST_BYTES are read.
-
-    A pipe may block for ever, and a device never ends.
-    """
-    with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
-        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-            raise TableError("it is not a regular file")
-        content = file.read(MOST_BYTES + 1)
-    if len(content) > MOST_BYTES:
-        raise TableError(f"it has more than {MOST_BYTES} bytes")
-    try:
-        return content.decode("utf-8")
-    except UnicodeDecodeError as error:
-        raise TableError(f"it is not text ({error})") from None
-
-
-@dataclass(frozen=True)
-class Known:
-    """Constants, and where they are from, in words."""
-
-    machine: Machine
-    source: str
 
 
 def known(topology: Topology, given: str | os.PathLike[str] | None, measures: bool) -> Known:
@@ -154,7 +127,7 @@ def _read(topology: Topology, given: str | os.PathLike[str] | None) -> tuple[Mac
         path = table_path(given)
         if path is None:
             return None, ""
-        found = loads(read_text(path), identify()).get(key_of(topology))
+        found = read(path).get(key_of(topology))
     except FileNotFoundError:
         notices.log.debug("allreduce: there is no file of constants %s (%s)", path, tune)
         return None, ""

@@ -16,6 +16,7 @@ from allreduce.errors import OptionError, UnavailableError
 from allreduce.topology import Topology
 from allreduce.transport.control import on_all_ranks, root_value
 from benchmarks.lib import timing
+from benchmarks.lib.columns import columns
 from benchmarks.lib.outputs import Screen
 from trainers import MirroredTrainer, NumpyNetwork, datasets
 from trainers.datasets.dataset import Dataset
@@ -125,11 +126,8 @@ def table(found: list[Cell], most: int) -> list[str]:
     for cell in found:
         shown = "-" if cell.sha256 is None else "differ" if "|" in cell.sha256 else cell.sha256[:SHOWN]
         rows.setdefault((cell.backend, cell.nodes, cell.update), []).append(shown)
-    heads = "".join(f"{f'{ranks} ranks':>10}" for ranks in range(1, most + 1)).replace(" 1 ranks", "  1 rank")
-    lines = [f"# {'backend':<19}{'':<7}{'update':<12}{heads}"]
-    for (backend, nodes, update), row in rows.items():
-        lines.append(f"  {backend:<19}{nodes:<7}{update:<12}{''.join(f'{each:>10}' for each in row)}")
-    return lines
+    heads = [f"{ranks} rank{'s' * (ranks > 1)}" for ranks in range(1, most + 1)]
+    return columns(["backend", "", "update", *heads], [[*key, *row] for key, row in rows.items()], left=(0, 1, 2))
 
 
 def run_steps(

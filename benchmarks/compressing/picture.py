@@ -1,8 +1,9 @@
 """The pictures of `benchmarks.compression`. Need matplotlib."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
+from benchmarks.lib.plot import bars
 from benchmarks.lib.sizes import show
 
 OURS, PEER, PLAIN = "#1f77b4", "#e377c2", "#7f7f7f"
@@ -28,7 +29,7 @@ def of_speed(record: Mapping[str, Any]) -> Any:
         (axes[1], "MB that a rank sends", [(cost["bytes_per_rank"] or 0) / 1e6 for cost in costs], "{:.2f}"),
         (axes[2], "relative error of one call", [cost["error"] for cost in costs], "{:.1e}"),
     ):
-        _bars(axis, names, values, [text.format(value) for value in values], [OURS] * len(names))
+        bars(axis, names, values, [text.format(value) for value in values], color=OURS)
         axis.set_title(title, fontsize=11)
     figure.suptitle(f"All-reduce of {show(record['bytes'])} of float32, {place(record)}", fontsize=12)
     return figure
@@ -42,7 +43,7 @@ def of_training(record: Mapping[str, Any]) -> Any:
     models = record["models"]
     most = max(len(model["runs"]) for model in models)
     figure = Figure(figsize=(14, (2.2 + 0.25 * most) * len(models)), layout="constrained")
-    for (curves, bars), model in zip(figure.subplots(len(models), 2, squeeze=False), models, strict=True):
+    for (curves, times), model in zip(figure.subplots(len(models), 2, squeeze=False), models, strict=True):
         runs = model["runs"]
         colours = [_colour(run["method"]) for run in runs]
         for run, colour in zip(runs, colours, strict=True):
@@ -50,23 +51,13 @@ def of_training(record: Mapping[str, Any]) -> Any:
         curves.axhline(model["target"], color="black", linewidth=0.8, linestyle=":")
         curves.set(xscale="log", xlabel="seconds", ylabel="accuracy", ylim=(model["target"] - 0.3, 1))
         curves.set_title(f"{model['model']}, {model['parameters'] / 1e6:.1f} M parameters", fontsize=11)
-        times = [run["seconds_to_target"] for run in runs]
-        texts = ["not reached" if each is None else f"{each:.1f}" for each in times]
-        _bars(bars, [run["method"] for run in runs], [each or 0 for each in times], texts, colours)
-        bars.set_title(f"seconds to accuracy {model['target']:.3f}", fontsize=11)
+        reached = [run["seconds_to_target"] for run in runs]
+        texts = ["not reached" if each is None else f"{each:.1f}" for each in reached]
+        bars(times, [run["method"] for run in runs], [each or 0 for each in reached], texts, color=colours)
+        times.set_title(f"seconds to accuracy {model['target']:.3f}", fontsize=11)
     figure.suptitle(f"Training, {place(record)}. Blue: this library; pink: PyTorch's DDP with gloo", fontsize=12)
     return figure
 
 
 def _colour(method: str) -> str:
     return PLAIN if method == "none" else PEER if method.startswith("ddp") else OURS
-
-
-def _bars(axis: Any, names: Sequence[str], values: Sequence[float], texts: Sequence[str], colours: list[str]) -> None:
-    bars = axis.barh(range(len(names)), values, 0.7, color=colours)
-    axis.bar_label(bars, texts, padding=3, fontsize=8)
-    axis.set_yticks(range(len(names)), names)
-    axis.set_ylim(len(names) - 0.5, -0.5)
-    axis.margins(x=0.2)
-    axis.set_axisbelow(True)
-    axis.grid(True, axis="x", alpha=0.3)

@@ -17,6 +17,7 @@ from allreduce.errors import OptionError
 from allreduce.topology import Topology
 from allreduce.transport.control import on_all_ranks
 from benchmarks.lib import hosts, timing
+from benchmarks.lib.columns import columns
 from benchmarks.lib.outputs import Screen
 
 NONE = "none"
@@ -50,10 +51,10 @@ class Cost:
     error_of_mean: float
 
 
-def compression(name: str) -> Given:
-    """Return the compression of a method, from the first call on (PowerSGD has calls in full precision before)."""
+def compression(name: str, start: int = 0) -> Given:
+    """Return the compression of a method. start: the calls of PowerSGD in full precision."""
     parsed = None if name == NONE else options.parse(name)
-    return replace(parsed, start_powerSGD_iter=0) if isinstance(parsed, PowerSGD) else parsed
+    return replace(parsed, start_powerSGD_iter=start) if isinstance(parsed, PowerSGD) else parsed
 
 
 def layers(length: int) -> list[Part]:
@@ -170,16 +171,11 @@ def measure(
 
 def table(costs: list[Cost]) -> list[str]:
     """Return a line for each method."""
-    width = max(12, *(len(cost.method) + 2 for cost in costs))
-    lines = [
-        f"# {'':<{width}}{'median ms':>10}{'min':>9}{'speed-up':>10}{'MB sent':>10}{'error':>10}{f'of {CALLS}':>10}",
-        f"# {'':<{width}}{'':>10}{'':>9}{'':>10}{'a rank':>10}{'':>10}{'calls':>10}",
-    ]
+    rows = []
     for cost in costs:
         speedup = "-" if cost.speedup is None else f"{cost.speedup:.2f}"
         sent = "-" if cost.bytes_per_rank is None else f"{cost.bytes_per_rank / 1e6:.3f}"
-        lines.append(
-            f"  {cost.method:<{width}}{cost.median_ms:>10.1f}{cost.min_ms:>9.1f}{speedup:>10}{sent:>10}"
-            f"{cost.error:>10.1e}{cost.error_of_mean:>10.1e}"
-        )
-    return lines
+        errors = f"{cost.error:.1e}", f"{cost.error_of_mean:.1e}"
+        rows.append((cost.method, f"{cost.median_ms:.1f}", f"{cost.min_ms:.1f}", speedup, sent, *errors))
+    heads = ["", "median ms", "min", "speed-up", "MB sent a rank", "error", f"of {CALLS} calls"]
+    return columns(heads, rows)

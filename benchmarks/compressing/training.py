@@ -15,7 +15,6 @@ point. A method has reached it at the first of two evaluations in a row that are
 """
 
 import argparse
-import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -33,10 +32,10 @@ from torch.distributed.algorithms.model_averaging.averagers import PeriodicModel
 from torch.distributed.optim import PostLocalSGDOptimizer
 
 from allreduce.arrays import compression as options
-from allreduce.arrays.compression import Given, PowerSGD
 from allreduce.errors import OptionError
 from allreduce.topology import Topology
 from allreduce.transport.control import all_values, combine, on_all_ranks
+from benchmarks.compressing.speed import compression
 from benchmarks.lib import hosts
 from benchmarks.lib.contenders import join
 from benchmarks.lib.networks import Trained, perceptron
@@ -134,19 +133,15 @@ class Method:
 
     def options(self, every: int) -> dict[str, Any]:
         """Return the options of MirroredOptimizer. every: the steps between evaluations, when nothing is being sent."""
-        found: dict[str, Any] = {"compress": self._compression()}
+        found: dict[str, Any] = {
+            "compress": compression(self.compress or PLAIN, WARMUP if self.interval is None else 0)
+        }
         if self.interval is not None:
             found |= {"sync_every": self.interval, "outer_optimizer": self.outer}
         if self.streamed and self.interval is not None:
             found["fragments"] = self.interval // every
             found |= {"fragment_sync_delay": min(DELAY, every - 1), "fragment_update_alpha": ALPHA}
         return found
-
-    def _compression(self) -> Given:
-        parsed = None if self.compress is None else options.parse(self.compress)
-        if isinstance(parsed, PowerSGD):
-            return replace(parsed, start_powerSGD_iter=WARMUP if self.interval is None else 0)
-        return parsed
 
 
 def parse(name: str, every: int) -> Method:
@@ -306,11 +301,11 @@ def target_of(plain: Run) -> float:
     return float(np.mean(plain.accuracies[-LAST:])) - POINTS
 
 
-def row(run: Run, plain: Run | None) -> dict[str, Any]:
-    """Return the numbers of a run, and its comparison with the uncompressed one if there is one, for JSON."""
-    index, first = run.reached, None if plain is None else plain.reached
-    faster = None if index is None or first is None or plain is None else plain.seconds[first] / run.seconds[index]
-    own, others = run.bytes_per_step, None if plain is None else plain.bytes_per_step
+def row(run: Run, plain: Run) -> dict[str, Any]:
+    """Return the numbers of a run, and its comparison with the uncompressed one, for JSON."""
+    index, first = run.reached, plain.reached
+    faster = None if index is None or first is None else plain.seconds[first] / run.seconds[index]
+    own, others = run.bytes_per_step, plain.bytes_per_step
     return {
         **asdict(run),
         "seconds_to_target": None if index is None else run.seconds[index],
@@ -362,13 +357,10 @@ def run(topology: Topology, args: argparse.Namespace, screen: Screen, write: Cal
             f"# {name}: {parameters / 1e6:.2f} M parameters, Adam {workload.learning_rate}, batches of "
             f"{workload.batch} rows; {topology}"
         )
-        runs: list[dict[str, Any]] = []
-        plain, target, most = None, args.target, math.inf
-        if target is None:
-            plain = bench.run(Method(PLAIN), workload, steps, lambda _: False, screen)
-            target, most = target_of(plain), plain.seconds[-1] * TIMES
-            plain.look(target)
-            runs.append(row(plain, plain))
+        plain = bench.run(Method(PLAIN), workload, steps, lambda _: False, screen)
+        target, most = target_of(plain), plain.seconds[-1] * TIMES
+        plain.look(target)
+        runs = [row(plain, plain)]
         screen.say(f"# target: accuracy {target:.4f}", HEAD, *map(line, runs))
         trained.append({"model": name, "parameters": parameters, "target": target, "runs": runs})
         write({"models": trained})

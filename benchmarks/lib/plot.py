@@ -5,6 +5,7 @@ Each backend has a colour and a mark, the same in every picture and page.
 
 import io
 import zlib
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -71,6 +72,17 @@ def content(figure: Any, kind: str) -> bytes:
     found = io.BytesIO()
     figure.savefig(found, format=kind, dpi=110)
     return found.getvalue()
+
+
+def bars(axis: Any, names: Sequence[str], values: Sequence[float], texts: Sequence[str], **style: Any) -> None:
+    """Draw horizontal bars with texts at their ends. style: of barh; with y the places among `names`."""
+    drawn = axis.barh(style.pop("y", range(len(names))), values, **{"height": 0.7, **style})
+    axis.bar_label(drawn, texts, padding=3, fontsize=8)
+    axis.set_yticks(range(len(names)), names)
+    axis.set_ylim(len(names) - 0.5, -0.5)
+    axis.margins(x=0.2)
+    axis.set_axisbelow(True)
+    axis.grid(True, axis="x", alpha=0.3)
 
 
 def draw(run: Run, kind: str = "png") -> bytes:

@@ -4,16 +4,18 @@ import csv
 import io
 import json
 import math
-import os
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
+from allreduce.files import ContentError, json_of, read_text
 from allreduce.notices import shown
 from trainers.errors import printable
-from trainers.files import model_file
+
+ParsedT = TypeVar("ParsedT")
 
 FORMAT, VERSION = "allreduce bandwidth", 1
 WANTED = "give a file that python -m benchmarks.bandwidth --json FILE wrote"
@@ -27,7 +29,7 @@ LEAST_US, MOST_US = 1e-6, 1e15  # thirty years
 LONGEST_TEXT = 1000  # of texts that are shown
 
 
-class FileError(ValueError):
+class FileError(ContentError):
     """An error about a file without results of this version. Its text, which may quote the file, is made printable."""
 
     def __init__(self, text: object) -> None:
@@ -114,15 +116,8 @@ def to_json(run: Run, advice: str = "") -> str:
 
 
 def from_json(text: str) -> Run:
-    """Read a run that `to_json` wrote. Raises FileError if the text is invalid."""
-    try:
-        found = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise FileError(f"it is not JSON ({error})") from None
-    if not isinstance(found, dict) or found.get("format") != FORMAT:
-        raise FileError("it holds no results of benchmarks.bandwidth --json")
-    if found.get("version") != VERSION:
-        raise FileError(f"it has version {shown(found.get('version'))} of the format, and this is version {VERSION}")
+    """Read a run that `to_json` wrote. Raises ContentError if the text is invalid."""
+    found = json_of(text, FORMAT, VERSION, "it holds no results of benchmarks.bandwidth --json")
     if found.get("results") == []:
         raise FileError("it holds no measurement")
     try:
@@ -186,26 +181,17 @@ def _check_text(text: Any) -> None:
 
 def load(path: str | Path) -> Run:
     """Load the run in a file. Raises FileError."""
-    text = text_of(path, MOST_BYTES, WANTED)
-    try:
-        return from_json(text)
-    except FileError as error:
-        raise FileError(f"{path}: {error}; {WANTED}") from None
+    return read(path, MOST_BYTES, WANTED, from_json)
 
 
-def text_of(path: str | Path, most: int, wanted: str) -> str:
-    """Return the text of a regular file of at most `most` bytes. Raises FileError with the hint `wanted`."""
+def read(path: str | Path, most: int, wanted: str, parse: Callable[[str], ParsedT]) -> ParsedT:
+    """Return what `parse` finds in the text of a file. Raises FileError, which ends in the hint `wanted`."""
     try:
-        with model_file.open_regular(os.fspath(path)) as file:
-            content = model_file.read_up_to(file, most + 1)
+        return parse(read_text(path, most))
     except OSError as error:
         raise FileError(f"{path} can't be read ({error.strerror or error}); {wanted}") from None
-    if len(content) > most:
-        raise FileError(f"{path} has more than {most} bytes; {wanted}")
-    try:
-        return content.decode()
-    except UnicodeDecodeError:
-        raise FileError(f"{path}: it is not text; {wanted}") from None
+    except ContentError as error:
+        raise FileError(f"{path}: {error}; {wanted}") from None
 
 
 def to_csv(run: Run) -> str:

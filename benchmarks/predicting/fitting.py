@@ -54,9 +54,7 @@ class Point:
         return self.predicted(machine) / self.seconds - 1
 
 
-def read(
-    paths: Iterable[str], *, one_machine: bool = False, statistic: str = "median"
-) -> tuple[list[Point], list[Run]]:
+def read(paths: Iterable[str], *, one_machine: bool = False) -> tuple[list[Point], list[Run]]:
     """Read the points of files of `benchmarks.bandwidth --json`. Raises FileError or OSError, which names the bad file.
 
     one_machine: the nodes were simulated by cluster_sim.sh, so they share one machine's cores. Nodes that
@@ -65,7 +63,7 @@ def read(
     points, runs = [], []
     for path in paths:
         run = load(path)
-        found = list(_points(run, one_machine, statistic))
+        found = list(_points(run, one_machine))
         if not found:
             raise FileError(f"{path}: it holds no time of {', '.join(backends())} on two ranks or more")
         if run.dtype not in ("float32", "float64"):
@@ -77,15 +75,15 @@ def read(
     return points, runs
 
 
-def _points(run: Run, one_machine: bool, statistic: str) -> Iterable[Point]:
+def _points(run: Run, one_machine: bool) -> Iterable[Point]:
     if run.simulated and run.nodes > 1:
         return
     cores = int(run.machine.get("cores") or 0)
     place = Layout(tuple(run.node_sizes), cores=cores, sharing=run.ranks if one_machine else 0)
     for each in run.results:
-        seconds = (each.min_us if statistic == "min" else each.time_us) * 1e-6
         if each.backend in backends() and run.ranks > 1:
-            yield Point(each.backend, place, each.size, each.memory == "allocated", seconds, each.time_us / each.min_us)
+            seconds, spread = each.time_us * 1e-6, each.time_us / each.min_us
+            yield Point(each.backend, place, each.size, each.memory == "allocated", seconds, spread)
 
 
 def fit(points: Sequence[Point], start: Machine, rounds: int = 60, first: Machine | None = None) -> Machine:

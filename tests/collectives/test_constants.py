@@ -9,11 +9,12 @@ from typing import Any
 import pytest
 
 from allreduce import NAMES
+from allreduce.files import ContentError
 from allreduce.machine import identify, mpi_library
 from allreduce.registry import class_of
 from allreduce.transport.cost import Layout, Machine
 from allreduce.tuning import constants
-from allreduce.tuning.constants import Key, TableError
+from allreduce.tuning.constants import Key
 from tests.conftest import JobRunner
 
 SHORT, MIB = 1 << 16, 1 << 20
@@ -81,7 +82,7 @@ def test_identity_names_no_host() -> None:
     ],
 )
 def test_refused_with_the_reason(text: str, complaint: str) -> None:
-    with pytest.raises(TableError, match=complaint):
+    with pytest.raises(ContentError, match=complaint):
         constants.loads(text, identify())
 
 

@@ -12,7 +12,7 @@ from mpi4py import MPI
 
 from allreduce.doctor import command, host, network
 from allreduce.doctor.findings import EXTRA, OK, PROBLEM, WARNING, Needs, Rank
-from allreduce.process import variables
+from allreduce.process import proc, variables
 from allreduce.topology import Topology
 from tests import launch
 from tests.doctor.doctor_ranks import GIB, LINK, cluster, judged, only, worse
@@ -256,7 +256,7 @@ def test_without_its_libraries_the_doctor_says_what_to_install(monkeypatch: pyte
     facts = {key: check.gather(topology, "host0") for key, check in command.CHECKS.items()}
     topology.close()
     found = [each for key in command.CHECKS for each in judged(key, [Rank(0, 0, "host0", facts)])]
-    assert [each.name for each in found if EXTRA in each.text + each.advice] == ["memory", "devices"]
+    assert [each.name for each in found if EXTRA in each.text + each.advice] == ["devices"]
     assert network.interfaces() is None
     ranks = cluster(1, 1)
     ranks[1].facts["network"]["interfaces"] = None
@@ -274,18 +274,16 @@ def test_an_error_of_nvml_is_said(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
 
 
 def test_limits_of_containers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    psutil = pytest.importorskip("psutil")
-    monkeypatch.setattr(host, "CONTROL_GROUP", tmp_path)
-    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=9000))
-    assert host._quota() is None
+    monkeypatch.setattr(proc, "CONTROL_GROUP", tmp_path)
+    assert proc.core_quota() is None
     (tmp_path / "cpu.max").write_text("150000 100000\n")
-    assert host._quota() == 1.5
+    assert proc.core_quota() == 1.5
     (tmp_path / "cpu.max").write_text("max 100000\n")
-    assert host._quota() is None
-    assert host._available() == 9000
+    assert proc.core_quota() is None
+    assert (proc.available_bytes() or 0) > 1 << 20
     (tmp_path / "memory.max").write_text("1000\n")
     (tmp_path / "memory.current").write_text("400\n")
-    assert host._available() == 600
+    assert proc.available_bytes() == 600
 
 
 def test_interfaces_of_this_host() -> None:

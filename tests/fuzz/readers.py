@@ -13,7 +13,6 @@ import numpy as np
 from hypothesis import strategies as st
 
 from allreduce.errors import AllReduceError, CommunicationError
-from allreduce.machine import identify
 from allreduce.registry import class_of
 from allreduce.transport.cost import Layout
 from allreduce.tuning import constants
@@ -287,7 +286,7 @@ def _checkpoints() -> "st.SearchStrategy[Any]":
 
 def _read_decisions(value: Content, folder: Path) -> str:
     path = Path(lay(folder / "table.json", value))
-    entries = constants.loads(constants.read_text(path), identify())
+    entries = constants.read(path)
     constants.dumps(entries)
     for key, machine in entries.items():
         for size in (0, 4096, 1 << 40):
@@ -463,7 +462,7 @@ READERS = [
     Reader("columns", trees([files.COLUMNS]), _read_columns, (ValueError,)),
     Reader("model", _models(), _read_model, (ModelFileError,)),
     Reader("checkpoints", _checkpoints(), _read_checkpoints, (CheckpointError, ModelFileError)),
-    Reader("constants", _decisions(), _read_decisions, (constants.TableError, OSError)),
+    Reader("constants", _decisions(), _read_decisions, (constants.ContentError, OSError)),
     Reader("auto's table", _decisions(), _said_by_auto, ()),
     Reader("TF_CONFIG", _clusters(), _read_cluster, (RoleError,)),
     Reader("compare", st.tuples(_results(), _results()), _read_results, (FileError,)),

@@ -108,7 +108,7 @@ def test_errors_quote_no_control_characters(tmp_path: Path) -> None:
         datasets.load(str(path))
     assert str(caught.value).isprintable()
     other = files.decision() | {"machine": {"cpu": RED * 100}}
-    with pytest.raises(constants.TableError, match="measured on another machine") as refused:
+    with pytest.raises(constants.ContentError, match="measured on another machine") as refused:
         constants.loads(json.dumps(other), identify())
     assert str(refused.value).isprintable()
     assert len(str(refused.value)) < 500
