@@ -53,26 +53,23 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 class Calls:
     """Predictions of an ensemble by a deadline, and how they went on rank 0.
 
-    seconds: of each call. core: the seconds of it for which this process waited for a core of the machine. members: the
-    members that have voted in each.
+    seconds: of each call. members: the members that have voted in each.
     """
 
     def __init__(self, ensemble: EnsembleTrainer, x: np.ndarray) -> None:
         self._ensemble, self._x = ensemble, x
         self.seconds: list[float] = []
-        self.core: list[float] = []
         self.members: list[tuple[int, ...]] = []
 
     def make(self, count: int, deadline: float) -> None:
         """Every rank makes these calls."""
         for _ in range(count):
-            begin, waited = time.perf_counter(), _waited()
+            begin = time.perf_counter()
             try:
                 found: Prediction | None = self._ensemble.predict(self._x, deadline=deadline)
             except DeadlineExceededError:  # not even rank 0 has voted
                 found = None
             self.seconds.append(time.perf_counter() - begin)
-            self.core.append(_waited() - waited)
             self.members.append(found.members if found else ())
 
 
@@ -85,7 +82,6 @@ def measure(topology: Topology, options: argparse.Namespace, pids: list[int]) ->
     ) as ensemble:
         Calls(ensemble, x).make(WARM, WARM_DEADLINE)
         during, after = Calls(ensemble, x), Calls(ensemble, x)
-        memory = proc.resident_bytes()
         if topology.rank in options.stop:
             os.kill(os.getpid(), signal.SIGSTOP)  # before the first call: a rank may be several calls ahead of rank 0
         while not all(map(_is_stopped, stopped)):
@@ -95,26 +91,21 @@ def measure(topology: Topology, options: argparse.Namespace, pids: list[int]) ->
         finally:
             for pid in stopped:
                 os.kill(pid, signal.SIGCONT)
-        grown = (proc.resident_bytes() - memory) / 1e6
         after.make(AFTER, options.deadline)
-    return _result(during, after, topology.size, options) | {"memory_grown_mb": round(grown, 1)}
+    return _result(during, after, topology.size, options)
 
 
 def _result(during: Calls, after: Calls, ranks: int, options: argparse.Namespace) -> dict[str, Any]:
-    milliseconds, waited = np.array(during.seconds) * 1e3, np.array(during.core) * 1e3
-    latest, limit = int(milliseconds.argmax()), (options.deadline + ALLOWED) * 1e3
-    late = milliseconds > limit
+    milliseconds = np.array(during.seconds) * 1e3
     living = {*range(ranks)} - {*options.stop}
     whole = [len(members) == ranks for members in after.members]
     first = next((number for number, each in enumerate(whole, 1) if each), None)
     return {
         "calls": len(milliseconds),
-        "in_time": int((~late).sum()),
+        "in_time": int((milliseconds <= (options.deadline + ALLOWED) * 1e3).sum()),
         "complete": sum(living <= {*members} for members in during.members),
         **{f"p{each}_ms": round(float(np.percentile(milliseconds, each)), 2) for each in (50, 99)},
-        "max_ms": round(float(milliseconds[latest]), 2),
-        "max_waited_for_a_core_ms": round(float(waited[latest]), 2),
-        "late_by_the_program": int((late & (milliseconds - waited > limit)).sum()),
+        "max_ms": round(float(milliseconds.max()), 2),
         "calls_until_whole": first,
         "seconds_until_whole": None if first is None else round(sum(after.seconds[:first]), 3),
         "whole_at_the_end": whole[-1],
@@ -124,12 +115,6 @@ def _result(during: Calls, after: Calls, ranks: int, options: argparse.Namespace
 def _is_stopped(pid: int) -> bool:
     stat = proc.stat(pid)
     return stat is not None and stat.state == "T"
-
-
-def _waited() -> float:
-    """Return for how many seconds this process has waited for a core."""
-    with open("/proc/self/schedstat") as file:
-        return int(file.read().split()[1]) / 1e9
 
 
 def _run(topology: Topology, options: argparse.Namespace, screen: Screen) -> int:
@@ -148,9 +133,7 @@ def _run(topology: Topology, options: argparse.Namespace, screen: Screen) -> int
         f"{topology.size} ranks, stopped: {names}; {found['calls']} calls with a deadline of {options.deadline:g} s",
         f"in time (deadline + {ALLOWED * 1e3:.0f} ms): {found['in_time']} of {found['calls']}; with the votes of all "
         f"other members: {found['complete']}",
-        f"p50 {found['p50_ms']} ms, p99 {found['p99_ms']} ms, max {found['max_ms']} ms, of which rank 0 waited "
-        f"{found['max_waited_for_a_core_ms']} ms for a core; late without such waits: {found['late_by_the_program']}",
-        f"memory of rank 0 grew by {found['memory_grown_mb']} MB",
+        f"p50 {found['p50_ms']} ms, p99 {found['p99_ms']} ms, max {found['max_ms']} ms",
         f"after SIGCONT all members vote from call {found['calls_until_whole']} on, after "
         f"{found['seconds_until_whole']} s",
     )

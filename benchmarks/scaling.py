@@ -46,7 +46,7 @@ def _predict(args: argparse.Namespace) -> int:
         raise FileError('--fit needs SciPy; pip install ".[bench]" in the checkout')
     plan = _plan(args)
     record: dict[str, Any] = {}
-    fitted, points = _fit(args, record) if args.fit or args.fit_rig else (Machine(), [])
+    fitted = _fit(args, record) if args.fit or args.fit_rig else Machine()
     bandwidth, latency = args.link
     machine = on_link(fitted, bandwidth / 8, latency)
     forecasts = [_forecast(args, name, machine) for name in args.model]
@@ -61,7 +61,7 @@ def _predict(args: argparse.Namespace) -> int:
         record |= {"stages": [_plain(each) for each in staged]} if plan else {}
         outputs.write(args.json, json.dumps(record, indent=1) + "\n")
     if args.plot:
-        save(args.plot, forecasts, _setting(args), points, fitted)
+        save(args.plot, forecasts, _setting(args))
     return 0
 
 
@@ -96,7 +96,7 @@ def _plan(args: argparse.Namespace) -> Plan | None:
 # ---- Fitting ----
 
 
-def _fit(args: argparse.Namespace, record: dict[str, Any]) -> tuple[Machine, list[fitting.Point]]:
+def _fit(args: argparse.Namespace, record: dict[str, Any]) -> Machine:
     points, runs = fitting.read(args.fit or [])
     more, rigs = fitting.read(args.fit_rig or [], one_machine=True)
     cores = {int(run.machine["cores"]) for run in runs + rigs if run.machine.get("cores")}
@@ -120,7 +120,7 @@ def _fit(args: argparse.Namespace, record: dict[str, Any]) -> tuple[Machine, lis
         "cells": [asdict(cell) for cell in fitting.cells(points, machine)],
         "not_fitted": fitting.untouched(points, machine),
     }
-    return machine, points
+    return machine
 
 
 # ---- Predictions ----

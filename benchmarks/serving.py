@@ -241,12 +241,6 @@ class Job:
                     found[int(each.partition(b"=")[2])] = int(folder.name)
         return found
 
-    def memory(self) -> float:
-        """Return the MiB of the largest rank but 0; of rank 0 if there is no other."""
-        ranks = self.ranks()
-        others = [pid for rank, pid in ranks.items() if rank] or list(ranks.values())
-        return max(map(proc.resident_bytes, others)) / 2**20
-
     def _is_child(self, pid: int) -> bool:
         """Whether a process is the job's, or a child of one that is."""
         while pid > 1 and pid != self.process.pid:
@@ -298,8 +292,8 @@ def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
             with server(ranks, given, folder) as job:
                 Load(job.port, bodies, options.clients).run(partial(operator.le, 4 * options.clients))  # warm
                 load, end = Load(job.port, bodies, options.clients), time.monotonic() + options.seconds
-                elapsed, memory = load.run(partial(_is_past, end)), job.memory()
-            own = result_of(load, right, elapsed) | {"exit_code": job.code, "mib": memory}
+                elapsed = load.run(partial(_is_past, end))
+            own = result_of(load, right, elapsed) | {"exit_code": job.code}
             found.setdefault(name, []).append(own)
             print(row(name, own), flush=True)
     return {name: _median(rounds) for name, rounds in found.items()}
@@ -307,9 +301,7 @@ def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
 
 def _median(rounds: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """Return the medians of the numbers, the sums of the outcomes, the worst exit code."""
-    numbers = {
-        key: float(np.median([each[key] for each in rounds])) for key in ("per_second", "p50_ms", "p99_ms", "mib")
-    }
+    numbers = {key: float(np.median([each[key] for each in rounds])) for key in ("per_second", "p50_ms", "p99_ms")}
     outcomes: Counter[str] = sum((Counter(each["outcomes"]) for each in rounds), Counter())
     codes = [each["exit_code"] for each in rounds]
     return numbers | {"outcomes": dict(outcomes), "exit_code": max(codes, key=abs), "rounds": list(rounds)}
@@ -370,9 +362,8 @@ def chaos(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
 def row(name: str, result: dict[str, Any]) -> str:
     outcomes = ", ".join(f"{count} {outcome}" for outcome, count in result["outcomes"].items())
     times = f"p50 {result['p50_ms']:7.1f} ms  p99 {result['p99_ms']:7.1f} ms"
-    memory = f"  {result['mib']:.0f} MiB" if "mib" in result else ""
     speed = f"{result['per_second']:9.1f} requests/s"
-    return f"{name:<22}{speed}  {times}{memory}  {outcomes}; exit code {result['exit_code']}"
+    return f"{name:<22}{speed}  {times}  {outcomes}; exit code {result['exit_code']}"
 
 
 def is_right(result: dict[str, Any]) -> bool:

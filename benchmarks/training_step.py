@@ -8,7 +8,7 @@ affects all of them alike. A step is zero_grad, forward, backward, step; its tim
 computes with one thread unless OMP_NUM_THREADS says otherwise.
 
 Whether glibc's malloc returns large blocks to the system depends on the layout of the heap; the page faults (10,000 a
-step) would then decide which variant is fast. So malloc keeps freed memory here, for all variants; see --malloc.
+step) would then decide which variant is fast. So malloc keeps freed memory here, unless ALLREDUCE_MALLOC=default.
 """
 
 import argparse
@@ -329,7 +329,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     add("--allreduce", default="auto", metavar="NAME", help="the backend of MirroredOptimizer, default auto")
     add("--no-memory", action="store_true", help="don't measure the peak of memory")
-    add("--malloc", choices=["keep", "default"], default="keep", help="keep: malloc keeps freed memory (default)")
     cli.add_json_option(parser)
 
 
@@ -369,14 +368,13 @@ def _run(topology: Topology, options: argparse.Namespace, screen: Screen) -> int
     if refused := sparse and [name for name in options.variants if name in DENSE_ONLY]:
         text = f"the model {sparse[0]} has sparse gradients, which {', '.join(refused)} don't take"
         raise on_all_ranks(OptionError(f"{text}; give other models or other ways"), topology.world)
-    os.environ[malloc.OPTION] = options.malloc
     malloc.keep_freed_memory()  # from the first step, of all variants
     threads = torch.get_num_threads()
     screen.say(f"{topology}, {threads} thread(s) each; PyTorch {torch.__version__}, {platform.machine()}")
     bench = Bench(topology, options)
     results = measure(bench, options, screen)
     bench.close()
-    about = {"ranks": topology.size, "nodes": topology.nodes, "threads": threads, "malloc": options.malloc}
+    about = {"ranks": topology.size, "nodes": topology.nodes, "threads": threads}
     screen.write_record({**about, "torch": torch.__version__, "mpi": identify()["mpi"], "results": results})
     return 0
 

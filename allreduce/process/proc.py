@@ -54,11 +54,6 @@ def on_terminal(descriptor: int = 2) -> bool:
     return not launchers and os.isatty(descriptor)
 
 
-def resident_bytes(process: int | str = "self") -> int:
-    """Return the memory that a process has in use. Local. Raises OSError."""
-    return int(Path(f"/proc/{process}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-
-
 def available_bytes() -> int | None:
     """Return the memory that is available on this machine, and in this container; None if unknown. Local."""
     with suppress(OSError, KeyError, ValueError):

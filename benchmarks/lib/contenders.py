@@ -1,6 +1,6 @@
 """The contenders: backends of this library and other software ("peers"), each as a function that reduces an array.
 
-A peer is a function from (topology, op) to a Contender; a new one is one function and one line in PEERS.
+A peer is a function from (topology, op, dtype) to a Contender; a new one is one function and one line in PEERS.
 """
 
 import datetime
@@ -17,17 +17,9 @@ from mpi4py import MPI
 import allreduce
 from allreduce.arrays import dtypes, ops
 from allreduce.backend import AllReduce
-from allreduce.errors import AllReduceError, OptionError, UnavailableError, UnsupportedDtypeError
+from allreduce.errors import OptionError, UnavailableError, UnsupportedDtypeError
 from allreduce.topology import Topology
-from allreduce.transport.control import all_values, raise_together
-
-
-def _nothing() -> None:
-    pass
-
-
-def _accept(dtype: np.dtype) -> str | None:
-    return None
+from allreduce.transport.control import all_values, on_all_ranks, raise_together, together
 
 
 @dataclass
@@ -37,22 +29,21 @@ class Contender:
     name: str
     call: Callable[[np.ndarray], None]
     allocate: Callable[[int, np.dtype], np.ndarray] | None = None
-    refuse: Callable[[np.dtype], str | None] = _accept  # returns why it can't reduce a dtype, or None; collective
-    close: Callable[[], Any] = _nothing  # collective
+    close: Callable[[], Any] = bool  # collective
 
 
-def of_backend(backend: AllReduce, op: str) -> Contender:
-    """Return a backend as a contender, for NumPy arrays and those of its allocate(device="cpu")."""
+def of_backend(backend: AllReduce, op: str, dtype: np.dtype) -> Contender:
+    """Return a backend as a contender, for NumPy arrays and those of its allocate(device="cpu"). Collective.
 
-    def refuse(dtype: np.dtype) -> str | None:
-        try:
-            backend.allocate(0, dtype, device="cpu")
-        except UnsupportedDtypeError as error:
-            return str(error)
-        return None
-
+    Raises UnsupportedDtypeError if it does not reduce the dtype.
+    """
     allocate = partial(backend.allocate, device="cpu")
-    return Contender(backend.name, partial(backend, op=op), allocate, refuse, backend.close)
+    try:
+        allocate(0, dtype)
+    except UnsupportedDtypeError:
+        backend.close()
+        raise
+    return Contender(backend.name, partial(backend, op=op), allocate, backend.close)
 
 
 def gather(
@@ -74,21 +65,12 @@ def gather(
     skipped: dict[str, str] = {}
     for name in names:
         try:
-            found.append(of_backend(allreduce.create(name, topology, compress=compress), op))
-        except (UnavailableError, OptionError) as error:
+            found.append(of_backend(allreduce.create(name, topology, compress=compress), op, dtype))
+        except (UnavailableError, OptionError, UnsupportedDtypeError) as error:
             if not optional:
                 raise
             skipped[name] = str(error)
-    found += [PEERS[name](topology, op) for name in peers]
-    for contender in list(found):
-        reason = contender.refuse(dtype)
-        if reason is None:
-            continue
-        if not optional or contender.name in peers:
-            raise_together(topology.world, OptionError(f"{contender.name} can't take part: {reason}"))
-        found.remove(contender)
-        contender.close()
-        skipped[contender.name] = reason
+    found += [PEERS[name](topology, op, dtype) for name in peers]
     why = "; ".join(f"{name}: {reason}" for name, reason in skipped.items())
     raise_together(topology.world, None if found else OptionError(f"nothing to measure with {dtype}: {why}"))
     return found, skipped
@@ -97,8 +79,10 @@ def gather(
 TIMEOUT = datetime.timedelta(seconds=60)
 
 
-def mpi4py(topology: Topology, op: str) -> Contender:
+def mpi4py(topology: Topology, op: str, dtype: np.dtype) -> Contender:
     """The bare call of mpi4py, comm.Allreduce(IN_PLACE, array): the cost of Python and MPI without this library."""
+    if dtypes.is_half(dtype):
+        raise on_all_ranks(OptionError(f"mpi4py can't take part: MPI has no {dtype}"), topology.world)
     comm = topology.private()
     plain = ops.OPS["sum" if op == "mean" else op].mpi
     scale = 1 / comm.size if op == "mean" else None
@@ -108,15 +92,12 @@ def mpi4py(topology: Topology, op: str) -> Contender:
         if scale is not None:
             np.multiply(array, scale, out=array)
 
-    def refuse(dtype: np.dtype) -> str | None:
-        return f"MPI has no {dtype}" if dtypes.is_half(dtype) else None
-
-    return Contender("mpi4py", call, refuse=refuse, close=lambda: topology.release(comm))
+    return Contender("mpi4py", call, close=lambda: topology.release(comm))
 
 
-def gloo(topology: Topology, op: str) -> Contender:
+def gloo(topology: Topology, op: str, dtype: np.dtype) -> Contender:
     """torch.distributed with gloo in the same processes, as PyTorch's DDP uses it on CPUs."""
-    torch = _import_torch(topology.world)
+    torch = together(topology.world, _import_torch)
     distributed = torch.distributed
     join(distributed, topology)
     names = {"sum": "SUM", "mean": "SUM", "max": "MAX", "min": "MIN", "prod": "PRODUCT"}
@@ -135,24 +116,18 @@ def gloo(topology: Topology, op: str) -> Contender:
     return Contender("gloo", call, close=distributed.destroy_process_group)
 
 
-PEERS: dict[str, Callable[[Topology, str], Contender]] = {"gloo": gloo, "mpi4py": mpi4py}
+PEERS: dict[str, Callable[[Topology, str, np.dtype], Contender]] = {"gloo": gloo, "mpi4py": mpi4py}
 
 
-def _import_torch(comm: MPI.Intracomm) -> Any:
-    """Import torch, or raise the same error on all ranks. Collective."""
-    error: AllReduceError | None = None
-    torch: Any = None
+def _import_torch() -> Any:
     try:
         import torch
         import torch.distributed
-
-        if not (torch.distributed.is_available() and torch.distributed.is_gloo_available()):
-            error = UnavailableError("--peers gloo: this PyTorch was built without gloo; install another build")
     except ImportError as missing:
-        error = UnavailableError(
-            f'--peers gloo needs PyTorch, which can\'t be imported ({missing}); pip install ".[torch]" in the checkout'
-        )
-    raise_together(comm, error)
+        problem = f'which can\'t be imported ({missing}); pip install ".[torch]" in the checkout'
+        raise UnavailableError(f"--peers gloo needs PyTorch, {problem}") from None
+    if not (torch.distributed.is_available() and torch.distributed.is_gloo_available()):
+        raise UnavailableError("--peers gloo: this PyTorch was built without gloo; install another build")
     return torch
 
 

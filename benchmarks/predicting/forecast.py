@@ -9,7 +9,6 @@ from allreduce.transport.cost import Machine
 from benchmarks.lib import outputs
 from benchmarks.lib.plot import colour, content, kind_of, mark, width
 from benchmarks.predicting.costs import predict, usable
-from benchmarks.predicting.fitting import Point, median_error
 from benchmarks.predicting.pipeline import Plan, bubble, placed
 
 BACKWARD = 2 / 3  # of a step: the backward pass takes twice the forward pass; only it can hide communication
@@ -156,18 +155,15 @@ MODEL_COLOURS = ("#1f77b4", "#d62728", "#2ca02c", "#9467bd", "#ff8c00", "#17becf
 SLOWEST = 30.0  # lines slower than the fastest by more than this factor are cut off
 
 
-def save(path: str, forecasts: list[Forecast], setting: str, points: list[Point], machine: Machine) -> None:
-    """Draw forecasts into a file, and the errors of the fit if points are given."""
+def save(path: str, forecasts: list[Forecast], setting: str) -> None:
+    """Draw forecasts into a file."""
     from matplotlib.figure import Figure
 
-    panels = 3 if points else 2
-    figure = Figure(figsize=(6.2 * panels, 5.2), layout="constrained")
-    axes = figure.subplots(1, panels)
+    figure = Figure(figsize=(12.4, 5.2), layout="constrained")
+    axes = figure.subplots(1, 2)
     figure.suptitle(f"Predicted: {setting}", fontsize=12)
     _all_reduce(axes[0], forecasts[0])
     _efficiency(axes[1], forecasts)
-    if points:
-        _fit(axes[2], points, machine)
     outputs.write(path, content(figure, kind_of(path)))
 
 
@@ -207,35 +203,6 @@ def _efficiency(axis: Any, forecasts: list[Forecast]) -> None:
     axis.set_ylim(0, 104)
     axis.set_ylabel("scaling efficiency (%)")
     axis.set_title("Speed per rank, a rank alone = 100 % (best backend)", fontsize=11)
-    _legend(axis)
-
-
-def _fit(axis: Any, points: list[Point], machine: Machine) -> None:
-    """Draw predicted / measured for every measured time. Filled marks: without a network; hollow: with one."""
-    for name in dict.fromkeys(point.backend for point in points):
-        some = [point for point in points if point.backend == name]
-        style = {"marker": mark(name)[0], "s": 16, "alpha": 0.7, "edgecolors": colour(name), "linewidths": 0.8}
-        for flat in (True, False):
-            chosen = [point for point in some if point.flat == flat]
-            ratios = [1 + point.error(machine) for point in chosen]
-            label = f"{name} ({median_error(some, machine):.0%})" if chosen and chosen[0] == some[0] else None
-            face = colour(name) if flat else "none"
-            axis.scatter([point.seconds * 1e3 for point in chosen], ratios, facecolors=face, label=label, **style)
-    axis.axhline(1, color="#333333", lw=1)
-    axis.axhspan(1 / 1.2, 1.2, color="#888888", alpha=0.25, lw=0)
-    axis.set_xscale("log")
-    axis.set_yscale("log")
-    ratios = [1 + point.error(machine) for point in points]
-    axis.set_ylim(min(0.4, *ratios) / 1.1, max(2.5, *ratios) * 1.1)
-    ticks = [tick for tick in (0.1, 0.2, 0.5, 1, 2, 5, 10) if axis.get_ylim()[0] <= tick <= axis.get_ylim()[1]]
-    axis.set_yticks(ticks, [f"{tick:g}" for tick in ticks])
-    axis.minorticks_off()
-    axis.xaxis.set_major_formatter("{x:g}")
-    axis.grid(True, alpha=0.3)
-    axis.set_xlabel("measured (ms); hollow: over a network")
-    axis.set_ylabel("predicted / measured")
-    title = f"The fit to {len(points)} times: median error {median_error(points, machine):.0%}"
-    axis.set_title(title + " (band: 20 %)", fontsize=11)
     _legend(axis)
 
 
