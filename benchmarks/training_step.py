@@ -14,7 +14,6 @@ step) would then decide which variant is fast. So malloc keeps freed memory here
 import argparse
 import importlib
 import itertools
-import os
 import platform
 import sys
 from collections.abc import Callable, Iterator
