@@ -8,20 +8,26 @@ Exit code: 0, or 2 when the file can't be read.
 """
 
 import argparse
+import io
+import itertools
 import json
 import math
 import os
+import re
 import sys
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import IO, Any, NamedTuple, TextIO
 
-from allreduce.files import ContentError
 from allreduce.notices import shown
-from benchmarks.lib import cli, outputs, plot, results
+from benchmarks.lib import cli, outputs, plot
 from benchmarks.lib.results import FileError
+from trainers.files import model_file
 
 MOST_BYTES, MOST_SLICES = 1 << 30, 1 << 22
+PIECE = 1 << 20  # characters that are read at a time; every event is shorter
+LIST, NAMED_LIST, SPACE = re.compile(r"\s*\["), re.compile(r'"traceEvents"\s*:\s*\['), re.compile(r"\s*")
 MOST_RANKS, MOST_THREADS = 1 << 20, 1 << 10
 LONGEST_US = 1e15  # thirty years
 DIGITS = 3  # of a time in microseconds: Trace writes nanoseconds
@@ -62,7 +68,19 @@ class Summary:
 
 def load(path: str) -> list[Slice]:
     """Return the slices of a trace file, sorted by time. Raises FileError."""
-    found = results.read(path, MOST_BYTES, WANTED, slices_of)
+    try:
+        with model_file.open_regular(path) as file:
+            if model_file.size(file) > MOST_BYTES:
+                raise FileError(f"{path} has {model_file.size(file)} bytes; at most {MOST_BYTES} are read")
+            found = list(itertools.islice(_slices(file), MOST_SLICES + 1))
+    except FileError:
+        raise
+    except OSError as error:
+        raise FileError(f"{path} can't be read ({error.strerror or error}); {WANTED}") from None
+    except UnicodeDecodeError:
+        raise FileError(f"{path}: it is not text; {WANTED}") from None
+    except (ValueError, RecursionError) as error:
+        raise FileError(f"{path} is not a trace ({error or type(error).__name__}); {WANTED}") from None
     if not found:
         raise FileError(f"{path}: nothing was recorded in it; {WANTED}")
     if len(found) > MOST_SLICES:
@@ -70,46 +88,68 @@ def load(path: str) -> list[Slice]:
     return sorted(found, key=lambda each: (each.begin, -each.end))
 
 
-def slices_of(text: str) -> list[Slice]:
-    """Return the slices in the text of a trace, which is a list of events, or an object with one. Raises ContentError.
+def _slices(file: IO[bytes]) -> Iterator[Slice]:
+    for number, event in enumerate(_events(io.TextIOWrapper(file, "utf-8"))):
+        if not isinstance(event, dict):
+            raise ValueError(f"event {number} is not an object")
+        if event.get("ph") == "X":
+            yield _slice(number, event)
 
-    Each event becomes a slice as soon as it is read: all events together would take many times the text's memory.
+
+def _events(text: TextIO) -> Iterator[Any]:
+    """Yield the events of a trace one by one, because parsing the whole file would take many times its size in memory.
+
+    Ignores what follows the list of events.
     """
-    try:
-        found = json.loads(text, object_hook=lambda event: _slice(event) if event.get("ph") == "X" else event)
-    except (ValueError, RecursionError) as error:
-        raise ContentError(f"it is not a trace ({error or type(error).__name__})") from None
-    events = found.get("traceEvents") if isinstance(found, dict) else found
-    if not isinstance(events, list) or not all(isinstance(event, dict | Slice) for event in events):
-        raise ContentError("it is not a trace: it has no list of events")
-    return [event for event in events if isinstance(event, Slice)]
+    decoder, buffer = json.JSONDecoder(), text.read(PIECE)
+    begin = LIST.match(buffer) or NAMED_LIST.search(buffer)  # the format's two shapes
+    if begin is None:
+        json.loads(buffer)  # which raises an error if it is not JSON
+        raise ValueError("it has no list of events")
+    place, first, more = begin.end(), True, buffer
+    while True:
+        if more and len(buffer) - place < PIECE:
+            more = text.read(PIECE)
+            buffer, place = buffer[place:] + more, 0
+        place = SPACE.match(buffer, place).end()  # type: ignore[union-attr]  # SPACE matches everywhere
+        if buffer.startswith("]", place):
+            return
+        if not first:
+            if not buffer.startswith(",", place):
+                raise ValueError("a comma is missing between two events, or the end")
+            place = SPACE.match(buffer, place + 1).end()  # type: ignore[union-attr]
+        event, place = decoder.raw_decode(buffer, place)
+        first = False
+        yield event
 
 
-def _slice(event: dict[str, Any]) -> Slice:
-    begin, duration = (_number(event, name, LONGEST_US) for name in ("ts", "dur"))
-    rank, row = _integer(event, "pid", MOST_RANKS), _integer(event, "tid", MOST_THREADS)
+def _slice(number: int, event: dict[str, Any]) -> Slice:
+    begin, duration = (_number(number, event, name, LONGEST_US) for name in ("ts", "dur"))
+    rank, row = _integer(number, event, "pid", MOST_RANKS), _integer(number, event, "tid", MOST_THREADS)
     about = event.get("args", {})
     if not isinstance(about, dict):
-        raise ValueError(f"args={shown(about)}")
-    last = _integer(about, "last", MOST_RANKS) if "last" in about else None
-    call = (shown(about.get("series")), _integer(about, "call", 1 << 40)) if "call" in about else None
+        raise ValueError(f"event {number}: args={shown(about)}")
+    last = _integer(number, about, "last", MOST_RANKS) if "last" in about else None
+    call = None
+    if "call" in about:
+        call = shown(about.get("series")), _integer(number, about, "call", 1 << 40)
     kind = event.get("cat")
     # Rounded to nanoseconds, as written: a sum of two floats could be larger than the beginning of the next slice.
     begin, end = round(begin, DIGITS), round(begin + duration, DIGITS)
     return Slice(rank, row, kind if kind in KINDS else OTHER, begin, end, last, call)
 
 
-def _number(event: dict[str, Any], name: str, most: float) -> float:
+def _number(number: int, event: dict[str, Any], name: str, most: float) -> float:
     value = event.get(name)
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= most:
-        raise ValueError(f"{name}={shown(value)}")
+        raise ValueError(f"event {number}: {name}={shown(value)}")
     return float(value)
 
 
-def _integer(event: dict[str, Any], name: str, most: int) -> int:
-    value = _number(event, name, most)
+def _integer(number: int, event: dict[str, Any], name: str, most: int) -> int:
+    value = _number(number, event, name, most)
     if value != math.floor(value):
-        raise ValueError(f"{name}={shown(value)}")
+        raise ValueError(f"event {number}: {name}={shown(value)}")
     return int(value)
 
 

@@ -4,18 +4,15 @@ import csv
 import io
 import json
 import math
-from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 
 from allreduce.files import ContentError, json_of, read_text
 from allreduce.notices import shown
 from trainers.errors import printable
-
-ParsedT = TypeVar("ParsedT")
 
 FORMAT, VERSION = "allreduce bandwidth", 1
 WANTED = "give a file that python -m benchmarks.bandwidth --json FILE wrote"
@@ -181,17 +178,12 @@ def _check_text(text: Any) -> None:
 
 def load(path: str | Path) -> Run:
     """Load the run in a file. Raises FileError."""
-    return read(path, MOST_BYTES, WANTED, from_json)
-
-
-def read(path: str | Path, most: int, wanted: str, parse: Callable[[str], ParsedT]) -> ParsedT:
-    """Return what `parse` finds in the text of a file. Raises FileError, which ends in the hint `wanted`."""
     try:
-        return parse(read_text(path, most))
+        return from_json(read_text(path, MOST_BYTES))
     except OSError as error:
-        raise FileError(f"{path} can't be read ({error.strerror or error}); {wanted}") from None
+        raise FileError(f"{path} can't be read ({error.strerror or error}); {WANTED}") from None
     except ContentError as error:
-        raise FileError(f"{path}: {error}; {wanted}") from None
+        raise FileError(f"{path}: {error}; {WANTED}") from None
 
 
 def to_csv(run: Run) -> str:

@@ -147,15 +147,14 @@ def test_files_that_are_no_json(content: bytes, tmp_path: Path) -> None:
 
 def test_a_file_that_is_too_large_is_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("benchmarks.timeline.MOST_BYTES", 100)
-    with pytest.raises(FileError, match="it has more than 100 bytes"):
+    with pytest.raises(FileError, match="at most 100 are read"):
         load(str(trace(tmp_path / "t.json")))
 
 
 @pytest.mark.parametrize("path", ["/dev/zero", "missing.json", "."])
 def test_what_is_no_file(path: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert timeline.main([path]) == 2
-    said = capsys.readouterr().err
-    assert "can't be read" in said or "it is not a regular file" in said
+    assert "can't be read" in capsys.readouterr().err
 
 
 def test_the_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
