@@ -41,7 +41,7 @@ from allreduce.topology import Topology
 from allreduce.transport import ulfm
 from allreduce.transport.control import agree, everywhere, on_all
 from allreduce.transport.deferred_free import free_later
-from allreduce.transport.wait import CHECK_SECONDS, NamedCall
+from allreduce.transport.wait import NamedCall, checking, wait_until
 
 Observer = Callable[[dump.Entry], object]
 Place = tuple[int, int]  # of an array: an allocation's number, equal on all ranks, and the byte offset in it
@@ -218,7 +218,7 @@ class Executor:
         collective, later ones are local."""
         self.check_open(waits=False)
         if self._queue is None:
-            self._queue = self._topology.service(Worker).queue(self._user.name, threaded=True)
+            self._queue = self._topology.service(Worker).queue(self._user.name, threaded=True, goes_on=True)
 
         def run() -> None:
             self._worker = get_ident()
@@ -401,19 +401,17 @@ class Executor:
 
     def _poll(self, done: Callable[[], bool]) -> None:
         """Wait until `done` returns True: other ranks have written to the node's table, or have answered."""
-        begin = checked = time.monotonic()
+        begin = time.monotonic()
         self.wait.error, raises, self.wait.raises = None, self.wait.raises, True
+
+        def pause(now: float) -> None:
+            if now - begin > YIELD_SECONDS:
+                time.sleep(SLEEP_SECONDS)
+            elif now - begin >= self._spin:
+                os.sched_yield()
+
         try:
-            while not done():
-                now = time.monotonic()
-                if now - begin > YIELD_SECONDS:
-                    time.sleep(SLEEP_SECONDS)
-                elif now - begin >= self._spin:
-                    os.sched_yield()
-                self._topology.detector.check()
-                if now - checked > CHECK_SECONDS:
-                    checked = now
-                    self._topology.detector.check_waits(self.wait)
+            wait_until(done, meanwhile=checking(self._topology.detector, self.wait), pause=pause)
         finally:
             self.wait.raises = raises
 

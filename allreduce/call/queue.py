@@ -2,9 +2,9 @@
 
 Collectives match by their order. If the buckets of two optimizers (or the calls of two threads) become ready in
 different orders on different ranks, gradients of one would be added to gradients of the other. So every rank announces
-its calls to rank 0. When all ranks have announced a call, rank 0 sends them the decision to run it next. An
-announcement carries a digest of the call, so a disagreement is found before any data moves. (The idea is Horovod's:
-A. Sergeev, M. Del Balso, 2018.)
+its calls, by name, along a tree whose root is rank 0 (announcements.py). When all ranks have announced a call, rank 0
+decides that all of them run it next. The names are given (Horovod's), or are the numbers of the calls in their queue.
+An announcement describes the call, so a disagreement is found before any data moves.
 
 Without a worker thread, the thread that waits for a call does the worker's work.
 """
@@ -12,7 +12,7 @@ Without a worker thread, the thread that waits for a call does the worker's work
 import atexit
 import contextlib
 import copy
-import itertools
+import json
 import math
 import os
 import sys
@@ -23,28 +23,32 @@ import zlib
 from collections import deque
 from collections.abc import Callable, Sequence
 from queue import SimpleQueue
-from typing import TypeVar
+from typing import Any
 
 import numpy as np
 from mpi4py import MPI
 
+from allreduce.arrays.chunks import binomial
+from allreduce.call.announcements import JOIN, Announcement, Announcements, Decision, PerRank, Request
 from allreduce.errors import (
     AllReduceError,
     BrokenError,
     ClosedError,
     CollectiveTimeoutError,
+    DisagreementError,
+    OptionError,
     RankLostError,
     UnavailableError,
 )
 from allreduce.health import abort
 from allreduce.process import children
 from allreduce.topology import Topology
-from allreduce.transport.control import agree, all_values, disagreement, raise_together
-from allreduce.transport.wait import CHECK_SECONDS, NamedCall, Pause
+from allreduce.transport.control import agree, disagreement, on_all_ranks, raise_together
+from allreduce.transport.wait import CHECK_SECONDS, NamedCall, Pause, wait_until
 
-ANNOUNCE, DECIDE = 1, 2  # tags
-RUN, REFUSE = 1, 2
 WORKER_PRIORITY = 10  # by which the worker thread's nice value is lower than that of the process
+Ended = Callable[[BaseException | None], object]
+JoinProxy = Callable[[Any], Callable[[PerRank], object]]
 
 
 def without_frames(error: BaseException) -> BaseException:
@@ -59,37 +63,44 @@ class Future:
     """A submitted call. `begin`, `end`: time.perf_counter() at the start and the end of its work.
 
     The work starts after all ranks have submitted the call and earlier calls have ended, so waiting for them is not
-    counted. A call that fails before its work starts takes no time.
+    counted. A call that fails before its work starts takes no time. per_rank: every rank's `own` of the Request, set
+    before the work runs, which gets it.
     """
 
     def __init__(
         self,
-        work: Callable[[], object],
+        work: Callable[[PerRank], object] | None = None,
         queue: "Queue | None" = None,
         description: str = "",
-        digest: int = 0,
-        ended: Callable[[BaseException | None], object] | None = None,
+        name: str = "",
+        ended: Ended | None = None,
         limit: float = math.inf,
         late: Callable[[], BaseException] | None = None,
     ) -> None:
-        self.queue, self.description, self.digest = queue, description, digest
+        self.queue, self.description, self.name = queue, description, name
         self.limit, self._late = limit, late
         self._ended = ended
-        self._work: Callable[[], object] | None = work
+        self._work = work
+        self.per_rank: PerRank = [None]
+        self.refused: AllReduceError | None = None  # the ranks' calls differ; the same error on all ranks
         self._done = threading.Event()
         self.error: BaseException | None = None
         self.begin, self.end = math.inf, 0.0  # no limit applies to a call that has not begun
 
     def run(self) -> None:
         """Do the work in the calling thread, and store its error for `wait`."""
-        work, self._work = self._work, None  # drop the reference to the caller's buffer
-        assert work is not None
+        work = self.take_work()  # drops the reference to the caller's buffer
         self.begin = time.perf_counter()
         try:
-            work()
+            work(self.per_rank)
         except BaseException as error:  # `wait` raises it; the worker thread has no caller
             self.error = error
         self.finish(None)
+
+    def take_work(self) -> Any:
+        """Remove and return the work."""
+        work, self._work = self._work, None
+        return work
 
     def finish(self, error: BaseException | None) -> None:
         """Mark the call as ended, with `error` unless it has one, and call `ended`."""
@@ -118,40 +129,104 @@ class Future:
             raise self.error
 
 
-class Queue:
-    """The calls of one user, which run in the order in which they were submitted.
+class Fused(Future):
+    """The future of several calls that run as one. An error of the run fails every one of them."""
 
-    alone: the topology's only queue: program order is the same on all ranks, so nothing is announced.
+    def __init__(self, calls: Sequence[Future], queue: "Queue") -> None:
+        first, *others = (call.take_work() for call in calls)
+        description = f"{calls[0].description}, and {len(others)} more"
+        super().__init__(lambda _: first.run_fused(others), queue, description)
+        self._calls = calls
+
+    def finish(self, error: BaseException | None) -> None:
+        super().finish(error)
+        for call in self._calls:
+            call.begin = self.begin
+            call.finish(self.error)
+
+
+class Queue:
+    """The calls of one user. A call runs when every rank has submitted the call of its name or number, or has joined.
+
+    alone: the topology's only queue: program order is the same on all ranks, so nothing is announced. goes_on: a call
+    that differs between ranks fails alone; otherwise it also ends the queue. join_proxy: computes a joined rank's work
+    from a Request's `same`. fuse_bytes: see Announcements.
     """
 
-    def __init__(self, worker: "Worker", number: int, name: str, alone: bool) -> None:
-        self.worker, self.number, self.name, self.alone = worker, number, name, alone
+    def __init__(
+        self,
+        worker: "Worker",
+        number: int,
+        name: str,
+        alone: bool = False,
+        goes_on: bool = False,
+        join_proxy: JoinProxy | None = None,
+        fuse_bytes: int = 0,
+    ) -> None:
+        self.worker, self.number, self.name, self.alone, self.goes_on = worker, number, name, alone, goes_on
         self.wait = worker.detector.wait_record(-((worker.number << 20) + number), raises=True)
         self.broken: BaseException | None = None  # the error after which it takes no more calls
         self.closed = False
-        self.submitted = 0
-        self.futures: deque[Future] = deque()
+        self._announcements = Announcements(worker.rank, worker.size, fuse_bytes)
+        self._join_proxy = join_proxy
+        self._submitted = 0  # calls without a given name
+        self._waiting: dict[str, Future] = {}  # announced, and not decided
+        self._first: Future | None = None  # the call that has waited longest
+        self._open: set[str] = set()  # given names of calls that have not ended
 
     def submit(
         self,
         work: Callable[[], object],
         description: str = "",
         numbers: Sequence[int] = (),
-        ended: Callable[[BaseException | None], object] | None = None,
+        ended: Ended | None = None,
         limit: float = math.inf,
         late: Callable[[], BaseException] | None = None,
     ) -> Future:
         """Submit a call: the worker does `work` once all ranks have submitted the call. Local; returns at once.
 
         description, numbers: describe the call, and must be equal on all ranks. Otherwise the future fails with the
-        same DisagreementError on all ranks, and the queue takes no more calls. ended: called with the error or None
-        when the call has ended or was cancelled, in any thread. limit: seconds that `work` may take; after that the
-        call and all waiting ones fail with the error that `late` returns. Do not wait for a future inside `work`.
+        same DisagreementError on all ranks. ended: called with the error or None when the call has ended or was
+        cancelled, in any thread. limit: seconds that `work` may take; after that the call and all waiting ones fail
+        with the error that `late` returns. Do not wait for a future inside `work`.
         """
+        text = f"{description or 'call'} of {self.name}" + (f" {list(numbers)}" if numbers else "")
+        return self._submit(Future(lambda _: work(), self, text, "", ended, limit, late), Request(text))
+
+    def call(
+        self, name: str, request: Request, work: Callable[[PerRank], object], ended: Ended | None = None
+    ) -> Future:
+        """Submit a call with a name, as `submit`: the ranks' calls match by it. `work` gets every rank's `own`.
+
+        Raises OptionError while an earlier call of the name has not ended.
+        """
+        if name in self._open:
+            raise OptionError(f"a call named {name} has not ended yet; give calls that overlap different names")
+
+        def end(error: BaseException | None) -> None:
+            self._open.discard(name)
+            if ended is not None:
+                ended(error)
+
+        self._open.add(name)
+        try:
+            return self._submit(Future(work, self, request.words, name, end), request)
+        except BaseException:
+            self._open.discard(name)
+            raise
+
+    def join(self, ended: Callable[[int], object]) -> Future:
+        """Announce that this rank submits no calls until all ranks have joined. Local. ended: called with the rank that
+        joined last.
+        """
+        request = Request(None, self.worker.rank, description=f"join of {self.name}")
+        return self.call(JOIN, request, lambda per_rank: ended(per_rank[-1]))
+
+    def _submit(self, future: Future, request: Request) -> Future:
         if self.closed:
             raise ClosedError(f"{self.name} is closed")
-        text = f"{description or 'call'} of {self.name}" + (f" {list(numbers)}" if numbers else "")
-        return self.worker.submit(self, Future(work, self, text, zlib.crc32(text.encode()), ended, limit, late))
+        future.per_rank = [request.own]
+        return self.worker.submit(self, future, request)
 
     def close(self) -> None:
         """Wait for the submitted calls, and take no more. Collective. If the queue is broken or `alone`: local, without
@@ -164,24 +239,6 @@ class Queue:
         finally:
             self.drop()
 
-    # Called by the worker with its lock held, except `poll`
-
-    def announce(self, future: Future) -> None:
-        """Announce a submitted call to rank 0."""
-        if not self.futures:
-            self.wait.begin(NamedCall(future.description))
-        self.futures.append(future)
-        self.worker.announce(self.number, self.submitted, future.digest)
-
-    def poll(self, lock: threading.Lock) -> None:
-        """Receive the messages of a queue that has its own communicator. Called without the lock."""
-
-    def cancel_waiting(self) -> list[Future]:
-        """Remove and return the calls that wait for other ranks."""
-        cancelled = list(self.futures)
-        self.futures.clear()
-        return cancelled
-
     def abandon(self) -> None:
         """Take no more calls, and fail the waiting ones with ClosedError. The other ranks' calls fail soon. Local."""
         if not (self.closed or self.alone):
@@ -193,8 +250,86 @@ class Queue:
         self.closed = True
         self.worker.drop(self)
 
+    # Called by the worker with its lock held
 
-QueueT = TypeVar("QueueT", bound=Queue)
+    def announce(self, future: Future, request: Request) -> None:
+        """Announce a submitted call to the parent, once the subtree's announcements are complete."""
+        if not future.name:
+            self._submitted += 1
+            future.name = str(self._submitted)
+        self._waiting[future.name] = future
+        self._watch_first()
+        self._pass_on(self._announcements.announce(future.name, request))
+
+    def receive(self, sender: int, message: list[Any]) -> None:
+        """Handle a message of the parent, which are decisions, or the announcement of a child."""
+        if self.broken is not None:
+            return
+        if sender == self._announcements.parent:
+            self._enqueue(self._announcements.learn(message))
+        else:
+            self._pass_on(self._announcements.hear(sender, message))
+
+    def send_decisions(self) -> None:
+        """Rank 0: send the new decisions to all ranks, and hand the calls to the worker."""
+        decided = [] if self.broken is not None else self._announcements.decisions()
+        if decided:
+            self.worker.send(self.number, decided, self._announcements.children)
+            self._enqueue(decided)
+
+    def cancel_waiting(self) -> list[Future]:
+        """Remove and return the calls that wait for other ranks."""
+        cancelled = list(self._waiting.values())
+        self._waiting.clear()
+        self._watch_first()
+        return cancelled
+
+    def _pass_on(self, announcements: Sequence[Announcement]) -> None:
+        """Send announcements to the parent."""
+        for each in announcements:
+            assert self._announcements.parent is not None
+            self.worker.send(self.number, each, [self._announcements.parent])
+
+    def _enqueue(self, together: list[list[Decision]]) -> None:
+        """Hand decided calls to the worker. The calls of an inner list run as one."""
+        for decisions in together:
+            submitted = sum(decision.name in self._waiting for decision in decisions)
+            calls = [call for call in map(self._call_of, decisions) if call is not None]
+            if calls:
+                self.worker.decide(self, calls[0] if len(calls) == 1 else Fused(calls, self), 1 - submitted)
+        self._watch_first()
+
+    def _call_of(self, decision: Decision) -> Future | None:
+        """Return this rank's call for a decision, or its join proxy's. None if the call is refused and this rank has
+        not submitted it.
+        """
+        call, refusal = self._waiting.pop(decision.name, None), decision.refusal
+        if call is None:
+            if refusal is not None or self._join_proxy is None:
+                return None
+            call = Future(self._join_proxy(decision.same), self, decision.name, ended=self._proxy_ended)
+        call.per_rank = decision.per_rank or [None] * self.worker.size
+        if isinstance(refusal, list):
+            call.refused = disagreement(self.worker.comm, refusal)
+        elif refusal is not None:
+            call.refused = on_all_ranks(DisagreementError(refusal), self.worker.comm)
+        return call
+
+    def _proxy_ended(self, error: BaseException | None) -> None:
+        """Fail the queue with the error of a join proxy's work: no caller waits for that work."""
+        if error is not None:
+            self.worker.fail(self, error)
+
+    def _watch_first(self) -> None:
+        """Make the wait record show the call that has waited longest."""
+        first = next(iter(self._waiting.values()), None)
+        if first is self._first:
+            return
+        self._first = first
+        if first is None:
+            self.wait.end()
+        else:
+            self.wait.begin(NamedCall(first.description))
 
 
 class Worker:
@@ -205,12 +340,13 @@ class Worker:
 
     def __init__(self, topology: Topology) -> None:
         self.detector, self.number = topology.detector, topology.next_number()
-        self._comm, self._control = topology.private(), topology.private()  # for announcements; for agreements
-        self.size = topology.size
+        self.comm, self._control = topology.private(), topology.private()  # for announcements; for agreements
+        self.rank, self.size = topology.rank, topology.size
+        self._parent, self._children = binomial(self.rank, 0, self.size)
         self._queues: dict[int, Queue] = {}
-        self._numbers = itertools.count(1)  # of queues
-        self._announced: dict[tuple[int, int], dict[int, int]] = {}  # rank 0: call -> rank -> digest
-        self._ready: deque[tuple[int, Queue, Future]] = deque()  # decided calls: RUN or REFUSE
+        self._newest = 0  # number of the last queue
+        self._early: list[tuple[int, int, Any]] = []  # (sender, queue, message) of queues that come soon here
+        self._ready: deque[tuple[Queue, Future]] = deque()  # decided calls
         self._open = 0  # calls that have not ended
         self._sent: list[tuple[MPI.Request, np.ndarray]] = []  # sends that have not ended
         self._lock = threading.Lock()  # held briefly, never while waiting for a rank
@@ -221,8 +357,16 @@ class Worker:
         _workers.add(self)
         self.detector.checks.add(self)
 
-    def queue(self, name: str, threaded: bool = False, alone: bool = False) -> Queue:
-        """Create a queue. Collective.
+    def queue(
+        self,
+        name: str,
+        threaded: bool = False,
+        alone: bool = False,
+        goes_on: bool = False,
+        join_proxy: JoinProxy | None = None,
+        fuse_bytes: int = 0,
+    ) -> Queue:
+        """Create a queue; see Queue. Collective.
 
         threaded: start the worker thread, which then runs the calls of all queues. Raises UnavailableError on all ranks
         if MPI lacks MPI_THREAD_MULTIPLE on any.
@@ -230,14 +374,15 @@ class Worker:
         agree(
             self._control, [zlib.crc32(name.encode()), threaded, alone], f"queue({name!r}, {threaded=}, {alone=})", None
         )
-        return self.add(lambda worker, number: Queue(worker, number, name, alone), threaded)
-
-    def add(self, make: Callable[["Worker", int], QueueT], threaded: bool = False) -> QueueT:
-        """Create a queue by `make(worker, number)`, and add it. Collective; raises as `queue`."""
         if threaded:
             self._start()
-        queue = make(self, next(self._numbers))
-        self._queues[queue.number] = queue
+        queue = Queue(self, self._newest + 1, name, alone, goes_on, join_proxy, fuse_bytes)
+        with self._lock:
+            self._newest += 1
+            self._queues[queue.number] = queue
+            early, self._early = self._early, []
+            for each in early:
+                self._receive(*each)
         return queue
 
     def _start(self) -> None:
@@ -246,12 +391,21 @@ class Worker:
             self._thread = threading.Thread(target=self._work, name="allreduce worker", daemon=True)
             self._thread.start()
 
-    def submit(self, queue: Queue, future: Future) -> Future:
-        """Announce a call to rank 0, or make it ready if nothing needs announcing; see Queue.submit."""
+    def submit(self, queue: Queue, future: Future, request: Request) -> Future:
+        """Announce a call, or make it ready if nothing needs announcing; see Queue.submit."""
         self.detector.check()
         try:
             with self.detector.translating_failures(), self._lock:
-                self._take(queue, future)
+                if queue.broken is not None:
+                    raise BrokenError(
+                        f"{queue.name} is broken: an earlier call failed ({type(queue.broken).__name__}: "
+                        f"{queue.broken})"
+                    ) from queue.broken
+                self._open += 1
+                if queue.alone or self.size == 1:
+                    self._ready.append((queue, future))
+                else:
+                    queue.announce(future, request)
         except RankLostError as lost:
             self.fail(queue, lost)
             raise
@@ -259,33 +413,13 @@ class Worker:
             self._wake.put(True)
         return future
 
-    def _take(self, queue: Queue, future: Future) -> None:
-        if queue.broken is not None:
-            raise BrokenError(
-                f"{queue.name} is broken: an earlier call failed ({type(queue.broken).__name__}: {queue.broken})"
-            ) from queue.broken
-        queue.submitted += 1
-        self._open += 1
-        if queue.alone or self.size == 1:
-            self._ready.append((RUN, queue, future))
-        else:
-            queue.announce(future)
-
-    def announce(self, number: int, count: int, digest: int) -> None:
-        """Announce call `count` of queue `number` to rank 0. The caller holds the lock."""
-        if self._comm.rank == 0:
-            self._record(0, number, count, digest)
-        else:
-            self._send(np.array([number, count, digest], np.int64), 0, ANNOUNCE)
-
     def wait_for(self, done: threading.Event, timeout: float | None) -> None:
         """Wait until `done` is set; without a worker thread, do the worker's work meanwhile. Raises TimeoutError."""
-        deadline = None if timeout is None else time.monotonic() + timeout
         if self._thread is not None and threading.current_thread() is not self._thread:
             if not done.wait(timeout):
                 raise TimeoutError(f"not done within {timeout:g} s")
             return
-        self._work_until(done.is_set, deadline)
+        self._work_until(done.is_set, math.inf if timeout is None else timeout)
 
     def drop(self, queue: Queue) -> None:
         """Fail the queue's waiting calls with ClosedError, and remove the queue. Local."""
@@ -321,33 +455,33 @@ class Worker:
         prefer_this_thread()
         try:
             while self._wake.get():
-                self._work_until(lambda: self._open == 0, None)
+                self._work_until(lambda: self._open == 0)
         except BaseException as error:  # callers wait for this thread, so they must get its error
             self._thread = None
             for queue in list(self._queues.values()):
                 self.fail(queue, error)
             while self._ready:
-                self._ready.popleft()[2].finish(error)
+                self._ready.popleft()[1].finish(error)
 
-    def _work_until(self, done: Callable[[], bool], deadline: float | None) -> None:
+    def _work_until(self, done: Callable[[], bool], limit: float = math.inf) -> None:
         pause, checked = Pause(), time.monotonic()
-        while not done():
-            busy = False
+
+        def work() -> None:
+            nonlocal checked
             if self._work_lock.acquire(blocking=False):  # otherwise another thread does it
                 try:
-                    busy = self._step()
+                    if self._step():
+                        pause.begin()
+                        return
                 finally:
                     self._work_lock.release()
-            if busy:
-                pause.begin()
-                continue
             now = time.monotonic()
-            pause(now)
             if now - checked > CHECK_SECONDS or self.detector.lost is not None:
                 checked = now
                 self._check_waits()
-            if deadline is not None and now > deadline:
-                raise TimeoutError("not done in time")
+
+        if not wait_until(done, limit, work, pause):
+            raise TimeoutError(f"not done within {limit:g} s")
 
     def _step(self) -> bool:
         """Receive announcements and decisions, and run one call if one is ready. Returns whether it ran one."""
@@ -357,15 +491,15 @@ class Worker:
         with self._lock:
             if not self._ready:
                 return False
-            verb, queue, future = self._ready.popleft()
+            queue, future = self._ready.popleft()
             self._running = future
         try:
             if queue.broken is not None:  # it has failed meanwhile
                 future.finish(without_frames(queue.broken))
-            elif verb == RUN:
-                future.run()
-            else:
+            elif future.refused is not None:
                 self._refuse(queue, future)
+            else:
+                future.run()
         finally:
             self._running = None
             with self._lock:
@@ -373,65 +507,50 @@ class Worker:
         return True
 
     def _listen(self) -> None:
-        message = np.empty(3, np.int64)
-        tag = ANNOUNCE if self._comm.rank == 0 else DECIDE
+        """Receive all messages that have arrived, and send the decisions that they allow."""
         status = MPI.Status()
-        while self._comm.Iprobe(tag=tag, status=status):
-            self._comm.Recv(message, status.source, tag)
+        while self.comm.Iprobe(status=status):
+            text = np.empty(status.Get_count(MPI.BYTE), np.uint8)
+            self.comm.Recv(text, status.source, status.tag)
+            number, message = json.loads(text.tobytes())
             with self._lock:
-                first, second, third = message.tolist()
-                if tag == ANNOUNCE:
-                    self._record(status.source, first, second, third)
-                else:
-                    self._decided(first, second)
-        for queue in list(self._queues.values()):
-            queue.poll(self._lock)
+                if status.source == self._parent:  # a decision; the subtree learns of it whatever becomes of it here
+                    self._send(text, self._children)
+                self._receive(status.source, number, message)
+        if self.rank == 0:
+            with self._lock:
+                for queue in list(self._queues.values()):
+                    queue.send_decisions()
+
+    def _receive(self, sender: int, number: int, message: Any) -> None:
+        """Handle a message of one queue. A queue that has been dropped gets none; its calls end on the other ranks."""
+        if number > self._newest:
+            self._early.append((sender, number, message))
+        elif number in self._queues:
+            self._queues[number].receive(sender, message)
+
+    # Called by queues, which hold the lock
 
     def decide(self, queue: Queue, future: Future, added: int) -> None:
         """Make a decided call ready to run. added: the change in the number of open calls: 1 minus the number of
-        submitted calls that it stands for. The caller holds the lock.
-        """
+        submitted calls that it stands for."""
         self._open += added
-        self._ready.append((RUN, queue, future))
+        self._ready.append((queue, future))
 
-    def _send(self, message: np.ndarray, rank: int, tag: int) -> None:
-        """Start a non-blocking send. It must not wait: the caller holds the lock."""
+    def send(self, number: int, message: Sequence[Any], ranks: Sequence[int]) -> None:
+        """Send a message of queue `number`, in JSON, to these ranks."""
+        self._send(np.frombuffer(json.dumps([number, message]).encode(), np.uint8), ranks)
+
+    def _send(self, text: np.ndarray, ranks: Sequence[int]) -> None:
+        """Start non-blocking sends. They must not wait: the caller holds the lock."""
         self._sent = [pair for pair in self._sent if not pair[0].Test()]
-        self._sent.append((self._comm.Isend(message, rank, tag), message))
-
-    def _record(self, rank: int, number: int, count: int, digest: int) -> None:
-        """Rank 0: record `rank`'s announcement; when all ranks have announced the call, send the decision to all."""
-        digests = self._announced.setdefault((number, count), {})
-        digests[rank] = digest
-        if len(digests) < self.size:
-            return
-        del self._announced[number, count]
-        # this rank has dropped the queue, so no rank may run the call; the calls of the others fail
-        if number not in self._queues:
-            return
-        verb = RUN if len(set(digests.values())) == 1 else REFUSE
-        for other in range(1, self.size):
-            self._send(np.array([verb, number, 0], np.int64), other, DECIDE)
-        self._decided(verb, number)
-
-    def _decided(self, verb: int, number: int) -> None:
-        queue = self._queues.get(number)
-        if queue is None or not queue.futures:
-            return  # the queue was closed, or has failed meanwhile
-        self._ready.append((verb, queue, queue.futures.popleft()))
-        queue.wait.end()
-        if queue.futures:
-            queue.wait.begin(NamedCall(queue.futures[0].description))
+        self._sent += [(self.comm.Isend(text, rank), text) for rank in ranks]
 
     def _refuse(self, queue: Queue, future: Future) -> None:
-        """Fail a call that differs between the ranks, with the same DisagreementError on all. Collective."""
-        error: BaseException
-        try:  # on the communicator of announcements: the control communicator is the main thread's
-            error = disagreement(self._comm, all_values(self._comm, future.description, future.description))
-        except BaseException as raised:
-            error = raised
-        self.fail(queue, error)
-        future.finish(error)
+        """Fail a call that differs between the ranks."""
+        if future.refused is not None and not queue.goes_on:
+            self.fail(queue, future.refused)
+        future.finish(future.refused)
 
     def _check_waits(self) -> None:
         """Have the stall detector check every queue's wait, and fail the queues whose wait ended in an error."""
@@ -450,8 +569,8 @@ class Worker:
             queue.broken = queue.broken or without_frames(error)
             queue.wait.end()
             cancelled = queue.cancel_waiting()
-            cancelled += [future for _, owner, future in self._ready if owner is queue]
-            self._ready = deque(each for each in self._ready if each[1] is not queue)
+            cancelled += [future for owner, future in self._ready if owner is queue]
+            self._ready = deque(each for each in self._ready if each[0] is not queue)
             self._open -= len(cancelled)
         for future in reversed(cancelled):
             future.finish(error)
@@ -474,9 +593,7 @@ class Worker:
 
     def wait_idle(self, limit: float) -> bool:
         """Wait up to `limit` seconds for the submitted calls. Returns False if one is still running."""
-        deadline = time.monotonic() + limit
-        while self._open and time.monotonic() < deadline:
-            time.sleep(0.01)
+        wait_until(lambda: not self._open, limit)
         return self._running is None
 
     threaded = property(lambda self: self._thread is not None)

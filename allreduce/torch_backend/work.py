@@ -23,7 +23,7 @@ from allreduce.process import children
 from allreduce.topology import Topology
 from allreduce.torch_backend.checks import NAME
 from allreduce.transport import ulfm
-from allreduce.transport.control import Comparison
+from allreduce.transport.control import agree
 from allreduce.transport.wait import EAGER_SECONDS, LONGEST_SLEEP, NamedCall
 
 ClassT = TypeVar("ClassT", bound=type)
@@ -205,7 +205,7 @@ class OperationQueue:
         self._threaded = threaded
         self._queue = self._open(topology, f"process group {name}")
         self._record = self._queue.wait
-        self._comparison = Comparison(topology.private(wait=self._record), (EAGER_SECONDS, LONGEST_SLEEP))
+        self._comm = topology.private(wait=self._record)  # for the comparison
         self._compares = topology.size > 1
         self._unfinished: set[Operation] = set()
         self._inside: int | None = None  # the thread that runs an operation
@@ -283,7 +283,7 @@ class OperationQueue:
         try:
             if self.broken is not None:
                 raise without_frames(self.broken)
-            self._comparison.agree(NamedCall(work.call, zlib.crc32(work.call.encode())))
+            agree(self._comm, [zlib.crc32(work.call.encode())], work.call, None, (EAGER_SECONDS, LONGEST_SLEEP))
         finally:
             self._record.end()
 

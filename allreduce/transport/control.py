@@ -17,14 +17,13 @@ from allreduce.errors import AllReduceError, DisagreementError
 from allreduce.notices import log
 from allreduce.transport import processes
 from allreduce.transport.tables import table
-from allreduce.transport.wait import SMALL, DescribedCall, NamedCall, record_of, wait_for
+from allreduce.transport.wait import SMALL, NamedCall, record_of, wait_for
 
 ResultT = TypeVar("ResultT")
 ErrorT = TypeVar("ErrorT", bound=BaseException)
 Portable = tuple[str, str, str]  # an error: its type's module and name, its text
 
 AGREED_VALUES = 8  # of every agreement: messages of different agreements match, and all ranks get the table
-_REST = (0,) * (AGREED_VALUES - 1)
 LONE_SECONDS = 60.0  # how long a rank with an error waits for the others
 LARGEST_VALUES = 1 << 30  # bytes of JSON that are accepted from other ranks
 SHORT_BYTES, TABLE_BYTES = 256, 1 << 16  # the largest value, and table of all ranks' values, that one message holds
@@ -54,44 +53,30 @@ def together(comm: MPI.Comm, step: Callable[[], ResultT]) -> ResultT:
     return cast(ResultT, result)
 
 
-def agree(comm: MPI.Comm, values: Sequence[int], text: str, error: Exception | None) -> None:
+def agree(
+    comm: MPI.Comm,
+    values: Sequence[int],
+    text: str,
+    error: Exception | None,
+    pause: tuple[float, float] = SMALL,
+) -> None:
     """Return if all ranks pass equal `values` and no error; otherwise raise the same error on all ranks. Collective.
 
     values: at most AGREED_VALUES. text: this rank's call in words, for the table of a DisagreementError. An agreement
-        costs one small all-reduce; only a failed one exchanges text.
+        costs one small all-reduce; only a failed one exchanges text. pause: see `wait_for`.
     """
     row = [error is not None, *values, *[0] * (AGREED_VALUES - len(values))]
     mine = np.array([*row, *[-each for each in row]], np.int64)  # the minimum of -x is minus the maximum
     low = mine.copy()
     try:
         limit = LONE_SECONDS if error else math.inf
-        wait_for(comm, comm.Iallreduce(MPI.IN_PLACE, low, MPI.MIN), text, limit)
+        wait_for(comm, comm.Iallreduce(MPI.IN_PLACE, low, MPI.MIN), text, limit, pause)
     except AllReduceError as ended:
         if error is None:
             raise
         raise error from ended  # this rank's error; the other ranks take no part in the agreement
     if error is not None or not np.array_equal(low, mine):
         _raise_difference(comm, text, error)
-
-
-class Comparison:
-    """Compares calls by fingerprint, in memory that is reused. The constructor is local.
-
-    If other ranks are in another agreement, all ranks raise a DisagreementError with the table. pause: see `wait_for`.
-    """
-
-    def __init__(self, comm: MPI.Comm, pause: tuple[float, float] = SMALL) -> None:
-        self._comm, self._pause = comm, pause
-        self._low = np.zeros(2 * (AGREED_VALUES + 1), np.int64)
-
-    def agree(self, call: DescribedCall) -> None:
-        """Return if all ranks pass calls with equal fingerprints; otherwise raise the same error on all. Collective."""
-        low, fingerprint = self._low, call.fingerprint
-        low[:] = 0
-        low[1], low[AGREED_VALUES + 2] = fingerprint, -fingerprint
-        wait_for(self._comm, self._comm.Iallreduce(MPI.IN_PLACE, low, MPI.MIN), "compare calls", pause=self._pause)
-        if low.tolist() != [0, fingerprint, *_REST, 0, -fingerprint, *_REST]:
-            _raise_difference(self._comm, str(call), None)
 
 
 def _raise_difference(comm: MPI.Comm, text: str, error: Exception | None) -> NoReturn:

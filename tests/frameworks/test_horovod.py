@@ -100,7 +100,7 @@ def test_which_gradients_are_averaged_together(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_which_calls_run_as_one() -> None:
-    from allreduce.call.negotiation import Decision, fuse
+    from allreduce.call.announcements import Decision, fuse
 
     def together(limit: int, *calls: tuple[str, int]) -> list[list[int]]:
         decisions = [Decision(str(number), None, [], None, kin, nbytes) for number, (kin, nbytes) in enumerate(calls)]

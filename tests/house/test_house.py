@@ -10,6 +10,7 @@ import sys
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -310,3 +311,76 @@ def test_one_version_everywhere() -> None:
     assert PYPROJECT["tool"]["setuptools"]["dynamic"]["version"] == {"attr": "allreduce.__version__"}
     released = re.findall(r"^## \[(\d[^\]]*)\]", (launch.ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
     assert released[0] == allreduce.__version__
+
+
+# One of each: the modules of allreduce/ that define or use the thing, which a second one would do as well
+
+
+def calls(tree: ast.AST) -> Iterator[tuple[str, ast.Call]]:
+    """Return the name of each called function or method, and the call."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call):
+            yield ast.unparse(node.func).rpartition(".")[2], node
+
+
+def orders(tree: ast.Module) -> bool:
+    """Whether a class decides in what order the ranks' calls run, or changes how another one does."""
+    bases = {ast.unparse(base) for node in ast.walk(tree) if isinstance(node, ast.ClassDef) for base in node.bases}
+    return bool(bases & {"Queue", "Worker", "Announcements"}) or any(name == "Announcements" for name, _ in calls(tree))
+
+
+def compares(tree: ast.Module) -> bool:
+    """Whether a function learns that the ranks' numbers differ: by the least of x and -x."""
+    return any(name.lower() == "iallreduce" and "MPI.MIN" in map(ast.unparse, call.args) for name, call in calls(tree))
+
+
+def waits(tree: ast.Module) -> bool:
+    """Whether a loop waits for a request: it polls one, or the function that it was given."""
+    loops = [node for node in ast.walk(tree) if isinstance(node, ast.While)]
+    return any(
+        name in ("Test", "sched_yield") or ast.unparse(call) == "done()" for loop in loops for name, call in calls(loop)
+    )
+
+
+def retries(tree: ast.Module) -> bool:
+    """Whether a loop repeats work until all ranks have finished it."""
+    loops = [node for node in ast.walk(tree) if isinstance(node, ast.While)]
+    return any(name == "finished" for loop in loops for name, _ in calls(loop))
+
+
+def keeps_memory(tree: ast.Module) -> bool:
+    """Whether a table has an entry for an array as long as the array lives."""
+    found = [ast.unparse(call) for name, call in calls(tree) if name == "finalize"]
+    return any("id(" in text or ".pop" in text for text in found)
+
+
+ONE = [
+    (orders, ["allreduce/call/queue.py"]),
+    # of a rendezvous, and of the message by which all others agree
+    (compares, ["allreduce/call/executor.py", "allreduce/transport/control.py"]),
+    (waits, ["allreduce/transport/wait.py"]),
+    (retries, ["allreduce/elastic/retry.py"]),
+    # the second one knows tensors by their objects, because PyTorch owns their memory; issue 33 wants one
+    (keeps_memory, ["allreduce/memory/allocations.py", "allreduce/torch_backend/reduce.py"]),
+]
+
+
+@pytest.mark.parametrize(("does", "where"), ONE, ids=lambda each: getattr(each, "__name__", ""))
+def test_one_of_each(does: Any, where: list[str]) -> None:
+    assert [name for name, tree in sorted(code().items()) if name.startswith("allreduce/") and does(tree)] == where
+
+
+@pytest.mark.parametrize(
+    ("does", "text"),
+    [
+        (orders, "class Mine(Queue): ..."),
+        (orders, "calls = announcements.Announcements(0, 2)"),
+        (compares, "comm.Iallreduce(MPI.IN_PLACE, low, MPI.MIN)"),
+        (waits, "while not request.Test(): time.sleep(1)"),
+        (waits, "while True:\n  if done(): break"),
+        (retries, "while not topology.finished(ok): topology = topology.survivors()"),
+        (keeps_memory, "weakref.finalize(tensor, self._known.pop, key, None)"),
+    ],
+)
+def test_a_second_one_is_seen(does: Any, text: str) -> None:
+    assert does(ast.parse(text))

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from allreduce.arrays.compression import Given
-from allreduce.call.negotiation import NamedQueue, PerRank, Request
+from allreduce.call.announcements import PerRank, Request
 from allreduce.call.queue import Future, Worker
 from allreduce.errors import AllReduceError, OptionError
 from allreduce.topology import Topology
@@ -55,12 +55,12 @@ class Members:
         made = topology.duplicate()  # used by the worker's thread; the main thread uses `topology`
         self._comm = made.private()
         self.reducer, self.mover = TensorReducer(made, self._comm, Options()), TensorMover(self._comm)
-        names = topology.private()
-        self.queue = topology.service(Worker).add(
-            lambda worker, number: NamedQueue(
-                worker, names, number, "the calls of Horovod's API", partial(join_proxy, self), fuse_bytes
-            ),
+        self.queue = topology.service(Worker).queue(
+            "the calls of Horovod's API",
             threaded=True,
+            goes_on=True,
+            join_proxy=partial(join_proxy, self),
+            fuse_bytes=fuse_bytes,
         )
         self._counts: Counter[str] = Counter()
         self.joins = 0  # the number of times that all ranks have joined
@@ -83,11 +83,10 @@ class Members:
             self.topology.abandon()
             return
         try:
-            synchronize(submit(self, "close", None, Request("close", description="hvd.shutdown"), [], lambda _: [None]))
-        except AllReduceError:
+            self.queue.close()
+        except AllReduceError as error:
             self.topology.abandon()
-            raise
-        self.queue.drop()
+            raise as_internal_error(error) from error
         self.reducer.close()
         self.topology.close()
 

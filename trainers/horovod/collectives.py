@@ -17,7 +17,7 @@ import torch
 
 from allreduce.arrays import compression as compressions
 from allreduce.arrays.compression import Given
-from allreduce.call.negotiation import Request
+from allreduce.call.announcements import Request
 from allreduce.torch_backend.reduce import Reduction, sparse_all_reduce
 from trainers.horovod import arguments, calls, session
 from trainers.horovod.arguments import Op

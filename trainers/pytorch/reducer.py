@@ -358,7 +358,7 @@ class Reducer:
         except Exception as error:
             if ulfm.lost(error) is None:
                 raise
-            future = Future(work)
+            future = Future()
             future.finish(error)
             return future
 

@@ -2,9 +2,11 @@
 
 import contextlib
 import gc
+import math
 import os
 import sys
 import threading
+import time
 import weakref
 
 import numpy as np
@@ -22,6 +24,7 @@ from allreduce.errors import (
     UnsupportedOpError,
 )
 from allreduce.health import stall
+from allreduce.transport.control import all_values
 from allreduce.transport.wait import wait_for
 
 THREADED = pytest.mark.parametrize("threaded", [False, True])
@@ -90,6 +93,59 @@ def test_ranks_that_disagree_hear_of_it(topology: allreduce.Topology, threaded: 
         queue.submit(lambda: None)
     other.submit(lambda: ran.append(2), "goes on").wait()  # another user's calls do not suffer
     assert ran == [2]
+    topology.close()
+
+
+@THREADED
+def test_a_queue_that_goes_on_loses_only_the_call_that_differs(topology: allreduce.Topology, threaded: bool) -> None:
+    queue, ran = topology.service(Worker).queue("user", threaded=threaded, goes_on=True), list[int]()
+    first = [queue.submit(lambda: ran.append(0), "before"), queue.submit(lambda: ran.append(1), "sum", [topology.rank])]
+    last = queue.submit(lambda: ran.append(2), "after")
+    if topology.size > 1:
+        with pytest.raises(DisagreementError, match=r"rank 0: sum of user \[0\]\n  rank 1: sum of user \[1\]"):
+            first[1].wait()
+    last.wait()
+    assert ran == ([0, 2] if topology.size > 1 else [0, 1, 2])
+    queue.close()
+    topology.close()
+
+
+def test_a_call_takes_few_messages(topology: allreduce.Topology, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On each rank, sent and received: one of its announcement, and one of each child; of the decision as many."""
+    sent: list[int] = []
+    queue, calls, start = topology.service(Worker).queue("user"), 20, Worker._send
+
+    def count(worker: Worker, text: np.ndarray, ranks: list[int]) -> None:
+        sent.extend(ranks)
+        start(worker, text, ranks)
+
+    monkeypatch.setattr(Worker, "_send", count)
+    for number in range(calls):
+        queue.submit(lambda: None, "call", [number]).wait()
+    queue.close()
+    received = [everyone.count(topology.rank) for everyone in all_values(topology.world, sent, "count messages")]
+    assert sum(received) > 0 or topology.size == 1
+    assert len(sent) + sum(received) <= (calls + 1) * 2 * math.ceil(math.log2(topology.size))
+    topology.close()
+
+
+def test_announcements_of_queues_that_come_or_have_gone(topology: allreduce.Topology) -> None:
+    """A rank keeps what it hears of a queue that it is about to create, and nothing of one that it has dropped."""
+    worker = topology.service(Worker)
+    gone = worker.queue("gone")
+    if topology.rank > 0:
+        gone.submit(lambda: None, "which rank 0 never makes")
+    topology.agree([], "all have submitted")
+    gone.drop()
+    for number in range(5):
+        ran: list[int] = []
+        queue = worker.queue(f"user {number}", threaded=number > 2)
+        if number % 2 == topology.rank % 2:
+            time.sleep(0.01)
+        queue.submit(lambda ran=ran: ran.append(1)).wait()
+        assert ran == [1]
+        queue.close()
+    assert (worker._early, worker._queues) == ([], {})
     topology.close()
 
 
