@@ -1,7 +1,6 @@
 """Topology: the ranks of a job, their nodes and communicators, the users of these, and recovery after failures."""
 
 import contextlib
-import functools
 import math
 import threading
 import weakref
@@ -69,7 +68,6 @@ class Topology:
     cross: MPI.Intracomm
     cores: int  # of this node
     sharing: int  # ranks that share these cores
-    original: "Topology | None" = None  # the topology that this one duplicates
     previous_ranks: tuple[int, ...]  # by rank: its rank in the topology before `survivors`; else itself
 
     def __init__(
@@ -263,10 +261,7 @@ class Topology:
             everyone.Free()
 
     def inside(self) -> "Topology":
-        """Return the topology of this node's ranks. Collective over the node.
-
-        The first call on a duplicate is collective over the world: it creates the duplicate's `node`.
-        """
+        """Return the topology of this node's ranks. Collective over the node."""
         self.check_open()
         return Topology(self.node, timeout=self.timeout, parent=self, on_one_host=True)
 
@@ -276,10 +271,9 @@ class Topology:
         Equal nodes: the ranks with this rank's node rank. Uneven nodes: the leaders; None on other ranks.
         """
         self.check_open()
-        cross = self.cross  # a duplicate creates it now, on all ranks
         if self.leaders_only and self.node_rank:
             return None
-        return Topology(cross, ranks_per_node=1, timeout=self.timeout, parent=self)
+        return Topology(self.cross, ranks_per_node=1, timeout=self.timeout, parent=self)
 
     def split(self, colour: int, ranks_per_node: NodeSizes = None, on_error: str = "job") -> "Topology":
         """Split the ranks by `colour`, and return the topology of this rank's part, in rank order. Collective.
@@ -312,11 +306,9 @@ class Topology:
     def duplicate(self) -> "Topology":
         """Return a topology of the same ranks and nodes with its own communicators. Collective.
 
-        For users that create backends or communicators during a call, in any thread. Its `node` and `cross` are created
-        at their first use, which must be the same call on all ranks.
+        For users that create backends or communicators during a call, in any thread.
         """
-        self.check_open()
-        return Duplicate(self)
+        return self.split(0, self.ranks_per_node)
 
     # Communicators and their users
 
@@ -434,7 +426,8 @@ class Topology:
         self.closed = True
         for made in [*reversed(self._services.values())]:
             made.close()
-        self._close_detector()
+        self.detector.close()
+        self._release_rows()
         for comm in reversed(list(self._owned)):
             self.release(comm)
 
@@ -448,13 +441,6 @@ class Topology:
         for made in [*reversed(self._services.values())]:
             made.abandon()
         self._defer_free()
-        self._abandon_detector()
-
-    def _close_detector(self) -> None:
-        self.detector.close()
-        self._release_rows()
-
-    def _abandon_detector(self) -> None:
         self.detector.abandon()  # keeps the rows: ranks that wait for this one must learn that it leaves
         self._release_rows.detach()
 
@@ -604,45 +590,6 @@ class Topology:
                 made.revoke()
                 made.abandon()
         return cls(comm, ranks_per_node, timeout)
-
-
-class Duplicate(Topology):
-    """A topology of the same ranks and nodes as another one, with communicators of its own. Collective.
-
-    It has the layout and the stall detector of the original, which closes it.
-    """
-
-    def __init__(self, original: Topology) -> None:
-        children.check()
-        self._begin(original)
-        self.original, self.layout = original, original.layout
-        self.node_index, self.node_rank = original.node_index, original.node_rank
-        self.host, self.cma, self.detector = original.host, original.cma, original.detector
-        self.cores, self.sharing, self.timeout = original.cores, original.sharing, original.timeout
-        self.previous_ranks = original.previous_ranks
-        self.apart, self.is_part = original.apart, original.is_part
-        self.ranks_per_node, self._numbers = original.ranks_per_node, original.next_number() << 16
-        self.finish_record = original.finish_record
-        with waiting(original.world, "Topology.duplicate"):
-            self._control = self.world = self.own(original.world.Dup(), watch=True)  # users send data on `private` ones
-
-    @functools.cached_property
-    def node(self) -> MPI.Intracomm:  # type: ignore[override]
-        """The ranks of this node. The communicator is created at its first use, which is collective over the world."""
-        if self.nodes == self.size:
-            return MPI.COMM_SELF
-        return self.world if self.nodes == 1 else self._split(self.node_index, self.rank)
-
-    @functools.cached_property
-    def cross(self) -> MPI.Intracomm:  # type: ignore[override]
-        """The ranks with this one's node rank, created as `node` is."""
-        return self._pairs()
-
-    def _close_detector(self) -> None:
-        """The original closes it."""
-
-    def _abandon_detector(self) -> None:
-        """The original abandons it."""
 
 
 children.guard(

@@ -437,6 +437,12 @@ class Worker:
             thread.join()
         _workers.discard(self)
 
+    def free(self, topology: Topology) -> None:
+        """Close a worker that is not the topology's service, and free its communicators. Collective."""
+        self.close()
+        topology.release(self._control)
+        topology.release(self.comm)
+
     def abandon(self) -> None:
         """Drop the queues. Local. A worker thread inside an MPI call stays there, unless a rank has failed: then
         wait up to EXIT_SECONDS for it.

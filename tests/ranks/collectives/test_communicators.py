@@ -60,17 +60,6 @@ def test_communicators_of_auto(shape: str, made: list[int]) -> None:
     assert made[0] == 0
 
 
-def test_a_duplicate_makes_communicators_of_nodes_when_asked(made: list[int]) -> None:
-    with Topology(ranks_per_node=2) as topology, topology.duplicate() as duplicate:
-        before = made[0]
-        assert (duplicate.node_rank, duplicate.node_size) == (topology.node_rank, topology.node_size)
-        assert made[0] == before
-        assert duplicate.node.allgather(duplicate.rank) == topology.node.allgather(topology.rank)
-        assert duplicate.cross.allgather(duplicate.rank) == topology.cross.allgather(topology.rank)
-        assert made[0] == before + (SIZE > 2) * 2 or SIZE == 1
-    assert made[0] == 0
-
-
 @pytest.fixture
 def messages(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Return a list of the control messages that this rank has waited for."""

@@ -67,15 +67,16 @@ def test_inside_and_across(shape: str) -> None:
 
 
 @pytest.mark.parametrize("shape", shapes(SIZE))
-def test_across_and_split_of_a_duplicate_make_no_node(shape: str) -> None:
+def test_a_duplicate_has_the_same_nodes(shape: str) -> None:
     with allreduce.Topology(ranks_per_node=shapes(SIZE)[shape], timeout=20) as topology:
         duplicate = topology.duplicate()
-        across = duplicate.across()
-        assert (across is None) == (topology.leaders_only and topology.node_rank > 0)
-        assert across is None or across.size == topology.nodes
-        assert duplicate.split(0).size == SIZE
-        assert "node" not in vars(duplicate)
-        assert duplicate.inside().size == topology.node_size
+        assert (duplicate.layout, duplicate.rank) == (topology.layout, topology.rank)
+        assert duplicate.world != topology.world
+        with allreduce.create("auto", duplicate) as reduce:
+            array = np.ones(3)
+            reduce(array, "sum")
+            assert array.tolist() == [SIZE] * 3
+    assert duplicate.closed
 
 
 class _Mixed(MPI.Intracomm):

@@ -261,17 +261,16 @@ class ServerStrategy(Strategy, Owners):
             self._speakers = group.topology.own(made, watch=True)
 
     def _make_queue(self) -> Queue:
-        """Create the queue of the second thread, on a topology of its own: its calls wait for calls of another kind on
+        """Create the queue of the second thread, of a worker of its own: its calls wait for calls of another kind on
         other ranks, so no other queue may wait for them. Collective."""
-        name = f"parameters of {self.name}"
-        self._queue_topology = self.group.topology.duplicate()
+        name, worker = f"parameters of {self.name}", Worker(self.group.topology)
         try:
-            return self._queue_topology.service(Worker).queue(name, threaded=True, alone=True)
+            return worker.queue(name, threaded=True, alone=True)
         except UnavailableError:  # on all ranks
             if self.thread != "ask":
-                self._queue_topology.close()
+                worker.free(self.group.topology)
                 raise
-            return self._queue_topology.service(Worker).queue(name, alone=True)
+            return worker.queue(name, alone=True)
 
     def close(self) -> None:
         if not self._connected:
@@ -283,7 +282,7 @@ class ServerStrategy(Strategy, Owners):
                 end.close()
         if self._queue is not None:
             self._queue.close()
-            self._queue_topology.close()
+            self._queue.worker.free(self.group.topology)
         self._unbind_replica(state)
         self._worker.close()
         self._waiter.forget()
@@ -293,7 +292,7 @@ class ServerStrategy(Strategy, Owners):
         self.group.topology.release(self._messages)
 
     def abandon(self) -> None:
-        for end in (self._mailbox, self._client):
+        for end in (self._mailbox, self._client, self._queue and self._queue.worker):
             if end is not None:
                 end.abandon()
         if self._gradients.size:
@@ -314,7 +313,7 @@ class ServerStrategy(Strategy, Owners):
     # Recovery after failures
 
     def rescue(self) -> None:
-        for end in (self._mailbox, self._client, self._queue):
+        for end in (self._mailbox, self._client, self._queue and self._queue.worker):
             if end is not None:
                 end.abandon()
         self._mailbox = self._client = self._queue = None
