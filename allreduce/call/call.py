@@ -50,9 +50,9 @@ class Call(NamedTuple):
         return f"{self.kind}: length {self.length}{shape}, dtype {self.dtype}, {op}{memory}{order}{root}"
 
 
-def fingerprint(call: Call, tree: str = "") -> int:
-    """Hash a call, and the tree whose arrays its buffer holds. The lowest SEQUENCE_BITS bits are 0, for the sequence
-    number.
+def fingerprint(call: Call | str, tree: str = "") -> int:
+    """Hash a call or its text, and the tree whose arrays its buffer holds. The lowest SEQUENCE_BITS bits are 0, for
+    the sequence number.
 
     Equal calls have equal fingerprints on all ranks (Python's `hash` differs between processes).
     """

@@ -7,7 +7,6 @@ comm hooks and `dist.batch_isend_irecv` use them like any other backend's.
 import functools
 import sys
 import threading
-import zlib
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import partial
@@ -17,14 +16,14 @@ import torch
 import torch.distributed as dist
 
 from allreduce import notices
+from allreduce.call.executor import Executor
 from allreduce.call.queue import Queue, Worker, without_frames
 from allreduce.errors import RankLeftError, UnavailableError
 from allreduce.process import children
 from allreduce.topology import Topology
 from allreduce.torch_backend.checks import NAME
 from allreduce.transport import ulfm
-from allreduce.transport.control import agree
-from allreduce.transport.wait import EAGER_SECONDS, LONGEST_SLEEP, NamedCall
+from allreduce.transport.wait import NamedCall
 
 ClassT = TypeVar("ClassT", bound=type)
 
@@ -205,7 +204,7 @@ class OperationQueue:
         self._threaded = threaded
         self._queue = self._open(topology, f"process group {name}")
         self._record = self._queue.wait
-        self._comm = topology.private(wait=self._record)  # for the comparison
+        self._executor = Executor(topology, None, True, self._record, sleeps=True)  # its calls are the operations
         self._compares = topology.size > 1
         self._unfinished: set[Operation] = set()
         self._inside: int | None = None  # the thread that runs an operation
@@ -283,7 +282,7 @@ class OperationQueue:
         try:
             if self.broken is not None:
                 raise without_frames(self.broken)
-            agree(self._comm, [zlib.crc32(work.call.encode())], work.call, None, (EAGER_SECONDS, LONGEST_SLEEP))
+            self._executor.compare(work.call)
         finally:
             self._record.end()
 

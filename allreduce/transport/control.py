@@ -17,7 +17,7 @@ from allreduce.errors import AllReduceError, DisagreementError
 from allreduce.notices import log
 from allreduce.transport import processes
 from allreduce.transport.tables import table
-from allreduce.transport.wait import SMALL, NamedCall, record_of, wait_for
+from allreduce.transport.wait import NamedCall, record_of, wait_for
 
 ResultT = TypeVar("ResultT")
 ErrorT = TypeVar("ErrorT", bound=BaseException)
@@ -53,24 +53,18 @@ def together(comm: MPI.Comm, step: Callable[[], ResultT]) -> ResultT:
     return cast(ResultT, result)
 
 
-def agree(
-    comm: MPI.Comm,
-    values: Sequence[int],
-    text: str,
-    error: Exception | None,
-    pause: tuple[float, float] = SMALL,
-) -> None:
+def agree(comm: MPI.Comm, values: Sequence[int], text: str, error: Exception | None) -> None:
     """Return if all ranks pass equal `values` and no error; otherwise raise the same error on all ranks. Collective.
 
     values: at most AGREED_VALUES. text: this rank's call in words, for the table of a DisagreementError. An agreement
-        costs one small all-reduce; only a failed one exchanges text. pause: see `wait_for`.
+        costs one small all-reduce; only a failed one exchanges text.
     """
     row = [error is not None, *values, *[0] * (AGREED_VALUES - len(values))]
     mine = np.array([*row, *[-each for each in row]], np.int64)  # the minimum of -x is minus the maximum
     low = mine.copy()
     try:
         limit = LONE_SECONDS if error else math.inf
-        wait_for(comm, comm.Iallreduce(MPI.IN_PLACE, low, MPI.MIN), text, limit, pause)
+        wait_for(comm, comm.Iallreduce(MPI.IN_PLACE, low, MPI.MIN), text, limit)
     except AllReduceError as ended:
         if error is None:
             raise

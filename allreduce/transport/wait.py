@@ -142,18 +142,15 @@ def record_of(comm: MPI.Comm) -> WaitRecord | None:
 # Waits on a communicator
 
 
-def wait_for(
-    comm: MPI.Comm, request: MPI.Request, what: str, limit: float = math.inf, pause: tuple[float, float] = SMALL
-) -> None:
+def wait_for(comm: MPI.Comm, request: MPI.Request, what: str, limit: float = math.inf) -> None:
     """Wait for a control message; the watcher reports a long wait.
 
-    what: text for reports. limit: seconds until CollectiveTimeoutError; the topology's timeout applies too. pause: see
-        `Pause`. Raises CollectiveTimeoutError, RankLeftError or DisagreementError on this rank if the other ranks do
-        not take part.
+    what: text for reports. limit: seconds until CollectiveTimeoutError; the topology's timeout applies too. Raises
+        CollectiveTimeoutError, RankLeftError or DisagreementError on this rank if the other ranks do not take part.
     """
     with _Recorded(comm, what, raises=True) as (watcher, wait):
         try:
-            if not (request.Test() or wait_until(request.Test, limit, checking(watcher, wait), Pause(*pause))):
+            if not (request.Test() or wait_until(request.Test, limit, checking(watcher, wait), Pause(*SMALL))):
                 raise CollectiveTimeoutError(f"waited {limit:.0f} s for other ranks in: {what}")
         except BaseException:
             free_later(request)  # and its buffer, into which MPI may still write

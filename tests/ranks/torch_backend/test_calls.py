@@ -15,7 +15,9 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compr
 from torch.nn.parallel import DistributedDataParallel  # noqa: E402
 
 import allreduce.torch_backend  # noqa: E402, F401
+from allreduce.call.executor import Executor  # noqa: E402
 from allreduce.errors import DisagreementError  # noqa: E402
+from allreduce.transport import control  # noqa: E402
 
 Op = dist.ReduceOp
 Tensor = torch.Tensor
@@ -69,6 +71,21 @@ def test_one_tensor_instead_of_a_list_and_operations_by_name() -> None:
     assert output.tolist() == [size()] * 2
     group.barrier(timeout=timedelta(seconds=30)).wait()
     group.barrier(timedelta(seconds=30)).wait()
+
+
+def test_operations_are_compared_without_messages(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On one node, in shared memory."""
+    executor = dist.group.WORLD._executor._executor
+    if not executor.meets:
+        pytest.skip("one rank compares nothing; several nodes compare by messages")
+    tensor, sent = torch.ones(8), []
+    dist.all_reduce(tensor)
+    monkeypatch.setattr(control, "wait_for", lambda comm, request, what, *_: sent.append(what))
+    monkeypatch.setattr(Executor, "_alike_between", lambda *_: sent.append("compare numbers"))
+    dist.all_reduce(tensor)
+    dist.barrier()
+    assert sent == []
+    assert tensor.tolist() == [size() ** 2] * 8
 
 
 def test_roots_by_name_and_by_place() -> None:
