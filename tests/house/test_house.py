@@ -360,8 +360,7 @@ ONE = [
     (compares, ["allreduce/call/executor.py", "allreduce/transport/control.py"]),
     (waits, ["allreduce/transport/wait.py"]),
     (retries, ["allreduce/elastic/retry.py"]),
-    # the second one knows tensors by their objects, because PyTorch owns their memory; issue 33 wants one
-    (keeps_memory, ["allreduce/memory/allocations.py", "allreduce/torch_backend/reduce.py"]),
+    (keeps_memory, ["allreduce/memory/allocations.py"]),
 ]
 
 
