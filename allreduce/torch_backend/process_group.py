@@ -115,9 +115,8 @@ class AllReduceProcessGroup(dist.ProcessGroup):
 
     def allreduce(self, tensors: Tensors, opts: Any = None, timeout: Any = None, *, op: Any = None) -> Operation:
         tensor = single_tensor("all_reduce", tensors)
-        reduction = resolve(operation(opts, op), tensor.dtype, tensor.is_sparse)
-        compress = self._options.compression(reduction, tensor.dtype, tensor.numel())
-        action = partial(self._reducer.all_reduce, tensor, reduction, compress)
+        reduction = self._options.resolve(operation(opts, op), tensor.dtype, tensor.numel(), tensor.is_sparse)
+        action = partial(self._reducer.all_reduce, tensor, reduction)
         signature = f"{_lengths([tensor])}, {reduction.op}"
         return self._submit("all_reduce", [tensor], action, opts, timeout, signature=signature)
 
@@ -168,8 +167,8 @@ class AllReduceProcessGroup(dist.ProcessGroup):
         calls = []
         for output, sources in zip(outputs, inputs, strict=True):
             checks.check_scatter(name, output, sources, self.size(), self.rank())
-            reduction, elements = resolve(op, output.dtype), sum(source.numel() for source in sources)
-            calls.append((output, sources, reduction, self._options.compression(reduction, output.dtype, elements)))
+            elements = sum(source.numel() for source in sources)
+            calls.append((output, sources, self._options.resolve(op, output.dtype, elements)))
 
         def action() -> None:
             for call in calls:
@@ -401,7 +400,7 @@ class AllReduceProcessGroup(dist.ProcessGroup):
     # Group properties. PyTorch keeps names and capabilities in a C++ backend object, which a group written in Python
     # lacks. C++ calls the camelCase names, Python the others; state_dict and async_save ask for devices.
 
-    _name = _description = ""
+    group_name = group_desc = ""
     _device_types = property(lambda _: [torch.device(name) for name in dist.Backend.backend_capability[NAME]])
     supports_splitting = supports_coalescing = supports_time_estimate = False
 
@@ -409,21 +408,19 @@ class AllReduceProcessGroup(dist.ProcessGroup):
         return NAME
 
     def getGroupName(self) -> str:  # noqa: N802
-        return self._name
+        return self.group_name
 
     def getGroupDesc(self) -> str:  # noqa: N802
-        return self._description
+        return self.group_desc
 
     def _set_group_name(self, name: str) -> None:
-        self._name = name
+        self.group_name = name
 
     def _set_group_desc(self, description: str) -> None:
-        self._description = description
+        self.group_desc = description
 
     setGroupName = _set_group_name  # noqa: N815
     setGroupDesc = _set_group_desc  # noqa: N815
-    group_name = property(getGroupName)
-    group_desc = property(getGroupDesc)
 
     def _get_backend(self, device: torch.device) -> "AllReduceProcessGroup":
         return self

@@ -4,7 +4,7 @@ import math
 import os
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -61,12 +61,14 @@ class Reduction:
     """How tensors of one dtype are reduced.
 
     op: an operation of ours ("sum") or one of MPI's ("SUM"). factor: each rank's tensor is multiplied by it before
-    (PREMUL_SUM). divide: the sum of integers is divided by the number of ranks, towards zero (AVG).
+    (PREMUL_SUM). divide: the sum of integers is divided by the number of ranks, towards zero (AVG). compress: as in
+    `allreduce.create`; None: the values are exact.
     """
 
     op: str
     factor: Any = None
     divide: bool = False
+    compress: Given = None
 
 
 def resolve(op: Any, dtype: torch.dtype, sparse: bool = False) -> Reduction:
@@ -145,10 +147,13 @@ class Options:
         compressed = f", compress={compressions.shown(self.compress)}, compress_from={self.compress_from}"
         return f"Options({self.backend!r}{compressed if self.compress is not None else ''})"
 
-    def compression(self, reduction: Reduction, dtype: torch.dtype, elements: int) -> Given:
-        """Return the compression of a reduction, or None. Local; the same on all ranks."""
-        compresses = reduction.op in ("sum", "mean") and dtype in (torch.float32, torch.float64)
-        return self.compress if compresses and elements >= self.compress_from else None
+    def resolve(self, op: Any, dtype: torch.dtype, elements: int, sparse: bool = False) -> Reduction:
+        """Return the reduction as the function `resolve`, compressed if these options say so. Local."""
+        reduction = resolve(op, dtype, sparse)
+        long = elements >= self.compress_from
+        if long and reduction.op in ("sum", "mean") and dtype in (torch.float32, torch.float64):
+            reduction = replace(reduction, compress=self.compress)
+        return reduction
 
     @classmethod
     def parse(cls, given: object) -> "Options":
@@ -196,7 +201,6 @@ class TensorReducer:
     """The reductions of one group. It creates a backend at its first use; all methods are collective.
 
     The callers have checked the arguments (module `checks`, `resolve`), and that all ranks make the same call.
-    compress: of a call, as in `allreduce.create`; None: the values are exact.
     repeated: what is known of tensors that are compressed. PyTorch owns the memory, and another tensor may get it
         later; a tensor's Python object exists as long as the tensor exists in C++.
     """
@@ -211,19 +215,19 @@ class TensorReducer:
         self._workspace = Workspace()
         self.repeated: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
-    def all_reduce(self, tensor: torch.Tensor, reduction: Reduction, compress: Given = None) -> None:
+    def all_reduce(self, tensor: torch.Tensor, reduction: Reduction) -> None:
         """Reduce `tensor` in place: afterwards all ranks hold the same bits."""
-        repeated = None if compress is None else self.repeated.setdefault(tensor, Repeated())
+        repeated = None if reduction.compress is None else self.repeated.setdefault(tensor, Repeated())
         if tensor.is_sparse:
             sparse_all_reduce(self.backend(), tensor, reduction)
         elif reduction.op.islower() and reduction.factor is None and _cupy_takes(tensor):
-            _cupy_reduce(self.backend(compress), tensor, reduction.op, repeated)
+            _cupy_reduce(self.backend(reduction.compress), tensor, reduction.op, repeated)
             self._divide(tensor, reduction)
         else:
             with writable(tensor, filled=True) as memory:
                 if repeated is not None and is_plain(tensor):
-                    repeated.register(as_array(memory), self.backend(compress))
-                self._reduce(memory, reduction, compress)
+                    repeated.register(as_array(memory), self.backend(reduction.compress))
+                self._reduce(memory, reduction)
 
     def all_reduce_many(self, tensors: Sequence[torch.Tensor], reduction: Reduction) -> None:
         """Reduce tensors of one dtype in place, in one call."""
@@ -242,9 +246,7 @@ class TensorReducer:
         own = self._comm.rank == root
         self.all_reduce(tensor if own else tensor.detach().clone(memory_format=torch.contiguous_format), reduction)
 
-    def reduce_scatter(
-        self, output: torch.Tensor, inputs: Sequence[torch.Tensor], reduction: Reduction, compress: Given = None
-    ) -> None:
+    def reduce_scatter(self, output: torch.Tensor, inputs: Sequence[torch.Tensor], reduction: Reduction) -> None:
         """Reduce inputs[r] of all ranks into rank r's `output`. A single input is split into equal slices."""
         lengths = [tensor.numel() for tensor in inputs]
         if len(inputs) == 1:
@@ -254,10 +256,10 @@ class TensorReducer:
         torch.cat([readable(tensor).reshape(-1) for tensor in inputs], out=flat)
         mine = flat.split(lengths)[self._comm.rank]
         equal = len(set(lengths)) == 1
-        backend = self._scatter_backend(compress) if equal and reduction.op.islower() else None
+        backend = self._scatter_backend(reduction.compress) if equal and reduction.op.islower() else None
         with writable(output) as memory:
             if backend is None:
-                self._reduce(flat, reduction, compress)
+                self._reduce(flat, reduction)
             else:
                 self._scale(flat, reduction)
                 backend.reduce_scatter(as_array(flat), reduction.op)
@@ -276,13 +278,13 @@ class TensorReducer:
 
     # Whole tensors in plain memory
 
-    def _reduce(self, tensor: torch.Tensor, reduction: Reduction, compress: Given = None) -> None:
+    def _reduce(self, tensor: torch.Tensor, reduction: Reduction) -> None:
         self._scale(tensor, reduction)
         array = as_array(tensor)
-        if compress is not None and array.size == tensor.numel():
+        if reduction.compress is not None and array.size == tensor.numel():
             array = array.reshape(tensor.shape)  # "powersgd" compresses matrices
         if reduction.op.islower():
-            self.backend(compress)(array, reduction.op)
+            self.backend(reduction.compress)(array, reduction.op)
         else:
             operation = _mpi_operation(reduction.op, array.dtype)
             for segment in chunks.segments(slice(0, array.size), LARGEST_COUNT):

@@ -251,7 +251,7 @@ class Compressing:
             for tensor in exact.tensors:
                 if compresses(tensor):
                     _scale(tensor, exact.scales[0])
-                    reducer.all_reduce(tensor, how, self.compress)
+                    reducer.all_reduce(tensor, replace(how, compress=self.compress))
                     _scale(tensor, exact.scales[1])
                 else:
                     rest.append(tensor)
@@ -283,8 +283,8 @@ def reduce_scatter(members: Members, tensor: torch.Tensor, op: Op, scales: Scale
     rows, ranks = len(tensor), members.size
     parts = list(source.split([rows // ranks + (rank < rows % ranks) for rank in range(ranks)]))
     output = torch.empty_like(parts[members.rank], memory_format=torch.contiguous_format)
-    given = compress if compresses(tensor) else None
-    members.reducer.reduce_scatter(output, parts, reduction(op, tensor.dtype), given)
+    how = replace(reduction(op, tensor.dtype), compress=compress if compresses(tensor) else None)
+    members.reducer.reduce_scatter(output, parts, how)
     _scale(output, scales[1])
     return output
 
