@@ -85,10 +85,11 @@ class Trace:
         self._left_out += 1
         return False
 
-    def series(self, name: str) -> "Series":
-        """Return a new series of collective calls. Local; all ranks create their series in the same order."""
+    def add_series(self, name: str) -> int:
+        """Return the number of a new series of collective calls, which all ranks make in the same order, such as those
+        of one backend. Local; all ranks add their series in the same order."""
         self._series.append(name)
-        return Series(self, len(self._series) - 1)
+        return len(self._series) - 1
 
     def move(self, topology: Topology) -> None:
         """Continue on another topology: that of the surviving ranks after a failure. Collective over it."""
@@ -144,29 +145,6 @@ class Trace:
         }
         with replacing(self.path, "the trace") as file:
             merging.write(file, events, about)
-
-
-class Series:
-    """A series of collective calls, such as those of one backend. All ranks make them in the same order."""
-
-    def __init__(self, trace: Trace, number: int) -> None:
-        self._trace, self._number = trace, number
-        self.count = 0
-        self._came = 0
-
-    def came(self, at: int) -> None:
-        """Set the time at which this rank submitted the next call, for calls that run later in a worker thread."""
-        self._came = at
-
-    def note(self, name: str, begin: int, about: dict[str, Any]) -> None:
-        """Record a call from `begin` to now. about: details for the file; pass the same object for equal calls."""
-        times, self._came = (self._came or begin, begin, now()), 0
-        self.count += 1
-        self._trace.add_call(self._number, self.count - 1, name, times, about)
-
-    def waited(self, begin: int) -> None:
-        """Record that this rank only waited, from `begin` to now, for the last call of the series."""
-        self._trace.note(f"{merging.WAITED} {self._number} {self.count - 1}", begin)
 
 
 def of(given: "str | os.PathLike[str] | Trace", topology: Topology) -> tuple[Trace, bool]:

@@ -112,7 +112,7 @@ class Assembly:
         self._make_reducer(comm, group, number, device)
         self.reducer.steps = steps
         if traced is not None:
-            self.reducer.clock = Clock(traced.trace, traced.calls)
+            self.reducer.clock = Clock(traced)
         self.kernels, self.sharded = Kernels(optimizer, comm), None
         if options.update == "sharded" and self.reducer.parameters:
             self._shard(comm)

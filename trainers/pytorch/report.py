@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from allreduce.call.queue import Future
-from allreduce.tracing.trace import Series, Trace
+from allreduce.tracing.recorder import Recorder
 
 ResultT = TypeVar("ResultT")
 
@@ -16,12 +16,12 @@ class Clock:
     """Adds up the times of a `Report`, in seconds, and records what it measures in a trace, if there is one.
 
     In a trace all other time is "compute": data, forward, backward, clipping.
-    calls: the trace's series of the backend that reduces the buckets.
+    recorder: records the calls of the backend that reduces the buckets.
     """
 
-    def __init__(self, trace: Trace | None = None, calls: Series | None = None) -> None:
+    def __init__(self, recorder: Recorder | None = None) -> None:
         self.communication = self.exposed = self.waiting = 0.0
-        self._trace, self._calls = trace, calls
+        self._recorder = recorder
         self._since = self.now()  # the end of the last wait or update
         self._thread = threading.get_ident()
         self._first: float | None = None  # when this thread submitted the first bucket that it reduces itself
@@ -32,8 +32,8 @@ class Clock:
 
     def submitted(self, at: float) -> None:
         """Record when the queue's next reduction was submitted. Called by the thread that runs the queue."""
-        if self._calls is not None:
-            self._calls.came(_ns(at))
+        if self._recorder is not None:
+            self._recorder.came(_ns(at))
             if self._first is None and threading.get_ident() == self._thread:
                 self._first = at
 
@@ -43,9 +43,9 @@ class Clock:
         exposed = sum(max(0.0, each.end - max(each.begin, begin)) for each in pending)
         self.exposed += exposed
         self.waiting += max(0.0, self.now() - begin - exposed)
-        if self._calls is not None:
+        if self._recorder is not None:
             self._computed(begin if self._first is None else self._first)
-            self._calls.waited(_ns(begin))
+            self._recorder.waited(_ns(begin))
             self._since, self._first = self.now(), None
 
     def update(self, work: Callable[[], ResultT]) -> ResultT:
@@ -64,8 +64,8 @@ class Clock:
         took = self.now() - begin
         self.communication += took
         self.exposed += took
-        if self._calls is not None:
-            self._calls.waited(_ns(begin))
+        if self._recorder is not None:
+            self._recorder.waited(_ns(begin))
         return result
 
     def wait(self, work: Callable[[], ResultT]) -> ResultT:
@@ -77,12 +77,12 @@ class Clock:
         return result
 
     def _computed(self, until: float) -> None:
-        if self._trace is not None and until > self._since:
-            self._trace.note("compute", _ns(self._since), _ns(until))
+        if self._recorder is not None and until > self._since:
+            self._recorder.trace.note("compute", _ns(self._since), _ns(until))
 
     def _note(self, name: str, begin: float) -> None:
-        if self._trace is not None:
-            self._trace.note(name, _ns(begin))
+        if self._recorder is not None:
+            self._recorder.trace.note(name, _ns(begin))
 
 
 def _ns(seconds: float) -> int:
