@@ -3,7 +3,6 @@
 import math
 import os
 from collections.abc import Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -211,7 +210,7 @@ class TensorReducer:
         self._options = options
         self._backends: dict[str, AllReduce] = {}
         self._trace: Trace | None = None  # one for all backends
-        self._cleanup = ExitStack()
+        self._owns_trace = False
         self._workspace = Workspace()
         self.repeated: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
@@ -272,8 +271,11 @@ class TensorReducer:
             backend.reset()
 
     def close(self) -> None:
-        """Close the backends, then the trace."""
-        self._cleanup.close()
+        """Close the backends, then the trace. If one can't be closed, the rest is left open."""
+        for backend in self._backends.values():
+            backend.close()
+        if self._trace is not None and self._owns_trace:
+            self._trace.close()
         self._workspace.clear()
 
     # Whole tensors in plain memory
@@ -321,18 +323,11 @@ class TensorReducer:
             if name == "auto":
                 settings = {"measure": False, **settings}  # PyTorch's users expect a run's bits to repeat
             if settings.get("trace") is not None:
-                settings["trace"] = self._shared_trace(settings["trace"])
-            backend = allreduce.create(name, self._topology, compress=compress, **settings)
-            self._cleanup.callback(backend.close)
-            self._backends[key] = backend
+                if self._trace is None:
+                    self._trace, self._owns_trace = tracing.of(settings["trace"], self._topology)
+                settings["trace"] = self._trace
+            self._backends[key] = allreduce.create(name, self._topology, compress=compress, **settings)
         return self._backends[key]
-
-    def _shared_trace(self, given: Any) -> Trace:
-        if self._trace is None:
-            self._trace, owned = tracing.of(given, self._topology)
-            if owned:
-                self._cleanup.callback(self._trace.close)
-        return self._trace
 
     def _scatter_backend(self, compress: Given) -> AllReduce | None:
         """Return a backend whose reduce_scatter gives rank r the r-th of equal slices, or None. Collective once."""
