@@ -24,18 +24,30 @@ SHORT_SECONDS = 0.5  # longer waits are shown in the stall report
 EXIT_SECONDS = 10.0  # how long the program's exit waits for unfinished sends
 
 
-class MessageWaits:
-    """Waits for messages of one group, and shows the waits in stall reports. Creating it is collective.
+class GroupMessages:
+    """The messages of one group, on a communicator of their own, and the waits for them. Creating it is collective.
 
-    group: the group's name. The report shows one wait at a time; waits of further threads end in the same errors.
+    group: the group's name. The stall report shows one wait at a time; waits of further threads end in the same errors.
+    largest_tag: of users' messages in this MPI; monitored_barrier has the next one.
     """
 
     def __init__(self, topology: Topology, group: str) -> None:
+        self.comm = topology.private()
         self._record = topology.wait_record()
         self._record.raises = True
-        self._messages = topology.detector.messages
+        self._statuses = topology.detector.messages
         self._group = group
         self._taken = threading.Lock()
+        largest = self.comm.Get_attr(MPI.TAG_UB)
+        assert isinstance(largest, int)
+        self.largest_tag = largest - 1
+        self._barriers = 0  # the number of the last barrier, which is sent in its messages
+
+    def fail(self, error: BaseException) -> None:
+        """End the unfinished messages with `error`. Local."""
+        for message in list(_in_flight):
+            if message.messages is self:
+                message.fail(error)
 
     def wait(self, done: Callable[[], bool], limit: float, message: str, peer: int) -> None:
         """Wait until `done()` is true. limit: seconds; 0 checks once.
@@ -52,7 +64,7 @@ class MessageWaits:
             with self._reported(call):
                 if wait_until(lambda: done() or self._has_left(message, peer), deadline - time.monotonic()):
                     return
-                table = f"\n{self._messages.table(call)}"
+                table = f"\n{self._statuses.table(call)}"
         raise TimedOut(f"{message} was not done within {limit:g} s: the other rank did not send or receive it{table}")
 
     @contextmanager
@@ -70,13 +82,70 @@ class MessageWaits:
 
     def _has_left(self, message: str, peer: int) -> bool:
         """Raise RankLeftError when the peer has ended its program, and its last messages have had time to arrive."""
-        departure = self._messages.departure(peer)
+        departure = self._statuses.departure(peer)
         if departure is not None and time.monotonic() - departure[1] > LEFT_SECONDS:
             fact = departure[0]
             error = RankLeftError(f"rank {peer} has left: {fact.text}, while this rank waits for it in {message}")
             error.job_code = fact.turn or 1
             raise error
         return False
+
+    # monitored_barrier: every rank reports to rank 0 and waits for its answer
+
+    def barrier(self, limit: float, wait_all_ranks: bool) -> None:
+        """Wait for all ranks; raise TimedOut after `limit` seconds, on rank 0 with the missing rank. Collective.
+
+        wait_all_ranks: name all missing ranks, not only the first. The errors contain gloo's wording, which programs
+        may match.
+        """
+        self._barriers += 1
+        deadline = time.monotonic() + limit
+        if self.comm.rank:
+            self._report("reporting to rank 0", 0, limit)
+            try:
+                self._await("waiting for rank 0", 0, deadline, limit)
+            except (TimedOut, RankLeftError) as error:
+                raise TimedOut(
+                    f"Rank {self.comm.rank} successfully reached monitoredBarrier, but received errors while waiting "
+                    f"for send/recv from rank 0: {error}"
+                ) from None
+            return
+        missing = []
+        for rank in range(1, self.comm.size):
+            try:
+                self._await(f"rank {rank}", rank, deadline, limit)
+            except (TimedOut, RankLeftError):
+                missing.append(rank)
+                if not wait_all_ranks:
+                    break
+        if missing:
+            ranks = f"Rank{'s' if len(missing) > 1 else ''} {', '.join(map(str, missing))}"
+            raise TimedOut(
+                f"Rank 0 timed out in monitoredBarrier after {limit:g} s: {ranks} failed to pass monitoredBarrier"
+                + (" (wait_all_ranks=True names all that did)" if not wait_all_ranks else "")
+            )
+        for rank in range(1, self.comm.size):
+            self._report("answering", rank, limit)
+
+    def _report(self, step: str, rank: int, limit: float) -> None:
+        self._start_token(step, rank, limit, receives=False).wait_for(limit)
+
+    def _await(self, step: str, rank: int, deadline: float, limit: float) -> None:
+        """Wait for the message of this barrier; older ones are of barriers that timed out."""
+        while True:
+            message = self._start_token(step, rank, limit, receives=True)
+            try:
+                message.wait_for(max(deadline - time.monotonic(), 0))
+            except (TimedOut, RankLeftError):
+                message.cancel()
+                raise
+            if int(message.result()[0]) >= self._barriers:
+                return
+
+    def _start_token(self, step: str, rank: int, limit: float, receives: bool) -> "SentMessage":
+        token = torch.tensor([self._barriers], dtype=torch.int64)
+        message = SentMessage("monitored_barrier", f"monitored_barrier ({step})", token, limit, self)
+        return message.start(rank, self.largest_tag + 1, receives)
 
 
 @not_compiled
@@ -86,15 +155,15 @@ class SentMessage(Operation):
     kind: "send" or "recv", the name of its event in a profile. name: of the message, for errors.
     """
 
-    def __init__(self, kind: str, name: str, tensor: torch.Tensor, limit: float, waits: MessageWaits) -> None:
+    def __init__(self, kind: str, name: str, tensor: torch.Tensor, limit: float, messages: GroupMessages) -> None:
         super().__init__(kind, [tensor], limit)
         self.name = name
-        self.waits = waits
+        self.messages = messages
         self._tensor = tensor.detach()
         self._request: MPI.Request | None = None
         self._status = MPI.Status()
 
-    def start(self, comm: MPI.Intracomm, peer: int, tag: int, receives: bool) -> "SentMessage":
+    def start(self, peer: int, tag: int, receives: bool) -> "SentMessage":
         """Start sending the tensor to rank `peer`, or receiving it from there; `peer` may be MPI.ANY_SOURCE."""
         for message in list(_in_flight):
             message.is_completed()  # removes it from _in_flight once complete
@@ -104,7 +173,7 @@ class SentMessage(Operation):
         else:
             plain = is_plain(self._tensor)
             self._memory = self._tensor if plain else torch.empty(self._tensor.shape, dtype=self._tensor.dtype)
-        begin = comm.Irecv if receives else comm.Isend
+        begin = self.messages.comm.Irecv if receives else self.messages.comm.Isend
         self._request = begin(mpi_buffer(as_bytes(self._memory)), peer, tag)
         _in_flight.add(self)
         return self
@@ -115,7 +184,7 @@ class SentMessage(Operation):
 
     def wait_for(self, limit: float) -> bool:
         """Wait as `wait` does, for `limit` seconds; 0 checks once."""
-        self.waits.wait(self._has_ended, limit, self.name, self._peer)
+        self.messages.wait(self._has_ended, limit, self.name, self._peer)
         return super().wait()
 
     def _has_ended(self) -> bool:
@@ -187,77 +256,3 @@ def _finish_sends() -> None:
     if _in_flight:
         names = ", ".join(sorted({message.name for message in _in_flight}))
         notices.log.warning("allreduce: the program ended before these messages were received: %s", names)
-
-
-def fail_messages(waits: MessageWaits, error: BaseException) -> None:
-    """End the unfinished messages of one group with `error`. Local."""
-    for message in list(_in_flight):
-        if message.waits is waits:
-            message.fail(error)
-
-
-def barrier_tag(comm: MPI.Intracomm) -> int:
-    """Return the tag of monitored_barrier, the largest of this MPI; users' tags are smaller."""
-    largest = comm.Get_attr(MPI.TAG_UB)
-    assert isinstance(largest, int)
-    return largest
-
-
-class MonitoredBarrier:
-    """Every rank reports to rank 0 and waits for its answer. Messages of barriers that timed out are ignored."""
-
-    def __init__(self, comm: MPI.Intracomm, waits: MessageWaits) -> None:
-        self._comm, self._waits = comm, waits
-        self._number = 0  # of this barrier; sent in its messages
-
-    def __call__(self, limit: float, wait_all_ranks: bool) -> None:
-        """Wait for all ranks; raise TimedOut after `limit` seconds, on rank 0 with the missing rank. Collective.
-
-        wait_all_ranks: name all missing ranks, not only the first. The errors contain gloo's wording, which programs
-        may match.
-        """
-        self._number += 1
-        deadline = time.monotonic() + limit
-        if self._comm.rank:
-            self._start("reporting to rank 0", 0, limit, receives=False).wait_for(limit)
-            try:
-                self._receive("waiting for rank 0", 0, deadline, limit)
-            except (TimedOut, RankLeftError) as error:
-                raise TimedOut(
-                    f"Rank {self._comm.rank} successfully reached monitoredBarrier, but received errors while waiting "
-                    f"for send/recv from rank 0: {error}"
-                ) from None
-            return
-        missing = []
-        for rank in range(1, self._comm.size):
-            try:
-                self._receive(f"rank {rank}", rank, deadline, limit)
-            except (TimedOut, RankLeftError):
-                missing.append(rank)
-                if not wait_all_ranks:
-                    break
-        if missing:
-            ranks = f"Rank{'s' if len(missing) > 1 else ''} {', '.join(map(str, missing))}"
-            raise TimedOut(
-                f"Rank 0 timed out in monitoredBarrier after {limit:g} s: {ranks} failed to pass monitoredBarrier"
-                + (" (wait_all_ranks=True names all that did)" if not wait_all_ranks else "")
-            )
-        for rank in range(1, self._comm.size):
-            self._start("answering", rank, limit, receives=False).wait_for(limit)
-
-    def _receive(self, step: str, rank: int, deadline: float, limit: float) -> None:
-        """Wait for the message of this barrier; older ones are of barriers that timed out."""
-        while True:
-            message = self._start(step, rank, limit, receives=True)
-            try:
-                message.wait_for(max(deadline - time.monotonic(), 0))
-            except (TimedOut, RankLeftError):
-                message.cancel()
-                raise
-            if int(message.result()[0]) >= self._number:
-                return
-
-    def _start(self, step: str, rank: int, limit: float, receives: bool) -> SentMessage:
-        token = torch.tensor([self._number], dtype=torch.int64)
-        message = SentMessage("monitored_barrier", f"monitored_barrier ({step})", token, limit, self._waits)
-        return message.start(self._comm, rank, barrier_tag(self._comm), receives)

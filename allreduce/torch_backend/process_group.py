@@ -24,13 +24,7 @@ from allreduce.topology import Topology
 from allreduce.torch_backend import checks
 from allreduce.torch_backend.checks import NAME, Tensors, not_offered, operation, single_list, single_tensor
 from allreduce.torch_backend.move import TensorMover
-from allreduce.torch_backend.point_to_point import (
-    MessageWaits,
-    MonitoredBarrier,
-    SentMessage,
-    barrier_tag,
-    fail_messages,
-)
+from allreduce.torch_backend.point_to_point import GroupMessages, SentMessage
 from allreduce.torch_backend.reduce import Options, Repeated, TensorReducer, resolve
 from allreduce.torch_backend.tensors import Streams
 from allreduce.torch_backend.work import (
@@ -72,9 +66,7 @@ class AllReduceProcessGroup(dist.ProcessGroup):
         self._store = store
         self._topology = topology
         self._timeout = timeout.total_seconds()  # of an operation
-        self._messages = topology.private()
-        self._waits = MessageWaits(topology, name)
-        self._monitored_barrier = MonitoredBarrier(self._messages, self._waits)
+        self._messages = GroupMessages(topology, name)
         comm = topology.private()
         self._mover = TensorMover(comm)
         self._options = options
@@ -321,13 +313,12 @@ class AllReduceProcessGroup(dist.ProcessGroup):
         checks.check_devices(name, [tensor])
         if self._executor.broken is not None:
             raise self._executor.broken
-        largest = barrier_tag(self._messages) - 1
-        if not 0 <= tag <= largest:
+        if not 0 <= tag <= (largest := self._messages.largest_tag):
             raise ValueError(f"{name}: tag {tag} is not between 0 and {largest}, the largest of this MPI")
         Streams([tensor]).wait_for_caller()
-        message = SentMessage(kind, name, tensor, self._timeout, self._waits)
+        message = SentMessage(kind, name, tensor, self._timeout, self._messages)
         with self._topology.detector.translating_failures():
-            message.start(self._messages, MPI.ANY_SOURCE if peer is None else peer, tag, receives=kind == "recv")
+            message.start(MPI.ANY_SOURCE if peer is None else peer, tag, receives=kind == "recv")
         return self._coalesce(message)
 
     # Barriers
@@ -345,7 +336,7 @@ class AllReduceProcessGroup(dist.ProcessGroup):
         limit = self._timeout if timeout is None else exact_seconds(timeout)
         try:
             with self._topology.detector.translating_failures():
-                self._monitored_barrier(limit if limit >= 0 else self._timeout, wait_all_ranks)
+                self._messages.barrier(limit if limit >= 0 else self._timeout, wait_all_ranks)
         except TimedOut:
             self._rank_missing = True
             raise
@@ -373,7 +364,7 @@ class AllReduceProcessGroup(dist.ProcessGroup):
         not arrived by then end in an error.
         """
         closed = self._executor.close(0.0 if self._rank_missing else CLOSE_SECONDS)
-        fail_messages(self._waits, RuntimeError("this process group has been destroyed"))
+        self._messages.fail(RuntimeError("this process group has been destroyed"))
         if not (closed and self._free()):
             notices.log.warning(
                 "allreduce: this process group is not freed: an operation failed, or another rank did not call "
@@ -395,7 +386,7 @@ class AllReduceProcessGroup(dist.ProcessGroup):
         """Fail the running operation, all waiting ones, and unfinished messages. Local; nothing is freed."""
         error = RuntimeError("this process group has been aborted")
         self._executor.fail(error)
-        fail_messages(self._waits, error)
+        self._messages.fail(error)
 
     # Group properties. PyTorch keeps names and capabilities in a C++ backend object, which a group written in Python
     # lacks. C++ calls the camelCase names, Python the others; state_dict and async_save ask for devices.
