@@ -92,7 +92,7 @@ class GroupMessages:
 
     # monitored_barrier: every rank reports to rank 0 and waits for its answer
 
-    def barrier(self, limit: float, wait_all_ranks: bool) -> None:
+    def monitored_barrier(self, limit: float, wait_all_ranks: bool) -> None:
         """Wait for all ranks; raise TimedOut after `limit` seconds, on rank 0 with the missing rank. Collective.
 
         wait_all_ranks: name all missing ranks, not only the first. The errors contain gloo's wording, which programs

@@ -336,7 +336,7 @@ class AllReduceProcessGroup(dist.ProcessGroup):
         limit = self._timeout if timeout is None else exact_seconds(timeout)
         try:
             with self._topology.detector.translating_failures():
-                self._messages.barrier(limit if limit >= 0 else self._timeout, wait_all_ranks)
+                self._messages.monitored_barrier(limit if limit >= 0 else self._timeout, wait_all_ranks)
         except TimedOut:
             self._rank_missing = True
             raise
