@@ -20,11 +20,12 @@ def load(path: str, name: str | None = None) -> dataset.Dataset:
     table = TableFile(path, lambda cells: not any(map(is_number, cells[:-1])))
     if len(table.names) < 2:
         raise DataError(f"{path}: the first line has one column; expected features and a label, with commas between")
+    words = "; of a table with words in it name the label (label=..., --label), and {} needs a header"
     parts: list[np.ndarray] = []
     labels = _Labels(path)
     for number, block in enumerate(table.blocks()):
         found = block if number else _without_header(block)
-        parts.append(_features(path, found))
+        parts.append(features(path, found.columns[:-1], found.lines, words.format(path)))
         labels.add(found.columns[-1], found.lines)
     if not any(map(len, parts)):
         raise DataError(f"{path} has no samples")
@@ -40,8 +41,9 @@ def _without_header(block: Block) -> Block:
     return block
 
 
-def _features(path: str, block: Block) -> np.ndarray:
-    columns = block.columns[:-1]
+def features(path: str, columns: Sequence[Cells], lines: Sequence[int], hint: str = "") -> np.ndarray:
+    """Return the numbers in columns of cells, (rows, columns) float32. lines: of the rows in the file. hint: ends the
+    error about a cell that is no number. Raises DataError."""
     try:
         x = np.array([list(map(float, cells)) for cells in columns]).T.astype(np.float32)
         if any("_" in "".join(cells) for cells in columns):  # which float takes
@@ -49,20 +51,18 @@ def _features(path: str, block: Block) -> np.ndarray:
     except ValueError:
         row, column = next(
             (row, column)
-            for row in range(len(block))
+            for row in range(len(lines))
             for column, cells in enumerate(columns)
             if not is_number(cells[row])
         )
         raise DataError(
-            f"{path}, line {block.lines[row]}, column {column + 1}: {columns[column][row][:LONGEST_SHOWN]!r} is not a "
-            f"number; of a table with words in it name the label (label=..., --label), and {path} needs a header"
+            f"{path}, line {lines[row]}, column {column + 1}: {columns[column][row][:LONGEST_SHOWN]!r} is not a "
+            f"number{hint}"
         ) from None
     wrong = np.argwhere(~np.isfinite(x))
     if wrong.size:
         row, column = wrong[0]
-        raise DataError(
-            f"{path}, line {block.lines[row]}, column {column + 1} is {x[row, column]}, not a finite number"
-        )
+        raise DataError(f"{path}, line {lines[row]}, column {column + 1} is {x[row, column]}, not a finite number")
     return x
 
 

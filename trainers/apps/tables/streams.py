@@ -9,10 +9,11 @@ from typing import IO, Any
 import numpy as np
 
 from trainers.datasets import files
-from trainers.datasets.columns import Columns, numbers
+from trainers.datasets.columns import Columns
 from trainers.datasets.learning import place
 from trainers.datasets.rows import Block, TableFile, is_number, is_table
 from trainers.datasets.shards import is_pattern, matching
+from trainers.datasets.table import features
 from trainers.errors import DataError
 from trainers.files import model_file
 
@@ -96,15 +97,10 @@ class TableStream(Stream):
             yield self._encoded(block)
 
     def _encoded(self, block: Block) -> np.ndarray:
-        cells, where = [block.columns[column] for column in self._places], place(self._table, block)
-        if self._columns is not None:
-            return self._columns.encode(cells, where, self._unknown)
-        found = [numbers(self._table.names[column], block.columns[column], where) for column in self._places]
-        x = np.stack(found, axis=1).astype(np.float32)
-        if not np.isfinite(x).all():
-            row, column = np.argwhere(~np.isfinite(x))[0]
-            raise DataError(f"{where(int(row))}, column {column + 1} is {x[row, column]}, not a finite number")
-        return x
+        cells = [block.columns[column] for column in self._places]
+        if self._columns is None:
+            return np.ascontiguousarray(features(self._table.path, cells, block.lines))
+        return self._columns.encode(cells, place(self._table, block), self._unknown)
 
 
 class ArrayStream(Stream):
