@@ -32,13 +32,15 @@ class Work(NamedTuple):
     run: does the work on a 1-D array. bind: returns a function that does it repeatedly on one array, if there is a
     faster way than `run`. quiet: `run` causes no floating-point errors of NumPy, which could raise on one rank alone.
     address: returns the address of the array. When `run` begins, the ranks of the node know all their addresses
-    (`executor.addresses`).
+    (`executor.addresses`). place: returns the place of the array in memory from `allocate` (see Allocations.place),
+    which must be the same on all ranks; they compare it.
     """
 
     run: Callable[[Any], object]
     bind: Callable[[Any], Callable[[], object]] | None = None
     quiet: bool = False
     address: Callable[[Any], int] | None = None
+    place: Callable[[Any], tuple[int, int] | None] | None = None
 
 
 class Context:
@@ -62,7 +64,7 @@ class Context:
         self.rank, self.size = comm.rank, comm.size
         self.executor, self.allocations, self._create = executor, allocations, create
         self.tag = executor.tag
-        self.pinned = executor.scratch(gpu.pinned)
+        self._pinned = executor.scratch(gpu.pinned)
 
     @property
     def cma(self) -> CMA:
@@ -100,6 +102,17 @@ class Context:
         """Return the context of the ranks with the same `colour`, each on its node. Collective."""
         comm = self.executor.communicator(self.comm, colour)
         return self._with(comm, [1] * comm.size)
+
+    def stage(self, buffer: Any, read: slice, run: Callable[[np.ndarray], object], written: slice) -> None:
+        """Do `run` on a copy of a 1-D CuPy array in pinned host memory.
+
+        read: the part of the array that is copied to the host before `run`. written: the part that is copied back.
+        """
+        host = self._pinned.array("staged", buffer.size, buffer.dtype)
+        buffer[read].get(out=host[read])  # waits for the current stream, so the GPU has finished writing
+        run(host)
+        buffer[written].set(host[written])
+        gpu.synchronize()  # the host memory is used again in the next call
 
     def _with(self, comm: MPI.Intracomm, sizes: Sequence[int]) -> "Context":
         return Context(self.topology, comm, NodeLayout.of_sizes(sizes), self.executor, self.allocations, self._create)
@@ -161,7 +174,7 @@ class Algorithm(ABC):
         elif call.kind == "all_gather":
             run, read = self.all_gather, mine
         if call.memory == GPU:
-            return Work(lambda buffer: self.stage(buffer, read, run, written))
+            return Work(lambda buffer: self.context.stage(buffer, read, run, written))
         return Work(run)
 
     def allocate(self, length: int, dtype: np.dtype, device: str | None) -> Any:
@@ -175,33 +188,9 @@ class Algorithm(ABC):
         """Return the Op named `op` for `dtype`. Raises UnsupportedOpError. Local."""
         return ops.resolve(op, dtype, self.size)
 
-    def compares_places(self, call: Call) -> bool:
-        """Return whether the ranks must pass the same slice of the same array from `allocate`. Local."""
-        return False
-
-    def place(self, buffer: Any) -> tuple[int, int] | None:
-        """Return the place of an array in memory from `allocate`, for algorithms that compare places; see
-        Allocations.place. Local."""
-        return self.context.allocations.place(buffer)
-
     def choice(self, call: Call) -> tuple[str, str]:
         """Return the name of the algorithm that "auto" selects for a call, and the reason; "" for this one. Local."""
         return "", ""
-
-    def sent(self, dtype: np.dtype) -> np.dtype:
-        """Return the dtype in which arrays of `dtype` are sent: another one only under compression. Local."""
-        return dtype
-
-    def stage(self, buffer: Any, read: slice, run: Callable[[np.ndarray], object], written: slice) -> None:
-        """Do `run` on a copy of a 1-D CuPy array in pinned host memory.
-
-        read: the part of the array that is copied to the host before `run`. written: the part that is copied back.
-        """
-        host = self.context.pinned.array("staged", buffer.size, buffer.dtype)
-        buffer[read].get(out=host[read])  # waits for the current stream, so the GPU has finished writing
-        run(host)
-        buffer[written].set(host[written])
-        gpu.synchronize()  # the host memory is used again in the next call
 
     @staticmethod
     def cost(nbytes: float, layout: cost.Layout, machine: cost.Machine) -> float:

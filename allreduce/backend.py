@@ -9,7 +9,8 @@ from numpy.typing import DTypeLike
 
 from allreduce import notices
 from allreduce.algorithm import Algorithm, Context, Work
-from allreduce.arrays import dtypes, gpu, ops, rows, trees
+from allreduce.arrays import dtypes, gpu, ops, trees
+from allreduce.arrays import rows as sparse_rows
 from allreduce.arrays.compression import Compression, check_parts
 from allreduce.arrays.memory_kinds import ALLOCATED, GPU, UNREGISTERED
 from allreduce.arrays.ops import Op
@@ -38,6 +39,7 @@ from allreduce.transport import chunked
 from allreduce.transport.control import everywhere
 
 SelfT = TypeVar("SelfT", bound="AllReduce")
+ResultT = TypeVar("ResultT")
 MOST_KNOWN = 4096  # signatures, and trees, that are kept
 OUT_OF_STEP = (CollectiveTimeoutError, RankLeftError, RankLostError)  # after these errors the ranks can't agree
 
@@ -80,37 +82,34 @@ class AllReduce:
         self._known: dict[tuple, Callable[..., None]] = {}
         self._packed: dict[Any, Any] = {}  # (dtype, device) -> buffer into which the arrays of trees are packed
         self._trees: dict[trees.Key, trees.TreeLayout] = {}
+        self._allocations = Allocations()
+        self._shared = self._allocations.shared  # read in every call
         try:
-            self._connect_together(topology, make, create)
+            self._algorithm = self._connect(make, create)
         except Exception as error:
             topology.unregister(self)  # a topology must not close or abandon an incomplete user
             if everywhere(error, topology.world) and "_executor" in vars(self):
                 self._executor.close()
             raise
-        algorithm = self._algorithm
+        algorithm, compress = self._algorithm, config.options.get("compress")
         self.sums, self.sums_half, self.by_array = algorithm.sums, algorithm.sums_half, algorithm.by_array
         self.two_phase, self.sums_terms = algorithm.two_phase, algorithm.sums_terms
+        self.lossy = algorithm.lossless is not algorithm
+        self.compression: Compression = compress if compress is not None and self.size > 1 else Compression()
         self.observers: list[Observer] = self._executor.observers
 
-    def _connect_together(
-        self, topology: Topology, make: Callable[[Context], Algorithm], create: Callable[..., Algorithm]
-    ) -> None:
-        """Make the executor and the algorithm. All ranks raise the error of one rank, so that a backend exists on all
-        its ranks or on none.
+    def _connect(self, make: Callable[[Context], Algorithm], create: Callable[..., Algorithm]) -> Algorithm:
+        """Make the executor, and return the algorithm. All ranks raise the error of one rank, so that a backend exists
+        on all its ranks or on none.
 
         The ranks agree after the last step. If a rank fails while others wait for it in a later step, it waits
         LONE_SECONDS for them (they may only be slow), and raises its error alone.
         """
-        error: Exception | None = None
-        self._allocations = Allocations()
-        self._shared = self._allocations.shared  # read in every call
+        topology, error, algorithm = self.topology, None, None
         try:
             with topology.detector.translating_failures():
-                self._executor = Executor(topology, self, bool(self.config.options.get("check", True)))
-                context = Context(
-                    topology, self._executor.comm, topology.layout, self._executor, self._allocations, create
-                )
-                self._algorithm = make(context)
+                executor = self._executor = Executor(topology, self, bool(self.config.options.get("check", True)))
+                algorithm = make(Context(topology, executor.comm, topology.layout, executor, self._allocations, create))
         except OUT_OF_STEP:
             raise
         except Exception as met:
@@ -118,6 +117,8 @@ class AllReduce:
                 raise
             error = met
         topology.agree([], f"create {self.name!r}", error)
+        assert algorithm is not None
+        return algorithm
 
     # Memory
 
@@ -133,7 +134,7 @@ class AllReduce:
         """
         error: AllReduceError | None = None
         call, array = None, None
-        self._check_open()
+        self._executor.check_open()
         try:
             self.check_dtype(dtypes.parse(dtype))
             call = records.allocation_call(length, dtype, device)
@@ -163,12 +164,8 @@ class AllReduce:
         whole model.
         """
         if whole:
-            check_parts(self._compression, parts)
+            check_parts(self.config.options.get("compress"), parts)
         self._allocations.describe(array, parts)
-
-    @property
-    def _compression(self) -> Compression | None:
-        return self.config.options.get("compress")
 
     # The state of a compression; without one there is none
 
@@ -186,7 +183,7 @@ class AllReduce:
 
         array: load the state of this array only. Raises OptionError for another backend's, and changes nothing.
         """
-        if state and self._compression is None:
+        if state and self.config.options.get("compress") is None:
             name = next(iter(state))
             raise OptionError(f"{self!r} has no state {name!r}: it is of another backend or compression")
         self._allocations.load_state(state, array)
@@ -217,18 +214,21 @@ class AllReduce:
             base = buffer.base
             memory = UNREGISTERED
             if base is not None and self._shared:
-                memory = ALLOCATED if id(base) in self._shared else self._memory(buffer)
+                memory = ALLOCATED if id(base) in self._shared else self._allocations.memory_of(buffer)
             try:  # noqa: SIM105, suppress() would cost as much as the look-up
                 run = self._known.get((buffer.shape, buffer.dtype, op, memory))
-            except TypeError:  # an op that is not hashable; _admit raises its error
+            except TypeError:  # an op that is not hashable; _described raises its error
                 pass
         if run is None:
             if isinstance(buffer, trees.KINDS):
                 arrays: list[Any] = []
                 structure = trees.flatten(buffer, arrays)
-                _overwrite(arrays, self.on_arrays("all_reduce", structure, arrays, op, changes=True))
+                _overwrite(arrays, self._on_arrays("all_reduce", structure, arrays, op, changes=True))
                 return
-            run = self._function("all_reduce", buffer, op, lossless)
+            call, resolved = self._checked(self._described, "all_reduce", buffer, op)
+            run = self._function(call, resolved, lossless=lossless)
+            if call.layout == "C" and not lossless:
+                _keep(self._known, (call.shape, call.dtype, op, call.memory), run)
             buffer = np.asarray(buffer) if isinstance(buffer, np.ndarray) else buffer  # not a subclass of ndarray
         run(buffer if buffer.ndim == 1 else buffer.reshape(-1, order="A"))
 
@@ -246,13 +246,7 @@ class AllReduce:
         """
         if kind not in ("all_reduce", "reduce_scatter", "all_gather"):
             raise OptionError(f'{kind!r} is not for bind(); use "all_reduce", "reduce_scatter" or "all_gather"')
-        self._executor.check_open(waits=False)
-        abort.register_thread()
-        try:
-            return self._bound(kind, array, op, lossless)
-        except AllReduceError as error:
-            self._refuse(error)
-            raise
+        return self._checked(self._bound, kind, array, op, lossless, waits=False)
 
     def _bound(self, kind: str, array: Any, op: str, lossless: bool = False) -> Callable[[], None]:
         """As `bind`, but an error is raised on this rank only. Local."""
@@ -308,11 +302,25 @@ class AllReduce:
         Raises on all ranks, before anything is sent: DisagreementError (another dtype, width, `rows` or op on some
         rank), OptionError (indices out of range), NotAnArrayError, UnsupportedOpError, UnsupportedDtypeError.
         """
-        call, resolved, mine = self._admit_rows(indices, values, rows, op)
-        results: list[tuple[np.ndarray, np.ndarray]] = []
+
+        def describe() -> tuple[Call, Op, sparse_rows.Rows]:
+            given = sparse_rows.checked(indices, values, rows)
+            if values.dtype not in dtypes.TYPES:
+                raise dtypes.unsupported(values.dtype)
+            resolved = self._algorithm.resolve(op, values.dtype)
+            if resolved.name not in sparse_rows.OPS:
+                raise UnsupportedOpError(f'sparse() takes op "sum" or "mean", not {op!r}')
+            shape = (int(rows), *values.shape[1:])
+            length = int(np.prod(shape, dtype=object))
+            call = Call("sparse", length, values.dtype, resolved.name, UNREGISTERED, "C", shape)
+            with np.errstate(all="ignore"):  # an overflow could raise on this rank alone
+                return call, resolved, sparse_rows.without_duplicates(*given, dtypes.TYPES[values.dtype].accumulator)
+
+        call, resolved, mine = self._checked(describe)
+        results: list[sparse_rows.Rows] = []
 
         def add(_: np.ndarray) -> None:
-            found, sums = self._add_rows(*mine, resolved)
+            found, sums = _sum_rows(self._algorithm.lossless, *mine, resolved)
             results.append((found, sums.astype(values.dtype, copy=False).reshape(found.size, *values.shape[1:])))
 
         self._executor.run(call, add, mine[1])
@@ -358,6 +366,25 @@ class AllReduce:
         """
         return self._sum("sum_products", pairs, out, op, count, kind)
 
+    def _sum(self, name: str, terms: Any, out: Any, op: str, count: int, kind: str) -> Any:
+        """Sum the terms, or the pairs, of all ranks into `out`. Return the defined part. Collective."""
+        exact: Any = self._algorithm
+
+        def describe() -> tuple[Call, Op]:
+            if not self.sums_terms:
+                raise OptionError(f"{name}() is for exact sums: create({self.name!r}, topology, exact=True)")
+            call = records.array_call(name, out, op, self._allocations.memory_of(out))
+            resolved = exact.resolve(op, call.dtype)
+            return exact.describe_sum(call._replace(op=resolved.name), resolved, terms, count, kind), resolved
+
+        run = self._function(*self._checked(describe))
+        exact.terms = terms
+        try:
+            run(out)
+        finally:
+            exact.terms = ()
+        return out if kind == "all_reduce" else out[self.owned(out.size)]
+
     # Arrays that are copied between ranks
 
     def broadcast(self, array: Any, root: int = 0) -> None:
@@ -369,12 +396,12 @@ class AllReduce:
         if isinstance(array, trees.KINDS):
             arrays: list[Any] = []
             structure = trees.flatten(array, arrays)
-            _overwrite(arrays, self.on_arrays("broadcast", structure, arrays, root=root, changes=True))
-            return
-        self._broadcast(array, root)
+            _overwrite(arrays, self._on_arrays("broadcast", structure, arrays, root=root, changes=True))
+        else:
+            self._broadcast(array, root)
 
     def _broadcast(self, array: Any, root: int, tree: str = "") -> None:
-        call, _ = self._admit("broadcast", array, root=root)
+        call, _ = self._checked(self._described, "broadcast", array, "sum", root)
         flat = array.reshape(-1, order="A")
         host = flat.get() if call.memory == GPU else flat
         comm = self._executor.comm
@@ -388,11 +415,11 @@ class AllReduce:
         array: an array, or a number, of the same shape and dtype on all ranks, of any dtype as in `broadcast`; or a
             tree of arrays, which gives a tree. It is not changed. The result is a NumPy array also for a CuPy array.
         """
-        if isinstance(array, trees.KINDS):
-            arrays: list[Any] = []
-            structure = trees.flatten(array, arrays)
-            return trees.rebuild(array, self.on_arrays("stack", structure, arrays))
-        return self._stack(array)
+        if not isinstance(array, trees.KINDS):
+            return self._stack(array)
+        arrays: list[Any] = []
+        structure = trees.flatten(array, arrays)
+        return trees.rebuild(array, self._on_arrays("stack", structure, arrays))
 
     def _stack(self, array: Any, tree: str = "") -> Any:
         table = array.get() if gpu.is_gpu_array(array) else array
@@ -401,11 +428,13 @@ class AllReduce:
             mine = np.asarray(table)
             table = np.empty((self.size, *mine.shape), mine.dtype)
             table[self.rank] = mine
-        call, _ = self._admit("stack", table)
+        call, _ = self._checked(self._described, "stack", table)
         flat, length, comm = table.reshape(-1), table[0].size, self._executor.comm
         spans = [slice(rank * length, (rank + 1) * length) for rank in range(self.size)]
         self._executor.run(call, lambda _: chunked.spread(comm, flat, spans), table, tree)
         return table
+
+    # The two phases
 
     def reduce_scatter(self, buffer: np.ndarray, op: str = "mean") -> np.ndarray:
         """Reduce `buffer` over all ranks; return this rank's `owned` slice of the result, a view. Collective.
@@ -424,6 +453,16 @@ class AllReduce:
         """
         self._run_phase("all_gather", buffer)
 
+    def _run_phase(self, kind: str, buffer: Any, op: str = "sum") -> None:
+        run = None
+        if type(buffer) is np.ndarray and buffer.flags.carray and isinstance(op, str):
+            run = self._known.get((buffer.shape, buffer.dtype, op, self._allocations.memory_of(buffer), kind))
+        if run is None:
+            call, resolved = self._checked(self._described, kind, buffer, op)
+            run = self._function(call, resolved)
+            _keep(self._known, (call.shape, call.dtype, op, call.memory, kind), run)
+        run(buffer)
+
     def owned(self, length: int, rank: int | None = None) -> slice:
         """Return the slice of a buffer of `length` elements that `rank` owns (default: this rank). Local."""
         return self._algorithm.owned(length, rank)
@@ -437,18 +476,17 @@ class AllReduce:
         """
         arrays: list[Any] = []
         structure = trees.flatten(tree, arrays)
-        return trees.rebuild(tree, self.on_arrays("all_reduce", structure, arrays, op))
+        return trees.rebuild(tree, self._on_arrays("all_reduce", structure, arrays, op))
 
-    def on_arrays(
+    def _on_arrays(
         self, kind: str, structure: str, arrays: Sequence[Any], op: str = "sum", root: int = 0, changes: bool = False
     ) -> list[Any]:
-        """Run a collective on a list of arrays, packed into one buffer per dtype; return each result. Collective.
+        """Run a collective on the arrays of a tree, packed into one buffer per dtype; return each result. Collective.
 
-        kind: "all_reduce", "broadcast" or "stack". structure: from trees.flatten; equal on all ranks, as the arrays'
-        shapes and dtypes. changes: the caller overwrites the arrays with the results, so they must be writable. Results
-        of "stack" are new arrays; others are views of the backend's memory, valid until its next call with a tree.
+        kind: "all_reduce", "broadcast" or "stack". structure: from trees.flatten. changes: the caller overwrites the
+        arrays with the results. Results of "stack" are new arrays; others are views of the backend's memory.
         """
-        layout = self._admit_tree(kind, structure, arrays, op, changes)
+        layout = self._tree_layout(kind, structure, arrays, op, changes)
         found: list[Any] = [None] * len(arrays)
         for group in layout.groups:
             buffer = self._tree_buffer(group)
@@ -458,36 +496,83 @@ class AllReduce:
             elif kind == "broadcast":
                 self._broadcast(buffer, root, layout.text)
             else:
-                for part in [part for _, part, _ in group.places] if self.by_array else [slice(None)]:
-                    self._run_of_tree(layout, buffer[part], op)
+                for span in [part for _, part, _ in group.places] if self.by_array else [slice(None)]:
+                    call, resolved = self._checked(self._described, kind, buffer[span], op)
+                    self._function(call, resolved, layout.text)(buffer[span])
             for number, part, shape in group.places:
                 found[number] = buffer[..., part].reshape((*buffer.shape[:-1], *shape))
         return found
 
+    def _tree_layout(
+        self, kind: str, structure: str, arrays: Sequence[Any], op: str, changes: bool
+    ) -> trees.TreeLayout:
+        """Return a tree's layout, after checking its arrays and, for a new tree, agreeing on them. Collective."""
+        key = trees.key(structure, arrays)
+        layout = self._trees.get(key) or trees.layout(key)
+
+        def check() -> None:
+            for array in arrays:
+                records.check_array(array)
+                if changes and not gpu.is_gpu_array(array) and not array.flags.writeable:
+                    text = "an array of this tree is read-only, but would be changed in place; pass a copy"
+                    raise NotAnArrayError(text)
+            for group in layout.groups:
+                if kind in REDUCING:
+                    self.check_dtype(group.dtype)
+                    self._algorithm.resolve(op, group.dtype)
+                else:
+                    dtypes.check_no_references(group.dtype)
+
+        self._checked(check)
+        if key not in self._trees:
+            self._executor.agree([layout.number], layout.text)
+            _keep(self._trees, key, layout)
+        return layout
+
+    def _tree_buffer(self, group: trees.Group) -> Any:
+        """Return a buffer for a group of a tree's arrays. Collective when it grows.
+
+        It is allocated memory if the backend reduces the dtype. A compression keeps no error feedback for it: the next
+        call may have another tree.
+        """
+        held = self._packed.get((group.dtype, group.device))
+        if held is None or held.size < group.length:
+            try:
+                self.check_dtype(group.dtype)
+                held = self.allocate(group.length, group.dtype, group.device, scratch=True)
+            except UnsupportedDtypeError:  # such arrays are only copied between ranks
+                held = (gpu.cupy() if group.device == "cuda" else np).empty(group.length, group.dtype)
+            self._packed[group.dtype, group.device] = held
+        found = self._allocations.at(held) if held.size else None
+        if found is not None:  # in an exact sum each array of the tree gets the bits of a call of its own
+            parts = [Part(str(number), part.start, shape) for number, part, shape in group.places]
+            found[0].describe(0, found[0].length, parts)
+        return held[: group.length]
+
     # Queries
 
-    def chosen(self, array: Any) -> str:
+    def chosen(self, array: Any, reason: bool = False) -> str:
         """Return the name of the algorithm that reduces `array`: this backend's, or the one that "auto" selects.
-        Local."""
-        return self.choice(array)[0]
+        Local.
 
-    def choice(self, array: Any) -> tuple[str, str]:
-        """Return the name of the algorithm that reduces `array`, or does this Call, and why "auto" has selected it.
-        Local."""
+        array: an array, or a Call, as observers get it. reason: return why "auto" has selected it instead, "" for
+        other backends.
+        """
         call = array
         if not isinstance(array, Call):
-            call = Call("all_reduce", array.size, array.dtype, "sum", self._memory_kind(array))
+            call = Call("all_reduce", array.size, array.dtype, "sum", self._allocations.memory_of(array))
         name, why = self._algorithm.choice(call) if call.length and self.size > 1 else ("", "")
-        return name or self.name, why
+        return why if reason else name or self.name
 
-    def sent(self, dtype: np.dtype) -> np.dtype:
-        """Return the dtype in which arrays of `dtype` are sent: another one only under compression. Local."""
-        return self._algorithm.sent(dtype)
-
-    @property
-    def lossy(self) -> bool:
-        """Whether a compression rounds sums, but for calls with lossless=True."""
-        return self._algorithm.lossless is not self._algorithm
+    def check_dtype(self, dtype: np.dtype) -> None:
+        """Raise UnsupportedDtypeError if this backend can't reduce arrays of `dtype`. Local."""
+        if dtype not in dtypes.TYPES:
+            raise dtypes.unsupported(dtype)
+        if dtypes.is_half(dtype) and not self.sums_half:
+            raise UnsupportedDtypeError(
+                f"{self.name} does not reduce {dtype}: MPI libraries' sums of 16-bit floats are unreliable; "
+                'use "auto", "shared" or "ring", which sum them in float32'
+            )
 
     # Ends
 
@@ -549,54 +634,27 @@ class AllReduce:
 
     # From a call to the executor: this rank's arguments are checked, then the ranks compare them
 
-    def _check_open(self) -> None:
-        self._executor.check_open()
+    def _checked(self, describe: Callable[..., ResultT], *arguments: Any, waits: bool = True) -> ResultT:
+        """Return `describe(*arguments)`, which checks a call on this rank. If it raises an AllReduceError, all ranks
+        raise this error. Where calls are not compared, this rank alone raises it.
 
-    def check_dtype(self, dtype: np.dtype) -> None:
-        """Raise UnsupportedDtypeError if this backend can't reduce arrays of `dtype`. Local."""
-        if dtype not in dtypes.TYPES:
-            raise dtypes.unsupported(dtype)
-        if dtypes.is_half(dtype) and not self.sums_half:
-            raise UnsupportedDtypeError(
-                f"{self.name} does not reduce {dtype}: MPI libraries' sums of 16-bit floats are unreliable; "
-                'use "auto", "shared" or "ring", which sum them in float32'
-            )
-
-    def _memory(self, buffer: np.ndarray) -> int:
-        return self._allocations.memory_of(buffer)
-
-    def _memory_kind(self, buffer: Any) -> int:
-        if gpu.is_gpu_array(buffer):
-            return GPU
-        view = isinstance(buffer, np.ndarray) and buffer.flags.forc and buffer.base is not None
-        return self._memory(buffer) if view else UNREGISTERED
-
-    def _checked(self, describe: Callable[[], tuple[Call, Op]]) -> tuple[Call, Op]:
-        """Return the Call and the Op that `describe` returns. Local. If it raises an AllReduceError, all ranks raise
-        this error, see `_refuse`."""
-        self._check_open()
+        waits: see Executor.check_open.
+        """
+        executor = self._executor
+        executor.check_open(waits)
         abort.register_thread()
         try:
-            return describe()
+            return describe(*arguments)
         except AllReduceError as error:
-            self._refuse(error)
+            if executor.check or (self.topology.nodes == 1 and executor.meets):
+                executor.agree([], f"refused, {type(error).__name__}: {error}", error)
             raise
 
-    def _refuse(self, error: AllReduceError) -> None:
-        """Raise on all ranks the error because of which this rank refuses a call. Collective. Where calls are
-        not compared it does nothing: this rank alone raises the error."""
-        if self._executor.check or (self.topology.nodes == 1 and self._executor.meets):
-            self._executor.agree([], f"refused, {type(error).__name__}: {error}", error)
-
-    def _admit(self, kind: str, array: Any, op: str = "sum", root: int | None = None) -> tuple[Call, Op]:
-        """Return the Call and the Op of a call with `array`; see `_checked`."""
-        return self._checked(lambda: self._described(kind, array, op, root))
-
-    def _described(self, kind: str, array: Any, op: str, root: int | None = None) -> tuple[Call, Op]:
+    def _described(self, kind: str, array: Any, op: str = "sum", root: int | None = None) -> tuple[Call, Op]:
         """Return the Call and the Op of a call with `array`, or raise the error of invalid arguments. Local."""
         if kind == "reduce_scatter" and not self.two_phase:
             raise OptionError(f'{self.name!r} has no reduce_scatter; use a backend with two phases, such as "ring"')
-        call = records.array_call(kind, array, op, self._memory_kind(array))
+        call = records.array_call(kind, array, op, self._allocations.memory_of(array))
         if root is not None:
             call = call._replace(root=records.check_root(root, self.size))
         if not call.reduces:
@@ -605,20 +663,13 @@ class AllReduce:
         resolved = self._algorithm.resolve(op, call.dtype)
         return call._replace(op=resolved.name), resolved  # no alias: all ranks compare one name
 
-    def _function(self, kind: str, buffer: Any, op: str, lossless: bool = False) -> Callable[..., None]:
-        """Return the function that runs calls of this kind with arrays like `buffer`; it is kept in `_known`."""
-        call, resolved = self._admit(kind, buffer, op)
-        run = self._executor.prepare(self._prepared(call, resolved, lossless=lossless)[1])
-        if call.layout == "C" and not lossless:
-            for name in (op, resolved.name):
-                key = call.shape, call.dtype, name, call.memory
-                self._keep(key if kind == "all_reduce" else (*key, kind), run)
-        return run
-
-    def _keep(self, key: tuple, run: Callable[..., None]) -> None:
-        if len(self._known) > MOST_KNOWN:  # a job with ever new shapes
-            self._known.clear()
-        self._known[key] = run
+    def _function(self, call: Call, op: Op, tree: str = "", lossless: bool = False) -> Callable[..., None]:
+        """Return the function that runs calls like `call`, and keep it. tree: in words, if a buffer holds its arrays.
+        Local."""
+        key = call, tree, lossless
+        if key not in self._known:
+            _keep(self._known, key, self._executor.prepare(self._prepared(call, op, tree, lossless)[1]))
+        return self._known[key]
 
     def _prepared(self, call: Call, op: Op, tree: str = "", lossless: bool = False) -> tuple[Work, PreparedCall]:
         """Return the work of a call, and the call as the executor takes it. Local."""
@@ -626,150 +677,45 @@ class AllReduce:
         if lossless and self.lossy:
             algorithm, tree = algorithm.lossless, tree or "values that are not rounded"
         if not call.length or not call.dtype.itemsize or (self.size == 1 and not call.kind.startswith("sum_")):
-            nothing = Work(_do_nothing, quiet=True)
-            return nothing, PreparedCall(call, _do_nothing, fingerprint(call, tree), tree)
-        if call.memory == UNREGISTERED and algorithm.copies_unregistered:
-            notices.once(self.rank, algorithm.copies_unregistered)
-        work = algorithm.work(call, op)
+            work = Work(_do_nothing, quiet=True)
+        else:
+            work = algorithm.work(call, op)
+            if call.memory == UNREGISTERED and algorithm.copies_unregistered:
+                notices.once(self.rank, algorithm.copies_unregistered)
         run = work.run if work.quiet else executor.quiet(work.run)
-        place = algorithm.place if self.size > 1 and algorithm.compares_places(call) else None
+        place = work.place if self.size > 1 else None
         return work, PreparedCall(call, run, fingerprint(call, tree), tree, place, work.address)
-
-    def _run_phase(self, kind: str, buffer: Any, op: str = "sum") -> None:
-        """Run a call of one phase, as __call__ does for an all_reduce."""
-        run = None
-        if type(buffer) is np.ndarray and buffer.flags.carray and isinstance(op, str):
-            run = self._known.get((buffer.shape, buffer.dtype, op, self._memory_kind(buffer), kind))
-        if run is None:
-            run = self._function(kind, buffer, op)
-        run(buffer)
-
-    def _sum(self, name: str, terms: Any, out: Any, op: str, count: int, kind: str) -> Any:
-        """Sum the terms, or the pairs, of all ranks into `out`. Returns the defined part. Collective."""
-        exact: Any = self._algorithm
-
-        def describe() -> tuple[Call, Op]:
-            if not self.sums_terms:
-                raise OptionError(f"{name}() is for exact sums: create({self.name!r}, topology, exact=True)")
-            call = records.array_call(name, out, op, self._memory_kind(out))
-            resolved = exact.resolve(op, call.dtype)
-            return exact.describe_sum(call._replace(op=resolved.name), resolved, terms, count, kind), resolved
-
-        call, resolved = self._checked(describe)
-        run = self._known.get(call)
-        if run is None:
-            run = self._executor.prepare(self._prepared(call, resolved)[1])
-            self._keep(call, run)
-        exact.terms = terms
-        try:
-            run(out)
-        finally:
-            exact.terms = ()
-        return out if kind == "all_reduce" else out[self.owned(out.size)]
-
-    # Trees
-
-    def _admit_tree(self, kind: str, structure: str, arrays: Sequence[Any], op: str, changes: bool) -> trees.TreeLayout:
-        """Return a tree's layout, after checking its arrays and, for a new tree, agreeing on them. Collective."""
-        key = trees.key(structure, arrays)
-        layout = self._trees.get(key) or trees.layout(key)
-
-        def check() -> tuple[Call, Op]:
-            for array in arrays:
-                records.check_array(array)
-                if changes and not gpu.is_gpu_array(array) and not array.flags.writeable:
-                    text = "an array of this tree is read-only, but would be changed in place; pass a copy"
-                    raise NotAnArrayError(text)
-            for group in layout.groups:
-                if kind in REDUCING:
-                    self.check_dtype(group.dtype)
-                    self._algorithm.resolve(op, group.dtype)
-                else:
-                    dtypes.check_no_references(group.dtype)
-            return Call(kind, 0, dtypes.BOOL), ops.OPS["sum"]
-
-        self._checked(check)
-        if key not in self._trees:
-            self._executor.agree([layout.number], layout.text)
-            if len(self._trees) > MOST_KNOWN:
-                self._trees.clear()
-            self._trees[key] = layout
-        return layout
-
-    def _tree_buffer(self, group: trees.Group) -> Any:
-        """Return a buffer for a group of a tree's arrays. Collective when it grows.
-
-        It is allocated memory if the backend reduces the dtype. A compression keeps no error feedback for it: the next
-        call may have another tree.
-        """
-        held = self._packed.get((group.dtype, group.device))
-        if held is None or held.size < group.length:
-            try:
-                self.check_dtype(group.dtype)
-                held = self.allocate(group.length, group.dtype, group.device, scratch=True)
-            except UnsupportedDtypeError:  # such arrays are only copied between ranks
-                held = (gpu.cupy() if group.device == "cuda" else np).empty(group.length, group.dtype)
-            self._packed[group.dtype, group.device] = held
-        found = self._allocations.at(held) if held.size else None
-        if found is not None:  # in an exact sum each array of the tree gets the bits of a call of its own
-            parts = [Part(str(number), part.start, shape) for number, part, shape in group.places]
-            found[0].describe(0, found[0].length, parts)
-        return held[: group.length]
-
-    def _run_of_tree(self, layout: trees.TreeLayout, buffer: Any, op: str) -> None:
-        """Reduce a buffer with arrays of a tree, which the ranks compare too. Collective."""
-        call, resolved = self._admit("all_reduce", buffer, op)
-        key = layout.number, call
-        run = self._known.get(key)
-        if run is None:
-            run = self._executor.prepare(self._prepared(call, resolved, layout.text)[1])
-            self._keep(key, run)
-        run(buffer)
-
-    # Sparse rows
-
-    def _admit_rows(self, indices: Any, values: Any, table_rows: int, op: str) -> tuple[Call, Op, rows.Rows]:
-        """As `_admit`, for a sparse sum; also return this rank's rows without duplicates."""
-        found: list[rows.Rows] = []
-
-        def describe() -> tuple[Call, Op]:
-            given = rows.checked(indices, values, table_rows)
-            if values.dtype not in dtypes.TYPES:
-                raise dtypes.unsupported(values.dtype)
-            resolved = self._algorithm.resolve(op, values.dtype)
-            if resolved.name not in rows.OPS:
-                raise UnsupportedOpError(f'sparse() takes op "sum" or "mean", not {op!r}')
-            with np.errstate(all="ignore"):  # an overflow could raise on this rank alone
-                found.append(rows.without_duplicates(*given, dtypes.TYPES[values.dtype].accumulator))
-            shape = (int(table_rows), *values.shape[1:])
-            length = int(np.prod(shape, dtype=object))
-            return Call("sparse", length, values.dtype, resolved.name, UNREGISTERED, "C", shape), resolved
-
-        return *self._checked(describe), found[0]
-
-    def _add_rows(self, indices: np.ndarray, values: np.ndarray, op: Op) -> rows.Rows:
-        """Return the sums of all ranks' rows. indices: ascending, distinct. values: 2-D, of an accumulator's dtype."""
-        if self.size == 1:
-            return indices.copy(), values.copy()
-        algorithm, comm = self._algorithm.lossless, self._executor.comm
-        counts = chunked.counts(comm, indices.size)
-        everyone = chunked.gather(comm, indices, counts)
-        found, places = rows.merge_indices(everyone, counts)
-        sums = np.zeros((found.size, values.shape[1]), values.dtype)
-        if algorithm.dense_rows or rows.dense_is_cheaper(everyone.size, found.size, sums.nbytes):
-            sums[places[self.rank]] = values
-            if sums.size:
-                algorithm.reduce(sums.reshape(-1), op)
-            return found, sums
-        parts = np.split(chunked.gather(comm, values, counts), np.cumsum(counts)[:-1])
-        for place, part in zip(places, parts, strict=True):
-            sums[place] += part  # the indices of one rank are distinct
-        op.finish(sums)
-        return found, sums
 
 
 def _do_nothing(flat: Any) -> None:
     """Do nothing: the work of a call on 0 elements or with 1 rank."""
+
+
+def _sum_rows(algorithm: Algorithm, indices: np.ndarray, values: np.ndarray, op: Op) -> sparse_rows.Rows:
+    """Return the sums of all ranks' rows. indices: ascending, distinct. values: 2-D, of an accumulator's dtype."""
+    comm = algorithm.comm
+    if comm.size == 1:
+        return indices.copy(), values.copy()
+    counts = chunked.counts(comm, indices.size)
+    everyone = chunked.gather(comm, indices, counts)
+    found, places = sparse_rows.merge_indices(everyone, counts)
+    sums = np.zeros((found.size, values.shape[1]), values.dtype)
+    if algorithm.dense_rows or sparse_rows.dense_is_cheaper(everyone.size, found.size, sums.nbytes):
+        sums[places[comm.rank]] = values
+        if sums.size:
+            algorithm.reduce(sums.reshape(-1), op)
+        return found, sums
+    parts = np.split(chunked.gather(comm, values, counts), np.cumsum(counts)[:-1])
+    for place, part in zip(places, parts, strict=True):
+        sums[place] += part  # the indices of one rank are distinct
+    op.finish(sums)
+    return found, sums
+
+
+def _keep(held: dict[Any, Any], key: Any, value: Any) -> None:
+    if len(held) > MOST_KNOWN:  # a job with ever new shapes
+        held.clear()
+    held[key] = value
 
 
 def _overwrite(arrays: Sequence[Any], changed: Sequence[Any]) -> None:

@@ -41,8 +41,7 @@ _KNOWS_BUFFERS = find_spec("jax.experimental.buffer_callback") is not None
 (_of_callbacks,) = jax.make_jaxpr(lambda: io_callback(lambda: None, None, ordered=True))().effects
 
 
-# Collectives that take every dtype and PRNG keys -> the backend's call.
-_MOVES = {"all_gather": "stack", "broadcast": "broadcast"}
+_MOVES = ("all_gather", "broadcast")  # collectives that take every dtype and PRNG keys
 
 
 class _Order(type(_of_callbacks)):  # type: ignore[misc]

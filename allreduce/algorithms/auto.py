@@ -128,12 +128,6 @@ class Auto(TwoPhase):
 
     # Calls
 
-    def compares_places(self, call: Call) -> bool:
-        return self._does(call).compares_places(call)
-
-    def _does(self, call: Call) -> Algorithm:
-        return self._algorithms[self.choice(call)[0]] if call.kind == "all_reduce" else self._main
-
     def work(self, call: Call, op: Op) -> Work:
         if call.kind != "all_reduce":
             return self._main.work(call, op)
@@ -151,7 +145,7 @@ class Auto(TwoPhase):
                 self._leave_out("nccl", error)
                 del self._algorithms["nccl"]
                 self._choices.clear()
-        self.stage(buffer, slice(None), lambda host: self.reduce(host, op), slice(None))
+        self.context.stage(buffer, slice(None), lambda host: self.reduce(host, op), slice(None))
 
     def reduce(self, buffer: np.ndarray, op: Op) -> None:
         name, _ = self._choice(buffer.size, buffer.dtype, self.context.allocations.memory_of(buffer))
@@ -178,9 +172,6 @@ class Auto(TwoPhase):
         except UnavailableError as error:  # on all ranks: shared memory is full
             notices.once(self.rank, f'"auto" allocates ordinary memory, which will be copied: {error}')
             return super().allocate(length, dtype, device)
-
-    def sent(self, dtype: np.dtype) -> np.dtype:
-        return dtype if self._compress is None else self._compress.sent(dtype)
 
     def close(self) -> None:
         for each in self._algorithms.values():

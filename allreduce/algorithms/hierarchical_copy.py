@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from allreduce.algorithm import Context, TwoPhase
+from allreduce.algorithm import Context, TwoPhase, Work
 from allreduce.arrays import dtypes
 from allreduce.arrays.ops import Op
 from allreduce.call.call import Call
@@ -50,9 +50,6 @@ class HierarchicalCopy(TwoPhase):
         )
         self._transfer = Transfer(self.comm, self.workspace, context.tag)
 
-    def compares_places(self, call: Call) -> bool:
-        return self.context.layout.nodes < self.size and self._node.compares_places(call)
-
     @staticmethod
     def cost(nbytes: float, layout: Layout, machine: Machine) -> float:
         """`shared`'s two phases in each node: 4 fences, (n-1)/n S gamma and as many bytes copied; between them rings
@@ -72,8 +69,9 @@ class HierarchicalCopy(TwoPhase):
         collecting = (big - 1) * cost.message(nbytes / big, at, k)
         return total + 2 * collecting + cost.ring(crossing, at.nodes, at, k, crosses=True)
 
-    def sent(self, dtype: np.dtype) -> np.dtype:
-        return dtype if self._compress is None else self._compress.sent(dtype)
+    def work(self, call: Call, op: Op) -> Work:
+        alone = self.context.layout.nodes == self.size
+        return super().work(call, op)._replace(place=None if alone else self._node.work(call, op).place)
 
     def owned(self, length: int, rank: int | None = None) -> slice:
         """Return the slice that a node rank (by default this rank's) owns; all nodes divide the buffer equally."""

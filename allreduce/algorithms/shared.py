@@ -105,18 +105,15 @@ class Shared(TwoPhase):
     # `work` is for a call in which the ranks have just met. An algorithm that contains this one calls `reduce` and the
     # phases, in which the ranks meet first.
 
-    def compares_places(self, call: Call) -> bool:
-        return True
-
     def work(self, call: Call, op: Op) -> Work:
         if call.memory == GPU:
             return super().work(call, op)
+        place = self.context.allocations.place
         if call.memory == ALLOCATED:
-            return Work(
-                lambda buffer: self._in_place(call.kind, buffer, op), lambda buffer: self._bound(call.kind, buffer, op)
-            )
+            bind = partial(self._bound, call.kind, op=op)
+            return Work(lambda buffer: bind(buffer)(), bind, place=place)
         run = lambda buffer: self._elsewhere(call.kind, buffer, op, self.context.executor.addresses())  # noqa: E731
-        return Work(run, address=self._address)
+        return Work(run, address=self._address, place=place)
 
     def reduce(self, buffer: np.ndarray, op: Op) -> None:
         self._enter("all_reduce", buffer, op)

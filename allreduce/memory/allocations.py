@@ -11,7 +11,7 @@ import numpy as np
 from mpi4py import MPI
 
 from allreduce.arrays.gpu import is_gpu_array
-from allreduce.arrays.memory_kinds import ALLOCATED, UNREGISTERED
+from allreduce.arrays.memory_kinds import ALLOCATED, GPU, UNREGISTERED
 from allreduce.arrays.parts import Part
 from allreduce.arrays.workspace import zeros
 from allreduce.errors import OptionError
@@ -196,12 +196,16 @@ class Allocations:
                 return entry, begin - entry.begin
         return None
 
-    def memory_of(self, buffer: np.ndarray) -> int:
-        """Return ALLOCATED for a slice of memory that the ranks of the node share, else UNREGISTERED. Local."""
-        base = buffer.base
+    def memory_of(self, buffer: Any) -> int:
+        """Return ALLOCATED for a slice of memory that the ranks of the node share, GPU for an array there, else
+        UNREGISTERED. Local."""
+        base = getattr(buffer, "base", None)
         if id(base) in self.shared and buffer.size:
             return ALLOCATED
-        if not buffer.size or (type(base) is np.ndarray and base.flags.owndata):  # a slice of an ordinary array
+        if is_gpu_array(buffer):
+            return GPU
+        ordinary = type(base) is np.ndarray and base.flags.owndata  # a slice of an ordinary array
+        if base is None or ordinary or not (isinstance(buffer, np.ndarray) and buffer.size and buffer.flags.forc):
             return UNREGISTERED
         found = self.at(buffer)
         return ALLOCATED if found is not None and found[0].ranks else UNREGISTERED

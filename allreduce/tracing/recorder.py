@@ -48,7 +48,7 @@ class Recorder:
         self.trace.note(f"{WAITED} {self._series} {self._count - 1}", begin)
 
     def _describe(self, call: Call) -> tuple[str, dict[str, Any]]:
-        backend = self._backend.choice(call)[0]
+        backend = self._backend.chosen(call)
         about: dict[str, Any] = {"bytes": call.length * call.dtype.itemsize, "dtype": str(call.dtype)}
         about["backend"] = backend
         return f"{call.kind}, {backend}", {**about, "op": call.op} if call.kind in REDUCING else about

@@ -42,7 +42,7 @@ def strategy_line(trainer: Trainer, options: argparse.Namespace) -> str:
 def _backend(trainer: MirroredTrainer, options: argparse.Namespace) -> tuple[str, str]:
     """Return the name of the backend that reduces the gradients, and why it was selected."""
     assert trainer.allreduce is not None
-    name, why = trainer.allreduce.choice(trainer.buffer)
+    name, why = (trainer.allreduce.chosen(trainer.buffer, reason=reason) for reason in (False, True))
     return name, f"selected by auto: {why}" if why else "as given"
 
 

@@ -360,7 +360,7 @@ class DenseBucket:
         self._sum = backend.bind(memory.array, "mean", "all_reduce" if share is None else "reduce_scatter")
         self._gather = None if share is None else backend.bind(memory.array, kind="all_gather")
         self._dtype = dtypes.parse(layout.dtype)
-        self._sent = backend.sent(self._dtype)
+        self._sent = backend.compression.sent(self._dtype)
 
     def gradient_array(self) -> GradientArray:
         """Describe the bucket to a GradientCheck. Local."""

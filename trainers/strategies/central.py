@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from allreduce import Context, TwoPhase, notices
+from allreduce import Context, TwoPhase, Work, notices
 from allreduce.arrays.chunks import binomial, chunk, segments
 from allreduce.arrays.ops import Op
 from allreduce.call.call import Call, check_root
@@ -58,8 +58,8 @@ class Central(TwoPhase):
         self.context.allocations.add(mine, keeps=False, ranks=inside.size)
         return mine
 
-    def compares_places(self, call: Call) -> bool:
-        return True
+    def work(self, call: Call, op: Op) -> Work:
+        return super().work(call, op)._replace(place=self.context.allocations.place)
 
     def scatter(self, buffer: np.ndarray, op: Op) -> None:
         inside, leader = self._inside, self._ranks.index(self._leader)

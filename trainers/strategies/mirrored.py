@@ -196,7 +196,7 @@ class Mirrored(Strategy):
 
     @property
     def sent_dtype(self) -> np.dtype:
-        return self._backend.sent(super().sent_dtype)
+        return self._backend.compression.sent(super().sent_dtype)
 
     def selections(self) -> dict[str, str]:
         return {"allreduce": self._backend.chosen(self.buffer), "update": self.owners.kind}

@@ -66,14 +66,12 @@ class Compressed(TwoPhase):
     def resolve(self, op: str, dtype: np.dtype) -> Op:
         return self.inner.resolve(op, dtype)
 
-    def sent(self, dtype: np.dtype) -> np.dtype:
-        return self.inner.sent(dtype)
-
     def choice(self, call: Call) -> tuple[str, str]:
         return self.inner.choice(call)
 
-    def compares_places(self, call: Call) -> bool:
-        return True  # the state of an array decides which messages are sent
+    def place(self, buffer: Any) -> tuple[int, int] | None:
+        """Return the place of an array, which the ranks compare: its state decides which messages are sent. Local."""
+        return self.context.allocations.place(buffer)
 
     def work(self, call: Call, op: Op) -> Work:
         if call.kind == "all_gather" or not self.compresses(call.dtype, op):
@@ -89,11 +87,11 @@ class Compressed(TwoPhase):
             parts = (where.parts if where else []) or whole
             if call.memory == GPU:
                 everything = slice(None)
-                self.stage(buffer, everything, lambda host: reduce(host, op, where, parts), everything)
+                self.context.stage(buffer, everything, lambda host: reduce(host, op, where, parts), everything)
             else:
                 reduce(buffer, op, where, parts)
 
-        return Work(run)
+        return Work(run, place=self.place)
 
     def reduce(self, buffer: np.ndarray, op: Op) -> None:
         if not self.compresses(buffer.dtype, op):

@@ -1,6 +1,7 @@
 """Exact: sums of floats whose bits depend on nothing but the data, around any backend."""
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -78,10 +79,9 @@ class Exact(Compressed):
         if call.dtype in FORMATS and call.op in ("max", "min") and self.size > 1 and call.kind != "all_gather":
             if call.memory == GPU:
                 everything = slice(None)
-                return Work(
-                    lambda buffer: self.stage(buffer, everything, lambda host: self.reduce(host, op), everything)
-                )
-            return Work(lambda buffer: self.reduce(buffer, op))
+                stage = self.context.stage
+                return Work(lambda buffer: stage(buffer, everything, lambda host: self.reduce(host, op), everything))
+            return Work(lambda buffer: self.reduce(buffer, op), place=self.place)
         return super().work(call, op)
 
     def _terms_work(self, call: Call, op: Op) -> Work:
@@ -92,11 +92,12 @@ class Exact(Compressed):
             layout = self._layout(buffer.size, self.find(buffer))
             if call.memory == GPU:
                 terms = [term.get() for term in self.terms]
-                self.stage(buffer, slice(0), lambda host: self._add_up(terms, count, op, host, layout), slice(None))
+                add_up = partial(self._add_up, terms, count, op, layout=layout)
+                self.context.stage(buffer, slice(0), add_up, slice(None))
             else:
                 self._add_up(self.terms, count, op, buffer, layout, scatters)
 
-        return Work(run)
+        return Work(run, place=self.place)
 
     def _pairs_work(self, call: Call, op: Op) -> Work:
         assert call.shape is not None
@@ -120,7 +121,7 @@ class Exact(Compressed):
 
             self._finish_sums(wide, finish, buffer, scatters)
 
-        return Work(run)
+        return Work(run, place=self.place)
 
     def _largest(self, own: np.ndarray, passed: int, count: int, what: str) -> np.ndarray:
         """Return the maximum of all ranks' exponents; raise OptionError if they pass more than `count` terms, or rows.

@@ -32,16 +32,8 @@ class SixteenBits(Compressed):
         self.options, self._dtype = options, options.sent(LONG[0])
         self._order = StreamOrder()
 
-    def sent(self, dtype: np.dtype) -> np.dtype:
-        return self.options.sent(self.inner.sent(dtype)) if self.size > 1 else dtype
-
     def compresses(self, dtype: np.dtype, op: Op) -> bool:
         return super().compresses(dtype, op) or (self.size > 1 and dtype in LONG and not self.sums)
-
-    def compares_places(self, call: Call) -> bool:
-        """As in `inner`, for arrays that it reduces where they lie; others are reduced in memory of this algorithm."""
-        passed_on = call.kind == "all_gather" or not self.compresses(call.dtype, self.resolve(call.op, call.dtype))
-        return passed_on and self.inner.compares_places(call)
 
     def reduce_parts(self, buffer: np.ndarray, op: Op, where: Slice | None, parts: Sequence[Part]) -> None:
         short = self.from_inner(buffer.size, self._dtype)
@@ -50,8 +42,10 @@ class SixteenBits(Compressed):
         cast(short, buffer)
 
     def work(self, call: Call, op: Op) -> Work:
-        if call.memory != GPU or call.kind == "all_gather" or not self.compresses(call.dtype, op):
+        if call.kind == "all_gather" or not self.compresses(call.dtype, op):
             return super().work(call, op)
+        if call.memory != GPU:
+            return super().work(call, op)._replace(place=None)  # reduced in memory of this algorithm
         inner = self.inner.work(call._replace(kind="all_reduce", dtype=self._dtype), op)
 
         def run(buffer: Any) -> None:

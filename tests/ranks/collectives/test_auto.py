@@ -56,12 +56,12 @@ def test_choices(nodes: int | None, topology_of: Callable[..., allreduce.Topolog
 def test_choice_is_what_reduces(nodes: int | None, topology_of: Callable[..., allreduce.Topology]) -> None:
     with allreduce.create("auto", topology_of(nodes), table="") as reduce:
         array = reduce.allocate(1 << 20, "float32")
-        found = reduce.choice(array)
+        found, reason = reduce.chosen(array), reduce.chosen(array, reason=True)
         for _ in range(3):
             reduce(array, "sum")
-            assert found == reduce.choice(array)
-        assert reduce.chosen(array) == found[0]
-        assert "measured here" in found[1]
+            assert (found, reason) == (reduce.chosen(array), reduce.chosen(array, reason=True))
+        assert f"{found} " in reason
+        assert "measured here" in reason
 
 
 @several
@@ -172,7 +172,7 @@ def test_falls_back_where_shared_memory_is_too_small(
     with caplog.at_level(logging.WARNING, "allreduce"), allreduce.create("auto", topology_of(nodes)) as reduce:
         for dtype in ("float32", "float16"):
             run_grid(reduce, dtype, world, (1, 1000, 100003))
-        name, _ = reduce.choice(reduce.allocate(1 << 22))
+        name = reduce.chosen(reduce.allocate(1 << 22))
     assert name in (("ring", "native") if nodes is None else ("ring", "native", "halving_doubling"))
     said = [record.message for record in caplog.records if "does not use" in record.message]
     assert len(said) == (world.rank == 0)

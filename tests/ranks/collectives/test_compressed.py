@@ -134,7 +134,7 @@ def disagree(reduce: Any) -> None:
 def test_only_messages_between_nodes_are_compressed(name: str, per_node: Any, topology_of: Any) -> None:
     """The sum of a node is rounded once, not each rank's value; all ranks get the same bits, and a mean of all."""
     with allreduce.create(name, topology_of(per_node), compress="bfloat16") as reduce:
-        assert reduce.sent(np.dtype("float32")) == SHORT["bfloat16"]
+        assert reduce.compression.sent(np.dtype("float32")) == SHORT["bfloat16"]
         array = reduce.allocate(100_000)
         array[:] = values(rank, "float32", 100_000)
         reduce(array, "mean")

@@ -148,7 +148,7 @@ def test_places_in_allocated_memory(reduce: AllReduce) -> None:
     length = 100_000
     arrays = [reduce.allocate(2 * length, "float32") for _ in range(2)]
     alone = reduce.topology.nodes == SIZE
-    shares = {reduce.name, reduce.choice(arrays[0][:length])[0]} & {"shared", "hierarchical_copy"}
+    shares = {reduce.name, reduce.chosen(arrays[0][:length])} & {"shared", "hierarchical_copy"}
     calls: dict[str, Callable[[np.ndarray], object]] = {"a call": lambda array: reduce(array, _op(reduce))}
     if reduce.two_phase:
         calls |= {"reduce_scatter": reduce.reduce_scatter, "all_gather": reduce.all_gather}
