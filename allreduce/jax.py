@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from mpi4py import MPI
 
-from allreduce.arrays import dtypes, ops
+from allreduce.arrays import dtypes, ops, trees
 from allreduce.backend import AllReduce
 from allreduce.call.call import check_root
 from allreduce.errors import OptionError, UnavailableError, UnsupportedOpError
@@ -79,12 +79,16 @@ class Collective(NamedTuple):
 
         XLA calls it in its own thread, and copies the result before the next ordered call.
         """
-        call = _MOVES.get(self.kind, "all_reduce")
-        names = f"{self.kind} {self.names}"
+        backend, kind = self.backend, self.kind
+        tree = trees.Named(f"{kind} {self.names}", [*arrays])
         try:
-            return self.backend.on_arrays(call, names, arrays, op=self.kind, root=self.root)
+            if kind != "broadcast":
+                return (backend.stack(tree) if kind == "all_gather" else backend.reduced(tree, kind)).arrays
+            tree = tree._replace(arrays=[np.array(array) for array in arrays])
+            backend.broadcast(tree, self.root)
+            return tree.arrays
         except BaseException as error:
-            _last_errors[self.backend] = error
+            _last_errors[backend] = error
             raise
 
     def on_buffers(self, _: Any, *buffers: Any) -> tuple[()]:

@@ -42,11 +42,21 @@ class TreeLayout(NamedTuple):
     number: int
 
 
+class Named(NamedTuple):
+    """A tree of another library, as a list of its arrays. structure: in words."""
+
+    structure: str
+    arrays: list[Any]
+
+
 def flatten(tree: Any, arrays: list[Any]) -> str:
     """Append the arrays of a tree to `arrays`, a dict's in the order of its sorted keys; return the structure."""
     if isinstance(tree, dict):
         inside = ", ".join(f"{key!r}: {flatten(tree[key], arrays)}" for key in _sorted(tree))
         return f"{{{inside}}}"
+    if isinstance(tree, Named):
+        arrays.extend(tree.arrays)
+        return tree.structure
     if isinstance(tree, list | tuple):
         inside = ", ".join([flatten(part, arrays) for part in tree])
         return f"[{inside}]" if isinstance(tree, list) else f"({inside})"
@@ -66,6 +76,8 @@ def _rebuilt(tree: Any, left: list[Any]) -> Any:
     if isinstance(tree, dict):
         made = {key: _rebuilt(tree[key], left) for key in _sorted(tree)}
         return {key: made[key] for key in tree}
+    if isinstance(tree, Named):
+        return Named(tree.structure, [left.pop() for _ in tree.arrays])
     if isinstance(tree, list | tuple):
         parts = [_rebuilt(part, left) for part in tree]
         if isinstance(tree, list):

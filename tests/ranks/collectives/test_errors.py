@@ -93,7 +93,7 @@ def test_memory_differs(reduce: AllReduce, world: MPI.Intracomm) -> None:
     allocated = reduce.allocate(18, "float64")
     allocated[:] = world.rank
     array = np.full(18, float(world.rank)) if world.rank else allocated
-    if reduce._memory(allocated) == reduce._memory(np.zeros(18)):
+    if reduce._allocations.memory_of(allocated) == reduce._allocations.memory_of(np.zeros(18)):
         reduce(array, "max")
         assert np.all(array == SIZE - 1)
         return

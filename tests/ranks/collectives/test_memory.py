@@ -160,7 +160,7 @@ def test_slices_are_reduced_without_staging(
         part = array[span]
         part[:] = values(part.dtype, part.size, world.rank, 0)
         if part.size:
-            assert reduce._memory(part) == ALLOCATED
+            assert reduce._allocations.memory_of(part) == ALLOCATED
         reduce(part, "sum")
         assert expected(part.dtype, part.size, "sum", SIZE, 0).hold(part)
     assert not shared._staging.any()  # nothing was ever staged
