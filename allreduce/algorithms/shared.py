@@ -21,7 +21,7 @@ from mpi4py import MPI
 
 from allreduce import notices
 from allreduce.algorithm import Context, TwoPhase, Work
-from allreduce.arrays import casts, dtypes, float16, ops
+from allreduce.arrays import casts, dtypes, ops
 from allreduce.arrays.chunks import page_chunk, segments
 from allreduce.arrays.memory_kinds import ALLOCATED, GPU
 from allreduce.arrays.ops import Op
@@ -252,19 +252,13 @@ class Shared(TwoPhase):
     def _combine_by_cma(self, buffer: np.ndarray, block: slice, op: Op, addresses: list[int]) -> np.ndarray:
         """Combine all ranks' blocks into this rank's block of `buffer`, and return it."""
         mine = buffer[block]
-        fetched = self._room_for_others(mine)
+        room = self.workspace.array("fetched", mine.size * (self.size - 1), mine.dtype)
+        fetched = room.reshape(-1, mine.size)
         parts = [*fetched[: self.rank], mine, *fetched[self.rank :]]
         for rank in self._others():
             self._cma.read(rank, addresses[rank] + block.start * buffer.itemsize, parts[rank])
         self._combine(parts, mine, op)
         return mine
-
-    def _room_for_others(self, mine: np.ndarray) -> np.ndarray:
-        """Return a row for every other rank's part, aligned in words as `mine` is: float16.combine needs it."""
-        shift = MPI.Get_address(mine) % float16.WORD.itemsize // mine.itemsize
-        length = shift + mine.size + (shift + mine.size) % 2
-        rows = self.workspace.array("fetched", length * (self.size - 1), mine.dtype).reshape(-1, length)
-        return rows[:, shift : shift + mine.size]
 
     def _cma_blocks(self, buffer: np.ndarray) -> Iterator[slice]:
         nbytes = min(CMA_BYTES, FETCHED_BYTES // (self.size - 1))
@@ -304,25 +298,15 @@ class Shared(TwoPhase):
 
     def _combine(self, parts: list[np.ndarray], out: np.ndarray, op: Op) -> None:
         """Combine the ranks' parts in rank order and finish them in `out`, which may be one of them."""
-        if casts.add_pair(parts, out, op, self.workspace):
-            return
-        if out.dtype != dtypes.FLOAT16 or casts.imported_torch():
-            self._combine_in_accumulator(parts, out, op)
-            return
-        done = float16.combine(parts, out, op, self.workspace)
-        for rest in (slice(0, done.start), slice(done.stop, out.size)):
-            if rest.start < rest.stop:
-                self._combine_in_accumulator([part[rest] for part in parts], out[rest], op)
-
-    def _combine_in_accumulator(self, parts: list[np.ndarray], out: np.ndarray, op: Op) -> None:
-        in_place = not dtypes.is_half(out.dtype) and (out is parts[0] or len(parts) == 2)
-        if not in_place:
+        if dtypes.is_half(out.dtype):
+            casts.combine_halves(parts, out, op, self.workspace)
+        elif out is parts[0] or len(parts) == 2:
+            op.combine(parts[0], parts[1], out=out)
+            for part in parts[2:]:
+                op.combine(out, part, out=out)
+            op.finish(out)
+        else:
             casts.combine(parts, out, op, self.workspace)
-            return
-        op.combine(parts[0], parts[1], out=out)
-        for part in parts[2:]:
-            op.combine(out, part, out=out)
-        op.finish(out)
 
 
 def _pages(array: np.ndarray, parts: int, index: int) -> slice:

@@ -20,6 +20,8 @@ from typing import ClassVar, NamedTuple
 
 import numpy as np
 
+from allreduce.arrays import casts
+
 PIECE = 32 * 1024  # elements: with scratch memory and random numbers half of a cache of 1 MiB
 BLOCK = 256  # elements with one scale
 FLOAT = np.dtype(np.float32)
@@ -197,7 +199,6 @@ class Float8(Quantizer):
     MODERATE = 64.0  # of smaller scales, scale * UP and DOWN / scale are normal numbers
     DROPPED = 20  # bits of float32's fraction that e4m3 has not
     INFINITY, FRACTION, KEPT, CODE = map(np.int32, (0x7F800000, 0x7FFFFF, -(2**20), -0x78100000))
-    SIGN = np.uint8(0x80)
 
     def __init__(self, block: int = BLOCK) -> None:
         super().__init__(block)
@@ -218,27 +219,13 @@ class Float8(Quantizer):
             _multiply(part, downs[0], piece, scaled)
             for down in downs[1:]:
                 np.multiply(scaled, down, out=scaled)
-            bits = self._round(scaled, codes[piece.elements])
+            bits = scaled.view(BITS)
+            spare, signs = self._spare[: bits.size], self._signs[: bits.size]
+            casts.narrow(bits, codes[piece.elements], self.DROPPED, spare, signs)
             if error is not None:
                 np.bitwise_and(bits, self.KEPT, out=bits)
                 self._scale_up(scaled, ups, piece)
                 np.subtract(part, scaled, out=error[piece.elements])
-
-    def _round(self, scaled: np.ndarray, codes: np.ndarray) -> np.ndarray:
-        """Write the codes of numbers that are scaled by DOWN; return their rounded bits, where those were."""
-        bits = scaled.view(BITS)
-        spare, signs = self._spare[: bits.size], self._signs[: bits.size]
-        np.right_shift(bits, self.DROPPED, out=spare)  # add half a unit, less the smallest bit where the last is even
-        np.bitwise_and(spare, 1, out=spare)
-        np.add(bits, spare, out=bits)
-        np.add(bits, (1 << (self.DROPPED - 1)) - 1, out=bits)
-        np.right_shift(bits, self.DROPPED, out=spare)  # exponent and fraction; the sign is in the upper bits
-        np.copyto(codes, spare, casting="unsafe")
-        np.right_shift(bits, 24, out=spare)
-        np.copyto(signs, spare, casting="unsafe")
-        np.bitwise_and(signs, self.SIGN, out=signs)
-        np.bitwise_or(codes, signs, out=codes)
-        return bits
 
     def _factors(self, scales: np.ndarray) -> tuple[np.ndarray, ...]:
         if scales.max(initial=0) < self.MODERATE:
@@ -251,10 +238,7 @@ class Float8(Quantizer):
         _multiply(scaled, factors[0], piece, scaled)
 
     def _decode(self, codes: np.ndarray, factors: tuple[np.ndarray, ...], piece: Piece, out: np.ndarray) -> None:
-        bits = out.view(BITS)
-        np.copyto(bits, codes.view(np.int8))  # the sign fills the upper bits
-        np.left_shift(bits, self.DROPPED, out=bits)
-        np.bitwise_and(bits, self.CODE, out=bits)
+        casts.widen(codes.view(np.int8), out.view(BITS), self.DROPPED, self.CODE)
         self._scale_up(out, factors, piece)
 
 
