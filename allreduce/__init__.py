@@ -18,11 +18,12 @@ from allreduce.health import abort  # noqa: E402
 abort.install()  # an error in an import below, and before the first Topology, ends the job too
 
 from allreduce.algorithm import Algorithm, Context, TwoPhase, Work  # noqa: E402
+from allreduce.algorithms import BACKENDS, register  # noqa: E402
 from allreduce.arrays.compression import Half, PowerSGD, Quantized  # noqa: E402
 from allreduce.arrays.parts import Part  # noqa: E402
 from allreduce.backend import AllReduce  # noqa: E402
 from allreduce.elastic import standby  # noqa: E402
-from allreduce.registry import BACKENDS, available, create, register  # noqa: E402
+from allreduce.registry import available, create  # noqa: E402
 from allreduce.topology import Topology  # noqa: E402
 from allreduce.tracing.trace import Trace  # noqa: E402
 

@@ -194,8 +194,8 @@ class Algorithm(ABC):
 
     @staticmethod
     def cost(nbytes: float, layout: cost.Layout, machine: cost.Machine) -> float:
-        """Return the seconds of a call by a formula, which the docstring gives with its source. "auto" selects the
-        cheapest of the algorithms that auto.py names; benchmarks.scaling predicts with all of them. Optional."""
+        """Return the seconds of a call, the same on all ranks, by a formula, which the docstring gives with its source.
+        "auto" selects the cheapest of all algorithms that have one; benchmarks.scaling predicts with them. Optional."""
         return float("inf")
 
     def close(self) -> None:  # noqa: B027, most hold nothing

@@ -1,38 +1,25 @@
-"""`create`, and the table of algorithms by name. A new algorithm is one file and one line here."""
+"""`create`, which makes the backends of users. allreduce.algorithms has the table of algorithms by name."""
 
 import contextlib
-import importlib
 import inspect
 import os
 import zlib
 from typing import Any
 
-from allreduce import notices
+from allreduce import algorithms, notices
 from allreduce.algorithm import Algorithm, Context
+from allreduce.algorithms import class_of, load
 from allreduce.algorithms.compressed.exact import Exact, check_exact
 from allreduce.arrays import compression as compressions
 from allreduce.arrays.arguments import is_flag
 from allreduce.arrays.compression import Compression, Given, Half, PowerSGD, Quantized
 from allreduce.backend import AllReduce, Config
-from allreduce.errors import AllReduceError, OptionError, UnavailableError, UnknownBackendError
+from allreduce.errors import AllReduceError, OptionError, UnavailableError
 from allreduce.topology import Topology
 from allreduce.tracing.recorder import record
 from allreduce.tracing.trace import Trace
 from allreduce.transport.control import on_all_ranks
 
-BACKENDS: dict[str, str | type[Algorithm]] = {
-    "ring": "allreduce.algorithms.ring:Ring",
-    "halving_doubling": "allreduce.algorithms.halving_doubling:HalvingDoubling",
-    "reduce_to_one": "allreduce.algorithms.reduce_to_one:ReduceToOne",
-    "hierarchical_copy": "allreduce.algorithms.hierarchical_copy:HierarchicalCopy",
-    "shared": "allreduce.algorithms.shared:Shared",
-    "native": "allreduce.algorithms.native:Native",
-    "nccl": "allreduce.algorithms.nccl:Nccl",
-    "auto": "allreduce.algorithms.auto:Auto",
-}
-OTHERS: dict[str, str | type[Algorithm]] = {  # created by name only, and not in NAMES: they do not sum
-    "adasum": "allreduce.algorithms.adasum:Adasum",
-}
 COMPRESSED: dict[type[Compression], str] = {
     Half: "allreduce.algorithms.compressed.half:SixteenBits",
     Quantized: "allreduce.algorithms.compressed.quantized:EightBits",
@@ -116,25 +103,6 @@ def create(
     return backend
 
 
-def register(name: str, algorithm: type[Algorithm]) -> None:
-    """Register an algorithm of your own. `create`, `available` and trainers then know its name. Local; on all ranks.
-
-    algorithm: a class that derives from allreduce.Algorithm. Keyword arguments of its constructor become options of
-    `create`. Raises OptionError for another class, or for the name of another algorithm.
-    """
-    if not (isinstance(algorithm, type) and issubclass(algorithm, Algorithm)):
-        given = algorithm.__qualname__ if isinstance(algorithm, type) else repr(algorithm)
-        old = " Since 0.3 an algorithm is a class of its own" * hasattr(algorithm, "_reduce")
-        raise OptionError(
-            f"register({name!r}): {given} is no algorithm.{old} Derive it from allreduce.Algorithm, and write "
-            "`def reduce(self, buffer, op)`, which reduces a 1-D array in place; its constructor takes a context"
-        )
-    known = {**BACKENDS, **OTHERS}.get(name)
-    if known not in (None, algorithm):
-        raise OptionError(f"register({name!r}): there is an algorithm of this name; use another name")
-    BACKENDS[name] = algorithm
-
-
 def _whole(
     name: str | type[Algorithm], context: Context, compression: Compression | None, exact: bool, options: dict[str, Any]
 ) -> Algorithm:
@@ -144,13 +112,13 @@ def _whole(
         return _made(kind, context, {**options, "compress": compression})
     inner = _made(kind, context, options)
     if compression is not None:
-        return _load(COMPRESSED[type(compression)])(context, inner=inner, options=compression)  # type: ignore[call-arg]
+        return load(COMPRESSED[type(compression)])(context, inner=inner, options=compression)  # type: ignore[call-arg]
     return Exact(context, inner=inner) if exact else inner
 
 
 def _part(name: str, context: Context, compress: Compression | None = None, **options: Any) -> Algorithm:
     """Return an algorithm for another one; see Context.make. Collective."""
-    if name in OTHERS:
+    if name in algorithms.OTHERS:
         raise OptionError(f"{name!r} does not sum, so it can't be a part of another backend; use one of the others")
     kind = class_of(name)
     compressions.check(compress, name, kind.sums, kind.sums_half)
@@ -174,39 +142,17 @@ def _trace(backend: AllReduce, trace: str | os.PathLike[str] | Trace) -> None:
         raise
 
 
-def two_phase() -> tuple[str, ...]:
-    """The names of the backends with the two phases reduce_scatter and all_gather. Local."""
-    return tuple(name for name in BACKENDS if class_of(name).two_phase)
-
-
 def available(topology: Topology | None = None) -> tuple[str, ...]:
     """The names of the backends that work on the ranks of `topology` (all ranks by default). Collective."""
     if topology is None:
         with Topology() as topology:
             return available(topology)
     usable = []
-    for name in BACKENDS:
+    for name in algorithms.BACKENDS:
         with contextlib.suppress(UnavailableError):
             create(name, topology).close()
             usable.append(name)
     return tuple(usable)
-
-
-def class_of(name: str | type[Algorithm]) -> type[Algorithm]:
-    """Return the class of an algorithm, whose attributes say what it can do. Local. Raises UnknownBackendError."""
-    if isinstance(name, type) and issubclass(name, Algorithm):
-        return name
-    backends = {**BACKENDS, **OTHERS}
-    if not isinstance(name, str) or name not in backends:
-        hint = notices.near(str(name), backends) or "."
-        raise UnknownBackendError(f"no backend is called {name!r}{hint} The backends are: {', '.join(BACKENDS)}")
-    found = backends[name]
-    return _load(found) if isinstance(found, str) else found
-
-
-def _load(place: str) -> type[Algorithm]:
-    module, _, attribute = place.partition(":")
-    return getattr(importlib.import_module(module), attribute)
 
 
 def _shown(value: object) -> str:

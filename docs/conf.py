@@ -98,6 +98,7 @@ copyright = "the allreduce authors"
 version = release = allreduce.__version__
 
 extensions = [
+    "backends",
     "before_after",
     "myst_parser",
     "sphinx.ext.autodoc",

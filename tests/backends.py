@@ -1,7 +1,7 @@
 """The names of backends, grouped by the class attributes that describe them."""
 
 from allreduce.algorithm import TwoPhase
-from allreduce.registry import BACKENDS, class_of, two_phase
+from allreduce.algorithms import BACKENDS, class_of, two_phase
 
 ON_CPU = tuple(name for name in BACKENDS if not class_of(name).needs_gpu)
 SUMS_HALF = tuple(name for name in ON_CPU if class_of(name).sums_half)

@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 
 import allreduce
-from allreduce import notices, registry
+from allreduce import algorithms, notices
 from allreduce.arrays import dtypes, gpu
 from allreduce.arrays.compression import Given
 from allreduce.backend import AllReduce, Config
@@ -64,7 +64,7 @@ def _backend_error(backend: AllReduce, update: str) -> OptionError | None:
             f'{backend.name!r} does not sum gradients, which training needs; use "auto" or another backend'
         )
     if update == "sharded" and not backend.two_phase:
-        names = ", ".join(f'"{name}"' for name in registry.two_phase())
+        names = ", ".join(f'"{name}"' for name in algorithms.two_phase())
         return OptionError(
             f'update="sharded" needs a backend with reduce_scatter and all_gather, and {backend.name!r} has none; '
             f'give the name "auto", or one of {names}'

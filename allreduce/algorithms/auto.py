@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from allreduce import notices
+from allreduce import algorithms, notices
 from allreduce.algorithm import Algorithm, Context, TwoPhase, Work
 from allreduce.arrays import dtypes
 from allreduce.arrays.arguments import is_flag
@@ -22,16 +22,31 @@ from allreduce.call.call import Call
 from allreduce.errors import OptionError, UnavailableError
 from allreduce.transport.control import on_all
 from allreduce.transport.cost import Machine
+from allreduce.transport.layout import NodeLayout
 from allreduce.tuning import constants, measuring
 
-ON_ONE_NODE = ("shared", "native", "ring")
-ON_NODES = ("hierarchical_copy", "halving_doubling", "native", "ring")
-NEAR = 1.1  # costs within this factor count as equal: then the first name above is selected, and noise does not decide
+# Costs within the factor NEAR count as equal. Then the first of these names is selected, so noise does not decide.
+NEAR = 1.1
+ON_ONE_NODE, ON_NODES = ("shared", "native"), ("hierarchical_copy", "halving_doubling", "native")
+
+
+def candidates(layout: NodeLayout) -> list[str]:
+    """Return the names of the algorithms with a cost that work on these nodes, the preferred ones first. Local."""
+    first = ON_ONE_NODE if layout.nodes == 1 else ON_NODES
+    names = [name for name in algorithms.with_cost() if _works(algorithms.class_of(name), layout.nodes)]
+    return sorted(names, key=lambda name: first.index(name) if name in first else len(first))
+
+
+def _works(kind: type[Algorithm], nodes: int) -> bool:
+    needs = (
+        kind.one_node if nodes > 1 else kind.between_nodes
+    )  # one for messages between nodes is of no use on one node
+    return not needs and not kind.needs_gpu and kind.sums
 
 
 class Auto(TwoPhase):
-    """Holds the algorithms that may be the fastest here; the cheapest of them does each call. The first one that has
-    two phases allocates memory, and does calls of a single phase.
+    """Holds all algorithms with a cost, also those of `register`; the cheapest one does each call. The first one that
+    has two phases allocates memory, and does calls of a single phase.
 
     An algorithm that can't be used here is left out, with one notice. CuPy arrays are reduced by "nccl"; where it does
     not work, they are staged through the host.
@@ -62,7 +77,7 @@ class Auto(TwoPhase):
         self._choices: dict[tuple[int, np.dtype, int], tuple[str, str]] = {}
         self._algorithms: dict[str, Algorithm] = {}
         self._unavailable: dict[str, str] = {}
-        names: tuple[str, ...] = ON_NODES if context.layout.nodes > 1 else ON_ONE_NODE
+        names = candidates(context.layout)
         if self.size == 1 or compress is not None:
             names = names[:1]
         if self.size > 1:

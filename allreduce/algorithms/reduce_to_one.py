@@ -36,7 +36,7 @@ class ReduceToOne(Algorithm):
         at, k = layout, machine
         inside, apart = cost.message(nbytes, at, k), at.ranks - at.largest
         total = k.call + (at.largest - 1) * inside + cost.adding((at.ranks - 1) * nbytes, at, k)
-        total += cost.link(nbytes, k, apart) if apart else 0.0
+        total += cost.link(nbytes, k, apart) + apart * k.alpha if apart else 0.0
         return total + cost.rounds(at.largest) * inside + cost.rounds(at.nodes) * cost.link(nbytes, k)
 
     def reduce(self, buffer: np.ndarray, op: Op) -> None:

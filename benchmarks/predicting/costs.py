@@ -3,16 +3,10 @@
 from dataclasses import replace
 from functools import cache
 
-from allreduce import NAMES
-from allreduce.registry import class_of
+from allreduce.algorithms import class_of, with_cost
 from allreduce.transport.cost import Layout, Machine
 
-
-@cache
-def backends() -> tuple[str, ...]:
-    """Return the names of the backends whose cost is known."""
-    pair = Layout((2,))
-    return tuple(name for name in NAMES if class_of(name).cost(1, pair, Machine()) < float("inf"))
+backends = cache(with_cost)  # the names of the backends whose cost is known
 
 
 def predict(backend: str, k: Machine, at: Layout, s: float, allocated: bool = True) -> float:

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 
-from allreduce import NAMES, Topology, registry
+from allreduce import NAMES, Topology, algorithms
 from allreduce.health import stall
 from benchmarks.lib.results import to_json
 from tests import launch
@@ -298,24 +298,6 @@ def test_the_front_page_shows_the_programs_of_the_site() -> None:
     assert [line for line in fragment.splitlines() if line not in whole] == []
 
 
-def listed(page: str, words: str) -> set[str]:
-    """The names in the first cell of the row of a page's table that contains `words`."""
-    row = next(line for line in (launch.ROOT / "docs" / page).read_text().splitlines() if words in line)
-    return {*re.findall(r"`(\w+)`", row.split("|")[1].partition(" of ")[2] or row.split("|")[1])}
-
-
-def test_pages_list_the_backends_that_have_a_property() -> None:
-    """Three pages beside the table of costs name backends: a new one must be there too."""
-    two_phase, others = set(registry.two_phase()), {*NAMES, *registry.OTHERS} - set(registry.two_phase())
-    assert (listed("api/phases.md", "| yes | yes |"), listed("api/phases.md", "OptionError")) == (two_phase, others)
-    assert listed("trouble/limits.md", "name a two-phase backend") == others
-    half = {name for name in NAMES if not registry.class_of(name).sums_half}
-    row = (launch.ROOT / "docs" / "trouble" / "limits.md").read_text().partition("| 16-bit floats with ")[2]
-    assert set(re.findall(r"`(\w+)`", row.partition("|")[0])) == half
-    shown = (launch.ROOT / "docs" / "api" / "available.md").read_text()
-    assert f"\n{', '.join(NAMES)}\n" in shown
-
-
 def test_the_seconds_of_a_stall_report_are_one_constant() -> None:
     """In the table of variables, and in the sentences that name the default."""
     table = (launch.ROOT / "docs" / "trouble" / "variables.md").read_text()
@@ -329,10 +311,17 @@ def test_the_seconds_of_a_stall_report_are_one_constant() -> None:
     assert set(said) == {f"{stall.DEFAULTS[stall.STALL]:g}"}
 
 
-def test_every_backend_has_its_cost_in_the_table() -> None:
-    text = (launch.ROOT / "docs" / "how" / "algorithms.md").read_text()
-    table = text.partition("| backend | steps |")[2].partition("\n\n")[0]
-    assert {*re.findall(r"^\| \[?`(\w+)`", table, re.MULTILINE), "auto"} == set(NAMES)
+def test_the_table_of_backends_is_made_from_the_code(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A new algorithm is in it, with its words and its formula, and no page has to be edited."""
+    made = pytest.importorskip("docs.backends", exc_type=ImportError)
+    monkeypatch.setattr(made, "BACKENDS", {**algorithms.BACKENDS, "new": algorithms.class_of("ring")})
+    rows = dict(re.findall(r"^\| \[?`(\w+)`\S* \| (.*) \|$", made.table(), re.MULTILINE))
+    assert set(rows) == {*NAMES, *algorithms.OTHERS, "new"}
+    assert rows["new"] == rows["ring"]
+    assert "2 (n-1) alpha + 2 (n-1)/n S beta" in rows["ring"]
+    assert rows["native"].endswith("| no | no")
+    assert all(("alpha" in rows[name] or "fences" in rows[name] or name == "native") for name in algorithms.with_cost())
+    assert "```{backends}\n```" in (launch.ROOT / "docs" / "how" / "algorithms.md").read_text()
 
 
 def messages() -> list[str]:

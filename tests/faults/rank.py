@@ -13,7 +13,7 @@ import signal
 import sys
 from pathlib import Path
 
-from allreduce import Topology, registry
+from allreduce import Topology, algorithms
 from tests.faults import points
 from tests.faults.notes import Notes
 from tests.faults.plans import Plan
@@ -25,7 +25,7 @@ def main(folder: Path) -> None:
     topology = Topology(ranks_per_node=plan.nodes or None)
     notes = Notes(folder, topology.rank)
     for name in plan.backend, "native":  # so that all classes are there when points are patched
-        registry.class_of(name)
+        algorithms.class_of(name)
     program = importlib.import_module(f"{points.PROGRAMS}.{plan.kind.module}")
     points.install(plan, notes)
     notes.add("pid", pid=os.getpid())

@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 from hypothesis import strategies as st
 
+from allreduce.algorithms import class_of
 from allreduce.errors import AllReduceError, CommunicationError
-from allreduce.registry import class_of
 from allreduce.transport.cost import Layout
 from allreduce.tuning import constants
 from benchmarks import compare, scaling, timeline

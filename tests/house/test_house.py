@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 import allreduce
-from allreduce.registry import BACKENDS, OTHERS
+from allreduce.algorithms import BACKENDS, OTHERS
 from tests import launch
 from tests.conftest import lacking
 from tests.docs.test_pages import PAGES

@@ -63,7 +63,9 @@ def test_a_command_without_mpi_says_so_in_one_line(tmp_path: Path, command: str,
 
 
 def test_core_imports_no_framework() -> None:
-    code = "import sys, allreduce; [allreduce.registry.class_of(name) for name in allreduce.NAMES]; print(*sys.modules)"
+    code = (
+        "import sys, allreduce; [allreduce.algorithms.class_of(name) for name in allreduce.NAMES]; print(*sys.modules)"
+    )
     done = launch.child(code)
     assert done.returncode == 0, done.stderr
     loaded = {name.partition(".")[0] for name in done.stdout.split()}

@@ -7,8 +7,8 @@ import sys
 from collections.abc import Sequence
 from importlib import import_module
 
+from allreduce.algorithms import class_of
 from allreduce.errors import AllReduceError
-from allreduce.registry import class_of
 from trainers import datasets
 from trainers.cli import results
 from trainers.cli.main import BAD_ARGUMENTS, COMMANDS

@@ -48,7 +48,7 @@ def test_choices(nodes: int | None, topology_of: Callable[..., allreduce.Topolog
             assert name in names, (nbytes, dtype, why)
             assert all(each in why for each in names & set(reduce._algorithm._algorithms))
         if "nccl" not in reduce._algorithm._algorithms:
-            assert reduce._algorithm._cheapest(1 << 24, FLOAT32, GPU)[0] in auto.ON_NODES + auto.ON_ONE_NODE
+            assert reduce._algorithm._cheapest(1 << 24, FLOAT32, GPU)[0] in reduce._algorithm._algorithms
 
 
 @several
@@ -73,7 +73,9 @@ def test_every_algorithm_reduces_when_it_is_the_cheapest(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     with by_default(topology_of(nodes)) as reduce:
-        for name in auto.ON_ONE_NODE if nodes is None else auto.ON_NODES:
+        names = auto.candidates(reduce.topology.layout)
+        assert {"native", "ring", "halving_doubling", "reduce_to_one"} <= set(names)
+        for name in names:
             reduce._algorithm._choices.clear()
             reduce._known.clear()
             with monkeypatch.context() as patch:
@@ -89,8 +91,9 @@ def test_every_algorithm_reduces_when_it_is_the_cheapest(
 def test_near_costs_are_decided_by_order(flat: allreduce.Topology, monkeypatch: pytest.MonkeyPatch) -> None:
     """So noise in the constants does not decide."""
     with by_default(flat) as reduce:
-        for name, seconds in (("ring", 1.0), ("native", 1.05), ("shared", 1.09)):
-            monkeypatch.setattr(reduce._algorithm._algorithms[name], "cost", lambda *_, seconds=seconds: seconds)
+        seconds = {"ring": 1.0, "native": 1.05, "shared": 1.09}
+        for name, each in reduce._algorithm._algorithms.items():
+            monkeypatch.setattr(each, "cost", lambda *_, name=name: seconds.get(name, 2.0))
         assert reduce._algorithm._cheapest(1000, FLOAT32, ALLOCATED)[0] == "shared"
         monkeypatch.setattr(reduce._algorithm._algorithms["shared"], "cost", lambda *_: 1.2)
         assert reduce._algorithm._cheapest(1000, FLOAT32, ALLOCATED)[0] == "native"

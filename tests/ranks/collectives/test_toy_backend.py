@@ -7,7 +7,7 @@ import pytest
 from mpi4py import MPI
 
 import allreduce
-from allreduce import Algorithm, Context, registry
+from allreduce import Algorithm, Context, algorithms
 from allreduce.arrays import dtypes
 from allreduce.arrays.ops import Op
 from allreduce.errors import OptionError
@@ -36,7 +36,7 @@ class Toy(Algorithm):
 
 @pytest.fixture(autouse=True)
 def registered(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(registry, "BACKENDS", dict(registry.BACKENDS))
+    monkeypatch.setattr(algorithms, "BACKENDS", dict(algorithms.BACKENDS))
     allreduce.register("toy", Toy)
 
 
@@ -78,6 +78,16 @@ def test_as_a_part(part: str, topology_of: Callable[..., Topology], world: MPI.I
         return
     with allreduce.create("hierarchical_copy", topology, cross="toy") as reduce:
         run_grid(reduce, "float32", world, (0, 1, 1000))
+
+
+def test_auto_selects_it_if_its_cost_is_the_lowest(flat: Topology, monkeypatch: pytest.MonkeyPatch) -> None:
+    for seconds in (0.0, 1.0):
+        monkeypatch.setattr(Toy, "cost", staticmethod(lambda *_, seconds=seconds: seconds))
+        with allreduce.create("auto", flat, table="") as reduce:
+            array = np.full(1000, reduce.rank, "float16")
+            assert (reduce.chosen(array) == "toy") == (seconds == 0 and reduce.size > 1)
+            reduce(array, "sum")
+            assert set(array.tolist()) == {sum(range(reduce.size))}
 
 
 def test_a_wrong_backend_is_found(flat: Topology, world: MPI.Intracomm, monkeypatch: pytest.MonkeyPatch) -> None:
