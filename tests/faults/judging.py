@@ -132,7 +132,7 @@ def _nobody_could(plan: Plan, happened: Sequence[Fault]) -> str:
     if plan.copies > 1 and len(lost) > 1 and not plan.checkpoint:  # one may have kept the other's slice
         return "RankLostError: a rank that failed in .* had the only copy of a part"
     if plan.program == "spare ranks" and set(range(plan.ranks - plan.spares)) <= lost:
-        return "RankLostError: all ranks that worked were lost"
+        return "RankLostError: all working ranks have failed"
     return left_alone if plan.servers else ""
 
 
