@@ -145,7 +145,7 @@ class Assembly:
         if self.options.local.fragment_sync_delay and threaded == "auto":
             threaded = True  # averages of a fragment run while the steps go on
         queue, during = group.queue(number, self.topology, threaded, device.kind == "cuda")
-        self._cleanup.callback(queue.abandon)
+        self._cleanup.callback(queue.drop)
         sparse = sparse_parameters(self.optimizer, self.model)
         given = self.trained, sparse, self.options, self.backend, comm, queue, during, group, number
         self._tensors = (

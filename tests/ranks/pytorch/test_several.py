@@ -15,6 +15,7 @@ from torch.nn import functional  # noqa: E402
 
 import allreduce  # noqa: E402
 from allreduce import errors  # noqa: E402
+from allreduce.health.status import LEFT  # noqa: E402
 from tests.ranks.pytorch.trained import (  # noqa: E402
     OPTIMIZERS,
     SIZE,
@@ -209,3 +210,13 @@ def test_a_dropped_optimizer_whose_topology_was_closed(flat: allreduce.Topology,
         model[4].bias.sum().backward()
         last.step()
         assert_mirrored(flat.world, model)
+
+
+def test_closed_optimizers_leave_nothing_to_report(flat: allreduce.Topology) -> None:
+    """All ranks close them, so no rank needs to tell the others that it has left a queue."""
+    with MirroredOptimizer(adamw(first := network(1)), first, topology=flat) as optimizer:
+        messages = optimizer._parts.reducer.group.topology.detector.messages
+        for _ in range(3):
+            with MirroredOptimizer(adamw(model := network(1)), model, topology=flat):
+                pass
+        assert not [fact for fact in messages._own_facts if fact.kind == LEFT]
