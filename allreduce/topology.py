@@ -8,7 +8,6 @@ import zlib
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn, Protocol, TypeVar
 
-import numpy as np
 from mpi4py import MPI
 
 from allreduce import machine, notices
@@ -16,13 +15,11 @@ from allreduce.arrays.arguments import is_integer, is_number
 from allreduce.errors import ClosedError, CopyError, DisagreementError, OptionError, UnavailableError
 from allreduce.health import abort, dump
 from allreduce.health.stall import STALL, TIMEOUT, StallDetector, seconds
-from allreduce.health.status import FAR_ROWS, ROW_BYTES, StatusRows
 from allreduce.process import children, launcher
 from allreduce.transport import deferred_free, liveness, processes, ulfm
 from allreduce.transport.cma import CMA
 from allreduce.transport.control import agree, all_values, on_all_ranks
 from allreduce.transport.layout import NodeLayout, NodeSizes, error_of_sizes, nodes_left, simulated
-from allreduce.transport.shared_segment import CommonSegment
 from allreduce.transport.wait import NamedCall, WaitRecord, record_of, waiting, watched
 
 TAGS = 1 << 15  # every MPI has at least this many
@@ -62,8 +59,13 @@ class Topology:
     """
 
     layout: NodeLayout  # which ranks run on which node
+    nodes: int
+    node_sizes: tuple[int, ...]
+    simulated: bool  # `ranks_per_node` has divided real nodes
+    leaders_only: bool  # nodes differ in size, so only their leaders can pair up across nodes
     node_index: int
     node_rank: int
+    node_size: int
     node: MPI.Intracomm
     cross: MPI.Intracomm
     cores: int  # of this node
@@ -123,10 +125,10 @@ class Topology:
         self._revoked, self.closed = False, False
         self._unrevoked: MPI.Intracomm | None = None  # of _owned; no failure revokes it
         if parent is not None:
-            self._revoked = parent.add_child(self)
+            self._revoked = parent.adopt(self)
 
-    def add_child(self, child: "Topology") -> bool:
-        """Register a child topology, which is closed with this one. True: a rank has already failed. Local."""
+    def adopt(self, child: "Topology") -> bool:
+        """Close and revoke a child topology with this one. Return whether a rank has already failed. Local."""
         self._children = [each for each in self._children if not each.closed] + [child]
         return self._revoked
 
@@ -144,30 +146,28 @@ class Topology:
             self.detector.messages.use_unrevoked(self._unrevoked, self.finish_record)
         self.previous_ranks = tuple(range(self.size))
         self.host: MPI.Intracomm = self.world if on_one_host else self._ranks_of_this_host()
-        found = all_values(self.host, [machine.cores(), self.rank, liveness.own()], "count the cores of this node")
+        mine = [machine.cores(), processes.here()[0], liveness.own()]
+        found = all_values(self.host, mine, "count the cores of this node")
         self.cores, self.sharing = len(set().union(*(cores for cores, *_ in found))), self.host.size
         if self.sharing > self.cores and not self.is_part:  # a parent has already reported it
             text = f"{self.sharing} ranks share the {self.cores} cores of this node: more ranks give no speed-up, "
             notices.once(self.rank, text + "and communication times are mostly waits for a core")
         self.node = self._ranks_of_this_node()
-        self.layout = self._learn_layout()
-        self.node_index, self.node_rank = self.layout.node_of(self.rank), self.node.rank
+        self._lay_out(self._learn_layout())
         self.cma = CMA(self.node)
-        here = {rank: liveness.of_json(process) for _, rank, process in found if process is not None}
-        rows = _shared_rows(self.node)
-        # MPI keeps a dropped topology's communicators; their attributes keep the detector, which keeps the rows.
-        self._release_rows = weakref.finalize(self, _leave_rows, self.detector, rows)
-        self._release_rows.atexit = False
-        self.detector.connect(self.layout.members, self.node_index, rows, here)
+        liveness.know({rank: liveness.of_json(process) for _, rank, process in found if process is not None})
+        # MPI keeps a dropped topology's communicators; their attributes keep the detector.
+        self._finalizer = weakref.finalize(self, _leave, self.detector)
+        self._finalizer.atexit = False
         self.cross = self._pairs()
 
     def _ranks_of_this_host(self) -> MPI.Intracomm:
         """Return the communicator of the ranks that share memory: `world` if all do. Collective."""
         with waiting(self.world, "make a communicator"):
             host = self.own(self.world.Split_type(MPI.COMM_TYPE_SHARED, key=self.rank), watch=True)
-            if host.size < self.size:
-                return host
-            self.release(host)
+        if host.size < self.size:
+            return host
+        self.release(host)
         return self.world
 
     def _ranks_of_this_node(self) -> MPI.Intracomm:
@@ -177,8 +177,7 @@ class Topology:
         if self.ranks_per_node == 1:
             return MPI.COMM_SELF
         number = simulated(self.ranks_per_node, self.size).node_of(self.rank)
-        with waiting(self.world, "make a communicator"):
-            return self.own(self.host.Split(number, key=self.rank), watch=True)
+        return self._split(self.host, number, self.rank)
 
     def _learn_layout(self) -> NodeLayout:
         """Return the layout. Collective. Ranks compare their versions in the same message."""
@@ -193,12 +192,12 @@ class Topology:
             return MPI.COMM_SELF
         if self.nodes == self.size:
             return self.world
-        return self._split(self.node_rank, self.node_index)
+        return self._split(self.world, self.node_rank, self.node_index)
 
-    def _split(self, colour: int, order: int) -> MPI.Intracomm:
-        """Return the communicator of the ranks with the same `colour`, sorted by `order`. Collective."""
+    def _split(self, comm: MPI.Intracomm, colour: int, order: int) -> MPI.Intracomm:
+        """Return the communicator of the ranks of `comm` with the same `colour`, sorted by `order`. Collective."""
         with waiting(self.world, "make a communicator"):
-            return self.own(self.world.Split(colour, order), watch=True)
+            return self.own(comm.Split(colour, order), watch=True)
 
     # Ranks and nodes
 
@@ -210,28 +209,12 @@ class Topology:
     def size(self) -> int:
         return self.world.size if self.world else self._of_closed()
 
-    @property
-    def node_size(self) -> int:
-        return len(self.layout.members[self.node_index])
-
-    @property
-    def nodes(self) -> int:
-        """The number of nodes."""
-        return self.layout.nodes
-
-    @property
-    def node_sizes(self) -> tuple[int, ...]:
-        return self.layout.node_sizes
-
-    @property
-    def simulated(self) -> bool:
-        """Whether `ranks_per_node` has divided real nodes."""
-        return self.layout.simulated
-
-    @property
-    def leaders_only(self) -> bool:
-        """True when nodes differ in size, so that only their leaders can pair up across nodes."""
-        return self.layout.leaders_only
+    def _lay_out(self, layout: NodeLayout) -> None:
+        self.layout, self.nodes, self.node_sizes = layout, layout.nodes, layout.node_sizes
+        self.simulated, self.leaders_only = layout.simulated, layout.leaders_only
+        self.node_index = layout.node_of(self.rank)
+        members = layout.members[self.node_index]
+        self.node_rank, self.node_size = members.index(self.rank), len(members)
 
     def __str__(self) -> str:
         return str(self.layout)
@@ -427,7 +410,7 @@ class Topology:
         for made in [*reversed(self._services.values())]:
             made.close()
         self.detector.close()
-        self._release_rows()
+        self._finalizer.detach()
         for comm in reversed(list(self._owned)):
             self.release(comm)
 
@@ -441,8 +424,8 @@ class Topology:
         for made in [*reversed(self._services.values())]:
             made.abandon()
         self._defer_free()
-        self.detector.abandon()  # keeps the rows: ranks that wait for this one must learn that it leaves
-        self._release_rows.detach()
+        self.detector.abandon()
+        self._finalizer.detach()
 
     def dissolve(self, comm: MPI.Comm) -> None:
         """Abandon this topology, and free its communicators, but those in which a wait was interrupted on any rank.
@@ -597,23 +580,10 @@ children.guard(
 )
 
 
-def _leave_rows(detector: StallDetector, rows: StatusRows | None) -> None:
-    """Finalizer of a topology: tell ranks that wait in it that this rank leaves, then release its status rows."""
+def _leave(detector: StallDetector) -> None:
+    """Finalizer of a topology: tell ranks that wait in it that this rank leaves."""
     with contextlib.suppress(Exception):
         detector.leave("it has dropped the topology")
-    if rows is not None:
-        rows.release()
-
-
-def _shared_rows(node: MPI.Intracomm) -> StatusRows | None:
-    """Create the status rows of a node's ranks in shared memory; None on all ranks if it is full. Collective."""
-    if node.size == 1:
-        return None
-    try:
-        memory = CommonSegment(node, ROW_BYTES * (node.size + FAR_ROWS), np.dtype(np.uint8)).array
-    except UnavailableError:
-        return None
-    return StatusRows(memory.reshape(-1, ROW_BYTES), node.rank)
 
 
 def _bad_split(colour: int, on_error: str) -> OptionError | None:

@@ -186,7 +186,7 @@ class Exchange:
         if now - self._looked < LOOK_SECONDS or not ulfm.in_force():
             return
         self._looked = now
-        liveness.declare_gone()
+        liveness.look()
         for rank in set(ulfm.failed(self._comm)) & set(self.living):
             self._lose(rank, None)
 

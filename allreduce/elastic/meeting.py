@@ -5,7 +5,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from allreduce.errors import CollectiveTimeoutError, RankLeftError
+from allreduce.errors import CollectiveTimeoutError
 from allreduce.topology import Topology
 from allreduce.transport.deferred_free import free_later
 from allreduce.transport.wait import CHECK_SECONDS, Pause, wait_until
@@ -36,12 +36,7 @@ def meet(
             return
         checked = now
         detector.check_waits()
-        for rank in range(topology.size if detector.messages.left else 0):
-            departure = detector.messages.departure(rank)
-            if departure is not None and now - departure[1] > CHECK_SECONDS and rank != topology.rank:
-                raise RankLeftError(
-                    f"rank {rank} has left: {departure[0].text}, while this rank waits for it in {what}"
-                )
+        detector.messages.check_present(range(topology.size), CHECK_SECONDS, what)
 
     with detector.translating_failures():
         request = topology.world.Ibarrier()

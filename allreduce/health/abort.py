@@ -30,6 +30,8 @@ _leaving: list[Callable[[str], object]] = []
 _ending: list[Callable[[int, str], object]] = []
 _installed: list[Callable[..., None]] = []  # our excepthooks
 _failure = [1]  # the exit code of errors
+on_leaving = _leaving.append  # registers a function, called with the reason before MPI ends with this rank's program
+on_ending = _ending.append  # registers a function, called with exit code and text, in any thread, to end the job
 
 
 class RankPart(Protocol):
@@ -138,11 +140,6 @@ def register_thread() -> None:
     _threads.add(threading.current_thread())
 
 
-def on_leaving(call: Callable[[str], object]) -> None:
-    """Register a function that is called with the reason when this rank's program ends, before MPI does. Local."""
-    _leaving.append(call)
-
-
 def contain(part: "RankPart") -> None:
     """Make an uncaught exception end this rank's program but not the job, until `part` is closed. Local."""
     _parts.add(part)
@@ -198,13 +195,6 @@ def _of_this_rank(text: str) -> str:
 def without_rank(text: str) -> str:
     """Return a text without the name of this rank in front of it. Local."""
     return text.removeprefix(_of_this_rank(""))
-
-
-def on_ending(call: Callable[[int, str], object]) -> None:
-    """Register a function that is called when this rank ends the job: with the exit code and the error's text, from
-    any thread. Local.
-    """
-    _ending.append(call)
 
 
 def exit_quietly(code: int) -> NoReturn:

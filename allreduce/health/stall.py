@@ -23,19 +23,17 @@ import threading
 import time
 import weakref
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from typing import Protocol
 
 from mpi4py import MPI
 
 from allreduce.errors import AllReduceError, CollectiveTimeoutError, OptionError, RankLostError
 from allreduce.health import abort, dump
-from allreduce.health.status import StatusRows
 from allreduce.health.status_messages import StatusMessages
 from allreduce.notices import log
 from allreduce.transport import liveness, processes, ulfm
 from allreduce.transport.control import different_calls
-from allreduce.transport.liveness import Process
 from allreduce.transport.tables import spans
 from allreduce.transport.wait import CHECK_SECONDS, DescribedCall, Pause, WaitRecord, default, wait_until
 
@@ -71,7 +69,7 @@ class Deadlines(Protocol):
 class StallDetector:
     """Reports long waits of a topology's ranks, and ends waits that can't succeed. Constructor and `close`: collective.
 
-    comm: for status messages, which are sent after `connect`. isolated: for communicators outside any topology; comm is
+    comm: for status messages. isolated: for communicators outside any topology; comm is
         then MPI.COMM_SELF, and no status messages are sent.
     timeout, stall: seconds after which a wait ends in a CollectiveTimeoutError, and after which it is reported.
     revoke: revokes the topology's communicators after a failure; called in any thread.
@@ -104,13 +102,6 @@ class StallDetector:
             dump.restart_timer(self.stall)
         _watchdog.add(self)
 
-    def connect(
-        self, nodes: Sequence[Sequence[int]], own: int, rows: StatusRows | None, found: Mapping[int, Process]
-    ) -> None:
-        """Exchange status messages with the other ranks; see StatusMessages.connect. Local; on all ranks."""
-        with self._lock:
-            self.messages.connect(nodes, own, rows, found)
-
     def wait_record(self, number: int, raises: bool = False) -> WaitRecord:
         """Create a WaitRecord, which is checked from now on. Local."""
         wait = WaitRecord(number, raises, self._ranks)
@@ -128,9 +119,7 @@ class StallDetector:
 
     def close(self) -> None:
         """Stop, and receive all pending messages, so that the communicator can be freed. Collective."""
-        with self._lock:
-            self.closed = True
-            self._waits.clear()
+        self.abandon()
         self.messages.drain(self.timeout)
 
     def abandon(self) -> None:
@@ -138,7 +127,6 @@ class StallDetector:
         with self._lock:
             self.closed = True
             self._waits.clear()
-            self.messages.release()
 
     def poll_failures(self) -> None:
         """Ask MPI for failed ranks; after a failure, revoke the topology's communicators. From any thread.
@@ -235,11 +223,13 @@ class StallDetector:
             if ulfm.lost(error) is None:
                 raise
 
-    def end(self, code: int) -> None:
-        """Tell the others that this rank ends the job. From any thread, also during a check."""
-        if not self.closed and self.lost is None and self._lock.acquire(timeout=END_SECONDS):
+    def tell(self, announce: Callable[[StatusMessages], object]) -> None:
+        """Send a status message while this rank ends the job. From any thread, also during a check."""
+        if not self.closed and self.messages.size > 1 and self.lost is None and self._lock.acquire(timeout=END_SECONDS):
             try:
-                self.messages.announce_end(code)
+                announce(self.messages)
+                if self._from_threads:
+                    self.messages.exchange()
             finally:
                 self._lock.release()
 
@@ -255,35 +245,20 @@ class StallDetector:
         if may_communicate and self.lost is None:
             self.messages.exchange()
         if long:
-            liveness.declare_gone() if self._isolated else self.messages.look_for_gone_processes()
+            liveness.look() if self._isolated else self.messages.look_for_gone_processes()
         for wait, call in long:
             self._judge(wait, call, now)
-        self._give_dumps()
-
-    # Dumps of the ranks
+        if dump.enabled():
+            dump.restart_timer(self.stall)
+        while self.messages.dump_requests:
+            rank, text = self.messages.dump_requests.pop(0)
+            dump.write(f"rank {rank} {text}")
 
     def _ask_for_dumps(self, why: str) -> None:
         """Write a dump of this rank, and request those of all other ranks."""
         if dump.enabled():
             dump.write(why)
             self.messages.request_dumps(why)
-
-    def _give_dumps(self) -> None:
-        """Write a dump of this rank for each new request of another rank."""
-        if dump.enabled():
-            dump.restart_timer(self.stall)
-        for rank, text in self.messages.new_dump_requests():
-            dump.write(f"rank {rank} {text}")
-
-    def request_dumps(self, why: str) -> None:
-        """This rank ends the job: request the dumps of the other ranks. From any thread."""
-        if not self.closed and self.messages.size > 1 and self.lost is None and self._lock.acquire(timeout=END_SECONDS):
-            try:
-                self.messages.request_dumps(why)
-                if self._from_threads:
-                    self.messages.exchange()
-            finally:
-                self._lock.release()
 
     def status(self) -> str:
         """Return lines: where this rank waits, then its last calls, newest first; "" before its first. Local."""
@@ -415,11 +390,11 @@ class _Watchdog:
         if dump.enabled():
             dump.write(why, last=True)
             for detector in self.detectors():
-                detector.request_dumps(dump.error_line(why))
+                detector.tell(lambda messages: messages.request_dumps(dump.error_line(why)))
             time.sleep(dump.WRITE_SECONDS)
         if ulfm.in_force():
             for detector in self.detectors():
-                detector.end(code)
+                detector.tell(lambda messages: messages.announce_end(code))
 
 
 _watchdog = _Watchdog()

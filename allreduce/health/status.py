@@ -1,38 +1,34 @@
-"""The state of a job during a long wait: facts, each with the ranks that it holds for. No MPI here.
+"""The state of a job during a long wait: facts about each rank, their messages, and the table in a report. No MPI here.
 
 Ranks that wait in the same call have the same fact, so the state of a whole job is a few facts with ranges of ranks,
 however many ranks it has.
 """
 
 import json
-import zlib
-from collections.abc import Collection, Iterable, Mapping
+from collections import Counter
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any, NamedTuple
-
-import numpy as np
 
 from allreduce.transport.tables import LINES, listed, ranges
 
-WAITING, LEFT, STALLED, ENDED, SILENT = range(5)
+WAITING, LEFT, STALLED, ENDED = range(4)
 NOT_COME = "has not arrived: it computes, is stopped, or waits for something else"
 SEVERAL = {NOT_COME: "have not arrived: they compute, are stopped, or wait for something else"}
 TEXT_BYTES = 300
-MOST_FACTS = 40  # in a message; beyond that, the calls with the fewest ranks are merged into OTHERS
-OTHERS = "other calls"
-MOST_BYTES = 1 << 20  # of a message that is decoded; states are smaller
-ROW_BYTES, HEAD_BYTES = 4096, 24
-FAR_ROWS = 8  # for facts of other nodes
-OWN_BYTES, FAR_BYTES = ROW_BYTES - HEAD_BYTES, FAR_ROWS * ROW_BYTES - HEAD_BYTES  # of content, at most
+MOST_TEXTS = 40  # in a message; beyond that, the facts of the fewest ranks have the text OTHERS
+OTHERS = "another call"
+MOST_BYTES = 1 << 20  # of a message that is decoded; messages are smaller
+FINAL = 1 << 60  # the version of a row that does not change any more, and the highest that is decoded
 
 
 class Fact(NamedTuple):
-    """A fact about ranks.
+    """A fact about a rank.
 
-    WAITING: they wait in the call `text`; number, turn: number and count of the WaitRecord; fingerprint: the call's.
-    LEFT: they make no further calls, for the reason `text`; number: of the WaitRecord whose calls end, 0: all; turn:
-        the exit code of their program; fingerprint: the number of `finished` agreements that they took part in.
-    STALLED: they request all ranks' stacks and last calls; turn: the number of the request.
-    ENDED: they end the job with the exit code `turn`. SILENT: no message arrives from them, for the reason `text`.
+    WAITING: it waits in the call `text`; number, turn: number and count of the WaitRecord; fingerprint: the call's.
+    LEFT: it makes no further calls, for the reason `text`; number: of the WaitRecord whose calls end, 0: all; turn:
+        the exit code of its program; fingerprint: the number of `finished` agreements that it took part in.
+    STALLED: it requests all ranks' stacks and last calls; turn: the number of the request.
+    ENDED: it ends the job with the exit code `turn`.
     """
 
     kind: int
@@ -42,7 +38,11 @@ class Fact(NamedTuple):
     text: str = ""
 
 
-State = Mapping[Fact, Collection[int]]  # ranks, as numbers of the topology
+class RankFacts(NamedTuple):
+    """All facts about a rank, or about several. The version grows with each change, so the newest row is known."""
+
+    version: int
+    facts: tuple[Fact, ...]
 
 
 def fact(kind: int, number: int, turn: int, fingerprint: int, text: str) -> Fact:
@@ -51,60 +51,38 @@ def fact(kind: int, number: int, turn: int, fingerprint: int, text: str) -> Fact
     return Fact(kind, number, turn, fingerprint, "".join(filter(str.isprintable, cut)))
 
 
-def merged(states: Iterable[State]) -> dict[Fact, set[int]]:
-    """Merge several states."""
-    found: dict[Fact, set[int]] = {}
-    for state in states:
-        for each, ranks in state.items():
-            found.setdefault(each, set()).update(ranks)
-    return found
+def encode(rows: Mapping[int, RankFacts]) -> bytes:
+    """Encode the rows of some ranks as a message. Equal rows are sent once, with the ranges of their ranks."""
+    holders = Counter(each for row in rows.values() for each in row.facts)
+    named = {each for each, _ in holders.most_common(MOST_TEXTS)}
+    alike: dict[RankFacts, list[int]] = {}
+    for rank, row in rows.items():
+        facts = tuple(each if each in named else each._replace(text=OTHERS) for each in row.facts)
+        alike.setdefault(RankFacts(row.version, facts), []).append(rank)
+    content = [[*row, ranges(ranks)] for row, ranks in alike.items()]
+    return json.dumps(content, ensure_ascii=False, separators=(",", ":")).encode()
 
 
-def limited(state: State) -> State:
-    """Return a state with at most MOST_FACTS facts; the calls with the fewest ranks are merged into OTHERS."""
-    if len(state) <= MOST_FACTS:
-        return state
-    order = sorted(state, key=lambda each: (each.kind == WAITING, -len(state[each]), min(state[each])))
-    kept: dict[Fact, Collection[int]] = {each: state[each] for each in order[:MOST_FACTS]}
-    rest = [state[each] for each in order[MOST_FACTS:] if each.kind == WAITING]
-    if rest:
-        kept[Fact(WAITING, text=OTHERS)] = {
-            *kept.get(Fact(WAITING, text=OTHERS), ()),
-            *(r for each in rest for r in each),
-        }
-    return kept
-
-
-def fitting(state: State, nbytes: int) -> bytes:
-    """Encode a state as a message of at most `nbytes`, if necessary without its last facts."""
-    facts = list(state)
-    while len(message := encode({each: state[each] for each in facts})) > nbytes:
-        facts.pop()
-    return message
-
-
-def encode(state: State) -> bytes:
-    """Encode a state as a message."""
-    facts = [[*each, ranges(ranks)] for each, ranks in sorted(state.items())]
-    return json.dumps(facts, ensure_ascii=False, separators=(",", ":")).encode()
-
-
-def decode(message: bytes, ranks: int) -> dict[Fact, set[int]]:
-    """Decode the state of `ranks` ranks from a message; empty if the message does not have this version's format."""
+def decode(message: bytes, ranks: int) -> Iterator[tuple[RankFacts, list[int]]]:
+    """Yield the rows in a message, with their ranks, out of `ranks`, as far as they have this version's format."""
     try:
-        facts = json.loads(message) if len(message) <= MOST_BYTES else None
+        content = json.loads(message) if len(message) <= MOST_BYTES else None
     except (ValueError, RecursionError):
-        return {}
-    found: dict[Fact, set[int]] = {}
-    for each in facts if isinstance(facts, list) else []:
+        return
+    for each in content if isinstance(content, list) else []:
         match each:
-            case [int(kind), int(number), int(turn), int(fingerprint), str(text), list(pairs)] if kind in range(
-                SILENT + 1
-            ):
-                members = {rank for pair in pairs for rank in _members(pair, ranks)}
-                if members:
-                    found.setdefault(fact(kind, number, turn, fingerprint, text), set()).update(members)
-    return found
+            case [int(version), list(facts), list(pairs)] if 0 < version <= FINAL:
+                yield (
+                    RankFacts(version, tuple(_facts(facts))),
+                    [rank for pair in pairs for rank in _members(pair, ranks)],
+                )
+
+
+def _facts(given: list[Any]) -> Iterator[Fact]:
+    for each in given:
+        match each:
+            case [int(kind), int(number), int(turn), int(fingerprint), str(text)] if WAITING <= kind <= ENDED:
+                yield fact(kind, number, turn, fingerprint, text)
 
 
 def _members(pair: Any, ranks: int) -> range:
@@ -114,29 +92,25 @@ def _members(pair: Any, ranks: int) -> range:
     return range(0)
 
 
-def table(state: State, size: int, rank: int, call: str) -> str:
+def table(state: Mapping[Fact, Collection[int]], size: int, rank: int, call: str) -> str:
     """Format a table of where all ranks are, as known to `rank`, which waits in `call`.
 
-    At most 20 lines: ranks in the same call share one.
+    state: the ranks of each fact. At most 20 lines: ranks in the same call share one.
     """
     waits: dict[int, list[str]] = {rank: [call]}
-    left, silent = {}, {}
+    left: dict[int, str] = {}
     for each, ranks in sorted(state.items()):
         for other in ranks:
             if each.kind == WAITING and other != rank and each.text not in waits.get(other, ()):
                 waits.setdefault(other, []).append(each.text)
             elif each.kind == LEFT and each.number == 0:
                 left[other] = each.text
-            elif each.kind == SILENT:
-                silent[other] = each.text
     places: dict[str, list[int]] = {}
     for other in range(size):
         if other in left and other != rank:
             where = f"has left: {left[other]}"
-        elif other in waits:
-            where = f"waits in {' and in '.join(waits[other])}"
         else:
-            where = silent.get(other, NOT_COME)
+            where = f"waits in {' and in '.join(waits[other])}" if other in waits else NOT_COME
         places.setdefault(where, []).append(other)
     important = sorted(places, key=lambda where: (where.startswith("waits in "), -len(places[where])))[:LINES]
     lines = [_line(ranks, where) for where, ranks in places.items() if where in important]
@@ -148,62 +122,3 @@ def _line(ranks: list[int], where: str) -> str:
     if len(ranks) > 1:
         where = SEVERAL.get(where) or where.replace("waits in ", "wait in ", 1).replace("has left: ", "have left: ", 1)
     return f"  {listed(ranks)}: {where}"
-
-
-class StatusRows:
-    """The status of a node's ranks, in memory that they share: each rank writes its own row and reads all rows.
-
-    The leader writes another, longer row: the facts of other nodes. The rank that has written a row may compute, be
-    stopped, or have ended when others read it. A row has a length and a checksum before its content, so a reader
-    recognizes a row that is being written. A row also counts its rank's checks: a leader whose count does not grow is
-    not forwarding other nodes' facts.
-
-    memory: of shape (ranks + FAR_ROWS, ROW_BYTES), dtype uint8, zero at first. own: the index of this rank.
-    """
-
-    def __init__(self, memory: np.ndarray, own: int) -> None:
-        self.own, self.far = own, len(memory) - FAR_ROWS  # indices of rows
-        self._use(memory)
-        self._seen = np.zeros_like(self._heads)
-
-    def _use(self, memory: np.ndarray) -> None:
-        self._bytes = memory.reshape(-1)
-        heads = memory[: self.far + 1, :HEAD_BYTES].view(np.int64)
-        self._heads, self._checks = heads[:, :2], heads[:, 2]  # (length, checksum) of each row; its count of checks
-
-    def release(self) -> None:
-        """Release the shared memory, and use a copy instead. Local, from any thread, at any time."""
-        self._use(self._bytes.reshape(-1, ROW_BYTES).copy())
-
-    def write(self, content: bytes, far: bool = False) -> None:
-        """Write this rank's row, of at most OWN_BYTES. far: the row of other nodes instead, of at most FAR_BYTES."""
-        index = self.far if far else self.own
-        head = len(content), zlib.crc32(content)
-        if tuple(self._heads[index].tolist()) != head:
-            self._bytes[self._place(index, len(content))] = np.frombuffer(content, np.uint8)
-            self._heads[index] = head
-
-    def count_check(self) -> None:
-        """Count a check of this rank."""
-        self._checks[self.own] += 1
-
-    def checks(self, index: int) -> int:
-        """Return how many checks the rank with this index has made."""
-        return int(self._checks[index])
-
-    def changed(self) -> list[tuple[int, bytes]]:
-        """Return (index, content) of each row that has changed since the last call."""
-        heads = self._heads.copy()
-        news = []
-        for index in np.flatnonzero((heads != self._seen).any(axis=1)).tolist():
-            length, checksum = heads[index].tolist()
-            if 0 <= length <= (FAR_BYTES if index == self.far else OWN_BYTES):
-                content = self._bytes[self._place(index, length)].tobytes()
-                if zlib.crc32(content) == checksum:  # else the row is being written, and is read the next time
-                    self._seen[index] = heads[index]
-                    news.append((index, content))
-        return news
-
-    def _place(self, index: int, length: int) -> slice:
-        begin = index * ROW_BYTES + HEAD_BYTES
-        return slice(begin, begin + length)

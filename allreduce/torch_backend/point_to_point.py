@@ -82,12 +82,7 @@ class GroupMessages:
 
     def _has_left(self, message: str, peer: int) -> bool:
         """Raise RankLeftError when the peer has ended its program, and its last messages have had time to arrive."""
-        departure = self._statuses.departure(peer)
-        if departure is not None and time.monotonic() - departure[1] > LEFT_SECONDS:
-            fact = departure[0]
-            error = RankLeftError(f"rank {peer} has left: {fact.text}, while this rank waits for it in {message}")
-            error.job_code = fact.turn or 1
-            raise error
+        self._statuses.check_present([peer], LEFT_SECONDS, message)
         return False
 
     # monitored_barrier: every rank reports to rank 0 and waits for its answer

@@ -13,8 +13,8 @@ from allreduce.notices import log
 from allreduce.process import proc
 from allreduce.transport import ulfm
 
-_known: dict[int, "Process"] = {}  # by world rank: processes of this node that a topology has registered
-_declared: set["Process"] = set()
+_known: dict[int, "Process"] = {}  # by world rank: processes of this machine that a topology has registered
+_ended: dict[int, "Process"] = {}  # those that have ended, of which MPI can't be told
 
 
 class Process(NamedTuple):
@@ -61,22 +61,19 @@ def gone(process: Process) -> bool:
 
 
 def know(processes: Mapping[int, Process]) -> None:
-    """Register processes of ranks of this node, by world rank. Local."""
+    """Register processes of ranks of this machine, by world rank. Local."""
     _known.update(processes)
 
 
-def declare_gone() -> None:
-    """Report every registered process that has ended as failed to MPI, under ULFM. Local."""
-    for process in [process for process in _known.values() if process not in _declared and gone(process)]:
-        declare(process)
+def look() -> Mapping[int, Process]:
+    """Look for registered processes that have ended. Under ULFM report each as failed to MPI. Local, from any thread.
 
-
-def declare(process: Process) -> bool:
-    """Report a process that has ended as failed to MPI. False if this MPI has no such interface. Local."""
-    if process in _declared:
-        return True
-    if process.name is None or not ulfm.declare_failed(process.name):
-        return False
-    _declared.add(process)
-    log.debug("process %d of this node has ended without telling MPI; it counts as a failed rank", process.pid)
-    return True
+    Returns those of which MPI can't be told, by world rank: this MPI has no such interface.
+    """
+    for rank, process in list(_known.items()):
+        if gone(process) and _known.pop(rank, None) is not None:
+            if process.name is not None and ulfm.declare_failed(process.name):
+                log.debug("process %d has ended without telling MPI; it counts as a failed rank", process.pid)
+            else:
+                _ended[rank] = process
+    return _ended

@@ -7,7 +7,7 @@ from mpi4py import MPI
 
 from allreduce import Topology
 from allreduce.errors import BrokenError, CommunicationError, RankLeftError, RankLostError, UnavailableError
-from allreduce.health.status import LEFT, Fact
+from allreduce.health.status import LEFT, Fact, RankFacts
 from allreduce.transport import ulfm
 from allreduce.transport.control import agree
 from allreduce.transport.layout import nodes_left
@@ -179,8 +179,7 @@ def test_who_has_left_after_an_agreement_is_not_missed_in_it() -> None:
     with Topology(MPI.COMM_SELF) as topology:
         notes, finish, call = topology.detector.messages, topology.finish_record, NamedCall("finished")
         notes.use_unrevoked(topology.world, finish)
-        notes._received[1] = {Fact(LEFT, 0, 0, 1, "it has ended its program"): {1}}
-        notes._merge()
+        notes._learn(1, RankFacts(1, (Fact(LEFT, 0, 0, 1, "it has ended its program"),)), 1)
         finish.begin(call)
         notes.check_finish(call)
         finish.begin(call)

@@ -63,7 +63,7 @@ class _Post:
 
 def read_notes(value: list[bytes], _: Path) -> str:
     notes = StatusMessages(_Post(value))  # type: ignore[arg-type]
-    notes.receive()  # of ranks that are not connected, each may tell this one
+    notes.receive()
     return notes.table(NamedCall("a call"))
 
 

@@ -7,7 +7,8 @@ from mpi4py import MPI
 
 from allreduce.errors import RankLeftError
 from allreduce.health.stall import StallDetector
-from allreduce.health.status import LEFT, Fact
+from allreduce.health.status import LEFT, Fact, RankFacts
+from allreduce.health.status_messages import KnownFacts
 from allreduce.transport.wait import NamedCall
 
 
@@ -15,9 +16,9 @@ from allreduce.transport.wait import NamedCall
 def test_a_rank_leaves_one_place_or_all(number: int, ends: bool) -> None:
     """A failed call ends its backend, but not other backends' calls with the same rank."""
     detector = StallDetector(MPI.COMM_SELF, 100.0)
-    detector.messages._received[1] = {Fact(LEFT, number, text="its call failed"): {1}}
-    detector.messages._merge()
-    detector.messages._left = dict.fromkeys(detector.messages._left, time.monotonic() - 50)
+    fact = Fact(LEFT, number, text="its call failed")
+    detector.messages._known[1] = KnownFacts(RankFacts(1, (fact,)), {fact: time.monotonic() - 50}, 1, 1)
+    detector.messages._changes = 1
     wait = detector.wait_record(7, raises=True)
     wait.begin(NamedCall("all_reduce"))
     detector._judge(wait, NamedCall("all_reduce"), time.monotonic())
