@@ -17,11 +17,11 @@ import allreduce
 from allreduce import Topology
 from allreduce.arrays import dtypes
 from allreduce.arrays.compression import Half
-from allreduce.errors import AllReduceError, OptionError
+from allreduce.errors import OptionError
 from allreduce.transport.control import raise_together
 from benchmarks.lib import cli, limits, machine, outputs, plot, report, sizes, table
 from benchmarks.lib.advice import advice, wrong_results
-from benchmarks.lib.contenders import PEERS, Contender, gather
+from benchmarks.lib.contenders import PEERS, gather
 from benchmarks.lib.outputs import Screen
 from benchmarks.lib.results import Run, to_csv, to_json
 from benchmarks.lib.timing import Cell, Checker, Plan, measure_size
@@ -85,12 +85,21 @@ def _run(world: Topology, args: argparse.Namespace, screen: Screen) -> int:
     comm = world.world
     cli.checked_op(comm, args.op, args.datatype)
     wanted = _sizes(comm, args)
-    everything = len(args.backends) == len(allreduce.NAMES)
     with Topology(comm, ranks_per_node=args.ranks_per_node) as topology:
+        usable = set(allreduce.available(topology)) & set(args.backends)
+        machine.check_memory(comm, (1 + len(usable)) * wanted[-1])
+        count, everything = wanted[-1] // args.datatype.itemsize, len(args.backends) == len(allreduce.NAMES)
         contenders, skipped = gather(
-            topology, args.backends, args.peers, args.datatype, args.op, optional=everything, compress=args.compress
-        )
-        cells = _cells(topology, contenders, wanted[-1], args.datatype, skipped, everything)
+            topology, args.backends, args.peers, count, args.datatype, args.op,
+            optional=everything, compress=args.compress,
+        )  # fmt: skip
+        foreign = np.zeros(count, args.datatype)
+        cells = [
+            Cell(each.name, memory, each.call, array)
+            for each in contenders
+            for memory, array in (("foreign", foreign), ("allocated", each.array))
+            if array is not None
+        ]
         run = Run(
             machine={**machine.describe(args.peers), **limits.measure(topology)},
             node_sizes=list(topology.node_sizes),
@@ -118,39 +127,6 @@ def _sizes(comm: MPI.Intracomm, args: argparse.Namespace) -> list[int]:
         problem = f"-b {args.minbytes} -e {args.maxbytes}: no size between them holds an element of {args.datatype}"
         raise_together(comm, OptionError(f"{problem}; -e must be at least -b and {args.datatype.itemsize}"))
     return wanted
-
-
-def _cells(
-    topology: Topology,
-    contenders: list[Contender],
-    largest: int,
-    dtype: np.dtype,
-    skipped: dict[str, str],
-    everything: bool,
-) -> list[Cell]:
-    """Return the cells: an array from allocate() for each contender, and one ordinary array that all share. Collective.
-
-    Removes contenders whose allocate() fails, with the reason in `skipped`; raises the error unless `everything`.
-    """
-    count = largest // dtype.itemsize
-    arrays = 1 + sum(contender.allocate is not None for contender in contenders)
-    machine.check_memory(topology.world, arrays * largest)
-    foreign = np.zeros(count, dtype)
-    cells = []
-    for contender in list(contenders):
-        own = [Cell(contender.name, "foreign", contender.call, foreign)]
-        try:
-            if contender.allocate is not None:
-                own.append(Cell(contender.name, "allocated", contender.call, contender.allocate(count, dtype)))
-        except AllReduceError as error:
-            if not everything:
-                raise
-            skipped[contender.name] = str(error)
-            contenders.remove(contender)
-            contender.close()
-            continue
-        cells += own
-    return cells
 
 
 def _measure(

@@ -22,7 +22,6 @@ from statistics import median
 from typing import Any, NamedTuple
 
 import numpy as np
-from mpi4py import MPI
 
 try:
     import torch
@@ -40,7 +39,7 @@ except ImportError as error:
 from allreduce.errors import OptionError
 from allreduce.machine import identify
 from allreduce.topology import Topology
-from allreduce.transport.control import combine, on_all, on_all_ranks
+from allreduce.transport.control import on_all, on_all_ranks
 from benchmarks.lib import cli, timing
 from benchmarks.lib.contenders import join
 from benchmarks.lib.machine import peak_memory, trim
@@ -255,7 +254,7 @@ class Bench:
 
     def _largest(self, value: float) -> float:
         """Return the largest value of all ranks."""
-        return float(combine(self._comm, np.array([value], np.float64), "find the largest", MPI.MAX)[0])
+        return float(timing.slowest(self._comm, np.array([value]))[0])
 
 
 def _parts(model: nn.Module) -> list[nn.Module]:

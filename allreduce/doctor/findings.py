@@ -6,6 +6,7 @@ from functools import partial
 from itertools import groupby
 from typing import Any, NamedTuple, TypeVar
 
+from allreduce.notices import scaled
 from allreduce.transport.tables import spans
 
 OK, WARNING, PROBLEM = LEVELS = ("ok", "warning", "problem")
@@ -123,22 +124,9 @@ def some(texts: Sequence[str], separator: str = "; ") -> str:
     return separator.join(texts[:MOST_NAMED]) + (f"{separator}and {more} more" if more > 0 else "")
 
 
-def nbytes(number: float) -> str:
-    """ "1.5 GiB" """
-    return scaled(number, ("B", "KiB", "MiB", "GiB", "TiB"), 1024)
-
-
 def count(parameters: float) -> str:
     """ "25M", "1.5B" """
     return scaled(parameters, ("", "K", "M", "B"), 1000).replace(" ", "")
-
-
-def scaled(number: float, units: Sequence[str], base: int) -> str:
-    """Format a number with the largest unit that it reaches."""
-    power = 0
-    while number >= base and power < len(units) - 1:
-        number, power = number / base, power + 1
-    return f"{number:.0f} {units[power]}" if number >= 100 else f"{number:.3g} {units[power]}"
 
 
 def plural(number: float, word: str) -> str:

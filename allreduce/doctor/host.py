@@ -33,7 +33,6 @@ from allreduce.doctor.findings import (
     count,
     grouped,
     named,
-    nbytes,
     ok,
     plural,
     problem,
@@ -42,6 +41,7 @@ from allreduce.doctor.findings import (
     warning,
 )  # fmt: skip
 from allreduce.machine import cores, identify, mpi_library
+from allreduce.notices import nbytes
 from allreduce.process import launcher, proc
 from allreduce.topology import Topology
 from allreduce.transport import ulfm

@@ -5,7 +5,6 @@ its `main`.
 """
 
 import argparse
-import difflib
 import math
 import shlex
 import sys
@@ -17,6 +16,7 @@ from mpi4py import MPI
 
 from allreduce.arrays import dtypes, ops
 from allreduce.errors import AllReduceError, OptionError
+from allreduce.notices import near
 from allreduce.topology import Topology
 from allreduce.transport.control import everywhere, raise_together, root_value
 from benchmarks.lib import outputs, sizes
@@ -204,9 +204,8 @@ def add_some(
         given = allowed if text == "all" else [part.strip() for part in text.split(separator) if part.strip()]
         for name in given:
             if name not in allowed:
-                near = difflib.get_close_matches(name, allowed, n=1, cutoff=0.5)
-                hint = f"did you mean {near[0]!r}? " if near else ""
-                raise argparse.ArgumentTypeError(f"{name!r} can't be given; {hint}use all, or some of {some}")
+                hint = f"{near(name, allowed) or ';'} use all, or some of {some}"
+                raise argparse.ArgumentTypeError(f"{name!r} can't be given{hint}")
         return list(dict.fromkeys(given))
 
     text = f"{about}: all, or some of {some}".removeprefix(": ")

@@ -17,39 +17,36 @@ from mpi4py import MPI
 import allreduce
 from allreduce.arrays import dtypes, ops
 from allreduce.backend import AllReduce
-from allreduce.errors import OptionError, UnavailableError, UnsupportedDtypeError
+from allreduce.errors import AllReduceError, OptionError, UnavailableError
 from allreduce.topology import Topology
 from allreduce.transport.control import all_values, on_all_ranks, raise_together, together
 
 
 @dataclass
 class Contender:
-    """A contender. call: reduces a 1-D array in place, on all ranks. allocate: None if it does not allocate memory."""
+    """A contender. call: reduces a 1-D array in place. array: from its allocate(); None if it has none."""
 
     name: str
     call: Callable[[np.ndarray], None]
-    allocate: Callable[[int, np.dtype], np.ndarray] | None = None
+    array: np.ndarray | None = None
     close: Callable[[], Any] = bool  # collective
 
 
-def of_backend(backend: AllReduce, op: str, dtype: np.dtype) -> Contender:
-    """Return a backend as a contender, for NumPy arrays and those of its allocate(device="cpu"). Collective.
-
-    Raises UnsupportedDtypeError if it does not reduce the dtype.
-    """
-    allocate = partial(backend.allocate, device="cpu")
+def of_backend(backend: AllReduce, op: str, count: int, dtype: np.dtype) -> Contender:
+    """Return a backend as a contender, with an array of `count` elements. Collective. Raises the errors of allocate."""
     try:
-        allocate(0, dtype)
-    except UnsupportedDtypeError:
+        array = backend.allocate(count, dtype, device="cpu")
+    except AllReduceError:
         backend.close()
         raise
-    return Contender(backend.name, partial(backend, op=op), allocate, backend.close)
+    return Contender(backend.name, partial(backend, op=op), array, backend.close)
 
 
 def gather(
     topology: Topology,
     names: Sequence[str],
     peers: Sequence[str],
+    count: int,
     dtype: np.dtype,
     op: str,
     *,
@@ -58,15 +55,15 @@ def gather(
 ) -> tuple[list[Contender], dict[str, str]]:
     """Create the contenders; also returns {name: reason} of those that are left out. Collective.
 
-    names: of backends. optional: leave out backends that don't work here or with this dtype; else they are errors.
-    compress: as in `allreduce.create`, for all backends.
+    names: of backends. count: elements of their arrays. optional: leave out backends that don't work here or with this
+    dtype; else they are errors. compress: as in `allreduce.create`, for all backends.
     """
     found: list[Contender] = []
     skipped: dict[str, str] = {}
     for name in names:
         try:
-            found.append(of_backend(allreduce.create(name, topology, compress=compress), op, dtype))
-        except (UnavailableError, OptionError, UnsupportedDtypeError) as error:
+            found.append(of_backend(allreduce.create(name, topology, compress=compress), op, count, dtype))
+        except AllReduceError as error:
             if not optional:
                 raise
             skipped[name] = str(error)

@@ -2,6 +2,10 @@
 
 import re
 
+from allreduce.notices import nbytes as show
+
+__all__ = ["layers", "parse", "show", "sweep", "whole"]
+
 LONGEST = 20  # digits; more than any machine's bytes, and no float overflows
 _UNITS = {"": 1, "B": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 _PATTERN = re.compile(r"(\d+(?:\.\d+)?)\s*([KMG]?)(?:i?B)?", re.IGNORECASE)
@@ -36,11 +40,3 @@ def layers(parameters: float, features: int, classes: int) -> list[int]:
     ends = features + classes
     hidden = max(1, round((-ends + (ends**2 + 4 * parameters) ** 0.5) / 2))
     return [features, hidden, hidden, classes]
-
-
-def show(nbytes: float) -> str:
-    """ "8 B", "64 KiB", "1.5 MiB"."""
-    for unit, size in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
-        if nbytes >= size:
-            return f"{nbytes / size:.3g} {unit}" if nbytes < 1000 * size else f"{nbytes / size:.0f} {unit}"
-    return f"{nbytes:.0f} B"
