@@ -143,6 +143,7 @@ class Algorithm(ABC):
         self.context, self.lossless = context, self
         self.rank, self.size, self.comm = context.rank, context.size, context.comm
         self.workspace = context.executor.scratch()
+        self.holds: list[Algorithm] = []  # the algorithms inside, which `close` and `abandon` reach
 
     @abstractmethod
     def reduce(self, buffer: np.ndarray, op: Op) -> None:
@@ -198,11 +199,15 @@ class Algorithm(ABC):
         "auto" selects the cheapest of all algorithms that have one; benchmarks.scaling predicts with them. Optional."""
         return float("inf")
 
-    def close(self) -> None:  # noqa: B027, most hold nothing
+    def close(self) -> None:
         """Free what the context does not free: it owns the communicators, the scratch memory and the allocations."""
+        for each in self.holds:
+            each.close()
 
-    def abandon(self) -> None:  # noqa: B027
+    def abandon(self) -> None:
         """Drop what `close` frees, without communicating, because ranks may have failed. Local."""
+        for each in self.holds:
+            each.abandon()
 
 
 class TwoPhase(Algorithm):

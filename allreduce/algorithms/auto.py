@@ -99,6 +99,7 @@ class Auto(TwoPhase):
         """Make an algorithm, unless it is unavailable here. Collective."""
         try:
             self._algorithms[name] = self.context.make(name, compress=None if name == "nccl" else self._compress)
+            self.holds.append(self._algorithms[name])
         except UnavailableError as error:  # on all ranks
             self._leave_out(name, error)
 
@@ -187,11 +188,3 @@ class Auto(TwoPhase):
         except UnavailableError as error:  # on all ranks: shared memory is full
             notices.once(self.rank, f'"auto" allocates ordinary memory, which will be copied: {error}')
             return super().allocate(length, dtype, device)
-
-    def close(self) -> None:
-        for each in self._algorithms.values():
-            each.close()
-
-    def abandon(self) -> None:
-        for each in self._algorithms.values():
-            each.abandon()

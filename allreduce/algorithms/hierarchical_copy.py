@@ -40,6 +40,7 @@ class HierarchicalCopy(TwoPhase):
         inside, across = context.inside(), context.across()
         self._node = together(self.comm, lambda: _two_phase(node, inside))
         self._cross = together(self.comm, lambda: across.make(cross, compress=compress))
+        self.holds = [self._cross, self._node]
         self._compress = compress
         # losses and flags are small: the MPI library is good at them
         self.lossless = self if compress is None else context.make("native")
@@ -93,14 +94,6 @@ class HierarchicalCopy(TwoPhase):
     def all_gather(self, buffer: np.ndarray) -> None:
         if self._node.size > 1:
             self._node.all_gather(buffer)
-
-    def close(self) -> None:
-        self._cross.close()
-        self._node.close()
-
-    def abandon(self) -> None:
-        self._cross.abandon()
-        self._node.abandon()
 
     def _originals_cross(self) -> bool:
         """Return True if every node has one rank, so that 16-bit originals are sent, and `cross` can sum them."""

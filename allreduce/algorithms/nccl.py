@@ -20,6 +20,7 @@ from allreduce.transport.control import all_values, raise_together, root_value, 
 BYTES = 1  # ncclUint8
 AVERAGE = 4  # ncclAvg in nccl.h, since NCCL 2.10
 AVERAGE_VERSION = 21000
+Launch = Callable[[Any, int, int], None]  # takes an array, and NCCL's numbers of its dtype and of an operation
 SHARED_GPU_VERSION = 23000  # since 2.30, NCCL_MULTI_RANK_GPU_ENABLE=1 lets ranks share a GPU
 
 
@@ -53,8 +54,9 @@ class Nccl(TwoPhase):
             return super().work(call, op)
         if call.kind == "all_gather":
             return Work(self._gather_gpu)
-        reduce = self._scatter_gpu if call.kind == "reduce_scatter" else self._reduce_gpu
-        return Work(lambda buffer: reduce(buffer, op))
+        everything = call.kind == "all_reduce"
+        launch, part = (self._all_reduce, slice(None)) if everything else (self._scatter, self.owned(call.length))
+        return Work(lambda buffer: self._reduce_gpu(launch, buffer, op, part))
 
     def owned(self, length: int, rank: int | None = None) -> slice:
         """Return equal slices, as NCCL needs them; the last rank's slice also has the remainder."""
@@ -64,49 +66,32 @@ class Nccl(TwoPhase):
 
     def reduce(self, buffer: np.ndarray, op: Op) -> None:
         staged = self._on_gpu(buffer, dtypes.TYPES[buffer.dtype].accumulator)
-        self._reduce_gpu(staged, op)
+        self._reduce_gpu(self._all_reduce, staged, op, slice(None))
         np.copyto(buffer, staged.get(), casting="unsafe")
-
-    def _reduce_gpu(self, buffer: Any, op: Op) -> None:
-        with self._on_nccl_stream(buffer):
-            accumulator = dtypes.TYPES[buffer.dtype].accumulator
-            if buffer.dtype == accumulator:
-                self._reduce_in_place(buffer, op)
-                return
-            wide = self._widened(buffer, accumulator)
-            self._reduce_in_place(wide, op)
-            buffer[...] = wide.astype(buffer.dtype)  # rounds 16-bit floats, once
-
-    def _reduce_in_place(self, buffer: Any, op: Op) -> None:
-        """All-reduce by NCCL; for max and min also restore the NaNs that NCCL drops."""
-        nans = self._nans(buffer, op)
-        self._call(self._all_reduce, buffer, op)
-        if nans is not None:
-            self._call(self._all_reduce, nans, ops.OPS["sum"])  # NaN where any rank has one, else 0
-            self._cupy.add(buffer, nans, out=buffer)
 
     def scatter(self, buffer: np.ndarray, op: Op) -> None:
         staged, mine = self._on_gpu(buffer, buffer.dtype), self.owned(buffer.size)
-        self._scatter_gpu(staged, op)
+        self._reduce_gpu(self._scatter, staged, op, mine)
         buffer[mine] = staged[mine].get()
 
-    def _scatter_gpu(self, buffer: Any, op: Op) -> None:
+    def _reduce_gpu(self, launch: Launch, buffer: Any, op: Op, part: slice) -> None:
+        """Reduce a CuPy array by the NCCL call `launch`, of which `part` is the result."""
         with self._on_nccl_stream(buffer):
-            accumulator, mine = dtypes.TYPES[buffer.dtype].accumulator, self.owned(buffer.size)
+            accumulator = dtypes.TYPES[buffer.dtype].accumulator
             if buffer.dtype == accumulator:
-                self._scatter_in_place(buffer, op, mine)
+                self._reduce_in_place(launch, buffer, op, part)
                 return
             wide = self._widened(buffer, accumulator)
-            self._scatter_in_place(wide, op, mine)
-            buffer[mine] = wide[mine].astype(buffer.dtype)
+            self._reduce_in_place(launch, wide, op, part)
+            buffer[part] = wide[part].astype(buffer.dtype)  # rounds 16-bit floats, once
 
-    def _scatter_in_place(self, buffer: Any, op: Op, mine: slice) -> None:
-        """Reduce-scatter by NCCL into buffer[mine], with NaNs as in `_reduce_in_place`."""
-        nans = self._nans(buffer, op)
-        self._call(self._scatter, buffer, op, buffer[mine])
+    def _reduce_in_place(self, launch: Launch, buffer: Any, op: Op, part: slice) -> None:
+        """Reduce by NCCL into buffer[part]; for max and min also restore the NaNs that NCCL drops."""
+        nans = self._cupy.where(self._cupy.isnan(buffer), buffer, 0) if op.keeps_nan(buffer.dtype) else None
+        self._call(launch, buffer, op, buffer[part])
         if nans is not None:
-            self._call(self._scatter, nans, ops.OPS["sum"], nans[mine])
-            self._cupy.add(buffer[mine], nans[mine], out=buffer[mine])
+            self._call(launch, nans, ops.OPS["sum"], nans[part])  # NaN where any rank has one, else 0
+            self._cupy.add(buffer[part], nans[part], out=buffer[part])
 
     def all_gather(self, buffer: np.ndarray) -> None:
         if buffer.dtype not in dtypes.TYPES:  # CuPy may not know it either
@@ -161,11 +146,7 @@ class Nccl(TwoPhase):
         wide[...] = buffer
         return wide
 
-    def _nans(self, buffer: Any, op: Op) -> Any:
-        """Return an array with the NaNs that NCCL's max and min would drop, 0 elsewhere; None for other operations."""
-        return self._cupy.where(self._cupy.isnan(buffer), buffer, 0) if op.keeps_nan(buffer.dtype) else None
-
-    # Calls of NCCL; `_all_reduce` and `_scatter` are called by `_call`
+    # Calls of NCCL; `_call` calls the two of type Launch
 
     def _all_reduce(self, buffer: Any, kind: int, op: int) -> None:
         pointer = buffer.data.ptr
@@ -194,15 +175,11 @@ class Nccl(TwoPhase):
             self._communicator.broadcast(end, end, rest, BYTES, self.size - 1, self._stream.ptr)
         self._nccl.groupEnd()
 
-    def _call(self, launch: Callable[[Any, int, int], None], buffer: Any, op: Op, result: Any = None) -> None:
-        """Launch an NCCL call, and scale the result for a mean if NCCL has no average.
-
-        result: the part of the array that holds the result (default: all of it).
-        """
+    def _call(self, launch: Launch, buffer: Any, op: Op, result: Any) -> None:
+        """Launch an NCCL call, and scale `result`, a part of the array, for a mean if NCCL has no average."""
         average = op.scale == 1 / self.size and self._nccl.get_version() >= AVERAGE_VERSION
         launch(buffer, dtypes.TYPES[buffer.dtype].nccl, AVERAGE if average else op.nccl)
         if op.scale is not None and not average:
-            result = buffer if result is None else result
             self._cupy.multiply(result, op.scale, out=result)
 
     def _connect_nccl(self) -> None:

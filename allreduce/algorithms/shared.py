@@ -158,11 +158,7 @@ class Shared(TwoPhase):
     def _elsewhere(self, kind: str, buffer: np.ndarray, op: Op, addresses: list[int]) -> None:
         """Do a call of this kind on an array in ordinary memory. addresses: of all ranks' arrays."""
         if all(addresses):
-            by_cma = {"all_reduce": self._reduce_by_cma, "reduce_scatter": self._reduce_scatter_by_cma}
-            if kind == "all_gather":
-                self._all_gather_by_cma(buffer, addresses)
-            else:
-                by_cma[kind](buffer, op, addresses)
+            self._by_cma(kind, buffer, op, addresses)
             return
         if self._cma.works:
             notices.once(self.rank, STAGES)
@@ -230,23 +226,17 @@ class Shared(TwoPhase):
 
     # Other arrays, by CMA
 
-    def _reduce_by_cma(self, buffer: np.ndarray, op: Op, addresses: list[int]) -> None:
-        for block in self._cma_blocks(buffer):
-            mine = self._combine_by_cma(buffer, block, op, addresses)
+    def _by_cma(self, kind: str, buffer: np.ndarray, op: Op, addresses: list[int]) -> None:
+        if kind == "all_gather":
             for rank in self._others():
-                self._cma.write(rank, addresses[rank] + block.start * buffer.itemsize, mine)
-        self._meet()
-
-    def _reduce_scatter_by_cma(self, buffer: np.ndarray, op: Op, addresses: list[int]) -> None:
-        for block in self._cma_blocks(buffer):
-            self._combine_by_cma(buffer, block, op, addresses)
-        self._meet()
-
-    def _all_gather_by_cma(self, buffer: np.ndarray, addresses: list[int]) -> None:
-        for rank in self._others():
-            span = self.owned(buffer.size, rank)
-            if span.start < span.stop:
-                self._cma.read(rank, addresses[rank] + span.start * buffer.itemsize, buffer[span])
+                span = self.owned(buffer.size, rank)
+                if span.start < span.stop:
+                    self._cma.read(rank, addresses[rank] + span.start * buffer.itemsize, buffer[span])
+        else:
+            for block in self._cma_blocks(buffer):
+                mine = self._combine_by_cma(buffer, block, op, addresses)
+                for rank in self._others() if kind == "all_reduce" else ():
+                    self._cma.write(rank, addresses[rank] + block.start * buffer.itemsize, mine)
         self._meet()
 
     def _combine_by_cma(self, buffer: np.ndarray, block: slice, op: Op, addresses: list[int]) -> np.ndarray:

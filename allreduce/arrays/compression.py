@@ -1,7 +1,7 @@
 """The values of `compress=`: the names "float16", "int8", "powersgd:4" ..., and the options that they stand for."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import ClassVar
 
 import numpy as np
@@ -196,5 +196,5 @@ def _quoted(compression: Compression | None) -> str:
 
 
 def _integer_error(options: Compression, name: str, least: int, most: int) -> str:
-    value = next(getattr(options, each.name) for each in fields(options) if each.name == name)  # type: ignore[arg-type]
+    value = getattr(options, name)
     return "" if is_integer(value, least, most) else f"{name} must be an integer from {least} to {most}, got {value!r}"

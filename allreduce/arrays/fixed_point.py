@@ -297,12 +297,17 @@ def finish(
 def finish_special(found: Special, out: np.ndarray, part: slice) -> None:
     """Write the infinities and NaN in the elements `part` of `out`. found: of all ranks."""
     inside = (found.elements >= part.start) & (found.elements < part.stop)
-    for value, chosen in (
-        (np.nan, found.positive & found.negative),
-        (np.inf, found.positive & ~found.negative),
-        (-np.inf, found.negative & ~found.positive),
-    ):
-        out[found.elements[inside & chosen]] = value
+    elements = found.elements[inside]
+    values = out[elements]
+    write_special(values, found.positive[inside], found.negative[inside])
+    out[elements] = values
+
+
+def write_special(out: np.ndarray, positive: np.ndarray, negative: np.ndarray) -> None:
+    """Write an infinity where one sign is marked, NaN where both are."""
+    out[positive] = np.inf
+    out[negative] = -np.inf
+    out[positive & negative] = np.nan
 
 
 def quantum(largest: np.ndarray, count: int, form: Format) -> np.ndarray:

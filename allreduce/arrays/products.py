@@ -139,12 +139,3 @@ def _met(left: np.ndarray, right: np.ndarray, sign: int) -> np.ndarray:
     pair = (np.concatenate([each[side] for each in cases]).astype(np.float32) for side in (0, 1))
     first, second = pair
     return first.T @ second > 0
-
-
-def finish_special(found: np.ndarray, out: np.ndarray, part: slice) -> None:
-    """Write the infinities and NaN in the elements `part` of `out`. found: of all ranks."""
-    positive, negative = found[:, part] > 0
-    own = out[part]
-    own[positive & ~negative] = np.inf
-    own[negative & ~positive] = -np.inf
-    own[positive & negative] = np.nan

@@ -6,7 +6,6 @@ from typing import Any
 
 import numpy as np
 
-from allreduce import notices
 from allreduce.algorithm import Algorithm, Context, TwoPhase, Work
 from allreduce.arrays.compression import LONG
 from allreduce.arrays.memory_kinds import GPU
@@ -14,8 +13,6 @@ from allreduce.arrays.ops import Op
 from allreduce.arrays.parts import Part
 from allreduce.call.call import Call
 from allreduce.memory.allocations import Slice
-
-NOTICED = 1024  # elements: shorter arrays of one dimension are not worth a notice
 
 
 class Compressed(TwoPhase):
@@ -26,7 +23,7 @@ class Compressed(TwoPhase):
 
     def __init__(self, context: Context, *, inner: Algorithm) -> None:
         super().__init__(context)
-        self.inner, self.lossless = inner, inner.lossless
+        self.inner, self.lossless, self.holds = inner, inner.lossless, [inner]
         self.sums, self.sums_half, self.by_array = inner.sums, inner.sums_half, inner.by_array
         self.copies_unregistered = inner.copies_unregistered
         self._scratch: dict[tuple[np.dtype, str], Any] = {}  # memory from the inner algorithm, by dtype and device
@@ -113,10 +110,7 @@ class Compressed(TwoPhase):
 
     def close(self) -> None:
         self._scratch.clear()
-        self.inner.close()
-
-    def abandon(self) -> None:
-        self.inner.abandon()
+        super().close()
 
     # For subclasses
 
@@ -126,11 +120,3 @@ class Compressed(TwoPhase):
         if held is None or held.size < length:
             held = self._scratch[dtype, device] = self.inner.allocate(length, dtype, device)
         return held[:length]
-
-    def say_undescribed(self, needs: str) -> None:
-        """Log once that an array is not compressed because `describe` has told nothing of it. Local."""
-        notices.once(
-            self.rank,
-            f"compress={needs}, so arrays of one dimension are sent uncompressed: call describe(array, parts) with the "
-            "parameters of the model; of PyTorch's DDP, allreduce.torch_backend.describe(model)",
-        )

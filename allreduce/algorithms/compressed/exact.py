@@ -77,11 +77,7 @@ class Exact(Compressed):
         if call.kind == "sum_products":
             return self._pairs_work(call, op)
         if call.dtype in FORMATS and call.op in ("max", "min") and self.size > 1 and call.kind != "all_gather":
-            if call.memory == GPU:
-                everything = slice(None)
-                stage = self.context.stage
-                return Work(lambda buffer: stage(buffer, everything, lambda host: self.reduce(host, op), everything))
-            return Work(lambda buffer: self.reduce(buffer, op), place=self.place)
+            return super(Compressed, self).work(call, op)._replace(place=self.place)
         return super().work(call, op)
 
     def _terms_work(self, call: Call, op: Op) -> Work:
@@ -117,7 +113,7 @@ class Exact(Compressed):
             def finish(part: slice) -> None:
                 products.finish(wide, count if op.name == "mean" else 1, buffer, part)
                 if special is not None:
-                    products.finish_special(special, buffer, part)
+                    fixed_point.write_special(buffer[part], *(special[:, part] > 0))
 
             self._finish_sums(wide, finish, buffer, scatters)
 

@@ -7,8 +7,9 @@ from typing import Any, NamedTuple
 import numpy as np
 from mpi4py import MPI
 
+from allreduce import notices
 from allreduce.algorithm import Algorithm, Context
-from allreduce.algorithms.compressed.compressed import NOTICED, Compressed
+from allreduce.algorithms.compressed.compressed import Compressed
 from allreduce.arrays import low_rank
 from allreduce.arrays.chunks import chunk
 from allreduce.arrays.compression import PowerSGD
@@ -18,6 +19,8 @@ from allreduce.arrays.parts import Part
 from allreduce.arrays.workspace import Workspace
 from allreduce.memory.allocations import Slice
 from allreduce.transport.control import combine
+
+NOTICED = 1024  # elements: shorter arrays of one dimension are not worth a notice
 
 
 class Item(NamedTuple):
@@ -233,7 +236,12 @@ class LowRank(Compressed):
     def _say_uncompressed(self, where: Slice | None, parts: Sequence[Part]) -> None:
         described = where is not None and where.entry.parts
         if not described and all(len(part.shape) < 2 and part.stop - part.start > NOTICED for part in parts):
-            self.say_undescribed(f'"{self.options}" needs shapes')
+            notices.once(
+                self.rank,
+                f'compress="{self.options}" needs shapes, so arrays of one dimension are sent uncompressed: call '
+                "describe(array, parts) with the parameters of the model; of PyTorch's DDP, "
+                "allreduce.torch_backend.describe(model)",
+            )
 
 
 def _key(where: Slice, of: Matrix) -> tuple[int, int, int]:
