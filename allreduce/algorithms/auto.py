@@ -76,7 +76,6 @@ class Auto(TwoPhase):
         self._compress = compress
         self._choices: dict[tuple[int, np.dtype, int], tuple[str, str]] = {}
         self._algorithms: dict[str, Algorithm] = {}
-        self._unavailable: dict[str, str] = {}
         names = candidates(context.layout)
         if self.size == 1 or compress is not None:
             names = names[:1]
@@ -104,7 +103,6 @@ class Auto(TwoPhase):
             self._leave_out(name, error)
 
     def _leave_out(self, name: str, error: UnavailableError) -> None:
-        self._unavailable[name] = str(error)
         if name != "nccl" or name in self._algorithms:
             notices.once(self.rank, f'"auto" does not use "{name}": {error}')
 
@@ -127,20 +125,13 @@ class Auto(TwoPhase):
             name: each for name, each in self._algorithms.items() if name != "nccl" and (each.sums_half or not half)
         }
         if len(usable) == 1 or self.size == 1:
-            name = next(iter(usable))
-            return name, self._only(name)
+            return next(iter(usable)), "compression" if self._compress is not None else "the only algorithm here"
         at = replace(self._layout, allocated=memory == ALLOCATED, half=half)
         costs = {name: each.cost(nbytes, at, self._constants.machine) for name, each in usable.items()}
         least = min(costs.values())
         name = next(name for name in costs if costs[name] <= NEAR * least)
         shown = ", ".join(f"{each} {1e6 * costs[each]:.3g} us" for each in sorted(costs, key=lambda each: costs[each]))
         return name, f"cost {shown}; constants {self._constants.source}"
-
-    def _only(self, name: str) -> str:
-        reasons = [
-            f'"{other}" can\'t be used here: {why}' for other, why in self._unavailable.items() if other != "nccl"
-        ]
-        return "; ".join(reasons) or ("compression" if self._compress is not None else f"one algorithm: {name}")
 
     # Calls
 
