@@ -9,7 +9,7 @@ from docutils import nodes
 from docutils.statemachine import StringList
 from sphinx.util.docutils import SphinxDirective
 
-from allreduce.algorithms import BACKENDS, OTHERS, class_of
+from allreduce import algorithms
 
 HOW = Path(__file__).parent / "how"
 TITLES = "backend", "what it does", "seconds of a call", "reduce_scatter", "16-bit floats"
@@ -21,7 +21,7 @@ def paragraph(text: str | None) -> str:
 
 
 def row(name: str) -> tuple[str, ...]:
-    kind = class_of(name)
+    kind = algorithms.class_of(name)
     shown = f"[`{name}`]({name}.md)" if (HOW / f"{name}.md").exists() else f"`{name}`"
     about = (sys.modules[kind.__module__].__doc__ or "").partition("\n")[0].partition(": ")[2]
     seconds = paragraph(kind.cost.__doc__) if "cost" in vars(kind) else ""
@@ -30,7 +30,7 @@ def row(name: str) -> tuple[str, ...]:
 
 def table() -> str:
     """Return the table in Markdown."""
-    rows = [TITLES, ("---",) * len(TITLES), *(row(name) for name in (*BACKENDS, *OTHERS))]
+    rows = [TITLES, ("---",) * len(TITLES), *(row(name) for name in (*algorithms.BACKENDS, *algorithms.OTHERS))]
     return "\n".join(f"| {' | '.join(each)} |" for each in rows)
 
 

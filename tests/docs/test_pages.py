@@ -314,7 +314,7 @@ def test_the_seconds_of_a_stall_report_are_one_constant() -> None:
 def test_the_table_of_backends_is_made_from_the_code(monkeypatch: pytest.MonkeyPatch) -> None:
     """A new algorithm is in it, with its words and its formula, and no page has to be edited."""
     made = pytest.importorskip("docs.backends", exc_type=ImportError)
-    monkeypatch.setattr(made, "BACKENDS", {**algorithms.BACKENDS, "new": algorithms.class_of("ring")})
+    monkeypatch.setattr(algorithms, "BACKENDS", {**algorithms.BACKENDS, "new": algorithms.class_of("ring")})
     rows = dict(re.findall(r"^\| \[?`(\w+)`\S* \| (.*) \|$", made.table(), re.MULTILINE))
     assert set(rows) == {*NAMES, *algorithms.OTHERS, "new"}
     assert rows["new"] == rows["ring"]
