@@ -57,12 +57,6 @@ def segments(span: slice, step: int) -> Iterator[slice]:
         yield slice(start, min(start + step, span.stop))
 
 
-def segment(span: slice, step: int, index: int) -> slice:
-    """The `index`-th of the slices that `segments` yields; an empty slice past the last."""
-    start = min(span.start + index * step, span.stop)
-    return slice(start, min(start + step, span.stop))
-
-
 def binomial(rank: int, root: int, size: int) -> tuple[int | None, list[int]]:
     """Return this rank's parent (None for the root) and children, farthest first, in a binomial tree."""
     relative = (rank - root) % size  # the rank in a tree whose root is rank 0

@@ -27,7 +27,6 @@ J. Demmel, H. D. Nguyen: Parallel reproducible summation, IEEE Transactions on C
 exponents from a fixed grid and keep several bins; here the ranks agree on an exponent first, so one bin is enough.
 """
 
-import zlib
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from typing import NamedTuple
@@ -110,12 +109,10 @@ class BlockLayout:
 
     starts: where parts of the model begin, ascending, the first at 0; blocks begin anew there. So a slice of whole
         parts has the same blocks as these parts have in the whole array.
-    number: a checksum of the arguments, by which ranks compare layouts.
     """
 
     def __init__(self, length: int, starts: Sequence[int] = (0,)) -> None:
         self.length, self.blocks = length, 0
-        self.number = zlib.crc32(repr((length, *starts)).encode())
         self.pieces: list[BlockRun] = []
         self._loose: list[int] = []  # lengths of blocks that are not in a piece yet
         at = 0
@@ -352,7 +349,4 @@ def _to_odd(values: np.ndarray) -> np.ndarray:
     return rounded
 
 
-@lru_cache(maxsize=64)
-def layout_of(length: int, starts: tuple[int, ...] = (0,)) -> BlockLayout:
-    """Return the BlockLayout of these arguments, made once."""
-    return BlockLayout(length, starts)
+layout_of = lru_cache(maxsize=64)(BlockLayout)  # made once for equal arguments
