@@ -395,6 +395,15 @@ def test_an_error_of_a_worker_ends_a_step() -> None:
         assert not found.failed
 
 
+def test_an_epoch_goes_on_after_its_last_step() -> None:
+    """A rank that a step did not wait for has failed, and the others learn of it when the chief ends the epoch."""
+    strategy = SpareReplicas(NumpyNetwork((4, 3)), "SpareReplicasTrainer", 1)
+    strategy.group = SimpleNamespace(comm=None, rank=1)  # type: ignore[assignment]
+    strategy._begun, strategy._taken = 1, 3
+    run: Any = SimpleNamespace(batches=SimpleNamespace(streams=False, planned=3))
+    strategy.run_epoch(run, 1)  # computes no step, of which there are no rows
+
+
 @pytest.mark.parametrize(("chief", "step"), [(1, 5), (2, 0)])
 def test_a_rank_that_a_failure_kept_from_an_epoch_begins_at_its_first_batch(
     chief: int, step: int, monkeypatch: pytest.MonkeyPatch

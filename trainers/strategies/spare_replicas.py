@@ -151,7 +151,8 @@ class SpareReplicas(ServerStrategy):
                 run.begin_stream(number, 0)
             self._begun, self._taken, self._counts = number, 0, Counts()
             self._complete, self._sizes, self._own_step = False, [], 0
-        if not self._complete:
+        # a failure may come after the last step, while the chief ends the epoch
+        if not self._complete and self._taken != run.batches.planned:
             if self.group.rank == CHIEF:
                 self._run_chief(run, number)
             else:
