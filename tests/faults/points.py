@@ -56,7 +56,7 @@ POINTS = {
     "checkpoint": [("trainers.fit.checkpointing:Saver", "save"), (f"{PROGRAMS}.loop:Loop", "save")],
     "finished": [("allreduce.topology:Topology", "finished")],
     "survivors": [("allreduce.topology:Topology", "survivors")],
-    "rebuild": [("allreduce.backend:AllReduce", "_connect_together")],
+    "rebuild": [("allreduce.backend:AllReduce", "_connect")],
     "agree in a call": [("allreduce.call.executor", "agree")],
     "close": [("allreduce.algorithm:Algorithm", "close")],
     "make a communicator": [("allreduce.topology:Topology", "private")],

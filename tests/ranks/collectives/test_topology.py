@@ -85,6 +85,9 @@ class _Mixed(MPI.Intracomm):
     def Split_type(self, split_type: int, key: int = 0, info: MPI.Info = MPI.INFO_NULL) -> MPI.Intracomm:  # noqa: N802
         return self.Split(self.rank in (1, 2), key)
 
+    def Split(self, color: int = 0, key: int = 0) -> "_Mixed":  # noqa: N802
+        return _Mixed(super().Split(color, key))
+
 
 @pytest.mark.skipif(SIZE < 4, reason="nodes of two ranks each")
 def test_cross_is_in_the_order_of_the_nodes() -> None:
