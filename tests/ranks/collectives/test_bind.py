@@ -12,6 +12,7 @@ from mpi4py import MPI
 
 import allreduce
 from allreduce import errors
+from tests.backends import SHARDED
 from tests.ranks.grid import shapes
 from tests.ranks.together import raised_everywhere, usable
 
@@ -51,7 +52,7 @@ def test_other_operations(op: str, flat: allreduce.Topology) -> None:
         assert (called == getattr(np, op)([np.arange(8) + 11 + rank for rank in range(SIZE)], axis=0)).all()
 
 
-@pytest.mark.parametrize("name", ["ring", "halving_doubling", "shared", "hierarchical_copy", "auto"])
+@pytest.mark.parametrize("name", sorted({*SHARDED}))
 def test_the_two_phases(name: str, topology_of: Callable[..., allreduce.Topology]) -> None:
     with allreduce.create(name, topology_of(None)) as reduce:
         for array in (reduce.allocate(10), np.empty(10), np.empty(0)):
