@@ -94,8 +94,16 @@ class Topology:
         asked = f"Topology(ranks_per_node={ranks_per_node!r}, timeout={timeout!r})"
         error = error_of_sizes(ranks_per_node, comm.size) or _bad_timeout(timeout)
         agree(comm, [zlib.crc32(asked.encode())], asked, error)
-        self._begin(parent)
-        self._numbers, self.apart, self.is_part = 0, False, parent is not None
+        self._owned: list[MPI.Intracomm] = []
+        self._users: list[Closeable] = []
+        self._children: list[Topology] = []
+        self._services: dict[Callable[[Topology], Any], Any] = {}
+        self._guard = threading.Lock()  # of _owned; held for moments, never while communicating
+        self._unrevoked: MPI.Intracomm | None = None  # of _owned; no failure revokes it
+        self._numbers, self.closed, self.apart, self.is_part = 0, False, False, parent is not None
+        self._revoked = False
+        if parent is not None and parent.adopt(self):  # before any wait: a failure in the parent then reaches this one
+            self._revoked = True
         self.ranks_per_node = ranks_per_node
         self.timeout = seconds(TIMEOUT) if timeout is None else float(timeout)
         try:
@@ -114,18 +122,6 @@ class Topology:
             raise
         if parent is not None:
             self.cores, self.sharing = parent.cores, parent.sharing  # the parent's other ranks use these cores too
-
-    def _begin(self, parent: "Topology | None") -> None:
-        """Initialize, and register with the parent before any wait: a failure in the parent then reaches this one."""
-        self._owned: list[MPI.Intracomm] = []
-        self._users: list[Closeable] = []
-        self._children: list[Topology] = []
-        self._services: dict[Callable[[Topology], Any], Any] = {}
-        self._guard = threading.Lock()  # of _owned; held for moments, never while communicating
-        self._revoked, self.closed = False, False
-        self._unrevoked: MPI.Intracomm | None = None  # of _owned; no failure revokes it
-        if parent is not None:
-            self._revoked = parent.adopt(self)
 
     def adopt(self, child: "Topology") -> bool:
         """Close and revoke a child topology with this one. Return whether a rank has already failed. Local."""
@@ -155,7 +151,7 @@ class Topology:
         self.node = self._ranks_of_this_node()
         self._lay_out(self._learn_layout())
         self.cma = CMA(self.node)
-        liveness.know({rank: liveness.of_json(process) for _, rank, process in found if process is not None})
+        liveness.know({rank: liveness.Process(*process) for _, rank, process in found if process is not None})
         # MPI keeps a dropped topology's communicators; their attributes keep the detector.
         self._finalizer = weakref.finalize(self, _leave, self.detector)
         self._finalizer.atexit = False

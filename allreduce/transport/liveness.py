@@ -6,8 +6,8 @@ to a process that started later, or to a zombie.
 
 import functools
 import os
-from collections.abc import Mapping
-from typing import Any, NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 from allreduce.notices import log
 from allreduce.process import proc
@@ -23,13 +23,7 @@ class Process(NamedTuple):
     pid: int
     start: int
     space: str
-    name: tuple[int, int] | None
-
-
-def of_json(value: list[Any]) -> Process:
-    """Convert a JSON list from another rank to a Process. Local."""
-    pid, start, space, name = value
-    return Process(pid, start, space, None if name is None else (name[0], name[1]))
+    name: Sequence[int] | None
 
 
 @functools.cache

@@ -9,7 +9,7 @@ import functools
 import os
 import threading
 from array import array
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 from mpi4py import MPI
 
@@ -85,7 +85,7 @@ def name_in_job() -> tuple[int, int] | None:
     return (own.job, own.rank) if os.environ.get("PMIX_RANK") == str(own.rank) else None
 
 
-def declare_failed(name: tuple[int, int]) -> bool:
+def declare_failed(name: Sequence[int]) -> bool:
     """Report a process that has ended as failed to MPI, which tells all ranks. False if this MPI can't do that. Local.
 
     Open MPI's launcher reports a process that a signal has ended, or that exits with 0 before MPI_Finalize. It does not
