@@ -3,7 +3,7 @@
 import re
 import weakref
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -255,33 +255,11 @@ class Allocations:
 
         Raises OptionError, and changes nothing, if it is of other arrays.
         """
-        checked = self.check_state(state, array)
+        entries = self._kept(array)
+        loads = [_load(entries, name, held) for name, held in state.items()]
         self.reset(array)
-        for name, held in state.items():
-            entry, kind, place = checked[name]
-            if kind == "residual":
-                Slice(entry, 0, entry.length).residual[...] = held
-            elif kind == "calls":
-                entry.calls.update((int(start), int(count)) for start, count in held)
-            elif place is not None:
-                entry.factors[place] = held.copy()
-
-    def check_state(
-        self, state: Mapping[str, np.ndarray], array: Any = None
-    ) -> dict[str, tuple[Allocation, str, tuple[int, int, int] | None]]:
-        """Return the entry, the kind and the matrix of each array of a state. Local. Raises OptionError if it is of
-        other arrays."""
-        entries, checked = self._kept(array), {}
-        for name, held in state.items():
-            found = _find_state(entries, name, held)
-            if found is None:
-                known = ", ".join(f"{at}, {each.dtype} of length {each.length}" for at, each in enumerate(entries))
-                raise OptionError(
-                    f"the state of a compression has {name!r}, {held.dtype} of shape {held.shape}, which is not of "
-                    f"the arrays of this backend: {known or 'none'}"
-                )
-            checked[name] = found
-        return checked
+        for load in loads:
+            load()
 
     def reset(self, array: Any = None) -> None:
         """Set the error feedback of one array, or of all, to zero; forget the call counts and the factors. Local."""
@@ -289,24 +267,24 @@ class Allocations:
             entry.forget()
 
 
-def _find_state(
-    entries: Sequence[Allocation], name: str, array: np.ndarray
-) -> tuple[Allocation, str, tuple[int, int, int] | None] | None:
-    """Return the entry, the kind and the matrix of an array of a state; None if it does not fit these entries."""
+def _load(entries: Sequence[Allocation], name: str, array: np.ndarray) -> Callable[[], None]:
+    """Return the function that loads an array of a state. Raises OptionError if it does not fit these entries."""
     found = _STATE.fullmatch(name)
-    if found is None or int(found["number"]) >= len(entries):
-        return None
-    entry = entries[int(found["number"])]
-    kind = found["kind"].partition("/")[0]
-    if kind == "calls":
-        return (entry, kind, None) if (array.dtype.kind, array.shape[1:]) == ("i", (2,)) else None
-    if array.dtype != entry.dtype:
-        return None
-    if kind == "residual":
-        return (entry, kind, None) if array.shape == (entry.length,) else None
-    start, rows, columns = (int(found[each]) for each in ("start", "rows", "columns"))
-    inside = start + rows * columns <= entry.length and array.ndim == 2 and array.shape[1] == columns
-    return (entry, kind, (start, rows, columns)) if inside else None
+    if found is not None and int(found["number"]) < len(entries):
+        entry, same = entries[int(found["number"])], entries[int(found["number"])].dtype == array.dtype
+        if found["kind"] == "calls" and (array.dtype.kind, array.shape[1:]) == ("i", (2,)):
+            return lambda: entry.calls.update(array.tolist())
+        if found["kind"] == "residual" and same and array.shape == (entry.length,):
+            return lambda: np.copyto(Slice(entry, 0, entry.length).residual, array)
+        if found["start"] is not None and same and array.ndim == 2:
+            start, rows, columns = place = int(found["start"]), int(found["rows"]), int(found["columns"])
+            if start + rows * columns <= entry.length and array.shape[1] == columns:
+                return lambda: entry.factors.update({place: array.copy()})
+    known = ", ".join(f"{at}, {each.dtype} of length {each.length}" for at, each in enumerate(entries))
+    raise OptionError(
+        f"the state of a compression has {name!r}, {array.dtype} of shape {array.shape}, which is not of "
+        f"the arrays of this backend: {known or 'none'}"
+    )
 
 
 def divide(states: Sequence[Mapping[str, np.ndarray]], ranks: int) -> list[dict[str, np.ndarray]]:

@@ -116,7 +116,7 @@ def bytes_to_root(comm: MPI.Intracomm, mine: bytes, what: str) -> list[bytes]:
     """Gather every rank's bytes on rank 0: a list by rank; [] on other ranks. Collective."""
     sizes = _checked(comm, all_values(comm, len(mine), what), what)
     if comm.rank:
-        _send(comm, mine, 0, what)
+        exchange(comm, [(0, np.frombuffer(mine, np.uint8))], [], 0, what)
         return []
     return [mine, *(_receive(comm, size, rank, what) for rank, size in enumerate(sizes[1:], 1))]
 
@@ -126,8 +126,8 @@ def bytes_of_root(comm: MPI.Intracomm, everyone: list[bytes], what: str) -> byte
     sizes = _checked(comm, root_value(comm, [len(each) for each in everyone], what), what)
     if comm.rank:
         return _receive(comm, sizes[comm.rank], 0, what)
-    for rank in range(1, comm.size):
-        _send(comm, everyone[rank], rank, what)
+    sent = [(rank, np.frombuffer(message, np.uint8)) for rank, message in enumerate(everyone)]
+    exchange(comm, sent[1:], [], 0, what)
     return everyone[0]
 
 
@@ -139,15 +139,7 @@ def _checked(comm: MPI.Intracomm, sizes: list[int], what: str) -> list[int]:
     return sizes
 
 
-def _send(comm: MPI.Intracomm, message: bytes, rank: int, what: str) -> None:
-    with waiting(comm, what):
-        for piece in pieces(np.frombuffer(message, np.uint8)):
-            comm.Send(piece, rank)
-
-
 def _receive(comm: MPI.Intracomm, size: int, rank: int, what: str) -> bytes:
     memory = np.empty(size, np.uint8)
-    with waiting(comm, what):
-        for piece in pieces(memory):
-            comm.Recv(piece, rank)
+    exchange(comm, [], [(rank, memory)], 0, what)
     return memory.tobytes()

@@ -14,9 +14,12 @@ import numpy as np
 from mpi4py import MPI
 
 from allreduce.errors import CommunicationError
+from allreduce.transport import huge_pages
 from allreduce.transport.control import on_all
-from allreduce.transport.huge_pages import HugePages
 from allreduce.transport.wait import waiting
+
+
+MOST = 1024  # arrays whose calls are counted
 
 
 class _Span(ctypes.Structure):
@@ -45,7 +48,8 @@ class CMA:
     """
 
     def __init__(self, comm: MPI.Intracomm) -> None:
-        self._rank, self._huge_pages = comm.rank, HugePages()
+        self._rank = comm.rank
+        self._calls: dict[tuple[int, int], int] = {}  # by address and length of an array
         secret = np.array([secrets.randbits(62)], np.int64)
         mine = np.array([os.getpid(), MPI.Get_address(secret), secret[0]], np.int64)
         everyone = np.empty((comm.size, 3), np.int64)
@@ -61,8 +65,22 @@ class CMA:
         last = begin + array.nbytes - 1
         if not all(_move(_read, self._pids[self._rank], at, byte) == 1 for at in (begin, last)):
             return 0
-        self._huge_pages.meet(begin, array.nbytes)
+        self._count_call(begin, array.nbytes)
         return begin
+
+    def _count_call(self, address: int, nbytes: int) -> None:
+        """Count a call with an array that other ranks access; move it to huge pages at its call 2, 4, 8, 16 ... Local.
+
+        The first move copies the array, in 0.3 ms for each MiB; a later one, in 0.05 ms, moves only pages of which the
+        system had none before, or that have been freed meanwhile. Only pages that the array fills are moved.
+        """
+        if nbytes < huge_pages.SHORTEST:
+            return
+        if len(self._calls) >= MOST:
+            self._calls.clear()
+        self._calls[address, nbytes] = calls = self._calls.get((address, nbytes), 0) + 1
+        if calls > 1 and calls & (calls - 1) == 0:
+            huge_pages.move(address, nbytes)
 
     def read(self, rank: int, address: int, into: np.ndarray) -> None:
         """Fill a 1-D array from a rank's memory."""

@@ -60,8 +60,8 @@ def agree(comm: MPI.Comm, values: Sequence[int], text: str, error: Exception | N
         costs one small all-reduce; only a failed one exchanges text.
     """
     row = [error is not None, *values, *[0] * (AGREED_VALUES - len(values))]
-    mine = np.array([*row, *[-each for each in row]], np.int64)  # the minimum of -x is minus the maximum
-    low = mine.copy()
+    mine = [*row, *[-each for each in row]]  # the minimum of -x is minus the maximum
+    low = np.array(mine, np.int64)
     try:
         limit = LONE_SECONDS if error else math.inf
         wait_for(comm, comm.Iallreduce(MPI.IN_PLACE, low, MPI.MIN), text, limit)
@@ -69,7 +69,7 @@ def agree(comm: MPI.Comm, values: Sequence[int], text: str, error: Exception | N
         if error is None:
             raise
         raise error from ended  # this rank's error; the other ranks take no part in the agreement
-    if error is not None or not np.array_equal(low, mine):
+    if error is not None or low.tolist() != mine:
         _raise_difference(comm, text, error)
 
 

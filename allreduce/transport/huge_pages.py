@@ -15,28 +15,6 @@ HUGE = 2 << 20  # bytes of a huge page of x86-64, and of arm64 with pages of 4 K
 SHORTEST = 2 * HUGE  # bytes: shorter arrays may hold no whole huge page
 COLLAPSE = 25  # MADV_COLLAPSE, since Linux 6.1
 SETTING = Path("/sys/kernel/mm/transparent_hugepage/enabled")
-MOST = 1024  # arrays that are remembered
-
-
-class HugePages:
-    """Moves the arrays that are met again by CMA."""
-
-    def __init__(self) -> None:
-        self._calls: dict[tuple[int, int], int] = {}  # by address and length of an array
-
-    def meet(self, address: int, nbytes: int) -> None:
-        """Count a call with an array that other ranks access; move the array at its call 2, 4, 8, 16 ... Local.
-
-        The first move copies the array, in 0.3 ms for each MiB; a later one, in 0.05 ms, moves only pages of which the
-        system had none before, or that have been freed meanwhile. Only pages that the array fills are moved.
-        """
-        if nbytes < SHORTEST:
-            return
-        if len(self._calls) >= MOST:
-            self._calls.clear()
-        self._calls[address, nbytes] = calls = self._calls.get((address, nbytes), 0) + 1
-        if calls > 1 and calls & (calls - 1) == 0:
-            move(address, nbytes)
 
 
 def whole(nbytes: int) -> int:
