@@ -113,7 +113,7 @@ class Executor:
         # the error that ended a call on some ranks only; later calls are refused
         self.broken: BaseException | None = None
         self.stopped = False  # the user is closed, or `broken`, or a copy in a forked child
-        self.observers: list[Observer] = [dump.record]
+        self.observers: list[Observer] = []  # besides the flight record
         _executors.add(self)
         self.wait = wait or topology.wait_record()
         self._sleeps = sleeps
@@ -252,6 +252,7 @@ class Executor:
         """
         wait, slot, polls, ident = self.wait, self._slot, self._polls, get_ident
         user, observers, call, work = wait.user, self.observers, prepared.call, prepared.run
+        record = dump.record
         fixed, placed = self._rounds(prepared)
         place: Any = prepared.place
         rank, meets = self._topology.node_rank, self._topology.size > 1
@@ -270,11 +271,12 @@ class Executor:
                     sequence = self._sequence = self._sequence + 1
                     fingerprints, mine, alike = rounds[sequence & SEQUENCE_MASK]
                     fingerprints[rank] = mine
-                    for _ in polls:
-                        if fingerprints.tobytes() == alike:
-                            break
-                    else:
-                        self._compare(slot.rows[sequence % PARITIES], mine, here)  # type: ignore[union-attr]
+                    if fingerprints.tobytes() != alike:  # this rank is not the last one
+                        for _ in polls:
+                            if fingerprints.tobytes() == alike:
+                                break
+                        else:
+                            self._compare(slot.rows[sequence % PARITIES], mine, here)  # type: ignore[union-attr]
                 elif meets:
                     self._rendezvous(prepared, flat)
                 work(flat)
@@ -285,8 +287,10 @@ class Executor:
             finally:
                 wait.call = None
                 event = (user, wait.count, call, begin, end)
-                for observe in observers:
-                    observe(event)
+                record(event)
+                if observers:
+                    for observe in observers:
+                        observe(event)
 
         return run
 
@@ -315,7 +319,7 @@ class Executor:
             raise
         finally:
             wait.end()
-            for observe in self.observers:
+            for observe in (dump.record, *self.observers):
                 observe((wait.user, wait.count, named, wait.begun, end))
 
     # The rendezvous
