@@ -250,9 +250,8 @@ class Executor:
         bound: the array to work on if the function is called without one. The function reads few attributes, because
         small calls spend their time here.
         """
-        wait, slot, polls, ident = self.wait, self._slot, self._polls, get_ident
+        wait, slot, ident, record = self.wait, self._slot, get_ident, dump.record
         user, observers, call, work = wait.user, self.observers, prepared.call, prepared.run
-        record = dump.record
         fixed, placed = self._rounds(prepared)
         place: Any = prepared.place
         rank, meets = self._topology.node_rank, self._topology.size > 1
@@ -272,11 +271,7 @@ class Executor:
                     fingerprints, mine, alike = rounds[sequence & SEQUENCE_MASK]
                     fingerprints[rank] = mine
                     if fingerprints.tobytes() != alike:  # this rank is not the last one
-                        for _ in polls:
-                            if fingerprints.tobytes() == alike:
-                                break
-                        else:
-                            self._compare(slot.rows[sequence % PARITIES], mine, here)  # type: ignore[union-attr]
+                        self._wait_alike(slot.rows[sequence % PARITIES], mine, alike, here)  # type: ignore[union-attr]
                 elif meets:
                     self._rendezvous(prepared, flat)
                 work(flat)
@@ -288,9 +283,8 @@ class Executor:
                 wait.call = None
                 event = (user, wait.count, call, begin, end)
                 record(event)
-                if observers:
-                    for observe in observers:
-                        observe(event)
+                for observe in observers:
+                    observe(event)
 
         return run
 
@@ -358,6 +352,13 @@ class Executor:
         row.addresses[self._slot.rank] = address
         row.fingerprints[self._slot.rank] = mine
         return row, mine
+
+    def _wait_alike(self, row: Row, mine: int, alike: bytes, text: object) -> None:
+        """Return when all ranks of the node have written `mine`, the bytes of the row being `alike`; see `_compare`."""
+        for _ in self._polls:
+            if row.fingerprints.tobytes() == alike:
+                return
+        self._compare(row, mine, text)
 
     def _compare(self, row: Row, mine: int, text: object, error: Exception | None = None) -> None:
         """Wait for the node's ranks; raise if the calls differ. On several nodes the leaders' verdict decides, or with

@@ -18,7 +18,6 @@ from allreduce.transport import huge_pages
 from allreduce.transport.control import on_all
 from allreduce.transport.wait import waiting
 
-
 MOST = 1024  # arrays whose calls are counted
 
 

@@ -33,6 +33,10 @@ FOLDERS_IN_CIRCLES = 0  # the same of the modules and folders that lie in one fo
 FLOORS = {"allreduce": 13, "trainers": 13, "benchmarks": 13}  # 13 each: layers of modules and folders
 ROOT_MODULES = {"allreduce": 9, "trainers": 14}  # 12 and 16: modules directly in the package's folder
 LINES = 67_624  # 34,000: of .py and .sh in allreduce, trainers, benchmarks and scripts
+METHODS = [
+    ("allreduce/backend.py", "AllReduce", 20, 40),
+    ("allreduce/algorithm.py", "Algorithm", 10, 11),
+]  # public, all
 FINDINGS = dict.fromkeys(("SLF001", "C901", "PLR0912", "PLR0915"), 0)  # of ruff in the product, whatever noqa says
 
 CORE = {"numpy", "mpi4py", "ml_dtypes"}
@@ -105,6 +109,13 @@ def test_no_class_name_of_the_core_is_defined_twice() -> None:
         if isinstance(node, ast.ClassDef)
     )
     assert [name for name, count in names.items() if count > 1] == []
+
+
+@pytest.mark.parametrize(("path", "name", "public", "every"), METHODS)
+def test_the_classes_of_the_core_are_small(path: str, name: str, public: int, every: int) -> None:
+    (tree,) = (node for node in code()[path].body if isinstance(node, ast.ClassDef) and node.name == name)
+    names = [node.name for node in tree.body if isinstance(node, ast.FunctionDef)]
+    assert (len([each for each in names if each[0] != "_"]) <= public, len(names) <= every) == (True, True), names
 
 
 def test_ruff_finds_little() -> None:
