@@ -16,8 +16,8 @@ import pytest
 from mpi4py import MPI
 
 import allreduce
-from allreduce.backend import AllReduce
 from allreduce.arrays.memory_kinds import ALLOCATED
+from allreduce.backend import AllReduce
 from allreduce.errors import DisagreementError
 from allreduce.transport import control
 from tests.ranks.hosts import Hosts
