@@ -219,4 +219,4 @@ def test_closed_optimizers_leave_nothing_to_report(flat: allreduce.Topology) -> 
         for _ in range(3):
             with MirroredOptimizer(adamw(model := network(1)), model, topology=flat):
                 pass
-        assert not [fact for fact in messages._own_facts if fact.kind == LEFT]
+        assert not [fact for fact in messages.state if fact.kind == LEFT]
