@@ -106,6 +106,9 @@ class CopyingOwner(StepOwners):
             step.reduce("reduce_scatter")
         step.tell(slice(0, step.buffer.size if self._owner else 0))
 
+    def squares(self) -> Any:
+        return super().squares() if self._owner else None
+
     def update(self, squares: Any) -> None:
         together(self._comm, lambda: super(CopyingOwner, self).update(squares) if self._owner else None)
 

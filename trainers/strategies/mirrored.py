@@ -168,8 +168,10 @@ class Mirrored(Strategy):
 
     def _drop_buffer(self) -> None:
         """Drop the buffer, and bind the replica to memory of its own. Local."""
-        if self._core is not None and self.holds_replica:
-            self.replica.bind(allocate_own(self.replica))
+        if self._core is not None:
+            if self.holds_replica:
+                self.replica.bind(allocate_own(self.replica))
+            self._core.drop()
         self._core = self.measured = None
 
     # A step

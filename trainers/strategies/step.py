@@ -14,7 +14,7 @@ import numpy as np
 from allreduce.arrays import dtypes
 from allreduce.arrays.parts import Part
 from allreduce.backend import AllReduce
-from allreduce.transport.control import together
+from allreduce.transport.control import combine, together
 from trainers.data import Batch
 from trainers.replica import Replica, Slices, clipped, slices_of
 from trainers.state.adopt import Piece
@@ -72,6 +72,10 @@ class Step:
         metrics = len(self.replica.metrics)
         self.measured[:metrics] = self.rule.gradients(batch, batch.share, self.gradients)
         self.measured[:metrics] *= batch.share
+
+    def drop(self) -> None:
+        """Drop the owners, which hold this step: its memory is then free without a garbage collection. Local."""
+        del self.owners
 
     # The step
 
@@ -170,11 +174,17 @@ class ReducedStep(Step):
         if self._ahead:
             return
         if self._told is None:
-            self._told = self.allocate(len(self.measured), self.replica.gradient_dtype)
+            length, dtype = len(self.measured), self.replica.gradient_dtype
+            self._told = np.zeros(length, dtype) if self._device == "cpu" else self.allocate(length, dtype)
         self._told[:] = 0
         for each in slices_of(clipped(owned, self._length, self.buffer.size)):
             self._told[each.start - self._length : each.stop - self._length] = self.buffer[each]
-        self.run("all_reduce", self._told)
+        if self._device == "cpu":
+            self.clock.start()
+            combine(self.comm, self._told, "a step of fit")  # one short message, however many the algorithm sends
+            self.clock.stop()
+        else:
+            self.run("all_reduce", self._told)
         self.measured[:] = self._told
 
     def run(self, kind: str, array: Any, lossless: bool = False) -> None:

@@ -377,7 +377,8 @@ def test_gradients_live_in_the_backends_memory(flat: allreduce.Topology) -> None
     model = network()
     with mirrored(OPTIMIZERS["sgd"](model.parameters()), model, "shared", topology=flat) as optimizer:
         train(model, optimizer, mine, steps=1)
-        assert all(optimizer.backend._memory(each.grad.numpy()) == ALLOCATED for each in model.parameters())
+        table = optimizer.backend._allocations
+        assert all(table.memory_of(each.grad.numpy()) == ALLOCATED for each in model.parameters())
 
 
 def test_a_state_dict_takes_memory_for_one_parameter_at_a_time(

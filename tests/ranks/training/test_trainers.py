@@ -494,6 +494,29 @@ def test_a_closed_trainer_keeps_no_memory_of_the_backend(flat: allreduce.Topolog
         mine.update()
 
 
+@pytest.mark.parametrize(
+    "options", [{}, {"update": "sharded"}, {"exact": True, "micro_batch": 4}, {"sync_every": 2}, {"servers": 1, "updates": "sync"}]
+)
+@pytest.mark.parametrize("end", ["close", "abandon"])
+def test_the_memory_of_an_ended_trainer_is_free_at_once(
+    end: str, options: dict[str, Any], flat: allreduce.Topology
+) -> None:
+    """Without a garbage collection: the next trainer may need that memory, and its checkpoints its backend's state."""
+    if "servers" in options and flat.size == 1:
+        pytest.skip("one rank has no servers")
+    gc.disable()
+    try:
+        mine = network()
+        kind = ParameterServerTrainer if "servers" in options else MirroredTrainer
+        trainer = kind(mine, topology=flat, **options)
+        trainer.fit(np.ones((8, 64), np.float32), np.zeros(8, int), epochs=1, batch_size=8, progress=False)
+        held = weakref.ref(trainer.strategy._gradients if "servers" in options else trainer.buffer)
+        getattr(trainer, end)()
+        assert held() is None
+    finally:
+        gc.enable()
+
+
 @pytest.mark.parametrize("update", ["replicated", "sharded"])
 def test_an_abandoned_trainer_keeps_no_memory_of_the_backend(
     update: str, flat: allreduce.Topology, world: MPI.Intracomm

@@ -285,6 +285,11 @@ class SynchronousServers(ParameterServers):
         self._step = ServerStep(self, self._gradients, self.measured, ahead=True)
         self._step.owners = self
 
+    def _unbind_replica(self, state: dict[str, np.ndarray] | None) -> None:
+        super()._unbind_replica(state)
+        self._step.drop()
+        del self._step
+
     def compute(self, batch: Batch | None) -> None:
         # a server gets batches too, and computes none
         self._step.compute(batch if self.part is not None else None)
