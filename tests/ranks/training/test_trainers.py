@@ -495,7 +495,14 @@ def test_a_closed_trainer_keeps_no_memory_of_the_backend(flat: allreduce.Topolog
 
 
 @pytest.mark.parametrize(
-    "options", [{}, {"update": "sharded"}, {"exact": True, "micro_batch": 4}, {"sync_every": 2}, {"servers": 1, "updates": "sync"}]
+    "options",
+    [
+        {},
+        {"update": "sharded"},
+        {"exact": True, "micro_batch": 4},
+        {"sync_every": 2},
+        {"servers": 1, "updates": "sync"},
+    ],
 )
 @pytest.mark.parametrize("end", ["close", "abandon"])
 def test_the_memory_of_an_ended_trainer_is_free_at_once(
