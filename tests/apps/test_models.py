@@ -1,11 +1,14 @@
 """Saved models that answer: what load_model returns for each kind of file."""
 
+import os
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from trainers.apps.export import storing
 from trainers.apps.export.export import write
+from trainers.apps.serving import models
 from trainers.apps.serving.models import load_model, load_whole
 from trainers.datasets.columns import Category, Columns, Number
 from trainers.errors import ArgumentError, DataError, ModelFileError
@@ -120,10 +123,48 @@ def test_an_exported_file(tmp_path: Path, of_a_table: bool) -> None:
     np.testing.assert_allclose(model.predict(x), plain.predict(x), atol=1e-5)
 
 
+def test_equal_stamps_are_of_equal_content(tmp_path: Path) -> None:
+    """Copies on several hosts have other times; other models may have the same size and time."""
+    paths = [saved(NumpyNetwork([4, 3], seed=seed), tmp_path / f"{number}.npz") for number, seed in enumerate((1, 2, 1))]
+    for path, seconds in zip(paths, (1, 1, 2), strict=True):
+        os.utime(path, (seconds, seconds))
+    assert os.path.getsize(paths[0]) == os.path.getsize(paths[1])
+    first, other, copy = (load_whole(path).stamp for path in paths)
+    assert first == copy != other
+
+
+def test_the_stamp_of_an_onnx_file_is_of_its_constants_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("onnxruntime")
+    monkeypatch.setattr(storing, "LARGEST", 0)
+    path = str(tmp_path / "m.onnx")
+    write(path, NumpyNetwork([64, 64, 3], seed=4), None)
+    before = load_whole(path).stamp
+    (constants,) = tmp_path.glob("m.onnx.*.data")
+    content = bytearray(constants.read_bytes())
+    content[5] ^= 1
+    constants.write_bytes(content)
+    assert load_whole(path).stamp != before
+
+
+def test_a_file_that_changes_while_it_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may be replaced by one of the same size and time."""
+    path, other = saved(NumpyNetwork([4, 3], seed=1), tmp_path / "m.npz"), str(tmp_path / "other.npz")
+    load = models.load_model
+
+    def replaced(path: str) -> models.Model:
+        saved(NumpyNetwork([4, 3], seed=2), Path(other))
+        os.utime(other, ns=(0, os.stat(path).st_mtime_ns))
+        os.replace(other, path)
+        return load(path)
+
+    monkeypatch.setattr(models, "load_model", replaced)
+    with pytest.raises(ModelFileError, match="changed while it was read"):
+        load_whole(path)
+
+
 def test_damaged_files(tmp_path: Path) -> None:
     network = NumpyNetwork([4, 3])
     whole = Path(saved(network, tmp_path / "m.npz")).read_bytes()
-    assert load_whole(str(tmp_path / "m.npz")).stamp == load_whole(str(tmp_path / "m.npz")).stamp != ""
     for cut in (0, 10, len(whole) // 2, len(whole) - 1):
         (tmp_path / "m.npz").write_bytes(whole[:cut])
         with pytest.raises(ModelFileError):

@@ -1,7 +1,9 @@
 """Saved models that answer: load_model(path) returns a Model, which predicts rows. No MPI."""
 
+import hashlib
 import importlib
 import os
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any
@@ -43,7 +45,7 @@ class Model(ABC):
     members: the number of models whose answers are combined; 1 for a single model.
     outputs: the number of outputs of a row; None if it is not known.
     probabilities: whether `predict` is known to return the probabilities of classes.
-    stamp: of the file, see `load_whole`; "" before.
+    stamp: of the content of the file, see `load_whole`; "" before.
     """
 
     kind: str
@@ -177,29 +179,53 @@ def load_model(path: str) -> Model:
 
 
 def load_whole(path: str) -> Model:
-    """Load a model whose file may be in the course of being written, with the stamp of the file, by which ranks compare
-    what they have loaded. Raises ModelFileError if the file changes meanwhile, and the errors of `load_model`; whatever
-    a damaged file makes a package raise becomes a ModelFileError."""
-    stamp = _stamp(path)
+    """Load a model whose file may be in the course of being written, with the stamp of its content, by which ranks
+    compare what they have loaded. Raises ModelFileError if a file changes meanwhile, and the errors of `load_model`;
+    whatever a damaged file makes a package raise becomes a ModelFileError."""
     try:
+        files = [path, *_constants(path)]
+        before = _times(files)
+        stamp = _stamp(files)
         model = load_model(path)
+        after = _times(files)
     except TrainerError:
         raise
+    except OSError as error:
+        raise ModelFileError(f"the model file {path} can't be read: {error.strerror or error}") from error
     except Exception as error:
         raise ModelFileError(f"{path} can't be loaded: {type(error).__name__}: {error}") from error
-    if _stamp(path) != stamp:
+    if after != before:
         raise ModelFileError(f"{path} changed while it was read")
     model.stamp = stamp
     return model
 
 
-def _stamp(path: str) -> str:
-    """Return what changes when a file is written, and is equal on all hosts that share its folder."""
-    try:
-        found = os.stat(path)
-    except OSError as error:
-        raise ModelFileError(f"the model file {path} can't be read: {error.strerror or error}") from error
-    return f"{found.st_size} bytes, written at {found.st_mtime_ns} ns"
+def _times(files: Sequence[str]) -> list[tuple[int, int, int]]:
+    """Return what changes on this host when a file is written or replaced."""
+    return [(found.st_ino, found.st_size, found.st_mtime_ns) for found in map(os.stat, files)]
+
+
+def _stamp(files: Sequence[str]) -> str:
+    """Return the size and a hash of the content of files, which are equal for equal copies on all hosts."""
+    total, content = 0, hashlib.blake2b(digest_size=16)
+    for path in files:
+        with model_file.open_regular(path) as file:
+            while piece := file.read(model_file.PIECE):
+                total += len(piece)
+                content.update(piece)
+    return f"{total} bytes, BLAKE2b {content.hexdigest()}"
+
+
+def _constants(path: str) -> list[str]:
+    """Return the files beside an .onnx file that have its constants: its protobuf has pairs of "location" and a name."""
+    if not path.endswith(".onnx"):
+        return []
+    with model_file.open_regular(path) as file:
+        content = file.read()
+    places = re.finditer(rb"\n\x08location\x12([\x01-\x7f])", content)
+    names = {os.fsdecode(content[place.end() : place.end() + place[1][0]]) for place in places}
+    beside = (os.path.join(os.path.dirname(path), name) for name in sorted(names) if "\0" not in name)
+    return [each for each in beside if os.path.isfile(each)]
 
 
 def _check_readable(path: str) -> None:
