@@ -19,6 +19,7 @@ from typing import Annotated, Any, Literal
 import yaml
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
 
+from allreduce.notices import near
 from trainers.apps.search.options import arguments, has_value, varied
 from trainers.apps.search.trial import Trial
 from trainers.arguments import is_number
@@ -45,14 +46,23 @@ Number = Annotated[Any, AfterValidator(_number)]
 
 
 class Keys(BaseModel):
-    """Keys of the file. Other keys are refused, and values of other types. A key without a value counts as absent."""
+    """Keys of the file. Other keys are refused, and values of other types. A key without a value counts as absent: of a
+    parameter any key, for files may list those of all types."""
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
 
     @model_validator(mode="before")
     @classmethod
     def _given(cls, content: Any) -> Any:
-        return {key: each for key, each in content.items() if each is not None} if type(content) is dict else content
+        if type(content) is not dict:
+            return content
+        absent = [key for key, each in content.items() if each is None and (key in cls.keys() or cls is not Tuning)]
+        return {key: each for key, each in content.items() if key not in absent}
+
+    @classmethod
+    def keys(cls) -> list[str]:
+        """Return the names of the keys in the file."""
+        return [field.alias or name for name, field in cls.model_fields.items()]
 
 
 class Parameter(Keys):
@@ -255,6 +265,12 @@ def _meets(value: Any, allowed: tuple[str, ...]) -> bool:
     return str(value) in allowed if allowed else bool(value)
 
 
+# The classes of keys inside the file, by the last part of their place in it
+KINDS: dict[Any, type[Keys]] = {
+    "successiveHalving": Halving, "INTEGER": Range, "DOUBLE": Range, "CATEGORICAL": Categorical, "DISCRETE": Discrete,
+}  # fmt: skip
+
+
 def load(path: str) -> Tuning:
     """Read a YAML file. Raises ArgumentError, which names the key."""
     try:
@@ -305,14 +321,16 @@ def read(content: Any) -> Tuning:
     try:
         return Tuning.model_validate(content)
     except ValidationError as error:
-        raise ArgumentError("; ".join(map(_text, error.errors(include_url=False)))) from error
+        mistakes = [each for each in error.errors(include_url=False) if each["type"] != "default_factory_not_called"]
+        raise ArgumentError("; ".join(map(_text, mistakes))) from error
 
 
 def _text(mistake: Any) -> str:
     """Return a mistake that pydantic has found as text: its place in the file, and what is expected there."""
     *places, key = mistake["loc"] or ["the file"]
     if mistake["type"] == "extra_forbidden":
-        return f"{'.'.join(map(str, places)) or 'the file'}: the key {key!r} is unknown"
+        known = KINDS.get(places[-1], Tuning).keys() if places else Tuning.keys()
+        return f"{'.'.join(map(str, places)) or 'the file'}: the key {key!r} is unknown{near(str(key), known)}"
     given = (
         mistake["ctx"]["error"] if mistake["type"] == "value_error" else f"{mistake['msg']}, got {mistake['input']!r}"
     )
