@@ -62,9 +62,16 @@ def available_bytes() -> int | None:
         for limit, used in (("memory.max", "memory.current"), ("memory/memory.limit_in_bytes", USAGE)):  # cgroup 2, 1
             with suppress(OSError, ValueError):  # "max", or no such group
                 most, now = (int((CONTROL_GROUP / name).read_text()) for name in (limit, used))
-                return min(free, max(0, most - now))
+                return min(free, max(0, most - now + _cached((CONTROL_GROUP / used).parent / "memory.stat")))
         return free
     return None
+
+
+def _cached(path: Path) -> int:
+    """Return the bytes of files in memory that the kernel frees when a program needs memory. Local."""
+    with suppress(OSError, KeyError, ValueError):
+        return int(dict(line.split() for line in path.read_text().splitlines())["inactive_file"])
+    return 0
 
 
 def core_quota() -> float | None:

@@ -284,6 +284,8 @@ def test_limits_of_containers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     (tmp_path / "memory.max").write_text("1000\n")
     (tmp_path / "memory.current").write_text("400\n")
     assert proc.available_bytes() == 600
+    (tmp_path / "memory.stat").write_text("anon 100\ninactive_file 250\nactive_file 50\n")
+    assert proc.available_bytes() == 850
 
 
 def test_interfaces_of_this_host() -> None:
