@@ -125,7 +125,9 @@ def test_an_exported_file(tmp_path: Path, of_a_table: bool) -> None:
 
 def test_equal_stamps_are_of_equal_content(tmp_path: Path) -> None:
     """Copies on several hosts have other times; other models may have the same size and time."""
-    paths = [saved(NumpyNetwork([4, 3], seed=seed), tmp_path / f"{number}.npz") for number, seed in enumerate((1, 2, 1))]
+    paths = [
+        saved(NumpyNetwork([4, 3], seed=seed), tmp_path / f"{number}.npz") for number, seed in enumerate((1, 2, 1))
+    ]
     for path, seconds in zip(paths, (1, 1, 2), strict=True):
         os.utime(path, (seconds, seconds))
     assert os.path.getsize(paths[0]) == os.path.getsize(paths[1])

@@ -86,7 +86,10 @@ trainingInput:
         (changed(maxTrails=3), r"the file: the key 'maxTrails' is unknown; did you mean 'maxTrials'\?"),
         (changed(stray=1), r"params.0.DOUBLE: the key 'stray' is unknown"),
         ({**GOOD, "unknown": None}, r"the file: the key 'unknown' is unknown"),
-        ({**GOOD, "params": [{**LR, "minvalue": 1}]}, r"DOUBLE: the key 'minvalue' is unknown; did you mean 'minValue'\?"),
+        (
+            {**GOOD, "params": [{**LR, "minvalue": 1}]},
+            r"DOUBLE: the key 'minvalue' is unknown; did you mean 'minValue'\?",
+        ),
         (changed(successiveHalving={"factr": 2}), r"successiveHalving: the key 'factr' is .*did you mean 'factor'\?"),
         (changed(goal="maximum"), r"^goal: Input should be 'MAXIMIZE' or 'MINIMIZE', got 'maximum'$"),
         (changed(goal=None), r"^goal: Field required[^;]*$"),

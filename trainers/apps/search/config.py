@@ -56,11 +56,11 @@ class Keys(BaseModel):
     def _given(cls, content: Any) -> Any:
         if type(content) is not dict:
             return content
-        absent = [key for key, each in content.items() if each is None and (key in cls.keys() or cls is not Tuning)]
+        absent = [key for key, each in content.items() if each is None and (cls is not Tuning or key in cls.names())]
         return {key: each for key, each in content.items() if key not in absent}
 
     @classmethod
-    def keys(cls) -> list[str]:
+    def names(cls) -> list[str]:
         """Return the names of the keys in the file."""
         return [field.alias or name for name, field in cls.model_fields.items()]
 
@@ -329,7 +329,7 @@ def _text(mistake: Any) -> str:
     """Return a mistake that pydantic has found as text: its place in the file, and what is expected there."""
     *places, key = mistake["loc"] or ["the file"]
     if mistake["type"] == "extra_forbidden":
-        known = KINDS.get(places[-1], Tuning).keys() if places else Tuning.keys()
+        known = KINDS.get(places[-1], Tuning).names() if places else Tuning.names()
         return f"{'.'.join(map(str, places)) or 'the file'}: the key {key!r} is unknown{near(str(key), known)}"
     given = (
         mistake["ctx"]["error"] if mistake["type"] == "value_error" else f"{mistake['msg']}, got {mistake['input']!r}"

@@ -217,7 +217,7 @@ def _stamp(files: Sequence[str]) -> str:
 
 
 def _constants(path: str) -> list[str]:
-    """Return the files beside an .onnx file that have its constants: its protobuf has pairs of "location" and a name."""
+    """Return the files beside an .onnx file that have its constants: it has pairs of "location" and a file name."""
     if not path.endswith(".onnx"):
         return []
     with model_file.open_regular(path) as file:

@@ -75,7 +75,7 @@ class Version:
 
     @property
     def stamp(self) -> str:
-        """The stamp of the content; "" before it is loaded. A file may be replaced, and the version then has another."""
+        """The stamp of the content; "" before it is loaded. If the file is replaced, the version has another."""
         return "" if self.loaded is None else self.loaded.stamp
 
 
