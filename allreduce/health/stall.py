@@ -147,7 +147,11 @@ class StallDetector:
             self.handle_failure()
         if self.messages.ended is not None:
             dump.write("another rank ends the job", last=True)
-            self.messages.announce_end(self.messages.ended)  # forwards it to this rank's neighbours
+            if self._lock.acquire(timeout=END_SECONDS):  # else another thread ends this process
+                try:
+                    self.messages.announce_end(self.messages.ended)  # forwards it to this rank's neighbours
+                finally:
+                    self._lock.release()
             abort.exit_quietly(self.messages.ended)
 
     def handle_failure(self) -> RankLostError:

@@ -1,12 +1,12 @@
 """The state of a job during a long wait: facts about each rank, their messages, and the table in a report. No MPI here.
 
-Ranks that wait in the same call have the same fact, so the state of a whole job is a few facts with ranges of ranks,
-however many ranks it has.
+Ranks that wait in the same call have the same fact, so the state of a whole job is a few facts with ranges of ranks. A
+message has each fact once, and a few bytes for each rank: the version of its row.
 """
 
 import json
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from allreduce.transport.tables import LINES, listed, ranges
@@ -15,9 +15,10 @@ WAITING, LEFT, STALLED, ENDED = range(4)
 NOT_COME = "has not arrived: it computes, is stopped, or waits for something else"
 SEVERAL = {NOT_COME: "have not arrived: they compute, are stopped, or wait for something else"}
 TEXT_BYTES = 300
-MOST_TEXTS = 40  # in a message; beyond that, the facts of the fewest ranks have the text OTHERS
+MOST_TEXTS = 40  # of calls in a message; beyond that, the calls of the fewest ranks have the text OTHERS
 OTHERS = "another call"
-MOST_BYTES = 1 << 20  # of a message that is decoded; messages are smaller
+MESSAGE_BYTES = 1 << 18  # of a message that is sent
+MOST_BYTES = 1 << 20  # of a message that is decoded
 FINAL = 1 << 60  # the version of a row that does not change any more, and the highest that is decoded
 
 
@@ -52,37 +53,61 @@ def fact(kind: int, number: int, turn: int, fingerprint: int, text: str) -> Fact
 
 
 def encode(rows: Mapping[int, RankFacts]) -> bytes:
-    """Encode the rows of some ranks as a message. Equal rows are sent once, with the ranges of their ranks."""
-    holders = Counter(each for row in rows.values() for each in row.facts)
-    named = {each for each, _ in holders.most_common(MOST_TEXTS)}
-    alike: dict[RankFacts, list[int]] = {}
-    for rank, row in rows.items():
-        facts = tuple(each if each in named else each._replace(text=OTHERS) for each in row.facts)
-        alike.setdefault(RankFacts(row.version, facts), []).append(rank)
-    content = [[*row, ranges(ranks)] for row, ranks in alike.items()]
-    return json.dumps(content, ensure_ascii=False, separators=(",", ":")).encode()
+    """Encode the rows of some ranks: the distinct facts; then for ranks with the same facts, by index, the versions.
+
+    One version holds for all ranks of an entry; else each rank has one, in the order of ranks.
+    """
+    calls = Counter(each for row in rows.values() for each in row.facts if each.kind == WAITING)
+    unnamed = {each for each, _ in calls.most_common()[MOST_TEXTS:]}
+    index: dict[Fact, int] = {}
+    alike: dict[tuple[int, ...], dict[int, int]] = {}  # the versions of ranks, by the indices of their facts
+    for rank, row in sorted(rows.items()):
+        facts = (each._replace(text=OTHERS) if each in unnamed else each for each in row.facts)
+        alike.setdefault(tuple(index.setdefault(each, len(index)) for each in facts), {})[rank] = row.version
+    entries = []
+    for indices, versions in alike.items():
+        same = len({*versions.values()}) == 1
+        entries.append([indices, ranges(versions), [*versions.values()][: 1 if same else None]])
+    return json.dumps([[*index], entries], ensure_ascii=False, separators=(",", ":")).encode()
 
 
-def decode(message: bytes, ranks: int) -> Iterator[tuple[RankFacts, list[int]]]:
-    """Yield the rows in a message, with their ranks, out of `ranks`, as far as they have this version's format."""
+def encode_first(rows: Sequence[tuple[int, RankFacts]]) -> tuple[bytes, int]:
+    """Encode the first rows that fit into a message of MESSAGE_BYTES. Returns it, and the number of rows in it."""
+    count = len(rows)
+    while len(message := encode(dict(rows[:count]))) > MESSAGE_BYTES and count > 1:
+        count //= 2
+    return message, count
+
+
+def decode(message: bytes, ranks: int) -> Iterator[tuple[int, RankFacts]]:
+    """Yield the ranks, out of `ranks`, and their rows in a message, as far as they have this version's format."""
     try:
         content = json.loads(message) if len(message) <= MOST_BYTES else None
     except (ValueError, RecursionError):
         return
-    for each in content if isinstance(content, list) else []:
-        match each:
-            case [int(version), list(facts), list(pairs)] if 0 < version <= FINAL:
-                yield (
-                    RankFacts(version, tuple(_facts(facts))),
-                    [rank for pair in pairs for rank in _members(pair, ranks)],
-                )
+    match content:
+        case [list(given), list(entries)]:
+            known = [_fact(each) for each in given]
+            for entry in entries:
+                yield from _rows(entry, known, ranks)
 
 
-def _facts(given: list[Any]) -> Iterator[Fact]:
-    for each in given:
-        match each:
-            case [int(kind), int(number), int(turn), int(fingerprint), str(text)] if WAITING <= kind <= ENDED:
-                yield fact(kind, number, turn, fingerprint, text)
+def _rows(entry: Any, known: Sequence[Fact | None], ranks: int) -> Iterator[tuple[int, RankFacts]]:
+    match entry:
+        case [list(indices), list(pairs), list(versions)]:
+            chosen = [known[each] for each in indices if isinstance(each, int) and 0 <= each < len(known)]
+            facts = tuple(each for each in chosen if each is not None)
+            members = [rank for pair in pairs for rank in _members(pair, ranks)]
+            for rank, version in zip(members, versions * len(members) if len(versions) == 1 else versions):
+                if isinstance(version, int) and 0 < version <= FINAL:
+                    yield rank, RankFacts(version, facts)
+
+
+def _fact(given: Any) -> Fact | None:
+    match given:
+        case [int(kind), int(number), int(turn), int(fingerprint), str(text)] if WAITING <= kind <= ENDED:
+            return fact(kind, number, turn, fingerprint, text)
+    return None
 
 
 def _members(pair: Any, ranks: int) -> range:

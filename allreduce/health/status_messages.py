@@ -4,7 +4,9 @@
 - A rank sends the rows that have changed to the ranks at distances 1, 2, 4, ... in both directions, and these pass them
   on. So every rank knows where all ranks are, after O(log n) messages of each, and no rank has to answer. A rank that
   is stopped holds up no news of others.
-- Between two ranks at most one message is pending, so none pile up at a rank that does not receive.
+- Between two ranks at most one message is pending, so none pile up at a rank that does not receive; only a rank that
+  leaves sends its last ones besides. Rows that do not fit into a message follow in the next one.
+- No rank waits for a message that it has begun to receive: its sender may be stopped.
 - After a rank fails, the surviving ranks revoke the topology's communicators. Under ULFM, status messages therefore use
   a communicator that is never revoked, and distances count only the ranks that this one takes for alive. If none of
   them receives the message of a rank that leaves, it tells twice as many, at last all. They agree in
@@ -32,7 +34,7 @@ GIVEN_UP_SECONDS = 5.0  # how long a wait that has ended in an error stays annou
 GONE_SECONDS = 1.0  # how often the processes of this machine are checked during a long wait
 LAST_SECONDS = 0.3  # how long a rank that leaves waits until its last messages are received
 MOST_FACTS = 16  # of one kind that a rank announces
-Sent = tuple[MPI.Request, bytearray]  # a message that is being sent
+Pending = tuple[MPI.Request, bytearray, int]  # a message that is being sent or received, and the other rank
 
 
 class KnownFacts(NamedTuple):
@@ -64,8 +66,9 @@ class StatusMessages:
         self._gone: set[int] = set()  # other ranks that have ended their programs or closed the topology
         self._looked = 0.0  # when the processes of this machine were checked
         self._told: dict[int, int] = {}  # by receiver: after how many changes the last message was sent
-        self._sent: dict[int, list[Sent]] = {}  # pending messages by receiver: one, or two when this rank leaves
-        weakref.finalize(self, _hold_sent, self._sent).atexit = False
+        self._sent: dict[int, list[Pending]] = {}  # pending messages by receiver: one, or more when this rank leaves
+        self._arriving: list[Pending] = []  # messages that this rank has begun to receive
+        weakref.finalize(self, _hold_pending, self._sent, self._arriving).atexit = False
         self._receivers: tuple[Collection[int] | None, list[int]] = None, []  # see `receivers`
         self._unrevoked: MPI.Intracomm | None = None
         self._finish = WaitRecord(-1)
@@ -137,6 +140,13 @@ class StatusMessages:
             self._receive(self.comm)
         if self._unrevoked is not None:
             self._receive(self._unrevoked)
+        for message in list(self._arriving):
+            if _done(message):
+                self._arriving.remove(message)
+                _, content, source = message
+                for rank, row in status.decode(bytes(content), self.size):
+                    if rank != self.rank and (rank not in self._known or self._known[rank].row.version < row.version):
+                        self._learn(rank, row, source)
 
     def _receive(self, comm: MPI.Intracomm) -> None:
         envelope = MPI.Status()
@@ -145,17 +155,13 @@ class StatusMessages:
                 ulfm.acknowledge(comm)
             while (message := comm.Improbe(status=envelope)) is not None:
                 buffer = bytearray(envelope.Get_count(MPI.BYTE))
-                message.Recv([buffer, MPI.BYTE])
-                for row, ranks in status.decode(bytes(buffer), self.size):
-                    for rank in {*ranks} - {self.rank}:
-                        if rank not in self._known or self._known[rank].row.version < row.version:
-                            self._learn(rank, row, envelope.source)
+                self._arriving.append((message.Irecv([buffer, MPI.BYTE]), buffer, envelope.source))
 
     def _learn(self, rank: int, row: RankFacts, source: int) -> None:
         before = self._known[rank].since if rank in self._known else {}
         since = {fact: before.get(fact, time.monotonic()) for fact in row.facts}
-        self._changes += 1
-        self._known[rank] = KnownFacts(row, since, self._changes, source)
+        self._known[rank] = KnownFacts(row, since, self._changes + 1, source)
+        self._changes += 1  # after the row: another thread may read `state` in between
         if rank == self.rank:
             return
         for fact in [fact for fact in since if fact not in before]:
@@ -210,18 +216,24 @@ class StatusMessages:
         return [rank for rank in following if rank not in gone]
 
     def _send(self, receiver: int, last: bool) -> None:
-        """Send the changes since the last message, unless it is pending. last: send them in any case."""
-        pending = self._sent[receiver] = [sent for sent in self._sent.get(receiver, ()) if not _received(sent)]
-        if pending and not last:
+        """Send the oldest changes not yet sent, unless a message is pending. last: send all, in any case."""
+        pending = self._sent[receiver] = [sent for sent in self._sent.get(receiver, ()) if not _done(sent)]
+        told, changes = self._told.get(receiver, 0), self._changes
+        if told == changes or (pending and not last):
             return
-        told = self._told.get(receiver, 0)
-        known = list(self._known.items()) if told < self._changes else []
-        rows = {rank: each.row for rank, each in known if each.change > told and each.source != receiver}
-        self._told[receiver] = self._changes
-        if rows:
+        known = sorted(self._known.items(), key=lambda item: item[1].change)
+        rows = [(rank, each) for rank, each in known if each.change > told and each.source != receiver]
+        while rows:
+            content, count = status.encode_first([(rank, each.row) for rank, each in rows])
+            self._told[receiver] = rows[count - 1][1].change
             with suppress(MPI.Exception):  # the receiver has failed
-                buffer = bytearray(status.encode(rows))
-                pending.append(((self._unrevoked or self.comm).Issend([buffer, MPI.BYTE], receiver), buffer))
+                buffer = bytearray(content)
+                request = (self._unrevoked or self.comm).Issend([buffer, MPI.BYTE], receiver)
+                pending.append((request, buffer, receiver))
+            rows = rows[count:]
+            if rows and not last:
+                return
+        self._told[receiver] = changes
 
     def _send_last(self) -> None:
         """Send the facts even if a message is pending; under ULFM then wait a moment until all are received."""
@@ -243,10 +255,10 @@ class StatusMessages:
     def _heard(self, told: Collection[int]) -> bool:
         """Return whether one of these ranks, which has not failed, has received all messages of this rank."""
         living = [sent for rank in {*told} - {*self._failed()} if (sent := self._sent.get(rank))]
-        return any(all(map(_received, sent)) for sent in living)
+        return any(all(map(_done, sent)) for sent in living)
 
     def _all_received(self) -> bool:
-        return all(_received(sent) for pending in self._sent.values() for sent in pending)
+        return all(_done(sent) for pending in self._sent.values() for sent in pending)
 
     def drain(self, limit: float) -> None:
         """Receive all messages, so that the communicators can be freed. Collective.
@@ -266,6 +278,7 @@ class StatusMessages:
         except CollectiveTimeoutError:
             free_later(request)
             raise
+        until(lambda: not self._arriving)
         self._sent.clear()
 
     # Judgement
@@ -278,7 +291,7 @@ class StatusMessages:
     def check_present(self, ranks: Collection[int], patience: float, what: str) -> None:
         """Raise RankLeftError if this rank has known for `patience` seconds that one of these ranks has left."""
         before = time.monotonic() - patience
-        for rank in [rank for rank in self._gone if rank in ranks]:
+        for rank in [rank for rank in tuple(self._gone) if rank in ranks]:  # the watchdog may add others meanwhile
             for fact, since in self._known[rank].since.items():
                 if fact.kind == LEFT and fact.number == 0 and since < before:
                     raise _left_error(rank, fact, what)
@@ -331,17 +344,17 @@ def _left_error(rank: int, fact: Fact, what: str) -> RankLeftError:
     return error
 
 
-def _received(sent: Sent) -> bool:
-    """Return whether the receiver has begun to receive a message; before that MPI may still read the buffer."""
+def _done(message: Pending) -> bool:
+    """Return whether a message has been received; before that MPI may still use the buffer."""
     try:
-        return bool(sent[0].Test())
-    except MPI.Exception:  # the receiver has failed
+        return bool(message[0].Test())
+    except MPI.Exception:  # the other rank has failed
         return True
 
 
-def _hold_sent(sent: Mapping[int, Iterable[Sent]]) -> None:
+def _hold_pending(sent: Mapping[int, Iterable[Pending]], arriving: Iterable[Pending]) -> None:
     """Keep the pending messages of a topology that was dropped."""
-    for pending in sent.values():
+    for pending in (*sent.values(), arriving):
         for each in pending:
             free_later(each)
 

@@ -39,9 +39,9 @@ class _Arrived:
     def __init__(self, content: bytes) -> None:
         self._content = content
 
-    def Recv(self, buffer: Any) -> None:  # noqa: N802
-        memory = buffer[0] if isinstance(buffer, list | tuple) else buffer
-        memoryview(memory).cast("B")[: len(self._content)] = self._content
+    def Irecv(self, buffer: Any) -> MPI.Request:  # noqa: N802
+        buffer[0][: len(self._content)] = self._content
+        return MPI.REQUEST_NULL
 
 
 class _Post:

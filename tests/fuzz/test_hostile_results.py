@@ -310,13 +310,13 @@ def test_a_trace_of_another_rank() -> None:
 
 def test_status_messages_of_another_version() -> None:
     facts = [[WAITING, 1, 1, 1, "\x1b[2Jx" + "y" * 9999], [9, 1, 1, 1, ""], [WAITING, "1"], 3]
-    rows = [[1, facts, [[1, 1]]], [0, facts, [[1, 1]]], [1 << 99, [], [[1, 1]]], [2, 5, [[1, 1]]], [WAITING, "1"], 3]
-    assert "waits in [2Jx" in (table := peers.read_notes([json.dumps(rows).encode()], Path()))
+    rows = [[[0, 1, 9, -1, "0"], [[1, 1]], [1]], [[0], [[1, 1]], [0]], [[], [[1, 1]], [1 << 99]], [5, [], [2]], 3]
+    assert "waits in [2Jx" in (table := peers.read_notes([json.dumps([facts, rows]).encode()], Path()))
     assert "\x1b" not in table
     assert len(table) < 600
-    bad = [b"", b"\x00" * 31, b"[" * 9999, b"{}", json.dumps([[1, facts, [[0, 1 << 60]]]]).encode()]
+    bad = [b"", b"\x00" * 31, b"[" * 9999, b"{}", json.dumps([facts, [[[0], [[0, 1 << 60]], [1]]]]).encode()]
     assert "rank 1: has not arrived" in peers.read_notes(bad, Path())
-    peers.read_notes([json.dumps([[1, [[ENDED, 0, 1 << 99, 0, ""]], [[1, 1]]]]).encode()], Path())
+    peers.read_notes([json.dumps([[[ENDED, 0, 1 << 99, 0, ""]], [[[0], [[1, 1]], [1]]]]).encode()], Path())
 
 
 def test_a_store_of_one_machine_listens_to_no_other() -> None:

@@ -15,7 +15,7 @@ from mpi4py import MPI
 
 from allreduce.errors import RankLeftError
 from allreduce.health import status
-from allreduce.health.status import LEFT, WAITING, Fact, RankFacts
+from allreduce.health.status import ENDED, LEFT, STALLED, WAITING, Fact, RankFacts
 from allreduce.health.status_messages import StatusMessages
 from allreduce.process import proc
 from allreduce.transport import liveness, processes, ulfm
@@ -36,9 +36,21 @@ class _Message:
     def __init__(self, content: bytes, request: _Request) -> None:
         self._content, self._request = content, request
 
-    def Recv(self, buffer: Any) -> None:  # noqa: N802
+    def Irecv(self, buffer: Any) -> _Request:  # noqa: N802
         buffer[0][:] = self._content
         self._request.taken = True
+        return self._request
+
+
+class _Halted(_Message):
+    """Its sender is stopped while MPI transfers it."""
+
+    def Irecv(self, buffer: Any) -> _Request:  # noqa: N802
+        self._buffer = buffer[0]
+        return self._request
+
+    def go_on(self) -> None:
+        super().Irecv([self._buffer])
 
 
 class Network:
@@ -50,6 +62,7 @@ class Network:
         self.pairs: set[tuple[int, int]] = set()
         self.longest, self.size = 0, ranks
         self.failed: frozenset[int] = frozenset()
+        self.stopped: dict[int, list[_Halted]] = {}  # messages of stopped ranks that others have begun to receive
 
 
 class Comm:
@@ -74,7 +87,10 @@ class Comm:
         source, content, request = self._network.arrived[self.rank].popleft()
         status.source = source
         status.Set_elements(MPI.BYTE, len(content))
-        return _Message(content, request)
+        if source not in self._network.stopped:
+            return _Message(content, request)
+        self._network.stopped[source].append(message := _Halted(content, request))
+        return message
 
 
 @pytest.fixture(params=[5, 128], ids=str)
@@ -284,10 +300,112 @@ def test_a_message_has_a_few_texts_however_many_calls_there_are() -> None:
     }
     message = status.encode(rows)
     assert len(message) < status.MOST_TEXTS * status.TEXT_BYTES + 1000 * 60
-    decoded = {rank: row for row, ranks in status.decode(message, 1000) for rank in ranks}
+    decoded = dict(status.decode(message, 1000))
     assert {rank: row.facts[0][:4] for rank, row in decoded.items()} == {
         rank: row.facts[0][:4] for rank, row in rows.items()
     }
+
+
+def test_what_a_rank_is_keeps_its_text_however_many_calls_there_are() -> None:
+    rows = {rank: RankFacts(1, (status.fact(WAITING, 1, rank // 2, 0, f"call {rank // 2}"),)) for rank in range(200)}
+    texts = {LEFT: "it has ended", STALLED: "waits in a call", ENDED: "fails"}
+    rows[60] = RankFacts(1, tuple(status.fact(kind, 0, 1, 0, text) for kind, text in texts.items()))
+    assert dict(status.decode(status.encode(rows), 200))[60] == rows[60]
+
+
+@pytest.mark.parametrize("same", [True, False], ids=["one call", "many calls"])
+def test_all_of_a_large_job_arrives_in_messages_of_limited_length(same: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Versions of rows drift apart in a long job; messages that are too long for `decode` would be lost."""
+    monkeypatch.setattr(processes, "world_ranks", lambda comm: range(comm.size))
+    network = Network(ranks := 8192)
+    first, second = (StatusMessages(Comm(network, rank)) for rank in range(2))  # type: ignore[arg-type]
+    for rank in range(2, ranks):
+        facts = (status.fact(WAITING, 7, 1 if same else rank, 5, "all_reduce" if same else f"{rank:0300}"),)
+        first._learn(rank, RankFacts(1000 + rank * 7919 % 100_003, facts), 2)
+    for _ in range(10):
+        first.exchange()
+        second.receive()
+    assert {rank: each.row for rank, each in second._known.items()} == {
+        rank: each.row._replace(facts=second._known[rank].row.facts) for rank, each in first._known.items()
+    }
+    assert len(second._known) == ranks - 2
+    assert 1000 < network.longest <= (64 << 10 if same else status.MESSAGE_BYTES)
+
+
+def test_the_last_message_of_a_rank_has_all_that_it_knows(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(processes, "world_ranks", lambda comm: range(comm.size))
+    monkeypatch.setattr(status, "MESSAGE_BYTES", 500)
+    network, every = make(100)
+    for rank in range(2, 100):
+        every[0]._learn(rank, RankFacts(1, (status.fact(WAITING, 7, rank, 5, "all_reduce"),)), 2)
+    every[0].announce_leaving("it has ended its program", None)
+    every[1].receive()
+    assert every[1].left
+    assert len(every[1]._known) == 99
+    assert network.longest <= 500
+
+
+def test_a_rank_that_is_stopped_while_it_sends_stops_no_receiver(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(processes, "world_ranks", lambda comm: range(comm.size))
+    network, every = make(4)
+    network.stopped[1] = []
+    wait = all_wait(every, 0)
+    every[1].exchange()
+    every[2].exchange()
+    every[0].receive()
+    call = Fact(WAITING, 7, 1, 5, "all_reduce")
+    assert every[0].state == {call: {2}}
+    assert wait.count == 1
+    for message in network.stopped[1]:
+        message.go_on()
+    every[0].receive()
+    assert every[0].state == {call: {1, 2}}
+    assert not every[0]._arriving
+
+
+def test_messages_half_received_outlive_a_topology_that_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
+    """MPI still writes into them."""
+    kept: list[Any] = []
+    monkeypatch.setattr("allreduce.health.status_messages.free_later", kept.append)
+    monkeypatch.setattr(processes, "world_ranks", lambda comm: range(comm.size))
+    network, every = make(2)
+    network.stopped[1] = []
+    all_wait(every, 0)
+    every[1].exchange()
+    every[0].receive()
+    del every[0]
+    gc.collect()
+    assert any(network.stopped[1][0]._buffer is part for each in kept for part in each)
+
+
+# Threads
+
+
+def test_another_thread_never_keeps_an_old_state() -> None:
+    """It reads the state just before the row of a rank is stored."""
+    _, (messages, *_) = make(3)
+
+    class Known(dict):
+        def __setitem__(self, rank: int, known: Any) -> None:
+            assert messages.state == {}
+            super().__setitem__(rank, known)
+
+    messages._known = Known()
+    messages._learn(1, RankFacts(1, (Fact(WAITING, 7, 1, 5, "all_reduce"),)), 1)
+    assert messages.state == {Fact(WAITING, 7, 1, 5, "all_reduce"): {1}}
+
+
+def test_a_rank_may_leave_while_another_thread_looks_for_ranks_that_have_left() -> None:
+    _, (messages, *_) = make(3)
+
+    class Ranks(set):
+        def __contains__(self, rank: object) -> bool:
+            messages._gone.add(2)
+            return False
+
+    messages._gone.add(1)
+    messages.check_present(Ranks(), 0, "a call")
+    assert messages._gone == {1, 2}
 
 
 # Processes
