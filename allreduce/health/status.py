@@ -98,7 +98,8 @@ def _rows(entry: Any, known: Sequence[Fact | None], ranks: int) -> Iterator[tupl
             chosen = [known[each] for each in indices if isinstance(each, int) and 0 <= each < len(known)]
             facts = tuple(each for each in chosen if each is not None)
             members = [rank for pair in pairs for rank in _members(pair, ranks)]
-            for rank, version in zip(members, versions * len(members) if len(versions) == 1 else versions):
+            versions = versions * len(members) if len(versions) == 1 else versions
+            for rank, version in zip(members, versions, strict=False):
                 if isinstance(version, int) and 0 < version <= FINAL:
                     yield rank, RankFacts(version, facts)
 
