@@ -172,7 +172,7 @@ class Queue:
         self._submitted = 0  # calls without a given name
         self._waiting: dict[str, Future] = {}  # announced, and not decided
         self._first: Future | None = None  # the call that has waited longest
-        self._open: set[str] = set()  # given names of calls that have not ended
+        self._named: weakref.WeakValueDictionary[str, Future] = weakref.WeakValueDictionary()  # the last call of a name
 
     def submit(
         self,
@@ -200,19 +200,14 @@ class Queue:
 
         Raises OptionError while an earlier call of the name has not ended.
         """
-        if name in self._open:
+        earlier = self._named.get(name)
+        if earlier is not None and not earlier.done():
             raise OptionError(f"a call named {name} has not ended yet; give calls that overlap different names")
-
-        def end(error: BaseException | None) -> None:
-            self._open.discard(name)
-            if ended is not None:
-                ended(error)
-
-        self._open.add(name)
+        self._named[name] = future = Future(work, self, request.words, name, ended)
         try:
-            return self._submit(Future(work, self, request.words, name, end), request)
+            return self._submit(future, request)
         except BaseException:
-            self._open.discard(name)
+            self._named.pop(name, None)
             raise
 
     def join(self, ended: Callable[[int], object]) -> Future:
@@ -390,6 +385,7 @@ class Worker:
             raise_together(self._control, thread_error())
             self._thread = threading.Thread(target=self._work, name="allreduce worker", daemon=True)
             self._thread.start()
+            self._wake.put(True)  # for calls submitted before
 
     def submit(self, queue: Queue, future: Future, request: Request) -> Future:
         """Announce a call, or make it ready if nothing needs announcing; see Queue.submit."""
@@ -428,13 +424,18 @@ class Worker:
         self.detector.forget(queue.wait)
 
     def close(self) -> None:
-        """Drop the queues and end the thread. Local; all ranks' calls must have ended before."""
+        """Drop the queues, end the thread, and wait up to SEND_SECONDS for the last messages to be sent. Local; all
+        ranks' calls must have ended before.
+        """
         for queue in list(self._queues.values()):
             queue.drop()
         thread, self._thread = self._thread, None
         if thread is not None:
             self._wake.put(False)
             thread.join()
+        if self.detector.lost is None:
+            with contextlib.suppress(MPI.Exception):  # a receiver may have failed
+                wait_until(lambda: all(request.Test() for request, _ in self._sent), SEND_SECONDS)
         _workers.discard(self)
 
     def free(self, topology: Topology) -> None:
@@ -486,6 +487,8 @@ class Worker:
                 checked = now
                 self._check_waits()
 
+        if not done():
+            work()  # also if the limit is 0: a caller may poll
         if not wait_until(done, limit, work, pause):
             raise TimeoutError(f"not done within {limit:g} s")
 
@@ -605,6 +608,7 @@ class Worker:
     threaded = property(lambda self: self._thread is not None)
 
 
+SEND_SECONDS = 1.0
 EXIT_SECONDS = 10.0  # limit of the wait for running calls at the program's exit
 _workers: "weakref.WeakSet[Worker]" = weakref.WeakSet()
 

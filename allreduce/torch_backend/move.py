@@ -1,7 +1,6 @@
 """Collectives that move tensors. They move bytes, so they take every dtype."""
 
 import functools
-import math
 from collections.abc import Iterable, Sequence
 from contextlib import ExitStack, nullcontext
 from itertools import accumulate, pairwise
@@ -15,10 +14,11 @@ from allreduce.errors import DisagreementError
 from allreduce.torch_backend.tensors import as_bytes, readable, writable
 from allreduce.transport import chunked
 from allreduce.transport.control import raise_together
+from allreduce.transport.deferred_free import free_later
 from allreduce.transport.wait import waiting
 
 LARGEST = (1 << 31) - 1  # an MPI count is a C int in Open MPI 5
-TAG = 1  # of the messages of a collective
+TAGS = 32749  # every MPI has at least this many
 
 
 class TensorMover:
@@ -29,6 +29,7 @@ class TensorMover:
 
     def __init__(self, comm: MPI.Intracomm) -> None:
         self._comm = comm
+        self._exchanges = 0  # its number is its tag: one that failed on one rank may leave messages that nobody received
 
     def broadcast(self, tensor: torch.Tensor, root: int) -> None:
         """Overwrite `tensor` by that of rank `root`."""
@@ -55,16 +56,31 @@ class TensorMover:
 
     def gather(self, outputs: Sequence[torch.Tensor], source: torch.Tensor, root: int) -> None:
         """Fill outputs[r] on rank `root` from rank r's `source`."""
+        self._exchanges += 1
         self._exchange("gather", [(root, source)], enumerate(outputs))
 
     def scatter(self, output: torch.Tensor, sources: Sequence[torch.Tensor], root: int) -> None:
         """Fill rank r's `output` from sources[r] on rank `root`."""
+        self._exchanges += 1
         self._exchange("scatter", enumerate(sources), [(root, output)])
 
     def all_to_all(
         self, outputs: Sequence[torch.Tensor], sources: Sequence[torch.Tensor], name: str = "all_to_all"
     ) -> None:
         """Fill outputs[r] from rank r's sources[this rank]. name: of the call, for errors."""
+        self._exchanges += 1
+        self._all_to_all(outputs, sources, name)
+
+    def all_to_all_single(
+        self, output: torch.Tensor, source: torch.Tensor, received: Sequence[int], sent: Sequence[int]
+    ) -> None:
+        """Exchange slices: sent[r] elements go to rank r, received[r] come from it."""
+        self._exchanges += 1
+        with writable(output) as memory:
+            outputs, sources = memory.reshape(-1).split(received), readable(source).reshape(-1).split(sent)
+            self._all_to_all(outputs, sources, "all_to_all_single")
+
+    def _all_to_all(self, outputs: Sequence[torch.Tensor], sources: Sequence[torch.Tensor], name: str) -> None:
         received, sent = ([tensor.numel() for tensor in tensors] for tensors in (outputs, sources))
         coming = np.empty(self._comm.size, np.int64)
         with waiting(self._comm, f"{name} of a process group"):
@@ -78,14 +94,6 @@ class TensorMover:
         raise_together(self._comm, error)
         self._exchange(name, enumerate(sources), enumerate(outputs))
 
-    def all_to_all_single(
-        self, output: torch.Tensor, source: torch.Tensor, received: Sequence[int], sent: Sequence[int]
-    ) -> None:
-        """Exchange slices: sent[r] elements go to rank r, received[r] come from it."""
-        with writable(output) as memory:
-            outputs, sources = memory.reshape(-1).split(received), readable(source).reshape(-1).split(sent)
-            self.all_to_all(outputs, sources, "all_to_all_single")
-
     def _exchange(
         self, name: str, sent: Iterable[tuple[int, torch.Tensor]], received: Iterable[tuple[int, torch.Tensor]]
     ) -> None:
@@ -96,7 +104,11 @@ class TensorMover:
             begin, end = min(spans, default=(0, 0))[0], max((end for _, end in spans), default=0)
             sources = [(rank, _apart(readable(tensor), begin, end)) for rank, tensor in sent]
             outgoing, incoming = ([(rank, as_bytes(each)) for rank, each in pairs] for pairs in (sources, places))
-            chunked.exchange(self._comm, outgoing, incoming, TAG, f"{name} of a process group")
+            try:
+                chunked.exchange(self._comm, outgoing, incoming, self._exchanges % TAGS, f"{name} of a process group")
+            except BaseException:
+                free_later((places, sources))  # MPI may still use this memory, which the requests do not own
+                raise
 
 
 def _apart(tensor: torch.Tensor, begin: int, end: int) -> torch.Tensor:
@@ -106,13 +118,15 @@ def _apart(tensor: torch.Tensor, begin: int, end: int) -> torch.Tensor:
 
 
 def mpi_buffer(memory: np.ndarray) -> list[Any]:
-    """Return the MPI buffer specification of a byte array, in units of which a C int counts enough."""
-    size = 1 if memory.size <= LARGEST else math.gcd(memory.size, 1 << 30)
-    if memory.size // size > LARGEST:
-        raise ValueError(f"{memory.size} bytes of a tensor are more than this MPI moves in one call; split the tensor")
-    return [memory, memory.size // size, _unit(size)]
+    """Return the MPI buffer specification of a byte array of any size, though an MPI count is a C int."""
+    if memory.size <= LARGEST:
+        return [memory, memory.size, MPI.BYTE]
+    return [memory, 1, _large(memory.size)]
 
 
 @functools.cache
-def _unit(size: int) -> MPI.Datatype:
-    return MPI.BYTE.Create_contiguous(size).Commit()
+def _large(size: int) -> MPI.Datatype:
+    """Return the type of this many bytes: pieces of PIECE bytes, and the rest."""
+    pieces, rest = divmod(size, chunked.PIECE)
+    piece = MPI.BYTE.Create_contiguous(chunked.PIECE)
+    return MPI.Datatype.Create_struct([pieces, rest], [0, size - rest], [piece, MPI.BYTE]).Commit()

@@ -345,17 +345,20 @@ def test_what_hangs_in_a_callback_is_an_error_and_ends_with_the_job(mpirun: JobR
     job = mpirun(
         2,
         code("""
+            import threading
             import allreduce.call.queue as threads
             threads.EXIT_SECONDS = 1
             dist.init_process_group("allreduce")
             group = dist.new_group(timeout=datetime.timedelta(seconds=3))
-            dist.all_reduce(torch.ones(4_000_000), group=group)
+            dist.all_reduce(torch.ones(3), group=group)
+            queued, step = threading.Event(), threads.Worker._step  # the call must not end before it has its callback
+            threads.Worker._step = lambda worker: queued.wait() and step(worker)
             later = []  # a callback that waits for what is queued behind it
             def wait(future):
-                time.sleep(0.2)
                 later[0].wait()
-            first = dist.all_reduce(torch.ones(4_000_000), group=group, async_op=True).get_future().then(wait)
+            first = dist.all_reduce(torch.ones(3), group=group, async_op=True).get_future().then(wait)
             later.append(dist.all_reduce(torch.ones(3), group=group, async_op=True).get_future())
+            queued.set()
             try:
                 first.wait()
             except RuntimeError as error:

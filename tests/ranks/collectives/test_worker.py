@@ -14,12 +14,14 @@ import pytest
 from mpi4py import MPI
 
 import allreduce
+from allreduce.call.announcements import Request
 from allreduce.call.queue import Future, Worker
 from allreduce.errors import (
     BrokenError,
     ClosedError,
     CollectiveTimeoutError,
     DisagreementError,
+    OptionError,
     RankLeftError,
     UnsupportedOpError,
 )
@@ -419,3 +421,38 @@ def test_a_broken_queue_keeps_nothing_alive(topology: allreduce.Topology) -> Non
     assert held() is None
     with pytest.raises(BrokenError, match="DisagreementError: the ranks disagree"):
         queue.submit(lambda: None)
+
+
+def test_a_call_that_was_submitted_before_the_thread_started_runs(topology: allreduce.Topology) -> None:
+    worker = topology.service(Worker)
+    future = worker.queue("user").submit(lambda: None)
+    worker.queue("another", threaded=True)
+    future.wait(20)
+    topology.close()
+
+
+def test_polls_do_the_work(topology: allreduce.Topology) -> None:
+    """Without a thread, waits of no length alone end a call."""
+    future, end = topology.service(Worker).queue("user").submit(lambda: None), time.monotonic() + 20
+    while not future.done() and time.monotonic() < end:
+        with contextlib.suppress(TimeoutError):
+            future.wait(0)
+    assert future.done()
+    topology.close()
+
+
+def test_a_name_is_free_as_soon_as_its_call_is_done(topology: allreduce.Topology) -> None:
+    """Before the function `ended` has run, too: another thread may see that the call is done."""
+    queue, again = topology.service(Worker).queue("user"), []
+    request = Request(None, description="call")
+
+    def ended(_: BaseException | None) -> None:
+        again.append(queue.call("name", request, lambda per_rank: None))
+
+    first = queue.call("name", request, lambda per_rank: None, ended)
+    with pytest.raises(OptionError, match="a call named name has not ended yet"):
+        queue.call("name", request, lambda per_rank: None)
+    first.wait()
+    again[0].wait()
+    queue.close()
+    topology.close()
