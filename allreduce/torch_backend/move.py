@@ -29,7 +29,9 @@ class TensorMover:
 
     def __init__(self, comm: MPI.Intracomm) -> None:
         self._comm = comm
-        self._exchanges = 0  # its number is its tag: one that failed on one rank may leave messages that nobody received
+        self._exchanges = (
+            0  # its number is its tag: one that failed on one rank may leave messages that nobody received
+        )
 
     def broadcast(self, tensor: torch.Tensor, root: int) -> None:
         """Overwrite `tensor` by that of rank `root`."""
