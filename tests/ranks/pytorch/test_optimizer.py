@@ -3,6 +3,7 @@
 import copy
 import gc
 import io
+import time
 import weakref
 from collections.abc import Callable
 from functools import partial
@@ -495,8 +496,11 @@ def test_close_gives_the_memory_back(flat: allreduce.Topology, overlap: bool, up
     assert _shared_mappings() > before
     train(model, optimizer, mine, steps=2)
     optimizer.close()
-    gc.collect()
-    assert _shared_mappings() == before
+    end = time.monotonic() + 20  # another thread may hold a last reference for a moment
+    while _shared_mappings() > before and time.monotonic() < end:
+        gc.collect()
+        time.sleep(0.05)
+    assert _shared_mappings() <= before
     assert optimizer.report().buckets
 
 
