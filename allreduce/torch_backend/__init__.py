@@ -32,12 +32,15 @@ if tuple(map(int, _torch.__version__.split(".")[:2])) < (2, 7):
         'pip install ".[torch]" in the checkout'
     )
 
-import allreduce_torch_autoload
 from allreduce.torch_backend import patches, rendezvous
-from allreduce.torch_backend.process_group import AllReduceProcessGroup, describe, require
+from allreduce.torch_backend.checks import NAME
+from allreduce.torch_backend.process_group import AllReduceProcessGroup, create_group, describe, require
 from allreduce.torch_backend.reduce import Options
 
-allreduce_torch_autoload.register()  # PyTorch itself does it where allreduce is installed by pip
+if NAME not in _dist.Backend.backend_list:  # else PyTorch has loaded allreduce_torch_autoload by itself
+    _devices = ["cpu", "cuda"] if _torch.cuda.device_count() else ["cpu"]  # counting initializes no CUDA
+    _dist.Backend.register_backend(NAME, create_group, extended_api=True, devices=_devices)
+    rendezvous.install_env_handler()
 patches.apply()
 rendezvous.set_environment_from_launcher()
 

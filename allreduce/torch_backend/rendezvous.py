@@ -1,6 +1,7 @@
 """How the ranks of `mpirun` find rank 0's store, so that init_process_group needs no environment variables."""
 
 import fcntl
+import importlib
 import ipaddress
 import os
 import socket
@@ -9,6 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from functools import partial
+from typing import Any
 from urllib.parse import parse_qs, urlparse
 
 import torch.distributed as dist
@@ -47,6 +49,20 @@ def set_environment_from_launcher() -> None:
     for name, launchers in _LAUNCHERS.items():
         if value := variables.first(launchers):
             os.environ.setdefault(name, value)
+
+
+def install_env_handler() -> None:
+    """Replace PyTorch's env:// handler: values missing from the environment come from MPI. Local."""
+    # torch.distributed.rendezvous is also a function, which hides the module
+    module = importlib.import_module("torch.distributed.rendezvous")
+    original = module._rendezvous_handlers["env"]
+
+    def handler(url: str, timeout: timedelta = timedelta(minutes=30), **rest: Any) -> Iterator[Found]:
+        if all(name in os.environ for name in (*_STORE, "RANK", "WORLD_SIZE")):
+            return original(url, timeout=timeout, **rest)
+        return rendezvous(url, timeout, original)
+
+    module._rendezvous_handlers["env"] = handler
 
 
 def rendezvous(url: str, timeout: timedelta, original: Handler) -> Iterator[Found]:
