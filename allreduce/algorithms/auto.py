@@ -5,8 +5,10 @@ and the constants of the machine, which are the same on all ranks. So all ranks 
 changes: not between two calls of a signature (length, dtype, memory), nor between two backends of a topology.
 """
 
+import inspect
 import os
 import sys
+import zlib
 from dataclasses import replace
 from typing import Any
 
@@ -20,7 +22,7 @@ from allreduce.arrays.memory_kinds import ALLOCATED, GPU
 from allreduce.arrays.ops import Op
 from allreduce.call.call import Call
 from allreduce.errors import OptionError, UnavailableError
-from allreduce.transport.control import on_all
+from allreduce.transport.control import agree, on_all
 from allreduce.transport.cost import Machine
 from allreduce.transport.layout import NodeLayout
 from allreduce.tuning import constants, measuring
@@ -38,10 +40,18 @@ def candidates(layout: NodeLayout) -> list[str]:
 
 
 def _works(kind: type[Algorithm], nodes: int) -> bool:
-    needs = (
-        kind.one_node if nodes > 1 else kind.between_nodes
-    )  # one for messages between nodes is of no use on one node
-    return not needs and not kind.needs_gpu and kind.sums
+    # an algorithm for messages between nodes is of no use on one node
+    needs = kind.one_node if nodes > 1 else kind.between_nodes
+    return not (needs or kind.needs_gpu or kind.by_array) and kind.sums and _needs_context_alone(kind)
+
+
+def _needs_context_alone(kind: type[Algorithm]) -> bool:
+    """Whether an algorithm can be made without options of its own. Local."""
+    try:
+        inspect.signature(kind).bind("context")
+    except TypeError:
+        return False
+    return True
 
 
 class Auto(TwoPhase):
@@ -77,6 +87,8 @@ class Auto(TwoPhase):
         self._choices: dict[tuple[int, np.dtype, int], tuple[str, str]] = {}
         self._algorithms: dict[str, Algorithm] = {}
         names = candidates(context.layout)
+        classes = ", ".join(f"{name}: {algorithms.class_of(name).__qualname__}" for name in names)
+        agree(self.comm, [zlib.crc32(classes.encode())], f'"auto" among {classes}', None)
         if self.size == 1 or compress is not None:
             names = names[:1]
         if self.size > 1:
@@ -97,10 +109,15 @@ class Auto(TwoPhase):
     def _make(self, name: str) -> None:
         """Make an algorithm, unless it is unavailable here. Collective."""
         try:
-            self._algorithms[name] = self.context.make(name, compress=None if name == "nccl" else self._compress)
-            self.holds.append(self._algorithms[name])
+            made = self.context.make(name, compress=None if name == "nccl" else self._compress)
         except UnavailableError as error:  # on all ranks
             self._leave_out(name, error)
+            return
+        self.holds.append(made)
+        if self._compress is None and made.lossless is not made:
+            self._leave_out(name, UnavailableError("it rounds"))
+        else:
+            self._algorithms[name] = made
 
     def _leave_out(self, name: str, error: UnavailableError) -> None:
         if name != "nccl" or name in self._algorithms:
@@ -128,6 +145,9 @@ class Auto(TwoPhase):
             return next(iter(usable)), "compression" if self._compress is not None else "the only algorithm here"
         at = replace(self._layout, allocated=memory == ALLOCATED, half=half)
         costs = {name: each.cost(nbytes, at, self._constants.machine) for name, each in usable.items()}
+        for name, seconds in costs.items():
+            if not seconds >= 0:  # NaN too
+                raise OptionError(f"the cost of {name!r} is {seconds!r} s for {nbytes} bytes; it must be 0 or more")
         least = min(costs.values())
         name = next(name for name in costs if costs[name] <= NEAR * least)
         shown = ", ".join(f"{each} {1e6 * costs[each]:.3g} us" for each in sorted(costs, key=lambda each: costs[each]))

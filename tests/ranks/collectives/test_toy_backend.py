@@ -8,11 +8,13 @@ from mpi4py import MPI
 
 import allreduce
 from allreduce import Algorithm, Context, algorithms
+from allreduce.algorithms.ring import Ring
 from allreduce.arrays import dtypes
 from allreduce.arrays.ops import Op
-from allreduce.errors import OptionError
+from allreduce.errors import DisagreementError, OptionError
 from allreduce.topology import Topology
 from tests.ranks.grid import run_grid, shapes
+from tests.ranks.together import raised_everywhere
 
 
 class Toy(Algorithm):
@@ -88,6 +90,63 @@ def test_auto_selects_it_if_its_cost_is_the_lowest(flat: Topology, monkeypatch: 
             assert (reduce.chosen(array) == "toy") == (seconds == 0 and reduce.size > 1)
             reduce(array, "sum")
             assert set(array.tolist()) == {sum(range(reduce.size))}
+
+
+several = pytest.mark.skipif(MPI.COMM_WORLD.size == 1, reason="one rank has nothing to select")
+
+
+def _free(*_: object) -> float:
+    return 0.0
+
+
+@several
+def test_ranks_that_registered_other_algorithms_disagree(flat: Topology, world: MPI.Intracomm) -> None:
+    if world.rank == 0:
+        allreduce.register("mine", type("Mine", (Toy,), {"cost": staticmethod(_free)}))
+    text = raised_everywhere(world, DisagreementError, lambda: allreduce.create("auto", flat, table=""))
+    assert "mine: Mine" in text
+
+
+@several
+@pytest.mark.parametrize("kind", ["inherits", "keyword", "rounds", "by_array"])
+def test_auto_leaves_out_what_it_can_not_select(kind: str, flat: Topology) -> None:
+    class Mine(Toy):
+        def __init__(self, context: Context) -> None:
+            super().__init__(context)
+            if kind == "rounds":
+                self.lossless = context.make("native")
+
+    class Keyword(Toy):
+        cost = staticmethod(_free)
+
+        def __init__(self, context: Context, *, needed: int) -> None:
+            super().__init__(context)
+
+    class Inherits(Ring):
+        def __init__(self, context: Context, *, needed: int = 1) -> None:
+            super().__init__(context)
+
+    if kind in ("rounds", "by_array"):
+        Mine.cost = staticmethod(_free)  # type: ignore[method-assign]
+        Mine.by_array = kind == "by_array"
+    allreduce.register("mine", {"keyword": Keyword, "inherits": Inherits}.get(kind, Mine))
+    with allreduce.create("auto", flat, table="") as reduce:
+        array = np.full(1000, reduce.rank + 0.0)
+        assert reduce.chosen(array) != "mine"
+        assert "mine" not in reduce.chosen(array, reason=True)
+        reduce(array, "sum")
+        assert set(array.tolist()) == {sum(range(reduce.size))}
+
+
+@several
+@pytest.mark.parametrize("seconds", [-1.0, float("nan")])
+def test_a_cost_that_is_no_time_is_a_named_error(
+    seconds: float, flat: Topology, world: MPI.Intracomm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Toy, "cost", staticmethod(lambda *_: seconds))
+    with allreduce.create("auto", flat, table="") as reduce:
+        text = raised_everywhere(world, OptionError, lambda: reduce(np.ones(10), "sum"))
+        assert f"the cost of 'toy' is {seconds} s for 80 bytes" in text
 
 
 def test_a_wrong_backend_is_found(flat: Topology, world: MPI.Intracomm, monkeypatch: pytest.MonkeyPatch) -> None:
