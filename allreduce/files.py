@@ -14,7 +14,7 @@ from allreduce.notices import shown
 
 
 class ContentError(ValueError):
-    """A file's content is not what its reader needs."""
+    """The reader of a file can't use its content."""
 
 
 def read_text(path: str | os.PathLike[str], most: int) -> str:

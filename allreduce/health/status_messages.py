@@ -61,7 +61,7 @@ class StatusMessages:
         self._own: dict[int, list[Fact]] = {}  # facts about this rank, by kind
         self._given_up: dict[Fact, float] = {}  # waits of this rank that have ended in an error, and when
         self._known: dict[int, KnownFacts] = {}  # by rank, this one included
-        self._changes = 0  # of what is known
+        self._changes = 0  # the number of changes of the known facts
         self._state: tuple[int, dict[Fact, set[int]]] = 0, {}  # after how many changes
         self._gone: set[int] = set()  # other ranks that have ended their programs or closed the topology
         self._looked = 0.0  # when the processes of this machine were checked
@@ -127,7 +127,7 @@ class StatusMessages:
     # Facts of other ranks
 
     def exchange(self) -> None:
-        """Receive facts, and send those that have changed."""
+        """Receive facts, and send the changed ones."""
         self.receive()
         for receiver in self.receivers() if self._changes else []:
             self._send(receiver, False)
@@ -199,7 +199,7 @@ class StatusMessages:
     # Messages
 
     def receivers(self) -> list[int]:
-        """Return the ranks to which this one sends: 2 log2 of those that it takes for alive."""
+        """Return the ranks to which this one sends: 2 log2 of the number of ranks that it takes for alive."""
         gone = self._gone.union(self._failed())
         if gone != self._receivers[0]:  # the watchdog asks often
             living = self._living(gone)
@@ -211,7 +211,7 @@ class StatusMessages:
         return ulfm.failed(self._unrevoked) if self.lost and self._unrevoked is not None else ()
 
     def _living(self, gone: Collection[int]) -> list[int]:
-        """Return the other ranks without those that are `gone`, the next one first."""
+        """Return the other ranks, except for the `gone` ones, the next one first."""
         following = (rank % self.size for rank in range(self.rank + 1, self.rank + self.size))
         return [rank for rank in following if rank not in gone]
 

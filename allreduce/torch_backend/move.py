@@ -99,7 +99,7 @@ class TensorMover:
     def _exchange(
         self, name: str, sent: Iterable[tuple[int, torch.Tensor]], received: Iterable[tuple[int, torch.Tensor]]
     ) -> None:
-        """Send tensors to ranks, and overwrite tensors by those that ranks send. Collective."""
+        """Send tensors to ranks, and overwrite tensors by the received ones. Collective."""
         with ExitStack() as copies:
             places = [(rank, copies.enter_context(writable(tensor))) for rank, tensor in received]
             spans = [(place.data_ptr(), place.data_ptr() + place.nbytes) for _, place in places if place.nbytes]

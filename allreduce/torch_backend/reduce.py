@@ -34,7 +34,7 @@ GENERAL = ("check", "trace")  # settings that every backend takes
 COMPRESS_FROM = 1 << 14  # elements
 LARGEST_COUNT = 1 << 30  # elements in one call of MPI
 
-# The dtypes that our backends reduce, those of them that CuPy knows, and those that only the MPI library reduces.
+# The dtypes that our backends reduce; the part of them that CuPy knows; the dtypes that only the MPI library reduces.
 OURS = (torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int32, torch.int64)
 _CUPYS = tuple(dtype for dtype in OURS if dtype != torch.bfloat16)
 _UNSIGNED = (torch.uint16, torch.uint32, torch.uint64)  # PyTorch does not divide them

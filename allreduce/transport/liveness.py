@@ -14,7 +14,7 @@ from allreduce.process import proc
 from allreduce.transport import ulfm
 
 _known: dict[int, "Process"] = {}  # by world rank: processes of this machine that a topology has registered
-_ended: dict[int, "Process"] = {}  # those that have ended, of which MPI can't be told
+_ended: dict[int, "Process"] = {}  # the ended processes of which MPI can't be told
 
 
 class Process(NamedTuple):
@@ -62,7 +62,7 @@ def know(processes: Mapping[int, Process]) -> None:
 def look() -> Mapping[int, Process]:
     """Look for registered processes that have ended. Under ULFM report each as failed to MPI. Local, from any thread.
 
-    Returns those of which MPI can't be told, by world rank: this MPI has no such interface.
+    Returns the processes of which MPI can't be told, by world rank: this MPI has no such interface.
     """
     for rank, process in list(_known.items()):
         if gone(process) and _known.pop(rank, None) is not None:

@@ -38,7 +38,7 @@ class Owners:
         raise NotImplementedError
 
     def share(self) -> None:
-        """Give all ranks what each has updated in a step. Collective."""
+        """Give all ranks the parameters that each has updated in a step. Collective."""
 
     @property
     def own_part(self) -> Slices | None:

@@ -409,7 +409,7 @@ class StreamChief(Chief):
         super()._take(found, 1)
 
     def _rows_of(self, found: Round) -> int:
-        """Return the rows of the batch of a step; of divided rows those that were used."""
+        """Return the rows of the batch of a step; of divided rows the used ones."""
         if self._divided:
             return sum(arrival.message.header.taken for arrival in found.used)
         return max((arrival.message.header.taken for arrival in found.arrivals), default=0)

@@ -53,7 +53,7 @@ class Step:
         return self.gradients
 
     def trained(self, part: Slices | None = None) -> list[Any]:
-        """Return the gradients of the trained parameters, or those in a part: views of the buffer. Local."""
+        """Return the gradients of the trained parameters, or of a part of them: views of the buffer. Local."""
         trained = clipped(part or slice(0, self._length), 0, self.replica.parameter_count)
         return [self.buffer[each] for each in slices_of(trained)]
 
@@ -169,8 +169,8 @@ class ReducedStep(Step):
         self.run(kind, self.buffer)
 
     def tell(self, owned: Slices) -> None:
-        """Give all ranks `measured`. Collective. owned: the part of the buffer of which this rank has the sums; those
-        of all ranks are disjoint, and together the whole buffer."""
+        """Give all ranks `measured`. Collective. owned: the part of the buffer of which this rank has the sums; the
+        parts of all ranks are disjoint, and together the whole buffer."""
         if self._ahead:
             return
         if self._told is None:

@@ -201,7 +201,7 @@ def load_whole(path: str) -> Model:
 
 
 def _times(files: Sequence[str]) -> list[tuple[int, int, int]]:
-    """Return what changes on this host when a file is written or replaced."""
+    """Return the numbers that change on this host when a file is written or replaced."""
     return [(found.st_ino, found.st_size, found.st_mtime_ns) for found in map(os.stat, files)]
 
 
