@@ -2,8 +2,8 @@
 
     mpirun -n 2 python -m benchmarks.data --json out.json
 
-Two sides take turns, an epoch each, in the same processes: MirroredTrainer.fit(workers=2) with a TorchReplica, and
-PyTorch's DDP over gloo with a DataLoader of as many workers. Both train the same convolutional network on the same data
+Two sides take turns, an epoch each, in the same processes: MirroredTrainer.fit with a TorchReplica, and PyTorch's DDP
+over gloo. Both read by a DataLoader with as many workers. Both train the same convolutional network on the same data
 set: images in a file, of which a random part is cut out, flipped at random, and changed in brightness and contrast.
 
 A step is from its beginning to the beginning of the next one, on the slowest rank; it begins with the wait for its
@@ -42,7 +42,7 @@ from benchmarks.lib.outputs import Screen
 from trainers import MirroredTrainer
 from trainers.replicas.pytorch import TorchReplica
 
-OURS, DDP = "fit(workers=)", "DDP + DataLoader"
+OURS, DDP = "fit(DataLoader)", "DDP + DataLoader"
 MARGIN = 8  # pixels of an image that are cut off
 CLASSES = 10
 Times = tuple[list[float], list[float]]  # when each step begins, and when its batch is there
@@ -105,6 +105,17 @@ class Timed(TorchReplica):
         return super().gradients(*rows)
 
 
+def loader_of(topology: Topology, images: Images, options: argparse.Namespace) -> Any:
+    """Return a DataLoader of this rank's images."""
+    return DataLoader(
+        images,
+        options.batch,
+        sampler=DistributedSampler(images, topology.size, topology.rank),
+        num_workers=options.workers,
+        multiprocessing_context="forkserver",
+    )
+
+
 class Ddp:
     """The loop of PyTorch: DDP over gloo, and a DataLoader."""
 
@@ -112,19 +123,12 @@ class Ddp:
         join(dist, topology)
         model = DistributedDataParallel(network(options.width))
         self._trained = Trained(model, optimizer_of(model))
-        self._sampler: Any = DistributedSampler(images, topology.size, topology.rank)
-        self._loader = DataLoader(
-            images,
-            options.batch,
-            sampler=self._sampler,
-            num_workers=options.workers,
-            multiprocessing_context="forkserver",
-        )
+        self._loader = loader_of(topology, images, options)
 
     def turn(self, number: int) -> Times:
         begins: list[float] = []
         ready: list[float] = []
-        self._sampler.set_epoch(number)
+        self._loader.sampler.set_epoch(number)
         batches = iter(self._loader)
         for _ in range(len(self._loader)):
             begins.append(time.perf_counter())
@@ -144,14 +148,11 @@ def measure(topology: Topology, options: argparse.Namespace, path: str, screen: 
     replica = Timed(module, nn.CrossEntropyLoss(), optimizer_of(module))
     seconds: dict[str, list[float]] = {OURS: [], DDP: []}
     shares: dict[str, list[float]] = {OURS: [], DDP: []}
-    ddp = Ddp(topology, images, options)
+    ddp, loader = Ddp(topology, images, options), loader_of(topology, images, options)
 
     def fit(number: int) -> Times:
         clock, replica.ready = timing.Clock(), []
-        batch = options.batch * topology.size
-        trainer.fit(
-            images, epochs=1, batch_size=batch, seed=number, workers=options.workers, callbacks=[clock], progress=False
-        )
+        trainer.fit(loader, rows="divided", epochs=1, seed=number, callbacks=[clock], progress=False)
         return clock.begins, replica.ready
 
     with MirroredTrainer(replica, "auto", topology) as trainer, screen.bar(2 * options.turns, "turn") as bar:

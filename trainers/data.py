@@ -10,7 +10,7 @@ import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -164,7 +164,7 @@ class Samples:
     Rows come from `data.__getitems__(list of numbers)`, if it exists (PyTorch's protocol); else, without a collate,
     from data[array of numbers], if that gives the same rows as row by row; else row by row. Raises ArgumentError.
 
-    stacks: whether rows are stacked, without a collate. collate: as given.
+    collate: as given.
     """
 
     def __init__(self, data: Any, collate: Collate | None = None) -> None:
@@ -174,7 +174,7 @@ class Samples:
                 f"x is a {self.name}, and there is no y: give arrays x and y, or a data set with len() and rows by "
                 'number; or say which rows a loader brings: rows="divided" (each rank its own), rows="whole"'
             )
-        self.data, self.collate, self.stacks, self._collate = data, collate, collate is None, collate or _stack
+        self.data, self.collate, self._collate = data, collate, collate or _stack
         self._rows = len(data)
         if self._rows == 0:
             raise ArgumentError(f"there are no samples: the {self.name} is empty")
@@ -194,13 +194,6 @@ class Samples:
 
     def __str__(self) -> str:
         return f"{self.name} of {self._rows} rows, {kinds_of(self.first)}"
-
-    def holds(self, kind: type) -> bool:
-        """Whether a row of the data set is or contains an object of this type."""
-        with keeping_generators():
-            row = self.data[0]
-        members = row.values() if isinstance(row, dict) else row if isinstance(row, tuple | list) else [row]
-        return any(isinstance(each, kind) for each in members)
 
     def take(self, rows: np.ndarray, seeds: tuple[int, ...] = ()) -> Data:
         """Return these rows. Raises DataError, which names the data set and quotes its error.
@@ -530,18 +523,6 @@ class BatchSource(ABC):
         """Stop reading. Local."""
 
 
-class RowReader(Protocol):
-    """Reads rows in other processes; trainers.fit.workers.Reader documents the methods."""
-
-    def use(self, source: Any) -> None: ...
-
-    def get(self, index: int) -> list[Data]: ...
-
-    def take(self, epoch: int, rows: np.ndarray) -> Data: ...
-
-    def close(self) -> None: ...
-
-
 def batch_sizes(rows: int, batch_size: int) -> np.ndarray:
     """Return the number of rows of each batch of an epoch: `batch_size`, and in the last one the rows that remain."""
     sizes = np.full(-(-rows // batch_size), batch_size)
@@ -559,9 +540,8 @@ class Batches(BatchSource):
         a rank gets any rows.
     ahead: how many batches may be fetched in advance; the arrays of a batch stay valid while these are fetched.
     weights: of all rows; None for none. weigh: weighs the rows of `Samples` by their class; as text it is one of the
-        settings.
-    reader: reads the rows of `Samples`; None for this process. With a reader, or with micro-batches, the random numbers
-        that a data set draws for a row follow from the row and the epoch (see Samples.take).
+        settings. With micro-batches, the random numbers that a data set draws for a row follow from the row and the
+        epoch (see Samples.take).
     """
 
     def __init__(
@@ -577,7 +557,6 @@ class Batches(BatchSource):
         micro_batch: int | None = None,
         weights: np.ndarray | None = None,
         weigh: Callable[[Data], Data] | None = None,
-        reader: RowReader | None = None,
     ) -> None:
         self._data: Data = (x, y) if weights is None else (x, y, weights)
         self.checked = not isinstance(x, Samples)  # whether all rows could be checked before the training (arrays)
@@ -585,7 +564,7 @@ class Batches(BatchSource):
         self.batch_size, self.ahead = min(batch_size, self.rows), ahead
         self._sizes = batch_sizes(self.rows, self.batch_size)
         self._seed, self._shuffle, self._micro_batch = seed, shuffle, micro_batch
-        self._weigh, self._reader = weigh, reader
+        self._weigh = weigh
         self._visited = -1, np.empty(0, np.int64)  # an epoch, and the order in which it visits the rows
         self.set_part(part, parts)
 
@@ -596,11 +575,6 @@ class Batches(BatchSource):
         most = -(-units // parts) * unit
         x = self._data[0]
         self._source = x if isinstance(x, Samples) else _Arrays(self._data, most, self.ahead + 1)
-        if self._reader is not None:
-            self._reader.use(self)
-
-    def __getstate__(self) -> dict[str, Any]:  # for a process that reads
-        return {**vars(self), "_reader": None, "_weigh": None}
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -612,7 +586,7 @@ class Batches(BatchSource):
             "shuffle": bool(self._shuffle),
         }
         found["class_weight"] = None if self._weigh is None else str(self._weigh)
-        found |= {} if self._reader is None else {"workers": "given"}
+        found["workers"] = None  # "given" in checkpoints of former versions, whose processes drew other random numbers
         return found if self._micro_batch is None else found | {"micro_batch": int(self._micro_batch)}
 
     def fingerprint(self) -> Fingerprint:
@@ -632,44 +606,25 @@ class Batches(BatchSource):
 
     def epoch(self, number: int, first: int = 0) -> Generator[Batch]:
         for step in range(first, self.steps):
-            yield self._batch(number, step, self._part, self._parts, in_order=True)
+            yield self.share(number, step, self._part)
 
     def share(self, epoch: int, step: int, part: int | None, parts: int | None = None) -> Batch:
-        return self._batch(epoch, step, part, parts or self._parts)
-
-    def _batch(self, epoch: int, step: int, part: int | None, parts: int, in_order: bool = False) -> Batch:
-        total, rows, numbers = self._rows_of(epoch, step, part, parts)
+        total, rows, numbers = self._rows_of(epoch, step, part, parts or self._parts)
         seeds = tuple(seed_of(self._seed, epoch, step, number) for number in numbers)
-        found = self._read(epoch, step, rows, in_order)
+        found = self._read(epoch, rows)
         if self._weigh is not None and not self.checked:
             found = [self._weigh(each) for each in found]
         own = sum(each.size for each in rows)
         return Batch.of(found[0], total, own / total, seeds, found if seeds else ())
 
-    def _read(self, epoch: int, step: int, rows: list[np.ndarray], in_order: bool) -> list[Data]:
-        """Return the rows of each array of numbers. in_order: they are the next ones of this rank. Raises DataError."""
-        if self._reader is not None and self._part is not None:
-            if in_order:
-                return self._reader.get(epoch * self.steps + step)
-            return [self._reader.take(epoch, each) for each in rows]
+    def _read(self, epoch: int, rows: list[np.ndarray]) -> list[Data]:
+        """Return the rows of each array of numbers. Raises DataError."""
         if not self.checked and self._micro_batch is not None:
             with keeping_generators():
-                return self[epoch, rows]
+                return [self._data[0].take(each, (self._seed, epoch)) for each in rows]
         if len(rows) == 1:
             return [self._source.take(rows[0])]
         return cut(self._source.take(np.concatenate(rows)), sum(each.size for each in rows), rows[0].size)
-
-    def __getitem__(self, wanted: int | tuple[int, list[np.ndarray]]) -> list[Data]:
-        """Read this rank's rows of a batch of Samples: of each micro-batch, or all. Raises DataError.
-
-        wanted: the number of the batch since the training began; or an epoch, and the numbers of rows.
-        """
-        if isinstance(wanted, int):
-            epoch, step = divmod(wanted, self.steps)
-            rows = self._rows_of(epoch, step, self._part, self._parts)[1]
-        else:
-            epoch, rows = wanted
-        return [self._data[0].take(each, (self._seed, epoch)) for each in rows]
 
     def _rows_of(self, epoch: int, step: int, part: int | None, parts: int) -> tuple[int, list[np.ndarray], range]:
         """Return the number of rows in batch `step`; this part's rows, one array or one for each micro-batch; and the
@@ -685,10 +640,6 @@ class Batches(BatchSource):
             return batch.size, [batch[begin:end]], numbers
         numbers = micro_batches_of(-(-batch.size // size), part, parts)
         return batch.size, [batch[at * size : (at + 1) * size] for at in numbers] or [batch[:0]], numbers
-
-    def close(self) -> None:
-        if self._reader is not None:
-            self._reader.close()
 
 
 def cut(data: Tree, rows: int, size: int) -> list[Tree]:

@@ -40,6 +40,7 @@ from trainers.data import (
 from trainers.datasets.columns import Columns
 from trainers.datasets.shards import ShardRows
 from trainers.errors import ArgumentError, TrainerError, known_only
+from trainers.fit import prefetch as fetching
 from trainers.fit.checkpointing import Checkpoint, make_saver
 from trainers.fit.evaluation import (
     EXACT_ROWS,
@@ -52,11 +53,9 @@ from trainers.fit.evaluation import (
 )
 from trainers.fit.loader import DIVIDED, WHOLE, LoaderBatches
 from trainers.fit.loop import Fit
-from trainers.fit.prefetch import AHEAD
 from trainers.fit.reader import Reader
 from trainers.fit.shards import OwnRows, ShardBatches, shards_error, uneven_text
 from trainers.fit.weights import ClassWeights
-from trainers.fit.workers import Reading
 from trainers.group import GroupOwner, RankGroup, gather_rows
 from trainers.recovery.recovery import Call, EditCall, Failure, FitCall, Recovery
 from trainers.recovery.terminating import stops_at_sigterm
@@ -71,7 +70,6 @@ log = logging.getLogger("trainers")
 
 BATCH_SIZE = 100  # rows of a global batch, by default
 KEPT_ROWS, KEPT_BYTES = 32, 1 << 24  # at most, of the rows of a fit, for an export
-NO_WORKERS = Reading()
 StrategyT = TypeVar("StrategyT", bound=Strategy)
 ResultT = TypeVar("ResultT")
 P = ParamSpec("P")
@@ -188,7 +186,6 @@ class Trainer(GroupOwner, Generic[StrategyT]):
         validate_ema: bool = True,
         schedule: str | Callable[[int], float] | None = None,
         warmup_steps: int = 0,
-        workers: int | None = None,
     ) -> History:
         """Train for `epochs` passes over the data; first the model of rank 0 is copied to all ranks. Collective.
 
@@ -226,13 +223,8 @@ class Trainer(GroupOwner, Generic[StrategyT]):
             model or of other settings. `epochs` counts from the beginning of the training, and the history contains all
             epochs. With the same number of ranks the result has the same bits as that of an uninterrupted training.
         prefetch: whether a thread fetches the next batches during a step; None: for data sets and memory maps only (a
-            loader usually has workers of its own).
-        workers: the number of processes of each rank that read the rows of data sets (x, and validation_data), in
-            advance. Before each row is read, the global random generators of Python, NumPy and PyTorch are seeded by
-            `seed`, the epoch and the row: what a row becomes depends neither on the number of workers nor of ranks. 0:
-            seeded in the same way, and read by the rank in the step. None: a thread of the rank reads, unless
-            prefetch=False, with random numbers that are not seeded by row. PyTorch's DataLoader reads the rows of
-            PyTorch's data sets, and grain (the extra "grain") all others.
+            loader usually has workers of its own). Other processes read rows if x is a loader that has them, such as
+            DataLoader(num_workers=4).
         accumulate: k: each rank computes its share of a batch in k micro-batches, one after the other, and adds up
             their gradients before it sends them. Memory for activations is that of a micro-batch; the training is the
             same. batch_size remains the GLOBAL batch of an update: Lightning's accumulate_grad_batches=k makes the
@@ -268,25 +260,22 @@ class Trainer(GroupOwner, Generic[StrategyT]):
         settings |= options.as_settings() | ({} if validate_ema is True else {"validate_ema": validate_ema})
         flags = {"shuffle": shuffle, "resume": resume, "progress": progress, "validate_ema": validate_ema}
         flags |= {} if prefetch is None else {"prefetch": prefetch}
-        reading = Reading(workers, prefetch, strategy.deals_rows)
-        ahead = reading.ahead(x, y, strategy.micro_batch is not None)
 
         def begin() -> Fit:
             self._check_options(options, flags, settings)
             self.replica.divided = strategy.parts > 1 or accumulate > 1 or strategy.micro_batch is not None
             if isinstance(x, ShardRows):
                 others = {"y": y, "sample_weight": sample_weight, "class_weight": class_weight, "collate": collate}
-                others |= {"rows": rows, "steps_per_epoch": steps_per_epoch, "workers": workers}
+                others |= {"rows": rows, "steps_per_epoch": steps_per_epoch}
                 return fit_of(self._check_shards(x, settings, others))
             if rows is None and steps_per_epoch is None:
-                x_all, y_all, *weights = self._check_call("fit", (x, y, sample_weight), settings, collate, reading)
+                x_all, y_all, *weights = self._check_call("fit", (x, y, sample_weight), settings, collate)
                 self._keep_rows(x_all.first[0] if isinstance(x_all, Samples) else x_all)
+                ahead = fetching.batches_ahead(x, y, prefetch, strategy.micro_batch is not None)
                 own = strategy.part, strategy.parts, seed, shuffle, ahead, strategy.micro_batch
-                weighs = weights[0] if weights else None, weigh
-                return fit_of(Batches(x_all, y_all, batch_size, *own, *weighs, reading.reader(x_all)))
-            given = x, y, sample_weight
-            asked = settings | reading.described
-            loader = self._check_loader(given, rows, steps_per_epoch, asked, collate, AHEAD if prefetch else 0)
+                return fit_of(Batches(x_all, y_all, batch_size, *own, weights[0] if weights else None, weigh))
+            given, ahead = (x, y, sample_weight), fetching.AHEAD if prefetch else 0
+            loader = self._check_loader(given, rows, steps_per_epoch, settings, collate, ahead)
             try:
                 return fit_of(loader)
             except BaseException:
@@ -294,7 +283,7 @@ class Trainer(GroupOwner, Generic[StrategyT]):
                 raise
 
         def fit_of(batches: BatchSource) -> Fit:
-            validate = validation = None
+            validate = None
             if isinstance(validation_data, ShardRows):
                 own = OwnRows(validation_data, group.rank, group.size)
                 validate = partial(self._evaluate_loader, Reader(own, None), True, None, validate_ema)
@@ -302,8 +291,7 @@ class Trainer(GroupOwner, Generic[StrategyT]):
                 given = self._check_evaluation(validation_data, validation_rows, validation_steps, collate)
                 validate = partial(self._evaluate_loader, *given, validate_ema)
             elif validation_data is not None:
-                validation = self._check_validation(validation_data, collate, Reading(workers))
-                validate = partial(self._evaluate, validation, validate_ema)
+                validate = partial(self._evaluate, self._check_validation(validation_data, collate), validate_ema)
             strategy.end_round()
             strategy.rule.use(options)
             strategy.rule.keep_average(trains=epochs > 0)
@@ -320,7 +308,6 @@ class Trainer(GroupOwner, Generic[StrategyT]):
                 callbacks=callbacks,
                 progress=Progress(progress, group.rank, batches.planned, epochs, stream),
                 saver=saver,
-                validation=validation,
             )
 
         return self._call(FitCall(strategy, begin))
@@ -336,11 +323,10 @@ class Trainer(GroupOwner, Generic[StrategyT]):
         ema: bool | None = None,
         rows: str | None = None,
         steps: int | None = None,
-        workers: int | None = None,
     ) -> dict[str, float]:
         """Return the replica's metrics ("loss", "accuracy", ...), means over these rows. Collective.
 
-        x, y, collate, sample_weight, workers: all rows on every rank, arrays or a data set, as for `fit`. The ranks
+        x, y, collate, sample_weight: all rows on every rank, arrays or a data set, as for `fit`. The ranks
             share the work. The loss is the sum of the weighted losses, divided by the number of rows; other metrics are
             not weighted. With `rows`, x is a loader.
         rows: which rows a loader brings: "divided", each rank its own, or "whole", the same batches on all ranks. A
@@ -353,15 +339,9 @@ class Trainer(GroupOwner, Generic[StrategyT]):
         if isinstance(x, ShardRows):
             x, rows = OwnRows(x, self.group.rank, self.group.size), rows or DIVIDED
         if rows is not None or steps is not None:
-            alone = y is None and sample_weight is None and workers is None
+            alone = y is None and sample_weight is None
             return self._evaluate_loader(*self._check_evaluation(x, rows, steps, collate, alone), ema)
-        reading = Reading(workers)
-        data = self._check_call("evaluate", (x, y, sample_weight), {}, collate, reading)
-        evaluation = Evaluation(data, reading.reader(data[0]))
-        try:
-            return self._evaluate(evaluation, ema)
-        finally:
-            evaluation.close()
+        return self._evaluate(Evaluation(self._check_call("evaluate", (x, y, sample_weight), {}, collate)), ema)
 
     def _check_ema(self, call: str, ema: Any) -> None:
         if ema is not None or self.replica.averages:
@@ -677,7 +657,7 @@ class Trainer(GroupOwner, Generic[StrategyT]):
         self, loader: Any, rows: Any, steps: Any, collate: Collate | None, alone: bool = True
     ) -> tuple[Reader | None, bool, int | None]:
         """Check the arguments of an evaluation of a loader on all ranks; returns those of `_evaluate_loader`.
-        Collective. alone: whether there are no y, weights and workers."""
+        Collective. alone: whether there are no y and weights."""
         self._check_open()
         error = evaluation_error(self.strategy, loader, rows, steps, alone)
         self.group.enter(_described("evaluate", ["x of a loader"], {"rows": rows, "steps": steps}), error)
@@ -690,12 +670,11 @@ class Trainer(GroupOwner, Generic[StrategyT]):
         given: tuple[Any, Any, Any],
         settings: dict[str, Any] | None = None,
         collate: Collate | None = None,
-        reading: Reading = NO_WORKERS,
     ) -> Data:
         """Check the arguments of a call on all ranks; returns arrays, or (Samples, None). Raises the same error on all
         ranks if they are invalid or differ. Collective. given: x, y, sample_weight, as for `check_call`."""
         self._check_open()
-        data, row, error = check_call(self.replica, call, given, settings or {}, collate, reading)
+        data, row, error = check_call(self.replica, call, given, settings or {}, collate)
         try:
             self.group.enter(row, error)
         except DisagreementError as differ:
@@ -766,14 +745,12 @@ class Trainer(GroupOwner, Generic[StrategyT]):
             raise
         return batches
 
-    def _check_validation(self, given: Any, collate: Collate | None, reading: Reading) -> Evaluation:
+    def _check_validation(self, given: Any, collate: Collate | None) -> Evaluation:
         triple = isinstance(given, tuple) and len(given) == 3 and not all(map(_is_row, given))
         pair = triple or isinstance(given, tuple | list)
         x, y, weights = given if triple else (*given, None) if pair and len(given) == 2 else (given, None, None)
-        reading = NO_WORKERS if pair else reading
         own = None if pair else collate
-        data = self._check_call("validation_data of fit", (x, y, weights), {}, own, reading)
-        return Evaluation(data, reading.reader(data[0]))
+        return Evaluation(self._check_call("validation_data of fit", (x, y, weights), {}, own))
 
 
 def _app(module: str) -> Any:
@@ -803,16 +780,14 @@ def check_call(
     given: tuple[Any, Any, Any],
     settings: dict[str, Any],
     collate: Collate | None = None,
-    reading: Reading = NO_WORKERS,
 ) -> CheckedCall:
     """Convert and check the data of a call. Returns (arrays, or (Samples, None)), the call as text, and the error or
     None. Local.
 
     given: arrays x and y, x and NO_TARGETS, or a data set and None; then the weights of rows, or None. settings: the
-        other arguments, by name. reading: how the rows of a data set are read.
+        other arguments, by name.
     """
     data: Data = given[:2]
-    settings = settings | reading.described
     row: str = call
     error: Exception | None = None
     weigh: ClassWeights | None = settings.get("class_weight")
@@ -830,7 +805,6 @@ def check_call(
             _check_rows(data)
             data = checked = data if weigh is None else weigh.of_all(data)
         _check_settings(settings)
-        reading.check(data[0])
         check_rows(replica, checked if len(checked) > 1 else (*checked, None))
     except (TrainerError, ValueError, TypeError) as refused:
         error = refused if isinstance(refused, TrainerError) else ArgumentError(f"{call}: {refused}")
@@ -875,8 +849,6 @@ def loader_error(strategy: Strategy, given: tuple[Any, Any, Any], settings: dict
     if rows not in (DIVIDED, WHOLE):
         only = "" if rows is not None else "; steps_per_epoch is for loaders only"
         return ArgumentError(f'fit: rows={rows!r}: with a loader use rows="{DIVIDED}" or rows="{WHOLE}"{only}')
-    if "workers" in settings:
-        return ArgumentError("fit: a loader reads its rows itself, with workers of its own: leave out workers, or rows")
     if y is not None:
         return ArgumentError(
             f'fit: rows="{rows}" is for a loader, whose batches are pairs (x, y): leave out rows, or y'
@@ -916,7 +888,7 @@ def evaluation_error(strategy: Strategy, loader: Any, rows: Any, steps: Any, alo
         return ArgumentError(f'evaluate: rows={rows!r}: with a loader use rows="{DIVIDED}" or rows="{WHOLE}"')
     if not alone:
         return ArgumentError(
-            "evaluate: a loader reads pairs (x, y) or triples itself: leave out rows, or y, sample_weight and workers"
+            "evaluate: a loader reads pairs (x, y) or triples itself: leave out rows, or y and sample_weight"
         )
     if not hasattr(loader, "__iter__") and not (loader is None and strategy.part is None):
         return ArgumentError(f"evaluate: a {type(loader).__name__} is no loader: it can't be iterated")

@@ -1,7 +1,6 @@
 """Random fits on shards and on tables, each checked against one process that trains on the rows of all ranks."""
 
 import csv
-import importlib.util
 import random
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,14 +18,13 @@ from trainers import MirroredTrainer, datasets, load_shards, network_of
 from trainers.errors import DataError
 
 SOURCES = ("arrays", "tables", "table")  # shards of .npz archives, shards of tables, one table that all ranks read
-PROCESSES = int(importlib.util.find_spec("grain") is not None)  # that read rows, if any can
 WORDS = ("red", "green, dark", "blue", "Ünder", 'a "quoted" one')
 
 
 @dataclass
 class Case:
     """A fit. rows: of each file. labels: "words" or "numbers". columns: of tables: "number", "category" (one-hot) or
-    "embedded". parts: whether archives have rows to test. workers: reads a table's rows one by one; None: as arrays.
+    "embedded". parts: whether archives have rows to test. by_row: a table's rows are read one by one, not as arrays.
     options: of fit."""
 
     source: str
@@ -39,7 +37,7 @@ class Case:
     dtype: str
     hidden: list[int]
     optimizer: str
-    workers: int | None
+    by_row: bool
     options: dict[str, Any]
     seed: int
 
@@ -87,8 +85,8 @@ class Case:
             test = [data.test]
         else:
             test = [data.x_test, data.y_test]
-            if self.workers is not None:
-                given, options = [Rows(*given)], {**options, "workers": self.workers}
+            if self.by_row:
+                given = [Rows(*given)]
         history = trainer.fit(*given, **self.options | options, progress=False)
         scores = trainer.evaluate(*test)
         assert len(set(trainer.parameters_sha256())) == 1
@@ -113,11 +111,11 @@ def draw_case(draw: random.Random, ranks: int) -> Case:
     for name, values in (("accumulate", [2, 3]), ("clip_norm", [0.05, 0.5]), ("ema", [0.5, 0.9])):
         if draw.random() < 0.3:
             options[name] = draw.choice(values)
-    workers = draw.choice([0, 0, 0, 0, 0, 0, PROCESSES]) if source == "table" and draw.random() < 0.3 else None
+    by_row = source == "table" and draw.random() < 0.3
     return Case(
         source, kind, servers, rows, draw.choice(["words", "numbers"]), columns, draw.random() < 0.3,
         draw.choice(["float32", "float64", "uint8"]), draw.choice([[], [5], [6, 4]]),
-        draw.choice(["sgd", "momentum", "adam"]), workers, options, draw.randrange(1000),
+        draw.choice(["sgd", "momentum", "adam"]), by_row, options, draw.randrange(1000),
     )  # fmt: skip
 
 

@@ -448,7 +448,6 @@ OPTIONS: dict[str, tuple[Option, ...]] = {
         Option(
             "updates", choices=SERVER_CHOICES["updates"], default="async", strategies=(SERVERS,),
             help="async: a server applies each gradient when it arrives; sync: a server waits for the gradients of all "
-            "workers",
         ),
         Option(
             "stale", choices=SERVER_CHOICES["stale"], default="keep", strategies=(SERVERS,), needs=ASYNC,

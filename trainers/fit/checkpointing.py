@@ -67,7 +67,7 @@ class Checkpoint:
     other_ranks: whether other ranks are expected to continue the training, so that there is no warning about it.
 
     Random numbers that a data set or a loader draws (from Python, NumPy or the framework) continue exactly only with
-    workers= or prefetch=False: batches that a thread fetches ahead have drawn theirs before the state is saved.
+    prefetch=False: batches that a thread fetches ahead have drawn theirs before the state is saved.
 
     Raises ArgumentError.
     """

@@ -7,7 +7,7 @@ import numpy as np
 
 from allreduce.arrays.chunks import chunk, segments
 from allreduce.transport.tables import table
-from trainers.data import Data, RowReader, Samples, Tree, checksum, leaves, mapped, row_count, sliced
+from trainers.data import Data, Samples, Tree, checksum, leaves, mapped, row_count, sliced
 from trainers.errors import DataError
 from trainers.fit.reader import Reader
 from trainers.replica import Replica, check_rows
@@ -46,14 +46,11 @@ def predict_chunk(replica: Replica, x: Tree, ranks: int, rank: int) -> Tree:
 class Evaluation:
     """An evaluation of the same rows, any number of times.
 
-    data: all rows, arrays; or (Samples, None). reader: reads the rows of Samples; None for this process. With a reader,
-        the random numbers that a data set draws for a row follow from the row.
+    data: all rows, arrays; or (Samples, None).
     """
 
-    def __init__(self, data: Data, reader: RowReader | None = None) -> None:
-        self._data, self._reader = data, reader
-        self._segments: Segments | None = None
-        self._read = 0  # segments that the reader has read
+    def __init__(self, data: Data) -> None:
+        self._data = data
 
     def __len__(self) -> int:
         return rows_in(self._data)
@@ -68,44 +65,19 @@ class Evaluation:
         if exact:
             whole, size = chunk(-(-len(self) // EXACT_ROWS), ranks, rank), EXACT_ROWS
             mine = slice(whole.start * size, min(whole.stop * size, len(self)))
-        elif self._reader is not None:
-            size = EXACT_ROWS  # several workers read the rows of an evaluation
         parts = list(segments(mine, size))
         sums = [[*map(float, replica.evaluate(*rows)), replica.counted(rows[1])] for rows in self._rows(replica, parts)]
         return np.array(sums, np.float64).reshape(-1, len(replica.metrics) + 1)
 
     def _rows(self, replica: Replica, parts: list[slice]) -> Iterator[Data]:
-        samples, reader = self._data[0], self._reader
+        samples = self._data[0]
         if not isinstance(samples, Samples):
             yield from (sliced(self._data, part) for part in parts)
             return
-        if reader is not None and (self._segments is None or self._segments.parts != parts):
-            self._segments, self._read = Segments(samples, parts), 0
-            reader.use(self._segments)
         for part in parts:
-            if reader is None:
-                batch = samples.take(np.arange(part.start, part.stop))
-            else:
-                (batch,) = reader.get(self._read)
-                self._read += 1
+            batch = samples.take(np.arange(part.start, part.stop))
             check_rows(replica, batch, batch=True)
             yield batch
-
-    def close(self) -> None:
-        """Stop reading. Local."""
-        if self._reader is not None:
-            self._reader.close()
-
-
-class Segments:
-    """The source of a reader that evaluates: the parts of the rows, one after the other, again and again."""
-
-    def __init__(self, samples: Samples, parts: list[slice]) -> None:
-        self.parts, self._samples = parts, samples
-
-    def __getitem__(self, index: int) -> list[Data]:
-        part = self.parts[index % len(self.parts)]
-        return [self._samples.take(np.arange(part.start, part.stop), (0, 0))]
 
 
 class Evaluated(NamedTuple):

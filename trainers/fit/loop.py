@@ -20,7 +20,6 @@ from trainers.errors import ArgumentError
 from trainers.files.checkpoint import Progress as Checkpointed
 from trainers.fit import prefetch
 from trainers.fit.checkpointing import Saver
-from trainers.fit.evaluation import Evaluation
 from trainers.replica import Replica, check_rows
 from trainers.state.adopt import Arrays
 from trainers.strategies import alike
@@ -117,8 +116,7 @@ class Fit:
 
     batches: the batches of the training; a strategy takes its rank's parts.
     watched: the object that callbacks get as their `trainer`.
-    validate: evaluates the model after an epoch, on all ranks; None for none. validation: its rows, which the fit
-        closes.
+    validate: evaluates the model after an epoch, on all ranks; None for none.
     callbacks: the user's callbacks on this rank.
     progress: prints the progress of the fit.
     saver: writes the checkpoints; None for no checkpoints.
@@ -135,10 +133,9 @@ class Fit:
         callbacks: Sequence[Any],
         progress: Progress,
         saver: Saver | None = None,
-        validation: Evaluation | None = None,
     ) -> None:
         self.strategy, self.group, self.batches = strategy, strategy.group, batches
-        self.saver, self._validation = saver, validation
+        self.saver = saver
         self.position, self.taken = Position(), strategy.steps  # the position, and `strategy.steps` at it
         self.history = History()
         self.logs: dict[str, Any] = {}
@@ -185,8 +182,6 @@ class Fit:
         self._progress.close()
         self.callbacks.release()
         self.batches.close()
-        if self._validation is not None:
-            self._validation.close()
 
     def _open(self) -> None:
         """Load the checkpoint, if any, and check that all ranks have the same collective callbacks. Collective."""

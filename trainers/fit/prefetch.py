@@ -16,9 +16,17 @@ AHEAD = 2  # batches: one that waits, and one that is being fetched
 END_SECONDS = 10.0  # to wait for the thread at the end; a thread that takes longer keeps running
 
 
-def wanted(x: Any, y: Any) -> bool:
-    """Whether the rows are not in memory: they come from a data set (y is None) or a memory map."""
-    return y is None or any(isinstance(each, np.memmap) for each in leaves((x, y)))
+def batches_ahead(x: Any, y: Any, wanted: bool | None, exact: bool) -> int:
+    """Return how many batches of arrays, or of a data set (y is None), a thread fetches in advance.
+
+    wanted: the user's choice; None: if the rows are not in memory. exact: whether the random generators of this process
+    are seeded for each micro-batch.
+    """
+    if exact and y is None:
+        return 0
+    if wanted is None:
+        wanted = y is None or any(isinstance(each, np.memmap) for each in leaves((x, y)))
+    return AHEAD if wanted else 0
 
 
 def ahead(items: Iterator[ItemT]) -> Generator[ItemT]:

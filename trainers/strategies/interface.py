@@ -87,14 +87,12 @@ class Strategy:
     mirrors: "step" or "epoch": all ranks have equal parameters after each step, or after each epoch.
     divides_state: whether a rank may hold a part of the state that other ranks lack, until `close`.
     rebuildable: whether the strategy can be created again on the remaining ranks after a failure.
-    deals_rows: whether a rank learns only in a step which rows it computes, and not from the number of the step.
     """
 
     synchronous = True
     mirrors = "step"
     divides_state = True
     rebuildable = True
-    deals_rows = False
     # this rank's pieces of the state during a recovery (the list may be empty); None otherwise
     saved: list[Piece] | None = None
     micro_batch: int | None = None  # rows of the parts of a batch whose gradients are summed exactly, if they are

@@ -88,7 +88,6 @@ class SpareReplicas(ServerStrategy):
     """The strategy of SpareReplicasTrainer. spare: the number of ranks for which a step does not wait."""
 
     synchronous = False
-    deals_rows = True
     thread = "serve"
 
     def __init__(self, replica: Replica, name: str, spare: int) -> None:

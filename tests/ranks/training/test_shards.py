@@ -132,7 +132,7 @@ def test_a_fit_on_shards_resumes(made: Path, flat: allreduce.Topology) -> None:
 def test_arguments_that_shards_do_not_take_are_named(made: Path, flat: allreduce.Topology) -> None:
     data = load(made, "npz", flat)
     with MirroredTrainer(network_of(data, (6,), seed=3), "native", flat) as trainer:
-        for given in ({"class_weight": {0: 2.0}}, {"rows": "divided", "workers": 0}):
+        for given in ({"class_weight": {0: 2.0}}, {"rows": "divided", "steps_per_epoch": 2}):
             with pytest.raises(ArgumentError, match=f"shards do not take {', '.join(sorted(given))}: leave"):
                 trainer.fit(data.train, **given, **SIZES)
 

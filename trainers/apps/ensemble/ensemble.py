@@ -76,7 +76,6 @@ FIT_OPTIONS = (  # of Trainer.fit, that every member's fit gets
     "validate_ema",
     "schedule",
     "warmup_steps",
-    "workers",
 )
 
 

@@ -356,7 +356,6 @@ class AsynchronousServers(ParameterServers):
     """A server applies each gradient as it arrives; parts of batches are dealt to the workers that are free."""
 
     synchronous = False
-    deals_rows = True
     thread = "ask"
 
     def __init__(self, replica: Replica, name: str, options: Options) -> None:
