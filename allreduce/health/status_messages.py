@@ -140,13 +140,10 @@ class StatusMessages:
             self._receive(self.comm)
         if self._unrevoked is not None:
             self._receive(self._unrevoked)
-        for message in list(self._arriving):
-            if _done(message):
-                self._arriving.remove(message)
-                _, content, source = message
-                for rank, row in status.decode(bytes(content), self.size):
-                    if rank != self.rank and (rank not in self._known or self._known[rank].row.version < row.version):
-                        self._learn(rank, row, source)
+        for _, content, source in _take_done(self._arriving):
+            for rank, row in status.decode(bytes(content), self.size):
+                if rank != self.rank and (rank not in self._known or self._known[rank].row.version < row.version):
+                    self._learn(rank, row, source)
 
     def _receive(self, comm: MPI.Intracomm) -> None:
         envelope = MPI.Status()
@@ -217,7 +214,8 @@ class StatusMessages:
 
     def _send(self, receiver: int, last: bool) -> None:
         """Send the oldest changes not yet sent, unless a message is pending. last: send all, in any case."""
-        pending = self._sent[receiver] = [sent for sent in self._sent.get(receiver, ()) if not _done(sent)]
+        pending = self._sent.setdefault(receiver, [])
+        _take_done(pending)
         told, changes = self._told.get(receiver, 0), self._changes
         if told == changes or (pending and not last):
             return
@@ -350,6 +348,15 @@ def _done(message: Pending) -> bool:
         return bool(message[0].Test())
     except MPI.Exception:  # the other rank has failed
         return True
+
+
+def _take_done(messages: list[Pending]) -> list[Pending]:
+    """Remove and return the messages that have been received."""
+    done = [message for message in messages if _done(message)]
+    for message in done:
+        with suppress(ValueError):  # the handler of a signal has come in between, and has taken it
+            messages.remove(message)
+    return done
 
 
 def _hold_pending(sent: Mapping[int, Iterable[Pending]], arriving: Iterable[Pending]) -> None:

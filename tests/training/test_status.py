@@ -363,6 +363,31 @@ def test_a_rank_that_is_stopped_while_it_sends_stops_no_receiver(monkeypatch: py
     assert not every[0]._arriving
 
 
+def test_a_signals_handler_may_exchange_messages_in_the_middle_of_an_exchange(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(processes, "world_ranks", lambda comm: range(comm.size))
+    _, every = make(4)
+    all_wait(every, 0)
+    every[1].exchange()
+    every[2].exchange()
+    test = _Request.Test
+    interrupted = []
+
+    def interrupted_test(request: _Request) -> bool:
+        if not interrupted:
+            interrupted.append(request)
+            every[0].request_dumps("a signal has come")
+            every[0].exchange()
+        return test(request)
+
+    monkeypatch.setattr(_Request, "Test", interrupted_test)
+    every[0].exchange()
+    assert interrupted
+    rounds(every)
+    assert every[0].state[Fact(WAITING, 7, 1, 5, "all_reduce")] == {1, 2, 3}
+    assert not every[0]._arriving
+    assert [rank for messages in every[1:] for rank, _ in messages.dump_requests] == [0, 0, 0]
+
+
 def test_messages_half_received_outlive_a_topology_that_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
     """MPI still writes into them."""
     kept: list[Any] = []
