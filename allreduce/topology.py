@@ -550,6 +550,7 @@ class Topology:
         """
         children.check()
         comm = _checked(comm)
+        tried = 0
         while ulfm.in_force():
             with waiting(comm, "create a topology of the surviving ranks"):
                 left = ulfm.shrink(comm)
@@ -557,8 +558,9 @@ class Topology:
             try:
                 made = cls(left, nodes_left(ranks_per_node, previous, comm.size), timeout)
             except Exception as error:
-                if ulfm.lost(error) is None:
+                if ulfm.lost(error) is None and not (ulfm.may_be_failure(error) and left.size != tried):
                     raise
+            tried = left.size
             done = ulfm.agree(left, made is not None)
             left.Free()
             if made is not None and done:

@@ -31,6 +31,7 @@ def start() -> None:
             mpi4py.rc.initialize = False  # no effect if the program has imported mpi4py.MPI before
         if ULFM in os.environ:  # ranks may fail, and Open MPI's finalize waits for all ranks of the host
             os.environ.setdefault("OMPI_MCA_async_mpi_finalize", "1")
+            os.environ.setdefault("OMPI_MCA_coll", "^han")  # it crashes after a host has failed (open-mpi/ompi 13915)
         import_mpi()
     except (ImportError, RuntimeError) as error:
         _end_a_command(error)

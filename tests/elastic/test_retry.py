@@ -76,3 +76,29 @@ def test_a_failure_ends_the_waits_of_all_ranks() -> None:
 def test_an_error_of_one_rank_is_raised_at_once() -> None:
     with pytest.raises(KeyError):
         retry.attempt(Fails([]), lambda: {}["of one rank"])  # type: ignore[arg-type]
+
+
+class _Broken(Topology):
+    """A topology whose first `failures` constructions end in an error of MPI that names no failed rank."""
+
+    failures = 0
+
+    def __init__(self, *_: object) -> None:
+        type(self).failures -= 1
+        if type(self).failures >= 0:
+            raise MPI.Exception(MPI.ERR_OTHER)
+
+
+@pytest.mark.parametrize(("failures", "made"), [(0, True), (1, True), (2, False)])
+def test_an_unnamed_error_of_mpi_is_taken_for_a_failure_once(
+    failures: int, made: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Open MPI reports a failure during the construction of communicators as MPI_ERR_OTHER now and then."""
+    monkeypatch.setattr(ulfm, "shrink", lambda comm: comm.Dup())
+    monkeypatch.setattr(ulfm, "agree", lambda comm, ok: ok)
+    monkeypatch.setattr(_Broken, "failures", failures)
+    if made:
+        assert isinstance(_Broken.of_survivors(MPI.COMM_SELF), _Broken)
+    else:
+        with pytest.raises(MPI.Exception):
+            _Broken.of_survivors(MPI.COMM_SELF)
