@@ -5,7 +5,7 @@ from itertools import accumulate, pairwise
 
 import pytest
 
-from trainers.state.dealing import deal, deal_in_order, deal_slices, good_share
+from trainers.state.dealing import deal, good_share
 
 
 def drawn(seed: int) -> tuple[list[int], int]:
@@ -21,10 +21,6 @@ def largest_share(sizes: list[int], owners: list[int], ranks: int) -> int:
     for size, owner in zip(sizes, owners, strict=True):
         shares[owner] += size
     return max(shares)
-
-
-def chunk_of(whole: int, rank: int, ranks: int) -> slice:
-    return slice(whole * rank // ranks, whole * (rank + 1) // ranks)
 
 
 def smallest(sizes: list[int], ranks: int) -> int:
@@ -54,26 +50,8 @@ def test_a_deal_of_few_tensors_is_the_best_one() -> None:
         sizes = [chance.choice([5, 7, chance.randint(1, 10), chance.randint(1, 1000)]) for _ in range(count)]
         most = max(smallest(sizes, ranks), good_share(sizes, ranks))
         assert largest_share(sizes, deal(sizes, [[0] * ranks for _ in sizes], ranks), ranks) <= most, (sizes, ranks)
-        parts = deal_slices(sizes, [chunk_of(sum(sizes), rank, ranks) for rank in range(ranks)])
-        assert max(sum(each.stop - each.start for each in own) for own in parts) <= most, (sizes, ranks)
         impossible += most > good_share(sizes, ranks)
     assert impossible > 3, "some of them have no deal within the bound"
-
-
-def test_slices_of_a_rank_end_between_tensors() -> None:
-    """And are as alike as those of `deal`; the tensors are consecutive if such slices are alike."""
-    consecutive = 0
-    for seed in range(300):
-        sizes, ranks = drawn(seed)
-        whole, ends = sum(sizes), [0, *accumulate(sizes)]
-        parts = deal_slices(sizes, [chunk_of(whole, rank, ranks) for rank in range(ranks)])
-        assert max(sum(each.stop - each.start for each in own) for own in parts) <= good_share(sizes, ranks)
-        everything = sorted((each.start, each.stop) for own in parts for each in own if each.start < each.stop)
-        assert [start for start, _ in everything] == [0, *(stop for _, stop in everything[:-1])]
-        assert everything[-1][1] == whole
-        assert all(end in ends for each in everything for end in each)
-        consecutive += all(len(own) == 1 for own in parts)
-    assert 200 < consecutive < 300
 
 
 @pytest.mark.parametrize("first", range(0, 400, 100))
@@ -98,19 +76,3 @@ def test_no_share_is_much_larger_than_the_mean(first: int) -> None:
 )
 def test_few_tensors(sizes: list[int], ranks: int, most: int) -> None:
     assert largest_share(sizes, deal(sizes, [[0] * ranks for _ in sizes], ranks), ranks) == most
-    assert max(part.stop - part.start for part in deal_in_order(sizes, ranks)) >= most
-
-
-def test_parts_in_order_end_between_tensors() -> None:
-    good = 0
-    for seed in range(300):
-        sizes, ranks = drawn(seed)
-        ends, parts = [0, *accumulate(sizes)], deal_in_order(sizes, ranks)
-        assert len(parts) == ranks
-        assert (parts[0].start, parts[-1].stop) == (0, ends[-1])
-        assert all(one.stop == other.start for one, other in pairwise(parts))
-        assert all(part.start in ends for part in parts)
-        largest = max(part.stop - part.start for part in parts)
-        assert largest <= sum(sizes) / ranks + max(sizes)
-        good += largest <= max(1.2 * sum(sizes) / ranks, *sizes)
-    assert good > 250

@@ -27,7 +27,7 @@ from trainers import checks
 from trainers.checks import GradientArray, GradientCheck, Span
 from trainers.replicas.pytorch.devices import Host
 from trainers.replicas.pytorch.tensors import TORCH, as_tensor, shaped
-from trainers.state.dealing import Chunks, Transfer, deal
+from trainers.state.dealing import Share
 
 ALIGN_BYTES = 64  # every gradient begins at a cache line
 
@@ -143,43 +143,7 @@ def split(mine: slice, cuts: Iterable[int]) -> list[tuple[int, int]]:
     return list(pairwise(sorted({mine.start, mine.stop, *(at for at in cuts if mine.start < at < mine.stop)})))
 
 
-class Share(NamedTuple):
-    """The part of a bucket that this rank updates.
-
-    parts: slices of the bucket, in order. transfer: moves elements between the ranks that own the bucket's chunks and
-    those that own its tensors; None if this rank updates its chunk, or everything.
-    """
-
-    parts: tuple[slice, ...]
-    transfer: Transfer | None = None
-
-
-def deal_tensors(
-    comm: MPI.Intracomm, node_index: int, buckets: Sequence[Bucket], owned: Sequence[slice]
-) -> list[Share]:
-    """Deal the tensors of all buckets to the ranks; return this rank's share of each bucket. Collective.
-
-    node_index: the number of this rank's node. owned: this rank's chunk of each bucket, relative to the bucket.
-    """
-    chunks = Chunks(comm, node_index, [bucket.stop - bucket.start for bucket in buckets], owned)
-    spans = [_spans_of(bucket) for bucket in buckets]
-    sizes, homes = [], []
-    for bucket, inside, of_team in zip(buckets, spans, chunks.of, strict=True):
-        itemsize = dtypes.parse(bucket.dtype).itemsize
-        for slot, span in zip(bucket.slots, inside, strict=True):
-            sizes.append((slot.stop - slot.start) * itemsize)
-            homes.append([max(0, min(span.stop, own.stop) - max(span.start, own.start)) for own in of_team])
-    owners = iter(deal(sizes, homes, len(chunks.team)))
-    shares, me = [], chunks.team.index(comm.rank)
-    for inside, of_team in zip(spans, chunks.of, strict=True):
-        of_ranks: list[list[slice]] = [[] for _ in chunks.team]
-        for span, owner in zip(inside, owners, strict=False):
-            of_ranks[owner].append(span)
-        shares.append(Share(tuple(of_ranks[me]), Transfer(comm, chunks.team, of_team, of_ranks)))
-    return shares
-
-
-def _spans_of(bucket: Bucket) -> list[slice]:
+def spans_of(bucket: Bucket) -> list[slice]:
     """Return the slice of the bucket that each tensor occupies, with the gap after it."""
     starts = [slot.start - bucket.start for slot in bucket.slots]
     return [slice(*ends) for ends in pairwise([*starts, bucket.stop - bucket.start])]
@@ -190,7 +154,7 @@ def whole_tensors(buckets: Sequence[Bucket], owned: Sequence[Sequence[slice]]) -
     return [
         Block(slot.parameter, bucket.dtype, slot.start, slot.stop, 0)
         for bucket, parts in zip(buckets, owned, strict=True)
-        for slot, span in zip(bucket.slots, _spans_of(bucket), strict=True)
+        for slot, span in zip(bucket.slots, spans_of(bucket), strict=True)
         if span in parts and slot.start < slot.stop
     ]
 

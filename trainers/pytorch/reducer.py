@@ -21,6 +21,7 @@ from mpi4py import MPI
 from torch import Tensor
 from torch.nn import Parameter
 
+from allreduce.arrays import dtypes
 from allreduce.arrays.compression import check_parts
 from allreduce.arrays.parts import Part
 from allreduce.backend import AllReduce
@@ -37,10 +38,9 @@ from trainers.pytorch.buckets import (
     Gradient,
     GradientError,
     Marks,
-    Share,
     allocate_flat,
-    deal_tensors,
     plan_buckets,
+    spans_of,
     version_of,
 )
 from trainers.pytorch.exact import ExactBucket, MicroBatches
@@ -53,6 +53,7 @@ from trainers.pytorch.rows import Rows
 from trainers.pytorch.sparse import SparseBucket
 from trainers.replicas.pytorch import devices
 from trainers.replicas.pytorch.tensors import DTYPES
+from trainers.state.dealing import Share, deal_tensors
 from trainers.strategies.rule import EPSILON, sum_over_ranks
 
 MIB = 1 << 20
@@ -154,7 +155,7 @@ class Reducer:
         self._used_by_others: list[Gradient] = []  # of parameters that other ranks have used, and this one has not
         self._backward: Backward | None = None  # the current backward, or one that raised
         self._versions: list[int] = []
-        self._copies: float | None = None  # how many ranks own each element: one of each node, if nodes own everything
+        self.tells = True  # whether this rank sends the squares of its slices; see NodeMemory
         self._marks = Marks(self.flats, self.plan, [bucket.owned for bucket in self.dense], self.device)
         self._hooks = [
             each.register_post_accumulate_grad_hook(partial(self._arrived, index))
@@ -175,7 +176,8 @@ class Reducer:
         """Return the part of each bucket that this rank updates: its chunk, or whole tensors. Collective."""
         owned = [backend.owned(bucket.stop - bucket.start) for bucket in self.plan]
         if tensors:
-            return deal_tensors(self.comm, backend.topology.node_index, self.plan, owned)
+            spans, itemsizes = map(spans_of, self.plan), [dtypes.parse(bucket.dtype).itemsize for bucket in self.plan]
+            return deal_tensors(self.comm, backend.topology.node_index, list(spans), itemsizes, owned)
         return [Share((chunk,)) for chunk in owned]
 
     def take_over(self, owner: object) -> None:
@@ -307,10 +309,7 @@ class Reducer:
     def _add_squares(self, own: float, error: GradientError | None) -> float:
         """Return the sum over the elements. Runs in the queue. error: this rank's, raised on all ranks."""
         raise_together(self.comm, error)
-        if self._copies is None:
-            owned = sum(part.stop - part.start for bucket in self.dense for part in bucket.owned)
-            self._copies = sum_over_ranks(self.comm, owned) / sum(bucket.length for bucket in self.dense)
-        return sum_over_ranks(self.comm, own) / self._copies
+        return sum_over_ranks(self.comm, own if self.tells else 0.0)
 
     @staticmethod
     def _gradients_of(parameters: Sequence[Parameter]) -> list[Tensor]:

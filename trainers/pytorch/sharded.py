@@ -20,11 +20,9 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from allreduce import notices
-from allreduce.arrays import dtypes
 from allreduce.backend import AllReduce
 from allreduce.errors import OptionError
-from allreduce.transport.control import all_values, combine, on_all, raise_together, together
-from allreduce.transport.shared_segment import CommonSegment
+from allreduce.transport.control import all_values, combine, raise_together
 from allreduce.transport.wait import waiting
 from trainers.pytorch.buckets import (
     Block,
@@ -45,6 +43,7 @@ from trainers.replicas.pytorch.tensors import TORCH, as_tensor, shaped
 from trainers.replicas.pytorch.values import pack, unpack
 from trainers.state.adopt import Arrays, Piece, fetch_pieces, select_newest
 from trainers.state.backup import Backup
+from trainers.state.owners import NodeMemory
 
 PARAMETER = ""  # the name of a parameter among the tensors of its state, in a piece
 DATA = "data"  # the only array of a piece: its blocks, packed
@@ -372,8 +371,19 @@ class Placement:
 
     def __init__(self, reducer: Reducer, backend: AllReduce, comm: MPI.Intracomm) -> None:
         self._reducer, self._backend, self._comm = reducer, backend, comm
-        self._segments: list[CommonSegment] = []
-        self._memory = self._allocate()
+        owned = sum(part.stop - part.start for bucket in reducer.dense for part in bucket.owned)
+        lengths = {dtype: flat.numel() for dtype, flat in reducer.flats.items()}
+        gaps = sum(lengths.values()) - sum(bucket.length for bucket in reducer.dense)
+        self._node = NodeMemory(backend.topology, comm, owned, lengths, reducer.device.kind, gaps)
+        reducer.tells = self._node.tells
+        if self._node.arrays:
+            self._memory = {
+                dtype: Flat(each, as_tensor(each, TORCH[dtype]), None) for dtype, each in self._node.arrays.items()
+            }
+        else:
+            self._memory = {
+                dtype: allocate_flat(backend, each, dtype, reducer.device) for dtype, each in lengths.items()
+            }
         self.flats = {dtype: memory.tensor for dtype, memory in self._memory.items()}
         self._gathers = [] if self.shares_memory else [self._gather_of(bucket) for bucket in reducer.dense]
         self._views = [gradient.view_of(self.flats) for gradient in reducer.gradients]
@@ -384,27 +394,12 @@ class Placement:
     @property
     def shares_memory(self) -> bool:
         """True when the ranks of the node share the parameters' memory."""
-        return bool(self._segments)
+        return bool(self._node.arrays)
 
     @property
     def one_segment(self) -> bool:
         """True when all ranks share the parameters' memory, so that these can't differ."""
         return self.shares_memory and self._backend.topology.nodes == 1
-
-    def _allocate(self) -> dict[str, Flat]:
-        node, device = self._backend.topology.node, self._reducer.device
-        owned = [bucket.owned for bucket in self._reducer.dense]
-        mine = sum(part.stop - part.start for parts in owned for part in parts)
-        of_node = combine(node, np.array([mine]), "add up the elements that the ranks of a node own")
-        whole = device.kind == "cpu" and of_node[0] == sum(bucket.length for bucket in self._reducer.dense)
-        lengths = {dtype: flat.numel() for dtype, flat in self._reducer.flats.items()}
-        if on_all(self._comm, whole, "learn whether each node owns all elements"):
-            make = partial(_segments, node, lengths)
-            made = together(self._comm, make)  # the memory of one node may be full
-            self._segments = list(made.values())
-            arrays = {dtype: segment.array for dtype, segment in made.items()}
-            return {dtype: Flat(array, as_tensor(array, TORCH[dtype]), None) for dtype, array in arrays.items()}
-        return {dtype: allocate_flat(self._backend, length, dtype, device) for dtype, length in lengths.items()}
 
     @torch.no_grad()
     def move_in(self) -> None:
@@ -415,12 +410,12 @@ class Placement:
         """
         raise_together(self._comm, self._shape_error())
         writes = not self.shares_memory or self._backend.topology.node_rank == 0
-        self._fence()  # no rank reads the memory any more
+        self._node.fence()  # no rank reads the memory any more
         for parameter, view in zip(self._reducer.parameters, self._views, strict=True):
             if writes and parameter.data_ptr() != view.data_ptr():
                 view.copy_(parameter)
             parameter.data = view
-        self._fence()
+        self._node.fence()
         self.accept_edits()
 
     def accept_edits(self, *_: object) -> None:
@@ -468,7 +463,7 @@ class Placement:
     def publish(self) -> None:
         """Make every rank's updated parts visible on all ranks. Runs in the queue."""
         if self.shares_memory:
-            self._fence()
+            self._node.fence()
             return
         for gather in self._gathers:
             gather()
@@ -482,9 +477,7 @@ class Placement:
     def close(self) -> None:
         """As `abandon`, and free the memory. Collective."""
         self.abandon()
-        for segment in self._segments:
-            segment.free()
-        self._segments.clear()
+        self._node.free()
 
     def _gather_of(self, bucket: DenseBucket) -> Callable[[], None]:
         """Return a function that gathers a bucket of parameters from the ranks that own its parts. Collective."""
@@ -523,11 +516,3 @@ class Placement:
                 "edit parameters inside of `with optimizer.editing():`, which copies rank 0's to all ranks"
             )
         raise_together(self._comm, error)
-
-    def _fence(self) -> None:
-        for segment in self._segments:
-            segment.fence()
-
-
-def _segments(node: MPI.Intracomm, lengths: dict[str, int]) -> dict[str, CommonSegment]:
-    return {dtype: CommonSegment(node, length, dtypes.parse(dtype)) for dtype, length in lengths.items()}

@@ -9,8 +9,7 @@ in each direction, where a reduce_scatter of S bytes sends S (n-1).
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
-from itertools import accumulate, pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from mpi4py import MPI
@@ -144,31 +143,6 @@ def _largest_share(sizes: Sequence[int], owners: Sequence[int], ranks: int) -> i
     return max(shares)
 
 
-def deal_slices(sizes: Sequence[int], chunks: Sequence[slice]) -> list[list[slice]]:
-    """Return the slices of the concatenated tensors that each rank owns, in order, at least one, which may be empty.
-
-    chunks: of each rank. A rank owns one slice, of consecutive tensors, in the order of the chunks, if these slices are
-    alike. Otherwise it owns the tensors that `deal` gives it.
-    """
-    ranks, ends = len(chunks), [0, *accumulate(sizes)]
-    order = sorted(range(ranks), key=lambda rank: (chunks[rank].start, chunks[rank].stop))
-    shares: list[list[slice]] = [[] for _ in chunks]
-    for rank, part in zip(order, deal_in_order(sizes, ranks), strict=True):
-        shares[rank] = [part]
-    largest = max(part.stop - part.start for (part,) in shares)
-    if largest <= good_share(sizes, ranks):
-        return shares
-    tensors = [slice(*pair) for pair in pairwise(ends)]
-    homes = [[max(0, min(own.stop, each.stop) - max(own.start, each.start)) for own in chunks] for each in tensors]
-    owners = deal(sizes, homes, ranks)
-    if largest <= _largest_share(sizes, owners, ranks):
-        return shares
-    found: list[list[slice]] = [[] for _ in chunks]
-    for tensor, owner in zip(tensors, owners, strict=True):
-        found[owner].append(tensor)
-    return [joined(of_rank) or [slice(0, 0)] for of_rank in found]
-
-
 def joined(slices: Iterable[slice]) -> list[slice]:
     """Return slices that are in order without empty ones, adjacent ones joined."""
     found: list[slice] = []
@@ -180,73 +154,79 @@ def joined(slices: Iterable[slice]) -> list[slice]:
     return found
 
 
-def deal_in_order(sizes: Sequence[int], parts: int) -> list[slice]:
-    """Return `parts` slices of the concatenated tensors, one after the other, that begin and end between tensors.
+class Share(NamedTuple):
+    """The part of a buffer that this rank updates.
 
-    They end where the tensors' ends are nearest to those of equal slices. If the largest is then more than
-    max(1.2 * mean, the largest tensor), they are the ones whose largest is the smallest possible.
-    """
-    ends = [0, *accumulate(sizes)]
-    total, largest = ends[-1], max(sizes, default=0)
-    cuts = [min(ends, key=lambda end: abs(end * parts - total * part)) for part in range(parts + 1)]
-    if max(stop - start for start, stop in pairwise(cuts)) > good_share(sizes, parts):
-        low, high = largest, total  # the smallest possible largest slice lies between them
-        while low < high:
-            middle = (low + high) // 2
-            low, high = (low, middle) if len(_cuts(ends, middle)) <= parts + 1 else (middle + 1, high)
-        cuts = _cuts(ends, low)
-        cuts += [total] * (parts + 1 - len(cuts))
-    return [slice(*cut) for cut in pairwise(cuts)]
-
-
-def _cuts(ends: Sequence[int], most: int) -> list[int]:
-    """Cut between tensors into slices as long as possible, of at most `most` elements each."""
-    cuts = [0]
-    for before, end in pairwise(ends):
-        if end - cuts[-1] > most:
-            cuts.append(before)
-    return [*cuts, ends[-1]]
-
-
-class Chunks:
-    """The chunks of some buffers that each rank owns, and the ranks that together own all of them once. Creating it is
-    collective.
-
-    comm: of all ranks. node_index: of this rank's node. lengths: of the buffers. owned: this rank's chunk of each.
-
-    team: the ranks of this rank's node, in order, if the ranks of each node own everything; otherwise all ranks.
-    of: for each buffer, the chunk of each rank of the team.
+    parts: slices of the buffer, in order: its chunk, or tensors. transfer: moves elements between the ranks that own
+    the buffer's chunks and those that own its tensors; None if these are the same ranks.
     """
 
-    def __init__(self, comm: MPI.Intracomm, node_index: int, lengths: Sequence[int], owned: Sequence[slice]) -> None:
-        mine = [[each.start, each.stop] for each in owned]
-        everyone = all_values(comm, [node_index, mine], "learn which chunks the ranks own")
-        chunks = [[slice(*chunk) for chunk in of_rank] for _, of_rank in everyone]
-        nodes: dict[int, list[int]] = {}
-        for rank, (node, _) in enumerate(everyone):
-            nodes.setdefault(node, []).append(rank)
+    parts: tuple[slice, ...]
+    transfer: "Transfer | None" = None
 
-        def once(ranks: list[int]) -> bool:
-            """Whether these ranks together own every element once."""
-            of_ranks = zip(*(chunks[rank] for rank in ranks), strict=True)
-            sums = [sum(chunk.stop - chunk.start for chunk in of_buffer) for of_buffer in of_ranks]
-            return sums == list(lengths)
 
-        by_node = all(map(once, nodes.values()))
-        if not by_node and not once(list(range(comm.size))):
-            raise UnavailableError(
-                "whole tensors can't be dealt to these ranks: the backend gives elements to several of them"
-            )
-        self.team = nodes[node_index] if by_node else list(range(comm.size))
-        self.of = [[chunks[rank][number] for rank in self.team] for number in range(len(lengths))]
+def deal_tensors(
+    comm: MPI.Intracomm, node_index: int, tensors: Sequence[Sequence[slice]], itemsizes: Sequence[int], owned: Any
+) -> list[Share]:
+    """Deal the tensors of some buffers to the ranks; return this rank's share of each buffer. Collective.
+
+    comm: of all ranks; the transfers use it. node_index: of this rank's node. tensors: for each buffer the slices of
+    its tensors, one after the other, which cover it. itemsizes: of the buffers. owned: this rank's chunk of each
+    buffer. Chunks that end between tensors everywhere are the shares.
+    """
+    lengths = [slices[-1].stop for slices in tensors]
+    mine = [[each.start, each.stop] for each in owned]
+    everyone = all_values(comm, [node_index, mine], "learn which chunks the ranks own")
+    team = _team(node_index, lengths, everyone)
+    chunks = [[slice(*everyone[rank][1][number]) for rank in team] for number in range(len(lengths))]
+    ends = [{0, *(each.stop for each in slices)} for slices in tensors]
+    if all({chunk.start, chunk.stop} <= of for of, chunks_of in zip(ends, chunks, strict=True) for chunk in chunks_of):
+        inside = zip(tensors, owned, strict=True)
+        return [
+            Share(tuple(each for each in slices if own.start <= each.start and each.stop <= own.stop))
+            for slices, own in inside
+        ]
+    sizes, homes = [], []
+    for slices, itemsize, chunks_of in zip(tensors, itemsizes, chunks, strict=True):
+        for each in slices:
+            sizes.append((each.stop - each.start) * itemsize)
+            homes.append([max(0, min(each.stop, own.stop) - max(each.start, own.start)) for own in chunks_of])
+    owners = iter(deal(sizes, homes, len(team)))
+    shares, me = [], team.index(comm.rank)
+    for slices, chunks_of in zip(tensors, chunks, strict=True):
+        of_ranks: list[list[slice]] = [[] for _ in team]
+        for each, owner in zip(slices, owners, strict=False):
+            of_ranks[owner].append(each)
+        shares.append(Share(tuple(of_ranks[me]), Transfer(comm, team, chunks_of, of_ranks)))
+    return shares
+
+
+def _team(node_index: int, lengths: Sequence[int], everyone: Sequence[Any]) -> list[int]:
+    """Return the ranks that together own each element of the buffers once: those of this rank's node, if the ranks of
+    each node do; otherwise all ranks. everyone: of each rank, its node and its chunks."""
+    nodes: dict[int, list[int]] = {}
+    for rank, (node, _) in enumerate(everyone):
+        nodes.setdefault(node, []).append(rank)
+
+    def once(ranks: Iterable[int]) -> bool:
+        of_ranks = zip(*(everyone[rank][1] for rank in ranks), strict=True)
+        return [sum(stop - start for start, stop in of_buffer) for of_buffer in of_ranks] == list(lengths)
+
+    if all(map(once, nodes.values())):
+        return nodes[node_index]
+    if not once(range(len(everyone))):
+        raise UnavailableError(
+            "whole tensors can't be dealt to these ranks: the backend gives elements to several of them"
+        )
+    return list(range(len(everyone)))
 
 
 class Transfer:
     """Moves elements of a buffer between the ranks that own their chunks and the ranks that own their tensors.
 
-    comm: of all ranks. team: the ranks among which the buffer is divided (see Chunks). chunks, shares: of each of them,
-    its chunk, and the slices of the buffer that its tensors occupy, in order. Both together cover the same elements,
-    each once. Creating it is local.
+    comm: of all ranks. team: the ranks among which the buffer is divided (see `_team`). chunks, shares: of each of
+    them, its chunk, and the slices of the buffer that its tensors occupy, in order. Both together cover the same
+    elements, each once. Creating it is local.
     """
 
     def __init__(

@@ -1,10 +1,20 @@
-"""Owners: which ranks hold and update which part of the parameters, and of the state that belongs to them."""
+"""Owners: which ranks hold and update which part of the parameters, and of the state that belongs to them.
+
+NodeMemory is the memory of parameters that the ranks of a node share, where each rank updates its own part of them.
+"""
 
 from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
+from mpi4py import MPI
 
+from allreduce import notices
+from allreduce.arrays import dtypes
+from allreduce.errors import UnavailableError
+from allreduce.topology import Topology
+from allreduce.transport.control import combine, on_all
+from allreduce.transport.shared_segment import CommonSegment
 from trainers.replica import Slices
 
 
@@ -67,3 +77,48 @@ class Owners:
 
     def synchronize_state(self) -> None:
         """Call after each rank has changed its state other than by a step; returns when all ranks have. Collective."""
+
+
+class NodeMemory:
+    """Flat memory that the ranks of each node share, if they together own every element. Creating it is collective.
+
+    comm: of all ranks. owned: the number of elements that this rank owns, of all elements of the buffers. lengths: of
+    the memory, by dtype, perhaps with gaps: `gaps` elements. device: of the parameters, "cpu" or "cuda".
+
+    arrays: the memory, by dtype; {} if ranks keep memory of their own: on a GPU, where parts are divided among all
+        nodes, or where a node lacks room.
+    tells: whether this rank is to send facts about its part; if not, a rank of node 0 owns the same elements.
+    """
+
+    def __init__(
+        self,
+        topology: Topology,
+        comm: MPI.Intracomm,
+        owned: int,
+        lengths: Mapping[str, int],
+        device: str,
+        gaps: int = 0,
+    ) -> None:
+        node, total = topology.node, sum(lengths.values()) - gaps
+        of_node = combine(node, np.array([owned]), "add up the elements that the ranks of a node own")
+        whole = on_all(comm, bool(of_node[0] == total), "learn whether each node owns all elements")
+        self.tells = not whole or topology.node_index == 0
+        self._segments: dict[str, CommonSegment] = {}
+        if whole and device == "cpu":
+            try:
+                for dtype, length in lengths.items():
+                    self._segments[dtype] = CommonSegment(node, length, dtypes.parse(dtype))
+            except UnavailableError as error:  # raised on all ranks of this node, perhaps not on other nodes
+                notices.once(node.rank, f"each rank keeps its own copy of the parameters: {error}")
+            if not on_all(comm, len(self._segments) == len(lengths), "learn whether each node has a shared segment"):
+                self.free()
+        self.arrays = {dtype: segment.array for dtype, segment in self._segments.items()}
+
+    def fence(self) -> None:
+        """Wait until all ranks of the node have finished writing, and see all writes. Collective over the node."""
+        for segment in self._segments.values():
+            segment.fence()
+
+    def free(self) -> None:
+        """Drop the memory. It lives as long as any rank holds a view of it. Local."""
+        self.arrays, self._segments = {}, {}

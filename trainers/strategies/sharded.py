@@ -16,17 +16,15 @@ from typing import Any
 import numpy as np
 from mpi4py import MPI
 
-from allreduce import notices
-from allreduce.arrays import dtypes, gpu
-from allreduce.errors import UnavailableError
-from allreduce.transport.control import combine, on_all, together
-from allreduce.transport.shared_segment import CommonSegment
+from allreduce.arrays import gpu
+from allreduce.transport.control import together
 from trainers.backends import allocate_own
 from trainers.errors import ArgumentError
 from trainers.replica import Slices, as_part, bind_whole, clipped, copied, reserved, slices_of, taken
 from trainers.state.adopt import Piece, to_root
 from trainers.state.backup import Backup
-from trainers.state.dealing import Chunks, Transfer, deal_slices, joined
+from trainers.state.dealing import Transfer, deal_tensors, joined
+from trainers.state.owners import NodeMemory
 from trainers.stopwatch import COMMUNICATION
 from trainers.strategies.rule import sum_of_squares, sum_over_ranks
 from trainers.strategies.step import ReducedStep, StepOwners
@@ -56,8 +54,10 @@ class SliceOwners(StepOwners):
         if whole:
             self._owned = self._slices_of_tensors(whole)
         self._part = clipped(as_part(self._owned), 0, self._length)
-        self._segment: CommonSegment | None = None
-        self._array = self._allocate(str(replica.gradient_dtype))
+        size, dtype = self._buffer.size, str(replica.gradient_dtype)
+        self._node = NodeMemory(self._backend.topology, comm, self._owned_elements, {dtype: size}, replica.device)
+        shared, allocate = self._node.arrays, self._backend.allocate
+        self._array: Any = shared[dtype] if shared else allocate(size, dtype, device=replica.device)
         self._backup: Backup | None = None
         self._changing = False  # between `begin_change` and `synchronize_state`
         try:
@@ -73,19 +73,14 @@ class SliceOwners(StepOwners):
     def _slices_of_tensors(self, tensors: tuple[slice, ...]) -> list[slice]:
         """Return the slices of the buffer that this rank owns, which begin and end between tensors, and make the
         transfer. Collective.
-
-        The rank with the last chunk also owns the statistics, metrics and flags.
+        The rank with the last tensor also owns the statistics, metrics and flags.
         """
-        size, ends = self._buffer.size, {0, *(each.stop for each in tensors), self._buffer.size}
-        chunks = Chunks(self._comm, self._backend.topology.node_index, [size], self._owned)
-        shares = [[each] for each in chunks.of[0]]
-        if not all({each.start, each.stop} <= ends for each in chunks.of[0]):
-            shares = deal_slices([each.stop - each.start for each in tensors], chunks.of[0])
-            last = max(range(len(shares)), key=lambda number: (chunks.of[0][number].start, chunks.of[0][number].stop))
-            shares[last] = joined([*shares[last], slice(tensors[-1].stop, size)]) or [slice(size, size)]
+        spans = [*tensors[:-1], slice(tensors[-1].start, self._buffer.size)]
         self._messages = self._backend.topology.private()  # the group's communicator is freed before `close`
-        self._transfer = Transfer(self._messages, chunks.team, chunks.of[0], shares)
-        return shares[chunks.team.index(self._comm.rank)]
+        node, itemsize = self._backend.topology.node_index, self._buffer.dtype.itemsize
+        (share,) = deal_tensors(self._messages, node, [spans], [itemsize], self._owned)
+        self._transfer = share.transfer
+        return joined(share.parts) or [slice(0, 0)]
 
     @contextmanager
     def _communicating(self) -> Iterator[None]:
@@ -94,24 +89,6 @@ class SliceOwners(StepOwners):
         with self._step.span(COMMUNICATION):
             yield
         self._clock.stop()
-
-    def _allocate(self, dtype: str) -> Any:
-        """Allocate the parameters: in a shared segment, if they are on the CPU, the ranks of each node together own the
-        whole buffer, and every node has room; else by the backend. Collective."""
-        node, device = self._backend.topology.node, self._replica.device
-        owned = combine(node, np.array([self._owned_elements]), "add up the elements that ranks own")
-        whole = on_all(self._comm, bool(owned[0] == self._buffer.size), "learn whether each node owns all elements")
-        self._tells = not whole or self._backend.topology.node_index == 0  # if not, a rank of node 0 has the same sums
-        if whole and device == "cpu":
-            try:
-                self._segment = CommonSegment(node, self._buffer.size, dtypes.parse(dtype))
-            except UnavailableError as error:  # raised on all ranks of this node, perhaps not on other nodes
-                notices.once(node.rank, f"each rank keeps its own copy of the parameters: {error}")
-            if on_all(self._comm, self._segment is not None, "learn whether each node has a shared segment"):
-                assert self._segment is not None
-                return self._segment.array
-            self._free()
-        return self._backend.allocate(self._buffer.size, dtype, device=device)
 
     @property
     def _owned_elements(self) -> int:
@@ -133,13 +110,13 @@ class SliceOwners(StepOwners):
         if self._transfer is not None:
             with self._communicating():
                 self._transfer.deliver(self._buffer)
-        self._step.tell(as_part(self._owned) if self._tells else slice(0, 0))
+        self._step.tell(as_part(self._owned) if self._node.tells else slice(0, 0))
 
     def squares(self) -> Any:
         step = self._step
         if not step.scatters:
             return super().squares()
-        own = sum(map(sum_of_squares, step.trained(self._part))) if self._tells else 0.0
+        own = sum(map(sum_of_squares, step.trained(self._part))) if self._node.tells else 0.0
         self._clock.start()
         squares = sum_over_ranks(self._comm, own) + step.rule.squares_of_tables()
         self._clock.stop()
@@ -155,7 +132,7 @@ class SliceOwners(StepOwners):
 
     def share_parameters(self) -> None:
         """Gather the parameters that each rank has in its slice, or wait for the ranks of the node. Collective."""
-        if self._segment is not None:
+        if self._node.arrays:
             with self._communicating():
                 self.fence()
         else:
@@ -207,8 +184,8 @@ class SliceOwners(StepOwners):
     def fence(self) -> None:
         """Wait until all ranks of the node have finished writing to the shared segment, and see all writes. Collective
         over the node."""
-        if self._segment is not None:
-            self._segment.fence()
+        if self._node.arrays:
+            self._node.fence()
             self._replica.accept_edits()
 
     def begin_change(self) -> None:
@@ -226,11 +203,11 @@ class SliceOwners(StepOwners):
     @property
     def shares_parameters(self) -> bool:  # type: ignore[override]
         """Whether the ranks of a node share one copy of the parameters."""
-        return self._segment is not None
+        return bool(self._node.arrays)
 
     def check_edits(self) -> None:
         """Raise ArgumentError, on this rank only, if parameters that ranks share were edited in place. Local."""
-        if self._segment is not None and (name := self._replica.edited()):
+        if self._node.arrays and (name := self._replica.edited()):
             raise ArgumentError(
                 f'{name} was edited in place (p.mul_(...), say), and with update="sharded" the parameters of all ranks '
                 "of a node are the same memory, so it may have been edited several times; load the model again, and "
@@ -240,7 +217,7 @@ class SliceOwners(StepOwners):
     def not_replicated(self) -> dict[str, str]:
         """As Owners.not_replicated."""
         reasons = dict.fromkeys(self._replica.elementwise, "each rank holds only its own slice")
-        if self._segment is not None and self._backend.topology.nodes == 1:
+        if self._node.arrays and self._backend.topology.nodes == 1:
             reasons["parameters"] = "the ranks share one copy"
         return reasons
 
@@ -292,11 +269,10 @@ class SliceOwners(StepOwners):
         """Move the replica's parameters into memory of its own, without gathering the slices of other ranks. Local."""
         bind_whole(self._replica, allocate_own(self._replica))
         self._array, self._buffer = np.empty(0, np.uint8), np.empty(0, np.uint8)
-        self._segment = self._backup = self._transfer = self._messages = None
+        self._node.free()
+        self._backup = self._transfer = self._messages = None
 
     def _free(self) -> None:
-        """Free the shared segment. Collective over the node."""
+        """Drop the parameters' memory. Local."""
         self._array = np.empty(0, np.uint8)
-        if self._segment is not None:
-            self._segment.free()
-            self._segment = None
+        self._node.free()

@@ -22,7 +22,7 @@ from tests.ranks.pytorch.trained import (  # noqa: E402
 )
 from tests.ranks.together import raised_everywhere  # noqa: E402
 from trainers import CentralStorageTrainer, NumpyNetwork, ParameterServerTrainer  # noqa: E402
-from trainers.pytorch import GradientError, MirroredOptimizer, assembly, sharded  # noqa: E402
+from trainers.pytorch import GradientError, MirroredOptimizer, assembly  # noqa: E402
 
 
 def model_of(*sizes: int) -> nn.Sequential:
@@ -41,19 +41,21 @@ def backward(model: nn.Module) -> None:
 def test_memory_that_one_node_can_not_have(
     topology_of: Callable[..., allreduce.Topology], world: MPI.Intracomm, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The parameters of a sharded optimizer, which the ranks of a node share."""
+    """Each rank then keeps its own copy of the parameters of a sharded optimizer, on all nodes."""
 
     def full(*_: Any) -> None:
         raise errors.UnavailableError("shared memory is too small")
 
     if world.rank == SIZE - 1:
-        monkeypatch.setattr(sharded, "CommonSegment", full)
-    model = model_of(3, 2)
-    make = lambda: MirroredOptimizer(sgd(model), model, topology=topology_of(1), update="sharded")  # noqa: E731
-    assert "shared memory is too small" in raised_everywhere(world, errors.UnavailableError, make)
-    monkeypatch.undo()
-    backward(model)  # nobody has taken it over
-    make().close()
+        monkeypatch.setattr("trainers.state.owners.CommonSegment", full)
+    model, plain = model_of(3, 2), model_of(3, 2)
+    plain.load_state_dict({name: world.bcast(each) for name, each in model.state_dict().items()})
+    with MirroredOptimizer(sgd(model), model, topology=topology_of(1), update="sharded") as optimizer:
+        assert not optimizer._parts.sharded.placement.shares_memory  # type: ignore[union-attr]
+        for each, step in ((model, optimizer.step), (plain, sgd(plain).step)):
+            backward(each)
+            step()
+        assert all(map(torch.allclose, model.parameters(), plain.parameters()))
 
 
 def _bad_arguments() -> dict[str, tuple[Callable[[], tuple[Any, Any]], dict[str, Any], type[Exception], str]]:
