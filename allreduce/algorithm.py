@@ -19,10 +19,12 @@ from allreduce.arrays.ops import Op
 from allreduce.arrays.workspace import zeros
 from allreduce.call.call import Call
 from allreduce.call.executor import Executor
+from allreduce.errors import OptionError
 from allreduce.memory.allocations import Allocations
 from allreduce.topology import Topology
 from allreduce.transport import chunked, cost
 from allreduce.transport.cma import CMA
+from allreduce.transport.control import on_all_ranks
 from allreduce.transport.layout import NodeLayout
 
 
@@ -63,6 +65,7 @@ class Context:
         self.topology, self.comm, self.layout = topology, comm, layout
         self.rank, self.size = comm.rank, comm.size
         self.executor, self.allocations, self._create = executor, allocations, create
+        self.making: list[tuple] = []  # the algorithms whose constructors run now, the outermost first
         self.tag = executor.tag
         self._pinned = executor.scratch(gpu.pinned)
 
@@ -72,8 +75,19 @@ class Context:
         return self.topology.cma
 
     def make(self, name: str, **options: Any) -> "Algorithm":
-        """Return a new algorithm on these ranks. Collective. Raises the errors of allreduce.create."""
-        return self._create(name, self, **options)
+        """Return a new algorithm on these ranks. Collective. Raises the errors of allreduce.create, and OptionError for
+        an algorithm that makes itself, which would never end."""
+        made = name, self.size, options
+        if made in self.making:
+            inner = " makes ".join(repr(each) for each, *_ in [*self.making[self.making.index(made) :], made])
+            raise on_all_ranks(
+                OptionError(f"{inner}, without end: an algorithm can't hold itself. Make another one inside"), self.comm
+            )
+        self.making.append(made)
+        try:
+            return self._create(name, self, **options)
+        finally:
+            self.making.pop()
 
     @property
     def node_rank(self) -> int:
@@ -115,7 +129,10 @@ class Context:
         gpu.synchronize()  # the host memory is used again in the next call
 
     def _with(self, comm: MPI.Intracomm, sizes: Sequence[int]) -> "Context":
-        return Context(self.topology, comm, NodeLayout.of_sizes(sizes), self.executor, self.allocations, self._create)
+        layout = NodeLayout.of_sizes(sizes)
+        context = Context(self.topology, comm, layout, self.executor, self.allocations, self._create)
+        context.making = self.making
+        return context
 
 
 class Algorithm(ABC):

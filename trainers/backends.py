@@ -11,6 +11,7 @@ from allreduce.arrays.compression import Given
 from allreduce.backend import AllReduce, Config
 from allreduce.errors import OptionError, UnavailableError
 from allreduce.topology import Topology
+from allreduce.transport.control import combine, on_all
 from trainers.arguments import integer_error
 from trainers.replica import Replica
 
@@ -48,7 +49,7 @@ def backend_for(
     else:
         options: dict[str, Any] = SETTINGS_OF_AUTO if given == "auto" and not exact else {}
         backend = allreduce.create(given, topology, compress=compress, exact=exact, **options)
-    error = _backend_error(backend, update)
+    error = _backend_error(backend, update) or _error_of_slices(backend, update)
     if error is None:
         return backend
     if backend is not given:
@@ -70,6 +71,28 @@ def _backend_error(backend: AllReduce, update: str) -> OptionError | None:
             f'give the name "auto", or one of {names}'
         )
     return None
+
+
+def _error_of_slices(backend: AllReduce, update: str) -> OptionError | None:
+    """Return the error if a rank would update elements that another rank updates too, or None. Collective; the result
+    is the same on all ranks.
+
+    The ranks of each node, or all ranks together, must own every element once.
+    """
+    if update != "sharded":
+        return None
+    topology, owners = backend.topology, np.zeros(backend.size + 1, np.int64)
+    owners[backend.owned(owners.size)] = 1
+    by_node, by_all = (
+        bool((combine(comm, owners.copy(), "count the owners of elements") == 1).all())
+        for comm in (topology.node, topology.world)
+    )
+    if on_all(topology.world, by_node, "count the owners of elements") or by_all:
+        return None
+    return OptionError(
+        f'update="sharded" can\'t use {backend.name!r}: its `owned(length)` gives elements to several ranks, or '
+        "to none; each must have one owner, of all ranks or on each node"
+    )
 
 
 def connected_nccl(given: str | AllReduce, topology: Topology, compress: Given) -> AllReduce | None:

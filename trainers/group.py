@@ -180,6 +180,7 @@ def gather_rows(comm: MPI.Intracomm, rows: np.ndarray) -> None:
     row = MPI.BYTE.Create_contiguous(width).Commit()  # counts of rows fit a C int where counts of bytes may not
     with waiting(comm, "gather the rows of a result"):
         comm.Allgatherv(MPI.IN_PLACE, [rows.reshape(-1).view(np.uint8), counts, starts, row])
+        ulfm.check(comm)
     row.Free()
 
 

@@ -7,6 +7,7 @@ from mpi4py import MPI
 
 from allreduce.arrays.chunks import segments
 from allreduce.errors import CommunicationError
+from allreduce.transport import ulfm
 from allreduce.transport.control import all_values, on_all_ranks, root_value
 from allreduce.transport.deferred_free import free_later
 from allreduce.transport.wait import wait_for, waiting
@@ -42,6 +43,7 @@ def spread(comm: MPI.Intracomm, array: np.ndarray, slices: Sequence[slice]) -> N
     counts = [(part.stop - part.start) * array.itemsize for part in slices]
     if memory.size <= PIECE:
         comm.Allgatherv(MPI.IN_PLACE, [memory, counts, begins, MPI.BYTE])
+        ulfm.check(comm)
         return
     longest, most = max(counts), max(1, SCRATCH_BYTES // comm.size)
     scratch = np.empty((comm.size, min(longest, most)), np.uint8)

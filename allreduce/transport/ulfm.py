@@ -150,6 +150,16 @@ def loss(comm: MPI.Comm | None) -> RankLostError:
     return error
 
 
+def check(comm: MPI.Comm) -> None:
+    """Raise RankLostError if this rank knows that a rank of `comm` has failed, or that `comm` is revoked. Local.
+
+    Called after MPI_Allgatherv: Open MPI's (5.0.11 and before, allgatherv_intra_basic_default) gathers on rank 0, then
+    broadcasts, and ignores an error of the broadcast. It returns success, and has received nothing.
+    """
+    if in_force() and (comm.Is_revoked() or failed(comm)):
+        raise loss(comm)
+
+
 def again(error: RankLostError) -> RankLostError:
     """Return a copy of the error, to be raised again, maybe in another thread."""
     other = RankLostError(*error.args)

@@ -35,9 +35,12 @@ NODES = (
     "hierarchical_copy:in_the_background",
     "auto:in_close",
 )
+GATHERS = ("native:in_a_gather", "shared:in_a_gather", "ring:in_a_gather", "auto:in_a_gather")
 
 
-@pytest.mark.parametrize(("ranks_per_node", "rounds"), [(0, FLAT), (2, NODES)], ids=["flat", "nodes"])
+@pytest.mark.parametrize(
+    ("ranks_per_node", "rounds"), [(0, FLAT), (2, NODES), (0, GATHERS)], ids=["flat", "nodes", "gathers"]
+)
 def test_those_that_are_left_go_on_down_to_one(mpirun: JobRunner, ranks_per_node: int, rounds: tuple[str, ...]) -> None:
     job = mpirun(len(rounds) + 1, [*job_of("losses"), ranks_per_node, *rounds], ulfm=True, timeout=120)
     told = [line.partition(": ")[0] for line in job.stdout.splitlines() if " go on without rank " in line]
@@ -75,7 +78,7 @@ def test_a_garbled_agreement_is_made_again() -> None:
 
 
 def test_every_backend_and_every_moment_is_tried() -> None:
-    tried = [text.split(":") for text in FLAT + NODES]
+    tried = [text.split(":") for text in FLAT + NODES + GATHERS]
     assert {name for name, _ in tried} == set(ON_CPU)
     assert {moment for _, moment in tried} == set(driver.MOMENTS)
 

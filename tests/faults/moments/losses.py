@@ -74,6 +74,13 @@ def at_random(reduce: Any, dies: bool) -> None:
         assert reduce.stack(reduce.rank).tolist() == list(range(reduce.size))
 
 
+def in_a_gather(reduce: Any, dies: bool) -> None:
+    """The others wait in MPI_Allgatherv for the rank's values. Open MPI's returns as if it had them."""
+    if dies:
+        points.at("reduce", die)
+    assert reduce.stack(reduce.rank).tolist() == list(range(reduce.size))
+
+
 def in_the_background(reduce: Any, dies: bool) -> None:
     """The threads of the other ranks are inside of MPI, or wait for the rank's announcement."""
     mine = reduce.allocate(LENGTH, "float32")
@@ -115,7 +122,8 @@ def in_a_part(reduce: Any, dies: bool) -> None:
 MOMENTS: dict[str, Callable[[Any, bool], None]] = {
     moment.__name__: moment
     for moment in (
-        in_the_work, in_an_agreement, between_phases, at_random, in_the_background, in_close, in_create, in_a_part
+        in_the_work, in_an_agreement, between_phases, at_random, in_a_gather, in_the_background, in_close, in_create,
+        in_a_part,
     )
 }  # fmt: skip
 

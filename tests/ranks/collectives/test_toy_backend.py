@@ -139,6 +139,22 @@ def test_auto_leaves_out_what_it_can_not_select(kind: str, flat: Topology) -> No
 
 
 @several
+@pytest.mark.parametrize("name", ["holder", "auto"])
+def test_an_algorithm_that_holds_itself_is_a_named_error(name: str, flat: Topology, world: MPI.Intracomm) -> None:
+    class Holder(Toy):
+        cost = staticmethod(_free)
+
+        def __init__(self, context: Context) -> None:
+            super().__init__(context)
+            self.holds = [context.make("auto", table="")]
+
+    allreduce.register("holder", Holder)
+    text = raised_everywhere(world, OptionError, lambda: allreduce.create(name, flat))
+    assert "'holder' makes 'auto'" in text
+    assert "without end" in text
+
+
+@several
 @pytest.mark.parametrize("seconds", [-1.0, float("nan")])
 def test_a_cost_that_is_no_time_is_a_named_error(
     seconds: float, flat: Topology, world: MPI.Intracomm, monkeypatch: pytest.MonkeyPatch

@@ -4,6 +4,7 @@ import gc
 import json
 import weakref
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +13,12 @@ import pytest
 from mpi4py import MPI
 
 import allreduce
+from allreduce import algorithms
+from allreduce.algorithm import TwoPhase
+from allreduce.arrays.ops import Op
 from allreduce.errors import ClosedError, DisagreementError, OptionError, UnknownBackendError
 from tests.backends import ON_CPU, SHARDED
+from tests.ranks.together import raised_everywhere
 from trainers import MirroredTrainer, NumpyNetwork, ParameterServerTrainer, datasets
 from trainers.cli.options import parse
 from trainers.data import Batch, Batches
@@ -387,6 +392,30 @@ def test_sharded_on_simulated_nodes(
             trainer.fit(*data, 2, BATCH, seed=7, progress=False)
             assert len(set(trainer.parameters_sha256())) == 1
         np.testing.assert_allclose(mine.parameters, plain.parameters, atol=1e-5)
+
+
+class OwnsEverything(TwoPhase):
+    """Its reduce_scatter leaves the whole sum on each rank, so no element has one owner."""
+
+    def scatter(self, buffer: np.ndarray, op: Op) -> None:
+        self.comm.Allreduce(MPI.IN_PLACE, buffer)
+        op.finish(buffer)
+
+    def all_gather(self, buffer: np.ndarray) -> None: ...
+
+    def owned(self, length: int, rank: int | None = None) -> slice:
+        return slice(0, length)
+
+
+@pytest.mark.skipif(MPI.COMM_WORLD.size == 1, reason="one rank owns everything")
+def test_a_sharded_update_needs_one_owner_of_each_element(
+    flat: allreduce.Topology, world: MPI.Intracomm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Metrics behind the gradients would count once for each owner."""
+    monkeypatch.setattr(algorithms, "BACKENDS", dict(algorithms.BACKENDS))
+    allreduce.register("owns_everything", OwnsEverything)
+    make = partial(MirroredTrainer, network(), "owns_everything", flat, update="sharded")
+    assert "gives elements to several ranks" in raised_everywhere(world, OptionError, make)
 
 
 def test_a_sharded_trainer_saves_loads_evaluates_and_predicts(
