@@ -12,8 +12,7 @@ from trainers.data import Data, Tree, named, row_count, seed_generators
 from trainers.datasets.columns import Columns
 from trainers.errors import ArgumentError, ExportError, ModelFileError
 from trainers.files import model_file
-
-AVERAGE = "ema"  # the name in `state` of the moving average of the parameters, if the replica keeps one
+from trainers.transforms.average import AVERAGE, Average, Spans
 
 Factors = tuple[np.ndarray, np.ndarray]  # of gradients that are products; see `Replica.factors_of_parts`
 Slices = slice | tuple[slice, ...]
@@ -63,7 +62,7 @@ class Replica(ABC):
     takes_weights: whether rows may have weights. If not, the methods get no argument `weights`, and may lack it.
     undoable: set by the trainer if a batch may be repeated or left out, or is computed in micro-batches; the replica
         then keeps the data of `undo`.
-    averages: whether the replica keeps a moving average of its parameters.
+    average: the moving average of the parameters, if there is one; see trainers.transforms.average.
     divided: set by the trainer if the rows of a batch are computed in parts, by several ranks or as micro-batches.
         `check` then refuses a loss that is no mean over the rows; see replicas.mean_of_rows.
     hold: set by the trainer that uses the replica.
@@ -95,7 +94,7 @@ class Replica(ABC):
     optional: int = 0
     takes_weights: bool = False
     undoable: bool = False
-    averages: bool = False
+    average: Average | None = None
     divided: bool = False
     hold = Hold()
     features: int | None = None
@@ -238,21 +237,21 @@ class Replica(ABC):
         """The number of trained parameters. Gradients after them are statistics, which are averaged too."""
         return self.gradient_length
 
-    # A moving average of the parameters
+    # The moving average of the parameters
 
-    def keep_average(self, decay: float | None) -> None:
-        """Keep an exponential moving average of the parameters, the entry AVERAGE of `state`; None: drop it.
+    def arrays(self) -> Sequence[Any]:
+        """Return the parameters as 1-D arrays on the device, one after the other; views where possible. They are one
+        array where a rank updates a part of them."""
+        raise ArgumentError(f"{type(self).__name__} keeps no moving average of its parameters: leave out ema")
 
-        It begins with the current parameters, unless there is one. Raises ArgumentError if this replica can't.
-        """
-        if decay is not None:
-            raise ArgumentError(f"{type(self).__name__} keeps no moving average of its parameters: leave out ema")
+    def put(self, spans: Spans, values: Any) -> None:
+        """Set the parameters in these slices to a 1-D array of their values, one slice after the other."""
+        raise NotImplementedError
 
-    def end_average(self) -> None:  # noqa: B027, nothing to do without an average
-        """Called at the end of a fit: `state` keeps the average, and a state without one that is loaded begins none."""
-
-    def move_average(self, part: Slices | None = None) -> None:  # noqa: B027, nothing to do without an average
-        """After `update(part)`: move the average, if it is kept, to decay * average + (1 - decay) * parameters."""
+    @property
+    def averages(self) -> bool:
+        """Whether there is a moving average of the parameters."""
+        return self.average is not None
 
     def use_average(self, part: Slices | None = None) -> None:
         """Put the average in the place of the parameters, or of those in a slice, until `use_parameters`.
@@ -260,12 +259,20 @@ class Replica(ABC):
         After `network = NumpyNetwork.load(path)` and `network.use_average()` the network predicts with the average.
         A trainer of this network ends it. Raises ArgumentError if there is none.
         """
-        raise ArgumentError(
-            f"this {type(self).__name__} has no moving average of its parameters; fit(ema=0.999) keeps one"
-        )
+        if self.average is None:
+            raise ArgumentError(
+                f"this {type(self).__name__} has no moving average of its parameters; fit(ema=0.999) keeps one"
+            )
+        self.average.use(self.spans_in(part))
 
-    def use_parameters(self) -> None:  # noqa: B027, nothing to do without an average
+    def use_parameters(self) -> None:
         """Undo `use_average`, if it was called."""
+        if self.average is not None:
+            self.average.stop_using()
+
+    def spans_in(self, part: Slices | None) -> Spans | None:
+        """Return the slices of the trained parameters in a part; None for all of them."""
+        return None if part is None else slices_of(clipped(part, 0, self.parameter_count))
 
     @property
     def learning_rates(self) -> list[float]:

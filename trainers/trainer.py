@@ -644,12 +644,6 @@ class Trainer(GroupOwner, Generic[StrategyT]):
         reason = options.error(replica) or strategy.options_error(options)
         reason = reason or next(filter(None, itertools.starmap(flag_error, flags.items())), "")
         error = ArgumentError(f"fit: {reason}") if reason else None
-        if error is None and options.ema is not None and not replica.averages:
-            try:
-                replica.keep_average(options.ema)
-                replica.keep_average(None)  # another rank, or a later check, may refuse the fit
-            except ArgumentError as refused:
-                error = refused
         if error is not None:
             self.group.enter(f"fit: {', '.join(f'{name}={value}' for name, value in settings.items())}", error)
 

@@ -15,6 +15,7 @@ from trainers.errors import ArgumentError, DataError, ModelFileError
 from trainers.replicas.numpy.categories import CategoryNetwork
 from trainers.replicas.numpy.embedding import EmbeddingNetwork
 from trainers.replicas.numpy.network import NumpyNetwork
+from trainers.transforms import average
 
 COLUMNS = Columns(
     [Number("age", 40.0, 0.1, True), Category("town", ("Ulm", "Rom"))], label="kind", classes=["no", "yes", "maybe"]
@@ -43,10 +44,11 @@ def test_the_moving_average_answers(tmp_path: Path) -> None:
     network = NumpyNetwork([4, 3], lr=0.5)
     buffer = np.zeros(network.gradient_length, np.float32)
     network.bind(buffer)
-    network.keep_average(0.9)
+    average.keep(network, 0.9)
     buffer[:] = 1
     network.update()
-    network.move_average()
+    assert network.average is not None
+    network.average.move()
     x = np.ones((2, 4), np.float32)
     model = load_model(saved(network, tmp_path / "m.npz"))
     network.use_average()

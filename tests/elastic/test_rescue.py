@@ -8,10 +8,10 @@ from allreduce import Topology
 from trainers import MirroredTrainer, SpareReplicasTrainer
 from trainers.errors import ArgumentError
 from trainers.group import Owner, RankGroup
-from trainers.replica import AVERAGE
 from trainers.replicas.numpy.network import NumpyNetwork
 from trainers.state.adopt import Found, Piece, Selection, select
 from trainers.state.backup import holders
+from trainers.transforms.average import AVERAGE
 
 
 def test_the_newest_step_whose_state_is_whole_is_chosen() -> None:

@@ -9,6 +9,7 @@ from mpi4py import MPI
 from allreduce import Topology
 from trainers import CentralStorageTrainer, MirroredTrainer, ParameterServerTrainer, SpareReplicasTrainer
 from trainers.replica import Replica
+from trainers.transforms import average
 
 
 def check_slices(whole: Replica, first: Replica, second: Replica, x: np.ndarray, y: np.ndarray) -> None:
@@ -23,15 +24,15 @@ def check_slices(whole: Replica, first: Replica, second: Replica, x: np.ndarray,
         replica.bind_parameters(memory)
         replica.bind(slopes)
     for replica in (whole, *parts):
-        replica.keep_average(0.8)
+        average.keep(replica, 0.8)
     for _ in range(3):
         whole.gradients(x, y, 1.0)
         whole.update()
-        whole.move_average()
+        whole.average.move()
         first.gradients(x, y, 1.0)
         for replica, part in parts.items():
             replica.update(part)
-            replica.move_average(part)
+            replica.average.move((part,))
         for replica in parts:
             replica.refresh()
     check_average(whole, x)

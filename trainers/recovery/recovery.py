@@ -26,6 +26,7 @@ from trainers.fit.loop import STEPS, Fit, Position
 from trainers.group import Owner, RankGroup
 from trainers.state.adopt import Piece, newest
 from trainers.strategies.interface import Strategy
+from trainers.transforms import average
 from trainers.watching.history import History
 
 log = logging.getLogger("trainers")
@@ -357,7 +358,7 @@ class FitCall(Call[History]):
         return True
 
     def close(self) -> None:
-        self._strategy.replica.end_average()
+        average.end(self._strategy.replica)
         if self._fit is not None:
             self._fit.close()
 

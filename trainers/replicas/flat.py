@@ -1,5 +1,4 @@
-"""FlatOptimizer: a framework's optimizer, on all parameters or on a flat slice. FlatReplica: a replica with one, which
-also keeps a moving average of the parameters.
+"""FlatOptimizer: a framework's optimizer, on all parameters or on a flat slice. FlatReplica: a replica with one.
 
 With slices the ranks can divide the update: each has only the optimizer state of its own slice.
 """
@@ -8,15 +7,14 @@ import itertools
 import math
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from trainers.errors import ArgumentError, ModelFileError
-from trainers.replica import AVERAGE, Replica, Slices, clipped, copied, reserved, slices_of, taken
-
-BLOCK = 1 << 16  # elements averaged at a time, so that they stay in the cache
+from trainers.replica import Replica, Slices, clipped, copied, reserved, slices_of
+from trainers.transforms.average import AVERAGE, Average, on_host
 
 
 class Layout:
@@ -149,75 +147,14 @@ class FlatOptimizer(ABC):
         return self._cut(name, arrays, part) if self.part is None else self.on_host(arrays[0])
 
 
-class Average(FlatOptimizer):
-    """The moving average of the parameters, or of a slice of them: an elementwise state, as an optimizer has.
-
-    optimizer: of the parameters. array: the average, 1-D, on the replica's device, in float32 or float64. like: makes
-        such an array of a NumPy array.
-    """
-
-    def __init__(self, optimizer: FlatOptimizer, array: Any, like: Callable[[np.ndarray], Any]) -> None:
-        super().__init__(optimizer.layout, [AVERAGE], [AVERAGE])
-        self.array, self._like, self._optimizer = array, like, optimizer
-
-    def move(self, parameters: Iterable[Any], decay: float) -> None:
-        """Move the average towards the parameters, arrays like it, one after the other."""
-        start = 0
-        for each in parameters:
-            self._move(self.array[start : start + len(each)], each, decay)
-            start += len(each)
-
-    @staticmethod
-    def _move(average: Any, parameters: Any, decay: float) -> None:
-        if not isinstance(average, np.ndarray):
-            average *= decay
-            average += parameters * (1 - decay)
-            return
-        scratch = np.empty(min(BLOCK, average.size), average.dtype)
-        for start in range(0, average.size, BLOCK):
-            block = average[start : start + BLOCK]
-            added = np.multiply(
-                parameters[start : start + BLOCK], block.dtype.type(1 - decay), out=scratch[: block.size]
-            )
-            block *= block.dtype.type(decay)
-            block += added
-
-    # Methods of FlatOptimizer
-
-    def slice_error(self) -> str:
-        return ""
-
-    def entries(self, names: Collection[str]) -> dict[str, list[Any]]:
-        array = self.array if isinstance(self.array, np.ndarray) else self._optimizer.on_host(self.array)
-        return {AVERAGE: self.layout.views(array) if self.part is None else [array]} if AVERAGE in names else {}
-
-    @staticmethod
-    def on_host(array: Any, /) -> np.ndarray:
-        return array  # of `entries`, which are on the host already
-
-    def write(self, part: Slices | None, entries: Mapping[str, list[np.ndarray]]) -> None:
-        self.part = part
-        self.array = self._like(np.concatenate([array.reshape(-1) for array in entries[AVERAGE]]))
-
-    @property
-    def learning_rates(self) -> list[float]:
-        return []
-
-    @learning_rates.setter
-    def learning_rates(self, rates: Sequence[float]) -> None: ...
-
-
 class FlatReplica(Replica):
     """A replica with a FlatOptimizer. The subclass sets `_optimizer`, and `_buffer`, the memory of the gradients.
 
-    `state` is built from `_parameters_into`, `_others` and the optimizer; `load_state` calls `_load_rest`.
+    `state` is built from `arrays`, `_others` and the optimizer; `load_state` calls `_load_rest`.
     """
 
     _optimizer: FlatOptimizer
     _buffer: Any
-    _average: Average | None = None
-    _decay: float | None = None  # of the average, while a fit keeps it
-    _held: tuple[Slices | None, Any] | None = None  # the parameters of a slice, while the average is in their place
 
     @property
     def elementwise(self) -> tuple[str, ...]:  # type: ignore[override]
@@ -230,83 +167,6 @@ class FlatReplica(Replica):
     @property
     def parameter_count(self) -> int:
         return self._optimizer.layout.length
-
-    # The moving average
-
-    @property
-    def averages(self) -> bool:  # type: ignore[override]
-        return self._average is not None
-
-    def keep_average(self, decay: float | None) -> None:
-        if decay is not None and self.tables:
-            raise ArgumentError(
-                f"ema={decay}: the {self.tables[0].name} of this {type(self).__name__} has sparse gradients, and an "
-                "average of the other parameters would not fit it: leave out ema, or use a dense embedding"
-            )
-        self.use_parameters()
-        self._decay = decay
-        if decay is None:
-            self._average = None
-        elif self._average is None:
-            self._begin_average(None)
-
-    def end_average(self) -> None:
-        self._decay = None
-
-    def _begin_average(self, saved: np.ndarray | None) -> None:
-        """Begin the average with `saved`, or with the current parameters."""
-        array = self._trained_in(None) * 1 if saved is None else self._like(np.array(saved, self._average_dtype))
-        self._average = Average(self._optimizer, array, self._like)
-
-    def move_average(self, part: Slices | None = None) -> None:
-        if self._average is None or self._decay is None:
-            return
-        self._cut_average(part)
-        part = self._average.part
-        self._average.move(self._trained_arrays() if part is None else [self._trained_in(part)], self._decay)
-
-    def _cut_average(self, part: Slices | None) -> None:
-        assert self._average is not None
-        if part is None:
-            self._average.extend()
-        else:
-            self._average.restrict(self._parameters_in(part))
-
-    def use_average(self, part: Slices | None = None) -> None:
-        if self._average is None:
-            super().use_average(part)
-            return
-        self.use_parameters()
-        self._cut_average(part)
-        self._held = self._average.part, self._trained_in(self._average.part) * 1
-        self._set_trained(self._average.part, self._average.array)
-
-    def use_parameters(self) -> None:
-        if self._held is not None:
-            self._set_trained(*self._held)
-            self._held = None
-
-    @property
-    def _average_dtype(self) -> np.dtype:
-        return np.dtype("float64" if self.gradient_dtype == "float64" else "float32")
-
-    def _trained_in(self, part: Slices | None) -> Any:
-        """Return the trained parameters, or those in a slice, 1-D, on the device, as `_average_dtype`."""
-        flat = np.empty(self._optimizer.layout.length, self._average_dtype)
-        self._parameters_into(flat)
-        return flat if part is None else taken(flat, part)
-
-    def _trained_arrays(self) -> Iterable[Any]:
-        """Return the trained parameters as 1-D arrays, as `_trained_in` would; views where possible."""
-        return [self._trained_in(None)]
-
-    @abstractmethod
-    def _set_trained(self, part: Slices | None, values: Any) -> None:
-        """Set the trained parameters, or those in a slice, to `values`, as `_trained_in` returns them."""
-
-    def _like(self, array: np.ndarray) -> Any:
-        """Return an array of the average on the device."""
-        return array
 
     # Methods of Replica
 
@@ -342,8 +202,8 @@ class FlatReplica(Replica):
     def _extend(self) -> None:
         """Extend the state of the optimizer and the average to all parameters, with zeros outside of their slice."""
         self._optimizer.extend()
-        if self._average is not None:
-            self._average.extend()
+        if self.average is not None:
+            self.average.restrict()
 
     @abstractmethod
     def _move_parameters(self, buffer: Any) -> None:
@@ -360,11 +220,17 @@ class FlatReplica(Replica):
             self._parameters_into(held["parameters"])
         held |= copied({name: array for name, array in self._others().items() if name not in without}, memory)
         held |= self._optimizer.pack(memory, without)
-        return held if self._average is None else held | self._average.pack(memory, without)
+        if self.average is not None and AVERAGE not in without:
+            like = self.average.array
+            held[AVERAGE] = self.average.whole(reserved(memory, AVERAGE, (self.parameter_count,), like.dtype))
+        return held
 
-    @abstractmethod
     def _parameters_into(self, flat: np.ndarray) -> None:
-        """Copy all trained parameters into flat memory on the host, bfloat16 as float32."""
+        """Copy all trained parameters into flat memory on the host."""
+        start = 0
+        for each in self.arrays():
+            flat[start : start + len(each)] = on_host(each)
+            start += len(each)
 
     def _others(self) -> dict[str, np.ndarray]:
         """Return the rest of the state, besides the parameters and the optimizer's; may be views."""
@@ -381,11 +247,12 @@ class FlatReplica(Replica):
             if here.get(name) != there.get(name):
                 shapes = f"{there.get(name, 'missing')}, and in this model {here.get(name, 'missing')}"
                 raise ModelFileError(f"the saved model is another one: {name} is {shapes}")
-        self._held = self._average = None
+        decay = None if self.average is None else self.average.decay
+        self.average = None
         self._optimizer.load(state)
         self._load_rest(state)
-        if AVERAGE in state or self._decay is not None:
-            self._begin_average(state.get(AVERAGE))
+        if AVERAGE in state or decay is not None:
+            self.average = Average(self, state.get(AVERAGE), decay)
 
     @abstractmethod
     def _load_rest(self, state: Mapping[str, np.ndarray]) -> None:
@@ -393,9 +260,9 @@ class FlatReplica(Replica):
 
     def elements(self, name: str, part: Slices) -> np.ndarray:
         part = self._parameters_in(part)
-        if name == AVERAGE and self._average is not None and self._average.part in (None, part):
-            return self._average.elements(name, part)
-        if name != AVERAGE and self._optimizer.part in (None, part):
+        if name == AVERAGE and self.average is not None:
+            return self.average.elements(slices_of(part))
+        if self._optimizer.part in (None, part):
             return self._optimizer.elements(name, part)
         return super().elements(name, part)
 

@@ -19,8 +19,9 @@ from allreduce.transport.chunked import pieces
 from allreduce.transport.control import all_values, together
 from allreduce.transport.wait import waiting
 from trainers.group import RankGroup, broadcast_arrays
-from trainers.replica import AVERAGE, Replica
+from trainers.replica import Replica
 from trainers.state.owners import Owners
+from trainers.transforms.average import AVERAGE
 
 log = logging.getLogger("trainers")
 

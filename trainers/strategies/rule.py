@@ -19,6 +19,7 @@ from trainers.data import Batch, Data, row_count, sliced
 from trainers.replica import Replica, Rows, Slices, gradients_of
 from trainers.strategies.alike import MARKS
 from trainers.strategies.sparse import SparseGradients
+from trainers.transforms import average
 from trainers.watching.learning_rate import StepSchedule, schedule_error
 from trainers.watching.meter import NormMeter
 
@@ -50,8 +51,8 @@ class StepOptions(NamedTuple):
                 return text
         if self.clip_norm is not None and not (is_number(self.clip_norm) and self.clip_norm > 0):
             return f"clip_norm must be a number > 0, the largest norm of the gradients, got {self.clip_norm!r}"
-        if self.ema is not None and not (is_number(self.ema) and 0 < self.ema < 1):
-            return f"ema must be a number between 0 and 1, the decay of the average, such as 0.999, got {self.ema!r}"
+        if text := average.error(replica, self.ema):
+            return text
         return schedule_error(self.schedule, self.warmup_steps, replica.learning_rates)
 
     def as_settings(self) -> dict[str, Any]:
@@ -97,7 +98,7 @@ class UpdateRule:
     def keep_average(self, trains: bool) -> None:
         """Keep an average of the parameters, or drop it if this fit trains without one. Local, called on all ranks."""
         if self.options.ema is not None or trains:
-            self._replica.keep_average(self.options.ema)
+            average.keep(self._replica, self.options.ema)
 
     @property
     def clips(self) -> bool:
@@ -218,7 +219,8 @@ class UpdateRule:
     def update(self, part: Slices | None = None) -> None:
         """Update the parameters, without clipping, and move their average. part: see Replica.update."""
         self._replica.update(part)
-        self._replica.move_average(part)
+        if self._replica.average is not None:
+            self._replica.average.move(self._replica.spans_in(part))
 
     def clip(self, gradients: Sequence[Any], squares: Any = None) -> None:
         """Scale gradients, sparse ones too, so that their norm is at most `clip_norm`. See `apply`."""

@@ -1,6 +1,6 @@
 """JaxReplica: any JAX function as a replica for the trainers. No MPI."""
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -9,6 +9,7 @@ from trainers.data import Tree, as_arrays, mapped, row_count, sliced
 from trainers.errors import ArgumentError, ExportError
 from trainers.files.onnx_graph import quiet
 from trainers.replica import Replica, Slices, single, unfit_error
+from trainers.transforms.average import Spans
 
 try:
     import jax
@@ -21,7 +22,7 @@ except ImportError as error:
 import jax.numpy as jnp
 
 from trainers.replicas import precision as precisions
-from trainers.replicas.flat import FlatReplica
+from trainers.replicas.flat import FlatReplica, put
 from trainers.replicas.jax.layout import TreeLayout, alias, on_host, own
 from trainers.replicas.jax.optimizer import Optimizer
 from trainers.replicas.mean_of_rows import check_mean_of_rows
@@ -88,6 +89,17 @@ class JaxReplica(FlatReplica):
     def _move_parameters(self, buffer: Any) -> None:
         self._parameters_into(buffer)
         self._memory, self._tree = buffer, None
+
+    def arrays(self) -> Sequence[Any]:
+        if self._memory is None:
+            return [np.asarray(each).reshape(-1) for each in jax.tree.leaves(self._tree)]
+        return [self._memory]
+
+    def put(self, spans: Spans, values: Any) -> None:
+        if self._memory is None:
+            self._tree = jax.tree.map(own, self._layout.cut(values.astype(self._layout.dtype)))
+        else:
+            put(self._memory, spans, values)
 
     def gradients(self, x: Tree, y: Tree, share: float, weights: np.ndarray | None = None) -> Any:
         if row_count(x) == 0:
@@ -199,29 +211,6 @@ class JaxReplica(FlatReplica):
             )
 
     # Inside
-
-    def _parameters_into(self, flat: np.ndarray) -> None:
-        if self._memory is None:
-            self._layout.write(jax.tree.leaves(self._tree), flat)
-        else:
-            flat[:] = self._memory
-
-    def _trained_in(self, part: Slices | None) -> Any:
-        if self._memory is None:
-            return super()._trained_in(part)
-        return self._memory[part or slice(None)].astype(self._average_dtype, copy=False)
-
-    def _trained_arrays(self) -> Iterable[Any]:
-        if self._memory is not None:
-            return super()._trained_arrays()
-        leaves = map(np.asarray, jax.tree.leaves(self._tree))
-        return (each.reshape(-1).astype(self._average_dtype, copy=False) for each in leaves)
-
-    def _set_trained(self, part: Slices | None, values: Any) -> None:
-        if self._memory is None:
-            self._tree = jax.tree.map(own, self._layout.cut(values.astype(self._layout.dtype)))
-        else:
-            self._memory[part or slice(None)] = values
 
     def _model(self) -> tuple[bool, Any]:
         """Return the first arguments of compiled functions: (False, the tree) or (True, the trainer's flat memory)."""

@@ -13,10 +13,11 @@ from trainers.data import Tree, as_arrays, mapped, row_count, sliced
 from trainers.errors import ArgumentError, ModelFileError
 from trainers.files.onnx_graph import need_onnx, quiet
 from trainers.replica import Replica, Slices, single, unfit_error
-from trainers.replicas.flat import FlatReplica, Layout
+from trainers.replicas.flat import FlatReplica, Layout, put
 from trainers.replicas.keras.computing import COMPUTING, array_of, assign
 from trainers.replicas.keras.optimizer import Optimizer
 from trainers.replicas.mean_of_rows import check_mean_of_rows
+from trainers.transforms.average import Spans
 
 DTYPES = ("float32", "float64", "float16")
 CROSS_ENTROPIES = keras.losses.SparseCategoricalCrossentropy, keras.losses.CategoricalCrossentropy
@@ -145,25 +146,16 @@ class KerasReplica(FlatReplica):
         outputs = as_arrays(self._computing.output(*self._inputs(x)), lists=True)
         return sliced(outputs, slice(0)) if none else outputs
 
-    def _parameters_into(self, flat: np.ndarray) -> None:
-        self._refresh_model()
-        self._optimizer.layout.write(map(array_of, self._trained), flat)
-
-    def _trained_in(self, part: Slices | None) -> Any:
+    def arrays(self) -> Sequence[Any]:
         if self._memory is None:
-            return super()._trained_in(part)
-        return self._memory[: self.parameter_count][part or slice(None)].astype(self._average_dtype, copy=False)
+            return [array_of(each).reshape(-1) for each in self._trained]
+        return [self._memory[: self.parameter_count]]
 
-    def _trained_arrays(self) -> Iterable[Any]:
-        if self._memory is not None:
-            return super()._trained_arrays()
-        return (array_of(each).reshape(-1).astype(self._average_dtype, copy=False) for each in self._trained)
-
-    def _set_trained(self, part: Slices | None, values: Any) -> None:
+    def put(self, spans: Spans, values: Any) -> None:
         if self._memory is None:
             self._set(self._trained, self._optimizer.layout.views(values.astype(self.gradient_dtype)))
         else:
-            self._memory[: self.parameter_count][part or slice(None)] = values
+            put(self._memory, spans, values)
 
     def _others(self) -> dict[str, np.ndarray]:
         return {name: array_of(each) for name, each in self._shared.items()}

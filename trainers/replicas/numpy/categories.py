@@ -11,7 +11,7 @@ from trainers.errors import ArgumentError, ModelFileError
 from trainers.files import model_file
 from trainers.files.onnx_graph import Graph
 from trainers.replicas.numpy.network import FLOAT, NumpyNetwork, length_of
-from trainers.replicas.numpy.optimizers import on_host
+from trainers.transforms.average import on_host
 
 
 class CategoryNetwork(NumpyNetwork):

@@ -11,7 +11,7 @@ from trainers.errors import ArgumentError
 from trainers.files.onnx_graph import FREE, Graph
 from trainers.replica import Rows, Slices, Table
 from trainers.replicas.numpy.network import FLOAT, INPUT, NumpyNetwork
-from trainers.replicas.numpy.optimizers import on_host
+from trainers.transforms.average import on_host
 
 TABLE = "table"
 DRAWN_WORDS = 5  # of a row of `drawn_rows`

@@ -16,9 +16,10 @@ from trainers.errors import ArgumentError, ModelFileError
 from trainers.files import model_file
 from trainers.files.onnx_graph import FREE, Graph
 from trainers.replica import Factors, Slices, columns_of
-from trainers.replicas.flat import FlatReplica
+from trainers.replicas.flat import FlatReplica, put
 from trainers.replicas.numpy.losses import LOSSES
-from trainers.replicas.numpy.optimizers import OPTIMIZERS, STEPS, Optimizer, on_host
+from trainers.replicas.numpy.optimizers import OPTIMIZERS, STEPS, Optimizer
+from trainers.transforms.average import Spans, on_host
 
 FLOAT = np.dtype(np.float32)
 INPUT = "x"  # its name in the graph of `to_onnx`
@@ -253,17 +254,11 @@ class NumpyNetwork(FlatReplica):
         self._loss.predict(output)
         return output.copy() if self._xp is np else output.get()
 
-    def _parameters_into(self, flat: np.ndarray) -> None:
-        flat[:] = on_host(self.parameters)
+    def arrays(self) -> Sequence[Any]:
+        return [self.parameters]
 
-    def _trained_in(self, part: Slices | None) -> Any:
-        return self.parameters[part or slice(None)]
-
-    def _set_trained(self, part: Slices | None, values: Any) -> None:
-        self.parameters[part or slice(None)] = values
-
-    def _like(self, array: np.ndarray) -> Any:
-        return self._xp.asarray(array)
+    def put(self, spans: Spans, values: Any) -> None:
+        put(self.parameters, spans, values)
 
     def _others(self) -> dict[str, np.ndarray]:
         held = {"input.shift": on_host(self._shift), "input.scale": on_host(self._scale)}

@@ -14,15 +14,11 @@ from trainers.arguments import is_number
 from trainers.errors import ArgumentError
 from trainers.replica import Slices, single
 from trainers.replicas.flat import FlatOptimizer, Layout
+from trainers.transforms.average import on_host
 
 PREFIX = "optimizer."  # of the names of its state in a model file
 STEPS = f"{PREFIX}steps"
 BLOCK = 32 * 1024  # elements per block, so that its parameters, gradients, state and scratch fit the cache
-
-
-def on_host(array: Any) -> np.ndarray:
-    """Return a NumPy array unchanged, or a CuPy array copied to the host."""
-    return array if isinstance(array, np.ndarray) else array.get()
 
 
 class Optimizer(FlatOptimizer):

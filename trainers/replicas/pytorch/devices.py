@@ -14,6 +14,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from trainers.replicas.pytorch.tensors import as_array, numpy_dtype
+
 
 class StreamOrder:
     """Orders the GPU work of a call that another thread runs, relative to the caller's streams. The CPU needs
@@ -78,6 +80,10 @@ class Host:
         """Return the value of each one-element tensor: a list of floats, or on a GPU a CuPy array."""
         return [float(each) for each in found]
 
+    def array(self, tensor: torch.Tensor) -> Any:
+        """Return a NumPy or CuPy array in the memory of a contiguous tensor of one of DTYPES."""
+        return as_array(tensor)
+
     def cupy_after_torch(self) -> None:
         """Make later CuPy work of this thread wait for PyTorch's work so far."""
 
@@ -132,6 +138,12 @@ class Cuda(Host):
         self.cupy_after_torch()
         with self.current():  # PyTorch exports no tensor of another GPU
             return _cupy().from_dlpack(stacked)
+
+    def array(self, tensor: torch.Tensor) -> Any:
+        with self.current():  # PyTorch exports no tensor of another GPU
+            if tensor.dtype != torch.bfloat16:
+                return _cupy().from_dlpack(tensor)
+            return _cupy().from_dlpack(tensor.view(torch.int16)).view(numpy_dtype(tensor.dtype))
 
     def cupy_after_torch(self) -> None:
         with self.current():

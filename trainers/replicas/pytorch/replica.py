@@ -1,6 +1,6 @@
 """TorchReplica: any PyTorch module as a replica for the trainers. No MPI."""
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from operator import attrgetter
 from typing import Any
 
@@ -9,6 +9,7 @@ import numpy as np
 from trainers.data import Data, Tree, as_arrays, leaves, mapped, row_count, sliced
 from trainers.errors import ArgumentError, ModelFileError
 from trainers.replica import Slices, slices_of, unfit_error
+from trainers.transforms.average import Spans
 
 try:
     import torch
@@ -25,7 +26,7 @@ from trainers.replicas.flat import FlatReplica, put
 from trainers.replicas.mean_of_rows import check_mean_of_rows
 from trainers.replicas.pytorch import devices, graphs, row_losses
 from trainers.replicas.pytorch.optimizer import TorchOptimizer
-from trainers.replicas.pytorch.tensors import DTYPES, as_tensor, from_array, host_view, views, write_flat
+from trainers.replicas.pytorch.tensors import DTYPES, TORCH, as_tensor, from_array, host_view, views
 
 changes_of = attrgetter("_version")  # how often a tensor was changed in place; not public in PyTorch
 HYPERPARAMETER = "hyperparameter."  # prefix of the hyperparameters' names in the state
@@ -238,38 +239,21 @@ class TorchReplica(FlatReplica):
     def to_onnx(self, x: Tree) -> Any:
         return graphs.converted(self.module, mapped(lambda array: self._input(array).cpu(), x))
 
-    @torch.no_grad()
-    def _parameters_into(self, flat: np.ndarray) -> None:
-        write_flat(self._trained, flat)
-
-    def _trained_in(self, part: Slices | None) -> Any:
-        if self._parameters is None:
-            flat = torch.cat([each.detach().reshape(-1) for each in self._trained])
-        else:
-            flat = self._parameters[: self._length]
-        if isinstance(part, tuple):
-            return self._averaged(torch.cat([flat[each] for each in part]))
-        return self._averaged(flat[part or slice(None)])
-
-    def _trained_arrays(self) -> Iterable[Any]:
-        return (self._averaged(each.detach().reshape(-1)) for each in self._trained)
-
-    def _averaged(self, flat: Tensor) -> Any:
-        """Return a tensor in the dtype of the average: as a NumPy array, unless it is on the GPU. Perhaps a view."""
-        flat = flat if flat.dtype == torch.float64 else flat.float()
-        return flat.numpy() if self.device == "cpu" else flat
+    def arrays(self) -> Sequence[Any]:
+        with self._device.ordered_with_cupy():
+            if self._parameters is None:
+                return [self._device.array(each.detach().reshape(-1)) for each in self._trained]
+            return [self._device.array(self._parameters[: self._length])]
 
     @torch.no_grad()
-    def _set_trained(self, part: Slices | None, values: Any) -> None:
-        new = values if isinstance(values, Tensor) else torch.from_numpy(values)
-        if self._parameters is not None:
-            put(self._parameters[: self._length], part, new.to(self._dtype))
-            return
-        for parameter, own in zip(self._trained, self._optimizer.layout.views(new), strict=True):
-            parameter.copy_(own)
-
-    def _like(self, array: np.ndarray) -> Any:
-        return array if self.device == "cpu" else torch.from_numpy(array).to(self._device.device)
+    def put(self, spans: Spans, values: Any) -> None:
+        with self._device.ordered_with_cupy():
+            new = as_tensor(values, TORCH[str(values.dtype)])
+            if self._parameters is not None:
+                put(self._parameters, spans, new.to(self._dtype))
+                return
+            for parameter, own in zip(self._trained, self._optimizer.layout.views(new), strict=True):
+                parameter.copy_(own)
 
     def _others(self) -> dict[str, np.ndarray]:
         held = {name: host_view(each) for name, each in self._untrained().items()}

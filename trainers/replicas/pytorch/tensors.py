@@ -1,6 +1,5 @@
 """Conversions between PyTorch tensors and NumPy arrays, without a copy where possible."""
 
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -74,15 +73,6 @@ def views(flat: torch.Tensor, like: list[torch.Tensor]) -> list[torch.Tensor]:
         found.append(shaped(flat, start, each))
         start += each.numel()
     return found
-
-
-def write_flat(tensors: Sequence[torch.Tensor], flat: np.ndarray) -> None:
-    """Copy the elements of tensors, one after the other, into flat memory on the host."""
-    pieces, out = [each.detach().reshape(-1) for each in tensors], torch.from_numpy(flat)
-    if all(each.device.type == "cpu" for each in pieces):
-        torch.cat(pieces, out=out)
-    else:
-        out.copy_(torch.cat(pieces))
 
 
 def from_array(array: np.ndarray) -> torch.Tensor:

@@ -1,0 +1,165 @@
+"""The moving average of the parameters (EMA): after each update decay * average + (1 - decay) * parameters."""
+
+import sys
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import numpy as np
+
+from trainers.arguments import is_number
+from trainers.errors import ArgumentError
+
+AVERAGE = "ema"  # its name in the state of a replica
+BLOCK = 1 << 16  # elements averaged at a time, so that they stay in the cache
+Spans = tuple[slice, ...]
+"""Slices of the parameters, in order."""
+
+
+class Parameters(Protocol):
+    """The part of a replica that has an average; trainers.replica.Replica documents the methods."""
+
+    average: "Average | None"
+    gradient_dtype: str
+    tables: Any
+
+    @property
+    def parameter_count(self) -> int: ...
+
+    def arrays(self) -> Sequence[Any]: ...
+
+    def put(self, spans: Spans, values: Any) -> None: ...
+
+
+class Average:
+    """The moving average of the parameters, or of the slices of them that this rank updates.
+
+    array: the average, 1-D, on the replica's device, in float32 or float64: the elements of `spans`, one slice after
+        the other.
+    saved: the whole average in a saved state; by default it begins with the parameters.
+    decay: of the fit that moves it; None between fits, which leave it as it is.
+    """
+
+    def __init__(self, replica: Parameters, saved: np.ndarray | None = None, decay: float | None = None) -> None:
+        self._replica, self.decay = replica, decay
+        self._all: Spans = (slice(0, replica.parameter_count),)
+        self._held: Any = None  # the parameters in `spans`, while the average is in their place
+        self._dtype = np.dtype("float64" if replica.gradient_dtype == "float64" else "float32")
+        parameters = replica.arrays()
+        self._on_device = _copied_to_device(parameters)
+        self._set(self._all, np.concatenate([on_host(each) for each in parameters]) if saved is None else saved)
+
+    def _set(self, spans: Spans, array: np.ndarray) -> None:
+        self.spans, self.array = spans, self._on_device(np.array(array, self._dtype))
+
+    def restrict(self, spans: Spans | None = None) -> None:
+        """Keep the average of these slices; zeros where it was not known. None: of all parameters."""
+        spans = spans or self._all
+        if spans != self.spans:
+            whole = self.whole()
+            self._set(spans, np.concatenate([whole[each] for each in spans]))
+
+    def move(self, spans: Spans | None = None) -> None:
+        """Move the average of these slices, which were updated, towards the parameters. None: of all parameters."""
+        if self.decay is None:
+            return
+        self.restrict(spans)
+        start = 0
+        for each in self._parameters():
+            _move(self.array[start : start + len(each)], each, self.decay)
+            start += len(each)
+
+    def _parameters(self) -> Sequence[Any]:
+        """Return the parameters in `spans`, as 1-D arrays."""
+        arrays = self._replica.arrays()
+        return arrays if self.spans == self._all else [arrays[0][each] for each in self.spans]
+
+    def use(self, spans: Spans | None = None) -> None:
+        """Put the average of these slices in the place of the parameters, until `stop_using`. None: of all."""
+        self.stop_using()
+        self.restrict(spans)
+        self._held = np.concatenate(self._parameters())
+        self._replica.put(self.spans, self.array)
+
+    def stop_using(self) -> None:
+        """Undo `use`, if it was called."""
+        if self._held is not None:
+            self._replica.put(self.spans, self._held)
+            self._held = None
+
+    def whole(self, memory: np.ndarray | None = None) -> np.ndarray:
+        """Return the average on the host, in `memory` if given, with zeros outside of `spans`."""
+        array = np.empty(self._all[0].stop, self._dtype) if memory is None else memory
+        if self.spans != self._all:
+            array[:] = 0
+        start, host = 0, on_host(self.array)
+        for each in self.spans:
+            array[each] = host[start : start + each.stop - each.start]
+            start += each.stop - each.start
+        return array
+
+    def elements(self, spans: Spans) -> np.ndarray:
+        """Return the average of these slices on the host, one slice after the other; perhaps a view."""
+        whole = on_host(self.array) if spans == self.spans else self.whole()
+        return whole if spans == self.spans else np.concatenate([whole[each] for each in spans])
+
+
+def error(replica: Parameters, decay: Any) -> str:
+    """Return why a fit of this replica can't keep an average with this decay, as text; "" if it can. Local."""
+    if decay is None:
+        return ""
+    if not (is_number(decay) and 0 < decay < 1):
+        return f"ema must be a number between 0 and 1, the decay of the average, such as 0.999, got {decay!r}"
+    if replica.tables:
+        return (
+            f"ema={decay}: the {replica.tables[0].name} of this {type(replica).__name__} has sparse gradients, and an "
+            "average of the other parameters would not fit it: leave out ema, or use a dense embedding"
+        )
+    try:
+        replica.arrays()
+    except ArgumentError as refused:
+        return str(refused)
+    return ""
+
+
+def keep(replica: Parameters, decay: float | None) -> None:
+    """Keep an average of a replica's parameters from now on, with this decay; None: drop it. Local.
+
+    It begins with the current parameters, unless there is one.
+    """
+    if replica.average is not None:
+        replica.average.stop_using()
+    replica.average = None if decay is None else replica.average or Average(replica)
+    if replica.average is not None:
+        replica.average.decay = decay
+
+
+def end(replica: Parameters) -> None:
+    """Move the average of a replica no more: the fit has ended. Local."""
+    if replica.average is not None:
+        replica.average.decay = None
+
+
+def on_host(array: Any) -> np.ndarray:
+    """Return a NumPy array unchanged, or a CuPy array copied to the host."""
+    return array if isinstance(array, np.ndarray) else array.get()
+
+
+def _copied_to_device(arrays: Sequence[Any]) -> Any:
+    """Return a function that brings a NumPy array to the device of these arrays."""
+    if all(isinstance(each, np.ndarray) for each in arrays):
+        return lambda array: array
+    return sys.modules["cupy"].asarray
+
+
+def _move(average: Any, parameters: Any, decay: float) -> None:
+    if not isinstance(average, np.ndarray):
+        average *= decay
+        average += parameters.astype(average.dtype) * (1 - decay)
+        return
+    scratch = np.empty(min(BLOCK, average.size), average.dtype)
+    for start in range(0, average.size, BLOCK):
+        block = average[start : start + BLOCK]
+        moved = parameters[start : start + BLOCK].astype(average.dtype, copy=False)
+        added = np.multiply(moved, block.dtype.type(1 - decay), out=scratch[: block.size])
+        block *= block.dtype.type(decay)
+        block += added
