@@ -5,7 +5,7 @@ from itertools import accumulate, pairwise
 
 import pytest
 
-from trainers.state.dealing import deal, good_share
+from trainers.state.dealing import deal
 
 
 def drawn(seed: int) -> tuple[list[int], int]:
@@ -21,6 +21,10 @@ def largest_share(sizes: list[int], owners: list[int], ranks: int) -> int:
     for size, owner in zip(sizes, owners, strict=True):
         shares[owner] += size
     return max(shares)
+
+
+def good(sizes: list[int], ranks: int) -> float:
+    return max(1.2 * sum(sizes) / ranks, *sizes, 0)
 
 
 def smallest(sizes: list[int], ranks: int) -> int:
@@ -48,9 +52,9 @@ def test_a_deal_of_few_tensors_is_the_best_one() -> None:
         chance = random.Random(seed)
         ranks, count = chance.choice([1, 2, 3, 4, 5]), chance.randint(1, 9)
         sizes = [chance.choice([5, 7, chance.randint(1, 10), chance.randint(1, 1000)]) for _ in range(count)]
-        most = max(smallest(sizes, ranks), good_share(sizes, ranks))
+        most = max(smallest(sizes, ranks), good(sizes, ranks))
         assert largest_share(sizes, deal(sizes, [[0] * ranks for _ in sizes], ranks), ranks) <= most, (sizes, ranks)
-        impossible += most > good_share(sizes, ranks)
+        impossible += most > good(sizes, ranks)
     assert impossible > 3, "some of them have no deal within the bound"
 
 
@@ -65,7 +69,7 @@ def test_no_share_is_much_larger_than_the_mean(first: int) -> None:
             for start, end in pairwise(ends)
         ]
         owners = deal(sizes, homes, ranks)
-        assert largest_share(sizes, owners, ranks) <= max(1.2 * whole / ranks, *sizes)
+        assert largest_share(sizes, owners, ranks) <= good(sizes, ranks)
         moved += sum(size - home[owner] for size, home, owner in zip(sizes, homes, owners, strict=True))
         total += whole
     assert moved < 0.2 * total, "most elements stay where they are reduced"

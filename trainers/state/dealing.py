@@ -7,7 +7,7 @@ and tensor belong to one rank is not sent, so `deal` prefers that rank. All rank
 in each direction, where a reduce_scatter of S bytes sends S (n-1).
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -20,8 +20,7 @@ from allreduce.transport.chunked import exchange
 from allreduce.transport.control import all_values
 
 TAG = 3  # of the messages of a transfer; see backup.TAG
-GOOD = 1.2  # the largest share, in multiples of the mean, that needs no better deal
-SEARCHED = 50_000  # steps of a search, times the number of ranks
+GOOD = 1.2  # the largest share, in multiples of the mean, that is good enough
 ROOM = 1.1  # the largest share, in multiples of the mean, up to which a rank takes tensors of its own chunk first
 
 
@@ -30,98 +29,21 @@ def deal(sizes: Sequence[int], homes: Sequence[Sequence[int]], ranks: int) -> li
 
     sizes: of the tensors. homes: for each tensor, how much of it is in the chunk of each rank.
 
-    The largest share is at most max(1.2 * mean, the largest tensor) wherever the search finds such a deal: see `_pack`.
-    If no such deal exists (3 equal tensors on 2 ranks), it is the smallest that the search finds. It is at most 13/11
-    of the smallest possible (MULTIFIT: E. G. Coffman, M. R. Garey, D. S. Johnson: An application of bin-packing to
-    multiprocessor scheduling, 1978; the bound: M. Yue, 1990), and the smallest possible if the search is complete.
+    The largest share is at most max(1.2 * mean, the largest tensor), unless there are very few tensors. It is at most
+    4/3 of the smallest possible then (R. L. Graham: Bounds on multiprocessing timing anomalies, 1969).
     """
     largest, mean = max(sizes, default=0), sum(sizes) / ranks
     near = _dealt(sizes, homes, ranks, max(largest, ROOM * mean))
-    most, limit = _largest_share(sizes, near, ranks), good_share(sizes, ranks)
-    if most <= limit:
+    if _largest_share(sizes, near, ranks) <= max(largest, GOOD * mean):
         return near
-    by_size = _dealt(sizes, homes, ranks, 0)
-    best, high, low = by_size, _largest_share(sizes, by_size, ranks), int(limit)
-    middle = low  # tried first: mostly such a deal exists
-    while low < high:
-        found = _pack(sizes, homes, ranks, middle)
-        if found is None:
-            low = middle + 1
-        else:
-            best, high = found, middle
-        middle = (low + high) // 2
-    return best
+    return min(near, _dealt(sizes, homes, ranks, 0), key=lambda owners: _largest_share(sizes, owners, ranks))
 
 
-def good_share(sizes: Sequence[int], ranks: int) -> float:
-    """Return the largest share of tensors that needs no better deal."""
-    return max(max(sizes, default=0), GOOD * sum(sizes) / ranks)
-
-
-def _pack(sizes: Sequence[int], homes: Sequence[Sequence[int]], ranks: int, most: int) -> list[int] | None:
-    """Deal tensors so that no share is larger than `most`, at least 1.2 times the mean. None if no deal was found.
-
-    A tensor of at most `most` - mean fits into the smallest share, which is at most the mean. So only larger tensors
-    can be in the way, of which there are at most 5 a rank. They are placed first, by a depth-first search. Its first
-    try is first-fit decreasing; after SEARCHED steps it gives up.
-    """
-    large = sorted(
-        (each for each in range(len(sizes)) if sizes[each] > most - sum(sizes) / ranks), key=_descending(sizes)
-    )
-    packed = _search([sizes[each] for each in large], ranks, most)
-    if packed is None:
-        return None
-    common: dict[tuple[int, int], int] = {}  # how much of the tensors of each of these shares is in each rank's chunk
-    for tensor, share in zip(large, packed, strict=True):
-        for rank in range(ranks):
-            common[share, rank] = common.get((share, rank), 0) + homes[tensor][rank]
-    rank_of: dict[int, int] = {}
-    for share, rank in sorted(common, key=lambda pair: -common[pair]):
-        if share not in rank_of and rank not in rank_of.values():
-            rank_of[share] = rank
-    return _dealt(sizes, homes, ranks, most, {each: rank_of[share] for each, share in zip(large, packed, strict=True)})
-
-
-def _search(sizes: Sequence[int], ranks: int, most: int) -> list[int] | None:
-    """Return the number of a share for each of the sizes, in descending order, so that no share is larger than `most`;
-    None if there are no such shares, or after SEARCHED steps."""
-    shares, owners = [0] * ranks, list[int]()
-    untried = list[Iterator[int]]()  # for each size placed, the other shares that it may be put into
-    for _ in range(SEARCHED // ranks + 2 * len(sizes)):
-        if len(owners) == len(sizes):
-            return owners
-        if len(untried) == len(owners):
-            # of equal shares the first one
-            first = {share: number for number, share in reversed(list(enumerate(shares)))}
-            untried.append(iter(sorted(first[share] for share in first if share + sizes[len(owners)] <= most)))
-        number = next(untried[-1], None)
-        if number is not None:
-            shares[number] += sizes[len(owners)]
-            owners.append(number)
-            continue
-        untried.pop()
-        if not owners:
-            return None
-        number = owners.pop()
-        shares[number] -= sizes[len(owners)]
-    return None
-
-
-def _descending(sizes: Sequence[int]) -> Callable[[int], int]:
-    return lambda tensor: -sizes[tensor]
-
-
-def _dealt(
-    sizes: Sequence[int], homes: Sequence[Sequence[int]], ranks: int, room: float, placed: Mapping[int, int] = {}
-) -> list[int]:
+def _dealt(sizes: Sequence[int], homes: Sequence[Sequence[int]], ranks: int, room: float) -> list[int]:
     """Deal from the largest to the smallest tensor: each to the rank whose chunk has the most of it, among those whose
-    share stays within `room`; if there is none, to the rank with the smallest share. placed: tensors that have ranks
-    already."""
+    share stays within `room`; if there is none, to the rank with the smallest share."""
     shares, owners = [0] * ranks, [0] * len(sizes)
-    for tensor, owner in placed.items():
-        shares[owner] += sizes[tensor]
-        owners[tensor] = owner
-    for tensor in sorted(set(range(len(sizes))) - placed.keys(), key=_descending(sizes)):
+    for tensor in sorted(range(len(sizes)), key=lambda tensor: -sizes[tensor]):
         size, home = sizes[tensor], homes[tensor]
         fitting = [rank for rank in range(ranks) if shares[rank] + size <= room]
         nearest = partial(_rank_key, home, shares)
