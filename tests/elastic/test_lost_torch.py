@@ -79,7 +79,7 @@ def test_slices_that_were_copied_again_are_kept_twice_again(monkeypatch: pytest.
             each.data.fill_(7.0)
 
     monkeypatch.setattr(checks, "compare", lambda *_: Found())
-    monkeypatch.setattr("trainers.pytorch.optimizer.broadcast_tensors", overwrite)
+    monkeypatch.setattr("trainers.pytorch.owners.broadcast_tensors", overwrite)
     model = torch.nn.Linear(3, 2)
     plain = torch.optim.SGD(model.parameters(), lr=0.1)
     options = {"update": "sharded", "check_every": 1, "on_divergence": "copy", "source": 0}
@@ -87,7 +87,7 @@ def test_slices_that_were_copied_again_are_kept_twice_again(monkeypatch: pytest.
         Topology(MPI.COMM_SELF) as topology,
         MirroredOptimizer(plain, model, topology=topology, **options) as optimizer,
     ):
-        sharded = optimizer._parts.sharded
+        sharded = optimizer._parts.owners
         backup = sharded.backup = Backup(sharded.reducer.comm, 0, [[0, sharded._starts[-1]]])
         model(torch.ones(2, 3)).sum().backward()
         optimizer.step()

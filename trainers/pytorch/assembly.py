@@ -17,7 +17,7 @@ from allreduce.topology import Topology
 from allreduce.tracing import trace as tracing
 from allreduce.tracing.recorder import Recorder, record
 from allreduce.transport import ulfm
-from allreduce.transport.control import all_values, everywhere, together
+from allreduce.transport.control import everywhere, together
 from trainers import checks
 from trainers.backends import LOST_RESIDUALS, backend_for, connected_nccl
 from trainers.pytorch.buckets import own_gpu
@@ -25,10 +25,11 @@ from trainers.pytorch.hooks import Hook
 from trainers.pytorch.local_sgd import LocalSteps
 from trainers.pytorch.optimizer_group import DROPPED, OptimizerGroup, group_of
 from trainers.pytorch.options import Options, check_arguments, check_still_fit, describe, split_frozen
-from trainers.pytorch.recovery import announce_policy, receive_newest_replica, regroup
+from trainers.pytorch.owners import Kernels, TorchOwners
+from trainers.pytorch.recovery import announce_policy, regroup
 from trainers.pytorch.reducer import Reducer
 from trainers.pytorch.report import Clock
-from trainers.pytorch.sharded import FullState, Kernels, ShardedOptimizer
+from trainers.pytorch.sharded import ShardedOptimizer
 from trainers.pytorch.sparse import sparse_parameters, warn_of_dense
 from trainers.pytorch.state import broadcast_state, broadcast_tensors, compare
 from trainers.replicas.pytorch import devices
@@ -44,9 +45,8 @@ class Assembly:
     optimizer: the plain one. The constructor checks the arguments and gives all ranks rank 0's model and state. It is
     collective, and raises on all ranks, before anything is changed.
 
-    local: the steps and rounds of local SGD, or None.
-    topology: the ranks. backend: reduces the gradients. reducer: averages them. sharded: updates this rank's slice;
-    None for a replicated update. kernels: the fused kernels of `optimizer`. trained, frozen: its parameters by name.
+    topology: the ranks. backend: reduces the gradients. reducer: averages them. owners: the ranks that update.
+    trained, frozen: the parameters of `optimizer`, by name.
     buffers: with check_gradients="skip", copies of the model's buffers from before the step. source: the rank whose
     replica is copied when replicas differ.
     """
@@ -54,17 +54,12 @@ class Assembly:
     topology: Topology
     backend: AllReduce
     reducer: Reducer
-    kernels: Kernels
-    sharded: ShardedOptimizer | None
-    local: LocalSteps | None
+    owners: TorchOwners
 
     def __init__(self, optimizer: Optimizer, model: torch.nn.Module, options: Options) -> None:
         self.optimizer, self.model, self.options = optimizer, model, options
         self.buffers = Buffers(model)
         self.closed = False
-        self.slices_lost = False  # slices of a sharded update could not be recovered
-        self._recovered_state: FullState | None = None  # the state of all slices, during a recovery
-        self.local = None
         given = options.allreduce.topology if isinstance(options.allreduce, AllReduce) else options.topology
         group = group_of(given)
         self._make(given or group.topology, group)
@@ -75,7 +70,12 @@ class Assembly:
     @property
     def steps(self) -> int:
         """The number of steps that the optimizer has done."""
-        return self.reducer.steps if self.local is None else self.local.steps
+        return self.owners.steps
+
+    @property
+    def slices_lost(self) -> bool:
+        """Whether slices of a sharded update could not be recovered."""
+        return self.owners.kept.lost
 
     # Creation
 
@@ -113,12 +113,7 @@ class Assembly:
         self.reducer.steps = steps
         if traced is not None:
             self.reducer.clock = Clock(traced)
-        self.kernels, self.sharded = Kernels(optimizer, comm), None
-        if options.update == "sharded" and self.reducer.parameters:
-            self._shard(comm)
-        if options.local.asked:
-            before = None if self.local is None else self.local.carried()
-            self.local = LocalSteps(optimizer, self.trained, options, self.backend, self.reducer, self.buffers, before)
+        self.owners = self._make_owners(comm)
         if options.check_gradients == "skip":
             self._hook(model.register_forward_pre_hook(Hook(self.buffers.before_forward)))
         self.reducer.take_over(self)
@@ -155,18 +150,25 @@ class Assembly:
         self._cleanup.callback(self.reducer.close)
         self._local_cleanup.callback(self.reducer.close, None)
 
-    def _shard(self, comm: MPI.Intracomm) -> None:
-        """Create the ShardedOptimizer. Collective."""
-        copies = self.options.copies
+    def _make_owners(self, comm: MPI.Intracomm) -> TorchOwners:
+        """Create the owners of the parameters. Collective."""
+        options, before = self.options, vars(self).get("owners")
+        kernels = Kernels(self.optimizer, comm)
+        given = self.optimizer, self.model, self.trained, options, self.reducer, self.buffers, kernels
+        if options.local.asked:
+            return LocalSteps(*given, before=before, backend=self.backend)
+        if options.update != "sharded" or not self.reducer.parameters:
+            return TorchOwners(*given, before=before)
+        copies = options.copies
         if copies == 2 and not ulfm.in_force():
             notices.once(comm.rank, NO_BACKUP)
             copies = 1
-        given = self.optimizer, self.reducer, self.backend, comm, self.kernels, copies
-        self.sharded = ShardedOptimizer(*given, self._tensors)
-        self._cleanup.callback(self.sharded.close)
-        self._local_cleanup.callback(self.sharded.abandon)
+        sharded = ShardedOptimizer(*given, before=before, backend=self.backend, copies=copies, tensors=self._tensors)
+        self._cleanup.callback(sharded.close)
+        self._local_cleanup.callback(sharded.abandon)
         for module in self.model.modules():
-            self._hook(module.register_load_state_dict_post_hook(Hook(self.sharded.placement.accept_edits)))
+            self._hook(module.register_load_state_dict_post_hook(Hook(sharded.placement.accept_edits)))
+        return sharded
 
     def _hook(self, hook: RemovableHandle) -> None:
         """Register a hook of the model, to be removed at the end."""
@@ -181,14 +183,6 @@ class Assembly:
             raise ClosedError("this MirroredOptimizer is closed; make a new one to continue")
         check_still_fit(self.optimizer, self.trained, self.frozen)
         return self.reducer.guard()
-
-    def parameters_copied(self) -> None:
-        """Move parameters that were copied to all ranks into flat memory; back them up. Collective, in the queue."""
-        if self.sharded is not None:
-            self.sharded.placement.move_in()
-            self.sharded.keep(self.reducer.steps)
-        if self.local is not None:
-            self.local.rounds.restart()
 
     def start_average(self) -> Callable[[], object]:
         """Start the average that other ranks have begun; returns a function that finishes it. Collective."""
@@ -222,8 +216,7 @@ class Assembly:
     def _end_round(self) -> Exception | None:
         """End a round of local SGD; return an error that all ranks have. Collective."""
         try:
-            if self.local is not None:
-                self.local.end_round()
+            self.owners.end_round()
         except Exception as error:
             if ulfm.lost(error) is not None or not everywhere(error, self.topology.world):
                 raise
@@ -246,33 +239,7 @@ class Assembly:
 
     def newest_state(self, comm: MPI.Intracomm) -> Commit:
         """Receive the newest state of the ranks of `comm`; returns a function that loads it, locally. Collective."""
-        if self.local is not None:
-            return self.local.newest(comm)
-        steps, load = receive_newest_replica(comm, self.model, self.optimizer, self.steps)
-        state = self._assembled_state(comm)
-
-        @torch.no_grad()
-        def commit() -> None:
-            load()
-            self.reducer.steps = steps
-            self.slices_lost = self.sharded is not None and state is None
-            if state is None:
-                return
-            self._recovered_state, self.reducer.steps = state, state.steps
-            for here, there in zip(self.reducer.parameters, state.parameters, strict=True):
-                here.copy_(there)
-            assert self.sharded is not None
-            self.optimizer.load_state_dict(self.sharded.as_plain(state.state))
-
-        return commit
-
-    def _assembled_state(self, comm: MPI.Intracomm) -> FullState | None:
-        """Return the complete state of a sharded update from slices and backups of all ranks, or None. Collective."""
-        if any(all_values(comm, self._recovered_state is not None, "continue without a failed rank")):
-            return self._recovered_state  # all ranks loaded it before a second failure, so all have it
-        if self.sharded is None or self.sharded.backup is None:
-            return None
-        return self.sharded.assemble(comm, self.sharded.backup.pieces())
+        return self.owners.newest(comm)
 
     def rebuild(self, group: OptimizerGroup) -> None:
         """Create all parts again on the ranks of `group`. Collective."""
@@ -296,7 +263,7 @@ class Assembly:
 
     def recovered(self) -> None:
         """The recovery is complete on all ranks. Local."""
-        self._recovered_state = None
+        self.owners.kept.recovered = None
 
 
 def _backend(options: Options, topology: Topology, device: Host) -> AllReduce:

@@ -1,6 +1,6 @@
 """MirroredOptimizer(sync_every=H): inner steps of the plain optimizer, and rounds that average the parameters."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -9,7 +9,6 @@ import torch
 from mpi4py import MPI
 from torch import Tensor
 from torch.nn import Parameter
-from torch.optim import Optimizer
 
 from allreduce import notices
 from allreduce.arrays.parts import Part
@@ -18,16 +17,14 @@ from allreduce.call.queue import Future
 from allreduce.elastic.retry import Commit
 from allreduce.errors import OptionError
 from allreduce.transport.control import all_values, root_value, together
-from trainers.checks import check_equal
 from trainers.errors import NotFiniteError
 from trainers.local_sgd.rounds import Memory, Rounds
 from trainers.pytorch.buckets import GradientError, allocate_flat
-from trainers.pytorch.options import AGAIN, Options
-from trainers.pytorch.reducer import Reducer
+from trainers.pytorch.options import AGAIN
+from trainers.pytorch.owners import Closure, TorchOwners
 from trainers.pytorch.report import Report
 from trainers.pytorch.rows import rows_error
-from trainers.pytorch.state import broadcast_state, broadcast_tensors, comparable, load_root_state
-from trainers.replicas.pytorch.replica import Buffers
+from trainers.pytorch.state import broadcast_tensors, load_root_state
 
 KEY = "local_sgd"  # the entry of a state_dict with the outer optimizer's state
 REPLACED = (
@@ -44,33 +41,25 @@ class _BadError(Exception):
     """The closure of a step has computed gradients that are not finite."""
 
 
-class LocalSteps:
+class LocalSteps(TorchOwners):
     """The inner steps of this rank, and the rounds that it has with the others. The constructor is collective.
 
-    optimizer: the plain one. trained: its parameters by name. reducer: runs the averages in its queue; it has no
-    gradients. buffers: restores the model's buffers when a step is left out. carried: from before a failure.
+    given: the arguments of TorchOwners. reducer: runs the averages in its queue; it has no gradients.
 
-    steps, skipped: the inner steps that this rank has taken, and left out. rows: of the next step; None: weight 1.
+    taken: the inner steps that this rank has taken. rows: of the next step; None: weight 1.
     """
 
-    def __init__(
-        self,
-        optimizer: Optimizer,
-        trained: dict[str, Parameter],
-        options: Options,
-        backend: AllReduce,
-        reducer: Reducer,
-        buffers: Buffers,
-        carried: "tuple[Tensor | None, int, LocalSteps] | None" = None,
-    ) -> None:
-        self.optimizer, self.options, self._trained = optimizer, options, trained
-        self._reducer, self._buffers = reducer, buffers
-        self.steps = self.skipped = 0
+    kind = "local"
+
+    def __init__(self, *given: Any, backend: AllReduce, before: TorchOwners | None) -> None:
+        super().__init__(*given, before=before)
+        options, trained = self.options, self.trained
+        self.taken = 0
         self.rows: float | None = None
         self._compared = 0.0  # mean inner steps of the ranks at the last comparison
         length = sum(each.numel() for each in trained.values())
         wide = any(each.dtype == torch.float64 for each in trained.values())
-        delta = allocate_flat(backend, length, "float64" if wide else "float32", reducer.device)
+        delta = allocate_flat(backend, length, "float64" if wide else "float32", self.reducer.device)
         parts, start = [], 0
         for name, each in trained.items():
             parts.append(Part(name, start, tuple(each.shape)))
@@ -84,11 +73,14 @@ class LocalSteps:
         self._addresses = [each.data_ptr() for each in flat]
         self._backend, self._delta, self._sent = backend, delta.array, 0
         self._futures: list[Future] = []  # of averages that have not been counted in the reducer's clock
-        self.rounds = Rounds(options.local, reducer.comm, flat, memory, self._average, self._submit)
-        if carried is not None:
-            outer, done, old = carried
-            self.rounds.load(outer, done)
-            self.steps, self.skipped = old.steps, old.skipped
+        self.rounds = Rounds(options.local, self.reducer.comm, flat, memory, self._average, self._submit)
+        if isinstance(before, LocalSteps):
+            self.rounds.load(before.rounds.memory.momentum, before.rounds.done)
+            self.taken = before.taken
+
+    @property
+    def steps(self) -> int:
+        return self.taken
 
     def _average(self, span: slice) -> None:
         """Average elements of `delta`. Collective, in the queue."""
@@ -97,40 +89,41 @@ class LocalSteps:
         self._sent += part.nbytes
 
     def _submit(self, work: Callable[[], object], name: str) -> Future:
-        self._futures.append(self._reducer.submit(work, name))
+        self._futures.append(self.reducer.submit(work, name))
         return self._futures[-1]
 
     def _run_round(self, end: Callable[[], object]) -> None:
         """Take an outer step by `end`. Collective."""
-        clock = self._reducer.clock
+        clock = self.reducer.clock
         begin = clock.now()
         end()
         clock.add(self._futures, begin)
         self._futures.clear()
 
-    def report(self, report: Report) -> Report:
-        """Return the reducer's report with the numbers of the rounds. Local."""
+    def report(self, backend: str) -> Report:
         sizes = tuple(self._delta[fragment.span].nbytes for fragment in self.rounds.fragments)
-        return replace(report, steps=self.steps, averages=self.rounds.done, bytes=self._sent, buckets=sizes)
+        report, done = super().report(backend), self.rounds.done
+        return replace(report, steps=self.steps, averages=done, bytes=self._sent, buckets=sizes)
 
     # A step
 
-    def step(self, closure: Callable[[], Any] | None) -> Any:
+    def step(self, closure: Closure | None) -> Any:
         """Take an inner step; run the round that is due. Returns the loss of this rank's closure. Collective at the end
         of a round.
 
         An error of the plain optimizer or the closure is raised on this rank alone; its step counts nothing, and a
         program that catches the error goes on in step with the other ranks.
         """
+        self.kernels.replace_broken()
         loss, failed = self._take(closure)
         taken = failed is None
         if taken:
-            self._buffers.forget()
+            self.buffers.forget()
         elif isinstance(failed, _BadError):
             self._leave_out()
         else:
-            self._buffers.restore()
-        self.steps += taken
+            self.buffers.restore()
+        self.taken += taken
         weight, self.rows = 1.0 if self.rows is None else self.rows, None
         if self.rounds.left <= 1 + self.options.local.fragment_sync_delay:
             self._check_memory()
@@ -142,13 +135,13 @@ class LocalSteps:
             raise failed  # only now: the other ranks count this rank's step too, and would wait for it
         return loss
 
-    def _take(self, closure: Callable[[], Any] | None) -> tuple[Any, Exception | None]:
+    def _take(self, closure: Closure | None) -> tuple[Any, Exception | None]:
         """Return the loss of a step of the plain optimizer, and its error. Local."""
         if closure is None and not self._usable():
             return None, _BadError()
         try:
             checked = None if closure is None else partial(self._checked, closure)
-            return self._reducer.clock.update(partial(self.optimizer.step, checked)), None
+            return self.reducer.clock.update(partial(self.plain.step, checked)), None
         except Exception as error:
             return None, error
 
@@ -156,11 +149,11 @@ class LocalSteps:
         """Whether this rank's gradients are finite, or not to be checked. Local."""
         if self.options.check_gradients is None:
             return True
-        found = [each.grad for each in self._trained.values() if each.grad is not None]
+        found = [each.grad for each in self.trained.values() if each.grad is not None]
         values = [each.coalesce().values() if each.is_sparse else each for each in found]
         return all(bool(torch.isfinite(each).all()) for each in values)
 
-    def _checked(self, closure: Callable[[], Any]) -> Any:
+    def _checked(self, closure: Closure) -> Any:
         loss = closure()
         if not self._usable():
             raise _BadError
@@ -168,17 +161,17 @@ class LocalSteps:
 
     def _leave_out(self) -> None:
         """Leave out this rank's step, or keep an error for the end of the round. Local."""
-        self._buffers.restore()
-        text = NOT_FINITE.format(self._reducer.comm.rank, self.steps + 1)
+        self.buffers.restore()
+        text = NOT_FINITE.format(self.reducer.comm.rank, self.steps + 1)
         if self.options.check_gradients == "raise":
             self.rounds.error = self.rounds.error or NotFiniteError(text)
         else:
-            self.skipped += 1
+            self.kept.skipped += 1
             notices.log.warning("allreduce: %s; this rank leaves the step out", text)
 
     def _check_memory(self) -> None:
         """Keep an error for the end of the round if the memory of a parameter was replaced. Local."""
-        for (name, parameter), address in zip(self._trained.items(), self._addresses, strict=True):
+        for (name, parameter), address in zip(self.trained.items(), self._addresses, strict=True):
             if parameter.data_ptr() != address:
                 self.rounds.error = self.rounds.error or GradientError(REPLACED.format(name))
 
@@ -189,6 +182,19 @@ class LocalSteps:
             self.rows, self.rounds.error = 0.0, self.rounds.error or error
 
     # Rounds
+
+    def synchronize(self) -> None:
+        self.end_round()
+
+    def clip(self, max_norm: float) -> float:
+        return float(torch.nn.utils.clip_grad_norm_(self.trained.values(), max_norm))
+
+    def begin_change(self) -> None:
+        """End the round: all ranks then have the same parameters. Collective."""
+        self.end_round()
+
+    def synchronize_state(self) -> None:
+        self.rounds.restart()
 
     def end_round(self) -> None:
         """Average the parameters now. Collective."""
@@ -209,23 +215,17 @@ class LocalSteps:
         every = self.options.check_every
         if every and self.rounds.steps - self._compared >= every:
             self._compared = self.rounds.steps
-            self._reducer.run_in_queue("compares the replicas", self._compare)
+            self.reducer.run_in_queue("compares the replicas", self._compare)
 
-    def _compare(self) -> None:
-        """Compare the parameters after the last outer step, and the hyperparameters. Runs in the queue."""
-        start, options = self.rounds.memory.start, self.options
-        shared: Any = {name: start[span] for name, span in self._spans.items()}
-        read = partial(comparable, self.optimizer, shared, {})
-        check_equal(self._reducer.comm, read, options.on_divergence, options.source, self._copy_from)
+    def _replicated(self) -> tuple[Mapping[str, Any], Mapping[str, Parameter]]:
+        """Return the parameters after the last outer step. Local."""
+        return {name: self.rounds.memory.start[span] for name, span in self._spans.items()}, {}
 
     def _copy_from(self, root: int) -> None:
-        """Take on the parameters and the state of rank `root`. Collective, in the queue."""
-        broadcast_tensors(self._reducer.comm, self._shared_tensors(), root)
-        broadcast_state(self._reducer.comm, self.optimizer, root)
+        super()._copy_from(root)
         self.rounds.rewind()
-        self.rounds.restart()
 
-    def _shared_tensors(self) -> list[Tensor]:
+    def _shared(self) -> list[Tensor]:
         memory = self.rounds.memory
         return [memory.start] if memory.momentum is None else [memory.start, memory.momentum]
 
@@ -236,19 +236,19 @@ class LocalSteps:
         self.end_round()
         momentum = self.rounds.memory.momentum
         outer = {} if momentum is None else {"momentum": momentum.clone()}
-        return {**self.optimizer.state_dict(), KEY: outer}
+        return {**self.plain.state_dict(), KEY: outer}
 
     def load_state_dict(self, state: dict[str, Any] | None) -> None:
         """Load a result of `state_dict` or the plain optimizer's: this rank's, or rank 0's if it is None; the outer
         momentum is always rank 0's. Collective."""
         self.rounds.end()
-        self._reducer.run_in_queue("loads the optimizer's state", partial(self._load, state))
+        self.reducer.run_in_queue("loads the optimizer's state", partial(self._load_own, state))
         self.rounds.restart()
 
-    def _load(self, state: dict[str, Any] | None) -> None:
-        comm, memory = self._reducer.comm, self.rounds.memory
-        load_root_state(comm, self.optimizer, state)
-        together(comm, lambda: None if state is None else self.optimizer.load_state_dict(state))
+    def _load_own(self, state: dict[str, Any] | None) -> None:
+        comm, memory = self.reducer.comm, self.rounds.memory
+        load_root_state(comm, self.plain, state)
+        together(comm, lambda: None if state is None else self.plain.load_state_dict(state))
         given = together(comm, lambda: self._given_momentum(state) if comm.rank == 0 else None)
         if not root_value(comm, given is not None, "learn whether there is an outer momentum"):
             self.rounds.load(None, self.rounds.done)
@@ -271,17 +271,13 @@ class LocalSteps:
         """Receive `start` and the momentum of a rank that has done the most rounds; returns a function that goes back
         to them, locally. Collective."""
         done = all_values(comm, self.rounds.done, "continue without a failed rank")
-        received = [each.clone() for each in self._shared_tensors()]
+        received = [each.clone() for each in self._shared()]
         broadcast_tensors(comm, received, done.index(max(done)))
 
         def commit() -> None:
-            for here, there in zip(self._shared_tensors(), received, strict=True):
+            for here, there in zip(self._shared(), received, strict=True):
                 here.copy_(there)
             self.rounds.done = max(done)
             self.rounds.rewind()
 
         return commit
-
-    def carried(self) -> "tuple[Tensor | None, int, LocalSteps]":
-        """The outer momentum, the number of rounds, and this object, for the one that replaces it after a failure."""
-        return self.rounds.memory.momentum, self.rounds.done, self

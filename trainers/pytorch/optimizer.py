@@ -3,8 +3,7 @@
 import inspect
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from functools import partial
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import numpy as np
@@ -14,16 +13,12 @@ from torch.optim import Optimizer
 from allreduce.backend import AllReduce
 from allreduce.errors import CopyError, OptionError
 from allreduce.topology import Topology
-from allreduce.transport.control import all_values, root_value, together
-from trainers.arguments import is_integer, is_number
-from trainers.checks import check_equal
+from trainers.arguments import is_number
 from trainers.pytorch.assembly import Assembly
 from trainers.pytorch.options import GROUP_ADDED, Options, with_options
 from trainers.pytorch.report import Report
-from trainers.pytorch.state import broadcast_state, broadcast_tensors, comparable, load_root_state
+from trainers.pytorch.state import broadcast_tensors
 from trainers.replicas import malloc
-
-EXACT = "exact"  # the entry of a state_dict with the number of steps
 
 
 class MirroredOptimizer(Optimizer):
@@ -73,8 +68,6 @@ class MirroredOptimizer(Optimizer):
     def __init__(self, optimizer: Optimizer, model: torch.nn.Module, options: Options) -> None:
         self.optimizer, self.model, self.update = optimizer, model, options.update
         self._parts = Assembly(optimizer, model, options)
-        self._skipped = 0  # steps that all ranks have left out
-        self._earlier_steps = 0  # with exact=True: those in a loaded state_dict, less this optimizer's own before it
         weakref.finalize(self, self._parts.dropped).atexit = False
         # creates the hooks of torch.optim.Optimizer; all other attributes are the wrapped optimizer's
         Optimizer.__setstate__(self, {})
@@ -106,87 +99,7 @@ class MirroredOptimizer(Optimizer):
         if closure is not None:
             self._refuse_if_exact("step(closure): the mean of the ranks' losses depends on the ranks")
         with self._parts.usable():
-            if self._parts.local is not None:
-                self._parts.kernels.replace_broken()
-                return self._parts.local.step(closure)
-            reducer = self._parts.reducer
-            reducer.in_closure = closure is not None
-            try:
-                loss = self._update(closure)
-            finally:
-                reducer.in_closure = False
-            self._end_step()
-            return loss
-
-    def _update(self, closure: Callable[[], Any] | None) -> Any:
-        """Average, and update all parameters or this rank's slice. Returns the loss of the closure."""
-        parts, reducer, loss = self._parts, self._parts.reducer, None
-        parts.kernels.replace_broken()
-        if closure is not None:
-            closure = partial(self._mean_loss, closure)
-            if parts.sharded is None:
-                return self.optimizer.step(closure)
-            with torch.enable_grad():
-                loss = closure()
-        self._average()
-        if not reducer.leaves_out():
-            reducer.clock.update(self.optimizer.step if parts.sharded is None else parts.sharded.update)
-        return loss
-
-    def _average(self) -> None:
-        """Average the gradients, unless backward has done so. Every step comes here before it updates. Collective."""
-        self._parts.reducer.average()
-
-    def _mean_loss(self, closure: Callable[[], Any]) -> Any:
-        """Call a closure, average its gradients, and return the mean of its losses over the ranks. Collective.
-
-        The mean, because the wrapped optimizer may branch on the loss and must branch alike on all ranks. Returns a new
-        tensor of the same shape for a tensor, a float for a number, None for None.
-        """
-        reducer, loss = self._parts.reducer, closure()
-        self._average()
-        if loss is None or reducer.ranks == 1:
-            return loss
-        value = loss.item() if isinstance(loss, torch.Tensor) else float(loss)
-        weight = 1.0 if reducer.rows is None else reducer.rows.weight
-        call = "averages the loss of a closure"
-        losses = reducer.run_in_queue(call, partial(all_values, reducer.comm, value * weight, call))
-        mean = sum(losses) / reducer.ranks
-        return torch.full_like(loss.detach(), mean) if isinstance(loss, torch.Tensor) else mean
-
-    def _end_step(self) -> None:
-        """End a step: count it, restore buffers when it was left out, and compare replicas when due. Collective."""
-        parts, reducer, every = self._parts, self._parts.reducer, self._parts.options.check_every
-        left_out = reducer.leaves_out()
-        self._skipped += left_out
-        if left_out:
-            parts.buffers.restore()
-        else:
-            parts.buffers.forget()
-        if left_out and parts.sharded is not None and parts.sharded.backup is not None:
-            parts.sharded.backup.extend(reducer.steps + 1)
-        # Inside join(), ranks without batches left have old parameters until the end, so they are not compared.
-        rows = reducer.rows if reducer.joining and parts.sharded is None else None
-        some_are_behind = rows is not None and rows.ranks() < reducer.comm.size
-        reducer.end_step(release=parts.sharded is not None)
-        if every and reducer.steps % every == 0 and not some_are_behind:
-            reducer.run_in_queue("compares the replicas", self._compare)
-
-    def _compare(self) -> None:
-        """Compare the replicas. Runs in the queue."""
-        parts, options = self._parts, self._parts.options
-        compared = stateful = parts.trained
-        if parts.sharded is not None:  # a rank has the state of its own slice only
-            stateful = parts.sharded.sparse_parameters
-            compared = stateful if parts.sharded.placement.one_segment else compared
-        read = partial(comparable, self.optimizer, compared, stateful)
-        if check_equal(parts.reducer.comm, read, options.on_divergence, options.source, self._copy_from):
-            parts.parameters_copied()
-
-    def _copy_from(self, root: int) -> None:
-        """Broadcast the parameters, hyperparameters and state of rank `root`. Collective, in the queue."""
-        broadcast_tensors(self._parts.reducer.comm, self._parts.trained.values(), root)
-        broadcast_state(self._parts.reducer.comm, self.optimizer, root)
+            return self._parts.owners.step(closure)
 
     # Gradients
 
@@ -203,10 +116,7 @@ class MirroredOptimizer(Optimizer):
         With sync_every: end the round, so that all ranks have the averaged parameters; `.grad` stays this rank's.
         """
         with self._parts.usable():
-            if self._parts.local is not None:
-                self._parts.local.end_round()
-            else:
-                self._parts.reducer.synchronize()
+            self._parts.owners.synchronize()
 
     def clip_grad_norm_(self, max_norm: float) -> float:
         """Average the gradients, and scale them so that their norm is at most `max_norm`. Collective.
@@ -220,9 +130,7 @@ class MirroredOptimizer(Optimizer):
         if not (is_number(max_norm) or max_norm == float("inf")) or max_norm <= 0:
             raise OptionError(f"max_norm must be a number > 0, got {max_norm!r}")
         with self._parts.usable():
-            if self._parts.local is not None:
-                return float(torch.nn.utils.clip_grad_norm_(self._parts.trained.values(), max_norm))
-            return self._parts.reducer.clip(max_norm)
+            return self._parts.owners.clip(max_norm)
 
     def micro_batches(self, rows: int, mine: Sequence[int] | None = None, seed: int | None = None) -> Iterator[slice]:
         """Yield the rows of each micro-batch of this rank; then average the gradients. For exact=True. Collective.
@@ -249,9 +157,9 @@ class MirroredOptimizer(Optimizer):
             raise OptionError("micro_batches() needs MirroredOptimizer(..., exact=True)")
         with self._parts.usable():
             reducer.forget(release=True)
-            seed = reducer.steps + self._earlier_steps if seed is None else seed
+            seed = self._parts.owners.all_steps if seed is None else seed
             yield from micro_batches.run(rows, mine, seed, reducer.comm.rank, reducer.ranks)
-            self._average()
+            self._parts.owners.reduce()
 
     def _refuse_if_exact(self, call: str) -> None:
         if self._parts.options.exact:
@@ -286,10 +194,7 @@ class MirroredOptimizer(Optimizer):
         """
         self._refuse_if_exact("rows(): micro_batches() weights each micro-batch by its rows")
         with self._parts.usable():
-            if self._parts.local is not None:
-                self._parts.local.count_rows(number)
-            else:
-                self._parts.reducer.count_rows(number)
+            self._parts.owners.count_rows(number)
 
     @contextmanager
     def join(self) -> Iterator[None]:
@@ -314,35 +219,9 @@ class MirroredOptimizer(Optimizer):
         try:
             yield
             with self._parts.reducer.guard():
-                self._join_others()
+                self._parts.owners.join_others()
         finally:
             self._parts.reducer.joining = False
-
-    def _join_others(self) -> None:
-        """Take part in the steps of ranks that have batches left, until no rank has. Collective."""
-        if self._parts.local is not None:
-            self._parts.local.join_others()
-            return
-        reducer, sharded = self._parts.reducer, self._parts.sharded
-        mine = reducer.steps
-        while reducer.count_rows(0, active=False).ranks():
-            reducer.forget(release=True)
-            self._average()
-            if sharded is not None and not reducer.leaves_out():
-                sharded.update()
-            self._end_step()
-        reducer.rows = None
-        reducer.run_in_queue("leaves join()", partial(self._copy_furthest, mine) if sharded is None else lambda: None)
-
-    def _copy_furthest(self, mine: int) -> None:
-        """Load the replica of a rank that has done the most steps. mine: the number of steps that this rank did itself.
-
-        Runs in the queue.
-        """
-        comm = self._parts.reducer.comm
-        steps = all_values(comm, mine, "learn which rank has done the most steps")
-        if min(steps) < max(steps):
-            self._copy_from(steps.index(max(steps)))
 
     # Parameters and state
 
@@ -355,10 +234,7 @@ class MirroredOptimizer(Optimizer):
                 parameter.mul_(0.5)
         """
         with self._parts.usable():
-            if self._parts.sharded is not None:
-                self._parts.sharded.placement.move_out()
-            if self._parts.local is not None:
-                self._parts.local.end_round()
+            self._parts.owners.begin_change()
             yield
             self._parts.reducer.run_in_queue("edits parameters", self._take_edits)
 
@@ -366,7 +242,7 @@ class MirroredOptimizer(Optimizer):
         """Copy rank 0's parameters to all ranks. Runs in the queue."""
         if self._parts.reducer.ranks > 1:
             broadcast_tensors(self._parts.reducer.comm, self.model.parameters())
-        self._parts.parameters_copied()
+        self._parts.owners.synchronize_state()
 
     def state_dict(self) -> dict[str, Any]:
         """The state_dict of the plain optimizer, equal on all ranks. Collective when sharded.
@@ -375,15 +251,9 @@ class MirroredOptimizer(Optimizer):
         differs between ranks. It also has the outer momentum, with exact=True the number of steps, the default seed of
         `micro_batches`; the plain optimizer loads it too.
         """
-        if self._parts.local is not None:
-            with self._parts.usable():
-                return self._parts.local.state_dict()
-        sharded, reducer = self._parts.sharded, self._parts.reducer
-        counts = {EXACT: {"steps": self._earlier_steps + reducer.steps}} if self._parts.options.exact else {}
-        if sharded is None:
-            return {**self.optimizer.state_dict(), **counts}
-        with self._parts.usable():
-            return {**reducer.run_in_queue("gathers the optimizer's state", sharded.state_dict), **counts}
+        owners = self._parts.owners
+        with nullcontext() if owners.kind == "replicated" else self._parts.usable():
+            return owners.state_dict()
 
     def compression_state(self) -> dict[str, np.ndarray]:
         """Return this rank's error feedback, the values that a compression has not sent yet; {} without one. Local.
@@ -412,33 +282,8 @@ class MirroredOptimizer(Optimizer):
         state_dict: may be None on other ranks than 0, so that only one needs to read the file. With sync_every a rank
             that passes its own `state_dict` loads that one; the outer momentum is rank 0's.
         """
-        if self._parts.local is not None:
-            with self._parts.usable():
-                self._parts.local.load_state_dict(state_dict)
-            return
         with self._parts.usable():
-            parts, reducer = self._parts, self._parts.reducer
-            steps = reducer.run_in_queue("loads the optimizer's state", partial(self._load, state_dict))
-            if parts.options.exact and steps is not None:
-                self._earlier_steps = steps - reducer.steps
-            reducer.run_in_queue("tries fused kernels", partial(parts.kernels.test, reducer.comm))
-            if parts.sharded is not None:
-                parts.sharded.load()
-                reducer.run_in_queue("backs up slices", partial(parts.sharded.keep, reducer.steps))
-
-    def _load(self, state_dict: dict[str, Any] | None) -> int | None:
-        """Load rank 0's state_dict; return its number of steps, None if it has none. Runs in the queue."""
-        comm = self._parts.reducer.comm
-
-        def steps() -> int | None:
-            found = (state_dict or {}).get(EXACT, {}).get("steps")
-            if found is not None and not is_integer(found, 0):
-                raise OptionError(f"the number of steps in this state_dict must be an integer >= 0, not {found!r}")
-            return found
-
-        found = together(comm, lambda: steps() if comm.rank == 0 else None)
-        load_root_state(comm, self.optimizer, state_dict)
-        return root_value(comm, found, "receive the number of steps")
+            self._parts.owners.load_state_dict(state_dict)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Raises OptionError: the memory of gradients is laid out once. The plain optimizer can't add any either."""
@@ -464,7 +309,7 @@ class MirroredOptimizer(Optimizer):
     @property
     def steps_skipped(self) -> int:
         """The number of steps that all ranks have left out, with check_gradients="skip"."""
-        return self._skipped if self._parts.local is None else self._parts.local.skipped
+        return self._parts.owners.kept.skipped
 
     @property
     def closed(self) -> bool:
@@ -473,8 +318,7 @@ class MirroredOptimizer(Optimizer):
 
     def report(self) -> Report:
         """The cost of averaging on this rank so far. Print it."""
-        report, local = self._parts.reducer.report(self.backend.name, self.update), self._parts.local
-        return report if local is None else local.report(report)
+        return self._parts.owners.report(self.backend.name)
 
     def close(self) -> None:
         """Free memory and communicators. Collective; closing twice does nothing.

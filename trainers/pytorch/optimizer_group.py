@@ -32,7 +32,10 @@ class Member(Protocol):
 
     topology: Topology
     closed: bool
-    slices_lost: bool  # slices of a sharded update could not be recovered
+
+    @property
+    def slices_lost(self) -> bool:
+        """Whether slices of a sharded update could not be recovered."""
 
     @property
     def steps(self) -> int:

@@ -9,11 +9,6 @@ from contextlib import contextmanager
 from functools import partial
 from typing import TypeVar
 
-import torch
-from mpi4py import MPI
-from torch.nn import Module
-from torch.optim import Optimizer
-
 from allreduce import notices
 from allreduce.elastic.retry import Commit, recover, retry
 from allreduce.errors import RankLostError
@@ -21,7 +16,6 @@ from allreduce.topology import Topology
 from allreduce.transport import processes, ulfm
 from allreduce.transport.control import all_values
 from trainers.pytorch.optimizer_group import Member, OptimizerGroup
-from trainers.pytorch.state import broadcast_state_dict, broadcast_tensors
 
 ResultT = TypeVar("ResultT")
 
@@ -102,26 +96,3 @@ def _error_of(failed: tuple[int, ...], size: int, members: dict[int, Member]) ->
     error = RankLostError(text)
     error.lost = failed
     return error
-
-
-def receive_newest_replica(comm: MPI.Intracomm, model: Module, optimizer: Optimizer, steps: int) -> tuple[int, Commit]:
-    """Receive the parameters, buffers and optimizer state of a rank with the most steps. Collective.
-
-    Returns the number of those steps, and a function that loads the state, locally.
-    """
-    everyone = all_values(comm, steps, "continue without a failed rank")
-    root = everyone.index(max(everyone))
-    is_receiver = comm.rank != root
-    own = [*model.parameters(), *model.buffers()]
-    received = [each.detach().clone() for each in own]
-    broadcast_tensors(comm, received, root)
-    state = broadcast_state_dict(comm, optimizer, root)
-
-    @torch.no_grad()
-    def commit() -> None:
-        for here, there in zip(own, received, strict=True):
-            here.copy_(there)
-        if is_receiver:
-            optimizer.load_state_dict(state)
-
-    return max(everyone), commit

@@ -17,10 +17,10 @@ import numpy as np
 import torch
 from mpi4py import MPI
 from torch import Tensor
-from torch.optim import Optimizer
+from torch.nn import Parameter
 
-from allreduce import notices
 from allreduce.backend import AllReduce
+from allreduce.elastic.retry import Commit
 from allreduce.errors import OptionError
 from allreduce.transport.control import all_values, combine, raise_together
 from allreduce.transport.wait import waiting
@@ -35,6 +35,7 @@ from trainers.pytorch.buckets import (
     version_of,
     whole_tensors,
 )
+from trainers.pytorch.owners import Closure, TorchOwners
 from trainers.pytorch.reducer import Reducer
 from trainers.replicas.pytorch import fused
 from trainers.replicas.pytorch.division import hyperparameters, optimizer_like
@@ -53,37 +54,6 @@ SCALARS = {"step", "eta", "mu", "mu_product"}  # state entries that are scalars 
 Span = tuple[int, int, list[int]]  # the start and stop of a slice that this rank owns, and its blocks, by number
 
 
-class Kernels:
-    """The fused kernels of an optimizer: used only if they compute correctly on all ranks, whose CPUs may differ.
-
-    optimizer: the plain one, with the same options on all ranks. comm: a communicator of all ranks, for `test` alone.
-    """
-
-    def __init__(self, optimizer: Optimizer, comm: MPI.Intracomm) -> None:
-        self._optimizer, self._rank = optimizer, comm.rank
-        self._correct: set[fused.Key] = set()
-        self.test(comm)
-
-    def test(self, comm: MPI.Intracomm) -> None:
-        """Test the kernels for the optimizer's current options, and record the correct ones. Collective."""
-        kind = type(self._optimizer)
-        if kind not in fused.KINDS:
-            return
-        needed = [(group, dtype) for group in self._optimizer.param_groups for dtype in fused.dtypes_of(group)]
-        right = np.array([fused.is_correct(kind, *each) for each in needed], np.int64)
-        combine(comm, right, "test fused kernels", MPI.MIN)
-        self._correct |= {fused.key_of(kind, *each) for each, is_right in zip(needed, right, strict=True) if is_right}
-
-    def correct(self, group: dict[str, object], dtype: torch.dtype) -> bool:
-        """Whether the kernel is correct on all ranks with these options; False if it was not tested. Local."""
-        return fused.key_of(type(self._optimizer), group, dtype) in self._correct
-
-    def replace_broken(self) -> None:
-        """Set `fused` to None in the optimizer's groups whose kernel is not correct. Local."""
-        if text := fused.replace_broken(self._optimizer, self.correct):
-            notices.once(self._rank, text)
-
-
 class FullState(NamedTuple):
     """The complete parameters and state of a sharded optimizer after `steps` steps; lists indexed by parameter."""
 
@@ -92,30 +62,23 @@ class FullState(NamedTuple):
     state: list[dict[str, Any]]
 
 
-class ShardedOptimizer:
+class ShardedOptimizer(TorchOwners):
     """Updates this rank's blocks of the parameters, which `placement` has moved into flat memory: slices, or with
     `tensors` whole tensors.
 
-    plain: the user's optimizer. Its hyperparameters are used; it has the state only of parameters that are frozen or
-        have sparse gradients. comm: a communicator of all ranks. kernels: those of `plain`. copies: 2 for a backup.
+    given: the arguments of TorchOwners. The hyperparameters of `plain` are used; it has the state only of parameters
+        that are frozen or have sparse gradients. copies: 2 for a backup.
 
-    `update` calls `placement.begin_update`, `step` and `placement.publish`. Then every rank updates all parameters with
-    sparse gradients, which are in no bucket.
+    Every rank updates all parameters with sparse gradients, which are in no bucket.
     """
 
-    def __init__(
-        self,
-        plain: Optimizer,
-        reducer: Reducer,
-        backend: AllReduce,
-        comm: MPI.Intracomm,
-        kernels: Kernels,
-        copies: int = 1,
-        tensors: bool = False,
-    ) -> None:
+    kind = "sharded"
+
+    def __init__(self, *given: Any, before: TorchOwners | None, backend: AllReduce, copies: int, tensors: bool) -> None:
+        super().__init__(*given, before=before)
+        plain, reducer, comm = self.plain, self.reducer, self.reducer.comm
         self._tensors = tensors
-        self._plain, self.reducer, self._comm, self._kernels = plain, reducer, comm, kernels
-        kernels.replace_broken()
+        self.kernels.replace_broken()
         group_of = {id(each): at for at, group in enumerate(plain.param_groups) for each in group["params"]}
         self._groups = [group_of[id(each)] for each in reducer.parameters]
         self.sparse_parameters = {bucket.name: bucket.parameter for bucket in reducer.sparse}  # updated by every rank
@@ -162,9 +125,9 @@ class ShardedOptimizer:
         on_host = self.reducer.device.kind == "cpu"  # on a GPU fused updates have other states
         # exact=True, or whole tensors: the bits of the replicated update
         free &= self.reducer.micro_batches is None and not self._tensors
-        if not (type(self._plain) in fused.KINDS and free and plain and numbers and on_host):
+        if not (type(self.plain) in fused.KINDS and free and plain and numbers and on_host):
             return {}
-        begun &= all(self._kernels.correct(group, dtype) for dtype in self._dtypes[at])
+        begun &= all(self.kernels.correct(group, dtype) for dtype in self._dtypes[at])
         states = [self.optimizer.state.get(part) for part in parts if part.grad is not None]
         begun &= all(state and all(value is not None for value in state.values()) for state in states)
         return {"fused": begun or None}
@@ -173,32 +136,62 @@ class ShardedOptimizer:
         own = zip(self.blocks, self._parts, strict=True)
         return [part for block, part in own if self._groups[block.parameter] == group]
 
-    def update(self) -> None:
-        """Update the parameters from gradients that are averaged at least in this rank's slices. Collective."""
+    def _step_with(self, closure: Closure | None) -> Any:
+        with torch.enable_grad():
+            loss = None if closure is None else closure()
+        self._apply()
+        return loss
+
+    def _follow(self) -> None:
+        self._apply()
+
+    def _catch_up(self, mine: int) -> None:
+        """Do nothing: every rank has updated its part in each step."""
+
+    def update(self, squares: Any = None) -> None:
+        """Update this rank's blocks, from gradients that are averaged at least there. Collective."""
         reducer, placement = self.reducer, self.placement
         moved = placement.moved()
-        call = f"updates parameters with lr {', '.join(str(float(group['lr'])) for group in self._plain.param_groups)}"
+        call = f"updates parameters with lr {', '.join(str(float(group['lr'])) for group in self.plain.param_groups)}"
         if moved:
             call += f" after {', '.join(moved)} got other memory"
         begin = partial(placement.begin_update, bool(moved), reducer.take_edits())
-        used = reducer.clock.wait(partial(reducer.run_in_queue, call, begin))
-        self.step(used)
-        count = reducer.clock.wait if placement.shares_memory else reducer.clock.communicate
-        count(partial(reducer.run_in_queue, "shares parameters", placement.publish))
+        self._update_blocks(reducer.clock.wait(partial(reducer.run_in_queue, call, begin)))
+
+    def share(self) -> None:
+        reducer = self.reducer
+        count = reducer.clock.wait if self.placement.shares_memory else reducer.clock.communicate
+        count(partial(reducer.run_in_queue, "shares parameters", self.placement.publish))
         if self.sparse_parameters:
             for parameter in reducer.parameters:
                 parameter.grad = None  # already updated in slices
-            self._plain.step()
+            self.plain.step()
         if self.backup is not None:
             work = partial(self.keep, reducer.steps + 1)  # `end_step` counts this step later
             reducer.clock.communicate(partial(reducer.run_in_queue, "backs up slices", work))
+
+    def _extend(self, steps: int) -> None:
+        if self.backup is not None:
+            self.backup.extend(steps)
+
+    def begin_change(self) -> None:
+        self.placement.move_out()
+
+    def synchronize_state(self) -> None:
+        """Move parameters that were copied to all ranks into flat memory; back them up. Collective, in the queue."""
+        self.placement.move_in()
+        self.keep(self.reducer.steps)
+
+    def _replicated(self) -> tuple[Mapping[str, Any], Mapping[str, Parameter]]:
+        # a rank has the state of its own part only
+        return (self.sparse_parameters if self.placement.one_segment else self.trained), self.sparse_parameters
 
     def keep(self, step: int) -> None:
         """Back up this rank's slices as the state after `step` steps. Runs in the queue."""
         if self.backup is not None:
             self.backup.keep(step, lambda memory: [self._piece(each, True, memory) for each in self._spans])
 
-    def step(self, used: np.ndarray) -> None:
+    def _update_blocks(self, used: np.ndarray) -> None:
         """Update this rank's blocks. Local.
 
         used: for each parameter, whether any rank has a gradient; the other parameters are not changed.
@@ -207,13 +200,13 @@ class ShardedOptimizer:
             part.grad = grad if used[block.parameter] else None
         now = {int(index) for index in np.flatnonzero(used)}
         new = {self._groups[index] for index in now - self._updated}
-        self._kernels.replace_broken()  # a loaded state may have set fused=True again
+        self.kernels.replace_broken()  # a loaded state may have set fused=True again
         # Schedulers change the user's groups.
-        for at, (mine, group) in enumerate(zip(self.optimizer.param_groups, self._plain.param_groups, strict=True)):
+        for at, (mine, group) in enumerate(zip(self.optimizer.param_groups, self.plain.param_groups, strict=True)):
             mine.update(hyperparameters(group) | self._fused_option(at, group, mine["params"], begun=at not in new))
         self.optimizer.step()
         self._updated |= now
-        vars(self._plain)["_opt_called"] = True  # else schedulers warn that step() was never called
+        vars(self.plain)["_opt_called"] = True  # else schedulers warn that step() was never called
 
     def abandon(self) -> None:
         """Move the parameters back into memory of this rank, and drop the state. Local."""
@@ -230,14 +223,23 @@ class ShardedOptimizer:
 
     # State, in the format of the plain optimizer
 
-    def state_dict(self) -> dict[str, Any]:
-        """The plain optimizer's state_dict, gathered from all ranks, on every rank. Collective.
+    def _whole_state(self) -> dict[str, Any]:
+        return self.reducer.run_in_queue("gathers the optimizer's state", self._gathered)
+
+    def load_state_dict(self, state: dict[str, Any] | None) -> None:
+        super().load_state_dict(state)
+        self.load()
+        self.reducer.run_in_queue("backs up slices", partial(self.keep, self.reducer.steps))
+
+    def _gathered(self) -> dict[str, Any]:
+        """The plain optimizer's state_dict, gathered from all ranks, on every rank. Runs in the queue.
 
         Besides the result a rank needs memory for the state of one parameter: pieces are packed and sent one by one.
         """
         spans = self._divided(by_parameter=True)
         pieces = [Piece(0, 0, start, stop, {}, {}) for start, stop, _ in spans]
-        whole = self._assembled(self._comm, pieces, lambda number: self._piece(spans[number], with_parameters=False))
+        comm = self.reducer.comm
+        whole = self._assembled(comm, pieces, lambda number: self._piece(spans[number], with_parameters=False))
         assert whole is not None
         return self.as_plain(whole.state)
 
@@ -298,12 +300,34 @@ class ShardedOptimizer:
             selection.step, [own.pop(PARAMETER, each) for own, each in zip(state, parameters, strict=True)], state
         )
 
+    def newest(self, comm: MPI.Intracomm) -> Commit:
+        load, state = super().newest(comm), self._newest_parts(comm)
+
+        @torch.no_grad()
+        def commit() -> None:
+            load()
+            self.kept.lost = state is None
+            if state is None:
+                return
+            self.kept.recovered, self.reducer.steps = state, state.steps
+            for here, there in zip(self.reducer.parameters, state.parameters, strict=True):
+                here.copy_(there)
+            self.plain.load_state_dict(self.as_plain(state.state))
+
+        return commit
+
+    def _newest_parts(self, comm: MPI.Intracomm) -> FullState | None:
+        """Return the complete state from the parts and backups of all ranks, or None. Collective."""
+        if any(all_values(comm, self.kept.recovered is not None, "continue without a failed rank")):
+            return self.kept.recovered  # all ranks loaded it before a second failure, so all have it
+        return None if self.backup is None else self.assemble(comm, self.backup.pieces())
+
     def as_plain(self, gathered: list[dict[str, Any]]) -> dict[str, Any]:
         """The plain optimizer's state_dict, with `gathered` as the state of the sharded parameters. Local."""
-        result = self._plain.state_dict()
+        result = self.plain.state_dict()
         numbers = {
             parameter: number
-            for packed, group in zip(result["param_groups"], self._plain.param_groups, strict=True)
+            for packed, group in zip(result["param_groups"], self.plain.param_groups, strict=True)
             for number, parameter in zip(packed["params"], group["params"], strict=True)
         }
         held = [(numbers[each], state) for each, state in zip(self.reducer.parameters, gathered, strict=True) if state]
@@ -314,12 +338,12 @@ class ShardedOptimizer:
     def load(self) -> None:
         """Take the sharded parameters' state out of the user's optimizer, and keep this rank's slices of it. Local."""
         self.optimizer.state.clear()
-        self._updated = {at for at, each in enumerate(self.reducer.parameters) if self._plain.state.get(each)}
+        self._updated = {at for at, each in enumerate(self.reducer.parameters) if self.plain.state.get(each)}
         parts: dict[int, list[tuple[Block, Tensor]]] = {}
         for block, part in zip(self.blocks, self._parts, strict=True):
             parts.setdefault(block.parameter, []).append((block, part))
         for at, parameter in enumerate(self.reducer.parameters):
-            for key, value in self._plain.state.pop(parameter, {}).items():
+            for key, value in self.plain.state.pop(parameter, {}).items():
                 if self._tensors:
                     for _, part in parts.get(at, []):
                         self.optimizer.state[part][key] = copy.deepcopy(value)

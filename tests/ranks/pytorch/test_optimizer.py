@@ -104,13 +104,13 @@ def test_a_fused_kernel_that_is_wrong_somewhere(
     model = network()
     with mirrored(OPTIMIZERS["adamw"](model.parameters()), model, topology=flat, update="sharded") as optimizer:
         train(model, optimizer, mine, steps=3)
-        assert optimizer._parts.sharded.optimizer.param_groups[0]["fused"] is None
+        assert optimizer._parts.owners.optimizer.param_groups[0]["fused"] is None
     monkeypatch.setattr(fused, "_tried", {})
     monkeypatch.setattr(fused, "_try", lambda *_: True)
     model = network()
     with mirrored(OPTIMIZERS["adamw"](model.parameters()), model, topology=flat, update="sharded") as optimizer:
         train(model, optimizer, mine, steps=3)
-        assert optimizer._parts.sharded.optimizer.param_groups[0]["fused"] is True
+        assert optimizer._parts.owners.optimizer.param_groups[0]["fused"] is True
 
 
 @both_updates
@@ -418,7 +418,7 @@ def test_a_state_that_one_rank_cannot_pack(
                 patch.setattr(sharded, "pack", lacking)
             with pytest.raises(MemoryError, match="no room"):
                 optimizer.state_dict()
-        for state in optimizer._parts.sharded.optimizer.state.values():  # strided, as an optimizer may leave it
+        for state in optimizer._parts.owners.optimizer.state.values():  # strided, as an optimizer may leave it
             state["exp_avg"] = state["exp_avg"].repeat_interleave(2)[::2]
         assert len(optimizer.state_dict()["state"]) == len(list(model.parameters()))
 
@@ -427,8 +427,8 @@ def test_sharded_parameters_are_one_memory_until_close(world: MPI.Intracomm, fla
     model = network()
     optimizer = MirroredOptimizer(OPTIMIZERS["adamw"](model.parameters()), model, topology=flat, update="sharded")
     train(model, optimizer, mine, steps=1)
-    assert optimizer._parts.sharded is not None
-    states = optimizer._parts.sharded.optimizer.state.values()
+    assert optimizer._parts.owners.kind == "sharded"
+    states = optimizer._parts.owners.optimizer.state.values()
     held = world.allreduce(sum(value.numel() for state in states for value in state.values() if value.dim()))
     elements = [each.numel() for each in model.parameters()]
     assert 2 * sum(elements) <= held < 2 * sum(elements) + 2 * 16 * len(elements)

@@ -1,0 +1,313 @@
+"""The owners of a MirroredOptimizer's parameters: the ranks that update them, and hold the optimizer's state.
+
+Here all ranks are owners, each of its whole replica. In trainers.pytorch.sharded each rank updates its own part; in
+trainers.pytorch.local_sgd it takes steps of its own, and the ranks average their changes.
+"""
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from mpi4py import MPI
+from torch import Tensor
+from torch.nn import Module, Parameter
+from torch.optim import Optimizer
+
+from allreduce import notices
+from allreduce.elastic.retry import Commit
+from allreduce.errors import OptionError
+from allreduce.transport.control import all_values, combine, root_value, together
+from trainers.arguments import is_integer
+from trainers.checks import check_equal
+from trainers.pytorch.options import Options
+from trainers.pytorch.reducer import Reducer
+from trainers.pytorch.report import Report
+from trainers.pytorch.state import (
+    broadcast_state,
+    broadcast_state_dict,
+    broadcast_tensors,
+    comparable,
+    load_root_state,
+)
+from trainers.replicas.pytorch import fused
+from trainers.replicas.pytorch.replica import Buffers
+from trainers.state.owners import Owners
+
+EXACT = "exact"  # the entry of a state_dict with the number of steps
+
+Closure = Callable[[], Any]
+
+
+class Kernels:
+    """The fused kernels of an optimizer: used only if they compute correctly on all ranks, whose CPUs may differ.
+
+    optimizer: the plain one, with the same options on all ranks. comm: a communicator of all ranks, for `test` alone.
+    """
+
+    def __init__(self, optimizer: Optimizer, comm: MPI.Intracomm) -> None:
+        self._optimizer, self._rank = optimizer, comm.rank
+        self._correct: set[fused.Key] = set()
+        self.test(comm)
+
+    def test(self, comm: MPI.Intracomm) -> None:
+        """Test the kernels for the optimizer's current options, and record the correct ones. Collective."""
+        kind = type(self._optimizer)
+        if kind not in fused.KINDS:
+            return
+        needed = [(group, dtype) for group in self._optimizer.param_groups for dtype in fused.dtypes_of(group)]
+        right = np.array([fused.is_correct(kind, *each) for each in needed], np.int64)
+        combine(comm, right, "test fused kernels", MPI.MIN)
+        self._correct |= {fused.key_of(kind, *each) for each, is_right in zip(needed, right, strict=True) if is_right}
+
+    def correct(self, group: dict[str, object], dtype: torch.dtype) -> bool:
+        """Whether the kernel is correct on all ranks with these options; False if it was not tested. Local."""
+        return fused.key_of(type(self._optimizer), group, dtype) in self._correct
+
+    def replace_broken(self) -> None:
+        """Set `fused` to None in the optimizer's groups whose kernel is not correct. Local."""
+        if text := fused.replace_broken(self._optimizer, self.correct):
+            notices.once(self._rank, text)
+
+
+@dataclass
+class Kept:
+    """What the owners keep when others replace them after a failure.
+
+    skipped: the number of steps that were left out. earlier: with exact=True, the steps in a loaded state_dict, less
+    this optimizer's own before it. lost: parts of the state could not be recovered. recovered: during a recovery, the
+    complete state of all ranks.
+    """
+
+    skipped: int = 0
+    earlier: int = 0
+    lost: bool = False
+    recovered: Any = None
+
+
+class TorchOwners(Owners):
+    """All ranks update all parameters by averaged gradients.
+
+    plain: the user's optimizer, of `model`. trained: its parameters by name. reducer: averages their gradients.
+    buffers: restores the model's buffers when a step is left out. kernels: the fused kernels of `plain`. before: the
+    owners before a failure.
+    """
+
+    def __init__(
+        self,
+        plain: Optimizer,
+        model: Module,
+        trained: dict[str, Parameter],
+        options: Options,
+        reducer: Reducer,
+        buffers: Buffers,
+        kernels: Kernels,
+        *,
+        before: "TorchOwners | None",
+    ) -> None:
+        self.plain, self.model, self.trained, self.options = plain, model, trained, options
+        self.reducer, self.buffers, self.kernels = reducer, buffers, kernels
+        self.kept: Kept = Kept() if before is None else before.kept
+
+    @property
+    def steps(self) -> int:
+        """The number of steps that the optimizer has done."""
+        return self.reducer.steps
+
+    @property
+    def all_steps(self) -> int:
+        """The number of steps, with those of a loaded state_dict."""
+        return self.reducer.steps + self.kept.earlier
+
+    # A step
+
+    def step(self, closure: Closure | None) -> Any:
+        """Average the gradients, unless backward has done so, and update. Returns the loss of the closure. Collective.
+
+        closure: its losses become their mean over the ranks.
+        """
+        self.reducer.in_closure = closure is not None
+        self.kernels.replace_broken()
+        try:
+            loss = self._step_with(None if closure is None else partial(self._mean_loss, closure))
+        finally:
+            self.reducer.in_closure = False
+        self._end_step()
+        return loss
+
+    def _step_with(self, closure: Closure | None) -> Any:
+        """Average and update; return the loss of the closure, which averages its gradients itself. Collective."""
+        return self._apply() if closure is None else self.plain.step(closure)
+
+    def _apply(self) -> Any:
+        """Average, and update unless all ranks leave out this step. Collective."""
+        self.reduce()
+        if not self.reducer.leaves_out():
+            self.reducer.clock.update(self._update_and_share)
+
+    def _update_and_share(self) -> None:
+        self.update()
+        self.share()
+
+    def reduce(self) -> None:
+        """Average the gradients, unless backward has done so. Every step comes here before it updates. Collective."""
+        self.reducer.average()
+
+    def update(self, squares: Any = None) -> None:
+        self.plain.step()
+
+    def _mean_loss(self, closure: Closure) -> Any:
+        """Call a closure, average its gradients, and return the mean of its losses over the ranks. Collective.
+
+        The mean, because the plain optimizer may branch on the loss and must branch alike on all ranks. Returns a new
+        tensor of the same shape for a tensor, a float for a number, None for None.
+        """
+        reducer, loss = self.reducer, closure()
+        self.reduce()
+        if loss is None or reducer.ranks == 1:
+            return loss
+        value = loss.item() if isinstance(loss, Tensor) else float(loss)
+        weight = 1.0 if reducer.rows is None else reducer.rows.weight
+        call = "averages the loss of a closure"
+        losses = reducer.run_in_queue(call, partial(all_values, reducer.comm, value * weight, call))
+        mean = sum(losses) / reducer.ranks
+        return torch.full_like(loss.detach(), mean) if isinstance(loss, Tensor) else mean
+
+    def _end_step(self) -> None:
+        """End a step: count it, restore buffers when it was left out, and compare replicas when due. Collective."""
+        reducer, every, left_out = self.reducer, self.options.check_every, self.reducer.leaves_out()
+        self.kept.skipped += left_out
+        if left_out:
+            self.buffers.restore()
+            self._extend(reducer.steps + 1)
+        else:
+            self.buffers.forget()
+        # Inside join(), ranks without batches left have old parameters until the end, so they are not compared.
+        rows = reducer.rows if reducer.joining and self.kind == "replicated" else None
+        some_are_behind = rows is not None and rows.ranks() < reducer.comm.size
+        reducer.end_step(release=self.kind != "replicated")
+        if every and reducer.steps % every == 0 and not some_are_behind:
+            reducer.run_in_queue("compares the replicas", self._compare)
+
+    def _extend(self, steps: int) -> None:
+        """Take note that nothing was updated up to `steps` steps. Local."""
+
+    # Gradients
+
+    def synchronize(self) -> None:
+        """See MirroredOptimizer.synchronize. Collective."""
+        self.reducer.synchronize()
+
+    def clip(self, max_norm: float) -> float:
+        """Average the gradients, and scale them to a norm of at most `max_norm`; returns the norm. Collective."""
+        return self.reducer.clip(max_norm)
+
+    def count_rows(self, number: float) -> None:
+        """Set the number of rows of the next step. Collective."""
+        self.reducer.count_rows(number)
+
+    def join_others(self) -> None:
+        """Take part in the steps of ranks that have batches left, until no rank has. Collective."""
+        reducer, mine = self.reducer, self.reducer.steps
+        while reducer.count_rows(0, active=False).ranks():
+            reducer.forget(release=True)
+            self._follow()
+            self._end_step()
+        reducer.rows = None
+        reducer.run_in_queue("leaves join()", partial(self._catch_up, mine))
+
+    def _follow(self) -> None:
+        """Take part in a step without batches. Collective."""
+        self.reduce()
+
+    def _catch_up(self, mine: int) -> None:
+        """Load the replica of a rank that has done the most steps. mine: the number of steps that this rank did itself.
+
+        Runs in the queue.
+        """
+        steps = all_values(self.reducer.comm, mine, "learn which rank has done the most steps")
+        if min(steps) < max(steps):
+            self._copy_from(steps.index(max(steps)))
+
+    # Replicas
+
+    def _compare(self) -> None:
+        """Compare the replicas. Runs in the queue."""
+        options = self.options
+        read = partial(comparable, self.plain, *self._replicated())
+        if check_equal(self.reducer.comm, read, options.on_divergence, options.source, self._copy_from):
+            self.synchronize_state()
+
+    def _replicated(self) -> tuple[Mapping[str, Any], Mapping[str, Parameter]]:
+        """Return the tensors, and the parameters whose state is on every rank, which must be equal on all. Local."""
+        return self.trained, self.trained
+
+    def _copy_from(self, root: int) -> None:
+        """Broadcast the parameters, hyperparameters and state of rank `root`. Collective, in the queue."""
+        broadcast_tensors(self.reducer.comm, self._shared(), root)
+        broadcast_state(self.reducer.comm, self.plain, root)
+
+    def _shared(self) -> Iterable[Tensor]:
+        """Return the tensors that `_copy_from` broadcasts. Local."""
+        return self.trained.values()
+
+    # State
+
+    def state_dict(self) -> dict[str, Any]:
+        """See MirroredOptimizer.state_dict. Collective if `kind` is not "replicated"."""
+        return {**self._whole_state(), **({EXACT: {"steps": self.all_steps}} if self.options.exact else {})}
+
+    def _whole_state(self) -> dict[str, Any]:
+        return self.plain.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any] | None) -> None:
+        """See MirroredOptimizer.load_state_dict. Collective."""
+        reducer = self.reducer
+        steps = reducer.run_in_queue("loads the optimizer's state", partial(self._load, state))
+        if self.options.exact and steps is not None:
+            self.kept.earlier = steps - reducer.steps
+        reducer.run_in_queue("tries fused kernels", partial(self.kernels.test, reducer.comm))
+
+    def _load(self, state: dict[str, Any] | None) -> int | None:
+        """Load rank 0's state_dict; return its number of steps, None if it has none. Runs in the queue."""
+        comm = self.reducer.comm
+
+        def steps() -> int | None:
+            found = (state or {}).get(EXACT, {}).get("steps")
+            if found is not None and not is_integer(found, 0):
+                raise OptionError(f"the number of steps in this state_dict must be an integer >= 0, not {found!r}")
+            return found
+
+        found = together(comm, lambda: steps() if comm.rank == 0 else None)
+        load_root_state(comm, self.plain, state)
+        return root_value(comm, found, "receive the number of steps")
+
+    # Recovery, report, end
+
+    def newest(self, comm: MPI.Intracomm) -> Commit:
+        """Receive the newest state of the ranks of `comm`; returns a function that loads it, locally. Collective."""
+        everyone = all_values(comm, self.steps, "continue without a failed rank")
+        root = everyone.index(max(everyone))
+        own = [*self.model.parameters(), *self.model.buffers()]
+        received = [each.detach().clone() for each in own]
+        broadcast_tensors(comm, received, root)
+        state, receives = broadcast_state_dict(comm, self.plain, root), comm.rank != root
+
+        @torch.no_grad()
+        def commit() -> None:
+            for here, there in zip(own, received, strict=True):
+                here.copy_(there)
+            if receives:
+                self.plain.load_state_dict(state)
+            self.reducer.steps = max(everyone)
+
+        return commit
+
+    def report(self, backend: str) -> Report:
+        """Return the cost of averaging so far. Local."""
+        return self.reducer.report(backend, self.options.update)
+
+    def end_round(self) -> None:
+        """End a round of local SGD. Collective."""
