@@ -321,7 +321,8 @@ class DenseBucket:
         self.nbytes, self.length = memory.array.nbytes, memory.array.size
         self.owned = (slice(0, self.length),) if share is None else share.parts
         self.transfer = None if share is None else share.transfer
-        self._sum = backend.bind(memory.array, "mean", "all_reduce" if share is None else "reduce_scatter")
+        self.kind = "all_reduce" if share is None else "reduce_scatter"
+        self._sum = backend.bind(memory.array, "mean", self.kind)
         self._gather = None if share is None else backend.bind(memory.array, kind="all_gather")
         self._dtype = dtypes.parse(layout.dtype)
         self._sent = backend.compression.sent(self._dtype)

@@ -21,7 +21,7 @@ from trainers.arguments import is_integer
 from trainers.backends import MICRO_BATCH
 from trainers.checks import GradientCheck, changed_alone
 from trainers.data import keeping_generators, micro_batches_of, seed_generators, seed_of
-from trainers.pytorch.buckets import Bucket, DenseBucket, Flat, Gradient, GradientError, Share, changed
+from trainers.pytorch.buckets import Bucket, DenseBucket, Gradient, GradientError, changed
 from trainers.replicas.pytorch.replica import Buffers, batch_norms, running_statistics
 from trainers.replicas.pytorch.tensors import as_array, host_view
 
@@ -211,6 +211,10 @@ class MicroBatches:
         for statistic, part in zip(statistics, parts, strict=True):
             statistic.copy_(part.view(statistic.shape))
 
+    def add_up(self, layout: Bucket, sums: Any, kind: str) -> None:
+        """Write the exact sums of a bucket of all ranks' gradients. kind: of the collective. Collective."""
+        self._backend.sum_terms(self.terms(layout), sums, "sum", self.count, kind)
+
     def terms(self, layout: Bucket) -> list[np.ndarray]:
         """Return this rank's gradients of a bucket, an array for each micro-batch. Local."""
         span = slice(layout.start, layout.stop)
@@ -218,22 +222,11 @@ class MicroBatches:
 
 
 class ExactBucket(DenseBucket):
-    """A DenseBucket whose average is the exact sum of the terms of all ranks' `micro_batches`."""
+    """A DenseBucket whose average is the exact sum of the terms of all ranks' `micro_batches`. given: its arguments."""
 
-    def __init__(
-        self,
-        layout: Bucket,
-        memory: Flat,
-        gradients: Sequence[Gradient],
-        backend: AllReduce,
-        share: Share | None,
-        micro_batches: MicroBatches,
-    ) -> None:
-        super().__init__(layout, memory, gradients, backend, share)
-        self._micro_batches = micro_batches
-        self._backend: Any = backend
-        self._kind = "all_reduce" if share is None else "reduce_scatter"
-        self._sum = self._add_up
+    def __init__(self, *given: Any, micro_batches: MicroBatches) -> None:
+        super().__init__(*given)
+        self._micro_batches, self._sum = micro_batches, self._add_up
 
     def prepare(self) -> list[int]:
         unused = []
@@ -252,5 +245,4 @@ class ExactBucket(DenseBucket):
             gradient_check.check_array(number, term)
 
     def _add_up(self) -> None:
-        terms, count = self._micro_batches.terms(self.layout), self._micro_batches.count
-        self._backend.sum_terms(terms, self.memory.array, "sum", count, self._kind)
+        self._micro_batches.add_up(self.layout, self.memory.array, self.kind)

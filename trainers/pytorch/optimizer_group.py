@@ -28,33 +28,27 @@ Key = tuple[tuple[int, ...], float]
 
 
 class Member(Protocol):
-    """The methods of a MirroredOptimizer that its group and the recovery use."""
+    """The methods of a MirroredOptimizer that its group and the recovery use; trainers.pytorch.assembly.Assembly
+    documents them."""
 
     topology: Topology
     closed: bool
 
     @property
-    def slices_lost(self) -> bool:
-        """Whether slices of a sharded update could not be recovered."""
+    def slices_lost(self) -> bool: ...
 
     @property
-    def steps(self) -> int:
-        """The number of steps that it has done."""
+    def steps(self) -> int: ...
 
-    def start_average(self) -> Callable[[], object]:
-        """Start the average that other ranks have begun; returns a function that finishes it. Collective."""
+    def start_average(self) -> Callable[[], object]: ...
 
-    def newest_state(self, comm: MPI.Intracomm) -> Callable[[], object]:
-        """Receive the newest state of the ranks of `comm`; returns a function that loads it, locally. Collective."""
+    def newest_state(self, comm: MPI.Intracomm) -> Callable[[], object]: ...
 
-    def rebuild(self, group: "OptimizerGroup") -> None:
-        """Create the optimizer's parts again on the ranks of `group`. Collective."""
+    def rebuild(self, group: "OptimizerGroup") -> None: ...
 
-    def recovered(self) -> None:
-        """The recovery is complete on all ranks. Local."""
+    def recovered(self) -> None: ...
 
-    def drop(self) -> None:
-        """Close this optimizer locally, because another rank has dropped it. Local."""
+    def drop(self) -> None: ...
 
 
 class OptimizerGroup:

@@ -74,7 +74,7 @@ class Kernels:
 
 @dataclass
 class Kept:
-    """What the owners keep when others replace them after a failure.
+    """The facts that owners keep when others replace them after a failure.
 
     skipped: the number of steps that were left out. earlier: with exact=True, the steps in a loaded state_dict, less
     this optimizer's own before it. lost: parts of the state could not be recovered. recovered: during a recovery, the
@@ -124,10 +124,7 @@ class TorchOwners(Owners):
     # A step
 
     def step(self, closure: Closure | None) -> Any:
-        """Average the gradients, unless backward has done so, and update. Returns the loss of the closure. Collective.
-
-        closure: its losses become their mean over the ranks.
-        """
+        """See MirroredOptimizer.step. Collective."""
         self.reducer.in_closure = closure is not None
         self.kernels.replace_broken()
         try:
@@ -139,9 +136,12 @@ class TorchOwners(Owners):
 
     def _step_with(self, closure: Closure | None) -> Any:
         """Average and update; return the loss of the closure, which averages its gradients itself. Collective."""
-        return self._apply() if closure is None else self.plain.step(closure)
+        if closure is not None:
+            return self.plain.step(closure)
+        self._apply()
+        return None
 
-    def _apply(self) -> Any:
+    def _apply(self) -> None:
         """Average, and update unless all ranks leave out this step. Collective."""
         self.reduce()
         if not self.reducer.leaves_out():
@@ -201,11 +201,11 @@ class TorchOwners(Owners):
         self.reducer.synchronize()
 
     def clip(self, max_norm: float) -> float:
-        """Average the gradients, and scale them to a norm of at most `max_norm`; returns the norm. Collective."""
+        """See MirroredOptimizer.clip_grad_norm_. Collective."""
         return self.reducer.clip(max_norm)
 
     def count_rows(self, number: float) -> None:
-        """Set the number of rows of the next step. Collective."""
+        """See MirroredOptimizer.rows. Collective."""
         self.reducer.count_rows(number)
 
     def join_others(self) -> None:
@@ -223,10 +223,7 @@ class TorchOwners(Owners):
         self.reduce()
 
     def _catch_up(self, mine: int) -> None:
-        """Load the replica of a rank that has done the most steps. mine: the number of steps that this rank did itself.
-
-        Runs in the queue.
-        """
+        """Load the replica of a rank that has done the most steps; this rank did `mine`. Runs in the queue."""
         steps = all_values(self.reducer.comm, mine, "learn which rank has done the most steps")
         if min(steps) < max(steps):
             self._copy_from(steps.index(max(steps)))

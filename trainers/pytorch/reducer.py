@@ -130,7 +130,7 @@ class Reducer:
         self.micro_batches: MicroBatches | None = None
         if options.exact:
             self.micro_batches = MicroBatches(model, self.gradients, self.flats, backend, options.micro_batch)
-            self.dense: list[DenseBucket] = [ExactBucket(*part, self.micro_batches) for part in parts]
+            self.dense: list[DenseBucket] = [ExactBucket(*part, micro_batches=self.micro_batches) for part in parts]
         else:
             self.dense = [DenseBucket(*part) for part in parts]
         self.sparse = [SparseBucket(index, *named, backend) for index, named in enumerate(rows, len(dense))]
