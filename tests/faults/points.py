@@ -64,7 +64,7 @@ POINTS = {
     "back up": [("trainers.state.backup:Backup", "keep")],
     "back up an array": [("allreduce.transport.chunked", "pieces")],
     "wait for a backup": [("allreduce.transport.chunked", "wait_for")],
-    "update slices": [("trainers.pytorch.sharded:ShardedOptimizer", "_update_blocks")],
+    "update slices": [("trainers.pytorch.sharded:ShardedOptimizer", "update_blocks")],
     "share slices": [("trainers.pytorch.sharded:Placement", "publish")],
 }
 CUT = "cut"  # the file that scripts/cluster_sim.sh waits for

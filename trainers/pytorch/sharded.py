@@ -156,7 +156,7 @@ class ShardedOptimizer(TorchOwners):
         if moved:
             call += f" after {', '.join(moved)} got other memory"
         begin = partial(placement.begin_update, bool(moved), reducer.take_edits())
-        self._update_blocks(reducer.clock.wait(partial(reducer.run_in_queue, call, begin)))
+        self.update_blocks(reducer.clock.wait(partial(reducer.run_in_queue, call, begin)))
 
     def share(self) -> None:
         reducer = self.reducer
@@ -191,7 +191,7 @@ class ShardedOptimizer(TorchOwners):
         if self.backup is not None:
             self.backup.keep(step, lambda memory: [self._piece(each, True, memory) for each in self._spans])
 
-    def _update_blocks(self, used: np.ndarray) -> None:
+    def update_blocks(self, used: np.ndarray) -> None:
         """Update this rank's blocks. Local.
 
         used: for each parameter, whether any rank has a gradient; the other parameters are not changed.
