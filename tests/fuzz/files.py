@@ -124,10 +124,10 @@ def saved(total: int = 3, step: int = 1) -> checkpoint.Saved:
         rates=made.learning_rates,
         choices={"allreduce": "shared"},
         history=[{**epoch, "communication_share": 0.1}],
+        values=np.zeros((step, len(made.metrics))),
     )
     local = [{"random": np.arange(3), "watching.step": np.array(1)}, {"random": np.arange(3)}]
-    measured = np.zeros((step, len(made.metrics)))
-    return checkpoint.Saved("NumpyNetwork", made.config(), dict(made.state()), progress, local, measured)
+    return checkpoint.Saved("NumpyNetwork", made.config(), dict(made.state()), progress, local)
 
 
 def checkpoint_members(folder: Path) -> tuple[bytes, dict[str, bytes], dict[str, Any]]:

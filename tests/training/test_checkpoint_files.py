@@ -23,8 +23,9 @@ from trainers.replicas.numpy.network import NumpyNetwork
 def saved(total: int = 7, **progress: Any) -> Saved:
     network = NumpyNetwork([4, 3, 2], seed=total)
     local = [{"random": np.arange(3, dtype=np.uint8)}, {}]
-    made = Progress(epoch=2, step=1, total=total, ranks=2, history=[{"epoch": 1}], **progress)
-    return Saved("NumpyNetwork", network.config(), network.state(), made, local, np.array([[0.5, 0.25]]))
+    progress |= {"history": [{"epoch": 1}], "values": np.array([[0.5, 0.25]])}
+    made = Progress(epoch=2, step=1, total=total, ranks=2, **progress)
+    return Saved("NumpyNetwork", network.config(), network.state(), made, local)
 
 
 def written(folder: Path, *totals: int) -> list[str]:
@@ -39,7 +40,7 @@ def assert_same(one: Saved, other: Saved) -> None:
         assert list(here) == list(there)
         assert all(here[name].dtype == there[name].dtype for name in here)
         assert all(np.array_equal(here[name], there[name]) for name in here)
-    assert np.array_equal(one.measured, other.measured)
+    assert np.array_equal(one.progress.values, other.progress.values)
 
 
 def test_what_is_written_is_read(tmp_path: Path) -> None:

@@ -20,10 +20,10 @@ X, Y = np.eye(6, 4, dtype=np.float32), np.arange(6) % 3
 def write(folder: Path, total: int, seed: int = 0, sizes: tuple[int, ...] = (4, 3)) -> NumpyNetwork:
     """Write a checkpoint after this number of steps; an epoch has two."""
     network = NumpyNetwork(sizes, seed=seed)
-    progress = checkpoint.Progress(epoch=total // 2, step=total % 2, total=total, ranks=1)
-    saved = checkpoint.Saved(
-        "NumpyNetwork", network.config(), network.state(), progress, [{}], np.zeros((total % 2, 2))
+    progress = checkpoint.Progress(
+        epoch=total // 2, step=total % 2, total=total, ranks=1, values=np.zeros((total % 2, 2))
     )
+    saved = checkpoint.Saved("NumpyNetwork", network.config(), network.state(), progress, [{}])
     folder.mkdir(exist_ok=True)
     checkpoint.write(checkpoint.path_of(str(folder), total), saved)
     return network

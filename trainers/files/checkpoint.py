@@ -14,9 +14,9 @@ import re
 import secrets
 import shutil
 import zipfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -34,34 +34,69 @@ TEMPORARY = re.compile(r"\.(checkpoint-\d{8,18}|best)\.npz\.[0-9a-f]{8}")  # of 
 BEST = "best.npz"
 
 
-@dataclass(frozen=True)
+BEGIN, STEPS, EVALUATION, EVENTS, SAVE = range(5)  # the stages of an epoch; BEGIN: the fit has not called train_begin
+PROGRESS, VALUES = "trainer.progress", "trainer.values"  # the entries of a state that hold its Progress
+Arrays = dict[str, np.ndarray]
+
+
+@dataclass
 class Progress:
-    """The progress of a training; all fields are JSON types.
+    """The position of a training, and all that depends on it: an entry of the state of the training. A checkpoint has
+    it, and a rank that joins or is behind gets it from another rank. All fields but `values` are JSON types.
 
     epoch: number of finished epochs. step: number of steps done in the next one. total: number of steps since the
         beginning.
-    seconds: the time that the steps of the unfinished epoch took.
+    seconds: the time that the steps of the unfinished epoch took before this fit, or before the checkpoint.
     ranks: the number of ranks of the job.
-    settings: the settings that a resumed training must share, by name: "batch_size", "seed", "rows", ...
+    settings: the settings that a resumed training must share, by name: "batch_size", "seed", "rows", ...; and the
+        position of the batches, as `BatchSource.position` returns it, with the name "position".
     shapes: of the named parameters, in their order: [["layer 1 weights", [64, 32]], ...]; may be empty.
     rates: the learning rates, one a group of parameters.
     choices: the backend and update that the job used: {"allreduce": "shared", ...}.
     history: the epochs so far, as trainers.watching.history.Epoch.as_dict gives them.
+    values: those of the steps of the unfinished epoch, (step, metrics).
+    stage, logs, stops: not in files. The next stage of the epoch; its logs, when its steps are done; whether all ranks
+        know that the training stops, and whether it ends with the epoch.
     """
 
-    epoch: int
-    step: int
-    total: int
-    ranks: int
+    epoch: int = 0
+    step: int = 0
+    total: int = 0
+    ranks: int = 0
     seconds: float = 0.0
     settings: dict[str, Any] = field(default_factory=dict)
     shapes: list[Any] = field(default_factory=list)
     rates: list[Any] = field(default_factory=list)
     choices: dict[str, Any] = field(default_factory=dict)
     history: list[Any] = field(default_factory=list)
+    values: np.ndarray = field(default_factory=lambda: np.empty((0, 0)), compare=False)
+    stage: int = STEPS
+    logs: dict[str, Any] = field(default_factory=dict)
+    stops: list[bool] = field(default_factory=list)
+
+    @property
+    def place(self) -> tuple[int, int, int]:
+        """The epoch, step and stage: of two ranks, the one that is behind has the lower place."""
+        return self.epoch, self.step, self.stage
+
+    def as_dict(self, without: Collection[str] = ()) -> dict[str, Any]:
+        """Return the fields without `values`, as JSON types but for numbers of NumPy."""
+        return {name: each for name, each in vars(self).items() if name not in ("values", *without)}
+
+    def pack(self) -> Arrays:
+        """Return this as entries of a state, for other ranks."""
+        return {PROGRESS: np.frombuffer(_text(self.as_dict()).encode(), np.uint8), VALUES: self.values}
+
+    @classmethod
+    def taken_from(cls, state: Arrays) -> "Progress":
+        """Take the entries of `pack` out of a state."""
+        return cls(**json.loads(state.pop(PROGRESS).tobytes()), values=state.pop(VALUES))
 
     def __str__(self) -> str:
         return f"epoch {self.epoch + 1}, step {self.step + 1}" if self.step else f"the end of epoch {self.epoch}"
+
+
+IN_MEMORY = ("stage", "logs", "stops")  # fields of Progress that files do not have
 
 
 @dataclass(frozen=True)
@@ -70,7 +105,6 @@ class Saved:
 
     kind, config, state: the replica's class, `config` and `state`.
     local: each rank's `local_state`, by rank.
-    measured: the values of the steps of an unfinished epoch, (progress.step, metrics).
     shared: state of the training that is not the model's, and the same on all ranks.
     """
 
@@ -79,8 +113,12 @@ class Saved:
     state: dict[str, np.ndarray]
     progress: Progress
     local: list[dict[str, np.ndarray]] = field(default_factory=list)
-    measured: np.ndarray = field(default_factory=lambda: np.empty((0, 0)))
     shared: dict[str, np.ndarray] = field(default_factory=dict)
+
+
+def _text(found: dict[str, Any]) -> str:
+    """Return JSON; callbacks may have put numbers and arrays of NumPy into a history."""
+    return json.dumps(found, default=lambda value: value.tolist())
 
 
 def path_of(folder: str, total: int) -> str:
@@ -107,8 +145,8 @@ def write(path: str, saved: Saved) -> None:
             for name, array in _arrays(saved):
                 model_file.put(archive, name, array)
             sums = {member.filename[:-4]: member.CRC for member in archive.infolist()}
-            header = {"format": FORMAT, "checksums": sums, **asdict(saved.progress)}
-            model_file.put(archive, CHECKPOINT, np.array(json.dumps(header, default=_plain)))
+            header = {"format": FORMAT, "checksums": sums, **saved.progress.as_dict(without=IN_MEMORY)}
+            model_file.put(archive, CHECKPOINT, np.array(_text(header)))
     except OSError as error:
         raise CheckpointError(f"the checkpoint can't be written to {path}: {error.strerror or error}") from error
 
@@ -119,14 +157,9 @@ def _arrays(saved: Saved) -> Iterator[tuple[str, np.ndarray]]:
     for rank, own in enumerate(saved.local):
         for name, array in own.items():
             yield f"{LOCAL}{rank}.{name}", array
-    yield MEASURED, saved.measured
+    yield MEASURED, saved.progress.values
     for name, array in saved.shared.items():
         yield f"{SHARED}{name}", array
-
-
-def _plain(value: Any) -> Any:
-    """Convert a NumPy number or array to JSON types; callbacks may put them into a history."""
-    return value.tolist()
 
 
 def read(path: str) -> Saved:
@@ -147,7 +180,7 @@ def read(path: str) -> Saved:
         del sums[CHECKPOINT]
         if sums != header["checksums"]:
             raise ValueError("its checksums are not those of its arrays")
-        progress = _progress(header)
+        progress = _progress(header, archive[MEASURED])
         model, state = model_in(archive)
         shared = {name.removeprefix(SHARED): archive[name] for name in archive.names if name.startswith(SHARED)}
         for name, array in {**state, **shared}.items():
@@ -157,16 +190,13 @@ def read(path: str) -> Saved:
             if name.startswith(LOCAL):
                 rank, _, own = name.removeprefix(LOCAL).partition(".")
                 local[int(rank)][own] = archive[name]
-        measured = archive[MEASURED]
-        if measured.ndim != 2 or len(measured) != progress.step or measured.dtype.kind != "f":
-            raise ValueError(f"{progress.step} steps, and their values are {measured.dtype}{measured.shape}")
         kind, config = str(model["kind"]), dict(model["config"])
-    return Saved(kind, config, state, progress, local, measured, shared)
+    return Saved(kind, config, state, progress, local, shared)
 
 
-def _progress(header: dict[str, Any]) -> Progress:
+def _progress(header: dict[str, Any], values: np.ndarray) -> Progress:
     """Return the Progress in the header. Raises KeyError, TypeError or ValueError if a field is invalid."""
-    given = {name: header[name] for name in Progress.__dataclass_fields__}
+    given = {name: header[name] for name in Progress().as_dict(without=IN_MEMORY)}
     for name, kind in (("epoch", int), ("step", int), ("total", int), ("ranks", int), ("seconds", float)):
         if type(given[name]) is not kind or not 0 <= given[name] < 2**62:
             raise ValueError(f"{name} is {given[name]!r}")
@@ -176,7 +206,9 @@ def _progress(header: dict[str, Any]) -> Progress:
         given[name] = dict(given[name])
     if not 1 <= given["ranks"] < 1 << 20 or len(given["history"]) > given["epoch"]:
         raise ValueError(f"{given['ranks']} ranks, {given['epoch']} epochs and a history of {len(given['history'])}")
-    return Progress(**given)
+    if values.ndim != 2 or len(values) != given["step"] or values.dtype.kind != "f":
+        raise ValueError(f"{given['step']} steps, and their values are {values.dtype}{values.shape}")
+    return Progress(**given, values=values)
 
 
 def newest(folder: str, check: Callable[[str, Saved], object] | None = None) -> tuple[str, Saved] | None:

@@ -10,10 +10,10 @@ import re
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -159,11 +159,11 @@ class Saver:
 
     # Where the training begins
 
-    def open(self) -> tuple[str, Progress, np.ndarray] | None:
+    def open(self) -> tuple[str, Progress] | None:
         """Check that checkpoints can be written, and load the newest one, if there is one. Collective.
 
-        Returns its path, its progress, and the values of the steps of its unfinished epoch, (steps, metrics); None if
-        there is no checkpoint. Raises CheckpointError on all ranks, before anything is changed.
+        Returns its path, known on rank 0, and its progress; None if there is no checkpoint. Raises CheckpointError on
+        all ranks, before anything is changed.
         """
         comm = self._group.comm
         self._selections = self._strategy.selections()
@@ -172,22 +172,18 @@ class Saver:
         together(comm, self._check_room)
         return resumed
 
-    def go_back(self) -> tuple[str, Progress, np.ndarray] | None:
+    def go_back(self) -> tuple[str, Progress] | None:
         """Load the newest checkpoint during a fit, because the state is lost. Returns as `open`. Collective."""
         self._end_writing()
         return self._load_newest(lambda: files.newest(self._folder, check_arrays))
 
-    def _load_newest(self, find: Callable[[], tuple[str, Saved] | None]) -> tuple[str, Progress, np.ndarray] | None:
-        comm = self._group.comm
-        found = together(comm, lambda: find() if self._chief else None)
-        progress_info = found and [found[0], asdict(found[1].progress), found[1].measured.tolist()]
-        progress_info = root_value(comm, progress_info, "receive the progress of the newest checkpoint")
-        if progress_info is None:
+    def _load_newest(self, find: Callable[[], tuple[str, Saved] | None]) -> tuple[str, Progress] | None:
+        path, saved = together(self._group.comm, lambda: find() if self._chief else None) or ("", None)
+        progress = self._load(saved)
+        if progress is None:
             return None
-        progress = Progress(**progress_info[1])
-        self._load(None if found is None else found[1], progress)
         self._written = progress.total
-        return progress_info[0], progress, np.array(progress_info[2])
+        return path, progress
 
     def _find_newest(self) -> tuple[str, Saved] | None:
         """Return the newest checkpoint from which this training may resume, or None. On rank 0."""
@@ -256,7 +252,7 @@ class Saver:
         """Return the values of this rank that `rejoin` needs from all ranks, as JSON types. Local."""
         return {"has_lock": self._has_lock, "saving": self._saving, "written": self._written}
 
-    def rejoin(self, infos: list[dict[str, Any]]) -> None:
+    def rejoin(self, infos: Sequence[dict[str, Any]]) -> None:
         """Continue on new ranks after a failure; a new rank 0 locks the folder. infos: `recovery_info()` of every rank.
         Collective."""
         self._written = max(info["written"] for info in infos)
@@ -272,23 +268,27 @@ class Saver:
                 f"checkpoints can't be written to {self._folder}: one takes {needed:,} bytes, and {free:,} are free"
             )
 
-    def _load(self, saved: Saved | None, progress: Progress) -> None:
-        """Load a checkpoint on all ranks. Collective. saved: the checkpoint on rank 0, None elsewhere."""
+    def _load(self, saved: Saved | None) -> Progress | None:
+        """Load a checkpoint on all ranks; returns its progress, None if there is no checkpoint. Collective. saved: the
+        checkpoint on rank 0, None elsewhere."""
         comm = self._group.comm
         state = None
         if saved is not None:
             new = {name: np.zeros_like(array) for name, array in self._strategy.shared_state().items()}
-            state = saved.state | new | saved.shared | {RATES: np.array(progress.rates)}
+            state = saved.state | new | saved.shared | {RATES: np.array(saved.progress.rates)} | saved.progress.pack()
         try:
-            adopt_whole(self._strategy, state)
+            progress = adopt_whole(self._strategy, state)
         except ModelFileError as error:  # on all ranks
             text = f"the checkpoint in {self._folder} is of another model: {error}"
             raise on_all_ranks(CheckpointError(text), comm) from error
+        if progress is None:
+            return None
         same = progress.ranks == self._group.size
         packed = together(comm, lambda: [] if saved is None else self._packed(saved, same))
         own = model_file.unpack(bytes_of_root(comm, packed, "receive this rank's part of a checkpoint"))
         self.watching = _with_prefix(own, WATCHING)
         together(comm, lambda: self._load_own(_with_prefix(own, REPLICA), own, same))
+        return progress
 
     def _load_own(self, local: dict[str, np.ndarray], own: dict[str, np.ndarray], same: bool) -> None:
         """Load the strategy's own state, the replica's local state `local`, and the states of the global random
@@ -348,13 +348,14 @@ class Saver:
         values = [self._sign * epoch[self._watched] for epoch in epochs if self._watched in epoch]
         return bool(values) and values[-1] < min((value for value in values[:-1] if value == value), default=math.inf)
 
-    def save(self, progress: Progress, callbacks: Callbacks, measured: np.ndarray, best: bool = False) -> None:
+    def save(self, progress: Progress, callbacks: Callbacks, best: bool = False) -> None:
         """Collect a checkpoint on rank 0, and start writing it in a thread. Collective.
 
-        callbacks: this rank's. measured: the values of the steps of an unfinished epoch.
+        progress: the position, to which this adds the facts about the training. callbacks: this rank's.
         Raises the error of the previous checkpoint (a full disk, for example) on all ranks.
         """
         self._saving = True
+        progress = self._described(progress)
         self._strategy.end_round()
         packed, watching = together(self._group.comm, partial(self._finish_and_pack, callbacks, progress))
         state = self._strategy.snapshot(self._memory)
@@ -366,25 +367,21 @@ class Saver:
             local = [model_file.unpack(each) for each in gathered]
             local[0] |= watching  # not packed: it may be large, and does not change
             shared = self._strategy.shared_state()
-            saved = Saved(type(replica).__name__, replica.saved_config(), state, progress, local, measured, shared)
+            saved = Saved(type(replica).__name__, replica.saved_config(), state, progress, local, shared)
             self._writing = self._writer.submit(self._write, saved, best)
 
         together(self._group.comm, lambda: start() if self._chief else None)
         self._saving = self._overdue = False
 
-    def progress(self, history: History, epoch: int, step: int = 0, seconds: float = 0.0) -> Progress:
-        """Return the progress of the training at this step. Local."""
-        return Progress(
-            epoch=epoch,
-            step=step,
-            total=self._batches.total(epoch, step),
+    def _described(self, progress: Progress) -> Progress:
+        """Return the progress with the facts about the training that a checkpoint has. Local."""
+        return replace(
+            progress,
             ranks=self._group.size,
-            seconds=seconds,
-            settings=self._settings | {"data": self._data, "position": self._batches.position()},
+            settings=self._settings | {"data": self._data, **progress.settings},
             shapes=[[name, list(shape)] for name, shape in self._strategy.replica.shapes().items()],
             choices=self._selections,
             rates=self._strategy.replica.learning_rates,
-            history=[each.as_dict() for each in history],
         )
 
     def _finish_and_pack(self, callbacks: Callbacks, progress: Progress) -> tuple[bytes, dict[str, np.ndarray]]:
@@ -503,7 +500,7 @@ def check(path: str, saved: Saved, replica: Replica, settings: dict[str, Any], s
     if len(progress.rates) != len(replica.learning_rates):
         counts = f"{len(progress.rates)} learning rates, and this one has {len(replica.learning_rates)}"
         raise CheckpointError(f"{path} is of a training with {counts}")
-    if progress.step > steps or (progress.step and len(saved.measured[0]) != len(replica.metrics)):
+    if progress.step > steps or (progress.step and len(progress.values[0]) != len(replica.metrics)):
         raise UnusableError(f"{path} is damaged: step {progress.step} of {steps}")
 
 

@@ -1,27 +1,28 @@
 """The loop of a fit: its steps and epochs, and the position at which it continues after a failure."""
 
-import json
 import logging
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
+from dataclasses import replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from mpi4py import MPI
 
 from allreduce.arrays import gpu
-from allreduce.transport.control import combine, on_all_ranks, raise_together, together
+from allreduce.elastic.standby import JOINED
+from allreduce.transport.control import all_values, combine, on_all_ranks, raise_together, together
 from allreduce.transport.wait import wait_for
 from trainers.data import Batch, BatchSource
-from trainers.errors import ArgumentError
-from trainers.files.checkpoint import Progress as Checkpointed
+from trainers.errors import ArgumentError, DivergedError
+from trainers.files.checkpoint import BEGIN, EVALUATION, EVENTS, SAVE, STEPS, Progress
 from trainers.fit import prefetch
 from trainers.fit.checkpointing import Saver
 from trainers.replica import Replica, check_rows
-from trainers.state.adopt import Arrays
+from trainers.state.adopt import Piece, newest
 from trainers.strategies import alike
 from trainers.strategies.interface import Strategy
 from trainers.strategies.rule import FLAGS, WEIGHT, logs_of
@@ -29,12 +30,12 @@ from trainers.watching.callback import Callbacks, checked
 from trainers.watching.history import VALIDATION, Epoch, History
 from trainers.watching.learning_rate import LearningRateSchedule
 from trainers.watching.meter import CHECK_EVERY, NormMeter
-from trainers.watching.progress import Progress
+from trainers.watching.progress import Progress as Printer
 
 log = logging.getLogger("trainers")
 
 NO_RESUME = "ranks do not take steps together, so no training could resume from it; the previous checkpoint stays"
-ABOUT, VALUES = "trainer.about", "trainer.values"  # the arrays in `Fit.state` that are not its callbacks'
+POSITION = "learn the positions of the ranks in a fit"
 Validation = Callable[[], dict[str, float]]
 
 
@@ -61,40 +62,6 @@ def reduce_left_out_step(strategy: Strategy, share: float, flags: tuple[float, .
     measured[:] = gpu.cupy().asarray(result) if gpu.is_gpu_array(measured) else result
 
 
-class PartialEpoch(NamedTuple):
-    """The finished part of an epoch: its number, the steps done, their seconds, and their metrics, (steps, metrics).
-
-    rows: on a joining rank: the rows that the other ranks did not compute in this fit, but took from a checkpoint; else
-        None.
-    """
-
-    epoch: int = 0
-    step: int = 0
-    seconds: float = 0.0
-    measured: np.ndarray = np.empty((0, 0))
-    rows: int | None = None
-
-    @classmethod
-    def of(cls, progress: Checkpointed, measured: np.ndarray) -> "PartialEpoch":
-        """The unfinished epoch of a checkpoint."""
-        return cls(progress.epoch, progress.step, progress.seconds, measured)
-
-
-class Position(NamedTuple):
-    """The position of a fit: `step` steps of `epoch` are done. stage: the next stage of the epoch, one of STEPS,
-    EVALUATION, EVENTS, SAVE.
-
-    epoch: -1 before the training has begun; the number of epochs when it ends.
-    """
-
-    epoch: int = -1
-    step: int = 0
-    stage: int = 0
-
-
-STEPS, EVALUATION, EVENTS, SAVE = range(4)  # the stages of an epoch
-
-
 class Fit:
     """A fit of a strategy on the ranks of its group.
 
@@ -111,8 +78,9 @@ class Fit:
     Checkpoints are written between two steps of `run_steps`, or after an epoch. A resumed training begins at the newest
     one, possibly in the middle of an epoch.
 
-    `position` advances after everything that the ranks do together: a step, an evaluation, the callbacks. So `run` can
-    be called again after a failure, and continues there (see trainers.recovery.recovery).
+    `progress` advances after everything that the ranks do together: a step, an evaluation, the callbacks. `run`
+    continues there, whether the fit begins, resumes from a checkpoint, goes back to one, joins other ranks, or goes on
+    after a failure (see trainers.recovery.recovery).
 
     batches: the batches of the training; a strategy takes its rank's parts.
     watched: the object that callbacks get as their `trainer`.
@@ -131,16 +99,15 @@ class Fit:
         watched: Any,
         validate: Validation | None,
         callbacks: Sequence[Any],
-        progress: Progress,
+        progress: Printer,
         saver: Saver | None = None,
     ) -> None:
         self.strategy, self.group, self.batches = strategy, strategy.group, batches
         self.saver = saver
-        self.position, self.taken = Position(), strategy.steps  # the position, and `strategy.steps` at it
+        self.progress, self.taken = Progress(stage=BEGIN), strategy.steps  # and `strategy.steps` at it
         self.history = History()
-        self.logs: dict[str, Any] = {}
         self.meter = strategy.make_meter(batches)
-        self._progress, self._users, self._watched = progress, callbacks, watched
+        self._printer, self._users, self._watched = progress, callbacks, watched
         self.callbacks = Callbacks(())
         self.begun = False  # whether all ranks have checked their callbacks, and loaded the checkpoint, if any
         self.error: Exception | None = None  # of this rank, which the other ranks do not know yet
@@ -150,10 +117,8 @@ class Fit:
         self._differ = False  # all ranks know that their batches differ, which must be the same
         self._asked = False  # all ranks know that it is time for a checkpoint
         self._epochs, self._validate, self._goes_on = epochs, validate, watched.goes_on
-        self._resumed = PartialEpoch()
         self._entered = -1  # the last epoch that this rank has begun
         self._since = 0.0  # when this epoch began here
-        self._rows = 0  # rows of this epoch that were done before this fit entered it
         self._share = 0.0  # this rank's share of the current batch
         on_gpu = strategy.replica.device != "cpu"
         self._read_every = CHECK_EVERY if on_gpu else 1  # reading the flags makes the host wait for a GPU
@@ -161,15 +126,15 @@ class Fit:
     @np.errstate(all="ignore")  # the meter reports a diverged loss
     def run(self) -> History:
         """Run the epochs until the last one or until a callback stops the training; returns the history. Collective.
-        Called again after a failure, it continues at `position`."""
+        Called again after a failure, it continues at `progress`."""
         if not self.begun:
             self._open()
-        if self.position.epoch < 0:
+        if self.progress.stage == BEGIN:
             self._begin()
-        while self.position.epoch < self._epochs:
-            self._epoch(self.position.epoch)
+        while self.progress.epoch < self._epochs:
+            self._epoch(self.progress.epoch)
         self.strategy.end_round()
-        self.keep_error(lambda: self.callbacks.train_end(self.logs))
+        self.keep_error(lambda: self.callbacks.train_end(self.progress.logs))
         if self.saver is not None:
             self.keep_error(self.saver.finish)
         self._agree("after the last epoch")
@@ -179,7 +144,7 @@ class Fit:
         """Close the saver, the progress bar and the callbacks. Local."""
         if self.saver is not None:
             self.saver.close()
-        self._progress.close()
+        self._printer.close()
         self.callbacks.release()
         self.batches.close()
 
@@ -188,28 +153,32 @@ class Fit:
         self.strategy.stop_training = False
         found = None if self.saver is None else self.saver.open()
         if found is not None:
-            path, progress, measured = found
-            self._load_checkpointed(progress, measured)
+            path, progress = found
+            self._load_checkpointed(progress)
             rest = "" if progress.epoch < self._epochs else f"; {self._epochs} epochs are done already"
             how = f"; {self.batches.how_resumed}" if self.batches.how_resumed else ""
-            self._progress.print_line(f"resumed: {path}, {progress}{rest}{how}")
+            self._printer.print_line(f"resumed: {path}, {progress}{rest}{how}")
         self.keep_error(self._make_callbacks)
         self._agree(f"with callbacks that communicate: {', '.join(self.callbacks.collective) or 'none'}")
+        self._learn_callbacks()
+        self.begun = True
+
+    def _learn_callbacks(self) -> None:
+        """Learn what the callbacks of any rank do. Collective."""
         asks = np.array([self.callbacks.asks, self.callbacks.looks], np.int64)
         combine(self.group.comm, asks, "learn whether a rank may leave steps out")
         self.asks, self.looks = map(bool, asks)
-        self.begun = True
 
-    def _load_checkpointed(self, progress: Checkpointed, measured: np.ndarray) -> None:
+    def _load_checkpointed(self, progress: Progress) -> None:
         """Continue where a checkpoint was written. Collective. Raises CheckpointError on all ranks."""
-        at = progress.epoch, progress.step, progress.total, progress.settings.get("position")
-        together(self.group.comm, lambda: self.batches.resume(*at))
-        self.load_progress(PartialEpoch.of(progress, measured), progress.history)
+        progress.stage = min(self.progress.stage, STEPS)  # the fit may not have begun yet
+        together(self.group.comm, partial(self.load, progress))
 
-    def load_progress(self, begun: PartialEpoch, history: Sequence[Mapping[str, Any]]) -> None:
-        """Continue the epoch `begun`. history: the epochs before it, each as Epoch.as_dict returns it. Local."""
-        self.history[:] = map(Epoch.of_dict, history)
-        self._resumed, self._entered = begun, -1
+    def load(self, progress: Progress) -> None:
+        """Continue at this progress, of a checkpoint or another rank. Local. Raises CheckpointError."""
+        self.batches.resume(progress.epoch, progress.step, progress.total, progress.settings.get("position"))
+        self.history[:] = map(Epoch.of_dict, progress.history)
+        self.progress, self.taken, self._entered = progress, self.strategy.steps, -1
 
     def open_to_join(self) -> None:
         """Prepare this rank to join the fit of the other ranks, which have begun it. Local."""
@@ -217,31 +186,26 @@ class Fit:
         self.callbacks.train_begin()
         self.begun = True
 
-    def state(self) -> Arrays:
-        """The history, the epoch that the fit is in, and the callbacks' state, for a joining rank. Local."""
-        number, step, _ = self.position
-        begun = self._resumed if self._resumed.epoch == number else PartialEpoch(number)
-        if self._entered == number:
-            begun = PartialEpoch(number, step, begun.seconds, self.meter.values(), self._rows)
-        position = [number, step, self.batches.total(max(number, 0), step), self.batches.position()]
-        about = [[epoch.as_dict() for epoch in self.history], begun.seconds, begun.rows, position]
-        text = json.dumps(about, default=np.ndarray.tolist).encode()
-        return {ABOUT: np.frombuffer(text, np.uint8), VALUES: begun.measured, **self.callbacks.state()}
-
-    def join(self, state: Arrays) -> None:
-        """Continue at `position` on a joining rank. state: the `state` of another rank. Local."""
-        number, step, stage = self.position
-        history, seconds, rows, position = json.loads(state.pop(ABOUT).tobytes())
-        self.batches.resume(*position)
-        in_history = stage > EVENTS
-        self.load_progress(
-            PartialEpoch(number, step, seconds, state.pop(VALUES), rows), history if in_history else history[:number]
+    def snapshot(self, epoch: int | None = None, step: int = 0) -> Progress:
+        """Return the progress at `step` of `epoch`, by default here, for a checkpoint or another rank. Local."""
+        here = self.progress
+        if epoch is None:
+            epoch, step = here.epoch, here.step
+        entered = self._entered == epoch
+        return replace(
+            here if entered or epoch == here.epoch else Progress(),
+            epoch=epoch,
+            step=step,
+            total=self.batches.total(epoch, step),
+            settings={"position": self.batches.position()},
+            history=[each.as_dict() for each in self.history[: epoch + (here.stage > EVENTS)]],
+            values=self.meter.values() if entered and step else here.values,
+            stops=[self.stopped, self.strategy.stop_training],
         )
-        self.keep_error(lambda: self.callbacks.load_state(state))
 
     def _make_callbacks(self) -> None:
         rule, self._users = self.strategy.rule, checked(self._users)
-        watchers = [self.meter, *[rule.norms] * rule.clips, self.history, self._progress, *self._users]
+        watchers = [self.meter, *[rule.norms] * rule.clips, self.history, self._printer, *self._users]
         if rule.schedule is not None:
             watchers.append(rule.schedule)
             if others := [type(each).__name__ for each in self._users if isinstance(each, LearningRateSchedule)]:
@@ -260,42 +224,45 @@ class Fit:
         self.keep_error(lambda: self.callbacks.load_state({} if self.saver is None else self.saver.watching))
         self._agree("before the first epoch")
         goes_back = self._goes_on and not self.strategy.owners.any_rank_may_fail
-        if self.saver is not None and goes_back and not self.history and not self._resumed.step:
+        if self.saver is not None and goes_back and not self.history and not self.progress.step:
             self._save(0)
-        self._go_to(self._resumed.epoch, self._resumed.step)
+        self.progress.stage = STEPS
+        if self.strategy.stop_training:
+            self._go_to(self._epochs)
 
-    def _go_to(self, epoch: int, step: int = 0) -> None:
-        """Set the position to an epoch, or to the end if training stops. Local, the same on all ranks."""
-        self.position = Position(self._epochs if self.strategy.stop_training else epoch, step)
+    def _go_to(self, epoch: int) -> None:
+        """Go to the beginning of an epoch. Local, the same on all ranks."""
+        self.progress = Progress(epoch, logs=self.progress.logs)
 
     def _epoch(self, number: int) -> None:
         """Run the rest of epoch `number`: steps, evaluation, callbacks, checkpoint. Collective."""
-        if self.position.stage == STEPS:
+        if self.progress.stage == STEPS:
             self._enter(number)
             self.strategy.run_epoch(self, number)
         self._conclude(number)
         if self.saver is not None:
             self._save_after(number)
-        self._go_to(number + 1)
+        self._go_to(self._epochs if self.strategy.stop_training else number + 1)
 
     def _conclude(self, number: int) -> None:
         """Do the rest of an epoch whose steps are all taken: means, evaluation, callbacks. Collective."""
-        if self.position.stage == STEPS:
+        at = self.progress
+        if at.stage == STEPS:
             with self.strategy.span("epoch"):
                 self._make_logs(number)
-            self.position = Position(number, self.position.step, EVALUATION)
-        if self.position.stage == EVALUATION:
+            at.stage = EVALUATION
+        if at.stage == EVALUATION:
             if self._validate is not None:
-                self.logs |= {f"{VALIDATION}{name}": value for name, value in self._validate().items()}
-            self.position = Position(number, self.position.step, EVENTS)
-        if self.position.stage == EVENTS:
+                at.logs |= {f"{VALIDATION}{name}": value for name, value in self._validate().items()}
+            at.stage = EVENTS
+        if at.stage == EVENTS:
             if self.looks:
                 self.strategy.end_round()
             with self.strategy.span("epoch"):
-                log.info("epoch %d of %d: %s", number + 1, self._epochs, _in_words(self.logs))
-                self.keep_error(lambda: self.callbacks.epoch_end(number, self.logs))
+                log.info("epoch %d of %d: %s", number + 1, self._epochs, _in_words(at.logs))
+                self.keep_error(lambda: self.callbacks.epoch_end(number, at.logs))
                 self._agree(f"after epoch {number + 1}")
-            self.position = Position(number, self.position.step, SAVE)
+            at.stage = SAVE
 
     def _enter(self, number: int) -> None:
         """Begin epoch `number` on this rank, unless it has begun. Local, except for collective callbacks."""
@@ -307,25 +274,23 @@ class Fit:
         if again:
             return
         self._entered = number
-        if self._resumed.epoch != number:
-            self._resumed = PartialEpoch(number)
-        if self._resumed.step:
-            self.keep_error(lambda: self.meter.load_values(self._resumed.measured))
-        self._rows = self.meter.rows if self._resumed.rows is None else self._resumed.rows
+        if self.progress.step:
+            self.keep_error(lambda: self.meter.load_values(self.progress.values))
 
     def _make_logs(self, number: int) -> None:
-        """Set `logs` to the metrics and times of the steps of an epoch. Collective."""
+        """Set `progress.logs` to the metrics and times of the steps of an epoch. Collective."""
         strategy = self.strategy
         spent = time.perf_counter() - self._since, self.strategy.clock.read()
         seconds, communication = self._agree(f"after the steps of epoch {number + 1}", *spent)
-        self.logs = strategy.end_epoch()
+        logs = strategy.end_epoch()
         self.keep_error(self.meter.check_loss)
-        self.logs |= self.meter.means() | logs_of(self.group.comm, strategy.rule, strategy.mirrors == "step")
-        if math.isnan(self.logs["loss"]) and self.group.rank == 0:
+        logs |= self.meter.means() | logs_of(self.group.comm, strategy.rule, strategy.mirrors == "step")
+        if math.isnan(logs["loss"]) and self.group.rank == 0:
             log.warning("trainers: epoch %d has no loss: all of its steps were left out", number + 1)
-        self.logs |= {
-            "seconds": seconds + self._resumed.seconds,
-            "samples_per_second": (self.meter.rows - self._rows) / seconds,
+        whole = seconds + self.progress.seconds
+        self.progress.logs = logs | {
+            "seconds": whole,
+            "samples_per_second": self.meter.rows / whole,
             "communication_share": communication / seconds,
         }
 
@@ -334,20 +299,20 @@ class Fit:
     @property
     def first_step(self) -> int:
         """The next step of the current epoch."""
-        return self.position.step
+        return self.progress.step
 
     def run_steps(self, number: int) -> None:
         """Run the rest of the steps of epoch `number`; all ranks take each step together. Collective."""
         with self.shares(number) as shares:
-            while self.position.step < self.batches.steps and not self.stopped:
-                self._step(number, self.position.step, shares)
+            while self.progress.step < self.batches.steps and not self.stopped:
+                self._step(number, self.progress.step, shares)
                 self.end_step()
                 self._after_step()
 
     @contextmanager
     def shares(self, number: int) -> Iterator[Iterator[Batch]]:
         """Context manager: this rank's shares of the rest of the batches of epoch `number`. Collective."""
-        step = self.position.step
+        step = self.progress.step
         if self.batches.streams:
             self.begin_stream(number, step)
         batches: Any = self.batches.epoch(number, step)
@@ -383,14 +348,14 @@ class Fit:
 
     def end_step(self) -> None:
         """Advance the position by one step, and call the callbacks with `strategy.measured` of that step. Local."""
-        step = self.position.step
+        step = self.progress.step
         self.advance(1)
         self.keep_error(partial(self.end_batch, step))
 
     def advance(self, steps: int) -> None:
         """Advance the position by a number of steps. Local."""
-        number, step, _ = self.position
-        self.position, self.taken = Position(number, step + steps), self.taken + steps
+        self.progress.step += steps
+        self.taken += steps
 
     def end_steps(self, steps: int) -> None:
         """End steps that this rank has taken on its own: all ranks have taken them now. Collective."""
@@ -399,7 +364,7 @@ class Fit:
 
     def _after_step(self) -> None:
         """Call between_steps of the callbacks, and write a checkpoint if one is due. Collective."""
-        number, step, _ = self.position
+        number, step = self.progress.epoch, self.progress.step
         self.callbacks.between_steps(number, step - 1)
         if self.saver is not None and step < self.batches.steps:
             self._save_between(number, step)
@@ -429,12 +394,12 @@ class Fit:
 
     def check_alike(self) -> None:
         """Raise DataError on all ranks if their next batches differ, which must be the same. Collective if they do."""
-        if self._differ and (error := alike.error(self.batches, self.position.epoch, self.group.comm)):
+        if self._differ and (error := alike.error(self.batches, self.progress.epoch, self.group.comm)):
             raise error
 
     def flags(self, leaves_out: bool = False, *, steps: int = 1) -> tuple[float, ...]:
         """Return this rank's values of FLAGS. steps: taken since the position. Local."""
-        step = self.position.step + 1
+        step = self.progress.step + 1
         marks = alike.marks(self.batches, range(step, step + steps), self.group.size)
         is_time = self.saver is not None and self.saver.is_time()
         stop, failed = self.strategy.stop_training, self.error is not None
@@ -475,7 +440,7 @@ class Fit:
         _, *marks, rows, _, _, stop, save, failed = self.strategy.measured[-len(FLAGS) :].tolist()
         if failed:
             raise_together(self.group.comm, self.error)
-        self.batches.learn(self.position.step + steps, round(rows))
+        self.batches.learn(self.progress.step + steps, round(rows))
         self.stopped, self._asked, self._differ = bool(stop), bool(save), alike.differ(marks)
 
     def idle(self) -> None:
@@ -508,7 +473,7 @@ class Fit:
         error of a checkpoint that is being written."""
         if self.saver is not None:
             self.saver.check()
-        self.strategy.begin_step(self.batches.total(max(self.position.epoch, 0), step))
+        self.strategy.begin_step(self.batches.total(self.progress.epoch, step))
         self.callbacks.batch_begin(step)
 
     def end_batch(self, step: int) -> None:
@@ -547,26 +512,70 @@ class Fit:
     # Failures and checkpoints
 
     def go_back(self) -> bool:
-        """Load the newest checkpoint, and its position. Returns False if there is none. Collective."""
+        """Load the newest checkpoint, and continue there. Returns False if there is none. Collective."""
         found = None if self.saver is None else self.saver.go_back()
         if found is None or self.saver is None:
             return False
-        path, progress, measured = found
-        self._load_checkpointed(progress, measured)
-        self.position, self.taken = Position(progress.epoch, progress.step), self.strategy.steps
+        path, progress = found
+        self._load_checkpointed(progress)
         self.stopped = False
         self.callbacks.forget()
         self.callbacks.load_state(self.saver.watching)
-        self._progress.print_line(f"back to: {path}, {progress}")
+        self._printer.print_line(f"back to: {path}, {progress}")
         return True
 
-    def step_back(self) -> None:
-        """Go back by one step, which is then taken again. Local."""
-        number, step, _ = self.position
-        self.position, self.taken = Position(number, step - 1), self.taken - 1
-        self.stopped = False  # a rank that wants to stop asks again
-        self.meter.step_back()
-        self.strategy.rule.norms.step_back()
+    def rejoin(self) -> None:
+        """Bring all ranks to the position of the rank that is furthest ahead, after they have loaded the state after
+        `strategy.steps` steps. Collective.
+
+        - The ranks complete each step, and each stage after the steps, together. So they are at most one apart.
+        - A rank that is behind calls its own callbacks of the step. A rank that joins takes another rank's callbacks'
+            state.
+        """
+        comm, joined = self.group.comm, [old == JOINED for old in self.group.previous]
+        joins = joined[self.group.rank]
+        if not joins:
+            self._follow_state(self.strategy.steps - self.taken)
+        self._learn_callbacks()
+        rows = [self.callbacks.called(), None if self.saver is None else self.saver.recovery_info()]
+        called, saving = zip(*all_values(comm, rows, POSITION), strict=True)
+        self.callbacks.repeat((tuple(event), done) for event, done in called)
+        found = newest(comm, [] if joins else [self._piece(any(joined))], length=1)
+        assert found is not None
+        progress = Progress.taken_from(state := found.state)
+        if joins:
+            self.load(progress)
+            self.keep_error(lambda: self.callbacks.load_state(state))
+        if joins or self.progress.place < progress.place:
+            self.progress = progress
+            self.stopped, self.strategy.stop_training = progress.stops
+        self.keep_error(self.callbacks.ranks_change)
+        if self.saver is not None:
+            self.saver.rejoin(saving)
+        self.meter.check_all()
+
+    def _follow_state(self, gained: int) -> None:
+        """Follow the state that was loaded, which has gained steps: -1, 0 or 1, or a round of steps that this rank has
+        taken on its own. Local."""
+        if gained > 0:
+            self.read_flags(gained)
+            if self.strategy.mirrors != "step":
+                self.advance(gained)
+                return
+            with suppress(DivergedError):  # all ranks raise it together later, in `check_all`
+                self.end_step()
+        elif gained < 0:  # the step is taken again
+            self.advance(gained)
+            self.stopped = False  # a rank that wants to stop asks again
+            self.meter.load_values(self.meter.values()[: self.progress.step])
+            self.strategy.rule.norms.step_back()
+
+    def _piece(self, to_join: bool) -> Piece:
+        """Return the progress as a piece of a state, of which the one that is furthest ahead is the newest. Local.
+        to_join: with the state of the callbacks, for a rank that joins."""
+        epoch, step, stage = self.progress.place
+        state = self.snapshot().pack() | (self.callbacks.state() if to_join else {})
+        return Piece(epoch, epoch, 0, 1, {}, state, serial=(SAVE + 1) * step + stage)
 
     def save_now(self) -> None:
         """Write a checkpoint at the current position, before the job stops. Collective.
@@ -574,8 +583,8 @@ class Fit:
         If all steps of the epoch are taken, it is evaluated and its epoch_end callbacks are called first. If the ranks
         do not take steps together, nothing is written in the middle of an epoch.
         """
-        saver, (number, step, stage) = self.saver, self.position
-        if saver is None or not 0 <= number < self._epochs:
+        saver, (number, step, stage) = self.saver, self.progress.place
+        if saver is None or stage == BEGIN or number >= self._epochs:
             return
         if stage == STEPS and not self.strategy.synchronous:
             if self.group.rank == 0:
@@ -593,17 +602,19 @@ class Fit:
 
     def _save_here(self, number: int, step: int) -> None:
         self.meter.check_loss()
-        self._save(number, step, self._resumed.seconds + time.perf_counter() - self._since)
+        self._save(number, step)
 
-    def _save(self, number: int, step: int = 0, seconds: float = 0.0, best: bool = False) -> None:
+    def _save(self, number: int, step: int = 0, best: bool = False) -> None:
         """Write a checkpoint after `step` steps of an epoch, with the learning rates from before the fit.
 
         Collective.
         """
         assert self.saver is not None
         self.strategy.rule.end_step()
-        progress = self.saver.progress(self.history, number, step, seconds)
-        self.saver.save(progress, self.callbacks, self.meter.values() if step else np.empty((0, 0)), best)
+        progress = self.snapshot(number, step)
+        if step:
+            progress.seconds += time.perf_counter() - self._since
+        self.saver.save(progress, self.callbacks, best)
 
     def _save_between(self, number: int, step: int) -> None:
         """Write a checkpoint before `step` of an epoch, if one is due or the training stops here. Collective."""

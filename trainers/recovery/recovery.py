@@ -10,9 +10,8 @@ import logging
 import time
 import zlib
 from collections.abc import Callable
-from contextlib import suppress
 from functools import partial
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Generic, NamedTuple, TypeVar
 
 from allreduce.elastic.retry import attempt, recover, retry
 from allreduce.elastic.standby import JOINED, ElasticWorld, JoiningRank
@@ -21,10 +20,11 @@ from allreduce.topology import Topology
 from allreduce.transport import processes, ulfm
 from allreduce.transport.control import all_values, everywhere, on_all_ranks
 from trainers.arguments import name_error
-from trainers.errors import ArgumentError, DivergedError
-from trainers.fit.loop import STEPS, Fit, Position
+from trainers.errors import ArgumentError
+from trainers.files.checkpoint import BEGIN
+from trainers.fit.loop import POSITION, Fit
 from trainers.group import Owner, RankGroup
-from trainers.state.adopt import Piece, newest
+from trainers.state.adopt import Piece
 from trainers.strategies.interface import Strategy
 from trainers.transforms import average
 from trainers.watching.history import History
@@ -34,7 +34,6 @@ log = logging.getLogger("trainers")
 ResultT = TypeVar("ResultT")
 ON_FAILURE = ("stop", "continue")
 CONSTRUCTION = "the construction of the trainer"
-HOW_FAR = "learn the positions of the ranks in a fit"
 
 
 class Failure(NamedTuple):
@@ -331,11 +330,7 @@ class Recovery:
 
 
 class FitCall(Call[History]):
-    """A fit, which continues at its position after a failure. begin: creates the Fit; collective.
-
-    - The ranks complete each step, and each stage after the steps, together. So they are at most one of these apart.
-    - A rank that is behind takes the logs and flags from a rank that is ahead, and calls its own callbacks.
-    """
+    """A fit, which continues at its progress after a failure. begin: creates the Fit; collective."""
 
     admits_ranks = True
 
@@ -363,15 +358,14 @@ class FitCall(Call[History]):
             self._fit.close()
 
     def __str__(self) -> str:
-        if self._fit is None or not self._fit.position.epoch >= 0:
+        if self._fit is None or self._fit.progress.stage == BEGIN:
             return "fit, before its first epoch"
-        return f"fit, epoch {self._fit.position.epoch + 1}, step {self._fit.position.step + 1}"
+        return f"fit, epoch {self._fit.progress.epoch + 1}, step {self._fit.progress.step + 1}"
 
     def rejoin(self) -> None:
-        """Bring all ranks to the position of the rank that is furthest ahead. Collective."""
         fit, strategy, group = self._fit, self._strategy, self._strategy.group
         # a rank has no fit yet, so nothing was trained: begin again
-        if not all(all_values(group.comm, fit is not None and fit.begun, HOW_FAR)):
+        if not all(all_values(group.comm, fit is not None and fit.begun, POSITION)):
             self.close()
             self._fit = None
             return
@@ -380,76 +374,15 @@ class FitCall(Call[History]):
         if group.rank == 0 and group.size < self._ranks:
             fit.batches.lose_ranks()
         self._ranks = group.size
-        if group.previous[group.rank] != JOINED:
-            move_position(fit, strategy.steps - fit.taken)
-        fit.taken = strategy.steps
-        infos = all_values(group.comm, recovery_info(fit), HOW_FAR)
-        catch_up(fit, infos)
-        if JOINED in group.previous:
-            send_progress(fit, group.previous[group.rank] == JOINED)
-        fit.keep_error(fit.callbacks.ranks_change)
-        if fit.saver is not None:
-            fit.saver.rejoin([info["saver"] for info in infos])
-        fit.meter.check_all()
+        fit.rejoin()
 
     def go_back(self) -> bool:
-        fits = all_values(self._strategy.group.comm, self._fit is not None and self._fit.begun, HOW_FAR)
+        fits = all_values(self._strategy.group.comm, self._fit is not None and self._fit.begun, POSITION)
         return all(fits) and self._fit is not None and self._fit.go_back()
 
     def save_before_stop(self) -> None:
         if self._fit is not None:
             self._fit.save_now()
-
-
-def recovery_info(fit: Fit) -> dict[str, Any]:
-    """Return this rank's position, logs and flags of a fit, as JSON types, for `catch_up`. Local."""
-    return {
-        "position": fit.position,
-        "logs": fit.logs,
-        "stop": [fit.stopped, fit.strategy.stop_training],
-        "called": fit.callbacks.called(),
-        "asks": fit.callbacks.asks,
-        "looks": fit.callbacks.looks,
-        "saver": None if fit.saver is None else fit.saver.recovery_info(),
-    }
-
-
-def move_position(fit: Fit, gained: int) -> None:
-    """Move the fit's position by `gained` steps, to match the state that was loaded: -1, 0 or 1, or a round of steps
-    that this rank has taken on its own. Local."""
-    if gained > 0:
-        fit.read_flags(gained)
-    if gained > 0 and fit.strategy.mirrors != "step":
-        fit.advance(gained)
-    elif gained > 0:
-        with suppress(DivergedError):  # all ranks raise it together later, in `check_all`
-            fit.end_step()
-    elif gained < 0:
-        fit.step_back()
-
-
-def catch_up(fit: Fit, infos: list[dict[str, Any]]) -> None:
-    """Set the fit's position, logs and flags to those of the rank that is ahead. Local, the same on all ranks.
-
-    infos: `recovery_info` of every rank.
-    """
-    ahead = max(infos, key=lambda info: info["position"])
-    position = Position(*ahead["position"])
-    if fit.position < position:
-        fit.position = position
-        if position.stage != STEPS:
-            fit.logs = ahead["logs"]
-        fit.stopped, fit.strategy.stop_training = ahead["stop"]
-    fit.asks, fit.looks = (any(info[name] for info in infos) for name in ("asks", "looks"))
-    fit.callbacks.repeat((tuple(event), called) for event, called in (info["called"] for info in infos))
-
-
-def send_progress(fit: Fit, joins: bool) -> None:
-    """Give joining ranks the state of the fit on another rank. Collective. joins: this rank has joined."""
-    found = newest(fit.group.comm, [] if joins else [Piece(0, 0, 0, 1, {}, fit.state())], length=1)
-    assert found is not None
-    if joins:
-        fit.join(found.state)
 
 
 class EditCall(Call[None]):

@@ -18,6 +18,7 @@ from mpi4py import MPI
 from allreduce.transport.chunked import pieces
 from allreduce.transport.control import all_values, together
 from allreduce.transport.wait import waiting
+from trainers.files.checkpoint import PROGRESS, Arrays, Progress
 from trainers.group import RankGroup, broadcast_arrays
 from trainers.replica import Replica
 from trainers.state.owners import Owners
@@ -25,7 +26,6 @@ from trainers.transforms.average import AVERAGE
 
 log = logging.getLogger("trainers")
 
-Arrays = dict[str, np.ndarray]
 # optional entries of a state: the learning rates, and the momentum of local SGD's outer optimizer
 RATES, OUTER = "trainer.learning_rates", "trainer.outer_momentum"
 ADOPT = "load a state"
@@ -156,29 +156,32 @@ def fetch_pieces(comm: MPI.Intracomm, selection: Selection, piece: Callable[[int
         yield own._replace(sliced=sliced, rest=rest)
 
 
-def adopt(target: Target, own: Sequence[Piece], length: int = 1, live: bool = False) -> bool:
-    """Load on all ranks the newest state that their pieces cover. Returns False if there is none. Collective.
+def adopt(target: Target, own: Sequence[Piece], length: int = 1, live: bool = False) -> Progress | None:
+    """Load on all ranks the newest state that their pieces cover. Returns the progress of the training in it, which
+    may be empty; None if there is no state. Collective.
 
     own, length: see `newest`. live: this rank's replica already holds the state, so it loads nothing. All ranks raise
         an error in loading.
     """
     found = newest(target.group.comm, own, length)
     if found is None:
-        return False
-    together(target.group.comm, lambda: None if live else target.load_state(found.step, found.state))
-    return True
+        return None
+    state = found.state
+    progress = Progress.taken_from(state) if PROGRESS in state else Progress()
+    together(target.group.comm, lambda: None if live else target.load_state(found.step, state))
+    return progress
 
 
-def adopt_whole(target: Target, state: Arrays | None, live: bool = False) -> bool:
-    """Load on all ranks the complete state of the lowest rank that gives one. Returns False if none does. Collective.
+def adopt_whole(target: Target, state: Arrays | None, live: bool = False) -> Progress | None:
+    """Load on all ranks the complete state of the lowest rank that gives one. Returns as `adopt`. Collective.
 
     state: this rank's; None on ranks that have none. live: as of `adopt`.
     """
     own = [] if state is None else [Piece(0, 0, 0, 1, {}, state)]
     together(target.group.comm, target.owners.begin_change)
-    loaded = adopt(target, own, live=live)
+    progress = adopt(target, own, live=live)
     target.owners.synchronize_state()  # also if nothing was loaded: it ends the change
-    return loaded
+    return progress
 
 
 def mirror(target: Target, whole: bool = True, root: int = 0) -> None:
@@ -214,7 +217,7 @@ def load(target: Target, state: Arrays) -> None:
     """Load on all ranks a state that `copy_state` returned. Collective. Logs a warning if the rank with the copy has
     failed."""
     target.group.enter("load a state")
-    if not adopt_whole(target, state or None) and target.group.rank == 0:
+    if adopt_whole(target, state or None) is None and target.group.rank == 0:
         log.warning("trainers: the rank with the copy of the state has failed; the model is not changed")
 
 

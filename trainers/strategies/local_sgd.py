@@ -325,7 +325,7 @@ class LocalSGD(Mirrored):
         self._joins = joins
         self._added.clear()
         try:
-            return adopt(self, own)
+            return adopt(self, own) is not None
         finally:
             self._infos = []
 

@@ -270,7 +270,7 @@ class Mirrored(Strategy):
         own = [self.steps, self._last.tolist(), self._unfinished.tolist(), updated]
         self._ended = all_values(self.group.comm, own, ADOPT)
         try:
-            done = adopt(self, self.saved or [], len(self.buffer))
+            done = adopt(self, self.saved or [], len(self.buffer)) is not None
             if not done:
                 self.steps = max(steps for steps, *_ in self._ended)
         finally:

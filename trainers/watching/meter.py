@@ -88,11 +88,6 @@ class Meter(Callback):
         rows = np.concatenate([values, np.isnan(values[:, :1])], axis=1).astype(self._rows.dtype)
         self._rows[: self._done] = rows if isinstance(self._rows, np.ndarray) else gpu.cupy().asarray(rows)
 
-    def step_back(self) -> None:
-        """Forget the last step, which will be taken once more."""
-        self._done -= 1
-        self._seen = min(self._seen, self._done)
-
     def check_all(self) -> None:
         """Check all losses of this epoch again, as `check_loss` does."""
         self._seen = 0

@@ -208,7 +208,7 @@ def test_seconds_are_rank_0s_and_the_best_is_kept(flat: allreduce.Topology, fold
         assert sorted(os.listdir(folder)) == ["best.npz", "checkpoint-00000019.npz", "checkpoint-00000020.npz"]
         assert files.read(str(folder / "best.npz")).progress.epoch == 1
         middle = files.read(str(folder / "checkpoint-00000019.npz"))
-        assert (str(middle.progress), middle.measured.shape) == ("epoch 4, step 5", (4, 2))
+        assert (str(middle.progress), middle.progress.values.shape) == ("epoch 4, step 5", (4, 2))
 
 
 def test_a_stop_is_written_and_a_longer_training_goes_on(flat: allreduce.Topology, folder: Path) -> None:
@@ -468,9 +468,10 @@ def test_where_older_versions_stopped_after_the_last_step_of_an_epoch(
         fitted(trainer, epochs=2, checkpoint=Checkpoint(str(folder), "1 step"))
     if flat.rank == 0:
         path, saved = files.path_of(str(folder), 10), files.read(files.path_of(str(folder), 9))
-        progress = replace(saved.progress, step=steps, total=10)
-        measured = np.concatenate([saved.measured, *[saved.measured[-1:]] * (steps - 4)])
-        files.write(path, replace(files.read(path), progress=progress, measured=measured))
+        values = saved.progress.values
+        values = np.concatenate([values, *[values[-1:]] * (steps - 4)])
+        progress = replace(saved.progress, step=steps, total=10, values=values)
+        files.write(path, replace(files.read(path), progress=progress))
     with MirroredTrainer(network(seed=5), "ring", flat) as trainer, caplog.at_level("WARNING", "trainers"):
         resumed = fitted(trainer, checkpoint=str(folder), resume=True)
         assert trainer.parameters_sha256() == expected
