@@ -153,6 +153,51 @@ def weights_error(weights: np.ndarray) -> str:
     return ""
 
 
+class Arrays:
+    """Rows in memory, or in memory maps. data: (x, y) or (x, y, weights); or (x,), for a prediction.
+
+    As text it has a checksum of the first and the last row, by which ranks compare their rows. Raises ArgumentError.
+    """
+
+    checked = True
+
+    def __init__(self, data: Data) -> None:
+        if wrong := rows_error(data):
+            raise ArgumentError(wrong)
+        self.data = data
+        if len(data) > 1 and not len(self):
+            raise ArgumentError("there are no samples: x and y are empty")
+        if len(data) > 2 and not data[2].any():
+            raise ArgumentError("sample_weight is 0 for all rows, so there would be nothing to train on")
+
+    def __len__(self) -> int:
+        return row_count(self.data)
+
+    def __str__(self) -> str:
+        return ", ".join(
+            f"{name} {array.dtype}{list(array.shape)} {_ends_of(array)}" for name, array in named(self.data)
+        )
+
+    @property
+    def first(self) -> Data:
+        return self.data
+
+    def part(self, rows: slice) -> Data:
+        """Return these rows, views."""
+        return sliced(self.data, rows)
+
+    def fingerprint(self) -> "Fingerprint":
+        """The fingerprint of the rows, of which some are read."""
+        rows = _sampled(len(self), OF_ARRAYS)
+        return {name: _described(array, [array[row] for row in rows]) for name, array in named(self.data)}
+
+
+def _ends_of(array: np.ndarray) -> str:
+    if array.ndim == 0 or len(array) == 0 or array.dtype.hasobject:
+        return "empty"
+    return f"#{zlib.crc32(np.ascontiguousarray(array[[0, -1]]).tobytes()):08x}"
+
+
 class Samples:
     """A data set whose rows are fetched when they are needed.
 
@@ -164,8 +209,10 @@ class Samples:
     Rows come from `data.__getitems__(list of numbers)`, if it exists (PyTorch's protocol); else, without a collate,
     from data[array of numbers], if that gives the same rows as row by row; else row by row. Raises ArgumentError.
 
-    collate: as given.
+    collate: as given. first: a few rows.
     """
+
+    checked = False
 
     def __init__(self, data: Any, collate: Collate | None = None) -> None:
         self.name = type(data).__name__
@@ -218,6 +265,21 @@ class Samples:
         if wrong := rows_error(found):
             raise DataError(f"the {self.name} can't give rows {_shown(rows)}: {wrong}")
         return found
+
+    def part(self, rows: slice) -> Data:
+        """Return these rows. Raises DataError."""
+        return self.take(np.arange(rows.start, rows.stop))
+
+    def fingerprint(self) -> "Fingerprint":
+        """The fingerprint of the rows. Some are read twice, because the data set may augment them at random: an array
+        gets no checksums if the two readings differ. The caller restores the global random generators that a data set
+        used. Raises DataError."""
+        rows = _sampled(len(self), OF_SAMPLES)
+        first, again = ({name: _described(array, array) for name, array in named(self.take(rows))} for _ in range(2))
+        for name, described in first.items():
+            if described != again.get(name):
+                described["rows"] = []
+        return first
 
     def _one_by_one(self, rows: np.ndarray) -> Any:
         numbers = rows.tolist()
@@ -297,26 +359,9 @@ OF_ARRAYS, OF_SAMPLES = 64, 16
 WORDS = 624  # 32-bit words in the state of NumPy's generator
 SHOWN = 5  # rows that a message names
 
-# for each array by its name ("x", "y", ...): "kind", the dtype and shape of a row; "rows", the CRC-32 of some rows
+# tells data sets apart; for each array by its name ("x", "y", ...): "kind", the dtype and shape of a row; "rows", the
+# CRC-32 of some rows
 Fingerprint = dict[str, dict[str, Any]]
-
-
-def fingerprint(data: Data) -> Fingerprint:
-    """The fingerprint of arrays, or of (Samples, None), to tell data sets apart. Raises DataError.
-
-    Rows of arrays are read once. Rows of a data set are read twice, because it may augment them at random: an array
-    gets no checksums if the two readings differ. The caller restores the global random generators that a data set used.
-    """
-    samples = data[0]
-    if not isinstance(samples, Samples):
-        rows = _sampled(row_count(data), OF_ARRAYS)
-        return {name: _described(array, [array[row] for row in rows]) for name, array in named(data)}
-    rows = _sampled(len(samples), OF_SAMPLES)
-    first, again = ({name: _described(array, array) for name, array in named(samples.take(rows))} for _ in range(2))
-    for name, described in first.items():
-        if described != again.get(name):
-            described["rows"] = []
-    return first
 
 
 def difference(before: Any, now: Fingerprint, count: int) -> str:
@@ -429,9 +474,17 @@ class BatchSource(ABC):
     def settings(self) -> dict[str, Any]:
         """The settings that decide which rows are in which batch."""
 
-    @abstractmethod
     def fingerprint(self) -> Fingerprint:
-        """The fingerprint of the data. Raises DataError."""
+        """The fingerprint of the data; {} if it has none. Raises DataError."""
+        return {}
+
+    def first(self) -> Data | None:
+        """Return the first batch, or a few rows; None if this rank has none. Local. Raises DataError."""
+        return None
+
+    def meet(self, values: Callable[[Any, str], list[Any]]) -> None:  # noqa: B027
+        """Compare the first batches of all ranks, if no rank has all rows. Raises an error of the same type and text on
+        all ranks. Collective. values: returns the value of every rank; see RankGroup.values."""
 
     @abstractmethod
     def set_part(self, part: int | None, parts: int) -> None:
@@ -533,7 +586,8 @@ def batch_sizes(rows: int, batch_size: int) -> np.ndarray:
 class Batches(BatchSource):
     """The batches of rows that all ranks have.
 
-    x, y: the whole data, trees that are the same on every rank (memory maps will do); or `Samples`, and None.
+    x, y: the whole data, trees that are the same on every rank (memory maps will do); or `Samples` or `Arrays`, and
+        None.
     batch_size: rows in a global batch.
     parts: the number of parts of every batch. part: the part that this rank gets; None for shares without rows.
     micro_batch: a rank gets whole micro-batches of this number of rows, the last one of a batch perhaps shorter. None:
@@ -558,9 +612,9 @@ class Batches(BatchSource):
         weights: np.ndarray | None = None,
         weigh: Callable[[Data], Data] | None = None,
     ) -> None:
-        self._data: Data = (x, y) if weights is None else (x, y, weights)
-        self.checked = not isinstance(x, Samples)  # whether all rows could be checked before the training (arrays)
-        self.rows = row_count(x) if self.checked else len(x)
+        given = x if y is None else Arrays((x, y) if weights is None else (x, y, weights))
+        self._data: Arrays | Samples = given
+        self.checked, self.rows = given.checked, len(given)
         self.batch_size, self.ahead = min(batch_size, self.rows), ahead
         self._sizes = batch_sizes(self.rows, self.batch_size)
         self._seed, self._shuffle, self._micro_batch = seed, shuffle, micro_batch
@@ -573,8 +627,8 @@ class Batches(BatchSource):
         unit = self._micro_batch or 1
         units = -(-self.batch_size // unit)
         most = -(-units // parts) * unit
-        x = self._data[0]
-        self._source = x if isinstance(x, Samples) else _Arrays(self._data, most, self.ahead + 1)
+        rows = self._data
+        self._source = rows if isinstance(rows, Samples) else _Buffers(rows.data, most, self.ahead + 1)
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -589,8 +643,14 @@ class Batches(BatchSource):
         found["workers"] = None  # "given" in checkpoints of former versions, whose processes drew other random numbers
         return found if self._micro_batch is None else found | {"micro_batch": int(self._micro_batch)}
 
+    def __str__(self) -> str:
+        return str(self._data)
+
     def fingerprint(self) -> Fingerprint:
-        return fingerprint(self._data)
+        return self._data.fingerprint()
+
+    def first(self) -> Data:
+        return self._data.first
 
     @property
     def steps(self) -> int:  # type: ignore[override]
@@ -619,9 +679,9 @@ class Batches(BatchSource):
 
     def _read(self, epoch: int, rows: list[np.ndarray]) -> list[Data]:
         """Return the rows of each array of numbers. Raises DataError."""
-        if not self.checked and self._micro_batch is not None:
+        if isinstance(self._data, Samples) and self._micro_batch is not None:
             with keeping_generators():
-                return [self._data[0].take(each, (self._seed, epoch)) for each in rows]
+                return [self._data.take(each, (self._seed, epoch)) for each in rows]
         if len(rows) == 1:
             return [self._source.take(rows[0])]
         return cut(self._source.take(np.concatenate(rows)), sum(each.size for each in rows), rows[0].size)
@@ -698,7 +758,7 @@ def load_generator_states(states: tuple[Any, ...]) -> None:
         torch.set_rng_state(of_torch)
 
 
-class _Arrays:
+class _Buffers:
     """Copies rows of arrays into `sets` sets of buffers, which are used in turn. most: the most rows in a call."""
 
     def __init__(self, data: Data, most: int, sets: int) -> None:

@@ -14,52 +14,34 @@ from typing import Any, Concatenate, Generic, NoReturn, ParamSpec, TextIO, TypeV
 
 import numpy as np
 
-from allreduce.errors import ClosedError, CopyError, DisagreementError
+from allreduce.errors import ClosedError, CopyError
 from allreduce.topology import Topology
 from allreduce.tracing.trace import Trace
 from allreduce.transport import ulfm
-from allreduce.transport.control import all_values, on_all_ranks, root_value, together
+from allreduce.transport.control import root_value, together
 from allreduce.transport.wait import waiting
-from trainers.arguments import flag_error, integer_error, require
+from trainers.arguments import flag_error
 from trainers.data import (
-    Batches,
     BatchSource,
     Collate,
-    Data,
-    Samples,
     Tree,
-    as_arrays,
-    as_data,
     leaves,
     mapped,
-    named,
     row_count,
-    rows_error,
     sliced,
 )
 from trainers.datasets.columns import Columns
-from trainers.datasets.shards import ShardRows
-from trainers.errors import ArgumentError, TrainerError, known_only
-from trainers.fit import prefetch as fetching
+from trainers.errors import ArgumentError, known_only
+from trainers.fit import source
 from trainers.fit.checkpointing import Checkpoint, make_saver
-from trainers.fit.evaluation import (
-    EXACT_ROWS,
-    Evaluated,
-    Evaluation,
-    evaluate_loader,
-    means_of,
-    predict_chunk,
-    rows_of_loaders,
-)
-from trainers.fit.loader import DIVIDED, WHOLE, LoaderBatches
+from trainers.fit.evaluation import Evaluation, means_of, predict_chunk
 from trainers.fit.loop import Fit
-from trainers.fit.reader import Reader
-from trainers.fit.shards import OwnRows, ShardBatches, shards_error, uneven_text
+from trainers.fit.source import BATCH_SIZE, Given
 from trainers.fit.weights import ClassWeights
 from trainers.group import GroupOwner, RankGroup, gather_rows
 from trainers.recovery.recovery import Call, EditCall, Failure, FitCall, Recovery
 from trainers.recovery.terminating import stops_at_sigterm
-from trainers.replica import Hold, Replica, check_rows
+from trainers.replica import Hold
 from trainers.state.adopt import mirror
 from trainers.strategies.interface import Strategy
 from trainers.strategies.rule import StepOptions
@@ -68,7 +50,6 @@ from trainers.watching.progress import Progress
 
 log = logging.getLogger("trainers")
 
-BATCH_SIZE = 100  # rows of a global batch, by default
 KEPT_ROWS, KEPT_BYTES = 32, 1 << 24  # at most, of the rows of a fit, for an export
 StrategyT = TypeVar("StrategyT", bound=Strategy)
 ResultT = TypeVar("ResultT")
@@ -261,37 +242,25 @@ class Trainer(GroupOwner, Generic[StrategyT]):
         flags = {"shuffle": shuffle, "resume": resume, "progress": progress, "validate_ema": validate_ema}
         flags |= {} if prefetch is None else {"prefetch": prefetch}
 
+        given = Given(x, y, sample_weight, collate, rows, steps_per_epoch)
+        to_validate = Given.to_validate(validation_data, collate, validation_rows, validation_steps)
+
         def begin() -> Fit:
             self._check_options(options, flags, settings)
             self.replica.divided = strategy.parts > 1 or accumulate > 1 or strategy.micro_batch is not None
-            if isinstance(x, ShardRows):
-                others = {"y": y, "sample_weight": sample_weight, "class_weight": class_weight, "collate": collate}
-                others |= {"rows": rows, "steps_per_epoch": steps_per_epoch}
-                return fit_of(self._check_shards(x, settings, others))
-            if rows is None and steps_per_epoch is None:
-                x_all, y_all, *weights = self._check_call("fit", (x, y, sample_weight), settings, collate)
-                self._keep_rows(x_all.first[0] if isinstance(x_all, Samples) else x_all)
-                ahead = fetching.batches_ahead(x, y, prefetch, strategy.micro_batch is not None)
-                own = strategy.part, strategy.parts, seed, shuffle, ahead, strategy.micro_batch
-                return fit_of(Batches(x_all, y_all, batch_size, *own, weights[0] if weights else None, weigh))
-            given, ahead = (x, y, sample_weight), fetching.AHEAD if prefetch else 0
-            loader = self._check_loader(given, rows, steps_per_epoch, settings, collate, ahead)
+            batches = source.to_train(strategy, given, settings, prefetch)
             try:
-                return fit_of(loader)
+                return fit_of(batches)
             except BaseException:
-                loader.close()
+                batches.close()
                 raise
 
         def fit_of(batches: BatchSource) -> Fit:
+            self._keep_rows(batches)
             validate = None
-            if isinstance(validation_data, ShardRows):
-                own = OwnRows(validation_data, group.rank, group.size)
-                validate = partial(self._evaluate_loader, Reader(own, None), True, None, validate_ema)
-            elif validation_rows is not None or validation_steps is not None:
-                given = self._check_evaluation(validation_data, validation_rows, validation_steps, collate)
-                validate = partial(self._evaluate_loader, *given, validate_ema)
-            elif validation_data is not None:
-                validate = partial(self._evaluate, self._check_validation(validation_data, collate), validate_ema)
+            if validates:
+                validation = source.to_evaluate(strategy, "validation_data of fit", to_validate)
+                validate = partial(self._evaluate, validation, validate_ema)
             strategy.end_round()
             strategy.rule.use(options)
             strategy.rule.keep_average(trains=epochs > 0)
@@ -336,12 +305,9 @@ class Trainer(GroupOwner, Generic[StrategyT]):
             None: with the average if there is one.
         """
         self._check_ema("evaluate", ema)
-        if isinstance(x, ShardRows):
-            x, rows = OwnRows(x, self.group.rank, self.group.size), rows or DIVIDED
-        if rows is not None or steps is not None:
-            alone = y is None and sample_weight is None
-            return self._evaluate_loader(*self._check_evaluation(x, rows, steps, collate, alone), ema)
-        return self._evaluate(Evaluation(self._check_call("evaluate", (x, y, sample_weight), {}, collate)), ema)
+        return self._evaluate(
+            source.to_evaluate(self.strategy, "evaluate", Given(x, y, sample_weight, collate, rows, steps)), ema
+        )
 
     def _check_ema(self, call: str, ema: Any) -> None:
         if ema is not None or self.replica.averages:
@@ -373,11 +339,11 @@ class Trainer(GroupOwner, Generic[StrategyT]):
         self._check_ema("predict", ema)
         if out is not None or _are_files(x):
             return self._predict_into(x, out, progress, stream, ema)
-        (x,) = self._check_call("predict", (x, NO_TARGETS, None))
-        group = self.group
+        self._check_open()
+        rows, group = source.to_read(self.strategy, "predict", Given(x, source.NO_TARGETS)), self.group
         self.strategy.end_round()
         with self._weights(ema):
-            outputs = together(group.comm, lambda: predict_chunk(self.replica, x, group.size, group.rank))
+            outputs = together(group.comm, lambda: predict_chunk(self.replica, rows, group.size, group.rank))
         for output in leaves(outputs):
             gather_rows(group.comm, output)
         return outputs
@@ -396,7 +362,7 @@ class Trainer(GroupOwner, Generic[StrategyT]):
         if _are_files(given):
             group.enter(f"predict: {given}, out={out}")
         else:
-            (x,) = self._check_call("predict", (given, NO_TARGETS, None), {"out": out})
+            (x,) = source.to_read(self.strategy, "predict", Given(given, source.NO_TARGETS), {"out": out}).data
         self.strategy.end_round()
         with self._weights(ema):
             paths: list[str] = _app("tables.predicting").predict_into(group, replica, rows, out, progress, output)
@@ -451,17 +417,17 @@ class Trainer(GroupOwner, Generic[StrategyT]):
         settings = {"path": name, "int8": int8, "classes": classes, "logits": logits}
         rows, scored = self._rows, None
         if x is None:
-            self._check_open()
             wrong = int8 or y is not None or validation_data is not None
             error = ArgumentError("export: int8, y and validation_data need training rows: give x") if wrong else None
-            self.group.enter(_described("export", [type(self.replica).__name__], settings), error)
+            self.group.enter(source.described("export", type(self.replica).__name__, settings), error)
         else:
-            rows, *y = self._check_call("export", (x, NO_TARGETS if y is None else y, None), settings)
+            given = Given(x, source.NO_TARGETS if y is None else y)
+            rows, *y = source.to_read(self.strategy, "export", given, settings).data
             scored = (rows, *y) if y else None
         if validation_data is not None:
             if not isinstance(validation_data, tuple | list) or len(validation_data) != 2:
                 self.group.enter("export", ArgumentError("export: validation_data must be a pair (x, y) of arrays"))
-            scored = self._check_call("validation_data of export", (*validation_data, None))
+            scored = source.to_read(self.strategy, "validation_data of export", Given(*validation_data)).data
         self.strategy.end_round()
         with self._weights(ema):
             self._check_equal("export")
@@ -572,34 +538,11 @@ class Trainer(GroupOwner, Generic[StrategyT]):
             )
 
     def _evaluate(self, evaluation: Evaluation, ema: bool | None) -> dict[str, float]:
-        group, replica, exact = self.group, self.replica, self.strategy.micro_batch is not None
-        rows = len(evaluation)
+        replica, exact = self.replica, self.strategy.micro_batch is not None
         self.strategy.end_round()
         with self._weights(ema), np.errstate(all="ignore"):  # the loss shows it if the model has diverged
-            segments = together(group.comm, lambda: evaluation.evaluate_chunk(replica, group.size, group.rank, exact))
-        sums = self.strategy.add_up(segments, -(-rows // EXACT_ROWS))
-        return means_of(replica.metrics, replica.counts, sums, rows)
-
-    def _evaluate_loader(
-        self, reader: Reader | None, divided: bool, steps: int | None, ema: bool | None = None
-    ) -> dict[str, float]:
-        """Evaluate a loader. reader: of this rank's loader, None if it has none. Collective."""
-        group, replica, exact = self.group, self.replica, self.strategy.micro_batch is not None
-        self.strategy.end_round()
-        have = all_values(group.comm, reader is not None, "learn which ranks have a loader")
-        ranks, rank = (1, 0) if divided else (sum(have), sum(have[: group.rank]))
-        none = Evaluated(np.empty((0, len(replica.metrics) + 1)), 0, 0)
-
-        def evaluate() -> Evaluated:
-            return none if reader is None else evaluate_loader(replica, reader, steps, ranks, rank, exact)
-
-        with self._weights(ema), np.errstate(all="ignore"):
-            found = together(group.comm, evaluate)
-        own = None if reader is None else [found.batches, found.rows, found.sum]
-        read = all_values(group.comm, [own, len(found.terms)], "learn the rows of an evaluation")
-        rows = together(group.comm, lambda: rows_of_loaders([each for each, _ in read], divided))
-        sums = self.strategy.add_up(found.terms, sum(terms for _, terms in read))
-        return means_of(replica.metrics, replica.counts, sums, rows)
+            terms, count, rows = evaluation.evaluate(replica, self.group, exact)
+        return means_of(replica.metrics, replica.counts, self.strategy.add_up(terms, count), rows)
 
     def _weights(self, ema: bool | None) -> AbstractContextManager[None]:
         """Return a context manager: the average is in the place of the parameters, unless `ema` is False or there is
@@ -615,8 +558,11 @@ class Trainer(GroupOwner, Generic[StrategyT]):
             return ArgumentError("ema=True: there is no average of the parameters; fit(..., ema=0.999) keeps one")
         return None
 
-    def _keep_rows(self, x: Tree) -> None:
+    def _keep_rows(self, batches: BatchSource) -> None:
         """Keep copies of the first rows of a fit, on which an export is checked. Local."""
+        if (first := batches.first()) is None:
+            return
+        x = first[0]
         row = max(1, sum(array.nbytes for array in leaves(x)) // max(1, row_count(x)))
         kept = min(KEPT_ROWS, max(1, KEPT_BYTES // row))
         self._rows = mapped(lambda array: np.array(array[:kept]), x)
@@ -647,105 +593,6 @@ class Trainer(GroupOwner, Generic[StrategyT]):
         if error is not None:
             self.group.enter(f"fit: {', '.join(f'{name}={value}' for name, value in settings.items())}", error)
 
-    def _check_evaluation(
-        self, loader: Any, rows: Any, steps: Any, collate: Collate | None, alone: bool = True
-    ) -> tuple[Reader | None, bool, int | None]:
-        """Check the arguments of an evaluation of a loader on all ranks; returns those of `_evaluate_loader`.
-        Collective. alone: whether there are no y and weights."""
-        self._check_open()
-        error = evaluation_error(self.strategy, loader, rows, steps, alone)
-        self.group.enter(_described("evaluate", ["x of a loader"], {"rows": rows, "steps": steps}), error)
-        reader = None if loader is None else Reader(loader, collate)
-        return reader, rows == DIVIDED, None if steps is None else int(steps)
-
-    def _check_call(
-        self,
-        call: str,
-        given: tuple[Any, Any, Any],
-        settings: dict[str, Any] | None = None,
-        collate: Collate | None = None,
-    ) -> Data:
-        """Check the arguments of a call on all ranks; returns arrays, or (Samples, None). Raises the same error on all
-        ranks if they are invalid or differ. Collective. given: x, y, sample_weight, as for `check_call`."""
-        self._check_open()
-        data, row, error = check_call(self.replica, call, given, settings or {}, collate)
-        try:
-            self.group.enter(row, error)
-        except DisagreementError as differ:
-            explain_division(differ, row, settings or {})
-            raise
-        return data
-
-    def _check_shards(self, x: ShardRows, settings: dict[str, Any], others: Mapping[str, Any]) -> ShardBatches:
-        """Check a fit with shards on all ranks; returns their batches. Raises the same error on all ranks. Collective.
-        others: see shards_error."""
-        strategy, group = self.strategy, self.group
-        error: Exception | None = shards_error(strategy.micro_batch is not None, others)
-        try:
-            _check_settings(settings)
-        except ArgumentError as refused:
-            error = refused
-        group.enter(_described("fit", [str(x)], settings), error)
-        text = uneven_text(x, strategy.parts)
-        if text and group.rank == 0:
-            log.warning("trainers: %s", text)
-        own = strategy.part, strategy.parts, settings["seed"], settings["shuffle"]
-        batches = ShardBatches(x, settings["batch_size"], *own)
-
-        def check_first() -> None:
-            batch = batches.share(0, 0, strategy.part)
-            if len(batch.x):
-                check_rows(self.replica, (batch.x, batch.y))
-                self._keep_rows(batch.x)
-
-        together(group.comm, check_first)
-        return batches
-
-    def _check_loader(
-        self, given: tuple[Any, Any, Any], rows: Any, steps: Any, settings: dict[str, Any], collate: Collate | None,
-        ahead: int,
-    ) -> LoaderBatches:  # fmt: skip
-        """Check a fit with a loader on all ranks; returns its batches, and reads the first. Raises the same error on
-        all ranks. Collective. given: the loader, y, sample_weight."""
-        self._check_open()
-        strategy, group, settings = self.strategy, self.group, settings | {"rows": rows, "steps_per_epoch": steps}
-        batches, described = None, None
-        error: Exception | None = loader_error(strategy, given, settings)
-        if error is None:
-            loader = None if strategy.part is None else given[0]
-            saves = settings["checkpoint"] is not None
-            options = rows, collate, steps, strategy.part, strategy.parts, ahead, strategy.micro_batch
-            batches = LoaderBatches(loader, *options, settings["seed"], settings.get("class_weight"), saves)
-            try:
-                described = batches.describe()
-                if (first := batches.first()) is not None:
-                    check_rows(self.replica, first)
-                    self._keep_rows(first[0])
-            except TrainerError as refused:
-                error = refused
-            except Exception as refused:  # of a model; the other ranks must not wait for this one
-                error = ArgumentError(f"fit: {type(refused).__name__}: {refused}")
-        try:
-            group.enter(_described("fit", ["x of a loader"], settings), error)
-            assert batches is not None
-            everyone = group.values(described, "fit: the first batches of the ranks")
-            try:
-                batches.adopt(everyone)
-            except TrainerError as refused:
-                raise on_all_ranks(refused, group.comm) from None
-        except BaseException:
-            if batches is not None:
-                batches.close()
-            raise
-        return batches
-
-    def _check_validation(self, given: Any, collate: Collate | None) -> Evaluation:
-        triple = isinstance(given, tuple) and len(given) == 3 and not all(map(_is_row, given))
-        pair = triple or isinstance(given, tuple | list)
-        x, y, weights = given if triple else (*given, None) if pair and len(given) == 2 else (given, None, None)
-        own = None if pair else collate
-        return Evaluation(self._check_call("validation_data of fit", (x, y, weights), {}, own))
-
 
 def _app(module: str) -> Any:
     """Return a module of trainers.apps, which is above this one: it is imported when it is asked for."""
@@ -756,176 +603,3 @@ def _are_files(x: Any) -> bool:
     """Whether x are paths of files."""
     paths = x if isinstance(x, list) and x else [x]
     return all(isinstance(each, str | os.PathLike) for each in paths)
-
-
-def _is_row(given: Any) -> bool:
-    """Whether this may be a row of a data set: a pair or a triple."""
-    return isinstance(given, tuple | list) and len(given) in (2, 3)
-
-
-NO_TARGETS = object()  # passed as y for a prediction, which has no targets
-
-CheckedCall = tuple[Data, str, Exception | None]
-
-
-def check_call(
-    replica: Replica,
-    call: str,
-    given: tuple[Any, Any, Any],
-    settings: dict[str, Any],
-    collate: Collate | None = None,
-) -> CheckedCall:
-    """Convert and check the data of a call. Returns (arrays, or (Samples, None)), the call as text, and the error or
-    None. Local.
-
-    given: arrays x and y, x and NO_TARGETS, or a data set and None; then the weights of rows, or None. settings: the
-        other arguments, by name.
-    """
-    data: Data = given[:2]
-    row: str = call
-    error: Exception | None = None
-    weigh: ClassWeights | None = settings.get("class_weight")
-    try:
-        if weigh is not None:
-            weigh.check(arrays=given[1] is not None)
-        if given[1] is None or collate is not None:
-            samples = _samples(*given, collate)
-            data, checked = (samples, None), samples.first
-            row = _described(call, [str(samples)], settings)
-            checked = checked if weigh is None else weigh(checked)
-        else:
-            data = _arrays(*given)
-            row = _described(call, _sides(data), settings)
-            _check_rows(data)
-            data = checked = data if weigh is None else weigh.of_all(data)
-        _check_settings(settings)
-        check_rows(replica, checked if len(checked) > 1 else (*checked, None))
-    except (TrainerError, ValueError, TypeError) as refused:
-        error = refused if isinstance(refused, TrainerError) else ArgumentError(f"{call}: {refused}")
-    except Exception as refused:  # of a data set or a model; the other ranks must not wait for this one
-        error = ArgumentError(f"{call}: {type(refused).__name__}: {refused}")
-    return data, row, error
-
-
-def _arrays(x: Any, y: Any, weights: Any) -> Data:
-    """Return the arrays of a call. Raises ArgumentError."""
-    if y is NO_TARGETS:
-        return (as_arrays(x),)
-    if isinstance(x, list) and len(x) != len(y) and all(getattr(each, "ndim", 0) > 0 for each in x):
-        raise ArgumentError(
-            f"x is a list of {len(x)} arrays, and a list is one array of rows: for a model of several inputs give a "
-            "tuple, x=(a, b), or a dict"
-        )
-    return as_data((x, y) if weights is None else (x, y, weights))
-
-
-def explain_division(error: DisagreementError, row: str, settings: dict[str, Any]) -> None:
-    """If the ranks differ only in their rows, append to the error that the trainer divides the rows itself. Changes
-    `error`.
-
-    row: the call as text, from `check_call`.
-    """
-    text = str(error)
-    call, end = f": {row.partition(': ')[0]}: ", _described("", [""], settings)[2:]
-    if all(call in line and line.endswith(end) for line in text.splitlines()[1:]):
-        error.args = (
-            f"{text}\nA trainer takes all rows, the same on every rank, and divides each batch among the ranks itself",
-        )
-
-
-def loader_error(strategy: Strategy, given: tuple[Any, Any, Any], settings: dict[str, Any]) -> ArgumentError | None:
-    """Return the error if these arguments of a fit with a loader are invalid, or None. Local.
-
-    given: the loader, y, sample_weight. settings: of the fit.
-    """
-    loader, y, weights = given
-    rows, steps = settings["rows"], settings["steps_per_epoch"]
-    if rows not in (DIVIDED, WHOLE):
-        only = "" if rows is not None else "; steps_per_epoch is for loaders only"
-        return ArgumentError(f'fit: rows={rows!r}: with a loader use rows="{DIVIDED}" or rows="{WHOLE}"{only}')
-    if y is not None:
-        return ArgumentError(
-            f'fit: rows="{rows}" is for a loader, whose batches are pairs (x, y): leave out rows, or y'
-        )
-    if weights is not None:
-        return ArgumentError("fit: sample_weight is for arrays: a loader gives weights in its batches, (x, y, weights)")
-    if reason := strategy.loader_error(rows == DIVIDED):
-        return ArgumentError(f"fit: {reason}")
-    idle = strategy.part is None
-    if idle and rows == DIVIDED and loader is not None:
-        return ArgumentError(
-            f'fit: rows="{DIVIDED}": this rank is a server, which computes nothing, so its rows would be lost: give it '
-            "x=None, and divide the rows among the workers"
-        )
-    if not idle and not hasattr(loader, "__iter__"):
-        return ArgumentError(f"fit: a {type(loader).__name__} is no loader: it can't be iterated")
-    if error := _steps_error("fit: steps_per_epoch", steps):
-        return error
-    if settings["batch_size"] != BATCH_SIZE or settings["shuffle"] is not True:
-        return ArgumentError("fit: batch_size and shuffle are the loader's: leave them out")
-    return _settings_error(settings)
-
-
-def _settings_error(settings: dict[str, Any]) -> ArgumentError | None:
-    try:
-        _check_settings(settings)
-        if (weigh := settings.get("class_weight")) is not None:
-            weigh.check(arrays=False)
-    except ArgumentError as error:
-        return error
-    return None
-
-
-def evaluation_error(strategy: Strategy, loader: Any, rows: Any, steps: Any, alone: bool) -> ArgumentError | None:
-    """Return the error if these arguments of an evaluation of a loader are invalid, or None. Local."""
-    if rows not in (DIVIDED, WHOLE):
-        return ArgumentError(f'evaluate: rows={rows!r}: with a loader use rows="{DIVIDED}" or rows="{WHOLE}"')
-    if not alone:
-        return ArgumentError(
-            "evaluate: a loader reads pairs (x, y) or triples itself: leave out rows, or y and sample_weight"
-        )
-    if not hasattr(loader, "__iter__") and not (loader is None and strategy.part is None):
-        return ArgumentError(f"evaluate: a {type(loader).__name__} is no loader: it can't be iterated")
-    return _steps_error("evaluate: steps", steps)
-
-
-def _steps_error(name: str, steps: Any) -> ArgumentError | None:
-    text = integer_error(name, steps, 1, optional=True)
-    return ArgumentError(text) if text else None
-
-
-def _samples(x: Any, y: Any, weights: Any, collate: Collate | None) -> Samples:
-    if y is not None:
-        raise ArgumentError("collate is for data sets, whose rows are pairs: leave out collate, or y")
-    if weights is not None:
-        raise ArgumentError("sample_weight is for arrays: a data set gives weights in its rows, (x, y, weight)")
-    return x if isinstance(x, Samples) else Samples(x, collate)
-
-
-def _described(call: str, data: list[str], settings: dict[str, Any]) -> str:
-    return f"{call}: {', '.join(data + [f'{name}={value}' for name, value in settings.items()])}"
-
-
-def _sides(data: Data) -> list[str]:
-    """Return arrays as text: dtype, shape, and a checksum of the first and the last row."""
-    return [f"{name} {array.dtype}{list(array.shape)} {_checksum(array)}" for name, array in named(data)]
-
-
-def _checksum(array: np.ndarray) -> str:
-    if array.ndim == 0 or len(array) == 0 or array.dtype.hasobject:
-        return "empty"
-    return f"#{zlib.crc32(np.ascontiguousarray(array[[0, -1]]).tobytes()):08x}"
-
-
-def _check_settings(settings: dict[str, Any]) -> None:
-    for name, least in (("epochs", 0), ("batch_size", 1), ("seed", 0)):
-        require(integer_error(name, settings.get(name, least), least))
-
-
-def _check_rows(data: Data) -> None:
-    if wrong := rows_error(data):
-        raise ArgumentError(wrong)
-    if len(data) > 1 and not row_count(data):
-        raise ArgumentError("there are no samples: x and y are empty")
-    if len(data) > 2 and not data[2].any():
-        raise ArgumentError("sample_weight is 0 for all rows, so there would be nothing to train on")

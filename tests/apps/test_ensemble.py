@@ -18,6 +18,7 @@ from trainers.apps.ensemble.model import EnsembleModel
 from trainers.apps.ensemble.timely import Position
 from trainers.apps.ensemble.voting import Scorer, Voting, normal, selected_weights, shares_of
 from trainers.apps.serving.models import load_model
+from trainers.data import Arrays
 from trainers.errors import ArgumentError, CheckpointError, ModelFileError
 from trainers.files import model_file
 from trainers.watching.callback import Callback
@@ -166,11 +167,11 @@ def test_rows_of_members() -> None:
     with pytest.raises(ArgumentError, match="2 rows for 3 members"):
         DrawnRows("shards", 0, 3, 2)
     x, y = np.arange(10), np.arange(10) * 2
-    assert taken((x, y), DrawnRows(None, 0, 1, 10), 0)["x"] is x
-    part = taken((x, y, x / 10), DrawnRows("shards", 3, 3, 10), 2)
+    assert taken(Arrays((x, y)), DrawnRows(None, 0, 1, 10), 0)["x"] is x
+    part = taken(Arrays((x, y, x / 10)), DrawnRows("shards", 3, 3, 10), 2)
     np.testing.assert_array_equal(part["y"], 2 * part["x"])
     np.testing.assert_array_equal(part["sample_weight"], part["x"] / 10)
-    rows = taken((Samples(list(zip(x, y, strict=True))), None), DrawnRows("shards", 3, 3, 10), 2)["x"]
+    rows = taken(Samples(list(zip(x, y, strict=True))), DrawnRows("shards", 3, 3, 10), 2)["x"]
     np.testing.assert_array_equal(rows.take(np.arange(4))[1], part["y"])
 
 

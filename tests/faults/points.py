@@ -44,7 +44,7 @@ POINTS = {
     "middle of a reduction": [("allreduce.algorithm:Algorithm", "all_gather")],
     "update": [("trainers.replica:Replica", "update"), ("trainers.pytorch.optimizer:MirroredOptimizer", "step")],
     "end of a step": [(f"{__package__}.notes:Notes", "step")],
-    "evaluate": [("trainers.fit.evaluation:Evaluation", "evaluate_chunk")],
+    "evaluate": [("trainers.fit.evaluation", "evaluate_rows")],
     "predict": [("trainers.trainer", "predict_chunk")],
     "mirror": [
         ("trainers.trainer", "mirror"),

@@ -16,7 +16,7 @@ from trainers.callbacks import CheckDivergence, CheckGradients
 from trainers.checks import Divergence, GradientArray, GradientCheck, Span
 from trainers.cli import options, results
 from trainers.errors import ArgumentError, NotFiniteError
-from trainers.trainer import explain_division
+from trainers.fit.source import explain_division
 from trainers.watching.history import Epoch
 
 SPANS = [Span("weights", 0, 600_000), Span("bias", 600_000, 7)]

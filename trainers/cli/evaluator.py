@@ -14,7 +14,7 @@ from mpi4py import MPI
 
 from allreduce.transport.wait import Pause, wait_until, waiting
 from trainers.cli.results import without_nan
-from trainers.data import Samples
+from trainers.data import Arrays, Samples
 from trainers.errors import ArgumentError, CheckpointError
 from trainers.files import checkpoint
 from trainers.fit import evaluation
@@ -52,7 +52,7 @@ class Evaluator:
         quiet: bool = False,
     ) -> None:
         self._replica, self._folder = replica, folder
-        self._data = evaluation.Evaluation((x if isinstance(x, Samples) else np.asarray(x), y))
+        self._rows = x if isinstance(x, Samples) else Arrays((np.asarray(x), y))
         self._stream, self._quiet = stream, quiet
         names = ["epoch", "step", *replica.metrics, "seconds", "checkpoint"]
         self._file = None if output is None else _Lines(output, names, append)
@@ -99,8 +99,8 @@ class Evaluator:
         with np.errstate(all="ignore"):  # the loss shows it if the model has diverged
             if self._replica.averages:  # as the trainer's own evaluation does
                 self._replica.use_average()
-            sums = self._data.evaluate_chunk(self._replica, 1, 0).sum(axis=0)
-        means = evaluation.means_of(self._replica.metrics, self._replica.counts, sums, len(self._data))
+            sums = evaluation.evaluate_rows(self._replica, self._rows).sum(axis=0)
+        means = evaluation.means_of(self._replica.metrics, self._replica.counts, sums, len(self._rows))
         progress = saved.progress
         row = {"epoch": progress.epoch, "step": progress.total, **means, "seconds": time.perf_counter() - begin}
         self.evaluations.append({**row, "checkpoint": os.path.basename(path)})

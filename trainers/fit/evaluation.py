@@ -1,115 +1,123 @@
-"""A rank's part of an evaluation or a prediction. Local; a replica or a data set may raise anything."""
+"""The rows of an evaluation or a prediction, and a rank's part of them."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from allreduce.arrays.chunks import chunk, segments
+from allreduce.transport.control import all_values, together
 from allreduce.transport.tables import table
-from trainers.data import Data, Samples, Tree, checksum, leaves, mapped, row_count, sliced
+from trainers.data import Arrays, Samples, Tree, checksum, leaves, mapped, row_count
 from trainers.errors import DataError
 from trainers.fit.reader import Reader
+from trainers.group import RankGroup
 from trainers.replica import Replica, check_rows
 
 EXACT_ROWS = 128  # of a segment, if bits must not depend on the ranks
 ROWS = 1024  # that a replica evaluates or predicts at a time
 
 
-def rows_in(data: Data) -> int:
-    """Return the number of rows of arrays, or of (Samples, None)."""
-    return len(data[0]) if isinstance(data[0], Samples) else row_count(data)
-
-
 def means_of(names: Sequence[str], counts: bool, sums: np.ndarray, rows: int) -> dict[str, float]:
-    """Return the metrics of an evaluation. names, counts: of the replica. sums: of the rows of `evaluate_chunk`."""
+    """Return the metrics of an evaluation. names, counts: of the replica. sums: of the rows of `evaluate_rows`."""
     means = sums[:-1] / rows
     if counts:
         means[0] = sums[0] / sums[-1] if sums[-1] else 0.0
     return dict(zip(names, means.tolist(), strict=True))
 
 
-def predict_chunk(replica: Replica, x: Tree, ranks: int, rank: int) -> Tree:
+def predict_chunk(replica: Replica, rows: Arrays | Samples, ranks: int, rank: int) -> Tree:
     """Predict the chunk of rows of `rank`. Returns arrays for the outputs of all rows, in which only that chunk is
     filled."""
-    rows = row_count(x)
-    mine = chunk(rows, ranks, rank)
-    parts = [replica.predict(sliced(x, part)) for part in segments(mine, ROWS)]
-    like = parts[0] if parts else replica.predict(sliced(x, slice(1)))  # not every model can be fed with no rows
-    outputs = mapped(lambda array: np.empty((rows, *array.shape[1:]), array.dtype), like)
+    mine = chunk(len(rows), ranks, rank)
+    parts = [replica.predict(*rows.part(segment)) for segment in segments(mine, ROWS)]
+    like = parts[0] if parts else replica.predict(*rows.part(slice(0, 1)))  # not every model can be fed with no rows
+    outputs = mapped(lambda array: np.empty((len(rows), *array.shape[1:]), array.dtype), like)
     if parts:
         for output, *pieces in zip(leaves(outputs), *map(leaves, parts), strict=True):
             np.concatenate(pieces, out=output[mine])
     return outputs
 
 
-class Evaluation:
-    """An evaluation of the same rows, any number of times.
+def evaluate_rows(
+    replica: Replica, rows: Arrays | Samples, ranks: int = 1, rank: int = 0, exact: bool = False
+) -> np.ndarray:
+    """Evaluate the chunk of rows of `rank`; returns sums for `means_of`, (segments, metrics + 1) float64: of the
+    replica's metrics, and of the weights that the loss has counted.
 
-    data: all rows, arrays; or (Samples, None).
+    exact: the segments of all ranks are the same on any number of ranks.
     """
-
-    def __init__(self, data: Data) -> None:
-        self._data = data
-
-    def __len__(self) -> int:
-        return rows_in(self._data)
-
-    def evaluate_chunk(self, replica: Replica, ranks: int, rank: int, exact: bool = False) -> np.ndarray:
-        """Evaluate the chunk of rows of `rank`; returns sums for `means_of`, (segments, metrics + 1) float64: of the
-        replica's metrics, and of the weights that the loss has counted.
-
-        exact: the segments of all ranks are the same on any number of ranks.
-        """
-        mine, size = chunk(len(self), ranks, rank), ROWS
-        if exact:
-            whole, size = chunk(-(-len(self) // EXACT_ROWS), ranks, rank), EXACT_ROWS
-            mine = slice(whole.start * size, min(whole.stop * size, len(self)))
-        parts = list(segments(mine, size))
-        sums = [[*map(float, replica.evaluate(*rows)), replica.counted(rows[1])] for rows in self._rows(replica, parts)]
-        return np.array(sums, np.float64).reshape(-1, len(replica.metrics) + 1)
-
-    def _rows(self, replica: Replica, parts: list[slice]) -> Iterator[Data]:
-        samples = self._data[0]
-        if not isinstance(samples, Samples):
-            yield from (sliced(self._data, part) for part in parts)
-            return
-        for part in parts:
-            batch = samples.take(np.arange(part.start, part.stop))
+    mine, size = chunk(len(rows), ranks, rank), ROWS
+    if exact:
+        whole, size = chunk(-(-len(rows) // EXACT_ROWS), ranks, rank), EXACT_ROWS
+        mine = slice(whole.start * size, min(whole.stop * size, len(rows)))
+    sums = []
+    for segment in segments(mine, size):
+        batch = rows.part(segment)
+        if not rows.checked:
             check_rows(replica, batch, batch=True)
-            yield batch
+        sums.append([*map(float, replica.evaluate(*batch)), replica.counted(batch[1])])
+    return np.array(sums, np.float64).reshape(-1, len(replica.metrics) + 1)
 
 
 class Evaluated(NamedTuple):
-    """A rank's part of an evaluation of a loader: sums of `evaluate_chunk`, (terms, metrics + 1); the batches and
-    the rows that the rank has read, and a checksum of them if all ranks read the same."""
+    """A rank's part of an evaluation: sums of `evaluate_rows`, (terms, metrics + 1). Of a loader: the batches and the
+    rows that the rank has read, and a checksum of them if all ranks read the same."""
 
     terms: np.ndarray
-    batches: int
-    rows: int
+    batches: int = 0
+    rows: int = 0
     sum: int = 0
 
 
-def evaluate_loader(
-    replica: Replica, reader: Reader, limit: int | None, ranks: int, rank: int, exact: bool = False
-) -> Evaluated:
-    """Evaluate the chunk of `rank` of every batch of a pass over a loader, or of `limit` batches of it."""
-    terms, batches, rows, total = np.empty((0, len(replica.metrics) + 1)), 0, 0, 0
-    if not reader.once:
-        reader.rewind()
-    while limit is None or batches < limit:
-        data = reader.read(f"batch {batches + 1} of an evaluation", again=limit is not None)
-        if data is None:
-            break
-        check_rows(replica, data, batch=True)
-        terms = np.concatenate([terms, Evaluation(data).evaluate_chunk(replica, ranks, rank, exact)])
-        if not exact:
-            terms = terms.sum(axis=0, keepdims=True)
-        batches, rows = batches + 1, rows + row_count(data)
-        total = checksum(data, total) if ranks > 1 else 0
-    if not reader.once:
-        reader.stop()
-    return Evaluated(terms, batches, rows, total)
+class Evaluation(NamedTuple):
+    """The rows of an evaluation, which can be evaluated any number of times.
+
+    rows: of all ranks; None for a loader. reader: of this rank's loader, None if it has none. divided: whether each
+    rank's loader has other rows. steps: the batches that are read of it; None for a pass.
+    """
+
+    rows: Arrays | Samples | None
+    reader: Reader | None = None
+    divided: bool = False
+    steps: int | None = None
+
+    def evaluate(self, replica: Replica, group: RankGroup, exact: bool) -> tuple[np.ndarray, int, int]:
+        """Return this rank's terms, their number on all ranks, and the number of rows on all ranks. Collective. exact:
+        see `evaluate_rows`. Raises the same error on all ranks."""
+        comm, rows = group.comm, self.rows
+        if rows is not None:
+            terms = together(comm, lambda: evaluate_rows(replica, rows, group.size, group.rank, exact))
+            return terms, -(-len(rows) // EXACT_ROWS), len(rows)
+        have = all_values(comm, self.reader is not None, "learn which ranks have a loader")
+        ranks, rank = (1, 0) if self.divided else (sum(have), sum(have[: group.rank]))
+        found = together(comm, lambda: self._read(replica, ranks, rank, exact))
+        own = None if self.reader is None else [found.batches, found.rows, found.sum]
+        read = all_values(comm, [own, len(found.terms)], "learn the rows of an evaluation")
+        count = together(comm, lambda: rows_of_loaders([each for each, _ in read], self.divided))
+        return found.terms, sum(terms for _, terms in read), count
+
+    def _read(self, replica: Replica, ranks: int, rank: int, exact: bool) -> Evaluated:
+        """Evaluate the chunk of `rank` of every batch of the loader. Local."""
+        terms, batches, rows, total = np.empty((0, len(replica.metrics) + 1)), 0, 0, 0
+        reader, limit = self.reader, self.steps
+        if reader is None:
+            return Evaluated(terms)
+        if not reader.once:
+            reader.rewind()
+        while limit is None or batches < limit:
+            data = reader.read(f"batch {batches + 1} of an evaluation", again=limit is not None)
+            if data is None:
+                break
+            check_rows(replica, data, batch=True)
+            terms = np.concatenate([terms, evaluate_rows(replica, Arrays(data), ranks, rank, exact)])
+            if not exact:
+                terms = terms.sum(axis=0, keepdims=True)
+            batches, rows = batches + 1, rows + row_count(data)
+            total = checksum(data, total) if ranks > 1 else 0
+        if not reader.once:
+            reader.stop()
+        return Evaluated(terms, batches, rows, total)
 
 
 def rows_of_loaders(read: Sequence[Any], divided: bool) -> int:

@@ -1,7 +1,7 @@
 """The batches of a loader of the user's: any iterable of batches (x, y), the same on all ranks, or each rank's own."""
 
 import logging
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -12,7 +12,6 @@ from trainers.data import (
     BatchSource,
     Collate,
     Data,
-    Fingerprint,
     checksum,
     cut,
     generator_states,
@@ -100,7 +99,7 @@ class LoaderBatches(BatchSource):
         self._target: Place | None = None  # the place to which `begin` goes
 
     def __str__(self) -> str:
-        return f"{self._reader.name}, rows={DIVIDED if self._divided else WHOLE}"
+        return "x of a loader"
 
     # What all ranks know
 
@@ -127,9 +126,6 @@ class LoaderBatches(BatchSource):
         micro = {} if self._micro_batch is None else {"micro_batch": int(self._micro_batch), "seed": int(self._seed)}
         return found | micro
 
-    def fingerprint(self) -> Fingerprint:
-        return {}
-
     def set_part(self, part: int | None, parts: int) -> None:
         self._part, self._parts = part, parts
 
@@ -151,20 +147,13 @@ class LoaderBatches(BatchSource):
 
     # The first batches of all ranks
 
-    def describe(self) -> list[Any] | None:
-        """Read the first batch. Returns the structure of its rows, and for rows="whole" checksums, as JSON types; None
-        if there is none. Local. Raises DataError."""
-        data = None if self._idle else self._at(0)
-        if data is None:
-            return None
-        return [structure_of(data), *([] if self._divided else [checksum(data)])]
-
     def first(self) -> Data | None:
-        """Return the first batch, if there is one. Local, after `describe`."""
-        return self._kept.get(0)
+        return None if self._idle else self._at(0)
 
-    def adopt(self, described: Sequence[list[Any] | None]) -> None:
-        """Take `describe` of every rank. Raises the same ArgumentError or DataError on all ranks. Local."""
+    def meet(self, values: Callable[[Any, str], list[Any]]) -> None:
+        data = self.first()
+        own = None if data is None else [structure_of(data), *([] if self._divided else [checksum(data)])]
+        described = values(own, "fit: the first batches of the ranks")
         given = [each for each in described if each is not None]
         if not given:
             raise self.empty(0)

@@ -1,7 +1,7 @@
 """Training on data in several files, the shards, of which each rank reads its own."""
 
 import zlib
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -10,10 +10,10 @@ from allreduce.arrays.chunks import chunk, segments
 from allreduce.topology import Topology
 from allreduce.transport.control import agree, all_values, together
 from trainers import datasets
-from trainers.data import Batch, BatchSource, Fingerprint, batch_sizes
+from trainers.data import Batch, BatchSource, Data, batch_sizes
 from trainers.datasets.columns import Columns
 from trainers.datasets.shards import ShardRows, Shards, Share, is_pattern, matching, shares
-from trainers.errors import ArgumentError, DataError, TrainerError
+from trainers.errors import DataError, TrainerError
 from trainers.fit.evaluation import ROWS
 
 LARGEST_SHARE = 1.5  # of the mean of the ranks; more is said
@@ -93,8 +93,12 @@ class ShardBatches(BatchSource):
         found = {"rows": int(self.rows), "batch_size": int(self.batch_size), "shards": shards}
         return found | {"seed": int(self._seed), "shuffle": bool(self._shuffle)}
 
-    def fingerprint(self) -> Fingerprint:
-        return {}
+    def __str__(self) -> str:
+        return str(self._data)
+
+    def first(self) -> Data | None:
+        batch = self.share(0, 0, self._part)
+        return batch.data if batch.own else None
 
     @property
     def steps(self) -> int:  # type: ignore[override]
@@ -159,16 +163,6 @@ class OwnRows:
             x, y = self._data.rows(share.shard)
             for part in segments(chunk(len(x), share.parts, share.part), ROWS):
                 yield x[part], y[part]
-
-
-def shards_error(exact: bool, others: Mapping[str, Any]) -> ArgumentError | None:
-    """Return the error of a fit with shards, or None. others: arguments that are not for shards, None where not
-    given."""
-    if exact:
-        return ArgumentError("fit: exact=True takes all rows on every rank, so not shards, of which each rank has some")
-    if given := [name for name, value in others.items() if value is not None]:
-        return ArgumentError(f"fit: shards do not take {', '.join(given)}: leave it out, or load the rows as arrays")
-    return None
 
 
 def uneven_text(data: ShardRows, parts: int) -> str:

@@ -245,7 +245,7 @@ def test_a_fit_goes_back_to_its_first_batch() -> None:
             yield np.full((2, 1), self.number), np.zeros(2)
 
     batches = LoaderBatches(Loader(), "divided", None, None, 0, 1, 0)
-    batches.adopt([batches.describe()])
+    batches.meet(lambda value, _: [value])
     batches.learn(0, batches.begin(0, 0))
     batches.begin(1, 0)
     batches.resume(0, 0, 0, {"sizes": []})
@@ -266,7 +266,7 @@ def test_a_rank_that_joins_after_the_last_batch_of_an_epoch_reads_the_next_one(l
                 yield np.full((2, 1), 5 * self.number + step), np.zeros(2)
 
     batches = LoaderBatches(Loader(), "whole", None, limit, 0, 1, 0)
-    batches.adopt([batches.describe()])
+    batches.meet(lambda value, _: [value])
     batches.resume(2, 5, 15, {"sizes": [2] * 5})
     batches.learn(0, batches.begin(3, 0))
     assert batches.share(3, 0, 0).x[0] == 15

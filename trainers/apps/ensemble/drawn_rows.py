@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 
 from allreduce.elastic.ranks import chunk
-from trainers.data import Data, Samples, mapped, row_count, seed_of
+from trainers.data import Arrays, Samples, mapped, seed_of
 from trainers.errors import ArgumentError
 
 BAGGINGS = (None, "rows", "shards")
@@ -58,19 +58,10 @@ class RowsOf:
         return self._data.__getitems__([int(self._rows[place]) for place in places])
 
 
-def rows_in(data: Data) -> int:
-    """Return the number of rows of arrays, or of (Samples, None)."""
-    return len(data[0]) if isinstance(data[0], Samples) else row_count(data)
-
-
-def taken(data: Data, drawn: DrawnRows, member: int) -> dict[str, Any]:
-    """Return the rows of a member as arguments of a fit: copies, or a data set.
-
-    data: arrays x and y, and weights if there are any; or (Samples, None).
-    """
-    rows = drawn.of(member)
-    if isinstance(data[0], Samples):
-        samples = data[0]
-        return {"x": samples if rows is None else Samples(RowsOf(samples.data, rows), samples.collate)}
+def taken(given: Arrays | Samples, drawn: DrawnRows, member: int) -> dict[str, Any]:
+    """Return the rows of a member as arguments of a fit: copies, or a data set. given: all rows."""
+    rows, data = drawn.of(member), given.data
+    if isinstance(given, Samples):
+        return {"x": given if rows is None else Samples(RowsOf(data, rows), given.collate)}
     x, y, *weights = data if rows is None else (mapped(lambda array: array[rows], each) for each in data)
     return {"x": x, "y": y, "sample_weight": weights[0] if weights else None}

@@ -31,7 +31,7 @@ from allreduce.errors import ClosedError, CopyError
 from allreduce.notices import near
 from allreduce.topology import Topology
 from trainers.apps.ensemble import model as ensemble_model
-from trainers.apps.ensemble.drawn_rows import BAGGINGS, DrawnRows, rows_in, taken
+from trainers.apps.ensemble.drawn_rows import BAGGINGS, DrawnRows, taken
 from trainers.apps.ensemble.model import MakeReplica, SavedEnsemble, SavedMember, load_member
 from trainers.apps.ensemble.part_members import Callbacks, PartMembers, rows_at
 from trainers.apps.ensemble.timely import Position, Prediction, TimelyVotes, limits_error
@@ -56,10 +56,10 @@ from trainers.data import (
 from trainers.errors import ArgumentError, ModelFileError, TrainerError, known_only
 from trainers.fit.checkpointing import Checkpoint
 from trainers.fit.evaluation import means_of
+from trainers.fit.source import BATCH_SIZE, NO_TARGETS, Given, Rows, checked_rows, tried
 from trainers.group import GroupOwner, RankGroup, broadcast_arrays
 from trainers.recovery.terminating import Terminated, Terminating
 from trainers.replica import Replica
-from trainers.trainer import BATCH_SIZE, NO_TARGETS, check_call
 from trainers.watching.history import Epoch, History
 
 log = logging.getLogger("trainers")
@@ -245,7 +245,7 @@ class EnsembleTrainer(GroupOwner):
         checkpoint, resume: as for `MirroredTrainer.fit`; every member has a folder of its own in the given folder.
         progress: print a line for each member that was trained, on a rank of its part. stream: where; None: to stdout.
         options: of `MirroredTrainer.fit`, for every member: shuffle, class_weight, prefetch, accumulate, clip_norm,
-            ema, validate_ema, schedule, warmup_steps, workers.
+            ema, validate_ema, schedule, warmup_steps.
 
         After SIGTERM the members that train write their checkpoints, and every rank ends with exit code 143 when all
         parts have done so.
@@ -257,10 +257,10 @@ class EnsembleTrainer(GroupOwner):
             if name not in FIT_OPTIONS:
                 raise TypeError(f"EnsembleTrainer.fit() takes no argument {name!r}{near(name, FIT_OPTIONS)}")
         settings = {"epochs": epochs, "batch_size": batch_size}
-        given = x, y, sample_weight
-        data = self._run(lambda: self._checked("fit", given, settings, collate, validation_data is not None))
-        self._run(lambda: self._check_kinds(data))
-        drawn = DrawnRows(self._bagging, self._seed, len(self.members), rows_in(data))
+        given = Given(x, y, sample_weight, collate)
+        rows = self._run(lambda: self._checked("fit", given, settings, validation_data is not None))
+        self._run(lambda: self._check_kinds(rows))
+        drawn = DrawnRows(self._bagging, self._seed, len(self.members), len(rows))
         settings |= {**options, "validation_data": validation_data, "resume": resume, "progress": False}
 
         def tell(number: int, text: str) -> None:
@@ -268,11 +268,11 @@ class EnsembleTrainer(GroupOwner):
                 print(f"member {number + 1} of {len(self.members)}: {text}", file=stream, flush=True)
 
         with Terminating() as sigterm:
-            ended, first, stopped = self._train_own(partial(taken, data, drawn), callbacks, checkpoint, settings, tell)
+            ended, first, stopped = self._train_own(partial(taken, rows, drawn), callbacks, checkpoint, settings, tell)
             with patient(self.topology):
                 self._end_if(stopped, sigterm)
                 self._run(lambda: self._share(ended, first))
-        self._run(lambda: self._score(data, drawn, validation_data))
+        self._run(lambda: self._score(rows, drawn, validation_data))
         return self.members
 
     def _train_own(
@@ -313,29 +313,28 @@ class EnsembleTrainer(GroupOwner):
     def _checked(
         self,
         call: str,
-        given: tuple[Any, Any, Any],
+        given: Given,
         settings: dict[str, Any] | None = None,
-        collate: Any = None,
         validates: bool = True,
-    ) -> Data:
-        """Check the arguments of a call on all ranks; returns arrays, or (Samples, None). Collective."""
-        replica = next(iter(self.replicas.values()))  # every part has a member
-        data, row, error = check_call(replica, call, given, settings or {}, collate)
+    ) -> Rows:
+        """Check the arguments of a call on all ranks; returns arrays or a data set. Collective."""
+        replica, settings = next(iter(self.replicas.values())), settings or {}  # every part has a member
+        rows, row, error = tried(call, lambda: checked_rows(replica, given, settings), settings)
         if error is None and self._selects and not validates:
             error = ArgumentError(f'fit: weights="{BY_VALIDATION}" needs validation_data')
-        if error is None and call == "fit":
+        if rows is not None and error is None and call == "fit":
             try:
-                DrawnRows(self._bagging, self._seed, len(self.members), rows_in(data))
+                DrawnRows(self._bagging, self._seed, len(self.members), len(rows))
             except ArgumentError as refused:
                 error = refused
         self.group.enter(row, error)
-        return data
+        assert rows is not None
+        return rows
 
-    def _check_kinds(self, data: Data) -> None:
+    def _check_kinds(self, rows: Rows) -> None:
         """Raise ArgumentError on all ranks if the members' outputs can't be combined. Collective."""
         self._check_members()
-        x = data[0]
-        row = x.first[0] if isinstance(x, Samples) else sliced(x, slice(0, 1))
+        row = rows.first[0] if isinstance(rows, Samples) else sliced(rows.data[0], slice(0, 1))
         own = together(self.group.comm, lambda: self._part.kinds(self._there, row, self.voting))
         self._same_kind(own)
 
@@ -375,15 +374,16 @@ class EnsembleTrainer(GroupOwner):
             texts = "\n".join(f"  member {number}: {reason}" for number, reason in self.missing.items())
             raise on_all_ranks(TrainerError(f"the ensemble has no member any more:\n{texts}"), self.group.comm)
 
-    def _score(self, data: Data, drawn: DrawnRows, validation: Any) -> None:
+    def _score(self, rows: Rows, drawn: DrawnRows, validation: Any) -> None:
         """Compute the out-of-bag scores, and the weights. Collective."""
         self.oob = {}
-        if self._bagging == "rows" and not isinstance(data[0], Samples):
+        if self._bagging == "rows" and not isinstance(rows, Samples):
+            x, y, *_ = rows.data
             unseen = {number: drawn.unseen(number) for number in self._there}
-            outputs, counts = self._voted(data[0], row_count(data), unseen, dict.fromkeys(unseen, 1.0))
+            outputs, counts = self._voted(x, len(rows), unseen, dict.fromkeys(unseen, 1.0))
             seen = np.flatnonzero(counts)
             if seen.size:
-                self.oob = self._scores(rows_at(outputs, seen), rows_at(data[1], seen), {"rows": float(seen.size)})
+                self.oob = self._scores(rows_at(outputs, seen), rows_at(y, seen), {"rows": float(seen.size)})
         if self._selects:
             x, y = together(self.group.comm, lambda: _validation_arrays(validation))
             everything = np.arange(row_count(x))
@@ -422,14 +422,17 @@ class EnsembleTrainer(GroupOwner):
         """
         if deadline is not None:
             return self._predict_by(x, deadline, quorum)
-        return self._run(lambda: self._result(*self._checked("predict", (x, NO_TARGETS, None))))
+        return self._run(lambda: self._result(*self._checked("predict", Given(x, NO_TARGETS)).data))
 
     def _predict_by(self, x: Any, deadline: float, quorum: int) -> Prediction | None:
         self._check_open()
         replica = next(iter(self.replicas.values()))
-        data, _, error = check_call(replica, "predict", (x, NO_TARGETS, None), {})
+        found, _, error = tried("predict", lambda: checked_rows(replica, Given(x, NO_TARGETS), {}), {})
         error = limits_error(deadline, quorum, len(self.members)) or error
-        rows = data[0] if error is None else error if isinstance(error, ArgumentError) else ArgumentError(str(error))
+        if found is not None and error is None:
+            rows = found.data[0]
+        else:
+            rows = error if isinstance(error, ArgumentError) else ArgumentError(str(error))
         shares = shares_of(self.weights, self._there)
         return self._timely.predict(rows, self.replicas, self.voting, shares, deadline, quorum, self.missing)
 
@@ -472,7 +475,7 @@ class EnsembleTrainer(GroupOwner):
         """
 
         def scores() -> dict[str, float]:
-            rows, targets = self._arrays("evaluate", x, y)
+            rows, targets, *_ = self._arrays("evaluate", x, y).data
             outputs = self._result(rows)
             return together(self.group.comm, lambda: Scorer(outputs, targets)(outputs))
 
@@ -480,16 +483,16 @@ class EnsembleTrainer(GroupOwner):
 
     def evaluate_members(self, x: Any, y: Any) -> dict[int, dict[str, float]]:
         """Return the metrics of each member, by its number, as `MirroredTrainer.evaluate` does. Collective."""
-        data = self._run(lambda: self._arrays("evaluate_members", x, y))
-        return self._run(lambda: self._metrics(data))
+        rows = self._run(lambda: self._arrays("evaluate_members", x, y))
+        return self._run(lambda: self._metrics(rows))
 
-    def _arrays(self, call: str, x: Any, y: Any) -> Data:
+    def _arrays(self, call: str, x: Any, y: Any) -> Rows:
         if y is None:
             raise ArgumentError(f"{call}: give arrays x and y")
-        return self._checked(call, (x, y, None))
+        return self._checked(call, Given(x, y))
 
-    def _metrics(self, data: Data) -> dict[int, dict[str, float]]:
-        own = together(self.group.comm, lambda: self._part.metrics(self._there, data))
+    def _metrics(self, rows: Rows) -> dict[int, dict[str, float]]:
+        own = together(self.group.comm, lambda: self._part.metrics(self._there, rows))
         everyone = self.group.values(own, "the metrics of the members")
         of_member: dict[int, list[Any]] = {number: [] for number in self._there}
         for number, *found in [each for own in everyone for each in own]:
@@ -497,7 +500,7 @@ class EnsembleTrainer(GroupOwner):
         metrics = {}
         for number, parts in of_member.items():
             names, counts, _ = parts[0]
-            metrics[number] = means_of(names, counts, np.sum([sums for *_, sums in parts], axis=0), row_count(data))
+            metrics[number] = means_of(names, counts, np.sum([sums for *_, sums in parts], axis=0), len(rows))
         return metrics
 
     # Files

@@ -10,8 +10,9 @@ from allreduce.elastic.ranks import chunk, everywhere, lost, segments, together
 from allreduce.topology import Topology
 from trainers.apps.ensemble.model import ROWS, averaged, member_votes
 from trainers.apps.ensemble.voting import Voting
-from trainers.data import Data, Tree, mapped, structure_of
-from trainers.fit.evaluation import Evaluation
+from trainers.data import Tree, mapped, structure_of
+from trainers.fit.evaluation import evaluate_rows
+from trainers.fit.source import Rows
 from trainers.mirrored import MirroredTrainer
 from trainers.replica import Replica, copied
 from trainers.watching.history import History
@@ -99,14 +100,14 @@ class PartMembers:
                 for each in list(segments(slice(0, len(mine)), ROWS)) or [slice(0, 0)]:
                     yield number, mine[each], member_votes(replica, rows_at(x, mine[each]), voting)
 
-    def metrics(self, numbers: Sequence[int], data: Data) -> list[tuple[int, list[str], bool, list[float]]]:
-        """Return the metrics of members, as (number, names, Replica.counts, sums of evaluate_chunk over this rank's
+    def metrics(self, numbers: Sequence[int], rows: Rows) -> list[tuple[int, list[str], bool, list[float]]]:
+        """Return the metrics of members, as (number, names, Replica.counts, sums of evaluate_rows over this rank's
         share of the rows). Local."""
         found = []
         for number in numbers:
             if (replica := self.replicas.get(number)) is not None:
                 with averaged(replica), np.errstate(all="ignore"):
-                    terms = Evaluation(data).evaluate_chunk(replica, self.topology.size, self.topology.rank)
+                    terms = evaluate_rows(replica, rows, self.topology.size, self.topology.rank)
                 found.append((number, list(replica.metrics), replica.counts, terms.sum(axis=0).tolist()))
         return found
 

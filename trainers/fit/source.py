@@ -1,0 +1,283 @@
+"""Makes the source of the rows of a call: the batches of a fit, the rows of an evaluation or of a prediction.
+
+Rows are given as arrays, as a data set, as shards, or as a loader. All ranks check them together here, so that every
+rank raises the same error; nothing above this module looks at the arguments again.
+"""
+
+import logging
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple, TypeVar
+
+from allreduce.errors import DisagreementError
+from allreduce.transport.control import on_all_ranks
+from trainers.arguments import integer_error, require
+from trainers.data import Arrays, Batches, BatchSource, Collate, Samples, as_arrays, as_data
+from trainers.datasets.shards import ShardRows
+from trainers.errors import ArgumentError, TrainerError
+from trainers.fit import prefetch as fetching
+from trainers.fit.evaluation import Evaluation
+from trainers.fit.loader import DIVIDED, WHOLE, LoaderBatches
+from trainers.fit.reader import Reader
+from trainers.fit.shards import OwnRows, ShardBatches, uneven_text
+from trainers.fit.weights import ClassWeights
+from trainers.group import RankGroup
+from trainers.replica import Replica, check_rows
+from trainers.strategies.interface import Strategy
+
+log = logging.getLogger("trainers")
+
+BATCH_SIZE = 100  # rows of a global batch, by default
+NO_TARGETS = object()  # passed as y for a prediction, which has no targets
+SourceT = TypeVar("SourceT")
+Rows = Arrays | Samples
+
+
+class Given(NamedTuple):
+    """The rows of a call as the user gives them; see Trainer.fit. steps: of an epoch of a loader."""
+
+    x: Any
+    y: Any = None
+    weights: Any = None
+    collate: Collate | None = None
+    rows: Any = None
+    steps: Any = None
+
+    @classmethod
+    def to_validate(cls, data: Any, collate: Collate | None, rows: Any, steps: Any) -> "Given":
+        """Return the argument validation_data of a fit: (x, y), (x, y, weights), a data set, or a loader."""
+        if rows is not None or steps is not None:
+            return cls(data, None, None, collate, rows, steps)
+        if isinstance(data, tuple) and len(data) == 3 and not all(map(_is_row, data)):
+            return cls(*data)
+        if isinstance(data, tuple | list):
+            return cls(*data) if len(data) == 2 else cls(data)
+        return cls(data, collate=None if isinstance(data, ShardRows) else collate)
+
+    @property
+    def loads(self) -> bool:
+        """Whether x is a loader."""
+        return self.rows is not None or self.steps is not None
+
+
+def to_train(strategy: Strategy, given: Given, settings: dict[str, Any], prefetch: bool | None) -> BatchSource:
+    """Return the batches of a fit. Raises the same error on all ranks if they, or the settings, are invalid or differ.
+    Collective. settings: the other arguments of the fit, by name."""
+    if given.loads and not isinstance(given.x, ShardRows):
+        settings = settings | {"rows": given.rows, "steps_per_epoch": given.steps}
+
+    def make() -> BatchSource:
+        weigh = settings.get("class_weight")
+        if isinstance(given.x, ShardRows):
+            return _of_shards(strategy, given, settings)
+        if given.loads:
+            return _of_loader(strategy, given, settings, fetching.AHEAD if prefetch else 0)
+        rows = checked_rows(strategy.replica, given, settings)
+        ahead = fetching.batches_ahead(given.x, given.y, prefetch, strategy.micro_batch is not None)
+        own = strategy.part, strategy.parts, settings["seed"], settings["shuffle"], ahead, strategy.micro_batch
+        return Batches(rows, None, settings["batch_size"], *own, weigh=weigh)
+
+    source, row, error = tried("fit", make, settings)
+    try:
+        _enter(strategy.group, row, error, settings)
+        assert source is not None
+        try:
+            source.meet(strategy.group.values)
+        except TrainerError as refused:
+            raise on_all_ranks(refused, strategy.group.comm) from None
+    except BaseException:
+        if source is not None:
+            source.close()
+        raise
+    if isinstance(given.x, ShardRows) and strategy.group.rank == 0 and (text := uneven_text(given.x, strategy.parts)):
+        log.warning("trainers: %s", text)
+    return source
+
+
+def to_evaluate(strategy: Strategy, call: str, given: Given) -> Evaluation:
+    """Return the rows to evaluate. Raises the same error on all ranks if they differ or are invalid. Collective."""
+    x, group = given.x, strategy.group
+    if isinstance(x, ShardRows):
+        given = given._replace(x=OwnRows(x, group.rank, group.size), rows=given.rows or DIVIDED)
+    if not given.loads:
+        return Evaluation(to_read(strategy, call, given))
+    settings = {"rows": given.rows, "steps": given.steps}
+    group.enter(described("evaluate", "x of a loader", settings), _evaluation_error(strategy, given))
+    reader = None if given.x is None else Reader(given.x, given.collate)
+    return Evaluation(None, reader, given.rows == DIVIDED, None if given.steps is None else int(given.steps))
+
+
+def to_read(strategy: Strategy, call: str, given: Given, settings: Mapping[str, Any] | None = None) -> Rows:
+    """Return rows that all ranks have: arrays or a data set. Raises the same error on all ranks if they are invalid or
+    differ. Collective."""
+    rows, row, error = tried(call, lambda: checked_rows(strategy.replica, given, {}), settings or {})
+    _enter(strategy.group, row, error, settings or {})
+    assert rows is not None
+    return rows
+
+
+def tried(
+    call: str, make: Callable[[], SourceT], settings: Mapping[str, Any]
+) -> tuple[SourceT | None, str, Exception | None]:
+    """Return make(), the call as text, and the error or None. Local."""
+    source, error = None, None
+    try:
+        source = make()
+    except TrainerError as refused:
+        error = refused
+    except (ValueError, TypeError) as refused:
+        error = ArgumentError(f"{call}: {refused}")
+    except Exception as refused:  # of a data set or a model; the other ranks must not wait for this one
+        error = ArgumentError(f"{call}: {type(refused).__name__}: {refused}")
+    return source, described(call, str(source), settings), error
+
+
+def described(call: str, data: str, settings: Mapping[str, Any]) -> str:
+    """Return a call as text, which ranks compare."""
+    return f"{call}: {', '.join([data, *(f'{name}={value}' for name, value in settings.items())])}"
+
+
+def _enter(group: RankGroup, row: str, error: Exception | None, settings: Mapping[str, Any]) -> None:
+    try:
+        group.enter(row, error)
+    except DisagreementError as differ:
+        explain_division(differ, row, settings)
+        raise
+
+
+def explain_division(error: DisagreementError, row: str, settings: Mapping[str, Any]) -> None:
+    """If the ranks differ only in their rows, append to the error that the trainer divides the rows itself. Changes
+    `error`. row: the call as text."""
+    text = str(error)
+    call, end = f": {row.partition(': ')[0]}: ", described("", "", settings)[2:]
+    if all(call in line and line.endswith(end) for line in text.splitlines()[1:]):
+        error.args = (
+            f"{text}\nA trainer takes all rows, the same on every rank, and divides each batch among the ranks itself",
+        )
+
+
+# Each kind of rows. Local; a data set or a model may raise anything
+
+
+def checked_rows(replica: Replica, given: Given, settings: Mapping[str, Any]) -> Rows:
+    """Return arrays or a data set, which the replica accepts. Local."""
+    weigh: ClassWeights | None = settings.get("class_weight")
+    if weigh is not None:
+        weigh.check(arrays=given.y is not None)
+    rows: Rows
+    if given.y is None or given.collate is not None:
+        rows = _samples(given)
+        first = rows.first if weigh is None else weigh(rows.first)
+    else:
+        rows = _arrays(given)
+        if weigh is not None:
+            rows.data = weigh.of_all(rows.data)
+        first = rows.data
+    _check_settings(settings)
+    check_rows(replica, first if len(first) > 1 else (*first, None))
+    return rows
+
+
+def _samples(given: Given) -> Samples:
+    if given.y is not None:
+        raise ArgumentError("collate is for data sets, whose rows are pairs: leave out collate, or y")
+    if given.weights is not None:
+        raise ArgumentError("sample_weight is for arrays: a data set gives weights in its rows, (x, y, weight)")
+    return given.x if isinstance(given.x, Samples) else Samples(given.x, given.collate)
+
+
+def _arrays(given: Given) -> Arrays:
+    x, y, weights = given[:3]
+    if y is NO_TARGETS:
+        return Arrays((as_arrays(x),))
+    if isinstance(x, list) and len(x) != len(y) and all(getattr(each, "ndim", 0) > 0 for each in x):
+        raise ArgumentError(
+            f"x is a list of {len(x)} arrays, and a list is one array of rows: for a model of several inputs give a "
+            "tuple, x=(a, b), or a dict"
+        )
+    return Arrays(as_data((x, y) if weights is None else (x, y, weights)))
+
+
+def _of_shards(strategy: Strategy, given: Given, settings: Mapping[str, Any]) -> ShardBatches:
+    if strategy.micro_batch is not None:
+        raise ArgumentError("fit: exact=True takes all rows on every rank, so not shards, of which each rank has some")
+    others = {"y": given.y, "sample_weight": given.weights, "class_weight": settings.get("class_weight")}
+    others |= {"collate": given.collate, "rows": given.rows, "steps_per_epoch": given.steps}
+    if names := [name for name, value in others.items() if value is not None]:
+        raise ArgumentError(f"fit: shards do not take {', '.join(names)}: leave it out, or load the rows as arrays")
+    _check_settings(settings)
+    own = strategy.part, strategy.parts, settings["seed"], settings["shuffle"]
+    batches = ShardBatches(given.x, settings["batch_size"], *own)
+    if (first := batches.first()) is not None:
+        check_rows(strategy.replica, first)
+    return batches
+
+
+def _of_loader(strategy: Strategy, given: Given, settings: Mapping[str, Any], ahead: int) -> LoaderBatches:
+    if error := _loader_error(strategy, given, settings):
+        raise error
+    weigh = settings.get("class_weight")
+    _check_settings(settings)
+    if weigh is not None:
+        weigh.check(arrays=False)
+    loader = None if strategy.part is None else given.x
+    options = given.rows, given.collate, given.steps, strategy.part, strategy.parts, ahead, strategy.micro_batch
+    batches = LoaderBatches(loader, *options, settings["seed"], weigh, settings["checkpoint"] is not None)
+    try:
+        if (first := batches.first()) is not None:
+            check_rows(strategy.replica, first)
+    except BaseException:
+        batches.close()
+        raise
+    return batches
+
+
+def _loader_error(strategy: Strategy, given: Given, settings: Mapping[str, Any]) -> ArgumentError | None:
+    """Return the error if these arguments of a fit with a loader are invalid, or None."""
+    loader, rows = given.x, given.rows
+    if rows not in (DIVIDED, WHOLE):
+        only = "" if rows is not None else "; steps_per_epoch is for loaders only"
+        return ArgumentError(f'fit: rows={rows!r}: with a loader use rows="{DIVIDED}" or rows="{WHOLE}"{only}')
+    if given.y is not None:
+        return ArgumentError(
+            f'fit: rows="{rows}" is for a loader, whose batches are pairs (x, y): leave out rows, or y'
+        )
+    if given.weights is not None:
+        return ArgumentError("fit: sample_weight is for arrays: a loader gives weights in its batches, (x, y, weights)")
+    if reason := strategy.loader_error(rows == DIVIDED):
+        return ArgumentError(f"fit: {reason}")
+    if strategy.part is None and rows == DIVIDED and loader is not None:
+        return ArgumentError(
+            f'fit: rows="{DIVIDED}": this rank is a server, which computes nothing, so its rows would be lost: give it '
+            "x=None, and divide the rows among the workers"
+        )
+    if strategy.part is not None and not hasattr(loader, "__iter__"):
+        return ArgumentError(f"fit: a {type(loader).__name__} is no loader: it can't be iterated")
+    require(integer_error("fit: steps_per_epoch", given.steps, 1, optional=True))
+    if settings["batch_size"] != BATCH_SIZE or settings["shuffle"] is not True:
+        return ArgumentError("fit: batch_size and shuffle are the loader's: leave them out")
+    return None
+
+
+def _evaluation_error(strategy: Strategy, given: Given) -> ArgumentError | None:
+    """Return the error if these arguments of an evaluation of a loader are invalid, or None."""
+    loader, rows = given.x, given.rows
+    if rows not in (DIVIDED, WHOLE):
+        return ArgumentError(f'evaluate: rows={rows!r}: with a loader use rows="{DIVIDED}" or rows="{WHOLE}"')
+    if given.y is not None or given.weights is not None:
+        return ArgumentError(
+            "evaluate: a loader reads pairs (x, y) or triples itself: leave out rows, or y and sample_weight"
+        )
+    if not hasattr(loader, "__iter__") and not (loader is None and strategy.part is None):
+        return ArgumentError(f"evaluate: a {type(loader).__name__} is no loader: it can't be iterated")
+    text = integer_error("evaluate: steps", given.steps, 1, optional=True)
+    return ArgumentError(text) if text else None
+
+
+def _check_settings(settings: Mapping[str, Any]) -> None:
+    for name, least in (("epochs", 0), ("batch_size", 1), ("seed", 0)):
+        require(integer_error(name, settings.get(name, least), least))
+
+
+def _is_row(given: Any) -> bool:
+    """Whether this may be a row of a data set: a pair or a triple."""
+    return isinstance(given, tuple | list) and len(given) in (2, 3)
