@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from trainers.fit.shards import load_shards
     from trainers.local_sgd.outer import OuterSGD
     from trainers.mirrored import MirroredTrainer
+    from trainers.options.transforms import EMA, Accumulate, ClipNorm, Schedule, SkipNotFinite
     from trainers.parameter_server import ParameterServerTrainer
     from trainers.recovery.terminating import Terminated, Terminating
     from trainers.replica import Replica
@@ -32,9 +33,12 @@ if TYPE_CHECKING:
     from trainers.watching.logs import log_to
 
 __all__ = [
+    "EMA",
+    "Accumulate",
     "CategoryNetwork",
     "CentralStorageTrainer",
     "Checkpoint",
+    "ClipNorm",
     "EmbeddingNetwork",
     "EnsembleModel",
     "EnsembleTrainer",
@@ -46,6 +50,8 @@ __all__ = [
     "ParameterServerTrainer",
     "Replica",
     "Samples",
+    "Schedule",
+    "SkipNotFinite",
     "SpareReplicasTrainer",
     "Terminated",
     "Terminating",
@@ -58,9 +64,12 @@ __all__ = [
 ]
 
 _MODULES = {
+    "EMA": "trainers.options.transforms",
+    "Accumulate": "trainers.options.transforms",
     "CategoryNetwork": "trainers.replicas.numpy.categories",
     "CentralStorageTrainer": "trainers.central_storage",
     "Checkpoint": "trainers.fit.checkpointing",
+    "ClipNorm": "trainers.options.transforms",
     "EmbeddingNetwork": "trainers.replicas.numpy.embedding",
     "EnsembleModel": "trainers.apps.ensemble.model",
     "EnsembleTrainer": "trainers.apps.ensemble.ensemble",
@@ -72,6 +81,8 @@ _MODULES = {
     "ParameterServerTrainer": "trainers.parameter_server",
     "Replica": "trainers.replica",
     "Samples": "trainers.data",
+    "Schedule": "trainers.options.transforms",
+    "SkipNotFinite": "trainers.options.transforms",
     "SpareReplicasTrainer": "trainers.spare_replicas",
     "Terminated": "trainers.recovery.terminating",
     "Terminating": "trainers.recovery.terminating",

@@ -1,15 +1,33 @@
 """Checks of single arguments: integers, numbers, flags and names. A `..._error` is a text, "" if the argument is valid.
 
 NumPy's numbers and booleans are as good as Python's own; True and False are no numbers.
+
+`Checked` is the base of option objects, whose fields have checks; `known_only` refuses keywords that there aren't.
 """
 
+import argparse
+import difflib
+import functools
+import inspect
 import math
-from collections.abc import Iterable
-from typing import Any, TypeGuard
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, fields
+from typing import Any, TypeGuard, TypeVar
 
 import numpy as np
 
 from trainers.errors import ArgumentError
+
+CallableT = TypeVar("CallableT", bound=Callable[..., Any])
+# Former keywords -> how the option is given now, with the value for {}
+REPLACED = {
+    "accumulate": "transforms=[Accumulate({})]",
+    "clip_norm": "transforms=[ClipNorm({})]",
+    "ema": "transforms=[EMA({})]",
+    "validate_ema": "transforms=[EMA(decay, validate={})]",
+    "schedule": "transforms=[Schedule({})]",
+    "warmup_steps": "transforms=[Schedule(warmup={})]",
+}
 
 
 def is_integer(value: Any, least: float = -math.inf, most: float = math.inf) -> TypeGuard[int]:
@@ -57,3 +75,85 @@ def require(*errors: str) -> None:
     """Raise an ArgumentError with the first of these texts that is not empty."""
     for text in filter(None, errors):
         raise ArgumentError(text)
+
+
+# Options with checks
+
+
+@dataclass(frozen=True)
+class Check:
+    """What a value must be. text: "an integer >= 1". holds: whether a value is valid. read: makes it from a text."""
+
+    text: str
+    holds: Callable[[Any], bool]
+    read: Callable[[str], Any] = str
+
+    def error(self, name: str, value: Any) -> str:
+        """Return why `value` is invalid, as text; "" if it is valid."""
+        return "" if self.holds(value) else f"{name} must be {self.text}, got {value!r}"
+
+    def convert(self, text: str) -> Any:
+        """Return the value that a text of the command line stands for. Raises argparse.ArgumentTypeError."""
+        try:
+            value = self.read(text)
+        except ValueError:
+            value = None
+        if not self.holds(value):
+            raise argparse.ArgumentTypeError(f"must be {self.text}, got {text!r}")
+        return value
+
+
+def _decimal(text: str) -> int:
+    if not (text.isascii() and text.isdecimal() and len(text) <= 18):
+        raise ValueError(text)
+    return int(text)
+
+
+def integer(least: int) -> Check:
+    """Return the check of an integer that is at least `least`."""
+    return Check(f"an integer >= {least}", lambda value: is_integer(value, least), _decimal)
+
+
+def number(text: str, holds: Callable[[float], bool]) -> Check:
+    """Return the check of a finite number. text: "a number > 0", say."""
+    return Check(text, lambda value: is_number(value) and bool(holds(value)), float)
+
+
+POSITIVE = number("a number > 0", lambda value: value > 0)
+FLAG = Check("True or False", is_flag)
+
+
+class Checked:
+    """Base of frozen dataclasses whose fields are `Annotated` with a Check. Raises ArgumentError when one is made."""
+
+    def __post_init__(self) -> None:
+        for each in fields(self):  # type: ignore[arg-type]
+            for check in getattr(each.type, "__metadata__", ()):
+                require(check.error(f"{type(self).__name__}: {each.name}", getattr(self, each.name)))
+
+
+# Keywords
+
+
+def known_only(method: CallableT) -> CallableT:
+    """Decorator: the method raises TypeError for unknown keyword arguments, before it does anything.
+
+    The error shows the new form of a former keyword.
+    """
+    taken = [name for name in inspect.signature(method).parameters if name != "self"]
+    known = frozenset(taken)
+
+    @functools.wraps(method)
+    def call(self: Any, *args: Any, **options: Any) -> Any:
+        if not options.keys() <= known:
+            unknown = next(name for name in options if name not in known)
+            place = type(self).__name__ + ("" if method.__name__ == "__init__" else f".{method.__name__}")
+            if unknown in REPLACED:
+                new = REPLACED[unknown].format(repr(options[unknown]))
+                raise TypeError(f"{place}() takes no {unknown}={options[unknown]!r} any more; give {new}")
+            close = difflib.get_close_matches(unknown, taken, n=1, cutoff=0.5)
+            hint = f"; did you mean {close[0]!r}?" if close else f"; it takes: {', '.join(taken)}"
+            raise TypeError(f"{place}() got an unexpected keyword argument {unknown!r}{hint}")
+        return method(self, *args, **options)
+
+    return call  # type: ignore[return-value]

@@ -5,7 +5,7 @@ from typing import Any
 from allreduce.backend import AllReduce
 from allreduce.elastic.standby import JoiningRank
 from allreduce.topology import Topology
-from trainers.errors import known_only
+from trainers.arguments import known_only
 from trainers.replica import Replica
 from trainers.strategies.central_storage import CentralStorage
 from trainers.trainer import Trainer

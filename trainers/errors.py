@@ -4,14 +4,6 @@ They do not derive from allreduce.errors.AllReduceError, because data sets and s
 without MPI too; `ranks` means the same here as there.
 """
 
-import difflib
-import functools
-import inspect
-from collections.abc import Callable
-from typing import Any, TypeVar
-
-CallableT = TypeVar("CallableT", bound=Callable[..., Any])
-
 # the longest error text that quotes a file, and how much of its end is kept
 MOST_CHARACTERS, LAST_CHARACTERS = 500, 150
 LEFT_OUT = " ... "
@@ -101,21 +93,3 @@ class DeadlineExceededError(TrainerError, TimeoutError):
 
 class NotFiniteError(DivergedError):
     """Gradients became NaN or infinite; the message names the ranks that computed them."""
-
-
-def known_only(method: CallableT) -> CallableT:
-    """Decorator: the method raises TypeError for unknown keyword arguments, before it does anything."""
-    taken = [name for name in inspect.signature(method).parameters if name != "self"]
-    known = frozenset(taken)
-
-    @functools.wraps(method)
-    def call(self: Any, *args: Any, **options: Any) -> Any:
-        if not options.keys() <= known:
-            unknown = next(name for name in options if name not in known)
-            place = type(self).__name__ + ("" if method.__name__ == "__init__" else f".{method.__name__}")
-            close = difflib.get_close_matches(unknown, taken, n=1, cutoff=0.5)
-            hint = f"; did you mean {close[0]!r}?" if close else f"; it takes: {', '.join(taken)}"
-            raise TypeError(f"{place}() got an unexpected keyword argument {unknown!r}{hint}")
-        return method(self, *args, **options)
-
-    return call  # type: ignore[return-value]

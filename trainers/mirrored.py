@@ -5,7 +5,7 @@ from typing import Any
 from allreduce.arrays.compression import Given
 from allreduce.backend import AllReduce
 from allreduce.topology import Topology
-from trainers.errors import known_only
+from trainers.arguments import known_only
 from trainers.local_sgd.outer import LocalOptions, OuterSGD
 from trainers.replica import Replica
 from trainers.strategies.exact import ExactMirrored

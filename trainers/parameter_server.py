@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from allreduce.topology import Topology
-from trainers.errors import known_only
+from trainers.arguments import known_only
 from trainers.replica import Replica
 from trainers.strategies.servers.strategy import AsynchronousServers, Options, ParameterServers, SynchronousServers
 from trainers.trainer import Trainer

@@ -261,7 +261,7 @@ class Replica(ABC):
         """
         if self.average is None:
             raise ArgumentError(
-                f"this {type(self).__name__} has no moving average of its parameters; fit(ema=0.999) keeps one"
+                f"this {type(self).__name__} has no moving average of its parameters; EMA(0.999) keeps one"
             )
         self.average.use(self.spans_in(part))
 

@@ -1,7 +1,7 @@
 """SpareReplicasTrainer: a synchronous step takes the first gradients and does not wait for the slowest ranks."""
 
 from allreduce.topology import Topology
-from trainers.errors import known_only
+from trainers.arguments import known_only
 from trainers.replica import Replica
 from trainers.strategies.spare_replicas import SpareReplicas
 from trainers.trainer import Trainer

@@ -6,7 +6,7 @@ import itertools
 import logging
 import os
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from importlib import import_module
@@ -20,7 +20,7 @@ from allreduce.tracing.trace import Trace
 from allreduce.transport import ulfm
 from allreduce.transport.control import root_value, together
 from allreduce.transport.wait import waiting
-from trainers.arguments import flag_error
+from trainers.arguments import flag_error, known_only, require
 from trainers.data import (
     BatchSource,
     Collate,
@@ -31,7 +31,7 @@ from trainers.data import (
     sliced,
 )
 from trainers.datasets.columns import Columns
-from trainers.errors import ArgumentError, known_only
+from trainers.errors import ArgumentError
 from trainers.fit import source
 from trainers.fit.checkpointing import Checkpoint, make_saver
 from trainers.fit.evaluation import Evaluation, means_of, predict_chunk
@@ -39,12 +39,14 @@ from trainers.fit.loop import Fit
 from trainers.fit.source import BATCH_SIZE, Given
 from trainers.fit.weights import ClassWeights
 from trainers.group import GroupOwner, RankGroup, gather_rows
+from trainers.options.transforms import EMA, Accumulate, SkipNotFinite, Transform, chosen
 from trainers.recovery.recovery import Call, EditCall, Failure, FitCall, Recovery
 from trainers.recovery.terminating import stops_at_sigterm
 from trainers.replica import Hold
 from trainers.state.adopt import mirror
 from trainers.strategies.interface import Strategy
 from trainers.strategies.rule import StepOptions
+from trainers.watching.check_gradients import CheckGradients
 from trainers.watching.history import History
 from trainers.watching.progress import Progress
 
@@ -145,6 +147,7 @@ class Trainer(GroupOwner, Generic[StrategyT]):
         epochs: int = 10,
         batch_size: int = BATCH_SIZE,
         *,
+        transforms: Sequence[Transform] = (),
         seed: int = 0,
         shuffle: bool = True,
         validation_data: Any = None,
@@ -161,12 +164,6 @@ class Trainer(GroupOwner, Generic[StrategyT]):
         validation_steps: int | None = None,
         sample_weight: Any = None,
         class_weight: Any = None,
-        accumulate: int = 1,
-        clip_norm: float | None = None,
-        ema: float | None = None,
-        validate_ema: bool = True,
-        schedule: str | Callable[[int], float] | None = None,
-        warmup_steps: int = 0,
     ) -> History:
         """Train for `epochs` passes over the data; first the model of rank 0 is copied to all ranks. Collective.
 
@@ -192,6 +189,8 @@ class Trainer(GroupOwner, Generic[StrategyT]):
             rows. A row has the product of its weight and that of its class. Validation data are not weighted by it.
         batch_size: rows in a GLOBAL batch, divided among the ranks. It need not be divisible, and the last one may be
             short: gradients are weighted by samples, so that any number of ranks trains as one rank would.
+        transforms: a list of Accumulate, ClipNorm, EMA, SkipNotFinite and Schedule, one of a kind: each changes the
+            steps, as its class says.
         seed, shuffle: epoch e visits the rows in the order of data.order(rows, seed, e, shuffle).
         validation_data: (x, y), (x, y, weights), a data set, or a loader, evaluated after each epoch.
         validation_rows, validation_steps: the `rows` and the `steps` of a loader in validation_data: see `evaluate`.
@@ -206,24 +205,6 @@ class Trainer(GroupOwner, Generic[StrategyT]):
         prefetch: whether a thread fetches the next batches during a step; None: for data sets and memory maps only (a
             loader usually has workers of its own). Other processes read rows if x is a loader that has them, such as
             DataLoader(num_workers=4).
-        accumulate: k: each rank computes its share of a batch in k micro-batches, one after the other, and adds up
-            their gradients before it sends them. Memory for activations is that of a micro-batch; the training is the
-            same. batch_size remains the GLOBAL batch of an update: Lightning's accumulate_grad_batches=k makes the
-            batch k times as large instead.
-        clip_norm: the largest norm of the averaged gradients of all parameters, as PyTorch's `clip_grad_norm_` takes
-            it; larger ones are scaled down to it, on all ranks by the same factor. The history has the mean norm before
-            the clipping, "grad_norm". Asynchronous servers and sync_every average no gradients: there each worker clips
-            those of its own rows.
-        ema: the decay, such as 0.999, of an exponential moving average of the parameters, which is updated after each
-            step: average = decay * average + (1 - decay) * parameters. It begins with the parameters at the beginning
-            of the fit, or continues that of an earlier fit; a fit without `ema` drops it. It is saved with the model,
-            and `evaluate` and `predict` use it. Running statistics of batch norm are those of the model.
-        validate_ema: whether the validation uses the average, if `ema` is given; else the parameters.
-        schedule: the learning rates of each step: "constant", "linear" or "cosine" (to 0 at the end of the training),
-            "inverse_sqrt"; or a function of the step (0, 1, ...) that returns a fraction of the rates from before the
-            fit. None: they stay. After the fit they are as before it. `epochs` decides when "linear" and "cosine" end,
-            so give the same to a resumed fit.
-        warmup_steps: the rates rise linearly in this number of steps, before the schedule.
         progress: print a line per epoch on rank 0, and on a terminal a bar.
         stream: where `progress` prints; None: to stdout.
 
@@ -237,32 +218,34 @@ class Trainer(GroupOwner, Generic[StrategyT]):
         weigh = None if class_weight is None else ClassWeights(class_weight)
         settings |= {} if weigh is None else {"class_weight": weigh}
         strategy, group = self.strategy, self.group
-        options = StepOptions(accumulate, clip_norm, ema, schedule, warmup_steps)
-        settings |= options.as_settings() | ({} if validate_ema is True else {"validate_ema": validate_ema})
-        flags = {"shuffle": shuffle, "resume": resume, "progress": progress, "validate_ema": validate_ema}
+        flags = {"shuffle": shuffle, "resume": resume, "progress": progress}
         flags |= {} if prefetch is None else {"prefetch": prefetch}
+        steps = [*transforms] if isinstance(transforms, Iterable) else transforms
 
         given = Given(x, y, sample_weight, collate, rows, steps_per_epoch)
         to_validate = Given.to_validate(validation_data, collate, validation_rows, validation_steps)
 
         def begin() -> Fit:
-            self._check_options(options, flags, settings)
-            self.replica.divided = strategy.parts > 1 or accumulate > 1 or strategy.micro_batch is not None
+            options = self._check_options(steps, flags, settings)
+            self.replica.divided = strategy.parts > 1 or Accumulate in options or strategy.micro_batch is not None
             batches = source.to_train(strategy, given, settings, prefetch)
             try:
-                return fit_of(batches)
+                return fit_of(batches, options)
             except BaseException:
                 batches.close()
                 raise
 
-        def fit_of(batches: BatchSource) -> Fit:
+        def fit_of(batches: BatchSource, options: Mapping[type, Any]) -> Fit:
             self._keep_rows(batches)
             validate = None
             if validates:
                 validation = source.to_evaluate(strategy, "validation_data of fit", to_validate)
-                validate = partial(self._evaluate, validation, validate_ema)
+                average = EMA not in options or options[EMA].validate
+                validate = partial(self._evaluate, validation, average)
+            skips = SkipNotFinite in options and isinstance(callbacks, Iterable)
+            watches = [*callbacks, CheckGradients("skip")] if skips else callbacks
             strategy.end_round()
-            strategy.rule.use(options)
+            strategy.rule.use(StepOptions.of(options))
             strategy.rule.keep_average(trains=epochs > 0)
             mirror(strategy)
             saver = together(
@@ -274,7 +257,7 @@ class Trainer(GroupOwner, Generic[StrategyT]):
                 epochs,
                 watched=self,
                 validate=validate,
-                callbacks=callbacks,
+                callbacks=watches,
                 progress=Progress(progress, group.rank, batches.planned, epochs, stream),
                 saver=saver,
             )
@@ -301,7 +284,7 @@ class Trainer(GroupOwner, Generic[StrategyT]):
         rows: which rows a loader brings: "divided", each rank its own, or "whole", the same batches on all ranks. A
             server may bring none (x=None).
         steps: the number of batches that each rank reads of its loader. None: all batches of a pass.
-        ema: True: with the moving average of the parameters, which fit(ema=0.999) keeps; False: with the parameters;
+        ema: True: with the moving average of the parameters, which EMA keeps; False: with the parameters;
             None: with the average if there is one.
         """
         self._check_ema("evaluate", ema)
@@ -555,7 +538,9 @@ class Trainer(GroupOwner, Generic[StrategyT]):
         if text := flag_error("ema", ema, optional=True):
             return ArgumentError(text)
         if ema and not self.replica.averages:
-            return ArgumentError("ema=True: there is no average of the parameters; fit(..., ema=0.999) keeps one")
+            return ArgumentError(
+                "ema=True: there is no average of the parameters; fit(..., transforms=[EMA(0.999)]) keeps one"
+            )
         return None
 
     def _keep_rows(self, batches: BatchSource) -> None:
@@ -579,19 +564,27 @@ class Trainer(GroupOwner, Generic[StrategyT]):
 
     # Arguments of the calls
 
-    def _check_options(self, options: StepOptions, flags: Mapping[str, Any], settings: dict[str, Any]) -> None:
-        """Raise the same ArgumentError on all ranks if options of a fit are invalid on any.
+    def _check_options(self, transforms: Any, flags: Mapping[str, Any], settings: dict[str, Any]) -> dict[type, Any]:
+        """Return the transforms of a fit by their classes. Raise the same ArgumentError on all ranks if they, or flags,
+        are invalid on any.
 
-        flags: must be True or False. settings: of the fit. Without an error it is local: the check of the data that
-        follows compares the settings.
+        flags: must be True or False. settings: of the fit, to which the transforms are added. Without an error it is
+        local: the check of the data that follows compares the settings.
         """
         self._check_open()
-        replica, strategy = self.replica, self.strategy
-        reason = options.error(replica) or strategy.options_error(options)
-        reason = reason or next(filter(None, itertools.starmap(flag_error, flags.items())), "")
-        error = ArgumentError(f"fit: {reason}") if reason else None
+        found, error = dict[type, Any](), None
+        try:
+            found = chosen(transforms)
+            options = StepOptions.of(found)
+            wrong = [options.error(self.replica), self.strategy.options_error(options)]
+            wrong += itertools.starmap(flag_error, flags.items())
+            require(*[f"fit: {each}" for each in wrong if each])
+            settings |= {"transforms": [*found.values()]} if found else {}
+        except ArgumentError as refused:
+            error = refused
         if error is not None:
             self.group.enter(f"fit: {', '.join(f'{name}={value}' for name, value in settings.items())}", error)
+        return found
 
 
 def _app(module: str) -> Any:

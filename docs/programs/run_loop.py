@@ -3,7 +3,7 @@
 mpirun -n 4 python run_loop.py
 """
 
-from trainers import MirroredTrainer, NumpyNetwork, datasets
+from trainers import EMA, Accumulate, ClipNorm, MirroredTrainer, NumpyNetwork, Schedule, datasets
 
 data = datasets.load("digits")
 network = NumpyNetwork([data.features, 64, 10], lr=0.01)
@@ -14,11 +14,7 @@ with MirroredTrainer(network) as trainer:
         data.y_train,
         epochs=10,
         batch_size=100,  # of all ranks and micro-batches together
-        accumulate=4,
-        clip_norm=1.0,
-        ema=0.99,
-        schedule="cosine",
-        warmup_steps=20,
+        transforms=[Accumulate(4), ClipNorm(1.0), EMA(0.99), Schedule("cosine", warmup=20)],
         validation_data=(data.x_test, data.y_test),  # with the average
     )
     raw = trainer.evaluate(data.x_test, data.y_test, ema=False)

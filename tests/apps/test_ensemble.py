@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from tests.conftest import JobRunner, in_one_job
-from trainers import NumpyNetwork, Samples, datasets
+from trainers import EMA, NumpyNetwork, Samples, datasets
 from trainers.apps.ensemble import model as ensemble_model
 from trainers.apps.ensemble.drawn_rows import DrawnRows, taken
 from trainers.apps.ensemble.ensemble import EnsembleTrainer
@@ -211,10 +211,10 @@ def test_one_member_is_its_trainer(digits: datasets.Dataset) -> None:
 
     x, y = digits.x_train[:200], digits.y_train[:200]
     with EnsembleTrainer(make, 1) as ensemble:
-        ensemble.fit(x, y, 2, progress=False, ema=0.9)
+        ensemble.fit(x, y, 2, progress=False, transforms=[EMA(0.9)])
         network = make(ensemble.seeds[0])
         with MirroredTrainer(network) as trainer:
-            trainer.fit(x, y, 2, seed=ensemble.seeds[0], progress=False, ema=0.9)
+            trainer.fit(x, y, 2, seed=ensemble.seeds[0], progress=False, transforms=[EMA(0.9)])
             expected = trainer.predict(x)
         np.testing.assert_allclose(ensemble.predict(x), expected, rtol=1e-6)
         assert not np.array_equal(network.predict(x), expected)  # the average votes

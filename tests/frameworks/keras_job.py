@@ -19,7 +19,16 @@ from tests.frameworks.replica_checks import (
     check_training,
     check_weights,
 )
-from trainers import CentralStorageTrainer, MirroredTrainer, ParameterServerTrainer, SpareReplicasTrainer
+from trainers import (
+    EMA,
+    Accumulate,
+    CentralStorageTrainer,
+    ClipNorm,
+    MirroredTrainer,
+    ParameterServerTrainer,
+    Schedule,
+    SpareReplicasTrainer,
+)
 from trainers.errors import ArgumentError, ModelFileError
 from trainers.keras import AverageMetrics, MirroredOptimizer, SaveOnFirstRank, StartFromFirstRank, WarmUp, shard
 from trainers.replicas.keras import KerasReplica
@@ -258,11 +267,12 @@ def replica(seed: int, optimizer: Any = None, norm: bool = False, **options: Any
     )
 
 
-STEP = {"clip_norm": 1.0, "ema": 0.9, "schedule": "linear"}  # options that the ranks share with one rank alone
+STEP = [ClipNorm(1.0), EMA(0.9), Schedule("linear")]  # options that the ranks share with one rank alone
 
 
 def learned(trainer: Any, epochs: int = 1) -> Any:
-    history = trainer.fit(X[:50], Y[:50], epochs=epochs, batch_size=16, progress=False, accumulate=2, **STEP)
+    steps = [Accumulate(2), *STEP]
+    history = trainer.fit(X[:50], Y[:50], epochs=epochs, batch_size=16, progress=False, transforms=steps)
     scores = trainer.evaluate(X[:50], Y[:50])
     assert scores == topology.world.bcast(scores)
     return trainer.replica.state()["parameters"].copy(), history
@@ -274,7 +284,7 @@ def check_trainers(every: bool) -> None:
     every: check all strategies; False: only the sharded update.
     """
     with topology.split(rank) as self, MirroredTrainer(replica(0), "native", self) as trainer:
-        history = trainer.fit(X[:50], Y[:50], epochs=1, batch_size=16, progress=False, **STEP)
+        history = trainer.fit(X[:50], Y[:50], epochs=1, batch_size=16, progress=False, transforms=STEP)
         wanted = trainer.replica.state()["parameters"].copy()
     made: dict[str, Callable[[], Any]] = {
         "sharded": partial(MirroredTrainer, replica(rank), "shared", topology, update="sharded")
@@ -431,7 +441,7 @@ def check_weighed(every: bool) -> None:
     for update, accumulate in (("replicated", 1), ("sharded", 1), ("replicated", 3))[: 3 if every else 2]:
         ours = weighed()
         with MirroredTrainer(KerasReplica(ours, loss, adam()), "ring", topology, update=update) as trainer:
-            trainer.fit(X, y, 1, 100, shuffle=False, progress=False, accumulate=accumulate)
+            trainer.fit(X, y, 1, 100, shuffle=False, progress=False, transforms=[Accumulate(accumulate)])
             assert abs(trainer.evaluate(X, y)["loss"] - expected) < 1e-4
             parameters = trainer.replica.state()["parameters"].copy()
             np.testing.assert_allclose(parameters, flat(plain.weights), atol=2e-5)

@@ -14,7 +14,7 @@ import allreduce
 from allreduce.transport.control import together
 from tests.sequences.cases import KINDS, Fits, trainer_of
 from tests.sequences.fits import Rows
-from trainers import MirroredTrainer, datasets, load_shards, network_of
+from trainers import EMA, Accumulate, ClipNorm, MirroredTrainer, datasets, load_shards, network_of
 from trainers.errors import DataError
 
 SOURCES = ("arrays", "tables", "table")  # shards of .npz archives, shards of tables, one table that all ranks read
@@ -108,9 +108,8 @@ def draw_case(draw: random.Random, ranks: int) -> Case:
     options: dict[str, Any] = {"epochs": draw.choice([1, 2]), "batch_size": draw.choice([1, 4, 7, 16, 500])}
     options["batch_size"] = max(options["batch_size"], sum(rows) // 20)  # a case is short
     options |= {"seed": draw.randrange(100), "shuffle": draw.random() < 0.8}
-    for name, values in (("accumulate", [2, 3]), ("clip_norm", [0.05, 0.5]), ("ema", [0.5, 0.9])):
-        if draw.random() < 0.3:
-            options[name] = draw.choice(values)
+    steps = {Accumulate: [2, 3], ClipNorm: [0.05, 0.5], EMA: [0.5, 0.9]}
+    options["transforms"] = [kind(draw.choice(values)) for kind, values in steps.items() if draw.random() < 0.3]
     by_row = source == "table" and draw.random() < 0.3
     return Case(
         source, kind, servers, rows, draw.choice(["words", "numbers"]), columns, draw.random() < 0.3,
@@ -133,7 +132,9 @@ def check(case: Case, topology: allreduce.Topology, folder: str) -> str:
         except DataError as error:  # too few rows, or labels of one class
             whole, refused = None, error
         if whole is not None:
-            plain: dict[str, Any] = {"accumulate": 1}
+            plain: dict[str, Any] = {
+                "transforms": [each for each in case.options["transforms"] if not isinstance(each, Accumulate)]
+            }
             with MirroredTrainer(network(whole), "native", alone) as trainer:
                 expected, scores = case.train(whole, trainer, plain)
     if whole is None:

@@ -10,7 +10,7 @@ import pytest
 from mpi4py import MPI
 
 from allreduce import Topology
-from trainers import Checkpoint, MirroredTrainer, NumpyNetwork, arguments
+from trainers import EMA, Accumulate, Checkpoint, ClipNorm, MirroredTrainer, NumpyNetwork, Schedule, arguments
 from trainers.callbacks import Callback, EarlyStopping, Prometheus, Timeline
 from trainers.errors import ArgumentError
 from trainers.recovery.terminating import Terminated
@@ -85,7 +85,14 @@ def test_a_fit_refuses(case: str) -> None:
 
 def test_arguments_take_integers_and_flags_of_numpy() -> None:
     one, yes = np.int64(1), np.True_
-    fit(epochs=one, batch_size=one, seed=one, accumulate=one, warmup_steps=one, shuffle=yes, prefetch=yes)
+    fit(
+        epochs=one,
+        batch_size=one,
+        seed=one,
+        transforms=[Accumulate(one), Schedule(warmup=one)],
+        shuffle=yes,
+        prefetch=yes,
+    )
     Checkpoint("run", keep=one, same_data=yes)  # type: ignore[arg-type]
     EarlyStopping(patience=one, start_from_epoch=one)  # type: ignore[arg-type]
     Prometheus(port=one)  # type: ignore[arg-type]
@@ -117,3 +124,28 @@ def test_sigterm_ends_a_fit_whatever_holds_its_callbacks(kind: Callable[[list[Ca
             fit(epochs=3, callbacks=kind([Signal()]))
     finally:
         signal.signal(signal.SIGTERM, before)
+
+
+@pytest.mark.parametrize(
+    ("make", "text"),
+    [
+        (lambda: Accumulate(0), "Accumulate: micro_batches must be an integer >= 1, got 0"),
+        (lambda: Accumulate(2.0), "an integer >= 1, got 2.0"),  # type: ignore[arg-type]
+        (lambda: Accumulate(np.ones(2)), "an integer >= 1"),  # type: ignore[arg-type]
+        (lambda: ClipNorm(0), "ClipNorm: norm must be a number > 0, got 0"),
+        (lambda: ClipNorm(np.nan), "a number > 0, got nan"),
+        (lambda: EMA(1.0), "EMA: decay must be a number between 0 and 1, such as 0.999, got 1.0"),
+        (lambda: EMA(True), "between 0 and 1"),
+        (lambda: EMA(0.9, validate=1), "EMA: validate must be True or False, got 1"),  # type: ignore[arg-type]
+        (lambda: Schedule("sine"), "Schedule: rates must be constant, linear, cosine, .* function .*, got 'sine'"),
+        (lambda: Schedule(warmup=-1), "Schedule: warmup must be an integer >= 0, got -1"),
+    ],
+)
+def test_an_option_checks_itself(make: Callable[[], Any], text: str) -> None:
+    with pytest.raises(ArgumentError, match=text):
+        make()
+
+
+def test_a_former_keyword_shows_the_new_form() -> None:
+    with pytest.raises(TypeError, match=r"takes no ema=0\.9 any more; give transforms=\[EMA\(0\.9\)\]"):
+        fit(ema=0.9)

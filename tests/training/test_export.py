@@ -14,7 +14,7 @@ import pytest
 
 from tests.conftest import lacking
 from tests.training.test_tables import people, write
-from trainers import MirroredTrainer, datasets
+from trainers import EMA, MirroredTrainer, datasets
 from trainers.apps.export import running, storing
 from trainers.apps.export.metadata import Exported
 from trainers.apps.serving.models import load_model
@@ -157,7 +157,7 @@ def test_int8_costs_little_accuracy_and_says_how_much(tmp_path: Path, capsys: py
     data = datasets.load("digits")
     network, model, path = network_of(data, (32,)), str(tmp_path / "a.npz"), str(tmp_path / "a.onnx")
     with MirroredTrainer(network) as trainer:
-        trainer.fit(data.x_train, data.y_train, epochs=10, progress=False, ema=0.9)
+        trainer.fit(data.x_train, data.y_train, epochs=10, progress=False, transforms=[EMA(0.9)])
         trainer.save(model)
         scores = trainer.evaluate(data.x_test, data.y_test)
         plain = trainer.evaluate(data.x_test, data.y_test, ema=False)

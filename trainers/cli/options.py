@@ -25,6 +25,7 @@ from trainers.fit.checkpointing import period
 from trainers.fit.weights import BALANCED
 from trainers.local_sgd.outer import OUTER
 from trainers.mirrored import MirroredTrainer
+from trainers.options.transforms import EMA, SHAPES, Accumulate, ClipNorm, Schedule, Transform
 from trainers.parameter_server import ParameterServerTrainer
 from trainers.recovery.recovery import ON_FAILURE
 from trainers.replica import Replica
@@ -34,7 +35,6 @@ from trainers.replicas.numpy.optimizers import OPTIMIZERS
 from trainers.spare_replicas import SpareReplicasTrainer
 from trainers.strategies.servers.strategy import CHOICES as SERVER_CHOICES
 from trainers.trainer import Trainer
-from trainers.watching.learning_rate import SHAPES
 
 EXAMPLES = """examples:
   mpirun -n 4 python -m trainers --data digits
@@ -763,8 +763,16 @@ def make_trainer(options: argparse.Namespace, replica: Replica, topology: Topolo
 
 def step_options(options: argparse.Namespace) -> dict[str, Any]:
     """Return the arguments of `fit` that change a step, by name."""
-    names = ("class_weight", "accumulate", "clip_norm", "ema", "schedule", "warmup_steps")
-    return {name: getattr(options, name) for name in names}
+    transforms: list[Transform] = []
+    if options.accumulate > 1:
+        transforms.append(Accumulate(options.accumulate))
+    if options.clip_norm is not None:
+        transforms.append(ClipNorm(options.clip_norm))
+    if options.ema is not None:
+        transforms.append(EMA(options.ema))
+    if options.schedule or options.warmup_steps:
+        transforms.append(Schedule(options.schedule or "constant", options.warmup_steps))
+    return {"class_weight": options.class_weight, "transforms": transforms}
 
 
 def make_callbacks(options: argparse.Namespace) -> list[Any]:

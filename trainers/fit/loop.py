@@ -209,9 +209,7 @@ class Fit:
         if rule.schedule is not None:
             watchers.append(rule.schedule)
             if others := [type(each).__name__ for each in self._users if isinstance(each, LearningRateSchedule)]:
-                raise ArgumentError(
-                    f"schedule and warmup_steps set the learning rates, and so does {others[0]}: use one"
-                )
+                raise ArgumentError(f"Schedule sets the learning rates, and so does {others[0]}: use one")
         self.callbacks = Callbacks(watchers, self._watched, self._epochs, self.batches.planned, self._goes_on)
 
     def _begin(self) -> None:

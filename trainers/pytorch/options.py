@@ -24,10 +24,9 @@ from allreduce.topology import Topology
 from allreduce.tracing.trace import Trace
 from allreduce.transport.control import agree, raise_together
 from trainers import checks
-from trainers.arguments import is_integer, is_number
+from trainers.arguments import is_integer, is_number, known_only
 from trainers.backends import UPDATES, compress_error, exact_error
 from trainers.checks import MAJORITY
-from trainers.errors import known_only
 from trainers.local_sgd.outer import LocalOptions, OuterSGD
 from trainers.pytorch.hooks import owner_of
 from trainers.pytorch.sparse import sparse_parameters

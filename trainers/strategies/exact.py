@@ -181,8 +181,8 @@ class ExactMirrored(Mirrored):
     def options_error(self, options: StepOptions) -> str:
         if options.accumulate > 1:
             return (
-                f"accumulate={options.accumulate} with exact=True, which computes each batch in micro-batches already: "
-                "give micro_batch to the trainer, and leave out accumulate"
+                f"Accumulate({options.accumulate}) with exact=True, which computes batches in micro-batches already: "
+                "give micro_batch to the trainer, and leave out Accumulate"
             )
         return ""
 

@@ -103,7 +103,7 @@ class LocalSGD(Mirrored):
     def options_error(self, options: StepOptions) -> str:
         if options.ema is not None:
             return (
-                f"ema={options.ema} with sync_every={self.local.sync_every}: between two averages the ranks have "
+                f"EMA({options.ema}) with sync_every={self.local.sync_every}: between two averages the ranks have "
                 "different parameters; leave out one of them"
             )
         return ""

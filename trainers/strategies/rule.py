@@ -5,7 +5,7 @@ and updates by `UpdateRule.apply`: clip the gradients, update the parameters, mo
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -14,13 +14,13 @@ from mpi4py import MPI
 from allreduce.arrays import dtypes, gpu
 from allreduce.arrays.chunks import chunk
 from allreduce.transport.control import all_values, combine
-from trainers.arguments import integer_error, is_number
 from trainers.data import Batch, Data, row_count, sliced
+from trainers.options.transforms import EMA, Accumulate, ClipNorm, Schedule
 from trainers.replica import Replica, Rows, Slices, gradients_of
 from trainers.strategies.alike import MARKS
 from trainers.strategies.sparse import SparseGradients
 from trainers.transforms import average
-from trainers.watching.learning_rate import StepSchedule, schedule_error
+from trainers.watching.learning_rate import StepSchedule
 from trainers.watching.meter import NormMeter
 
 EPSILON = 1e-6  # as torch.nn.utils.clip_grad_norm_ adds it to the norm
@@ -36,36 +36,32 @@ ONE = 1e-6  # a mean weight this close to 1 is 1: shares of a batch are rounded
 
 
 class StepOptions(NamedTuple):
-    """The options of a step of a fit; see Trainer.fit."""
+    """The options of a step of a fit: what its transforms ask for."""
 
     accumulate: int = 1
     clip_norm: float | None = None
     ema: float | None = None
-    schedule: str | Callable[[int], float] | None = None
-    warmup_steps: int = 0
+    schedule: Schedule | None = None
+
+    @classmethod
+    def of(cls, transforms: Mapping[type, Any]) -> "StepOptions":
+        """Return the options that these transforms, by their classes, ask for."""
+        micro, clip, ema = (transforms.get(each) for each in (Accumulate, ClipNorm, EMA))
+        return cls(
+            micro.micro_batches if micro else 1,
+            clip and clip.norm,
+            ema and ema.decay,
+            transforms.get(Schedule),
+        )
 
     def error(self, replica: Replica) -> str:
-        """Return why these options are invalid, as text; "" if they are valid. Local."""
-        for name, least in (("accumulate", 1), ("warmup_steps", 0)):
-            if text := integer_error(name, getattr(self, name), least):
-                return text
-        if self.clip_norm is not None and not (is_number(self.clip_norm) and self.clip_norm > 0):
-            return f"clip_norm must be a number > 0, the largest norm of the gradients, got {self.clip_norm!r}"
+        """Return why this replica can't be trained with these options, as text; "" if it can. Local."""
         if text := average.error(replica, self.ema):
             return text
-        return schedule_error(self.schedule, self.warmup_steps, replica.learning_rates)
-
-    def as_settings(self) -> dict[str, Any]:
-        """Return the options that differ from the defaults, as text that is equal on all ranks."""
-        given = {
-            name: value
-            for name, value in self._asdict().items()
-            # the options are not checked yet: an array has no truth, when it is compared
-            if not isinstance(value, int | float | np.number | str | None) or value != self._field_defaults[name]
-        }
-        if callable(self.schedule):
-            given["schedule"] = getattr(self.schedule, "__qualname__", type(self.schedule).__name__)
-        return given
+        rates = replica.learning_rates
+        if self.schedule is None or any(rate > 0 for rate in rates):
+            return ""
+        return f"the learning rates of this replica are {rates}; a Schedule needs one above 0 that can be set"
 
 
 class UpdateRule:
@@ -91,8 +87,7 @@ class UpdateRule:
         """Use these options from now on. Local, called on all ranks."""
         self.options, self._scratch, self._asks = options, None, None
         self.norms = NormMeter()
-        given = options.schedule is not None or options.warmup_steps
-        self.schedule = StepSchedule(options.schedule, options.warmup_steps) if given else None
+        self.schedule = StepSchedule(options.schedule) if options.schedule else None
         self._replica.undoable |= options.accumulate > 1
 
     def keep_average(self, trains: bool) -> None:

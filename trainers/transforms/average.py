@@ -6,7 +6,6 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from trainers.arguments import is_number
 from trainers.errors import ArgumentError
 
 AVERAGE = "ema"  # its name in the state of a replica
@@ -107,12 +106,10 @@ def error(replica: Parameters, decay: Any) -> str:
     """Return why a fit of this replica can't keep an average with this decay, as text; "" if it can. Local."""
     if decay is None:
         return ""
-    if not (is_number(decay) and 0 < decay < 1):
-        return f"ema must be a number between 0 and 1, the decay of the average, such as 0.999, got {decay!r}"
     if replica.tables:
         return (
-            f"ema={decay}: the {replica.tables[0].name} of this {type(replica).__name__} has sparse gradients, and an "
-            "average of the other parameters would not fit it: leave out ema, or use a dense embedding"
+            f"EMA({decay}): the {replica.tables[0].name} of this {type(replica).__name__} has sparse gradients, and an "
+            "average of the other parameters would not fit it: leave out EMA, or use a dense embedding"
         )
     try:
         replica.arrays()

@@ -5,7 +5,6 @@ P. Goyal et al.: Accurate, large minibatch SGD: training ImageNet in 1 hour, 201
 multiply the learning rate by k; reach it from the original rate in equal steps over the first five epochs.
 """
 
-import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -13,10 +12,10 @@ import numpy as np
 
 from trainers.arguments import is_number
 from trainers.errors import ArgumentError
+from trainers.options.transforms import ENDING, SHAPES, Schedule
 from trainers.replica import Replica
 from trainers.watching.callback import Callback, Logs
 
-Schedule = Callable[[int, float], float]
 WARM_UP = 5  # epochs
 
 
@@ -41,7 +40,7 @@ class LearningRateSchedule(Callback):
 
     def __init__(
         self,
-        schedule: Schedule | None = None,
+        schedule: Callable[[int, float], float] | None = None,
         *,
         scale: float | str = 1.0,
         warmup_epochs: float | None = None,
@@ -117,64 +116,25 @@ class LearningRateSchedule(Callback):
         self.trainer.replica.learning_rates = [rate * factor for rate in self._before]
 
 
-Shape = Callable[[int, int | None], float]
-
-
-def _cosine(step: int, total: int | None) -> float:
-    return (1 + math.cos(math.pi * step / total)) / 2 if total else 1.0
-
-
-def _linear(step: int, total: int | None) -> float:
-    return 1 - step / total if total else 1.0
-
-
-def _inverse_sqrt(step: int, total: int | None) -> float:
-    return (step + 1) ** -0.5
-
-
-# the fraction of the rate in a step after the warm-up, of `total` such steps
-SHAPES: dict[str, Shape] = {
-    "constant": lambda step, total: 1.0,
-    "linear": _linear,
-    "cosine": _cosine,
-    "inverse_sqrt": _inverse_sqrt,
-}
-ENDING = ("linear", "cosine")  # these need the number of steps
-
-
-def schedule_error(schedule: Any, warmup_steps: int, rates: list[float]) -> str:
-    """Return why a schedule by step can't be used with these learning rates, as text; "" if it can."""
-    if schedule is not None and not callable(schedule) and schedule not in SHAPES:
-        return f"schedule={schedule!r} is unknown: give {', '.join(SHAPES)}, or a function of the step"
-    if (schedule is not None or warmup_steps) and not any(rate > 0 for rate in rates):
-        return f"the learning rates of this replica are {rates}; a schedule needs one above 0 that can be set"
-    return ""
-
-
 class StepSchedule(Callback):
-    """Sets the learning rates of each step: those from before the fit, times a fraction that depends on the step alone.
-
-    schedule: a name in SHAPES; or a function of the step (0, 1, ... from the beginning of the training), which returns
-        the fraction. None: "constant".
-    warmup_steps: in the first steps the rates rise linearly: in step s the fraction is multiplied by
-        (s + 1) / (warmup_steps + 1). A named schedule begins after them.
+    """Sets the learning rates of each step, as a Schedule says.
 
     All ranks get equal rates. After the fit the rates are as they were before it. A checkpoint has those.
     """
 
     reads_batches = reads_model = False
 
-    def __init__(self, schedule: str | Callable[[int], float] | None, warmup_steps: int) -> None:
-        self._schedule, self._warm_up = schedule or "constant", int(warmup_steps)
+    def __init__(self, schedule: Schedule) -> None:
+        self._rates, self._warm_up = schedule.rates, int(schedule.warmup)
         self._before: list[float] = []  # the rates before the fit
         self._steps: int | None = None  # of the training, without the warm-up
 
     def set_params(self, params: dict[str, Any]) -> None:
-        planned, named = params["steps"], isinstance(self._schedule, str)
+        planned, named = params["steps"], isinstance(self._rates, str)
         self._steps = None if planned is None else max(params["epochs"] * planned - self._warm_up, 1)
-        if planned is None and named and self._schedule in ENDING:
+        if planned is None and named and self._rates in ENDING:
             raise ArgumentError(
-                f"schedule={self._schedule!r} needs the number of steps in an epoch, which this loader does not tell: "
+                f'Schedule("{self._rates}") needs the number of steps in an epoch, which this loader does not tell: '
                 "give steps_per_epoch, or a function of the step"
             )
 
@@ -205,13 +165,13 @@ class StepSchedule(Callback):
 
     def fraction(self, step: int) -> float:
         """Return the fraction of the rates in a step. Raises ArgumentError."""
-        if isinstance(self._schedule, str):
+        if isinstance(self._rates, str):
             after = max(step - self._warm_up, 0)
-            found: Any = SHAPES[self._schedule](after if self._steps is None else min(after, self._steps), self._steps)
+            found: Any = SHAPES[self._rates](after if self._steps is None else min(after, self._steps), self._steps)
         else:
-            found = self._schedule(step)
+            found = self._rates(step)
             if not is_number(found) or found < 0:
-                raise ArgumentError(f"schedule({step}) must return a number >= 0, got {found!r}")
+                raise ArgumentError(f"Schedule: rates({step}) must return a number >= 0, got {found!r}")
         return float(found) * min((step + 1) / (self._warm_up + 1), 1.0)
 
 

@@ -17,7 +17,7 @@ from allreduce import Topology
 from allreduce.errors import RankLostError
 from tests.faults import points
 from tests.faults.moments.training import BATCH, EPOCHS, ROWS, data, network
-from trainers import CentralStorageTrainer, MirroredTrainer
+from trainers import EMA, CentralStorageTrainer, ClipNorm, MirroredTrainer, Schedule
 from trainers.callbacks import Callback
 
 BATCHES = ROWS // BATCH
@@ -31,7 +31,7 @@ MOMENTS = {
     "kept": ("back up", 1, True),
     "evaluated": ("evaluate", 1, True),  # the average is in the place of the parameters
 }
-OPTIONS: dict[str, Any] = {"clip_norm": 1.0, "ema": 0.9, "schedule": "cosine", "warmup_steps": 3, "progress": False}
+OPTIONS: dict[str, Any] = {"transforms": [ClipNorm(1.0), EMA(0.9), Schedule("cosine", warmup=3)], "progress": False}
 
 
 class Halving(Callback):

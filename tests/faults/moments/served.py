@@ -15,10 +15,10 @@ from allreduce import Topology
 from allreduce.errors import RankLostError
 from tests.faults.moments.training import BATCH, EPOCHS, Deaths, data, network
 from tests.faults.points import die
-from trainers import MirroredTrainer, ParameterServerTrainer, SpareReplicasTrainer
+from trainers import EMA, ClipNorm, MirroredTrainer, ParameterServerTrainer, Schedule, SpareReplicasTrainer
 
 Moment = tuple[str, int, int]
-OPTIONS: dict[str, Any] = {"clip_norm": 1.0, "ema": 0.9, "schedule": "cosine", "warmup_steps": 3, "progress": False}
+OPTIONS: dict[str, Any] = {"transforms": [ClipNorm(1.0), EMA(0.9), Schedule("cosine", warmup=3)], "progress": False}
 
 
 class DyingSender:

@@ -19,13 +19,21 @@ from allreduce import Topology
 from allreduce.errors import RankLostError
 from tests.faults import points
 from tests.faults.points import die
-from trainers import CentralStorageTrainer, Checkpoint, MirroredTrainer, NumpyNetwork, ParameterServerTrainer
+from trainers import (
+    EMA,
+    CentralStorageTrainer,
+    Checkpoint,
+    ClipNorm,
+    MirroredTrainer,
+    NumpyNetwork,
+    ParameterServerTrainer,
+)
 from trainers.callbacks import Callback, LearningRateSchedule
 from trainers.data import Batches
 from trainers.files.checkpoint import path_of
 
 ROWS, BATCH, EPOCHS = 210, 42, 6  # batches that 1 to 3 ranks can divide, and 4 can't
-STEP = {"clip_norm": 1.0, "ema": 0.9}  # options of every step
+STEP = {"transforms": [ClipNorm(1.0), EMA(0.9)]}  # options of every step
 
 
 def data() -> tuple[np.ndarray, np.ndarray]:

@@ -12,6 +12,7 @@ from tests.faults.notes import Notes, members
 from tests.faults.plans import BATCH, BETWEEN, EPOCHS, ROWS, Plan
 from tests.faults.programs import model
 from trainers import (
+    EMA,
     CentralStorageTrainer,
     Checkpoint,
     MirroredTrainer,
@@ -145,7 +146,7 @@ def _fit(trainer: Trainer, plan: Plan, notes: Notes, folder: Path, epochs: int, 
         checkpoint=Checkpoint(str(folder / "checkpoints"), every) if plan.checkpoint else None,
         resume=resume,
         progress=False,
-        ema=0.5,
+        transforms=[EMA(0.5)],
     )
 
 

@@ -22,7 +22,15 @@ import allreduce  # noqa: E402
 import allreduce.jax as ours  # noqa: E402
 from allreduce import errors  # noqa: E402
 from tests.frameworks.replica_checks import as_dict, as_tuple, check_inputs, check_training, check_weights  # noqa: E402
-from trainers import CentralStorageTrainer, MirroredTrainer, ParameterServerTrainer, SpareReplicasTrainer  # noqa: E402
+from trainers import (  # noqa: E402
+    EMA,
+    Accumulate,
+    CentralStorageTrainer,
+    ClipNorm,
+    MirroredTrainer,
+    ParameterServerTrainer,
+    SpareReplicasTrainer,
+)
 from trainers.errors import ArgumentError  # noqa: E402
 from trainers.replicas.jax import JaxReplica  # noqa: E402
 
@@ -56,18 +64,18 @@ def reduce(topology_of: Callable[[None], allreduce.Topology]) -> Iterator[Any]:
         yield made
 
 
-STEP: dict[str, Any] = {"clip_norm": 1.0, "ema": 0.9}  # options that the ranks share with one rank alone
+STEP = [ClipNorm(1.0), EMA(0.9)]  # options that the ranks share with one rank alone
 
 
 def alone(topology: allreduce.Topology, optimizer: Any = None) -> tuple[np.ndarray, Any]:
     """Return the result of one rank alone."""
     with topology.split(rank) as self, MirroredTrainer(replica(0, optimizer), "native", self) as trainer:
-        history = trainer.fit(X, Y, epochs=1, batch_size=16, progress=False, **STEP)
+        history = trainer.fit(X, Y, epochs=1, batch_size=16, progress=False, transforms=STEP)
         return trainer.replica.state()["parameters"].copy(), history
 
 
 def learned(trainer: Any) -> tuple[np.ndarray, Any]:
-    history = trainer.fit(X, Y, epochs=1, batch_size=16, progress=False, accumulate=2, **STEP)
+    history = trainer.fit(X, Y, epochs=1, batch_size=16, progress=False, transforms=[Accumulate(2), *STEP])
     scores = trainer.evaluate(X, Y)
     assert scores == MPI.COMM_WORLD.bcast(scores)
     return trainer.replica.state()["parameters"].copy(), history
@@ -396,6 +404,6 @@ def test_a_loss_that_is_no_mean_over_rows_is_refused(topology_of: Callable[[None
     made = JaxReplica(apply, ignoring, replica().params, optax.adam(0.02))
     with MirroredTrainer(made, "ring", topology_of(None)) as trainer:
         with pytest.raises(ArgumentError, match="the loss ignoring is no mean over the rows"):
-            trainer.fit(X, Y, 1, 20, accumulate=2, progress=False)
+            trainer.fit(X, Y, 1, 20, transforms=[Accumulate(2)], progress=False)
         with pytest.raises(ArgumentError, match="the loss ignoring is no mean over the rows"):
-            trainer.fit([(X[:20], Y[:20])], epochs=1, rows="whole", accumulate=2, progress=False)
+            trainer.fit([(X[:20], Y[:20])], epochs=1, rows="whole", transforms=[Accumulate(2)], progress=False)

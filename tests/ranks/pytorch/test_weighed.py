@@ -14,7 +14,9 @@ from torch.nn import functional  # noqa: E402
 
 import allreduce  # noqa: E402
 from trainers import (  # noqa: E402
+    Accumulate,
     CentralStorageTrainer,
+    ClipNorm,
     MirroredTrainer,
     ParameterServerTrainer,
     SpareReplicasTrainer,
@@ -118,11 +120,8 @@ def test_weighed_as_plain_torch(name: str, kind: str, flat: allreduce.Topology) 
     with torch.no_grad():
         expected = float(plain.loss(plain.module(torch.from_numpy(x)), torch.from_numpy(y)))
     with STRATEGIES[name](replica, flat) as trainer:
-        accumulate = 1 if name == "exact" else 3
-        clip = {} if name == "servers" else {"clip_norm": 1e6}
-        history = trainer.fit(
-            x, y, epochs=2, batch_size=40, shuffle=False, accumulate=accumulate, progress=False, **clip
-        )
+        steps = [Accumulate(1 if name == "exact" else 3), *[ClipNorm(1e6)] * (name != "servers")]
+        history = trainer.fit(x, y, epochs=2, batch_size=40, shuffle=False, transforms=steps, progress=False)
         scores = trainer.evaluate(x, y)
     tolerance = 5e-3 if name == "compressed" else 2e-5
     compare(plain, replica, tolerance)
@@ -206,7 +205,7 @@ def test_a_loss_that_is_no_mean_over_rows_is_refused(loss: Any, loader: bool, fl
     x, y = rows(True)
     given: dict[str, Any] = {"x": [(x[:40], y[:40])], "rows": "whole"} if loader else {"x": x, "y": y, "batch_size": 40}
     with MirroredTrainer(made(loss), "ring", flat) as trainer:
-        for options in ({"accumulate": 2}, {}):
+        for options in ({"transforms": [Accumulate(2)]}, {}):
             if flat.size > 1 or options:
                 with pytest.raises(ArgumentError, match=r"the loss \S+ is no mean over the rows: of 16 rows it is"):
                     trainer.fit(**given, epochs=1, progress=False, **options)

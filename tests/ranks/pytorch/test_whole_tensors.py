@@ -28,7 +28,12 @@ from tests.ranks.pytorch.trained import (  # noqa: E402
     network,
     train,
 )
-from trainers import MirroredTrainer  # noqa: E402
+from trainers import (  # noqa: E402
+    EMA,
+    Accumulate,
+    ClipNorm,
+    MirroredTrainer,
+)
 from trainers.pytorch import GradientError, MirroredOptimizer  # noqa: E402
 from trainers.replicas.pytorch import TorchReplica  # noqa: E402
 
@@ -255,7 +260,7 @@ def test_mirrored_trainer(case: str, world: MPI.Intracomm, topology_of: Callable
     generator = np.random.default_rng(1)
     x = generator.normal(size=(50, 6)).astype("float32")
     results = []
-    step: dict[str, Any] = {"clip_norm": 0.1, "ema": 0.9, "accumulate": 2} if "clipped" in case else {}
+    step: dict[str, Any] = {"transforms": [Accumulate(2), ClipNorm(0.1), EMA(0.9)]} if "clipped" in case else {}
     for update, shard in (("replicated", "auto"), ("sharded", "tensors" if kind == "adamw" else "auto")):
         mine = replica(kind, shard=shard, precision="bfloat16" if case == "muon" else None)
         with MirroredTrainer(mine, backend, topology_of(shape), update=update, **options) as trainer:

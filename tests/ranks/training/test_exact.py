@@ -15,7 +15,7 @@ from allreduce import errors
 from allreduce.errors import UnavailableError
 from tests.ranks.grid import shapes
 from tests.ranks.together import raised_everywhere
-from trainers import MirroredTrainer
+from trainers import EMA, ClipNorm, MirroredTrainer
 from trainers.callbacks import CheckGradients
 from trainers.errors import ArgumentError, DivergedError
 from trainers.replicas.numpy.network import NumpyNetwork
@@ -96,11 +96,12 @@ HOSTILE = ["outlier", "infinite", "weights"]
 def test_hostile_rows(kind: str, topology_of: Callable[..., allreduce.Topology]) -> None:
     """A row that is huge beside the others, rows that are not finite, rows of weight 0."""
     x, y = data()
-    options: dict[str, Any] = {"clip_norm": 1.0} if kind in ("outlier", "weights") else {}
+    options: dict[str, Any] = {"transforms": [ClipNorm(1.0)]} if kind in ("outlier", "weights") else {}
     if kind == "outlier":
         x[40] *= 1e30
     elif kind == "weights":
-        options |= {"ema": 0.9, "sample_weight": np.arange(ROWS, dtype="float32") % 3, "class_weight": {0: 0.5, 1: 2.0}}
+        options["transforms"].append(EMA(0.9))
+        options |= {"sample_weight": np.arange(ROWS, dtype="float32") % 3, "class_weight": {0: 0.5, 1: 2.0}}
     else:
         x[[40, 77]] = [[np.inf], [np.nan]]
     ways = [("ring", "flat", "replicated"), ("auto", next(reversed(SHAPES)), "sharded")]

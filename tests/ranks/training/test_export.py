@@ -15,7 +15,7 @@ from tests.ranks.together import raised_everywhere
 from tests.ranks.training.test_inputs import TRAINERS
 from tests.ranks.training.test_tables import rows_of
 from tests.training.test_tables import people, write
-from trainers import EmbeddingNetwork, MirroredTrainer, NumpyNetwork, ParameterServerTrainer, datasets, network_of
+from trainers import EMA, EmbeddingNetwork, MirroredTrainer, NumpyNetwork, ParameterServerTrainer, datasets, network_of
 from trainers.apps.export.metadata import Exported
 from trainers.cli.main import main
 from trainers.errors import ArgumentError, ExportError
@@ -64,7 +64,7 @@ def test_every_trainer_exports_its_model(name: str, flat: allreduce.Topology, fo
     path, calls = folder / "a.onnx", Exports(folder / "callback.onnx")
     network = NumpyNetwork([6, 5, 3], seed=1)
     network.scale_input(0.5, 2.0)
-    averages = {} if name in ("async", "local") else {"ema": 0.5}
+    averages = {} if name in ("async", "local") else {"transforms": [EMA(0.5)]}
     with made(network, topology=flat) as trainer:
         trainer.fit(X, Y, epochs=2, batch_size=20, callbacks=[calls], progress=False, **averages)
         about = trainer.export(str(path))

@@ -13,6 +13,7 @@ import allreduce
 from allreduce.errors import DisagreementError
 from tests.ranks.training.test_fit import data, network
 from trainers import (
+    Accumulate,
     CentralStorageTrainer,
     Checkpoint,
     MirroredTrainer,
@@ -129,7 +130,7 @@ def test_a_training_is_that_of_one_rank(kind: str, flat: allreduce.Topology) -> 
     train = functools.partial(trained, TRAINERS[kind], flat)
     arrays = {"batch_size": BATCH, "shuffle": False}
     both = weights() * of_classes()
-    accumulate = {} if kind == "exact" else {"accumulate": 3}
+    accumulate = {} if kind == "exact" else {"transforms": [Accumulate(3)]}
     found = [
         (None, train(as_tuple(x), y, **arrays)),
         (of_classes(), train(as_dict(x), y, class_weight=CLASS_WEIGHT, **arrays, **accumulate)),

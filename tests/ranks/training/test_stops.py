@@ -14,6 +14,7 @@ import allreduce
 from trainers import (
     CentralStorageTrainer,
     Checkpoint,
+    ClipNorm,
     MirroredTrainer,
     NumpyNetwork,
     ParameterServerTrainer,
@@ -82,7 +83,7 @@ class Interrupt(Callback):
 
 
 def fit(trainer: Any, shape: str, **options: Any) -> History:
-    options = {"epochs": EPOCHS, "progress": False, "clip_norm": 1.0, **options}
+    options = {"epochs": EPOCHS, "progress": False, "transforms": [ClipNorm(1.0)], **options}
     sizes = SIZES.get(shape, SIZES["short"])
     x = np.random.default_rng(3).normal(size=(sum(sizes), FEATURES)).astype("float32")
     y = x[:, :3].argmax(1)

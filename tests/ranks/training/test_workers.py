@@ -11,7 +11,7 @@ from mpi4py import MPI
 
 import allreduce
 from tests.ranks.training.test_strategies import BATCH, SIZE, STEPS, applied, data, network
-from trainers import MirroredTrainer, NumpyNetwork, ParameterServerTrainer
+from trainers import EMA, Accumulate, ClipNorm, MirroredTrainer, NumpyNetwork, ParameterServerTrainer
 from trainers.errors import ArgumentError, DivergedError
 from trainers.watching.callback import Callback
 
@@ -105,7 +105,7 @@ def test_a_worker_computes_the_gradient_of_its_parts_as_one_rank(updates: str, f
     """A single worker's training is that of one rank: if a part has fewer rows than ranks, with weights of rows, with
     clipping and a moving average."""
     x, y = data()
-    options = {"accumulate": 2, "clip_norm": 0.05, "ema": 0.9, "sample_weight": np.linspace(0, 2, len(x))}
+    options = {"transforms": [Accumulate(2), ClipNorm(0.05), EMA(0.9)], "sample_weight": np.linspace(0, 2, len(x))}
     for rows, given in ((BATCH, {"prefetch": True}), (1, {}), (BATCH, options)):
         common: dict[str, Any] = {"progress": False, "validation_data": (x, y), **given}
         with ParameterServerTrainer(network(), flat, updates=updates, ranks_per_worker=2) as trainer:

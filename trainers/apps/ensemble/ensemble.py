@@ -37,7 +37,7 @@ from trainers.apps.ensemble.part_members import Callbacks, PartMembers, rows_at
 from trainers.apps.ensemble.timely import Position, Prediction, TimelyVotes, limits_error
 from trainers.apps.ensemble.voting import Scorer, Voting, normal, selected_weights, shares_of, shown
 from trainers.apps.search.parts import Parts
-from trainers.arguments import integer_error
+from trainers.arguments import integer_error, known_only
 from trainers.data import (
     Data,
     Samples,
@@ -53,7 +53,7 @@ from trainers.data import (
     structure_of,
     without_rows,
 )
-from trainers.errors import ArgumentError, ModelFileError, TrainerError, known_only
+from trainers.errors import ArgumentError, ModelFileError, TrainerError
 from trainers.fit.checkpointing import Checkpoint
 from trainers.fit.evaluation import means_of
 from trainers.fit.source import BATCH_SIZE, NO_TARGETS, Given, Rows, checked_rows, tried
@@ -70,12 +70,7 @@ FIT_OPTIONS = (  # of Trainer.fit, that every member's fit gets
     "shuffle",
     "class_weight",
     "prefetch",
-    "accumulate",
-    "clip_norm",
-    "ema",
-    "validate_ema",
-    "schedule",
-    "warmup_steps",
+    "transforms",
 )
 
 
@@ -244,8 +239,7 @@ class EnsembleTrainer(GroupOwner):
             write files need it.
         checkpoint, resume: as for `MirroredTrainer.fit`; every member has a folder of its own in the given folder.
         progress: print a line for each member that was trained, on a rank of its part. stream: where; None: to stdout.
-        options: of `MirroredTrainer.fit`, for every member: shuffle, class_weight, prefetch, accumulate, clip_norm,
-            ema, validate_ema, schedule, warmup_steps.
+        options: of `MirroredTrainer.fit`, for every member: shuffle, class_weight, prefetch, transforms.
 
         After SIGTERM the members that train write their checkpoints, and every rank ends with exit code 143 when all
         parts have done so.

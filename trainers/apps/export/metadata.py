@@ -41,7 +41,7 @@ class Exported:
     classes: the names of the classes by number; empty if they have none, or if the model is no classifier.
     classifies: whether the outputs are LABEL and PROBABILITIES.
     columns: of the table on which the model was trained, or None. They are the inputs.
-    average: whether the parameters are the moving average of a fit(ema=...).
+    average: whether the parameters are the moving average that EMA keeps.
     int8: whether the matrices are 8-bit integers.
     accuracy: before and after the conversion to int8, {"float32": 0.975, "int8": 0.972}; empty if it was not measured.
     rows: the number of rows on which the file was compared with the replica. difference: the largest one found, before
