@@ -110,7 +110,7 @@ def chosen(transforms: Any) -> dict[type, Any]:
     """Return the transforms of a step by their classes. Raises ArgumentError unless each is a transform, given once."""
     names = ", ".join(each.__name__ for each in Transform.__args__)
     found: dict[type, Any] = {}
-    if isinstance(transforms, str) or not isinstance(transforms, Iterable):
+    if not isinstance(transforms, Iterable):
         raise ArgumentError(f"transforms must be a list of {names}, got {transforms!r}")
     for each in transforms:
         if not isinstance(each, Transform):

@@ -417,7 +417,6 @@ def test_bad_options_raise_the_same_error_on_all_ranks(flat: allreduce.Topology)
     x, y = data()
     wrong: list[tuple[dict[str, Any], str]] = [
         ({"transforms": 5}, "transforms must be a list of Accumulate, "),
-        ({"transforms": "EMA"}, "transforms must be a list of Accumulate, "),
         ({"transforms": [EMA]}, "EMA is a class"),
         ({"transforms": [np.ones(2)]}, "is no transform; use Accumulate, "),
         ({"transforms": [EMA(0.9), EMA(0.99)]}, "two EMA"),
