@@ -35,6 +35,7 @@ from trainers.pytorch.state import (
 from trainers.replicas.pytorch import fused
 from trainers.replicas.pytorch.replica import Buffers
 from trainers.state.owners import Owners
+from trainers.strategies.rule import EPSILON
 
 EXACT = "exact"  # the entry of a state_dict with the number of steps
 
@@ -198,11 +199,31 @@ class TorchOwners(Owners):
 
     def synchronize(self) -> None:
         """See MirroredOptimizer.synchronize. Collective."""
-        self.reducer.synchronize()
+        self.reduce()
 
+    @torch.no_grad()
     def clip(self, max_norm: float) -> float:
         """See MirroredOptimizer.clip_grad_norm_. Collective."""
-        return self.reducer.clip(max_norm)
+        self.reduce()
+        norm = self.squares() ** 0.5
+        factor = max_norm / (norm + EPSILON)
+        if not factor >= 1:  # also NaN, as torch.nn.utils.clip_grad_norm_ does
+            for each in [*self._averages(), *self._sparse_averages()]:
+                each.mul_(factor)
+            self.reducer.accept_edits()
+        return norm
+
+    def squares(self) -> float:
+        rows = sum(square(each.coalesce().values()) for each in self._sparse_averages())
+        return sum(map(square, self._averages())) + rows
+
+    def _averages(self) -> list[Tensor]:
+        """Return the averages of the dense gradients that this rank is to read. Local."""
+        return [each.grad for each in self.reducer.parameters if each.grad is not None]
+
+    def _sparse_averages(self) -> list[Tensor]:
+        found = (bucket.parameter.grad for bucket in self.reducer.sparse)
+        return [each for each in found if each is not None]
 
     def count_rows(self, number: float) -> None:
         """See MirroredOptimizer.rows. Collective."""
@@ -308,3 +329,8 @@ class TorchOwners(Owners):
 
     def end_round(self) -> None:
         """End a round of local SGD. Collective."""
+
+
+def square(tensor: Tensor) -> float:
+    """Return the sum of the squares of a tensor's elements."""
+    return float(torch.linalg.vector_norm(tensor, dtype=torch.float64)) ** 2

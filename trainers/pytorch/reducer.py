@@ -54,7 +54,6 @@ from trainers.pytorch.sparse import SparseBucket
 from trainers.replicas.pytorch import devices
 from trainers.replicas.pytorch.tensors import DTYPES
 from trainers.state.dealing import Share, deal_tensors
-from trainers.strategies.rule import EPSILON, sum_over_ranks
 
 MIB = 1 << 20
 LOCAL, SCATTERED, AVERAGED = "local", "scattered", "averaged"  # the contents of the buffers; see Reducer.state
@@ -155,7 +154,6 @@ class Reducer:
         self._used_by_others: list[Gradient] = []  # of parameters that other ranks have used, and this one has not
         self._backward: Backward | None = None  # the current backward, or one that raised
         self._versions: list[int] = []
-        self.tells = True  # whether this rank sends the squares of its slices; see NodeMemory
         self._marks = Marks(self.flats, self.plan, [bucket.owned for bucket in self.dense], self.device)
         self._hooks = [
             each.register_post_accumulate_grad_hook(partial(self._arrived, index))
@@ -266,54 +264,12 @@ class Reducer:
             launch_all([backward])
             self.finish(backward)
 
-    def synchronize(self) -> None:
-        """Gather the averages on every rank. All ranks raise a GradientError if one has edited its own. Collective."""
-        self.average()
-        if self.state == SCATTERED:
-            work = partial(self._gather, self.take_edits())
-            self.clock.communicate(partial(self.run_in_queue, "gathers gradients", work))
-
-    def _gather(self, error: GradientError | None) -> None:
+    def gather(self, error: GradientError | None) -> None:
         """Go from SCATTERED to AVERAGED. Runs in the queue. error: this rank's, raised on all ranks."""
         raise_together(self.comm, error)
         for bucket in self.dense:
             bucket.gather()
         self._become(AVERAGED)
-
-    @torch.no_grad()
-    def clip(self, max_norm: float) -> float:
-        """Average the gradients, and scale them so that their norm is at most `max_norm`; returns the norm before.
-        Collective: SCATTERED gradients cost a small message."""
-        self.average()
-        if self.micro_batches is not None:
-            self.synchronize()  # the bits of a norm of slices would depend on the ranks
-        scattered = self.state == SCATTERED
-        found = (
-            [each.memory.tensor[part] for each in self.dense for part in each.owned]
-            if scattered
-            else self._gradients_of(self.parameters)
-        )
-        rows = self._gradients_of([bucket.parameter for bucket in self.sparse])
-        squares = sum(_square(each) for each in found)
-        if scattered:
-            add = partial(self._add_squares, squares, self.take_edits())
-            squares = self.clock.communicate(partial(self.run_in_queue, "adds up squares of gradients", add))
-        norm = (squares + sum(_square(each.coalesce().values()) for each in rows)) ** 0.5
-        factor = max_norm / (norm + EPSILON)
-        for each in [*found, *rows] if not factor >= 1 else ():  # also NaN, as torch.nn.utils.clip_grad_norm_ does
-            each.mul_(factor)
-        if scattered:
-            self._versions = [version_of(each) for each in self.flats.values()]
-        return norm
-
-    def _add_squares(self, own: float, error: GradientError | None) -> float:
-        """Return the sum over the elements. Runs in the queue. error: this rank's, raised on all ranks."""
-        raise_together(self.comm, error)
-        return sum_over_ranks(self.comm, own if self.tells else 0.0)
-
-    @staticmethod
-    def _gradients_of(parameters: Sequence[Parameter]) -> list[Tensor]:
-        return [each.grad for each in parameters if each.grad is not None]
 
     def start_average(self) -> Callable[[], None]:
         """Start the average that other ranks have begun; returns a function that finishes it. Collective."""
@@ -393,10 +349,14 @@ class Reducer:
             gradient.leftover = state == SCATTERED
         if state == SCATTERED:
             self._marks.put()
-        self._versions = [version_of(each) for each in self.flats.values()]
+        self.accept_edits()
         if state == AVERAGED:
             for gradient in self._used_by_others:
                 gradient.parameter.grad = gradient.current_view()
+
+    def accept_edits(self) -> None:
+        """Accept all edits of the buffers until now. Local."""
+        self._versions = [version_of(each) for each in self.flats.values()]
 
     @torch.no_grad()
     def take_edits(self) -> GradientError | None:
@@ -484,10 +444,6 @@ class Reducer:
         for held in (self.gradients, self.flats, self.dense, self.sparse, self.buckets):
             held.clear()
         self._marks.clear()
-
-
-def _square(tensor: Tensor) -> float:
-    return float(torch.linalg.vector_norm(tensor, dtype=torch.float64)) ** 2
 
 
 class Backward:

@@ -35,8 +35,8 @@ from trainers.pytorch.buckets import (
     version_of,
     whole_tensors,
 )
-from trainers.pytorch.owners import Closure, TorchOwners
-from trainers.pytorch.reducer import Reducer
+from trainers.pytorch.owners import Closure, TorchOwners, square
+from trainers.pytorch.reducer import SCATTERED, Reducer
 from trainers.replicas.pytorch import fused
 from trainers.replicas.pytorch.division import hyperparameters, optimizer_like
 from trainers.replicas.pytorch.optimizer import block_on
@@ -45,6 +45,7 @@ from trainers.replicas.pytorch.values import pack, unpack
 from trainers.state.adopt import Arrays, Piece, fetch_pieces, select_newest
 from trainers.state.backup import Backup
 from trainers.state.owners import NodeMemory
+from trainers.strategies.rule import sum_over_ranks
 
 PARAMETER = ""  # the name of a parameter among the tensors of its state, in a piece
 DATA = "data"  # the only array of a piece: its blocks, packed
@@ -169,6 +170,33 @@ class ShardedOptimizer(TorchOwners):
         if self.backup is not None:
             work = partial(self.keep, reducer.steps + 1)  # `end_step` counts this step later
             reducer.clock.communicate(partial(reducer.run_in_queue, "backs up slices", work))
+
+    def synchronize(self) -> None:
+        self.reduce()
+        if self.reducer.state == SCATTERED:
+            work = partial(self.reducer.gather, self.reducer.take_edits())
+            self.reducer.clock.communicate(partial(self.reducer.run_in_queue, "gathers gradients", work))
+
+    def squares(self) -> float:
+        reducer = self.reducer
+        if reducer.micro_batches is not None:
+            self.synchronize()  # the bits of a norm of slices would depend on the ranks
+        if reducer.state != SCATTERED:
+            return super().squares()
+        own = sum(map(square, self._averages())) if self.placement.tells else 0.0
+        add = partial(self._add_up, own, reducer.take_edits())
+        squares = reducer.clock.communicate(partial(reducer.run_in_queue, "adds up squares of gradients", add))
+        return squares + sum(square(each.coalesce().values()) for each in self._sparse_averages())
+
+    def _add_up(self, own: float, error: Exception | None) -> float:
+        """Return the sum over the ranks. Runs in the queue. error: this rank's, raised on all ranks."""
+        raise_together(self.reducer.comm, error)
+        return sum_over_ranks(self.reducer.comm, own)
+
+    def _averages(self) -> list[Tensor]:
+        if self.reducer.state != SCATTERED:
+            return super()._averages()
+        return [bucket.memory.tensor[part] for bucket in self.reducer.dense for part in bucket.owned]
 
     def _extend(self, steps: int) -> None:
         if self.backup is not None:
@@ -399,7 +427,7 @@ class Placement:
         lengths = {dtype: flat.numel() for dtype, flat in reducer.flats.items()}
         gaps = sum(lengths.values()) - sum(bucket.length for bucket in reducer.dense)
         self._node = NodeMemory(backend.topology, comm, owned, lengths, reducer.device.kind, gaps)
-        reducer.tells = self._node.tells
+        self.tells = self._node.tells
         if self._node.arrays:
             self._memory = {
                 dtype: Flat(each, as_tensor(each, TORCH[dtype]), None) for dtype, each in self._node.arrays.items()

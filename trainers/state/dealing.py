@@ -160,11 +160,6 @@ class Transfer:
         self._foreign = [(rank, span) for number, rank in others for span in _common(mine, shares[number])]
         self._missing = [(rank, span) for number, rank in others for span in _common([chunks[number]], tensors)]
 
-    @property
-    def elements(self) -> int:
-        """The number of elements that this rank sends in `deliver`."""
-        return sum(span.stop - span.start for _, span in self._foreign)
-
     def deliver(self, array: Any) -> None:
         """After a reduce_scatter of a 1-D array: receive the elements of this rank's tensors, in place. Collective."""
         self._exchange(array, self._foreign, self._missing, "deliver gradients to the ranks that own their tensors")
