@@ -24,7 +24,7 @@ from allreduce.topology import Topology
 from allreduce.tracing.trace import Trace
 from allreduce.transport.control import agree, raise_together
 from trainers import checks
-from trainers.arguments import is_integer, is_number, known_only
+from trainers.arguments import is_integer, is_number, known_only, name_error
 from trainers.backends import UPDATES, compress_error, exact_error
 from trainers.checks import MAJORITY
 from trainers.local_sgd.outer import LocalOptions, OuterSGD
@@ -39,23 +39,6 @@ CHECK_EVERY = 1000  # steps
 
 AGAIN = "close() this one (after state_dict(), when sharded) and make it again"
 GROUP_ADDED = f"parameters were added after MirroredOptimizer was made, so its buffers have no room for them; {AGAIN}"
-
-Check = Callable[[Any], str]  # returns the error text to follow the option's name, or ""
-
-
-def one_of(*values: Any) -> dict[str, Check]:
-    """Return the check that a field's value is one of these."""
-    quoted = [f'"{each}"' if isinstance(each, str) else str(each) for each in values]
-    text = f"is unknown; use {', '.join(quoted[:-1])} or {quoted[-1]}"
-    return {"check": lambda value: "" if value in values else f"={value!r} {text}"}
-
-
-def must_be(text: str, holds: Callable[[Any], bool]) -> dict[str, Check]:
-    """Return the check that a field's value satisfies `holds`. text: for the error."""
-    return {"check": lambda value: "" if holds(value) else f" must be {text}, got {value!r}"}
-
-
-SIZE = must_be("a number > 0", lambda value: is_number(value) and value > 0)
 
 
 @dataclass(frozen=True)
@@ -127,19 +110,17 @@ class Options:
     allreduce: str | AllReduce | Config = "auto"
     _: KW_ONLY
     topology: Topology | None = field(default=None, metadata={"compared": False})
-    update: str = field(default="replicated", metadata=one_of(*UPDATES))
-    shard: str = field(default=AUTO, metadata=one_of(*SHARDS))
+    update: str = "replicated"
+    shard: str = AUTO
     compress: Given = None  # checked by the backend
     copies: int = 1
-    overlap: bool | str = field(default="auto", metadata=one_of(True, False, "auto"))
-    bucket_mb: float = field(default=25.0, metadata=SIZE)
-    first_bucket_mb: float = field(default=1.0, metadata=SIZE)
-    check_every: int = field(
-        default=CHECK_EVERY, metadata=must_be("an integer >= 0 (0: never)", lambda value: is_integer(value, 0))
-    )
-    on_divergence: str = field(default="raise", metadata=one_of(*checks.DIVERGENCE_ANSWERS))
+    overlap: bool | str = "auto"
+    bucket_mb: float = 25.0
+    first_bucket_mb: float = 1.0
+    check_every: int = CHECK_EVERY
+    on_divergence: str = "raise"
     source: str | int = MAJORITY
-    check_gradients: str | None = field(default=None, metadata=one_of(*checks.ANSWERS, None))
+    check_gradients: str | None = None
     exact: bool = False
     micro_batch: int | None = None
     sync_every: int | None = field(default=None, metadata={"compared": False})
@@ -170,10 +151,7 @@ class Options:
 
     def errors(self, ranks: int) -> Iterator[OptionError]:
         """Yield the errors in the options, for an optimizer on `ranks` ranks. Local."""
-        for each in fields(self):
-            check = each.metadata.get("check")
-            if check is not None and (wrong := check(getattr(self, each.name))):
-                yield OptionError(each.name + wrong)
+        yield from map(OptionError, filter(None, self._value_errors()))
         if isinstance(self.allreduce, AllReduce) and self.topology not in (None, self.allreduce.topology):
             text = "has a topology of its own; pass the backend's name, or no topology"
             yield OptionError(f"{self.allreduce!r} {text}")
@@ -182,10 +160,22 @@ class Options:
         if wrong := self.local.error():
             yield OptionError(wrong)
         yield from self._update_errors()
-        if wrong := backup.copies_error(self.copies, ranks, goes_on=False):
-            yield OptionError(str(wrong))
+        if refused := backup.copies_error(self.copies, ranks, goes_on=False):
+            yield OptionError(str(refused))
         if wrong := checks.options_error(1, self.on_divergence, self.source, ranks):
             yield OptionError(wrong)
+
+    def _value_errors(self) -> Iterator[str]:
+        yield name_error("update", self.update, UPDATES)
+        yield name_error("shard", self.shard, SHARDS)
+        if self.overlap not in (True, False, "auto"):
+            yield f'overlap={self.overlap!r} is unknown; use True, False or "auto"'
+        for name in ("bucket_mb", "first_bucket_mb"):
+            if not (is_number(size := getattr(self, name)) and size > 0):
+                yield f"{name} must be a number > 0, got {size!r}"
+        if not is_integer(self.check_every, 0):
+            yield f"check_every must be an integer >= 0 (0: never), got {self.check_every!r}"
+        yield name_error("check_gradients", self.check_gradients, checks.ANSWERS, optional=True)
 
     def _update_errors(self) -> Iterator[OptionError]:
         sharded = self.update == "sharded"
