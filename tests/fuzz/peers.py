@@ -12,8 +12,9 @@ from allreduce.tracing import merging
 from allreduce.transport import chunked as sizes
 from allreduce.transport.wait import NamedCall
 from trainers import group
-from trainers.strategies.servers.epoch import Dealer, EpochLedger, EpochServer, StalenessRule
+from trainers.strategies.servers.asynchronous import Asynchronous, Dealer, EpochLedger, StalenessRule
 from trainers.strategies.servers.mailbox import BYE, PUSH, Arrival, Header, Message
+from trainers.strategies.servers.server import Server
 
 
 class OneNode:
@@ -89,7 +90,7 @@ class _Mailbox:
     def __init__(self, messages: list[tuple[int, int, Header]]) -> None:
         self._messages = list(messages)
 
-    def open(self, tags: Any) -> None:
+    def open(self) -> None:
         pass
 
     def next(self, text: str) -> Arrival:
@@ -106,7 +107,7 @@ class _Mailbox:
     def _nothing(self, *_: Any, **__: Any) -> None:
         pass
 
-    clear = reply = answer = drain = _nothing
+    clear = reply = drain = _nothing
 
 
 class _Shard:
@@ -120,7 +121,8 @@ PARTS = 6
 def read_pushes(value: tuple[bool, str, list[tuple[int, int, Header]]], _: Path) -> None:
     """Run an epoch of a server to which three workers send hostile headers. first: this server deals the parts."""
     first, stale, messages = value
-    shard, epoch = _Shard(), EpochLedger()
+    shard: Any = _Shard()
+    epoch = EpochLedger()
     epoch.begin(0, PARTS)
     rule = StalenessRule(stale, 2)
 
@@ -129,4 +131,4 @@ def read_pushes(value: tuple[bool, str, list[tuple[int, int, Header]]], _: Path)
 
     dealer = Dealer(range(PARTS), range(3), rule.bound) if first else None
     mailbox: Any = _Mailbox([*messages, *((worker, PUSH, Header(BYE)) for worker in range(3))])
-    EpochServer(mailbox, shard, rule, dealer, apply, lambda: False, epoch).serve(range(3))  # type: ignore[arg-type]
+    Server(mailbox, shard).serve(Asynchronous(shard, rule, dealer, apply, lambda: False, epoch), range(3))

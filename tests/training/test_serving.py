@@ -4,6 +4,7 @@ import random
 import threading
 import weakref
 from collections.abc import Callable
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,14 +21,14 @@ from trainers.errors import ArgumentError, DataError, DivergedError
 from trainers.replicas.numpy.optimizers import SGD, Adam
 from trainers.strategies import spare_replicas
 from trainers.strategies.rule import UpdateRule
-from trainers.strategies.servers.epoch import (
+from trainers.strategies.servers.asynchronous import (
     DROPPED,
     EMPTY,
     LEFT,
     NO_PART,
+    Asynchronous,
     Dealer,
     EpochLedger,
-    EpochServer,
     StalenessRule,
 )
 from trainers.strategies.servers.mailbox import (
@@ -39,6 +40,7 @@ from trainers.strategies.servers.mailbox import (
     GRADIENTS,
     NOTHING,
     PUSH,
+    STOP,
     UNIT,
     WORK,
     Arrival,
@@ -48,9 +50,9 @@ from trainers.strategies.servers.mailbox import (
     Message,
     Waiter,
 )
-from trainers.strategies.servers.service import Shard
+from trainers.strategies.servers.server import Policy, Server, Shard
 from trainers.strategies.servers.strategy import EpochRows
-from trainers.strategies.spare_replicas import Round, SpareReplicas, receive_round
+from trainers.strategies.spare_replicas import First, SpareReplicas
 from trainers.watching.meter import Tally
 
 
@@ -148,9 +150,9 @@ def test_what_becomes_of_parts_is_counted() -> None:
     epoch = begun(7)
     for part, outcome in enumerate((0, 2, EMPTY, 2, 1, DROPPED)):
         epoch.note(part, outcome)
-    assert (epoch.counts().behind, epoch.counts().dropped) == ([1, 1, 2], 1)
+    assert (epoch.staleness, epoch.dropped) == ([1, 1, 2], 1)
     epoch.note(0, 4)  # of which there is a gradient already
-    assert (epoch.counts().behind, [epoch.has(part) for part in range(7)]) == ([1, 1, 2], [True] * 6 + [False])
+    assert (epoch.staleness, [epoch.has(part) for part in range(7)]) == ([1, 1, 2], [True] * 6 + [False])
 
 
 def begun(count: int) -> EpochLedger:
@@ -256,34 +258,6 @@ def test_rows_are_fetched_before_they_are_needed(ahead: bool) -> None:
     assert fetched == [1, 2]
 
 
-class Script(Mailbox):
-    """A mailbox that receives these messages, one after the other."""
-
-    def __init__(self, messages: list[tuple[int, Header]]) -> None:
-        self.messages = messages
-
-    def next(self, text: str) -> Arrival:
-        worker, header = self.messages.pop(0)
-        message = Message(0, 0, np.dtype(np.float32))
-        message.header = header
-        return Arrival(worker, PUSH, message)
-
-
-def taking(wanted: int) -> Callable[[Round], bool]:
-    return lambda found: len(found.used) >= wanted
-
-
-def test_a_step_takes_the_first_gradients_and_drops_late_ones() -> None:
-    late: list[int] = []
-    script = [(3, Header(GRADIENTS, 4)), (1, Header(GRADIENTS, 3)), (2, Header(NOTHING, 4)), (0, Header(GRADIENTS, 4))]
-    mailbox = Script([*script, (1, Header(GRADIENTS, 4))])
-    found = receive_round(mailbox, 4, taking(2), lambda arrival: late.append(arrival.worker))
-    assert [arrival.worker for arrival in found.used] == [0, 3]  # in one order, whoever was first
-    assert late == [1]
-    assert [arrival.worker for arrival in found.others] == [2]
-    assert len(mailbox.messages) == 1
-
-
 class Counter(Mailbox):
     """A mailbox that receives these messages, and records the kind and the receiver of each answer."""
 
@@ -303,7 +277,7 @@ class Counter(Mailbox):
     def reply(self, message: Message, worker: int, with_body: bool) -> None:
         self.answers.append((worker, message.header.kind))
 
-    def open(self, tags: Any) -> None: ...
+    def open(self) -> None: ...
     def clear(self, arrival: Arrival) -> None: ...
     def drain(self) -> None: ...
 
@@ -312,28 +286,62 @@ def none_yet() -> EpochLedger:
     return begun(4)
 
 
+class NoShard:
+    """A shard without parameters. used: the workers of whose gradients each update is made."""
+
+    def __init__(self) -> None:
+        self.version, self.parameters, self.used = 0, np.zeros(0, np.float32), list[list[int]]()
+
+    def add_up(self, bodies: list[np.ndarray], share: float) -> None:
+        self.used.append([int(body[0]) for body in bodies])
+
+    def weigh(self, means: np.ndarray) -> np.ndarray:
+        return means[:1]
+
+    def clip_and_update(self) -> None:
+        self.version += 1
+
+
+def serve(mailbox: Counter, workers: int, policy: Callable[[Any], Policy], shard: Any = None) -> Any:
+    """Run an epoch of a server without parameters; returns its policy."""
+    shard = shard or NoShard()
+    made = policy(shard)
+    Server(mailbox, shard).serve(made, range(workers))
+    return made
+
+
+class Pushes(Counter):
+    """A mailbox that receives these messages of spare replicas, of a row of four each."""
+
+    def next(self, text: str) -> Arrival:
+        worker, tag, header = self.messages.pop(0)
+        message = Message(4, 1, np.dtype(np.float32))
+        message.header, message.body[0] = header, worker
+        message.measures[:] = 1, 0.25, 0.25, 4
+        return Arrival(worker, tag, message)
+
+    def message(self) -> Message:
+        return Message(4, 0, np.dtype(np.float32))
+
+
 def test_workers_that_rest_hear_that_the_others_go_on() -> None:
     """Otherwise they would wait for the whole epoch, which may be longer than the time-out."""
     asks, pushes = Header(), Header(GRADIENTS)
     first = [(1, ASK, asks), (0, ASK, asks), (0, ASK, asks), (0, PUSH, pushes)]
     second = [(1, ASK, asks), (0, ASK, asks), (0, PUSH, pushes)]
     mailbox = Counter([*first, *second, (1, PUSH, Header(BYE)), (0, PUSH, Header(BYE))])
-    shard: Any = SimpleNamespace(version=0, parameters=np.zeros(0, np.float32))
-    EpochServer(mailbox, shard, StalenessRule(), Dealer(range(2), range(1)), lambda *_: None, bool, none_yet()).serve(
-        range(2)
-    )
+    dealer = Dealer(range(2), range(1))
+    serve(mailbox, 2, lambda shard: Asynchronous(shard, StalenessRule(), dealer, lambda *_: None, bool, none_yet()))
     assert mailbox.answers == [(0, WORK), (1, AGAIN), (0, WORK), (1, END), (0, END)]
 
 
 def test_other_servers_are_not_behind_the_first() -> None:
     """A worker's request may overtake its gradients, which the first server has processed already."""
     mailbox = Counter([(0, ASK, Header(taken=1)), (0, PUSH, Header(GRADIENTS)), (0, PUSH, Header(BYE))])
-    shard: Any = SimpleNamespace(version=0, parameters=np.zeros(0, np.float32))
     done: list[str] = []
     mailbox.reply = lambda *_, **__: done.append("answered")  # type: ignore[assignment]
-    EpochServer(mailbox, shard, StalenessRule(), None, lambda *_: done.append("applied"), bool, none_yet()).serve(
-        range(1)
-    )
+    applied = lambda *_: done.append("applied")  # noqa: E731
+    serve(mailbox, 1, lambda shard: Asynchronous(shard, StalenessRule(), None, applied, bool, none_yet()))
     assert done == ["applied", "answered"]
 
 
@@ -343,14 +351,13 @@ def test_an_epoch_that_goes_on_applies_no_part_twice() -> None:
     mailbox = Counter([(0, ASK, Header()), (0, ASK, Header()), *pushes, (0, ASK, Header()), (0, PUSH, Header(BYE))])
     epoch = none_yet()
     epoch.outcomes[:] = 0, LEFT, 0, 0
-    shard: Any = SimpleNamespace(version=0, parameters=np.zeros(0, np.float32))
     applied: list[int] = []
     dealer = Dealer([1, 3], range(1))
 
     def apply(message: Message, factor: float) -> None:
         applied.append(message.header.step)
 
-    EpochServer(mailbox, shard, StalenessRule(), dealer, apply, bool, epoch).serve(range(1))
+    serve(mailbox, 1, lambda shard: Asynchronous(shard, StalenessRule(), dealer, apply, bool, epoch))
     assert applied == [1]
     assert all(map(epoch.has, range(4)))
     assert not dealer.cut_short
@@ -384,15 +391,35 @@ def test_a_replica_that_can_not_be_copied_says_so() -> None:
         replica.copy()
 
 
-def test_an_error_of_a_worker_ends_a_step() -> None:
+def first_of(shard: Any, **options: Any) -> First:
+    """Return the policy of spare replicas, for steps of four rows on four ranks, from step 4 on."""
+    given = {"workers": 4, "spare": 2, "first": 4, "steps": 6, "divided": False, "holders": None} | options
+    return First(shard, Tally(("loss",)), begin_step=lambda step: None, span=lambda kind: nullcontext(), **given)
+
+
+def test_a_step_takes_the_first_gradients_and_drops_late_ones() -> None:
+    ask, byes = (3, ASK, Header()), [(worker, PUSH, Header(BYE)) for worker in range(4)]
+    early = [(3, PUSH, Header(GRADIENTS, 4)), ask, (1, PUSH, Header(GRADIENTS, 3)), (2, PUSH, Header(NOTHING, 4))]
+    last = [(worker, PUSH, Header(GRADIENTS, 5, 1)) for worker in (2, 1)]
+    mailbox = Pushes([*early, (0, PUSH, Header(GRADIENTS, 4)), *last, (0, PUSH, Header(GRADIENTS, 5, 1)), *byes])
+    shard = NoShard()
+    policy = serve(mailbox, 4, first_of, shard)
+    assert shard.used == [[0, 3], [1, 2]]  # in one order, whoever was first
+    assert (policy.done, policy.dropped, policy.cut_short) == (6, 2, False)
+    assert mailbox.answers == [(3, WORK)]  # of the next step, when its first gradients are in an update
+
+
+@pytest.mark.parametrize("kind", [GRADIENTS, NOTHING])
+def test_an_error_of_a_worker_ends_a_step(kind: int) -> None:
     """A worker that asks to stop does not, with rows and without."""
-    found = receive_round(Script([(0, Header(NOTHING, 0, halt=FAILED))]), 0, taking(2), lambda arrival: None)
-    assert found.failed
-    for kind in (GRADIENTS, NOTHING):
-        pushes = [(0, Header(kind, 0, halt=1)), (1, Header(GRADIENTS, 0))]
-        found = receive_round(Script(pushes), 0, taking(1 + (kind == GRADIENTS)), lambda arrival: None)
-        assert found.stop
-        assert not found.failed
+    asks, byes = [(worker, ASK, Header()) for worker in range(2)], [(worker, PUSH, Header(BYE)) for worker in range(2)]
+    for halt, steps in ((FAILED, 4), (STOP, 5)):
+        pushes = [(0, PUSH, Header(kind, 4, halt=halt)), (1, PUSH, Header(GRADIENTS, 4))]
+        mailbox = Pushes([*pushes, *asks, *byes])
+        policy = serve(mailbox, 2, lambda shard: first_of(shard, workers=2, spare=int(kind == NOTHING)), NoShard())
+        assert policy.done == steps
+        assert policy.cut_short == (halt == STOP)
+        assert mailbox.answers == [(0, END), (1, END)]
 
 
 def test_an_epoch_goes_on_after_its_last_step() -> None:

@@ -25,8 +25,8 @@ class Header(NamedTuple):
     kind: the purpose of the message: one of the constants below that belong to its tag.
     step: the step, or the number of the dealt part of a batch.
     version: the number of updates in the parameters that the message carries, or that its gradients were computed with.
-    halt: nonzero if the sender asks to end the epoch: a callback asked to stop, or it met an error. The chief of spare
-        replicas tells the two apart: FAILED is an error.
+    halt: nonzero if the sender asks to end the epoch: STOP, because a callback asked for it; FAILED, because it met an
+        error.
     taken: the number of pushes that the first server had processed when it dealt the part. Other servers reply once
         they have processed as many.
     """
@@ -54,8 +54,8 @@ def check(header: Header, tag: int, parts: int, version: int) -> None:
 
 # kinds of a push: with gradients; without; the worker's last one in an epoch; without, because its stream has ended
 GRADIENTS, NOTHING, BYE, ENDED = range(4)
-FAILED = 2  # a `halt`
 WORK, END, AGAIN = range(3)  # kinds of a reply: parameters for a part; the epoch is over; no part yet, ask again
+STOP, FAILED = 1, 2  # values of `halt`
 
 
 class Message:
@@ -177,10 +177,10 @@ class Mailbox:
         self._arrived: deque[Arrival] = deque()
         self._sends: dict[Message, list[MPI.Request]] = {}  # of each reply buffer; reused when they are complete
 
-    def open(self, tags: Sequence[int]) -> None:
+    def open(self) -> None:
         """Post the receives of an epoch."""
         for slot in self._slots:
-            if slot.tag in tags and slot not in self._receives:
+            if slot not in self._receives:
                 self.clear(slot)
 
     def clear(self, arrival: Arrival) -> None:
@@ -215,12 +215,6 @@ class Mailbox:
         """Start sending `message` to a worker. Do not change it until `message()` returns it again. It may be sent to
         several workers."""
         self._sends[message].append(self._comm.Isend(message.mpi_buffer(with_body), self._workers[worker], REPLY))
-
-    def answer(self, header: Header, worker: int) -> None:
-        """Send a worker a reply without a body."""
-        message = self.message()
-        message.header = header
-        self.reply(message, worker, with_body=False)
 
     def drain(self) -> None:
         """Wait until all replies are sent."""
@@ -280,16 +274,12 @@ class Client:
 
     def _ask(self, servers: Sequence[int], question: Header) -> None:
         for server in servers:
-            self.post_receive(server)
+            buffer = self.replies[server].mpi_buffer()
+            self._pending[REPLY].append(self._comm.Irecv(buffer, self._servers[server], REPLY))
             self._questions[server].header = question
             self._send(self._questions[server], server, ASK)
         self._finish(REPLY, self._waiter_ahead, "receive parameters from the servers")
         self._finish(ASK, self._waiter_ahead, "send requests to the servers")
-
-    def post_receive(self, server: int) -> None:
-        """Post the receive of a server's next reply; call it before the request is sent."""
-        buffer = self.replies[server].mpi_buffer()
-        self._pending[REPLY].append(self._comm.Irecv(buffer, self._servers[server], REPLY))
 
     def _send(self, message: Message, server: int, tag: int, with_body: bool = True) -> None:
         self._pending[tag].append(self._comm.Isend(message.mpi_buffer(with_body), self._servers[server], tag))
@@ -298,10 +288,6 @@ class Client:
         """Wait until all requests of a tag are complete."""
         requests, self._pending[tag] = self._pending[tag], []
         waiter.all_of(requests, text)
-
-    def wait_for_replies(self) -> None:
-        """Wait until all servers have replied to the last push."""
-        self._finish(REPLY, self._waiter, "receive parameters from the servers")
 
     def copy_parameters(self, parameters: np.ndarray) -> list[int]:
         """Copy the received slices into `parameters`. Returns each server's version."""

@@ -15,8 +15,8 @@ from allreduce.call.queue import Future, Queue, Worker
 from allreduce.errors import RankLostError, UnavailableError
 from allreduce.topology import Topology
 from allreduce.transport.chunked import pieces
-from allreduce.transport.control import combine, on_all_ranks, together
-from allreduce.transport.wait import wait_for, waiting
+from allreduce.transport.control import combine, on_all_ranks, root_value, together
+from allreduce.transport.wait import waiting
 from trainers import stopwatch
 from trainers.checks import LEARNING_RATES
 from trainers.data import BatchSource
@@ -28,109 +28,13 @@ from trainers.state.adopt import Piece, mirror, newest
 from trainers.state.owners import Owners
 from trainers.strategies import alike
 from trainers.strategies.interface import EpochRun, Strategy, replica_error
-from trainers.strategies.rule import FLAGS, WEIGHT, UpdateRule
-from trainers.strategies.servers.mailbox import Client, Mailbox, Waiter
+from trainers.strategies.rule import FLAGS
+from trainers.strategies.servers.mailbox import FAILED, STOP, Client, Mailbox, Waiter
+from trainers.strategies.servers.server import Shard
 from trainers.strategies.servers.worker import WorkerRanks, Workers, remaining
 from trainers.watching.meter import Tally
 
 SIZES = "learn the rows of the batches of an epoch"
-
-
-class Counts:
-    """Counts of one epoch. behind: behind[s] is the number of applied gradients that were s updates stale. dropped: the
-    number of gradients that were not applied.
-
-    cut_short: whether the epoch was ended before its last step.
-    """
-
-    def __init__(self) -> None:
-        self.behind: list[int] = []
-        self.dropped = 0
-        self.cut_short = False
-
-
-class Shard:
-    """The slice `part` of a replica's flat parameters, which only this rank updates.
-
-    parameters, gradients: 1-D views of the slice; the constructor takes the whole flat buffers that the replica is
-        bound to.
-    version: the number of updates so far.
-    """
-
-    def __init__(
-        self, replica: Replica, rule: UpdateRule, parameters: np.ndarray, gradients: np.ndarray, part: slice
-    ) -> None:
-        self._replica, self._rule, self.part = replica, rule, part
-        self.parameters, self.gradients = parameters[part], gradients[part]
-        self._accumulator = dtypes.TYPES[self.gradients.dtype].accumulator
-        self.version = 0
-
-    def apply(self, gradients: np.ndarray, factor: float) -> None:
-        """Update the slice by `gradients`, with the learning rate multiplied by `factor`. Local."""
-        self.gradients[:] = gradients
-        self._update(factor)
-
-    def weigh(self, means: np.ndarray) -> np.ndarray:
-        """Divide the summed gradients by the mean weight of the rows; see UpdateRule.weigh. Return the metrics. Local.
-
-        means: of the metrics; then, for each of Replica.optional, 0 if no rank has a gradient for it; the mean weight.
-        """
-        metrics = len(self._replica.metrics)
-        self._replica.keep_still(means[metrics:-1] == 0)
-        measured = np.zeros(metrics + len(FLAGS))
-        measured[:metrics], measured[metrics + WEIGHT] = means[:metrics], means[-1]
-        self._rule.weigh(measured, [self.trained_gradients])
-        return measured[:metrics]
-
-    def clip_and_update(self, squares: float | None = None) -> None:
-        """Clip the gradients that are in the bound buffer, and update the slice by them. Local.
-
-        squares: the sum of the squares of all gradients; None if this slice has all.
-        """
-        self._rule.clip([self.trained_gradients], squares)
-        self._update(1.0)
-        self._rule.norms.count()
-
-    @property
-    def trained_gradients(self) -> np.ndarray:
-        """The gradients of the slice, without the statistics that may follow the parameters."""
-        return self.gradients[: max(0, self._replica.parameter_count - self.part.start)]
-
-    def _update(self, factor: float) -> None:
-        """Update the slice by the gradients that are in the bound buffer. Local.
-
-        `factor` multiplies the learning rate, not the gradients, because Adam-like optimizers ignore the scale of
-        gradients.
-        """
-        replica = self._replica
-        rates = replica.learning_rates
-        if factor != 1.0:
-            replica.learning_rates = [rate * factor for rate in rates]
-        try:
-            self._rule.update(self.part)
-        finally:
-            if factor != 1.0:
-                replica.learning_rates = rates
-        replica.refresh()
-        self.version += 1
-
-    def add_up(self, summands: Sequence[np.ndarray], share: float = 1.0) -> None:
-        """Write the sum of `summands`, divided by `share`, into the bound buffer; 16-bit floats are summed in float32.
-        Local."""
-        total = self.gradients
-        if total.dtype != self._accumulator:
-            total = np.zeros(total.size, self._accumulator)
-        np.copyto(total, summands[0])
-        for summand in summands[1:]:
-            total += summand
-        if share != 1.0:
-            total /= total.dtype.type(share)
-        if total is not self.gradients:
-            self.gradients[:] = total.astype(self.gradients.dtype)
-
-    def is_finite(self) -> bool:
-        """Whether all parameters are finite."""
-        return bool(np.isfinite(self.parameters).all())
 
 
 class ServerStrategy(Strategy, Owners):
@@ -140,8 +44,9 @@ class ServerStrategy(Strategy, Owners):
         first rank, the leader, speaks with the servers.
     uses_mailbox: whether servers receive messages in any order, through a Mailbox.
     measures: the number of metrics (float64) in each message.
-    thread: the task of the second thread while this rank computes: "": no thread; "ask": requests parameters (without
-        MPI threads this is done after the computation); "serve": runs the server (needs MPI threads).
+    thread: the task of the second thread while this rank computes: "": no thread; "ask": requests the next part and
+        its parameters (without MPI threads this is done after the computation); "serve": runs the server (needs MPI
+        threads), and a rank requests its next part when it has pushed its gradients.
     """
 
     mirrors = "epoch"
@@ -156,8 +61,8 @@ class ServerStrategy(Strategy, Owners):
         self._worker = WorkerRanks(stopwatch.make("cpu"))  # of this rank
         self._measures = measures
         self._connected = False  # whether `_mailbox` and `_client` were created
-        self._mailbox: Mailbox | None = None
-        self._client: Client | None = None
+        self._mailbox: Mailbox | None = None  # of a server
+        self._client: Client | None = None  # of the leader of a worker
         self._shard: Shard | None = None
         self._queue: Queue | None = None
         self._parameters = self._gradients = np.empty(0)
@@ -245,7 +150,8 @@ class ServerStrategy(Strategy, Owners):
             if self.uses_mailbox:
                 self._mailbox = Mailbox(self._messages, waiter, self.leaders, self._measures, length, self._dtype)
         if self.uses_mailbox and rank in self.leaders:
-            ends = self._messages, self._waiter, self._overlapped_waiter
+            ahead = self._overlapped_waiter if self.thread == "ask" else self._waiter
+            ends = self._messages, self._waiter, ahead
             self._client = Client(*ends, self.servers, self._slices, self._measures, self._dtype)
         self._connected = True
 
@@ -362,6 +268,10 @@ class ServerStrategy(Strategy, Owners):
     def local_gradients(self) -> Any:
         return None if self.part is None else self._gradients
 
+    def _halt(self, run: EpochRun) -> int:
+        """Whether, and why, this rank asks to end the epoch: 0, STOP or FAILED; see Header."""
+        return FAILED if run.error is not None else STOP if self.stop_training else 0
+
     def make_meter(self, batches: BatchSource) -> Any:
         self._tally = Tally(self.replica.metrics)
         return self._tally
@@ -413,22 +323,12 @@ class ServerStrategy(Strategy, Owners):
         self._worker.share_parameters()
         self.replica.refresh()
 
-    def _logs_of(self, counts: Counts) -> dict[str, Any]:
+    def _logs_of(self, staleness: Sequence[int], dropped: int, cut_short: bool) -> dict[str, Any]:
         """Return the first server's counts of an epoch as logs, on all ranks; sets `cut_short`. Collective."""
-        sizes = np.array([len(counts.behind), counts.dropped, counts.cut_short], np.int64)
-        self._broadcast_counts(sizes)
-        behind = np.zeros(sizes[0], np.int64)
-        if self.group.rank == self.servers[0]:
-            behind[:] = counts.behind
-        self._broadcast_counts(behind)
-        self.cut_short = bool(sizes[2])
-        return {"staleness": behind.tolist(), "dropped": int(sizes[1])}
-
-    def _broadcast_counts(self, numbers: np.ndarray) -> None:
-        """Overwrite `numbers` with the first server's. Collective."""
-        wait_for(
-            self.group.comm, self.group.comm.Ibcast(numbers, self.servers[0]), "receive the counts of the first server"
-        )
+        counts = [list(staleness), dropped, cut_short]
+        what = "receive the counts of the first server"
+        staleness, dropped, self.cut_short = root_value(self.group.comm, counts, what, self.servers[0])
+        return {"staleness": staleness, "dropped": dropped}
 
     def synchronize_state(self) -> None:
         self._worker.fence()

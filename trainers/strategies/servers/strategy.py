@@ -2,7 +2,7 @@
 gradients arrive."""
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -19,11 +19,11 @@ from trainers.group import RankGroup
 from trainers.replica import Replica
 from trainers.strategies.interface import EpochRun, Strategy
 from trainers.strategies.rule import WEIGHT, sum_of_squares, sum_over_ranks
-from trainers.strategies.servers.epoch import (
+from trainers.strategies.servers.asynchronous import (
     HOW_FAR,
+    Asynchronous,
     Dealer,
     EpochLedger,
-    EpochServer,
     StalenessRule,
     StreamParts,
 )
@@ -39,6 +39,7 @@ from trainers.strategies.servers.mailbox import (
     Header,
     Message,
 )
+from trainers.strategies.servers.server import Server
 from trainers.strategies.servers.service import ServerStrategy, wait_before_raising
 from trainers.strategies.servers.worker import WorkerRanks, divide, uneven_text
 from trainers.strategies.step import Step
@@ -392,40 +393,39 @@ class AsynchronousServers(ParameterServers):
         if streams and self._ledger.epoch != number:
             run.begin_stream(number, 0)
         self._ledger.begin(number, 0 if streams or self._shard is None else run.batches.steps * self.parts)
-        self._run_and_broadcast(partial(self._work if self._mailbox is None else self._serve, run, number))
-        if streams:
-            self._learn_sizes(run, number, self._ledger.cut_short)
-
-    def _run_and_broadcast(self, epoch: Callable[[], None]) -> None:
-        """Run `epoch()`, then broadcast the servers' parameters to all ranks. Collective."""
         try:
-            epoch()
+            if self._mailbox is None:
+                self._work(run, number)
+            else:
+                self._serve(run, number)
         except Exception as error:
-            if everywhere(error, self.group.comm):  # all ranks have this error
+            if everywhere(error, self.group.comm):
                 self._broadcast_parameters()
             raise
         self._broadcast_parameters()
+        if streams:
+            self._learn_sizes(run, number, self._ledger.cut_short)
 
     def end_epoch(self) -> dict[str, Any]:
         self._collect_tally()
-        return self._logs_of(self._ledger.counts())
+        return self._logs_of(self._ledger.staleness, self._ledger.dropped, self._ledger.cut_short)
 
     def _serve(self, run: EpochRun, number: int) -> None:
         assert self._mailbox is not None
         assert self._shard is not None
-        dealer = None
-        everyone = range(len(self.workers))
+        everyone, dealer = range(len(self.workers)), None
         if self.group.rank == self.servers[0]:
             dealer = self._dealer(run.batches, number, everyone)
-        apply = partial(self._apply, run)
 
         def halts() -> bool:
             run.idle()
-            return self._halts(run)
+            return self._halt(run) != 0
 
         more = 4 * self.parts * len(everyone) if run.batches.streams else 0  # a worker has at most two parts
-        server = EpochServer(self._mailbox, self._shard, self._rule, dealer, apply, halts, self._ledger, more)
-        server.serve(everyone)
+        apply = partial(self._apply, run)
+        policy = Asynchronous(self._shard, self._rule, dealer, apply, halts, self._ledger, more)
+        Server(self._mailbox, self._shard).serve(policy, everyone)
+        self._ledger.cut_short = dealer is not None and dealer.cut_short
 
     def _dealer(self, batches: BatchSource, number: int, everyone: range) -> Dealer:
         """Return the dealer of epoch `number`. In the warm-up one worker computes at a time: the first worker alone, or
@@ -453,10 +453,6 @@ class AsynchronousServers(ParameterServers):
 
         run.keep_error(update)
 
-    def _halts(self, run: EpochRun) -> bool:
-        """Whether this rank wants the epoch to end."""
-        return run.error is not None or self.stop_training
-
     def _work(self, run: EpochRun, number: int) -> None:
         """Run an epoch on a rank of a worker: its leader gets parts from the servers and pushes their gradients, and
         all ranks compute them."""
@@ -469,14 +465,14 @@ class AsynchronousServers(ParameterServers):
 
         def fetch() -> None:
             if client is not None:
-                client.fetch(worker.halts or self._halts(run))
+                client.fetch(self._halt(run) or int(worker.halts))
             worker.announce(*((0, 0) if client is None else client.replies[0].header[:2]))
             if worker.dealt.kind == WORK:
                 rows.prepare(worker.dealt.part)
 
         run.idle()
         fetch()
-        while worker.meet(self._halts(run)).kind != END:
+        while worker.meet(self._halt(run) != 0).kind != END:
             run.idle()
             if worker.dealt.kind == AGAIN:
                 fetch()
@@ -501,8 +497,8 @@ class AsynchronousServers(ParameterServers):
     def _push(self, client: Client, run: EpochRun, kind: int, part: int, versions: Sequence[int]) -> None:
         """Push the gradients of a part, or a push without gradients. kind: of the push. versions: of each server's
         parameters."""
-        halts = self._worker.halts or self._halts(run)
-        headers = [Header(kind, part, version, halts) for version in versions]
+        halt = self._halt(run) or int(self._worker.halts)
+        headers = [Header(kind, part, version, halt) for version in versions]
         gradients = self._gradients if kind == GRADIENTS else None
         client.push(headers, gradients, [*self.measured[: len(self.replica.metrics)], *self._used])
 
@@ -513,7 +509,7 @@ class AsynchronousServers(ParameterServers):
         self.rule.take_none()
         count = run.keep_error(partial(self._compute_part, run, rows, number))
         sums = np.array([*measured[:metrics], self.rule.weight, *~self.rule.unused], np.float64)
-        if not self._worker.settle(bool(count), self._halts(run), sums):
+        if not self._worker.settle(bool(count), self._halt(run) != 0, sums):
             if count:
                 self.replica.undo()  # another rank has no gradients of this part
             return False

@@ -12,20 +12,15 @@ from allreduce.errors import CommunicationError
 from allreduce.transport.control import all_values, combine
 from trainers.strategies.servers.mailbox import (
     AGAIN,
-    ASK,
-    BYE,
     END,
     ENDED,
     GRADIENTS,
-    PUSH,
     WORK,
     Arrival,
     Header,
-    Mailbox,
     Message,
-    check,
 )
-from trainers.strategies.servers.service import Counts, Shard
+from trainers.strategies.servers.server import Policy, Shard
 
 
 class StalenessRule(NamedTuple):
@@ -100,13 +95,14 @@ class EpochLedger:
         self.outcomes = np.append(self.outcomes, np.full(added, LEFT, np.int32))
         self.dealt = np.append(self.dealt, np.zeros(added, bool))
 
-    def counts(self) -> Counts:
-        """Return the counts of the epoch for the history."""
-        counts = Counts()
-        counts.behind = np.bincount(self.outcomes[self.outcomes >= 0]).tolist()
-        counts.dropped = int((self.outcomes == DROPPED).sum())
-        counts.cut_short = self.cut_short
-        return counts
+    @property
+    def staleness(self) -> list[int]:
+        """The number of gradients that were applied 0, 1, 2, ... updates after their parameters."""
+        return np.bincount(self.outcomes[self.outcomes >= 0]).tolist()
+
+    @property
+    def dropped(self) -> int:
+        return int((self.outcomes == DROPPED).sum())
 
     def agree(self, comm: MPI.Intracomm, serves: bool) -> None:
         """After a failure, agree on `dealt`, so that parts which a server lacks are dealt again. Collective.
@@ -273,11 +269,8 @@ class Dealer:
         raise CommunicationError(f"worker {worker} has sent gradients of a part that it was not dealt")
 
 
-Apply = Callable[[Message, float], object]
-
-
-class EpochServer:
-    """Runs one epoch on one server.
+class Asynchronous(Policy):
+    """Applies each gradient as it arrives, and deals the next part to whichever worker asks.
 
     dealer: deals the parts on the first server; None on the others. Only the first server guarantees the bound on
         staleness; on the others it may be exceeded by the number of gradients in flight.
@@ -288,103 +281,76 @@ class EpochServer:
     """
 
     def __init__(
-        self, mailbox: Mailbox, shard: Shard, rule: StalenessRule, dealer: Dealer | None, apply: Apply,
+        self, shard: Shard, rule: StalenessRule, dealer: Dealer | None, apply: Callable[[Message, float], object],
         halts: Callable[[], bool], ledger: EpochLedger, more: int = 0,
     ) -> None:  # fmt: skip
-        self._mailbox, self._shard, self._rule, self._dealer = mailbox, shard, rule, dealer
+        self._shard, self._rule, self._dealer = shard, rule, dealer
         self._apply, self._halts = apply, halts
         self._ledger, self._more = ledger, more
         self._held: list[Arrival] = []  # gradients that would break the bound
-        self._asked: deque[Arrival] = deque()  # requests that can't be answered yet, oldest first
         self._taken = 0  # pushes
+        self._moved = False  # whether the last message has led to an update
 
-    def serve(self, workers: Sequence[int]) -> None:
-        """Receive and answer messages until every worker has finished the epoch."""
-        present = set(workers)
-        self._mailbox.open((ASK, PUSH))
-        while present:
-            arrival = self._mailbox.next("receive requests and gradients from workers")
-            header = arrival.message.header
-            check(header, arrival.tag, self._ledger.parts + self._more, self._shard.version)
-            if self._dealer is not None and (header.halt or self._halts()):
-                self._dealer.stop()
-            if arrival.tag == ASK:
-                self._asked.append(arrival)
-            elif header.kind == BYE:
-                present.discard(arrival.worker)
-                continue
-            else:
-                self._held.append(arrival)
-            if self._apply_held():
-                self._answer_idle()
-            self._answer_requests()
-        self._ledger.cut_short = self._dealer is not None and self._dealer.cut_short
-        self._mailbox.drain()
+    @property
+    def parts(self) -> int:
+        return self._ledger.parts + self._more
 
-    def _apply_held(self) -> bool:
-        """Apply held gradients, oldest version first, as far as the bound allows. Returns whether any was applied."""
-        held, applied = len(self._held), True
-        while applied:
-            self._held.sort(key=lambda arrival: arrival.message.header.version)
-            applied = False
-            for arrival in list(self._held):
-                if self._may_apply(arrival):
-                    self._held.remove(arrival)
-                    self._process(arrival)
-                    applied = True
-        return len(self._held) < held
+    def hear(self, halt: int) -> None:
+        self._moved = False
+        if self._dealer is not None and (halt or self._halts()):
+            self._dealer.stop()
 
-    def _answer_idle(self) -> None:
-        """Reply AGAIN to idle workers, so that a single wait of theirs does not last the whole epoch."""
-        for arrival in [each for each in self._asked if self._dealer is not None and self._dealer.is_idle(each.worker)]:
-            self._asked.remove(arrival)
-            self._mailbox.clear(arrival)
-            self._mailbox.answer(Header(AGAIN), arrival.worker)
+    def take(self, push: Arrival) -> Sequence[Arrival]:
+        """Process held pushes, oldest version first, as far as the bound allows."""
+        self._held.append(push)
+        processed: list[Arrival] = []
+        while ready := next((each for each in sorted(self._held, key=_version) if self._may_apply(each)), None):
+            self._held.remove(ready)
+            self._process(ready)
+            processed.append(ready)
+        self._moved = bool(processed)
+        return processed
 
-    def _may_apply(self, arrival: Arrival) -> bool:
-        nothing = arrival.message.header.kind != GRADIENTS
-        return nothing or self._dealer is None or self._dealer.may_apply(arrival.worker, self._shard.version)
+    def _may_apply(self, push: Arrival) -> bool:
+        nothing = push.message.header.kind != GRADIENTS
+        return nothing or self._dealer is None or self._dealer.may_apply(push.worker, self._shard.version)
 
-    def _process(self, arrival: Arrival) -> None:
-        header = arrival.message.header
+    def _process(self, push: Arrival) -> None:
+        header = push.message.header
         if self._dealer is not None:
-            self._dealer.done(arrival.worker)
+            self._dealer.done(push.worker)
             if header.kind == ENDED:
-                self._dealer.end(arrival.worker)
+                self._dealer.end(push.worker)
         outcome = EMPTY
         if header.kind == GRADIENTS and not self._ledger.has(header.step):
             outcome = self._shard.version - header.version
             factor = self._rule.factor(outcome)
             if factor:
-                self._apply(arrival.message, factor)
+                self._apply(push.message, factor)
             else:
                 outcome = DROPPED
         self._ledger.note(header.step, outcome)
         self._taken += 1
-        self._mailbox.clear(arrival)
 
-    def _part_for(self, arrival: Arrival) -> int | None:
-        """Return the part for this request, or None if the worker must wait. Servers without a dealer return 0 when
-        they may reply.
+    def answer(self, request: Arrival) -> Header | None:
+        """Deal a part. Servers without a dealer reply only after as many pushes as the first server had processed,
+        because a request may overtake gradients of other workers.
 
-        A request may overtake gradients of other workers. So these servers reply only after as many pushes as the first
-        server had processed.
+        A worker that gets no parts (warm-up) is told after each update to ask again, so that a single wait of its does
+        not last the whole epoch.
         """
+        part: int | None = 0
         if self._dealer is not None:
-            return self._dealer.deal(arrival.worker, self._shard.version)
-        return 0 if self._taken >= arrival.message.header.taken else None
+            part = self._dealer.deal(request.worker, self._shard.version)
+        elif self._taken < request.message.header.taken:
+            return None
+        if part == NO_PART:
+            return Header(END)
+        if part is not None:
+            return Header(WORK, part, self._shard.version, int(self._halts()), self._taken)
+        assert self._dealer is not None
+        return Header(AGAIN) if self._moved and self._dealer.is_idle(request.worker) else None
 
-    def _answer_requests(self) -> None:
-        for arrival in list(self._asked):
-            part = self._part_for(arrival)
-            if part is None:
-                continue
-            self._asked.remove(arrival)
-            if part == NO_PART:
-                self._mailbox.answer(Header(END), arrival.worker)
-                continue
-            reply = self._mailbox.message()
-            reply.header = Header(WORK, part, self._shard.version, self._halts(), self._taken)
-            reply.body[:] = self._shard.parameters
-            self._mailbox.clear(arrival)
-            self._mailbox.reply(reply, arrival.worker, with_body=True)
+
+def _version(push: Arrival) -> int:
+    return push.message.header.version
