@@ -10,7 +10,7 @@ import re
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -144,8 +144,7 @@ class Saver:
         self._selections: dict[str, str] = {}
         self._written = 0  # number of steps at the last checkpoint
         self._since = time.monotonic()
-        # _saving: a checkpoint is being collected. _overdue: one was not written, because a rank failed
-        self._saving = self._overdue = False
+        self._overdue = False  # whether one is due at the next step, because a rank has failed; on all ranks
         self._has_lock = False  # whether this rank, rank 0, has locked the folder
         if self._watched and self._watched not in names:
             raise ArgumentError(
@@ -248,16 +247,10 @@ class Saver:
             raise CheckpointError(f"checkpoints can't be written to {folder}: {reason}") from error
         self._has_lock = True
 
-    def recovery_info(self) -> dict[str, Any]:
-        """Return the values of this rank that `rejoin` needs from all ranks, as JSON types. Local."""
-        return {"has_lock": self._has_lock, "saving": self._saving, "written": self._written}
-
-    def rejoin(self, infos: Sequence[dict[str, Any]]) -> None:
-        """Continue on new ranks after a failure; a new rank 0 locks the folder. infos: `recovery_info()` of every rank.
-        Collective."""
-        self._written = max(info["written"] for info in infos)
-        self._overdue |= not infos[0]["has_lock"] or any(info["saving"] for info in infos)
-        self._saving = False
+    def rejoin(self) -> None:
+        """Continue on new ranks after a failure; a checkpoint is due, because the failure may have prevented one. A new
+        rank 0 locks the folder. Collective."""
+        self._overdue = True
         self._selections = self._strategy.selections()
         together(self._group.comm, lambda: self._lock_folder() if self._chief and not self._has_lock else None)
 
@@ -333,7 +326,7 @@ class Saver:
 
     def due_after(self, epochs: int) -> bool:
         """Whether to write a checkpoint after `epochs` epochs. Collective."""
-        if self._overdue:  # on all ranks
+        if self._overdue:
             return True
         if self._unit == "epochs":
             return epochs % self._count == 0
@@ -354,7 +347,6 @@ class Saver:
         progress: the position, to which this adds the facts about the training. callbacks: this rank's.
         Raises the error of the previous checkpoint (a full disk, for example) on all ranks.
         """
-        self._saving = True
         progress = self._described(progress)
         self._strategy.end_round()
         packed, watching = together(self._group.comm, partial(self._finish_and_pack, callbacks, progress))
@@ -371,7 +363,7 @@ class Saver:
             self._writing = self._writer.submit(self._write, saved, best)
 
         together(self._group.comm, lambda: start() if self._chief else None)
-        self._saving = self._overdue = False
+        self._overdue = False
 
     def _described(self, progress: Progress) -> Progress:
         """Return the progress with the facts about the training that a checkpoint has. Local."""

@@ -535,8 +535,7 @@ class Fit:
         if not joins:
             self._follow_state(self.strategy.steps - self.taken)
         self._learn_callbacks()
-        rows = [self.callbacks.called(), None if self.saver is None else self.saver.recovery_info()]
-        called, saving = zip(*all_values(comm, rows, POSITION), strict=True)
+        called = all_values(comm, self.callbacks.called(), POSITION)
         self.callbacks.repeat((tuple(event), done) for event, done in called)
         found = newest(comm, [] if joins else [self._piece(any(joined))], length=1)
         assert found is not None
@@ -549,7 +548,7 @@ class Fit:
             self.stopped, self.strategy.stop_training = progress.stops
         self.keep_error(self.callbacks.ranks_change)
         if self.saver is not None:
-            self.saver.rejoin(saving)
+            self.saver.rejoin()
         self.meter.check_all()
 
     def _follow_state(self, gained: int) -> None:
