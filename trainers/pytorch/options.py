@@ -24,7 +24,7 @@ from allreduce.topology import Topology
 from allreduce.tracing.trace import Trace
 from allreduce.transport.control import agree, raise_together
 from trainers import checks
-from trainers.arguments import is_integer, is_number, known_only, name_error
+from trainers.arguments import POSITIVE, is_integer, known_only, name_error
 from trainers.backends import UPDATES, compress_error, exact_error
 from trainers.checks import MAJORITY
 from trainers.local_sgd.outer import LocalOptions, OuterSGD
@@ -171,8 +171,7 @@ class Options:
         if self.overlap not in (True, False, "auto"):
             yield f'overlap={self.overlap!r} is unknown; use True, False or "auto"'
         for name in ("bucket_mb", "first_bucket_mb"):
-            if not (is_number(size := getattr(self, name)) and size > 0):
-                yield f"{name} must be a number > 0, got {size!r}"
+            yield POSITIVE.error(name, getattr(self, name))
         if not is_integer(self.check_every, 0):
             yield f"check_every must be an integer >= 0 (0: never), got {self.check_every!r}"
         yield name_error("check_gradients", self.check_gradients, checks.ANSWERS, optional=True)

@@ -6,14 +6,12 @@ from typing import NamedTuple
 import numpy as np
 from mpi4py import MPI
 
-from allreduce import notices
 from allreduce.backend import AllReduce
-from allreduce.errors import UnavailableError
 from allreduce.topology import Topology
 from allreduce.transport.control import combine
-from allreduce.transport.shared_segment import CommonSegment
 from allreduce.transport.wait import wait_for
 from trainers.backends import backend_for
+from trainers.state.owners import NodeMemory
 from trainers.stopwatch import Stopwatch
 
 Workers = tuple[tuple[int, ...], ...]
@@ -83,7 +81,7 @@ class WorkerRanks:
         self._clock, self._topology = clock, topology
         self._backend: AllReduce | None = None
         self._sum: Callable[[], None] | None = None  # sums `_gradients`
-        self._segment: CommonSegment | None = None
+        self._node: NodeMemory | None = None  # of the parameters
         self._gradients = self._parameters = np.empty(0)
         self.size, self.place = (1, 0) if topology is None else (topology.size, topology.rank)
         # two threads communicate at the same time
@@ -102,18 +100,10 @@ class WorkerRanks:
         self._backend = backend_for(backend, self._topology, "replicated")
         self._gradients = self._backend.allocate(length, dtype, device="cpu")
         self._sum = self._backend.bind(self._gradients, "sum")
-        self._parameters = self._allocate_parameters(self._topology, length, dtype)
+        owned, name = length if self.leads else 0, str(dtype)
+        self._node = NodeMemory(self._topology, self._comm, owned, {name: length}, "cpu")
+        self._parameters = self._node.arrays[name] if self._node.arrays else np.zeros(length, dtype)
         return self._gradients, self._parameters
-
-    def _allocate_parameters(self, topology: Topology, length: int, dtype: np.dtype) -> np.ndarray:
-        if topology.nodes == 1 and topology.size > 1:
-            try:
-                self._segment = CommonSegment(topology.node, length, dtype)
-            except UnavailableError as error:  # on all ranks of the worker
-                notices.once(topology.rank, f"each rank of a worker keeps its own copy of the parameters: {error}")
-            else:
-                return self._segment.array
-        return np.zeros(length, dtype)
 
     def reduce(self) -> None:
         """Sum the gradients over the ranks, in place."""
@@ -128,16 +118,16 @@ class WorkerRanks:
         if self.size == 1:
             return
         self._clock.start()
-        if self._segment is not None:
-            self._segment.fence()
+        if self._node is not None and self._node.arrays:
+            self._node.fence()
         elif self._backend is not None:
             self._backend.broadcast(self._parameters)
         self._clock.stop()
 
     def fence(self) -> None:
         """Wait until all ranks have written to parameters that they share."""
-        if self._segment is not None:
-            self._segment.fence()
+        if self._node is not None:
+            self._node.fence()
 
     def announce(self, kind: int, part: int) -> None:
         """Set `dealt` on all ranks to the leader's `kind` and `part`; other ranks' are ignored. For the second thread.
@@ -188,4 +178,4 @@ class WorkerRanks:
         """Drop the memory; the topology that contains this one drops the rest. Local."""
         self._gradients = self._parameters = np.empty(0)
         self._sum = None
-        self._segment = None
+        self._node = None
