@@ -438,6 +438,20 @@ class Batch(NamedTuple):
         return row_count(self.x)
 
 
+class Cursor(NamedTuple):
+    """The place of a step in a source of batches.
+
+    epoch, step: of the step. total: the steps since the beginning of the training.
+    shared: JSON types, the same on all ranks; not validated. own: arrays of this rank, {} if there are none.
+    """
+
+    epoch: int
+    step: int
+    total: int
+    shared: Any
+    own: dict[str, np.ndarray]
+
+
 class BatchSource(ABC):
     """Gives one rank its share of every global batch, epoch by epoch.
 
@@ -447,8 +461,8 @@ class BatchSource(ABC):
         batch with each step: every rank calls `begin`, then `peek` during each step and `learn` after it.
     coming: the rows of the next batch on this rank, if it streams; else 0.
     planned: the batches in an epoch; None if that is not known.
-    alike: whether the own state of any rank is good for all ranks.
-    how_resumed: how this rank continues after `resume`, as text; "" if there is nothing to say.
+    alike: whether the place of any rank is good for all ranks.
+    how_resumed: how this rank continues after `seek`, as text; "" if there is nothing to say.
     checked: whether all rows could be checked before the training. ahead: how many batches may be fetched in advance.
     """
 
@@ -552,25 +566,17 @@ class BatchSource(ABC):
         """Return the error if no rank has a batch in an epoch."""
         return DataError(f"there are no batches in epoch {epoch + 1}")
 
-    def position(self) -> dict[str, Any]:
-        """Return what `resume` needs besides the numbers of steps, as JSON types, the same on all ranks. Local."""
-        return {}
+    def tell(self, epoch: int, step: int) -> Cursor:
+        """Return the place of batch `step` of `epoch`: of the current one, or of the first one of the next. Local."""
+        return Cursor(epoch, step, self.total(epoch, step), {}, {})
 
-    def own_state(self, epoch: int, step: int) -> dict[str, np.ndarray]:
-        """Return what `resume` at batch `step` of `epoch` needs, and is this rank's alone, for a checkpoint. Local."""
-        return {}
-
-    def load_own_state(self, state: dict[str, np.ndarray]) -> None:  # noqa: B027
-        """Take a result of `own_state`, {} if there is none, for the next `resume`. Local. Raises ValueError, KeyError
-        or TypeError if it is damaged."""
+    def seek(self, cursor: Cursor) -> None:  # noqa: B027
+        """Go on at a place. Without this rank's own arrays a loader is read again up to there. Local. Raises
+        CheckpointError."""
 
     def depends_on_ranks(self, step: int, total: int) -> bool:
         """Whether the rows after `step` steps of an epoch, `total` of the training, depend on the number of ranks."""
         return False
-
-    def resume(self, epoch: int, step: int, total: int, position: Any) -> None:  # noqa: B027
-        """Continue at batch `step` of `epoch`, after `total` steps. position: of the checkpoint, not validated. Raises
-        CheckpointError."""
 
     def close(self) -> None:  # noqa: B027
         """Stop reading. Local."""

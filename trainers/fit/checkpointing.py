@@ -138,8 +138,9 @@ class Saver:
         self._writer = ThreadPoolExecutor(1, "writes checkpoints")
         self._writing: Future[None] | None = None  # the last write, until `finish` has taken its result
         self._folder_lock = ExitStack()
-        # the state of this rank's callbacks in the checkpoint that was loaded
+        # of this rank, in the checkpoint that was loaded: the state of its callbacks, and the place in its loader
         self.watching: dict[str, np.ndarray] = {}
+        self.loader: dict[str, np.ndarray] = {}
         self._memory: dict[str, np.ndarray] = {}  # rank 0's copy of the state, which the writer reads
         self._selections: dict[str, str] = {}
         self._written = 0  # number of steps at the last checkpoint
@@ -279,7 +280,7 @@ class Saver:
         same = progress.ranks == self._group.size
         packed = together(comm, lambda: [] if saved is None else self._packed(saved, same))
         own = model_file.unpack(bytes_of_root(comm, packed, "receive this rank's part of a checkpoint"))
-        self.watching = _with_prefix(own, WATCHING)
+        self.watching, self.loader = _with_prefix(own, WATCHING), _with_prefix(own, LOADER)
         together(comm, lambda: self._load_own(_with_prefix(own, REPLICA), own, same))
         return progress
 
@@ -289,7 +290,6 @@ class Saver:
         """
         try:
             self._strategy.load_own_state(_with_prefix(own, STRATEGY))
-            self._batches.load_own_state(_with_prefix(own, LOADER))
             if same:
                 self._strategy.load_local_state(local)
                 load_random_state(own)
@@ -382,9 +382,8 @@ class Saver:
         self.finish()
         own = {f"{REPLICA}{name}": array for name, array in self._strategy.local_state().items()}
         own |= {f"{STRATEGY}{name}": array for name, array in self._strategy.own_state().items()}
-        own |= {
-            f"{LOADER}{name}": array for name, array in self._batches.own_state(progress.epoch, progress.step).items()
-        }
+        place = self._batches.tell(progress.epoch, progress.step).own
+        own |= {f"{LOADER}{name}": array for name, array in place.items()}
         watching = {f"{WATCHING}{name}": array for name, array in callbacks.state().items()}
         own |= random_state()
         return model_file.pack(own if self._chief else own | watching), watching

@@ -8,7 +8,7 @@ import numpy as np
 from allreduce.arrays.chunks import chunk, segments
 from allreduce.transport.control import all_values, together
 from allreduce.transport.tables import table
-from trainers.data import Arrays, Samples, Tree, checksum, leaves, mapped, row_count
+from trainers.data import Arrays, Collate, Samples, Tree, checksum, leaves, mapped, row_count
 from trainers.errors import DataError
 from trainers.fit.reader import Reader
 from trainers.group import RankGroup
@@ -73,12 +73,13 @@ class Evaluated(NamedTuple):
 class Evaluation(NamedTuple):
     """The rows of an evaluation, which can be evaluated any number of times.
 
-    rows: of all ranks; None for a loader. reader: of this rank's loader, None if it has none. divided: whether each
-    rank's loader has other rows. steps: the batches that are read of it; None for a pass.
+    rows: of all ranks; None for a loader. loader: of this rank, None if it has none. collate: as for Reader. divided:
+    whether each rank's loader has other rows. steps: the batches that are read of it; None for a pass.
     """
 
     rows: Arrays | Samples | None
-    reader: Reader | None = None
+    loader: Any = None
+    collate: Collate | None = None
     divided: bool = False
     steps: int | None = None
 
@@ -89,10 +90,10 @@ class Evaluation(NamedTuple):
         if rows is not None:
             terms = together(comm, lambda: evaluate_rows(replica, rows, group.size, group.rank, exact))
             return terms, -(-len(rows) // EXACT_ROWS), len(rows)
-        have = all_values(comm, self.reader is not None, "learn which ranks have a loader")
+        have = all_values(comm, self.loader is not None, "learn which ranks have a loader")
         ranks, rank = (1, 0) if self.divided else (sum(have), sum(have[: group.rank]))
         found = together(comm, lambda: self._read(replica, ranks, rank, exact))
-        own = None if self.reader is None else [found.batches, found.rows, found.sum]
+        own = None if self.loader is None else [found.batches, found.rows, found.sum]
         read = all_values(comm, [own, len(found.terms)], "learn the rows of an evaluation")
         count = together(comm, lambda: rows_of_loaders([each for each, _ in read], self.divided))
         return found.terms, sum(terms for _, terms in read), count
@@ -100,11 +101,9 @@ class Evaluation(NamedTuple):
     def _read(self, replica: Replica, ranks: int, rank: int, exact: bool) -> Evaluated:
         """Evaluate the chunk of `rank` of every batch of the loader. Local."""
         terms, batches, rows, total = np.empty((0, len(replica.metrics) + 1)), 0, 0, 0
-        reader, limit = self.reader, self.steps
-        if reader is None:
+        if self.loader is None:
             return Evaluated(terms)
-        if not reader.once:
-            reader.rewind()
+        reader, limit = Reader(self.loader, self.collate), self.steps
         while limit is None or batches < limit:
             data = reader.read(f"batch {batches + 1} of an evaluation", again=limit is not None)
             if data is None:
@@ -115,8 +114,7 @@ class Evaluation(NamedTuple):
                 terms = terms.sum(axis=0, keepdims=True)
             batches, rows = batches + 1, rows + row_count(data)
             total = checksum(data, total) if ranks > 1 else 0
-        if not reader.once:
-            reader.stop()
+        reader.stop()
         return Evaluated(terms, batches, rows, total)
 
 

@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Callable, Generator
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -11,6 +11,7 @@ from trainers.data import (
     Batch,
     BatchSource,
     Collate,
+    Cursor,
     Data,
     checksum,
     cut,
@@ -24,24 +25,14 @@ from trainers.data import (
     without_rows,
 )
 from trainers.errors import ArgumentError, CheckpointError, DataError
-from trainers.files import values
-from trainers.fit.reader import Mark, Reader, shown
+from trainers.fit.reader import Place, Reader, shown
 
 log = logging.getLogger("trainers")
 
 DIVIDED, WHOLE = "divided", "whole"
 NO_STRUCTURE = {"tuple": [["float32", []], ["float32", []]]}  # before any batch was read
 KEPT = 3  # batches: the previous one, because a step is taken again after a failure; the current and the next one
-PLACE, STATE, GENERATORS = "place", "state", "generators"  # the names of a rank's own arrays in a checkpoint
-
-
-class Place(NamedTuple):
-    """The place of a step in this rank's loader. before: `generator_states` before its batch was read; None if they are
-    not known. now: those when the checkpoint was written; None if the batch had not been read by then."""
-
-    mark: Mark
-    before: tuple[Any, ...] | None = None
-    now: tuple[Any, ...] | None = None
+TOLD = 9  # cursors, of which those of the last checkpoints may be sought
 
 
 class LoaderBatches(BatchSource):
@@ -80,23 +71,18 @@ class LoaderBatches(BatchSource):
     ) -> None:
         self._loader, self._divided = loader, rows == DIVIDED
         self._reader = Reader(loader, collate, ahead > 0, saves, weigh)
-        self.limit, self.ahead = None if limit is None else int(limit), 0
-        self._micro_batch, self._seed, self._weigh = micro_batch, seed, weigh
+        self.limit = None if limit is None else int(limit)
+        self._micro_batch, self._seed, self._weigh, self._saves = micro_batch, seed, weigh, saves
         self._taken = 0  # batches taken since the loader's first pass began, or with no limit since the last one
-        self._epoch, self._read = 0, 0  # the epoch, and the number of its batches that were read
+        self._epoch, self._start = 0, 0  # the epoch, and the steps before it
+        self._read = 0  # the number of the epoch's batches that were read; -1 if `begin` goes to the right batch
         self._kept: dict[int, Data | None] = {}  # the last batches, by their step
-        self._starts = {0: 0}  # for each epoch, the steps before it
-        self._own_rows: list[
-            int
-        ] = []  # rows of the epoch's batches of this rank, as far as they were read; 0 at the end
-        self._fingerprints: dict[int, int] = {}  # of the epoch's batches that were read, if all ranks read the same
-        self._sizes: list[int] = []  # rows of the epoch's global batches, as far as the ranks know them
-        self._part, self._parts = part, parts
-        self._saves, self._keeps_generators = saves, saves and not ahead  # a thread draws at any time
         self._places: dict[int, Place] = {}  # of the kept batches, by their step, if `saves`
-        self._saved: dict[tuple[int, int], Place] = {}  # of the last checkpoints, by epoch and step
-        self._loaded: Place | None = None  # of the checkpoint that was loaded
+        self._seen: dict[int, tuple[int, int]] = {}  # by step: rows and checksum of this rank's batch; 0 at the end
+        self._sizes: list[int] = []  # rows of the epoch's global batches, as far as the ranks know them
+        self._told: dict[tuple[int, int], Place] = {}  # the last places that were told, by epoch and step
         self._target: Place | None = None  # the place to which `begin` goes
+        self._part, self._parts = part, parts
 
     def __str__(self) -> str:
         return "x of a loader"
@@ -120,6 +106,14 @@ class LoaderBatches(BatchSource):
         return self.limit
 
     @property
+    def divided(self) -> bool:
+        return self._divided
+
+    @property
+    def alike(self) -> bool:
+        return not self._divided
+
+    @property
     def settings(self) -> dict[str, Any]:
         found: dict[str, Any] = {"rows": DIVIDED if self._divided else WHOLE, "steps_per_epoch": self.limit}
         found["class_weight"] = None if self._weigh is None else str(self._weigh)
@@ -137,9 +131,7 @@ class LoaderBatches(BatchSource):
         return np.array(self._sizes, np.int64)
 
     def total(self, epoch: int, step: int) -> int:
-        if epoch == self._epoch + 1:
-            return self._starts[self._epoch] + len(self._sizes) + step
-        return self._starts.get(epoch, 0) + step
+        return self._start + step + (len(self._sizes) if epoch > self._epoch else 0)
 
     def learn(self, step: int, rows: int) -> None:
         del self._sizes[step:]
@@ -179,12 +171,11 @@ class LoaderBatches(BatchSource):
 
     def begin(self, epoch: int, step: int) -> int:
         if epoch == self._epoch + 1:
-            self._starts[epoch] = self._starts[self._epoch] + len(self._sizes)
             nowhere = self._read < 0  # this rank has joined after the last batch of the epoch before
-            self._epoch, self._read, self._sizes = epoch, 0, []
-            self._kept.clear()
-            self._places.clear()
-            self._fingerprints.clear()
+            self._start, self._epoch, self._read = self.total(epoch, 0), epoch, 0
+            self._forget()
+            self._sizes = []
+            self._seen.clear()
             if self.limit is None and not self._reader.once:
                 self._reader.stop()
                 self._taken = 0
@@ -196,18 +187,12 @@ class LoaderBatches(BatchSource):
         return self.coming
 
     def peek(self, step: int) -> None:
-        self.coming = 0
-        if not self._idle:
-            self.coming = row_count(self._part_of(self._at(step), self._part))
+        self.coming = 0 if self._idle else row_count(self._part_of(self._at(step), self._part))
 
     def epoch(self, number: int, first: int = 0) -> Generator[Batch]:
         while True:
             yield self.share(number, first, self._part)
             first += 1
-
-    @property
-    def divided(self) -> bool:
-        return self._divided
 
     def part_of(self, step: int, part: int | None) -> Batch | None:
         whole = None if self._idle else self._at(step)
@@ -222,11 +207,11 @@ class LoaderBatches(BatchSource):
 
     @property
     def own_rows(self) -> list[int]:
-        return [rows for rows in self._own_rows if rows]
+        return [rows for rows, _ in self._seen.values() if rows]
 
     @property
     def fingerprints(self) -> dict[int, int] | None:
-        return None if self._divided or self._idle else self._fingerprints
+        return None if self._divided or self._idle else {step: sum for step, (_, sum) in self._seen.items()}
 
     def share(self, epoch: int, step: int, part: int | None, parts: int | None = None) -> Batch:
         """As BatchSource.share. If the ranks do not know the rows of the global batch, its `rows` and its `share` are
@@ -265,93 +250,92 @@ class LoaderBatches(BatchSource):
         if step < self._read and step not in self._kept:  # after a failure
             self._go_to(self._epoch, step)
         while self._read <= step:
+            number = self._read
             if self._saves:
-                self._places[self._read] = self._place()
-            data = self._kept[self._read] = self._next()
-            self._own_rows[self._read :] = [0 if data is None else row_count(data)]
-            if not self._divided:
-                self._fingerprints[self._read] = 0 if data is None else checksum(data)
-            self._kept.pop(self._read - KEPT, None)
-            self._places.pop(self._read - KEPT, None)
+                self._places[number] = self._reader.tell()
+            within = self.limit is None or number < self.limit
+            data = self._take(f"batch {number + 1} of epoch {self._epoch + 1}") if within else None
+            sum = 0 if self._divided or data is None else checksum(data)
+            self._kept[number], self._seen[number] = data, (0 if data is None else row_count(data), sum)
+            self._kept.pop(number - KEPT, None)
+            self._places.pop(number - KEPT, None)
             self._read += 1
         return self._kept[step]
-
-    def _place(self) -> Place:
-        return Place(self._reader.mark(), generator_states() if self._keeps_generators else None)
-
-    def _next(self) -> Data | None:
-        if self.limit is not None and self._read >= self.limit:
-            return None
-        return self._take(f"batch {self._read + 1} of epoch {self._epoch + 1}")
 
     def _take(self, where: str) -> Data | None:
         data = self._reader.read(where, again=self.limit is not None)
         self._taken += data is not None
         return data
 
-    # Positions
+    def _forget(self) -> None:
+        self._kept.clear()
+        self._places.clear()
 
-    def position(self) -> dict[str, Any]:
-        return {"sizes": list(self._sizes)}
+    # Places
 
     def depends_on_ranks(self, step: int, total: int) -> bool:
         return self._divided and (step if self.limit is None else total) > 0
 
-    @property
-    def alike(self) -> bool:
-        return not self._divided
+    def tell(self, epoch: int, step: int) -> Cursor:
+        place = None if self._idle else self._place_of(epoch, step)
+        if place is not None:
+            self._told.setdefault((epoch, step), place)
+            while len(self._told) > TOLD:
+                del self._told[next(iter(self._told))]
+        own = {} if place is None else place.pack()
+        return Cursor(epoch, step, self.total(epoch, step), {"sizes": list(self._sizes)}, own)
 
-    def own_state(self, epoch: int, step: int) -> dict[str, np.ndarray]:
-        if self._idle:
-            return {}
+    def _place_of(self, epoch: int, step: int) -> Place | None:
+        """Return the place of a step; None if this rank has read on, in a round of local SGD that a failure ended."""
         place = self._target or (self._places.get(step) if epoch == self._epoch else None)
-        if place is None:
-            if epoch == self._epoch and step != self._read:
-                return {}  # this rank has read on, in a round of local SGD that a failure has ended
-            place = self._place()  # its batch has not been read
-        elif self._keeps_generators:
-            place = place._replace(now=generator_states())
-        self._saved[epoch, step] = place
-        while len(self._saved) > KEPT:
-            del self._saved[next(iter(self._saved))]
-        return _as_arrays(place)
+        if place is None:  # its batch has not been read
+            return None if epoch == self._epoch and step != self._read else self._reader.tell()
+        return place._replace(now=generator_states()) if self._reader.keeps_generators else place
 
-    def load_own_state(self, state: dict[str, np.ndarray]) -> None:
-        self._loaded = None if not state or self._idle else _place_of(state)
-
-    def resume(self, epoch: int, step: int, total: int, position: Any) -> None:
-        sizes: Any = position.get("sizes") if isinstance(position, dict) else None
+    def seek(self, cursor: Cursor) -> None:
+        epoch, step, total, shared, own = cursor
+        sizes: Any = shared.get("sizes") if isinstance(shared, dict) else None
         if not isinstance(sizes, list) or not all(type(rows) is int and rows >= 0 for rows in sizes):
             sizes = []
         if not 0 <= step <= total or len(sizes) < step:
             raise CheckpointError("the checkpoint does not tell the rows of the batches: it is damaged, or of arrays")
-        target = self._target = self._saved.get((epoch, step), self._loaded)
-        self._loaded, self.how_resumed = None, ""
-        if target is not None and target.mark.state is not None:
+        target = self._told.get((epoch, step))
+        if target is None and own and not self._idle:
+            try:
+                target = Place.unpack(own)
+            except (KeyError, TypeError, ValueError) as error:
+                raise CheckpointError(
+                    "the checkpoint is damaged, or of a former version: it does not tell the place of this rank in its "
+                    f"loader ({error!r}); train again from the beginning, in another folder"
+                ) from error
+        self._target, self.how_resumed = target, ""
+        if target is not None and target.state is not None:
             self.how_resumed = "the loaders continue from their states"
-        elif target.mark.skip if target is not None else not self._idle and (step or (total and self.limit)):
+        elif target.skip if target is not None else not self._idle and (step or (total and self.limit)):
             self.how_resumed = "the loaders are read again up to there"
-        if self._target is not None or (self._epoch, epoch, step) != (0, 0, 0) or self._read > 1:
-            self._kept.clear()
-            self._places.clear()
-            self._read = -1  # `begin` goes to the right batch
-        self._epoch, self._starts = epoch, {epoch: total - step}
-        self._fingerprints.clear()
+        if target is not None or (self._epoch, epoch, step) != (0, 0, 0) or self._read > 1:
+            self._forget()
+            self._read = -1
+        self._epoch, self._start = epoch, total - step
+        self._seen.clear()
         self._sizes = sizes[: step + 1] if step else []  # at an epoch's beginning they are those of the epoch before
 
     def _go_to(self, epoch: int, step: int) -> None:
         """Go to batch `step` of an epoch: to its place in the checkpoint, or by reading the loader again. Raises
         DataError or CheckpointError."""
-        self._kept.clear()
-        self._places.clear()
+        self._forget()
         self._epoch, self._read = epoch, step
         target, self._target = self._target, None
         if self._idle:
             return
+        reader, count = self._reader, step if self.limit is None else self._start + step
         if target is not None:
-            self._go_to_place(target, step)
+            reader.seek(target, begins=step == 0 and self.limit is None)
+            self._taken = count
+            self._at(step)  # with the random numbers with which it was read before
+            if target.now is not None:
+                load_generator_states(target.now)
             return
-        reader, count = self._reader, step if self.limit is None else self._starts[epoch] + step
         if reader.once and self._taken > count:
             raise reader.error_of_once()
         try:
@@ -364,48 +348,5 @@ class LoaderBatches(BatchSource):
             if self._take(f"batch {self._taken + 1} of {count} that it has given before") is None:
                 break
 
-    def _go_to_place(self, place: Place, step: int) -> None:
-        """Go to a place, and read batch `step` from there, with the random numbers with which it was read before."""
-        reader, mark, begins = self._reader, place.mark, step == 0 and self.limit is None
-        goes_on = mark.begun is not None or (mark.ended and not begins)  # else a pass begins here, and may draw numbers
-        try:
-            reader.go_to(mark if goes_on else mark._replace(begun=place.before), begins)
-            if goes_on and place.before is not None:
-                load_generator_states(place.before)
-        except (CheckpointError, DataError):
-            raise
-        except Exception as error:
-            reason = f"{type(error).__name__}: {error}"
-            raise DataError(f"the {reader.name} can't read on where the checkpoint was written: {reason}") from error
-        self._taken = (0 if self.limit is None else self._starts[self._epoch]) + step
-        self._at(step)
-        if place.now is not None:
-            load_generator_states(place.now)
-
     def close(self) -> None:
         self._reader.stop()
-
-
-def _as_arrays(place: Place) -> dict[str, np.ndarray]:
-    """Return a place as arrays for a checkpoint; equal states of the generators only once."""
-    mark, found = place.mark, {} if place.mark.state is None else {STATE: place.mark.state}
-    drawn = [None if each is None else values.encode(each) for each in (mark.begun, place.before, place.now)]
-    different = list({each.tobytes(): each for each in drawn if each is not None}.values())
-    numbers = [None if each is None else _index(different, each) for each in drawn]
-    found |= {f"{GENERATORS}{number}": each for number, each in enumerate(different)}
-    return found | {PLACE: values.encode([mark.number, mark.ended, mark.skip, numbers])}
-
-
-def _index(arrays: list[np.ndarray], wanted: np.ndarray) -> int:
-    return next(number for number, each in enumerate(arrays) if np.array_equal(each, wanted))
-
-
-def _place_of(arrays: dict[str, np.ndarray]) -> Place:
-    """Return the place in the arrays of `_as_arrays`. Raises ValueError, KeyError or TypeError if they are damaged."""
-    number, ended, skip, numbers = values.decode(arrays[PLACE])
-    begun, before, now = (
-        None if each is None else values.decode(arrays[f"{GENERATORS}{int(each)}"]) for each in numbers
-    )
-    if not (type(number) is type(skip) is int and number >= 0 and skip >= 0 and type(ended) is bool):
-        raise ValueError(f"batch {skip!r} of pass {number!r}")
-    return Place(Mark(number, ended, arrays.get(STATE), skip, begun), before, now)

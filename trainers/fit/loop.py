@@ -16,7 +16,7 @@ from allreduce.arrays import gpu
 from allreduce.elastic.standby import JOINED
 from allreduce.transport.control import all_values, combine, on_all_ranks, raise_together, together
 from allreduce.transport.wait import wait_for
-from trainers.data import Batch, BatchSource
+from trainers.data import Batch, BatchSource, Cursor
 from trainers.errors import ArgumentError, DivergedError
 from trainers.files.checkpoint import BEGIN, EVALUATION, EVENTS, SAVE, STEPS, Progress
 from trainers.fit import prefetch
@@ -172,11 +172,14 @@ class Fit:
     def _load_checkpointed(self, progress: Progress) -> None:
         """Continue where a checkpoint was written. Collective. Raises CheckpointError on all ranks."""
         progress.stage = min(self.progress.stage, STEPS)  # the fit may not have begun yet
-        together(self.group.comm, partial(self.load, progress))
+        assert self.saver is not None
+        together(self.group.comm, partial(self.load, progress, self.saver.loader))
 
-    def load(self, progress: Progress) -> None:
-        """Continue at this progress, of a checkpoint or another rank. Local. Raises CheckpointError."""
-        self.batches.resume(progress.epoch, progress.step, progress.total, progress.settings.get("position"))
+    def load(self, progress: Progress, loader: dict[str, np.ndarray] | None = None) -> None:
+        """Continue at this progress, of a checkpoint or another rank. loader: this rank's own place in its loader, if
+        it is known. Local. Raises CheckpointError."""
+        position = progress.settings.get("position")
+        self.batches.seek(Cursor(progress.epoch, progress.step, progress.total, position, loader or {}))
         self.history[:] = map(Epoch.of_dict, progress.history)
         self.progress, self.taken, self._entered = progress, self.strategy.steps, -1
 
@@ -191,13 +194,13 @@ class Fit:
         here = self.progress
         if epoch is None:
             epoch, step = here.epoch, here.step
-        entered = self._entered == epoch
+        entered, cursor = self._entered == epoch, self.batches.tell(epoch, step)
         return replace(
             here if entered or epoch == here.epoch else Progress(),
             epoch=epoch,
             step=step,
-            total=self.batches.total(epoch, step),
-            settings={"position": self.batches.position()},
+            total=cursor.total,
+            settings={"position": cursor.shared},
             history=[each.as_dict() for each in self.history[: epoch + (here.stage > EVENTS)]],
             values=self.meter.values() if entered and step else here.values,
             stops=[self.stopped, self.strategy.stop_training],

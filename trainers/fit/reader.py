@@ -28,29 +28,48 @@ END = object()
 PAUSE = 20
 # the methods by which a loader, or the iterator of a pass over it, gives its state and takes it
 ACCESSORS = (("state_dict", "load_state_dict"), ("get_state", "set_state"))
+PLACE = "cursor"  # the name of a place among the arrays of a checkpoint
+Generators = tuple[Any, ...]  # of generator_states
 
 
-class Mark(NamedTuple):
+class Place(NamedTuple):
     """A place before a batch of a loader.
 
     number: of the pass over the loader. ended: the pass before that one has ended, and this one has not begun.
     state: the loader's state at an earlier place of the pass, encoded (trainers.files.values); None for its beginning.
     skip: the batches between that place and this one.
-    begun: `generator_states` when the pass began, because a loader may draw its order or a seed from them; else None.
+    begun: the random states when the pass began, because a loader may draw its order or a seed from them; else None.
+    before: those before the batch was read; None if they are not known. now: those when the checkpoint was written;
+        None if the batch had not been read by then.
     """
 
     number: int
     ended: bool
     state: np.ndarray | None
     skip: int
-    begun: tuple[Any, ...] | None
+    begun: Generators | None
+    before: Generators | None = None
+    now: Generators | None = None
+
+    def pack(self) -> dict[str, np.ndarray]:
+        """Return this as arrays for a checkpoint."""
+        return {PLACE: values.encode(list(self))}
+
+    @classmethod
+    def unpack(cls, arrays: dict[str, np.ndarray]) -> "Place":
+        """Return the place in the arrays of `pack`. Raises ValueError, KeyError or TypeError if they are damaged."""
+        place = cls(*values.decode(arrays[PLACE]))
+        number, skip = place.number, place.skip
+        if not (type(number) is type(skip) is int and number >= 0 and skip >= 0 and type(place.ended) is bool):
+            raise ValueError(f"batch {skip!r} of pass {number!r}")
+        return place
 
 
 class Reader:
     """Reads a loader. All methods are local.
 
     loader: an iterable of batches. collate: makes (x, y), or (x, y, weights), of a batch; None if it is such.
-    ahead: whether a thread reads in advance. saves: whether `mark` will be called, which needs the loader's states.
+    ahead: whether a thread reads in advance. saves: whether `tell` will be called, which needs the loader's states.
     weigh: as for Batches.
     passes: passes over the loader that have begun. ended: whether the last one has ended.
     structure: of all batches: see data.structure_of; None before the first one.
@@ -75,7 +94,7 @@ class Reader:
         self._state: np.ndarray | None = None  # the newest state
         self._skip = 0  # the batches since that state
         self._pending: np.ndarray | None = None  # an earlier run's state, which the next pass takes on
-        self._begun: tuple[Any, ...] | None = None
+        self._begun: Generators | None = None
         self._took = self._at = 0.0  # the seconds that the newest state took, and the time when it was taken
 
     def read(self, where: str, again: bool) -> Data | None:
@@ -106,10 +125,7 @@ class Reader:
         if self._batches is None and not self.ended:
             self.restart(self.passes)
         while not self.ended:
-            item, state = next(self._batches, (END, None))
-            self._skip += 1
-            if state is not None:
-                self._state, self._skip = state, 0
+            item = self._item()
             if item is END:
                 self._batches, self.ended = None, True
                 self._state = self._state if self._stateful else None
@@ -118,6 +134,14 @@ class Reader:
             if row_count(data):
                 return data
         return None
+
+    def _item(self) -> Any:
+        """Return the next item of the pass, or END."""
+        item, state = next(self._batches, (END, None))
+        self._skip += 1
+        if state is not None:
+            self._state, self._skip = state, 0
+        return item
 
     def _converted(self, item: Any) -> Data:
         if self._collate is not None:
@@ -134,7 +158,6 @@ class Reader:
     def restart(self, number: int) -> None:
         """Begin pass `number` from the loader's beginning. Raises an exception of any type."""
         self.stop()
-        self._set_epoch(number)
         pending, self._pending = self._pending, None
         self._begin_after(number, pending)
 
@@ -147,16 +170,24 @@ class Reader:
         if batches is not None:
             batches.close()
 
-    def rewind(self) -> None:
-        """Begin the loader's first pass with the next `read`."""
-        self.stop()
-        self.passes = 0
-
     def _set_epoch(self, number: int) -> None:
         parts = [getattr(self._loader, name, None) for name in ("sampler", "batch_sampler", "dataset")]
         for each in (self._loader, *parts, getattr(parts[1], "sampler", None)):
             if callable(change := getattr(each, "set_epoch", None)):
                 change(number)
+
+    def _begin_after(self, number: int, state: np.ndarray | None) -> None:
+        """Begin pass `number`. state: of an earlier run's loader at the end of the pass before it, or None. Without it
+        a pass may draw more random numbers when it begins: the generators go on as if it had."""
+        self._set_epoch(number)
+        drawn = None
+        if state is not None and self._saves and not self._ahead:
+            with keeping_generators():
+                iter(self._loader)
+                drawn = generator_states()
+        self._begin(number, state)
+        if drawn is not None:
+            load_generator_states(drawn)
 
     def _begin(self, number: int, state: np.ndarray | None) -> None:
         """Begin pass `number`, at `state` if it is not None."""
@@ -186,11 +217,9 @@ class Reader:
 
     def _state_after(self, source: Any, at_end: bool) -> np.ndarray | None:
         accessors = _accessors(source)
-        if not self._saves or accessors is None:
+        if not self._saves or accessors is None or (at_end and not self._stateful):  # the next pass has a new iterator
             return None
         begin = time.perf_counter()
-        if at_end and not self._stateful:
-            return None  # the next pass has another iterator
         if begin < self._at + PAUSE * self._took and not at_end:
             return None
         try:
@@ -218,73 +247,70 @@ class Reader:
             reason = f"{type(error).__name__}: {error}"
             raise CheckpointError(f"the {self.name} can't take its state of the checkpoint: {reason}") from error
 
-    def mark(self) -> Mark:
-        """Return the place before the next batch."""
-        if self._batches is None:
-            return Mark(self.passes, self.ended, self._state, 0, None)
-        return Mark(self.passes - 1, False, self._state, self._skip, self._begun)
+    @property
+    def keeps_generators(self) -> bool:
+        """Whether places have the random states: a thread draws at any time."""
+        return self._saves and not self._ahead
 
-    def go_to(self, mark: Mark, begins: bool) -> None:
+    def tell(self) -> Place:
+        """Return the place before the next batch."""
+        before = generator_states() if self.keeps_generators else None
+        if self._batches is None:
+            return Place(self.passes, self.ended, self._state, 0, None, before)
+        return Place(self.passes - 1, False, self._state, self._skip, self._begun, before)
+
+    def seek(self, place: Place, begins: bool) -> None:
         """Go to a place, of this run or an earlier one. begins: whether a pass that has not begun there begins. Raises
-        an exception of any type, CheckpointError among them."""
-        if mark.begun is not None:
-            load_generator_states(mark.begun)
-        if self.once and mark.state is None:
-            self._go_on(mark)
+        CheckpointError or DataError."""
+        goes_on = place.begun is not None or (place.ended and not begins)  # else a pass begins here, and draws numbers
+        try:
+            self._seek(place, place.begun if goes_on else place.before, begins)
+            if goes_on and place.before is not None:
+                load_generator_states(place.before)
+        except (CheckpointError, DataError):
+            raise
+        except Exception as error:
+            reason = f"{type(error).__name__}: {error}"
+            raise DataError(f"the {self.name} can't read on where the checkpoint was written: {reason}") from error
+
+    def _seek(self, place: Place, begun: Generators | None, begins: bool) -> None:
+        if begun is not None:
+            load_generator_states(begun)
+        if self.once and place.state is None:
+            self._go_on(place)
             return
         self.ended = False
         self.stop()
         self._pending = None
-        if mark.ended and not begins:
-            self.ended, self.passes = True, mark.number
-            self._state = self._pending = mark.state
-            return
-        self._set_epoch(mark.number)
-        if mark.ended:
-            self._begin_after(mark.number, mark.state)
+        if place.ended and not begins:
+            self.ended, self.passes = True, place.number
+            self._state = self._pending = place.state
+        elif place.ended:
+            self._begin_after(place.number, place.state)
         else:
-            self._begin(mark.number, mark.state)
-            self._pass_over(mark.skip)
+            self._set_epoch(place.number)
+            self._begin(place.number, place.state)
+            self._pass_over(place.skip)
 
-    def _begin_after(self, number: int, state: np.ndarray | None) -> None:
-        """Begin pass `number`. state: of an earlier run's loader at the end of the pass before it, or None."""
-        drawn = None if state is None else self._draws_of_a_pass()
-        self._begin(number, state)
-        if drawn is not None:
-            load_generator_states(drawn)
-
-    def _draws_of_a_pass(self) -> tuple[Any, ...] | None:
-        """Return `generator_states` after a pass has begun without a state, from which a loader may draw more numbers;
-        leaves the generators as they are."""
-        if not self._saves or self._ahead:
-            return None
-        with keeping_generators():
-            iter(self._loader)
-            return generator_states()
-
-    def _go_on(self, mark: Mark) -> None:
+    def _go_on(self, place: Place) -> None:
         """Read an iterator up to a place."""
-        if mark.ended:
+        if place.ended:
             self.stop()
             self.ended = True
             return
         if self._batches is None:
-            self.restart(mark.number)
-        if self._state is not None or self._skip > mark.skip:
+            self.restart(place.number)
+        if self._state is not None or self._skip > place.skip:
             raise self.error_of_once()
-        self._pass_over(mark.skip - self._skip)
+        self._pass_over(place.skip - self._skip)
 
     def _pass_over(self, count: int) -> None:
         for number in range(count):
-            item, state = next(self._batches, (END, None))
-            if item is END:
+            if self._item() is END:
                 raise CheckpointError(
                     f"the {self.name} has ended after {number} batches of {count} that it has given before the "
                     "checkpoint: it is not the same loader"
                 )
-            self._skip += 1
-            if state is not None:
-                self._state, self._skip = state, 0
 
     def error_of_once(self) -> DataError:
         """Return the error if an iterator had to be read again."""

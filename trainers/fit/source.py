@@ -17,7 +17,6 @@ from trainers.errors import ArgumentError, TrainerError
 from trainers.fit import prefetch as fetching
 from trainers.fit.evaluation import Evaluation
 from trainers.fit.loader import DIVIDED, WHOLE, LoaderBatches
-from trainers.fit.reader import Reader
 from trainers.fit.shards import OwnRows, ShardBatches, uneven_text
 from trainers.fit.weights import ClassWeights
 from trainers.group import RankGroup
@@ -102,8 +101,8 @@ def to_evaluate(strategy: Strategy, call: str, given: Given) -> Evaluation:
         return Evaluation(to_read(strategy, call, given))
     settings = {"rows": given.rows, "steps": given.steps}
     group.enter(described("evaluate", "x of a loader", settings), _evaluation_error(strategy, given))
-    reader = None if given.x is None else Reader(given.x, given.collate)
-    return Evaluation(None, reader, given.rows == DIVIDED, None if given.steps is None else int(given.steps))
+    steps = None if given.steps is None else int(given.steps)
+    return Evaluation(None, given.x, given.collate, given.rows == DIVIDED, steps)
 
 
 def to_read(strategy: Strategy, call: str, given: Given, settings: Mapping[str, Any] | None = None) -> Rows:

@@ -23,6 +23,7 @@ from trainers import (
     ParameterServerTrainer,
     SpareReplicasTrainer,
 )
+from trainers.data import Cursor
 from trainers.errors import ArgumentError, CheckpointError, DataError
 from trainers.fit import prefetch
 from trainers.fit.loader import LoaderBatches
@@ -248,7 +249,7 @@ def test_a_fit_goes_back_to_its_first_batch() -> None:
     batches.meet(lambda value, _: [value])
     batches.learn(0, batches.begin(0, 0))
     batches.begin(1, 0)
-    batches.resume(0, 0, 0, {"sizes": []})
+    batches.seek(Cursor(0, 0, 0, {"sizes": []}, {}))
     batches.begin(0, 0)
     assert batches.share(0, 0, 0).x[0] == 0
 
@@ -267,7 +268,7 @@ def test_a_rank_that_joins_after_the_last_batch_of_an_epoch_reads_the_next_one(l
 
     batches = LoaderBatches(Loader(), "whole", None, limit, 0, 1, 0)
     batches.meet(lambda value, _: [value])
-    batches.resume(2, 5, 15, {"sizes": [2] * 5})
+    batches.seek(Cursor(2, 5, 15, {"sizes": [2] * 5}, {}))
     batches.learn(0, batches.begin(3, 0))
     assert batches.share(3, 0, 0).x[0] == 15
 
