@@ -372,20 +372,19 @@ class ShardedOptimizer(TorchOwners):
             parts.setdefault(block.parameter, []).append((block, part))
         for at, parameter in enumerate(self.reducer.parameters):
             for key, value in self.plain.state.pop(parameter, {}).items():
-                if self._tensors:
-                    for _, part in parts.get(at, []):
-                        self.optimizer.state[part][key] = copy.deepcopy(value)
-                    continue
-                elementwise = isinstance(value, Tensor) and value.shape == parameter.shape
-                if not elementwise or (parameter.dim() == 0 and key in SCALARS):
-                    for _, part in parts.get(at, []):
-                        self.optimizer.state[part][key] = value.clone() if isinstance(value, Tensor) else value
-                    continue
-                flat = torch.empty(value.numel(), dtype=value.dtype, device=value.device)
-                shaped(flat, 0, parameter).copy_(value)
+                flat = None if self._tensors else _flat_entry(key, value, parameter)
                 for block, part in parts.get(at, []):
-                    stop = block.offset + block.stop - block.start
-                    self.optimizer.state[part][key] = flat[block.offset : stop].clone()
+                    span = slice(block.offset, block.offset + block.stop - block.start)
+                    self.optimizer.state[part][key] = copy.deepcopy(value) if flat is None else flat[span].clone()
+
+
+def _flat_entry(key: str, value: Any, parameter: Tensor) -> Tensor | None:
+    """Return an entry of a parameter's state in the order of flat memory; None if it is no number for each element."""
+    if not isinstance(value, Tensor) or value.shape != parameter.shape or (not parameter.dim() and key in SCALARS):
+        return None
+    flat = torch.empty(value.numel(), dtype=value.dtype, device=value.device)
+    shaped(flat, 0, parameter).copy_(value)
+    return flat
 
 
 def _add_slices(state: dict[str, Any], values: dict[str, Any], offset: int, length: int) -> None:
