@@ -182,7 +182,7 @@ class TorchOwners(Owners):
         self.kept.skipped += left_out
         if left_out:
             self.buffers.restore()
-            self._extend(reducer.steps + 1)
+            self.set_steps(reducer.steps + 1)
         else:
             self.buffers.forget()
         # Inside join(), ranks without batches left have old parameters until the end, so they are not compared.
@@ -192,8 +192,8 @@ class TorchOwners(Owners):
         if every and reducer.steps % every == 0 and not some_are_behind:
             reducer.run_in_queue("compares the replicas", self._compare)
 
-    def _extend(self, steps: int) -> None:
-        """Take note that nothing was updated up to `steps` steps. Local."""
+    def set_steps(self, steps: int) -> None:
+        """Take note that `steps` steps are done, and nothing was updated in the last one. Local."""
 
     # Gradients
 
@@ -275,10 +275,8 @@ class TorchOwners(Owners):
 
     def state_dict(self) -> dict[str, Any]:
         """See MirroredOptimizer.state_dict. Collective if `kind` is not "replicated"."""
-        return {**self._whole_state(), **({EXACT: {"steps": self.all_steps}} if self.options.exact else {})}
-
-    def _whole_state(self) -> dict[str, Any]:
-        return self.plain.state_dict()
+        counts = {EXACT: {"steps": self.all_steps}} if self.options.exact else {}
+        return {**self.gather_state(self.plain.state_dict()), **counts}
 
     def load_state_dict(self, state: dict[str, Any] | None) -> None:
         """See MirroredOptimizer.load_state_dict. Collective."""

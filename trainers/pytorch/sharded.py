@@ -198,7 +198,7 @@ class ShardedOptimizer(TorchOwners):
             return super()._averages()
         return [bucket.memory.tensor[part] for bucket in self.reducer.dense for part in bucket.owned]
 
-    def _extend(self, steps: int) -> None:
+    def set_steps(self, steps: int) -> None:
         if self.backup is not None:
             self.backup.extend(steps)
 
@@ -251,16 +251,17 @@ class ShardedOptimizer(TorchOwners):
 
     # State, in the format of the plain optimizer
 
-    def _whole_state(self) -> dict[str, Any]:
-        return self.reducer.run_in_queue("gathers the optimizer's state", self._gathered)
+    def gather_state(self, state: Mapping[str, Any]) -> dict[str, Any]:
+        """Return `state`, the plain optimizer's state_dict, with the parts of all ranks. Collective."""
+        return self.reducer.run_in_queue("gathers the optimizer's state", partial(self._gathered, state))
 
     def load_state_dict(self, state: dict[str, Any] | None) -> None:
         super().load_state_dict(state)
         self.load()
         self.reducer.run_in_queue("backs up slices", partial(self.keep, self.reducer.steps))
 
-    def _gathered(self) -> dict[str, Any]:
-        """The plain optimizer's state_dict, gathered from all ranks, on every rank. Runs in the queue.
+    def _gathered(self, state: Mapping[str, Any]) -> dict[str, Any]:
+        """As `gather_state`. Runs in the queue.
 
         Besides the result a rank needs memory for the state of one parameter: pieces are packed and sent one by one.
         """
@@ -269,7 +270,7 @@ class ShardedOptimizer(TorchOwners):
         comm = self.reducer.comm
         whole = self._assembled(comm, pieces, lambda number: self._piece(spans[number], with_parameters=False))
         assert whole is not None
-        return self.as_plain(whole.state)
+        return self._filled(state, whole.state)
 
     def _divided(self, by_parameter: bool = False) -> list[Span]:
         """The slices that this rank owns. Local.
@@ -340,7 +341,7 @@ class ShardedOptimizer(TorchOwners):
             self.kept.recovered, self.reducer.steps = state, state.steps
             for here, there in zip(self.reducer.parameters, state.parameters, strict=True):
                 here.copy_(there)
-            self.plain.load_state_dict(self.as_plain(state.state))
+            self.plain.load_state_dict(self._filled(self.plain.state_dict(), state.state))
 
         return commit
 
@@ -350,17 +351,15 @@ class ShardedOptimizer(TorchOwners):
             return self.kept.recovered  # all ranks loaded it before a second failure, so all have it
         return None if self.backup is None else self.assemble(comm, self.backup.pieces())
 
-    def as_plain(self, gathered: list[dict[str, Any]]) -> dict[str, Any]:
-        """The plain optimizer's state_dict, with `gathered` as the state of the sharded parameters. Local."""
-        result = self.plain.state_dict()
+    def _filled(self, state: Mapping[str, Any], gathered: list[dict[str, Any]]) -> dict[str, Any]:
+        """Return the plain optimizer's state_dict with `gathered` as the state of the sharded parameters. Local."""
         numbers = {
             parameter: number
-            for packed, group in zip(result["param_groups"], self.plain.param_groups, strict=True)
+            for packed, group in zip(state["param_groups"], self.plain.param_groups, strict=True)
             for number, parameter in zip(packed["params"], group["params"], strict=True)
         }
-        held = [(numbers[each], state) for each, state in zip(self.reducer.parameters, gathered, strict=True) if state]
-        result["state"] = dict(sorted([*result["state"].items(), *held], key=lambda each: each[0]))
-        return result
+        held = [(numbers[each], own) for each, own in zip(self.reducer.parameters, gathered, strict=True) if own]
+        return {**state, "state": dict(sorted([*state["state"].items(), *held], key=lambda each: each[0]))}
 
     @torch.no_grad()
     def load(self) -> None:
