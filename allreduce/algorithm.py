@@ -31,15 +31,15 @@ from allreduce.transport.layout import NodeLayout
 class Work(NamedTuple):
     """The work of calls of one signature.
 
-    run: does the work on a 1-D array. bind: returns a function that does it repeatedly on one array, if there is a
-    faster way than `run`. quiet: `run` causes no floating-point errors of NumPy, which could raise on one rank alone.
-    address: returns the address of the array. When `run` begins, the ranks of the node know all their addresses
-    (`executor.addresses`). place: returns the place of the array in memory from `allocate` (see Allocations.place),
-    which must be the same on all ranks; they compare it.
+    run: does the work on a 1-D array. bind: returns a function, and the argument with which it does the work on one
+    array repeatedly, if there is a faster way than `run`. quiet: `run` causes no floating-point errors of NumPy, which
+    could raise on one rank alone. address: returns the address of the array. When `run` begins, the ranks of the node
+    know all their addresses (`executor.addresses`). place: returns the place of the array in memory from `allocate`
+    (see Allocations.place), which must be the same on all ranks; they compare it.
     """
 
     run: Callable[[Any], object]
-    bind: Callable[[Any], Callable[[], object]] | None = None
+    bind: Callable[[Any], tuple[Callable[[Any], object], Any]] | None = None
     quiet: bool = False
     address: Callable[[Any], int] | None = None
     place: Callable[[Any], tuple[int, int] | None] | None = None

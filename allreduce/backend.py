@@ -40,6 +40,8 @@ from allreduce.transport.control import everywhere
 
 SelfT = TypeVar("SelfT", bound="AllReduce")
 ResultT = TypeVar("ResultT")
+NDARRAY = np.ndarray  # one look-up in each call, not two
+_do_nothing: Callable[[Any], object] = id  # the work of a call on 0 elements or with 1 rank; the fastest such function
 MOST_KNOWN = 4096  # signatures, and trees, that are kept
 OUT_OF_STEP = (CollectiveTimeoutError, RankLeftError, RankLostError)  # after these errors the ranks can't agree
 
@@ -210,9 +212,8 @@ class AllReduce:
         ranks disagree.
         """
         run = None
-        if type(buffer) is np.ndarray and buffer.flags.carray and not lossless:  # the usual case: one look-up
-            base = buffer.base
-            memory = UNREGISTERED
+        if type(buffer) is NDARRAY and not lossless and buffer.flags.carray:  # the usual case: one look-up
+            base, memory = buffer.base, UNREGISTERED
             if base is not None and self._shared:
                 memory = ALLOCATED if id(base) in self._shared else self._allocations.memory_of(buffer)
             try:  # noqa: SIM105, suppress() would cost as much as the look-up
@@ -257,9 +258,8 @@ class AllReduce:
         if prepared.place is not None:
             prepared = prepared.at(prepared.place(flat))  # the array does not move
         if work.bind is not None:
-            bound = work.bind(flat)
-            bound = bound if work.quiet else self._executor.quiet(bound)
-            prepared = prepared._replace(run=lambda _: bound())
+            run, flat = work.bind(flat)
+            prepared = prepared._replace(run=run if work.quiet else self._executor.quiet(run))
         return self._executor.prepare(prepared, flat)
 
     def submit(self, array: Any, op: str = "mean", kind: str = "all_reduce") -> Future:
@@ -685,10 +685,6 @@ class AllReduce:
         run = work.run if work.quiet else executor.quiet(work.run)
         place = work.place if self.size > 1 else None
         return work, PreparedCall(call, run, fingerprint(call, tree), tree, place, work.address)
-
-
-def _do_nothing(flat: Any) -> None:
-    """Do nothing: the work of a call on 0 elements or with 1 rank."""
 
 
 def _sum_rows(algorithm: Algorithm, indices: np.ndarray, values: np.ndarray, op: Op) -> sparse_rows.Rows:

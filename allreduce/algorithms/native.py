@@ -76,7 +76,7 @@ class Native(Algorithm):
         # a sum is mpi4py's default, and two arguments cost less than three
         named = {} if operation == MPI.SUM else {"op": operation}
         run = partial(self.comm.Allreduce, MPI.IN_PLACE, **named)
-        return Work(run, bind=lambda buffer: partial(run, _specification(buffer)), quiet=True)
+        return Work(run, bind=lambda buffer: (run, _specification(buffer)), quiet=True)
 
     def _mean_of_one_piece(self, scale: float, dtype: np.dtype) -> Work:
         """As `_plain`, for a mean."""
@@ -88,14 +88,12 @@ class Native(Algorithm):
             all_reduce(in_place, buffer)
             scaled(buffer, factor, buffer)
 
-        def bind(buffer: np.ndarray) -> Callable[[], None]:
-            specification = _specification(buffer)
-
-            def run() -> None:
+        def bind(buffer: np.ndarray) -> tuple[Callable[[Any], None], list[Any]]:
+            def run(specification: list[Any]) -> None:
                 all_reduce(in_place, specification)
                 scaled(buffer, factor, buffer)
 
-            return run
+            return run, _specification(buffer)
 
         return Work(mean, bind, quiet=True)
 

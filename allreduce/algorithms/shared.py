@@ -111,7 +111,7 @@ class Shared(TwoPhase):
         place = self.context.allocations.place
         if call.memory == ALLOCATED:
             bind = partial(self._bound, call.kind, op=op)
-            return Work(lambda buffer: bind(buffer)(), bind, place=place)
+            return Work(partial(self._in_place, call.kind, op=op), bind, place=place)
         run = lambda buffer: self._elsewhere(call.kind, buffer, op, self.context.executor.addresses())  # noqa: E731
         return Work(run, address=self._address, place=place)
 
@@ -144,16 +144,19 @@ class Shared(TwoPhase):
         return found[0].views(found[1], buffer)
 
     def _in_place(self, kind: str, buffer: np.ndarray, op: Op) -> None:
-        self._bound(kind, buffer, op)()
+        run, everyone = self._bound(kind, buffer, op)
+        run(everyone)
 
-    def _bound(self, kind: str, buffer: np.ndarray, op: Op) -> Callable[[], None]:
-        """Return the function that does a call of this kind on an array from `allocate`. Local."""
+    def _bound(
+        self, kind: str, buffer: np.ndarray, op: Op
+    ) -> tuple[Callable[[list[np.ndarray]], None], list[np.ndarray]]:
+        """Return the function that does a call of this kind on an array from `allocate`, and its argument. Local."""
         everyone = self._everyone(buffer)
         if kind == "all_reduce":
-            return partial(self._reduce_in_place, everyone, op)
+            return partial(self._reduce_in_place, op=op), everyone
         if kind == "reduce_scatter":
-            return partial(self._reduce_scatter_in_place, buffer, everyone, op)
-        return partial(self._all_gather_in_place, buffer, everyone)
+            return partial(self._reduce_scatter_in_place, buffer, op=op), everyone
+        return partial(self._all_gather_in_place, buffer), everyone
 
     def _elsewhere(self, kind: str, buffer: np.ndarray, op: Op, addresses: list[int]) -> None:
         """Do a call of this kind on an array in ordinary memory. addresses: of all ranks' arrays."""

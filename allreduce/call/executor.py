@@ -129,7 +129,8 @@ class Executor:
         self._alike = np.zeros(3, np.int64)
         oversubscribed = topology.sharing > topology.cores  # a late rank may need the core that this rank would poll on
         self._polls, self._spin = range(1 if oversubscribed else POLLS), 0.0 if oversubscribed else SPIN_SECONDS
-        self._thread = self._worker = 0  # ids of the thread that called last, and of the one that runs submitted calls
+        # ids of the thread whose next call need not wait for its turn, and of the one that runs submitted calls
+        self._thread = self._worker = 0
         self._queue: Queue | None = None  # of submitted calls, from the first one on
         self._submitted: Future | None = None  # the last one
         self._sequence = self._slot.sequence if self._slot else 0  # rendezvous in the slot so far
@@ -229,19 +230,22 @@ class Executor:
             work()
 
         self._submitted = future = self._queue.submit(run, description)
+        self._thread = 0  # after `_submitted`: the next call waits for it
         return future
 
     def _wait_for_turn(self, closed: bool = True) -> None:
         """Wait for the submitted calls, unless this is one of them; then raise the error of a call that can't start.
 
         closed: whether a closed executor takes no call."""
-        self._thread, last = get_ident(), self._submitted
+        self._thread = get_ident()  # before `_submitted` is read: `submit` in another thread then clears it
+        last = self._submitted
         abort.register_thread()
         if last is not None and self._thread != self._worker:
             with contextlib.suppress(Exception):  # the caller of `submit` gets it
                 last.wait()
             self._submitted = None
         if self.wait.call is not None or self.broken is not None or (self.stopped and closed):
+            self._thread = 0
             self.refuse()
 
     def prepare(self, prepared: PreparedCall, bound: Any = None) -> Callable[..., None]:
@@ -258,10 +262,11 @@ class Executor:
 
         def run(flat: Any = bound) -> None:
             begin, end, here, rounds = perf_counter(), 0.0, prepared, fixed
-            if ident() != self._thread or wait.call is not None or self.stopped or self._submitted is not None:
+            if ident() != self._thread or wait.call is not None:
                 self._wait_for_turn()
+            count = wait.count + 1
             try:
-                wait.count += 1
+                wait.count = count
                 wait.begun = begin
                 wait.call = prepared  # no function call, so no thread switch, between the check above and this line
                 if placed is not None:
@@ -281,10 +286,11 @@ class Executor:
                 raise
             finally:
                 wait.call = None
-                event = (user, wait.count, call, begin, end)
+                event = (user, count, call, begin, end)
                 record(event)
-                for observe in observers:
-                    observe(event)
+                if observers:
+                    for observe in observers:
+                        observe(event)
 
         return run
 
@@ -458,7 +464,7 @@ class Executor:
 
     def stop(self) -> None:
         """Refuse all calls from now on. Local."""
-        self.stopped = True
+        self.stopped, self._thread = True, 0
 
     def close(self) -> None:
         """Free the communicators, the scratch memory and the slot of the fingerprint table. Collective."""
@@ -488,7 +494,7 @@ class Executor:
         if everywhere(error, self._topology.world):
             return
         free_later(array)  # late ranks and unfinished messages may still write there
-        self.stopped = True
+        self.stop()
         if (lost := self._topology.detector.failure_behind(error)) is not None:
             self.broken = lost
             raise lost from (None if isinstance(error, RankLostError) else error)
@@ -504,7 +510,7 @@ _executors: "weakref.WeakSet[Executor]" = weakref.WeakSet()
 def _stop_in_child() -> None:
     if children.forked():
         for executor in _executors:
-            executor.stopped = True
+            executor.stop()
 
 
 children.guard(Executor, "refuse")
