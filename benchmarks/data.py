@@ -39,7 +39,7 @@ from benchmarks.lib import cli, timing
 from benchmarks.lib.contenders import join
 from benchmarks.lib.networks import Trained, convolutional, one_thread
 from benchmarks.lib.outputs import Screen
-from trainers import MirroredTrainer
+from trainers import Loader, MirroredTrainer
 from trainers.replicas.pytorch import TorchReplica
 
 OURS, DDP = "fit(DataLoader)", "DDP + DataLoader"
@@ -152,7 +152,7 @@ def measure(topology: Topology, options: argparse.Namespace, path: str, screen: 
 
     def fit(number: int) -> Times:
         clock, replica.ready = timing.Clock(), []
-        trainer.fit(loader, rows="divided", epochs=1, seed=number, callbacks=[clock], progress=False)
+        trainer.fit(Loader(loader, rows="divided"), epochs=1, seed=number, callbacks=[clock], progress=False)
         return clock.begins, replica.ready
 
     with MirroredTrainer(replica, "auto", topology) as trainer, screen.bar(2 * options.turns, "turn") as bar:

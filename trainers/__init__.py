@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from trainers.fit.shards import load_shards
     from trainers.local_sgd.outer import OuterSGD
     from trainers.mirrored import MirroredTrainer
+    from trainers.options.loader import Loader
     from trainers.options.transforms import EMA, Accumulate, ClipNorm, Schedule, SkipNotFinite
     from trainers.parameter_server import ParameterServerTrainer
     from trainers.recovery.terminating import Terminated, Terminating
@@ -44,6 +45,7 @@ __all__ = [
     "EnsembleTrainer",
     "Epoch",
     "History",
+    "Loader",
     "MirroredTrainer",
     "NumpyNetwork",
     "OuterSGD",
@@ -75,6 +77,7 @@ _MODULES = {
     "EnsembleTrainer": "trainers.apps.ensemble.ensemble",
     "Epoch": "trainers.watching.history",
     "History": "trainers.watching.history",
+    "Loader": "trainers.options.loader",
     "MirroredTrainer": "trainers.mirrored",
     "NumpyNetwork": "trainers.replicas.numpy.network",
     "OuterSGD": "trainers.local_sgd.outer",

@@ -27,6 +27,14 @@ REPLACED = {
     "validate_ema": "transforms=[EMA(decay, validate={})]",
     "schedule": "transforms=[Schedule({})]",
     "warmup_steps": "transforms=[Schedule(warmup={})]",
+    "rows": "a Loader(x, rows={}) in the place of x",
+    "steps": "a Loader(x, rows=..., steps={}) in the place of x",
+    "steps_per_epoch": "a Loader(x, rows=..., steps={}) in the place of x",
+    "collate": "a Loader(x, collate=...) in the place of x",
+    "prefetch": "a Loader(x, prefetch={}) in the place of x",
+    "validation_rows": "validation_data=Loader(data, rows={})",
+    "validation_steps": "validation_data=Loader(data, rows=..., steps={})",
+    "stream": "progress=stream",
 }
 
 
@@ -92,6 +100,10 @@ class Check:
         """Return why `value` is invalid, as text; "" if it is valid."""
         return "" if self.holds(value) else f"{name} must be {self.text}, got {value!r}"
 
+    def or_none(self) -> "Check":
+        """Return the check that takes None too."""
+        return Check(f"{self.text}, or None", lambda value: value is None or self.holds(value), self.read)
+
     def convert(self, text: str) -> Any:
         """Return the value that a text of the command line stands for. Raises argparse.ArgumentTypeError."""
         try:
@@ -117,6 +129,11 @@ def integer(least: int) -> Check:
 def number(text: str, holds: Callable[[float], bool]) -> Check:
     """Return the check of a finite number. text: "a number > 0", say."""
     return Check(text, lambda value: is_number(value) and bool(holds(value)), float)
+
+
+def name(*names: str) -> Check:
+    """Return the check of one of these names."""
+    return Check(" or ".join(f'"{each}"' for each in names), lambda value: isinstance(value, str) and value in names)
 
 
 POSITIVE = number("a number > 0", lambda value: value > 0)

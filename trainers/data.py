@@ -219,7 +219,7 @@ class Samples:
         if not hasattr(data, "__len__") or not hasattr(data, "__getitem__"):
             raise ArgumentError(
                 f"x is a {self.name}, and there is no y: give arrays x and y, or a data set with len() and rows by "
-                'number; or say which rows a loader brings: rows="divided" (each rank its own), rows="whole"'
+                'number; or say which rows a loader brings: Loader(x, rows="divided") (each rank its own), rows="whole"'
             )
         self.data, self.collate, self._collate = data, collate, collate or _stack
         self._rows = len(data)

@@ -26,7 +26,7 @@ class ParameterServerTrainer(Trainer[ParameterServers]):
     (gradients that were dropped included), but the order of updates, and so the result, differs from run to run.
     Between epochs all ranks have the same parameters. A worker's batch callbacks are called for each part that it
     computes, a server's for each gradient that it applies; they get the number of the batch and the loss of the part.
-    With a loader (`rows=`) of divided rows, each batch of a worker's loader is a part: no worker computes another's
+    With a Loader of divided rows, each batch of a worker's loader is a part: no worker computes another's
     rows. With whole rows each worker reads all batches, and any worker computes any part.
     The first server enforces the bound on staleness exactly; other servers may exceed it by the number of gradients in
     flight.

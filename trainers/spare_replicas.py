@@ -16,8 +16,8 @@ class SpareReplicasTrainer(Trainer[SpareReplicas]):
     run. With b > 0 it is not: which rows a step uses depends on which ranks are fast, and the rows of dropped gradients
     have no effect in that epoch.
 
-    With a loader (`rows=`) of divided rows, a late rank goes on with its own next batch; its late batch is left out. An
-    epoch ends when all loaders have ended, or after steps_per_epoch steps. Whole batches are divided as arrays are.
+    With a Loader of divided rows, a late rank goes on with its own next batch; its late batch is left out. An
+    epoch ends when all loaders have ended, or after the `steps` of the Loader. Whole batches are divided as arrays are.
 
     Rank 0, the chief, receives gradients and updates in a second thread, while its main thread computes with a copy of
     the model. So any rank, also the chief, may be slow without delaying the steps. An epoch ends after the last

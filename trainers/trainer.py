@@ -23,7 +23,6 @@ from allreduce.transport.wait import waiting
 from trainers.arguments import flag_error, known_only, require
 from trainers.data import (
     BatchSource,
-    Collate,
     Tree,
     leaves,
     mapped,
@@ -150,20 +149,13 @@ class Trainer(GroupOwner, Generic[StrategyT]):
         transforms: Sequence[Transform] = (),
         seed: int = 0,
         shuffle: bool = True,
-        validation_data: Any = None,
-        callbacks: Sequence[Any] = (),
-        collate: Collate | None = None,
-        checkpoint: Checkpoint | str | None = None,
-        resume: bool = False,
-        prefetch: bool | None = None,
-        progress: bool = True,
-        stream: TextIO | None = None,
-        rows: str | None = None,
-        steps_per_epoch: int | None = None,
-        validation_rows: str | None = None,
-        validation_steps: int | None = None,
         sample_weight: Any = None,
         class_weight: Any = None,
+        validation_data: Any = None,
+        callbacks: Sequence[Any] = (),
+        checkpoint: Checkpoint | str | None = None,
+        resume: bool = False,
+        progress: bool | TextIO = True,
     ) -> History:
         """Train for `epochs` passes over the data; first the model of rank 0 is copied to all ranks. Collective.
 
@@ -171,15 +163,8 @@ class Trainer(GroupOwner, Generic[StrategyT]):
             dict of them, if the model has several inputs (or outputs); or in x a data set with len() and rows by number
             whose rows are pairs (x, y), and no y (see trainers.data.Samples). An error in a data set on one rank is
             raised on all, as DataError.
-            With `rows`, x is a loader: any iterable of batches (x, y), and there is no y. Of shards (the `train` of
-            `load_shards`), each rank has its own rows.
-        rows: which rows a loader brings. "divided": each rank its own; global batch s has the rows of batch s of every
-            rank, and a rank whose loader ends first brings no rows until all have ended. "whole": the same batches on
-            all ranks; each rank takes its share. The training is that of one rank with all rows. The batches are the
-            loader's, so batch_size and shuffle stay away. `set_epoch` of the loader, its sampler or its data set is
-            called before each pass. A rank that computes nothing (a server) brings no loader: x=None.
-        steps_per_epoch: the steps of an epoch of a loader that is endless, or is read on from one epoch to the next and
-            from its beginning when it ends. None: an epoch is one pass.
+            x may be a Loader, of any iterable of batches (x, y), or with a collate; then there is no y. Of shards (the
+            `train` of `load_shards`), each rank has its own rows.
         sample_weight: (rows,) numbers >= 0, not all zero; or rows of a data set, and batches of a loader, are triples
             (x, y, weights). The loss of row i counts sample_weight[i] times: a batch has the sum of the weighted losses
             of its rows, divided by the number of its rows, as in Keras. The loss in the history is weighted too, other
@@ -192,43 +177,32 @@ class Trainer(GroupOwner, Generic[StrategyT]):
         transforms: a list of Accumulate, ClipNorm, EMA, SkipNotFinite and Schedule, one of a kind: each changes the
             steps, as its class says.
         seed, shuffle: epoch e visits the rows in the order of data.order(rows, seed, e, shuffle).
-        validation_data: (x, y), (x, y, weights), a data set, or a loader, evaluated after each epoch.
-        validation_rows, validation_steps: the `rows` and the `steps` of a loader in validation_data: see `evaluate`.
+        validation_data: (x, y), (x, y, weights), a data set, or a Loader, evaluated after each epoch.
         callbacks: objects with the events of Keras callbacks (see trainers.watching.callback.Callback). Each rank
             calls its own, so they may be given to some ranks only; an exception in one is raised on all ranks.
-        collate: makes (x, y) or (x, y, weights), of arrays, from a list of a data set's rows, by default they are
-            stacked; or from a batch of a loader, by default a pair or a triple.
         checkpoint: where and how often checkpoints are written: a Checkpoint, or a folder.
         resume: continue from the newest usable checkpoint there, if any; raises CheckpointError if that is of another
             model or of other settings. `epochs` counts from the beginning of the training, and the history contains all
             epochs. With the same number of ranks the result has the same bits as that of an uninterrupted training.
-        prefetch: whether a thread fetches the next batches during a step; None: for data sets and memory maps only (a
-            loader usually has workers of its own). Other processes read rows if x is a loader that has them, such as
-            DataLoader(num_workers=4).
-        progress: print a line per epoch on rank 0, and on a terminal a bar.
-        stream: where `progress` prints; None: to stdout.
+        progress: print a line per epoch on rank 0, and on a terminal a bar. A stream: print them there.
 
         Returns the history, the same on all ranks. Raises, on all ranks, DivergedError when the loss becomes NaN or
         infinite, and Terminated, which is a SystemExit, when any rank has received SIGTERM.
         """
         settings: dict[str, Any] = {"epochs": epochs, "batch_size": batch_size, "seed": seed, "shuffle": shuffle}
-        validates = validation_data is not None or validation_rows is not None
-        settings["validation_data"] = "given" if validates else "none"
+        settings["validation_data"] = "none" if validation_data is None else "given"
         settings |= {"checkpoint": checkpoint, "resume": resume}
         weigh = None if class_weight is None else ClassWeights(class_weight)
         settings |= {} if weigh is None else {"class_weight": weigh}
         strategy, group = self.strategy, self.group
-        flags = {"shuffle": shuffle, "resume": resume, "progress": progress}
-        flags |= {} if prefetch is None else {"prefetch": prefetch}
+        stream: Any = progress if hasattr(progress, "write") else None
+        flags = {"shuffle": shuffle, "resume": resume, "progress": True if stream else progress}
         steps = [*transforms] if isinstance(transforms, Iterable) else transforms
-
-        given = Given(x, y, sample_weight, collate, rows, steps_per_epoch)
-        to_validate = Given.to_validate(validation_data, collate, validation_rows, validation_steps)
 
         def begin() -> Fit:
             options = self._check_options(steps, flags, settings)
             self.replica.divided = strategy.parts > 1 or Accumulate in options or strategy.micro_batch is not None
-            batches = source.to_train(strategy, given, settings, prefetch)
+            batches = source.to_train(strategy, Given.of(x, y, sample_weight), settings)
             try:
                 return fit_of(batches, options)
             except BaseException:
@@ -238,7 +212,8 @@ class Trainer(GroupOwner, Generic[StrategyT]):
         def fit_of(batches: BatchSource, options: Mapping[type, Any]) -> Fit:
             self._keep_rows(batches)
             validate = None
-            if validates:
+            if validation_data is not None:
+                to_validate = Given.to_validate(validation_data)
                 validation = source.to_evaluate(strategy, "validation_data of fit", to_validate)
                 average = EMA not in options or options[EMA].validate
                 validate = partial(self._evaluate, validation, average)
@@ -258,39 +233,27 @@ class Trainer(GroupOwner, Generic[StrategyT]):
                 watched=self,
                 validate=validate,
                 callbacks=watches,
-                progress=Progress(progress, group.rank, batches.planned, epochs, stream),
+                progress=Progress(bool(progress), group.rank, batches.planned, epochs, stream),
                 saver=saver,
             )
 
         return self._call(FitCall(strategy, begin))
 
+    @known_only
     @recoverable
     def evaluate(
-        self,
-        x: Any,
-        y: Any = None,
-        collate: Collate | None = None,
-        *,
-        sample_weight: Any = None,
-        ema: bool | None = None,
-        rows: str | None = None,
-        steps: int | None = None,
+        self, x: Any, y: Any = None, *, sample_weight: Any = None, ema: bool | None = None
     ) -> dict[str, float]:
         """Return the replica's metrics ("loss", "accuracy", ...), means over these rows. Collective.
 
-        x, y, collate, sample_weight: all rows on every rank, arrays or a data set, as for `fit`. The ranks
+        x, y, sample_weight: all rows on every rank, arrays or a data set, as for `fit`; or in x a Loader. The ranks
             share the work. The loss is the sum of the weighted losses, divided by the number of rows; other metrics are
-            not weighted. With `rows`, x is a loader.
-        rows: which rows a loader brings: "divided", each rank its own, or "whole", the same batches on all ranks. A
-            server may bring none (x=None).
-        steps: the number of batches that each rank reads of its loader. None: all batches of a pass.
+            not weighted.
         ema: True: with the moving average of the parameters, which EMA keeps; False: with the parameters;
             None: with the average if there is one.
         """
         self._check_ema("evaluate", ema)
-        return self._evaluate(
-            source.to_evaluate(self.strategy, "evaluate", Given(x, y, sample_weight, collate, rows, steps)), ema
-        )
+        return self._evaluate(source.to_evaluate(self.strategy, "evaluate", Given.of(x, y, sample_weight)), ema)
 
     def _check_ema(self, call: str, ema: Any) -> None:
         if ema is not None or self.replica.averages:

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from allreduce import Topology
-from trainers import MirroredTrainer, NumpyNetwork
+from trainers import Loader, MirroredTrainer, NumpyNetwork
 from trainers.pytorch import MirroredOptimizer
 from trainers.replicas.pytorch import TorchReplica
 
@@ -84,7 +84,7 @@ def fitted(
     with MirroredTrainer(replica, topology=topology, **options) as trainer:
         made(trainer)
         for ahead in (False, True):  # the second one begins with rank 0's state, which all ranks load
-            trainer.fit(X, Y, epochs=1, batch_size=16, prefetch=ahead, progress=False)
+            trainer.fit(Loader((X, Y), prefetch=ahead), epochs=1, batch_size=16, progress=False)
         kind, scores = type(trainer.buffer), trainer.evaluate(X, Y)
         trainer.predict(X)
         local = replica.local_state()

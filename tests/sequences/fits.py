@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from tests.sequences.models import CLASSES, FEATURES
+from trainers import Loader
 from trainers.callbacks import Callback
 from trainers.data import OF_SAMPLES, order
 from trainers.errors import DataError, DivergedError, NotFiniteError
@@ -241,22 +242,24 @@ class Fit:
     def settings(self) -> list[Any]:
         return [self.rows, self.batch_size, self.seed, self.shuffle]
 
-    def data(self, folder: str, rank: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Return the data as arguments and options of fit."""
+    def data(self, folder: str, rank: int) -> Loader:
+        """Return the data of the fit."""
         x, y, bad = self.x, self.y, None if self.poisoned else self.bad
+        collate: Any = None
+        rows: Any = (x, y)
         if self.form == "memmap":
             path = os.path.join(folder, f"rows.{rank}.npy")
             np.save(path, x)
-            return (np.load(path, mmap_mode="r"), y), {}
-        if self.form == "rows":
-            return (Rows(x, y, bad),), {}
-        if self.form == "many rows":
-            return (ManyRows(x, y, bad),), {}
-        if self.form == "collate":
-            return (Rows(x, y, bad),), {"collate": pairs}
-        if self.form == "list":
-            return (list(zip(x, y, strict=True)),), {}
-        return (x, y), {}
+            rows = np.load(path, mmap_mode="r"), y
+        elif self.form == "rows":
+            rows = Rows(x, y, bad)
+        elif self.form == "many rows":
+            rows = ManyRows(x, y, bad)
+        elif self.form == "collate":
+            rows, collate = Rows(x, y, bad), pairs
+        elif self.form == "list":
+            rows = list(zip(x, y, strict=True))
+        return Loader(rows, collate=collate, prefetch=self.prefetch)
 
     def kept(self, together: bool, first: int, limit: int, error: Any) -> list[int]:
         """Return the steps after which checkpoints must exist. together: whether ranks take steps together."""

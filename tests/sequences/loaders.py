@@ -12,6 +12,7 @@ import pytest
 import allreduce
 from tests.sequences.cases import KINDS, Fits, trainer_of
 from tests.sequences.models import FEATURES, numpy_network
+from trainers import Loader
 from trainers.callbacks import Callback
 from trainers.errors import DataError
 from trainers.fit.checkpointing import Checkpoint
@@ -141,8 +142,8 @@ def fit(case: Case, topology: allreduce.Topology, folder: str) -> tuple[np.ndarr
             stop = [StopAt(case.stop)] if case.stop and not resume else []
             checkpoint = Checkpoint(folder, "1 step") if case.stop else None
             history = trainer.fit(
-                case.loader(trainer.strategy.part), epochs=case.epochs, rows=case.rows, steps_per_epoch=case.limit,
-                prefetch=case.prefetch, callbacks=stop, checkpoint=checkpoint, resume=resume, progress=False,
+                Loader(case.loader(trainer.strategy.part), case.rows, case.limit, prefetch=case.prefetch),
+                epochs=case.epochs, callbacks=stop, checkpoint=checkpoint, resume=resume, progress=False,
             )  # fmt: skip
             hashes = trainer.parameters_sha256()
     return trainer.replica.state()["parameters"], [epoch.loss for epoch in history], hashes

@@ -146,14 +146,14 @@ class Sequence(Making):
         mine = [does] if call.incident is not None and self.rank == call.incident.rank else []
         options: dict[str, Any] = {
             "epochs": call.epochs, "batch_size": call.batch_size, "seed": call.seed, "shuffle": call.shuffle,
-            "callbacks": [*call.callbacks, *mine], "prefetch": call.prefetch, "progress": call.progress,
-            "stream": io.StringIO(), "checkpoint": checkpoint, "resume": call.resume,
+            "callbacks": [*call.callbacks, *mine], "progress": io.StringIO() if call.progress else False,
+            "checkpoint": checkpoint, "resume": call.resume,
         }  # fmt: skip
         if call.validates:
             options["validation_data"] = call.held if call.validates == "arrays" else Rows(*call.held)
         before = trainer.steps
-        data, more = call.data(self.folder, self.rank)
-        history, error = self.call("fit", lambda: trainer.fit(*data, **options, **more))
+        data = call.data(self.folder, self.rank)
+        history, error = self.call("fit", lambda: trainer.fit(data, **options))
         happened = any(self.comm.allgather(does is not None and does.happened))
         folder = None if checkpoint is None else self.folders.get(checkpoint.folder)
         if call.refuses_checkpoints:

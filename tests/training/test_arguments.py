@@ -10,7 +10,7 @@ import pytest
 from mpi4py import MPI
 
 from allreduce import Topology
-from trainers import EMA, Accumulate, Checkpoint, ClipNorm, MirroredTrainer, NumpyNetwork, Schedule, arguments
+from trainers import EMA, Accumulate, Checkpoint, ClipNorm, Loader, MirroredTrainer, NumpyNetwork, Schedule, arguments
 from trainers.callbacks import Callback, EarlyStopping, Prometheus, Timeline
 from trainers.errors import ArgumentError
 from trainers.recovery.terminating import Terminated
@@ -64,7 +64,6 @@ class OnlyEpochEnd:
 
 WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "shuffle": ({"shuffle": "no"}, "shuffle must be True or False, got 'no'"),
-    "prefetch": ({"prefetch": "yes"}, "prefetch must be True or False, got 'yes'"),
     "progress": ({"progress": "a"}, "progress must be True or False, got 'a'"),
     "resume": ({"resume": 2, "checkpoint": "run"}, "resume must be True or False, got 2"),
     "a number as callback": ({"callbacks": [5]}, "callbacks: 5 is no callback"),
@@ -91,7 +90,6 @@ def test_arguments_take_integers_and_flags_of_numpy() -> None:
         seed=one,
         transforms=[Accumulate(one), Schedule(warmup=one)],
         shuffle=yes,
-        prefetch=yes,
     )
     Checkpoint("run", keep=one, same_data=yes)  # type: ignore[arg-type]
     EarlyStopping(patience=one, start_from_epoch=one)  # type: ignore[arg-type]
@@ -129,6 +127,10 @@ def test_sigterm_ends_a_fit_whatever_holds_its_callbacks(kind: Callable[[list[Ca
 @pytest.mark.parametrize(
     ("make", "text"),
     [
+        (lambda: Loader(X, rows="both"), """Loader: rows must be "divided" or "whole", or None, got 'both'"""),
+        (lambda: Loader(X, rows="whole", steps=0), "Loader: steps must be an integer >= 1, or None, got 0"),
+        (lambda: Loader(X, steps=3), "Loader: steps are of batches: give rows too"),
+        (lambda: Loader(X, prefetch="yes"), "prefetch must be True or False, or None, got 'yes'"),
         (lambda: Accumulate(0), "Accumulate: micro_batches must be an integer >= 1, got 0"),
         (lambda: Accumulate(2.0), "an integer >= 1, got 2.0"),  # type: ignore[arg-type]
         (lambda: Accumulate(np.ones(2)), "an integer >= 1"),  # type: ignore[arg-type]
@@ -147,5 +149,7 @@ def test_an_option_checks_itself(make: Callable[[], Any], text: str) -> None:
 
 
 def test_a_former_keyword_shows_the_new_form() -> None:
+    with pytest.raises(TypeError, match=r"takes no steps_per_epoch=5 any more; give a Loader\(x, .*, steps=5\)"):
+        fit(steps_per_epoch=5)
     with pytest.raises(TypeError, match=r"takes no ema=0\.9 any more; give transforms=\[EMA\(0\.9\)\]"):
         fit(ema=0.9)

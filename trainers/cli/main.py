@@ -257,7 +257,7 @@ def _train(job: Job, member: Member) -> None:
             options.batch_size,
             seed=options.seed,
             callbacks=make_callbacks(options),
-            stream=stream,
+            progress=stream,
             checkpoint=checkpoint_of(options),
             resume=options.resume,
             **step_options(options),

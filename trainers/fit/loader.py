@@ -26,10 +26,10 @@ from trainers.data import (
 )
 from trainers.errors import ArgumentError, CheckpointError, DataError
 from trainers.fit.reader import Place, Reader, shown
+from trainers.options.loader import DIVIDED, WHOLE
 
 log = logging.getLogger("trainers")
 
-DIVIDED, WHOLE = "divided", "whole"
 NO_STRUCTURE = {"tuple": [["float32", []], ["float32", []]]}  # before any batch was read
 KEPT = 3  # batches: the previous one, because a step is taken again after a failure; the current and the next one
 TOLD = 9  # cursors, of which those of the last checkpoints may be sought
@@ -159,7 +159,7 @@ class LoaderBatches(BatchSource):
         """Return the error if no rank has a batch in an epoch."""
         return DataError(
             f"no rank's loader gives a batch in epoch {epoch + 1}: it has no rows, or is an iterator that has ended. "
-            "Give a loader that can be iterated in every epoch, or an endless one and steps_per_epoch"
+            "Give a loader that can be iterated in every epoch, or an endless one and its steps"
         )
 
     # Reading

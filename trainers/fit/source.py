@@ -16,10 +16,11 @@ from trainers.datasets.shards import ShardRows
 from trainers.errors import ArgumentError, TrainerError
 from trainers.fit import prefetch as fetching
 from trainers.fit.evaluation import Evaluation
-from trainers.fit.loader import DIVIDED, WHOLE, LoaderBatches
+from trainers.fit.loader import LoaderBatches
 from trainers.fit.shards import OwnRows, ShardBatches, uneven_text
 from trainers.fit.weights import ClassWeights
 from trainers.group import RankGroup
+from trainers.options.loader import DIVIDED, Loader
 from trainers.replica import Replica, check_rows
 from trainers.strategies.interface import Strategy
 
@@ -32,7 +33,7 @@ Rows = Arrays | Samples
 
 
 class Given(NamedTuple):
-    """The rows of a call as the user gives them; see Trainer.fit. steps: of an epoch of a loader."""
+    """The rows of a call as the user gives them; see Trainer.fit and Loader."""
 
     x: Any
     y: Any = None
@@ -40,38 +41,48 @@ class Given(NamedTuple):
     collate: Collate | None = None
     rows: Any = None
     steps: Any = None
+    prefetch: bool | None = None
 
     @classmethod
-    def to_validate(cls, data: Any, collate: Collate | None, rows: Any, steps: Any) -> "Given":
-        """Return the argument validation_data of a fit: (x, y), (x, y, weights), a data set, or a loader."""
-        if rows is not None or steps is not None:
-            return cls(data, None, None, collate, rows, steps)
+    def of(cls, x: Any, y: Any = None, weights: Any = None) -> "Given":
+        """Return the rows of a fit or an evaluation. x: may be a Loader."""
+        if not isinstance(x, Loader):
+            return cls(x, y, weights)
+        pairs = isinstance(x.data, tuple) and x.rows is None and y is None and weights is None
+        given = cls.to_validate(x.data) if pairs else cls(x.data, y, weights)
+        return given._replace(collate=x.collate, rows=x.rows, steps=x.steps, prefetch=x.prefetch)
+
+    @classmethod
+    def to_validate(cls, data: Any) -> "Given":
+        """Return the argument validation_data of a fit: (x, y), (x, y, weights), a data set, or a Loader."""
+        if isinstance(data, Loader):
+            return cls.of(data)
         if isinstance(data, tuple) and len(data) == 3 and not all(map(_is_row, data)):
             return cls(*data)
         if isinstance(data, tuple | list):
             return cls(*data) if len(data) == 2 else cls(data)
-        return cls(data, collate=None if isinstance(data, ShardRows) else collate)
+        return cls(data)
 
     @property
     def loads(self) -> bool:
         """Whether x is a loader."""
-        return self.rows is not None or self.steps is not None
+        return self.rows is not None
 
 
-def to_train(strategy: Strategy, given: Given, settings: dict[str, Any], prefetch: bool | None) -> BatchSource:
+def to_train(strategy: Strategy, given: Given, settings: dict[str, Any]) -> BatchSource:
     """Return the batches of a fit. Raises the same error on all ranks if they, or the settings, are invalid or differ.
     Collective. settings: the other arguments of the fit, by name."""
     if given.loads and not isinstance(given.x, ShardRows):
-        settings = settings | {"rows": given.rows, "steps_per_epoch": given.steps}
+        settings = settings | {"rows": given.rows, "steps": given.steps}
 
     def make() -> BatchSource:
         weigh = settings.get("class_weight")
         if isinstance(given.x, ShardRows):
             return _of_shards(strategy, given, settings)
         if given.loads:
-            return _of_loader(strategy, given, settings, fetching.AHEAD if prefetch else 0)
+            return _of_loader(strategy, given, settings, fetching.AHEAD if given.prefetch else 0)
         rows = checked_rows(strategy.replica, given, settings)
-        ahead = fetching.batches_ahead(given.x, given.y, prefetch, strategy.micro_batch is not None)
+        ahead = fetching.batches_ahead(given.x, given.y, given.prefetch, strategy.micro_batch is not None)
         own = strategy.part, strategy.parts, settings["seed"], settings["shuffle"], ahead, strategy.micro_batch
         return Batches(rows, None, settings["batch_size"], *own, weigh=weigh)
 
@@ -200,7 +211,7 @@ def _of_shards(strategy: Strategy, given: Given, settings: Mapping[str, Any]) ->
     if strategy.micro_batch is not None:
         raise ArgumentError("fit: exact=True takes all rows on every rank, so not shards, of which each rank has some")
     others = {"y": given.y, "sample_weight": given.weights, "class_weight": settings.get("class_weight")}
-    others |= {"collate": given.collate, "rows": given.rows, "steps_per_epoch": given.steps}
+    others |= {"collate": given.collate, "rows": given.rows}
     if names := [name for name, value in others.items() if value is not None]:
         raise ArgumentError(f"fit: shards do not take {', '.join(names)}: leave it out, or load the rows as arrays")
     _check_settings(settings)
@@ -233,9 +244,6 @@ def _of_loader(strategy: Strategy, given: Given, settings: Mapping[str, Any], ah
 def _loader_error(strategy: Strategy, given: Given, settings: Mapping[str, Any]) -> ArgumentError | None:
     """Return the error if these arguments of a fit with a loader are invalid, or None."""
     loader, rows = given.x, given.rows
-    if rows not in (DIVIDED, WHOLE):
-        only = "" if rows is not None else "; steps_per_epoch is for loaders only"
-        return ArgumentError(f'fit: rows={rows!r}: with a loader use rows="{DIVIDED}" or rows="{WHOLE}"{only}')
     if given.y is not None:
         return ArgumentError(
             f'fit: rows="{rows}" is for a loader, whose batches are pairs (x, y): leave out rows, or y'
@@ -251,7 +259,6 @@ def _loader_error(strategy: Strategy, given: Given, settings: Mapping[str, Any])
         )
     if strategy.part is not None and not hasattr(loader, "__iter__"):
         return ArgumentError(f"fit: a {type(loader).__name__} is no loader: it can't be iterated")
-    require(integer_error("fit: steps_per_epoch", given.steps, 1, optional=True))
     if settings["batch_size"] != BATCH_SIZE or settings["shuffle"] is not True:
         return ArgumentError("fit: batch_size and shuffle are the loader's: leave them out")
     return None
@@ -259,17 +266,14 @@ def _loader_error(strategy: Strategy, given: Given, settings: Mapping[str, Any])
 
 def _evaluation_error(strategy: Strategy, given: Given) -> ArgumentError | None:
     """Return the error if these arguments of an evaluation of a loader are invalid, or None."""
-    loader, rows = given.x, given.rows
-    if rows not in (DIVIDED, WHOLE):
-        return ArgumentError(f'evaluate: rows={rows!r}: with a loader use rows="{DIVIDED}" or rows="{WHOLE}"')
+    loader = given.x
     if given.y is not None or given.weights is not None:
         return ArgumentError(
             "evaluate: a loader reads pairs (x, y) or triples itself: leave out rows, or y and sample_weight"
         )
     if not hasattr(loader, "__iter__") and not (loader is None and strategy.part is None):
         return ArgumentError(f"evaluate: a {type(loader).__name__} is no loader: it can't be iterated")
-    text = integer_error("evaluate: steps", given.steps, 1, optional=True)
-    return ArgumentError(text) if text else None
+    return None
 
 
 def _check_settings(settings: Mapping[str, Any]) -> None:

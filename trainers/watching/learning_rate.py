@@ -135,7 +135,7 @@ class StepSchedule(Callback):
         if planned is None and named and self._rates in ENDING:
             raise ArgumentError(
                 f'Schedule("{self._rates}") needs the number of steps in an epoch, which this loader does not tell: '
-                "give steps_per_epoch, or a function of the step"
+                "give the steps of the Loader, or a function of the step"
             )
 
     def on_train_begin(self, logs: Logs | None = None) -> None:

@@ -13,17 +13,17 @@ from mpi4py import MPI
 
 from allreduce import Topology
 from tests.faults.moments.served import Moment, WorkersDeath
-from tests.faults.moments.training import BATCH, EPOCHS, Loader, data, network
-from trainers import MirroredTrainer, ParameterServerTrainer, SpareReplicasTrainer
+from tests.faults.moments.training import BATCH, EPOCHS, Source, data, network
+from trainers import Loader, MirroredTrainer, ParameterServerTrainer, SpareReplicasTrainer
 
 
 def trained(name: str, make: Callable[..., Any], deaths: dict[int, Moment], rows: str, **options: Any) -> None:
     """Train on all remaining ranks with loaders of these rows; some ranks die."""
     with Topology.of_survivors() as ranks, make(network(0), ranks, on_failure="continue", **options) as trainer:
         part, parts = trainer.strategy.part, trainer.strategy.parts
-        loader = None if part is None else Loader(part, parts) if rows == "divided" else Loader(0, 1)
+        loader = None if part is None else Source(part, parts) if rows == "divided" else Source(0, 1)
         watches = [WorkersDeath(deaths.get(ranks.rank))]
-        history = trainer.fit(loader, rows=rows, epochs=EPOCHS, callbacks=watches, progress=False)
+        history = trainer.fit(Loader(loader, rows=rows), epochs=EPOCHS, callbacks=watches, progress=False)
         came = {
             "history": [epoch.as_dict() for epoch in history],
             "ranks": trainer.size,

@@ -24,6 +24,7 @@ from trainers import (
     CentralStorageTrainer,
     Checkpoint,
     ClipNorm,
+    Loader,
     MirroredTrainer,
     NumpyNetwork,
     ParameterServerTrainer,
@@ -45,7 +46,7 @@ def network(seed: int) -> NumpyNetwork:
     return NumpyNetwork([8, 16, 3], seed=seed, lr=0.01)
 
 
-class Loader:
+class Source:
     """The batches of a training on arrays, or one of several parts of each batch."""
 
     def __init__(self, part: int, parts: int) -> None:
@@ -260,7 +261,7 @@ def trained(
             history = trainer.fit(x, y, EPOCHS, BATCH, **common)
         else:
             parts = (ranks.rank, ranks.size) if rows == "divided" else (0, 1)
-            history = trainer.fit(Loader(*parts), rows=rows, epochs=EPOCHS, **common)
+            history = trainer.fit(Loader(Source(*parts), rows=rows), epochs=EPOCHS, **common)
         came = {
             "history": [epoch.as_dict() for epoch in history],
             "ranks": trainer.size,

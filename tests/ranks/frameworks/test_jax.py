@@ -27,6 +27,7 @@ from trainers import (  # noqa: E402
     Accumulate,
     CentralStorageTrainer,
     ClipNorm,
+    Loader,
     MirroredTrainer,
     ParameterServerTrainer,
     SpareReplicasTrainer,
@@ -406,4 +407,4 @@ def test_a_loss_that_is_no_mean_over_rows_is_refused(topology_of: Callable[[None
         with pytest.raises(ArgumentError, match="the loss ignoring is no mean over the rows"):
             trainer.fit(X, Y, 1, 20, transforms=[Accumulate(2)], progress=False)
         with pytest.raises(ArgumentError, match="the loss ignoring is no mean over the rows"):
-            trainer.fit([(X[:20], Y[:20])], epochs=1, rows="whole", transforms=[Accumulate(2)], progress=False)
+            trainer.fit(Loader([(X[:20], Y[:20])], rows="whole"), epochs=1, transforms=[Accumulate(2)], progress=False)

@@ -12,7 +12,7 @@ import pytest
 import allreduce
 from allreduce.transport import control
 from tests.ranks.training.test_fit import data, network
-from trainers import MirroredTrainer, ParameterServerTrainer
+from trainers import Loader, MirroredTrainer, ParameterServerTrainer
 from trainers.errors import CheckpointError, DataError
 from trainers.fit.checkpointing import Checkpoint
 
@@ -111,13 +111,14 @@ def seed_all(number: int) -> None:
     torch.manual_seed(number)
 
 
-def fitted(topology: allreduce.Topology, make: Make, folder: Path, resume: bool, **options: Any) -> list[Any]:
+def fitted(
+    topology: allreduce.Topology, make: Make, folder: Path, resume: bool, steps: Any = None, **options: Any
+) -> list[Any]:
     """Return the hashes and losses of a fit."""
     with MirroredTrainer(network(), "ring", topology) as trainer:
         checkpoint = Checkpoint(str(folder), "1 step", keep=99)
-        history = trainer.fit(
-            make(topology.rank, topology.size), rows="divided", checkpoint=checkpoint, resume=resume, **options
-        )
+        loader = Loader(make(topology.rank, topology.size), rows="divided", steps=steps)
+        history = trainer.fit(loader, checkpoint=checkpoint, resume=resume, **options)
         return [trainer.steps, trainer.parameters_sha256(), [epoch.loss for epoch in history]]
 
 
@@ -138,7 +139,7 @@ def test_a_fit_resumes_with_the_same_bits(
 ) -> None:
     """In the middle of the first and the second epoch, between them, and after the end of one rank's loader."""
     endless = name in ("iterator", "grain dataset", "torchdata, endless")
-    options: dict[str, Any] = {"epochs": 1 if name == "grain" else 2, "steps_per_epoch": 7 if endless else None}
+    options: dict[str, Any] = {"epochs": 1 if name == "grain" else 2, "steps": 7 if endless else None}
     seed_all(3 + flat.rank)
     whole = fitted(flat, MAKE[name], folder, False, progress=False, **options)
     for steps in (3,) if name == "grain" else (whole[0] - 2, whole[0] // 2, whole[0] // 2 - 1, 3):
@@ -195,9 +196,9 @@ def test_a_state_that_needs_pickle_is_refused(flat: allreduce.Topology, folder: 
     bad = flat.rank == flat.size - 1
     with MirroredTrainer(network(), "ring", flat) as trainer:
         with pytest.raises(CheckpointError, match=r"Refuses can't be in a checkpoint: a .*Refuses at \['at'\]\[0\]"):
-            trainer.fit(Refuses(gives=not bad), rows="divided", progress=False, checkpoint=str(folder))
+            trainer.fit(Loader(Refuses(gives=not bad), rows="divided"), progress=False, checkpoint=str(folder))
         assert trainer.steps == 0
-        trainer.fit(Refuses(gives=not bad), rows="divided", epochs=1, progress=False)
+        trainer.fit(Loader(Refuses(gives=not bad), rows="divided"), epochs=1, progress=False)
 
 
 def test_a_loader_that_does_not_take_its_state(flat: allreduce.Topology, folder: Path) -> None:
@@ -229,18 +230,17 @@ def test_whole_batches_resume_on_another_number_of_ranks(flat: allreduce.Topolog
     seed_all(5)
     with ParameterServerTrainer(network(), servers=[0], topology=flat, updates="sync") as trainer:
         options: dict[str, Any] = {
-            "rows": "whole",
             "epochs": 2,
             "checkpoint": Checkpoint(str(folder), "1 step", keep=99),
         }
-        trainer.fit(make() if flat.rank else None, progress=False, **options)
+        trainer.fit(Loader(make() if flat.rank else None, rows="whole"), progress=False, **options)
         steps, whole = trainer.steps, trainer.replica.state()["parameters"].copy()
     leave(flat, folder, steps // 2 + 3)
 
     def alone() -> None:
         seed_all(100)
         with allreduce.Topology(MPI.COMM_SELF) as self, MirroredTrainer(network(), "ring", self) as trainer:
-            trainer.fit(make(), progress=False, resume=True, **options)
+            trainer.fit(Loader(make(), rows="whole"), progress=False, resume=True, **options)
             np.testing.assert_allclose(trainer.replica.state()["parameters"], whole, rtol=1e-4, atol=1e-6)
 
     control.together(flat.world, lambda: alone() if flat.rank == 0 else None)

@@ -13,7 +13,7 @@ from torch import nn  # noqa: E402
 
 import allreduce  # noqa: E402
 from tests.frameworks.replica_checks import STRATEGIES, as_dict, as_tuple, check_inputs, check_weights  # noqa: E402
-from trainers import CentralStorageTrainer, MirroredTrainer  # noqa: E402
+from trainers import CentralStorageTrainer, Loader, MirroredTrainer  # noqa: E402
 from trainers.data import Batches  # noqa: E402
 from trainers.errors import ArgumentError, ModelFileError  # noqa: E402
 from trainers.replicas.pytorch import TorchReplica  # noqa: E402
@@ -279,7 +279,7 @@ def test_a_wrong_label_changes_no_replica(dtype: torch.dtype, world: MPI.Intraco
         with pytest.raises(
             ArgumentError, match="of y has the label 12, and the model's output has 3 classes"
         ) as caught:
-            trainer.fit(batches, epochs=1, rows="whole", callbacks=[Keep()], progress=False)
+            trainer.fit(Loader(batches, rows="whole"), epochs=1, callbacks=[Keep()], progress=False)
         assert caught.value.ranks == tuple(range(world.size))
     assert len(seen) == 2
     np.testing.assert_array_equal(mine.state()["parameters"], seen[1])

@@ -13,7 +13,7 @@ from mpi4py import MPI  # noqa: E402
 from torch import nn  # noqa: E402
 
 import allreduce  # noqa: E402
-from trainers import MirroredTrainer, ParameterServerTrainer, SpareReplicasTrainer  # noqa: E402
+from trainers import Loader, MirroredTrainer, ParameterServerTrainer, SpareReplicasTrainer  # noqa: E402
 from trainers.errors import ArgumentError  # noqa: E402
 from trainers.replicas.pytorch import TorchReplica  # noqa: E402
 from trainers.trainer import Trainer  # noqa: E402
@@ -137,6 +137,6 @@ def test_gradients_of_a_stream_are_not_multiplied_by_its_rows(flat: allreduce.To
     rows = 40 - flat.rank  # of each batch of this rank
     batches = [(np.full((rows, 1), 3000, "float16"), np.zeros((rows, 1), "float16"))] * 3
     with SpareReplicasTrainer(made, flat, spare=0) as trainer:
-        trainer.fit(batches, epochs=1, rows="divided", progress=False)
+        trainer.fit(Loader(batches, rows="divided"), epochs=1, progress=False)
         assert len(set(trainer.parameters_sha256())) == 1
     np.testing.assert_allclose(made.state()["parameters"], 0.5 - 3 * 0.03, rtol=2e-3)

@@ -17,6 +17,7 @@ from trainers import (  # noqa: E402
     Accumulate,
     CentralStorageTrainer,
     ClipNorm,
+    Loader,
     MirroredTrainer,
     ParameterServerTrainer,
     SpareReplicasTrainer,
@@ -203,7 +204,8 @@ def rooted(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize("loader", [False, True])
 def test_a_loss_that_is_no_mean_over_rows_is_refused(loss: Any, loader: bool, flat: allreduce.Topology) -> None:
     x, y = rows(True)
-    given: dict[str, Any] = {"x": [(x[:40], y[:40])], "rows": "whole"} if loader else {"x": x, "y": y, "batch_size": 40}
+    batches = Loader([(x[:40], y[:40])], rows="whole")
+    given: dict[str, Any] = {"x": batches} if loader else {"x": x, "y": y, "batch_size": 40}
     with MirroredTrainer(made(loss), "ring", flat) as trainer:
         for options in ({"transforms": [Accumulate(2)]}, {}):
             if flat.size > 1 or options:

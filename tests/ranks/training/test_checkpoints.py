@@ -21,6 +21,7 @@ from tests import event_files
 from trainers import (
     CentralStorageTrainer,
     Checkpoint,
+    Loader,
     MirroredTrainer,
     NumpyNetwork,
     ParameterServerTrainer,
@@ -189,7 +190,7 @@ def test_random_numbers_go_on(flat: allreduce.Topology, folder: Path) -> None:
         np.random.seed(flat.rank)
         random.seed(flat.rank)
         with MirroredTrainer(network(), "ring", flat) as trainer:
-            trainer.fit(Augmented(), None, EPOCHS, BATCH, prefetch=False, progress=False, **options)
+            trainer.fit(Loader(Augmented(), prefetch=False), None, EPOCHS, BATCH, progress=False, **options)
             return trainer.parameters_sha256()
 
     expected = fit()
@@ -330,7 +331,7 @@ def test_the_fingerprint_draws_no_random_numbers(flat: allreduce.Topology, folde
     for options in ({}, {"checkpoint": str(folder)}):
         random.seed(flat.rank)
         with MirroredTrainer(network(), "ring", flat) as trainer:
-            trainer.fit(Table(X, Y, noisy=True), None, 2, BATCH, prefetch=False, progress=False, **options)
+            trainer.fit(Loader(Table(X, Y, noisy=True), prefetch=False), None, 2, BATCH, progress=False, **options)
             found.append(trainer.parameters_sha256())
     assert found[0] == found[1]
 

@@ -15,7 +15,7 @@ from allreduce import errors
 from allreduce.errors import UnavailableError
 from tests.ranks.grid import shapes
 from tests.ranks.together import raised_everywhere
-from trainers import EMA, ClipNorm, MirroredTrainer
+from trainers import EMA, ClipNorm, Loader, MirroredTrainer
 from trainers.callbacks import CheckGradients
 from trainers.errors import ArgumentError, DivergedError
 from trainers.replicas.numpy.network import NumpyNetwork
@@ -289,6 +289,6 @@ def test_padding_follows_the_micro_batch(flat: allreduce.Topology) -> None:
         for topology in (single, flat):
             replica = MeanNetwork([1, 9, 2], seed=1)
             with MirroredTrainer(replica, topology=topology, exact=True, micro_batch=MICRO) as trainer:
-                trainer.fit(Padded(), epochs=2, batch_size=BATCH, collate=Padded.collate, progress=False)
+                trainer.fit(Loader(Padded(), collate=Padded.collate), epochs=2, batch_size=BATCH, progress=False)
                 found += trainer.parameters_sha256()
     assert len(set(found)) == 1

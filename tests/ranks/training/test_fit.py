@@ -12,7 +12,7 @@ from mpi4py import MPI
 import allreduce
 from allreduce.errors import DisagreementError
 from allreduce.transport.control import on_all_ranks
-from trainers import MirroredTrainer, NumpyNetwork
+from trainers import Loader, MirroredTrainer, NumpyNetwork
 from trainers.data import Samples
 from trainers.errors import ArgumentError, DataError, DivergedError
 from trainers.watching.callback import Callback
@@ -278,22 +278,20 @@ def collate(rows: Any) -> Any:
 @pytest.mark.parametrize("kind", [Pairs, ByArrays, ByLists, Words])
 def test_a_data_set_trains_as_arrays_do(kind: type[Pairs], prefetch: bool | None, flat: allreduce.Topology) -> None:
     x, y = data()
-    plain, mine, given = network(), network(), kind()
-    options: dict[str, Any] = {"collate": collate} if kind is Words else {}
+    plain, mine, rows = network(), network(), kind()
+    given = Loader(rows, collate=collate if kind is Words else None, prefetch=prefetch)
     with MirroredTrainer(plain, "shared", flat) as trainer:
         expected = trainer.fit(x, y, 3, 20, validation_data=(x, y), progress=False)
         scores = trainer.evaluate(x, y)
     with MirroredTrainer(mine, "shared", flat) as trainer:
-        history = trainer.fit(
-            given, epochs=3, batch_size=20, prefetch=prefetch, validation_data=given, progress=False, **options
-        )
-        assert trainer.evaluate(given, **options) == scores
+        history = trainer.fit(given, epochs=3, batch_size=20, validation_data=given, progress=False)
+        assert trainer.evaluate(given) == scores
     assert np.array_equal(plain.parameters, mine.parameters)
     assert [epoch.validation for epoch in history] == [epoch.validation for epoch in expected]
     if kind is Pairs:
         names = {"MainThread"} if prefetch is False else {"MainThread", "fetches batches"}
-        assert given.threads <= names
-        assert flat.size > 4 or given.threads == names
+        assert rows.threads <= names
+        assert flat.size > 4 or rows.threads == names
     assert not [thread for thread in threading.enumerate() if thread.name == "fetches batches"]
 
 
@@ -317,12 +315,12 @@ def test_a_row_that_fails_is_named_on_all_ranks(prefetch: bool, flat: allreduce.
         for error in (OSError, KeyError):
             text = rf"Pairs can't give rows .*{error.__name__}: .?this row is damaged"
             with pytest.raises(DataError, match=text) as caught:
-                trainer.fit(Pairs(17, error), epochs=2, batch_size=20, prefetch=prefetch, progress=False)
+                trainer.fit(Loader(Pairs(17, error), prefetch=prefetch), epochs=2, batch_size=20, progress=False)
             assert caught.value.ranks
             with pytest.raises(DataError, match=text):
                 trainer.evaluate(Pairs(17, error))
         with pytest.raises(ArgumentError, match="labels run from"):
-            trainer.fit(Wrong(), epochs=2, batch_size=20, prefetch=prefetch, progress=False)
+            trainer.fit(Loader(Wrong(), prefetch=prefetch), epochs=2, batch_size=20, progress=False)
         trainer.fit(Pairs(), epochs=1, progress=False)
     assert not [thread for thread in threading.enumerate() if thread.name == "fetches batches"]
 
@@ -367,9 +365,9 @@ BAD_SETS: dict[str, tuple[dict[str, Any], str]] = {
     "empty": ({"x": Empty()}, "the Empty is empty"),
     "length": ({"x": Gone()}, "OSError: the disk is gone"),
     "first row": ({"x": Pairs(0)}, "OSError: this row is damaged"),
-    "collate with y": ({"x": data()[0], "y": data()[1], "collate": collate}, "leave out collate"),
-    "features": ({"x": Pairs(), "collate": lambda rows: made_up(len(rows), 9)}, "6 features"),
-    "lengths": ({"x": Pairs(), "collate": lambda rows: made_up(3, FEATURES)}, "for 2 rows"),
+    "collate with y": ({"x": Loader(data()[0], collate=collate), "y": data()[1]}, "leave out collate"),
+    "features": ({"x": Loader(Pairs(), collate=lambda rows: made_up(len(rows), 9))}, "6 features"),
+    "lengths": ({"x": Loader(Pairs(), collate=lambda rows: made_up(3, FEATURES))}, "for 2 rows"),
 }
 
 

@@ -16,6 +16,7 @@ from trainers import (
     Accumulate,
     CentralStorageTrainer,
     Checkpoint,
+    Loader,
     MirroredTrainer,
     NumpyNetwork,
     ParameterServerTrainer,
@@ -117,7 +118,7 @@ def loader(x: Any) -> Iterator[Any]:
         yield [[each[part] for each in as_tuple(x)], y[part], weights()[part]]
 
 
-class Loader:
+class Source:
     def __iter__(self) -> Iterator[Any]:
         return loader(data()[0])
 
@@ -135,12 +136,12 @@ def test_a_training_is_that_of_one_rank(kind: str, flat: allreduce.Topology) -> 
         (None, train(as_tuple(x), y, **arrays)),
         (of_classes(), train(as_dict(x), y, class_weight=CLASS_WEIGHT, **arrays, **accumulate)),
         (both, train(x, y, class_weight=CLASS_WEIGHT, sample_weight=weights().tolist(), **arrays)),
-        (both, train(Rows(), class_weight=CLASS_WEIGHT, prefetch=True, **arrays)),
+        (both, train(Loader(Rows(), prefetch=True), class_weight=CLASS_WEIGHT, **arrays)),
     ]
     if kind != "spare":
         server = kind == "servers" and flat.rank == flat.size - 1
-        batches = None if server else Loader()
-        found.append((both, train(batches, rows="whole", class_weight=CLASS_WEIGHT)))
+        batches = None if server else Source()
+        found.append((both, train(Loader(batches, rows="whole"), class_weight=CLASS_WEIGHT)))
     for row_weights, (parameters, history) in found:
         expected, its = on_one_rank(row_weights)
         np.testing.assert_allclose(parameters, expected, rtol=1e-3, atol=2e-6)
@@ -166,7 +167,7 @@ def test_each_rank_may_bring_its_own_weighted_rows(flat: allreduce.Topology) -> 
     if flat.rank == 0:
         batches.append((as_dict(x[-7:]), y[-7:], weights()[-7:]))
     chosen = np.r_[: 2 * BATCH, len(x) - 7 : len(x)]
-    found = trained(TRAINERS["mirrored"], flat, batches, rows="divided")
+    found = trained(TRAINERS["mirrored"], flat, Loader(batches, rows="divided"))
     with allreduce.Topology(MPI.COMM_SELF) as alone:
         options = {"batch_size": 2 * BATCH, "shuffle": False, "sample_weight": weights()[chosen]}
         expected = trained(TRAINERS["mirrored"], alone, x[chosen], y[chosen], **options)
@@ -249,12 +250,12 @@ def bad_calls() -> dict[str, tuple[dict[str, Any], str]]:
         "a word": ({"x": x, "y": y, "class_weight": "equal"}, "numbers >= 0 for class numbers"),
         "balanced rows": ({"x": Rows(), "class_weight": "balanced"}, "needs arrays x and y"),
         "weights of a data set": ({"x": Rows(), "sample_weight": weights()}, r"gives weights in its rows"),
-        "weights of a loader": ({"x": [(x, y)], "rows": "whole", "sample_weight": weights()}, "in its batches"),
+        "weights of a loader": ({"x": Loader([(x, y)], rows="whole"), "sample_weight": weights()}, "in its batches"),
         "no classes": (
             {"x": x, "y": x, "class_weight": {0: 1.0, 1: 2.0, 2: 0.0, 3: 4.0, 4: 1.0, 5: 1.0, 6: 1.0}},
             "class",
         ),
-        "a loader's weights": ({"x": [(x, y, negative)], "rows": "whole"}, "batch 1 of epoch 1: .*row 7 has -1.0"),
+        "a loader's weights": ({"x": Loader([(x, y, negative)], rows="whole")}, "batch 1 of epoch 1: .*row 7 has -1.0"),
     }
 
 

@@ -19,6 +19,7 @@ from tests.ranks.training.test_fit import data, network
 from trainers import (
     CentralStorageTrainer,
     Checkpoint,
+    Loader,
     MirroredTrainer,
     ParameterServerTrainer,
     SpareReplicasTrainer,
@@ -85,7 +86,7 @@ def test_a_loader_trains_as_one_rank_with_all_rows(kind: str, rows: str, flat: a
             divided = batches_of(trainer.strategy.parts, seed)
             batches = together(divided)
             own = batches if rows == "whole" else None if part is None else divided[part]
-            history = trainer.fit(own, rows=rows, epochs=EPOCHS, progress=False)
+            history = trainer.fit(Loader(own, rows=rows), epochs=EPOCHS, progress=False)
             assert kind == "spare" or trainer.steps == EPOCHS * len(batches)
             assert len(set(trainer.parameters_sha256())) == 1
             found = trainer.replica.state()["parameters"].copy()
@@ -120,7 +121,7 @@ def test_local_sgd_with_a_loader_trains_as_with_arrays(rows: str, flat: allreduc
         with MirroredTrainer(network(), "ring", flat, sync_every=3) as trainer:
             if loads:
                 own = batches if rows == "whole" else mine
-                history = trainer.fit(own, rows=rows, epochs=EPOCHS, callbacks=[seen], progress=False)
+                history = trainer.fit(Loader(own, rows=rows), epochs=EPOCHS, callbacks=[seen], progress=False)
             else:
                 history = trainer.fit(x, y, EPOCHS, 12, shuffle=False, callbacks=[seen], progress=False)
             assert seen.batches == [0, 1, 2, 3] * EPOCHS
@@ -133,7 +134,7 @@ def test_local_sgd_ends_when_all_loaders_have_ended(flat: allreduce.Topology) ->
     x, y = data()
     own = [(x[:4], y[:4])] * (4 if flat.rank == flat.size - 1 else 1)
     with MirroredTrainer(network(), "ring", flat, sync_every=3) as trainer:
-        history = trainer.fit(own, rows="divided", epochs=EPOCHS, progress=False)
+        history = trainer.fit(Loader(own, rows="divided"), epochs=EPOCHS, progress=False)
         assert trainer.steps == 4 * EPOCHS
         assert len(set(trainer.parameters_sha256())) == 1
     assert np.isfinite([epoch.loss for epoch in history]).all()
@@ -157,7 +158,7 @@ class Endless:
 def test_an_endless_loader_is_read_on_from_epoch_to_epoch(prefetch: bool, flat: allreduce.Topology) -> None:
     loader = Endless(flat.rank)
     with MirroredTrainer(network(), "ring", flat) as trainer:
-        trainer.fit(loader, rows="divided", epochs=3, steps_per_epoch=5, prefetch=prefetch, progress=False)
+        trainer.fit(Loader(loader, rows="divided", steps=5, prefetch=prefetch), epochs=3, progress=False)
         assert trainer.steps == 15
     if not prefetch:
         assert loader.read == 15  # none is read that is not used
@@ -166,17 +167,17 @@ def test_an_endless_loader_is_read_on_from_epoch_to_epoch(prefetch: bool, flat: 
 def test_a_short_loader_begins_again_in_the_middle_of_an_epoch(flat: allreduce.Topology) -> None:
     passes: list[int] = []
 
-    class Loader(list):  # type: ignore[type-arg]
+    class Source(list):  # type: ignore[type-arg]
         def set_epoch(self, number: int) -> None:
             passes.append(number)
 
     x, y = data()
     with MirroredTrainer(network(), "ring", flat) as trainer:
-        trainer.fit(Loader([(x, y)] * 3), rows="divided", epochs=2, steps_per_epoch=5, progress=False)
+        trainer.fit(Loader(Source([(x, y)] * 3), rows="divided", steps=5), epochs=2, progress=False)
         assert trainer.steps == 10
         assert passes == [0, 1, 2, 3]
         passes.clear()
-        trainer.fit(Loader([(x, y)] * 3), rows="divided", epochs=2, progress=False)
+        trainer.fit(Loader(Source([(x, y)] * 3), rows="divided"), epochs=2, progress=False)
         assert passes == [0, 1]
         assert trainer.steps == 16
 
@@ -194,7 +195,12 @@ def test_a_fit_resumes_in_the_middle_of_an_epoch(flat: allreduce.Topology, folde
                 stop = [StopAt(steps + 1)] if stops and not resume else []
                 checkpoint = Checkpoint(where, "1 step")
                 history = trainer.fit(
-                    own, rows="divided", epochs=3, progress=False, callbacks=stop, checkpoint=checkpoint, resume=resume
+                    Loader(own, rows="divided"),
+                    epochs=3,
+                    progress=False,
+                    callbacks=stop,
+                    checkpoint=checkpoint,
+                    resume=resume,
                 )
                 hashes = trainer.parameters_sha256()
         found.append((hashes, [epoch.loss for epoch in history]))
@@ -209,7 +215,7 @@ def test_checkpoints_of_a_stream_are_written_when_they_are_due(flat: allreduce.T
     x, y = data()
     with MirroredTrainer(network(), "ring", flat) as trainer:
         checkpoint = Checkpoint(str(folder), "5 steps", keep=9)
-        trainer.fit([(x, y)] * 4, rows="whole", epochs=3, progress=False, checkpoint=checkpoint)
+        trainer.fit(Loader([(x, y)] * 4, rows="whole"), epochs=3, progress=False, checkpoint=checkpoint)
     assert saved_steps(str(folder)) == [5, 10, 12]
 
 
@@ -218,15 +224,15 @@ def test_other_ranks_resume_between_passes_only(flat: allreduce.Topology, folder
     if flat.size == 1:
         pytest.skip("needs two ranks")
     x, y = data()
-    options: dict[str, Any] = {"rows": "divided", "progress": False}
+    loader = Loader([(x, y)] * 3, rows="divided")
     for name, stop in (("middle", [StopAt(1)]), ("end", [])):
         with MirroredTrainer(network(), "ring", flat) as trainer:
             checkpoint = Checkpoint(str(folder / name), "1 step")
-            trainer.fit([(x, y)] * 3, epochs=1, **options, callbacks=stop, checkpoint=checkpoint)
+            trainer.fit(loader, epochs=1, progress=False, callbacks=stop, checkpoint=checkpoint)
 
     def resume() -> None:
         with allreduce.Topology(MPI.COMM_SELF) as alone, MirroredTrainer(network(), "ring", alone) as trainer:
-            fit = functools.partial(trainer.fit, [(x, y)] * 3, epochs=2, **options, resume=True)
+            fit = functools.partial(trainer.fit, loader, epochs=2, progress=False, resume=True)
             with pytest.raises(CheckpointError, match="in the middle of the loaders' rows"):
                 fit(checkpoint=str(folder / "middle"))
             assert len(fit(checkpoint=str(folder / "end"))) == 2
@@ -238,14 +244,14 @@ def test_other_ranks_resume_between_passes_only(flat: allreduce.Topology, folder
 def test_a_fit_goes_back_to_its_first_batch() -> None:
     """From the first batch of the second epoch, whose number in its epoch is the same."""
 
-    class Loader:
+    class Source:
         def set_epoch(self, number: int) -> None:
             self.number = number
 
         def __iter__(self) -> Iterator[Pair]:
             yield np.full((2, 1), self.number), np.zeros(2)
 
-    batches = LoaderBatches(Loader(), "divided", None, None, 0, 1, 0)
+    batches = LoaderBatches(Source(), "divided", None, None, 0, 1, 0)
     batches.meet(lambda value, _: [value])
     batches.learn(0, batches.begin(0, 0))
     batches.begin(1, 0)
@@ -258,7 +264,7 @@ def test_a_fit_goes_back_to_its_first_batch() -> None:
 def test_a_rank_that_joins_after_the_last_batch_of_an_epoch_reads_the_next_one(limit: int | None) -> None:
     """Without a limit that is another pass over the loader, with one the batches after those of the epochs before."""
 
-    class Loader:
+    class Source:
         def set_epoch(self, number: int) -> None:
             self.number = number
 
@@ -266,7 +272,7 @@ def test_a_rank_that_joins_after_the_last_batch_of_an_epoch_reads_the_next_one(l
             for step in range(5 if limit is None else 99):
                 yield np.full((2, 1), 5 * self.number + step), np.zeros(2)
 
-    batches = LoaderBatches(Loader(), "whole", None, limit, 0, 1, 0)
+    batches = LoaderBatches(Source(), "whole", None, limit, 0, 1, 0)
     batches.meet(lambda value, _: [value])
     batches.seek(Cursor(2, 5, 15, {"sizes": [2] * 5}, {}))
     batches.learn(0, batches.begin(3, 0))
@@ -293,15 +299,18 @@ def test_a_fit_leaves_nothing_open(ahead: bool, flat: allreduce.Topology) -> Non
     """Neither a pass over the loader nor a thread, also if the fit is refused; the user's own iterator stays open."""
     loader, iterator, threads = Closes(), iter(Closes()), set(threading.enumerate())
     with MirroredTrainer(network(), "ring", flat) as trainer:
-        fit = functools.partial(trainer.fit, rows="divided", steps_per_epoch=2, epochs=1, prefetch=ahead)
-        fit(loader, progress=False)
+
+        def fit(given: Any, **options: Any) -> None:
+            trainer.fit(Loader(given, rows="divided", steps=2, prefetch=ahead), epochs=1, progress=False, **options)
+
+        fit(loader)
         assert loader.open == 0
         with pytest.raises(ArgumentError, match="needs the folder") as refused:  # holds the frames of the fit
             fit(loader, resume=True)
         with pytest.raises(ArgumentError, match="same number of rows") as again:
             fit(loader, validation_data=(np.zeros(2), np.zeros(3)))
         assert loader.open == 0, (refused, again)
-        fit(iterator, progress=False)
+        fit(iterator)
         assert len(next(iterator)) == 2
     assert set(threading.enumerate()) <= threads
 
@@ -310,7 +319,10 @@ def test_batches_without_rows_for_ever(flat: allreduce.Topology) -> None:
     """A loader whose pass has no rows counts as ended, and is not read again and again."""
     x, y = data()
     with MirroredTrainer(network(), "ring", flat) as trainer:
-        fit = functools.partial(trainer.fit, rows="divided", steps_per_epoch=2, epochs=1, progress=False)
+
+        def fit(batches: Any) -> None:
+            trainer.fit(Loader(batches, rows="divided", steps=2), epochs=1, progress=False)
+
         with pytest.raises(DataError, match="no rank's loader gives a batch"):
             fit([(x[:0], y[:0])])
         fit([(x[:0], y[:0])] if flat.rank else [(x, y)])
@@ -373,7 +385,7 @@ def test_a_bad_loader_on_one_rank_is_one_error_on_all(kind: str, update: str, fl
     error, text = BROKEN[kind]
     with MirroredTrainer(network(), "shared", flat, update=update) as trainer:
         with pytest.raises(error, match=text) as caught:
-            trainer.fit(broken(kind, flat.rank == flat.size - 1), rows="divided", progress=False)
+            trainer.fit(Loader(broken(kind, flat.rank == flat.size - 1), rows="divided"), progress=False)
         assert type(caught.value) is error
         assert len(set(trainer.parameters_sha256())) == 1  # the trainer works
 
@@ -385,33 +397,30 @@ def test_loaders_that_differ_where_they_must_not(flat: allreduce.Topology) -> No
     first = [(x[:6], y[:6])]
     with MirroredTrainer(network(), "ring", flat) as trainer:
         with pytest.raises(ArgumentError, match="other batches"):
-            trainer.fit([(x[flat.rank :], y[flat.rank :])], rows="whole", progress=False)
+            trainer.fit(Loader([(x[flat.rank :], y[flat.rank :])], rows="whole"), progress=False)
         with pytest.raises(DataError, match="all loaders must give the same batches"):
-            trainer.fit([*first, *[(x[:9], y[:9])] * (1 + flat.rank)], rows="whole", progress=False)
+            trainer.fit(Loader([*first, *[(x[:9], y[:9])] * (1 + flat.rank)], rows="whole"), progress=False)
         with pytest.raises(DataError, match="gives a batch in epoch 2"):
-            trainer.fit(iter(first), rows="divided", epochs=2, progress=False)
+            trainer.fit(Loader(iter(first), rows="divided"), epochs=2, progress=False)
 
 
 @pytest.mark.parametrize(
     ("options", "text"),
     [
-        ({"rows": "both"}, 'use rows="divided"'),
-        ({"steps_per_epoch": 3}, "for loaders only"),
-        ({"rows": "whole", "steps_per_epoch": 0}, "steps_per_epoch must be an integer >= 1"),
-        ({"rows": "whole", "batch_size": 10}, "batch_size and shuffle are the loader's"),
-        ({"rows": "whole", "y": np.zeros(3)}, "leave out rows, or y"),
+        ({"batch_size": 10}, "batch_size and shuffle are the loader's"),
+        ({"y": np.zeros(3)}, "leave out rows, or y"),
     ],
 )
 def test_bad_arguments(options: dict[str, Any], text: str, flat: allreduce.Topology) -> None:
     x, y = data()
     with MirroredTrainer(network(), "ring", flat) as trainer, pytest.raises(ArgumentError, match=text):
-        trainer.fit([(x, y)], progress=False, **options)
+        trainer.fit(Loader([(x, y)], rows="whole"), progress=False, **options)
 
 
 def test_exact_sums_take_whole_batches_only(flat: allreduce.Topology) -> None:
     exact = MirroredTrainer(network(), "ring", flat, exact=True)
     with exact as trainer, pytest.raises(ArgumentError, match="exact=True divides every batch"):
-        trainer.fit([data()], rows="divided", progress=False)
+        trainer.fit(Loader([data()], rows="divided"), progress=False)
 
 
 @pytest.mark.parametrize("update", ["replicated", "sharded"])
@@ -420,14 +429,14 @@ def test_exact_sums_with_a_loader_have_the_bits_of_one_rank(update: str, flat: a
     with allreduce.Topology(MPI.COMM_SELF) as alone:
         for topology in (alone, flat):
             with MirroredTrainer(network(), "ring", topology, update=update, exact=True, micro_batch=2) as trainer:
-                history = trainer.fit(batches, rows="whole", epochs=EPOCHS, progress=False)
+                history = trainer.fit(Loader(batches, rows="whole"), epochs=EPOCHS, progress=False)
                 found.append((trainer.parameters_sha256()[0], [epoch.loss for epoch in history]))
     assert found[0] == found[1]
 
 
 def test_a_server_brings_no_rows(flat: allreduce.Topology) -> None:
     with trainer_of("servers", flat) as trainer, pytest.raises(ArgumentError, match="this rank is a server"):
-        trainer.fit([data()], rows="divided", progress=False)
+        trainer.fit(Loader([data()], rows="divided"), progress=False)
 
 
 def test_a_torch_loader_with_its_sampler(flat: allreduce.Topology) -> None:
@@ -441,7 +450,7 @@ def test_a_torch_loader_with_its_sampler(flat: allreduce.Topology) -> None:
         for each in (loader, in_batches):
             sampler.set_epoch(7)
             before = trainer.steps
-            trainer.fit(each, rows="divided", epochs=EPOCHS, progress=False)
+            trainer.fit(Loader(each, rows="divided"), epochs=EPOCHS, progress=False)
             assert trainer.steps - before == EPOCHS * len(loader)
             assert sampler.epoch == EPOCHS - 1
         assert len(set(trainer.parameters_sha256())) == 1
@@ -458,9 +467,9 @@ def test_a_loader_is_evaluated_as_all_rows_by_one_rank(kind: str, rows: str, fla
         batches = together(divided)
         own = batches if rows == "whole" else None if part is None else divided[part]
         x, y = (np.concatenate(sides) for sides in zip(*batches, strict=True))
-        evaluate: Any = functools.partial(trainer.evaluate, rows=rows)
-        assert evaluate(own) == pytest.approx(trainer.evaluate(x, y), rel=1e-6)
-        options: dict[str, Any] = {"epochs": EPOCHS, "progress": False, "validation_data": own, "validation_rows": rows}
+        loader = Loader(own, rows=rows)
+        assert trainer.evaluate(loader) == pytest.approx(trainer.evaluate(x, y), rel=1e-6)
+        options: dict[str, Any] = {"epochs": EPOCHS, "progress": False, "validation_data": loader}
         assert trainer.fit(x, y, **options)[-1].validation == pytest.approx(trainer.evaluate(x, y), rel=1e-6)
         endless = None if part is None and rows == "divided" else Endless(part if rows == "divided" else 1)
         read = [next(iter(Endless(each))) for each in (range(parts) if rows == "divided" else [1])]
@@ -468,14 +477,17 @@ def test_a_loader_is_evaluated_as_all_rows_by_one_rank(kind: str, rows: str, fla
         for _ in range(2):
             if endless is not None:
                 endless.read = 0
-            assert evaluate(endless, steps=1) == pytest.approx(expected, rel=1e-6)
+            assert trainer.evaluate(Loader(endless, rows=rows, steps=1)) == pytest.approx(expected, rel=1e-6)
 
 
 def test_a_bad_loader_to_evaluate_is_one_error_on_all_ranks(flat: allreduce.Topology) -> None:
     x, y = data()
     last, once = flat.rank == flat.size - 1, iter([(x, y)])
     with MirroredTrainer(network(), "ring", flat) as trainer:
-        evaluate: Any = functools.partial(trainer.evaluate, rows="divided")
+
+        def evaluate(batches: Any, rows: str = "divided", **options: Any) -> dict[str, float]:
+            return trainer.evaluate(Loader(batches, rows=rows), **options)
+
         for kind in ("raises", "later width", "first width", "no pairs", "lengths", "no loader", "empty"):
             error, text = BROKEN[kind]
             text = {"raises": "the disk is gone", "later width": "and first x", "empty": "to evaluate"}.get(kind, text)
@@ -484,15 +496,8 @@ def test_a_bad_loader_to_evaluate_is_one_error_on_all_ranks(flat: allreduce.Topo
         assert set(evaluate(once)) == {"loss", "accuracy"}
         with pytest.raises(DataError, match="to evaluate: it has no rows, or is an iterator that has ended"):
             evaluate(once)
-        for options, text in (
-            ({"rows": "both"}, "rows="),
-            ({"steps": 0}, "steps must be"),
-            ({"y": y}, "leave out rows"),
-        ):
-            with pytest.raises(ArgumentError, match=text):
-                evaluate([(x, y)], **options)
-        with pytest.raises(ArgumentError, match="use rows="):
-            trainer.fit(x, y, validation_data=[(x, y)], validation_steps=3, progress=False)
+        with pytest.raises(ArgumentError, match="leave out rows"):
+            evaluate([(x, y)], y=y)
         if flat.size > 1:
             with pytest.raises(DataError, match="rank 1: 2 batches, 100 rows"):
                 evaluate([(x, y)] * (1 + flat.rank), rows="whole")
@@ -524,7 +529,7 @@ def test_asynchronous_servers_train_on_every_row_once(rows: str, flat: allreduce
             batches = together(divided)
             own = None if part is None else batches if rows == "whole" else divided[part]
             computed = Computed()
-            history = trainer.fit(own, rows=rows, epochs=EPOCHS, callbacks=[computed], progress=False)
+            history = trainer.fit(Loader(own, rows=rows), epochs=EPOCHS, callbacks=[computed], progress=False)
             x, y = (np.concatenate(sides) for sides in zip(*batches, strict=True))
             assert [each.loss for each in history] == pytest.approx([trainer.evaluate(x, y)["loss"]] * EPOCHS, rel=1e-5)
             updates = sum(map(len, divided)) if rows == "divided" else sum(min(parts, len(x)) for x, _ in batches)
@@ -536,17 +541,18 @@ def test_asynchronous_servers_train_on_every_row_once(rows: str, flat: allreduce
 
 @pytest.mark.parametrize("rows", ["divided", "whole"])
 def test_asynchronous_servers_read_endless_loaders_on(rows: str, flat: allreduce.Topology, folder: Path) -> None:
-    """Each worker takes steps_per_epoch batches of its own; with whole batches all of them read equally far."""
+    """Each worker takes `steps` batches of its own; with whole batches all of them read equally far."""
     if flat.size == 1:
         pytest.skip("a server needs a worker")
     loader = Endless(flat.rank if rows == "divided" else 0)
     with ParameterServerTrainer(network(), topology=flat, updates="async") as trainer:
         own = None if trainer.strategy.part is None else loader
-        options: dict[str, Any] = {"rows": rows, "steps_per_epoch": 4, "progress": False, "checkpoint": str(folder)}
-        assert len(trainer.fit(own, epochs=2, **options)) == 2
+        options: dict[str, Any] = {"progress": False, "checkpoint": str(folder)}
+        given = Loader(own, rows=rows, steps=4)
+        assert len(trainer.fit(given, epochs=2, **options)) == 2
         assert own is None or own.read == 8
         assert saved_steps(str(folder)) == [4, 8]
-        assert len(trainer.fit(own, epochs=3, resume=True, **options)) == 3
+        assert len(trainer.fit(given, epochs=3, resume=True, **options)) == 3
 
 
 STRATEGIES: dict[str, Any] = TRAINERS | {
@@ -567,13 +573,13 @@ def test_a_bad_loader_in_every_strategy(strategy: str, kind: str, flat: allreduc
     with STRATEGIES[strategy](network(), topology=flat) as trainer:
         own = None if trainer.strategy.part is None else broken(kind, flat.rank == 0)
         with pytest.raises(error, match=text) as caught:
-            trainer.fit(own, rows="divided", progress=False)
+            trainer.fit(Loader(own, rows="divided"), progress=False)
         assert type(caught.value) is error
         assert len(set(trainer.parameters_sha256())) == 1
         if trainer.strategy.parts > 1 and kind == "raises" and strategy != "local":
             own = None if own is None else [data()] * (2 + flat.rank)
             with pytest.raises(DataError, match=r"loaders must give the same batches|have given other batches"):
-                trainer.fit(own, rows="whole", progress=False)
+                trainer.fit(Loader(own, rows="whole"), progress=False)
 
 
 @pytest.mark.parametrize(("epoch", "number"), [(0, 2), (0, 3), (1, 0)])
@@ -590,7 +596,7 @@ def test_whole_batches_with_other_values_on_one_rank(
     good = [(x[at : at + 12], y[at : at + 12]) for at in range(0, 48, 12)]
     passes = iter(range(9))
 
-    class Loader:
+    class Source:
         def __iter__(self) -> Iterator[Pair]:
             batches = list(good)
             if next(passes) == epoch and other:
@@ -606,9 +612,9 @@ def test_whole_batches_with_other_values_on_one_rank(
         if trainer.strategy.parts == 1:  # no rank reads the batches with the only worker
             return
         with pytest.raises(DataError, match=text):
-            trainer.fit(Loader() if reads else None, rows="whole", epochs=2, progress=False)
+            trainer.fit(Loader(Source() if reads else None, rows="whole"), epochs=2, progress=False)
         assert len(set(trainer.parameters_sha256())) == 1
-        history = trainer.fit(good if reads else None, rows="whole", epochs=2, progress=False)
+        history = trainer.fit(Loader(good if reads else None, rows="whole"), epochs=2, progress=False)
         assert len(history) == 2
 
 
@@ -617,7 +623,7 @@ def test_whole_batches_that_differ_in_an_evaluation(flat: allreduce.Topology) ->
         pytest.skip("needs two ranks")
     x, y = data()
     with MirroredTrainer(network(), "ring", flat) as trainer, pytest.raises(DataError, match="1 batches, 50 rows, #"):
-        trainer.evaluate([(x + (flat.rank == 1), y)], rows="whole")
+        trainer.evaluate(Loader([(x + (flat.rank == 1), y)], rows="whole"))
 
 
 class Sleeps(Callback):
@@ -640,7 +646,7 @@ def test_an_error_in_batches_that_a_late_rank_reads_at_the_end(kind: str, flat: 
         yield data()
 
     with STRATEGIES[kind](network(), topology=flat) as trainer, pytest.raises(DataError, match="the disk is full"):
-        trainer.fit(batches(), rows="whole", epochs=1, progress=False, callbacks=[Sleeps()])
+        trainer.fit(Loader(batches(), rows="whole"), epochs=1, progress=False, callbacks=[Sleeps()])
 
 
 class Slow(Endless):
@@ -665,15 +671,16 @@ def test_a_late_rank_of_spare_replicas_goes_on_with_its_loader(
         pytest.skip("a spare rank needs another one")
     loader = Slow(flat.rank, rows == "whole")
     with SpareReplicasTrainer(network(), topology=flat, spare=1) as trainer:
-        options: dict[str, Any] = {"rows": rows, "steps_per_epoch": 9, "progress": False, "checkpoint": str(folder)}
-        history = trainer.fit(loader, epochs=2, **options)
+        options: dict[str, Any] = {"progress": False, "checkpoint": str(folder)}
+        given = Loader(loader, rows=rows, steps=9)
+        history = trainer.fit(given, epochs=2, **options)
         assert saved_steps(str(folder)) == [9, 18]
         assert len(set(trainer.parameters_sha256())) == 1
         assert np.isfinite([each.loss for each in history]).all()
         assert loader.read == 18 if rows == "whole" else loader.read <= 18
         if rows == "divided" and loader.slow:
             assert loader.read < 18
-        assert len(trainer.fit(loader, epochs=3, resume=True, **options)) == 3
+        assert len(trainer.fit(given, epochs=3, resume=True, **options)) == 3
 
 
 @pytest.mark.parametrize("rows", ["divided", "whole"])
@@ -688,7 +695,7 @@ def test_a_late_rank_of_spare_replicas_ends_its_loader(rows: str, flat: allreduc
 
     with SpareReplicasTrainer(network(), topology=flat, spare=1) as trainer:
         loader = Ends(flat.rank, rows == "whole")
-        history = trainer.fit(loader, rows=rows, epochs=2, progress=False)
+        history = trainer.fit(Loader(loader, rows=rows), epochs=2, progress=False)
         assert len(history) == 2
         assert loader.read == 10
         assert len(set(trainer.parameters_sha256())) == 1

@@ -3,6 +3,7 @@
 import functools
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from trainers import (
     Checkpoint,
     ClipNorm,
     EmbeddingNetwork,
+    Loader,
     MirroredTrainer,
     NumpyNetwork,
     ParameterServerTrainer,
@@ -190,8 +192,7 @@ def test_micro_batches(flat: allreduce.Topology) -> None:
                     x[:11], y[:11], EPOCHS, 4, progress=False, transforms=[Accumulate(count)], sample_weight=weights
                 )
                 trainer.fit(
-                    [(x[each], y[each]) for each in rows],
-                    rows="divided",
+                    Loader([(x[each], y[each]) for each in rows], rows="divided"),
                     epochs=2,
                     transforms=[Accumulate(count)],
                     progress=False,
@@ -401,15 +402,15 @@ def test_a_function_of_the_step(flat: allreduce.Topology) -> None:
             seen.append(self.trainer.replica.learning_rates[0])
 
     with MirroredTrainer(network(), "ring", flat) as trainer:
-        options: dict[str, Any] = {"rows": "whole", "epochs": 2, "progress": False, "callbacks": [Rates()]}
-        batches = [(x[:4], y[:4]), (x[4:9], y[4:9])]
+        options: dict[str, Any] = {"epochs": 2, "progress": False, "callbacks": [Rates()]}
+        batches = Loader([(x[:4], y[:4]), (x[4:9], y[4:9])], rows="whole")
         trainer.fit(batches, transforms=[Schedule(lambda step: 1 / (step + 1), warmup=1)], **options)
         np.testing.assert_allclose(seen, [0.01, 0.01, 0.02 / 3, 0.005])
         text = raised_everywhere(
             flat.world, ArgumentError, lambda: trainer.fit(batches, transforms=[Schedule("linear")], **options)
         )
-        assert "steps_per_epoch" in text
-        trainer.fit(batches, transforms=[Schedule("linear")], steps_per_epoch=2, **options)
+        assert "give the steps of the Loader" in text
+        trainer.fit(replace(batches, steps=2), transforms=[Schedule("linear")], **options)
         np.testing.assert_allclose(seen[-4:], [0.02, 0.015, 0.01, 0.005])
 
 

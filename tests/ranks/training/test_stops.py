@@ -15,6 +15,7 @@ from trainers import (
     CentralStorageTrainer,
     Checkpoint,
     ClipNorm,
+    Loader,
     MirroredTrainer,
     NumpyNetwork,
     ParameterServerTrainer,
@@ -96,7 +97,7 @@ def fit(trainer: Any, shape: str, **options: Any) -> History:
         share = slice(0, 4 + 2 * (trainer.rank == 0))
         batches = [(x[trainer.rank :: SIZE], y[trainer.rank :: SIZE]) for x, y in batches[share]]
     serves = computing is not None and not isinstance(trainer, SpareReplicasTrainer) and trainer.rank == SIZE - 1
-    return trainer.fit(None if serves else batches, rows=shape, **options)
+    return trainer.fit(Loader(None if serves else batches, rows=shape), **options)
 
 
 def outcome(trainer: Any, history: History, exact: bool) -> list[Any]:

@@ -12,7 +12,7 @@ from mpi4py import MPI
 import allreduce
 from allreduce.call import queue
 from allreduce.errors import CollectiveTimeoutError, UnavailableError
-from trainers import MirroredTrainer, NumpyNetwork, ParameterServerTrainer, SpareReplicasTrainer
+from trainers import Loader, MirroredTrainer, NumpyNetwork, ParameterServerTrainer, SpareReplicasTrainer
 from trainers.data import Samples
 from trainers.errors import ArgumentError, DataError, DivergedError
 from trainers.group import RankGroup
@@ -307,7 +307,7 @@ def test_a_data_set_that_fails_fails_on_all(make: Make, prefetch: bool, flat: al
     with make(network(), flat) as trainer:
         with pytest.raises(DataError, match="no such row") as caught:
             # twenty epochs: spare replicas leave out a late rank, which then never reads the row in that epoch
-            trainer.fit(Breaks(), epochs=20, batch_size=BATCH, progress=False, prefetch=prefetch)
+            trainer.fit(Loader(Breaks(), prefetch=prefetch), epochs=20, batch_size=BATCH, progress=False)
         assert caught.value.ranks == tuple(range(flat.size))
         x, y = data()
         assert len(trainer.fit(Samples(list(zip(x, y, strict=True))), None, 2, BATCH, progress=False)) == 2

@@ -11,7 +11,7 @@ from mpi4py import MPI
 
 import allreduce
 from tests.ranks.training.test_strategies import BATCH, SIZE, STEPS, applied, data, network
-from trainers import EMA, Accumulate, ClipNorm, MirroredTrainer, NumpyNetwork, ParameterServerTrainer
+from trainers import EMA, Accumulate, ClipNorm, Loader, MirroredTrainer, NumpyNetwork, ParameterServerTrainer
 from trainers.errors import ArgumentError, DivergedError
 from trainers.watching.callback import Callback
 
@@ -106,7 +106,7 @@ def test_a_worker_computes_the_gradient_of_its_parts_as_one_rank(updates: str, f
     clipping and a moving average."""
     x, y = data()
     options = {"transforms": [Accumulate(2), ClipNorm(0.05), EMA(0.9)], "sample_weight": np.linspace(0, 2, len(x))}
-    for rows, given in ((BATCH, {"prefetch": True}), (1, {}), (BATCH, options)):
+    for rows, given in ((BATCH, {}), (1, {}), (BATCH, options)):
         common: dict[str, Any] = {"progress": False, "validation_data": (x, y), **given}
         with ParameterServerTrainer(network(), flat, updates=updates, ranks_per_worker=2) as trainer:
             history = trainer.fit(x, y, 2, rows, **common)
@@ -218,9 +218,9 @@ def test_synchronous_workers_take_loaders_and_asynchronous_ones_refuse_them(flat
     with in_step(flat, 1, 2) as trainer:
         expected = trainer.fit(x, y, 2, BATCH, shuffle=False, progress=False)
     with in_step(flat, 1, 2) as trainer:
-        history = trainer.fit(loader, rows="divided", epochs=2, progress=False)
+        history = trainer.fit(Loader(loader, rows="divided"), epochs=2, progress=False)
     np.testing.assert_allclose(history.column("loss"), expected.column("loss"), rtol=1e-4)
     with ParameterServerTrainer(network(), flat, ranks_per_worker=2) as trainer:
         with pytest.raises(ArgumentError, match='use ranks_per_worker=1, or updates="sync"'):
-            trainer.fit(loader, rows="divided", epochs=2, progress=False)
+            trainer.fit(Loader(loader, rows="divided"), epochs=2, progress=False)
         assert len(trainer.fit(x, y, 1, BATCH, progress=False)) == 1

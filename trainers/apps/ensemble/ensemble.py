@@ -69,7 +69,6 @@ BY_VALIDATION = "validation"
 FIT_OPTIONS = (  # of Trainer.fit, that every member's fit gets
     "shuffle",
     "class_weight",
-    "prefetch",
     "transforms",
 )
 
@@ -239,7 +238,7 @@ class EnsembleTrainer(GroupOwner):
             write files need it.
         checkpoint, resume: as for `MirroredTrainer.fit`; every member has a folder of its own in the given folder.
         progress: print a line for each member that was trained, on a rank of its part. stream: where; None: to stdout.
-        options: of `MirroredTrainer.fit`, for every member: shuffle, class_weight, prefetch, transforms.
+        options: of `MirroredTrainer.fit`, for every member: shuffle, class_weight, transforms.
 
         After SIGTERM the members that train write their checkpoints, and every rank ends with exit code 143 when all
         parts have done so.

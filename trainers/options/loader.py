@@ -1,0 +1,39 @@
+"""Loader: how the rows of a fit or of an evaluation are read."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+from trainers.arguments import FLAG, Checked, integer, name, require
+
+DIVIDED, WHOLE = "divided", "whole"
+
+
+@dataclass(frozen=True)
+class Loader(Checked):
+    """Says how rows are read: `fit(Loader(dataloader, rows="divided"))`, `evaluate(Loader(dataloader, rows="whole"))`.
+
+    data: with `rows` any iterable of batches (x, y) or (x, y, weights), such as a DataLoader. A rank that computes
+        nothing (a server) brings none: None. Without `rows` a data set with len() and rows by number, or arrays (x, y).
+    rows: which rows the batches bring. "divided": each rank its own; global batch s has the rows of batch s of every
+        rank, and a rank whose loader ends first brings no rows until all have ended. "whole": the same batches on all
+        ranks; each rank takes its share. The training is that of one rank with all rows. The batches are the loader's,
+        so batch_size and shuffle stay away. `set_epoch` of the loader, its sampler or its data set is called before
+        each pass.
+    steps: the number of batches in an epoch, or in an evaluation: for a loader that is endless, or is read on from one
+        epoch to the next and from its beginning when it ends. None: one pass.
+    collate: makes (x, y), or (x, y, weights), of arrays: from a batch, by default a pair or a triple; or from a list of
+        a data set's rows, by default they are stacked.
+    prefetch: whether a thread fetches the next batches of a fit during a step. None: of data sets and memory maps only
+        (a DataLoader has workers of its own).
+    """
+
+    data: Any
+    rows: Annotated[str | None, name(DIVIDED, WHOLE).or_none()] = None
+    steps: Annotated[int | None, integer(1).or_none()] = None
+    collate: Callable[[Any], Any] | None = None
+    prefetch: Annotated[bool | None, FLAG.or_none()] = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require("Loader: steps are of batches: give rows too" if self.steps is not None and self.rows is None else "")
