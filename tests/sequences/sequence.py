@@ -280,8 +280,8 @@ class Sequence(Making):
         call.bad = None
         self.note(f"evaluate {side.name} on {call.rows} rows, {call.form}")
         x = call.x = np.nan_to_num(call.x)
-        data, more = call.data(self.folder, self.rank)
-        found = self.well("evaluate", lambda: side.trainer.evaluate(*data, **more))
+        data = call.data(self.folder, self.rank)
+        found = self.well("evaluate", lambda: side.trainer.evaluate(data))
         self.near(f"evaluate {side.name}", found, side.model.shadow.evaluate(x, call.y))
 
     def predict(self, side: Side) -> None:
