@@ -19,7 +19,7 @@ from functools import partial
 import numpy as np
 from mpi4py import MPI
 
-from allreduce import notices
+from allreduce import kernels, notices
 from allreduce.algorithm import Context, TwoPhase, Work
 from allreduce.arrays import casts, dtypes, ops
 from allreduce.arrays.chunks import page_chunk, segments
@@ -180,9 +180,7 @@ class Shared(TwoPhase):
             mine = _pages(everyone[self.rank], self.size, self.rank)
         for block in _blocks(mine, firsts[0].itemsize):
             parts = [array[block] for array in firsts]
-            self._combine(parts, parts[0], op)
-            for part in parts[1:]:
-                np.copyto(part, parts[0])
+            self._combine(parts, parts, op)
         self._meet()
         if levels:
             self._copy_in_groups(everyone)
@@ -191,7 +189,7 @@ class Shared(TwoPhase):
         if self._has_levels(buffer):
             everyone = self._reduce_in_groups(everyone, op)
         for block in _blocks(self.owned(buffer.size), buffer.itemsize):
-            self._combine([array[block] for array in everyone], buffer[block], op)
+            self._combine([array[block] for array in everyone], [buffer[block]], op)
         self._meet()
 
     def _all_gather_in_place(self, buffer: np.ndarray, everyone: Sequence[np.ndarray]) -> None:
@@ -211,7 +209,7 @@ class Shared(TwoPhase):
         if len(arrays) > 1:
             for block in self._blocks_in_group(everyone):
                 parts = [array[block] for array in arrays]
-                self._combine(parts, parts[0], op.unscaled())
+                self._combine(parts, parts[:1], op.unscaled())
         self._meet()
         return [everyone[group[0]] for group in self._groups]
 
@@ -250,7 +248,7 @@ class Shared(TwoPhase):
         parts = [*fetched[: self.rank], mine, *fetched[self.rank :]]
         for rank in self._others():
             self._cma.read(rank, addresses[rank] + block.start * buffer.itemsize, parts[rank])
-        self._combine(parts, mine, op)
+        self._combine(parts, [mine], op)
         return mine
 
     def _cma_blocks(self, buffer: np.ndarray) -> Iterator[slice]:
@@ -289,17 +287,20 @@ class Shared(TwoPhase):
 
     # Both
 
-    def _combine(self, parts: list[np.ndarray], out: np.ndarray, op: Op) -> None:
-        """Combine the ranks' parts in rank order and finish them in `out`, which may be one of them."""
-        if dtypes.is_half(out.dtype):
-            casts.combine_halves(parts, out, op, self.workspace)
-        elif out is parts[0] or len(parts) == 2:
+    def _combine(self, parts: list[np.ndarray], outs: list[np.ndarray], op: Op) -> None:
+        """Combine the ranks' parts in rank order and write the finished result to `outs`, which may be some of them."""
+        out = outs[0]
+        if op.adds and kernels.sum_arrays(parts, outs, op.scale):
+            return
+        if not dtypes.is_half(out.dtype) and (out is parts[0] or len(parts) == 2):
             op.combine(parts[0], parts[1], out=out)
             for part in parts[2:]:
                 op.combine(out, part, out=out)
             op.finish(out)
         else:
             casts.combine(parts, out, op, self.workspace)
+        for other in outs[1:]:
+            np.copyto(other, out)
 
 
 def _pages(array: np.ndarray, parts: int, index: int) -> slice:

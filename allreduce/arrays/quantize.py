@@ -20,7 +20,7 @@ from typing import ClassVar, NamedTuple
 
 import numpy as np
 
-from allreduce.arrays import casts
+from allreduce import kernels
 
 PIECE = 32 * 1024  # elements: with scratch memory and random numbers half of a cache of 1 MiB
 BLOCK = 256  # elements with one scale
@@ -79,10 +79,11 @@ class Quantizer(ABC):
             stand for, without `factor`; with zeros in blocks of which that is not finite.
         """
         scales, codes = self._parts(message, values.size)
-        for piece in self._pieces(values.size):
-            magnitudes = np.abs(values[piece.elements], out=self._scratch(piece))
-            rows = magnitudes.view(BITS).reshape(-1, piece.width)  # as integers, NaN is the largest
-            np.maximum.reduce(rows, axis=1, out=scales[piece.blocks].view(BITS))
+        if not kernels.call("block_magnitudes", values, values.size, self.block, scales):
+            for piece in self._pieces(values.size):
+                magnitudes = np.abs(values[piece.elements], out=self._scratch(piece))
+                rows = magnitudes.view(BITS).reshape(-1, piece.width)  # as integers, NaN is the largest
+                np.maximum.reduce(rows, axis=1, out=scales[piece.blocks].view(BITS))
         np.copyto(scales, np.inf, where=scales > LARGEST)
         self._encode(values, scales, codes, error)
         if factor != 1.0:
@@ -162,15 +163,25 @@ class Int8(Quantizer):
         inverses = np.divide(self.LARGEST, scales)
         np.divide(scales, self.LARGEST, out=scales)
         for piece in self._pieces(values.size):
-            part, scaled = values[piece.elements], self._scratch(piece)
+            part, blocks, start = values[piece.elements], piece.blocks, self._draw()
+            random, written = self._random[start : start + part.size], codes[piece.elements].view(np.int8)
+            left = None if error is None else error[piece.elements]
+            sizes = part.size, piece.width
+            if kernels.call("encode_int8", part, *sizes, scales[blocks], inverses[blocks], random, written, left):
+                continue
+            scaled = self._scratch(piece)
             _multiply(part, inverses, piece, scaled)
-            start = self._draw()
-            np.add(scaled, self._random[start : start + scaled.size], out=scaled)
+            np.add(scaled, random, out=scaled)
             np.floor(scaled, out=scaled)
-            np.copyto(codes[piece.elements].view(np.int8), scaled, casting="unsafe")
-            if error is not None:
+            np.copyto(written, scaled, casting="unsafe")
+            if left is not None:
                 _multiply(scaled, scales, piece, scaled)
-                np.subtract(part, scaled, out=error[piece.elements])
+                np.subtract(part, scaled, out=left)
+
+    def add(self, message: np.ndarray, total: np.ndarray) -> None:
+        scales, codes = self._parts(message, total.size)
+        if not kernels.call("add_int8", codes, total.size, self.block, scales, total):
+            super().add(message, total)
 
     def _draw(self) -> int:
         """Return the next place in the table of random numbers."""
@@ -181,8 +192,9 @@ class Int8(Quantizer):
         return (scales,)
 
     def _decode(self, codes: np.ndarray, factors: tuple[np.ndarray, ...], piece: Piece, out: np.ndarray) -> None:
-        np.copyto(out, codes.view(np.int8))
-        _multiply(out, factors[0], piece, out)
+        if not kernels.call("decode_int8", codes, out.size, piece.width, factors[0][piece.blocks], out):
+            np.copyto(out, codes.view(np.int8))
+            _multiply(out, factors[0], piece, out)
 
 
 class Float8(Quantizer):
@@ -221,7 +233,7 @@ class Float8(Quantizer):
                 np.multiply(scaled, down, out=scaled)
             bits = scaled.view(BITS)
             spare, signs = self._spare[: bits.size], self._signs[: bits.size]
-            casts.narrow(bits, codes[piece.elements], self.DROPPED, spare, signs)
+            _narrow(bits, codes[piece.elements], self.DROPPED, spare, signs)
             if error is not None:
                 np.bitwise_and(bits, self.KEPT, out=bits)
                 self._scale_up(scaled, ups, piece)
@@ -238,7 +250,7 @@ class Float8(Quantizer):
         _multiply(scaled, factors[0], piece, scaled)
 
     def _decode(self, codes: np.ndarray, factors: tuple[np.ndarray, ...], piece: Piece, out: np.ndarray) -> None:
-        casts.widen(codes.view(np.int8), out.view(BITS), self.DROPPED, self.CODE)
+        _widen(codes.view(np.int8), out.view(BITS), self.DROPPED, self.CODE)
         self._scale_up(out, factors, piece)
 
 
@@ -249,6 +261,36 @@ def _multiply(values: np.ndarray, factors: np.ndarray, piece: Piece, out: np.nda
     """Multiply every block of a piece by its factor."""
     width = piece.width
     np.multiply(values.reshape(-1, width), factors[piece.blocks, None], out=out.reshape(-1, width))
+
+
+def _widen(codes: np.ndarray, bits: np.ndarray, dropped: int, moved: np.int32) -> None:
+    """Write to `bits` the bits of short floats, moved to the places of float32's. Local.
+
+    codes: signed integers. dropped: the bits of float32's fraction that the short floats have not. moved: the bits of
+    float32 that remain.
+    """
+    np.copyto(bits, codes)  # the sign fills the upper bits
+    np.left_shift(bits, dropped, out=bits)
+    np.bitwise_and(bits, moved, out=bits)
+
+
+def _narrow(bits: np.ndarray, codes: np.ndarray, dropped: int, spare: np.ndarray, signs: np.ndarray) -> None:
+    """Do the inverse of `_widen`, rounded to nearest, ties to even. Local.
+
+    bits: overwritten by the rounded ones, which must fit the codes' exponents. codes: unsigned integers. spare: like
+    `bits`, signs: like `codes`; both are overwritten.
+    """
+    sign = 8 * codes.itemsize - 1
+    np.right_shift(bits, dropped, out=spare)  # add half a unit, less the smallest bit where the last one is even
+    np.bitwise_and(spare, 1, out=spare)
+    np.add(bits, spare, out=bits)
+    np.add(bits, (1 << (dropped - 1)) - 1, out=bits)
+    np.right_shift(bits, dropped, out=spare)  # exponent and fraction; the sign is in the upper bits
+    np.copyto(codes, spare, casting="unsafe")
+    np.right_shift(bits, 31 - sign, out=spare)
+    np.copyto(signs, spare, casting="unsafe")
+    np.bitwise_and(signs, 1 << sign, out=signs)
+    np.bitwise_or(codes, signs, out=codes)
 
 
 @functools.cache

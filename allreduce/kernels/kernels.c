@@ -1,0 +1,201 @@
+/* Sums of 16-bit floats, casts to and from them, and codes of 8 bits, in one pass over the memory.
+ *
+ * Each function has the bits of the NumPy functions beside its caller (allreduce/arrays/), also for NaNs, infinities and
+ * subnormal numbers: values are added in the order of the arrays, nothing is contracted to fused operations
+ * (-ffp-contract=off), and a result is rounded once. The one exception: of two NaNs that are added, either may remain.
+ * tests/collectives/test_kernels.py compares them.
+ *
+ * The file needs no header of Python: ctypes calls the functions, without the GIL. Arrays are contiguous and aligned to
+ * their elements. An output may be one of the inputs, element for element.
+ */
+#include <stddef.h>
+#include <stdint.h>
+#include <string.h>
+
+#if defined(__x86_64__) && defined(__GLIBC__) && defined(__GNUC__) && !defined(__clang__)
+#define KERNEL __attribute__((target_clones("avx512f", "avx2", "default"))) /* chosen when the library is loaded */
+#else
+#define KERNEL
+#endif
+#define INLINE static inline __attribute__((always_inline))
+#define BLOCK 2048 /* elements of a sum that stay in the first cache */
+
+INLINE uint32_t bits_of(float value) { uint32_t bits; memcpy(&bits, &value, sizeof bits); return bits; }
+INLINE float float_of(uint32_t bits) { float value; memcpy(&value, &bits, sizeof value); return value; }
+
+/* Casts. Float16 as F. Giesen: half to float done quick, 2012, with NumPy's bits of NaNs. */
+
+INLINE float from_float16(uint16_t half)
+{
+    uint32_t magnitude = (uint32_t)(half & 0x7fff) << 13, sign = (uint32_t)(half & 0x8000) << 16;
+    uint32_t normal = magnitude + (112u << 23), endless = magnitude + (224u << 23);
+    uint32_t subnormal = bits_of(float_of(magnitude + (113u << 23)) - float_of(113u << 23));
+    uint32_t bits = half & 0x7c00 ? normal : subnormal;
+    bits = (half & 0x7c00) == 0x7c00 ? endless : bits;
+    return float_of(bits | sign);
+}
+
+INLINE uint16_t to_float16(float value)
+{
+    uint32_t bits = bits_of(value), magnitude = bits & 0x7fffffff, sign = bits >> 16 & 0x8000;
+    uint32_t normal = (magnitude + 0xc8000fff + (magnitude >> 13 & 1)) >> 13;
+    uint32_t subnormal = bits_of(float_of(magnitude) + 0.5f) - (126u << 23);
+    uint32_t payload = magnitude >> 13 & 0x3ff, nan = 0x7c00 | (payload ? payload : 1);
+    uint32_t half = magnitude < 113u << 23 ? subnormal : normal;
+    half = magnitude >= 143u << 23 ? 0x7c00 : half;
+    half = magnitude > 0x7f800000 ? nan : half;
+    return (uint16_t)(half | sign);
+}
+
+INLINE float from_bfloat16(uint16_t half) { return float_of((uint32_t)half << 16); }
+
+INLINE uint16_t to_bfloat16(float value)
+{
+    uint32_t bits = bits_of(value), rounded = (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
+    return (uint16_t)((bits & 0x7fffffff) > 0x7f800000 ? (bits >> 16 & 0x8000) | 0x7fc0 : rounded);
+}
+
+#define CAST(name, from, to, convert)                          \
+    KERNEL void name(const from *source, to *out, size_t size) \
+    {                                                          \
+        for (size_t i = 0; i < size; i++)                      \
+            out[i] = convert(source[i]);                       \
+    }
+CAST(cast_float16_float32, uint16_t, float, from_float16)
+CAST(cast_float32_float16, float, uint16_t, to_float16)
+CAST(cast_bfloat16_float32, uint16_t, float, from_bfloat16)
+CAST(cast_float32_bfloat16, float, uint16_t, to_bfloat16)
+
+/* Sums of 16-bit floats: outs[k][i] = (parts[0][i] + parts[1][i] + ...) * scale in float32, for all k. */
+
+#define EACH(length) _Pragma("GCC ivdep") for (size_t i = 0; i < (length); i++) /* an output may be an input */
+#define SUM(name, from, to)                                                                                 \
+    KERNEL void name(const uint16_t *const *parts, size_t count, uint16_t *const *outs, size_t copies,      \
+                     size_t size, double factor)                                                            \
+    {                                                                                                       \
+        float total[BLOCK], scale = (float)factor;                                                          \
+        for (size_t start = 0; start < size; start += BLOCK) {                                              \
+            size_t length = size - start < BLOCK ? size - start : BLOCK;                                    \
+            const uint16_t *first = parts[0] + start, *second = parts[count > 1] + start;                   \
+            uint16_t *out = outs[0] + start;                                                                \
+            if (count == 2)                                                                                 \
+                EACH(length) out[i] = to((from(first[i]) + from(second[i])) * scale);                       \
+            else {                                                                                          \
+                EACH(length) total[i] = from(first[i]);                                                     \
+                for (size_t part = 1; part < count; part++) {                                               \
+                    const uint16_t *values = parts[part] + start;                                           \
+                    EACH(length) total[i] = total[i] + from(values[i]);                                     \
+                }                                                                                           \
+                EACH(length) out[i] = to(total[i] * scale);                                                 \
+            }                                                                                               \
+            for (size_t copy = 1; copy < copies; copy++)                                                    \
+                memcpy(outs[copy] + start, out, length * sizeof *out);                                      \
+        }                                                                                                   \
+    }
+SUM(sum_bfloat16, from_bfloat16, to_bfloat16)
+SUM(portable_sum_float16, from_float16, to_float16)
+
+#ifdef __x86_64__
+#include <immintrin.h>
+#define HALVES(array) _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)((array) + i)))
+
+__attribute__((target("avx,f16c"))) static size_t sum_float16_by_eights(
+    const uint16_t *const *parts, size_t count, uint16_t *const *outs, size_t copies, size_t size, double factor)
+{
+    __m256 scale = _mm256_set1_ps((float)factor);
+    size_t i = 0;
+    for (; i + 8 <= size; i += 8) {
+        __m256 total = HALVES(parts[0]);
+        for (size_t part = 1; part < count; part++)
+            total = _mm256_add_ps(total, HALVES(parts[part]));
+        __m128i rounded = _mm256_cvtps_ph(_mm256_mul_ps(total, scale), _MM_FROUND_TO_NEAREST_INT);
+        for (size_t copy = 0; copy < copies; copy++)
+            _mm_storeu_si128((__m128i *)(outs[copy] + i), rounded);
+    }
+    return i;
+}
+#endif
+
+void sum_float16(const uint16_t *const *parts, size_t count, uint16_t *const *outs, size_t copies, size_t size,
+                 double factor)
+{
+    size_t done = 0;
+#ifdef __x86_64__
+    if (__builtin_cpu_supports("f16c"))
+        done = sum_float16_by_eights(parts, count, outs, copies, size, factor);
+#endif
+    const uint16_t *left[count];
+    uint16_t *written[copies];
+    for (size_t part = 0; part < count; part++)
+        left[part] = parts[part] + done;
+    for (size_t copy = 0; copy < copies; copy++)
+        written[copy] = outs[copy] + done;
+    portable_sum_float16(left, count, written, copies, size - done, factor);
+}
+
+/* Codes of 8 bits: a float32 scale for each block, as allreduce/arrays/quantize.py describes. */
+
+/* Write the largest magnitude of each block, as an integer: there NaN is the largest. */
+KERNEL void block_magnitudes(const float *values, size_t size, size_t block, float *magnitudes)
+{
+    for (size_t start = 0; start < size; start += block, magnitudes++) {
+        size_t length = size - start < block ? size - start : block;
+        int32_t largest = 0;
+        for (size_t i = 0; i < length; i++) {
+            int32_t bits = (int32_t)(bits_of(values[start + i]) & 0x7fffffff);
+            largest = bits > largest ? bits : largest;
+        }
+        *magnitudes = float_of((uint32_t)largest);
+    }
+}
+
+INLINE float floor_of(float value) /* of a number of at most 31 bits; a NaN becomes the least integer */
+{
+    float whole = (float)(int32_t)value;
+    return whole > value ? whole - 1 : whole;
+}
+
+/* codes = floor(values / scales + random), and error = values - codes * scales unless it is null. */
+KERNEL void encode_int8(const float *values, size_t size, size_t block, const float *scales, const float *inverses,
+                        const float *random, int8_t *codes, float *error)
+{
+    for (size_t start = 0; start < size; start += block, scales++, inverses++) {
+        size_t length = size - start < block ? size - start : block;
+        float scale = *scales, inverse = *inverses;
+        float whole[BLOCK];
+        for (size_t from = 0; from < length; from += BLOCK) {
+            size_t count = length - from < BLOCK ? length - from : BLOCK;
+            const float *given = values + start + from, *drawn = random + start + from;
+            for (size_t i = 0; i < count; i++)
+                whole[i] = floor_of(given[i] * inverse + drawn[i]);
+            int8_t *written = codes + start + from;
+            for (size_t i = 0; i < count; i++)
+                written[i] = (int8_t)(int32_t)whole[i];
+            if (error)
+                for (size_t i = 0; i < count; i++)
+                    error[start + from + i] = given[i] - whole[i] * scale;
+        }
+    }
+}
+
+KERNEL void decode_int8(const int8_t *codes, size_t size, size_t block, const float *scales, float *out)
+{
+    for (size_t start = 0; start < size; start += block, scales++) {
+        size_t length = size - start < block ? size - start : block;
+        float scale = *scales;
+        for (size_t i = 0; i < length; i++)
+            out[start + i] = (float)codes[start + i] * scale;
+    }
+}
+
+KERNEL void add_int8(const int8_t *codes, size_t size, size_t block, const float *scales, float *total)
+{
+    for (size_t start = 0; start < size; start += block, scales++) {
+        size_t length = size - start < block ? size - start : block;
+        float scale = *scales;
+        for (size_t i = 0; i < length; i++)
+            total[start + i] = total[start + i] + (float)codes[start + i] * scale;
+    }
+}
+
+int version(void) { return 1; } /* of these functions and their arguments: see __init__.py */

@@ -1,0 +1,141 @@
+"""The C library has the bits of NumPy: sums and casts of 16-bit floats, and codes of 8 bits."""
+
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from allreduce import kernels
+from allreduce.arrays import casts, ops, quantize
+from allreduce.arrays.workspace import Workspace
+
+HALVES = [np.dtype(np.float16), np.dtype(ml_dtypes.bfloat16)]
+EVERY_HALF = np.arange(2**16, dtype=np.uint16)
+LENGTHS = [0, 1, 7, 8, 2047, 2048, 2049, 100_003]
+
+
+@pytest.fixture
+def by_numpy(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], None]]:
+    """Call it, and the rest of the test is computed by NumPy."""
+    if kernels.status() != "C":
+        pytest.skip(f"arrays are computed by {kernels.status()}")
+
+    def switch() -> None:
+        monkeypatch.setenv(kernels.SWITCH, "0")
+        kernels._function.cache_clear()
+        assert kernels.status().startswith("NumPy")
+
+    yield switch
+    monkeypatch.undo()
+    kernels._function.cache_clear()
+
+
+def hostile(length: int, seed: int) -> np.ndarray:
+    """float32 of all exponents, and NaNs, infinities, subnormals and zeros of both signs."""
+    generator = np.random.default_rng(seed)
+    values = generator.integers(0, 2**32, length, dtype=np.uint32).view(np.float32)
+    special = np.array([np.nan, -np.nan, np.inf, -np.inf, 0.0, -0.0, 1e-45, -1e-40, 3e38, 65519, 65520], np.float32)
+    chosen = generator.random(length) < 0.1
+    values[chosen] = generator.choice(special, chosen.sum())
+    return values
+
+
+def same_bits(found: np.ndarray, wanted: np.ndarray) -> None:
+    np.testing.assert_array_equal(found.view(f"u{found.itemsize}"), wanted.view(f"u{found.itemsize}"))
+
+
+@pytest.mark.parametrize("half", HALVES, ids=str)
+def test_casts_of_every_16_bit_float(half: np.dtype, by_numpy: Callable[[], None]) -> None:
+    found = np.empty(2**16, np.float32)
+    assert kernels.cast(EVERY_HALF.view(half), found)
+    same_bits(found, EVERY_HALF.view(half).astype(np.float32))
+
+
+@pytest.mark.parametrize("half", HALVES, ids=str)
+@pytest.mark.parametrize("lower", [0, 1, 0xFFF, 0x1000, 0x1001, 0x1FFF, 0x2000, 0x3000, 0x7FFF, 0x8000, 0x8001, 0xFFFF])
+def test_casts_of_float32_of_all_upper_bits(half: np.dtype, lower: int, by_numpy: Callable[[], None]) -> None:
+    values = (np.arange(2**16, dtype=np.uint32) << 16 | np.uint32(lower)).view(np.float32)
+    found = np.empty(2**16, half)
+    assert kernels.cast(values, found)
+    with np.errstate(all="ignore"):
+        same_bits(found, values.astype(half))
+
+
+@pytest.mark.parametrize("half", HALVES, ids=str)
+@pytest.mark.parametrize("op", ["sum", "mean"])
+@pytest.mark.parametrize("ranks", [2, 3, 5])
+def test_sums(half: np.dtype, op: str, ranks: int, by_numpy: Callable[[], None]) -> None:
+    """Every pair of 16-bit floats that a few shifts make, and lengths about those of the loops; in place, several outs."""
+    resolved = ops.resolve(op, half, ranks)
+    cases = [[EVERY_HALF.view(half), *(np.roll(EVERY_HALF * 5 + each, each).view(half) for each in range(1, ranks))]]
+    with np.errstate(all="ignore"):
+        cases += [[hostile(size, seed).astype(half) for seed in range(ranks)] for size in LENGTHS]
+    found = []
+    for parts in cases:
+        given = [part.copy() for part in parts]
+        assert kernels.sum_arrays(given, given[:2], resolved.scale)
+        same_bits(given[0], given[1])
+        found.append(given[0])
+    by_numpy()
+    for parts, total in zip(cases, found, strict=True):
+        wanted = np.empty_like(total)
+        with np.errstate(all="ignore"):
+            casts.combine(parts, wanted, resolved, Workspace())
+        with np.errstate(all="ignore"):
+            number = ~np.isnan(wanted)
+            assert (np.isnan(total) == ~number).all()  # its bits are those of either NaN where two are added
+        same_bits(total[number], wanted[number])
+
+
+@pytest.mark.parametrize("kind", quantize.KINDS)
+@pytest.mark.parametrize("block", [8, 256, 3000])
+@pytest.mark.parametrize("feedback", [False, True])
+def test_codes_of_8_bits(kind: str, block: int, feedback: bool, by_numpy: Callable[[], None]) -> None:
+    def run(values: np.ndarray) -> list[np.ndarray]:
+        quantizer = quantize.KINDS[kind](block)
+        quantizer.seed(3, values.size)
+        message = np.zeros(quantizer.nbytes(values.size), np.uint8)
+        error = values.copy() if feedback else None
+        out, wide, total = np.empty_like(values), np.empty(values.size), np.ones_like(values)
+        with np.errstate(all="ignore"):
+            quantizer.encode(values if error is None else error, message, error, 0.5)
+            quantizer.decode(message, out)
+            quantizer.decode(message, wide)
+            quantizer.add(message, total)
+        return [message, out, wide, total, *([] if error is None else [error])]
+
+    generator = np.random.default_rng(block)
+    cases = [generator.standard_normal(size).astype(np.float32) for size in LENGTHS]
+    cases += [hostile(size, size) for size in LENGTHS] + [np.zeros(5000, np.float32), np.full(5000, 1e-42, np.float32)]
+    found = [run(values) for values in cases]
+    by_numpy()
+    for values, arrays in zip(cases, found, strict=True):
+        for array, wanted in zip(arrays, run(values), strict=True):
+            same_bits(array, wanted)
+
+
+def test_arrays_that_no_kernel_takes_are_left_alone() -> None:
+    out = np.full(10, 7, np.float16)
+    every_second, unaligned = np.ones(20, np.float16)[::2], np.ones(21, np.uint8)[1:].view(np.float16)
+    for part in (every_second, unaligned):
+        assert not kernels.sum_arrays([part, part], [out])
+        assert not kernels.cast(part, np.empty(10, np.float32))
+    assert not kernels.sum_arrays([np.ones(10), np.ones(10)], [np.ones(10)])
+    assert not kernels.cast(np.ones(10, np.int32), out)
+    assert (out == 7).all()
+
+
+def test_the_switch_and_an_older_library(monkeypatch: pytest.MonkeyPatch) -> None:
+    program = "from allreduce import kernels; print(kernels.status())"
+    monkeypatch.setenv(kernels.SWITCH, "0")
+    shown = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=60)
+    assert shown.stdout == "NumPy (ALLREDUCE_KERNELS=0)\n"
+    monkeypatch.delenv(kernels.SWITCH)
+    monkeypatch.setattr(kernels, "VERSION", -1)
+    kernels._library.cache_clear()
+    assert kernels.status().startswith("NumPy (no C library")
+    monkeypatch.undo()
+    kernels._library.cache_clear()
