@@ -19,6 +19,7 @@ from typing import Any
 from mpi4py import MPI
 
 import allreduce
+from allreduce import kernels
 from allreduce.arrays import gpu
 from allreduce.doctor.findings import (
     EXTRA,
@@ -110,7 +111,8 @@ def gather_versions(topology: Topology, first: str) -> dict[str, Any]:
     for path in sorted(folder.rglob("*.py")):  # checkouts of one version may differ
         value = zlib.crc32(path.read_bytes(), zlib.crc32(path.relative_to(folder).as_posix().encode(), value))
     ours = f"{allreduce.__version__} (code {value:08x})"
-    return {"versions": {"Python": platform.python_version(), **others, "allreduce": ours}, "cpu": identify()["cpu"]}
+    versions = {"Python": platform.python_version(), **others, "allreduce": ours}
+    return {"versions": versions, "cpu": identify()["cpu"], "kernels": kernels.status()}
 
 
 def judge_versions(ranks: Sequence[Rank], needs: Needs) -> Iterator[Finding]:
@@ -129,6 +131,7 @@ def judge_versions(ranks: Sequence[Rank], needs: Needs) -> Iterator[Finding]:
             well = all(_minor(tried[0]) <= _minor(version) <= _minor(tried[-1]) for version in versions)
             advice = f"if something fails with it, install {name}=={tried[-1]}"
             yield ok(f"{name}, tried", text) if well else warning(f"{name}, tried", text, advice)
+    yield alike("kernels", ranks, lambda rank: rank.facts["kernels"], "all ranks wait for those without the C library")
     advice = "in every step all ranks wait for the slowest: use hosts of one kind"
     yield alike("CPU", ranks, lambda rank: rank.facts["cpu"], advice)
 

@@ -55,7 +55,9 @@ def sum_arrays(parts: Sequence[np.ndarray], outs: Sequence[np.ndarray], scale: f
 def cast(source: np.ndarray, out: np.ndarray) -> bool:
     """Write `source` to `out`, rounded to nearest, ties to even. Returns False if there is no kernel for the dtypes."""
     pair = {source.dtype, out.dtype}
-    function = _function(f"cast_{source.dtype}_{out.dtype}") if pair in ({FLOAT32, FLOAT16}, {FLOAT32, BFLOAT16}) else None
+    function = (
+        _function(f"cast_{source.dtype}_{out.dtype}") if pair in ({FLOAT32, FLOAT16}, {FLOAT32, BFLOAT16}) else None
+    )
     if function is None or not _fit(source, out):
         return False
     function(source.ctypes.data, out.ctypes.data, out.size)

@@ -18,7 +18,8 @@
 #define KERNEL
 #endif
 #define INLINE static inline __attribute__((always_inline))
-#define BLOCK 2048 /* elements of a sum that stay in the first cache */
+#define LANES 1024 /* elements of a sum that are rounded together */
+#define BLOCK 2048 /* elements of a quantised block that stay in the first cache */
 
 INLINE uint32_t bits_of(float value) { uint32_t bits; memcpy(&bits, &value, sizeof bits); return bits; }
 INLINE float float_of(uint32_t bits) { float value; memcpy(&value, &bits, sizeof value); return value; }
@@ -68,29 +69,44 @@ CAST(cast_float32_bfloat16, float, uint16_t, to_bfloat16)
 
 /* Sums of 16-bit floats: outs[k][i] = (parts[0][i] + parts[1][i] + ...) * scale in float32, for all k. */
 
-#define EACH(length) _Pragma("GCC ivdep") for (size_t i = 0; i < (length); i++) /* an output may be an input */
-#define SUM(name, from, to)                                                                                 \
-    KERNEL void name(const uint16_t *const *parts, size_t count, uint16_t *const *outs, size_t copies,      \
-                     size_t size, double factor)                                                            \
-    {                                                                                                       \
-        float total[BLOCK], scale = (float)factor;                                                          \
-        for (size_t start = 0; start < size; start += BLOCK) {                                              \
-            size_t length = size - start < BLOCK ? size - start : BLOCK;                                    \
-            const uint16_t *first = parts[0] + start, *second = parts[count > 1] + start;                   \
-            uint16_t *out = outs[0] + start;                                                                \
-            if (count == 2)                                                                                 \
-                EACH(length) out[i] = to((from(first[i]) + from(second[i])) * scale);                       \
-            else {                                                                                          \
-                EACH(length) total[i] = from(first[i]);                                                     \
-                for (size_t part = 1; part < count; part++) {                                               \
-                    const uint16_t *values = parts[part] + start;                                           \
-                    EACH(length) total[i] = total[i] + from(values[i]);                                     \
-                }                                                                                           \
-                EACH(length) out[i] = to(total[i] * scale);                                                 \
-            }                                                                                               \
-            for (size_t copy = 1; copy < copies; copy++)                                                    \
-                memcpy(outs[copy] + start, out, length * sizeof *out);                                      \
-        }                                                                                                   \
+#define SUM(name, from, to)                                                                                    \
+    INLINE void name##_lanes(const uint16_t *const *parts, size_t count, uint16_t *const *outs, size_t copies, \
+                             size_t start, size_t length, float scale)                                         \
+    {                                                                                                          \
+        float total[LANES];                                                                                    \
+        uint16_t rounded[LANES];                                                                               \
+        size_t few = count < 4 ? count : 4; /* read in one loop, which a constant count unrolls */             \
+        for (size_t i = 0; i < length; i++) {                                                                  \
+            float value = from(parts[0][start + i]);                                                           \
+            for (size_t part = 1; part < few; part++)                                                          \
+                value = value + from(parts[part][start + i]);                                                  \
+            total[i] = value;                                                                                  \
+        }                                                                                                      \
+        for (size_t part = few; part < count; part++) {                                                        \
+            const uint16_t *values = parts[part] + start;                                                      \
+            for (size_t i = 0; i < length; i++)                                                                \
+                total[i] = total[i] + from(values[i]);                                                         \
+        }                                                                                                      \
+        for (size_t i = 0; i < length; i++)                                                                    \
+            rounded[i] = to(total[i] * scale);                                                                 \
+        for (size_t copy = 0; copy < copies; copy++)                                                           \
+            memcpy(outs[copy] + start, rounded, length * sizeof *rounded);                                     \
+    }                                                                                                          \
+    KERNEL void name(const uint16_t *const *parts, size_t count, uint16_t *const *outs, size_t copies,         \
+                     size_t size, double factor)                                                               \
+    {                                                                                                          \
+        float scale = (float)factor;                                                                           \
+        for (size_t start = 0; start < size; start += LANES) {                                                 \
+            size_t length = size - start < LANES ? size - start : LANES;                                       \
+            if (count == 2)                                                                                    \
+                name##_lanes(parts, 2, outs, copies, start, length, scale);                                    \
+            else if (count == 3)                                                                               \
+                name##_lanes(parts, 3, outs, copies, start, length, scale);                                    \
+            else if (count == 4)                                                                               \
+                name##_lanes(parts, 4, outs, copies, start, length, scale);                                    \
+            else if (count > 4)                                                                                \
+                name##_lanes(parts, count, outs, copies, start, length, scale);                                \
+        }                                                                                                      \
     }
 SUM(sum_bfloat16, from_bfloat16, to_bfloat16)
 SUM(portable_sum_float16, from_float16, to_float16)

@@ -13,6 +13,7 @@ from typing import Any
 
 from mpi4py import MPI
 
+from allreduce import kernels
 from allreduce.errors import OptionError
 from allreduce.machine import identify
 from allreduce.process import proc
@@ -28,6 +29,7 @@ def describe(peers: list[str]) -> dict[str, Any]:
         "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),
         "system": f"{platform.system()} {platform.release()}",
         "python": platform.python_version(),
+        "kernels": kernels.status(),
         **{name: importlib.metadata.version(name) for name in libraries},
         "load_before": round(os.getloadavg()[0], 2),
     }

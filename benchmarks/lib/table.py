@@ -100,7 +100,9 @@ def _beside(backends: Sequence[str]) -> list[str]:
 
 def _place(run: Run) -> str:
     machine = run.machine
-    return f"# {run.place()}: {machine['cpu']}, {machine['cores']} cores, {machine['mpi']}, numpy {machine['numpy']}"
+    kernels = str(machine.get("kernels", "NumPy")).split()[0]
+    software = f"{machine['mpi']}, numpy {machine['numpy']}, 16-bit floats by {kernels}"
+    return f"# {run.place()}: {machine['cpu']}, {machine['cores']} cores, {software}"
 
 
 def footer(run: Run) -> str:

@@ -193,7 +193,7 @@ def test_other_software_is_no_advice() -> None:
 def test_the_short_table_has_a_line_for_each_size() -> None:
     run = made_run(sizes=[1 << 20])
     head = table.short_header(run, run.backends()).splitlines()
-    assert head[0] == "# 4 ranks on 1 node: Made Up CPU <1>, 2 cores, Open MPI v0, numpy 0"
+    assert head[0] == "# 4 ranks on 1 node: Made Up CPU <1>, 2 cores, Open MPI v0, numpy 0, 16-bit floats by NumPy"
     assert head[-1].lstrip("#").split() == ["size", *["fastest", "us", "GB/s", "auto", "native"] * 2]
     row = table.short_row(run.results)
     assert row.split() == [

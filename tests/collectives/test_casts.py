@@ -1,7 +1,5 @@
 """Casts and sums by way of the accumulator's dtype, with the C library and without it."""
 
-from collections.abc import Iterator
-
 import numpy as np
 import pytest
 
@@ -13,10 +11,9 @@ DTYPES = [dtypes.FLOAT16, dtypes.BFLOAT16, np.dtype(np.float32), np.dtype(np.int
 
 
 @pytest.fixture(params=["C", "NumPy"], autouse=True)
-def _by(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def _by(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     if request.param == "NumPy":
         monkeypatch.setattr(kernels, "_function", lambda name: None)
-    yield
 
 
 @pytest.mark.parametrize("given", ["float64", "int32", "float32", "float16"])

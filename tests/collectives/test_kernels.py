@@ -68,7 +68,7 @@ def test_casts_of_float32_of_all_upper_bits(half: np.dtype, lower: int, by_numpy
 @pytest.mark.parametrize("op", ["sum", "mean"])
 @pytest.mark.parametrize("ranks", [2, 3, 5])
 def test_sums(half: np.dtype, op: str, ranks: int, by_numpy: Callable[[], None]) -> None:
-    """Every pair of 16-bit floats that a few shifts make, and lengths about those of the loops; in place, several outs."""
+    """Pairs of all 16-bit floats, and lengths about those of the loops; in place, with several outputs."""
     resolved = ops.resolve(op, half, ranks)
     cases = [[EVERY_HALF.view(half), *(np.roll(EVERY_HALF * 5 + each, each).view(half) for each in range(1, ranks))]]
     with np.errstate(all="ignore"):

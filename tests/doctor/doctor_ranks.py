@@ -30,7 +30,11 @@ def facts_of(node: int, node_rank: int) -> dict[str, Any]:
             "devices": [], "driver": None, "trouble": "", "cupy": None, "mine": None, "present": 0, "visible": None,
             "cuda_aware": False,
         },
-        "versions": {"versions": {"Python": "3.11.7", "numpy": "2.4.6", "allreduce": "0.1.0 (code 1)"}, "cpu": "EPYC"},
+        "versions": {
+            "versions": {"Python": "3.11.7", "numpy": "2.4.6", "allreduce": "0.1.0 (code 1)"},
+            "cpu": "EPYC",
+            "kernels": "C",
+        },
         "network": None if node_rank else {**reached, "interfaces": interfaces, "infiniband": []},
         "clocks": [],
     }  # fmt: skip

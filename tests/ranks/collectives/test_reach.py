@@ -12,9 +12,8 @@ import pytest
 from mpi4py import MPI
 
 import allreduce
-from allreduce import notices
+from allreduce import kernels, notices
 from allreduce.algorithms import shared
-from allreduce import kernels
 from allreduce.errors import CommunicationError
 from allreduce.transport import cma, huge_pages
 from allreduce.transport.cma import CMA
