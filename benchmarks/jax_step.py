@@ -109,7 +109,7 @@ def replica(params: Any, x: Any, y: Any, reduce: Any) -> Step:
     """Return a step that does what MirroredTrainer does with a JaxReplica."""
     trained = JaxReplica(apply, loss, params, optax.sgd(RATE))
     buffer = reduce.allocate(trained.gradient_length, trained.gradient_dtype)
-    trained.bind(buffer)
+    trained.bind(None, buffer)
 
     def run() -> None:
         trained.gradients(x, y, 1 / reduce.size)

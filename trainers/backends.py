@@ -148,6 +148,12 @@ def exact_error(exact: Any, micro_batch: Any, local: bool, backend: Any, compres
     return ""
 
 
+def bind_own(replica: Replica, gradients: Any) -> None:
+    """Bind a replica to these gradients, and to parameters that no other rank sees: in its own memory, if it keeps one.
+    Local."""
+    replica.attach(None if replica.keeps_memory else allocate_own(replica), gradients)
+
+
 def allocate_own(replica: Replica) -> Any:
     """Allocate memory for a replica's gradients or parameters that belongs to no backend, on its device. Local."""
     if replica.device == "cuda":

@@ -18,7 +18,7 @@ class CentralStorageTrainer(Trainer[CentralStorage]):
     bits. Optimizer state takes memory on the storage rank alone; on one node the parameters do too. Use `edit` to
     change parameters in place, as with update="sharded".
 
-    For a replica without `bind_parameters` or on a GPU, the whole state is broadcast after each step instead.
+    For a replica that can't update slices or on a GPU, the whole state is broadcast after each step instead.
 
         with CentralStorageTrainer(NumpyNetwork([64, 32, 10]), storage=0) as trainer:
             history = trainer.fit(x, y, epochs=10, batch_size=100)

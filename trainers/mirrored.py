@@ -57,7 +57,7 @@ class MirroredTrainer(Trainer[Mirrored]):
         topology: the ranks that train together. By default all ranks, or those of the given backend.
         update: "replicated": every rank updates all parameters. "sharded": every rank updates its own slice,
             which divides the update's time and the optimizer's memory by the number of ranks; on the CPU the ranks of
-            a node then share one copy of the parameters. Needs a replica with `bind_parameters`, and a backend with
+            a node then share one copy of the parameters. Needs a replica that updates slices, and a backend with
             two phases; "auto" selects one. The result is the same.
         compress: gradients are sent with fewer bits: "bfloat16", "float16", "int8", "float8", "powersgd:4", or an
             object of options (see allreduce.create). Parameters, losses and flags are not compressed. The values that
@@ -98,7 +98,7 @@ class MirroredTrainer(Trainer[Mirrored]):
             with `reads_model`. Ranks learn of an error, and of `stop_training`, at the end of a round; callbacks get a
             batch's metrics of this rank's own rows. The inner optimizer's state stays on each rank, as in DiLoCo. A
             resumed training has the bits of one with the same checkpoints. After a failure the remaining ranks go back
-            to the last average: at most one round is lost. Needs a replica with `bind_parameters`, without `tables`.
+            to the last average: at most one round is lost. Needs a replica that updates slices, without `tables`.
         outer_optimizer: how the averaged change is applied. "average": the parameters become the ranks' mean.
             "diloco": Nesterov's momentum 0.9 with learning rate 0.7 (Douillard et al. 2023), for H of 50 to 500. Or an
             OuterSGD. Costs memory for one copy of the parameters, and one for the momentum.

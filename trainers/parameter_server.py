@@ -59,7 +59,7 @@ class ParameterServerTrainer(Trainer[ParameterServers]):
     ) -> None:
         """Make the replicas equal, and move their parameters and gradients into memory of the trainer. Collective.
 
-        replica: this rank's copy of the model, with `bind_parameters`, on the CPU; servers need one too.
+        replica: this rank's copy of the model, that updates slices, on the CPU; servers need one too.
         topology: the ranks that train together; all ranks by default.
         servers: the number of servers, which are the last ranks; or their ranks. All other ranks are workers.
         stale: how servers treat a gradient whose parameters have been updated since it was computed. The staleness is

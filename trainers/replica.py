@@ -1,6 +1,7 @@
 """The Replica interface (seam 2): the methods that a framework provides to a trainer. No MPI."""
 
 import copy
+import inspect
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping, Sequence
@@ -12,11 +13,13 @@ from trainers.data import Data, Tree, named, row_count, seed_generators
 from trainers.datasets.columns import Columns
 from trainers.errors import ArgumentError, ExportError, ModelFileError
 from trainers.files import model_file
-from trainers.transforms.average import AVERAGE, Average, Spans
+from trainers.transforms.average import AVERAGE, Average, Spans, on_device, on_host
 
 Factors = tuple[np.ndarray, np.ndarray]  # of gradients that are products; see `Replica.factors_of_parts`
 Slices = slice | tuple[slice, ...]
 """A part of the parameters: a slice; or several slices in order, of a replica with `whole_tensors`."""
+
+ALL = slice(None)  # all parameters
 
 Rows = tuple[Any, Any]
 """A sparse gradient: (indices, 1-D integers; values, one row for each index)."""
@@ -48,11 +51,13 @@ class Replica(ABC):
 
     device: "cpu" or "cuda", where the gradients are.
     metrics: the names of the values that `gradients` and `evaluate` return; the loss comes first.
-    gradient_length, gradient_dtype: of the buffers that `bind` and `bind_parameters` take.
-    elementwise: names in `state` of arrays with one number for each parameter, in the order of "parameters".
+    gradient_length, gradient_dtype: of the buffers that `bind` takes.
+    memory: the flat parameters: the array that `bind` got last; None before, and if the replica keeps its own memory.
+    keeps_memory: whether the parameters may stay in the framework's memory, because that is faster, where no other rank
+        updates them: `bind` then gets None for the parameters, and `arrays` and `put` must be written.
+    elementwise: names in `others` of arrays with one number for each parameter, in the order of the parameters.
         After updates of one slice, only that slice of these arrays is up to date; the trainer gathers the rest.
-    updated: names in `state` of the entries, besides "parameters", that an update changes: the elementwise arrays, and
-        step counts.
+    updated: names in `others` of the entries that an update changes: the elementwise arrays, and step counts.
     allocates: whether a step allocates and frees memory; the trainer then tells malloc to keep freed memory.
     essentials: names in `config` whose values a saved model must share to be restored here.
     tables: the tables that are trained by sparse gradients; `state()["parameters"]` does not contain them.
@@ -84,6 +89,8 @@ class Replica(ABC):
     metrics: tuple[str, ...] = ("loss",)
     gradient_length: int
     gradient_dtype: str = "float32"
+    memory: Any = None
+    keeps_memory: bool = False
     elementwise: tuple[str, ...] = ()
     updated: tuple[str, ...] = ()
     allocates: bool = True
@@ -102,20 +109,33 @@ class Replica(ABC):
     columns: Columns | None = None
 
     @abstractmethod
-    def bind(self, buffer: Any) -> None:
-        """Write all later gradients to `buffer`: 1-D, `gradient_length` elements, on `device`.
+    def bind(self, parameters: Any, gradients: Any) -> None:
+        """Copy the parameters into `parameters`, train them there, and write all later gradients to `gradients`.
 
-        A framework whose gradients can be views makes them views of `buffer`; others copy into it.
+        Both are 1-D, on `device`, of `gradient_length` and `gradient_dtype`: element i of one belongs to element i of
+        the other. A framework whose arrays can be views makes them views of both; others copy, see `refresh`. Replicas
+        of other ranks may use the same memory: all are equal when they call this, and each updates only its own slice.
+        parameters: None (only with `keeps_memory`): they stay where they are.
         """
 
-    def _check_buffer(self, what: str, buffer: Any) -> None:
-        """Raise ArgumentError if `buffer` has another shape or dtype than the gradients. what: "gradient" or
-        "parameter", for the message."""
-        if buffer.shape != (self.gradient_length,) or str(buffer.dtype) != self.gradient_dtype:
-            raise ArgumentError(
-                f"the {what} buffer must be 1-D, {self.gradient_dtype}, of {self.gradient_length} elements, not "
-                f"{buffer.dtype} of shape {buffer.shape}"
-            )
+    def attach(self, parameters: Any, gradients: Any) -> None:
+        """Call `bind`, after checks. Raises ArgumentError if the memory, or a replica of the user's, does not fit."""
+        self._check_buffers(parameters, gradients)
+        if isinstance(parameters, np.ndarray) and not type(self).__module__.startswith("trainers."):
+            _check_bound(self, parameters, gradients)
+        self.bind(parameters, gradients)
+        self.memory = self.memory if parameters is None else parameters
+
+    def _check_buffers(self, parameters: Any, gradients: Any) -> None:
+        """Raise ArgumentError if a buffer has another shape or dtype than the gradients."""
+        for what, buffer in (("parameter", parameters), ("gradient", gradients)):
+            if buffer is not None and (
+                buffer.shape != (self.gradient_length,) or str(buffer.dtype) != self.gradient_dtype
+            ):
+                raise ArgumentError(
+                    f"the {what} buffer must be 1-D, {self.gradient_dtype}, of {self.gradient_length} elements, not "
+                    f"{buffer.dtype} of shape {buffer.shape}"
+                )
 
     @abstractmethod
     def gradients(self, x: Tree, y: Tree, share: float, weights: np.ndarray | None = None) -> Any:
@@ -209,27 +229,17 @@ class Replica(ABC):
         update any slice, or none."""
         return ()
 
-    def bind_parameters(self, buffer: Any, whole: bool = False) -> None:
-        """Move the parameters into `buffer` (on `device`, with the gradients' shape and dtype), and train them there.
-
-        whole: the caller has `whole_tensors`, so every part that it updates begins and ends between two of them.
-
-        Element i of `buffer` belongs to element i of the gradients. Replicas of other ranks may use the same memory:
-        all are equal when they call this, and each updates only its own slice. Raises ArgumentError, and changes
-        nothing, if this model or its optimizer does not support it.
-        """
-        raise ArgumentError(
-            f"{type(self).__name__} does not support parameters in the trainer's memory (bind_parameters); "
-            'use update="replicated"'
-        )
+    def slice_error(self) -> str:
+        """Return why `update` can't update any slice of the parameters, as text; "" if it can."""
+        return ""
 
     @abstractmethod
-    def update(self, part: Slices | None = None) -> None:
-        """Update the parameters with the gradients in the bound buffer. Equal input must give equal bits.
+    def update(self, part: Slices = ALL) -> None:
+        """Update the parameters in a part of the bound memory with the gradients there. Equal input must give equal
+        bits.
 
-        part: the slice of the bound parameters to update (start and stop are integers; may be empty; the same in every
-            step). None: all parameters. Only a replica with `bind_parameters` needs to support slices, and only one
-            with `whole_tensors` several slices.
+        part: ALL; or the slice that this rank updates (start and stop are integers; may be empty; the same in every
+            step); several slices only with `whole_tensors`.
         """
 
     @property
@@ -241,12 +251,22 @@ class Replica(ABC):
 
     def arrays(self) -> Sequence[Any]:
         """Return the parameters as 1-D arrays on the device, one after the other; views where possible. They are one
-        array where a rank updates a part of them."""
-        raise ArgumentError(f"{type(self).__name__} keeps no moving average of its parameters: leave out ema")
+        array where they are in the memory of `bind`."""
+        if self.memory is None:
+            self.attach(*np.zeros((2, self.gradient_length), self.gradient_dtype))
+        return [self.memory[: self.parameter_count]]
 
     def put(self, spans: Spans, values: Any) -> None:
         """Set the parameters in these slices to a 1-D array of their values, one slice after the other."""
-        raise NotImplementedError
+        put(self.memory, spans, on_device(values, self.memory))
+        self.refresh()
+
+    def read(self, flat: Any) -> None:
+        """Copy all parameters into `flat`, on the host or on their device."""
+        start = 0
+        for each in self.arrays():
+            flat[start : start + len(each)] = on_host(each) if isinstance(flat, np.ndarray) else each
+            start += len(each)
 
     @property
     def averages(self) -> bool:
@@ -323,14 +343,23 @@ class Replica(ABC):
         """Return one row of output for each row of `x`, on the host; a tuple or a dict if the model has several
         outputs. No rows give an array of shape (0, ...)."""
 
-    @abstractmethod
-    def state(self) -> dict[str, np.ndarray]:
-        """Return all state that is equal on all ranks and is saved, as host arrays.
+    # The state
 
-        "parameters" is the 1-D array of all trained parameters, in the order of the gradients; the replica chooses the
-        other names (optimizer state, statistics). No arrays of Python objects. The arrays may be views that training
-        changes, and may be read-only: copy those that you keep or change.
+    def others(self) -> dict[str, np.ndarray]:
+        """Return the state besides the parameters, as host arrays: that of the optimizer, statistics.
+
+        It is equal on all ranks and is saved. Always the same names and shapes; no arrays of Python objects. The arrays
+        may be views that training changes, and may be read-only.
         """
+        return {}
+
+    def load_others(self, state: Mapping[str, np.ndarray]) -> None:  # noqa: B027, nothing to do without others
+        """Load a result of `others`, after the parameters have been loaded."""
+
+    def state(self) -> dict[str, np.ndarray]:
+        """Return all state that is equal on all ranks and is saved, as host arrays: "parameters", the 1-D array of all
+        trained parameters, `others`, and the moving average, if there is one."""
+        return self.snapshot({})
 
     def snapshot(self, memory: dict[str, np.ndarray], without: Collection[str] = ()) -> dict[str, np.ndarray]:
         """Return a copy of `state` without the entries named in `without`.
@@ -338,19 +367,64 @@ class Replica(ABC):
         memory: name -> array. Its arrays are overwritten where shape and dtype match, and replaced otherwise; they are
             the copy.
         """
-        return copied({name: array for name, array in self.state().items() if name not in without}, memory)
+        held, shape = {}, (self.parameter_count,)
+        if "parameters" not in without:
+            dtype = np.dtype("float32" if self.gradient_dtype == "bfloat16" else self.gradient_dtype)
+            held["parameters"] = reserved(memory, "parameters", shape, dtype)
+            self.read(held["parameters"])
+        held |= copied({name: array for name, array in self.others().items() if name not in without}, memory)
+        if self.average is not None and AVERAGE not in without:
+            held[AVERAGE] = self.average.whole(reserved(memory, AVERAGE, shape, self.average.array.dtype))
+        return held
+
+    def load_state(self, state: Mapping[str, np.ndarray]) -> None:
+        """Load a result of `state` of an equal model. Raises ModelFileError if it is of another model.
+
+        A state without an average begins it with its parameters, if a fit keeps one.
+        """
+        here = {"parameters": (self.parameter_count,), **self._other_shapes()}
+        if AVERAGE in state:
+            here[AVERAGE] = here["parameters"]
+        there = {name: array.shape for name, array in state.items()}
+        for name in {**here, **there}:
+            if here.get(name) != there.get(name):
+                shapes = f"{there.get(name, 'missing')}, and in this model {here.get(name, 'missing')}"
+                raise ModelFileError(f"the saved model is another one: {name} is {shapes}")
+        decay = None if self.average is None else self.average.decay
+        self.average = None
+        self._load_all(state)
+        if AVERAGE in state or decay is not None:
+            self.average = Average(self, state.get(AVERAGE), decay)
+
+    def _other_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Return the shapes of the entries of the state, besides the parameters and the average."""
+        return {name: array.shape for name, array in self.others().items()}
+
+    def _load_all(self, state: Mapping[str, np.ndarray]) -> None:
+        """Load a checked state, without its average."""
+        self.put((slice(0, self.parameter_count),), np.array(state["parameters"]))
+        self.load_others({name: state[name] for name in self.others()})
+
+    @property
+    def sliced(self) -> tuple[str, ...]:
+        """The names in `state` of the arrays, besides "parameters", with one number for each parameter."""
+        return self.elementwise + (AVERAGE,) * self.averages
+
+    @property
+    def changing(self) -> tuple[str, ...]:
+        """The names in `state` of the entries, besides "parameters", that a step changes."""
+        return self.updated + (AVERAGE,) * self.averages
 
     def elements(self, name: str, part: Slices) -> np.ndarray:
-        """Return the elements `part` of the state entry `name`, one of `elementwise`, one slice after the other."""
-        return taken(self.state()[name], part)
+        """Return the elements `part` of the state entry `name`, one of `sliced`, one slice after the other."""
+        part = clipped(part, 0, self.parameter_count)
+        if self.average is not None and name == AVERAGE:
+            return self.average.elements(slices_of(part))
+        return taken(self.others()[name], part)
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Return the shapes of the parameters by name, in their order, to compare models; may be empty."""
         return {}
-
-    @abstractmethod
-    def load_state(self, state: dict[str, np.ndarray]) -> None:
-        """Load a result of `state` of an equal model. Raises ModelFileError if it is of another model."""
 
     def local_state(self) -> dict[str, np.ndarray]:
         """Return the state that differs between ranks, as host arrays: random state, buffers that are not averaged.
@@ -447,6 +521,14 @@ def taken(flat: np.ndarray, part: Slices) -> np.ndarray:
     return np.concatenate([flat[each] for each in part]) if isinstance(part, tuple) else flat[part]
 
 
+def put(flat: Any, part: Slices, values: Any) -> None:
+    """Set the elements of a part of a 1-D array, as `taken` returns them."""
+    start = 0
+    for each in slices_of(part):
+        flat[each] = values[start : start + each.stop - each.start]
+        start += each.stop - each.start
+
+
 def single(part: Slices) -> slice:
     """Return the slice of a part that is one slice."""
     assert not isinstance(part, tuple), "only a replica with whole_tensors updates several slices"
@@ -470,45 +552,56 @@ def saved_columns(path: str) -> Columns | None:
     return columns_of(path, model_file.read_header(path)[1])
 
 
-def bind_whole(replica: Replica, buffer: Any, whole: bool = True) -> None:
-    """Check the replica, and call its `bind_parameters`. whole: the caller updates all parameters, or parts that end
-    between `whole_tensors`. False: it may update any slice."""
-    if isinstance(buffer, np.ndarray) and not type(replica).__module__.startswith("trainers."):
-        _check_bound(replica, np.zeros_like(buffer))
-    if whole and replica.whole_tensors:
-        replica.bind_parameters(buffer, whole=True)
-    else:
-        replica.bind_parameters(buffer)
+def check_divisible(replica: Replica, whole: bool) -> None:
+    """Raise ArgumentError if a rank can't update a slice of this replica alone. whole: the slices that ranks update
+    begin and end between `whole_tensors`, if there are any."""
+    if not (whole and replica.whole_tensors) and (reason := replica.slice_error()):
+        raise ArgumentError(reason)
 
 
-def _check_bound(replica: Replica, memory: np.ndarray) -> None:
-    """Raise ArgumentError if a replica of the user's keeps no view of the parameters' memory and does not reload them
-    in `refresh`, or does not declare state with one number for each parameter. Binds it to `memory`."""
-    kind, state = type(replica).__name__, replica.state()
-    before = np.array(state["parameters"])
+FORM = (
+    "write bind(self, parameters, gradients), which copies the parameters into the first array, trains them there, and "
+    "writes gradients to the second; update(self, part), which updates that slice; others() and load_others(state) for "
+    "the state besides the parameters; bind_parameters, state and load_state are not needed: docs/api/replica.md"
+)
+
+
+def form_error(replica: Replica) -> str:
+    """Return that a replica of the user's has the form of earlier versions, as text; "" if it has not."""
+    parameters = inspect.signature(replica.bind).parameters.values()
+    taken = [each for each in parameters if each.kind in (each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD)]
+    starred = any(each.kind is each.VAR_POSITIONAL for each in parameters)
+    former = hasattr(replica, "bind_parameters") or not (starred or len(taken) == 2)
+    return f"this {type(replica).__name__} has the form of earlier versions: {FORM}" if former else ""
+
+
+def _check_bound(replica: Replica, parameters: np.ndarray, gradients: np.ndarray) -> None:
+    """Raise ArgumentError if a replica of the user's does not train its parameters in the memory of `bind`, or does not
+    declare state with one number for each parameter. Binds it to other memory."""
+    kind, count = type(replica).__name__, replica.parameter_count
     undeclared = [
         name
-        for name, array in state.items()
-        if name not in ("parameters", AVERAGE, *replica.elementwise) and array.shape == before.shape and before.size > 1
+        for name, array in replica.others().items()
+        if name not in replica.elementwise and array.shape == (count,) and count > 1
     ]
     if undeclared:
         raise ArgumentError(
             f"the state {undeclared[0]!r} of this {kind} has one number for each parameter, and is not in its "
             "`elementwise`: a rank would have only that of its own slice; declare it, or give it another shape"
         )
-    replica.bind_parameters(memory)
-    kept = memory.copy()
-    memory[: before.size] += 1
+    first, second = np.full_like(parameters, np.nan), np.zeros_like(parameters)
+    replica.bind(first, gradients)
+    written = np.array(first[:count])
+    first[:count] = written + first.dtype.type(1)
     replica.refresh()
-    read = np.array(replica.state()["parameters"])
-    expected = memory[: before.size].copy()
-    memory[:] = kept
-    replica.refresh()
-    if not np.array_equal(read.astype(memory.dtype), expected):
+    replica.bind(second, gradients)
+    if not np.array_equal(first[:count], second[:count], equal_nan=True):
         raise ArgumentError(
-            f"this {kind} does not read its parameters from the memory of bind_parameters, which other ranks update: "
-            "make them views of it, or reload them in refresh()"
+            f"this {kind} does not train its parameters in the memory of bind, which other ranks update: copy them "
+            "into `parameters` there and make them views of it, or refresh() must reload them"
         )
+    second[:count] = written
+    replica.refresh()
 
 
 def reserved(memory: dict[str, np.ndarray], name: str, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:

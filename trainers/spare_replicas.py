@@ -37,7 +37,7 @@ class SpareReplicasTrainer(Trainer[SpareReplicas]):
     ) -> None:
         """Make the replicas equal, and move their parameters and gradients into memory of the trainer. Collective.
 
-        replica: this rank's copy of the model, with `bind_parameters`, on the CPU; the chief's must support `copy`.
+        replica: this rank's copy of the model, that updates slices, on the CPU; the chief's must support `copy`.
         topology: the ranks that train together; all ranks by default.
         spare: the number of ranks for which a step does not wait; less than the number of ranks.
         on_failure: as in MirroredTrainer: with "continue" a failed rank counts as one of the spare ones. If the chief

@@ -520,7 +520,7 @@ class Trainer(GroupOwner, Generic[StrategyT]):
         replica = self.replica
 
         def described() -> str:
-            held = np.ascontiguousarray(replica.snapshot({}, without=replica.updated)["parameters"])
+            held = np.ascontiguousarray(replica.snapshot({}, without=replica.changing)["parameters"])
             return f"{call}: {type(replica).__name__}, parameters #{zlib.crc32(held.view(np.uint8).data):08x}"
 
         self.group.agree(together(self.group.comm, described))

@@ -43,7 +43,7 @@ def test_a_network(tmp_path: Path) -> None:
 def test_the_moving_average_answers(tmp_path: Path) -> None:
     network = NumpyNetwork([4, 3], lr=0.5)
     buffer = np.zeros(network.gradient_length, np.float32)
-    network.bind(buffer)
+    network.bind(None, buffer)
     average.keep(network, 0.9)
     buffer[:] = 1
     network.update()

@@ -335,7 +335,7 @@ def check_replica(folder: Path) -> None:
     """Gradients are weighted; batches can be undone; files, copies, rates, and refused arguments."""
     ours, other = replica(0, norm=True), replica(1, norm=True)
     buffer = np.full(ours.gradient_length, np.nan, "float32")
-    ours.bind(buffer)
+    ours.bind(None, buffer)
     ours.undoable = True
     before, random = ours.state(), ours.local_state()
     values = ours.gradients(X, Y, 0.25)
@@ -379,7 +379,7 @@ def check_replica(folder: Path) -> None:
         ("takes a keras.Model", lambda: KerasReplica(object(), "mse", "sgd")),
         ('reduction="sum"', lambda: KerasReplica(ours.model, keras.losses.MeanSquaredError(reduction="sum"), "sgd")),
         (r"can't be fed with x float32 of shape (203, 5)", lambda: ours.check(X[:, :5], Y)),
-        ("buffer must be 1-D, float32", lambda: ours.bind(np.zeros(3, "float32"))),
+        ("buffer must be 1-D, float32", lambda: ours.bind(None, np.zeros(3, "float32"))),
     ]
     for words, call in refused:
         assert words in raised(ArgumentError, call)

@@ -21,8 +21,7 @@ def check_slices(whole: Replica, first: Replica, second: Replica, x: np.ndarray,
     memory, slopes = (np.zeros(whole.gradient_length, "float32") for _ in range(2))
     parts = {first: slice(0, 13), second: slice(13, whole.gradient_length)}
     for replica in parts:
-        replica.bind_parameters(memory)
-        replica.bind(slopes)
+        replica.bind(memory, slopes)
     for replica in (whole, *parts):
         average.keep(replica, 0.8)
     for _ in range(3):
@@ -39,11 +38,11 @@ def check_slices(whole: Replica, first: Replica, second: Replica, x: np.ndarray,
     ours, theirs = whole.state(), first.state()
     np.testing.assert_allclose(memory, ours["parameters"], rtol=2e-5, atol=1e-6)
     assert set(ours) == set(theirs)
-    for entry in whole.elementwise:
+    for entry in whole.sliced:
         for replica, part in parts.items():
             np.testing.assert_allclose(replica.elements(entry, part), ours[entry][part], rtol=1e-4, atol=1e-6)
             theirs[entry][part] = replica.elements(entry, part)
-    first.bind_parameters(np.empty_like(memory))
+    first.bind(np.empty_like(memory), np.empty_like(memory))
     first.load_state(theirs)
     for replica in (whole, first):
         replica.gradients(x, y, 1.0)
@@ -106,7 +105,7 @@ def check_weights(replica: Replica, shape: Callable[[np.ndarray], Any]) -> None:
     x, y, weights = rows_of_inputs()
     rows = np.repeat(np.arange(len(x)), weights.astype(int))
     buffer = np.zeros(replica.gradient_length, "float32")
-    replica.bind(buffer)
+    replica.bind(None, buffer)
     replica.check(shape(x), y, weights)
     loss = replica.gradients(shape(x[rows]), y[rows], 0.5 * len(rows) / len(x))[0] * len(rows) / len(x)
     wanted = buffer.copy()

@@ -21,6 +21,7 @@ except ImportError as error:
         raise
     pytest.skip(str(error), allow_module_level=True)
 
+from trainers.replica import check_divisible
 from trainers.replicas.jax import JaxReplica
 from trainers.replicas.jax.layout import TreeLayout, own
 from trainers.replicas.jax.optimizer import Optimizer
@@ -133,14 +134,14 @@ def test_no_slices() -> None:
     ours = replica(WHOLE["norm"]())
     before = ours.state()["parameters"]
     with pytest.raises(ArgumentError, match=r'can\'t update slices .* update="replicated"'):
-        ours.bind_parameters(np.zeros(ours.gradient_length, "float32"))
+        check_divisible(ours, whole=True)
     np.testing.assert_array_equal(before, ours.state()["parameters"])
 
 
 def test_gradients_are_weighted_and_in_place() -> None:
     ours = replica(metrics={"accuracy": accuracy})
     buffer = np.full(ours.gradient_length, np.nan, "float32")
-    ours.bind(buffer)
+    ours.bind(None, buffer)
     values = ours.gradients(X, Y, 0.25)
     tree = jax.grad(lambda tree: loss(apply(tree, X), Y))(params())
     flat = np.concatenate([np.ravel(leaf) for leaf in jax.tree.leaves(tree)])
@@ -267,7 +268,7 @@ def test_data_that_does_not_fit() -> None:
         no_mean.check(X, Y)
     for what in (np.zeros(3, "float32"), np.zeros(ours.gradient_length)):
         with pytest.raises(ArgumentError, match="buffer must be 1-D, float32, of 36 elements"):
-            ours.bind(what)
+            ours.bind(None, what)
 
 
 @pytest.mark.parametrize("missing", ["jax", "optax"])

@@ -125,7 +125,7 @@ def draw_case(draw: random.Random, ranks: int) -> Case:
 def alone(case: Case, epochs: list[list[Pair]]) -> tuple[np.ndarray, list[float]]:
     """Train in this process; returns the parameters, and the mean loss of each epoch."""
     replica, losses = numpy_network(case.optimizer, 1), []
-    replica.bind(np.empty(replica.gradient_length, replica.gradient_dtype))
+    replica.bind(None, np.empty(replica.gradient_length, replica.gradient_dtype))
     for batches in epochs:
         total = 0.0
         for x, y in batches:

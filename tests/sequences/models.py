@@ -55,7 +55,7 @@ class Shadow:
     def __init__(self, replica: Replica) -> None:
         self.replica = replica
         self._gradients = np.zeros(replica.gradient_length, replica.gradient_dtype)
-        replica.bind(self._gradients)
+        replica.bind(None, self._gradients)
 
     def state(self) -> State:
         return self.replica.snapshot({})

@@ -51,7 +51,7 @@ def test_gradients_are_finite_differences(activation: str, loss: str, hidden: li
     network.parameters += 0.1  # biases too
     y = TARGETS if loss == "mean_squared_error" else CLASSES
     buffer = np.full(network.gradient_length, 7, np.float32)
-    network.bind(buffer)
+    network.bind(None, buffer)
     for _ in range(2):  # a second call must not add to the first
         values = network.gradients(X, y, 0.5)
     parameters, step = network.parameters.astype(np.float64), 1e-6
@@ -70,7 +70,7 @@ def test_gradients_are_finite_differences(activation: str, loss: str, hidden: li
 def test_shares_add_up_to_the_whole(loss: str, y: np.ndarray) -> None:
     network = NumpyNetwork([4, 5, 3], loss=loss)
     buffer = np.zeros(network.gradient_length, np.float32)
-    network.bind(buffer)
+    network.bind(None, buffer)
     total = np.zeros_like(buffer)
     for part in (slice(0, 4), slice(4, 4), slice(4, 9)):
         rows = part.stop - part.start
@@ -89,7 +89,7 @@ def test_slices_end_as_the_whole(optimizer: str) -> None:
 
 def test_a_slice_has_its_own_part_of_the_optimizers_state_only() -> None:
     network = NumpyNetwork([4, 6, 3])
-    network.bind_parameters(np.empty(network.gradient_length, np.float32))
+    network.bind(*np.zeros((2, network.gradient_length), np.float32))
     network.gradients(X, CLASSES, 1.0)
     network.update(slice(5, 12))
     assert {name: array.size for name, array in network.optimizer.state.items()} == {
@@ -107,7 +107,7 @@ def test_a_slice_is_read_without_a_copy_of_the_whole_state(monkeypatch: pytest.M
     state = network.state()
     network.load_state(state)
     monkeypatch.setattr(NumpyNetwork, "snapshot", None)
-    for name in network.elementwise:
+    for name in network.sliced:
         np.testing.assert_array_equal(network.elements(name, part), state[name][part])
 
 
@@ -203,7 +203,7 @@ def test_bad_networks(options: dict[str, Any], text: str) -> None:
 def test_bad_data_and_buffers() -> None:
     network = NumpyNetwork([4, 3])
     with pytest.raises(ArgumentError, match="float32, of 15 elements, not float64 of shape"):
-        network.bind(np.zeros(15))
+        network.bind(None, np.zeros(15))
     with pytest.raises(ArgumentError, match="4 features a row"):
         network.check(np.zeros((2, 5)), None)
     with pytest.raises(ArgumentError, match="one-hot"):
@@ -379,7 +379,7 @@ WORDS = RANDOM.integers(0, 6, (9, 5))
 def test_gradients_of_a_table_are_finite_differences() -> None:
     network = EmbeddingNetwork([4, 5, 3], words=7, activation="tanh", seed=1)
     network.scale_input(0.5, 2.0)
-    network.bind(np.zeros(network.gradient_length, np.float32))
+    network.bind(None, np.zeros(network.gradient_length, np.float32))
     network.gradients(WORDS, CLASSES, 0.5)
     ((indices, values),) = network.sparse_gradients()
     found = np.zeros_like(network.table)
@@ -454,7 +454,7 @@ def test_factors_have_the_bits_that_a_part_has_alone(
     network.parameters += 0.01  # biases too
     buffer, gradients = np.zeros((2, network.gradient_length), "float32")
     expected, values = [], []
-    network.bind(buffer)
+    network.bind(None, buffer)
     for part in parts:  # the last one has 5 rows
         values.append(np.array(network.gradients(*part[:2], len(part[0]) / 69, part[2])))
         gradients += buffer

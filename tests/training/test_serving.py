@@ -182,8 +182,7 @@ def test_a_parcel_is_one_message(length: int, dtype: Any) -> None:
 def shard_of(optimizer: Any) -> tuple[NumpyNetwork, Shard]:
     replica = NumpyNetwork([3, 5, 2], optimizer=optimizer, seed=4)
     parameters, gradients = (np.zeros(replica.gradient_length, np.float32) for _ in range(2))
-    replica.bind_parameters(parameters)
-    replica.bind(gradients)
+    replica.bind(parameters, gradients)
     return replica, Shard(replica, UpdateRule(replica), parameters, gradients, slice(4, 20))
 
 
@@ -369,10 +368,9 @@ def test_a_copy_computes_the_same_and_leaves_the_model_alone(optimizer: str) -> 
     replica.scale_input(0.5, 2.0)
     x, y = np.random.default_rng(1).normal(size=(9, 4)).astype(np.float32), np.arange(9) % 3
     buffers = [np.zeros(replica.gradient_length, np.float32) for _ in range(3)]
-    replica.bind(buffers[0])
+    replica.bind(None, buffers[0])
     copied = replica.copy()
-    copied.bind_parameters(buffers[1])
-    copied.bind(buffers[2])
+    copied.bind(buffers[1], buffers[2])
     values = np.array(copied.gradients(x, y, 0.5))
     assert not buffers[0].any()
     np.testing.assert_array_equal(replica.gradients(x, y, 0.5), values)

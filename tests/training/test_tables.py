@@ -91,7 +91,7 @@ def test_numbers_can_be_categories_and_columns_left_out(tmp_path: Path) -> None:
 def trained(tmp_path: Path, cities: int) -> tuple[datasets.Dataset, NumpyNetwork]:
     data = datasets.load(write(tmp_path / "people.csv", people(400, cities=cities)), "income")
     network = network_of(data, (8,), seed=1, lr=0.02)
-    network.bind(np.empty(network.gradient_length, np.float32))
+    network.bind(None, np.empty(network.gradient_length, np.float32))
     for _ in range(60):
         network.gradients(data.x_train, data.y_train, 1.0)
         network.update()
@@ -127,7 +127,7 @@ def test_gradients_of_embedded_categories_are_right() -> None:
     x = np.column_stack([random.normal(size=(9, 2)), random.integers(0, 4, 9), random.integers(0, 6, 9)])
     x, y = x.astype(np.float32), random.integers(0, 3, 9)
     gradients = np.empty(network.gradient_length, np.float32)
-    network.bind(gradients)
+    network.bind(None, gradients)
     network.gradients(x, y, 1.0)
     found, step = gradients.copy(), 1e-2
     for place in range(network.gradient_length):

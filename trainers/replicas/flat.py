@@ -12,9 +12,8 @@ from typing import Any
 
 import numpy as np
 
-from trainers.errors import ArgumentError, ModelFileError
-from trainers.replica import Replica, Slices, clipped, copied, reserved, slices_of
-from trainers.transforms.average import AVERAGE, Average, on_host
+from trainers.errors import ArgumentError
+from trainers.replica import Replica, Slices, clipped, put, reserved, slices_of
 
 
 class Layout:
@@ -34,14 +33,6 @@ class Layout:
         """Copy arrays into flat NumPy memory; None is written as zeros. Waits for JAX arrays."""
         for array, view in zip(arrays, self.views(flat), strict=True):
             np.copyto(view, 0 if array is None else np.asarray(array))
-
-
-def put(flat: Any, part: Slices | None, values: Any) -> None:
-    """Set the elements of a part of a 1-D array (None: all), as `take` returns them."""
-    start = 0
-    for each in slices_of(part or slice(0, len(flat))):
-        flat[each] = values[start : start + each.stop - each.start]
-        start += each.stop - each.start
 
 
 class FlatOptimizer(ABC):
@@ -148,27 +139,23 @@ class FlatOptimizer(ABC):
 
 
 class FlatReplica(Replica):
-    """A replica with a FlatOptimizer. The subclass sets `_optimizer`, and `_buffer`, the memory of the gradients.
+    """A replica with a FlatOptimizer. The subclass sets `_optimizer`, and `_buffer`, the memory of the gradients."""
 
-    `state` is built from `arrays`, `_others` and the optimizer; `load_state` calls `_load_rest`.
-    """
-
+    keeps_memory = True
     _optimizer: FlatOptimizer
     _buffer: Any
 
     @property
     def elementwise(self) -> tuple[str, ...]:  # type: ignore[override]
-        return self._optimizer.elementwise + (AVERAGE,) * self.averages
+        return self._optimizer.elementwise
 
     @property
     def updated(self) -> tuple[str, ...]:  # type: ignore[override]
-        return self._optimizer.names + (AVERAGE,) * self.averages
+        return self._optimizer.names
 
     @property
     def parameter_count(self) -> int:
         return self._optimizer.layout.length
-
-    # Methods of Replica
 
     @property
     def learning_rates(self) -> list[float]:
@@ -183,93 +170,44 @@ class FlatReplica(Replica):
             )
         self._optimizer.learning_rates = list(rates)
 
-    def bind(self, buffer: Any) -> None:
-        self._check_buffer("gradient", buffer)
-        self._extend()
-        self._buffer = buffer
+    def bind(self, parameters: Any, gradients: Any) -> None:
+        """Extend the state of the optimizer and the average to all parameters, and copy these into `parameters`."""
+        self._check_buffers(parameters, gradients)
+        self._optimizer.extend()
+        if self.average is not None:
+            self.average.restrict()
+        if parameters is not None:
+            self.read(parameters)
+            self.memory = parameters
+        self._buffer = gradients
 
     @property
     def whole_tensors(self) -> tuple[slice, ...]:
         return self._optimizer.whole_tensors
 
-    def bind_parameters(self, buffer: Any, whole: bool = False) -> None:
-        self._check_buffer("parameter", buffer)
-        if not (whole and self.whole_tensors) and (reason := self._optimizer.slice_error()):
-            raise ArgumentError(reason)
-        self._extend()
-        self._move_parameters(buffer)
-
-    def _extend(self) -> None:
-        """Extend the state of the optimizer and the average to all parameters, with zeros outside of their slice."""
-        self._optimizer.extend()
-        if self.average is not None:
-            self.average.restrict()
-
-    @abstractmethod
-    def _move_parameters(self, buffer: Any) -> None:
-        """Copy the parameters into `buffer`, and train them there from now on."""
-
-    def state(self) -> dict[str, np.ndarray]:
-        return self.snapshot({})
+    def slice_error(self) -> str:
+        return self._optimizer.slice_error()
 
     def snapshot(self, memory: dict[str, np.ndarray], without: Collection[str] = ()) -> dict[str, np.ndarray]:
-        held = {}
-        if "parameters" not in without:
-            dtype = np.dtype("float32" if self.gradient_dtype == "bfloat16" else self.gradient_dtype)
-            held["parameters"] = reserved(memory, "parameters", (self._optimizer.layout.length,), dtype)
-            self._parameters_into(held["parameters"])
-        held |= copied({name: array for name, array in self._others().items() if name not in without}, memory)
-        held |= self._optimizer.pack(memory, without)
-        if self.average is not None and AVERAGE not in without:
-            like = self.average.array
-            held[AVERAGE] = self.average.whole(reserved(memory, AVERAGE, (self.parameter_count,), like.dtype))
-        return held
+        return super().snapshot(memory, without) | self._optimizer.pack(memory, without)
 
-    def _parameters_into(self, flat: np.ndarray) -> None:
-        """Copy all trained parameters into flat memory on the host."""
-        start = 0
-        for each in self.arrays():
-            flat[start : start + len(each)] = on_host(each)
-            start += len(each)
+    def _other_shapes(self) -> dict[str, tuple[int, ...]]:
+        return super()._other_shapes() | self._optimizer.shapes()
 
-    def _others(self) -> dict[str, np.ndarray]:
-        """Return the rest of the state, besides the parameters and the optimizer's; may be views."""
-        return {}
-
-    def load_state(self, state: dict[str, np.ndarray]) -> None:
-        """As Replica.load_state. A state without an average begins it with its parameters, if a fit keeps one."""
-        here = {"parameters": (self._optimizer.layout.length,), **self._optimizer.shapes()}
-        here |= {name: array.shape for name, array in self._others().items()}
-        if AVERAGE in state:
-            here[AVERAGE] = here["parameters"]
-        there = {name: array.shape for name, array in state.items()}
-        for name in {**here, **there}:
-            if here.get(name) != there.get(name):
-                shapes = f"{there.get(name, 'missing')}, and in this model {here.get(name, 'missing')}"
-                raise ModelFileError(f"the saved model is another one: {name} is {shapes}")
-        decay = None if self.average is None else self.average.decay
-        self.average = None
+    def _load_all(self, state: Mapping[str, np.ndarray]) -> None:
         self._optimizer.load(state)
-        self._load_rest(state)
-        if AVERAGE in state or decay is not None:
-            self.average = Average(self, state.get(AVERAGE), decay)
-
-    @abstractmethod
-    def _load_rest(self, state: Mapping[str, np.ndarray]) -> None:
-        """Load the parameters and the rest of a checked state; the optimizer has loaded its part already."""
+        super()._load_all(state)
 
     def elements(self, name: str, part: Slices) -> np.ndarray:
-        part = self._parameters_in(part)
-        if name == AVERAGE and self.average is not None:
-            return self.average.elements(slices_of(part))
-        if self._optimizer.part in (None, part):
-            return self._optimizer.elements(name, part)
+        own = clipped(part, 0, self.parameter_count)
+        if name in self.elementwise and self._optimizer.part in (None, own):
+            return self._optimizer.elements(name, own)
         return super().elements(name, part)
 
     def _parameters_in(self, part: Slices) -> Slices:
         """Return the part of a slice that lies in the trained parameters."""
-        return clipped(part, 0, self._optimizer.layout.length)
+        return clipped(part, 0, self.parameter_count)
 
     def _statistics_in(self, part: Slices) -> Slices:
         """Return the part of a slice that lies in the statistics, which follow the parameters."""
-        return clipped(part, self._optimizer.layout.length, sys.maxsize)
+        return clipped(part, self.parameter_count, sys.maxsize)

@@ -16,7 +16,7 @@ from trainers import stopwatch
 from trainers.data import Batch, BatchSource
 from trainers.errors import ArgumentError
 from trainers.group import RankGroup
-from trainers.replica import Hold, Replica, Rows
+from trainers.replica import Hold, Replica, Rows, form_error
 from trainers.state.adopt import OUTER, RATES, Arrays, Piece
 from trainers.state.owners import Owners
 from trainers.stopwatch import Stopwatch
@@ -359,6 +359,8 @@ def replica_error(replica: Replica, strategy: Strategy) -> ArgumentError | None:
             "JaxReplica(apply, loss, params, optimizer) or one of your own (trainers.replica.Replica), not "
             f"{found.__module__}.{found.__qualname__}"
         )
+    if text := form_error(replica):
+        return ArgumentError(text)
     holder = replica.hold.holder
     if holder is None or holder.closed or holder is strategy or not holder.divides_state:
         return None

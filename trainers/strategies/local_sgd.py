@@ -26,7 +26,7 @@ from trainers.data import Batch, BatchSource
 from trainers.errors import ArgumentError, ModelFileError
 from trainers.local_sgd.outer import LocalOptions
 from trainers.local_sgd.rounds import Done, Memory, Rounds, Submit
-from trainers.replica import bind_whole, copied
+from trainers.replica import check_divisible, copied
 from trainers.state.adopt import ADOPT, OUTER, RATES, Arrays, Piece, adopt
 from trainers.strategies.interface import INNER, EpochRun
 from trainers.strategies.mirrored import Mirrored
@@ -45,7 +45,7 @@ class LocalOwners(StepOwners):
         self._rounds = rounds
 
     def not_replicated(self) -> dict[str, str]:
-        return dict.fromkeys(self._replica.updated, "each rank keeps that of its own inner steps")
+        return dict.fromkeys(self._replica.changing, "each rank keeps that of its own inner steps")
 
     def begin_change(self) -> None:
         self._rounds.restart()
@@ -115,7 +115,7 @@ class LocalSGD(Mirrored):
         self.measured = np.zeros(len(replica.metrics) + len(FLAGS))
         self._gradients = self.core.gradients
         self._parameters = allocate_own(replica)
-        together(self.group.comm, lambda: bind_whole(replica, self._parameters))
+        together(self.group.comm, self._bind)
         self._trained = replica.parameter_count
         dtype = "float64" if replica.gradient_dtype == "float64" else "float32"
         # Between an inner step and the next gradients the gradient buffer is free.
@@ -129,6 +129,10 @@ class LocalSGD(Mirrored):
             local, self._messages, [self._parameters], memory, self._average, self._submit(), length - self._trained
         )
         self.core.owners = LocalOwners(self.core, self.steps, self._rounds)
+
+    def _bind(self) -> None:
+        check_divisible(self.replica, whole=True)
+        self.replica.attach(self._parameters, self._gradients)
 
     def _submit(self) -> Submit:
         """Return how averages run: at once, or in a thread if inner steps go on meanwhile. Collective."""
@@ -291,7 +295,7 @@ class LocalSGD(Mirrored):
         return {} if momentum is None else {OUTER: np.array(_on_host(momentum))}
 
     def local_state(self) -> Arrays:
-        state, updated = self.replica.state(), self.replica.updated
+        state, updated = self.replica.state(), self.replica.changing
         inner = {f"{INNER}{name}": np.array(array) for name, array in state.items() if name in updated}
         return super().local_state() | inner
 

@@ -15,7 +15,7 @@ from allreduce.tracing.recorder import Recorder, record
 from allreduce.tracing.trace import Trace
 from allreduce.transport.control import all_values, together
 from trainers.arguments import name_error
-from trainers.backends import LOST_RESIDUALS, UPDATES, allocate_own, backend_for, compress_error
+from trainers.backends import LOST_RESIDUALS, UPDATES, allocate_own, backend_for, bind_own, compress_error
 from trainers.data import Batch
 from trainers.errors import ArgumentError
 from trainers.group import RankGroup
@@ -170,7 +170,7 @@ class Mirrored(Strategy):
         """Drop the buffer, and bind the replica to memory of its own. Local."""
         if self._core is not None:
             if self.holds_replica:
-                self.replica.bind(allocate_own(self.replica))
+                bind_own(self.replica, allocate_own(self.replica))
             self._core.drop()
         self._core = self.measured = None
 

@@ -16,7 +16,7 @@ from allreduce.arrays.chunks import chunk
 from allreduce.transport.control import all_values, combine
 from trainers.data import Batch, Data, row_count, sliced
 from trainers.options.transforms import EMA, Accumulate, ClipNorm, Schedule
-from trainers.replica import Replica, Rows, Slices, gradients_of
+from trainers.replica import ALL, Replica, Rows, Slices, gradients_of
 from trainers.strategies.alike import MARKS
 from trainers.strategies.sparse import SparseGradients
 from trainers.transforms import average
@@ -213,7 +213,7 @@ class UpdateRule:
 
     def update(self, part: Slices | None = None) -> None:
         """Update the parameters, without clipping, and move their average. part: see Replica.update."""
-        self._replica.update(part)
+        self._replica.update(ALL if part is None else part)
         if self._replica.average is not None:
             self._replica.average.move(self._replica.spans_in(part))
 

@@ -20,7 +20,7 @@ from allreduce.arrays import gpu
 from allreduce.transport.control import together
 from trainers.backends import allocate_own
 from trainers.errors import ArgumentError
-from trainers.replica import Slices, as_part, bind_whole, clipped, copied, reserved, slices_of, taken
+from trainers.replica import Slices, as_part, check_divisible, clipped, copied, reserved, slices_of, taken
 from trainers.state.adopt import Piece, to_root
 from trainers.state.backup import Backup
 from trainers.state.dealing import Transfer, deal_tensors, joined
@@ -61,7 +61,7 @@ class SliceOwners(StepOwners):
         self._backup: Backup | None = None
         self._changing = False  # between `begin_change` and `synchronize_state`
         try:
-            together(comm, lambda: bind_whole(replica, self._array[: self._length]))
+            together(comm, self._bind)
             if copies == 2:
                 owned = [[each.start, each.stop] for each in self._owned]
                 self._backup = Backup(comm, self._backend.topology.node_index, owned)
@@ -82,6 +82,10 @@ class SliceOwners(StepOwners):
         self._transfer = share.transfer
         return joined(share.parts) or [slice(0, 0)]
 
+    def _bind(self) -> None:
+        check_divisible(self._replica, whole=True)
+        self._replica.attach(self._array[: self._length], self._step.gradients)
+
     @contextmanager
     def _communicating(self) -> Iterator[None]:
         """Context manager: the block counts as communication."""
@@ -101,7 +105,7 @@ class SliceOwners(StepOwners):
     def begin_batch(self) -> None:
         """Back up the arrays that have no slices, because computing a batch may change them (statistics). Local."""
         if self._backup is not None:
-            without = ("parameters", *self._replica.elementwise)
+            without = ("parameters", *self._replica.sliced)
             self._backup.save_rest(partial(self._replica.snapshot, without=without))
 
     def reduce(self) -> None:
@@ -150,7 +154,7 @@ class SliceOwners(StepOwners):
 
     def _slices(self, memory: dict[str, np.ndarray]) -> list[Piece]:
         """Return copies of the slices that this rank owns, in `memory`; see Replica.snapshot. Local."""
-        held = {name: self._replica.elements(name, self._part) for name in self._replica.elementwise}
+        held = {name: self._replica.elements(name, self._part) for name in self._replica.sliced}
         held["parameters"] = taken(self._array, as_part(self._owned))
         held, pieces, start, first = copied(held, memory), [], 0, 0
         for own in self._owned:
@@ -178,7 +182,7 @@ class SliceOwners(StepOwners):
         """Return copies of this rank's slices, and of the arrays that have no slices. Local."""
         # load the statistics that follow the parameters: in an unfinished step they are from before the step
         self._replica.refresh()
-        rest = self._replica.snapshot({}, without=("parameters", *self._replica.elementwise))
+        rest = self._replica.snapshot({}, without=("parameters", *self._replica.sliced))
         return [each._replace(rest=rest) for each in self._slices({})]
 
     def fence(self) -> None:
@@ -216,7 +220,7 @@ class SliceOwners(StepOwners):
 
     def not_replicated(self) -> dict[str, str]:
         """As Owners.not_replicated."""
-        reasons = dict.fromkeys(self._replica.elementwise, "each rank holds only its own slice")
+        reasons = dict.fromkeys(self._replica.sliced, "each rank holds only its own slice")
         if self._node.arrays and self._backend.topology.nodes == 1:
             reasons["parameters"] = "the ranks share one copy"
         return reasons
@@ -224,7 +228,7 @@ class SliceOwners(StepOwners):
     def gather_state(self, state: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
         """Return `state` with every array of `elementwise` gathered from the ranks that own its slices. Collective."""
         result, world = dict(state), self._backend.topology.world  # `close` has freed the group's communicator
-        for name in self._replica.elementwise:
+        for name in self._replica.sliced:
             array = result[name]
             # Between two steps the gradient buffer is free: use it as workspace.
             fits = array.dtype == self._buffer.dtype and not gpu.is_gpu_array(self._buffer)
@@ -240,7 +244,7 @@ class SliceOwners(StepOwners):
 
     def snapshot(self, memory: dict[str, np.ndarray], wanted: bool) -> dict[str, np.ndarray]:
         """As StepOwners.snapshot. Slices are received directly into rank 0's arrays. Collective."""
-        replica, names = self._replica, self._replica.elementwise
+        replica, names = self._replica, self._replica.sliced
         state = together(self._comm, lambda: replica.snapshot(memory, without=names) if wanted else {})
         for name in names:
             own = together(self._comm, partial(self._elements, name, memory, state))
@@ -258,7 +262,7 @@ class SliceOwners(StepOwners):
     def close(self) -> None:
         """As StepOwners.close; frees the shared segment. Collective."""
         state = self.gather_state(self._replica.state())
-        bind_whole(self._replica, allocate_own(self._replica))
+        self._leave()
         self._replica.load_state(state)
         del state  # may hold views of the segment
         if self._messages is not None:
@@ -267,10 +271,14 @@ class SliceOwners(StepOwners):
 
     def abandon(self) -> None:
         """Move the replica's parameters into memory of its own, without gathering the slices of other ranks. Local."""
-        bind_whole(self._replica, allocate_own(self._replica))
+        self._leave()
         self._array, self._buffer = np.empty(0, np.uint8), np.empty(0, np.uint8)
         self._node.free()
         self._backup = self._transfer = self._messages = None
+
+    def _leave(self) -> None:
+        """Move the replica's parameters into memory of its own. Local."""
+        self._replica.attach(allocate_own(self._replica), allocate_own(self._replica))
 
     def _free(self) -> None:
         """Drop the parameters' memory. Local."""

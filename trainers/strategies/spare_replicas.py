@@ -267,8 +267,7 @@ class SpareReplicas(ServerStrategy):
         """Copy the chief's replica, and bind the copy to separate memory. Local."""
         copied = self.replica.copy()
         copied.undoable = self.replica.undoable
-        copied.bind_parameters(self._own_parameters)
-        copied.bind(self._own_gradients)
+        copied.attach(self._own_parameters, self._own_gradients)
         return copied
 
     def end_epoch(self) -> dict[str, Any]:

@@ -15,6 +15,7 @@ from allreduce.arrays import dtypes
 from allreduce.arrays.parts import Part
 from allreduce.backend import AllReduce
 from allreduce.transport.control import combine, together
+from trainers.backends import bind_own
 from trainers.data import Batch
 from trainers.replica import Replica, Slices, clipped, slices_of
 from trainers.state.adopt import Piece
@@ -146,7 +147,7 @@ class ReducedStep(Step):
 
     def bind(self) -> None:
         """Bind the replica to the buffer. Local."""
-        self.replica.bind(self.gradients)
+        bind_own(self.replica, self.gradients)
         self.describe(self.gradients)
 
     def describe(self, array: Any) -> None:

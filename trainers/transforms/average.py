@@ -6,8 +6,6 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from trainers.errors import ArgumentError
-
 AVERAGE = "ema"  # its name in the state of a replica
 BLOCK = 1 << 16  # elements averaged at a time, so that they stay in the cache
 Spans = tuple[slice, ...]
@@ -43,12 +41,10 @@ class Average:
         self._all: Spans = (slice(0, replica.parameter_count),)
         self._held: Any = None  # the parameters in `spans`, while the average is in their place
         self._dtype = np.dtype("float64" if replica.gradient_dtype == "float64" else "float32")
-        parameters = replica.arrays()
-        self._on_device = _copied_to_device(parameters)
-        self._set(self._all, np.concatenate([on_host(each) for each in parameters]) if saved is None else saved)
+        self._set(self._all, np.concatenate([*map(on_host, replica.arrays())]) if saved is None else saved)
 
     def _set(self, spans: Spans, array: np.ndarray) -> None:
-        self.spans, self.array = spans, self._on_device(np.array(array, self._dtype))
+        self.spans, self.array = spans, on_device(np.array(array, self._dtype), self._replica.arrays()[0])
 
     def restrict(self, spans: Spans | None = None) -> None:
         """Keep the average of these slices; zeros where it was not known. None: of all parameters."""
@@ -111,10 +107,6 @@ def error(replica: Parameters, decay: Any) -> str:
             f"EMA({decay}): the {replica.tables[0].name} of this {type(replica).__name__} has sparse gradients, and an "
             "average of the other parameters would not fit it: leave out EMA, or use a dense embedding"
         )
-    try:
-        replica.arrays()
-    except ArgumentError as refused:
-        return str(refused)
     return ""
 
 
@@ -141,11 +133,10 @@ def on_host(array: Any) -> np.ndarray:
     return array if isinstance(array, np.ndarray) else array.get()
 
 
-def _copied_to_device(arrays: Sequence[Any]) -> Any:
-    """Return a function that brings a NumPy array to the device of these arrays."""
-    if all(isinstance(each, np.ndarray) for each in arrays):
-        return lambda array: array
-    return sys.modules["cupy"].asarray
+def on_device(array: Any, like: Any) -> Any:
+    """Return an array on the device of `like`: a NumPy array is copied to a GPU's."""
+    given = isinstance(array, np.ndarray) and not isinstance(like, np.ndarray)
+    return sys.modules["cupy"].asarray(array) if given else array
 
 
 def _move(average: Any, parameters: Any, decay: float) -> None:

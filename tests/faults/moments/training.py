@@ -181,24 +181,19 @@ def stopped(trainer: Any, deaths: Deaths, checkpoint: Checkpoint | str) -> dict[
 class Dying(NumpyNetwork):
     """Makes its rank die during the construction of a trainer."""
 
-    dies_in = ""  # a method
+    dies_in = ""  # the memory that `bind` gets
 
-    def bind(self, buffer: Any) -> None:
-        if self.dies_in == "bind":
+    def bind(self, parameters: Any, gradients: Any) -> None:
+        if self.dies_in == ("gradients" if parameters is None else "parameters"):
             die()
-        super().bind(buffer)
-
-    def bind_parameters(self, buffer: Any) -> None:
-        if self.dies_in == "bind_parameters":
-            die()
-        super().bind_parameters(buffer)
+        super().bind(parameters, gradients)
 
 
 def making(ranks: Topology, options: dict[str, str]) -> dict[str, Any]:
     """Two of four ranks die during the construction of a trainer: one in its second attempt, which others have
     completed."""
     replica = Dying([8, 16, 3], seed=ranks.rank, lr=0.01)
-    replica.dies_in = {3: "bind", 1: "bind_parameters"}.get(ranks.rank, "")
+    replica.dies_in = {3: "gradients", 1: "parameters"}.get(ranks.rank, "")
     return trained(ranks, {"update": "sharded"}, Deaths(None), replica=replica)
 
 

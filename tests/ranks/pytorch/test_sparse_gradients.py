@@ -28,7 +28,6 @@ from trainers import (  # noqa: E402
 )
 from trainers.errors import ArgumentError, NotFiniteError  # noqa: E402
 from trainers.pytorch import MirroredOptimizer  # noqa: E402
-from trainers.replica import Replica  # noqa: E402
 
 pytestmark = pytest.mark.skipif(MPI.COMM_WORLD.size == 1, reason="one rank is what the others are compared with")
 both_updates = pytest.mark.parametrize("update", ["replicated", "sharded"])
@@ -278,7 +277,8 @@ def test_numpy_network(flat: Topology) -> None:
     class Bare(EmbeddingNetwork):
         """A replica whose parameters can't be in shared memory."""
 
-        bind_parameters = Replica.bind_parameters
+        def slice_error(self) -> str:
+            return "it has no slices"
 
     strategies: list[Callable[[EmbeddingNetwork], Any]] = [
         lambda given: MirroredTrainer(given, "ring", flat.split(RANK)),

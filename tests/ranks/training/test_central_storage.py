@@ -12,7 +12,6 @@ import allreduce
 import allreduce.errors
 from trainers import CentralStorageTrainer, MirroredTrainer, NumpyNetwork, datasets
 from trainers.errors import ArgumentError
-from trainers.replica import Replica
 from trainers.strategies.central_storage import CopyingOwner
 from trainers.strategies.sharded import SliceOwners
 from trainers.watching.callback import Callback
@@ -36,7 +35,8 @@ def network(kind: type[NumpyNetwork] = NumpyNetwork, seed: int = 3) -> NumpyNetw
 class Bare(NumpyNetwork):
     """A replica whose parameters can't be in shared memory."""
 
-    bind_parameters = Replica.bind_parameters
+    def slice_error(self) -> str:
+        return "it has no slices"
 
 
 def mirrored(data: Data, topology: allreduce.Topology) -> tuple[dict[str, np.ndarray], list[float]]:

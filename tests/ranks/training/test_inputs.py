@@ -217,7 +217,7 @@ class Weightless(Replica):
     def __init__(self) -> None:
         self.inner = network()
         self.gradient_length, self.metrics = self.inner.gradient_length, self.inner.metrics
-        for name in ("bind", "update", "predict", "state", "load_state"):
+        for name in ("bind", "update", "predict", "arrays", "snapshot", "load_state"):
             setattr(self, name, getattr(self.inner, name))
 
     def gradients(self, x: Any, y: Any, share: float) -> Any:
@@ -226,7 +226,7 @@ class Weightless(Replica):
     def evaluate(self, x: Any, y: Any) -> Any:
         return self.inner.evaluate(x, y)
 
-    bind = update = predict = state = load_state = lambda self: None  # type: ignore[assignment]
+    bind = update = predict = lambda self: None  # type: ignore[assignment]
 
 
 def bad_calls() -> dict[str, tuple[dict[str, Any], str]]:

@@ -69,7 +69,7 @@ def together(parts: list[list[Pair]]) -> list[Pair]:
 def one_rank(batches: list[Pair]) -> tuple[np.ndarray, list[float]]:
     """Train on the global batches without a trainer; returns the parameters, and the mean loss of each epoch."""
     replica, losses, rows = network(), [0.0] * EPOCHS, sum(len(x) for x, _ in batches)
-    replica.bind(np.empty(replica.gradient_length, "float32"))
+    replica.bind(None, np.empty(replica.gradient_length, "float32"))
     for epoch in range(EPOCHS):
         for x, y in batches:
             losses[epoch] += float(replica.gradients(x, y, 1.0)[0]) * len(x) / rows

@@ -63,7 +63,7 @@ class Reference:
         self.replicas = [network(**options) for _ in range(ranks)]
         self.inner = [np.zeros(each.gradient_length, np.float32) for each in self.replicas]
         for replica, gradients in zip(self.replicas, self.inner, strict=True):
-            replica.bind(gradients)
+            replica.bind(None, gradients)
         self.start = self.replicas[0].parameters.astype(np.float64)
         self.momentum = np.zeros_like(self.start)
         self.learning_rate, self.beta, self.nesterov = learning_rate, momentum, nesterov

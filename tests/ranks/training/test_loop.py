@@ -70,7 +70,7 @@ def one_rank(replica: Replica, transforms: Sequence[Transform]) -> dict[str, Any
     (x, y), (rate,) = data(), replica.learning_rates
     kinds = set(map(type, transforms))
     gradients = np.empty(replica.gradient_length, "float32")
-    replica.bind(gradients)
+    replica.bind(None, gradients)
     average, norms, step = np.array(replica.state()["parameters"], np.float64), [], 0
     for epoch in range(EPOCHS):
         rows = order(len(x), 0, epoch)

@@ -3,7 +3,7 @@
 import gc
 import json
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,7 @@ from trainers import MirroredTrainer, NumpyNetwork, ParameterServerTrainer, data
 from trainers.cli.options import parse
 from trainers.data import Batch, Batches
 from trainers.errors import ArgumentError, DivergedError, ModelFileError
-from trainers.replica import Replica
+from trainers.replica import ALL, Replica
 from trainers.strategies.rule import FLAGS
 
 EPOCHS, BATCH = 5, 100
@@ -462,7 +462,8 @@ def test_parameters_of_a_sharded_trainer_are_in_common(digits: datasets.Dataset,
 class Bare(NumpyNetwork):
     """A replica without support for slices."""
 
-    bind_parameters = Replica.bind_parameters
+    def slice_error(self) -> str:
+        return "it has no slices"
 
 
 @pytest.mark.parametrize("update", ["replicated", "sharded"])
@@ -481,7 +482,7 @@ def test_refused_trainers_leave_nothing_behind(flat: allreduce.Topology) -> None
         ({"update": "shrded"}, ArgumentError, "update='shrded' is unknown"),
         ({"allreduce": "rign"}, UnknownBackendError, "did you mean 'ring'"),
         ({"allreduce": "native", "update": "sharded"}, OptionError, "reduce_scatter and all_gather, and 'native' has"),
-        ({"replica": Bare([4, 3]), "update": "sharded", "allreduce": "ring"}, ArgumentError, "Bare does not support"),
+        ({"replica": Bare([4, 3]), "update": "sharded", "allreduce": "ring"}, ArgumentError, "it has no slices"),
     ]
     if flat.size > 1:
         refusals.append(({"replica": NumpyNetwork([4, 3 + flat.rank])}, DisagreementError, "allocate"))
@@ -575,11 +576,11 @@ class BadBind(NumpyNetwork):
 
     binds = 0
 
-    def bind(self, buffer: Any) -> None:
+    def bind(self, parameters: Any, gradients: Any) -> None:
         self.binds += 1
         if self.binds == 2 and MPI.COMM_WORLD.rank == MPI.COMM_WORLD.size - 1:
             raise ArgumentError("no such memory")
-        super().bind(buffer)
+        super().bind(parameters, gradients)
 
 
 def test_replicas_keep_no_memory_of_a_trainer_that_one_rank_has_refused(flat: allreduce.Topology) -> None:
@@ -630,28 +631,24 @@ class Sliced(Replica):
         self.elementwise = ("momentum",) if declares else ()
         self.reloads, self.gradient_length = reloads, 6
         self.w, self.momentum, self.slopes = (np.zeros(6, "float32") for _ in range(3))
-        self.memory = self.w
+        self.flat = self.w
 
-    def bind(self, buffer: Any) -> None:
-        self.slopes = buffer
-
-    def bind_parameters(self, buffer: Any, whole: bool = False) -> None:
-        buffer[:], self.memory = self.w, buffer
+    def bind(self, parameters: Any, gradients: Any) -> None:
+        parameters[:], self.flat, self.slopes = self.w, parameters, gradients
 
     def refresh(self) -> None:
         if self.reloads:
-            self.w[:] = self.memory
+            self.w[:] = self.flat
 
     def gradients(self, x: Any, y: Any, share: float, weights: Any = None) -> Any:
         error = x @ self.w - y
         self.slopes[:] = 2 * share * (x.T @ error) / max(len(x), 1)
         return [float((error**2).mean()) if len(x) else 0.0]
 
-    def update(self, part: Any = None) -> None:
-        part = part or slice(None)
+    def update(self, part: Any = ALL) -> None:
         self.momentum[part] = 0.9 * self.momentum[part] + self.slopes[part]
-        self.memory[part] -= 0.1 * self.momentum[part]
-        self.w[part] = self.memory[part]
+        self.flat[part] -= 0.1 * self.momentum[part]
+        self.w[part] = self.flat[part]
 
     def evaluate(self, x: Any, y: Any, weights: Any = None) -> Any:
         return [float(((x @ self.w - y) ** 2).sum())]
@@ -659,12 +656,43 @@ class Sliced(Replica):
     def predict(self, x: Any) -> Any:
         return x @ self.w
 
-    def state(self) -> dict[str, np.ndarray]:
-        return {"parameters": self.w, "momentum": self.momentum}
+    def others(self) -> dict[str, np.ndarray]:
+        return {"momentum": self.momentum}
 
-    def load_state(self, state: dict[str, np.ndarray]) -> None:
-        self.w[:], self.momentum[:] = state["parameters"], state["momentum"]
-        self.memory[:] = self.w
+    def load_others(self, state: Mapping[str, np.ndarray]) -> None:
+        self.momentum[:] = state["momentum"]
+
+
+class Former(Sliced):
+    """A replica in the form of an earlier version."""
+
+    def bind(self, buffer: Any) -> None:  # type: ignore[override]
+        self.slopes = buffer
+
+    def bind_parameters(self, buffer: Any) -> None:
+        buffer[:], self.flat = self.w, buffer
+
+
+def test_a_replica_of_the_former_form_is_shown_the_new_one(flat: allreduce.Topology) -> None:
+    with pytest.raises(
+        ArgumentError, match=r"this Former has the form of earlier .* bind\(self, parameters, gradients"
+    ):
+        MirroredTrainer(Former(declares=True, reloads=True), "ring", flat)
+
+
+def test_a_replica_of_a_user_has_a_moving_average(flat: allreduce.Topology) -> None:
+    """Also where ranks update slices, and without a line of the replica."""
+    x, ends = np.random.default_rng(0).normal(size=(40, 6)).astype("float32"), []
+    for update in ("replicated", "sharded"):
+        with MirroredTrainer(Sliced(declares=True, reloads=True), "ring", flat, update=update) as trainer:
+            trainer.fit(x, x.sum(axis=1), 2, 40, shuffle=False, progress=False, transforms=[EMA(0.5)])
+            scores = trainer.evaluate(x, x.sum(axis=1)), trainer.evaluate(x, x.sum(axis=1), ema=False)
+        ends.append(trainer.replica.state())
+        assert scores[0]["loss"] != scores[1]["loss"]
+    assert set(ends[0]) == {"parameters", "momentum", "ema"}
+    for name in ends[0]:
+        np.testing.assert_allclose(ends[0][name], ends[1][name], rtol=1e-4, atol=1e-6)
+    assert not np.allclose(ends[0]["ema"], ends[0]["parameters"])
 
 
 @pytest.mark.parametrize("kind", ["sharded", "servers"])
@@ -678,7 +706,7 @@ def test_a_replica_that_divides_no_state_is_refused(kind: str, flat: allreduce.T
     if flat.size > 1:
         with pytest.raises(ArgumentError, match=r"the state 'momentum' of this Sliced .* is not in its `elementwise`"):
             make(Sliced(declares=False, reloads=True))
-        with pytest.raises(ArgumentError, match="does not read its parameters from the memory of bind_parameters"):
+        with pytest.raises(ArgumentError, match="does not train its parameters in the memory of bind"):
             make(Sliced(declares=True, reloads=False))
     plain, x = Sliced(declares=True, reloads=True), np.random.default_rng(0).normal(size=(40, 6)).astype("float32")
     for _ in range(4):

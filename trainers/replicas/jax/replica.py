@@ -8,7 +8,7 @@ import numpy as np
 from trainers.data import Tree, as_arrays, mapped, row_count, sliced
 from trainers.errors import ArgumentError, ExportError
 from trainers.files.onnx_graph import quiet
-from trainers.replica import Replica, Slices, single, unfit_error
+from trainers.replica import ALL, Replica, Slices, single, unfit_error
 from trainers.transforms.average import Spans
 
 try:
@@ -22,7 +22,7 @@ except ImportError as error:
 import jax.numpy as jnp
 
 from trainers.replicas import precision as precisions
-from trainers.replicas.flat import FlatReplica, put
+from trainers.replicas.flat import FlatReplica
 from trainers.replicas.jax.layout import TreeLayout, alias, on_host, own
 from trainers.replicas.jax.optimizer import Optimizer
 from trainers.replicas.mean_of_rows import check_mean_of_rows
@@ -71,35 +71,35 @@ class JaxReplica(FlatReplica):
         self._precision, self._compared = precision, False  # whether the loss of parts of a batch was compared
         self._low = precisions.lower_precision(precision, self.gradient_dtype)
         self.notices = precisions.slow_notice(self.device) if self._low else ()
-        self._tree: Any = jax.tree.map(own, params)  # unless `_memory` holds the parameters
-        self._memory: np.ndarray | None = None
+        self._tree: Any = jax.tree.map(own, params)  # unless `memory` holds the parameters
         self._transformation = optimizer
         self._optimizer = Optimizer(optimizer, self._layout, self._tree)
         self._gradients = jax.jit(self._measure_gradients, static_argnames="flat")
         self._measures = jax.jit(self._measure, static_argnames="flat")
         self._outputs = jax.jit(self._output, static_argnames="flat")
-        self.bind(np.zeros(self.gradient_length, self._layout.dtype))
+        self.bind(None, np.zeros(self.gradient_length, self._layout.dtype))
 
     # Methods of Replica
 
     @property
     def params(self) -> Any:
-        return jax.tree.map(own, self._tree if self._memory is None else self._layout.cut(self._memory))
+        return jax.tree.map(own, self._tree if self.memory is None else self._layout.cut(self.memory))
 
-    def _move_parameters(self, buffer: Any) -> None:
-        self._parameters_into(buffer)
-        self._memory, self._tree = buffer, None
+    def bind(self, parameters: Any, gradients: Any) -> None:
+        super().bind(parameters, gradients)
+        if parameters is not None:
+            self._tree = None
 
     def arrays(self) -> Sequence[Any]:
-        if self._memory is None:
-            return [np.asarray(each).reshape(-1) for each in jax.tree.leaves(self._tree)]
-        return [self._memory]
+        if self.memory is not None:
+            return super().arrays()
+        return [np.asarray(each).reshape(-1) for each in jax.tree.leaves(self._tree)]
 
     def put(self, spans: Spans, values: Any) -> None:
-        if self._memory is None:
-            self._tree = jax.tree.map(own, self._layout.cut(values.astype(self._layout.dtype)))
+        if self.memory is not None:
+            super().put(spans, values)
         else:
-            put(self._memory, spans, values)
+            self._tree = jax.tree.map(own, self._layout.cut(values.astype(self._layout.dtype)))
 
     def gradients(self, x: Tree, y: Tree, share: float, weights: np.ndarray | None = None) -> Any:
         if row_count(x) == 0:
@@ -109,15 +109,13 @@ class JaxReplica(FlatReplica):
         self._layout.write(gradients, self._buffer)
         return np.asarray(values)
 
-    def update(self, part: Slices | None = None) -> None:
-        if self._memory is None and part is None:
+    def update(self, part: Slices = ALL) -> None:
+        if self.memory is None:
             self._tree = self._optimizer.update(self._tree, alias(self._buffer))
             return
-        if self._memory is None:
-            raise ArgumentError("call bind_parameters() before update(part)")
-        part = single(part or slice(0, self.gradient_length))
-        changed = self._optimizer.update_slice(part, alias(self._memory), alias(self._buffer))
-        np.copyto(self._memory[part], np.asarray(changed))
+        part = slice(0, self.gradient_length) if part == ALL else single(part)
+        changed = self._optimizer.update_slice(part, alias(self.memory), alias(self._buffer))
+        np.copyto(self.memory[part], np.asarray(changed))
 
     def evaluate(self, x: Tree, y: Tree, weights: np.ndarray | None = None) -> Any:
         means = self._measures(*self._model(), *self._inputs(x, y), self._wide(weights))
@@ -150,12 +148,6 @@ class JaxReplica(FlatReplica):
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         return self._layout.shapes
-
-    def _load_rest(self, state: Mapping[str, np.ndarray]) -> None:
-        if self._memory is not None:
-            self._memory[:] = state["parameters"]
-        else:
-            self._tree = jax.tree.map(own, self._layout.cut(state["parameters"].astype(self._layout.dtype)))
 
     def copy(self) -> Replica:
         copied = JaxReplica(
@@ -214,7 +206,7 @@ class JaxReplica(FlatReplica):
 
     def _model(self) -> tuple[bool, Any]:
         """Return the first arguments of compiled functions: (False, the tree) or (True, the trainer's flat memory)."""
-        return (False, self._tree) if self._memory is None else (True, alias(self._memory))
+        return (False, self._tree) if self.memory is None else (True, alias(self.memory))
 
     def _inputs(self, *trees: Tree) -> list[Any]:
         """Return x and y as the compiled functions take them."""

@@ -12,8 +12,8 @@ import numpy as np
 from trainers.data import Tree, as_arrays, mapped, row_count, sliced
 from trainers.errors import ArgumentError, ModelFileError
 from trainers.files.onnx_graph import need_onnx, quiet
-from trainers.replica import Replica, Slices, single, unfit_error
-from trainers.replicas.flat import FlatReplica, Layout, put
+from trainers.replica import ALL, Replica, Slices, single, unfit_error
+from trainers.replicas.flat import FlatReplica, Layout
 from trainers.replicas.keras.computing import COMPUTING, array_of, assign
 from trainers.replicas.keras.optimizer import Optimizer
 from trainers.replicas.mean_of_rows import check_mean_of_rows
@@ -68,16 +68,16 @@ class KerasReplica(FlatReplica):
         self._random = {f"random.{n}": each for n, each in enumerate(others) if id(each) in random}
         self._computing = COMPUTING[keras.backend.backend()](model, self._measured)
         self._takes_list = isinstance(getattr(model, "input", None), list)
-        self._memory: np.ndarray | None = None
         self._before: list[np.ndarray] = []
-        self.bind(np.zeros(self.gradient_length, self.gradient_dtype))
+        self.bind(None, np.zeros(self.gradient_length, self.gradient_dtype))
 
     # Methods of Replica
 
-    def _move_parameters(self, buffer: Any) -> None:
+    def bind(self, parameters: Any, gradients: Any) -> None:
         self._refresh_model()
-        self._memory = buffer
-        self._store(buffer)
+        super().bind(parameters, gradients)
+        if parameters is not None:
+            self._store(parameters)
 
     def gradients(self, x: Tree, y: Tree, share: float, weights: np.ndarray | None = None) -> Any:
         if row_count(x) == 0:
@@ -114,23 +114,21 @@ class KerasReplica(FlatReplica):
             self._set(self._shared.values(), self._before)
         self._before = []
 
-    def update(self, part: Slices | None = None) -> None:
+    def update(self, part: Slices = ALL) -> None:
         self._before = []
-        if self._memory is None:
-            if part is not None:
-                raise ArgumentError("call bind_parameters() before update(part)")
+        if self.memory is None:
             self._optimizer.update(self._buffer, self._still)
             self._load_statistics(self._buffer)
             return
-        part = part or slice(0, self.gradient_length)
-        self._optimizer.update_slice(single(self._parameters_in(part)), self._memory, self._buffer, self._still)
+        part = slice(0, self.gradient_length) if part == ALL else part
+        self._optimizer.update_slice(single(self._parameters_in(part)), self.memory, self._buffer, self._still)
         statistics = single(self._statistics_in(part))
-        self._memory[statistics] = self._buffer[statistics]
+        self.memory[statistics] = self._buffer[statistics]
 
     def refresh(self) -> None:
         self._before = []
-        if self._memory is not None:
-            self._load_statistics(self._memory)
+        if self.memory is not None:
+            self._load_statistics(self.memory)
 
     def evaluate(self, x: Tree, y: Tree, weights: np.ndarray | None = None) -> Any:
         self._refresh_model()
@@ -147,17 +145,17 @@ class KerasReplica(FlatReplica):
         return sliced(outputs, slice(0)) if none else outputs
 
     def arrays(self) -> Sequence[Any]:
-        if self._memory is None:
-            return [array_of(each).reshape(-1) for each in self._trained]
-        return [self._memory[: self.parameter_count]]
+        if self.memory is not None:
+            return super().arrays()
+        return [array_of(each).reshape(-1) for each in self._trained]
 
     def put(self, spans: Spans, values: Any) -> None:
-        if self._memory is None:
-            self._set(self._trained, self._optimizer.layout.views(values.astype(self.gradient_dtype)))
+        if self.memory is not None:
+            super().put(spans, values)
         else:
-            put(self._memory, spans, values)
+            self._set(self._trained, self._optimizer.layout.views(values.astype(self.gradient_dtype)))
 
-    def _others(self) -> dict[str, np.ndarray]:
+    def others(self) -> dict[str, np.ndarray]:
         return {name: array_of(each) for name, each in self._shared.items()}
 
     def seed(self, number: int) -> None:
@@ -189,11 +187,11 @@ class KerasReplica(FlatReplica):
     def shapes(self) -> dict[str, tuple[int, ...]]:
         return {f"{number}/{each.name}": tuple(each.shape) for number, each in enumerate(self._trained)}
 
-    def _load_rest(self, state: Mapping[str, np.ndarray]) -> None:
-        self._set(self._trained, self._optimizer.layout.views(state["parameters"]))
+    def load_others(self, state: Mapping[str, np.ndarray]) -> None:
+        self._refresh_model()
         self._set(self._shared.values(), [state[name] for name in self._shared])
-        if self._memory is not None:
-            self._store(self._memory)
+        if self.memory is not None:
+            self._store(self.memory)
 
     def local_state(self) -> dict[str, np.ndarray]:
         """Return the random state of layers."""
@@ -276,8 +274,8 @@ class KerasReplica(FlatReplica):
 
     def _refresh_model(self) -> None:
         """Copy the parameters from the trainer's memory, where other ranks may have changed them, into the model."""
-        if self._memory is not None:
-            self._set(self._trained, self._layout.views(self._memory)[: len(self._trained)])
+        if self.memory is not None:
+            self._set(self._trained, self._layout.views(self.memory)[: len(self._trained)])
 
     def _load_statistics(self, flat: np.ndarray) -> None:
         self._set(self._statistics, self._layout.views(flat)[len(self._trained) :])

@@ -63,9 +63,9 @@ class CategoryNetwork(NumpyNetwork):
 
     # Methods of Replica
 
-    def bind(self, buffer: Any) -> None:
-        super().bind(buffer)
-        self._written = buffer
+    def bind(self, parameters: Any, gradients: Any) -> None:
+        super().bind(parameters, gradients)
+        self._written = gradients
 
     def redirect(self, buffer: Any) -> bool:
         self._written = buffer

@@ -9,7 +9,7 @@ from trainers.arguments import integer_error, require
 from trainers.data import Tree
 from trainers.errors import ArgumentError
 from trainers.files.onnx_graph import FREE, Graph
-from trainers.replica import Rows, Slices, Table
+from trainers.replica import ALL, Rows, Slices, Table
 from trainers.replicas.numpy.network import FLOAT, INPUT, NumpyNetwork
 from trainers.transforms.average import on_host
 
@@ -71,16 +71,16 @@ class EmbeddingNetwork(NumpyNetwork):
     def take_sparse(self, sums: list[Rows]) -> None:
         (self._sums,) = sums
 
-    def update(self, part: Slices | None = None) -> None:
+    def update(self, part: Slices = ALL) -> None:
         super().update(part)
         rows, sums = self._sums
         self.table[rows] -= self.table.dtype.type(self.table_lr) * sums
 
-    def _others(self) -> dict[str, np.ndarray]:
-        return super()._others() | {TABLE: on_host(self.table), f"{TABLE}.lr": np.array(self.table_lr)}
+    def others(self) -> dict[str, np.ndarray]:
+        return super().others() | {TABLE: on_host(self.table), f"{TABLE}.lr": np.array(self.table_lr)}
 
-    def _load_rest(self, state: Mapping[str, np.ndarray]) -> None:
-        super()._load_rest(state)
+    def load_others(self, state: Mapping[str, np.ndarray]) -> None:
+        super().load_others(state)
         self.table[...] = self._xp.asarray(state[TABLE])
         self.table_lr = float(state[f"{TABLE}.lr"])
 

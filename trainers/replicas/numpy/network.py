@@ -15,11 +15,11 @@ from trainers.data import Data, Tree
 from trainers.errors import ArgumentError, ModelFileError
 from trainers.files import model_file
 from trainers.files.onnx_graph import FREE, Graph
-from trainers.replica import Factors, Slices, columns_of
-from trainers.replicas.flat import FlatReplica, put
+from trainers.replica import ALL, Factors, Slices, columns_of
+from trainers.replicas.flat import FlatReplica
 from trainers.replicas.numpy.losses import LOSSES
 from trainers.replicas.numpy.optimizers import OPTIMIZERS, STEPS, Optimizer
-from trainers.transforms.average import Spans, on_host
+from trainers.transforms.average import on_host
 
 FLOAT = np.dtype(np.float32)
 INPUT = "x"  # its name in the graph of `to_onnx`
@@ -117,13 +117,12 @@ class NumpyNetwork(FlatReplica):
         self.features = self.sizes[0]
         self.optimizer = self._optimizer = make_optimizer(optimizer, lr)
         self.gradient_length = self._length(self.sizes, self._names)
-        self.parameters = self._xp.asarray(self._initial(init or self._activation.init, seed))
-        self._layers = self._views(self.parameters)
+        self.memory = self._xp.asarray(self._initial(init or self._activation.init, seed))
         self._values = self._xp.zeros(len(self.metrics))
         self.scale_input(0.0, 1.0)
         self._capacity = -1
         self._reserve(0)
-        self.bind(self._xp.zeros(self.gradient_length, FLOAT))
+        self.bind(None, self._xp.zeros(self.gradient_length, FLOAT))
 
     @classmethod
     def load(cls, path: str, device: str = "cpu") -> "NumpyNetwork":
@@ -177,20 +176,15 @@ class NumpyNetwork(FlatReplica):
 
     # Methods of Replica
 
-    def bind(self, buffer: Any) -> None:
-        super().bind(buffer)
-        self._gradient_layers = self._views(buffer)
-        self.optimizer.bind(self._xp, self.parameters, buffer)
+    def bind(self, parameters: Any, gradients: Any) -> None:
+        super().bind(parameters, gradients)
+        self.parameters = self.memory
+        self._layers, self._gradient_layers = self._views(self.memory), self._views(gradients)
+        self.optimizer.bind(self._xp, self.memory, gradients)
 
     def redirect(self, buffer: Any) -> bool:
         self._gradient_layers = self._views(buffer)
         return True
-
-    def _move_parameters(self, buffer: Any) -> None:
-        buffer[:] = self.parameters
-        self.parameters = buffer
-        self._layers = self._views(buffer)
-        self.optimizer.bind(self._xp, buffer, self._buffer)
 
     def gradients(self, x: np.ndarray, y: np.ndarray, share: float, weights: np.ndarray | None = None) -> Any:
         rows = len(x)
@@ -239,8 +233,8 @@ class NumpyNetwork(FlatReplica):
         layers = zip(inputs, errors, strict=True)
         return [pair for below, delta in layers for pair in ((below, delta), (ones, delta))]
 
-    def update(self, part: Slices | None = None) -> None:
-        self.optimizer.step(part)
+    def update(self, part: Slices = ALL) -> None:
+        self.optimizer.step(None if part == ALL else part)
 
     def evaluate(self, x: np.ndarray, y: np.ndarray, weights: np.ndarray | None = None) -> Any:
         self._loss.measure(self._forward(x)[-1], self._loss.targets(y), self._values, self._weights(weights))
@@ -254,13 +248,7 @@ class NumpyNetwork(FlatReplica):
         self._loss.predict(output)
         return output.copy() if self._xp is np else output.get()
 
-    def arrays(self) -> Sequence[Any]:
-        return [self.parameters]
-
-    def put(self, spans: Spans, values: Any) -> None:
-        put(self.parameters, spans, values)
-
-    def _others(self) -> dict[str, np.ndarray]:
+    def others(self) -> dict[str, np.ndarray]:
         held = {"input.shift": on_host(self._shift), "input.scale": on_host(self._scale)}
         return held | {"sizes": np.array(self.sizes)}
 
@@ -270,7 +258,7 @@ class NumpyNetwork(FlatReplica):
             found |= {f"layer {number} weights": (inputs, outputs), f"layer {number} bias": (outputs,)}
         return found
 
-    def load_state(self, state: dict[str, np.ndarray]) -> None:
+    def load_state(self, state: Mapping[str, np.ndarray]) -> None:
         try:
             steps, sizes = int(state[STEPS]), state["sizes"].reshape(-1).tolist()
         except (KeyError, TypeError, ValueError, OverflowError) as error:
@@ -283,8 +271,7 @@ class NumpyNetwork(FlatReplica):
             raise ModelFileError(f"this is not the state of a NumpyNetwork: {steps} steps, {dtypes or 'all numbers'}")
         super().load_state(state)
 
-    def _load_rest(self, state: Mapping[str, np.ndarray]) -> None:
-        self.parameters[:] = self._xp.asarray(state["parameters"])
+    def load_others(self, state: Mapping[str, np.ndarray]) -> None:
         self.scale_input(state["input.shift"], state["input.scale"])
 
     def to_onnx(self, x: Tree) -> Any:

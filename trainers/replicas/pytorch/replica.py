@@ -8,7 +8,7 @@ import numpy as np
 
 from trainers.data import Data, Tree, as_arrays, leaves, mapped, row_count, sliced
 from trainers.errors import ArgumentError, ModelFileError
-from trainers.replica import Slices, slices_of, unfit_error
+from trainers.replica import ALL, Slices, slices_of, unfit_error
 from trainers.transforms.average import Spans
 
 try:
@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from trainers.replicas import precision as precisions
-from trainers.replicas.flat import FlatReplica, put
+from trainers.replicas.flat import FlatReplica
 from trainers.replicas.mean_of_rows import check_mean_of_rows
 from trainers.replicas.pytorch import devices, graphs, row_losses
 from trainers.replicas.pytorch.optimizer import TorchOptimizer
@@ -96,15 +96,19 @@ class TorchReplica(FlatReplica):
         self.counts, self._classes = row_losses.counts(loss), 0  # 0: not known before the first output
         self.optional, self._compared = len(self._trained), False  # whether the loss of parts of a batch was compared
         self._unused = self._still = np.zeros(self.optional, bool)
-        self._parameters: Tensor | None = None  # the memory of bind_parameters, and the view of each parameter there
+        self._parameters: Tensor | None = None  # the memory of `bind`, and the view of each parameter there
         self._parameter_views: list[Tensor] = []
         self._use(torch.zeros(self.gradient_length, dtype=self._dtype, device=self._device.device))
 
     # Methods of Replica
 
-    def bind(self, buffer: Any) -> None:
-        super().bind(buffer)
-        self._use(self._tensor(buffer))
+    def bind(self, parameters: Any, gradients: Any) -> None:
+        flat = None if parameters is None else self._tensor(parameters)
+        buffer = self._tensor(gradients)
+        super().bind(parameters, gradients)
+        if flat is not None:
+            self._move_parameters(flat)
+        self._use(buffer)
 
     def redirect(self, buffer: Any) -> bool:
         self._views = views(self._tensor(buffer), [*self._trained, *self._statistics])
@@ -120,16 +124,15 @@ class TorchReplica(FlatReplica):
         self._lay_out()
 
     @torch.no_grad()
-    def _move_parameters(self, buffer: Any) -> None:
-        self._parameters = flat = self._tensor(buffer)
+    def _move_parameters(self, flat: Tensor) -> None:
+        """Make the parameters views of `flat`, which has their values."""
+        self._parameters = flat
         pieces = flat[: self._length].split([each.numel() for each in self._trained])
         self._parameter_views = [piece.view(each.shape) for each, piece in zip(self._trained, pieces, strict=True)]
         with self._device.ordered_with_cupy():  # CuPy may reuse freed memory at once
             for parameter, view in zip(self._trained, self._parameter_views, strict=True):
-                view.copy_(parameter)
                 parameter.data = view
             self._store_statistics()
-        self._lay_out()
 
     def gradients(self, x: Tree, y: Tree, share: float, weights: np.ndarray | None = None) -> Any:
         with self._device.ordered_with_cupy():
@@ -183,15 +186,15 @@ class TorchReplica(FlatReplica):
         self._buffers.restore()
 
     @torch.no_grad()
-    def update(self, part: Slices | None = None) -> None:
+    def update(self, part: Slices = ALL) -> None:
         self._buffers.forget()
         with self._device.ordered_with_cupy():
-            if part is None:
+            if part == ALL:
                 self._load_statistics(self._buffer)
                 self._optimizer.step(None, self._still)
                 return
             if self._parameters is None:
-                raise ArgumentError("call bind_parameters() before update(part)")
+                raise ArgumentError("call bind(parameters, gradients) before update(part)")
             if any(
                 each.data_ptr() != view.data_ptr()
                 for each, view in zip(self._trained, self._parameter_views, strict=True)
@@ -241,21 +244,21 @@ class TorchReplica(FlatReplica):
 
     def arrays(self) -> Sequence[Any]:
         with self._device.ordered_with_cupy():
-            if self._parameters is None:
-                return [self._device.array(each.detach().reshape(-1)) for each in self._trained]
-            return [self._device.array(self._parameters[: self._length])]
+            if self.memory is not None:
+                return super().arrays()
+            return [self._device.array(each.detach().reshape(-1)) for each in self._trained]
 
     @torch.no_grad()
     def put(self, spans: Spans, values: Any) -> None:
         with self._device.ordered_with_cupy():
-            new = as_tensor(values, TORCH[str(values.dtype)])
-            if self._parameters is not None:
-                put(self._parameters, spans, new.to(self._dtype))
+            if self.memory is not None:
+                super().put(spans, values)
                 return
+            new = as_tensor(values, TORCH[str(values.dtype)])
             for parameter, own in zip(self._trained, self._optimizer.layout.views(new), strict=True):
                 parameter.copy_(own)
 
-    def _others(self) -> dict[str, np.ndarray]:
+    def others(self) -> dict[str, np.ndarray]:
         held = {name: host_view(each) for name, each in self._untrained().items()}
         return held | _hyperparameters(self.optimizer)
 
@@ -269,9 +272,7 @@ class TorchReplica(FlatReplica):
         return {name: tuple(each.shape) for name, each in self.module.named_parameters() if id(each) in trained}
 
     @torch.no_grad()
-    def _load_rest(self, state: Mapping[str, np.ndarray]) -> None:
-        for parameter, array in zip(self._trained, self._optimizer.layout.views(state["parameters"]), strict=True):
-            parameter.copy_(torch.from_numpy(np.array(array)))
+    def load_others(self, state: Mapping[str, np.ndarray]) -> None:
         for name, each in self._untrained().items():
             each.copy_(torch.from_numpy(np.array(state[name])))
         for name in state:

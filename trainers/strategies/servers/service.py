@@ -22,7 +22,7 @@ from trainers.checks import LEARNING_RATES
 from trainers.data import BatchSource
 from trainers.errors import ArgumentError
 from trainers.group import RankGroup
-from trainers.replica import Replica, Slices, bind_whole
+from trainers.replica import Replica, Slices, check_divisible
 from trainers.replicas import malloc
 from trainers.state.adopt import Piece, mirror, newest
 from trainers.state.owners import Owners
@@ -122,13 +122,13 @@ class ServerStrategy(Strategy, Owners):
         if self._bound is self._gradients:
             return
         try:
-            bind_whole(self.replica, self._parameters, whole=False)
+            check_divisible(self.replica, whole=False)
         except ArgumentError as error:
             raise ArgumentError(
                 f'{self.name} updates slices of the parameters, as MirroredTrainer does with update="sharded", and '
                 f"this model or its optimizer can't: {error}"
             ) from error
-        self.replica.bind(self._gradients)
+        self.replica.attach(self._parameters, self._gradients)
         self._bound = self._gradients
 
     def _make_endpoints(self) -> None:
@@ -208,8 +208,7 @@ class ServerStrategy(Strategy, Owners):
     def _unbind_replica(self, state: dict[str, np.ndarray] | None) -> None:
         """Bind the replica to new memory, because pending messages may still use the old; then load `state`, if given.
         Local."""
-        self.replica.bind(np.zeros_like(self._gradients))
-        self.replica.bind_parameters(np.empty_like(self._parameters))
+        self.replica.attach(np.zeros_like(self._parameters), np.zeros_like(self._gradients))
         if state is not None:
             self.replica.load_state(state)
         self._mailbox = self._client = self._shard = None
@@ -334,15 +333,15 @@ class ServerStrategy(Strategy, Owners):
         self._worker.fence()
 
     def not_replicated(self) -> dict[str, str]:
-        return dict.fromkeys([*self.replica.updated, LEARNING_RATES], "only the servers have the current values")
+        return dict.fromkeys([*self.replica.changing, LEARNING_RATES], "only the servers have the current values")
 
     def gather_state(self, state: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
         """Return `state` with the servers' values of updated entries; the first server's if not sliced. Collective."""
         own = []
         if self._shard is not None:
             part = self._shard.part
-            sliced = {name: np.asarray(state[name])[part] for name in ("parameters", *self.replica.elementwise)}
-            others = set(self.replica.updated) - sliced.keys() if self.group.rank == self.servers[0] else ()
+            sliced = {name: np.asarray(state[name])[part] for name in ("parameters", *self.replica.sliced)}
+            others = set(self.replica.changing) - sliced.keys() if self.group.rank == self.servers[0] else ()
             own = [Piece(0, 0, part.start, part.stop, sliced, {name: state[name] for name in sorted(others)})]
         found = newest(self._messages, own, self._parameters.size)  # the group's communicator may be freed by now
         assert found is not None
