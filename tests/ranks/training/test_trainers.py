@@ -19,7 +19,7 @@ from allreduce.arrays.ops import Op
 from allreduce.errors import ClosedError, DisagreementError, OptionError, UnknownBackendError
 from tests.backends import ON_CPU, SHARDED
 from tests.ranks.together import raised_everywhere
-from trainers import MirroredTrainer, NumpyNetwork, ParameterServerTrainer, datasets
+from trainers import EMA, MirroredTrainer, NumpyNetwork, ParameterServerTrainer, datasets
 from trainers.cli.options import parse
 from trainers.data import Batch, Batches
 from trainers.errors import ArgumentError, DivergedError, ModelFileError
