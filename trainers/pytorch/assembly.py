@@ -1,6 +1,5 @@
 """Creates the parts of a MirroredOptimizer, creates them again after a failure, and frees them."""
 
-from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack
 from functools import partial
 
@@ -11,7 +10,6 @@ from torch.utils.hooks import RemovableHandle
 
 from allreduce import create, notices
 from allreduce.backend import AllReduce, Config
-from allreduce.elastic.retry import Commit
 from allreduce.errors import ClosedError
 from allreduce.topology import Topology
 from allreduce.tracing import trace as tracing
@@ -66,16 +64,6 @@ class Assembly:
         self.source = checks.Source(options.source, self.topology.world)
         announce_policy(self.topology)
         warn_of_threads(self.topology)
-
-    @property
-    def steps(self) -> int:
-        """The number of steps that the optimizer has done."""
-        return self.owners.steps
-
-    @property
-    def slices_lost(self) -> bool:
-        """Whether slices of a sharded update could not be recovered."""
-        return self.owners.kept.lost
 
     # Creation
 
@@ -184,10 +172,6 @@ class Assembly:
         check_still_fit(self.optimizer, self.trained, self.frozen)
         return self.reducer.guard()
 
-    def start_average(self) -> Callable[[], object]:
-        """Start the average that other ranks have begun; returns a function that finishes it. Collective."""
-        return self.reducer.start_average()
-
     # The end
 
     def close(self) -> None:
@@ -205,7 +189,7 @@ class Assembly:
                 ok = False
             if ulfm.in_force() and not group.topology.finished(ok):
                 lost = regroup(group)  # other ranks may still have to do their last step
-                if self.slices_lost:
+                if self.owners.kept.lost:
                     raise lost
                 continue
             self.closed = True
@@ -237,10 +221,6 @@ class Assembly:
 
     # After a failure
 
-    def newest_state(self, comm: MPI.Intracomm) -> Commit:
-        """Receive the newest state of the ranks of `comm`; returns a function that loads it, locally. Collective."""
-        return self.owners.newest(comm)
-
     def rebuild(self, group: OptimizerGroup) -> None:
         """Create all parts again on the ranks of `group`. Collective."""
         before, old, unsent = vars(self).copy(), self.reducer, self.backend.state()
@@ -260,10 +240,6 @@ class Assembly:
         if unsent:
             self.backend.load_state(unsent)
             notices.once(self.topology.rank, LOST_RESIDUALS)
-
-    def recovered(self) -> None:
-        """The recovery is complete on all ranks. Local."""
-        self.owners.kept.recovered = None
 
 
 def _backend(options: Options, topology: Topology, device: Host) -> AllReduce:

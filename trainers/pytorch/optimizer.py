@@ -304,7 +304,7 @@ class MirroredOptimizer(Optimizer):
     @property
     def steps(self) -> int:
         """The number of steps that this optimizer has done, the same on all ranks; this rank's own with sync_every."""
-        return self._parts.steps
+        return self._parts.owners.steps
 
     @property
     def steps_skipped(self) -> int:

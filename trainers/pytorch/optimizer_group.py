@@ -5,7 +5,7 @@ import weakref
 from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 from mpi4py import MPI
@@ -28,25 +28,15 @@ Key = tuple[tuple[int, ...], float]
 
 
 class Member(Protocol):
-    """The methods of a MirroredOptimizer that its group and the recovery use; trainers.pytorch.assembly.Assembly
-    documents them."""
+    """The part of a MirroredOptimizer that its group and the recovery use; trainers.pytorch.assembly.Assembly documents
+    it."""
 
     topology: Topology
     closed: bool
-
-    @property
-    def slices_lost(self) -> bool: ...
-
-    @property
-    def steps(self) -> int: ...
-
-    def start_average(self) -> Callable[[], object]: ...
-
-    def newest_state(self, comm: MPI.Intracomm) -> Callable[[], object]: ...
+    reducer: Any
+    owners: Any
 
     def rebuild(self, group: "OptimizerGroup") -> None: ...
-
-    def recovered(self) -> None: ...
 
     def drop(self) -> None: ...
 

@@ -57,7 +57,7 @@ def regroup(group: OptimizerGroup) -> RankLostError:
     failed = tuple(rank for rank, number in enumerate(before) if number not in left)
     error = _error_of(failed, len(before), members)
     for member in members.values():
-        member.recovered()
+        member.owners.kept.recovered = None
     return error
 
 
@@ -72,7 +72,7 @@ def _newest_states(members: dict[int, Member], topology: Topology) -> Commit:
     commits: list[Commit] = []
     for number, member in sorted(members.items()):
         on_all = all(number in numbers for numbers in everyone)
-        commits.append(member.newest_state(comm) if on_all else member.drop)
+        commits.append(member.owners.newest(comm) if on_all else member.drop)
     topology.release(comm)
     return lambda: [commit() for commit in commits]
 
@@ -89,9 +89,9 @@ def _rebuilt(members: dict[int, Member], topology: Topology) -> OptimizerGroup:
 def _error_of(failed: tuple[int, ...], size: int, members: dict[int, Member]) -> RankLostError:
     """The error that reports the failed ranks. size: the number of ranks before the failure."""
     ranks, left = f"rank{'s' * (len(failed) > 1)} {', '.join(map(str, failed))} of {size}", size - len(failed)
-    steps = max((each.steps for each in members.values()), default=0)
+    steps = max((each.owners.steps for each in members.values()), default=0)
     text = f"{ranks} failed; {left} continue{'s' * (left == 1)} after step {steps}"
-    if any(each.slices_lost for each in members.values()):
+    if any(each.owners.kept.lost for each in members.values()):
         text += ". Slices of a sharded update are lost: load model and optimizer from the last checkpoint"
     error = RankLostError(text)
     error.lost = failed

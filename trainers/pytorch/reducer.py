@@ -614,4 +614,4 @@ def _start_missing(group: OptimizerGroup, own: list[Backward]) -> list[Callable[
     here = {each.reducer.number for each in own}
     failures = min(each.failures for each in own)
     others = group.members_averaging_elsewhere(here, failures, lambda: any(each.failed() for each in own))
-    return [each.start_average() for each in others]
+    return [each.reducer.start_average() for each in others]
