@@ -111,13 +111,11 @@ def load_root_state(comm: MPI.Intracomm, optimizer: Optimizer, state_dict: dict[
 
     state_dict: ignored on other ranks. An error of rank 0 is raised on all ranks.
     """
-    error: Exception | None = None
-    if comm.rank == 0:
-        try:
-            if state_dict is None:
-                raise OptionError("load_state_dict(None) on rank 0: rank 0 needs the state_dict, which all ranks get")
-            optimizer.load_state_dict(state_dict)
-        except Exception as refused:
-            error = refused
-    raise_together(comm, error)
+
+    def load() -> None:
+        if state_dict is None:
+            raise OptionError("load_state_dict(None) on rank 0: rank 0 needs the state_dict, which all ranks get")
+        optimizer.load_state_dict(state_dict)
+
+    together(comm, lambda: load() if comm.rank == 0 else None)
     broadcast_state(comm, optimizer)
