@@ -471,9 +471,23 @@ class BatchSource(ABC):
     checked = False
     how_resumed = ""
     ahead = 0
-    steps: int
-    rows: int
     batch_size: int
+
+    def __init__(self, sizes: Sequence[int], part: int | None, parts: int) -> None:
+        self._sizes = sizes  # rows of the epoch's global batches
+        self.set_part(part, parts)
+
+    @property
+    def steps(self) -> int:
+        return len(self._sizes)
+
+    @property
+    def rows(self) -> int:
+        return sum(self._sizes)
+
+    def sizes(self) -> np.ndarray:
+        """The rows of each of the `steps` global batches."""
+        return np.array(self._sizes, np.int64)
 
     @property
     def planned(self) -> int | None:
@@ -500,24 +514,22 @@ class BatchSource(ABC):
         """Compare the first batches of all ranks, if no rank has all rows. Raises an error of the same type and text on
         all ranks. Collective. values: returns the value of every rank; see RankGroup.values."""
 
-    @abstractmethod
     def set_part(self, part: int | None, parts: int) -> None:
         """Set the number of parts of every batch, and the part that this rank gets."""
+        self._part, self._parts = part, parts
 
     def lose_ranks(self) -> None:  # noqa: B027
         """Warn if the rows of failed ranks are lost. Called on rank 0."""
-
-    @abstractmethod
-    def sizes(self) -> np.ndarray:
-        """The rows of each of the `steps` global batches."""
 
     def total(self, epoch: int, step: int) -> int:
         """The number of steps from the beginning of the training to `step` of `epoch`."""
         return epoch * self.steps + step
 
-    @abstractmethod
     def epoch(self, number: int, first: int = 0) -> Generator[Batch]:
         """This rank's shares of the batches of epoch `number`, from `first` on. Raises DataError."""
+        while self.streams or first < self.steps:
+            yield self.share(number, first, self._part)
+            first += 1
 
     @abstractmethod
     def share(self, epoch: int, step: int, part: int | None, parts: int | None = None) -> Batch:
@@ -582,11 +594,9 @@ class BatchSource(ABC):
         """Stop reading. Local."""
 
 
-def batch_sizes(rows: int, batch_size: int) -> np.ndarray:
+def batch_sizes(rows: int, batch_size: int) -> list[int]:
     """Return the number of rows of each batch of an epoch: `batch_size`, and in the last one the rows that remain."""
-    sizes = np.full(-(-rows // batch_size), batch_size)
-    sizes[-1] = rows - (len(sizes) - 1) * batch_size
-    return sizes
+    return [min(batch_size, rows - start) for start in range(0, rows, batch_size)]
 
 
 class Batches(BatchSource):
@@ -620,16 +630,15 @@ class Batches(BatchSource):
     ) -> None:
         given = x if y is None else Arrays((x, y) if weights is None else (x, y, weights))
         self._data: Arrays | Samples = given
-        self.checked, self.rows = given.checked, len(given)
-        self.batch_size, self.ahead = min(batch_size, self.rows), ahead
-        self._sizes = batch_sizes(self.rows, self.batch_size)
+        self.checked, self._count = given.checked, len(given)
+        self.batch_size, self.ahead = min(int(batch_size), self._count), ahead
         self._seed, self._shuffle, self._micro_batch = seed, shuffle, micro_batch
         self._weigh = weigh
         self._visited = -1, np.empty(0, np.int64)  # an epoch, and the order in which it visits the rows
-        self.set_part(part, parts)
+        super().__init__(batch_sizes(self._count, self.batch_size), part, parts)
 
     def set_part(self, part: int | None, parts: int) -> None:
-        self._part, self._parts = part, parts
+        super().set_part(part, parts)
         unit = self._micro_batch or 1
         units = -(-self.batch_size // unit)
         most = -(-units // parts) * unit
@@ -638,13 +647,8 @@ class Batches(BatchSource):
 
     @property
     def settings(self) -> dict[str, Any]:
-        rows, size = int(self.rows), int(self.batch_size)
-        found: dict[str, Any] = {
-            "rows": rows,
-            "batch_size": size,
-            "seed": int(self._seed),
-            "shuffle": bool(self._shuffle),
-        }
+        found: dict[str, Any] = {"rows": self._count, "batch_size": self.batch_size}
+        found |= {"seed": int(self._seed), "shuffle": bool(self._shuffle)}
         found["class_weight"] = None if self._weigh is None else str(self._weigh)
         found["workers"] = None  # "given" in checkpoints of former versions, whose processes drew other random numbers
         return found if self._micro_batch is None else found | {"micro_batch": int(self._micro_batch)}
@@ -658,21 +662,9 @@ class Batches(BatchSource):
     def first(self) -> Data:
         return self._data.first
 
-    @property
-    def steps(self) -> int:  # type: ignore[override]
-        """Batches in an epoch."""
-        return len(self._sizes)
-
-    def sizes(self) -> np.ndarray:
-        return self._sizes
-
     def part_rows(self, step: int, part: int, parts: int) -> int:
-        rows = min(self.batch_size, self.rows - step * self.batch_size)
+        rows = self._sizes[step]
         return rows * (part + 1) // parts - rows * part // parts
-
-    def epoch(self, number: int, first: int = 0) -> Generator[Batch]:
-        for step in range(first, self.steps):
-            yield self.share(number, step, self._part)
 
     def share(self, epoch: int, step: int, part: int | None, parts: int | None = None) -> Batch:
         total, rows, numbers = self._rows_of(epoch, step, part, parts or self._parts)
@@ -696,7 +688,7 @@ class Batches(BatchSource):
         """Return the number of rows in batch `step`; this part's rows, one array or one for each micro-batch; and the
         numbers of the micro-batches."""
         if self._visited[0] != epoch:
-            self._visited = epoch, order(self.rows, self._seed, epoch, self._shuffle)
+            self._visited = epoch, order(self._count, self._seed, epoch, self._shuffle)
         batch = self._visited[1][step * self.batch_size : (step + 1) * self.batch_size]
         size, numbers = self._micro_batch, range(0)
         if part is None:

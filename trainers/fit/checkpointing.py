@@ -25,7 +25,7 @@ from allreduce.transport.chunked import bytes_of_root, bytes_to_root
 from allreduce.transport.control import on_all_ranks, root_value, together
 from trainers import data
 from trainers.arguments import flag_error, integer_error, require
-from trainers.data import WORDS, BatchSource, Fingerprint
+from trainers.data import BatchSource, Fingerprint
 from trainers.datasets.columns import Columns
 from trainers.errors import ArgumentError, CheckpointError, ModelFileError, UnusableError
 from trainers.files import checkpoint as files
@@ -529,8 +529,5 @@ def load_random_state(state: dict[str, np.ndarray]) -> None:
     gauss = state[f"{PYTHON}.gauss"].tolist()
     position, has_gauss, *keys = state[NUMPY].tolist()
     (cached,) = state[f"{NUMPY}.gauss"].tolist()
-    if len(keys) != WORDS or not 0 <= position <= WORDS or has_gauss not in (0, 1):  # NumPy does not check these
-        raise ValueError(f"NumPy's random state has {len(keys)} words, and the next one is number {position}")
-    numbers = np.array(keys, np.uint32)
-    random.setstate((version, tuple(words), gauss[0] if gauss else None))
-    np.random.set_state(("MT19937", numbers, position, has_gauss, cached))
+    of_numpy = "MT19937", np.array(keys, np.uint32), position, has_gauss, cached
+    data.load_generator_states(((version, tuple(words), gauss[0] if gauss else None), of_numpy, None))

@@ -1,10 +1,8 @@
 """The batches of a loader of the user's: any iterable of batches (x, y), the same on all ranks, or each rank's own."""
 
 import logging
-from collections.abc import Callable, Generator
+from collections.abc import Callable
 from typing import Any
-
-import numpy as np
 
 from allreduce.transport.tables import table
 from trainers.data import (
@@ -79,23 +77,15 @@ class LoaderBatches(BatchSource):
         self._kept: dict[int, Data | None] = {}  # the last batches, by their step
         self._places: dict[int, Place] = {}  # of the kept batches, by their step, if `saves`
         self._seen: dict[int, tuple[int, int]] = {}  # by step: rows and checksum of this rank's batch; 0 at the end
-        self._sizes: list[int] = []  # rows of the epoch's global batches, as far as the ranks know them
         self._told: dict[tuple[int, int], Place] = {}  # the last places that were told, by epoch and step
         self._target: Place | None = None  # the place to which `begin` goes
-        self._part, self._parts = part, parts
+        self._sizes: list[int]  # as far as the ranks know them
+        super().__init__([], part, parts)
 
     def __str__(self) -> str:
         return "x of a loader"
 
     # What all ranks know
-
-    @property
-    def steps(self) -> int:  # type: ignore[override]
-        return len(self._sizes)
-
-    @property
-    def rows(self) -> int:  # type: ignore[override]
-        return sum(self._sizes)
 
     @property
     def batch_size(self) -> int:  # type: ignore[override]
@@ -120,15 +110,9 @@ class LoaderBatches(BatchSource):
         micro = {} if self._micro_batch is None else {"micro_batch": int(self._micro_batch), "seed": int(self._seed)}
         return found | micro
 
-    def set_part(self, part: int | None, parts: int) -> None:
-        self._part, self._parts = part, parts
-
     def lose_ranks(self) -> None:
         if self._divided:
             log.warning('trainers: rows="divided": the rows of the failed ranks are not trained on any more')
-
-    def sizes(self) -> np.ndarray:
-        return np.array(self._sizes, np.int64)
 
     def total(self, epoch: int, step: int) -> int:
         return self._start + step + (len(self._sizes) if epoch > self._epoch else 0)
@@ -188,11 +172,6 @@ class LoaderBatches(BatchSource):
 
     def peek(self, step: int) -> None:
         self.coming = 0 if self._idle else row_count(self._part_of(self._at(step), self._part))
-
-    def epoch(self, number: int, first: int = 0) -> Generator[Batch]:
-        while True:
-            yield self.share(number, first, self._part)
-            first += 1
 
     def part_of(self, step: int, part: int | None) -> Batch | None:
         whole = None if self._idle else self._at(step)

@@ -1,7 +1,7 @@
 """Training on data in several files, the shards, of which each rank reads its own."""
 
 import zlib
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -74,23 +74,19 @@ class ShardBatches(BatchSource):
         self, data: ShardRows, batch_size: int, part: int | None, parts: int, seed: int = 0, shuffle: bool = True
     ) -> None:
         self._data, self._seed, self._shuffle = data, seed, shuffle
-        self.rows, self.batch_size = len(data), min(batch_size, len(data))
-        self._sizes = batch_sizes(self.rows, self.batch_size)
+        self.batch_size = min(int(batch_size), len(data))
         keys = [(np.arange(count) + 0.5) / max(count, 1) for count in data.counts.tolist()]
-        places = np.empty(self.rows, np.int64)
-        places[np.argsort(np.concatenate(keys), kind="stable")] = np.arange(self.rows)
+        places = np.empty(len(data), np.int64)
+        places[np.argsort(np.concatenate(keys), kind="stable")] = np.arange(len(data))
         self._places = np.split(places, np.cumsum(data.counts)[:-1])  # of each shard's rows in the order
         self._divided: dict[tuple[int, int], list[Share]] = {}  # `shares` of a part of some parts
         self._visited: dict[int, tuple[int, np.ndarray]] = {}  # by shard: an epoch, and the order of its rows
-        self.set_part(part, parts)
-
-    def set_part(self, part: int | None, parts: int) -> None:
-        self._part, self._parts = part, parts
+        super().__init__(batch_sizes(len(data), self.batch_size), part, parts)
 
     @property
     def settings(self) -> dict[str, Any]:
         shards = zlib.crc32(repr(self._data.counts.tolist()).encode())
-        found = {"rows": int(self.rows), "batch_size": int(self.batch_size), "shards": shards}
+        found = {"rows": len(self._data), "batch_size": self.batch_size, "shards": shards}
         return found | {"seed": int(self._seed), "shuffle": bool(self._shuffle)}
 
     def __str__(self) -> str:
@@ -100,23 +96,11 @@ class ShardBatches(BatchSource):
         batch = self.share(0, 0, self._part)
         return batch.data if batch.own else None
 
-    @property
-    def steps(self) -> int:  # type: ignore[override]
-        """Batches in an epoch."""
-        return len(self._sizes)
-
-    def sizes(self) -> np.ndarray:
-        return self._sizes
-
-    def epoch(self, number: int, first: int = 0) -> Generator[Batch]:
-        for step in range(first, self.steps):
-            yield self.share(number, step, self._part)
-
     def share(self, epoch: int, step: int, part: int | None, parts: int | None = None) -> Batch:
         own = [] if part is None else self._shares(part, parts or self._parts)
         found = [self._rows_of(epoch, step, share) for share in own]
         kept = [pair for pair in found if len(pair[0])]
-        total = int(self._sizes[step])
+        total = self._sizes[step]
         shards = self._data.shards
         none = np.empty((0, shards.features), shards.dtype), np.empty(0, np.int64)
         x, y = none if not kept else kept[0] if len(kept) == 1 else map(np.concatenate, zip(*kept, strict=True))
